@@ -1,0 +1,196 @@
+// The Python extension. Private API: src/kt_kernel checks what users pass before it comes here;
+// tensors cross as addresses, so that a call costs no conversions.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "../moe/layer.h"
+#include "../ref/moe_reference.h"
+#include "../sys/bandwidth.h"
+#include "../sys/cpu_features.h"
+#include "../sys/topology.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+std::map<std::string, bool> feature_flags() {
+  const uint32_t have = kt::sys::cpu_features();
+  const std::pair<const char*, uint32_t> names[] = {
+      {"avx2", kt::sys::kAvx2},          {"avx512", kt::sys::kAvx512},
+      {"avx512_vnni", kt::sys::kAvx512Vnni}, {"avx512_vbmi", kt::sys::kAvx512Vbmi},
+      {"avx512_bf16", kt::sys::kAvx512Bf16}, {"amx_tile", kt::sys::kAmxTile},
+      {"amx_int8", kt::sys::kAmxInt8},   {"amx_bf16", kt::sys::kAmxBf16},
+      {"avx_vnni", kt::sys::kAvxVnni},
+  };
+  std::map<std::string, bool> flags;
+  for (const auto& [name, bit] : names) flags[name] = (have & bit) != 0;
+  return flags;
+}
+
+std::vector<std::string> usable_tables() {
+  std::vector<std::string> names;
+  for (auto t = kt::kKernelTables; *t; ++t)
+    if (((*t)->features & ~kt::sys::cpu_features()) == 0) names.emplace_back((*t)->name);
+  return names;
+}
+
+const kt::KernelTable* find_table(const std::string& name) {
+  for (auto t = kt::kKernelTables; *t; ++t)
+    if (name == (*t)->name && ((*t)->features & ~kt::sys::cpu_features()) == 0) return *t;
+  throw std::invalid_argument("kernel table \"" + name + "\" cannot run on this CPU");
+}
+
+std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
+                                         const std::vector<int>& nodes) {
+  if (threads.size() != nodes.size()) throw std::invalid_argument("one node per pool is needed");
+  std::vector<kt::sys::PoolSpec> pools;
+  for (size_t i = 0; i < threads.size(); ++i) pools.push_back({threads[i], nodes[i]});
+  return std::make_shared<kt::sys::Team>(std::move(pools));
+}
+
+std::shared_ptr<kt::MoeLayer> make_layer(std::shared_ptr<kt::sys::Team> team, int64_t num_experts,
+                                         int64_t top_k, int64_t hidden_size,
+                                         int64_t intermediate_size, int format, int group_size,
+                                         const std::vector<bool>& cpu_slots, float swiglu_limit,
+                                         float swiglu_alpha, int64_t max_tokens,
+                                         const std::string& table, int kind) {
+  return std::make_shared<kt::MoeLayer>(
+      std::move(team),
+      kt::LayerConfig{num_experts, top_k, hidden_size, intermediate_size,
+                      kt::WeightFormat(format), group_size, {swiglu_limit, swiglu_alpha},
+                      std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()), max_tokens,
+                      find_table(table), kt::KernelKind(kind)});
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// A queued forward pass.
+struct Ticket {
+  std::shared_ptr<kt::sys::Job> job;
+};
+
+using Doubles = nb::ndarray<const double, nb::c_contig, nb::device::cpu>;
+using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
+
+const double* data_or_null(const std::optional<Doubles>& a) { return a ? a->data() : nullptr; }
+
+auto reference_forward(Doubles x, Longs ids, Doubles weights, Doubles gate, Doubles up,
+                       Doubles down, int activation_format, int64_t group_size,
+                       const std::vector<bool>& skip, std::optional<Doubles> gate_bias,
+                       std::optional<Doubles> up_bias, std::optional<Doubles> down_bias,
+                       double swiglu_limit, double swiglu_alpha) {
+  kt::MoeReference r;
+  r.tokens = int64_t(x.shape(0));
+  r.hidden_size = int64_t(x.shape(1));
+  r.top_k = int64_t(ids.shape(1));
+  r.num_experts = int64_t(gate.shape(0));
+  r.intermediate_size = int64_t(gate.shape(1));
+  r.x = x.data();
+  r.ids = ids.data();
+  r.weights = weights.data();
+  r.gate = gate.data();
+  r.up = up.data();
+  r.down = down.data();
+  r.gate_bias = data_or_null(gate_bias);
+  r.up_bias = data_or_null(up_bias);
+  r.down_bias = data_or_null(down_bias);
+  r.activation = kt::ActivationFormat(activation_format);
+  r.group_size = group_size;
+  const auto skipped = std::make_unique<bool[]>(skip.size());
+  std::copy(skip.begin(), skip.end(), skipped.get());
+  r.skip = skipped.get();
+  r.swiglu_limit = swiglu_limit;
+  r.swiglu_alpha = swiglu_alpha;
+  auto* y = new double[size_t(std::max<int64_t>(1, r.tokens * r.hidden_size))];
+  nb::capsule owner(y, [](void* p) noexcept { delete[] static_cast<double*>(p); });
+  kt::moe_reference(r, y);
+  return nb::ndarray<nb::numpy, double>(y, {size_t(r.tokens), size_t(r.hidden_size)}, owner);
+}
+
+}  // namespace
+
+NB_MODULE(KT_MODULE_NAME, m) {
+  m.doc() = "Compiled core of kt_kernel (private).";
+  m.def("cpu_features", feature_flags, "Instruction sets this CPU and system can run.");
+  m.def("cpu_brand", kt::sys::cpu_brand);
+  m.def("kernel_tables", usable_tables, "Kernel tables that run here, best first.");
+  m.def("topology", [] {
+    std::vector<std::tuple<int, int, int>> nodes;
+    for (const auto& n : kt::sys::topology())
+      nodes.emplace_back(n.id, int(n.cpus.size()), n.cores);
+    return nodes;
+  }, "(node id, allowed CPUs, cores) of each NUMA node.");
+  m.def("cpu_quota", kt::sys::cpu_quota);
+  m.def("probe_read_bandwidth", kt::sys::probe_read_bandwidth, "max_threads"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<kt::sys::Team>(m, "Team")
+      .def(nb::new_(&make_team), "threads"_a, "nodes"_a)
+      .def_prop_ro("pools", [](const kt::sys::Team& t) { return t.pools(); })
+      .def_prop_ro("threads", [](const kt::sys::Team& t) { return t.threads(); });
+
+  nb::class_<Ticket>(m, "Ticket")
+      .def("wait", [](const Ticket& t) { t.job->wait(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("done", [](const Ticket& t) { return t.job->done(); });
+
+  nb::class_<kt::MoeLayer>(m, "MoeLayer")
+      .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
+           "hidden_size"_a, "intermediate_size"_a, "format"_a, "group_size"_a, "cpu_slots"_a,
+           "swiglu_limit"_a, "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a)
+      .def("load_expert",
+           [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
+              int dtype, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
+             layer.load_expert(slot, {pointer<const void>(gate), pointer<const void>(up),
+                                      pointer<const void>(down), kt::DType(dtype),
+                                      pointer<const float>(gate_bias),
+                                      pointer<const float>(up_bias),
+                                      pointer<const float>(down_bias)});
+           },
+           "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "dtype"_a, "gate_bias_ptr"_a = 0,
+           "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def("submit",
+           [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,
+              uintptr_t weights, uintptr_t out, uintptr_t add, uintptr_t partial) {
+             return Ticket{layer.submit({pointer<const void>(x), kt::DType(dtype), tokens,
+                                         pointer<const int64_t>(ids),
+                                         pointer<const float>(weights), pointer<void>(out),
+                                         pointer<const float>(add), pointer<float>(partial)})};
+           },
+           "x_ptr"_a, "dtype"_a, "tokens"_a, "ids_ptr"_a, "weights_ptr"_a, "out_ptr"_a,
+           "add_ptr"_a = 0, "partial_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def("unpack",
+           [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
+             layer.unpack(slot, matrix, pointer<float>(dst));
+           },
+           "slot"_a, "matrix"_a, "ptr"_a)
+      .def_prop_ro("packed_bytes", &kt::MoeLayer::packed_bytes)
+      .def("stats", [](const kt::MoeLayer& layer) {
+        const kt::LayerStats& s = layer.stats();
+        return std::map<std::string, int64_t>{
+            {"forwards", s.forwards},         {"tokens", s.tokens},
+            {"expert_calls", s.expert_calls}, {"experts_touched", s.experts_touched},
+            {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls}};
+      });
+
+  m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,
+        "down"_a, nb::kw_only(), "activation_format"_a, "group_size"_a, "skip"_a,
+        "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
+        "swiglu_limit"_a = 0.0, "swiglu_alpha"_a = 0.0,
+        "The layer in float64 (kernels/ref).");
+}

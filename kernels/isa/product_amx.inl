@@ -1,0 +1,83 @@
+// AMX tiles. A block of 16 or 32 activation rows by the 32 weight rows of a packed tile: 1x2 or
+// 2x2 accumulators (tiles 0-3), A in tiles 4 and 5, B in tiles 6 and 7. A step of the packed
+// layout is exactly one row of both B tiles. Rows past m are computed on slack and not used.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+void tiles_begin() {
+  const TileConfig config;
+  _tile_loadconfig(&config);
+}
+void tiles_end() { _tile_release(); }
+
+constexpr int64_t kTileStepRows = 16;  // steps per AMX B tile: 32 k of bf16, 64 k of int8
+
+#define KT_TILE_LOOP(DOT, TWO)                                                    \
+  for (int64_t s = 0; s < blocks; ++s) {                                          \
+    _tile_loadd(4, rows + s * 64, stride);                                        \
+    _tile_loadd(6, weights + s * kTileStepRows * kStepBytes, kStepBytes);         \
+    DOT(0, 4, 6);                                                                 \
+    _tile_loadd(7, weights + s * kTileStepRows * kStepBytes + 64, kStepBytes);    \
+    DOT(1, 4, 7);                                                                 \
+    if constexpr (TWO) {                                                          \
+      _tile_loadd(5, rows + 16 * stride + s * 64, stride);                        \
+      DOT(2, 5, 6);                                                               \
+      DOT(3, 5, 7);                                                               \
+    }                                                                             \
+  }
+
+// Accumulators of 16 (or, with `two`, 32) rows into out[row * 32 + n], 4 bytes each.
+template <bool integer, bool two>
+inline void tile_block(const uint8_t* weights, int64_t blocks, const uint8_t* rows, int64_t stride,
+                       void* out) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if constexpr (integer) {
+    KT_TILE_LOOP(_tile_dpbssd, two)
+  } else {
+    KT_TILE_LOOP(_tile_dpbf16ps, two)
+  }
+  auto* c = static_cast<uint8_t*>(out);
+  _tile_stored(0, c, kStepBytes);
+  _tile_stored(1, c + 64, kStepBytes);
+  if constexpr (two) {
+    _tile_stored(2, c + 16 * kStepBytes, kStepBytes);
+    _tile_stored(3, c + 16 * kStepBytes + 64, kStepBytes);
+  }
+}
+#undef KT_TILE_LOOP
+
+template <bool integer>
+inline void tile_rows(const uint8_t* weights, int64_t steps, const ActRows& a, int64_t m,
+                      float* out) {
+  const int64_t blocks = steps / kTileStepRows;
+  for (int64_t r = 0; r < m; r += 32) {
+    const uint8_t* rows = a.data + r * a.stride;
+    float* c = out + r * kTileRows;
+    if (m - r > 16)
+      tile_block<integer, true>(weights, blocks, rows, a.stride, c);
+    else
+      tile_block<integer, false>(weights, blocks, rows, a.stride, c);
+  }
+}
+
+void tile_product_bf16(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
+                       int64_t m, float* out) {
+  tile_rows<false>(tile, layout.cols_padded() / 2, a, m, out);
+}
+
+void tile_product_int8(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
+                       int64_t m, float* out) {
+  tile_rows<true>(tile + layout.head_bytes(), layout.cols_padded() / 4, a, m, out);
+  const auto* scale = reinterpret_cast<const float*>(tile);
+  for (int64_t r = 0; r < m; ++r)
+    for (int n = 0; n < kTileRows; n += kLanes) {
+      float* x = out + r * kTileRows + n;
+      f_store(x, dequantise(i_load(x), f_load(scale + n), a.scale[r]));
+    }
+}

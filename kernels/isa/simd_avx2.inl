@@ -1,0 +1,78 @@
+// Eight 32-bit lanes: AVX2 + FMA + F16C. The names here are the vocabulary of all kernels; each
+// simd_*.inl gives the same names for its vector width. Included inside an anonymous namespace.
+using F = __m256;   // float lanes
+using I = __m256i;  // int32 lanes (or the bytes of a step)
+constexpr int kLanes = 8;
+
+inline F f_zero() { return _mm256_setzero_ps(); }
+inline F f_set(float x) { return _mm256_set1_ps(x); }
+inline F f_load(const float* p) { return _mm256_loadu_ps(p); }
+inline void f_store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+inline F f_fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
+inline F f_add(F a, F b) { return _mm256_add_ps(a, b); }
+inline F f_mul(F a, F b) { return _mm256_mul_ps(a, b); }
+inline F f_div(F a, F b) { return _mm256_div_ps(a, b); }
+// On NaN both return the second operand, so data goes second.
+inline F f_min(F a, F b) { return _mm256_min_ps(a, b); }
+inline F f_max(F a, F b) { return _mm256_max_ps(a, b); }
+
+inline I i_zero() { return _mm256_setzero_si256(); }
+inline I i_set(int32_t x) { return _mm256_set1_epi32(x); }
+inline I i_load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void i_store(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+inline I i_add(I a, I b) { return _mm256_add_epi32(a, b); }
+inline I i_sub(I a, I b) { return _mm256_sub_epi32(a, b); }
+inline I i_and(I a, I b) { return _mm256_and_si256(a, b); }
+inline I i_xor(I a, I b) { return _mm256_xor_si256(a, b); }
+inline I i_max(I a, I b) { return _mm256_max_epi32(a, b); }
+template <int n> inline I i_sll(I a) { return _mm256_slli_epi32(a, n); }
+template <int n> inline I i_srl(I a) { return _mm256_srli_epi32(a, n); }
+template <int n> inline I i_sra(I a) { return _mm256_srai_epi32(a, n); }
+
+inline F as_f(I x) { return _mm256_castsi256_ps(x); }
+inline I as_i(F x) { return _mm256_castps_si256(x); }
+inline F to_f(I x) { return _mm256_cvtepi32_ps(x); }
+inline I round_i(F x) { return _mm256_cvtps_epi32(x); }  // to nearest, ties to even
+
+inline F f_load_fp16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void f_store_fp16(uint16_t* p, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, 0));
+}
+inline I i_load_u16(const uint16_t* p) {
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void i_store_u16(uint16_t* p, I x) {  // lanes in 0..65535
+  const __m256i y = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0b1000);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(y));
+}
+inline void i_store_i8(int8_t* p, I x) {  // lanes in -128..127
+  const __m256i y = _mm256_packs_epi16(_mm256_packs_epi32(x, x), i_zero());
+  const int64_t lo = _mm_cvtsi128_si64(_mm256_castsi256_si128(y));
+  const int64_t hi = _mm_cvtsi128_si64(_mm256_extracti128_si256(y, 1));
+  const uint64_t both = uint64_t(uint32_t(lo)) | uint64_t(uint32_t(hi)) << 32;
+  __builtin_memcpy(p, &both, 8);
+}
+inline F f_or_nan(F x, F test, F replacement) {  // replacement in the lanes where test is NaN
+  return _mm256_blendv_ps(x, replacement, _mm256_cmp_ps(test, test, _CMP_UNORD_Q));
+}
+
+// Sums of four products per lane. maddubs adds two products in 16 bits and saturates, so int8
+// times int8 goes as |w| * (a with w's sign): at most 2 * 127 * 127 = 32258.
+constexpr bool kOffsetActivations = false;
+struct Int8Weights {
+  I magnitude, sign;
+};
+inline Int8Weights int8_weights(I w) { return {_mm256_abs_epi8(w), w}; }
+inline I dot_int8(I acc, I a, Int8Weights w) {
+  const I p = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(a, w.sign));
+  return i_add(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
+}
+// Nibbles 0..15 times int8, low and high halves of a step with their own four k each: at most
+// 4 * 15 * 127 = 7620 in 16 bits.
+inline I dot_nibbles(I acc, I low, I high, I a_low, I a_high) {
+  const I p = _mm256_add_epi16(_mm256_maddubs_epi16(low, a_low), _mm256_maddubs_epi16(high, a_high));
+  return i_add(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
+}

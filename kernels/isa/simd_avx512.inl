@@ -1,0 +1,86 @@
+// Sixteen 32-bit lanes: AVX-512 F, BW, DQ, VL, with VNNI where KT_VNNI is defined. The same names
+// as simd_avx2.inl. Included inside an anonymous namespace.
+using F = __m512;
+using I = __m512i;
+constexpr int kLanes = 16;
+
+inline F f_zero() { return _mm512_setzero_ps(); }
+inline F f_set(float x) { return _mm512_set1_ps(x); }
+inline F f_load(const float* p) { return _mm512_loadu_ps(p); }
+inline void f_store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F f_fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
+inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F f_div(F a, F b) { return _mm512_div_ps(a, b); }
+// On NaN both return the second operand, so data goes second.
+inline F f_min(F a, F b) { return _mm512_min_ps(a, b); }
+inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
+
+inline I i_zero() { return _mm512_setzero_si512(); }
+inline I i_set(int32_t x) { return _mm512_set1_epi32(x); }
+inline I i_load(const void* p) { return _mm512_loadu_si512(p); }
+inline void i_store(void* p, I x) { _mm512_storeu_si512(p, x); }
+inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I i_sub(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I i_and(I a, I b) { return _mm512_and_si512(a, b); }
+inline I i_xor(I a, I b) { return _mm512_xor_si512(a, b); }
+inline I i_max(I a, I b) { return _mm512_max_epi32(a, b); }
+template <int n> inline I i_sll(I a) { return _mm512_slli_epi32(a, n); }
+template <int n> inline I i_srl(I a) { return _mm512_srli_epi32(a, n); }
+template <int n> inline I i_sra(I a) { return _mm512_srai_epi32(a, n); }
+
+inline F as_f(I x) { return _mm512_castsi512_ps(x); }
+inline I as_i(F x) { return _mm512_castps_si512(x); }
+inline F to_f(I x) { return _mm512_cvtepi32_ps(x); }
+inline I round_i(F x) { return _mm512_cvtps_epi32(x); }  // to nearest, ties to even
+
+inline F f_load_fp16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void f_store_fp16(uint16_t* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, 0));
+}
+inline I i_load_u16(const uint16_t* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void i_store_u16(uint16_t* p, I x) {  // lanes in 0..65535
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+}
+inline void i_store_i8(int8_t* p, I x) {  // lanes in -128..127
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+inline F f_or_nan(F x, F test, F replacement) {  // replacement in the lanes where test is NaN
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(test, test, _CMP_UNORD_Q), x, replacement);
+}
+
+#ifdef KT_VNNI
+// dpbusd wants one unsigned operand: activations are offset by 128 (one xor), and the kernel
+// takes 128 * sum(w) off at the end.
+constexpr bool kOffsetActivations = true;
+struct Int8Weights {
+  I w;
+};
+inline Int8Weights int8_weights(I w) { return {w}; }
+inline I dot_int8(I acc, I a, Int8Weights w) { return _mm512_dpbusd_epi32(acc, a, w.w); }
+inline I dot_nibbles(I acc, I low, I high, I a_low, I a_high) {
+  return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc, low, a_low), high, a_high);
+}
+#else
+// As in simd_avx2.inl: |w| * (a with w's sign) cannot saturate.
+constexpr bool kOffsetActivations = false;
+struct Int8Weights {
+  I magnitude;
+  __mmask64 negative;
+};
+inline Int8Weights int8_weights(I w) { return {_mm512_abs_epi8(w), _mm512_movepi8_mask(w)}; }
+inline I dot_int8(I acc, I a, Int8Weights w) {
+  const I signed_a = _mm512_mask_sub_epi8(a, w.negative, i_zero(), a);
+  const I p = _mm512_maddubs_epi16(w.magnitude, signed_a);
+  return i_add(acc, _mm512_madd_epi16(p, _mm512_set1_epi16(1)));
+}
+inline I dot_nibbles(I acc, I low, I high, I a_low, I a_high) {
+  const I p = _mm512_add_epi16(_mm512_maddubs_epi16(low, a_low), _mm512_maddubs_epi16(high, a_high));
+  return i_add(acc, _mm512_madd_epi16(p, _mm512_set1_epi16(1)));
+}
+#endif

@@ -1,0 +1,261 @@
+#include "forward.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kt {
+namespace {
+
+// Part [begin, end) of n items for thread i of `threads`.
+struct Share {
+  int64_t begin, end;
+  Share(int64_t n, int64_t i, int64_t threads) : begin(n * i / threads), end(n * (i + 1) / threads) {}
+};
+
+// Cost of one tile for m rows: below this many rows reading the weights is what takes the time.
+int64_t tile_cost(int64_t rows) { return std::max<int64_t>(rows, 8); }
+
+template <class T>
+T* as(const sys::Mapping& m) { return reinterpret_cast<T*>(m.data()); }
+
+}  // namespace
+
+struct ForwardJob::Chunk {
+  int64_t first, count;
+};
+
+ForwardJob::ForwardJob(MoeLayer& layer, const ForwardArgs& args)
+    : layer_(layer),
+      work_(layer_.workspace_),
+      kernels_(layer_.config_.table->format[int(layer_.config_.format)]),
+      args_(args),
+      plan_(layer_.config_.num_experts, layer_.config_.top_k,
+            std::min(args.tokens, layer_.config_.max_tokens)) {}
+
+bool ForwardJob::use_tile(const ExpertRows& e) const {
+  if (!kernels_.tile || layer_.config_.kind == KernelKind::kVector) return false;
+  return layer_.config_.kind == KernelKind::kTile || e.count >= kernels_.tile_min_rows;
+}
+
+void ForwardJob::run(sys::Worker& w) noexcept {
+  const LayerConfig& c = layer_.config_;
+  const KernelTable& table = *c.table;
+  const bool pools = w.team_threads != w.pool_threads;
+  table.thread_begin();
+  for (Chunk chunk{0, 0}; chunk.first < args_.tokens; chunk.first += chunk.count) {
+    chunk.count = std::min(c.max_tokens, args_.tokens - chunk.first);
+    tokens(w, chunk);
+    w.team_barrier();
+    if (any_tile_) {
+      gather(w);
+      w.team_barrier();
+    }
+    gate_up(w);
+    // A row's scale comes from all of I, which the pools hold in parts.
+    pools ? w.team_barrier() : w.pool_barrier();
+    if (kernels_.quantise_h) {
+      quantise_hidden(w);
+      w.pool_barrier();
+    }
+    down(w, chunk);
+    if (pools) w.team_barrier();
+    finish(w, chunk);
+    w.team_barrier();  // before the next chunk takes the buffers
+  }
+  table.thread_end();
+}
+
+void ForwardJob::tokens(const sys::Worker& w, const Chunk& chunk) {
+  const LayerConfig& c = layer_.config_;
+  if (w.rank == 0) {
+    plan_.build(args_.ids + chunk.first * c.top_k, args_.weights + chunk.first * c.top_k,
+                chunk.count, c.on_cpu);
+    any_tile_ = false;
+    LayerStats& stats = layer_.stats_;
+    for (int64_t i = 0; i < plan_.active(); ++i) {
+      const bool tile = use_tile(plan_.expert(i));
+      any_tile_ |= tile;
+      ++(tile ? stats.tile_calls : stats.vector_calls);
+    }
+    if (chunk.first == 0) ++stats.forwards;
+    stats.tokens += chunk.count;
+    stats.expert_calls += plan_.pairs();
+    stats.experts_touched += plan_.active();
+  }
+  const MatrixLayout& layout = layer_.pools_[0].up;
+  const int64_t k = layout.cols_padded(), groups = c.group ? k / c.group : 1;
+  const Share share(chunk.count, w.rank, w.team_threads);
+  for (int64_t t = share.begin; t < share.end; ++t) {
+    const auto* row = static_cast<const uint8_t*>(args_.x) +
+                      (chunk.first + t) * c.hidden_size * dtype_bytes(args_.dtype);
+    kernels_.quantise(row, args_.dtype, c.hidden_size, k, c.group, -1,
+                      work_->x.data() + t * k * kernels_.act_bytes,
+                      as<float>(work_->x_scale) + t * groups, as<int32_t>(work_->x_sum) + t * groups);
+  }
+}
+
+void ForwardJob::gather(const sys::Worker& w) {
+  const LayerConfig& c = layer_.config_;
+  const int64_t k = layer_.pools_[0].up.cols_padded(), groups = c.group ? k / c.group : 1;
+  const int64_t bytes = k * kernels_.act_bytes;
+  const Share share(plan_.pairs(), w.rank, w.team_threads);
+  for (int64_t i = 0; i < plan_.active(); ++i) {
+    const ExpertRows& e = plan_.expert(i);
+    if (!use_tile(e)) continue;
+    const int64_t end = std::min(e.first + e.count, share.end);
+    for (int64_t pair = std::max(e.first, share.begin); pair < end; ++pair) {
+      const int64_t t = plan_.tokens()[pair];
+      std::memcpy(work_->gathered.data() + pair * bytes, work_->x.data() + t * bytes,
+                  size_t(bytes));
+      std::copy_n(as<float>(work_->x_scale) + t * groups, groups,
+                  as<float>(work_->gathered_scale) + pair * groups);
+      std::copy_n(as<int32_t>(work_->x_sum) + t * groups, groups,
+                  as<int32_t>(work_->gathered_sum) + pair * groups);
+    }
+  }
+}
+
+// The A rows of an expert's tokens: gathered for a tile kernel, by index for a vector kernel.
+ActRows ForwardJob::x_rows(const ExpertRows& e) const {
+  const LayerConfig& c = layer_.config_;
+  const int64_t k = layer_.pools_[0].up.cols_padded(), groups = c.group ? k / c.group : 1;
+  const int64_t stride = k * kernels_.act_bytes;
+  if (use_tile(e))
+    return {work_->gathered.data() + e.first * stride, stride,
+            as<float>(work_->gathered_scale) + e.first * groups,
+            as<int32_t>(work_->gathered_sum) + e.first * groups, groups, nullptr};
+  return {work_->x.data(), stride, as<float>(work_->x_scale), as<int32_t>(work_->x_sum), groups,
+          plan_.tokens() + e.first};
+}
+
+ActRows ForwardJob::h_rows(int pool, int64_t first) const {
+  const LayerConfig& c = layer_.config_;
+  const auto p = size_t(pool);
+  const int64_t k = layer_.pools_[p].down.cols_padded(), groups = c.group ? k / c.group : 1;
+  const int64_t stride = k * kernels_.act_bytes;
+  return {work_->h[p].data() + first * stride, stride,
+          as<float>(work_->h_scale[p]) + first * groups,
+          as<int32_t>(work_->h_sum[p]) + first * groups, groups, nullptr};
+}
+
+void ForwardJob::gate_up(const sys::Worker& w) {
+  const LayerConfig& c = layer_.config_;
+  const PoolPart& part = layer_.pools_[size_t(w.pool)];
+  if (!part.size) return;
+  const int64_t tiles = part.up.tiles(), tile_bytes = part.up.tile_bytes();
+  int64_t total = 0;
+  for (int64_t i = 0; i < plan_.active(); ++i) total += tiles * tile_cost(plan_.expert(i).count);
+  const Share share(total, w.index, w.pool_threads);  // in units of cost
+
+  float* gate = work_->thread_scratch(w.rank);
+  float* up = gate + (kRowBlock + kRowSlack) * kTileRows;
+  // Integer formats: float32 rows of all of I, so that a row's scale can be found; float
+  // formats: the pool's own A rows.
+  const int64_t all_columns = round_up(c.intermediate_size, kTileRows);
+  const int64_t h_stride =
+      kernels_.quantise_h ? all_columns * 4 : part.down.cols_padded() * kernels_.act_bytes;
+  uint8_t* h = kernels_.quantise_h ? work_->h_float.data() + part.begin * 4
+                                   : work_->h[size_t(w.pool)].data();
+  const int64_t element = kernels_.quantise_h ? 4 : kernels_.act_bytes;
+
+  int64_t cost = 0;  // of the tiles before
+  for (int64_t i = 0; i < plan_.active() && cost < share.end; ++i) {
+    const ExpertRows& e = plan_.expert(i);
+    const int64_t each = tile_cost(e.count);
+    // A tile belongs to the thread in whose share its cost begins.
+    const int64_t first = std::clamp<int64_t>(ceil_div(share.begin - cost, each), 0, tiles);
+    const int64_t last = std::clamp<int64_t>(ceil_div(share.end - cost, each), 0, tiles);
+    cost += tiles * each;
+    if (first >= last) continue;
+    const TileProduct product = use_tile(e) ? kernels_.tile : kernels_.vector;
+    const uint8_t* weights = layer_.expert(w.pool, e.slot);
+    const float* gate_bias = layer_.bias(layer_.gate_bias_, e.slot, c.intermediate_size);
+    const float* up_bias = layer_.bias(layer_.up_bias_, e.slot, c.intermediate_size);
+    const ActRows all = x_rows(e);
+    for (int64_t tile = first; tile < last; ++tile) {
+      const uint8_t* gate_tile = weights + 2 * tile * tile_bytes;
+      const int64_t column = part.begin + tile * kTileRows;
+      for (int64_t r = 0; r < e.count; r += kRowBlock) {
+        const int64_t m = std::min(kRowBlock, e.count - r);
+        const ActRows a = all.from(r);
+        product(gate_tile, part.up, a, m, gate);
+        product(gate_tile + tile_bytes, part.up, a, m, up);
+        kernels_.swiglu(gate, up, gate_bias ? gate_bias + column : nullptr,
+                        up_bias ? up_bias + column : nullptr, c.activation, m,
+                        h + (e.first + r) * h_stride + tile * kTileRows * element, h_stride);
+      }
+    }
+  }
+}
+
+void ForwardJob::quantise_hidden(const sys::Worker& w) {
+  const LayerConfig& c = layer_.config_;
+  const PoolPart& part = layer_.pools_[size_t(w.pool)];
+  if (!part.size) return;
+  const int64_t all_columns = round_up(c.intermediate_size, kTileRows);
+  const bool whole = part.size == c.intermediate_size;
+  const Share share(plan_.pairs(), w.index, w.pool_threads);
+  for (int64_t pair = share.begin; pair < share.end; ++pair) {
+    const float* row = as<float>(work_->h_float) + pair * all_columns;
+    const float absmax =
+        whole || c.group ? -1 : c.table->absmax(row, DType::kFP32, c.intermediate_size);
+    const ActRows a = h_rows(w.pool, pair);
+    kernels_.quantise(row + part.begin, DType::kFP32, part.size, part.down.cols_padded(), c.group,
+                      absmax, const_cast<uint8_t*>(a.data), const_cast<float*>(a.scale),
+                      const_cast<int32_t*>(a.sum));
+  }
+}
+
+void ForwardJob::down(const sys::Worker& w, const Chunk& chunk) {
+  const PoolPart& part = layer_.pools_[size_t(w.pool)];
+  const Share share(part.down.tiles(), w.index, w.pool_threads);
+  float* sum = as<float>(work_->sum[size_t(w.pool)]);
+  const int64_t tile_floats = chunk.count * kTileRows;
+  std::fill(sum + share.begin * tile_floats, sum + share.end * tile_floats, 0.0f);
+  if (!part.size) return;
+
+  float* out = work_->thread_scratch(w.rank);
+  for (int64_t i = 0; i < plan_.active(); ++i) {
+    const ExpertRows& e = plan_.expert(i);
+    const TileProduct product = use_tile(e) ? kernels_.tile : kernels_.vector;
+    const uint8_t* weights = layer_.expert(w.pool, e.slot) + 2 * part.up.bytes();
+    // The bias counts once, so the pool that holds the first part of I adds it.
+    const float* bias = part.begin == 0 ? layer_.bias(layer_.down_bias_, e.slot,
+                                                       layer_.config_.hidden_size)
+                                        : nullptr;
+    for (int64_t tile = share.begin; tile < share.end; ++tile) {
+      for (int64_t r = 0; r < e.count; r += kRowBlock) {
+        const int64_t m = std::min(kRowBlock, e.count - r);
+        product(weights + tile * part.down.tile_bytes(), part.down, h_rows(w.pool, e.first + r), m,
+                out);
+        layer_.config_.table->merge(out, bias ? bias + tile * kTileRows : nullptr,
+                                     plan_.weights() + e.first + r, plan_.tokens() + e.first + r,
+                                     m, sum + tile * tile_floats);
+      }
+    }
+  }
+}
+
+void ForwardJob::finish(const sys::Worker& w, const Chunk& chunk) {
+  const LayerConfig& c = layer_.config_;
+  const int64_t h = c.hidden_size, tiles = ceil_div(h, kTileRows);
+  // With one pool a thread finishes the columns it summed, without a barrier in between.
+  const Share share(tiles, w.rank, w.team_threads);
+  const auto pools = int(work_->sum.size());
+  const float* part[kMaxPools];
+  const DType dtype = args_.partial ? DType::kFP32 : args_.dtype;
+  auto* out = args_.partial ? reinterpret_cast<uint8_t*>(args_.partial)
+                            : static_cast<uint8_t*>(args_.out);
+  for (int64_t tile = share.begin; tile < share.end; ++tile) {
+    const int64_t column = tile * kTileRows, n = std::min(kTileRows, h - column);
+    for (int64_t t = 0; t < chunk.count; ++t) {
+      for (int p = 0; p < pools; ++p)
+        part[p] = as<float>(work_->sum[size_t(p)]) + (tile * chunk.count + t) * kTileRows;
+      const int64_t at = (chunk.first + t) * h + column;
+      c.table->finish(part, pools, args_.add ? args_.add + at : nullptr, n,
+                      out + at * dtype_bytes(dtype), dtype);
+    }
+  }
+}
+
+}  // namespace kt

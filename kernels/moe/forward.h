@@ -1,0 +1,44 @@
+// The forward pass of a layer as a job of its team.
+#pragma once
+#include <memory>
+
+#include "layer.h"
+#include "plan.h"
+
+namespace kt {
+
+// Steps, each shared among the threads, with a barrier between them:
+//   1. tokens: x rows to A rows; thread 0 makes the plan (tokens -> experts)
+//   2. gather: A rows of the experts that go to a tile kernel, contiguous
+//   3. gate, up, activation: tiles of all experts, split by cost
+//   4. integer formats: h rows to A rows
+//   5. down and the weighted sum: a thread owns output tiles over all experts, in registers and
+//      its own columns of the sum, so there are no atomics and one order of additions
+//   6. sum over pools, addition of what the layer before deferred, one rounding
+class ForwardJob : public sys::Job {
+ public:
+  ForwardJob(MoeLayer& layer, const ForwardArgs& args);
+  void run(sys::Worker& worker) noexcept override;
+
+ private:
+  struct Chunk;  // the tokens of one round
+  void tokens(const sys::Worker& w, const Chunk& c);
+  void gather(const sys::Worker& w);
+  void gate_up(const sys::Worker& w);
+  void quantise_hidden(const sys::Worker& w);
+  void down(const sys::Worker& w, const Chunk& c);
+  void finish(const sys::Worker& w, const Chunk& c);
+
+  bool use_tile(const ExpertRows& e) const;
+  ActRows x_rows(const ExpertRows& e) const;
+  ActRows h_rows(int pool, int64_t first) const;
+
+  MoeLayer& layer_;
+  std::shared_ptr<Workspace> work_;
+  const FormatKernels& kernels_;
+  ForwardArgs args_;
+  Plan plan_;
+  bool any_tile_ = false;
+};
+
+}  // namespace kt

@@ -1,0 +1,48 @@
+// Buffers of a forward pass, shared by the layers of one team, whose jobs run one at a time.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../sys/numa_memory.h"
+#include "../sys/team.h"
+#include "kt/format.h"
+
+namespace kt {
+
+// What a workspace must hold; the largest of each field over the layers that share it.
+struct WorkspaceSize {
+  int64_t max_tokens = 0, top_k = 0;
+  int64_t hidden = 0;        // H
+  int64_t intermediate = 0;  // I, of all pools
+  bool operator<=(const WorkspaceSize& o) const {
+    return max_tokens <= o.max_tokens && top_k <= o.top_k && hidden <= o.hidden &&
+           intermediate <= o.intermediate;
+  }
+};
+
+// Rows that a tile kernel may touch past the last one.
+constexpr int64_t kRowSlack = 32;
+// Rows per kernel call: bounds the scratch of a thread.
+constexpr int64_t kRowBlock = 128;
+
+struct Workspace {
+  Workspace(const WorkspaceSize& size, int pools, int threads);
+
+  WorkspaceSize size;
+  sys::Mapping x;         // A rows of the tokens
+  sys::Mapping x_scale;   // and their scales and sums, per row or per row and group
+  sys::Mapping x_sum;
+  sys::Mapping gathered, gathered_scale, gathered_sum;  // A rows of the pairs, for tile kernels
+  sys::Mapping h_float;   // [pairs][I] before quantisation
+  std::vector<sys::Mapping> h, h_scale, h_sum;  // per pool: A rows of the pairs
+  std::vector<sys::Mapping> sum;                // per pool: [tiles(H)][tokens][32]
+  sys::Mapping scratch;                         // per thread: gate and up blocks
+  float* thread_scratch(int rank) const;        // 2 * (kRowBlock + kRowSlack) * 32 floats
+};
+
+// A workspace for the team that holds at least `size`: the team's present one where it does.
+std::shared_ptr<Workspace> workspace_for(const std::shared_ptr<sys::Team>& team,
+                                         WorkspaceSize size);
+
+}  // namespace kt

@@ -1,0 +1,58 @@
+// Scalar conversions between float32 and the 16-bit types, round-to-nearest-even.
+#pragma once
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kt/types.h"
+
+namespace kt {
+
+inline float bf16_to_float(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
+
+inline uint16_t float_to_bf16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (std::isnan(x)) return uint16_t(bits >> 16) | 0x40;
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline float fp16_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;
+  if (exponent == 0) {  // zero and subnormals: mantissa * 2^-24
+    const float magnitude = float(mantissa) * 5.9604644775390625e-8f;
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | sign);
+  }
+  if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000 | mantissa << 13);
+  return std::bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+inline uint16_t float_to_fp16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  const float magnitude = std::fabs(x);
+  if (std::isnan(x)) return sign | 0x7e00;
+  if (magnitude >= 65520.0f) return sign | 0x7c00;
+  if (magnitude < 6.103515625e-5f)  // subnormal: units of 2^-24, rint rounds to even
+    return sign | uint16_t(std::rint(magnitude * 16777216.0f));
+  const uint32_t m = std::bit_cast<uint32_t>(magnitude);
+  return sign | uint16_t((m + 0xfff + (m >> 13 & 1) - (112u << 23)) >> 13);
+}
+
+inline float load_float(const void* p, DType dtype, int64_t i) {
+  uint16_t half;
+  float full;
+  switch (dtype) {
+    case DType::kBF16:
+      std::memcpy(&half, static_cast<const char*>(p) + i * 2, 2);
+      return bf16_to_float(half);
+    case DType::kFP16:
+      std::memcpy(&half, static_cast<const char*>(p) + i * 2, 2);
+      return fp16_to_float(half);
+    default:
+      std::memcpy(&full, static_cast<const char*>(p) + i * 4, 4);
+      return full;
+  }
+}
+
+}  // namespace kt

@@ -1,0 +1,140 @@
+#include "moe_reference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace kt {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+void require(bool ok, const std::string& message) {
+  if (!ok) throw std::invalid_argument("moe_reference: " + message);
+}
+
+void check(const MoeReference& l, const double* y) {
+  require(l.tokens >= 0 && l.top_k >= 0 && l.num_experts >= 0, "sizes must not be negative");
+  require(l.hidden_size > 0 && l.intermediate_size > 0,
+          "hidden_size and intermediate_size must be positive");
+  require(l.activation == ActivationFormat::kBF16 || l.activation == ActivationFormat::kInt8Row ||
+              l.activation == ActivationFormat::kInt8Group,
+          "activation format " + std::to_string(static_cast<int>(l.activation)) +
+              "; accepted: 0 (bf16), 1 (int8 per row), 2 (int8 per group)");
+  if (l.activation == ActivationFormat::kInt8Group) {
+    const std::string group = "group_size " + std::to_string(l.group_size);
+    require(l.group_size > 0, group + " must be positive");
+    require(l.hidden_size % l.group_size == 0,
+            group + " does not divide hidden_size " + std::to_string(l.hidden_size));
+    require(l.intermediate_size % l.group_size == 0,
+            group + " does not divide intermediate_size " + std::to_string(l.intermediate_size));
+  }
+  if (l.tokens == 0) return;
+  require(l.x && y, "x and y are required");
+  require(l.top_k == 0 || (l.ids && l.weights), "ids and weights are required");
+  require(l.num_experts == 0 || (l.gate && l.up && l.down), "gate, up and down are required");
+}
+
+// The nearest bfloat16 (ties to even) of a double, without an intermediate float32 rounding.
+double round_to_bf16(double v) {
+  if (!std::isfinite(v) || v == 0) return v;
+  int exponent;
+  std::frexp(v, &exponent);  // |v| in [2^(exponent-1), 2^exponent)
+  const int ulp = std::max(exponent - 8, -133);  // 8 significant bits; 2^-133: smallest denormal
+  const double rounded = std::ldexp(std::nearbyint(std::ldexp(v, -ulp)), ulp);
+  return std::abs(rounded) < std::ldexp(1.0, 128) ? rounded
+                                                  : std::copysign(HUGE_VAL, v);
+}
+
+// int8 with a shared scale and back. The arithmetic is float32, as in the kernels.
+void round_to_int8(double* v, int64_t n) {
+  float absmax = 0;
+  bool finite = true;
+  for (int64_t i = 0; i < n; ++i) {
+    const float f = static_cast<float>(v[i]);
+    finite = finite && std::isfinite(f);
+    absmax = std::max(absmax, std::abs(f));
+  }
+  if (!finite) {
+    std::fill(v, v + n, kNaN);
+    return;
+  }
+  // Zeros; or values below 127 / FLT_MAX, whose inverse scale float32 cannot hold.
+  const float inverse = 127.0f / absmax;
+  if (!std::isfinite(inverse)) {
+    std::fill(v, v + n, 0.0);
+    return;
+  }
+  const float scale = absmax / 127.0f;
+  for (int64_t i = 0; i < n; ++i) {
+    const float q = std::nearbyint(static_cast<float>(v[i]) * inverse);
+    v[i] = static_cast<double>(q) * scale;
+  }
+}
+
+void round_activation(const MoeReference& l, std::vector<double>& row) {
+  const auto n = static_cast<int64_t>(row.size());
+  switch (l.activation) {
+    case ActivationFormat::kBF16:
+      for (double& v : row) v = round_to_bf16(v);
+      return;
+    case ActivationFormat::kInt8Row:
+      round_to_int8(row.data(), n);
+      return;
+    case ActivationFormat::kInt8Group:
+      for (int64_t i = 0; i < n; i += l.group_size) round_to_int8(row.data() + i, l.group_size);
+  }
+}
+
+double dot(const double* a, const double* b, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+double sigmoid(double v) { return 1 / (1 + std::exp(-v)); }
+
+// The comparisons are written so that a NaN passes through.
+double swiglu(double gate, double up, double limit, double alpha) {
+  if (limit > 0) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+  }
+  if (alpha != 0) return gate * sigmoid(alpha * gate) * (up + 1);
+  return gate * sigmoid(gate) * up;
+}
+
+}  // namespace
+
+void moe_reference(const MoeReference& l, double* y) {
+  check(l, y);
+  const int64_t H = l.hidden_size, I = l.intermediate_size;
+  std::vector<double> x(static_cast<size_t>(H)), h(static_cast<size_t>(I));
+  for (int64_t t = 0; t < l.tokens; ++t) {
+    double* y_row = y + t * H;
+    std::fill(y_row, y_row + H, 0.0);
+    x.assign(l.x + t * H, l.x + (t + 1) * H);
+    round_activation(l, x);
+    for (int64_t j = 0; j < l.top_k; ++j) {
+      const int64_t e = l.ids[t * l.top_k + j];
+      if (e < 0 || e >= l.num_experts || (l.skip && l.skip[e])) continue;
+      for (int64_t i = 0; i < I; ++i) {
+        const int64_t row = e * I + i;
+        const double gate = dot(l.gate + row * H, x.data(), H) + (l.gate_bias ? l.gate_bias[row] : 0);
+        const double up = dot(l.up + row * H, x.data(), H) + (l.up_bias ? l.up_bias[row] : 0);
+        h[static_cast<size_t>(i)] = swiglu(gate, up, l.swiglu_limit, l.swiglu_alpha);
+      }
+      round_activation(l, h);
+      for (int64_t n = 0; n < H; ++n) {
+        const int64_t row = e * H + n;
+        const double down = dot(l.down + row * I, h.data(), I) + (l.down_bias ? l.down_bias[row] : 0);
+        y_row[n] += l.weights[t * l.top_k + j] * down;
+      }
+    }
+  }
+}
+
+}  // namespace kt

@@ -1,0 +1,43 @@
+// The whole MoE layer in double, written for clarity: the oracle that kernels and the engine are
+// tested against. It rounds activations exactly where the product does (SPEC.md section 1) and
+// nowhere else; all sums are in double.
+#pragma once
+#include <cstdint>
+
+namespace kt {
+
+// How x and h = act(gate) * up are rounded, once each, before a matrix product.
+enum class ActivationFormat : int {
+  kBF16 = 0,       // to bfloat16, nearest-even
+  kInt8Row = 1,    // to int8 with one float32 scale per row
+  kInt8Group = 2,  // to int8 with one float32 scale per row and group of columns
+};
+
+// All tensors are contiguous, row-major. Weights are the dequantised values.
+struct MoeReference {
+  int64_t tokens = 0, top_k = 0, num_experts = 0, hidden_size = 0, intermediate_size = 0;
+  const double* x = nullptr;        // [tokens, hidden_size]
+  const int64_t* ids = nullptr;     // [tokens, top_k]; < 0 or >= num_experts: skipped
+  const double* weights = nullptr;  // [tokens, top_k] router weights
+  const double* gate = nullptr;     // [num_experts, intermediate_size, hidden_size]
+  const double* up = nullptr;       // likewise
+  const double* down = nullptr;     // [num_experts, hidden_size, intermediate_size]
+  const bool* skip = nullptr;       // [num_experts], true: computed elsewhere; null: none
+  const double* gate_bias = nullptr;  // [num_experts, intermediate_size] or null
+  const double* up_bias = nullptr;    // likewise
+  const double* down_bias = nullptr;  // [num_experts, hidden_size] or null
+  ActivationFormat activation = ActivationFormat::kBF16;
+  int64_t group_size = 0;      // columns per scale, for kInt8Group only
+  double swiglu_limit = 0.0;   // > 0: gate clamped from above, up to +-limit
+  double swiglu_alpha = 0.0;   // != 0: gate * sigmoid(alpha * gate) * (up + 1)
+};
+
+// y [tokens, hidden_size] = sum over j of w_j * down_e(act(gate_e(x)) * up_e(x)), e = ids[t, j];
+// y is overwritten. An id that occurs twice counts twice; a token without a computed expert gives
+// zeros. A row of x with a NaN, or with an infinity in the int8 formats, gives a row of NaN if any
+// expert is computed for it.
+// Throws std::invalid_argument for negative sizes, missing tensors, an unknown activation format,
+// or a group size that does not divide hidden_size and intermediate_size.
+void moe_reference(const MoeReference& layer, double* y);
+
+}  // namespace kt

@@ -1,0 +1,45 @@
+// Sleeping on a 32-bit word, and spinning for a bounded time before that.
+#pragma once
+#include <emmintrin.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+
+namespace kt::sys {
+
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t) &&
+                  std::atomic<uint32_t>::is_always_lock_free,
+              "the kernel reads the word inside the atomic");
+
+// Sleeps while *word == expected. May return early (a signal, a spurious wake, a changed word):
+// the caller looks at the word again in a loop.
+inline void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+}
+
+// Uses the address only, never the memory behind it.
+inline void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Polls ready() with pauses for about `budget`; returns whether it became true.
+template <class Ready>
+bool spin_until(Ready ready, std::chrono::nanoseconds budget) {
+  if (ready()) return true;
+  const auto end = std::chrono::steady_clock::now() + budget;
+  do {
+    // A pause takes 40 to 140 cycles, the clock about as much: look at it only now and then.
+    for (int i = 0; i < 16; ++i) {
+      _mm_pause();
+      if (ready()) return true;
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
+}  // namespace kt::sys

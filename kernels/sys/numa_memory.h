@@ -1,0 +1,25 @@
+// Large zero-filled memory for packed weights and buffers.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace kt::sys {
+
+// An anonymous mapping on transparent huge pages where the system allows it, untouched: pages
+// land on the node of the thread that first writes them, and `node` >= 0 states the preference.
+class Mapping {
+ public:
+  Mapping() = default;
+  explicit Mapping(size_t bytes, int node = -1);  // throws std::bad_alloc; 0 bytes: no mapping
+  ~Mapping();
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace kt::sys

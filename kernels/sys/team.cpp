@@ -1,0 +1,389 @@
+#include "sys/team.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <iterator>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "sys/futex.h"
+#include "sys/topology.h"
+
+namespace kt::sys {
+namespace {
+
+using std::chrono::nanoseconds;
+
+// Two cache lines: the prefetcher of neighbouring lines makes pairs of them travel together.
+constexpr size_t kLine = 128;
+
+// About what a futex sleep and wake-up costs: never lose more than twice the better choice.
+constexpr nanoseconds kSpin{25'000};
+// With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
+constexpr nanoseconds kSpinOversubscribed{1'000};
+
+// Counts the forks between the first process and this one. A Crew of another count belongs to a
+// parent: its threads do not exist here and its mutex may be held for ever.
+std::atomic<uint32_t> g_forks{0};
+
+// relaxed: the child of a fork has one thread, and starts any other after this.
+void count_fork() { g_forks.fetch_add(1, std::memory_order_relaxed); }
+
+// While the library is loaded, not in a function-local static: a fork during the initialisation
+// of one would leave it locked in the child.
+[[maybe_unused]] const int g_fork_hook = pthread_atfork(nullptr, nullptr, count_fork);
+
+// A counter that one thread at a time advances and others wait for.
+struct alignas(kLine) Gate {
+  std::atomic<uint32_t> count{0};
+  std::atomic<uint32_t> sleepers{0};
+
+  // seq_cst on both words, here and below: either the opener sees the sleeper and wakes it, or
+  // the sleeper sees the new count and does not sleep. The store also releases what the opener
+  // wrote before.
+  void open() {
+    count.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&count);
+  }
+
+  // acquire: sees all that the opener wrote, or saw, before open().
+  void wait_past(uint32_t old, nanoseconds spin) {
+    if (spin_until([&] { return count.load(std::memory_order_acquire) != old; }, spin)) return;
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    while (count.load(std::memory_order_seq_cst) == old) futex_wait(&count, old);
+    sleepers.fetch_sub(1, std::memory_order_relaxed);  // only a hint for later wake-ups
+  }
+};
+
+struct alignas(kLine) Counter {
+  std::atomic<int> arrived{0};
+
+  // True for the last of `expected`, which leaves the counter at zero for the next round.
+  // acq_rel: the last one has seen what all others wrote before arriving, and whoever it then
+  // lets go (through a Gate) sees it too. The reset may be relaxed for the same reason: nobody
+  // arrives again before passing that Gate.
+  bool last_of(int expected) {
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 != expected) return false;
+    arrived.store(0, std::memory_order_relaxed);
+    return true;
+  }
+};
+
+// What the threads of a pool share, apart from other pools so that most of the traffic of a
+// team-wide barrier stays inside a NUMA node.
+struct Pool {
+  int threads = 0;
+  Counter in_pool, in_team, finished;
+  Gate pool_gate, team_gate;
+  std::vector<int> cpus;  // the threads may use; empty: no restriction
+};
+
+class SignalsBlocked {  // for the threads created meanwhile
+ public:
+  SignalsBlocked() {
+    sigset_t set;
+    sigfillset(&set);
+    // Faults are raised in the thread itself: blocked, they would kill without a traceback.
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) {
+      sigdelset(&set, fault);
+    }
+    pthread_sigmask(SIG_BLOCK, &set, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// Ignores failure: running on other CPUs is slower, never wrong.
+void restrict_to(const std::vector<int>& cpus) {
+  if (cpus.empty()) return;
+  const int bits = *std::max_element(cpus.begin(), cpus.end()) + 1;
+  cpu_set_t* set = CPU_ALLOC(bits);
+  if (!set) return;
+  const size_t bytes = CPU_ALLOC_SIZE(bits);
+  CPU_ZERO_S(bytes, set);
+  for (int cpu : cpus) CPU_SET_S(cpu, bytes, set);
+  pthread_setaffinity_np(pthread_self(), bytes, set);
+  CPU_FREE(set);
+}
+
+}  // namespace
+
+class Crew {
+ public:
+  explicit Crew(const std::vector<PoolSpec>& specs);
+  ~Crew();
+  Crew(const Crew&) = delete;
+  Crew& operator=(const Crew&) = delete;
+
+  bool of_this_process() const { return forks_ == g_forks.load(std::memory_order_relaxed); }
+  void submit(std::shared_ptr<Job> job);
+  void pool_barrier(const Worker& worker);
+  void team_barrier(const Worker& worker);
+
+ private:
+  static void* thread_main(void* worker);
+  void start();
+  void join();
+  void work(Worker& worker);
+  void finish(Job* job);
+  void publish(Job* job);
+
+  const std::vector<PoolSpec> specs_;
+  const uint32_t forks_ = g_forks.load(std::memory_order_relaxed);
+  int busy_pools_ = 0;  // with at least one thread
+  std::unique_ptr<Pool[]> pools_;
+  std::vector<Worker> workers_;
+
+  // Set by start() before the threads that read them exist.
+  nanoseconds spin_ = kSpin, wait_spin_ = kSpin;
+  uint32_t first_seen_ = 0;  // openings of job_gate_ that happened before
+
+  // Written under mutex_ while every worker is between two jobs, then released by job_gate_.
+  Job* current_ = nullptr;  // null tells the workers to leave
+  Gate job_gate_;           // opens once for every value of current_
+  Counter pools_in_team_, pools_finished_;
+
+  alignas(kLine) std::mutex mutex_;         // guards what follows, and start()
+  std::deque<std::shared_ptr<Job>> queue_;  // the front is running
+  std::vector<pthread_t> threads_;          // empty before start()
+  bool stopping_ = false;
+};
+
+Crew::Crew(const std::vector<PoolSpec>& specs)
+    : specs_(specs), pools_(std::make_unique<Pool[]>(specs.size())) {
+  for (size_t p = 0; p < specs_.size(); ++p) {
+    const int threads = specs_[p].threads;
+    pools_[p].threads = threads;
+    busy_pools_ += threads > 0;
+    for (int i = 0; i < threads; ++i) {
+      Worker worker;
+      worker.pool = static_cast<int>(p);
+      worker.index = i;
+      worker.pool_threads = threads;
+      worker.rank = static_cast<int>(workers_.size());
+      worker.crew_ = this;
+      workers_.push_back(worker);
+    }
+  }
+  for (Worker& worker : workers_) worker.team_threads = static_cast<int>(workers_.size());
+}
+
+Crew::~Crew() {
+  {
+    std::lock_guard lock(mutex_);
+    for (pthread_t thread : threads_) {
+      if (pthread_equal(thread, pthread_self())) {
+        std::fputs("kt: a thread team was destroyed by one of its own workers\n", stderr);
+        std::abort();
+      }
+    }
+    stopping_ = true;  // otherwise the worker that finishes the last job lets the others leave
+    if (!threads_.empty() && queue_.empty()) publish(nullptr);
+  }
+  join();
+}
+
+void Crew::submit(std::shared_ptr<Job> job) {
+  std::lock_guard lock(mutex_);
+  if (threads_.empty()) start();
+  queue_.push_back(std::move(job));
+  Job* const queued = queue_.back().get();
+  queued->wait_spin_ns_.store(static_cast<uint32_t>(wait_spin_.count()), std::memory_order_relaxed);
+  // A state other than kDone may already carry sleepers. relaxed: the workers get the job
+  // through job_gate_, other threads through whatever handed them the pointer.
+  uint32_t done = Job::kDone;
+  queued->state_.compare_exchange_strong(done, Job::kPending, std::memory_order_relaxed);
+  // Still under the lock: once the job is done, another thread may destroy the team, but not
+  // before it gets the lock.
+  if (queue_.size() == 1) publish(queued);
+}
+
+// Needs mutex_.
+void Crew::publish(Job* job) {
+  current_ = job;
+  job_gate_.open();
+}
+
+void Crew::work(Worker& worker) {
+  Pool& pool = pools_[static_cast<size_t>(worker.pool)];
+  for (uint32_t seen = first_seen_;; ++seen) {
+    job_gate_.wait_past(seen, spin_);
+    Job* const job = current_;
+    if (!job) return;
+    job->run(worker);
+    if (pool.finished.last_of(pool.threads) && pools_finished_.last_of(busy_pools_)) finish(job);
+  }
+}
+
+// By the last worker to leave the job: what all of them wrote is seen by waiters (through
+// state_) and by the next job (through job_gate_).
+void Crew::finish(Job* job) {
+  // release: for the waiters.
+  const bool sleepers =
+      job->state_.exchange(Job::kDone, std::memory_order_release) == Job::kPendingWithSleepers;
+  std::shared_ptr<Job> finished;  // keeps the job, its destructor runs outside the lock
+  {
+    std::lock_guard lock(mutex_);
+    finished = std::move(queue_.front());
+    queue_.pop_front();
+    if (!queue_.empty()) {
+      publish(queue_.front().get());
+    } else if (stopping_) {
+      publish(nullptr);
+    }
+  }
+  if (sleepers) futex_wake_all(&job->state_);
+}
+
+void Crew::pool_barrier(const Worker& worker) {
+  Pool& pool = pools_[static_cast<size_t>(worker.pool)];
+  // relaxed, and read before arriving: this thread passed the previous opening, and the next
+  // one waits for it.
+  const uint32_t seen = pool.pool_gate.count.load(std::memory_order_relaxed);
+  if (pool.in_pool.last_of(pool.threads)) {
+    pool.pool_gate.open();
+  } else {
+    pool.pool_gate.wait_past(seen, spin_);
+  }
+}
+
+void Crew::team_barrier(const Worker& worker) {
+  Pool& pool = pools_[static_cast<size_t>(worker.pool)];
+  const uint32_t seen = pool.team_gate.count.load(std::memory_order_relaxed);  // as above
+  if (pool.in_team.last_of(pool.threads) && pools_in_team_.last_of(busy_pools_)) {
+    for (size_t p = 0; p < specs_.size(); ++p) pools_[p].team_gate.open();
+  } else {
+    pool.team_gate.wait_past(seen, spin_);
+  }
+}
+
+void* Crew::thread_main(void* argument) {
+  Worker& worker = *static_cast<Worker*>(argument);
+  Crew& crew = *worker.crew_;
+  std::string name = "kt-" + std::to_string(worker.pool) + "." + std::to_string(worker.index);
+  name.resize(std::min<size_t>(name.size(), 15));  // the kernel refuses longer ones
+  pthread_setname_np(pthread_self(), name.c_str());
+  restrict_to(crew.pools_[static_cast<size_t>(worker.pool)].cpus);
+  crew.work(worker);
+  return nullptr;
+}
+
+// Needs mutex_. Throws std::system_error, with no thread left running.
+void Crew::start() {
+  const std::vector<int> allowed = allowed_cpus();
+  const int team = static_cast<int>(workers_.size());
+  const int cpus = std::min(static_cast<int>(allowed.size()), cpu_quota());
+  bool oversubscribed = team > cpus;
+
+  const auto on_a_node = [](const PoolSpec& spec) { return spec.node >= 0; };
+  const bool any_node = std::any_of(specs_.begin(), specs_.end(), on_a_node);
+  const std::vector<Node> nodes = any_node ? topology() : std::vector<Node>();
+  for (size_t p = 0; p < specs_.size(); ++p) {
+    Pool& pool = pools_[p];
+    pool.cpus.clear();
+    for (const Node& node : nodes) {
+      if (node.id != specs_[p].node) continue;
+      for (int cpu : node.cpus) {  // a simulated topology may name CPUs that are not ours
+        if (std::binary_search(allowed.begin(), allowed.end(), cpu)) pool.cpus.push_back(cpu);
+      }
+      const int here = static_cast<int>(pool.cpus.size());
+      oversubscribed |= here > 0 && pool.threads > here;
+    }
+  }
+  spin_ = oversubscribed ? kSpinOversubscribed : kSpin;
+  wait_spin_ = oversubscribed || team == cpus ? kSpinOversubscribed : kSpin;
+
+  // relaxed: only written under mutex_
+  first_seen_ = job_gate_.count.load(std::memory_order_relaxed);
+  threads_.reserve(workers_.size());
+  const SignalsBlocked blocked;
+  for (Worker& worker : workers_) {
+    pthread_t thread;
+    const int error = pthread_create(&thread, nullptr, thread_main, &worker);
+    if (error) {
+      publish(nullptr);
+      join();
+      throw std::system_error(error, std::generic_category(),
+                              "cannot start a team of " + std::to_string(team) +
+                                  " threads (number " + std::to_string(worker.rank + 1) + ")");
+    }
+    threads_.push_back(thread);
+  }
+}
+
+void Crew::join() {
+  for (pthread_t thread : threads_) pthread_join(thread, nullptr);
+  threads_.clear();
+}
+
+void Worker::pool_barrier() { crew_->pool_barrier(*this); }
+void Worker::team_barrier() { crew_->team_barrier(*this); }
+
+void Job::wait() {
+  const nanoseconds spin{wait_spin_ns_.load(std::memory_order_relaxed)};  // a hint
+  if (spin_until([this] { return done(); }, spin)) return;
+  // acquire wherever kDone may be read: see Crew::finish.
+  uint32_t state = state_.load(std::memory_order_acquire);
+  while (state != kDone) {
+    if (state == kPending &&
+        !state_.compare_exchange_strong(state, kPendingWithSleepers, std::memory_order_acquire)) {
+      continue;  // it changed; `state` is the new one
+    }
+    futex_wait(&state_, kPendingWithSleepers);
+    state = state_.load(std::memory_order_acquire);
+  }
+}
+
+Team::Team(std::vector<PoolSpec> pools) : pools_(std::move(pools)) {
+  for (const PoolSpec& pool : pools_) {
+    if (pool.threads < 0) {
+      throw std::invalid_argument("a pool of " + std::to_string(pool.threads) +
+                                  " threads; expected 0 or more");
+    }
+  }
+  if (threads() == 0) throw std::invalid_argument("a team needs at least one thread");
+}
+
+Team::~Team() {
+  Crew* const crew = crew_.load(std::memory_order_acquire);
+  // A parent's crew is left behind: its mutex and queue stopped in the middle of anything.
+  if (crew && crew->of_this_process()) delete crew;
+}
+
+int Team::threads() const {
+  int sum = 0;
+  for (const PoolSpec& pool : pools_) sum += pool.threads;
+  return sum;
+}
+
+// Without a lock, which a fork could leave held: of several threads that come first, one wins.
+Crew& Team::crew() {
+  Crew* current = crew_.load(std::memory_order_acquire);  // pairs with the exchange below
+  if (current && current->of_this_process()) return *current;
+  auto fresh = std::make_unique<Crew>(pools_);
+  if (crew_.compare_exchange_strong(current, fresh.get(), std::memory_order_acq_rel)) {
+    return *fresh.release();
+  }
+  return *current;
+}
+
+void Team::submit(std::shared_ptr<Job> job) {
+  if (!job) throw std::invalid_argument("a null job");
+  crew().submit(std::move(job));
+}
+
+}  // namespace kt::sys

@@ -1,0 +1,78 @@
+// A team of worker threads, one group ("pool") per NUMA node, and the queue of jobs it runs.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace kt::sys {
+
+struct PoolSpec {
+  int threads;  // >= 0; a pool may have none only if it is given no work
+  int node;     // NUMA node whose CPUs the threads may use; -1, or one that is not there: any
+};
+
+class Crew;  // the threads and the queue of one process (team.cpp)
+
+// What a worker knows of itself inside Job::run, and its barriers. A barrier spins for a bounded
+// time, then sleeps on a futex, so that more threads than free CPUs do not collapse.
+class Worker {
+ public:
+  int pool;           // index of the pool
+  int index;          // thread within the pool
+  int pool_threads;   // threads of this pool
+  int rank;           // thread within the team, counted pool by pool
+  int team_threads;   // threads of the whole team
+  void pool_barrier();  // all threads of this pool
+  void team_barrier();  // all threads of the team
+ private:
+  friend class Crew;
+  Crew* crew_ = nullptr;
+};
+
+// One piece of work that every worker of the team runs once. run must not throw: whatever can
+// fail (allocation, checks) happens before submit. The team holds a reference until the job is
+// done and drops it on a worker thread, so a destructor may run there.
+class Job {
+ public:
+  virtual ~Job() = default;
+  virtual void run(Worker& worker) noexcept = 0;
+  bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
+  void wait();  // spins briefly, then sleeps until every worker has finished the job
+ private:
+  friend class Crew;
+  static constexpr uint32_t kPending = 0, kDone = 1, kPendingWithSleepers = 2;
+  std::atomic<uint32_t> state_{kPending};
+  std::atomic<uint32_t> wait_spin_ns_{0};  // how long wait() spins; the team knows if CPUs are free
+};
+
+// Jobs run one at a time in the order of submission, by any number of submitting threads: what
+// one job wrote, every worker of the next one sees. The workers themselves take jobs from the
+// queue: no further thread exists. Threads start at the first submit, and after fork() the child
+// starts its own at its first submit; jobs pending at the fork are lost to it (never done).
+class Team {
+ public:
+  // Throws std::invalid_argument for a negative number of threads, or none in the whole team.
+  explicit Team(std::vector<PoolSpec> pools);
+  // Finishes the jobs submitted so far, then stops the threads. From any thread but its own
+  // workers, which would wait for themselves (aborts).
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  // Also from inside a job. A job that is done may be submitted again, a pending one may not.
+  // Throws std::invalid_argument for a null job, std::system_error where the threads cannot be
+  // started; the job is then not queued, and a later submit tries again.
+  void submit(std::shared_ptr<Job> job);
+  int pools() const { return static_cast<int>(pools_.size()); }
+  int threads(int pool) const { return pools_.at(static_cast<size_t>(pool)).threads; }
+  int threads() const;
+
+ private:
+  Crew& crew();
+
+  const std::vector<PoolSpec> pools_;
+  std::atomic<Crew*> crew_{nullptr};  // owned; null until the first submit
+};
+
+}  // namespace kt::sys

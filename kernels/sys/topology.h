@@ -1,0 +1,32 @@
+// NUMA nodes and cores that this process may use: sysfs, the affinity mask and the cgroup quota.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace kt::sys {
+
+struct Node {
+  int id;                      // as in /sys/devices/system/node
+  std::vector<int> cpus;       // allowed logical CPUs, one SMT sibling of each core first
+  int cores;                   // how many of `cpus` are first siblings
+};
+
+// Nodes with at least one allowed CPU, ascending. Falls back to one node 0 with the affinity
+// mask where sysfs is missing. KT_TOPOLOGY="0:0,2;1:1,3" replaces all of that (tests): the result
+// is just what it says, each CPU a core of its own, whether or not this machine has such CPUs and
+// nodes. Ranges ("0:0-3") are allowed, an empty value counts as unset. Throws
+// std::invalid_argument for a malformed one.
+std::vector<Node> topology();
+
+// CPUs allowed by the cgroups of this process (the tightest of all levels, rounded up), or
+// kNoCpuQuota without a limit.
+int cpu_quota();
+inline constexpr int kNoCpuQuota = 1 << 20;
+
+std::vector<int> allowed_cpus();  // the calling thread's affinity mask, ascending, never empty
+
+// The same read from below another root directory, without KT_TOPOLOGY: for tests.
+std::vector<Node> topology_below(const std::string& root, const std::vector<int>& allowed);
+int cpu_quota_below(const std::string& root);
+
+}  // namespace kt::sys
