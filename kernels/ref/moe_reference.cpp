@@ -42,11 +42,10 @@ void check(const MoeReference& l, const double* y) {
 double round_to_bf16(double v) {
   if (!std::isfinite(v) || v == 0) return v;
   int exponent;
-  std::frexp(v, &exponent);  // |v| in [2^(exponent-1), 2^exponent)
+  std::frexp(v, &exponent);                      // |v| in [2^(exponent-1), 2^exponent)
   const int ulp = std::max(exponent - 8, -133);  // 8 significant bits; 2^-133: smallest denormal
   const double rounded = std::ldexp(std::nearbyint(std::ldexp(v, -ulp)), ulp);
-  return std::abs(rounded) < std::ldexp(1.0, 128) ? rounded
-                                                  : std::copysign(HUGE_VAL, v);
+  return std::abs(rounded) < std::ldexp(1.0, 128) ? rounded : std::copysign(HUGE_VAL, v);
 }
 
 // int8 with a shared scale and back. The arithmetic is float32, as in the kernels.
@@ -81,9 +80,7 @@ void round_activation(const MoeReference& l, std::vector<double>& row) {
     case ActivationFormat::kBF16:
       for (double& v : row) v = round_to_bf16(v);
       return;
-    case ActivationFormat::kInt8Row:
-      round_to_int8(row.data(), n);
-      return;
+    case ActivationFormat::kInt8Row: round_to_int8(row.data(), n); return;
     case ActivationFormat::kInt8Group:
       for (int64_t i = 0; i < n; i += l.group_size) round_to_int8(row.data() + i, l.group_size);
   }
@@ -123,14 +120,16 @@ void moe_reference(const MoeReference& l, double* y) {
       if (e < 0 || e >= l.num_experts || (l.skip && l.skip[e])) continue;
       for (int64_t i = 0; i < I; ++i) {
         const int64_t row = e * I + i;
-        const double gate = dot(l.gate + row * H, x.data(), H) + (l.gate_bias ? l.gate_bias[row] : 0);
+        const double gate =
+            dot(l.gate + row * H, x.data(), H) + (l.gate_bias ? l.gate_bias[row] : 0);
         const double up = dot(l.up + row * H, x.data(), H) + (l.up_bias ? l.up_bias[row] : 0);
         h[static_cast<size_t>(i)] = swiglu(gate, up, l.swiglu_limit, l.swiglu_alpha);
       }
       round_activation(l, h);
       for (int64_t n = 0; n < H; ++n) {
         const int64_t row = e * H + n;
-        const double down = dot(l.down + row * I, h.data(), I) + (l.down_bias ? l.down_bias[row] : 0);
+        const double down =
+            dot(l.down + row * I, h.data(), I) + (l.down_bias ? l.down_bias[row] : 0);
         y_row[n] += l.weights[t * l.top_k + j] * down;
       }
     }

@@ -16,20 +16,20 @@ enum class ActivationFormat : int {
 // All tensors are contiguous, row-major. Weights are the dequantised values.
 struct MoeReference {
   int64_t tokens = 0, top_k = 0, num_experts = 0, hidden_size = 0, intermediate_size = 0;
-  const double* x = nullptr;        // [tokens, hidden_size]
-  const int64_t* ids = nullptr;     // [tokens, top_k]; < 0 or >= num_experts: skipped
-  const double* weights = nullptr;  // [tokens, top_k] router weights
-  const double* gate = nullptr;     // [num_experts, intermediate_size, hidden_size]
-  const double* up = nullptr;       // likewise
-  const double* down = nullptr;     // [num_experts, hidden_size, intermediate_size]
-  const bool* skip = nullptr;       // [num_experts], true: computed elsewhere; null: none
+  const double* x = nullptr;          // [tokens, hidden_size]
+  const int64_t* ids = nullptr;       // [tokens, top_k]; < 0 or >= num_experts: skipped
+  const double* weights = nullptr;    // [tokens, top_k] router weights
+  const double* gate = nullptr;       // [num_experts, intermediate_size, hidden_size]
+  const double* up = nullptr;         // likewise
+  const double* down = nullptr;       // [num_experts, hidden_size, intermediate_size]
+  const bool* skip = nullptr;         // [num_experts], true: computed elsewhere; null: none
   const double* gate_bias = nullptr;  // [num_experts, intermediate_size] or null
   const double* up_bias = nullptr;    // likewise
   const double* down_bias = nullptr;  // [num_experts, hidden_size] or null
   ActivationFormat activation = ActivationFormat::kBF16;
-  int64_t group_size = 0;      // columns per scale, for kInt8Group only
-  double swiglu_limit = 0.0;   // > 0: gate clamped from above, up to +-limit
-  double swiglu_alpha = 0.0;   // != 0: gate * sigmoid(alpha * gate) * (up + 1)
+  int64_t group_size = 0;     // columns per scale, for kInt8Group only
+  double swiglu_limit = 0.0;  // > 0: gate clamped from above, up to +-limit
+  double swiglu_alpha = 0.0;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
 };
 
 // y [tokens, hidden_size] = sum over j of w_j * down_e(act(gate_e(x)) * up_e(x)), e = ids[t, j];

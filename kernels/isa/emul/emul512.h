@@ -4,8 +4,9 @@
 // Use: include this file INSTEAD of <immintrin.h>, with -DKT_EMULATE -mavx2 -mfma -mf16c -mbmi2
 // -ffp-contract=off and no -mavx512* flag. Needs SIMDe 0.7.4 or later on the include path
 // (Debian: libsimde-dev). SIMDe supplies most of the instruction set; here is what it lacks, or
-// does inexactly (dpbf16_ps, scalef_ps) or wrongly (madd_epi16), or slowly (dpbusd_epi32). An intrinsic that neither has
-// fails to compile ("target specific option mismatch"); add it here, with a case in emul_test.cpp.
+// does inexactly (dpbf16_ps, scalef_ps) or wrongly (madd_epi16), or slowly (dpbusd_epi32). An
+// intrinsic that neither has fails to compile ("target specific option mismatch"); add it here,
+// with a case in emul_test.cpp.
 //
 // Everything is static: no symbol of this file can replace one of a real kernel object.
 // Immediates may be run-time values here, so that -O0 works. Rounding follows MXCSR, as in the
@@ -51,13 +52,9 @@ namespace kt_emul {
 namespace {
 
 // A vector seen as N lanes of T.
-template <class T, int N>
-struct Lanes {
-  T v[N];
-};
+template <class T, int N> struct Lanes { T v[N]; };
 
-template <class To, class From>
-inline __attribute__((always_inline)) To bits(const From& x) {
+template <class To, class From> inline __attribute__((always_inline)) To bits(const From& x) {
   static_assert(sizeof(To) == sizeof(From));
   To r;
   memcpy(&r, &x, sizeof r);
@@ -81,8 +78,7 @@ struct PairBh {
 };
 
 // Comparison predicates of _mm512_cmp_ep*_mask.
-template <class T>
-inline __attribute__((always_inline)) bool compare(T x, T y, int predicate) {
+template <class T> inline __attribute__((always_inline)) bool compare(T x, T y, int predicate) {
   switch (predicate & 7) {
     case 0: return x == y;
     case 1: return x < y;
@@ -127,14 +123,15 @@ inline bool in_class(float x, int wanted) {
   return ((wanted & 0x01) && nan && quiet) || ((wanted & 0x02) && u == 0) ||
          ((wanted & 0x04) && u == 0x80000000u) || ((wanted & 0x08) && u == 0x7f800000u) ||
          ((wanted & 0x10) && u == 0xff800000u) || ((wanted & 0x20) && m && m < 0x00800000u) ||
-         ((wanted & 0x40) && negative && m && m < 0x7f800000u) || ((wanted & 0x80) && nan && !quiet);
+         ((wanted & 0x40) && negative && m && m < 0x7f800000u) ||
+         ((wanted & 0x80) && nan && !quiet);
 }
 
 inline __attribute__((always_inline)) __m256i dpbusd(__m256i acc, __m256i a, __m256i b) {
   // Even and odd bytes as 16-bit lanes: vpmaddwd is exact on them, where vpmaddubsw saturates.
   const __m256i low = _mm256_set1_epi16(0x00ff);
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, low),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+  const __m256i even =
+      _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
   const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
   return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
@@ -189,90 +186,87 @@ inline __attribute__((always_inline)) __m128i narrow16(__m256i x) {  // low halv
 }  // namespace kt_emul
 
 // r[i] = expr(a[i]) over N lanes.
-#define KT_EMUL_UNARY(RV, RT, AV, AT, N, name, expr)               \
-  KT_EMUL_FN RV kt_##name(AV x) {                                  \
-    const auto a = kt_emul::bits<kt_emul::Lanes<AT, N>>(x);        \
-    kt_emul::Lanes<RT, N> r;                                       \
-    for (int i = 0; i < N; ++i) r.v[i] = static_cast<RT>(expr);    \
-    return kt_emul::bits<RV>(r);                                   \
+#define KT_EMUL_UNARY(RV, RT, AV, AT, N, name, expr)            \
+  KT_EMUL_FN RV kt_##name(AV x) {                               \
+    const auto a = kt_emul::bits<kt_emul::Lanes<AT, N>>(x);     \
+    kt_emul::Lanes<RT, N> r;                                    \
+    for (int i = 0; i < N; ++i) r.v[i] = static_cast<RT>(expr); \
+    return kt_emul::bits<RV>(r);                                \
   }
 
 // ---- masked loads and stores
-#define KT_EMUL_MASKED_MEMORY(V, T, N, M, prefix, suffix)                                \
-  KT_EMUL_FN V kt_##prefix##_mask_loadu_##suffix(V src, M k, const void* p) {            \
-    auto r = kt_emul::bits<kt_emul::Lanes<T, N>>(src);                                   \
-    for (int i = 0; i < N; ++i)                                                          \
+#define KT_EMUL_MASKED_MEMORY(V, T, N, M, prefix, suffix)                                      \
+  KT_EMUL_FN V kt_##prefix##_mask_loadu_##suffix(V src, M k, const void* p) {                  \
+    auto r = kt_emul::bits<kt_emul::Lanes<T, N>>(src);                                         \
+    for (int i = 0; i < N; ++i)                                                                \
       if (k >> i & 1) memcpy(&r.v[i], static_cast<const char*>(p) + i * sizeof(T), sizeof(T)); \
-    return kt_emul::bits<V>(r);                                                          \
-  }                                                                                      \
-  KT_EMUL_FN V kt_##prefix##_maskz_loadu_##suffix(M k, const void* p) {                  \
-    return kt_##prefix##_mask_loadu_##suffix(V{}, k, p);                                 \
-  }                                                                                      \
-  KT_EMUL_FN void kt_##prefix##_mask_storeu_##suffix(void* p, M k, V x) {                \
-    const auto a = kt_emul::bits<kt_emul::Lanes<T, N>>(x);                               \
-    for (int i = 0; i < N; ++i)                                                          \
-      if (k >> i & 1) memcpy(static_cast<char*>(p) + i * sizeof(T), &a.v[i], sizeof(T)); \
+    return kt_emul::bits<V>(r);                                                                \
+  }                                                                                            \
+  KT_EMUL_FN V kt_##prefix##_maskz_loadu_##suffix(M k, const void* p) {                        \
+    return kt_##prefix##_mask_loadu_##suffix(V{}, k, p);                                       \
+  }                                                                                            \
+  KT_EMUL_FN void kt_##prefix##_mask_storeu_##suffix(void* p, M k, V x) {                      \
+    const auto a = kt_emul::bits<kt_emul::Lanes<T, N>>(x);                                     \
+    for (int i = 0; i < N; ++i)                                                                \
+      if (k >> i & 1) memcpy(static_cast<char*>(p) + i * sizeof(T), &a.v[i], sizeof(T));       \
   }
-KT_EMUL_MASKED_MEMORY(__m512i, int8_t, 64, __mmask64, mm512, epi8)
-KT_EMUL_MASKED_MEMORY(__m512i, int16_t, 32, __mmask32, mm512, epi16)
-KT_EMUL_MASKED_MEMORY(__m512i, int32_t, 16, __mmask16, mm512, epi32)
-KT_EMUL_MASKED_MEMORY(__m512i, int64_t, 8, __mmask8, mm512, epi64)
-KT_EMUL_MASKED_MEMORY(__m512, float, 16, __mmask16, mm512, ps)
-KT_EMUL_MASKED_MEMORY(__m256i, int8_t, 32, __mmask32, mm256, epi8)
-KT_EMUL_MASKED_MEMORY(__m256i, int16_t, 16, __mmask16, mm256, epi16)
-KT_EMUL_MASKED_MEMORY(__m256i, int32_t, 8, __mmask8, mm256, epi32)
-KT_EMUL_MASKED_MEMORY(__m256, float, 8, __mmask8, mm256, ps)
-KT_EMUL_MASKED_MEMORY(__m128i, int8_t, 16, __mmask16, mm, epi8)
-KT_EMUL_MASKED_MEMORY(__m128i, int16_t, 8, __mmask8, mm, epi16)
-KT_EMUL_MASKED_MEMORY(__m128i, int32_t, 4, __mmask8, mm, epi32)
-KT_EMUL_MASKED_MEMORY(__m128, float, 4, __mmask8, mm, ps)
+KT_EMUL_MASKED_MEMORY(__m512i, int8_t, 64, __mmask64, mm512, epi8);
+KT_EMUL_MASKED_MEMORY(__m512i, int16_t, 32, __mmask32, mm512, epi16);
+KT_EMUL_MASKED_MEMORY(__m512i, int32_t, 16, __mmask16, mm512, epi32);
+KT_EMUL_MASKED_MEMORY(__m512i, int64_t, 8, __mmask8, mm512, epi64);
+KT_EMUL_MASKED_MEMORY(__m512, float, 16, __mmask16, mm512, ps);
+KT_EMUL_MASKED_MEMORY(__m256i, int8_t, 32, __mmask32, mm256, epi8);
+KT_EMUL_MASKED_MEMORY(__m256i, int16_t, 16, __mmask16, mm256, epi16);
+KT_EMUL_MASKED_MEMORY(__m256i, int32_t, 8, __mmask8, mm256, epi32);
+KT_EMUL_MASKED_MEMORY(__m256, float, 8, __mmask8, mm256, ps);
+KT_EMUL_MASKED_MEMORY(__m128i, int8_t, 16, __mmask16, mm, epi8);
+KT_EMUL_MASKED_MEMORY(__m128i, int16_t, 8, __mmask8, mm, epi16);
+KT_EMUL_MASKED_MEMORY(__m128i, int32_t, 4, __mmask8, mm, epi32);
+KT_EMUL_MASKED_MEMORY(__m128, float, 4, __mmask8, mm, ps);
 
 // ---- streaming, gather, undefined
-KT_EMUL_FN __m512i kt_mm512_stream_load_si512(const void* p) {
-  return _mm512_load_si512(p);
-}
+KT_EMUL_FN __m512i kt_mm512_stream_load_si512(const void* p) { return _mm512_load_si512(p); }
 KT_EMUL_FN void kt_mm512_stream_si512(void* p, __m512i a) { _mm512_store_si512(p, a); }
 KT_EMUL_FN void kt_mm512_stream_ps(void* p, __m512 a) { _mm512_store_ps(p, a); }
 KT_EMUL_FN __m512i kt_mm512_undefined_epi32() { return __m512i{}; }
 KT_EMUL_FN __m512 kt_mm512_undefined_ps() { return __m512{}; }
 
-#define KT_EMUL_GATHER(V, T, suffix)                                                            \
+#define KT_EMUL_GATHER(V, T, suffix)                                                              \
   KT_EMUL_FN V kt_mm512_mask_i32gather_##suffix(V src, __mmask16 k, __m512i index, const void* p, \
-                                                int scale) {                                    \
-    auto r = kt_emul::bits<kt_emul::Lanes<T, 16>>(src);                                         \
-    const auto at = kt_emul::bits<kt_emul::Lanes<int32_t, 16>>(index);                          \
-    for (int i = 0; i < 16; ++i)                                                                \
-      if (k >> i & 1)                                                                           \
-        memcpy(&r.v[i], static_cast<const char*>(p) + static_cast<int64_t>(at.v[i]) * scale,    \
-               sizeof(T));                                                                      \
-    return kt_emul::bits<V>(r);                                                                 \
-  }                                                                                             \
-  KT_EMUL_FN V kt_mm512_i32gather_##suffix(__m512i index, const void* p, int scale) {           \
-    return kt_mm512_mask_i32gather_##suffix(V{}, 0xffff, index, p, scale);                      \
+                                                int scale) {                                      \
+    auto r = kt_emul::bits<kt_emul::Lanes<T, 16>>(src);                                           \
+    const auto at = kt_emul::bits<kt_emul::Lanes<int32_t, 16>>(index);                            \
+    for (int i = 0; i < 16; ++i)                                                                  \
+      if (k >> i & 1)                                                                             \
+        memcpy(&r.v[i], static_cast<const char*>(p) + static_cast<int64_t>(at.v[i]) * scale,      \
+               sizeof(T));                                                                        \
+    return kt_emul::bits<V>(r);                                                                   \
+  }                                                                                               \
+  KT_EMUL_FN V kt_mm512_i32gather_##suffix(__m512i index, const void* p, int scale) {             \
+    return kt_mm512_mask_i32gather_##suffix(V{}, 0xffff, index, p, scale);                        \
   }
-KT_EMUL_GATHER(__m512i, int32_t, epi32)
-KT_EMUL_GATHER(__m512, float, ps)
+KT_EMUL_GATHER(__m512i, int32_t, epi32);
+KT_EMUL_GATHER(__m512, float, ps);
 
 // ---- conversions
-KT_EMUL_UNARY(__m512i, int16_t, __m256i, uint8_t, 32, mm512_cvtepu8_epi16, a.v[i])
-KT_EMUL_UNARY(__m512i, int32_t, __m128i, int8_t, 16, mm512_cvtepi8_epi32, a.v[i])
-KT_EMUL_UNARY(__m512i, int32_t, __m128i, uint8_t, 16, mm512_cvtepu8_epi32, a.v[i])
-KT_EMUL_UNARY(__m512i, int32_t, __m256i, int16_t, 16, mm512_cvtepi16_epi32, a.v[i])
-KT_EMUL_UNARY(__m512i, int32_t, __m256i, uint16_t, 16, mm512_cvtepu16_epi32, a.v[i])
-KT_EMUL_UNARY(__m512i, int64_t, __m256i, int32_t, 8, mm512_cvtepi32_epi64, a.v[i])
-KT_EMUL_UNARY(__m128i, uint8_t, __m512i, uint32_t, 16, mm512_cvtepi32_epi8, a.v[i])
-KT_EMUL_UNARY(__m256i, uint16_t, __m512i, uint32_t, 16, mm512_cvtepi32_epi16, a.v[i])
+KT_EMUL_UNARY(__m512i, int16_t, __m256i, uint8_t, 32, mm512_cvtepu8_epi16, a.v[i]);
+KT_EMUL_UNARY(__m512i, int32_t, __m128i, int8_t, 16, mm512_cvtepi8_epi32, a.v[i]);
+KT_EMUL_UNARY(__m512i, int32_t, __m128i, uint8_t, 16, mm512_cvtepu8_epi32, a.v[i]);
+KT_EMUL_UNARY(__m512i, int32_t, __m256i, int16_t, 16, mm512_cvtepi16_epi32, a.v[i]);
+KT_EMUL_UNARY(__m512i, int32_t, __m256i, uint16_t, 16, mm512_cvtepu16_epi32, a.v[i]);
+KT_EMUL_UNARY(__m512i, int64_t, __m256i, int32_t, 8, mm512_cvtepi32_epi64, a.v[i]);
+KT_EMUL_UNARY(__m128i, uint8_t, __m512i, uint32_t, 16, mm512_cvtepi32_epi8, a.v[i]);
+KT_EMUL_UNARY(__m256i, uint16_t, __m512i, uint32_t, 16, mm512_cvtepi32_epi16, a.v[i]);
 KT_EMUL_UNARY(__m128i, uint8_t, __m512i, uint32_t, 16, mm512_cvtusepi32_epi8,
-              a.v[i] > 255 ? 255 : a.v[i])
-KT_EMUL_UNARY(__m512d, double, __m256, float, 8, mm512_cvtps_pd, a.v[i])
-KT_EMUL_UNARY(__m256, float, __m512d, double, 8, mm512_cvtpd_ps, a.v[i])
-KT_EMUL_UNARY(__m512, float, __m512i, int32_t, 16, mm512_cvtepi32_ps, a.v[i])
-KT_EMUL_UNARY(__m512, float, __m512i, uint32_t, 16, mm512_cvtepu32_ps, a.v[i])
+              a.v[i] > 255 ? 255 : a.v[i]);
+KT_EMUL_UNARY(__m512d, double, __m256, float, 8, mm512_cvtps_pd, a.v[i]);
+KT_EMUL_UNARY(__m256, float, __m512d, double, 8, mm512_cvtpd_ps, a.v[i]);
+KT_EMUL_UNARY(__m512, float, __m512i, int32_t, 16, mm512_cvtepi32_ps, a.v[i]);
+KT_EMUL_UNARY(__m512, float, __m512i, uint32_t, 16, mm512_cvtepu32_ps, a.v[i]);
 
 KT_EMUL_FN __m512i kt_mm512_cvtps_epi32(__m512 x) {
   const auto h = kt_emul::bits<kt_emul::HalfPs>(x);
-  return kt_emul::bits<__m512i>(
-      kt_emul::Half{_mm256_cvtps_epi32(h.lo), _mm256_cvtps_epi32(h.hi)});
+  return kt_emul::bits<__m512i>(kt_emul::Half{_mm256_cvtps_epi32(h.lo), _mm256_cvtps_epi32(h.hi)});
 }
 KT_EMUL_FN __m512i kt_mm512_cvttps_epi32(__m512 x) {
   const auto h = kt_emul::bits<kt_emul::HalfPs>(x);
@@ -280,13 +274,13 @@ KT_EMUL_FN __m512i kt_mm512_cvttps_epi32(__m512 x) {
       kt_emul::Half{_mm256_cvttps_epi32(h.lo), _mm256_cvttps_epi32(h.hi)});
 }
 // The four rounding modes as compile-time constants for an AVX2 or F16C intrinsic.
-#define KT_EMUL_ROUNDING(mode, use)                     \
-  switch ((mode) & 7) {                                 \
+#define KT_EMUL_ROUNDING(mode, use)                                       \
+  switch ((mode)&7) {                                                     \
     case _MM_FROUND_TO_NEAREST_INT: use(_MM_FROUND_TO_NEAREST_INT) break; \
     case _MM_FROUND_TO_NEG_INF: use(_MM_FROUND_TO_NEG_INF) break;         \
     case _MM_FROUND_TO_POS_INF: use(_MM_FROUND_TO_POS_INF) break;         \
     case _MM_FROUND_TO_ZERO: use(_MM_FROUND_TO_ZERO) break;               \
-    default: use(_MM_FROUND_CUR_DIRECTION) break;       \
+    default: use(_MM_FROUND_CUR_DIRECTION) break;                         \
   }
 KT_EMUL_FN __m512i kt_mm512_cvt_roundps_epi32(__m512 x, int mode) {
   auto h = kt_emul::bits<kt_emul::HalfPs>(x);
@@ -305,8 +299,7 @@ KT_EMUL_FN __m256i kt_mm512_cvt_roundps_ph(__m512 x, int mode) {
 }
 KT_EMUL_FN __m512 kt_mm512_cvtph_ps(__m256i x) {
   const auto a = kt_emul::bits<kt_emul::Pair>(x);
-  return kt_emul::bits<__m512>(
-      kt_emul::HalfPs{_mm256_cvtph_ps(a.v[0]), _mm256_cvtph_ps(a.v[1])});
+  return kt_emul::bits<__m512>(kt_emul::HalfPs{_mm256_cvtph_ps(a.v[0]), _mm256_cvtph_ps(a.v[1])});
 }
 KT_EMUL_FN void kt_mm512_mask_cvtepi32_storeu_epi8(void* p, __mmask16 k, __m512i x) {
   kt_mm_mask_storeu_epi8(p, k, kt_mm512_cvtepi32_epi8(x));
@@ -383,16 +376,16 @@ KT_EMUL_FN __m512i kt_mm512_srav_epi32(__m512i x, __m512i n) {
   return kt_emul::bits<__m512i>(
       kt_emul::Half{_mm256_srav_epi32(h.lo, c.lo), _mm256_srav_epi32(h.hi, c.hi)});
 }
-#define KT_EMUL_MASKED_SHIFT(name, shift)                                              \
+#define KT_EMUL_MASKED_SHIFT(name, shift)                                                    \
   KT_EMUL_FN __m512i kt_mm512_mask_##name(__m512i src, __mmask16 k, __m512i x, unsigned n) { \
-    return _mm512_mask_mov_epi32(src, k, shift(x, n));                                 \
-  }                                                                                    \
-  KT_EMUL_FN __m512i kt_mm512_maskz_##name(__mmask16 k, __m512i x, unsigned n) {       \
-    return _mm512_maskz_mov_epi32(k, shift(x, n));                                     \
+    return _mm512_mask_mov_epi32(src, k, shift(x, n));                                       \
+  }                                                                                          \
+  KT_EMUL_FN __m512i kt_mm512_maskz_##name(__mmask16 k, __m512i x, unsigned n) {             \
+    return _mm512_maskz_mov_epi32(k, shift(x, n));                                           \
   }
-KT_EMUL_MASKED_SHIFT(slli_epi32, _mm512_slli_epi32)
-KT_EMUL_MASKED_SHIFT(srli_epi32, _mm512_srli_epi32)
-KT_EMUL_MASKED_SHIFT(srai_epi32, kt_mm512_srai_epi32)
+KT_EMUL_MASKED_SHIFT(slli_epi32, _mm512_slli_epi32);
+KT_EMUL_MASKED_SHIFT(srli_epi32, _mm512_srli_epi32);
+KT_EMUL_MASKED_SHIFT(srai_epi32, kt_mm512_srai_epi32);
 KT_EMUL_FN __m512i kt_mm512_alignr_epi8(__m512i high, __m512i low, int n) {
   const auto h = kt_emul::bits<kt_emul::Lanes<uint8_t, 64>>(high),
              l = kt_emul::bits<kt_emul::Lanes<uint8_t, 64>>(low);
@@ -425,42 +418,42 @@ KT_EMUL_FN __m512 kt_mm512_scalef_ps(__m512 x, __m512 y) {
   for (int i = 0; i < 16; ++i) r.v[i] = kt_emul::scale_by_power(a.v[i], b.v[i]);
   return kt_emul::bits<__m512>(r);
 }
-KT_EMUL_UNARY(__m512, float, __m512, float, 16, mm512_getexp_ps, kt_emul::exponent(a.v[i]))
+KT_EMUL_UNARY(__m512, float, __m512, float, 16, mm512_getexp_ps, kt_emul::exponent(a.v[i]));
 
 // ---- comparisons
-#define KT_EMUL_COMPARE(T, N, M, suffix)                                                \
-  KT_EMUL_FN M kt_mm512_cmp_##suffix##_mask(__m512i x, __m512i y, int predicate) {      \
-    const auto a = kt_emul::bits<kt_emul::Lanes<T, N>>(x),                              \
-               b = kt_emul::bits<kt_emul::Lanes<T, N>>(y);                              \
-    M r = 0;                                                                            \
-    for (int i = 0; i < N; ++i)                                                         \
+#define KT_EMUL_COMPARE(T, N, M, suffix)                                                        \
+  KT_EMUL_FN M kt_mm512_cmp_##suffix##_mask(__m512i x, __m512i y, int predicate) {              \
+    const auto a = kt_emul::bits<kt_emul::Lanes<T, N>>(x),                                      \
+               b = kt_emul::bits<kt_emul::Lanes<T, N>>(y);                                      \
+    M r = 0;                                                                                    \
+    for (int i = 0; i < N; ++i)                                                                 \
       r = static_cast<M>(r | static_cast<M>(kt_emul::compare(a.v[i], b.v[i], predicate)) << i); \
-    return r;                                                                           \
-  }                                                                                     \
-  KT_EMUL_FN M kt_mm512_cmpeq_##suffix##_mask(__m512i x, __m512i y) {                   \
-    return kt_mm512_cmp_##suffix##_mask(x, y, 0);                                       \
-  }                                                                                     \
-  KT_EMUL_FN M kt_mm512_cmplt_##suffix##_mask(__m512i x, __m512i y) {                   \
-    return kt_mm512_cmp_##suffix##_mask(x, y, 1);                                       \
-  }                                                                                     \
-  KT_EMUL_FN M kt_mm512_cmple_##suffix##_mask(__m512i x, __m512i y) {                   \
-    return kt_mm512_cmp_##suffix##_mask(x, y, 2);                                       \
-  }                                                                                     \
-  KT_EMUL_FN M kt_mm512_cmpneq_##suffix##_mask(__m512i x, __m512i y) {                  \
-    return kt_mm512_cmp_##suffix##_mask(x, y, 4);                                       \
-  }                                                                                     \
-  KT_EMUL_FN M kt_mm512_cmpge_##suffix##_mask(__m512i x, __m512i y) {                   \
-    return kt_mm512_cmp_##suffix##_mask(x, y, 5);                                       \
-  }                                                                                     \
-  KT_EMUL_FN M kt_mm512_cmpgt_##suffix##_mask(__m512i x, __m512i y) {                   \
-    return kt_mm512_cmp_##suffix##_mask(x, y, 6);                                       \
+    return r;                                                                                   \
+  }                                                                                             \
+  KT_EMUL_FN M kt_mm512_cmpeq_##suffix##_mask(__m512i x, __m512i y) {                           \
+    return kt_mm512_cmp_##suffix##_mask(x, y, 0);                                               \
+  }                                                                                             \
+  KT_EMUL_FN M kt_mm512_cmplt_##suffix##_mask(__m512i x, __m512i y) {                           \
+    return kt_mm512_cmp_##suffix##_mask(x, y, 1);                                               \
+  }                                                                                             \
+  KT_EMUL_FN M kt_mm512_cmple_##suffix##_mask(__m512i x, __m512i y) {                           \
+    return kt_mm512_cmp_##suffix##_mask(x, y, 2);                                               \
+  }                                                                                             \
+  KT_EMUL_FN M kt_mm512_cmpneq_##suffix##_mask(__m512i x, __m512i y) {                          \
+    return kt_mm512_cmp_##suffix##_mask(x, y, 4);                                               \
+  }                                                                                             \
+  KT_EMUL_FN M kt_mm512_cmpge_##suffix##_mask(__m512i x, __m512i y) {                           \
+    return kt_mm512_cmp_##suffix##_mask(x, y, 5);                                               \
+  }                                                                                             \
+  KT_EMUL_FN M kt_mm512_cmpgt_##suffix##_mask(__m512i x, __m512i y) {                           \
+    return kt_mm512_cmp_##suffix##_mask(x, y, 6);                                               \
   }
-KT_EMUL_COMPARE(int8_t, 64, __mmask64, epi8)
-KT_EMUL_COMPARE(uint8_t, 64, __mmask64, epu8)
-KT_EMUL_COMPARE(int16_t, 32, __mmask32, epi16)
-KT_EMUL_COMPARE(uint16_t, 32, __mmask32, epu16)
-KT_EMUL_COMPARE(int32_t, 16, __mmask16, epi32)
-KT_EMUL_COMPARE(uint32_t, 16, __mmask16, epu32)
+KT_EMUL_COMPARE(int8_t, 64, __mmask64, epi8);
+KT_EMUL_COMPARE(uint8_t, 64, __mmask64, epu8);
+KT_EMUL_COMPARE(int16_t, 32, __mmask32, epi16);
+KT_EMUL_COMPARE(uint16_t, 32, __mmask32, epu16);
+KT_EMUL_COMPARE(int32_t, 16, __mmask16, epi32);
+KT_EMUL_COMPARE(uint32_t, 16, __mmask16, epu32);
 
 KT_EMUL_FN __mmask16 kt_mm512_cmp_ps_mask(__m512 x, __m512 y, int predicate) {
   const auto a = kt_emul::bits<kt_emul::Lanes<float, 16>>(x),
@@ -470,7 +463,7 @@ KT_EMUL_FN __mmask16 kt_mm512_cmp_ps_mask(__m512 x, __m512 y, int predicate) {
     const float u = a.v[i], v = b.v[i];
     const bool unordered = __builtin_isunordered(u, v);
     bool hit = false;
-    switch (predicate & 15) {  // bit 4 only chooses which NaNs signal
+    switch (predicate & 15) {                      // bit 4 only chooses which NaNs signal
       case 0: hit = u == v; break;                 // EQ
       case 1: hit = u < v; break;                  // LT
       case 2: hit = u <= v; break;                 // LE
@@ -510,8 +503,7 @@ KT_EMUL_FN __mmask16 kt_mm512_cmpord_ps_mask(__m512 x, __m512 y) {
 KT_EMUL_FN __mmask16 kt_mm512_fpclass_ps_mask(__m512 x, int wanted) {
   const auto a = kt_emul::bits<kt_emul::Lanes<float, 16>>(x);
   unsigned r = 0;
-  for (int i = 0; i < 16; ++i)
-    r |= static_cast<unsigned>(kt_emul::in_class(a.v[i], wanted)) << i;
+  for (int i = 0; i < 16; ++i) r |= static_cast<unsigned>(kt_emul::in_class(a.v[i], wanted)) << i;
   return static_cast<__mmask16>(r);
 }
 KT_EMUL_FN __mmask16 kt_mm512_testn_epi32_mask(__m512i x, __m512i y) {
@@ -522,26 +514,25 @@ KT_EMUL_FN __mmask64 kt_mm512_testn_epi8_mask(__m512i x, __m512i y) {
 }
 
 // ---- shuffles by an immediate
-#define KT_EMUL_SHUFFLE(V, T, N, name, from)                                              \
-  KT_EMUL_FN V kt_##name(V x, int imm) {                                                  \
-    const auto a = kt_emul::bits<kt_emul::Lanes<T, N>>(x);                                \
-    kt_emul::Lanes<T, N> r;                                                               \
-    for (int i = 0; i < N; ++i) r.v[i] = a.v[(i & ~3) + (imm >> (from) & 3)];             \
-    return kt_emul::bits<V>(r);                                                           \
+#define KT_EMUL_SHUFFLE(V, T, N, name, from)                                \
+  KT_EMUL_FN V kt_##name(V x, int imm) {                                    \
+    const auto a = kt_emul::bits<kt_emul::Lanes<T, N>>(x);                  \
+    kt_emul::Lanes<T, N> r;                                                 \
+    for (int i = 0; i < N; ++i) r.v[i] = a.v[(i & ~3) + (imm >> (from)&3)]; \
+    return kt_emul::bits<V>(r);                                             \
   }
-KT_EMUL_SHUFFLE(__m512i, int32_t, 16, mm512_shuffle_epi32, (i & 3) * 2)
-KT_EMUL_SHUFFLE(__m512, float, 16, mm512_permute_ps, (i & 3) * 2)
-KT_EMUL_SHUFFLE(__m512i, int64_t, 8, mm512_permutex_epi64, (i & 3) * 2)
-#define KT_EMUL_SHUFFLE_QUARTERS(V, name)                                                 \
-  KT_EMUL_FN V kt_##name(V x, V y, int imm) {                                             \
-    const auto a = kt_emul::bits<kt_emul::Quarters>(x),                          \
-               b = kt_emul::bits<kt_emul::Quarters>(y);                          \
-    return kt_emul::bits<V>(kt_emul::Quarters{                                   \
-        {a.v[imm & 3], a.v[imm >> 2 & 3], b.v[imm >> 4 & 3], b.v[imm >> 6 & 3]}});        \
+KT_EMUL_SHUFFLE(__m512i, int32_t, 16, mm512_shuffle_epi32, (i & 3) * 2);
+KT_EMUL_SHUFFLE(__m512, float, 16, mm512_permute_ps, (i & 3) * 2);
+KT_EMUL_SHUFFLE(__m512i, int64_t, 8, mm512_permutex_epi64, (i & 3) * 2);
+#define KT_EMUL_SHUFFLE_QUARTERS(V, name)                                                        \
+  KT_EMUL_FN V kt_##name(V x, V y, int imm) {                                                    \
+    const auto a = kt_emul::bits<kt_emul::Quarters>(x), b = kt_emul::bits<kt_emul::Quarters>(y); \
+    return kt_emul::bits<V>(kt_emul::Quarters{                                                   \
+        {a.v[imm & 3], a.v[imm >> 2 & 3], b.v[imm >> 4 & 3], b.v[imm >> 6 & 3]}});               \
   }
-KT_EMUL_SHUFFLE_QUARTERS(__m512, mm512_shuffle_f32x4)
-KT_EMUL_SHUFFLE_QUARTERS(__m512i, mm512_shuffle_i32x4)
-KT_EMUL_SHUFFLE_QUARTERS(__m512i, mm512_shuffle_i64x2)
+KT_EMUL_SHUFFLE_QUARTERS(__m512, mm512_shuffle_f32x4);
+KT_EMUL_SHUFFLE_QUARTERS(__m512i, mm512_shuffle_i32x4);
+KT_EMUL_SHUFFLE_QUARTERS(__m512i, mm512_shuffle_i64x2);
 
 // ---- parts of vectors
 KT_EMUL_FN __m512i kt_mm512_broadcast_i32x8(__m256i x) {
@@ -573,38 +564,38 @@ KT_EMUL_FN __m128i kt_mm512_extracti64x2_epi64(__m512i x, int at) {
 }
 
 // ---- reductions
-#define KT_EMUL_REDUCE(R, RT, name, V, H, Q, op256, op128)                                 \
-  KT_EMUL_FN R kt_mm512_reduce_##name(V x) {                                               \
-    struct Halves {                                                                        \
-      H lo, hi;                                                                            \
-    };                                                                                     \
-    struct HalfOfHalf {                                                                    \
-      Q lo, hi;                                                                            \
-    };                                                                                     \
-    using Four = kt_emul::Lanes<RT, 4>;                                                    \
-    const auto h = kt_emul::bits<Halves>(x);                                               \
-    const auto q = kt_emul::bits<HalfOfHalf>(op256(h.hi, h.lo));                           \
-    const auto four = kt_emul::bits<Four>(op128(q.hi, q.lo));                              \
-    const Four turned{{four.v[2], four.v[3], four.v[0], four.v[1]}};                       \
-    const auto two =                                                                       \
-        kt_emul::bits<Four>(op128(kt_emul::bits<Q>(four), kt_emul::bits<Q>(turned)));      \
-    const Four swapped{{two.v[1], two.v[0], two.v[1], two.v[0]}};                          \
-    return kt_emul::bits<Four>(op128(kt_emul::bits<Q>(two), kt_emul::bits<Q>(swapped))).v[0]; \
+#define KT_EMUL_REDUCE(R, RT, name, V, H, Q, op256, op128)                                         \
+  KT_EMUL_FN R kt_mm512_reduce_##name(V x) {                                                       \
+    struct Halves {                                                                                \
+      H lo, hi;                                                                                    \
+    };                                                                                             \
+    struct HalfOfHalf {                                                                            \
+      Q lo, hi;                                                                                    \
+    };                                                                                             \
+    using Four = kt_emul::Lanes<RT, 4>;                                                            \
+    const auto h = kt_emul::bits<Halves>(x);                                                       \
+    const auto q = kt_emul::bits<HalfOfHalf>(op256(h.hi, h.lo));                                   \
+    const auto four = kt_emul::bits<Four>(op128(q.hi, q.lo));                                      \
+    const Four turned{{four.v[2], four.v[3], four.v[0], four.v[1]}};                               \
+    const auto two = kt_emul::bits<Four>(op128(kt_emul::bits<Q>(four), kt_emul::bits<Q>(turned))); \
+    const Four swapped{{two.v[1], two.v[0], two.v[1], two.v[0]}};                                  \
+    return kt_emul::bits<Four>(op128(kt_emul::bits<Q>(two), kt_emul::bits<Q>(swapped))).v[0];      \
   }
-KT_EMUL_REDUCE(float, float, add_ps, __m512, __m256, __m128, _mm256_add_ps, _mm_add_ps)
-KT_EMUL_REDUCE(float, float, max_ps, __m512, __m256, __m128, _mm256_max_ps, _mm_max_ps)
-KT_EMUL_REDUCE(float, float, min_ps, __m512, __m256, __m128, _mm256_min_ps, _mm_min_ps)
-KT_EMUL_REDUCE(int, int32_t, add_epi32, __m512i, __m256i, __m128i, _mm256_add_epi32, _mm_add_epi32)
-KT_EMUL_REDUCE(int, int32_t, max_epi32, __m512i, __m256i, __m128i, _mm256_max_epi32, _mm_max_epi32)
-KT_EMUL_REDUCE(int, int32_t, min_epi32, __m512i, __m256i, __m128i, _mm256_min_epi32, _mm_min_epi32)
-KT_EMUL_REDUCE(unsigned, uint32_t, max_epu32, __m512i, __m256i, __m128i, _mm256_max_epu32, _mm_max_epu32)
-KT_EMUL_REDUCE(unsigned, uint32_t, min_epu32, __m512i, __m256i, __m128i, _mm256_min_epu32, _mm_min_epu32)
+KT_EMUL_REDUCE(float, float, add_ps, __m512, __m256, __m128, _mm256_add_ps, _mm_add_ps);
+KT_EMUL_REDUCE(float, float, max_ps, __m512, __m256, __m128, _mm256_max_ps, _mm_max_ps);
+KT_EMUL_REDUCE(float, float, min_ps, __m512, __m256, __m128, _mm256_min_ps, _mm_min_ps);
+KT_EMUL_REDUCE(int, int32_t, add_epi32, __m512i, __m256i, __m128i, _mm256_add_epi32, _mm_add_epi32);
+KT_EMUL_REDUCE(int, int32_t, max_epi32, __m512i, __m256i, __m128i, _mm256_max_epi32, _mm_max_epi32);
+KT_EMUL_REDUCE(int, int32_t, min_epi32, __m512i, __m256i, __m128i, _mm256_min_epi32, _mm_min_epi32);
+KT_EMUL_REDUCE(unsigned, uint32_t, max_epu32, __m512i, __m256i, __m128i, _mm256_max_epu32,
+               _mm_max_epu32);
+KT_EMUL_REDUCE(unsigned, uint32_t, min_epu32, __m512i, __m256i, __m128i, _mm256_min_epu32,
+               _mm_min_epu32);
 KT_EMUL_FN float kt_mm512_mask_reduce_add_ps(__mmask16 k, __m512 x) {
   return kt_mm512_reduce_add_ps(_mm512_maskz_mov_ps(k, x));
 }
 KT_EMUL_FN float kt_mm512_mask_reduce_max_ps(__mmask16 k, __m512 x) {
-  return kt_mm512_reduce_max_ps(
-      _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), k, x));
+  return kt_mm512_reduce_max_ps(_mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), k, x));
 }
 
 // ---- the names the kernels use. GCC's own (functions, or macros at -O0) and SIMDe's give way.

@@ -76,13 +76,11 @@ inline void load(int t, const void* base, int64_t stride, const char* instructio
 }
 
 // Even or odd bytes of each dword, widened to the two 16-bit lanes that vpmaddwd multiplies.
-template <bool kSigned>
-inline __attribute__((always_inline)) __m256i even_bytes(__m256i x) {
+template <bool kSigned> inline __attribute__((always_inline)) __m256i even_bytes(__m256i x) {
   return kSigned ? _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)
                  : _mm256_and_si256(x, _mm256_set1_epi16(0x00ff));
 }
-template <bool kSigned>
-inline __attribute__((always_inline)) __m256i odd_bytes(__m256i x) {
+template <bool kSigned> inline __attribute__((always_inline)) __m256i odd_bytes(__m256i x) {
   return kSigned ? _mm256_srai_epi16(x, 8) : _mm256_srli_epi16(x, 8);
 }
 

@@ -1,0 +1,127 @@
+"""Where each family of models keeps its experts, keyed by model_type of config.json.
+
+Only what tests/checkpoint/test_families.py has compared with the family's own modules is listed.
+Per-expert names say all by themselves. Stacked tensors do not: nothing in the file tells whether
+gate or up comes first or whether their rows alternate, so without an entry here they are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Before "layers.": a causal language model, a bare one, and the language parts of two ways to
+# name a multimodal one. A layer must be under exactly one of them; multi-token-prediction layers
+# ("mtp.layers.0") are under none.
+PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """All experts in one tensor per matrix. Names follow "layers.{L}.".
+
+    columns False: gate_up [E, 2I, H], down [E, H, I], as a linear layer stores them.
+    columns True:  gate_up [E, H, 2I], down [E, I, H], for x @ W.
+    interleaved: gate and up alternate along 2I, gate first; otherwise all of gate, then all of up.
+    Biases, where named: [E, 2I], arranged as the weights are, and [E, H].
+    """
+
+    gate_up: str
+    down: str
+    columns: bool = False
+    interleaved: bool = False
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """block: the module between "layers.{L}." and "experts.{e}." of per-expert names. stacked: what
+    else occurs, also with the same names in both orientations (gate_up and down together tell them
+    apart by shape: one cannot have both H = 2I and H = I)."""
+
+    block: str
+    stacked: tuple[Stacked, ...] = ()
+
+
+def _module(block: str, **kwargs: Any) -> Stacked:
+    """transformers' own modules, as save_pretrained(save_original_format=False) writes them."""
+    return Stacked(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj", **kwargs)
+
+
+_MLP = Family("mlp", (_module("mlp"),))
+_MIXTRAL = Family("block_sparse_moe", (_module("mlp"),))
+_FEED_FORWARD = Family("feed_forward", (_module("feed_forward"),))
+_LLAMA4 = Family("feed_forward", (_module("feed_forward", columns=True),))
+_QWEN_VL = Family("mlp", (_module("mlp", columns=True), _module("mlp")))
+_GRANITE = Family(
+    "block_sparse_moe",
+    (
+        Stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        _module("block_sparse_moe"),
+    ),
+)
+_GPT_OSS = Family(
+    "mlp",
+    (
+        _module(
+            "mlp",
+            columns=True,
+            interleaved=True,
+            gate_up_bias="mlp.experts.gate_up_proj_bias",
+            down_bias="mlp.experts.down_proj_bias",
+        ),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {
+    "afmoe": _MLP,
+    "cohere2_moe": _MLP,
+    "deepseek_v2": _MLP,
+    "deepseek_v3": _MLP,
+    "deepseek_v32": _MLP,
+    "dots1": _MLP,
+    "ernie4_5_moe": _MLP,
+    "exaone_moe": _MLP,
+    "flex_olmo": _MLP,
+    "glm4_moe": _MLP,
+    "glm4_moe_lite": _MLP,
+    "glm_moe_dsa": _MLP,
+    "gpt_oss": _GPT_OSS,
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "hunyuan_v1_moe": _MLP,
+    "hy_v3": _MLP,
+    "jamba": _FEED_FORWARD,
+    "kimi_linear": _MIXTRAL,
+    "laguna": _MLP,
+    "lfm2_moe": _FEED_FORWARD,
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "mellum": _MLP,
+    "mimo_v2_flash": _MLP,
+    "minimax": _MIXTRAL,
+    "minimax_m2": _MIXTRAL,
+    "mistral4": _MLP,
+    "mixtral": _MIXTRAL,
+    "olmoe": _MLP,
+    "phimoe": _MIXTRAL,
+    "qwen2_moe": _MLP,
+    "qwen3_5_moe": _MLP,
+    "qwen3_5_moe_text": _MLP,
+    "qwen3_moe": _MLP,
+    "qwen3_next": _MLP,
+    "qwen3_vl_moe": _QWEN_VL,
+    "solar_open": _MLP,
+}
+
+
+def model_type(config: dict[str, Any] | None) -> str | None:
+    """model_type of a config.json, or of its text_config when only that one is in the table."""
+    if config is None:
+        return None
+    text = config.get("text_config")
+    types = [config.get("model_type"), text.get("model_type") if isinstance(text, dict) else None]
+    known = [name for name in types if isinstance(name, str) and name in FAMILIES]
+    return known[0] if known else types[0] if isinstance(types[0], str) else None

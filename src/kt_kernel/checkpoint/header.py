@@ -1,0 +1,149 @@
+"""Reads and checks the header of one safetensors file, without touching its tensor data.
+
+Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the data. The JSON
+maps each tensor name to {"dtype", "shape", "data_offsets": [begin, end]}, offsets relative to the
+data, which the tensors must fill without holes or overlaps.
+(https://huggingface.co/docs/safetensors/index#format)
+
+The checks are ours rather than the library's so that every problem is a ValueError that names the
+file and the tensor, and comes before anything is mapped: touching a page beyond the end of a
+truncated file would kill the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor is. `file` is a path; begin and end are bytes relative to the data."""
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.file}: tensor {self.name!r}"
+
+
+def read_header(path: str) -> dict[str, TensorInfo]:
+    """Returns the tensors of the safetensors file at `path`, in the order of the header.
+
+    Raises ValueError naming the file and, where there is one, the tensor; OSError (with the path)
+    when the file cannot be read.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+        raise ValueError(f"{path}: not a file; expected a safetensors file")
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        if len(start) < 8:
+            raise ValueError(
+                f"{path}: {size} bytes; a safetensors file starts with an 8-byte header length"
+                " (truncated file?)"
+            )
+        length = int.from_bytes(start, "little")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            _explain_other_formats(path, start)
+            raise ValueError(
+                f"{path}: header length {length}, but the file has {size} bytes and the limit is"
+                f" {MAX_HEADER_BYTES} (truncated, or not a safetensors file)"
+            )
+        text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"{path}: header ends after {len(text)} of {length} bytes")
+    entries = _parse(path, text)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ is not a map of strings")
+    tensors = {name: _tensor(path, name, entry) for name, entry in entries.items()}
+    _check_data(path, tensors, size - 8 - length)
+    return tensors
+
+
+def _explain_other_formats(path: str, start: bytes) -> None:
+    if start.startswith(b"GGUF"):
+        raise ValueError(f"{path}: GGUF files are not supported yet; expected safetensors")
+    if start.startswith(b"version "):
+        raise ValueError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
+    if start.startswith(b"PK\x03\x04"):
+        raise ValueError(f"{path}: a PyTorch pickle file is not read; convert it to safetensors")
+
+
+def _parse(path: str, text: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ValueError(f"duplicate name {twice!r}")
+        return result
+
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: header is not valid JSON: {error}") from None
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path}: header is {type(entries).__name__}, expected a JSON object")
+    return entries
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _tensor(path: str, name: str, entry: Any) -> TensorInfo:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{where}: expected exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise ValueError(
+            f"{where}: unknown dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
+        )
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise ValueError(f"{where}: shape {shape!r} is not a list of sizes")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise ValueError(f"{where}: data_offsets {offsets!r} are not two byte offsets")
+    begin, end = offsets
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if (end - begin) * 8 != bits:
+        raise ValueError(
+            f"{where}: {dtype} {shape} takes {bits / 8:g} bytes, but data_offsets {offsets} span"
+            f" {end - begin}"
+        )
+    return TensorInfo(name, path, dtype, tuple(shape), begin, end)
+
+
+def _check_data(path: str, tensors: dict[str, TensorInfo], size: int) -> None:
+    position = 0
+    for info in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
+        if info.begin != position:
+            problem = "overlaps the tensor before it" if info.begin < position else "leaves a hole"
+            raise ValueError(f"{info} {problem}: it begins at byte {info.begin}, not {position}")
+        if info.end > size:
+            raise ValueError(
+                f"{info} ends at byte {info.end} of the data, but the file has only {size}"
+                " (truncated file)"
+            )
+        position = info.end
+    if position != size:
+        raise ValueError(f"{path}: {size} bytes of data, but the header describes {position}")

@@ -1,0 +1,181 @@
+"""Which files make up a checkpoint, and which of them holds which tensor.
+
+A path is a safetensors file, an index (`*.safetensors.index.json`), or a folder, which is searched
+recursively. The index of a folder decides alone which files of that folder and of those below it
+count, as everywhere in the ecosystem: other files there (another format of the same model, shards
+of an earlier version) are left alone. Hidden folders (download caches) are not searched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from .header import TensorInfo, read_header
+
+INDEX_SUFFIX = ".safetensors.index.json"
+MAIN_INDEX = "model" + INDEX_SUFFIX
+
+Stamp = tuple[int, int, int, int]
+
+
+def stamp(path: str) -> Stamp:
+    """Changes when the file or folder at `path` does. Raises OSError."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclass
+class Index:
+    """The tensors of a checkpoint by name, its config.json if there is one, and what was looked at
+    to find out (`stamps`: path to state)."""
+
+    path: str
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    config_path: str | None = None
+    stamps: dict[str, Stamp] = field(default_factory=dict)
+
+    def changed(self) -> str | None:
+        """The first path that is no longer as it was read, or None."""
+        for path, before in self.stamps.items():
+            try:
+                if stamp(path) != before:
+                    return path
+            except OSError:
+                return path
+        return None
+
+
+def read_index(path: str) -> Index:
+    """Reads all headers below `path`; no tensor data.
+
+    Raises FileNotFoundError if there is nothing to read, PermissionError (naming the file) if it
+    may not be read, ValueError naming file and tensor for anything wrong in a header, a tensor in
+    two files, or an index that disagrees with its files.
+    """
+    path = os.path.abspath(path)
+    index = Index(path)
+    index.stamps[path] = stamp(path)
+    if os.path.isdir(path):
+        _read_folder(index, path)
+    elif path.endswith(".json"):
+        _read_index_file(index, path)
+    else:
+        _add_file(index, path)
+    _read_config(index)
+    return index
+
+
+def _read_folder(index: Index, root: str) -> None:
+    def fail(error: OSError) -> None:
+        raise error
+
+    others: list[str] = []
+    for folder, folders, files in os.walk(root, onerror=fail):
+        index.stamps[folder] = stamp(folder)
+        chosen = _choose_index(folder, files)
+        if chosen:
+            _read_index_file(index, os.path.join(folder, chosen))
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if name.endswith(".safetensors"):
+                _add_file(index, os.path.join(folder, name))
+            else:
+                others.append(os.path.join(folder, name))
+    if not index.tensors:
+        _explain_nothing(root, others)
+
+
+def _choose_index(folder: str, files: list[str]) -> str | None:
+    found = sorted(name for name in files if name.endswith(INDEX_SUFFIX))
+    if len(found) > 1 and MAIN_INDEX not in found:
+        raise ValueError(
+            f"{folder}: {len(found)} indices ({', '.join(found)}); name the one to use"
+        )
+    return MAIN_INDEX if MAIN_INDEX in found else found[0] if found else None
+
+
+def _explain_nothing(root: str, others: list[str]) -> None:
+    kinds = (
+        ((".gguf",), "GGUF files are not supported yet"),
+        ((".kt",), "packed per-layer folders of another program are not supported yet"),
+        ((".bin", ".pt", ".pth"), "PyTorch pickle files are not read; convert them to safetensors"),
+    )
+    for suffixes, reason in kinds:
+        for name in others:
+            if name.endswith(suffixes):
+                raise ValueError(f"{root}: {reason} (found {name}); expected safetensors")
+    raise FileNotFoundError(f"{root}: no *.safetensors file in this folder or below it")
+
+
+def _read_index_file(index: Index, path: str) -> None:
+    index.stamps[path] = stamp(path)
+    content = read_json(path)
+    names = content.get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{path}: no weight_map; expected the index of a safetensors checkpoint")
+    folder = os.path.dirname(path)
+    files: dict[str, set[str]] = {}
+    for name, file in names.items():
+        if not isinstance(file, str) or os.path.isabs(file) or ".." in file.split("/"):
+            raise ValueError(
+                f"{path}: tensor {name!r} is in {file!r}; expected a path below {folder}"
+            )
+        if not file.endswith(".safetensors"):
+            raise ValueError(f"{path}: tensor {name!r} is in {file!r}; expected a safetensors file")
+        files.setdefault(os.path.normpath(file), set()).add(name)
+    for file, listed in sorted(files.items()):
+        full = os.path.join(folder, file)
+        if not os.path.lexists(full):
+            raise ValueError(
+                f"{full}: missing, but {path} says it holds {len(listed)} tensors, among them"
+                f" {min(listed)!r}"
+            )
+        present = _add_file(index, full).keys()
+        for name in sorted(listed - present):
+            raise ValueError(f"{full}: tensor {name!r} is missing, but {path} says it is there")
+        for name in sorted(present - listed):
+            where = f"is in {names[name]}" if name in names else "does not exist"
+            raise ValueError(f"{full}: holds tensor {name!r}, which according to {path} {where}")
+
+
+def _add_file(index: Index, path: str) -> dict[str, TensorInfo]:
+    index.stamps[path] = stamp(path)
+    tensors = read_header(path)
+    for name, info in tensors.items():
+        first = index.tensors.setdefault(name, info)
+        if first is not info:
+            raise ValueError(f"{path}: tensor {name!r} is also in {first.file}; expected it once")
+    return tensors
+
+
+def _read_config(index: Index) -> None:
+    """config.json of the path itself or, failing that, the only one beside its files."""
+    root = index.path if os.path.isdir(index.path) else os.path.dirname(index.path)
+    folders = {os.path.dirname(info.file) for info in index.tensors.values()} - {root}
+    for group in ([root], sorted(folders)):
+        found = [p for p in (os.path.join(f, "config.json") for f in group) if os.path.lexists(p)]
+        if len(found) > 1:
+            raise ValueError(f"{index.path}: more than one model below it: {', '.join(found)}")
+        if found:
+            index.stamps[found[0]] = stamp(found[0])
+            index.config, index.config_path = read_json(found[0]), found[0]
+            return
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """Returns the JSON object in a file. ValueError naming the file if it is something else."""
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        content = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: {type(content).__name__}, expected a JSON object")
+    return content

@@ -1,0 +1,31 @@
+"""The one shape in which expert weights travel: every reader makes it, packing takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class ExpertTensors:
+    """Weights of the experts of one MoE layer, one list entry per expert, in logical order.
+
+    gate, up: contiguous CPU tensors [I, H]; down: [H, I]; bfloat16, float16 or float32, the same
+    dtype for all. An entry is None where that expert was not asked for. Biases are float32, [I],
+    [I] and [H]; the lists are None for models without biases.
+
+    Entries may be views into a memory-mapped file: treat them as read-only, and expect pages to be
+    read on first use.
+    """
+
+    gate: list[torch.Tensor | None]
+    up: list[torch.Tensor | None]
+    down: list[torch.Tensor | None]
+    gate_bias: list[torch.Tensor | None] | None = None
+    up_bias: list[torch.Tensor | None] | None = None
+    down_bias: list[torch.Tensor | None] | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.gate)

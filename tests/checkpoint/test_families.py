@@ -1,0 +1,247 @@
+"""The reader against the experts of transformers' own modules, for every family in the table.
+
+Tiny random models are saved both as the family's published checkpoints are named and as
+transformers' modules are. What is read must reproduce the module's output, so orientation, order of
+gate and up, interleave and biases are all seen.
+"""
+
+import pytest
+import torch
+
+from kt_kernel.checkpoint import open_checkpoint
+from kt_kernel.checkpoint.families import FAMILIES
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+E, TOKENS, TOP_K, LAYER = 4, 9, 2, 1
+H, I = 32, 16  # noqa: E741
+# H = 2I hides a wrong orientation of gate_up, H = I one of down.
+
+COMMON = dict(
+    vocab_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=64, num_experts=E, num_local_experts=E, n_routed_experts=E,
+    num_experts_per_tok=TOP_K, first_k_dense_replace=0, decoder_sparse_step=1,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+MLA = dict(
+    q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    num_key_value_heads=4,
+)  # fmt: skip
+GROUPS = dict(n_group=1, topk_group=1, n_shared_experts=1)
+LINEAR_ATTENTION = dict(
+    linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=8, shared_expert_intermediate_size=24,
+)  # fmt: skip
+FULL = dict(layer_types=["full_attention"] * 2)
+SPARSE = dict(mlp_layer_types=["sparse"] * 2)
+INDEXER = dict(index_n_heads=2, index_head_dim=8)
+VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
+
+# model_type: (class prefix, config arguments beyond COMMON)
+MODELS = {
+    "afmoe": ("Afmoe", dict(num_dense_layers=0, num_shared_experts=1, **FULL)),
+    "cohere2_moe": ("Cohere2Moe", FULL),
+    "deepseek_v2": ("DeepseekV2", MLA | GROUPS),
+    "deepseek_v3": ("DeepseekV3", MLA | GROUPS),
+    "deepseek_v32": ("DeepseekV32", MLA | GROUPS | INDEXER),
+    "dots1": ("Dots1", GROUPS),
+    "ernie4_5_moe": ("Ernie4_5_Moe", dict(moe_num_experts=E, moe_k=2, moe_layer_start_index=0)),
+    "exaone_moe": ("ExaoneMoe", dict(is_moe_layer=[True] * 2, **FULL, **SPARSE)),
+    "flex_olmo": ("FlexOlmo", {}),
+    "glm4_moe": ("Glm4Moe", GROUPS),
+    "glm4_moe_lite": ("Glm4MoeLite", MLA | GROUPS | SPARSE),
+    "glm_moe_dsa": ("GlmMoeDsa", MLA | GROUPS | INDEXER | SPARSE),
+    "gpt_oss": ("GptOss", {}),
+    "granitemoe": ("GraniteMoe", {}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        dict(shared_intermediate_size=24, layer_types=["attention"] * 2, mamba_n_heads=4),
+    ),
+    "granitemoeshared": ("GraniteMoeShared", dict(shared_intermediate_size=24)),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", dict(moe_topk=TOP_K)),
+    "hy_v3": ("HYV3", {}),
+    "jamba": (
+        "Jamba",
+        dict(mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False, expert_layer_period=1,
+             expert_layer_offset=0, attn_layer_period=1, attn_layer_offset=0),
+    ),
+    "kimi_linear": ("KimiLinear", MLA | GROUPS),
+    "laguna": ("Laguna", {}),
+    "lfm2_moe": ("Lfm2Moe", dict(num_dense_layers=0, **FULL)),
+    "llama4_text": ("Llama4", dict(intermediate_size_mlp=40)),
+    "mellum": ("Mellum", {}),
+    "mimo_v2_flash": ("MiMoV2Flash", {}),
+    "minimax": ("MiniMax", {}),
+    "minimax_m2": ("MiniMaxM2", dict(rotary_dim=8)),
+    "mistral4": ("Mistral4", MLA | GROUPS),
+    "mixtral": ("Mixtral", {}),
+    "olmoe": ("Olmoe", {}),
+    "phimoe": ("Phimoe", {}),
+    "qwen2_moe": ("Qwen2Moe", dict(shared_expert_intermediate_size=24)),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", LINEAR_ATTENTION),
+    "qwen3_moe": ("Qwen3Moe", {}),
+    "qwen3_next": ("Qwen3Next", LINEAR_ATTENTION),
+    "solar_open": ("SolarOpen", GROUPS),
+}  # fmt: skip
+# Tested inside a multimodal model: class prefix and arguments of the text part.
+MULTIMODAL = {
+    "llama4": ("Llama4", dict(intermediate_size_mlp=40)),
+    "qwen3_5_moe": ("Qwen3_5Moe", LINEAR_ATTENTION),
+    "qwen3_vl_moe": ("Qwen3VLMoe", {}),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """These matrices are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def sizes(inter):
+    return dict(intermediate_size=inter, moe_intermediate_size=inter)
+
+
+def make_text(kind, hidden, inter, bare=False):
+    name, extra = MODELS[kind]
+    config_class = getattr(transformers, name + "TextConfig", None)
+    config_class = config_class or getattr(transformers, name + "Config")
+    config = config_class(**COMMON | sizes(inter) | dict(hidden_size=hidden) | extra)
+    config._experts_implementation = "eager"
+    if bare:
+        return transformers.AutoModel.from_config(config)
+    return getattr(transformers, name + "ForCausalLM")(config)
+
+
+def make_multimodal(kind, hidden, inter):
+    name, extra = MULTIMODAL[kind]
+    text = COMMON | sizes(inter) | dict(hidden_size=hidden) | extra
+    vision = VISION | dict(out_hidden_size=hidden)
+    if kind == "llama4":
+        vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                      num_attention_heads=2, vision_output_dim=16, image_size=28, patch_size=14,
+                      projector_input_dim=16, projector_output_dim=16)  # fmt: skip
+    elif kind == "qwen3_vl_moe":
+        vision["deepstack_visual_indexes"] = [0]
+    config = getattr(transformers, name + "Config")(text_config=text, vision_config=vision)
+    return getattr(transformers, name + "ForConditionalGeneration")(config)
+
+
+def randomise(model):
+    """Returns the experts of the last layer, all of whose parameters are made random."""
+    found = [
+        module
+        for name, module in model.named_modules()
+        if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
+        and module.gate_up_proj.__class__.__name__ == "Parameter"
+        and f"layers.{LAYER}." in name
+    ]  # fmt: skip
+    (experts,) = found
+    if hasattr(experts, "config"):
+        experts.config._experts_implementation = "eager"
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.5)
+    return experts
+
+
+def routed():
+    x_ids = torch.stack([torch.randperm(E)[:TOP_K] for _ in range(TOKENS)])
+    return x_ids, torch.rand(TOKENS, TOP_K)
+
+
+@torch.no_grad()
+def module_output(experts, x, ids, weights):
+    if type(experts).__name__ == "Llama4TextExperts":  # wants x repeated for every expert
+        every = experts(x.repeat(E, 1)).view(E, len(x), -1)
+        return (every[ids.T, torch.arange(len(x))] * weights.T[..., None]).sum(0)
+    return experts(x, ids, weights)
+
+
+def our_output(experts, read, x, ids, weights):
+    result = torch.zeros_like(x)
+    for token, k in [(t, k) for t in range(len(x)) for k in range(TOP_K)]:
+        e = int(ids[token, k])
+        gate, up = read.gate[e] @ x[token], read.up[e] @ x[token]
+        if read.gate_bias:
+            gate, up = gate + read.gate_bias[e], up + read.up_bias[e]
+            gate = gate.clamp(max=experts.limit)
+            up = up.clamp(-experts.limit, experts.limit)
+            h = gate * torch.sigmoid(experts.alpha * gate) * (up + 1)
+        else:
+            h = experts.act_fn(gate) * up
+        y = read.down[e] @ h
+        if read.down_bias:
+            y = y + read.down_bias[e]
+        result[token] += weights[token, k] * y
+    return result
+
+
+def compare(experts, path, hidden, inter):
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.sizes(LAYER) == (E, hidden, inter)
+    read = checkpoint.read_experts(LAYER, E, hidden, inter)
+    for tensors, shape in ((read.gate, (inter, hidden)), (read.up, (inter, hidden)),
+                           (read.down, (hidden, inter))):  # fmt: skip
+        for tensor in tensors:
+            assert tensor.shape == shape and tensor.is_contiguous()
+            assert tensor.dtype == torch.float32
+    x = torch.randn(TOKENS, hidden)
+    ids, weights = routed()
+    expected = module_output(experts, x, ids, weights)
+    torch.testing.assert_close(our_output(experts, read, x, ids, weights), expected,
+                               rtol=1e-4, atol=1e-4)  # fmt: skip
+    assert expected.std() > 0.1  # the comparison can fail
+
+
+def test_every_family_has_a_model():
+    assert set(MODELS) | set(MULTIMODAL) == set(FAMILIES)
+
+
+def make(kind, hidden, inter):
+    return (make_text if kind in MODELS else make_multimodal)(kind, hidden, inter)
+
+
+@pytest.mark.parametrize("published_names", [True, False])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_family(kind, published_names, tmp_path):
+    torch.manual_seed(0)
+    model = make(kind, H, I)
+    experts = randomise(model)
+    model.save_pretrained(tmp_path, save_original_format=published_names)
+    assert open_checkpoint(tmp_path).model_type == kind
+    compare(experts, tmp_path, H, I)
+
+
+# One of each different entry of the table.
+@pytest.mark.parametrize("published_names", [True, False])
+@pytest.mark.parametrize("inter", [24, 32])
+@pytest.mark.parametrize("kind", {family: kind for kind, family in FAMILIES.items()}.values())
+def test_other_shapes(kind, inter, published_names, tmp_path):
+    torch.manual_seed(0)
+    model = make(kind, H, inter)
+    experts = randomise(model)
+    model.save_pretrained(tmp_path, save_original_format=published_names)
+    compare(experts, tmp_path, H, inter)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss"])
+def test_bare_model_has_no_prefix(kind, tmp_path):
+    torch.manual_seed(0)
+    model = make_text(kind, H, I, bare=True)
+    experts = randomise(model)
+    model.save_pretrained(tmp_path)
+    assert open_checkpoint(tmp_path).where(LAYER).startswith("layers.")
+    compare(experts, tmp_path, H, I)
+
+
+def test_shards(tmp_path):
+    torch.manual_seed(0)
+    model = make_text("qwen3_moe", H, I)
+    experts = randomise(model)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    compare(experts, tmp_path, H, I)
+    compare(experts, tmp_path / "model.safetensors.index.json", H, I)
