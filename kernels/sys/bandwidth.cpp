@@ -24,6 +24,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr size_t kChunk = 256 * 1024;  // read between two looks at the clock
+constexpr size_t kMinBuffer = 256 * kMiB;
 constexpr std::chrono::milliseconds kBudget{400};  // over all thread counts
 
 // All caches of the highest level together, in bytes: "32768K" for each set of CPUs sharing one.
@@ -160,8 +161,9 @@ std::vector<std::pair<int, double>> probe_read_bandwidth(int max_threads) {
   counts.push_back(max_threads);
 
   const std::vector<Node> nodes = topology();
-  const size_t total =
-      std::min(std::max(256 * kMiB, 2 * last_level_cache()), available_memory() / 4);
+  // Twice the cache where that much memory is free. Never less than the minimum: a virtual machine
+  // whose memory grows on demand may report none as available.
+  const size_t total = std::max(kMinBuffer, std::min(2 * last_level_cache(), available_memory() / 4));
   std::vector<Mapping> buffers;
   for (const Node& node : nodes) buffers.emplace_back(total / nodes.size(), node.id);
   // At least one thread on every node, to touch its memory there.

@@ -1,0 +1,75 @@
+"""Mixture-of-Experts inference with experts on the CPU, next to a GPU engine.
+
+Names are loaded at first use, so that reading options in an engine's start-up stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kt_kernel import _conflict
+from kt_kernel.variant import check_platform
+
+check_platform()
+_conflict.check()
+
+if TYPE_CHECKING:
+    from kt_kernel.chain import model_scope
+    from kt_kernel.inference import BaseMoEWrapper, InferenceMoEWrapper, KTMoEWrapper
+    from kt_kernel.methods import INFERENCE_METHODS, SFT_METHODS
+    from kt_kernel.placement import generate_gpu_experts_masks
+    from kt_kernel.variant import cpu_features
+
+    __version__: str
+    __cpu_variant__: str
+    __cpu_kernel__: str
+
+__all__ = [
+    "INFERENCE_METHODS",
+    "SFT_METHODS",
+    "BaseMoEWrapper",
+    "InferenceMoEWrapper",
+    "KTMoEWrapper",
+    "__cpu_kernel__",
+    "__cpu_variant__",
+    "__version__",
+    "cpu_features",
+    "generate_gpu_experts_masks",
+    "model_scope",
+]
+
+_HOMES = {
+    "BaseMoEWrapper": "inference",
+    "InferenceMoEWrapper": "inference",
+    "KTMoEWrapper": "inference",
+    "INFERENCE_METHODS": "methods",
+    "SFT_METHODS": "methods",
+    "generate_gpu_experts_masks": "placement",
+    "model_scope": "chain",
+    "cpu_features": "variant",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"kt_kernel.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    # The next three are asked for anew each time: the environment may lower the instruction set.
+    if name == "__cpu_variant__":
+        return importlib.import_module("kt_kernel.variant").cpu_variant()
+    if name == "__cpu_kernel__":
+        return importlib.import_module("kt_kernel.variant").kernel_table()
+    if name == "__version__":
+        from importlib import metadata
+
+        try:
+            return metadata.version("kt-moe")
+        except metadata.PackageNotFoundError:  # a source tree on the path, not installed
+            return "0+uninstalled"
+    raise AttributeError(f"module 'kt_kernel' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

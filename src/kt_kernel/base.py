@@ -1,0 +1,354 @@
+"""What the wrappers of all modes share: settings, weights, and the static buffer calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import buffers
+from .experts import ExpertTensors
+from .pools import get_team
+from .settings import LayerSettings
+from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_tensor, on_cpu
+from .variant import debug, native
+
+
+class BaseMoEWrapper:
+    """One MoE layer: its settings, and the loading of its experts on the CPU."""
+
+    def __init__(self, settings: LayerSettings) -> None:
+        self._settings = settings
+        self._core: Any = None  # the compiled layer, from the first weights on
+        self._loaded = False
+        self._arrived: set[int] = set()
+        self._load_lock = threading.RLock()
+
+    # ---- what it is -------------------------------------------------------------------------
+
+    @property
+    def layer_idx(self) -> int:
+        """As given to the constructor."""
+        return self._settings.layer_idx
+
+    @property
+    def num_experts(self) -> int:
+        """E, experts of the layer on both sides."""
+        return self._settings.num_experts
+
+    @property
+    def num_gpu_experts(self) -> int:
+        """How many experts the mask puts on the GPU."""
+        return int(self._settings.gpu_experts_mask.sum())
+
+    @property
+    def gpu_experts_mask(self) -> torch.Tensor:
+        """A copy of the mask: bool [E], True = on the GPU."""
+        return self._settings.gpu_experts_mask.clone()
+
+    @property
+    def method(self) -> str:
+        """As given to the constructor."""
+        return self._settings.method.name
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the weights are complete."""
+        return self._loaded
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights held; 0 before the first expert arrives."""
+        return self._core.packed_bytes if self._core is not None else 0
+
+    def stats(self) -> dict[str, int]:
+        """Counters since loading: forwards, tokens, expert_calls (token-expert pairs computed),
+        experts_touched, tile_calls, vector_calls. Empty before the first expert arrives."""
+        return dict(self._core.stats()) if self._core is not None else {}
+
+    def describe(self) -> str:
+        """One line: method, kernel table, threads, and which slots are on the CPU."""
+        s = self._settings
+        return (
+            f"layer {s.layer_idx}: {s.method.name}, {s.table} kernels, threads "
+            f"{'+'.join(map(str, s.pools.threads))} on NUMA nodes "
+            f"{','.join(map(str, s.pools.nodes))}, {s.num_experts - self.num_gpu_experts} of "
+            f"{s.num_experts} experts on the CPU"
+        )
+
+    # ---- buffers ----------------------------------------------------------------------------
+
+    @staticmethod
+    def set_capture_batch_sizes(sizes: Sequence[int]) -> None:
+        """Announces the batch sizes to be captured in CUDA graphs; their buffers are kept."""
+        buffers.set_capture_batch_sizes(sizes)
+
+    @staticmethod
+    def get_capture_batch_sizes() -> list[int]:
+        """The sizes given to ``set_capture_batch_sizes``."""
+        return buffers.get_capture_batch_sizes()
+
+    @staticmethod
+    def clear_buffer_cache() -> int:
+        """Frees the inference buffers that no pending call uses; returns their bytes."""
+        return buffers.clear_buffer_cache()
+
+    @staticmethod
+    def clear_sft_buffer_cache() -> int:
+        """Frees the fine-tuning buffers that no pending call uses; returns their bytes."""
+        return 0  # no fine-tuning call exists that could have made any
+
+    # ---- loading ----------------------------------------------------------------------------
+
+    def load_weights_from_tensors(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        physical_to_logical_map_cpu: torch.Tensor,
+        *,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
+        """Packs the experts of this layer that are on the CPU. They may be freed afterwards.
+
+        Args:
+            gate, up: [E, I, H], down: [E, H, I], logical order; bf16, fp16 or fp32, any device.
+            physical_to_logical_map_cpu: [E] integers on the CPU: slot p holds logical expert
+                ``map[p]``; repeats are legal.
+            gate_bias, up_bias: [E, I], down_bias: [E, H]; any float dtype.
+
+        A second call after a successful load does nothing. After an error the wrapper is as
+        unloaded as before.
+
+        Raises:
+            TypeError: not tensors.
+            ValueError: wrong shape or dtype, a map that is wrong, or (integer methods) a weight
+                that is not finite.
+        """
+        if self._loaded:
+            return
+        s = self._settings
+        e, h, i = s.num_experts, s.hidden_size, s.moe_intermediate_size
+        for name, tensor, shape in (
+            ("gate", gate, (e, i, h)), ("up", up, (e, i, h)), ("down", down, (e, h, i)),
+        ):  # fmt: skip
+            self._check_weight(name, tensor, shape)
+        for name, bias, shape in (
+            ("gate_bias", gate_bias, (e, i)), ("up_bias", up_bias, (e, i)),
+            ("down_bias", down_bias, (e, h)),
+        ):  # fmt: skip
+            self._check_bias(name, bias, shape)
+        mapping = self._check_map(physical_to_logical_map_cpu)
+        experts = ExpertTensors(
+            *(list(matrix) for matrix in (gate, up, down)),
+            *(None if bias is None else list(bias) for bias in (gate_bias, up_bias, down_bias)),
+        )
+        self._load_all(experts, mapping)
+
+    def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
+        """Reads this layer's experts from ``weight_path`` and packs those on the CPU.
+
+        Args:
+            physical_to_logical_map_cpu: as in ``load_weights_from_tensors``.
+
+        Raises:
+            ValueError: no ``weight_path``, a wrong map, or a checkpoint that does not fit.
+            KeyError, FileNotFoundError: a missing tensor or file.
+        """
+        if self._loaded:
+            return
+        s = self._settings
+        if s.weight_path is None:
+            raise ValueError(
+                f"{s.where}: load_weights needs weight_path, which was not given; pass it to the "
+                "constructor, or pass tensors to load_weights_from_tensors"
+            )
+        mapping = self._check_map(physical_to_logical_map_cpu)
+        wanted = sorted({mapping[slot] for slot in self._cpu_slots()})
+        if not wanted:
+            self.finish_loading()
+            return
+        from .checkpoint import open_checkpoint
+
+        experts = open_checkpoint(s.weight_path).read_experts(
+            s.layer_idx, s.num_experts, s.hidden_size, s.moe_intermediate_size, experts=wanted
+        )
+        self._load_all(experts, mapping)
+
+    def load_expert(
+        self,
+        slot: int,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
+        """Packs one expert, for weights that arrive one by one; then call ``finish_loading``.
+
+        Args:
+            slot: 0 … E-1, a slot on the CPU. A slot given twice keeps the later weights.
+            gate, up: [I, H], down: [H, I]; bf16, fp16 or fp32, any device.
+            gate_bias, up_bias: [I], down_bias: [H].
+
+        Raises:
+            RuntimeError: loading is finished.
+            TypeError, ValueError: as ``load_weights_from_tensors``, or a slot on the GPU.
+        """
+        s = self._settings
+        slot = self._check_slot(slot)
+        h, i = s.hidden_size, s.moe_intermediate_size
+        self._check_weight("gate", gate, (i, h), slot)
+        self._check_weight("up", up, (i, h), slot)
+        self._check_weight("down", down, (h, i), slot)
+        self._check_bias("gate_bias", gate_bias, (i,), slot)
+        self._check_bias("up_bias", up_bias, (i,), slot)
+        self._check_bias("down_bias", down_bias, (h,), slot)
+        with self._load_lock:
+            if self._loaded:
+                raise RuntimeError(f"{s.where}: load_expert after loading was finished")
+            if self._core is None:
+                self._core = self._make_core()
+            self._pack(self._core, slot, gate, up, down, gate_bias, up_bias, down_bias)
+            self._arrived.add(slot)
+
+    def finish_loading(self) -> None:
+        """Declares the weights complete. A second call does nothing.
+
+        Raises:
+            ValueError: CPU experts are missing; names their slots.
+        """
+        with self._load_lock:
+            if self._loaded:
+                return
+            missing = [slot for slot in self._cpu_slots() if slot not in self._arrived]
+            if missing:
+                raise ValueError(
+                    f"{self._settings.where}: {len(missing)} CPU experts were not loaded: slots "
+                    f"{missing}"
+                )
+            if self._core is None:
+                self._core = self._make_core()
+            self._loaded = True
+            debug(f"{self.describe()}, {self.packed_bytes / 1e6:.1f} MB packed")
+
+    def _load_all(self, experts: ExpertTensors, mapping: list[int]) -> None:
+        with self._load_lock:
+            if self._loaded:
+                return
+            core = self._make_core()  # a failure leaves what was loaded before untouched
+            for slot in self._cpu_slots():
+                logical = mapping[slot]
+                biases = (
+                    None if every is None else every[logical]
+                    for every in (experts.gate_bias, experts.up_bias, experts.down_bias)
+                )
+                self._pack(
+                    core, slot, experts.gate[logical], experts.up[logical], experts.down[logical],
+                    *biases,
+                )  # fmt: skip
+            self._core = core
+            self._arrived = set(self._cpu_slots())
+            self.finish_loading()
+
+    def _make_core(self) -> Any:
+        s = self._settings
+        return native().MoeLayer(
+            get_team(s.pools),
+            num_experts=s.num_experts,
+            top_k=s.num_experts_per_tok,
+            hidden_size=s.hidden_size,
+            intermediate_size=s.moe_intermediate_size,
+            format=s.method.format,
+            group_size=s.method.group_size,
+            cpu_slots=s.cpu_slots,
+            swiglu_limit=s.swiglu_limit,
+            swiglu_alpha=s.swiglu_alpha,
+            max_tokens=s.max_tokens,
+            table=s.table,
+            kind=s.kind,
+        )
+
+    def _pack(
+        self,
+        core: Any,
+        slot: int,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        *biases: torch.Tensor | None,
+    ) -> None:
+        matrices = [on_cpu(matrix) for matrix in (gate, up, down)]
+        if len({matrix.dtype for matrix in matrices}) > 1:  # the core takes one dtype per expert
+            matrices = [matrix.float() for matrix in matrices]
+        offsets = [None if bias is None else on_cpu(bias, torch.float32) for bias in biases]
+        try:
+            core.load_expert(
+                slot,
+                *(matrix.data_ptr() for matrix in matrices),
+                DTYPES[matrices[0].dtype],
+                *(0 if bias is None else bias.data_ptr() for bias in offsets),
+            )
+        except ValueError as error:
+            raise ValueError(f"{self._settings.where}: {error}") from None
+
+    def _cpu_slots(self) -> list[int]:
+        return [slot for slot, here in enumerate(self._settings.cpu_slots) if here]
+
+    def _check_slot(self, slot: int) -> int:
+        s = self._settings
+        if isinstance(slot, bool) or not isinstance(slot, int):
+            raise TypeError(f"{s.where}: slot must be an int, got {slot!r}")
+        if not 0 <= slot < s.num_experts:
+            raise ValueError(f"{s.where}: slot {slot}; accepted: 0 to {s.num_experts - 1}")
+        if s.gpu_experts_mask[slot]:
+            raise ValueError(
+                f"{s.where}: slot {slot} is on the GPU; on the CPU: {self._cpu_slots()}"
+            )
+        return slot
+
+    def _place(self, name: str, slot: int | None) -> str:
+        return f"{self._settings.where}: {name}" + ("" if slot is None else f" of slot {slot}")
+
+    def _check_weight(
+        self, name: str, tensor: Any, shape: tuple[int, ...], slot: int | None = None
+    ) -> None:
+        place = self._place(name, slot)
+        need_tensor(place, tensor)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: {DTYPE_NAMES}")
+
+    def _check_bias(
+        self, name: str, tensor: Any, shape: tuple[int, ...], slot: int | None = None
+    ) -> None:
+        if tensor is None:
+            return
+        place = self._place(name, slot)
+        need_tensor(place, tensor)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: float dtypes")
+
+    def _check_map(self, mapping: Any) -> list[int]:
+        s = self._settings
+        place = f"{s.where}: physical_to_logical_map_cpu"
+        need_tensor(place, mapping)
+        if mapping.device.type != "cpu":
+            raise ValueError(f"{place} must be on the CPU, it is on {mapping.device}")
+        if not is_integer(mapping):
+            raise ValueError(f"{place} has dtype {mapping.dtype}; accepted: integer dtypes")
+        if tuple(mapping.shape) != (s.num_experts,):
+            raise ValueError(f"{place} must be [{s.num_experts}], got {list(mapping.shape)}")
+        logical = [int(value) for value in mapping.tolist()]
+        for slot, value in enumerate(logical):
+            if not 0 <= value < s.num_experts:
+                raise ValueError(f"{place}[{slot}] = {value}; accepted: 0 to {s.num_experts - 1}")
+        return logical

@@ -1,0 +1,204 @@
+"""Memory of calls in flight: snapshots of their inputs, and what keeps it all alive.
+
+The compiled core works on addresses. Everything an unfinished call points to is held here, in
+the process, not by the wrapper: an exception or a wrapper that goes away frees nothing too early.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+
+_lock = threading.Lock()
+_generation = 0  # grows in a forked child, where calls of the parent are lost
+
+
+class Call:
+    """One job handed to a team, with everything it reads and writes."""
+
+    def __init__(self, *keep: Any, snapshot: Snapshot | None = None) -> None:
+        self._keep = keep
+        self._snapshot = snapshot
+        self._ticket: Any = None
+        self._generation = _generation
+
+    def start(self, submit: Any, *arguments: Any) -> None:
+        """Runs ``submit(*arguments)`` and keeps the memory until the job is done."""
+        with _lock:
+            if self._snapshot is not None:
+                self._snapshot.users += 1
+            _in_flight.add(self)
+        try:
+            self._ticket = submit(*arguments)
+        except BaseException:
+            with _lock:
+                self._retire()
+            raise
+
+    def wait(self) -> None:
+        """Blocks until the job is done. RuntimeError if it was submitted before a fork."""
+        if self._generation != _generation:
+            raise RuntimeError("this call was submitted before the process forked and is lost")
+        self._ticket.wait()
+        with _lock:
+            self._retire()
+
+    def finished(self) -> bool:
+        return self._ticket is not None and self._ticket.done
+
+    def _retire(self) -> None:
+        _in_flight.discard(self)
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            _drop(snapshot)
+
+
+class Snapshot:
+    """Host copies of a call's inputs: x [T, H], ids int64 [T, k], weights float32 [T, k]."""
+
+    def __init__(self, key: Hashable, tokens: int, hidden: int, k: int, dtype: torch.dtype) -> None:
+        self.key = key
+        self.tokens = tokens
+        self.users = 0  # unfinished calls, and whoever fills it
+        # device="cpu" spelled out: engines build and run models under a device context.
+        with torch.inference_mode(False):  # or they could not be written outside of it
+            self._allocate(tokens, hidden, k, dtype)
+
+    def _allocate(self, tokens: int, hidden: int, k: int, dtype: torch.dtype) -> None:
+        self.x = torch.empty((tokens, hidden), dtype=dtype, device="cpu")
+        self.ids = torch.empty((tokens, k), dtype=torch.int64, device="cpu")
+        self.weights = torch.empty((tokens, k), dtype=torch.float32, device="cpu")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.x, self.ids, self.weights))
+
+
+_in_flight: set[Call] = set()
+_free: defaultdict[Hashable, list[Snapshot]] = defaultdict(list)
+_results: dict[Hashable, list[torch.Tensor]] = {}  # pairs of device buffers, next one first
+_last_other_key: Hashable = None  # the one batch size kept beyond the captured ones
+_capture_batch_sizes: list[int] = []
+
+_KEPT_PER_KEY = 2
+
+
+def generation() -> int:
+    """Grows with every fork: what a call of another generation was to write never comes."""
+    return _generation
+
+
+def reap() -> None:
+    """Lets go of the memory of finished calls that nobody waits for."""
+    with _lock:
+        for call in [call for call in _in_flight if call.finished()]:
+            call._retire()
+
+
+def take_snapshot(key: Hashable, tokens: int, hidden: int, k: int, dtype: torch.dtype) -> Snapshot:
+    """Unused input buffers for ``key``, which must name all that shapes them.
+
+    They belong to the caller, next to the calls started on them, until ``release_snapshot``.
+    """
+    reap()
+    with _lock:
+        kept = _free.get(key)
+        snapshot = kept.pop() if kept else None
+    if snapshot is None:
+        snapshot = Snapshot(key, tokens, hidden, k, dtype)
+    snapshot.users = 1
+    return snapshot
+
+
+def release_snapshot(snapshot: Snapshot) -> None:
+    """The caller of ``take_snapshot`` no longer needs the buffers."""
+    with _lock:
+        _drop(snapshot)
+
+
+def _drop(snapshot: Snapshot) -> None:
+    snapshot.users -= 1
+    if snapshot.users == 0:
+        _store(snapshot)
+
+
+def _store(snapshot: Snapshot) -> None:
+    # Batch sizes outside the announced ones come and go: only the latest of them is kept, or the
+    # cache would grow with every prompt length.
+    global _last_other_key
+    key = snapshot.key
+    if snapshot.tokens not in _capture_batch_sizes and key != _last_other_key:
+        _free.pop(_last_other_key, None)
+        _last_other_key = key
+    if len(_free[key]) < _KEPT_PER_KEY:
+        _free[key].append(snapshot)
+
+
+def device_result(
+    key: Hashable, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A device buffer for a result, valid until the next-but-one call with the same key."""
+    with _lock:
+        pair = _results.get(key)
+        if pair is None:
+            with torch.inference_mode(False):
+                pair = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
+            _results[key] = pair
+        pair.reverse()
+        return pair[1]
+
+
+def set_capture_batch_sizes(sizes: Iterable[int]) -> None:
+    """Announces the batch sizes whose buffers are to be kept.
+
+    Raises:
+        ValueError: a size that is not a positive integer.
+    """
+    checked = []
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"capture batch sizes must be positive integers, got {size!r}")
+        checked.append(size)
+    _capture_batch_sizes[:] = checked
+
+
+def get_capture_batch_sizes() -> list[int]:
+    """The sizes given to ``set_capture_batch_sizes``."""
+    return list(_capture_batch_sizes)
+
+
+def clear_buffer_cache() -> int:
+    """Frees the buffers that no pending call uses; returns their bytes."""
+    reap()
+    with _lock:
+        freed = sum(snapshot.nbytes for kept in _free.values() for snapshot in kept)
+        freed += sum(result.nbytes for pair in _results.values() for result in pair)
+        _free.clear()
+        _results.clear()
+    return freed
+
+
+def _finish_all() -> None:
+    # At exit tensors go before threads do; unfinished jobs would write to freed memory.
+    for call in list(_in_flight):
+        with contextlib.suppress(Exception):
+            call.wait()
+
+
+def _forget_after_fork() -> None:
+    global _lock, _generation
+    _lock = threading.Lock()
+    _generation += 1
+    _in_flight.clear()
+    _free.clear()
+
+
+atexit.register(_finish_all)
+os.register_at_fork(after_in_child=_forget_after_fork)

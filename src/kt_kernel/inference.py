@@ -1,0 +1,410 @@
+"""The inference interface: one object per MoE layer, its experts on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from . import buffers
+from .base import BaseMoEWrapper
+from .chain import join_chain, model_scope
+from .routing import select_deferred_experts
+from .settings import LayerSettings, check_settings
+from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_tensor, on_cpu
+
+__all__ = ["BaseMoEWrapper", "InferenceMoEWrapper", "KTMoEWrapper", "model_scope"]
+
+_UNSYNCED = 4  # submits of one layer that may wait for their sync
+
+
+class _Pending(NamedTuple):
+    """A submitted forward whose result was not asked for yet."""
+
+    key: tuple[Any, ...]  # address, tokens, dtype and device of the hidden states
+    tokens: int
+    out: torch.Tensor  # [T, H] on the CPU
+    call: buffers.Call | None  # None: there was nothing to compute
+
+
+class InferenceMoEWrapper(BaseMoEWrapper):
+    """One MoE layer for inference. Made by ``KTMoEWrapper``.
+
+    Use a wrapper from one thread at a time; wrappers of different models may run in parallel.
+    Jobs of wrappers with the same pools run in the order of their submits.
+    """
+
+    def __init__(self, settings: LayerSettings) -> None:
+        super().__init__(settings)
+        s = settings
+        self._pending: list[_Pending] = []
+        self._chain = join_chain(self, s.layer_idx, (s.hidden_size, s.num_experts_per_tok, s.pools))
+
+    select_deferred_experts = staticmethod(select_deferred_experts)
+
+    def submit_forward(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        cuda_stream: Any = None,
+    ) -> None:
+        """Starts the CPU experts on a batch and returns at once. The inputs are copied.
+
+        Args:
+            hidden: [..., H], bf16, fp16 or fp32, any device; leading dimensions make up T.
+            topk_ids: [T, k] slots, any integer dtype; ids outside 0 … E-1 and slots on the GPU
+                are skipped.
+            topk_weights: [T, k], any float dtype.
+            cuda_stream: handle of the stream on which CUDA tensors are ready; None: the current.
+
+        Raises:
+            RuntimeError: before loading, or while a CUDA graph is being captured.
+            TypeError, ValueError: wrong types, shapes or dtypes. Nothing was started then.
+        """
+        self._submit(hidden, topk_ids, topk_weights, cuda_stream, copy=True)
+
+    def sync_forward(
+        self, hidden: torch.Tensor | None = None, cuda_stream: Any = None
+    ) -> torch.Tensor:
+        """Waits for a submitted batch and returns its result [T, H].
+
+        ``hidden`` is the tensor given to ``submit_forward``; it says which result is meant where
+        several wait (the latest of that tensor), its contents are not read. A result that is
+        never asked for is dropped after four more submits, so a pass that ended in an error
+        needs no clean-up. On the CPU the result is a fresh tensor; on CUDA a fixed buffer, valid
+        until the next-but-one submit of the same batch size, dtype and device.
+
+        Raises:
+            RuntimeError: without a submit.
+            ValueError: no pending batch has this shape.
+        """
+        pending = self._find(hidden)
+        self._pending.remove(pending)
+        if pending.call is not None:
+            pending.call.wait()
+        device = pending.key[-1]
+        if device.type == "cpu":
+            return pending.out
+        shape = (pending.tokens, self._settings.hidden_size)
+        with _on_stream(device, cuda_stream):
+            result = buffers.device_result(
+                self._buffer_key(pending.tokens, pending.out.dtype, device), shape,
+                pending.out.dtype, device,
+            )  # fmt: skip
+            result.copy_(pending.out)
+        return result
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        cuda_stream: Any = None,
+    ) -> torch.Tensor:
+        """``submit_forward`` and ``sync_forward`` in one: [T, H] in the dtype of ``hidden``."""
+        self._submit(hidden, topk_ids, topk_weights, cuda_stream, copy=False)
+        return self.sync_forward(hidden, cuda_stream)
+
+    # ---- how --------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        cuda_stream: Any,
+        copy: bool,
+    ) -> None:
+        s = self._settings
+        if not self._loaded:
+            raise RuntimeError(
+                f"{s.where}: forward before loading; call load_weights, "
+                "load_weights_from_tensors or finish_loading first"
+            )
+        tokens = self._check_inputs(hidden, topk_ids, topk_weights)
+        device, dtype = hidden.device, hidden.dtype
+        batch = (tokens, device, buffers.generation())
+        previous = self._chain.take(self, batch)
+        deferring = s.max_deferred > 0 and not self._chain.is_last(self)
+        out = torch.empty((tokens, s.hidden_size), dtype=dtype, device="cpu")
+        call = None
+        if tokens:
+            copy = copy or deferring or device.type != "cpu"
+            with _on_stream(device, cuda_stream):
+                x, ids, weights, snapshot = self._inputs(
+                    hidden, topk_ids, topk_weights, tokens, copy
+                )
+            try:
+                deferred = None
+                if deferring:
+                    ids, deferred = select_deferred_experts(
+                        ids, weights, s.num_experts_per_tok - s.max_deferred
+                    )
+                call = self._start(x, ids, weights, snapshot, out=out, add=previous)
+                if deferred is not None and bool((deferred >= 0).any()):
+                    partial = torch.empty(out.shape, dtype=torch.float32, device="cpu")
+                    self._start(x, deferred, weights, snapshot, partial=partial)
+                    self._chain.offer(self, batch, partial)
+            finally:
+                if snapshot is not None:
+                    buffers.release_snapshot(snapshot)
+        key = (hidden.data_ptr(), tokens, dtype, device)
+        self._pending = [p for p in self._pending if p.key != key][1 - _UNSYNCED :]
+        self._pending.append(_Pending(key, tokens, out, call))
+
+    def _start(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        snapshot: buffers.Snapshot | None,
+        *,
+        out: torch.Tensor | None = None,
+        add: torch.Tensor | None = None,
+        partial: torch.Tensor | None = None,
+    ) -> buffers.Call:
+        call = buffers.Call(self._core, x, ids, weights, out, add, partial, snapshot=snapshot)
+        call.start(
+            self._core.submit,
+            x.data_ptr(),
+            DTYPES[x.dtype],
+            x.shape[0],
+            ids.data_ptr(),
+            weights.data_ptr(),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (out, add, partial)),
+        )
+        return call
+
+    def _inputs(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        tokens: int,
+        copy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, buffers.Snapshot | None]:
+        """x, ids and weights on the CPU as the core wants them; copied, or used where they are."""
+        s = self._settings
+        h, k = s.hidden_size, s.num_experts_per_tok
+        x = hidden.detach().reshape(tokens, h)
+        ids = topk_ids.detach().reshape(tokens, k)
+        weights = topk_weights.detach().reshape(tokens, k)
+        if not copy:
+            return (
+                on_cpu(x), on_cpu(ids, torch.int64), on_cpu(weights, torch.float32), None,
+            )  # fmt: skip
+        snapshot = buffers.take_snapshot(
+            self._buffer_key(tokens, x.dtype, x.device), tokens, h, k, x.dtype
+        )
+        try:
+            snapshot.x.copy_(x)
+            snapshot.ids.copy_(ids)
+            snapshot.weights.copy_(weights)
+        except BaseException:
+            buffers.release_snapshot(snapshot)
+            raise
+        return snapshot.x, snapshot.ids, snapshot.weights, snapshot
+
+    def _buffer_key(self, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        s = self._settings
+        return (self._chain.number, tokens, s.hidden_size, s.num_experts_per_tok, dtype, device)
+
+    def _find(self, hidden: Any) -> _Pending:
+        s = self._settings
+        if not self._pending:
+            raise RuntimeError(f"{s.where}: sync_forward without submit_forward")
+        if hidden is None:
+            return self._pending[-1]
+        need_tensor(f"{s.where}: hidden", hidden)
+        tokens = self._check_hidden(hidden)
+        key = (hidden.data_ptr(), tokens, hidden.dtype, hidden.device)
+        for pending in reversed(self._pending):
+            if pending.key == key:
+                return pending
+        latest = self._pending[-1]
+        if latest.key[1:] == key[1:]:  # a copy of what was submitted
+            return latest
+        raise ValueError(
+            f"{s.where}: the pending result is [{latest.tokens}, {s.hidden_size}] "
+            f"{latest.key[2]} on {latest.key[3]}; hidden is {list(hidden.shape)} {hidden.dtype} "
+            f"on {hidden.device}"
+        )
+
+    def _check_hidden(self, hidden: torch.Tensor) -> int:
+        s = self._settings
+        if hidden.layout != torch.strided or hidden.device.type == "meta":
+            raise ValueError(f"{s.where}: hidden must be a dense tensor with data")
+        if hidden.dtype not in DTYPES:
+            raise ValueError(f"{s.where}: hidden has dtype {hidden.dtype}; accepted: {DTYPE_NAMES}")
+        if hidden.dim() < 1 or hidden.shape[-1] != s.hidden_size:
+            raise ValueError(
+                f"{s.where}: hidden must be [..., {s.hidden_size}], got {list(hidden.shape)}"
+            )
+        return hidden.numel() // s.hidden_size
+
+    def _check_inputs(self, hidden: Any, topk_ids: Any, topk_weights: Any) -> int:
+        """Checks everything that can be wrong with a batch; returns T."""
+        s = self._settings
+        k = s.num_experts_per_tok
+        for name, tensor in (
+            ("hidden", hidden), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
+        ):  # fmt: skip
+            need_tensor(f"{s.where}: {name}", tensor)
+        tokens = self._check_hidden(hidden)
+        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if tensor.dim() < 1 or tensor.shape[-1] != k or tensor.numel() != tokens * k:
+                raise ValueError(
+                    f"{s.where}: {name} must be [{tokens}, {k}], got {list(tensor.shape)}"
+                )
+            if tensor.layout != torch.strided or tensor.device.type == "meta":
+                raise ValueError(f"{s.where}: {name} must be a dense tensor with data")
+        if not is_integer(topk_ids):
+            raise ValueError(
+                f"{s.where}: topk_ids has dtype {topk_ids.dtype}; accepted: integer dtypes"
+            )
+        if not topk_weights.is_floating_point():
+            raise ValueError(
+                f"{s.where}: topk_weights has dtype {topk_weights.dtype}; accepted: float dtypes"
+            )
+        if hidden.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{s.where}: capture in a CUDA graph is not supported yet; start the engine "
+                "without CUDA graphs (eager mode)"
+            )
+        return tokens
+
+
+class KTMoEWrapper:
+    """Factory of the object that computes one MoE layer's experts on the CPU.
+
+    Args:
+        layer_idx: number of the layer; names the checkpoint's tensors and orders deferral.
+        num_experts: E. num_experts_per_tok: k. hidden_size: H. moe_intermediate_size: I.
+        gpu_experts_mask: bool [E], True = on the GPU (skipped here). An int is taken as
+            ``num_gpu_experts``.
+        cpuinfer_threads: threads over all pools; None: what saturates the read bandwidth.
+        threadpool_count: pools; None: one per NUMA node in use.
+        weight_path: checkpoint file or folder for ``load_weights``.
+        chunked_prefill_size: largest batch expected; only sizes buffers. -1: not known.
+        cpu_save: not supported yet.
+        max_deferred_experts_per_token: d, experts per token that a layer may hand to the next.
+        method: weight format, see ``INFERENCE_METHODS``.
+        numa_nodes: NUMA node of each pool.
+        mode: "inference".
+        num_gpu_experts: n puts slots 0 … n-1 on the GPU; with a mask the two must agree.
+        group_size: for methods that do not fix it by their name.
+        swiglu_limit: > 0 clamps gate from above and up to ±limit.
+        swiglu_alpha: != 0 uses ``gate * sigmoid(alpha * gate) * (up + 1)``.
+        lora_rank, lora_alpha, lora_dropout, max_cache_depth, zero_point, full_weight_grad: for
+            mode="sft".
+
+    Returns:
+        An ``InferenceMoEWrapper``.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; names it, its value and what is accepted.
+        NotImplementedError: mode="sft".
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        gpu_experts_mask: torch.Tensor | int | None = None,
+        cpuinfer_threads: int | None = None,
+        threadpool_count: int | None = None,
+        weight_path: str | os.PathLike[str] | None = None,
+        chunked_prefill_size: int | None = -1,
+        cpu_save: bool = False,
+        max_deferred_experts_per_token: int | None = None,
+        method: str = "AMXINT4",
+        numa_nodes: Sequence[int] | None = None,
+        mode: str = "inference",
+        num_gpu_experts: int | None = None,
+        lora_rank: int = 16,
+        lora_alpha: float = 32.0,
+        lora_dropout: float = 0.0,
+        max_cache_depth: int = 1,
+        group_size: int = 128,
+        zero_point: bool = True,
+        full_weight_grad: bool = False,
+        swiglu_limit: float | None = 0.0,
+        swiglu_alpha: float | None = 0.0,
+    ) -> InferenceMoEWrapper:
+        if mode == "sft":
+            raise NotImplementedError("mode='sft' is not supported yet; supported: 'inference'")
+        if mode != "inference":
+            raise ValueError(f"unknown mode {mode!r}; supported: 'inference'")
+        return InferenceMoEWrapper(
+            check_settings(
+                layer_idx=layer_idx,
+                num_experts=num_experts,
+                num_experts_per_tok=num_experts_per_tok,
+                hidden_size=hidden_size,
+                moe_intermediate_size=moe_intermediate_size,
+                gpu_experts_mask=gpu_experts_mask,
+                num_gpu_experts=num_gpu_experts,
+                cpuinfer_threads=cpuinfer_threads,
+                threadpool_count=threadpool_count,
+                numa_nodes=numa_nodes,
+                weight_path=weight_path,
+                chunked_prefill_size=chunked_prefill_size,
+                cpu_save=cpu_save,
+                max_deferred_experts_per_token=max_deferred_experts_per_token,
+                method=method,
+                group_size=group_size,
+                full_weight_grad=full_weight_grad,
+                swiglu_limit=swiglu_limit,
+                swiglu_alpha=swiglu_alpha,
+            )
+        )
+
+    set_capture_batch_sizes = staticmethod(BaseMoEWrapper.set_capture_batch_sizes)
+    get_capture_batch_sizes = staticmethod(BaseMoEWrapper.get_capture_batch_sizes)
+    clear_buffer_cache = staticmethod(BaseMoEWrapper.clear_buffer_cache)
+    clear_sft_buffer_cache = staticmethod(BaseMoEWrapper.clear_sft_buffer_cache)
+    select_deferred_experts = staticmethod(select_deferred_experts)
+
+
+def _fine_tuning_only(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(self: InferenceMoEWrapper, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self._settings.where}: {name} belongs to mode='sft', this wrapper has "
+            f"mode='inference'; {instead}"
+        )
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Raises RuntimeError: {instead}."
+    return refuse
+
+
+for _name, _instead in (
+    ("forward_sft", "call forward"),
+    ("submit_forward_sft", "call submit_forward"),
+    ("sync_forward_sft", "call sync_forward"),
+    ("backward", "inference has no backward"),
+    ("init_lora_weights", "inference has no LoRA weights"),
+    ("update_lora_weights", "inference has no LoRA weights"),
+):
+    setattr(InferenceMoEWrapper, _name, _fine_tuning_only(_name, _instead))
+
+
+def _on_stream(device: torch.device, stream: Any) -> Any:
+    """Makes ``stream`` (a handle, a torch stream or None) current for copies on ``device``.
+
+    Copies to and from pageable host memory wait for the stream, so the host sees their data.
+    """
+    if device.type != "cuda" or stream is None:
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if stream == 0:  # ExternalStream would take 0 for "any stream"
+        stream = torch.cuda.default_stream(device)
+    elif isinstance(stream, int):
+        stream = torch.cuda.ExternalStream(stream, device=device)
+    return torch.cuda.stream(stream)

@@ -1,0 +1,75 @@
+"""Tells an operator that the CPU kernels are at work: log lines, and a file on request.
+
+The engines run the model in a process of their own, often killed rather than ended, so the counters
+are published while it runs: a daemon thread looks twice a second and reports what has changed.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+
+from .layer import HybridModel
+
+STATS_FILE_VARIABLE = "KT_STATS_FILE"  # the counters as JSON go to this file, replaced atomically
+LOOK_SECONDS = 0.5
+LOG_SECONDS = 30.0
+
+_models: "weakref.WeakSet[HybridModel]" = weakref.WeakSet()
+_started_in: int | None = None
+
+
+def watch(model: HybridModel, logger: logging.Logger) -> None:
+    """Reports this loaded model's counters from now on, for as long as it exists."""
+    global _started_in
+    logger.info(model.describe())
+    _models.add(model)
+    _write()
+    if _started_in != os.getpid():  # threads do not survive a fork
+        _started_in = os.getpid()
+        threading.Thread(target=_run, args=(logger,), name="kt-report", daemon=True).start()
+
+
+def _run(logger: logging.Logger) -> None:
+    seen = logged = _calls()
+    logged_at = 0.0
+    while True:
+        time.sleep(LOOK_SECONDS)
+        calls = _calls()
+        if calls != seen:
+            seen = calls
+            _write()
+        if calls != logged and time.monotonic() - logged_at >= LOG_SECONDS:
+            logged, logged_at = calls, time.monotonic()
+            logger.info("kt: %d expert calls on the CPU so far", calls)
+
+
+def _calls() -> int:
+    return sum(model.stats().get("expert_calls", 0) for model in list(_models))
+
+
+def _write() -> None:
+    path = os.environ.get(STATS_FILE_VARIABLE)
+    if not path:
+        return
+    models = [
+        {
+            "description": model.describe(),
+            "layers": [
+                {
+                    "layer": layer.layer_idx,
+                    "hot_experts": layer.hot_experts,
+                    "cold_experts": layer.cold_experts,
+                }
+                for layer in model.layers
+            ],
+            **model.stats(),
+        }
+        for model in list(_models)
+    ]
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "w") as file:
+        json.dump({"pid": os.getpid(), "models": models}, file)
+    os.replace(temporary, path)

@@ -1,0 +1,79 @@
+"""Small tensor functions on routes: which to postpone, which the device computes.
+
+None of them synchronises with the device or allocates by data, so they can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def select_deferred_experts(
+    expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits the routes of a batch into those to compute now and those to postpone.
+
+    Per token the ``protected_k`` highest scores are protected (equal scores: the earlier one).
+    An expert that any token of the batch protects is immediate for all tokens, since its weights
+    are read anyway.
+
+    Args:
+        expert_ids: [T, k], any integer dtype; not modified.
+        expert_scores: [T, k], any float dtype; not modified.
+        protected_k: routes protected per token; 0 or less defers all, k or more none.
+
+    Returns:
+        (immediate, deferred), each [T, k]: the ids with the routes of the other set at -1. The
+        dtype is that of ``expert_ids``, int64 if that is unsigned.
+
+    Raises:
+        ValueError: shapes differ or are not [T, k], or ids are not integers.
+    """
+    if expert_ids.dim() != 2 or expert_ids.shape != expert_scores.shape:
+        raise ValueError(
+            "expert_ids and expert_scores must both be [T, k], got "
+            f"{list(expert_ids.shape)} and {list(expert_scores.shape)}"
+        )
+    if expert_ids.is_floating_point() or expert_ids.is_complex() or expert_ids.dtype == torch.bool:
+        raise ValueError(f"expert_ids must have an integer dtype, got {expert_ids.dtype}")
+    ids = expert_ids.long() if expert_ids.dtype in _UNSIGNED else expert_ids
+    k = ids.shape[1]
+    nothing = torch.full_like(ids, -1)
+    if protected_k <= 0:
+        return nothing, ids.clone()
+    if protected_k >= k:
+        return ids.clone(), nothing
+    order = torch.sort(expert_scores, dim=-1, descending=True, stable=True).indices
+    protected = ids.gather(1, order[:, :protected_k])
+    immediate = torch.isin(ids, protected)
+    return torch.where(immediate, ids, nothing), torch.where(immediate, nothing, ids)
+
+
+def hot_routes(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    slot_map: torch.Tensor,
+    cold_slot: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewrites routes for a device kernel that holds only the hot experts.
+
+    Args:
+        topk_ids: [T, k] global expert ids, any signed integer dtype. Ids outside 0 … E-1 count
+            as cold.
+        topk_weights: [T, k] router weights.
+        slot_map: [E] on the same device: the device slot of a hot expert, -1 for a cold one.
+        cold_slot: what a cold route points at: -1 where the kernel skips it, 0 where every route
+            must name a real slot (its weight is 0 then).
+
+    Returns:
+        (slots [T, k] in the dtype of ``topk_ids``, weights [T, k] with cold routes at 0).
+    """
+    experts = slot_map.shape[0]
+    ids = topk_ids.long()
+    valid = (ids >= 0) & (ids < experts)
+    slots = slot_map[ids.clamp(0, max(experts - 1, 0))].long()
+    cold = ~valid | (slots < 0)
+    slots = slots.masked_fill(cold, cold_slot).to(topk_ids.dtype)
+    return slots, topk_weights.masked_fill(cold, 0)

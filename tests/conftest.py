@@ -1,0 +1,21 @@
+"""Shared by all tests: nothing from the user's environment or cache gets in, nothing out."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+for _name in (
+    "KT_KERNEL_CPU_VARIANT",
+    "KT_KERNEL_KIND",
+    "KT_KERNEL_DEBUG",
+    "KT_TRACE",
+    "KT_CONFIG",
+):
+    os.environ.pop(_name, None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))

@@ -1,0 +1,98 @@
+"""Random layers for the tests of this folder, and their oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kt_kernel import KTMoEWrapper
+from kt_kernel.testing import moe_reference_with_noise
+
+ALL_METHODS = ("BF16", "AMXINT8", "MOE_INT8", "AMXINT4", "MOE_INT4", "INT4_G32", "INT4_G128")
+KERNEL_METHODS = ("BF16", "AMXINT8", "AMXINT4", "INT4_G32")  # one per weight format
+
+
+@dataclass
+class Case:
+    """A layer's source weights, and settings of its wrapper."""
+
+    experts: int = 6
+    k: int = 3
+    hidden: int = 64
+    inter: int = 32
+    method: str = "BF16"
+    seed: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    biases: bool = False
+    mapping: torch.Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        e, h, i = self.experts, self.hidden, self.inter
+        self.gate = self.normal(e, i, h, scale=h**-0.5)
+        self.up = self.normal(e, i, h, scale=h**-0.5)
+        self.down = self.normal(e, h, i, scale=i**-0.5)
+        self.bias = {}
+        if self.biases:
+            self.bias = {
+                "gate_bias": self.normal(e, i),
+                "up_bias": self.normal(e, i),
+                "down_bias": self.normal(e, h),
+            }
+        if self.mapping is None:
+            self.mapping = torch.arange(e)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=self.generator) * scale).to(self.dtype)
+
+    def wrapper(self, load: bool = True, **options: Any) -> Any:
+        options = {"cpuinfer_threads": 2, "method": self.method, **self.options, **options}
+        made = KTMoEWrapper(
+            options.pop("layer_idx", 0), self.experts, self.k, self.hidden, self.inter, **options
+        )
+        if load:
+            made.load_weights_from_tensors(self.gate, self.up, self.down, self.mapping, **self.bias)
+        return made
+
+    def batch(
+        self, tokens: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """hidden [T, H], ids [T, k] (some out of range, some twice), router weights [T, k]."""
+        hidden = torch.randn(tokens, self.hidden, generator=self.generator).to(dtype)
+        ids = torch.randint(-1, self.experts + 1, (tokens, self.k), generator=self.generator)
+        weights = torch.rand(tokens, self.k, generator=self.generator)
+        return hidden, ids, weights
+
+    def reference(self, *batch: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The oracle's answer, float64 [T, H]."""
+        return self.reference_with_noise(*batch, **options)[0]
+
+    def reference_with_noise(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The oracle's answer and how far a row may be from it."""
+        options = {
+            name: value
+            for name, value in {**self.options, **options}.items()
+            if name in ("swiglu_limit", "swiglu_alpha", "gpu_experts_mask", "rounded")
+        }
+        return moe_reference_with_noise(
+            hidden, ids, weights, self.gate, self.up, self.down, method=self.method,
+            physical_to_logical_map=self.mapping, **self.bias, **options,
+        )  # fmt: skip
+
+
+_ROUNDING = {torch.float32: 2**-23, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
+def within(y: torch.Tensor, reference: torch.Tensor, noise: torch.Tensor) -> bool:
+    """Whether each row of y is as near to the reference as its noise and y's dtype demand."""
+    tiniest = 2**-24 if y.dtype == torch.float16 else 0.0
+    allowed = (
+        1.01 * noise + _ROUNDING[y.dtype] * reference.norm(dim=-1)
+        + tiniest * reference.shape[1] ** 0.5
+    )  # fmt: skip
+    return bool(((y.double() - reference).norm(dim=-1) <= allowed).all())

@@ -1,0 +1,269 @@
+"""Everything a caller can get wrong: what is raised, what it says, and that nothing breaks."""
+
+import re
+
+import pytest
+import torch
+from moe_cases import Case
+
+from kt_kernel import KTMoEWrapper
+
+E, K, H, I = 6, 3, 64, 32  # noqa: E741
+CASE = Case()
+
+
+def make(**options):
+    defaults = {
+        "layer_idx": 0, "num_experts": E, "num_experts_per_tok": K, "hidden_size": H,
+        "moe_intermediate_size": I, "cpuinfer_threads": 2, "method": "BF16",
+    }  # fmt: skip
+    return KTMoEWrapper(**{**defaults, **options})
+
+
+mask_of = torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"layer_idx": -1}, ValueError, "layer_idx=-1; accepted: 0 or more"),
+        ({"num_experts": 0}, ValueError, "num_experts=0; accepted: 1 to 65536"),
+        ({"num_experts_per_tok": 0}, ValueError, "num_experts_per_tok=0"),
+        ({"hidden_size": 0}, ValueError, "hidden_size=0; accepted: 1 to 65536"),
+        ({"hidden_size": 65537}, ValueError, "hidden_size=65537; accepted: 1 to 65536"),
+        ({"moe_intermediate_size": 65537}, ValueError, "moe_intermediate_size=65537"),
+        ({"moe_intermediate_size": 32.0}, TypeError, "moe_intermediate_size must be an integer"),
+        ({"hidden_size": True}, TypeError, "hidden_size must be an integer, got True"),
+        ({"method": "FP8"}, ValueError, "'FP8' is not supported yet; supported: BF16"),
+        ({"method": "int8"}, ValueError, "unknown method 'int8'"),
+        ({"method": "AMXINT8_SFT"}, ValueError, "is for mode='sft'"),
+        ({"method": 4}, TypeError, "method must be a string"),
+        ({"mode": "sft"}, NotImplementedError, "mode='sft' is not supported yet"),
+        ({"mode": "training"}, ValueError, "unknown mode 'training'; supported: 'inference'"),
+        ({"method": "INT4_G32", "hidden_size": 65}, ValueError,
+         "hidden_size=65 is not divisible by the group size 32 of INT4_G32; accepted: multiples"),
+        ({"method": "INT4_G128", "hidden_size": 128}, ValueError,
+         "moe_intermediate_size=32 is not divisible by the group size 128"),
+        ({"method": "INT4_G32", "group_size": 64}, ValueError, "group_size=32, got group_size=64"),
+        ({"cpuinfer_threads": 1, "threadpool_count": 2}, ValueError,
+         "cpuinfer_threads=1 is less than threadpool_count=2"),
+        ({"cpuinfer_threads": 0}, ValueError, "cpuinfer_threads=0"),
+        ({"threadpool_count": 0}, ValueError, "threadpool_count=0"),
+        ({"numa_nodes": [12345]}, ValueError, "numa_nodes contains 12345; nodes in use here"),
+        ({"numa_nodes": "0"}, TypeError, "numa_nodes"),
+        ({"numa_nodes": 0}, TypeError, "numa_nodes must be a list of integers, got 0"),
+        ({"chunked_prefill_size": 0}, ValueError, "chunked_prefill_size=0; accepted: -1"),
+        ({"chunked_prefill_size": -2}, ValueError, "chunked_prefill_size=-2"),
+        ({"cpu_save": True}, ValueError, "cpu_save=True is not supported yet"),
+        ({"full_weight_grad": True}, ValueError, "full_weight_grad=True is for mode='sft'"),
+        ({"max_deferred_experts_per_token": -1}, ValueError, "max_deferred_experts_per_token=-1"),
+        ({"swiglu_limit": -1.0}, ValueError, "swiglu_limit=-1.0"),
+        ({"swiglu_limit": float("nan")}, ValueError, "swiglu_limit=nan"),
+        ({"swiglu_alpha": "x"}, TypeError, "swiglu_alpha must be a number"),
+        ({"num_gpu_experts": 7}, ValueError, "num_gpu_experts=7; accepted: 0 to 6"),
+        ({"gpu_experts_mask": 7}, ValueError, "num_gpu_experts=7; accepted: 0 to 6"),
+        ({"gpu_experts_mask": -1}, ValueError, "num_gpu_experts=-1; accepted: 0 to 6"),
+        ({"gpu_experts_mask": 2, "num_gpu_experts": 3}, ValueError, "give one of them"),
+        ({"gpu_experts_mask": torch.zeros(5, dtype=torch.bool)}, ValueError,
+         r"must be bool [6], got torch.bool [5]"),
+        ({"gpu_experts_mask": torch.zeros(6)}, ValueError, "got torch.float32 [6]"),
+        ({"gpu_experts_mask": torch.zeros(1, 6, dtype=torch.bool)}, ValueError, "[1, 6]"),
+        ({"gpu_experts_mask": object()}, TypeError, "got object"),
+        ({"gpu_experts_mask": torch.arange(6) >= 4, "num_gpu_experts": 2}, ValueError,
+         "means slots 0 to 1, but gpu_experts_mask names [4, 5]"),
+        ({"gpu_experts_mask": torch.arange(6) < 3, "num_gpu_experts": 2}, ValueError,
+         "names [0, 1, 2]"),
+    ],
+)  # fmt: skip
+def test_constructor(options, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        make(**options)
+
+
+def test_kind_is_checked_at_construction(monkeypatch):
+    monkeypatch.setenv("KT_KERNEL_KIND", "scalar")
+    with pytest.raises(ValueError, match="KT_KERNEL_KIND=scalar; accepted: vector, tile"):
+        make()
+
+
+def tensors(**changes):
+    given = {"gate": CASE.gate, "up": CASE.up, "down": CASE.down, "map": CASE.mapping, **changes}
+    return [given.pop(n) for n in ("gate", "up", "down", "map")], given
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"gate": CASE.gate[:5]}, ValueError, "gate must be [6, 32, 64], got [5, 32, 64]"),
+        ({"down": CASE.up}, ValueError, "down must be [6, 64, 32], got [6, 32, 64]"),
+        ({"up": CASE.up.double()}, ValueError, "up has dtype torch.float64; accepted: bfloat16"),
+        ({"up": CASE.up.tolist()}, TypeError, "up must be a tensor, got list"),
+        ({"map": torch.arange(5)}, ValueError, "physical_to_logical_map_cpu must be [6], got [5]"),
+        ({"map": torch.arange(6).view(1, 6)}, ValueError, "must be [6], got [1, 6]"),
+        ({"map": torch.arange(6).float()}, ValueError, "has dtype torch.float32"),
+        ({"map": torch.zeros(6, dtype=torch.bool)}, ValueError, "has dtype torch.bool"),
+        ({"map": torch.tensor([0, 1, 2, 6, 4, 5])}, ValueError, "[3] = 6; accepted: 0 to 5"),
+        ({"map": torch.tensor([0, 1, -1, 3, 4, 5])}, ValueError, "[2] = -1; accepted: 0 to 5"),
+        ({"map": torch.tensor([2**63 + 1] * 6, dtype=torch.uint64)}, ValueError, "[0] = 9223"),
+        ({"map": torch.arange(6, device="meta")}, ValueError, "must be on the CPU, it is on meta"),
+        ({"map": list(range(6))}, TypeError, "must be a tensor, got list"),
+        ({"map": None}, TypeError, "must be a tensor, got NoneType"),
+        ({"gate_bias": torch.zeros(6, 64)}, ValueError, "gate_bias must be [6, 32], got [6, 64]"),
+        ({"down_bias": torch.zeros(6, 64).long()}, ValueError, "down_bias has dtype torch.int64"),
+        pytest.param({"map": "cuda"}, ValueError, "must be on the CPU", marks=GPU),
+    ],
+)  # fmt: skip
+def test_loading(changes, error, text):
+    if changes.get("map") == "cuda":
+        changes["map"] = torch.arange(6, device="cuda")
+    wrapper = make()
+    positional, named = tensors(**changes)
+    with pytest.raises(error, match=re.escape(text)) as caught:
+        wrapper.load_weights_from_tensors(*positional, **named)
+    assert "layer 0" in str(caught.value)
+    usable_after_all(wrapper)
+
+
+def usable_after_all(wrapper):
+    """The wrapper is unloaded, says so, and can be loaded."""
+    hidden, ids, weights = CASE.batch(3)
+    assert not wrapper.loaded
+    with pytest.raises(RuntimeError, match="layer 0: forward before loading; call load_weights"):
+        wrapper.forward(hidden, ids, weights, None)
+    wrapper.load_weights_from_tensors(*tensors()[0])
+    assert wrapper.loaded and torch.equal(
+        wrapper.forward(hidden, ids, weights, None), CASE.wrapper().forward(hidden, ids, weights)
+    )
+
+
+@pytest.mark.parametrize("method", ["AMXINT8", "AMXINT4", "INT4_G32"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_integer_methods_refuse_weights_that_are_not_finite(method, bad):
+    wrapper = make(method=method)
+    down = CASE.down.clone()
+    down[4, 1, 2] = bad
+    with pytest.raises(ValueError, match=r"layer 0: expert slot 4, down row 1.*NaN or infinite"):
+        wrapper.load_weights_from_tensors(CASE.gate, CASE.up, down, CASE.mapping)
+    assert not wrapper.loaded
+    wrapper.load_weights_from_tensors(*tensors()[0])
+    assert wrapper.loaded
+
+
+def test_scales_beyond_fp16_are_refused():
+    wrapper = make(method="INT4_G32")
+    with pytest.raises(ValueError, match="65504"):
+        wrapper.load_weights_from_tensors(CASE.gate.float() * 1e7, CASE.up, CASE.down, CASE.mapping)
+    wrapper.load_weights_from_tensors(*tensors()[0])
+
+
+def test_load_weights_needs_a_path_that_exists(tmp_path):
+    with pytest.raises(ValueError, match="load_weights needs weight_path"):
+        make().load_weights(CASE.mapping)
+    wrapper = make(weight_path=tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError):
+        wrapper.load_weights(CASE.mapping)
+    with pytest.raises(ValueError, match=r"must be \[6\], got \[2\]"):
+        wrapper.load_weights(torch.arange(2))
+    usable_after_all(wrapper)
+
+
+def test_loading_one_by_one():
+    wrapper = make(num_gpu_experts=1)
+    expert = CASE.gate[0], CASE.up[0], CASE.down[0]
+    with pytest.raises(ValueError, match=r"slot 0 is on the GPU; on the CPU: \[1, 2, 3, 4, 5\]"):
+        wrapper.load_expert(0, *expert)
+    with pytest.raises(ValueError, match="slot 6; accepted: 0 to 5"):
+        wrapper.load_expert(6, *expert)
+    with pytest.raises(TypeError, match=r"slot must be an int, got 1\.0"):
+        wrapper.load_expert(1.0, *expert)
+    with pytest.raises(ValueError, match=r"down of slot 1 must be \[64, 32\], got \[32, 64\]"):
+        wrapper.load_expert(1, CASE.gate[1], CASE.up[1], CASE.gate[1])
+    with pytest.raises(ValueError, match=r"5 CPU experts were not loaded: slots \[1, 2, 3, 4, 5\]"):
+        wrapper.finish_loading()
+    for slot in range(1, 5):
+        wrapper.load_expert(slot, CASE.gate[slot], CASE.up[slot], CASE.down[slot])
+    with pytest.raises(ValueError, match=r"1 CPU experts were not loaded: slots \[5\]"):
+        wrapper.finish_loading()
+    wrapper.load_expert(5, CASE.gate[5], CASE.up[5], CASE.down[5])
+    wrapper.finish_loading()
+    wrapper.finish_loading()
+    with pytest.raises(RuntimeError, match="load_expert after loading was finished"):
+        wrapper.load_expert(5, *expert)
+    batch = CASE.batch(4)
+    assert torch.equal(wrapper.forward(*batch), CASE.wrapper(num_gpu_experts=1).forward(*batch))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return CASE.wrapper()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"hidden": torch.zeros(4, 63)}, ValueError, "hidden must be [..., 64], got [4, 63]"),
+        ({"hidden": torch.tensor(1.0)}, ValueError, "hidden must be [..., 64], got []"),
+        ({"hidden": torch.zeros(4, H).double()}, ValueError, "hidden has dtype torch.float64"),
+        ({"hidden": torch.zeros(4, H).int()}, ValueError, "accepted: bfloat16, float16, float32"),
+        ({"hidden": torch.zeros(4, H).to_sparse()}, ValueError, "dense"),
+        ({"hidden": torch.zeros(4, H, device="meta")}, ValueError, "with data"),
+        ({"hidden": [0.0] * H}, TypeError, "hidden must be a tensor, got list"),
+        ({"hidden": torch.zeros(5, H)}, ValueError, "topk_ids must be [5, 3], got [4, 3]"),
+        ({"ids": torch.zeros(4, 2).long()}, ValueError, "topk_ids must be [4, 3], got [4, 2]"),
+        ({"ids": torch.zeros(4, 4).long()}, ValueError, "topk_ids must be [4, 3], got [4, 4]"),
+        ({"ids": torch.zeros(3, 4).long()}, ValueError, "topk_ids must be [4, 3], got [3, 4]"),
+        ({"ids": torch.zeros(4, 3)}, ValueError, "topk_ids has dtype torch.float32"),
+        ({"ids": torch.zeros(4, 3).bool()}, ValueError, "topk_ids has dtype torch.bool"),
+        ({"ids": None}, TypeError, "topk_ids must be a tensor, got NoneType"),
+        ({"weights": torch.zeros(4, 2)}, ValueError, "topk_weights must be [4, 3], got [4, 2]"),
+        ({"weights": torch.zeros(12)}, ValueError, "topk_weights must be [4, 3], got [12]"),
+        ({"weights": torch.zeros(4, 3).long()}, ValueError, "accepted: float dtypes"),
+        ({"weights": torch.zeros(4, 3, device="meta")}, ValueError, "topk_weights must be a dense"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("call", ["forward", "submit_forward"])
+def test_inputs(loaded, call, changes, error, text):
+    hidden, ids, weights = CASE.batch(4)
+    arguments = {"hidden": hidden, "ids": ids, "weights": weights, **changes}
+    with pytest.raises(error, match=re.escape(text)):
+        getattr(loaded, call)(*arguments.values(), None)
+    with pytest.raises(RuntimeError, match="sync_forward without submit_forward"):
+        loaded.sync_forward(hidden, None)
+    error = (loaded.forward(hidden, ids, weights) - CASE.reference(hidden, ids, weights)).norm()
+    assert error < 0.05
+
+
+def test_order_of_calls(loaded):
+    hidden, ids, weights = CASE.batch(4)
+    with pytest.raises(RuntimeError, match="sync_forward without submit_forward"):
+        loaded.sync_forward(hidden, None)
+    loaded.submit_forward(hidden, ids, weights, None)
+    with pytest.raises(ValueError, match=r"pending result is \[4, 64\].*hidden is \[3, 64\]"):
+        loaded.sync_forward(hidden[:3], None)
+    with pytest.raises(ValueError, match="torch.float32 on cpu; hidden is .* torch.bfloat16"):
+        loaded.sync_forward(hidden.bfloat16(), None)
+    loaded.sync_forward(hidden, None)
+    with pytest.raises(RuntimeError):
+        loaded.sync_forward(hidden, None)
+
+
+def test_fine_tuning_calls_name_the_right_one(loaded):
+    for name, text in (
+        ("forward_sft", "call forward"), ("submit_forward_sft", "call submit_forward"),
+        ("sync_forward_sft", "call sync_forward"), ("backward", "has no backward"),
+        ("init_lora_weights", "no LoRA"), ("update_lora_weights", "no LoRA"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"{name} belongs to mode='sft'.*{text}"):
+            getattr(loaded, name)(1, save_for_backward=True)
+
+
+@pytest.mark.parametrize("sizes", [[0], [1, -3], [2.0], [True], ["4"]])
+def test_capture_batch_sizes(sizes):
+    KTMoEWrapper.set_capture_batch_sizes([1, 2])
+    with pytest.raises(ValueError, match="must be positive integers"):
+        KTMoEWrapper.set_capture_batch_sizes(sizes)
+    assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2]
+    KTMoEWrapper.set_capture_batch_sizes([])

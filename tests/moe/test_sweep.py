@@ -1,0 +1,167 @@
+"""The layer's output against the float64 oracle, over methods, kernels, shapes and batch sizes.
+
+Rows are compared with the bound that the oracle gives with them (see moe_reference_with_noise),
+so that a rounding of h that goes the other way is told from an error.
+"""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_cases import ALL_METHODS, KERNEL_METHODS, Case, within
+
+from kt_kernel import _C
+from kt_kernel.methods import get_method
+from kt_kernel.testing import quantise_weights, row_error
+
+TABLES = _C.kernel_tables()
+TOKENS = [*range(18), 23, 31, 32, 33, 512]
+SHAPES = {0: [(33, 97), (61, 64), (1, 33), (2880, 45)], 32: [(32, 64), (2880, 32), (96, 160)],
+          128: [(128, 256), (384, 128)]}  # fmt: skip
+
+
+def shapes_of(method):
+    return SHAPES[get_method(method).group_size]
+
+
+@functools.lru_cache(maxsize=4)
+def problem(method, shape):
+    """A layer with a mask and a map, 512 tokens for it, and the oracle's answer."""
+    case = Case(
+        hidden=shape[0], inter=shape[1], method=method, mapping=torch.tensor([5, 0, 2, 2, 1, 3])
+    )
+    case.options = {"gpu_experts_mask": torch.arange(6) == 3, "chunked_prefill_size": 200}
+    hidden, ids, weights = case.batch(512, torch.bfloat16)
+    ids[5:9] = torch.tensor([[-1, 3, 6], [2, 2, 2], [0, 0, 4], [1, 2, 4]])
+    return case, (hidden, ids, weights), case.reference_with_noise(hidden, ids, weights)
+
+
+CASES = [(method, shape) for method in ALL_METHODS for shape in shapes_of(method)]
+# With the other names of a method, the best kernels are enough.
+RUNS = [
+    pytest.param(method, shape, table, kind, id=f"{method}-{shape[0]}x{shape[1]}-{table}-{kind}")
+    for method, shape in CASES
+    for table in (TABLES if method in KERNEL_METHODS else TABLES[:1])
+    for kind in ("vector", "tile", "auto")
+    if kind == "vector" or table == "amx"
+]
+
+
+def pinned(monkeypatch, table, kind):
+    monkeypatch.setenv("KT_KERNEL_CPU_VARIANT", table)
+    monkeypatch.setenv("KT_KERNEL_KIND", "" if kind == "auto" else kind)
+
+
+@pytest.mark.parametrize(("method", "shape", "table", "kind"), RUNS)
+def test_against_the_oracle(method, shape, table, kind, monkeypatch):
+    pinned(monkeypatch, table, kind)
+    case, (hidden, ids, weights), (reference, noise) = problem(method, shape)
+    wrapper = case.wrapper()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = hidden.to(dtype)
+        # fp16 cannot hold all bf16 values; compare it where nothing was lost
+        same = (x.double() == hidden.double()).all(-1)
+        whole = wrapper.forward(x, ids, weights)
+        assert within(whole[same], reference[same], noise[same])
+        assert bool((whole[5] == 0).all())
+        if dtype == torch.bfloat16 and shape[1] >= 32:
+            error = row_error(whole, reference)
+            assert bool((error <= 5e-3 + noise / reference.norm(dim=-1).clamp(1e-30)).all())
+            assert (error <= 5e-3).double().mean() >= 0.99
+        if dtype != torch.float32:
+            continue
+        for tokens in TOKENS:
+            y = wrapper.forward(x[:tokens], ids[:tokens], weights[:tokens])
+            if kind == "auto":
+                assert within(y, reference[:tokens], noise[:tokens]), tokens
+            else:  # same bits for any T with the kind pinned
+                assert torch.equal(y, whole[:tokens]), tokens
+
+
+@pytest.mark.parametrize("method", KERNEL_METHODS)
+def test_the_bound_would_notice(method):
+    """Most rows have no h next to a tie, and an error of 2e-4 in one column is seen in them."""
+    case, batch, (reference, noise) = problem(method, shapes_of(method)[0])
+    size = reference.norm(dim=-1)
+    used = size > 0
+    assert (noise[used] < 1e-4 * size[used]).double().mean() > 0.6
+    y = case.wrapper().forward(batch[0].float(), *batch[1:])
+    assert within(y, reference, noise)
+    y[:, 0] += 2.5e-4 * size
+    clear = used & (noise < 1e-4 * size)
+    assert not any(within(y[i : i + 1], reference[i : i + 1], noise[i : i + 1])
+                   for i in clear.nonzero().flatten().tolist())  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [m for m in ALL_METHODS if not m.startswith("MOE")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_packed_weights_are_those_of_the_rules(method, dtype):
+    for shape in shapes_of(method)[:2]:
+        case = Case(method=method, hidden=shape[0], inter=shape[1], dtype=dtype, experts=2, k=1)
+        case.gate[0, 0] = 0  # a scale of zero
+        case.up[1] *= 1e-3
+        for pools in (1, 3):
+            core = case.wrapper(cpuinfer_threads=3, threadpool_count=pools)._core
+            for number, matrix in enumerate((case.gate, case.up, case.down)):
+                for slot in range(2):
+                    unpacked = torch.empty(matrix[slot].shape)
+                    core.unpack(slot, number, unpacked.data_ptr())
+                    assert torch.equal(unpacked, quantise_weights(method, matrix[slot]).float())
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("method", KERNEL_METHODS)
+def test_same_bits_for_any_number_of_threads(method, table, monkeypatch):
+    pinned(monkeypatch, table, "auto")
+    for shape in shapes_of(method)[:2]:
+        case, batch, (reference, noise) = problem(method, shape)
+        outputs = [case.wrapper(cpuinfer_threads=n).forward(*batch) for n in (1, 2, 3, 7)]
+        for output in outputs[1:]:
+            assert torch.equal(output, outputs[0])
+        for pools in (2, 3):  # more pools than this machine may have nodes
+            parts = [
+                case.wrapper(cpuinfer_threads=n, threadpool_count=pools).forward(*batch)
+                for n in (pools, pools, 7)
+            ]
+            assert torch.equal(parts[0], parts[1])
+            for part in parts:
+                assert within(part, reference, noise)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_layer(data):
+    draw = data.draw
+    method = draw(st.sampled_from(ALL_METHODS[:-1]))
+    unit = get_method(method).group_size or 1
+    experts = draw(st.integers(1, 5))
+    order = draw(st.lists(st.integers(0, experts - 1), min_size=experts, max_size=experts))
+    case = Case(
+        experts=experts,
+        k=draw(st.integers(1, 4)),
+        hidden=unit * draw(st.integers(1, 3 if unit > 1 else 99)),
+        inter=unit * draw(st.integers(1, 3 if unit > 1 else 99)),
+        method=method,
+        seed=draw(st.integers(0, 999)),
+        dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
+        biases=draw(st.booleans()),
+        mapping=torch.tensor(order),
+    )
+    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
+    act = {
+        "swiglu_limit": draw(st.sampled_from([0.0, 0.5])),
+        "swiglu_alpha": draw(st.sampled_from([0.0, 1.702])),
+    }
+    wrapper = case.wrapper(
+        gpu_experts_mask=mask, cpuinfer_threads=draw(st.integers(1, 3)),
+        chunked_prefill_size=draw(st.sampled_from([-1, 1, 7])), **act,
+    )  # fmt: skip
+    tokens = draw(st.integers(0, 40))
+    hidden, ids, weights = case.batch(
+        tokens, draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    )
+    weights = weights - 0.3
+    reference, noise = case.reference_with_noise(hidden, ids, weights, gpu_experts_mask=mask, **act)
+    assert within(wrapper.forward(hidden, ids, weights), reference, noise)
