@@ -16,6 +16,7 @@
 #include <string>
 
 #include "../moe/layer.h"
+#include "../moe/product.h"
 #include "../ref/moe_reference.h"
 #include "../sys/bandwidth.h"
 #include "../sys/cpu_features.h"
@@ -123,6 +124,18 @@ auto reference_forward(Doubles x, Longs ids, Doubles weights, Doubles gate, Doub
   return nb::ndarray<nb::numpy, double>(y, {size_t(r.tokens), size_t(r.hidden_size)}, owner);
 }
 
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+auto product(const std::string& table, bool tile_kind, int format, int group_size, Floats w,
+             Floats x) {
+  const auto rows = x.shape(0), columns = size_t(kt::round_up(int64_t(w.shape(0)), kt::kTileRows));
+  auto* out = new float[std::max<size_t>(1, rows * columns)];
+  nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  kt::dense_product(*find_table(table), tile_kind, kt::WeightFormat(format), group_size, w.data(),
+                    int64_t(w.shape(0)), x.data(), int64_t(rows), int64_t(x.shape(1)), out);
+  return nb::ndarray<nb::numpy, float>(out, {rows, columns}, owner);
+}
+
 }  // namespace
 
 NB_MODULE(KT_MODULE_NAME, m) {
@@ -188,6 +201,8 @@ NB_MODULE(KT_MODULE_NAME, m) {
             {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls}};
       });
 
+  m.def("product", product, "table"_a, "tile_kind"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
+        "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,
         "down"_a, nb::kw_only(), "activation_format"_a, "group_size"_a, "skip"_a,
         "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),

@@ -1,0 +1,106 @@
+"""One kernel at a time: integer products are exact, to the last unit, and floats near."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from . import core
+from .core import BF16, FORMATS, INT4_GROUP, INT8_ROW, VARIANTS
+
+KERNELS = [
+    (*variant, tile)
+    for variant in VARIANTS
+    for tile in ((False, True) if variant[1] == "amx" else (False,))
+]
+kernels = pytest.mark.parametrize(
+    "name,table,tile", KERNELS, ids=[f"{n}-{t}{'-tile' if x else ''}" for n, t, x in KERNELS]
+)
+integer_formats = pytest.mark.parametrize("format,group", [f for f in FORMATS if f[0] != BF16])
+
+
+def integers(rng: Any, rows: int, columns: int, limit: int, group: int) -> core.Floats:
+    """Integers in ±limit with the limit in every row (or group), so that its scale is 1."""
+    values = rng.integers(-limit, limit + 1, (rows, columns))
+    values[:, :: group or columns] = limit * rng.choice([-1, 1], values[:, :: group or columns].shape)
+    return values.astype(np.float32)
+
+
+def check_exact(name: str, table: str, tile: bool, format: int, group: int, shape: Any) -> None:
+    module = core.core_with(name, table)
+    rows, out_features, columns, seed = shape
+    rng = np.random.default_rng(seed)
+    weight_limit = 127 if format == INT8_ROW else 7
+    w = integers(rng, out_features, columns, weight_limit, group)
+    x = integers(rng, rows, columns, 127, group)
+    y = module.product(table, tile, format, group, w, x)
+    # The sums stay under 2^24 where float32 is exact.
+    np.testing.assert_array_equal(y[:, :out_features], x.astype(np.int64) @ w.astype(np.int64).T)
+    assert not np.any(y[:, out_features:]), "rows past the matrix must be zeros"
+
+
+@kernels
+@integer_formats
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49])
+def test_integer_products_are_exact(
+    name: str, table: str, tile: bool, format: int, group: int, rows: int
+) -> None:
+    if tile and format != INT8_ROW:
+        pytest.skip("no tile kernel for this format")
+    for out_features, columns in ((1, 1), (31, 63), (32, 64), (33, 65), (70, 200)):
+        if format == INT4_GROUP:
+            columns = -(-columns // group) * group
+        check_exact(name, table, tile, format, group, (rows, out_features, columns, rows))
+
+
+@integer_formats
+@given(
+    rows=st.integers(1, 40), out_features=st.integers(1, 100), columns=st.integers(1, 1000),
+    seed=st.integers(0, 2**32 - 1), data=st.data(),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_integer_products_are_exact_for_any_shape(
+    format: int, group: int, rows: int, out_features: int, columns: int, seed: int, data: Any
+) -> None:
+    usable = [
+        k for k in KERNELS
+        if (m := core.module(k[0])) and k[1] in m.kernel_tables()
+        and (not k[2] or format == INT8_ROW)
+    ]  # fmt: skip
+    name, table, tile = data.draw(st.sampled_from(usable))
+    if format == INT4_GROUP:
+        columns = -(-columns // group) * group
+    check_exact(name, table, tile, format, group, (rows, out_features, columns, seed))
+
+
+@kernels
+@integer_formats
+def test_extremes_are_exact(name: str, table: str, tile: bool, format: int, group: int) -> None:
+    """All weights and activations at ±limit: the largest sums there are."""
+    if tile and format != INT8_ROW:
+        pytest.skip("no tile kernel for this format")
+    module = core.core_with(name, table)
+    limit = 127 if format == INT8_ROW else 7
+    for sign_w, sign_x in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
+        w = np.full((32, 1024), sign_w * limit, np.float32)
+        x = np.full((17, 1024), sign_x * 127, np.float32)
+        y = module.product(table, tile, format, group, w, x)
+        np.testing.assert_array_equal(y, sign_w * sign_x * limit * 127 * 1024)
+
+
+@kernels
+@pytest.mark.parametrize("rows", [1, 3, 9, 17, 33])
+def test_bf16_products(name: str, table: str, tile: bool, rows: int) -> None:
+    module = core.core_with(name, table)
+    rng = np.random.default_rng(rows)
+    for out_features, columns in ((1, 1), (33, 65), (64, 300)):
+        # Few mantissa bits, so that bf16 holds the operands exactly.
+        w = rng.integers(-128, 129, (out_features, columns)).astype(np.float32)
+        x = rng.integers(-128, 129, (rows, columns)).astype(np.float32)
+        y = module.product(table, tile, BF16, 0, w, x)
+        # Sums of products of integers under 2^24 are exact in float32 in any order.
+        np.testing.assert_array_equal(y[:, :out_features], x.astype(int) @ w.astype(int).T)
