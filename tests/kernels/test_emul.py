@@ -1,5 +1,6 @@
 """The emulated AVX-512 and AMX intrinsics (kernels/isa/emul) against the real instructions and
-against scalar definitions. The comparisons are in cpp/emul_test.cpp; this compiles and runs it.
+against scalar definitions. The comparisons are in cpp/emul_test.cpp and cpp/emul/, one translation
+unit; this compiles it once per side, links both and runs the program.
 """
 
 import os
