@@ -41,6 +41,7 @@ void tiles_begin() {}
 void tiles_end() {}
 constexpr TileProduct tile_product_bf16 = nullptr;
 constexpr TileProduct tile_product_int8 = nullptr;
+constexpr TileProduct tile_product_int4 = nullptr;
 #endif
 
 #ifdef KT_BF16_OPERANDS
@@ -70,7 +71,7 @@ const KernelTable KT_TABLE = {
         {1, true, quantise_int8_row, swiglu_tile<HiddenAs::kFloat>, vector_product<Int8Block>,
          tile_product_int8, kTileMinRows},
         {1, true, quantise_int8_row, swiglu_tile<HiddenAs::kFloat>, vector_product<Int4RowBlock>,
-         nullptr, 0},
+         tile_product_int4, kTileMinRows},
         {1, true, quantise_int8_groups, swiglu_tile<HiddenAs::kFloat>,
          vector_product<Int4GroupBlock>, nullptr, 0},
     },

@@ -23,6 +23,7 @@ inline I i_load(const void* p) { return _mm512_loadu_si512(p); }
 inline void i_store(void* p, I x) { _mm512_storeu_si512(p, x); }
 inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I i_sub(I a, I b) { return _mm512_sub_epi32(a, b); }
+inline I i_sub8(I a, I b) { return _mm512_sub_epi8(a, b); }  // per byte
 inline I i_and(I a, I b) { return _mm512_and_si512(a, b); }
 inline I i_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 inline I i_max(I a, I b) { return _mm512_max_epi32(a, b); }

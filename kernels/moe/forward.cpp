@@ -32,9 +32,9 @@ ForwardJob::ForwardJob(MoeLayer& layer, const ForwardArgs& args)
       plan_(layer_.config_.num_experts, layer_.config_.top_k,
             std::min(args.tokens, layer_.config_.max_tokens)) {}
 
-bool ForwardJob::use_tile(const ExpertRows& e) const {
-  if (!kernels_.tile || layer_.config_.kind == KernelKind::kVector) return false;
-  return layer_.config_.kind == KernelKind::kTile || e.count >= kernels_.tile_min_rows;
+int64_t ForwardJob::tile_min_rows() const {
+  if (!kernels_.tile || layer_.config_.kind == KernelKind::kVector) return INT64_MAX;
+  return layer_.config_.kind == KernelKind::kTile ? 1 : kernels_.tile_min_rows;
 }
 
 void ForwardJob::run(sys::Worker& w) noexcept {
@@ -46,7 +46,7 @@ void ForwardJob::run(sys::Worker& w) noexcept {
     chunk.count = std::min(c.max_tokens, args_.tokens - chunk.first);
     tokens(w, chunk);
     w.team_barrier();
-    if (any_tile_) {
+    if (plan_.any_tile()) {
       gather(w);
       w.team_barrier();
     }
@@ -69,14 +69,10 @@ void ForwardJob::tokens(const sys::Worker& w, const Chunk& chunk) {
   const LayerConfig& c = layer_.config_;
   if (w.rank == 0) {
     plan_.build(args_.ids + chunk.first * c.top_k, args_.weights + chunk.first * c.top_k,
-                chunk.count, c.on_cpu);
-    any_tile_ = false;
+                chunk.count, c.on_cpu, tile_min_rows());
     LayerStats& stats = layer_.stats_;
-    for (int64_t i = 0; i < plan_.active(); ++i) {
-      const bool tile = use_tile(plan_.expert(i));
-      any_tile_ |= tile;
-      ++(tile ? stats.tile_calls : stats.vector_calls);
-    }
+    for (int64_t i = 0; i < plan_.active(); ++i)
+      ++(plan_.expert(i).tile ? stats.tile_calls : stats.vector_calls);
     if (chunk.first == 0) ++stats.forwards;
     stats.tokens += chunk.count;
     stats.expert_calls += plan_.pairs();
@@ -101,16 +97,16 @@ void ForwardJob::gather(const sys::Worker& w) {
   const Share share(plan_.pairs(), w.rank, w.team_threads);
   for (int64_t i = 0; i < plan_.active(); ++i) {
     const ExpertRows& e = plan_.expert(i);
-    if (!use_tile(e)) continue;
+    if (!e.tile) continue;
     const int64_t end = std::min(e.first + e.count, share.end);
     for (int64_t pair = std::max(e.first, share.begin); pair < end; ++pair) {
       const int64_t t = plan_.tokens()[pair];
-      std::memcpy(work_->gathered.data() + pair * bytes, work_->x.data() + t * bytes,
-                  size_t(bytes));
+      const int64_t row = e.row + pair - e.first;
+      copy_to_blocks(work_->x.data() + t * bytes, bytes, work_->gathered.data(), row);
       std::copy_n(as<float>(work_->x_scale) + t * groups, groups,
-                  as<float>(work_->gathered_scale) + pair * groups);
+                  as<float>(work_->gathered_scale) + row * groups);
       std::copy_n(as<int32_t>(work_->x_sum) + t * groups, groups,
-                  as<int32_t>(work_->gathered_sum) + pair * groups);
+                  as<int32_t>(work_->gathered_sum) + row * groups);
     }
   }
 }
@@ -120,22 +116,22 @@ ActRows ForwardJob::x_rows(const ExpertRows& e) const {
   const LayerConfig& c = layer_.config_;
   const int64_t k = layer_.pools_[0].up.cols_padded(), groups = c.group ? k / c.group : 1;
   const int64_t stride = k * kernels_.act_bytes;
-  if (use_tile(e))
-    return {work_->gathered.data() + e.first * stride, stride,
-            as<float>(work_->gathered_scale) + e.first * groups,
-            as<int32_t>(work_->gathered_sum) + e.first * groups, groups, nullptr};
+  if (e.tile)
+    return {work_->gathered.data() + e.row * stride, stride,
+            as<float>(work_->gathered_scale) + e.row * groups,
+            as<int32_t>(work_->gathered_sum) + e.row * groups, groups, nullptr};
   return {work_->x.data(), stride, as<float>(work_->x_scale), as<int32_t>(work_->x_sum), groups,
           plan_.tokens() + e.first};
 }
 
-ActRows ForwardJob::h_rows(int pool, int64_t first) const {
+ActRows ForwardJob::h_rows(int pool, int64_t row) const {
   const LayerConfig& c = layer_.config_;
   const auto p = size_t(pool);
   const int64_t k = layer_.pools_[p].down.cols_padded(), groups = c.group ? k / c.group : 1;
   const int64_t stride = k * kernels_.act_bytes;
-  return {work_->h[p].data() + first * stride, stride,
-          as<float>(work_->h_scale[p]) + first * groups,
-          as<int32_t>(work_->h_sum[p]) + first * groups, groups, nullptr};
+  return {work_->h[p].data() + row * stride, stride,
+          as<float>(work_->h_scale[p]) + row * groups,
+          as<int32_t>(work_->h_sum[p]) + row * groups, groups, nullptr};
 }
 
 void ForwardJob::gate_up(const sys::Worker& w) {
@@ -167,7 +163,7 @@ void ForwardJob::gate_up(const sys::Worker& w) {
     const int64_t last = std::clamp<int64_t>(ceil_div(share.end - cost, each), 0, tiles);
     cost += tiles * each;
     if (first >= last) continue;
-    const TileProduct product = use_tile(e) ? kernels_.tile : kernels_.vector;
+    const TileProduct product = e.tile ? kernels_.tile : kernels_.vector;
     const uint8_t* weights = layer_.expert(w.pool, e.slot);
     const float* gate_bias = layer_.bias(layer_.gate_bias_, e.slot, c.intermediate_size);
     const float* up_bias = layer_.bias(layer_.up_bias_, e.slot, c.intermediate_size);
@@ -180,9 +176,17 @@ void ForwardJob::gate_up(const sys::Worker& w) {
         const ActRows a = all.from(r);
         product(gate_tile, part.up, a, m, gate);
         product(gate_tile + tile_bytes, part.up, a, m, up);
-        kernels_.swiglu(gate, up, gate_bias ? gate_bias + column : nullptr,
-                        up_bias ? up_bias + column : nullptr, c.activation, m,
-                        h + (e.first + r) * h_stride + tile * kTileRows * element, h_stride);
+        // Float formats for a tile kernel: the 32 columns are one chunk of a block of rows.
+        const bool blocked = e.tile && !kernels_.quantise_h;
+        const int64_t rows = blocked ? kBlockRows : m;
+        for (int64_t b = 0; b < m; b += rows)
+          kernels_.swiglu(gate + b * kTileRows, up + b * kTileRows,
+                          gate_bias ? gate_bias + column : nullptr,
+                          up_bias ? up_bias + column : nullptr, c.activation,
+                          std::min(rows, m - b),
+                          h + (e.row + r + b) * h_stride +
+                              tile * (blocked ? kBlockRows * kChunkBytes : kTileRows * element),
+                          blocked ? kChunkBytes : h_stride);
       }
     }
   }
@@ -195,14 +199,21 @@ void ForwardJob::quantise_hidden(const sys::Worker& w) {
   const int64_t all_columns = round_up(c.intermediate_size, kTileRows);
   const bool whole = part.size == c.intermediate_size;
   const Share share(plan_.pairs(), w.index, w.pool_threads);
-  for (int64_t pair = share.begin; pair < share.end; ++pair) {
-    const float* row = as<float>(work_->h_float) + pair * all_columns;
-    const float absmax =
-        whole || c.group ? -1 : c.table->absmax(row, DType::kFP32, c.intermediate_size);
-    const ActRows a = h_rows(w.pool, pair);
-    kernels_.quantise(row + part.begin, DType::kFP32, part.size, part.down.cols_padded(), c.group,
-                      absmax, const_cast<uint8_t*>(a.data), const_cast<float*>(a.scale),
-                      const_cast<int32_t*>(a.sum));
+  for (int64_t i = 0; i < plan_.active(); ++i) {
+    const ExpertRows& e = plan_.expert(i);
+    const int64_t end = std::min(e.first + e.count, share.end);
+    for (int64_t pair = std::max(e.first, share.begin); pair < end; ++pair) {
+      const int64_t at = e.row + pair - e.first;
+      const float* row = as<float>(work_->h_float) + at * all_columns;
+      const float absmax =
+          whole || c.group ? -1 : c.table->absmax(row, DType::kFP32, c.intermediate_size);
+      const ActRows a = h_rows(w.pool, at);
+      uint8_t* dst = e.tile ? work_->thread_row(w.rank) : const_cast<uint8_t*>(a.data);
+      kernels_.quantise(row + part.begin, DType::kFP32, part.size, part.down.cols_padded(),
+                        c.group, absmax, dst, const_cast<float*>(a.scale),
+                        const_cast<int32_t*>(a.sum));
+      if (e.tile) copy_to_blocks(dst, a.stride, work_->h[size_t(w.pool)].data(), at);
+    }
   }
 }
 
@@ -217,7 +228,7 @@ void ForwardJob::down(const sys::Worker& w, const Chunk& chunk) {
   float* out = work_->thread_scratch(w.rank);
   for (int64_t i = 0; i < plan_.active(); ++i) {
     const ExpertRows& e = plan_.expert(i);
-    const TileProduct product = use_tile(e) ? kernels_.tile : kernels_.vector;
+    const TileProduct product = e.tile ? kernels_.tile : kernels_.vector;
     const uint8_t* weights = layer_.expert(w.pool, e.slot) + 2 * part.up.bytes();
     // The bias counts once, so the pool that holds the first part of I adds it.
     const float* bias = part.begin == 0 ? layer_.bias(layer_.down_bias_, e.slot,
@@ -226,7 +237,7 @@ void ForwardJob::down(const sys::Worker& w, const Chunk& chunk) {
     for (int64_t tile = share.begin; tile < share.end; ++tile) {
       for (int64_t r = 0; r < e.count; r += kRowBlock) {
         const int64_t m = std::min(kRowBlock, e.count - r);
-        product(weights + tile * part.down.tile_bytes(), part.down, h_rows(w.pool, e.first + r), m,
+        product(weights + tile * part.down.tile_bytes(), part.down, h_rows(w.pool, e.row + r), m,
                 out);
         layer_.config_.table->merge(out, bias ? bias + tile * kTileRows : nullptr,
                                      plan_.weights() + e.first + r, plan_.tokens() + e.first + r,

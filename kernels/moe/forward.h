@@ -9,7 +9,7 @@ namespace kt {
 
 // Steps, each shared among the threads, with a barrier between them:
 //   1. tokens: x rows to A rows; thread 0 makes the plan (tokens -> experts)
-//   2. gather: A rows of the experts that go to a tile kernel, contiguous
+//   2. gather: A rows of the experts that go to a tile kernel, in blocks
 //   3. gate, up, activation: tiles of all experts, split by cost
 //   4. integer formats: h rows to A rows
 //   5. down and the weighted sum: a thread owns output tiles over all experts, in registers and
@@ -29,16 +29,15 @@ class ForwardJob : public sys::Job {
   void down(const sys::Worker& w, const Chunk& c);
   void finish(const sys::Worker& w, const Chunk& c);
 
-  bool use_tile(const ExpertRows& e) const;
+  int64_t tile_min_rows() const;
   ActRows x_rows(const ExpertRows& e) const;
-  ActRows h_rows(int pool, int64_t first) const;
+  ActRows h_rows(int pool, int64_t row) const;
 
   MoeLayer& layer_;
   std::shared_ptr<Workspace> work_;
   const FormatKernels& kernels_;
   ForwardArgs args_;
   Plan plan_;
-  bool any_tile_ = false;
 };
 
 }  // namespace kt

@@ -112,8 +112,8 @@ MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
   int64_t held = 0;
   for (uint8_t here : config_.on_cpu) position_.push_back(here ? held++ : -1);
   pools_ = split_pools(*team_, config_, held);
-  workspace_ = workspace_for(team_, {config_.max_tokens, config_.top_k, config_.hidden_size,
-                                     config_.intermediate_size});
+  workspace_ = workspace_for(team_, {config_.max_tokens, config_.top_k, config_.num_experts,
+                                     config_.hidden_size, config_.intermediate_size});
 }
 
 MoeLayer::~MoeLayer() {

@@ -18,11 +18,17 @@ void dense_product(const KernelTable& table, bool tile_kind, WeightFormat format
   const int64_t padded = layout.cols_padded(), groups = group ? padded / group : 1;
   const int64_t stride = padded * kernels.act_bytes;
   sys::Mapping rows(size_t((m + kRowSlack) * stride));
+  std::vector<uint8_t> row(static_cast<size_t>(stride));
   std::vector<float> scale(size_t(m * groups));
   std::vector<int32_t> sum(size_t(m * groups));
-  for (int64_t r = 0; r < m; ++r)
-    kernels.quantise(x + r * k, DType::kFP32, k, padded, group, -1, rows.data() + r * stride,
+  for (int64_t r = 0; r < m; ++r) {
+    kernels.quantise(x + r * k, DType::kFP32, k, padded, group, -1, row.data(),
                      scale.data() + r * groups, sum.data() + r * groups);
+    if (tile_kind)
+      copy_to_blocks(row.data(), stride, rows.data(), r);
+    else
+      std::copy(row.begin(), row.end(), rows.data() + r * stride);
+  }
   const ActRows a{rows.data(), stride, scale.data(), sum.data(), groups, nullptr};
 
   sys::Mapping packed(size_t(layout.tile_bytes()));

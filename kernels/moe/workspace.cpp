@@ -1,6 +1,7 @@
 #include "workspace.h"
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <mutex>
 
@@ -22,7 +23,8 @@ size_t scale_bytes(int64_t rows, int64_t cols) {
 
 // Mappings cost nothing until written, so every buffer gets the size of its largest use.
 Workspace::Workspace(const WorkspaceSize& s, int pools, int threads) : size(s) {
-  const int64_t pairs = s.max_tokens * s.top_k;
+  // Tile experts have whole blocks, and one may start after a vector expert.
+  const int64_t pairs = s.max_tokens * s.top_k + 2 * s.experts * (kBlockRows - 1);
   x = sys::Mapping(row_bytes(s.max_tokens, s.hidden));
   x_scale = sys::Mapping(scale_bytes(s.max_tokens, s.hidden));
   x_sum = sys::Mapping(scale_bytes(s.max_tokens, s.hidden));
@@ -36,7 +38,18 @@ Workspace::Workspace(const WorkspaceSize& s, int pools, int threads) : size(s) {
     h_sum.emplace_back(scale_bytes(pairs, s.intermediate));
     sum.emplace_back(size_t(round_up(s.hidden, kTileRows) * s.max_tokens) * 4);
   }
+  rows = sys::Mapping(size_t(threads) * row_bytes(0, s.intermediate) / kRowSlack);
   scratch = sys::Mapping(size_t(threads * 2 * (kRowBlock + kRowSlack) * kTileRows) * 4);
+}
+
+uint8_t* Workspace::thread_row(int rank) const {
+  return this->rows.data() + size_t(rank) * row_bytes(0, size.intermediate) / kRowSlack;
+}
+
+void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row) {
+  uint8_t* dst = blocked_row(rows, stride, row);
+  for (int64_t i = 0; i < stride; i += kChunkBytes, dst += kBlockRows * kChunkBytes)
+    std::memcpy(dst, src + i, kChunkBytes);
 }
 
 float* Workspace::thread_scratch(int rank) const {
@@ -56,6 +69,7 @@ std::shared_ptr<Workspace> workspace_for(const std::shared_ptr<sys::Team>& team,
     if (size <= present->size) return present;
     size.max_tokens = std::max(size.max_tokens, present->size.max_tokens);
     size.top_k = std::max(size.top_k, present->size.top_k);
+    size.experts = std::max(size.experts, present->size.experts);
     size.hidden = std::max(size.hidden, present->size.hidden);
     size.intermediate = std::max(size.intermediate, present->size.intermediate);
   }

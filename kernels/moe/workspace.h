@@ -6,23 +6,31 @@
 
 #include "../sys/numa_memory.h"
 #include "../sys/team.h"
-#include "kt/format.h"
+#include "kt/kernel_table.h"
 
 namespace kt {
 
 // What a workspace must hold; the largest of each field over the layers that share it.
 struct WorkspaceSize {
   int64_t max_tokens = 0, top_k = 0;
+  int64_t experts = 0;       // E
   int64_t hidden = 0;        // H
   int64_t intermediate = 0;  // I, of all pools
   bool operator<=(const WorkspaceSize& o) const {
-    return max_tokens <= o.max_tokens && top_k <= o.top_k && hidden <= o.hidden &&
+    return max_tokens <= o.max_tokens && top_k <= o.top_k && experts <= o.experts && hidden <= o.hidden &&
            intermediate <= o.intermediate;
   }
 };
 
 // Rows that a tile kernel may touch past the last one.
 constexpr int64_t kRowSlack = 32;
+
+// Where byte 0 of row `row` lies in a buffer of blocked A rows, and the copy of a row into one.
+inline uint8_t* blocked_row(uint8_t* rows, int64_t stride, int64_t row) {
+  return rows + row / kBlockRows * kBlockRows * stride + row % kBlockRows * kChunkBytes;
+}
+void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row);
+
 // Rows per kernel call: bounds the scratch of a thread.
 constexpr int64_t kRowBlock = 128;
 
@@ -38,7 +46,9 @@ struct Workspace {
   std::vector<sys::Mapping> h, h_scale, h_sum;  // per pool: A rows of the pairs
   std::vector<sys::Mapping> sum;                // per pool: [tiles(H)][tokens][32]
   sys::Mapping scratch;                         // per thread: gate and up blocks
+  sys::Mapping rows;                            // per thread: one A row of h
   float* thread_scratch(int rank) const;        // 2 * (kRowBlock + kRowSlack) * 32 floats
+  uint8_t* thread_row(int rank) const;
 };
 
 // A workspace for the team that holds at least `size`: the team's present one where it does.

@@ -33,7 +33,7 @@ def fit(format: int, group: int, hidden: int, inter: int) -> tuple[int, int]:
 
 
 def kinds(variant: tuple[str, str], format: int) -> list[int]:
-    tile = variant[1] == "amx" and format in (BF16, INT8_ROW)
+    tile = variant[1] == "amx" and format != INT4_GROUP
     return [AUTO, VECTOR, TILE] if tile else [AUTO]
 
 

@@ -8,25 +8,30 @@
 
 namespace kt {
 
-// Quantised activation rows, the A operand of a matrix product. Row r of the product is stored
-// row index[r] (or r, when index is null).
+// Quantised activation rows, the A operand of a matrix product. For vector kernels a row is
+// contiguous, and row r of the product is stored row index[r] (or r, when index is null). For
+// tile kernels rows come in blocks of 16, as the tile unit reads them: 64 bytes of each of the
+// 16 rows (1 KB), then the next 64 bytes of each. A block takes the bytes of 16 rows.
 struct ActRows {
-  const uint8_t* data;    // row i at data + i * stride, zero-padded to the layout's cols_padded
-  int64_t stride;         // bytes
+  const uint8_t* data;
+  int64_t stride;         // bytes of a row, zero-padded to the layout's cols_padded
   const float* scale;     // [row] or [row][group]; null for float formats
   const int32_t* sum;     // sum of the int8 values per row or per row and group; null likewise
   int64_t groups;         // scales per row
   const int32_t* index;   // null for contiguous rows
 
-  ActRows from(int64_t row) const {  // the rows from `row` on
+  ActRows from(int64_t row) const {  // the rows from `row` on (a whole block, for tile kernels)
     if (index) return {data, stride, scale, sum, groups, index + row};
     return {data + row * stride, stride, scale + row * groups, sum + row * groups, groups, nullptr};
   }
 };
 
-// out[r * 32 + n] = sum_k A[r,k] * W[n,k] of one packed tile, dequantised, for r < m. Vector
-// kernels accept an index; tile kernels need contiguous rows, and may read (not use) up to 31
-// rows past m and write as many to out, so both buffers have that much slack.
+constexpr int64_t kBlockRows = 16;   // rows of a block of A
+constexpr int64_t kChunkBytes = 64;  // of each row, side by side in a block
+
+// out[r * 32 + n] = sum_k A[r,k] * W[n,k] of one packed tile, dequantised, for r < m. Tile kernels
+// may read (not use) up to 31 rows past m and write as many to out, so both buffers have that
+// much slack.
 using TileProduct = void (*)(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                              int64_t m, float* out);
 
