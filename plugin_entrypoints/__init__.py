@@ -1,0 +1,1 @@
+"""Engine plugins: the only code of kt_kernel that imports an engine."""

@@ -1,0 +1,206 @@
+"""Ledger of every place where a plugin takes hold of an engine.
+
+Nothing of an engine is touched that is not listed here. `missing` looks each target up in the
+engine at hand, so that one that renamed it stops the start instead of serving without the plugin.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+
+
+@dataclass(frozen=True)
+class Hook:
+    """engine: "vllm" or "sglang". target: "module:attribute.path" as it is in the engine.
+    how: wrapped, subclassed, replaced or read. until: what would let us drop it."""
+
+    engine: str
+    target: str
+    how: str
+    why: str
+    versions: str
+    until: str
+
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_SGLANG_ARGUMENTS = "sglang.srt.server_args:ServerArgs"
+_SGLANG_MOE = "sglang.srt.layers.moe"
+
+HOOKS: list[Hook] = [
+    Hook(
+        "vllm",
+        "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        "wrapped",
+        "the --kt-* flags",
+        "0.32.0",
+        "vLLM lets plugins add arguments",
+    ),
+    Hook(
+        "vllm",
+        "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+        "wrapped",
+        'puts the flags, checked, into additional_config["kt"], which reaches every worker',
+        "0.32.0",
+        "vLLM lets plugins add arguments",
+    ),
+    Hook(
+        "vllm",
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        "wrapped",
+        "refuses, before an engine process starts, what the hybrid layer cannot serve",
+        "0.32.0",
+        "vLLM calls plugins with the finished configuration",
+    ),
+    Hook(
+        "vllm",
+        f"{_MOE}.routed_experts:RoutedExperts",
+        "subclassed, registered out of tree",
+        "allocates the hot experts only, takes the cold ones' weights, adds their output",
+        "0.32.0",
+        "stays: it is vLLM's own extension point",
+    ),
+    Hook(
+        "vllm",
+        f"{_MOE}.runner.moe_runner:MoERunner._select_forward",
+        "wrapped",
+        "on the CPU torch.compile would trace into our layer; the opaque operator hides it",
+        "0.32.0",
+        "the CPU platform uses the opaque operator like the others",
+    ),
+    Hook(
+        "vllm",
+        "vllm.model_executor.custom_op:op_registry_oot",
+        "read",
+        "notices another plugin that has taken RoutedExperts",
+        "0.32.0",
+        "register_oot names the conflict itself",
+    ),
+    Hook(
+        "vllm",
+        f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading",
+        "wrapped per instance",
+        "the moment when all weights of a layer have arrived",
+        "0.32.0",
+        "RoutedExperts gets such a call itself",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_ARGUMENTS}.add_cli_args",
+        "hooked after",
+        "the --kt-* flags that SGLang lacks; its own lose their defaults, to see which are given",
+        "0.5.23",
+        "SGLang lets plugins add arguments",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_ARGUMENTS}.from_cli_args",
+        "hooked around",
+        "checks the flags, in one line, and keeps them in a private attribute for the workers",
+        "0.5.23",
+        "SGLang lets plugins add arguments",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_ARGUMENTS}.check_server_args",
+        "hooked after",
+        "refuses, before a worker starts, what the hybrid layer cannot serve",
+        "0.5.23",
+        "SGLang calls plugins with the finished arguments",
+    ),
+    Hook(
+        "sglang",
+        "sglang.srt.model_loader.loader:_initialize_model",
+        "hooked around",
+        "the layers of one model, in their order, share one HybridModel",
+        "0.5.23",
+        "create_kt_config_from_server_args is told which model a layer belongs to",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_MOE}.kt_ep_wrapper:create_kt_config_from_server_args",
+        "replaced",
+        "SGLang's own wants --kt-weight-path, and knows no other source of options",
+        "0.5.23",
+        "SGLang's own takes kt options without a weight path",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_MOE}.kt_ep_wrapper:KTEPWrapperMethod",
+        "replaced by a subclass",
+        "SGLang's own passes no mask of experts, has no CPU path, reads weights a second time and "
+        "multiplies by routed_scaling_factor twice on CUDA",
+        "0.5.23",
+        "SGLang's own takes a HybridLayer",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_MOE}.fused_moe_triton.layer:FusedMoE._weight_loader_impl",
+        "called",
+        "loads one matrix of a hot expert into a given slot",
+        "0.5.23",
+        "stays",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_MOE}.fused_moe_triton.layer:KTEPWrapperMethod",
+        "read",
+        "the layer's own reference to the class: the hook must have reached it",
+        "0.5.23",
+        "a failed hook stops SGLang",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_MOE}.topk:TopKOutputChecker.format_is_standard",
+        "called",
+        "tells routing that was computed from routing left to a fused kernel",
+        "0.5.23",
+        "stays",
+    ),
+    Hook(
+        "sglang",
+        "sglang.srt.runtime_context:get_server_args",
+        "called",
+        "where a worker finds the options",
+        "0.5.23",
+        "stays",
+    ),
+    Hook(
+        "sglang",
+        "sglang.srt.plugins.hook_registry:HookRegistry.register",
+        "called",
+        "SGLang's own way to hook its functions",
+        "0.5.23",
+        "stays: it is SGLang's own extension point",
+    ),
+    Hook(
+        "sglang",
+        "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod",
+        "read",
+        "the only method of hot experts that is tested; others are refused",
+        "0.5.23",
+        "quantised checkpoints are supported",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_MOE}.token_dispatcher:StandardCombineInput",
+        "called",
+        "what a layer returns",
+        "0.5.23",
+        "stays",
+    ),
+]
+
+
+def missing(engine: str) -> list[str]:
+    """Targets of one engine's hooks that do not exist in the installed version."""
+    return [hook.target for hook in HOOKS if hook.engine == engine and not _exists(hook.target)]
+
+
+def _exists(target: str) -> bool:
+    module, _, path = target.partition(":")
+    try:
+        found = import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return False
+    return True

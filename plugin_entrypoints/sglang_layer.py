@@ -1,0 +1,310 @@
+"""SGLang plugin: the MoE method whose cold experts live on the CPU. Imported only inside SGLang."""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe import kt_ep_wrapper
+from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.runtime_context import get_server_args
+from sglang.srt.utils import is_cpu
+
+from kt_kernel.layer import HybridLayer, HybridModel
+from kt_kernel.options import OptionError
+from kt_kernel.report import watch
+
+from .sglang import checked_options_of, options_of, resolved
+
+_logger = logging.getLogger("sglang.kt")
+_MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
+_PROBE = object()  # asks create_kt_config_from_server_args whether it is ours
+_building: list[HybridModel] = []  # the models under construction, innermost last
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What create_kt_config_from_server_args hands to KTEPWrapperMethod for one layer."""
+
+    model: HybridModel
+    layer_idx: int
+    max_tokens: int
+
+
+class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
+    """SGLang's slot for such a plugin: wraps the method that computes a layer's hot experts.
+
+    The name and the base class stay: SGLang's layers and models test for both. The hot experts keep
+    SGLang's kernels and weights; a cold expert's weights go to a HybridLayer and never to the
+    device. With all experts hot it hands every call on.
+    """
+
+    def __init__(self, gpu_method: Any, config: LayerConfig) -> None:
+        # The base class constructs SGLang's own use of kt_kernel, which this one replaces.
+        self.gpu_method = gpu_method
+        self.config = config
+        self.scaling = 1.0
+        if not isinstance(gpu_method, UnquantizedFusedMoEMethod):
+            raise ValueError(
+                f"kt: layer {config.layer_idx}: {type(gpu_method).__name__} is not supported; "
+                "kt-moe takes BF16, FP16 and FP32 checkpoints so far"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("gpu_method", "config", "hybrid"):  # not set yet: no way to delegate
+            raise AttributeError(name)
+        return getattr(self.gpu_method, name)
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Allocates the hot experts on the engine's device and the cold layer on the CPU."""
+        runner = layer.moe_runner_config
+        _refuse(self.config.layer_idx, layer, runner, extra)
+        self.hybrid: HybridLayer = self.config.model.add_layer(
+            layer_idx=self.config.layer_idx,
+            num_experts=num_experts,
+            num_experts_per_tok=layer.top_k,
+            hidden_size=hidden_size,
+            moe_intermediate_size=intermediate_size_per_partition,
+            activation=runner.activation,
+            max_tokens=self.config.max_tokens,
+        )
+        self.num_gpu_experts = self.hybrid.num_hot  # SGLang's layer reads it
+        extra["weight_loader"] = self._make_loader(layer)
+        self.gpu_method.create_weights(
+            layer=layer,
+            num_experts=self.hybrid.num_hot,
+            hidden_size=hidden_size,
+            intermediate_size_per_partition=intermediate_size_per_partition,
+            params_dtype=params_dtype,
+            **extra,
+        )
+
+    def _make_loader(self, layer: Any) -> Callable[..., None]:
+        def load(
+            param: Any,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int | None = None,
+        ) -> None:
+            place = f"kt: layer {self.config.layer_idx}: {weight_name}"
+            if expert_id is None or loaded_weight.dim() != 2:
+                raise ValueError(
+                    f"{place}: shape {list(loaded_weight.shape)}; one matrix of one expert is "
+                    "expected"
+                )
+            if self.hybrid.num_cold and self.hybrid.loaded:
+                raise RuntimeError(f"{place}: exchanging weights while serving is not supported")
+            slot = self.hybrid.slot_of(expert_id)
+            if slot >= 0:
+                layer._weight_loader_impl(
+                    param=param,
+                    loaded_weight=loaded_weight,
+                    weight_name=weight_name,
+                    shard_id=shard_id,
+                    expert_id=slot,
+                )
+            else:
+                self.hybrid.add_weight(expert_id, _MATRIX[shard_id], loaded_weight)
+
+        return load
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Called by SGLang after the checkpoint; ValueError names what did not arrive."""
+        self.hybrid.finish_loading()
+        if self.hybrid.num_hot:  # SGLang's repacking does not expect an empty weight
+            self.gpu_method.process_weights_after_loading(layer)
+        if self.config.model.loaded:
+            watch(self.config.model, _logger)
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        """Makes the runner of the hot experts; it sees their number, so that it skips ids of -1."""
+        self.moe_runner_config = moe_runner_config
+        if self.hybrid.num_cold:
+            moe_runner_config = replace(
+                moe_runner_config,
+                num_local_experts=self.hybrid.num_hot,
+                routed_scaling_factor=None,
+                inplace=False,
+            )
+        self.gpu_method.create_moe_runner(layer, moe_runner_config)
+
+    def settle_scaling(self, caller: Any) -> None:
+        """Decides who multiplies by routed_scaling_factor; caller is the module around the layer.
+
+        On CUDA SGLang leaves it to the expert kernel, which sees only the hot half here, so `apply`
+        does it; except for models that know KTEPWrapperMethod: they multiply the sum themselves. On
+        the CPU the kernel does not scale, and models do.
+        """
+        knows_us = any(
+            hasattr(sys.modules[part.__module__], KTEPWrapperMethod.__name__)
+            for part in type(caller).__mro__
+        )
+        if self.hybrid.num_cold and not knows_us and not is_cpu():
+            self.scaling = self.moe_runner_config.routed_scaling_factor or 1.0
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        """Hot experts on the device, cold ones on the CPU at the same time; returns their sum."""
+        if self.hybrid.num_cold == 0:
+            return self.gpu_method.apply(layer=layer, dispatch_output=dispatch_output)
+        topk = dispatch_output.topk_output
+        if TopKOutputChecker.format_is_bypassed(topk):
+            topk = topk.to_standard()
+        if not TopKOutputChecker.format_is_standard(topk):
+            raise RuntimeError(
+                f"kt: layer {self.config.layer_idx}: routing as {type(topk).__name__} is not "
+                "supported; add --moe-runner-backend triton"
+            )
+        x = dispatch_output.hidden_states
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
+        self.hybrid.submit(x, topk.topk_ids, topk.topk_weights, stream)
+        hot = None
+        if self.hybrid.num_hot:
+            compute = self._hot_on_device if x.is_cuda else self._hot_on_cpu
+            hot = compute(layer, dispatch_output, topk)
+        total = self.hybrid.collect(x, stream)
+        if hot is not None:
+            total = (hot + total).to(x.dtype)
+        if self.scaling != 1.0:
+            total = total * self.scaling
+        return StandardCombineInput(hidden_states=total)
+
+    def _hot_on_device(self, layer: Any, dispatch_output: Any, topk: Any) -> torch.Tensor:
+        slots, weights = self.hybrid.hot_routes(topk.topk_ids, topk.topk_weights, cold_slot=-1)
+        masked = topk._replace(topk_ids=slots, topk_weights=weights)
+        return self.gpu_method.apply(
+            layer=layer, dispatch_output=dispatch_output._replace(topk_output=masked)
+        ).hidden_states
+
+    def _hot_on_cpu(self, layer: Any, dispatch_output: Any, topk: Any) -> torch.Tensor:
+        """The hot experts' weighted sum, float32.
+
+        SGLang's method for the CPU knows no route to skip and wants distinct ids in a row, so it
+        gets one row per hot route, each with one expert at weight 1. Weighting and summing are done
+        here as it does them, in float32.
+        """
+        x = dispatch_output.hidden_states
+        slots, weights = self.hybrid.hot_routes(topk.topk_ids, topk.topk_weights, cold_slot=-1)
+        token, column = (slots >= 0).nonzero(as_tuple=True)
+        out = torch.zeros(*slots.shape, x.shape[1], dtype=torch.float32, device=x.device)
+        if token.numel():
+            routes = topk._replace(
+                topk_ids=slots[token, column, None],
+                topk_weights=torch.ones_like(weights[token, column, None]),
+            )
+            rows = self.gpu_method.apply(
+                layer=layer,
+                dispatch_output=dispatch_output._replace(
+                    hidden_states=x[token], topk_output=routes
+                ),
+            ).hidden_states
+            out[token, column] = rows.float() * weights[token, column, None].float()
+        return out.sum(dim=1)
+
+
+def hooks() -> list[tuple[str, Callable, str]]:
+    """The hooks on SGLang's model code: target, hook, kind."""
+    wrapper = "sglang.srt.layers.moe.kt_ep_wrapper"
+    return [
+        ("sglang.srt.model_loader.loader._initialize_model", _around_initialize_model, "AROUND"),
+        (f"{wrapper}.create_kt_config_from_server_args", _create_kt_config, "REPLACE"),
+        (f"{wrapper}.KTEPWrapperMethod", KTEPWrapperMethod, "REPLACE"),
+    ]
+
+
+def verify_hooks() -> None:
+    """Raises OptionError when a hook is not in effect: SGLang only logs it when one fails."""
+    for module in (kt_ep_wrapper, fused_moe):
+        create = module.create_kt_config_from_server_args
+        try:
+            config_is_ours = create(_PROBE, 0) is _PROBE
+        except Exception:  # SGLang's own function cannot take the probe
+            config_is_ours = False
+        for name, ours in (
+            ("KTEPWrapperMethod", module.KTEPWrapperMethod is KTEPWrapperMethod),
+            ("create_kt_config_from_server_args", config_is_ours),
+        ):
+            if not ours:
+                raise OptionError(
+                    f"the hook on {module.__name__}.{name} is not in effect, see SGLang's log; "
+                    "if it is another plugin, name in SGLANG_PLUGINS those to load"
+                )
+
+
+def _create_kt_config(server_args: Any, layer_id: int) -> Any:
+    """In place of SGLang's: the layer's LayerConfig, or None where SGLang is to run as it is."""
+    if server_args is _PROBE:
+        return _PROBE
+    if options_of(server_args) is None:
+        return None
+    if not _building:
+        raise RuntimeError(
+            f"kt: layer {layer_id}: built outside SGLang's _initialize_model; the hook on that is "
+            "not in effect, SGLang's log says why"
+        )
+    return LayerConfig(
+        model=_building[-1],
+        layer_idx=layer_id,
+        max_tokens=resolved(server_args).chunked_prefill_size or -1,
+    )
+
+
+def _around_initialize_model(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around the construction of a model: its layers, in order, belong to one HybridModel."""
+    options = checked_options_of(get_server_args())
+    if options is None:
+        return original(*args, **kwargs)
+    _building.append(HybridModel(options))
+    try:
+        model = original(*args, **kwargs)
+        if not _building[-1].layers:
+            raise OptionError(
+                f"model class {type(model).__name__}: it has no FusedMoE layer of SGLang; remove "
+                "the kt options"
+            )
+    finally:
+        _building.pop()
+    for caller in model.modules():
+        for child in caller.children():
+            method = getattr(child, "quant_method", None)
+            if isinstance(method, KTEPWrapperMethod):
+                method.settle_scaling(caller)
+    return model
+
+
+def _refuse(layer_idx: int, layer: Any, runner: Any, extra: dict[str, Any]) -> None:
+    """What a model asks of its experts that the CPU layer does not do; ValueError names it."""
+    for what, present in (
+        ("more than one rank", layer.moe_tp_size > 1 or layer.moe_ep_size > 1),
+        (f"activation {runner.activation}", runner.activation != "silu" or not runner.is_gated),
+        ("expert biases", extra.get("with_bias", False)),
+        ("router weight on input", runner.apply_router_weight_on_input),
+        ("a result per expert (no_combine)", runner.no_combine),
+        ("a SwiGLU limit", bool(runner.swiglu_limit or runner.gemm1_clamp_limit)),
+        ("a SwiGLU alpha or beta", bool(runner.gemm1_alpha or getattr(runner, "gemm1_beta", 0))),
+        (
+            "fusing shared experts (--disable-shared-experts-fusion avoids it)",
+            layer.num_fused_shared_experts > 0,
+        ),
+        (
+            "a stacked checkpoint",
+            getattr(extra.get("weight_loader"), "__name__", "") == "weight_loader_fused",
+        ),
+    ):
+        if present:
+            raise ValueError(
+                f"kt: layer {layer_idx}: {what} is not supported together with kt options"
+            )

@@ -1,0 +1,305 @@
+"""One MoE layer split into hot experts (the engine computes them) and cold experts (we do).
+
+Knows no engine: a plugin gives it options, the cold experts' weights as they arrive, and per step
+the hidden states with the router's choice; it returns the cold experts' weighted sum.
+"""
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .chain import model_scope
+from .inference import KTMoEWrapper
+from .options import KTOptions
+from .routing import hot_routes
+
+MATRICES = ("gate", "up", "down")
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class HybridLayer:
+    """The cold half of one MoE layer, and the bookkeeping of which experts are hot.
+
+    Expert ids are the model's own (global). The first ``options.num_gpu_experts`` experts are hot;
+    a hot expert's position in ``hot_experts`` is its slot in the engine's weights. Layers of one
+    model are made by `HybridModel.add_layer`, in the order in which they run.
+
+    num_experts_per_tok is k, max_tokens the largest batch expected (-1: not known; it only sizes
+    buffers). Raises OptionError for options that do not fit, and what KTMoEWrapper raises.
+    """
+
+    def __init__(
+        self,
+        options: KTOptions,
+        *,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        activation: str = "silu",
+        max_tokens: int = -1,
+        swiglu_limit: float = 0.0,
+        swiglu_alpha: float = 0.0,
+    ) -> None:
+        if activation != "silu":
+            raise ValueError(
+                f"layer {layer_idx}: activation {activation!r} is not supported on the CPU; "
+                "supported: 'silu'"
+            )
+        self.options = options
+        self.layer_idx = layer_idx
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.num_hot = options.hot_count(num_experts)
+        self.num_cold = num_experts - self.num_hot
+        self.hot_experts = list(range(self.num_hot))
+        self.cold_experts = list(range(self.num_hot, num_experts))
+        self._shapes = {
+            "gate": (moe_intermediate_size, hidden_size),
+            "up": (moe_intermediate_size, hidden_size),
+            "down": (hidden_size, moe_intermediate_size),
+        }
+        self._arrived: dict[int, dict[str, torch.Tensor]] = {}
+        self._packed: set[int] = set()
+        self._lock = threading.Lock()  # engines may load shards from several threads
+        self._finished = False
+        self._slot_maps: dict[torch.device, torch.Tensor] = {}
+        self._wrapper: Any = None
+        if self.num_cold:
+            mask = torch.zeros(num_experts, dtype=torch.bool, device="cpu")
+            mask[: self.num_hot] = True
+            self._wrapper = KTMoEWrapper(
+                layer_idx=layer_idx,
+                num_experts=num_experts,
+                num_experts_per_tok=num_experts_per_tok,
+                hidden_size=hidden_size,
+                moe_intermediate_size=moe_intermediate_size,
+                gpu_experts_mask=mask,
+                cpuinfer_threads=options.cpuinfer,
+                threadpool_count=options.threadpool_count,
+                weight_path=options.weight_path,
+                chunked_prefill_size=max_tokens,
+                max_deferred_experts_per_token=options.max_deferred_experts_per_token,
+                method=options.method,
+                swiglu_limit=swiglu_limit,
+                swiglu_alpha=swiglu_alpha,
+            )
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether cold weights come through `add_weight` (else from the weight path)."""
+        return self.num_cold > 0 and self.options.weight_path is None
+
+    def slot_of(self, expert_id: int) -> int:
+        """Slot of a hot expert in the engine's weights, -1 for a cold one."""
+        if not 0 <= expert_id < self.num_experts:
+            raise ValueError(
+                f"layer {self.layer_idx}: expert {expert_id} does not exist; "
+                f"0 to {self.num_experts - 1} is accepted"
+            )
+        return expert_id if expert_id < self.num_hot else -1
+
+    def add_weight(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
+        """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
+
+        which: "gate" or "up" [I, H], or "down" [H, I]. The expert is packed, and the copies freed,
+        when its third matrix arrives. Does nothing when the weights come from --kt-weight-path.
+        ValueError for a hot expert, a second delivery, or a wrong shape or dtype.
+        """
+        place = f"layer {self.layer_idx}, expert {expert_id}, {which}"
+        if which not in MATRICES:
+            raise ValueError(f"{place}: unknown matrix; accepted: {', '.join(MATRICES)}")
+        if self.slot_of(expert_id) >= 0:
+            raise ValueError(
+                f"{place}: a hot expert's weights belong to the engine; cold: "
+                f"{_ranges(self.cold_experts)}"
+            )
+        if not self.takes_weights:
+            return
+        if tuple(tensor.shape) != self._shapes[which]:
+            raise ValueError(
+                f"{place}: shape {tuple(tensor.shape)}, expected {self._shapes[which]}"
+            )
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{place}: dtype {tensor.dtype}; accepted: "
+                + ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
+            )
+        # device="cpu" spelled out: engines build and load models under a device context.
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        copy.copy_(tensor.detach())
+        with self._lock:
+            if self._finished:
+                raise RuntimeError(
+                    f"{place}: weights arrive after loading was finished; "
+                    "exchanging weights while serving is not supported"
+                )
+            matrices = self._arrived.setdefault(expert_id, {})
+            if which in matrices or expert_id in self._packed:
+                raise ValueError(f"{place}: arrived twice")
+            matrices[which] = copy
+            if len(matrices) == len(MATRICES):
+                self._wrapper.load_expert(expert_id, *(matrices[name] for name in MATRICES))
+                self._packed.add(expert_id)
+                del self._arrived[expert_id]
+
+    def finish_loading(self) -> None:
+        """Ends loading: reads --kt-weight-path if given, else checks that all cold weights arrived.
+
+        ValueError names the matrices that are missing. A second call does nothing.
+        """
+        if self._finished or not self.num_cold:
+            self._finished = True
+            return
+        if self.options.weight_path is not None:
+            self._wrapper.load_weights(torch.arange(self.num_experts, device="cpu"))
+        else:
+            missing = [
+                f"{expert} ({', '.join(m for m in MATRICES if m not in there)})"
+                for expert in self.cold_experts
+                if expert not in self._packed
+                for there in (self._arrived.get(expert, {}),)
+            ]
+            if missing:
+                raise ValueError(
+                    f"layer {self.layer_idx}: weights of cold experts did not arrive: "
+                    + "; ".join(missing[:8])
+                    + (f"; and {len(missing) - 8} more experts" if len(missing) > 8 else "")
+                )
+            self._wrapper.finish_loading()
+        self._finished = True
+
+    def submit(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        stream: Any = None,
+    ) -> None:
+        """Starts the cold experts on x [T, H]; ids and router weights are [T, k]. Returns at once.
+
+        Ids are global; those of hot experts, negative ones and ones that do not exist are skipped.
+        """
+        self._need_cold("submit")
+        self._wrapper.submit_forward(x, topk_ids, topk_weights, stream)
+
+    def collect(self, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
+        """The cold experts' weighted sum [T, H] in x's dtype, for the last `submit`."""
+        self._need_cold("collect")
+        return self._wrapper.sync_forward(x, stream)
+
+    def hot_routes(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cold_slot: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The router's choice as the engine's hot kernel needs it: slots [T, k] and weights [T, k].
+
+        A route to a cold expert, or to none, gets slot ``cold_slot`` and weight 0. dtypes are kept.
+        """
+        slot_map = self._slot_maps.get(topk_ids.device)
+        if slot_map is None:
+            slot_map = torch.tensor(
+                [self.slot_of(expert) for expert in range(self.num_experts)], device=topk_ids.device
+            )
+            self._slot_maps[topk_ids.device] = slot_map
+        return hot_routes(topk_ids, topk_weights, slot_map, cold_slot)
+
+    def stats(self) -> dict[str, int]:
+        """Counters of the CPU kernels so far: forwards, tokens, expert_calls and others; {} without
+        cold experts or before their weights arrive."""
+        return self._wrapper.stats() if self._wrapper is not None else {}
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights held for the cold experts."""
+        return self._wrapper.packed_bytes if self._wrapper is not None else 0
+
+    def describe(self) -> str:
+        """One line: which experts are where, in what format, how many megabytes."""
+        return (
+            f"layer {self.layer_idx}: {self.num_hot} hot experts{_bracketed(self.hot_experts)} on "
+            f"the device, {self.num_cold} cold on the CPU, {self.options.method}, "
+            f"{self.packed_bytes / 1e6:.1f} MB packed"
+        )
+
+    def describe_cpu(self) -> str:
+        """One line: method, kernels and threads of the CPU part."""
+        self._need_cold("describe_cpu")
+        return self._wrapper.describe()
+
+    @property
+    def loaded(self) -> bool:
+        """Whether `finish_loading` succeeded."""
+        return self._finished
+
+    def _need_cold(self, call: str) -> None:
+        if self._wrapper is None:
+            raise RuntimeError(
+                f"layer {self.layer_idx}: {call} needs cold experts; all {self.num_experts} are hot"
+            )
+
+
+class HybridModel:
+    """The MoE layers of one model: what they share, one log line, and their counters summed.
+
+    Keep one per model; layers are added in the order in which they run, which is the order deferral
+    follows.
+    """
+
+    def __init__(self, options: KTOptions) -> None:
+        self.options = options
+        self.layers: list[HybridLayer] = []
+        self._scope = model_scope()
+
+    def add_layer(self, **shape: Any) -> HybridLayer:
+        """Constructs the next layer; the keywords are those of HybridLayer."""
+        with self._scope:
+            layer = HybridLayer(self.options, **shape)
+        self.layers.append(layer)
+        return layer
+
+    @property
+    def loaded(self) -> bool:
+        """Whether all layers added so far are loaded."""
+        return bool(self.layers) and all(layer.loaded for layer in self.layers)
+
+    def describe(self) -> str:
+        """One line for the log, once loaded: hot and cold experts, memory, method, threads."""
+        first = self.layers[0]
+        packed = sum(layer.packed_bytes for layer in self.layers) / 1e6
+        where = (
+            f"{packed:.1f} MB packed from {self.options.weight_path or 'the served checkpoint'}; "
+            f"{first.describe_cpu()}"
+            if first.num_cold
+            else "nothing to do for the CPU"
+        )
+        return (
+            f"kt: {len(self.layers)} MoE layers, in each {first.num_hot} experts hot on the device"
+            f"{_bracketed(first.hot_experts)} and {first.num_cold} cold on the CPU"
+            f"{_bracketed(first.cold_experts)}; {where}"
+        )
+
+    def stats(self) -> dict[str, int]:
+        """Counters of all layers, summed."""
+        total: dict[str, int] = {}
+        for layer in self.layers:
+            for name, value in layer.stats().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+
+def _bracketed(ids: list[int]) -> str:
+    return f" [{_ranges(ids)}]" if ids else ""
+
+
+def _ranges(ids: Iterable[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    parts: list[list[int]] = []
+    for i in ids:
+        if parts and parts[-1][1] == i - 1:
+            parts[-1][1] = i
+        else:
+            parts.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,269 @@
+"""The engine-neutral layer: who computes which expert, and weights that arrive one by one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kt_kernel import report
+from kt_kernel.layer import MATRICES, HybridLayer, HybridModel
+from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.testing import moe_reference, row_error
+
+E, K, H, INNER = 6, 2, 64, 48
+
+
+def shape(**changes: Any) -> dict[str, Any]:
+    return {
+        "layer_idx": 3,
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": H,
+        "moe_intermediate_size": INNER,
+        **changes,
+    }
+
+
+def layer_of(hot: int = 2, **options: Any) -> HybridLayer:
+    given = {"method": "BF16", "num_gpu_experts": hot, "cpuinfer": 1, **options}
+    return HybridLayer(KTOptions.from_mapping(given), **shape())
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.bfloat16) / 8
+
+    return {"gate": random(E, INNER, H), "up": random(E, INNER, H), "down": random(E, H, INNER)}
+
+
+def load(layer: HybridLayer, weights: dict[str, torch.Tensor], skip: tuple = ()) -> None:
+    """Matrix by matrix, in the order of a checkpoint sorted by matrix rather than by expert."""
+    for which in MATRICES:
+        for expert in layer.cold_experts:
+            if (expert, which) not in skip:
+                layer.add_weight(expert, which, weights[which][expert])
+
+
+def batch(tokens: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, H, generator=generator, dtype=torch.bfloat16)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(tokens)])
+    return x, ids.int(), torch.rand(tokens, K, generator=generator)
+
+
+@pytest.mark.parametrize("hot", [0, 2, 5])
+@pytest.mark.parametrize("method", ["BF16", "AMXINT8"])
+def test_cold_part_is_right(hot: int, method: str, weights: dict[str, torch.Tensor]) -> None:
+    layer = layer_of(hot, method=method)
+    load(layer, weights)
+    layer.finish_loading()
+    x, ids, router = batch(9)
+    layer.submit(x, ids, router)
+    y = layer.collect(x)
+    mask = torch.arange(E) < hot
+    want = moe_reference(x, ids, router, *weights.values(), method=method, gpu_experts_mask=mask)
+    assert y.dtype == x.dtype and y.shape == x.shape
+    touched = want.abs().sum(-1) > 0
+    assert row_error(y[touched].double(), want[touched]).max() < 5e-3
+    assert not y[~touched].any()
+    assert layer.stats()["expert_calls"] == int((ids >= hot).sum())
+
+
+def test_hot_and_cold_parts_make_the_whole(weights: dict[str, torch.Tensor]) -> None:
+    layer = layer_of(2)
+    load(layer, weights)
+    layer.finish_loading()
+    x, ids, router = batch(7)
+    slots, hot_router = layer.hot_routes(ids, router)
+    assert slots.dtype == ids.dtype and int(slots.min()) >= 0 and int(slots.max()) < 2
+    hot = moe_reference(x, slots, hot_router, *(w[:2] for w in weights.values()))
+    layer.submit(x, ids, router)
+    y = layer.collect(x).double() + hot
+    assert row_error(y, moe_reference(x, ids, router, *weights.values())).max() < 5e-3
+
+
+def test_hot_routes() -> None:
+    layer = layer_of(2)
+    ids = torch.tensor([[0, 1], [1, 2], [5, -1], [6, 99]])
+    router = torch.ones(4, 2)
+    slots, weights = layer.hot_routes(ids, router, cold_slot=-1)
+    assert slots.tolist() == [[0, 1], [1, -1], [-1, -1], [-1, -1]]
+    assert weights.tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]]
+    assert router.all()
+    assert layer.hot_routes(ids, router)[0].tolist() == [[0, 1], [1, 0], [0, 0], [0, 0]]
+
+
+def test_placement() -> None:
+    layer = layer_of(2)
+    assert layer.hot_experts == [0, 1] and layer.cold_experts == [2, 3, 4, 5]
+    assert [layer.slot_of(expert) for expert in range(E)] == [0, 1, -1, -1, -1, -1]
+    for expert in (-1, E):
+        with pytest.raises(ValueError, match=f"expert {expert} does not exist; 0 to 5"):
+            layer.slot_of(expert)
+
+
+def test_all_hot_needs_nothing() -> None:
+    layer = layer_of(E)
+    assert not layer.takes_weights and layer.stats() == {} and layer.packed_bytes == 0
+    layer.finish_loading()
+    assert layer.loaded
+    x, ids, router = batch(1)
+    with pytest.raises(RuntimeError, match="submit needs cold experts; all 6 are hot"):
+        layer.submit(x, ids, router)
+
+
+def test_unusable_options() -> None:
+    with pytest.raises(OptionError, match="--kt-num-gpu-experts 7: the model has 6 experts"):
+        layer_of(E + 1)
+    with pytest.raises(ValueError, match="layer 3: activation 'gelu' is not supported"):
+        HybridLayer(KTOptions(), **shape(activation="gelu"))
+
+
+def test_missing_weights_are_named(weights: dict[str, torch.Tensor]) -> None:
+    layer = layer_of(2)
+    load(layer, weights, skip=((3, "up"), (5, "gate"), (5, "down")))
+    with pytest.raises(ValueError, match=r"did not arrive: 3 \(up\); 5 \(gate, down\)$"):
+        layer.finish_loading()
+    for expert, which in ((3, "up"), (5, "gate"), (5, "down")):
+        layer.add_weight(expert, which, weights[which][expert])
+    layer.finish_loading()
+    layer.finish_loading()  # a second call does nothing
+    assert layer.loaded
+    with pytest.raises(RuntimeError, match="after loading was finished"):
+        layer.add_weight(3, "up", weights["up"][3])
+
+
+@pytest.mark.parametrize(
+    ("expert", "which", "tensor", "message"),
+    [
+        (1, "gate", torch.zeros(INNER, H), "hot expert's weights belong to the engine; cold: 2-5"),
+        (9, "gate", torch.zeros(INNER, H), "expert 9 does not exist; 0 to 5"),
+        (2, "w1", torch.zeros(INNER, H), "unknown matrix; accepted: gate, up, down"),
+        (2, "down", torch.zeros(INNER, H), r"shape \(48, 64\), expected \(64, 48\)"),
+        (2, "up", torch.zeros(INNER, H, dtype=torch.int8), "dtype torch.int8; accepted: "),
+    ],
+)
+def test_wrong_weight(expert: int, which: str, tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer_of(2).add_weight(expert, which, tensor)
+
+
+def test_weight_twice(weights: dict[str, torch.Tensor]) -> None:
+    layer = layer_of(2)
+    layer.add_weight(2, "gate", weights["gate"][2])
+    with pytest.raises(ValueError, match="layer 3, expert 2, gate: arrived twice"):
+        layer.add_weight(2, "gate", weights["gate"][2])
+
+
+def test_weights_are_copied(weights: dict[str, torch.Tensor]) -> None:
+    """A loader may reuse its buffer for the next tensor."""
+    layer, buffers = layer_of(2), {name: torch.empty_like(w[0]) for name, w in weights.items()}
+    for which in MATRICES:
+        for expert in layer.cold_experts:
+            layer.add_weight(expert, which, buffers[which].copy_(weights[which][expert]))
+    layer.finish_loading()
+    x, ids, router = batch(5)
+    layer.submit(x, ids, router)
+    mask = torch.arange(E) < 2
+    want = moe_reference(x, ids, router, *weights.values(), gpu_experts_mask=mask)
+    touched = want.abs().sum(-1) > 0
+    assert row_error(layer.collect(x)[touched].double(), want[touched]).max() < 5e-3
+
+
+def test_weight_path(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(
+        {
+            f"model.layers.3.mlp.experts.{expert}.{which}_proj.weight": matrix[expert].clone()
+            for which, matrix in weights.items()
+            for expert in range(E)
+        },
+        tmp_path / "model.safetensors",
+    )
+    layer = layer_of(2, weight_path=str(tmp_path))
+    assert not layer.takes_weights
+    layer.add_weight(2, "gate", torch.zeros(INNER, H))  # the engine's own are not wanted
+    layer.finish_loading()
+    x, ids, router = batch(5)
+    layer.submit(x, ids, router)
+    other = layer_of(2)
+    load(other, weights)
+    other.finish_loading()
+    other.submit(x, ids, router)
+    assert torch.equal(layer.collect(x), other.collect(x))
+
+
+def model_of(layers: int, weights: dict[str, torch.Tensor], **options: Any) -> HybridModel:
+    given = {"method": "BF16", "num_gpu_experts": 2, "cpuinfer": 1, **options}
+    model = HybridModel(KTOptions.from_mapping(given))
+    for index in range(layers):
+        layer = model.add_layer(**shape(layer_idx=index))
+        load(layer, weights)
+    return model
+
+
+def test_model(weights: dict[str, torch.Tensor]) -> None:
+    model = model_of(2, weights)
+    assert not model.loaded
+    for layer in model.layers:
+        layer.finish_loading()
+    assert model.loaded
+    line = model.describe()
+    assert "\n" not in line
+    assert "kt: 2 MoE layers, in each 2 experts hot on the device [0-1] and 4 cold" in line
+    assert "BF16" in line and "MB packed from the served checkpoint" in line
+    x, ids, router = batch(4)
+    for layer in model.layers:
+        layer.submit(x, ids, router)
+        layer.collect(x)
+    assert model.stats()["expert_calls"] == 2 * int((ids >= 2).sum())
+
+
+def test_deferral_goes_from_layer_to_layer(weights: dict[str, torch.Tensor]) -> None:
+    """All experts of the first layer deferred: the second one's result carries them."""
+    late = model_of(2, weights, max_deferred_experts_per_token=K, num_gpu_experts=0)
+    now = model_of(2, weights, num_gpu_experts=0)
+    x, ids, router = batch(4)
+    results = []
+    for model in (late, now):
+        for layer in model.layers:
+            layer.finish_loading()
+            layer.submit(x, ids, router)
+            results.append(layer.collect(x).double())
+    assert not results[0].any()
+    assert row_error(results[1], results[2] + results[3]).max() < 1e-2
+
+
+def test_report(
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "stats.json"
+    monkeypatch.setenv(report.STATS_FILE_VARIABLE, str(path))
+    model = model_of(1, weights)
+    model.layers[0].finish_loading()
+    with caplog.at_level(logging.INFO):
+        report.watch(model, logging.getLogger("test"))
+    assert model.describe() in caplog.text
+    x, ids, router = batch(4)
+    model.layers[0].submit(x, ids, router)
+    model.layers[0].collect(x)
+    wanted = int((ids >= 2).sum())
+    for _ in range(50):
+        (found,) = json.loads(path.read_text())["models"]
+        if found["expert_calls"] == wanted:
+            break
+        report.time.sleep(0.1)
+    assert found["expert_calls"] == wanted
+    assert found["layers"] == [{"layer": 0, "hot_experts": [0, 1], "cold_experts": [2, 3, 4, 5]}]

@@ -1,0 +1,90 @@
+"""Runs inside the SGLang environment, without an engine: what a run on the CPU does not show.
+
+Prints OK at the end; an assertion names what is wrong.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.plugins import load_plugins
+
+from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.plugin_entrypoints import sglang, sglang_layer
+
+
+def error_of(call: Callable[..., Any], *args: Any) -> str:
+    try:
+        call(*args)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+def check_failed_hooks_are_noticed() -> None:
+    sglang_layer.verify_hooks()
+    for module in (sglang_layer.kt_ep_wrapper, sglang_layer.fused_moe):
+        create = module.create_kt_config_from_server_args
+        for name, original in (
+            ("KTEPWrapperMethod", sglang_layer.KTEPWrapperMethod.__base__),
+            ("create_kt_config_from_server_args", create.__wrapped__),
+        ):
+            ours = getattr(module, name)
+            setattr(module, name, original)
+            assert f"{module.__name__}.{name} is not in effect" in error_of(
+                sglang_layer.verify_hooks
+            )
+            setattr(module, name, ours)
+    server_args = SimpleNamespace(_kt_options={"method": "BF16"})
+    try:  # outside _initialize_model
+        sglang_layer.kt_ep_wrapper.create_kt_config_from_server_args(server_args, 0)
+        raise AssertionError("a layer without a model was accepted")
+    except RuntimeError as error:
+        assert "built outside SGLang's _initialize_model" in str(error)
+
+
+def check_cuda_graphs_are_refused() -> None:
+    hf_config = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"], num_experts=8)
+
+    def refusal(decode: str, prefill: str, hot: int) -> str:
+        graphs = SimpleNamespace(
+            decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill)
+        )
+        arguments = SimpleNamespace(device="cuda", cuda_graph_config=graphs)
+        options = KTOptions.from_mapping({"num_gpu_experts": hot})
+        return error_of(sglang.refuse_unsupported, arguments, hf_config, options)
+
+    assert refusal("full", "disabled", 3).startswith("--cuda-graph-backend-decode full: ")
+    assert refusal("disabled", "breakable", 3).startswith("--cuda-graph-backend-prefill breakable")
+    assert refusal("disabled", "disabled", 3) == ""
+    assert refusal("full", "full", 8) == ""  # nothing is cold
+
+
+def check_scaling_is_applied_once() -> None:
+    """On CUDA: by us, except in models that multiply when they see KTEPWrapperMethod."""
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.models.glm4_moe import Glm4MoeSparseMoeBlock
+    from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    routes = StandardTopKOutput(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), None)
+    dispatched = SimpleNamespace(hidden_states=torch.ones(2, 4), topk_output=routes)
+    sglang_layer.is_cpu = lambda: False
+    for block, factor in ((Qwen3MoeSparseMoeBlock, 2.5), (Glm4MoeSparseMoeBlock, 1.0)):
+        method = object.__new__(sglang_layer.KTEPWrapperMethod)
+        method.scaling = 1.0
+        method.moe_runner_config = SimpleNamespace(routed_scaling_factor=2.5)
+        method.hybrid = SimpleNamespace(
+            num_hot=0, num_cold=1, submit=lambda *routes: None, collect=lambda x, stream: x
+        )
+        method.settle_scaling(object.__new__(block))
+        total = method.apply(None, dispatched).hidden_states
+        assert torch.equal(total, torch.full((2, 4), factor)), (block, total)
+
+
+if __name__ == "__main__":
+    load_plugins()
+    check_failed_hooks_are_noticed()
+    check_cuda_graphs_are_refused()
+    check_scaling_is_applied_once()
+    print("OK")

@@ -1,0 +1,99 @@
+"""Runs inside the SGLang environment: one or more configurations of one model, one after the other.
+
+    sglang_run.py JOB.json RESULT.json
+
+JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "runs": [
+      {"name", "arguments": of the engine, "config": text of KT_CONFIG, "prompts": other ones}]}
+RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats": content of
+          KT_STATS_FILE or null}]; or {"name", "error"} for a run that raised.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+
+os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1")
+
+
+def run(job: dict, one: dict, stats_path: str) -> dict:
+    import sglang
+
+    start = time.monotonic()
+    engine = sglang.Engine(
+        model_path=job["model"],
+        dtype=job.get("dtype", "float32"),
+        skip_tokenizer_init=True,
+        device="cpu",
+        attention_backend="torch_native",
+        disable_radix_cache=True,
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        grammar_backend="none",
+        max_total_tokens=1024,
+        max_running_requests=16,
+        mem_fraction_static=0.1,
+        random_seed=0,
+        log_level="info",
+        **one.get("arguments", {}),
+    )
+    try:
+        started = time.monotonic()
+        results = engine.generate(
+            input_ids=one.get("prompts", job["prompts"]),
+            return_logprob=True,
+            sampling_params={"temperature": 0, "max_new_tokens": job["steps"], "ignore_eos": True},
+        )
+        generated = time.monotonic()
+        return {
+            "name": one["name"],
+            "tokens": [result["output_ids"] for result in results],
+            "logprobs": [
+                [step[0] for step in result["meta_info"]["output_token_logprobs"]]
+                for result in results
+            ],
+            "seconds": {"start": started - start, "generate": generated - started},
+            "stats": _settled(stats_path),
+        }
+    finally:
+        engine.shutdown()
+
+
+def _settled(path: str) -> dict | None:
+    """The counters once they stand still; they are written twice a second by the worker."""
+    last = None
+    for _ in range(20):
+        if not os.path.exists(path):
+            return None
+        with open(path) as file:
+            now = json.load(file)
+        if now == last:
+            return now
+        last = now
+        time.sleep(1.2)
+    return last
+
+
+def main() -> None:
+    job_path, result_path = sys.argv[1:]
+    with open(job_path) as file:
+        job = json.load(file)
+    answers = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, one in enumerate(job["runs"]):
+            os.environ["KT_STATS_FILE"] = stats_path = os.path.join(folder, f"stats{i}.json")
+            os.environ.pop("KT_CONFIG", None)
+            if "config" in one:
+                os.environ["KT_CONFIG"] = one["config"]
+            try:
+                answers.append(run(job, one, stats_path))
+            except Exception as error:
+                answers.append({"name": one["name"], "error": f"{type(error).__name__}: {error}"})
+            print("RUN", one["name"], answers[-1].get("error", "ok"), flush=True)
+            with open(result_path, "w") as file:
+                json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The --kt-* options: what is accepted, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_kernel.options import (
+    OPTIONS,
+    KTOptions,
+    OptionError,
+    add_arguments,
+    collect,
+    from_environment,
+    restore_defaults,
+)
+from kt_kernel.plugin_entrypoints.patches import HOOKS
+
+SPECIFIED = [
+    "--kt-method",
+    "--kt-weight-path",
+    "--kt-cpuinfer",
+    "--kt-threadpool-count",
+    "--kt-numa-nodes",
+    "--kt-num-gpu-experts",
+    "--kt-gpu-experts-ratio",
+    "--kt-max-deferred-experts-per-token",
+    "--kt-gpu-prefill-token-threshold",
+    "--kt-expert-placement-strategy",
+    "--kt-expert-stats",
+    "--record-kt-gpu-expert-distribution",
+    "--kt-enable-dynamic-expert-update",
+    "--kt-expert-lora-path",
+    "--kt-allow-untested",
+]
+NOT_YET = [option for option in OPTIONS if not option.supported]
+
+
+def test_every_specified_flag_is_known() -> None:
+    assert {option.flag for option in OPTIONS} == set(SPECIFIED)
+
+
+def test_nothing_given() -> None:
+    options = KTOptions.from_mapping({})
+    assert options == KTOptions() and options.to_mapping() == {}
+    assert options.hot_count(8) == 0
+    assert options.describe().count("(not given)") == 4
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    given = {
+        "method": "INT4_G32",
+        "weight_path": str(tmp_path),
+        "cpuinfer": 4,
+        "threadpool_count": 2,
+        "num_gpu_experts": 0,
+        "max_deferred_experts_per_token": 1,
+        "allow_untested": True,
+    }
+    options = KTOptions.from_mapping(given)
+    assert options.to_mapping() == given
+    assert KTOptions.from_mapping(json.loads(json.dumps(options.to_mapping()))) == options
+    assert "\n" not in options.describe()
+
+
+@pytest.mark.parametrize("name", ["num_gpu_experts", "kt_num_gpu_experts", "--kt-num-gpu-experts"])
+@pytest.mark.parametrize("value", [3, "3"])
+def test_spellings(name: str, value: Any) -> None:
+    assert KTOptions.from_mapping({name: value}).num_gpu_experts == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "AMXINT9"}, "--kt-method AMXINT9: this method is unknown; accepted: BF16"),
+        ({"method": "MXFP4"}, "--kt-method MXFP4: this method is not supported yet"),
+        ({"method": 4}, "--kt-method 4: text is expected"),
+        ({"cpuinfer": 0}, "--kt-cpuinfer 0: an integer of at least 1 is accepted"),
+        ({"cpuinfer": "many"}, "--kt-cpuinfer many: an integer of at least 1"),
+        ({"cpuinfer": 2.0}, "--kt-cpuinfer 2.0: an integer"),
+        ({"cpuinfer": True}, "--kt-cpuinfer True: an integer"),
+        ({"cpuinfer": 10**12}, "--kt-cpuinfer 1000000000000: an integer"),
+        ({"num_gpu_experts": -1}, "--kt-num-gpu-experts -1: an integer of at least 0"),
+        ({"num_gpu_experts": [1]}, r"--kt-num-gpu-experts \[1\]: an integer"),
+        ({"max_deferred_experts_per_token": "-2"}, "-2: an integer of at least 0 is accepted"),
+        ({"weight_path": "/no/such/folder"}, "--kt-weight-path /no/such/folder: no such file"),
+        ({"weight_path": "a\0b"}, "--kt-weight-path .*: no such file"),
+        ({"weight_path": ""}, "--kt-weight-path : no such file"),
+        ({"allow_untested": "yes"}, "--kt-allow-untested 'yes': true or false is expected"),
+        ({"cpuinfer": 1, "threadpool_count": 2}, "fewer threads than pools; at least"),
+        ({"methods": "BF16"}, "kt option 'methods' is unknown; known: method, "),
+        ({"method": "BF16", "kt_method": "BF16"}, "--kt-method is given twice"),
+        (["method"], "a mapping of option names to values is expected"),
+    ],
+)
+def test_refused(given: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message) as caught:
+        KTOptions.from_mapping(given)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", NOT_YET, ids=lambda option: option.name)
+def test_not_yet_supported(option: Any) -> None:
+    value = True if option.kind == "flag" else "1"
+    with pytest.raises(OptionError, match=f"{option.flag} is not supported by this version: "):
+        KTOptions.from_mapping({option.name: value})
+
+
+def test_more_hot_experts_than_there_are() -> None:
+    options = KTOptions(num_gpu_experts=9)
+    assert options.hot_count(9) == 9
+    with pytest.raises(OptionError, match="--kt-num-gpu-experts 9: the model has 8 .* 0 to 8"):
+        options.hot_count(8)
+
+
+def test_weight_path_without_weights(tmp_path: Path) -> None:
+    KTOptions().check_weight_path()
+    with pytest.raises(OptionError, match=f"--kt-weight-path {tmp_path}: "):
+        KTOptions(weight_path=str(tmp_path)).check_weight_path()
+
+
+# ---- the command line
+
+
+def parser_of_an_engine() -> tuple[argparse.ArgumentParser, dict[str, Any]]:
+    """A parser that has two of the flags already, with defaults and choices of its own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kt-method", default="AMXINT4", choices=["AMXINT4"])
+    parser.add_argument("--kt-threadpool-count", type=int, default=2)
+    parser.add_argument("--kt-enable-dynamic-expert-update", action="store_true")
+    return parser, add_arguments(parser)
+
+
+def test_nothing_on_the_command_line() -> None:
+    parser, replaced = parser_of_an_engine()
+    namespace = parser.parse_args([])
+    assert collect(namespace) == {}
+    restore_defaults(namespace, replaced)
+    assert namespace.kt_method == "AMXINT4" and namespace.kt_threadpool_count == 2
+    assert namespace.kt_enable_dynamic_expert_update is False
+
+
+def test_a_value_equal_to_the_default_of_the_engine_is_given() -> None:
+    parser, replaced = parser_of_an_engine()
+    namespace = parser.parse_args(["--kt-method", "AMXINT4", "--kt-num-gpu-experts", "3"])
+    assert collect(namespace) == {"method": "AMXINT4", "num_gpu_experts": 3}
+    restore_defaults(namespace, replaced)
+    assert namespace.kt_method == "AMXINT4" and namespace.kt_threadpool_count == 2
+
+
+def test_flags_without_value() -> None:
+    parser, _ = parser_of_an_engine()
+    assert collect(parser.parse_args(["--kt-allow-untested"])) == {"allow_untested": True}
+    given = collect(parser.parse_args(["--kt-enable-dynamic-expert-update"]))
+    with pytest.raises(OptionError, match="--kt-enable-dynamic-expert-update is not supported"):
+        KTOptions.from_mapping(given)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--kt-method", "NOPE"],
+        ["--kt-threadpool-count", "0"],
+        ["--kt-cpuinfer", "x"],
+        ["--kt-weight-path", "/no/such/folder"],
+        ["--kt-gpu-experts-ratio", "0.5"],
+    ],
+)
+def test_wrong_value_ends_in_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser, _ = parser_of_an_engine()
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(arguments)
+    assert str(caught.value.code).startswith(f"kt: error: {arguments[0]} ")
+    assert "\n" not in str(caught.value.code)
+    assert capsys.readouterr().err == ""  # no usage page before it
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_help(option: Any) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert option.flag in parser.format_help()
+
+
+# ---- the environment
+
+
+def test_environment() -> None:
+    assert from_environment({}) == {} == from_environment({"KT_CONFIG": ""})
+    assert from_environment({"KT_CONFIG": '{"method": "BF16"}'}) == {"method": "BF16"}
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "BF16"])
+def test_environment_that_is_no_object(text: str) -> None:
+    with pytest.raises(OptionError, match="KT_CONFIG .*JSON"):
+        from_environment({"KT_CONFIG": text})
+
+
+# ---- the ledger of hooks
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
+def test_hooks_are_written_down_in_full(hook: Any) -> None:
+    assert hook.engine in ("vllm", "sglang")
+    module, _, path = hook.target.partition(":")
+    assert module.split(".")[0] == hook.engine and path
+    assert hook.how and hook.why and hook.versions and hook.until
+
+
+def test_hooks_are_listed_once() -> None:
+    assert len({hook.target for hook in HOOKS}) == len(HOOKS)

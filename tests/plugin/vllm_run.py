@@ -1,0 +1,110 @@
+"""Runs inside the vLLM environment: one or more configurations of one model, one after the other.
+
+    vllm_run.py JOB.json RESULT.json
+
+JOB: {"model": folder, "prompts": [[ids]], "steps": n, "compile": false,
+      "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM},
+                "environment": {variables}}]}
+RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
+          "hot_rows", "hybrid": class name of the expert layer}]; {"name", "error"} if it raised.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_WORKER_MULTIPROC_METHOD="spawn",
+    VLLM_LOGGING_LEVEL="INFO",
+)
+
+
+def run(job: dict, one: dict) -> dict:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    start = time.monotonic()
+    llm = LLM(
+        job["model"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=not job.get("compile", False),
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        distributed_executor_backend="uni",
+        seed=0,
+        enable_prefix_caching=False,
+        additional_config={} if one["kt"] is None else {"kt": one["kt"]},
+        **one.get("engine", {}),
+    )
+    started = time.monotonic()
+    results = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
+        SamplingParams(
+            temperature=0, max_tokens=job["steps"], ignore_eos=True, detokenize=False, logprobs=1
+        ),
+        use_tqdm=False,
+    )
+    outputs = [result.outputs[0] for result in results]
+    found = llm.apply_model(_inspect)[0]
+    answer = {
+        "name": one["name"],
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [
+            [
+                step[token].logprob
+                for step, token in zip(output.logprobs, output.token_ids, strict=True)
+            ]
+            for output in outputs
+        ],
+        "seconds": {"start": started - start, "generate": time.monotonic() - started},
+        **found,
+    }
+    llm.llm_engine.engine_core.shutdown()
+    del llm, results
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return answer
+
+
+def _inspect(model) -> dict:
+    """What the first MoE layer holds, and the counters of all."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    hybrid = [layer.kt_layer for layer in layers if getattr(layer, "kt_layer", None) is not None]
+    return {
+        "hybrid": type(layers[0]).__name__,
+        "hot_rows": layers[0].w13_weight.shape[0],
+        "describe": [layer.describe() for layer in hybrid],
+        "stats": [dict(layer.stats()) for layer in hybrid],
+    }
+
+
+def main() -> None:
+    job_path, result_path = sys.argv[1:]
+    with open(job_path) as file:
+        job = json.load(file)
+    answers = []
+    for one in job["runs"]:
+        os.environ.update(one.get("environment", {}))
+        try:
+            answers.append(run(job, one))
+        except Exception as error:
+            answers.append({"name": one["name"], "error": f"{type(error).__name__}: {error}"})
+        for variable in one.get("environment", {}):
+            del os.environ[variable]
+        print("RUN", one["name"], answers[-1].get("error", "ok"), flush=True)
+        with open(result_path, "w") as file:
+            json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    main()
