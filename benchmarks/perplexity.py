@@ -72,9 +72,7 @@ def windows_of(path: str, text: str, window: int, limit: int | None) -> list[tor
 
 
 def token_losses(logits: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(
-        logits[:-1].double(), window[1:], reduction="none"
-    )
+    return torch.nn.functional.cross_entropy(logits[:-1].double(), window[1:], reduction="none")
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write the demo model's configuration and tokenizer (needs transformers).
 
-    python3 configs/demo_model/make_files.py src/kt_kernel/demo_model
+python3 configs/demo_model/make_files.py src/kt_kernel/demo_model
 """
 
 import json

@@ -39,12 +39,18 @@ MIN_DUPLICATE = 60
 def sword(root):
     """Text of a SWORD module (compressed OSIS markup), one string per book block."""
     texts = []
-    for index in sorted(root.glob("usr/share/sword/modules/**/*.[bc]zs"), key=lambda p: p.name != "ot" + p.suffix):
+    for index in sorted(
+        root.glob("usr/share/sword/modules/**/*.[bc]zs"), key=lambda p: p.name != "ot" + p.suffix
+    ):
         data = index.with_suffix(index.suffix[:-1] + "z").read_bytes()
         for offset, size, _ in struct.iter_unpack("<III", index.read_bytes()):
             block = zlib.decompress(data[offset : offset + size]).decode("utf-8", "replace")
             block = re.sub(r"(?s)<note\b.*?</note>", "", block)
-            block = re.sub(r"<title\b[^>]*>|</title>|<chapter\b[^>]*>|<div\b[^>]*type=\"x-p\"[^>]*>", "\n\n", block)
+            block = re.sub(
+                r"<title\b[^>]*>|</title>|<chapter\b[^>]*>|<div\b[^>]*type=\"x-p\"[^>]*>",
+                "\n\n",
+                block,
+            )
             block = re.sub(r"<(?:item|row|l|lb)\b[^>]*>", "\n", block)
             texts.append(html.unescape(re.sub(r"<[^>]*>", "", block)))
     # A module cut by chapter would give hundreds of tiny texts: keep them together.
@@ -83,7 +89,8 @@ def dictd(name, first):
     """Reader for a dictd database, without the distributor's heading before ``first``."""
 
     def read(root):
-        text = gzip.open(root / f"usr/share/dictd/{name}.dict.dz").read().decode("utf-8", "replace")
+        with gzip.open(root / f"usr/share/dictd/{name}.dict.dz") as file:
+            text = file.read().decode("utf-8", "replace")
         return [text[text.index(first) :]]
 
     return read
@@ -104,7 +111,12 @@ SOURCES = {
     "sword-comm-mhcc": (sword, "Matthew Henry, Concise Commentary (1706)", 3, 8_000),
     "sword-comm-scofield": (sword, "C. I. Scofield, Reference Notes (1917)", 1, 6_000),
     "dict-jargon": (dictd("jargon", "\n(TM)\n"), "The Jargon File 4.4.7 (2003)", 2, 7_000),
-    "dict-devil": (dictd("devil", "_The Devil's Dictionary_ was begun"), "Ambrose Bierce, The Devil's Dictionary (1911)", 1, 8_000),
+    "dict-devil": (
+        dictd("devil", "_The Devil's Dictionary_ was begun"),
+        "Ambrose Bierce, The Devil's Dictionary (1911)",
+        1,
+        8_000,
+    ),
     "golang-1.19-src": (opticks, "Isaac Newton, Opticks (4th edition, 1730)", 1, 8_000),
 }
 
@@ -114,7 +126,9 @@ def paragraphs(text):
     text = text.replace("\r", "").replace("\u00a0", " ").replace("\ufeff", "").replace("\ufffd", "")
     text = re.sub(r"[\0-\x08\x0b-\x1f\x7f]", "", text)
     for part in re.split(r"\n[ \t]*\n\s*?(?=\S|[ \t]*\S)|\n[ \t]*\n", text):
-        part = "\n".join(re.sub(r"(?<=\S)[ \t]+", " ", line).rstrip() for line in part.split("\n")).strip("\n")
+        part = "\n".join(
+            re.sub(r"(?<=\S)[ \t]+", " ", line).rstrip() for line in part.split("\n")
+        ).strip("\n")
         # A leading indent is layout in the dictionaries, left-over blanks elsewhere.
         part = re.sub(r"^ (?! )", "", part)
         if part.strip() and "gutenberg" not in part.lower() and "pgdp.net" not in part:
@@ -151,8 +165,12 @@ def cut_heldout(texts, count, size):
 
 def main():
     """Read the packages named on the command line and write the corpus."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--debs", type=Path, required=True, help="folder with the downloaded .deb files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--debs", type=Path, required=True, help="folder with the downloaded .deb files"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -174,7 +192,9 @@ def main():
             texts.append(kept)
         train, held = cut_heldout(texts, count, size)
         cut.append((package, train, held))
-        version = subprocess.run(["dpkg-deb", "-f", deb, "Version"], check=True, capture_output=True, text=True)
+        version = subprocess.run(
+            ["dpkg-deb", "-f", deb, "Version"], check=True, capture_output=True, text=True
+        )
         provenance[package] = {"title": title, "version": version.stdout.strip()}
 
     train_texts, held_texts = [], []

@@ -57,7 +57,11 @@ class Attention(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.heads, self.kv_heads, self.dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        self.heads, self.kv_heads, self.dim = (
+            c["num_attention_heads"],
+            c["num_key_value_heads"],
+            c["head_dim"],
+        )
         hidden = c["hidden_size"]
         self.q_proj = nn.Linear(hidden, self.heads * self.dim, bias=False)
         self.k_proj = nn.Linear(hidden, self.kv_heads * self.dim, bias=False)
@@ -150,7 +154,9 @@ class Model(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim > 1:
                 nn.init.normal_(p, std=0.04)
-            if name.endswith(("o_proj.weight", "w_down")):  # keep the residual stream small at depth
+            if name.endswith(
+                ("o_proj.weight", "w_down")
+            ):  # keep the residual stream small at depth
                 p.data /= math.sqrt(2 * len(self.layers))
         dim = c["head_dim"]
         inv = c["rope_parameters"]["rope_theta"] ** -(torch.arange(0, dim, 2).float() / dim)
@@ -222,7 +228,7 @@ def evaluate(loss_sum, windows, batch):
 
 
 def batches(data, batch, length, eos, seed, device):
-    """Endless training batches: each epoch cuts the text at a new offset and shuffles the windows."""
+    """Endless training batches: each epoch cuts at a new offset and shuffles the windows."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.arange(length + 1, device=device)
     while True:
@@ -258,22 +264,38 @@ def verify(out, config_dir, windows, batch, device):
         with open(Path(folder) / "model.safetensors", "wb") as joined:
             for part in sorted(out.glob("model.safetensors.part*")):
                 joined.write(part.read_bytes())
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    problems = {k: sorted(v) for k, v in info.items() if k in ("missing_keys", "unexpected_keys") and v}
+    problems = {
+        k: sorted(v) for k, v in info.items() if k in ("missing_keys", "unexpected_keys") and v
+    }
     assert not problems, problems
     model = model.to(device).eval()
 
     def loss_sum(ids, targets):
         logits = model(ids, use_cache=False).logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"), None
+        return F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        ), None
 
     nats, _ = evaluate(loss_sum, windows, batch)
     samples = []
-    for prompt in ("It is a truth universally acknowledged, that ", "And it came to pass", "HACKER, n.  "):
+    for prompt in (
+        "It is a truth universally acknowledged, that ",
+        "And it came to pass",
+        "HACKER, n.  ",
+    ):
         ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
         torch.manual_seed(0)
-        tokens = model.generate(ids, max_new_tokens=200 if device.type == "cuda" else 8, do_sample=True, temperature=0.7, top_p=0.95)
+        tokens = model.generate(
+            ids,
+            max_new_tokens=200 if device.type == "cuda" else 8,
+            do_sample=True,
+            temperature=0.7,
+            top_p=0.95,
+        )
         samples.append(tokenizer.decode(tokens[0]))
     return nats, samples
 
@@ -281,31 +303,43 @@ def verify(out, config_dir, windows, batch, device):
 def main():
     """Train, export, verify."""
     start = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="folder written by prepare_corpus.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--corpus", type=Path, required=True, help="folder written by prepare_corpus.py"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=8.0, help="wall clock for training, start-up included")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="wall clock for training, start-up included"
+    )
     parser.add_argument("--batch", type=int, default=64, help="windows per step")
     parser.add_argument("--length", type=int, default=2048, help="bytes per window")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--warmup", type=int, default=200, help="steps")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--balance", type=float, default=0.01, help="weight of the load-balancing loss")
+    parser.add_argument(
+        "--balance", type=float, default=0.01, help="weight of the load-balancing loss"
+    )
     parser.add_argument("--z-loss", type=float, default=1e-4)
     parser.add_argument("--eval-seconds", type=float, default=20.0)
-    parser.add_argument("--eval-bytes", type=int, default=None, help="use only the start of the held-out text")
+    parser.add_argument(
+        "--eval-bytes", type=int, default=None, help="use only the start of the held-out text"
+    )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     budget = args.minutes * 60
-    log = open(args.out / "train_log.jsonl", "w", buffering=1)
+    log = args.out / "train_log.jsonl"
+    log.write_text("")
 
     def record(**entry):
         entry = {k: round(v, 5) if isinstance(v, float) else v for k, v in entry.items()}
         print(json.dumps(entry), flush=True)
-        log.write(json.dumps(entry) + "\n")
+        with log.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -316,7 +350,8 @@ def main():
         return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
     config = json.loads((MODEL_FILES / "config.json").read_text())
-    raw = np.frombuffer(lzma.open(args.corpus / "train.bin.xz").read(), np.uint8)
+    with lzma.open(args.corpus / "train.bin.xz") as file:
+        raw = np.frombuffer(file.read(), np.uint8)
     data = torch.from_numpy(raw.copy()).to(device)
     windows = heldout_windows(args.corpus / "heldout.txt", args.length, device)
     if args.eval_bytes:
@@ -325,8 +360,13 @@ def main():
     model = Model(config, args.dropout).to(device)
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    groups = [
+        {"params": decay, "weight_decay": args.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda"
+    )
     info = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "train_bytes": len(data),
@@ -351,7 +391,9 @@ def main():
 
     stream = batches(data, args.batch, args.length, config["eos_token_id"], args.seed, device)
     # Evaluation calls the model itself, so that a ragged last batch compiles nothing.
-    forward = model if args.no_compile or device.type != "cuda" else torch.compile(model, dynamic=False)
+    forward = (
+        model if args.no_compile or device.type != "cuda" else torch.compile(model, dynamic=False)
+    )
 
     def step(run, x, y):
         with autocast():
@@ -393,7 +435,11 @@ def main():
         while (elapsed := time.monotonic() - begin) < span:
             done = elapsed / span
             # Cosine down to 1 %: the best checkpoint is nearly always among the last.
-            lr = args.lr * min(1.0, (n + 1) / args.warmup) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+            lr = (
+                args.lr
+                * min(1.0, (n + 1) / args.warmup)
+                * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+            )
             for group in optimizer.param_groups:
                 group["lr"] = lr
             x, y = next(stream)
@@ -443,7 +489,9 @@ def main():
         "bytes": size,
     }
     if loads is not None:
-        results["expert_load_min_max_per_layer"] = [[round(v, 4) for v in (r.min().item(), r.max().item())] for r in loads]
+        results["expert_load_min_max_per_layer"] = [
+            [round(v, 4) for v in (r.min().item(), r.max().item())] for r in loads
+        ]
     path = args.out / "results.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     if digest is None:

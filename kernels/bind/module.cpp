@@ -30,10 +30,14 @@ namespace {
 std::map<std::string, bool> feature_flags() {
   const uint32_t have = kt::sys::cpu_features();
   const std::pair<const char*, uint32_t> names[] = {
-      {"avx2", kt::sys::kAvx2},          {"avx512", kt::sys::kAvx512},
-      {"avx512_vnni", kt::sys::kAvx512Vnni}, {"avx512_vbmi", kt::sys::kAvx512Vbmi},
-      {"avx512_bf16", kt::sys::kAvx512Bf16}, {"amx_tile", kt::sys::kAmxTile},
-      {"amx_int8", kt::sys::kAmxInt8},   {"amx_bf16", kt::sys::kAmxBf16},
+      {"avx2", kt::sys::kAvx2},
+      {"avx512", kt::sys::kAvx512},
+      {"avx512_vnni", kt::sys::kAvx512Vnni},
+      {"avx512_vbmi", kt::sys::kAvx512Vbmi},
+      {"avx512_bf16", kt::sys::kAvx512Bf16},
+      {"amx_tile", kt::sys::kAmxTile},
+      {"amx_int8", kt::sys::kAmxInt8},
+      {"amx_bf16", kt::sys::kAmxBf16},
       {"avx_vnni", kt::sys::kAvxVnni},
   };
   std::map<std::string, bool> flags;
@@ -69,17 +73,20 @@ std::shared_ptr<kt::MoeLayer> make_layer(std::shared_ptr<kt::sys::Team> team, in
                                          float swiglu_alpha, int64_t max_tokens,
                                          const std::string& table, int kind) {
   return std::make_shared<kt::MoeLayer>(
-      std::move(team),
-      kt::LayerConfig{num_experts, top_k, hidden_size, intermediate_size,
-                      kt::WeightFormat(format), group_size, {swiglu_limit, swiglu_alpha},
-                      std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()), max_tokens,
-                      find_table(table), kt::KernelKind(kind)});
+      std::move(team), kt::LayerConfig{num_experts,
+                                       top_k,
+                                       hidden_size,
+                                       intermediate_size,
+                                       kt::WeightFormat(format),
+                                       group_size,
+                                       {swiglu_limit, swiglu_alpha},
+                                       std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
+                                       max_tokens,
+                                       find_table(table),
+                                       kt::KernelKind(kind)});
 }
 
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
+template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
 // A queued forward pass.
 struct Ticket {
@@ -140,15 +147,20 @@ auto product(const std::string& table, bool tile_kind, int format, int group_siz
 
 NB_MODULE(KT_MODULE_NAME, m) {
   m.doc() = "Compiled core of kt_kernel (private).";
+  // Engine processes end with their layers alive; nanobind would list them in the server's log.
+  nb::set_leak_warnings(false);
   m.def("cpu_features", feature_flags, "Instruction sets this CPU and system can run.");
   m.def("cpu_brand", kt::sys::cpu_brand);
   m.def("kernel_tables", usable_tables, "Kernel tables that run here, best first.");
-  m.def("topology", [] {
-    std::vector<std::tuple<int, int, int>> nodes;
-    for (const auto& n : kt::sys::topology())
-      nodes.emplace_back(n.id, int(n.cpus.size()), n.cores);
-    return nodes;
-  }, "(node id, allowed CPUs, cores) of each NUMA node.");
+  m.def(
+      "topology",
+      [] {
+        std::vector<std::tuple<int, int, int>> nodes;
+        for (const auto& n : kt::sys::topology())
+          nodes.emplace_back(n.id, int(n.cpus.size()), n.cores);
+        return nodes;
+      },
+      "(node id, allowed CPUs, cores) of each NUMA node.");
   m.def("cpu_quota", kt::sys::cpu_quota);
   m.def("probe_read_bandwidth", kt::sys::probe_read_bandwidth, "max_threads"_a,
         nb::call_guard<nb::gil_scoped_release>());
@@ -159,39 +171,42 @@ NB_MODULE(KT_MODULE_NAME, m) {
       .def_prop_ro("threads", [](const kt::sys::Team& t) { return t.threads(); });
 
   nb::class_<Ticket>(m, "Ticket")
-      .def("wait", [](const Ticket& t) { t.job->wait(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "wait", [](const Ticket& t) { t.job->wait(); }, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("done", [](const Ticket& t) { return t.job->done(); });
 
   nb::class_<kt::MoeLayer>(m, "MoeLayer")
       .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
            "hidden_size"_a, "intermediate_size"_a, "format"_a, "group_size"_a, "cpu_slots"_a,
            "swiglu_limit"_a, "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a)
-      .def("load_expert",
-           [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
-              int dtype, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
-             layer.load_expert(slot, {pointer<const void>(gate), pointer<const void>(up),
-                                      pointer<const void>(down), kt::DType(dtype),
-                                      pointer<const float>(gate_bias),
-                                      pointer<const float>(up_bias),
-                                      pointer<const float>(down_bias)});
-           },
-           "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "dtype"_a, "gate_bias_ptr"_a = 0,
-           "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
-      .def("submit",
-           [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,
-              uintptr_t weights, uintptr_t out, uintptr_t add, uintptr_t partial) {
-             return Ticket{layer.submit({pointer<const void>(x), kt::DType(dtype), tokens,
-                                         pointer<const int64_t>(ids),
-                                         pointer<const float>(weights), pointer<void>(out),
-                                         pointer<const float>(add), pointer<float>(partial)})};
-           },
-           "x_ptr"_a, "dtype"_a, "tokens"_a, "ids_ptr"_a, "weights_ptr"_a, "out_ptr"_a,
-           "add_ptr"_a = 0, "partial_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
-      .def("unpack",
-           [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
-             layer.unpack(slot, matrix, pointer<float>(dst));
-           },
-           "slot"_a, "matrix"_a, "ptr"_a)
+      .def(
+          "load_expert",
+          [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
+             int dtype, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
+            layer.load_expert(
+                slot, {pointer<const void>(gate), pointer<const void>(up),
+                       pointer<const void>(down), kt::DType(dtype), pointer<const float>(gate_bias),
+                       pointer<const float>(up_bias), pointer<const float>(down_bias)});
+          },
+          "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "dtype"_a, "gate_bias_ptr"_a = 0,
+          "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "submit",
+          [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,
+             uintptr_t weights, uintptr_t out, uintptr_t add, uintptr_t partial) {
+            return Ticket{layer.submit({pointer<const void>(x), kt::DType(dtype), tokens,
+                                        pointer<const int64_t>(ids), pointer<const float>(weights),
+                                        pointer<void>(out), pointer<const float>(add),
+                                        pointer<float>(partial)})};
+          },
+          "x_ptr"_a, "dtype"_a, "tokens"_a, "ids_ptr"_a, "weights_ptr"_a, "out_ptr"_a,
+          "add_ptr"_a = 0, "partial_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "unpack",
+          [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
+            layer.unpack(slot, matrix, pointer<float>(dst));
+          },
+          "slot"_a, "matrix"_a, "ptr"_a)
       .def_prop_ro("packed_bytes", &kt::MoeLayer::packed_bytes)
       .def("stats", [](const kt::MoeLayer& layer) {
         const kt::LayerStats& s = layer.stats();
@@ -206,6 +221,5 @@ NB_MODULE(KT_MODULE_NAME, m) {
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,
         "down"_a, nb::kw_only(), "activation_format"_a, "group_size"_a, "skip"_a,
         "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
-        "swiglu_limit"_a = 0.0, "swiglu_alpha"_a = 0.0,
-        "The layer in float64 (kernels/ref).");
+        "swiglu_limit"_a = 0.0, "swiglu_alpha"_a = 0.0, "The layer in float64 (kernels/ref).");
 }

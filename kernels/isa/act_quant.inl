@@ -17,9 +17,7 @@ inline float absmax_columns(const void* src, DType type, int64_t begin, int64_t 
   return result;
 }
 
-float absmax_row(const void* src, DType type, int64_t k) {
-  return absmax_columns(src, type, 0, k);
-}
+float absmax_row(const void* src, DType type, int64_t k) { return absmax_columns(src, type, 0, k); }
 
 // int8 values of columns [begin, end), zeros up to padded_end; returns their sum. A multiplier
 // of 0 (nothing to represent, or NaN scale) gives zeros.

@@ -1,14 +1,12 @@
 // Cuts a tile product into register blocks of up to kMaxRows activation rows by kVectors
 // vectors of weight rows. Every output is one chain of operations in ascending k whatever its
 // block, so results do not depend on how many rows come together.
-template <int M>
-struct Rows {
+template <int M> struct Rows {
   const uint8_t* a[M];
   int64_t id[M];
 };
 
-template <int M>
-inline Rows<M> rows_at(const ActRows& a, int64_t first) {
+template <int M> inline Rows<M> rows_at(const ActRows& a, int64_t first) {
   Rows<M> rows;
   for (int r = 0; r < M; ++r) {
     rows.id[r] = a.index ? a.index[first + r] : first + r;

@@ -66,8 +66,8 @@ const KernelTable KT_TABLE = {
     KT_FEATURES,
 #endif
     {
-        {kBf16ActBytes, false, quantise_bf16, swiglu_tile<kBf16Hidden>,
-         vector_product<Bf16Block>, tile_product_bf16, kTileMinRows},
+        {kBf16ActBytes, false, quantise_bf16, swiglu_tile<kBf16Hidden>, vector_product<Bf16Block>,
+         tile_product_bf16, kTileMinRows},
         {1, true, quantise_int8_row, swiglu_tile<HiddenAs::kFloat>, vector_product<Int8Block>,
          tile_product_int8, kTileMinRows},
         {1, true, quantise_int8_row, swiglu_tile<HiddenAs::kFloat>, vector_product<Int4RowBlock>,

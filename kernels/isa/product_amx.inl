@@ -16,18 +16,18 @@ void tiles_end() { _tile_release(); }
 constexpr int64_t kTileStepRows = 16;  // steps per AMX B tile: 32 k of bf16, 64 k of int8
 constexpr int64_t kBlockBytes = kBlockRows * kChunkBytes;  // an AMX A tile
 
-#define KT_TILE_LOOP(DOT, TWO)                                                    \
-  for (int64_t s = 0; s < blocks; ++s) {                                          \
-    _tile_loadd(4, rows + s * kBlockBytes, kChunkBytes);                          \
-    _tile_loadd(6, weights + s * kTileStepRows * kStepBytes, kStepBytes);         \
-    DOT(0, 4, 6);                                                                 \
-    _tile_loadd(7, weights + s * kTileStepRows * kStepBytes + 64, kStepBytes);    \
-    DOT(1, 4, 7);                                                                 \
-    if constexpr (TWO) {                                                          \
-      _tile_loadd(5, rows + kBlockRows * stride + s * kBlockBytes, kChunkBytes);  \
-      DOT(2, 5, 6);                                                               \
-      DOT(3, 5, 7);                                                               \
-    }                                                                             \
+#define KT_TILE_LOOP(DOT, TWO)                                                   \
+  for (int64_t s = 0; s < blocks; ++s) {                                         \
+    _tile_loadd(4, rows + s * kBlockBytes, kChunkBytes);                         \
+    _tile_loadd(6, weights + s * kTileStepRows * kStepBytes, kStepBytes);        \
+    DOT(0, 4, 6);                                                                \
+    _tile_loadd(7, weights + s * kTileStepRows * kStepBytes + 64, kStepBytes);   \
+    DOT(1, 4, 7);                                                                \
+    if constexpr (TWO) {                                                         \
+      _tile_loadd(5, rows + kBlockRows * stride + s * kBlockBytes, kChunkBytes); \
+      DOT(2, 5, 6);                                                              \
+      DOT(3, 5, 7);                                                              \
+    }                                                                            \
   }
 
 // Adds the products of 16 (or, with `two`, 32) rows to the accumulators in out[row * 32 + n], 4
@@ -90,27 +90,28 @@ inline void dequantise_rows(const uint8_t* tile, const ActRows& a, int64_t m, fl
     }
 }
 
-void tile_product_bf16(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
-                       int64_t m, float* out) {
+void tile_product_bf16(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
+                       float* out) {
   tile_rows<false>(tile, layout.cols_padded() / 2, a, 0, m, true, out);
 }
 
-void tile_product_int8(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
-                       int64_t m, float* out) {
+void tile_product_int8(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
+                       float* out) {
   tile_rows<true>(tile + layout.head_bytes(), layout.cols_padded() / 4, a, 0, m, true, out);
   dequantise_rows(tile, a, m, out);
 }
 
 // INT4: a stretch of columns is unpacked to int8 steps on the stack (in the first-level cache),
 // used for all rows, and the accumulators go through `out` from one stretch to the next.
-void tile_product_int4(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
-                       int64_t m, float* out) {
+void tile_product_int4(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
+                       float* out) {
   constexpr int64_t kStretch = 512;  // columns: 16 KB of int8
   alignas(64) uint8_t unpacked[kStretch / 4 * kStepBytes];
   const I mask = i_set(0x0f0f0f0f), eight = i_set(0x08080808);
   const uint8_t* packed = tile + layout.head_bytes();
   for (int64_t k = 0; k < layout.cols_padded(); k += kStretch) {
-    const int64_t columns = layout.cols_padded() - k < kStretch ? layout.cols_padded() - k : kStretch;
+    const int64_t columns =
+        layout.cols_padded() - k < kStretch ? layout.cols_padded() - k : kStretch;
     uint8_t* dst = unpacked;
     for (int64_t s = 0; s < columns / 8; ++s, packed += kStepBytes, dst += 2 * kStepBytes)
       for (int n = 0; n < kTileRows * 4; n += kLanes * 4) {

@@ -73,6 +73,7 @@ inline I dot_int8(I acc, I a, Int8Weights w) {
 // Nibbles 0..15 times int8, low and high halves of a step with their own four k each: at most
 // 4 * 15 * 127 = 7620 in 16 bits.
 inline I dot_nibbles(I acc, I low, I high, I a_low, I a_high) {
-  const I p = _mm256_add_epi16(_mm256_maddubs_epi16(low, a_low), _mm256_maddubs_epi16(high, a_high));
+  const I p =
+      _mm256_add_epi16(_mm256_maddubs_epi16(low, a_low), _mm256_maddubs_epi16(high, a_high));
   return i_add(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
 }

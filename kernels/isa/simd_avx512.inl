@@ -81,7 +81,8 @@ inline I dot_int8(I acc, I a, Int8Weights w) {
   return i_add(acc, _mm512_madd_epi16(p, _mm512_set1_epi16(1)));
 }
 inline I dot_nibbles(I acc, I low, I high, I a_low, I a_high) {
-  const I p = _mm512_add_epi16(_mm512_maddubs_epi16(low, a_low), _mm512_maddubs_epi16(high, a_high));
+  const I p =
+      _mm512_add_epi16(_mm512_maddubs_epi16(low, a_low), _mm512_maddubs_epi16(high, a_high));
   return i_add(acc, _mm512_madd_epi16(p, _mm512_set1_epi16(1)));
 }
 #endif

@@ -5,7 +5,7 @@ inline F exp_lanes(F x) {
   x = f_max(f_set(-104.0f), f_min(f_set(104.0f), x));
   const I n = round_i(f_mul(x, f_set(1.44269504f)));
   const F nf = to_f(n);
-  F r = f_fnma(nf, f_set(0.693359375f), x);        // ln2 in two parts: the first is exact
+  F r = f_fnma(nf, f_set(0.693359375f), x);  // ln2 in two parts: the first is exact
   r = f_fnma(nf, f_set(-2.12194440e-4f), r);
   F p = f_set(1.0f / 5040);
   p = f_fma(p, r, f_set(1.0f / 720));

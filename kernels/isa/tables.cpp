@@ -18,8 +18,7 @@ const KernelTable* const kKernelTables[] = {
 #ifdef KT_ISA_AVX512
     &table_avx512,
 #endif
-    &table_avx2,
-    nullptr,
+    &table_avx2,        nullptr,
 };
 
 }  // namespace kt

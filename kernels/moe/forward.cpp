@@ -9,14 +9,14 @@ namespace {
 // Part [begin, end) of n items for thread i of `threads`.
 struct Share {
   int64_t begin, end;
-  Share(int64_t n, int64_t i, int64_t threads) : begin(n * i / threads), end(n * (i + 1) / threads) {}
+  Share(int64_t n, int64_t i, int64_t threads)
+      : begin(n * i / threads), end(n * (i + 1) / threads) {}
 };
 
 // Cost of one tile for m rows: below this many rows reading the weights is what takes the time.
 int64_t tile_cost(int64_t rows) { return std::max<int64_t>(rows, 8); }
 
-template <class T>
-T* as(const sys::Mapping& m) { return reinterpret_cast<T*>(m.data()); }
+template <class T> T* as(const sys::Mapping& m) { return reinterpret_cast<T*>(m.data()); }
 
 }  // namespace
 
@@ -86,7 +86,8 @@ void ForwardJob::tokens(const sys::Worker& w, const Chunk& chunk) {
                       (chunk.first + t) * c.hidden_size * dtype_bytes(args_.dtype);
     kernels_.quantise(row, args_.dtype, c.hidden_size, k, c.group, -1,
                       work_->x.data() + t * k * kernels_.act_bytes,
-                      as<float>(work_->x_scale) + t * groups, as<int32_t>(work_->x_sum) + t * groups);
+                      as<float>(work_->x_scale) + t * groups,
+                      as<int32_t>(work_->x_sum) + t * groups);
   }
 }
 
@@ -117,11 +118,14 @@ ActRows ForwardJob::x_rows(const ExpertRows& e) const {
   const int64_t k = layer_.pools_[0].up.cols_padded(), groups = c.group ? k / c.group : 1;
   const int64_t stride = k * kernels_.act_bytes;
   if (e.tile)
-    return {work_->gathered.data() + e.row * stride, stride,
+    return {work_->gathered.data() + e.row * stride,
+            stride,
             as<float>(work_->gathered_scale) + e.row * groups,
-            as<int32_t>(work_->gathered_sum) + e.row * groups, groups, nullptr};
-  return {work_->x.data(), stride, as<float>(work_->x_scale), as<int32_t>(work_->x_sum), groups,
-          plan_.tokens() + e.first};
+            as<int32_t>(work_->gathered_sum) + e.row * groups,
+            groups,
+            nullptr};
+  return {work_->x.data(),           stride, as<float>(work_->x_scale),
+          as<int32_t>(work_->x_sum), groups, plan_.tokens() + e.first};
 }
 
 ActRows ForwardJob::h_rows(int pool, int64_t row) const {
@@ -129,9 +133,12 @@ ActRows ForwardJob::h_rows(int pool, int64_t row) const {
   const auto p = size_t(pool);
   const int64_t k = layer_.pools_[p].down.cols_padded(), groups = c.group ? k / c.group : 1;
   const int64_t stride = k * kernels_.act_bytes;
-  return {work_->h[p].data() + row * stride, stride,
+  return {work_->h[p].data() + row * stride,
+          stride,
           as<float>(work_->h_scale[p]) + row * groups,
-          as<int32_t>(work_->h_sum[p]) + row * groups, groups, nullptr};
+          as<int32_t>(work_->h_sum[p]) + row * groups,
+          groups,
+          nullptr};
 }
 
 void ForwardJob::gate_up(const sys::Worker& w) {
@@ -182,8 +189,7 @@ void ForwardJob::gate_up(const sys::Worker& w) {
         for (int64_t b = 0; b < m; b += rows)
           kernels_.swiglu(gate + b * kTileRows, up + b * kTileRows,
                           gate_bias ? gate_bias + column : nullptr,
-                          up_bias ? up_bias + column : nullptr, c.activation,
-                          std::min(rows, m - b),
+                          up_bias ? up_bias + column : nullptr, c.activation, std::min(rows, m - b),
                           h + (e.row + r + b) * h_stride +
                               tile * (blocked ? kBlockRows * kChunkBytes : kTileRows * element),
                           blocked ? kChunkBytes : h_stride);
@@ -209,9 +215,8 @@ void ForwardJob::quantise_hidden(const sys::Worker& w) {
           whole || c.group ? -1 : c.table->absmax(row, DType::kFP32, c.intermediate_size);
       const ActRows a = h_rows(w.pool, at);
       uint8_t* dst = e.tile ? work_->thread_row(w.rank) : const_cast<uint8_t*>(a.data);
-      kernels_.quantise(row + part.begin, DType::kFP32, part.size, part.down.cols_padded(),
-                        c.group, absmax, dst, const_cast<float*>(a.scale),
-                        const_cast<int32_t*>(a.sum));
+      kernels_.quantise(row + part.begin, DType::kFP32, part.size, part.down.cols_padded(), c.group,
+                        absmax, dst, const_cast<float*>(a.scale), const_cast<int32_t*>(a.sum));
       if (e.tile) copy_to_blocks(dst, a.stride, work_->h[size_t(w.pool)].data(), at);
     }
   }
@@ -231,17 +236,17 @@ void ForwardJob::down(const sys::Worker& w, const Chunk& chunk) {
     const TileProduct product = e.tile ? kernels_.tile : kernels_.vector;
     const uint8_t* weights = layer_.expert(w.pool, e.slot) + 2 * part.up.bytes();
     // The bias counts once, so the pool that holds the first part of I adds it.
-    const float* bias = part.begin == 0 ? layer_.bias(layer_.down_bias_, e.slot,
-                                                       layer_.config_.hidden_size)
-                                        : nullptr;
+    const float* bias = part.begin == 0
+                            ? layer_.bias(layer_.down_bias_, e.slot, layer_.config_.hidden_size)
+                            : nullptr;
     for (int64_t tile = share.begin; tile < share.end; ++tile) {
       for (int64_t r = 0; r < e.count; r += kRowBlock) {
         const int64_t m = std::min(kRowBlock, e.count - r);
         product(weights + tile * part.down.tile_bytes(), part.down, h_rows(w.pool, e.row + r), m,
                 out);
         layer_.config_.table->merge(out, bias ? bias + tile * kTileRows : nullptr,
-                                     plan_.weights() + e.first + r, plan_.tokens() + e.first + r,
-                                     m, sum + tile * tile_floats);
+                                    plan_.weights() + e.first + r, plan_.tokens() + e.first + r, m,
+                                    sum + tile * tile_floats);
       }
     }
   }
@@ -255,8 +260,8 @@ void ForwardJob::finish(const sys::Worker& w, const Chunk& chunk) {
   const auto pools = int(work_->sum.size());
   const float* part[kMaxPools];
   const DType dtype = args_.partial ? DType::kFP32 : args_.dtype;
-  auto* out = args_.partial ? reinterpret_cast<uint8_t*>(args_.partial)
-                            : static_cast<uint8_t*>(args_.out);
+  auto* out =
+      args_.partial ? reinterpret_cast<uint8_t*>(args_.partial) : static_cast<uint8_t*>(args_.out);
   for (int64_t tile = share.begin; tile < share.end; ++tile) {
     const int64_t column = tile * kTileRows, n = std::min(kTileRows, h - column);
     for (int64_t t = 0; t < chunk.count; ++t) {

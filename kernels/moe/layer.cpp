@@ -169,8 +169,8 @@ void MoeLayer::unpack(int64_t slot, int matrix, float* dst) const {
       unpack_matrix(part.up, base + matrix * part.up.tile_bytes(), 2 * part.up.tile_bytes(),
                     dst + part.begin * config_.hidden_size, config_.hidden_size);
     else
-      unpack_matrix(part.down, base + 2 * part.up.bytes(), part.down.tile_bytes(),
-                    dst + part.begin, config_.intermediate_size);
+      unpack_matrix(part.down, base + 2 * part.up.bytes(), part.down.tile_bytes(), dst + part.begin,
+                    config_.intermediate_size);
   }
 }
 

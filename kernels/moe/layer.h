@@ -19,10 +19,10 @@ constexpr int kMaxPools = 64;
 struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;
   WeightFormat format;
-  int group;                     // columns per scale of kInt4Group, else 0
+  int group;  // columns per scale of kInt4Group, else 0
   Activation activation;
-  std::vector<uint8_t> on_cpu;   // [num_experts], 1 for slots held here
-  int64_t max_tokens;            // tokens per chunk: sizes the workspace
+  std::vector<uint8_t> on_cpu;  // [num_experts], 1 for slots held here
+  int64_t max_tokens;           // tokens per chunk: sizes the workspace
   const KernelTable* table;
   KernelKind kind;
 };
@@ -41,21 +41,21 @@ struct LayerStats {
 
 // Arguments of one forward pass. The pointers must stay valid until its job is done.
 struct ForwardArgs {
-  const void* x;          // [tokens, H] of dtype
+  const void* x;  // [tokens, H] of dtype
   DType dtype;
   int64_t tokens;
-  const int64_t* ids;     // [tokens, top_k], slots
-  const float* weights;   // [tokens, top_k]
-  void* out;              // [tokens, H] of dtype, or null
-  const float* add;       // [tokens, H] added before the rounding, or null
-  float* partial;         // [tokens, H]: receives the sum unrounded, or null
+  const int64_t* ids;    // [tokens, top_k], slots
+  const float* weights;  // [tokens, top_k]
+  void* out;             // [tokens, H] of dtype, or null
+  const float* add;      // [tokens, H] added before the rounding, or null
+  float* partial;        // [tokens, H]: receives the sum unrounded, or null
 };
 
 // The part of the intermediate dimension that one pool holds.
 struct PoolPart {
-  int64_t begin, size;          // of I; size may be 0
-  MatrixLayout up, down;        // of gate and up (the same), and down
-  sys::Mapping memory;          // experts held, in ascending slot order
+  int64_t begin, size;    // of I; size may be 0
+  MatrixLayout up, down;  // of gate and up (the same), and down
+  sys::Mapping memory;    // experts held, in ascending slot order
   int64_t expert_bytes() const { return 2 * up.bytes() + down.bytes(); }
 };
 

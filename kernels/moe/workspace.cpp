@@ -53,15 +53,15 @@ void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t r
 }
 
 float* Workspace::thread_scratch(int rank) const {
-  return reinterpret_cast<float*>(scratch.data()) +
-         rank * 2 * (kRowBlock + kRowSlack) * kTileRows;
+  return reinterpret_cast<float*>(scratch.data()) + rank * 2 * (kRowBlock + kRowSlack) * kTileRows;
 }
 
 std::shared_ptr<Workspace> workspace_for(const std::shared_ptr<sys::Team>& team,
                                          WorkspaceSize size) {
   static std::mutex mutex;
   static std::map<std::weak_ptr<sys::Team>, std::weak_ptr<Workspace>,
-                  std::owner_less<std::weak_ptr<sys::Team>>> known;
+                  std::owner_less<std::weak_ptr<sys::Team>>>
+      known;
   const std::lock_guard lock(mutex);
   std::erase_if(known, [](const auto& entry) { return entry.first.expired(); });
   auto& entry = known[team];

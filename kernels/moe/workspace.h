@@ -17,8 +17,8 @@ struct WorkspaceSize {
   int64_t hidden = 0;        // H
   int64_t intermediate = 0;  // I, of all pools
   bool operator<=(const WorkspaceSize& o) const {
-    return max_tokens <= o.max_tokens && top_k <= o.top_k && experts <= o.experts && hidden <= o.hidden &&
-           intermediate <= o.intermediate;
+    return max_tokens <= o.max_tokens && top_k <= o.top_k && experts <= o.experts &&
+           hidden <= o.hidden && intermediate <= o.intermediate;
   }
 };
 
@@ -38,16 +38,16 @@ struct Workspace {
   Workspace(const WorkspaceSize& size, int pools, int threads);
 
   WorkspaceSize size;
-  sys::Mapping x;         // A rows of the tokens
-  sys::Mapping x_scale;   // and their scales and sums, per row or per row and group
+  sys::Mapping x;        // A rows of the tokens
+  sys::Mapping x_scale;  // and their scales and sums, per row or per row and group
   sys::Mapping x_sum;
   sys::Mapping gathered, gathered_scale, gathered_sum;  // A rows of the pairs, for tile kernels
-  sys::Mapping h_float;   // [pairs][I] before quantisation
-  std::vector<sys::Mapping> h, h_scale, h_sum;  // per pool: A rows of the pairs
-  std::vector<sys::Mapping> sum;                // per pool: [tiles(H)][tokens][32]
-  sys::Mapping scratch;                         // per thread: gate and up blocks
-  sys::Mapping rows;                            // per thread: one A row of h
-  float* thread_scratch(int rank) const;        // 2 * (kRowBlock + kRowSlack) * 32 floats
+  sys::Mapping h_float;                                 // [pairs][I] before quantisation
+  std::vector<sys::Mapping> h, h_scale, h_sum;          // per pool: A rows of the pairs
+  std::vector<sys::Mapping> sum;                        // per pool: [tiles(H)][tokens][32]
+  sys::Mapping scratch;                                 // per thread: gate and up blocks
+  sys::Mapping rows;                                    // per thread: one A row of h
+  float* thread_scratch(int rank) const;                // 2 * (kRowBlock + kRowSlack) * 32 floats
   uint8_t* thread_row(int rank) const;
 };
 

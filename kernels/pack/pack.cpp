@@ -161,12 +161,13 @@ void unpack_matrix(const MatrixLayout& layout, const uint8_t* tiles, int64_t til
           break;
         case WeightFormat::kInt4Group: {
           const int64_t in_group = k % layout.group;
-          const uint8_t* group = tile + k / layout.group *
-                                            (2 * kTileRows + layout.group / 8 * kStepBytes);
+          const uint8_t* group =
+              tile + k / layout.group * (2 * kTileRows + layout.group / 8 * kStepBytes);
           uint16_t scale;
           std::memcpy(&scale, group + n * 2, 2);
-          w = float(nibble(group + 2 * kTileRows + in_group / 8 * kStepBytes + n * 4,
-                           in_group % 8)) * fp16_to_float(scale);
+          w = float(
+                  nibble(group + 2 * kTileRows + in_group / 8 * kStepBytes + n * 4, in_group % 8)) *
+              fp16_to_float(scale);
           break;
         }
       }

@@ -49,9 +49,7 @@ inline float load_float(const void* p, DType dtype, int64_t i) {
     case DType::kFP16:
       std::memcpy(&half, static_cast<const char*>(p) + i * 2, 2);
       return fp16_to_float(half);
-    default:
-      std::memcpy(&full, static_cast<const char*>(p) + i * 4, 4);
-      return full;
+    default: std::memcpy(&full, static_cast<const char*>(p) + i * 4, 4); return full;
   }
 }
 

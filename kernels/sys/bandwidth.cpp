@@ -32,8 +32,8 @@ size_t last_level_cache() {
   std::map<std::pair<long long, std::string>, size_t> caches;  // (level, sharing CPUs) -> bytes
   for (int cpu : allowed_cpus()) {
     for (int index = 0;; ++index) {
-      const std::string dir = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) +
-                              "/cache/index" + std::to_string(index) + "/";
+      const std::string dir = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/cache/index" +
+                              std::to_string(index) + "/";
       const auto level = read_text(dir + "level"), size = read_text(dir + "size");
       if (!level || !size) break;
       if (size->empty() || size->back() != 'K') continue;
@@ -84,10 +84,10 @@ struct Slice {
 Slice slice_of(const std::vector<Mapping>& buffers, const Worker& worker) {
   const Mapping& buffer = buffers[static_cast<size_t>(worker.pool)];
   const size_t chunks = buffer.size() / kChunk;
-  const size_t first = chunks * static_cast<size_t>(worker.index) /
-                       static_cast<size_t>(worker.pool_threads);
-  const size_t last = chunks * static_cast<size_t>(worker.index + 1) /
-                      static_cast<size_t>(worker.pool_threads);
+  const size_t first =
+      chunks * static_cast<size_t>(worker.index) / static_cast<size_t>(worker.pool_threads);
+  const size_t last =
+      chunks * static_cast<size_t>(worker.index + 1) / static_cast<size_t>(worker.pool_threads);
   return {buffer.data() + first * kChunk, (last - first) * kChunk};
 }
 
@@ -163,7 +163,8 @@ std::vector<std::pair<int, double>> probe_read_bandwidth(int max_threads) {
   const std::vector<Node> nodes = topology();
   // Twice the cache where that much memory is free. Never less than the minimum: a virtual machine
   // whose memory grows on demand may report none as available.
-  const size_t total = std::max(kMinBuffer, std::min(2 * last_level_cache(), available_memory() / 4));
+  const size_t total =
+      std::max(kMinBuffer, std::min(2 * last_level_cache(), available_memory() / 4));
   std::vector<Mapping> buffers;
   for (const Node& node : nodes) buffers.emplace_back(total / nodes.size(), node.id);
   // At least one thread on every node, to touch its memory there.

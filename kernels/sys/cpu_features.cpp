@@ -50,8 +50,7 @@ uint32_t detect() {
   const Regs ext1 = ext.eax >= 1 ? cpuid(7, 1) : Regs{};  // leaf 7.0 eax: the highest subleaf
 
   const bool floor = saves(kYmmState) && bit(basic.ecx, kAvx) && bit(basic.ecx, kFma) &&
-                     bit(basic.ecx, kF16c) && bit(ext.ebx, 5) /*AVX2*/ &&
-                     bit(ext.ebx, 8) /*BMI2*/;
+                     bit(basic.ecx, kF16c) && bit(ext.ebx, 5) /*AVX2*/ && bit(ext.ebx, 8) /*BMI2*/;
   if (!floor) return 0;
   uint32_t features = kAvx2;
   if (bit(ext1.eax, 4)) features |= kAvxVnni;

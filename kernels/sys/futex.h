@@ -28,8 +28,7 @@ inline void futex_wake_all(std::atomic<uint32_t>* word) {
 }
 
 // Polls ready() with pauses for about `budget`; returns whether it became true.
-template <class Ready>
-bool spin_until(Ready ready, std::chrono::nanoseconds budget) {
+template <class Ready> bool spin_until(Ready ready, std::chrono::nanoseconds budget) {
   if (ready()) return true;
   const auto end = std::chrono::steady_clock::now() + budget;
   do {

@@ -45,8 +45,8 @@ void* map_on_huge_pages(size_t bytes) {
   void* raw = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) throw std::bad_alloc();
   uint8_t* const begin = static_cast<uint8_t*>(raw);
-  const size_t head = round_up(reinterpret_cast<uintptr_t>(raw), kHugePage) -
-                      reinterpret_cast<uintptr_t>(raw);
+  const size_t head =
+      round_up(reinterpret_cast<uintptr_t>(raw), kHugePage) - reinterpret_cast<uintptr_t>(raw);
   const size_t tail = mapped - head - bytes;
   if (head) munmap(begin, head);
   if (tail) munmap(begin + head + bytes, tail);

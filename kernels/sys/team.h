@@ -18,11 +18,11 @@ class Crew;  // the threads and the queue of one process (team.cpp)
 // time, then sleeps on a futex, so that more threads than free CPUs do not collapse.
 class Worker {
  public:
-  int pool;           // index of the pool
-  int index;          // thread within the pool
-  int pool_threads;   // threads of this pool
-  int rank;           // thread within the team, counted pool by pool
-  int team_threads;   // threads of the whole team
+  int pool;             // index of the pool
+  int index;            // thread within the pool
+  int pool_threads;     // threads of this pool
+  int rank;             // thread within the team, counted pool by pool
+  int team_threads;     // threads of the whole team
   void pool_barrier();  // all threads of this pool
   void team_barrier();  // all threads of the team
  private:

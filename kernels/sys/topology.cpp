@@ -123,8 +123,8 @@ int tightest_quota(const std::string& mount, std::string path) {
 std::vector<int> allowed_cpus() {
   // The kernel refuses a mask smaller than its own, which may exceed the 1024 bits of cpu_set_t.
   for (int bits = 1024; bits <= 65536; bits *= 2) {
-    const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(
-        CPU_ALLOC(bits), [](cpu_set_t* s) { CPU_FREE(s); });
+    const std::unique_ptr<cpu_set_t, void (*)(cpu_set_t*)> set(CPU_ALLOC(bits),
+                                                               [](cpu_set_t* s) { CPU_FREE(s); });
     const size_t bytes = CPU_ALLOC_SIZE(bits);
     if (!set) break;
     CPU_ZERO_S(bytes, set.get());

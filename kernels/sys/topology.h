@@ -6,9 +6,9 @@
 namespace kt::sys {
 
 struct Node {
-  int id;                      // as in /sys/devices/system/node
-  std::vector<int> cpus;       // allowed logical CPUs, one SMT sibling of each core first
-  int cores;                   // how many of `cpus` are first siblings
+  int id;                 // as in /sys/devices/system/node
+  std::vector<int> cpus;  // allowed logical CPUs, one SMT sibling of each core first
+  int cores;              // how many of `cpus` are first siblings
 };
 
 // Nodes with at least one allowed CPU, ascending. Falls back to one node 0 with the affinity

@@ -95,7 +95,9 @@ class Layer:
 
         if self.weights is None:
             self.weights = [
-                normal(h**-0.5, e, i, h), normal(h**-0.5, e, i, h), normal(i**-0.5, e, h, i)
+                normal(h**-0.5, e, i, h),
+                normal(h**-0.5, e, i, h),
+                normal(i**-0.5, e, h, i),
             ]
         if self.biases:
             self.bias = [normal(0.1, e, i), normal(0.1, e, i), normal(0.1, e, h)]
@@ -147,9 +149,8 @@ class Layer:
         return y
 
     def reference(self, x: Floats, ids: Any, weights: Floats) -> npt.NDArray[np.float64]:
-        biases = dict(
-            zip(("gate_bias", "up_bias", "down_bias"), [b.astype(float) for b in self.bias])
-        )
+        names = ("gate_bias", "up_bias", "down_bias") if self.bias else ()
+        biases = dict(zip(names, [b.astype(float) for b in self.bias], strict=True))
         return _C.reference_forward(
             x.astype(float), np.ascontiguousarray(ids, np.int64), weights.astype(float),
             *[w.astype(float) for w in self.unpacked()],

@@ -26,7 +26,9 @@ integer_formats = pytest.mark.parametrize("format,group", [f for f in FORMATS if
 def integers(rng: Any, rows: int, columns: int, limit: int, group: int) -> core.Floats:
     """Integers in ±limit with the limit in every row (or group), so that its scale is 1."""
     values = rng.integers(-limit, limit + 1, (rows, columns))
-    values[:, :: group or columns] = limit * rng.choice([-1, 1], values[:, :: group or columns].shape)
+    values[:, :: group or columns] = limit * rng.choice(
+        [-1, 1], values[:, :: group or columns].shape
+    )
     return values.astype(np.float32)
 
 

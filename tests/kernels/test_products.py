@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from . import core
-from .core import AUTO, BF16, FORMATS, INT4_GROUP, INT8_ROW, TILE, VECTOR, VARIANTS, Layer
+from .core import AUTO, BF16, FORMATS, INT4_GROUP, TILE, VARIANTS, VECTOR, Layer
 
 ids = [f"{m}-{t}" for m, t in VARIANTS]
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=ids)
@@ -156,9 +156,7 @@ def test_saturating_corners(variant: tuple[str, str], format: int, group: int) -
         if signs == "random":
             weights = [w * rng.choice([-1, 1], w.shape).astype(np.float32) for w in weights]
         for kind in kinds(variant, format):
-            layer = Layer(
-                variant, format, group, 2, 2, hidden, inter, kind=kind, weights=weights
-            )
+            layer = Layer(variant, format, group, 2, 2, hidden, inter, kind=kind, weights=weights)
             x = np.full((6, hidden), -4 if signs == "opposed" else 4, np.float32)
             expert_ids = np.tile([0, 1], (6, 1))
             router = np.ones((6, 2), np.float32)

@@ -14,11 +14,11 @@ namespace kt {
 // 16 rows (1 KB), then the next 64 bytes of each. A block takes the bytes of 16 rows.
 struct ActRows {
   const uint8_t* data;
-  int64_t stride;         // bytes of a row, zero-padded to the layout's cols_padded
-  const float* scale;     // [row] or [row][group]; null for float formats
-  const int32_t* sum;     // sum of the int8 values per row or per row and group; null likewise
-  int64_t groups;         // scales per row
-  const int32_t* index;   // null for contiguous rows
+  int64_t stride;        // bytes of a row, zero-padded to the layout's cols_padded
+  const float* scale;    // [row] or [row][group]; null for float formats
+  const int32_t* sum;    // sum of the int8 values per row or per row and group; null likewise
+  int64_t groups;        // scales per row
+  const int32_t* index;  // null for contiguous rows
 
   ActRows from(int64_t row) const {  // the rows from `row` on (a whole block, for tile kernels)
     if (index) return {data, stride, scale, sum, groups, index + row};
@@ -44,8 +44,8 @@ using QuantiseRow = void (*)(const void* src, DType dtype, int64_t k, int64_t k_
                              float row_absmax, uint8_t* dst, float* scale, int32_t* sum);
 
 struct Activation {
-  float limit;                  // > 0: gate clamped from above, up to [-limit, limit]
-  float alpha;                  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
+  float limit;  // > 0: gate clamped from above, up to [-limit, limit]
+  float alpha;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
 };
 
 // h[r * h_stride + n] = act(gate + gate_bias) * (up + up_bias) for one tile of 32 columns, m
@@ -56,18 +56,18 @@ using SwigluTile = void (*)(const float* gate, const float* up, const float* gat
                             int64_t h_stride);
 
 struct FormatKernels {
-  int act_bytes;         // bytes per A element: 1 int8, 2 bf16, 4 float32 holding bf16 values
-  bool quantise_h;       // h is float32 and needs QuantiseRow before the down product
+  int act_bytes;    // bytes per A element: 1 int8, 2 bf16, 4 float32 holding bf16 values
+  bool quantise_h;  // h is float32 and needs QuantiseRow before the down product
   QuantiseRow quantise;
   SwigluTile swiglu;
   TileProduct vector;
-  TileProduct tile;      // null where the instruction set has no tile unit
-  int tile_min_rows;     // kAuto: rows from which `tile` is used
+  TileProduct tile;   // null where the instruction set has no tile unit
+  int tile_min_rows;  // kAuto: rows from which `tile` is used
 };
 
 struct KernelTable {
-  const char* name;       // "avx2", "avx512", ...
-  uint32_t features;      // bits of sys::Feature that must be present
+  const char* name;   // "avx2", "avx512", ...
+  uint32_t features;  // bits of sys::Feature that must be present
   FormatKernels format[kFormatCount];
   // Largest absolute value of a row; NaN if it holds a NaN or an infinity.
   float (*absmax)(const void* src, DType dtype, int64_t k);

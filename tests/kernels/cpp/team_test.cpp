@@ -46,12 +46,12 @@ namespace {
 
 std::atomic<int> g_failures{0};
 
-#define CHECK(condition)                                                      \
-  do {                                                                        \
-    if (!(condition)) {                                                       \
-      ++g_failures;                                                           \
-      std::printf("%s:%d: %s is false\n", __func__, __LINE__, #condition);    \
-    }                                                                         \
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      ++g_failures;                                                        \
+      std::printf("%s:%d: %s is false\n", __func__, __LINE__, #condition); \
+    }                                                                      \
   } while (0)
 
 const char* g_skipped = nullptr;  // why the running test did not run
@@ -115,8 +115,7 @@ void identity() {
         places[at(w.rank)] = {w.pool, w.index};
         CHECK(w.team_threads == total);
         CHECK(w.pool_threads == shape[at(w.pool)].threads);
-        CHECK(thread_name() ==
-              "kt-" + std::to_string(w.pool) + "." + std::to_string(w.index));
+        CHECK(thread_name() == "kt-" + std::to_string(w.pool) + "." + std::to_string(w.index));
       });
       for (int r : runs) CHECK(r == round);
     }
