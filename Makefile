@@ -1,0 +1,36 @@
+# Environments are made on first use, outside the checkout, and reused: see .ci/env.sh.
+# ARGS is passed on: make test-core ARGS="-k placement -x", make demo ARGS=--help
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-core test-engines lint format wheel bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
+
+demo: ## serve the small model of the package with vLLM on the CPU and complete one prompt
+	@python=$$(.ci/env.sh vllm) && "$$python" -m kt_kernel.demo $(ARGS)
+
+test: ## all tests, both engines included
+	@.ci/test all $(ARGS)
+
+test-core: ## the tests that need no engine
+	@.ci/test core $(ARGS)
+
+test-engines: ## the tests that run vLLM and SGLang
+	@.ci/test engines $(ARGS)
+
+lint: ## ruff, clang-format, import rules
+	@.ci/lint
+
+format: ## rewrite the sources as lint wants them
+	@.ci/lint fix
+
+wheel: ## build the wheel; prints its path
+	@.ci/env.sh wheel
+
+bench: ## measure the kernels on this machine
+	@python=$$(.ci/env.sh core) && "$$python" benchmarks/run.py $(ARGS)
+
+clean: ## remove build output here, and environments this checkout's pins no longer name
+	@rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+	@.ci/env.sh prune
