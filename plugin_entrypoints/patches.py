@@ -11,7 +11,8 @@ from importlib import import_module
 @dataclass(frozen=True)
 class Hook:
     """engine: "vllm" or "sglang". target: "module:attribute.path" as it is in the engine.
-    how: wrapped, subclassed, replaced or read. until: what would let us drop it."""
+    how: wrapped, subclassed, replaced or read. versions: those it was run with. until: what would
+    let us drop it."""
 
     engine: str
     target: str
@@ -21,6 +22,8 @@ class Hook:
     until: str
 
 
+_VLLM_TRIED = "0.26.0 (GPU, eager), 0.32.0 (CPU)"
+_SGLANG_TRIED = "0.5.17 (GPU, eager), 0.5.23 (CPU)"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _SGLANG_ARGUMENTS = "sglang.srt.server_args:ServerArgs"
 _SGLANG_MOE = "sglang.srt.layers.moe"
@@ -31,7 +34,7 @@ HOOKS: list[Hook] = [
         "vllm.engine.arg_utils:EngineArgs.add_cli_args",
         "wrapped",
         "the --kt-* flags",
-        "0.32.0",
+        _VLLM_TRIED,
         "vLLM lets plugins add arguments",
     ),
     Hook(
@@ -39,7 +42,7 @@ HOOKS: list[Hook] = [
         "vllm.engine.arg_utils:EngineArgs.from_cli_args",
         "wrapped",
         'puts the flags, checked, into additional_config["kt"], which reaches every worker',
-        "0.32.0",
+        _VLLM_TRIED,
         "vLLM lets plugins add arguments",
     ),
     Hook(
@@ -47,7 +50,7 @@ HOOKS: list[Hook] = [
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         "wrapped",
         "refuses, before an engine process starts, what the hybrid layer cannot serve",
-        "0.32.0",
+        _VLLM_TRIED,
         "vLLM calls plugins with the finished configuration",
     ),
     Hook(
@@ -55,7 +58,7 @@ HOOKS: list[Hook] = [
         f"{_MOE}.routed_experts:RoutedExperts",
         "subclassed, registered out of tree",
         "allocates the hot experts only, takes the cold ones' weights, adds their output",
-        "0.32.0",
+        _VLLM_TRIED,
         "stays: it is vLLM's own extension point",
     ),
     Hook(
@@ -63,7 +66,7 @@ HOOKS: list[Hook] = [
         f"{_MOE}.runner.moe_runner:MoERunner._select_forward",
         "wrapped",
         "on the CPU torch.compile would trace into our layer; the opaque operator hides it",
-        "0.32.0",
+        _VLLM_TRIED,
         "the CPU platform uses the opaque operator like the others",
     ),
     Hook(
@@ -71,7 +74,7 @@ HOOKS: list[Hook] = [
         "vllm.model_executor.custom_op:op_registry_oot",
         "read",
         "notices another plugin that has taken RoutedExperts",
-        "0.32.0",
+        _VLLM_TRIED,
         "register_oot names the conflict itself",
     ),
     Hook(
@@ -79,7 +82,7 @@ HOOKS: list[Hook] = [
         f"{_MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading",
         "wrapped per instance",
         "the moment when all weights of a layer have arrived",
-        "0.32.0",
+        _VLLM_TRIED,
         "RoutedExperts gets such a call itself",
     ),
     Hook(
@@ -87,7 +90,7 @@ HOOKS: list[Hook] = [
         f"{_SGLANG_ARGUMENTS}.add_cli_args",
         "hooked after",
         "the --kt-* flags that SGLang lacks; its own lose their defaults, to see which are given",
-        "0.5.23",
+        _SGLANG_TRIED,
         "SGLang lets plugins add arguments",
     ),
     Hook(
@@ -95,7 +98,7 @@ HOOKS: list[Hook] = [
         f"{_SGLANG_ARGUMENTS}.from_cli_args",
         "hooked around",
         "checks the flags, in one line, and keeps them in a private attribute for the workers",
-        "0.5.23",
+        _SGLANG_TRIED,
         "SGLang lets plugins add arguments",
     ),
     Hook(
@@ -103,7 +106,7 @@ HOOKS: list[Hook] = [
         f"{_SGLANG_ARGUMENTS}.check_server_args",
         "hooked after",
         "refuses, before a worker starts, what the hybrid layer cannot serve",
-        "0.5.23",
+        _SGLANG_TRIED,
         "SGLang calls plugins with the finished arguments",
     ),
     Hook(
@@ -111,7 +114,7 @@ HOOKS: list[Hook] = [
         "sglang.srt.model_loader.loader:_initialize_model",
         "hooked around",
         "the layers of one model, in their order, share one HybridModel",
-        "0.5.23",
+        _SGLANG_TRIED,
         "create_kt_config_from_server_args is told which model a layer belongs to",
     ),
     Hook(
@@ -119,7 +122,7 @@ HOOKS: list[Hook] = [
         f"{_SGLANG_MOE}.kt_ep_wrapper:create_kt_config_from_server_args",
         "replaced",
         "SGLang's own wants --kt-weight-path, and knows no other source of options",
-        "0.5.23",
+        _SGLANG_TRIED,
         "SGLang's own takes kt options without a weight path",
     ),
     Hook(
@@ -128,7 +131,7 @@ HOOKS: list[Hook] = [
         "replaced by a subclass",
         "SGLang's own passes no mask of experts, has no CPU path, reads weights a second time and "
         "multiplies by routed_scaling_factor twice on CUDA",
-        "0.5.23",
+        _SGLANG_TRIED,
         "SGLang's own takes a HybridLayer",
     ),
     Hook(
@@ -136,7 +139,7 @@ HOOKS: list[Hook] = [
         f"{_SGLANG_MOE}.fused_moe_triton.layer:FusedMoE._weight_loader_impl",
         "called",
         "loads one matrix of a hot expert into a given slot",
-        "0.5.23",
+        _SGLANG_TRIED,
         "stays",
     ),
     Hook(
@@ -144,7 +147,7 @@ HOOKS: list[Hook] = [
         f"{_SGLANG_MOE}.fused_moe_triton.layer:KTEPWrapperMethod",
         "read",
         "the layer's own reference to the class: the hook must have reached it",
-        "0.5.23",
+        _SGLANG_TRIED,
         "a failed hook stops SGLang",
     ),
     Hook(
@@ -152,7 +155,7 @@ HOOKS: list[Hook] = [
         f"{_SGLANG_MOE}.topk:TopKOutputChecker.format_is_standard",
         "called",
         "tells routing that was computed from routing left to a fused kernel",
-        "0.5.23",
+        _SGLANG_TRIED,
         "stays",
     ),
     Hook(
@@ -160,7 +163,7 @@ HOOKS: list[Hook] = [
         "sglang.srt.runtime_context:get_server_args",
         "called",
         "where a worker finds the options",
-        "0.5.23",
+        _SGLANG_TRIED,
         "stays",
     ),
     Hook(
@@ -168,7 +171,7 @@ HOOKS: list[Hook] = [
         "sglang.srt.plugins.hook_registry:HookRegistry.register",
         "called",
         "SGLang's own way to hook its functions",
-        "0.5.23",
+        _SGLANG_TRIED,
         "stays: it is SGLang's own extension point",
     ),
     Hook(
@@ -176,7 +179,7 @@ HOOKS: list[Hook] = [
         "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod",
         "read",
         "the only method of hot experts that is tested; others are refused",
-        "0.5.23",
+        _SGLANG_TRIED,
         "quantised checkpoints are supported",
     ),
     Hook(
@@ -184,7 +187,7 @@ HOOKS: list[Hook] = [
         f"{_SGLANG_MOE}.token_dispatcher:StandardCombineInput",
         "called",
         "what a layer returns",
-        "0.5.23",
+        _SGLANG_TRIED,
         "stays",
     ),
 ]

@@ -56,7 +56,13 @@ def test_the_model_has_learned() -> None:
 
 @pytest.mark.parametrize(
     "method,limit",
-    [("BF16", 0.002), ("AMXINT8", 0.01), ("INT4_G32", 0.03), ("INT4_G128", 0.03), ("AMXINT4", 0.05)],
+    [
+        ("BF16", 0.002),
+        ("AMXINT8", 0.01),
+        ("INT4_G32", 0.03),
+        ("INT4_G128", 0.03),
+        ("AMXINT4", 0.05),
+    ],
 )
 def test_methods_keep_the_loss(method: str, limit: float) -> None:
     assert abs(change(loss(method), loss(None))) < limit
