@@ -165,7 +165,7 @@ NB_MODULE(KT_MODULE_NAME, m) {
   m.def("probe_read_bandwidth", kt::sys::probe_read_bandwidth, "max_threads"_a,
         nb::call_guard<nb::gil_scoped_release>());
 
-  nb::class_<kt::sys::Team>(m, "Team")
+  nb::class_<kt::sys::Team>(m, "Team", nb::is_weak_referenceable())
       .def(nb::new_(&make_team), "threads"_a, "nodes"_a)
       .def_prop_ro("pools", [](const kt::sys::Team& t) { return t.pools(); })
       .def_prop_ro("threads", [](const kt::sys::Team& t) { return t.threads(); });
