@@ -6,6 +6,7 @@
 #   .ci/env.sh wheel [VERSION]      this checkout's wheel for a Python version (default: core's)
 #   .ci/env.sh cmake [VERSION]      the build folder that wheel was made in, objects included
 #   .ci/env.sh emulation [VERSION]  the file of the test-only module _C_emul
+#   .ci/env.sh sanitized [VERSION]  the same, built with AddressSanitizer and UBSan
 #   .ci/env.sh python VERSION       a python of that version on this machine
 #   .ci/env.sh prune                removes environments that this checkout's pins no longer name
 #
@@ -190,8 +191,10 @@ install_wheel() {
   )
 }
 
+# build_emulation VERSION FOLDER [CMAKE ARGUMENT...]
 build_emulation() {
-  local env version=$1
+  local env version=$1 folder=$2
+  shift 2
   echo '#include <simde/x86/avx512.h>' | "${CXX:-c++}" -E -x c++ - >/dev/null 2>&1 ||
     die "the emulation of AVX-512 and AMX is not built: it needs SIMDe's headers (Debian: libsimde-dev)" 3
   build_wheel "$version" >/dev/null
@@ -199,17 +202,17 @@ build_emulation() {
   (
     lock "$env.lock"
     mirror_sources "$env/source"
-    say "kt-moe: building the emulated kernels"
+    say "kt-moe: building the emulated kernels ($folder)"
     if ! {
-      PATH=$env/bin:$PATH cmake -S "$env/source/kernels" -B "$env/emulation" -G Ninja \
-        -DCMAKE_BUILD_TYPE=Release -DKT_EMULATE=ON -DPython_EXECUTABLE="$env/bin/python" &&
-        PATH=$env/bin:$PATH cmake --build "$env/emulation"
-    } >"$env/emulation.log" 2>&1 9>&-; then
-      tail -n 40 "$env/emulation.log" >&2
-      die "kt-moe: the emulated kernels did not build; whole log: $env/emulation.log"
+      PATH=$env/bin:$PATH cmake -S "$env/source/kernels" -B "$env/$folder" -G Ninja \
+        -DCMAKE_BUILD_TYPE=Release -DKT_EMULATE=ON -DPython_EXECUTABLE="$env/bin/python" "$@" &&
+        PATH=$env/bin:$PATH cmake --build "$env/$folder"
+    } >"$env/$folder.log" 2>&1 9>&-; then
+      tail -n 40 "$env/$folder.log" >&2
+      die "kt-moe: the emulated kernels did not build; whole log: $env/$folder.log"
     fi
   )
-  echo "$env"/emulation/_C_emul*.so
+  echo "$env/$folder"/_C_emul*.so
 }
 
 cmake_folder() {
@@ -245,12 +248,17 @@ prune() {
 }
 
 case "${1:-}" in
-  core | emulation | wheel | cmake)
+  core | emulation | sanitized | wheel | cmake)
     version=${2:-}
     [ -n "$version" ] || version=$(default_version)
     case $1 in
       core) installed core "$version" ;;
-      emulation) build_emulation "$version" ;;
+      emulation) build_emulation "$version" emulation ;;
+      # One table of each kind: vector kernels with 256 and 512 bits, and tiles.
+      sanitized)
+        build_emulation "$version" sanitized "-DKT_ISA=avx2;avx512_vnni;amx" \
+          "-DCMAKE_CXX_FLAGS=-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+        ;;
       wheel) build_wheel "$version" ;;
       cmake) cmake_folder "$version" ;;
     esac

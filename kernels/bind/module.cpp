@@ -135,6 +135,7 @@ using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::c
 
 auto product(const std::string& table, bool tile_kind, int format, int group_size, Floats w,
              Floats x) {
+  if (w.shape(1) != x.shape(1)) throw std::invalid_argument("w and x need the same columns");
   const auto rows = x.shape(0), columns = size_t(kt::round_up(int64_t(w.shape(0)), kt::kTileRows));
   auto* out = new float[std::max<size_t>(1, rows * columns)];
   nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });

@@ -17,11 +17,17 @@ namespace kt {
 //   6. sum over pools, addition of what the layer before deferred, one rounding
 class ForwardJob : public sys::Job {
  public:
-  ForwardJob(MoeLayer& layer, const ForwardArgs& args);
+  ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args);
   void run(sys::Worker& worker) noexcept override;
 
  private:
-  struct Chunk;  // the tokens of one round
+  struct Chunk {  // the tokens of one round
+    int64_t first, count;
+  };
+  struct RowShape {  // of A rows: padded columns, scales, bytes
+    int64_t columns, groups, stride;
+  };
+
   void tokens(const sys::Worker& w, const Chunk& c);
   void gather(const sys::Worker& w);
   void gate_up(const sys::Worker& w);
@@ -30,13 +36,16 @@ class ForwardJob : public sys::Job {
   void finish(const sys::Worker& w, const Chunk& c);
 
   int64_t tile_min_rows() const;
+  RowShape shape_of(const MatrixLayout& layout) const;
   ActRows x_rows(const ExpertRows& e) const;
   ActRows h_rows(int pool, int64_t row) const;
 
-  MoeLayer& layer_;
-  std::shared_ptr<Workspace> work_;
+  const std::shared_ptr<LayerState> layer_;
+  const LayerConfig& config_;
+  const Workspace& work_;
   const FormatKernels& kernels_;
-  ForwardArgs args_;
+  const ForwardArgs args_;
+  const RowShape x_shape_;
   Plan plan_;
 };
 

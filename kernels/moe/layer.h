@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -34,6 +33,8 @@ struct ExpertSource {
   const float *gate_bias, *up_bias, *down_bias;
 };
 
+// Counters since construction. A pass of more tokens than max_tokens counts as one forward, but its
+// chunks count their experts each.
 struct LayerStats {
   std::atomic<int64_t> forwards{0}, tokens{0}, expert_calls{0}, experts_touched{0};
   std::atomic<int64_t> vector_calls{0}, tile_calls{0};  // experts by kind of kernel
@@ -59,17 +60,46 @@ struct PoolPart {
   int64_t expert_bytes() const { return 2 * up.bytes() + down.bytes(); }
 };
 
+// A bias of every expert held: rows of `width` padded to whole tiles, zeros where an expert has
+// none.
+struct BiasTable {
+  sys::Mapping memory;
+  int64_t width = 0;
+  std::atomic<bool> any{false};  // whether an expert has one
+  float* row(int64_t position) const {
+    return reinterpret_cast<float*>(memory.data()) + position * round_up(width, kTileRows);
+  }
+};
+
+// What the jobs of a layer work on. Jobs share its ownership, so a layer may go while some are
+// queued; it does not own the team, which no worker may be the last to drop.
+struct LayerState {
+  LayerConfig config;
+  std::vector<int64_t> position;  // slot -> place among the experts held, or -1
+  int64_t held = 0;
+  std::vector<PoolPart> pools;
+  BiasTable gate_bias, up_bias, down_bias;
+  std::shared_ptr<Workspace> workspace;
+  LayerStats stats;
+
+  const FormatKernels& kernels() const { return config.table->format[int(config.format)]; }
+  uint8_t* expert(int pool, int64_t slot) const {
+    const PoolPart& part = pools[size_t(pool)];
+    return part.memory.data() + position[size_t(slot)] * part.expert_bytes();
+  }
+  const float* bias(const BiasTable& table, int64_t slot) const {
+    return table.any ? table.row(position[size_t(slot)]) : nullptr;
+  }
+};
+
 class MoeLayer {
  public:
   // Throws std::invalid_argument for a configuration that no kernel serves.
   MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config);
-  ~MoeLayer();  // waits for the jobs submitted: they use the layer, but must not own it, or a
-                // worker that drops the last job would have to destroy its own team
-  MoeLayer(const MoeLayer&) = delete;
-  MoeLayer& operator=(const MoeLayer&) = delete;
 
-  // Packs one expert, with all threads of the team; blocks. Throws std::invalid_argument when
-  // the slot is not held here or a weight cannot be represented.
+  // Packs one expert, with all threads of the team; blocks. A slot loaded twice keeps the later
+  // weights. Throws std::invalid_argument when the slot is not held here or a weight cannot be
+  // represented; what was loaded before is then as it was.
   void load_expert(int64_t slot, const ExpertSource& source);
 
   // Queues a forward pass and returns at once. All experts held must have been loaded.
@@ -78,27 +108,15 @@ class MoeLayer {
   // Dequantised weights: matrix 0 gate, 1 up [I, H], 2 down [H, I].
   void unpack(int64_t slot, int matrix, float* dst) const;
 
-  const LayerConfig& config() const { return config_; }
-  const LayerStats& stats() const { return stats_; }
+  const LayerConfig& config() const { return state_->config; }
+  const LayerStats& stats() const { return state_->stats; }
   int64_t packed_bytes() const;
 
  private:
-  friend class ForwardJob;
-  friend class PackJob;
-  const uint8_t* expert(int pool, int64_t slot) const;
-  const float* bias(const std::vector<float>& all, int64_t slot, int64_t width) const;
+  void need_slot(int64_t slot) const;
 
   std::shared_ptr<sys::Team> team_;
-  LayerConfig config_;
-  std::vector<int64_t> position_;  // slot -> place among the experts held, or -1
-  std::vector<PoolPart> pools_;
-  // [experts held][tiles(I or H) * 32]; empty until an expert comes with biases
-  std::vector<float> gate_bias_, up_bias_, down_bias_;
-  std::shared_ptr<Workspace> workspace_;
-  LayerStats stats_;
-  std::mutex last_mutex_;
-  std::shared_ptr<sys::Job> last_;  // the newest job; jobs of a team end in order
-  int last_process_ = 0;            // its process: a forked child has no worker to wait for
+  std::shared_ptr<LayerState> state_;
 };
 
 }  // namespace kt

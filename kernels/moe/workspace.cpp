@@ -1,9 +1,12 @@
 #include "workspace.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 
 namespace kt {
 namespace {
@@ -12,38 +15,92 @@ constexpr int64_t kMaxActBytes = 4;   // float32 holding bf16 values
 constexpr int64_t kMinGroup = 32;     // scales per row: at most one per 32 columns
 constexpr int64_t kMaxPadding = 128;  // of columns, for any layout
 
-size_t row_bytes(int64_t rows, int64_t cols) {
-  return size_t((rows + kRowSlack) * (cols + kMaxPadding) * kMaxActBytes);
+// A count that a caller's sizes come to: throws rather than wrap round, which would make a small
+// buffer of a large one.
+class Count {
+ public:
+  Count(int64_t value) : value_(value) {
+    if (value < 0) throw std::bad_alloc();
+  }
+  Count operator*(Count other) const {
+    int64_t result;
+    if (__builtin_mul_overflow(value_, other.value_, &result)) throw std::bad_alloc();
+    return result;
+  }
+  Count operator+(Count other) const {
+    int64_t result;
+    if (__builtin_add_overflow(value_, other.value_, &result)) throw std::bad_alloc();
+    return result;
+  }
+  int64_t value() const { return value_; }
+  sys::Mapping mapping() const { return sys::Mapping(size_t(value_)); }
+
+ private:
+  int64_t value_;
+};
+
+Count row_bytes(Count rows, int64_t cols) {
+  return (rows + kRowSlack) * (cols + kMaxPadding) * kMaxActBytes;
 }
-size_t scale_bytes(int64_t rows, int64_t cols) {
-  return size_t((rows + kRowSlack) * (cols / kMinGroup + 1) * 4);
+Count scale_bytes(Count rows, int64_t cols) {
+  return (rows + kRowSlack) * (cols / kMinGroup + 1) * 4;
 }
+size_t thread_row_bytes(int64_t cols) { return size_t((cols + kMaxPadding) * kMaxActBytes); }
+
+// Workspaces by team. By its address: a shared_ptr that comes from Python is not of one family
+// with another of the same team, so they cannot be compared as owners. The address of a team that
+// is gone may come again, together with what its layers left; an idle workspace fits any team
+// with as many pools and threads.
+std::map<const sys::Team*, std::weak_ptr<Workspace>> g_known;
+std::mutex g_mutex;
+
+// A fork while another thread is in workspace_for must not leave the child's mutex locked.
+[[maybe_unused]] const int g_fork_hook =
+    pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, [] { g_mutex.unlock(); });
 
 }  // namespace
 
-// Mappings cost nothing until written, so every buffer gets the size of its largest use.
-Workspace::Workspace(const WorkspaceSize& s, int pools, int threads) : size(s) {
+WorkspaceCapacity::WorkspaceCapacity(const WorkspaceSize& s)
+    : tokens(s.max_tokens), hidden(s.hidden), intermediate(s.intermediate) {
   // Tile experts have whole blocks, and one may start after a vector expert.
-  const int64_t pairs = s.max_tokens * s.top_k + 2 * s.experts * (kBlockRows - 1);
-  x = sys::Mapping(row_bytes(s.max_tokens, s.hidden));
-  x_scale = sys::Mapping(scale_bytes(s.max_tokens, s.hidden));
-  x_sum = sys::Mapping(scale_bytes(s.max_tokens, s.hidden));
-  gathered = sys::Mapping(row_bytes(pairs, s.hidden));
-  gathered_scale = sys::Mapping(scale_bytes(pairs, s.hidden));
-  gathered_sum = sys::Mapping(scale_bytes(pairs, s.hidden));
-  h_float = sys::Mapping(row_bytes(pairs, s.intermediate));
+  const int64_t pairs = (Count(s.max_tokens) * s.top_k).value();
+  pair_rows = (Count(std::min(pairs, s.experts)) * (2 * (kBlockRows - 1)) + pairs).value();
+}
+
+bool WorkspaceCapacity::holds(const WorkspaceCapacity& o) const {
+  return o.tokens <= tokens && o.pair_rows <= pair_rows && o.hidden <= hidden &&
+         o.intermediate <= intermediate;
+}
+
+void WorkspaceCapacity::grow_to(const WorkspaceCapacity& o) {
+  tokens = std::max(tokens, o.tokens);
+  pair_rows = std::max(pair_rows, o.pair_rows);
+  hidden = std::max(hidden, o.hidden);
+  intermediate = std::max(intermediate, o.intermediate);
+}
+
+// Mappings cost nothing until written, so every buffer gets the size of its largest use.
+Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
+    : capacity(c), threads(team_threads) {
+  x = row_bytes(c.tokens, c.hidden).mapping();
+  x_scale = scale_bytes(c.tokens, c.hidden).mapping();
+  x_sum = scale_bytes(c.tokens, c.hidden).mapping();
+  gathered = row_bytes(c.pair_rows, c.hidden).mapping();
+  gathered_scale = scale_bytes(c.pair_rows, c.hidden).mapping();
+  gathered_sum = scale_bytes(c.pair_rows, c.hidden).mapping();
+  h_float = row_bytes(c.pair_rows, c.intermediate).mapping();
   for (int p = 0; p < pools; ++p) {
-    h.emplace_back(row_bytes(pairs, s.intermediate));
-    h_scale.emplace_back(scale_bytes(pairs, s.intermediate));
-    h_sum.emplace_back(scale_bytes(pairs, s.intermediate));
-    sum.emplace_back(size_t(round_up(s.hidden, kTileRows) * s.max_tokens) * 4);
+    h.push_back(row_bytes(c.pair_rows, c.intermediate).mapping());
+    h_scale.push_back(scale_bytes(c.pair_rows, c.intermediate).mapping());
+    h_sum.push_back(scale_bytes(c.pair_rows, c.intermediate).mapping());
+    sum.push_back((Count(round_up(c.hidden, kTileRows)) * c.tokens * 4).mapping());
   }
-  rows = sys::Mapping(size_t(threads) * row_bytes(0, s.intermediate) / kRowSlack);
-  scratch = sys::Mapping(size_t(threads * 2 * (kRowBlock + kRowSlack) * kTileRows) * 4);
+  rows = sys::Mapping(size_t(threads) * thread_row_bytes(c.intermediate));
+  scratch = sys::Mapping(size_t(threads) * 2 * (kRowBlock + kRowSlack) * kTileRows * 4);
 }
 
 uint8_t* Workspace::thread_row(int rank) const {
-  return this->rows.data() + size_t(rank) * row_bytes(0, size.intermediate) / kRowSlack;
+  return this->rows.data() + size_t(rank) * thread_row_bytes(capacity.intermediate);
 }
 
 void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row) {
@@ -57,24 +114,18 @@ float* Workspace::thread_scratch(int rank) const {
 }
 
 std::shared_ptr<Workspace> workspace_for(const std::shared_ptr<sys::Team>& team,
-                                         WorkspaceSize size) {
-  static std::mutex mutex;
-  static std::map<std::weak_ptr<sys::Team>, std::weak_ptr<Workspace>,
-                  std::owner_less<std::weak_ptr<sys::Team>>>
-      known;
-  const std::lock_guard lock(mutex);
-  std::erase_if(known, [](const auto& entry) { return entry.first.expired(); });
-  auto& entry = known[team];
-  if (auto present = entry.lock()) {
-    if (size <= present->size) return present;
-    size.max_tokens = std::max(size.max_tokens, present->size.max_tokens);
-    size.top_k = std::max(size.top_k, present->size.top_k);
-    size.experts = std::max(size.experts, present->size.experts);
-    size.hidden = std::max(size.hidden, present->size.hidden);
-    size.intermediate = std::max(size.intermediate, present->size.intermediate);
+                                         const WorkspaceSize& size) {
+  WorkspaceCapacity capacity(size);
+  const std::lock_guard lock(g_mutex);
+  std::erase_if(g_known, [](const auto& entry) { return entry.second.expired(); });
+  const auto found = g_known.find(team.get());
+  const auto present = found == g_known.end() ? nullptr : found->second.lock();
+  if (present && int(present->sum.size()) == team->pools() && present->threads == team->threads()) {
+    if (present->capacity.holds(capacity)) return present;
+    capacity.grow_to(present->capacity);
   }
-  auto fresh = std::make_shared<Workspace>(size, team->pools(), team->threads());
-  entry = fresh;
+  auto fresh = std::make_shared<Workspace>(capacity, team->pools(), team->threads());
+  g_known[team.get()] = fresh;
   return fresh;
 }
 

@@ -10,16 +10,22 @@
 
 namespace kt {
 
-// What a workspace must hold; the largest of each field over the layers that share it.
+// What one layer asks of a workspace. All are positive.
 struct WorkspaceSize {
-  int64_t max_tokens = 0, top_k = 0;
-  int64_t experts = 0;       // E
-  int64_t hidden = 0;        // H
-  int64_t intermediate = 0;  // I, of all pools
-  bool operator<=(const WorkspaceSize& o) const {
-    return max_tokens <= o.max_tokens && top_k <= o.top_k && experts <= o.experts &&
-           hidden <= o.hidden && intermediate <= o.intermediate;
-  }
+  int64_t max_tokens, top_k;
+  int64_t experts;       // E
+  int64_t hidden;        // H
+  int64_t intermediate;  // I, of all pools
+};
+
+// What a workspace holds; the largest of each field over the layers that share it.
+struct WorkspaceCapacity {
+  int64_t tokens, hidden, intermediate;
+  int64_t pair_rows;  // rows for the token-expert pairs, with what whole blocks of them add
+  // Throws std::bad_alloc where a count does not fit into 64 bits.
+  explicit WorkspaceCapacity(const WorkspaceSize& size);
+  bool holds(const WorkspaceCapacity& other) const;
+  void grow_to(const WorkspaceCapacity& other);
 };
 
 // Rows that a tile kernel may touch past the last one.
@@ -35,9 +41,11 @@ void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t r
 constexpr int64_t kRowBlock = 128;
 
 struct Workspace {
-  Workspace(const WorkspaceSize& size, int pools, int threads);
+  // Throws std::bad_alloc for sizes that no memory holds.
+  Workspace(const WorkspaceCapacity& capacity, int pools, int threads);
 
-  WorkspaceSize size;
+  WorkspaceCapacity capacity;
+  int threads;
   sys::Mapping x;        // A rows of the tokens
   sys::Mapping x_scale;  // and their scales and sums, per row or per row and group
   sys::Mapping x_sum;
@@ -53,6 +61,6 @@ struct Workspace {
 
 // A workspace for the team that holds at least `size`: the team's present one where it does.
 std::shared_ptr<Workspace> workspace_for(const std::shared_ptr<sys::Team>& team,
-                                         WorkspaceSize size);
+                                         const WorkspaceSize& size);
 
 }  // namespace kt

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "scalar.h"
 
@@ -12,20 +11,23 @@ namespace {
 
 // The tile's source rows as floats, [32][cols padded], zero outside the matrix part.
 struct TileFloats {
-  std::vector<float> value;
+  float* value;
   int64_t rows, stride;
-  const float* row(int64_t n) const { return value.data() + n * stride; }
+  const float* row(int64_t n) const { return value + n * stride; }
 };
 
-TileFloats load_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile) {
-  TileFloats t;
-  t.stride = layout.cols_padded();
-  t.rows = std::min(kTileRows, layout.rows - tile * kTileRows);
-  t.value.assign(size_t(kTileRows * t.stride), 0.0f);
+int64_t rows_of(const MatrixLayout& layout, int64_t tile) {
+  return std::min(kTileRows, layout.rows - tile * kTileRows);
+}
+
+TileFloats load_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                     float* scratch) {
+  const TileFloats t{scratch, rows_of(layout, tile), layout.cols_padded()};
+  std::fill_n(t.value, kTileRows * t.stride, 0.0f);
   for (int64_t n = 0; n < t.rows; ++n) {
     const int64_t at = (source.row0 + tile * kTileRows + n) * source.cols + source.col0;
     for (int64_t k = 0; k < layout.cols; ++k)
-      t.value[size_t(n * t.stride + k)] = load_float(source.data, source.dtype, at + k);
+      t.value[n * t.stride + k] = load_float(source.data, source.dtype, at + k);
   }
   return t;
 }
@@ -45,7 +47,8 @@ int quantise(float x, float multiplier, int limit) {
   return std::clamp(int(std::rint(x * multiplier)), -limit, limit);
 }
 
-// limit / absmax where it is finite, else 0: the row is zero or too small to represent.
+// limit / absmax where it is finite, else 0: the row is zero or too small to represent. The same
+// rule as for activations (isa/act_quant.inl).
 float multiplier_for(float absmax, int limit) {
   const float m = float(limit) / absmax;
   return std::isfinite(m) ? m : 0.0f;
@@ -64,15 +67,14 @@ void pack_bf16(const MatrixLayout& layout, const TileFloats& t, uint8_t* dst) {
     }
 }
 
-PackError pack_rows(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
-                    const TileFloats& t, uint8_t* dst, int64_t* bad_row) {
+void pack_rows(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+               const TileFloats& t, uint8_t* dst) {
   const bool int8 = layout.format == WeightFormat::kInt8Row;
   const int limit = int8 ? 127 : 7;
   float scale[kTileRows] = {}, multiplier[kTileRows] = {};
   for (int64_t n = 0; n < t.rows; ++n) {
     const int64_t row = source.row0 + tile * kTileRows + n;
     const float absmax = source_absmax(source, row, 0, source.cols);
-    if (!std::isfinite(absmax)) return *bad_row = row, PackError::kNotFinite;
     multiplier[n] = multiplier_for(absmax, limit);
     scale[n] = multiplier[n] == 0 ? 0 : absmax / float(limit);
   }
@@ -91,21 +93,20 @@ PackError pack_rows(const MatrixLayout& layout, const MatrixSource& source, int6
         put_nibbles(q, steps + n * 4);
     }
   if (int8) std::memcpy(dst + sizeof scale, sum, sizeof sum);
-  return PackError::kNone;
 }
 
-PackError pack_groups(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
-                      const TileFloats& t, uint8_t* dst, int64_t* bad_row) {
+uint16_t group_scale(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
+                     int64_t k0) {
+  const int64_t begin = source.col0 + k0;
+  return float_to_fp16(source_absmax(source, row, begin, begin + layout.group) / 7.0f);
+}
+
+void pack_groups(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                 const TileFloats& t, uint8_t* dst) {
   for (int64_t k0 = 0; k0 < layout.cols_padded(); k0 += layout.group) {
     uint16_t scale[kTileRows] = {};
-    for (int64_t n = 0; n < t.rows; ++n) {
-      const int64_t row = source.row0 + tile * kTileRows + n;
-      const float absmax =
-          source_absmax(source, row, source.col0 + k0, source.col0 + k0 + layout.group);
-      if (!std::isfinite(absmax)) return *bad_row = row, PackError::kNotFinite;
-      scale[n] = float_to_fp16(absmax / 7.0f);
-      if (scale[n] == 0x7c00) return *bad_row = row, PackError::kScaleOverflow;
-    }
+    for (int64_t n = 0; n < t.rows; ++n)
+      scale[n] = group_scale(layout, source, source.row0 + tile * kTileRows + n, k0);
     std::memcpy(dst, scale, sizeof scale);
     dst += sizeof scale;
     for (int64_t k = k0; k < k0 + layout.group; k += 8, dst += kStepBytes)
@@ -117,7 +118,6 @@ PackError pack_groups(const MatrixLayout& layout, const MatrixSource& source, in
         put_nibbles(q, dst + n * 4);
       }
   }
-  return PackError::kNone;
 }
 
 int nibble(const uint8_t* lane, int64_t k) {  // k in 0..7
@@ -126,13 +126,28 @@ int nibble(const uint8_t* lane, int64_t k) {  // k in 0..7
 
 }  // namespace
 
-PackError pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
-                    uint8_t* dst, int64_t* bad_row) {
-  const TileFloats t = load_tile(layout, source, tile);
+PackError check_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                     int64_t* bad_row) {
+  if (layout.format == WeightFormat::kBF16) return PackError::kNone;
+  for (int64_t n = 0; n < rows_of(layout, tile); ++n) {
+    const int64_t row = *bad_row = source.row0 + tile * kTileRows + n;
+    if (!std::isfinite(source_absmax(source, row, 0, source.cols))) return PackError::kNotFinite;
+    if (layout.format != WeightFormat::kInt4Group) continue;
+    for (int64_t k0 = 0; k0 < layout.cols_padded(); k0 += layout.group)
+      if (group_scale(layout, source, row, k0) == 0x7c00) return PackError::kScaleOverflow;
+  }
+  return PackError::kNone;
+}
+
+int64_t pack_scratch(const MatrixLayout& layout) { return kTileRows * layout.cols_padded(); }
+
+void pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile, float* scratch,
+               uint8_t* dst) {
+  const TileFloats t = load_tile(layout, source, tile, scratch);
   switch (layout.format) {
-    case WeightFormat::kBF16: pack_bf16(layout, t, dst); return PackError::kNone;
-    case WeightFormat::kInt4Group: return pack_groups(layout, source, tile, t, dst, bad_row);
-    default: return pack_rows(layout, source, tile, t, dst, bad_row);
+    case WeightFormat::kBF16: return pack_bf16(layout, t, dst);
+    case WeightFormat::kInt4Group: return pack_groups(layout, source, tile, t, dst);
+    default: return pack_rows(layout, source, tile, t, dst);
   }
 }
 

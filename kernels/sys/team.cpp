@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <xmmintrin.h>
 
 #include <algorithm>
 #include <chrono>
@@ -278,6 +279,9 @@ void* Crew::thread_main(void* argument) {
   name.resize(std::min<size_t>(name.size(), 15));  // the kernel refuses longer ones
   pthread_setname_np(pthread_self(), name.c_str());
   restrict_to(crew.pools_[static_cast<size_t>(worker.pool)].cpus);
+  // A thread inherits rounding and denormal modes from its maker; results must not.
+  constexpr unsigned kDefaultFloatMode = 0x1f80;
+  _mm_setcsr(kDefaultFloatMode);
   crew.work(worker);
   return nullptr;
 }

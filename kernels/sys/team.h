@@ -67,6 +67,7 @@ class Team {
   int pools() const { return static_cast<int>(pools_.size()); }
   int threads(int pool) const { return pools_.at(static_cast<size_t>(pool)).threads; }
   int threads() const;
+  int node(int pool) const { return pools_.at(static_cast<size_t>(pool)).node; }
 
  private:
   Crew& crew();

@@ -87,11 +87,14 @@ def test_extremes_are_exact(name: str, table: str, tile: bool, format: int, grou
         pytest.skip("no tile kernel for this format")
     module = core.core_with(name, table)
     limit = 127 if format == INT8_ROW else 7
-    for sign_w, sign_x in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
-        w = np.full((32, 1024), sign_w * limit, np.float32)
-        x = np.full((17, 1024), sign_x * 127, np.float32)
-        y = module.product(table, tile, format, group, w, x)
-        np.testing.assert_array_equal(y, sign_w * sign_x * limit * 127 * 1024)
+    # 65536 is the largest H or I there is: 255 * 127 * 65536 is just under 2^31.
+    for columns in (1024, 65536):
+        for sign_w, sign_x in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
+            w = np.full((32, columns), sign_w * limit, np.float32)
+            x = np.full((17, columns), sign_x * 127, np.float32)
+            y = module.product(table, tile, format, group, w, x)
+            # A multiple of 2^10 with few bits above: exact in float32.
+            np.testing.assert_array_equal(y, sign_w * sign_x * limit * 127 * columns)
 
 
 @kernels

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from . import core
-from .core import AUTO, BF16, FORMATS, INT4_GROUP, TILE, VARIANTS, VECTOR, Layer
+from .core import AUTO, BF16, FORMATS, INT4_GROUP, INT8_ROW, TILE, VARIANTS, VECTOR, Layer
 
 ids = [f"{m}-{t}" for m, t in VARIANTS]
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=ids)
 formats = pytest.mark.parametrize("format,group", FORMATS)
 
-# float32 output: what is left is float32 summation, and in BF16 an h that falls on the other
-# side of a rounding edge.
-TOLERANCE = {BF16: 5e-3}
-INTEGER_TOLERANCE = 2e-5
+# float32 output: what is left is float32 summation, and now and then an h that falls on the other
+# side of a rounding edge than the oracle's, which moves a row by one step of one h. So most rows
+# must be equal up to summation, and none may be further off than such steps.
+LIMIT = 5e-3
+MOST_ROWS = {BF16: 1e-3}
+MOST_ROWS_INTEGER = 2e-5
 
 # (E, k, H, I): one tile, no nice divisor, primes, one column, gpt-oss' width in small.
 SHAPES = [
@@ -37,11 +39,17 @@ def kinds(variant: tuple[str, str], format: int) -> list[int]:
     return [AUTO, VECTOR, TILE] if tile else [AUTO]
 
 
+def near(format: int, errors: np.ndarray) -> bool:
+    most = MOST_ROWS.get(format, MOST_ROWS_INTEGER)
+    return (
+        bool(np.all(errors <= LIMIT)) and (errors <= most).mean() >= 0.75 if len(errors) else True
+    )
+
+
 def check(layer: Layer, tokens: int) -> None:
     batch = layer.batch(tokens)
     errors = core.row_errors(layer.forward(*batch), layer.reference(*batch))
-    limit = TOLERANCE.get(layer.format, INTEGER_TOLERANCE)
-    assert np.all(errors <= limit), f"T={tokens}: row error {errors.max():.2e} above {limit}"
+    assert near(layer.format, errors), f"T={tokens}: row errors {np.sort(errors)[::-1][:8]}"
 
 
 @variants
@@ -121,7 +129,7 @@ def test_pools_agree_within_rounding(variant: tuple[str, str], format: int, grou
         layer = Layer(variant, format, group, 3, 2, hidden, inter, threads=threads)
         batch = batch or layer.batch(9)
         errors = core.row_errors(layer.forward(*batch), layer.reference(*batch))
-        assert np.all(errors <= TOLERANCE.get(format, INTEGER_TOLERANCE))
+        assert near(format, errors)
 
 
 @pytest.mark.parametrize("format,group", [f for f in FORMATS if f[0] != BF16])
@@ -163,7 +171,7 @@ def test_saturating_corners(variant: tuple[str, str], format: int, group: int) -
             errors = core.row_errors(
                 layer.forward(x, expert_ids, router), layer.reference(x, expert_ids, router)
             )
-            assert np.all(errors <= TOLERANCE.get(format, INTEGER_TOLERANCE))
+            assert near(format, errors)
 
 
 @variants
@@ -180,11 +188,29 @@ def test_a_bad_row_stays_alone(
         clean = layer.forward(x, expert_ids, weights)
         x[5, 7] = bad
         y = layer.forward(x, expert_ids, weights)
-        if np.isnan(bad):
+        if np.isnan(bad) or format != BF16:
             assert np.all(np.isnan(y[5]))
-        assert not np.any(np.isfinite(y[5]) & (y[5] != 0) & (format != BF16))
+        else:  # an infinity goes through the float formats as arithmetic says
+            expected = layer.reference(x, expert_ids, weights)[5]
+            np.testing.assert_array_equal(np.isnan(y[5]), np.isnan(expected))
         others = np.arange(18) != 5
         np.testing.assert_array_equal(y[others], clean[others])
+
+
+@variants
+def test_an_infinity_does_not_meet_padding(variant: tuple[str, str]) -> None:
+    """I is no multiple of 32: the columns past it must not turn a finite or infinite row to NaN."""
+    for inter, limit in ((40, 7.0), (40, 0.0), (64, 7.0)):
+        shapes = [(2, inter, 64), (2, inter, 64), (2, 64, inter)]
+        for kind in kinds(variant, BF16):
+            layer = Layer(
+                variant, BF16, 0, 2, 1, 64, inter, kind=kind, limit=limit,
+                weights=[np.full(s, np.float32(0.25)) for s in shapes],
+            )  # fmt: skip
+            x = np.ones((3, 64), np.float32)
+            x[1, 5] = np.inf
+            batch = (x, np.zeros((3, 1)), np.ones((3, 1), np.float32))
+            np.testing.assert_allclose(layer.forward(*batch), layer.reference(*batch), rtol=1e-2)
 
 
 @formats
@@ -207,11 +233,68 @@ def test_weights_that_cannot_be_quantised(format: int, group: int, bad: float) -
     layer = Layer(("_C", "avx2"), format, group, 2, 1, hidden, inter)
     assert layer.weights is not None
     layer.weights[2][1, 3, 4] = bad
+    before = layer.unpacked()
+    layer.weights[0][1] *= 3  # what comes with it must not be packed either
     with pytest.raises(ValueError, match=r"expert slot 1, down row 3: a weight is NaN or infinite"):
         layer.load(1)
+    for now, then in zip(layer.unpacked(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
     layer.weights[2][1, 3, 4] = 1
     layer.load(1)
     check(layer, 4)
+
+
+def test_a_slot_loaded_again_keeps_nothing_of_before() -> None:
+    layer = Layer(("_C", "avx2"), BF16, 0, biases=True)
+    with_biases, layer.bias = layer.bias, []
+    layer.load(1)
+    layer.bias = [b * (np.arange(4) != 1).reshape(4, 1) for b in with_biases]
+    layer.bias = [b.astype(np.float32) for b in layer.bias]
+    check(layer, 9)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(format=7), "unknown weight format 7"),
+        (dict(format=3, group_size=48), "group size 48"),
+        (dict(group_size=32), "no groups"),
+        (dict(max_tokens=0), "must be positive"),
+        (dict(hidden_size=70000), "size 70000; 1 to 65536"),
+        (dict(cpu_slots=[True]), "one entry per expert"),
+        (dict(table="sse2"), 'table "sse2" cannot run'),
+    ],
+)
+def test_layers_that_no_kernel_serves_are_refused(wrong: dict, message: str) -> None:
+    module = core.module("_C")
+    assert module is not None
+    good = dict(
+        num_experts=2, top_k=1, hidden_size=64, intermediate_size=64, format=0, group_size=0,
+        cpu_slots=[True, False], swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=8, table="avx2",
+        kind=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        module.MoeLayer(core.team("_C", (1,)), **{**good, **wrong})
+    layer = module.MoeLayer(core.team("_C", (1,)), **good)
+    with pytest.raises(ValueError, match="slot 1 is not held"):
+        layer.unpack(1, 0, 0)
+    with pytest.raises(ValueError, match="needs an output"):
+        layer.submit(0, 0, 1, 0, 0, 0)
+
+
+def test_layers_of_different_sizes_share_a_team() -> None:
+    """Jobs of both are queued together: a later layer's larger workspace must not disturb."""
+    small = Layer(("_C", "avx2"), INT8_ROW, 0, 4, 2, 64, 96, max_tokens=4)
+    first = small.forward(*small.batch(7))
+    large = Layer(("_C", "avx2"), INT8_ROW, 0, 9, 3, 200, 300, max_tokens=64)
+    for _ in range(20):
+        check(large, 70)
+        np.testing.assert_array_equal(small.forward(*small.batch(7)), first)
+
+
+def test_pools_without_threads_hold_nothing() -> None:
+    for threads in ((0, 2), (1, 0, 1)):
+        check(Layer(("_C", "avx2"), INT8_ROW, 0, threads=threads), 9)
 
 
 def test_group_scale_overflow_is_refused() -> None:

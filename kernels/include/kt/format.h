@@ -11,7 +11,7 @@
 //              offset activations to unsigned). K padded to 64. Steps of 4 k: lane n =
 //              { q[n,k..k+3] } as int8 in [-127, 127]. W = q * scale[n].
 //   kInt4Row   128-byte head: float scale[32]. K padded to 64. Steps of 8 k: byte b of lane n =
-//              u[n,k+b] | u[n,k+4+b] << 4, u = q + 8, q in [-8, 7]. W = q * scale[n].
+//              u[n,k+b] | u[n,k+4+b] << 4, u = q + 8, q in [-7, 7]. W = q * scale[n].
 //   kInt4Group no head. K must be a multiple of the group g (itself a multiple of 32). For each
 //              group: fp16 scale[32] (64 bytes), then g/8 steps as in kInt4Row.
 //
@@ -26,6 +26,10 @@ enum class WeightFormat : int { kBF16 = 0, kInt8Row = 1, kInt4Row = 2, kInt4Grou
 constexpr int kFormatCount = 4;
 
 constexpr int64_t kTileRows = 32;    // rows of a tile
+// Largest H and I: the int32 sum of a row's products must not overflow, also with activations
+// offset to 0..255 (isa/simd_avx512.inl).
+constexpr int64_t kMaxColumns = 65536;
+static_assert(255 * 127 * kMaxColumns < (int64_t{1} << 31));
 constexpr int64_t kStepBytes = 128;  // 32 lanes of 4 bytes
 
 // Functions that the isa/ objects call are always inlined: a shared out-of-line copy could be the
