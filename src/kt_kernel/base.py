@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import buffers
-from .experts import ExpertTensors
 from .pools import get_team
-from .settings import LayerSettings
-from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_tensor, on_cpu
+from .settings import LayerSettings, integer
+from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
 from .variant import debug, native
+
+_wrappers: weakref.WeakSet[BaseMoEWrapper] = weakref.WeakSet()
+
+_BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
 class BaseMoEWrapper:
@@ -25,6 +31,7 @@ class BaseMoEWrapper:
         self._loaded = False
         self._arrived: set[int] = set()
         self._load_lock = threading.RLock()
+        _wrappers.add(self)
 
     # ---- what it is -------------------------------------------------------------------------
 
@@ -143,11 +150,15 @@ class BaseMoEWrapper:
         ):  # fmt: skip
             self._check_bias(name, bias, shape)
         mapping = self._check_map(physical_to_logical_map_cpu)
-        experts = ExpertTensors(
-            *(list(matrix) for matrix in (gate, up, down)),
-            *(None if bias is None else list(bias) for bias in (gate_bias, up_bias, down_bias)),
-        )
-        self._load_all(experts, mapping)
+        matrices = {"gate": gate, "up": up, "down": down}
+        biases = zip(_BIASES, (gate_bias, up_bias, down_bias), strict=True)
+        given = matrices | {name: bias for name, bias in biases if bias is not None}
+
+        def pack_all(pack: Callable[..., None]) -> None:
+            for slot in self._cpu_slots():
+                pack(slot, **{name: tensor[mapping[slot]] for name, tensor in given.items()})
+
+        self._load_all(pack_all)
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
         """Reads this layer's experts from ``weight_path`` and packs those on the CPU.
@@ -155,9 +166,13 @@ class BaseMoEWrapper:
         Args:
             physical_to_logical_map_cpu: as in ``load_weights_from_tensors``.
 
+        All that the files say of themselves is checked before anything is packed. After an error
+        the wrapper is as unloaded as before.
+
         Raises:
-            ValueError: no ``weight_path``, a wrong map, or a checkpoint that does not fit.
-            KeyError, FileNotFoundError: a missing tensor or file.
+            ValueError: no ``weight_path``, a wrong map, or a checkpoint that does not fit; names
+                file, tensor, expected and found sizes.
+            FileNotFoundError, PermissionError: nothing to read.
         """
         if self._loaded:
             return
@@ -168,16 +183,28 @@ class BaseMoEWrapper:
                 "constructor, or pass tensors to load_weights_from_tensors"
             )
         mapping = self._check_map(physical_to_logical_map_cpu)
-        wanted = sorted({mapping[slot] for slot in self._cpu_slots()})
-        if not wanted:
+        slots: dict[int, list[int]] = {}  # by logical expert
+        for slot in self._cpu_slots():
+            slots.setdefault(mapping[slot], []).append(slot)
+        if not slots:
             self.finish_loading()
             return
-        from .checkpoint import open_checkpoint
+        from .checkpoint import open_checkpoint  # the readers are not needed without a path
 
-        experts = open_checkpoint(s.weight_path).read_experts(
-            s.layer_idx, s.num_experts, s.hidden_size, s.moe_intermediate_size, experts=wanted
-        )
-        self._load_all(experts, mapping)
+        def pack_all(pack: Callable[..., None]) -> None:
+            for logical, tensors in experts:
+                for slot in slots[logical]:
+                    pack(slot, **tensors)
+
+        # One by one: what has to be transposed or converted is not in memory twice for all.
+        try:
+            with open_checkpoint(s.weight_path).each_expert(
+                s.layer_idx, s.num_experts, s.hidden_size, s.moe_intermediate_size, slots
+            ) as experts:
+                self._load_all(pack_all)
+        except ValueError as error:
+            problem = str(error).removeprefix(f"{s.where}: ")
+            raise ValueError(f"{s.where}: weight_path {s.weight_path}: {problem}") from error
 
     def load_expert(
         self,
@@ -192,9 +219,12 @@ class BaseMoEWrapper:
         """Packs one expert, for weights that arrive one by one; then call ``finish_loading``.
 
         Args:
-            slot: 0 … E-1, a slot on the CPU. A slot given twice keeps the later weights.
+            slot: 0 … E-1, a slot on the CPU. A slot given twice keeps what is given later, of
+                biases too: none then means none.
             gate, up: [I, H], down: [H, I]; bf16, fp16 or fp32, any device.
             gate_bias, up_bias: [I], down_bias: [H].
+
+        After an error while packing, the slot counts as not loaded.
 
         Raises:
             RuntimeError: loading is finished.
@@ -214,6 +244,7 @@ class BaseMoEWrapper:
                 raise RuntimeError(f"{s.where}: load_expert after loading was finished")
             if self._core is None:
                 self._core = self._make_core()
+            self._arrived.discard(slot)
             self._pack(self._core, slot, gate, up, down, gate_bias, up_bias, down_bias)
             self._arrived.add(slot)
 
@@ -237,42 +268,41 @@ class BaseMoEWrapper:
             self._loaded = True
             debug(f"{self.describe()}, {self.packed_bytes / 1e6:.1f} MB packed")
 
-    def _load_all(self, experts: ExpertTensors, mapping: list[int]) -> None:
+    def _load_all(self, pack_all: Callable[[Callable[..., None]], None]) -> None:
+        """Loads by ``pack_all``, which packs every CPU slot with the function it is given."""
         with self._load_lock:
             if self._loaded:
                 return
             core = self._make_core()  # a failure leaves what was loaded before untouched
-            for slot in self._cpu_slots():
-                logical = mapping[slot]
-                biases = (
-                    None if every is None else every[logical]
-                    for every in (experts.gate_bias, experts.up_bias, experts.down_bias)
-                )
-                self._pack(
-                    core, slot, experts.gate[logical], experts.up[logical], experts.down[logical],
-                    *biases,
-                )  # fmt: skip
+            pack_all(functools.partial(self._pack, core))
             self._core = core
             self._arrived = set(self._cpu_slots())
             self.finish_loading()
 
     def _make_core(self) -> Any:
         s = self._settings
-        return native().MoeLayer(
-            get_team(s.pools),
-            num_experts=s.num_experts,
-            top_k=s.num_experts_per_tok,
-            hidden_size=s.hidden_size,
-            intermediate_size=s.moe_intermediate_size,
-            format=s.method.format,
-            group_size=s.method.group_size,
-            cpu_slots=s.cpu_slots,
-            swiglu_limit=s.swiglu_limit,
-            swiglu_alpha=s.swiglu_alpha,
-            max_tokens=s.max_tokens,
-            table=s.table,
-            kind=s.kind,
-        )
+        try:
+            return native().MoeLayer(
+                get_team(s.pools),
+                num_experts=s.num_experts,
+                top_k=s.num_experts_per_tok,
+                hidden_size=s.hidden_size,
+                intermediate_size=s.moe_intermediate_size,
+                format=s.method.format,
+                group_size=s.method.group_size,
+                cpu_slots=s.cpu_slots,
+                swiglu_limit=s.swiglu_limit,
+                swiglu_alpha=s.swiglu_alpha,
+                max_tokens=s.max_tokens,
+                table=s.table,
+                kind=s.kind,
+            )
+        except MemoryError:
+            raise MemoryError(
+                f"{s.where}: not enough memory for {len(self._cpu_slots())} experts of hidden_size="
+                f"{s.hidden_size}, moe_intermediate_size={s.moe_intermediate_size} in "
+                f"{s.method.name}, and their buffers"
+            ) from None
 
     def _pack(
         self,
@@ -281,18 +311,23 @@ class BaseMoEWrapper:
         gate: torch.Tensor,
         up: torch.Tensor,
         down: torch.Tensor,
-        *biases: torch.Tensor | None,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
     ) -> None:
         matrices = [on_cpu(matrix) for matrix in (gate, up, down)]
         if len({matrix.dtype for matrix in matrices}) > 1:  # the core takes one dtype per expert
             matrices = [matrix.float() for matrix in matrices]
-        offsets = [None if bias is None else on_cpu(bias, torch.float32) for bias in biases]
+        biases = [
+            None if bias is None else on_cpu(bias, torch.float32)
+            for bias in (gate_bias, up_bias, down_bias)
+        ]
         try:
             core.load_expert(
                 slot,
                 *(matrix.data_ptr() for matrix in matrices),
                 DTYPES[matrices[0].dtype],
-                *(0 if bias is None else bias.data_ptr() for bias in offsets),
+                *(0 if bias is None else bias.data_ptr() for bias in biases),
             )
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None
@@ -300,12 +335,9 @@ class BaseMoEWrapper:
     def _cpu_slots(self) -> list[int]:
         return [slot for slot, here in enumerate(self._settings.cpu_slots) if here]
 
-    def _check_slot(self, slot: int) -> int:
+    def _check_slot(self, slot: Any) -> int:
         s = self._settings
-        if isinstance(slot, bool) or not isinstance(slot, int):
-            raise TypeError(f"{s.where}: slot must be an int, got {slot!r}")
-        if not 0 <= slot < s.num_experts:
-            raise ValueError(f"{s.where}: slot {slot}; accepted: 0 to {s.num_experts - 1}")
+        slot = integer(f"{s.where}: slot", slot, 0, s.num_experts - 1)
         if s.gpu_experts_mask[slot]:
             raise ValueError(
                 f"{s.where}: slot {slot} is on the GPU; on the CPU: {self._cpu_slots()}"
@@ -320,6 +352,7 @@ class BaseMoEWrapper:
     ) -> None:
         place = self._place(name, slot)
         need_tensor(place, tensor)
+        need_dense(place, tensor)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
         if tensor.dtype not in DTYPES:
@@ -332,6 +365,7 @@ class BaseMoEWrapper:
             return
         place = self._place(name, slot)
         need_tensor(place, tensor)
+        need_dense(place, tensor)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
         if not tensor.is_floating_point():
@@ -343,6 +377,7 @@ class BaseMoEWrapper:
         need_tensor(place, mapping)
         if mapping.device.type != "cpu":
             raise ValueError(f"{place} must be on the CPU, it is on {mapping.device}")
+        need_dense(place, mapping)
         if not is_integer(mapping):
             raise ValueError(f"{place} has dtype {mapping.dtype}; accepted: integer dtypes")
         if tuple(mapping.shape) != (s.num_experts,):
@@ -352,3 +387,12 @@ class BaseMoEWrapper:
             if not 0 <= value < s.num_experts:
                 raise ValueError(f"{place}[{slot}] = {value}; accepted: 0 to {s.num_experts - 1}")
         return logical
+
+
+def _renew_locks_after_fork() -> None:
+    # Another thread of the parent may have been loading; to the child what it did is not loaded.
+    for wrapper in _wrappers:
+        wrapper._load_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks_after_fork)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import operator
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -81,10 +81,43 @@ class Snapshot:
         return sum(t.nbytes for t in (self.x, self.ids, self.weights))
 
 
+class _Kept:
+    """Buffers for use again, by key.
+
+    Batch sizes outside the announced ones come and go: only the latest key with one of them is
+    kept, or this would grow with every prompt length.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, tuple[int, list[Any]]] = {}
+        self._last_other: Hashable = None
+
+    def get(self, key: Hashable) -> list[Any]:
+        """The buffers of ``key``, to take from; empty where there are none."""
+        return self._entries[key][1] if key in self._entries else []
+
+    def for_adding(self, key: Hashable, tokens: int) -> list[Any]:
+        """The list of ``key``, to put into; drops what is not worth keeping beside it."""
+        if tokens not in _capture_batch_sizes and key != self._last_other:
+            self._last_other = key
+            self.drop_others()
+        return self._entries.setdefault(key, (tokens, []))[1]
+
+    def drop_others(self) -> None:
+        for key, (tokens, _) in list(self._entries.items()):
+            if tokens not in _capture_batch_sizes and key != self._last_other:
+                del self._entries[key]
+
+    def clear(self) -> int:
+        """Empties it; returns the bytes that were in it."""
+        freed = sum(buffer.nbytes for _, kept in self._entries.values() for buffer in kept)
+        self._entries.clear()
+        return freed
+
+
 _in_flight: set[Call] = set()
-_free: defaultdict[Hashable, list[Snapshot]] = defaultdict(list)
-_results: dict[Hashable, list[torch.Tensor]] = {}  # pairs of device buffers, next one first
-_last_other_key: Hashable = None  # the one batch size kept beyond the captured ones
+_free = _Kept()  # snapshots
+_results = _Kept()  # pairs of device buffers, next one first
 _capture_batch_sizes: list[int] = []
 
 _KEPT_PER_KEY = 2
@@ -130,27 +163,20 @@ def _drop(snapshot: Snapshot) -> None:
 
 
 def _store(snapshot: Snapshot) -> None:
-    # Batch sizes outside the announced ones come and go: only the latest of them is kept, or the
-    # cache would grow with every prompt length.
-    global _last_other_key
-    key = snapshot.key
-    if snapshot.tokens not in _capture_batch_sizes and key != _last_other_key:
-        _free.pop(_last_other_key, None)
-        _last_other_key = key
-    if len(_free[key]) < _KEPT_PER_KEY:
-        _free[key].append(snapshot)
+    kept = _free.for_adding(snapshot.key, snapshot.tokens)
+    if len(kept) < _KEPT_PER_KEY:
+        kept.append(snapshot)
 
 
 def device_result(
     key: Hashable, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A device buffer for a result, valid until the next-but-one call with the same key."""
+    """A device buffer [T, H] for a result, valid until the next-but-one call with the same key."""
     with _lock:
-        pair = _results.get(key)
-        if pair is None:
+        pair = _results.for_adding(key, shape[0])
+        if not pair:
             with torch.inference_mode(False):
-                pair = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
-            _results[key] = pair
+                pair += [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
         pair.reverse()
         return pair[1]
 
@@ -163,10 +189,17 @@ def set_capture_batch_sizes(sizes: Iterable[int]) -> None:
     """
     checked = []
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        try:
+            number = 0 if isinstance(size, bool) else operator.index(size)
+        except TypeError:
+            number = 0
+        if number < 1:
             raise ValueError(f"capture batch sizes must be positive integers, got {size!r}")
-        checked.append(size)
-    _capture_batch_sizes[:] = checked
+        checked.append(number)
+    with _lock:
+        _capture_batch_sizes[:] = checked
+        for kept in (_free, _results):
+            kept.drop_others()
 
 
 def get_capture_batch_sizes() -> list[int]:
@@ -178,11 +211,7 @@ def clear_buffer_cache() -> int:
     """Frees the buffers that no pending call uses; returns their bytes."""
     reap()
     with _lock:
-        freed = sum(snapshot.nbytes for kept in _free.values() for snapshot in kept)
-        freed += sum(result.nbytes for pair in _results.values() for result in pair)
-        _free.clear()
-        _results.clear()
-    return freed
+        return _free.clear() + _results.clear()
 
 
 def _finish_all() -> None:

@@ -14,7 +14,7 @@ from .base import BaseMoEWrapper
 from .chain import join_chain, model_scope
 from .routing import select_deferred_experts
 from .settings import LayerSettings, check_settings
-from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_tensor, on_cpu
+from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
 
 __all__ = ["BaseMoEWrapper", "InferenceMoEWrapper", "KTMoEWrapper", "model_scope"]
 
@@ -41,6 +41,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         super().__init__(settings)
         s = settings
         self._pending: list[_Pending] = []
+        self._dropped = False  # whether a result was, since nobody asked for it
         self._chain = join_chain(self, s.layer_idx, (s.hidden_size, s.num_experts_per_tok, s.pools))
 
     select_deferred_experts = staticmethod(select_deferred_experts)
@@ -73,14 +74,18 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         """Waits for a submitted batch and returns its result [T, H].
 
         ``hidden`` is the tensor given to ``submit_forward``; it says which result is meant where
-        several wait (the latest of that tensor), its contents are not read. A result that is
-        never asked for is dropped after four more submits, so a pass that ended in an error
-        needs no clean-up. On the CPU the result is a fresh tensor; on CUDA a fixed buffer, valid
-        until the next-but-one submit of the same batch size, dtype and device.
+        several wait (the latest of that tensor), its contents are not read. None: the latest.
+        Another tensor of the same shape, dtype and device (a copy) will do only while exactly one
+        result waits and none was ever dropped.
+
+        A result that is never asked for is dropped after four more submits, so a pass that ended
+        in an error needs no clean-up. On the CPU the result is a fresh tensor; on CUDA a buffer
+        (a fixed one for the announced batch sizes), valid until the next-but-one submit of the
+        same batch size, dtype and device.
 
         Raises:
             RuntimeError: without a submit.
-            ValueError: no pending batch has this shape.
+            ValueError: no waiting result is that of ``hidden``.
         """
         pending = self._find(hidden)
         self._pending.remove(pending)
@@ -153,7 +158,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 if snapshot is not None:
                     buffers.release_snapshot(snapshot)
         key = (hidden.data_ptr(), tokens, dtype, device)
-        self._pending = [p for p in self._pending if p.key != key][1 - _UNSYNCED :]
+        waiting = [p for p in self._pending if p.key != key]
+        self._dropped |= len(waiting) >= _UNSYNCED
+        self._pending = waiting[1 - _UNSYNCED :]
         self._pending.append(_Pending(key, tokens, out, call))
 
     def _start(
@@ -217,17 +224,24 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         s = self._settings
         if not self._pending:
             raise RuntimeError(f"{s.where}: sync_forward without submit_forward")
+        latest = self._pending[-1]
         if hidden is None:
-            return self._pending[-1]
+            return latest
         need_tensor(f"{s.where}: hidden", hidden)
         tokens = self._check_hidden(hidden)
         key = (hidden.data_ptr(), tokens, hidden.dtype, hidden.device)
         for pending in reversed(self._pending):
             if pending.key == key:
                 return pending
-        latest = self._pending[-1]
-        if latest.key[1:] == key[1:]:  # a copy of what was submitted
-            return latest
+        alike = any(pending.key[1:] == key[1:] for pending in self._pending)
+        if alike and len(self._pending) == 1 and not self._dropped:
+            return latest  # a copy of what was submitted
+        if alike:
+            raise ValueError(
+                f"{s.where}: hidden is not one of the {len(self._pending)} tensors whose results "
+                f"wait (a result is dropped after {_UNSYNCED} more submits); pass the tensor that "
+                "was given to submit_forward, or None for the latest"
+            )
         raise ValueError(
             f"{s.where}: the pending result is [{latest.tokens}, {s.hidden_size}] "
             f"{latest.key[2]} on {latest.key[3]}; hidden is {list(hidden.shape)} {hidden.dtype} "
@@ -236,8 +250,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
 
     def _check_hidden(self, hidden: torch.Tensor) -> int:
         s = self._settings
-        if hidden.layout != torch.strided or hidden.device.type == "meta":
-            raise ValueError(f"{s.where}: hidden must be a dense tensor with data")
+        need_dense(f"{s.where}: hidden", hidden)
         if hidden.dtype not in DTYPES:
             raise ValueError(f"{s.where}: hidden has dtype {hidden.dtype}; accepted: {DTYPE_NAMES}")
         if hidden.dim() < 1 or hidden.shape[-1] != s.hidden_size:
@@ -256,12 +269,11 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             need_tensor(f"{s.where}: {name}", tensor)
         tokens = self._check_hidden(hidden)
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            need_dense(f"{s.where}: {name}", tensor)
             if tensor.dim() < 1 or tensor.shape[-1] != k or tensor.numel() != tokens * k:
                 raise ValueError(
                     f"{s.where}: {name} must be [{tokens}, {k}], got {list(tensor.shape)}"
                 )
-            if tensor.layout != torch.strided or tensor.device.type == "meta":
-                raise ValueError(f"{s.where}: {name} must be a dense tensor with data")
         if not is_integer(topk_ids):
             raise ValueError(
                 f"{s.where}: topk_ids has dtype {topk_ids.dtype}; accepted: integer dtypes"
@@ -289,18 +301,19 @@ class KTMoEWrapper:
         cpuinfer_threads: threads over all pools; None: what saturates the read bandwidth.
         threadpool_count: pools; None: one per NUMA node in use.
         weight_path: checkpoint file or folder for ``load_weights``.
-        chunked_prefill_size: largest batch expected; only sizes buffers. -1: not known.
+        chunked_prefill_size: largest batch expected; only sizes buffers, and more than is worth
+            its memory counts as less. -1: not known.
         cpu_save: not supported yet.
         max_deferred_experts_per_token: d, experts per token that a layer may hand to the next.
         method: weight format, see ``INFERENCE_METHODS``.
         numa_nodes: NUMA node of each pool.
         mode: "inference".
         num_gpu_experts: n puts slots 0 … n-1 on the GPU; with a mask the two must agree.
-        group_size: for methods that do not fix it by their name.
+        group_size: fixed by the method's name; another than that or the default is refused.
         swiglu_limit: > 0 clamps gate from above and up to ±limit.
         swiglu_alpha: != 0 uses ``gate * sigmoid(alpha * gate) * (up + 1)``.
         lora_rank, lora_alpha, lora_dropout, max_cache_depth, zero_point, full_weight_grad: for
-            mode="sft".
+            mode="sft"; other values than the defaults are refused in mode="inference".
 
     Returns:
         An ``InferenceMoEWrapper``.
@@ -360,9 +373,14 @@ class KTMoEWrapper:
                 max_deferred_experts_per_token=max_deferred_experts_per_token,
                 method=method,
                 group_size=group_size,
-                full_weight_grad=full_weight_grad,
                 swiglu_limit=swiglu_limit,
                 swiglu_alpha=swiglu_alpha,
+                lora_rank=lora_rank,
+                lora_alpha=lora_alpha,
+                lora_dropout=lora_dropout,
+                max_cache_depth=max_cache_depth,
+                zero_point=zero_point,
+                full_weight_grad=full_weight_grad,
             )
         )
 

@@ -18,14 +18,12 @@ class Method:
         format: weight format of the compiled core.
         activations: what x and h are rounded to before a product.
         group_size: columns per scale, 0 where there is one scale per row or none.
-        sources: dtypes of the source tensors that can be loaded.
     """
 
     name: str
     format: int
     activations: int
     group_size: int = 0
-    sources: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
 
 _SUPPORTED = {

@@ -6,6 +6,8 @@ import operator
 
 import torch
 
+from .tensors import need_dense
+
 
 def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
     """Puts the globally most frequent layer-expert pairs on the GPU.
@@ -21,12 +23,13 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
 
     Raises:
         TypeError: ``activation_freq`` is not a tensor or ``num_gpu_experts`` not an integer.
-        ValueError: not two-dimensional, complex, or with a NaN.
+        ValueError: not two-dimensional, not dense, complex, or with a NaN.
     """
     if not isinstance(activation_freq, torch.Tensor):
         raise TypeError(
             f"activation_freq must be a tensor [L, E], got {type(activation_freq).__name__}"
         )
+    need_dense("activation_freq", activation_freq)
     if isinstance(num_gpu_experts, bool):
         raise TypeError("num_gpu_experts must be an integer, got bool")
     try:

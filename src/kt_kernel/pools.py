@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,12 +87,12 @@ def _check(name: str, count: int | None, most: int) -> None:
         raise ValueError(f"{name}={count}; accepted: 1 to {most}, or None")
 
 
-_teams: dict[PoolPlan, Any] = {}
+_teams: weakref.WeakValueDictionary[PoolPlan, Any] = weakref.WeakValueDictionary()
 _teams_lock = threading.Lock()
 
 
 def get_team(plan: PoolPlan) -> Any:
-    """The team with exactly these settings, made at first use and kept."""
+    """The team with exactly these settings. Its threads end when nobody keeps it any more."""
     with _teams_lock:
         team = _teams.get(plan)
         if team is None:
@@ -108,7 +108,6 @@ def _renew_lock_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock_after_fork)
-atexit.register(_teams.clear)  # before the extension's own clean-up, which reports what is left
 
 
 @functools.cache

@@ -5,7 +5,11 @@ None of them synchronises with the device or allocates by data, so they can be c
 
 from __future__ import annotations
 
+import operator
+
 import torch
+
+from .tensors import is_integer, need_tensor
 
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
@@ -29,14 +33,23 @@ def select_deferred_experts(
         dtype is that of ``expert_ids``, int64 if that is unsigned.
 
     Raises:
+        TypeError: not tensors, or ``protected_k`` is not an integer.
         ValueError: shapes differ or are not [T, k], or ids are not integers.
     """
+    need_tensor("expert_ids", expert_ids)
+    need_tensor("expert_scores", expert_scores)
+    try:
+        protected_k = operator.index(protected_k)
+    except TypeError:
+        raise TypeError(
+            f"protected_k must be an integer, got {type(protected_k).__name__}"
+        ) from None
     if expert_ids.dim() != 2 or expert_ids.shape != expert_scores.shape:
         raise ValueError(
             "expert_ids and expert_scores must both be [T, k], got "
             f"{list(expert_ids.shape)} and {list(expert_scores.shape)}"
         )
-    if expert_ids.is_floating_point() or expert_ids.is_complex() or expert_ids.dtype == torch.bool:
+    if not is_integer(expert_ids):
         raise ValueError(f"expert_ids must have an integer dtype, got {expert_ids.dtype}")
     ids = expert_ids.long() if expert_ids.dtype in _UNSIGNED else expert_ids
     k = ids.shape[1]

@@ -6,20 +6,33 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .methods import Method, get_method
-from .pools import PoolPlan, plan_pools
-from .variant import kernel_kind, kernel_table
+from .pools import PoolPlan, get_team, plan_pools
+from .tensors import need_dense
+from .variant import KINDS, kernel_kind, kernel_table, native
 
 MAX_DIMENSION = 65536  # of H and I
 MAX_EXPERTS = 65536
-_GROUP_SIZE_NOT_GIVEN = 128  # the default of the interface's group_size argument
-_DEFAULT_CHUNK = 1024  # tokens per chunk where chunked_prefill_size says nothing
+_MAX_CHUNK = 1024  # tokens per chunk; more gain nothing
+_MAX_CHUNK_PAIRS = 65536  # token-expert pairs per chunk
+
+# Arguments of the interface that only mode="sft" reads, and their defaults there.
+SFT_DEFAULTS: dict[str, Any] = {
+    "lora_rank": 16,
+    "lora_alpha": 32.0,
+    "lora_dropout": 0.0,
+    "max_cache_depth": 1,
+    "zero_point": True,
+    "full_weight_grad": False,
+}
+GROUP_SIZE_NOT_GIVEN = 128  # the default of the interface's group_size argument
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -37,16 +50,66 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def _number(name: str, value: Any, low: float | None = None) -> float:
+    """``value`` as a float32 number; None counts as 0."""
     if value is None:
         return 0.0
+    if isinstance(value, bool | str | bytes | bytearray):  # float() would take them
+        raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not math.isfinite(number) or (low is not None and number < low):
-        accepted = "a finite number" + (f" of at least {low:g}" if low is not None else "")
-        raise ValueError(f"{name}={number}; accepted: {accepted}")
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}") from None
+    try:
+        single = struct.unpack("f", struct.pack("f", number))[0]
+    except OverflowError:
+        single = math.inf
+    vanishes = single == 0 and number != 0  # 0 means "not used"
+    if not math.isfinite(single) or vanishes or (low is not None and number < low):
+        accepted = "a finite float32 number" + (f" of at least {low:g}" if low is not None else "")
+        raise ValueError(f"{name}={value}; accepted: {accepted}")
     return number
+
+
+def _only_for_sft(values: Mapping[str, Any]) -> None:
+    for name, default in SFT_DEFAULTS.items():
+        value = values[name]
+        same_kind = isinstance(value, bool) == isinstance(default, bool)
+        if not (same_kind and isinstance(value, numbers.Real) and value == default):
+            raise ValueError(
+                f"{name}={value!r} is for mode='sft'; accepted in mode='inference': {default}"
+            )
+
+
+def _group_size(method: Method, given: Any) -> None:
+    """The group size is part of a method's name; what is given may only agree."""
+    given = integer("group_size", given, 1, MAX_DIMENSION)
+    if given in (method.group_size, GROUP_SIZE_NOT_GIVEN):
+        return
+    has = f"has group_size={method.group_size}" if method.group_size else "has no groups"
+    raise ValueError(
+        f"method {method.name} {has}, got group_size={given}; accepted: "
+        + (f"{method.group_size}, or " if method.group_size else "")
+        + f"the default {GROUP_SIZE_NOT_GIVEN}"
+    )
+
+
+def _weight_path(path: Any) -> str | None:
+    if path is None:
+        return None
+    from .checkpoint.paths import check_path  # the readers are not needed without a path
+
+    return check_path("weight_path", path)
+
+
+def _chunk_tokens(chunked_prefill_size: Any, k: int) -> int:
+    """Tokens per chunk: no results depend on it, so no more than is worth its memory."""
+    given = -1 if chunked_prefill_size is None else chunked_prefill_size
+    given = integer("chunked_prefill_size", given, -1)
+    if given == 0:
+        raise ValueError("chunked_prefill_size=0; accepted: -1 (not known), 1 or more")
+    return max(1, min(given if given > 0 else _MAX_CHUNK, _MAX_CHUNK, _MAX_CHUNK_PAIRS // k))
 
 
 def gpu_mask(mask: Any, num_gpu_experts: int | None, num_experts: int) -> torch.Tensor:
@@ -78,6 +141,7 @@ def gpu_mask(mask: Any, num_gpu_experts: int | None, num_experts: int) -> torch.
             raise TypeError(
                 f"gpu_experts_mask must be a bool tensor [{num_experts}], got {type(mask).__name__}"
             ) from None
+    need_dense("gpu_experts_mask", mask)
     if mask.dtype != torch.bool or list(mask.shape) != [num_experts]:
         raise ValueError(
             f"gpu_experts_mask must be bool [{num_experts}], got {mask.dtype} {list(mask.shape)}"
@@ -139,36 +203,33 @@ def check_settings(
     max_deferred_experts_per_token: int | None,
     method: str,
     group_size: int,
-    full_weight_grad: bool,
     swiglu_limit: float | None,
     swiglu_alpha: float | None,
+    **for_sft: Any,
 ) -> LayerSettings:
-    """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit."""
+    """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit.
+
+    ``for_sft``: the arguments in ``SFT_DEFAULTS``.
+    """
     chosen = get_method(method)
     layer_idx = integer("layer_idx", layer_idx, 0)
     num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
     k = integer("num_experts_per_tok", num_experts_per_tok, 1, MAX_EXPERTS)
     hidden_size = integer("hidden_size", hidden_size, 1, MAX_DIMENSION)
     intermediate = integer("moe_intermediate_size", moe_intermediate_size, 1, MAX_DIMENSION)
+    _group_size(chosen, group_size)
     group = chosen.group_size
-    if group:
-        if group_size not in (group, _GROUP_SIZE_NOT_GIVEN):
-            raise ValueError(f"method {method} has group_size={group}, got group_size={group_size}")
-        for name, size in (("hidden_size", hidden_size), ("moe_intermediate_size", intermediate)):
-            if size % group:
-                raise ValueError(
-                    f"{name}={size} is not divisible by the group size {group} of {method}; "
-                    f"accepted: multiples of {group}, or a method without groups"
-                )
+    for name, size in (("hidden_size", hidden_size), ("moe_intermediate_size", intermediate)):
+        if group and size % group:
+            raise ValueError(
+                f"{name}={size} is not divisible by the group size {group} of {method}; "
+                f"accepted: multiples of {group}, or a method without groups"
+            )
+    if not isinstance(cpu_save, bool):
+        raise TypeError(f"cpu_save must be True or False, got {cpu_save!r}")
     if cpu_save:
         raise ValueError("cpu_save=True is not supported yet; accepted: False")
-    if full_weight_grad:
-        raise ValueError("full_weight_grad=True is for mode='sft'; accepted here: False")
-    if chunked_prefill_size is None:
-        chunked_prefill_size = -1
-    chunk = integer("chunked_prefill_size", chunked_prefill_size, -1)
-    if chunk == 0:
-        raise ValueError("chunked_prefill_size=0; accepted: -1 (not known), 1 or more")
+    _only_for_sft(for_sft)
     if threadpool_count is not None:
         threadpool_count = integer("threadpool_count", threadpool_count, 1)
     if cpuinfer_threads is not None:
@@ -178,7 +239,7 @@ def check_settings(
             raise TypeError(f"numa_nodes must be a list of integers, got {numa_nodes!r}")
         numa_nodes = [integer("numa_nodes", node, 0) for node in numa_nodes]
     deferred = max_deferred_experts_per_token
-    return LayerSettings(
+    settings = LayerSettings(
         layer_idx=layer_idx,
         num_experts=num_experts,
         num_experts_per_tok=k,
@@ -188,8 +249,8 @@ def check_settings(
         max_deferred=0
         if deferred is None
         else integer("max_deferred_experts_per_token", deferred, 0),
-        weight_path=None if weight_path is None else os.fspath(weight_path),
-        max_tokens=chunk if chunk > 0 else _DEFAULT_CHUNK,
+        weight_path=_weight_path(weight_path),
+        max_tokens=_chunk_tokens(chunked_prefill_size, k),
         method=chosen,
         swiglu_limit=_number("swiglu_limit", swiglu_limit, 0.0),
         swiglu_alpha=_number("swiglu_alpha", swiglu_alpha),
@@ -197,3 +258,22 @@ def check_settings(
         table=kernel_table(),
         pools=plan_pools(cpuinfer_threads, threadpool_count, numa_nodes),
     )
+    if settings.kind == KINDS["tile"]:
+        _need_tile_kernel(settings)
+    return settings
+
+
+def _need_tile_kernel(s: LayerSettings) -> None:
+    """Asks the core for a layer of no weights, so that its word counts here too."""
+    size = s.method.group_size or 1
+    try:
+        native().MoeLayer(
+            get_team(s.pools), num_experts=1, top_k=1, hidden_size=size, intermediate_size=size,
+            format=s.method.format, group_size=s.method.group_size, cpu_slots=[False],
+            swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=1, table=s.table, kind=s.kind,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(
+            f"KT_KERNEL_KIND=tile, but the {s.table} kernels have no tile kernel for method "
+            f"{s.method.name}; accepted here: vector, or unset"
+        ) from error

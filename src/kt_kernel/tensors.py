@@ -17,6 +17,19 @@ def need_tensor(place: str, value: Any) -> None:
         raise TypeError(f"{place} must be a tensor, got {type(value).__name__}")
 
 
+def need_dense(place: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError, naming ``place``, for a tensor that has no plain memory of its own."""
+    if tensor.is_nested:
+        problem = "is nested"
+    elif tensor.device.type == "meta":
+        problem = "is on meta"
+    elif tensor.layout != torch.strided:
+        problem = f"has layout {tensor.layout}"
+    else:
+        return
+    raise ValueError(f"{place} must be a dense tensor with data, it {problem}")
+
+
 def is_integer(tensor: torch.Tensor) -> bool:
     """Whether the dtype is an integer one (bool is not)."""
     return not (

@@ -461,3 +461,29 @@ def test_file_changed_after_opening(tmp_path):
     tensors = per_expert()
     found = read_experts(save(tmp_path, tensors), 0, *SIZES)
     assert torch.equal(found.up[0], tensors[f"{MOE}.0.up_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "word"),
+    [
+        (b"model", TypeError, "path must be a str or a path of str, got bytes"),
+        (7, TypeError, "got int"),
+        ("", ValueError, "path is empty"),
+        ("a\0b", ValueError, "contains a NUL"),
+        ("x" * 300, ValueError, "File name too long"),
+        ("\ud800", ValueError, "surrogates not allowed"),
+    ],
+)
+def test_what_is_no_path(path, error, word):
+    fails(path, word, error=error)
+
+
+def test_a_path_through_a_file(tmp_path):
+    save(tmp_path, per_expert())
+    path = tmp_path / "model.safetensors" / "more"
+    fails(path, path, error=FileNotFoundError)
+
+
+def test_a_link_to_itself(tmp_path):
+    (tmp_path / "link").symlink_to("link")
+    fails(tmp_path / "link", tmp_path / "link", "symbolic links")

@@ -165,3 +165,22 @@ def test_loader(tmp_path):
             loader.has_tensor("x")
     with pytest.raises(FileNotFoundError):
         SafeTensorLoader(tmp_path / "none")
+
+
+def test_experts_one_by_one(tmp_path):
+    tensors = mixtral(torch.bfloat16)
+    save_file(tensors, tmp_path / "a.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    whole = checkpoint.read_experts(3, E, H, I)
+    with checkpoint.each_expert(3, E, H, I, experts=[3, 1, 1]) as experts:
+        found = list(experts)
+    assert [expert for expert, _ in found] == [1, 3]
+    for expert, parts in found:
+        assert sorted(parts) == ["down", "gate", "up"]
+        for field, tensor in parts.items():
+            assert torch.equal(tensor, getattr(whole, field)[expert])
+    with (
+        pytest.raises(ValueError, match="expected are 5 experts"),
+        checkpoint.each_expert(3, 5, H, I),
+    ):
+        pass

@@ -1,12 +1,14 @@
 """Everything a caller can get wrong: what is raised, what it says, and that nothing breaks."""
 
+import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 from moe_cases import Case
 
-from kt_kernel import KTMoEWrapper
+from kt_kernel import KTMoEWrapper, settings
 
 E, K, H, I = 6, 3, 64, 32  # noqa: E741
 CASE = Case()
@@ -52,14 +54,45 @@ mask_of = torch.tensor
         ({"numa_nodes": [12345]}, ValueError, "numa_nodes contains 12345; nodes in use here"),
         ({"numa_nodes": "0"}, TypeError, "numa_nodes"),
         ({"numa_nodes": 0}, TypeError, "numa_nodes must be a list of integers, got 0"),
+        ({"method": "INT4_G32", "group_size": 64}, ValueError, "accepted: 32, or the default 128"),
+        ({"method": "AMXINT4", "group_size": 64}, ValueError,
+         "AMXINT4 has no groups, got group_size=64; accepted: the default 128"),
+        ({"group_size": 0}, ValueError, "group_size=0; accepted: 1 to 65536"),
+        ({"group_size": -5}, ValueError, "group_size=-5"),
+        ({"group_size": 2**70}, ValueError, "group_size="),
+        ({"group_size": "x"}, TypeError, "group_size must be an integer, got str"),
+        ({"group_size": None}, TypeError, "group_size must be an integer, got NoneType"),
+        ({"group_size": True}, TypeError, "group_size must be an integer, got True"),
+        ({"lora_rank": 8}, ValueError, "lora_rank=8 is for mode='sft'; accepted in mode="),
+        ({"lora_alpha": "x"}, ValueError, "lora_alpha='x' is for mode='sft'"),
+        ({"lora_dropout": 0.5}, ValueError, "lora_dropout=0.5 is for mode='sft'"),
+        ({"max_cache_depth": 2}, ValueError, "max_cache_depth=2 is for mode='sft'"),
+        ({"max_cache_depth": True}, ValueError, "max_cache_depth=True is for mode='sft'"),
+        ({"zero_point": False}, ValueError, "zero_point=False is for mode='sft'"),
+        ({"chunked_prefill_size": 1.5}, TypeError, "chunked_prefill_size must be an integer"),
         ({"chunked_prefill_size": 0}, ValueError, "chunked_prefill_size=0; accepted: -1"),
         ({"chunked_prefill_size": -2}, ValueError, "chunked_prefill_size=-2"),
         ({"cpu_save": True}, ValueError, "cpu_save=True is not supported yet"),
+        ({"cpu_save": "no"}, TypeError, "cpu_save must be True or False, got 'no'"),
         ({"full_weight_grad": True}, ValueError, "full_weight_grad=True is for mode='sft'"),
         ({"max_deferred_experts_per_token": -1}, ValueError, "max_deferred_experts_per_token=-1"),
         ({"swiglu_limit": -1.0}, ValueError, "swiglu_limit=-1.0"),
         ({"swiglu_limit": float("nan")}, ValueError, "swiglu_limit=nan"),
-        ({"swiglu_alpha": "x"}, TypeError, "swiglu_alpha must be a number"),
+        ({"swiglu_limit": 1e40}, ValueError, "swiglu_limit=1e+40; accepted: a finite float32"),
+        ({"swiglu_limit": 1e-50}, ValueError, "swiglu_limit=1e-50; accepted: a finite float32"),
+        ({"swiglu_limit": 10**400}, ValueError, "accepted: a finite float32 number of at least 0"),
+        ({"swiglu_limit": True}, TypeError, "swiglu_limit must be a number, got True"),
+        ({"swiglu_alpha": -1e40}, ValueError, "swiglu_alpha=-1e+40; accepted: a finite float32"),
+        ({"swiglu_alpha": True}, TypeError, "swiglu_alpha must be a number, got True"),
+        ({"swiglu_alpha": "1.5"}, TypeError, "swiglu_alpha must be a number, got '1.5'"),
+        ({"swiglu_alpha": 1j}, TypeError, "swiglu_alpha must be a number, got complex"),
+        ({"swiglu_alpha": torch.zeros(2)}, TypeError, "swiglu_alpha must be a number, got Tensor"),
+        ({"weight_path": b"model"}, TypeError, "weight_path must be a str or a path of str, got b"),
+        ({"weight_path": 5}, TypeError, "weight_path must be a str or a path of str, got int"),
+        ({"weight_path": ""}, ValueError, "weight_path is empty"),
+        ({"weight_path": "a\0b"}, ValueError, "weight_path 'a\\x00b' contains a NUL"),
+        ({"weight_path": "x" * 5000}, ValueError, "xxx…': File name too long"),
+        ({"weight_path": "\udcff\ud800"}, ValueError, "weight_path '"),
         ({"num_gpu_experts": 7}, ValueError, "num_gpu_experts=7; accepted: 0 to 6"),
         ({"gpu_experts_mask": 7}, ValueError, "num_gpu_experts=7; accepted: 0 to 6"),
         ({"gpu_experts_mask": -1}, ValueError, "num_gpu_experts=-1; accepted: 0 to 6"),
@@ -68,6 +101,10 @@ mask_of = torch.tensor
          r"must be bool [6], got torch.bool [5]"),
         ({"gpu_experts_mask": torch.zeros(6)}, ValueError, "got torch.float32 [6]"),
         ({"gpu_experts_mask": torch.zeros(1, 6, dtype=torch.bool)}, ValueError, "[1, 6]"),
+        ({"gpu_experts_mask": torch.zeros(6, dtype=torch.bool, device="meta")}, ValueError,
+         "gpu_experts_mask must be a dense tensor with data, it is on meta"),
+        ({"gpu_experts_mask": torch.zeros(6, dtype=torch.bool).to_sparse()}, ValueError,
+         "gpu_experts_mask must be a dense tensor with data"),
         ({"gpu_experts_mask": object()}, TypeError, "got object"),
         ({"gpu_experts_mask": torch.arange(6) >= 4, "num_gpu_experts": 2}, ValueError,
          "means slots 0 to 1, but gpu_experts_mask names [4, 5]"),
@@ -84,6 +121,25 @@ def test_kind_is_checked_at_construction(monkeypatch):
     monkeypatch.setenv("KT_KERNEL_KIND", "scalar")
     with pytest.raises(ValueError, match="KT_KERNEL_KIND=scalar; accepted: vector, tile"):
         make()
+
+
+@pytest.mark.parametrize("method", ["BF16", "AMXINT8", "AMXINT4", "INT4_G32"])
+def test_kind_without_a_kernel_is_refused_at_construction(method, monkeypatch):
+    monkeypatch.setenv("KT_KERNEL_CPU_VARIANT", "avx2")  # has no tile kernels
+    monkeypatch.setenv("KT_KERNEL_KIND", "tile")
+    text = f"KT_KERNEL_KIND=tile, but the avx2 kernels have no tile kernel for method {method};"
+    with pytest.raises(ValueError, match=text):
+        make(method=method)
+
+
+def test_defaults_of_the_interface():
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(KTMoEWrapper.__new__).parameters.items()
+    }
+    assert {name: defaults[name] for name in settings.SFT_DEFAULTS} == settings.SFT_DEFAULTS
+    assert defaults["group_size"] == settings.GROUP_SIZE_NOT_GIVEN
+    make(lora_alpha=32, zero_point=True)  # given, but as they are
 
 
 def tensors(**changes):
@@ -109,6 +165,14 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
         ({"map": torch.tensor([0, 1, -1, 3, 4, 5])}, ValueError, "[2] = -1; accepted: 0 to 5"),
         ({"map": torch.tensor([2**63 + 1] * 6, dtype=torch.uint64)}, ValueError, "[0] = 9223"),
         ({"map": torch.arange(6, device="meta")}, ValueError, "must be on the CPU, it is on meta"),
+        ({"map": torch.arange(6).to_sparse()}, ValueError, "must be a dense tensor with data"),
+        ({"gate": torch.empty(6, 32, 64, device="meta")}, ValueError,
+         "gate must be a dense tensor with data, it is on meta"),
+        ({"up": CASE.up.to_sparse()}, ValueError, "up must be a dense tensor with data, it has l"),
+        ({"down": torch.nested.nested_tensor([CASE.down[0], CASE.down[1]])}, ValueError,
+         "down must be a dense tensor with data, it is nested"),
+        ({"up_bias": torch.zeros(6, 32, device="meta")}, ValueError,
+         "up_bias must be a dense tensor with data, it is on meta"),
         ({"map": list(range(6))}, TypeError, "must be a tensor, got list"),
         ({"map": None}, TypeError, "must be a tensor, got NoneType"),
         ({"gate_bias": torch.zeros(6, 64)}, ValueError, "gate_bias must be [6, 32], got [6, 64]"),
@@ -175,10 +239,12 @@ def test_loading_one_by_one():
     expert = CASE.gate[0], CASE.up[0], CASE.down[0]
     with pytest.raises(ValueError, match=r"slot 0 is on the GPU; on the CPU: \[1, 2, 3, 4, 5\]"):
         wrapper.load_expert(0, *expert)
-    with pytest.raises(ValueError, match="slot 6; accepted: 0 to 5"):
+    with pytest.raises(ValueError, match="slot=6; accepted: 0 to 5"):
         wrapper.load_expert(6, *expert)
-    with pytest.raises(TypeError, match=r"slot must be an int, got 1\.0"):
+    with pytest.raises(TypeError, match="slot must be an integer, got float"):
         wrapper.load_expert(1.0, *expert)
+    with pytest.raises(TypeError, match="slot must be an integer, got True"):
+        wrapper.load_expert(True, *expert)
     with pytest.raises(ValueError, match=r"down of slot 1 must be \[64, 32\], got \[32, 64\]"):
         wrapper.load_expert(1, CASE.gate[1], CASE.up[1], CASE.gate[1])
     with pytest.raises(ValueError, match=r"5 CPU experts were not loaded: slots \[1, 2, 3, 4, 5\]"):
@@ -210,6 +276,9 @@ def loaded():
         ({"hidden": torch.zeros(4, H).int()}, ValueError, "accepted: bfloat16, float16, float32"),
         ({"hidden": torch.zeros(4, H).to_sparse()}, ValueError, "dense"),
         ({"hidden": torch.zeros(4, H, device="meta")}, ValueError, "with data"),
+        ({"ids": torch.zeros(4, 3).long().to_sparse()}, ValueError, "topk_ids must be a dense"),
+        ({"weights": torch.nested.nested_tensor([torch.zeros(3)])}, ValueError,
+         "topk_weights must be a dense tensor with data, it is nested"),
         ({"hidden": [0.0] * H}, TypeError, "hidden must be a tensor, got list"),
         ({"hidden": torch.zeros(5, H)}, ValueError, "topk_ids must be [5, 3], got [4, 3]"),
         ({"ids": torch.zeros(4, 2).long()}, ValueError, "topk_ids must be [4, 3], got [4, 2]"),
@@ -250,6 +319,39 @@ def test_order_of_calls(loaded):
         loaded.sync_forward(hidden, None)
 
 
+def test_a_dropped_result_is_not_another_ones():
+    wrapper = CASE.wrapper()
+    batches = [CASE.batch(3) for _ in range(6)]
+    wanted = [wrapper.forward(*batch) for batch in batches]
+    for batch in batches:
+        wrapper.submit_forward(*batch)
+    text = "hidden is not one of the 4 tensors whose results wait .* dropped after 4 more submits"
+    for dropped in (0, 1):
+        with pytest.raises(ValueError, match=text):
+            wrapper.sync_forward(batches[dropped][0])
+    for waiting in (2, 3, 4, 5):  # the error took nothing away
+        assert torch.equal(wrapper.sync_forward(batches[waiting][0]), wanted[waiting])
+    with pytest.raises(RuntimeError, match="sync_forward without submit_forward"):
+        wrapper.sync_forward(batches[0][0])
+    wrapper.submit_forward(*batches[1])
+    with pytest.raises(ValueError, match="not one of the 1 tensors"):
+        wrapper.sync_forward(batches[0][0])
+    assert torch.equal(wrapper.sync_forward(None), wanted[1])
+
+
+def test_a_copy_will_do_where_nothing_else_can_be_meant():
+    wrapper = CASE.wrapper()
+    first, second = CASE.batch(3), CASE.batch(3)
+    wanted = wrapper.forward(*first)
+    wrapper.submit_forward(*first)
+    assert torch.equal(wrapper.sync_forward(first[0].clone()), wanted)
+    wrapper.submit_forward(*first)
+    wrapper.submit_forward(*second)
+    with pytest.raises(ValueError, match="not one of the 2 tensors whose results wait"):
+        wrapper.sync_forward(first[0].clone())
+    assert torch.equal(wrapper.sync_forward(first[0]), wanted)
+
+
 def test_fine_tuning_calls_name_the_right_one(loaded):
     for name, text in (
         ("forward_sft", "call forward"), ("submit_forward_sft", "call submit_forward"),
@@ -266,4 +368,10 @@ def test_capture_batch_sizes(sizes):
     with pytest.raises(ValueError, match="must be positive integers"):
         KTMoEWrapper.set_capture_batch_sizes(sizes)
     assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2]
+    KTMoEWrapper.set_capture_batch_sizes([])
+
+
+def test_capture_batch_sizes_may_be_of_any_integer_type():
+    KTMoEWrapper.set_capture_batch_sizes(np.array([4, 8]))
+    assert KTMoEWrapper.get_capture_batch_sizes() == [4, 8]
     KTMoEWrapper.set_capture_batch_sizes([])

@@ -278,10 +278,62 @@ def test_many_chunks(monkeypatch):
     assert torch.equal(y, case.wrapper(chunked_prefill_size=64).forward(*batch))
 
 
-@pytest.mark.parametrize("size", [None, -1, 1])
+@pytest.mark.parametrize("size", [None, -1, 1, 10**5, 10**12, 2**62, 2**63, 2**200])
 def test_any_chunked_prefill_size(size):
-    batch = CASE.batch(1500 if size == -1 else 5)
+    batch = CASE.batch(5 if size in (None, 1) else 1500)
     close(CASE.wrapper(chunked_prefill_size=size).forward(*batch), CASE.reference(*batch))
+
+
+@pytest.mark.parametrize(("experts", "k"), [(65536, 2), (3, 65536), (65536, 65536)])
+def test_as_many_experts_and_choices_as_are_accepted(experts, k):
+    case = Case(experts=3, k=k, hidden=32, inter=32)
+    mask = torch.arange(experts) > 2
+    wrapper = KTMoEWrapper(
+        0, experts, k, 32, 32, mask, 2, chunked_prefill_size=2**62, method="BF16"
+    )
+    for slot in range(3):
+        wrapper.load_expert(slot, case.gate[slot], case.up[slot], case.down[slot])
+    wrapper.finish_loading()
+    hidden, ids, weights = case.batch(3)
+    weights /= k
+    close(wrapper.forward(hidden, ids, weights), case.reference(hidden, ids, weights))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"max_tokens": 2**62},
+        {"max_tokens": 2**55, "hidden_size": 65536},
+        {"max_tokens": 2**40, "top_k": 2**23},
+        {"max_tokens": 2**31, "top_k": 2**31, "hidden_size": 65536},
+        {"top_k": 2**63 - 1},
+        {"max_tokens": 10**12},
+    ],
+)
+def test_the_core_refuses_sizes_that_no_memory_holds(sizes):
+    core = {
+        "num_experts": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32, "format": 0,
+        "group_size": 0, "cpu_slots": [False], "swiglu_limit": 0.0, "swiglu_alpha": 0.0,
+        "max_tokens": 1, "table": "avx2", "kind": 0, **sizes,
+    }  # fmt: skip
+    with pytest.raises(MemoryError):
+        kt_kernel._C.MoeLayer(kt_kernel._C.Team([1], [0]), **core)
+
+
+def test_layers_of_a_team_share_their_buffers():
+    def address_space():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    case = Case(experts=2, k=2)
+    wrappers = [case.wrapper(cpuinfer_threads=2)]
+    before = address_space()
+    wrappers += [case.wrapper(cpuinfer_threads=2) for _ in range(30)]
+    # A workspace for 1024 tokens takes megabytes, this layer's weights 24 kB.
+    assert address_space() - before < 30 * 2**20
+    batch = case.batch(40)
+    for wrapper in wrappers[::10]:
+        close(wrapper.forward(*batch), case.reference(*batch))
 
 
 def test_grad_and_inference_mode(loaded):
@@ -372,6 +424,46 @@ def test_buffer_cache_is_bounded_and_can_be_cleared(loaded):
     loaded.submit_forward(*batch)
     KTMoEWrapper.clear_buffer_cache()
     close(loaded.sync_forward(batch[0]), CASE.reference(*batch))
+
+
+@pytest.fixture
+def results(monkeypatch):
+    """device_result for a number of tokens, its buffers on the CPU."""
+    monkeypatch.setattr(buffers, "_results", buffers._Kept())
+
+    def result(tokens, name="model"):
+        return buffers.device_result(
+            (name, tokens), (tokens, 4), torch.float32, torch.device("cpu")
+        )
+
+    yield result
+    KTMoEWrapper.set_capture_batch_sizes([])
+
+
+def test_result_buffers_are_bounded(results):
+    KTMoEWrapper.clear_buffer_cache()
+    KTMoEWrapper.set_capture_batch_sizes([1, 2])
+    for tokens in [1, 2, *range(3, 40)]:
+        results(tokens)
+    assert KTMoEWrapper.clear_buffer_cache() == 2 * 16 * (1 + 2 + 39)
+    results(2)
+    results(40)
+    KTMoEWrapper.set_capture_batch_sizes([3])  # nobody will ask for 2 again
+    assert KTMoEWrapper.clear_buffer_cache() == 2 * 16 * 40
+
+
+def test_a_result_is_valid_until_the_next_but_one_of_its_key(results):
+    KTMoEWrapper.set_capture_batch_sizes([2])
+    kept = {}
+    for step in range(6):
+        for tokens in (2, 5, 7):  # 5 and 7 drive each other out
+            result = results(tokens)
+            result.fill_(step)
+            previous, before = kept.get(tokens, (None, None))
+            assert previous is None or bool((previous == step - 1).all())
+            if tokens == 2 and before is not None:
+                assert result.data_ptr() == before.data_ptr()  # captured graphs have it
+            kept[tokens] = result, previous
 
 
 def test_wrappers_in_threads():

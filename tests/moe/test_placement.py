@@ -50,6 +50,8 @@ def test_dtypes_and_no_layers(dtype):
         ([[1, 2]], 1, TypeError, "list"),
         (torch.zeros(1, 2), 1.5, TypeError, "float"),
         (torch.zeros(1, 2), True, TypeError, "bool"),
+        (torch.zeros(1, 2, device="meta"), 1, ValueError, "must be a dense tensor with data"),
+        (torch.zeros(1, 2).to_sparse(), 1, ValueError, "must be a dense tensor with data"),
     ],
 )
 def test_refuses(frequency, count, error, text):

@@ -1,5 +1,8 @@
 import json
 import os
+import subprocess
+import sys
+import weakref
 
 import pytest
 
@@ -26,15 +29,16 @@ class FakeCore:
         self.probes += 1
         return [(1, 10.0), (2, 19.0), (4, 29.5), (most, 30.0)]
 
-    def Team(self, threads, nodes):
-        return object()
+    class Team:
+        def __init__(self, threads, nodes):
+            pass
 
 
 @pytest.fixture
 def core(monkeypatch, tmp_path):
     made = FakeCore()
     monkeypatch.setattr(pools, "native", lambda: made)
-    monkeypatch.setattr(pools, "_teams", {})
+    monkeypatch.setattr(pools, "_teams", weakref.WeakValueDictionary())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pools.default_thread_count.cache_clear()
     yield made
@@ -77,8 +81,42 @@ def test_refusals(core, threads, count, nodes, text):
 
 def test_teams_are_shared_by_equal_settings_only(core):
     a, b, c = plan_pools(4, 2, None), plan_pools(4, 2, [0, 2]), plan_pools(4, 2, [2, 0])
-    assert pools.get_team(a) is pools.get_team(b)
-    assert pools.get_team(a) is not pools.get_team(c)
+    team = pools.get_team(a)
+    assert team is pools.get_team(b)
+    assert team is not pools.get_team(c)
+
+
+THREADS_END = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+from moe_cases import Case
+
+def threads(expected):
+    for _ in range(200):  # the system lists a thread a little longer than it can be joined
+        found = len(os.listdir("/proc/self/task")) - others
+        if found == expected:
+            break
+        time.sleep(0.05)
+    return found
+
+case = Case(experts=2, k=1)
+batch = case.batch(2)
+case.reference(*batch)  # starts the threads of PyTorch
+others = len(os.listdir("/proc/self/task"))
+wrappers = [case.wrapper(cpuinfer_threads=11) for _ in range(2)]
+wanted = wrappers[0].forward(*batch)
+assert threads(11) == 11
+del wrappers[0]
+assert (wrappers[0].forward(*batch) == wanted).all() and threads(11) == 11
+wrappers.clear()
+assert threads(0) == 0, threads(0)
+assert (case.wrapper(cpuinfer_threads=11).forward(*batch) == wanted).all()
+"""
+
+
+def test_threads_end_with_the_last_wrapper_of_their_team():
+    code = THREADS_END.format(folder=os.path.dirname(__file__))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_fewest_threads_within_three_percent():

@@ -58,6 +58,14 @@ def test_unsigned_ids_and_refusals():
         select_deferred_experts(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 3), 1)
     with pytest.raises(ValueError, match="float32"):
         select_deferred_experts(torch.zeros(1, 2), torch.zeros(1, 2), 1)
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    for arguments, text in (
+        (([[0, 1]], torch.zeros(1, 2), 1), "expert_ids must be a tensor, got list"),
+        ((ids, None, 1), "expert_scores must be a tensor, got NoneType"),
+        ((ids, torch.zeros(1, 2), 1.0), "protected_k must be an integer, got float"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            select_deferred_experts(*arguments)
 
 
 @pytest.mark.parametrize("cold_slot", [-1, 0])

@@ -1,5 +1,6 @@
 """Reads expert weights from checkpoints. One reader per source format, all give ExpertTensors.
 
+paths.py     a path given by a user, checked
 header.py    one safetensors file: its header, checked
 index.py     which files make up a checkpoint, which holds which tensor
 families.py  where each family of models keeps its experts

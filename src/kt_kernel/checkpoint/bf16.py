@@ -41,6 +41,46 @@ def infer_sizes(layout: Layout) -> tuple[int, int, int]:
                      f" of shape {list(down.shape)}")  # fmt: skip
 
 
+def layer_reader(
+    layout: Layout, num_experts: int, hidden_size: int, intermediate_size: int, read: Read
+) -> tuple[tuple[str, ...], Callable[[int], dict[str, torch.Tensor]]]:
+    """Checks all of `layout` against the sizes; reads nothing.
+
+    Returns the fields of ExpertTensors that the layer has, and what reads them for one expert.
+
+    Raises ValueError naming file and tensor for a wrong number of experts, shape or dtype.
+    """
+    sizes = num_experts, hidden_size, intermediate_size
+    try:
+        if isinstance(layout, PerExpert):
+            _check_per_expert(layout, *sizes)
+            has_biases = "gate_bias" in layout.experts[0]
+        else:
+            arrangement = _check_stacked(layout, *sizes)
+            has_biases = arrangement.gate_up_bias is not None
+    except ValueError as error:
+        raise ValueError(f"{error}{_other_model(layout, sizes)}") from None
+    fields = MATRICES + BIASES if has_biases else MATRICES
+    if isinstance(layout, PerExpert):
+        return fields, lambda expert: _read_per_expert(layout.experts[expert], read)
+    return fields, lambda expert: _read_stacked(layout, arrangement, expert, read)
+
+
+def _other_model(layout: Layout, expected: tuple[int, int, int]) -> str:
+    """All sizes side by side, where the layer as a whole has others than expected."""
+    try:
+        found = infer_sizes(layout)
+    except ValueError:
+        return ""
+    if found == expected:
+        return ""
+
+    def text(sizes: tuple[int, int, int]) -> str:
+        return "{} experts of hidden size {} and intermediate size {}".format(*sizes)
+
+    return f"; the checkpoint has {text(found)} there, expected are {text(expected)}"
+
+
 def read_layer(
     layout: Layout,
     num_experts: int,
@@ -49,22 +89,10 @@ def read_layer(
     wanted: Sequence[int],
     read: Read,
 ) -> ExpertTensors:
-    """Checks `layout` against the sizes, then reads the experts in `wanted`.
-
-    Raises ValueError naming file and tensor for a wrong number of experts, shape or dtype.
-    """
+    """Checks `layout` as `layer_reader` does, then reads the experts in `wanted`."""
     sizes = num_experts, hidden_size, intermediate_size
-    fields = MATRICES
-    if isinstance(layout, PerExpert):
-        _check_per_expert(layout, *sizes)
-        if "gate_bias" in layout.experts[0]:
-            fields += BIASES
-        parts = {e: _read_per_expert(layout.experts[e], read) for e in wanted}
-    else:
-        arrangement = _check_stacked(layout, *sizes)
-        if arrangement.gate_up_bias:
-            fields += BIASES
-        parts = {e: _read_stacked(layout, arrangement, e, read) for e in wanted}
+    fields, read_expert = layer_reader(layout, *sizes, read)
+    parts = {e: read_expert(e) for e in wanted}
     return ExpertTensors(
         **{f: [parts[e][f] if e in parts else None for e in range(num_experts)] for f in fields}
     )

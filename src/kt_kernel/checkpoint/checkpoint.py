@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import os
 import threading
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..experts import ExpertTensors
-from .bf16 import infer_sizes, read_layer
+from .bf16 import infer_sizes, layer_reader, read_layer
 from .families import model_type
 from .header import TensorInfo
 from .index import Index, read_index, stamp
 from .layout import Layout, find_layout, find_packed, layer_tensors, refuse_packed
+from .paths import check_path
 
 
 class Checkpoint:
@@ -77,18 +79,52 @@ class Checkpoint:
         Raises ValueError naming file and tensor if experts are missing, too many, of another shape
         or dtype, quantised, or laid out in a way that is not known.
         """
+        layout, sizes, wanted = self._request(
+            layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
+        )
+        with _Files(self._index) as files:
+            return read_layer(layout, *sizes, wanted, files.read)
+
+    @contextmanager
+    def each_expert(
+        self,
+        layer_idx: int,
+        num_experts: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        experts: Iterable[int] | None = None,
+    ) -> Iterator[Iterator[tuple[int, dict[str, torch.Tensor]]]]:
+        """`read_experts` one by one, so that only one expert's copies need be in memory.
+
+            with checkpoint.each_expert(3, 128, 2048, 768) as experts:
+                for expert, tensors in experts: ...
+
+        Gives the logical id, ascending, and a dictionary of the fields of `ExpertTensors`. On
+        entry all of the layer has been checked and nothing was read.
+
+        Raises what `read_experts` raises, on entry.
+        """
+        layout, sizes, wanted = self._request(
+            layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
+        )
+        with _Files(self._index) as files:
+            _, read_expert = layer_reader(layout, *sizes, files.read)
+            yield ((expert, read_expert(expert)) for expert in wanted)
+
+    def _request(
+        self, layer_idx: Any, num_experts: Any, hidden: Any, inter: Any, experts: Any
+    ) -> tuple[Layout, tuple[int, int, int], list[int]]:
+        """Layout, sizes and sorted ids of a call, its arguments checked."""
         layer_idx = _integer("layer_idx", layer_idx, 0)
         num_experts = _integer("num_experts", num_experts, 1)
-        hidden_size = _integer("hidden_size", hidden_size, 1)
-        inter = _integer("moe_intermediate_size", moe_intermediate_size, 1)
+        hidden = _integer("hidden_size", hidden, 1)
+        inter = _integer("moe_intermediate_size", inter, 1)
         if experts is None:
             experts = range(num_experts)
         wanted = sorted({_integer("expert", expert, 0) for expert in experts})
         if wanted and wanted[-1] >= num_experts:
             raise ValueError(f"expert is {wanted[-1]}; expected 0 to {num_experts - 1}")
-        layout = self._layout(layer_idx)
-        with _Files(self._index) as files:
-            return read_layer(layout, num_experts, hidden_size, inter, wanted, files.read)
+        return self._layout(layer_idx), (num_experts, hidden, inter), wanted
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Any tensor by its name, on the CPU. KeyError if there is none of that name."""
@@ -153,6 +189,14 @@ _opened: dict[str, Checkpoint] = {}
 _lock = threading.Lock()
 
 
+def _renew_lock_after_fork() -> None:  # another thread of the parent may have held it
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock_after_fork)
+
+
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a safetensors file, an index (*.safetensors.index.json), or a folder (recursive).
 
@@ -160,13 +204,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path for as long as nothing there changes.
 
     Raises FileNotFoundError, PermissionError, or ValueError naming file and tensor: see
-    `kt_kernel.checkpoint.index`.
+    `kt_kernel.checkpoint.index`; TypeError or ValueError for what is no path.
     """
-    path = os.path.abspath(os.fspath(path))
+    path = os.path.abspath(check_path("path", path))
     with _lock:
         checkpoint = _opened.get(path)
         if checkpoint is None or checkpoint._index.changed():
-            checkpoint = _opened[path] = Checkpoint(read_index(path))
+            try:
+                checkpoint = _opened[path] = Checkpoint(read_index(path))
+            except NotADirectoryError as error:  # a file where the path has a folder
+                raise FileNotFoundError(errno.ENOENT, error.strerror, path) from None
         return checkpoint
 
 

@@ -1,0 +1,241 @@
+"""Weights that arrive one by one or from files: errors in between, memory, forks."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from moe_cases import Case
+from safetensors.torch import save_file
+
+CASE = Case(method="AMXINT8")
+BIASED = Case(biases=True)
+
+
+def expert(case, index, biases=False):
+    given = [matrix[index] for matrix in (case.gate, case.up, case.down)]
+    return given + ([bias[index] for bias in case.bias.values()] if biases else [])
+
+
+def test_a_failed_delivery_counts_as_none():
+    wrapper = CASE.wrapper(load=False)
+    for slot in range(6):
+        wrapper.load_expert(slot, *expert(CASE, slot))
+    bad = CASE.down[4].clone()
+    bad[1, 2] = float("nan")
+    with pytest.raises(ValueError, match="slot 4, down row 1"):
+        wrapper.load_expert(4, CASE.up[0], CASE.up[1], bad)
+    with pytest.raises(ValueError, match=r"1 CPU experts were not loaded: slots \[4\]"):
+        wrapper.finish_loading()
+    with pytest.raises(ValueError, match="gate of slot 5"):  # refused before anything happens
+        wrapper.load_expert(5, CASE.down[5], CASE.up[5], CASE.down[5])
+    wrapper.load_expert(4, *expert(CASE, 4))
+    wrapper.finish_loading()
+    batch = CASE.batch(5)
+    assert torch.equal(wrapper.forward(*batch), CASE.wrapper().forward(*batch))
+
+
+@pytest.mark.parametrize("first", ["with", "without"])
+def test_a_second_delivery_replaces_biases_too(first):
+    wrapper = BIASED.wrapper(load=False)
+    for slot in range(6):
+        wrapper.load_expert(slot, *expert(BIASED, slot, biases=first == "with"))
+    for slot in range(6):
+        wrapper.load_expert(slot, *expert(BIASED, slot, biases=first != "with"))
+    wrapper.finish_loading()
+    batch = BIASED.batch(5)
+    wanted = BIASED.wrapper(load=False)
+    biases = BIASED.bias if first != "with" else {}
+    wanted.load_weights_from_tensors(BIASED.gate, BIASED.up, BIASED.down, BIASED.mapping, **biases)
+    assert torch.equal(wrapper.forward(*batch), wanted.forward(*batch))
+
+
+def test_an_expert_without_biases_among_ones_with():
+    wrapper = BIASED.wrapper(load=False)
+    for slot in range(6):
+        wrapper.load_expert(slot, *expert(BIASED, slot, biases=slot != 2))
+    wrapper.finish_loading()
+    zeroed = Case(biases=True)
+    for bias in zeroed.bias.values():
+        bias[2] = 0
+    batch = BIASED.batch(5)
+    assert torch.equal(wrapper.forward(*batch), zeroed.wrapper().forward(*batch))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_slots_of_any_integer_type(kind):
+    wrapper = CASE.wrapper(load=False)
+    for slot in range(6):
+        wrapper.load_expert(kind(slot), *expert(CASE, slot))
+    wrapper.finish_loading()
+    batch = CASE.batch(2)
+    assert torch.equal(wrapper.forward(*batch), CASE.wrapper().forward(*batch))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_weights_without_data(which):
+    wrapper = CASE.wrapper(load=False)
+    for replaced, text in (
+        (lambda t: t.to("meta"), "it is on meta"), (lambda t: t.to_sparse(), "it has layout"),
+    ):  # fmt: skip
+        given = expert(CASE, 1)
+        given[which] = replaced(given[which])
+        name = ("gate", "up", "down")[which]
+        with pytest.raises(ValueError, match=f"layer 0: {name} of slot 1 must be a dense.*{text}"):
+            wrapper.load_expert(1, *given)
+
+
+def test_out_of_memory_says_what_for(monkeypatch):
+    wrapper = CASE.wrapper(load=False)
+
+    class Full:
+        def MoeLayer(self, *arguments, **named):
+            raise MemoryError
+
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    monkeypatch.setattr("kt_kernel.base.native", Full)
+    with pytest.raises(MemoryError, match="layer 0: not enough memory for 6 experts of hidden_s"):
+        wrapper.load_weights_from_tensors(CASE.gate, CASE.up, CASE.down, CASE.mapping)
+
+
+# ---- from files -----------------------------------------------------------------------------
+
+
+def save(folder, case, stacked=False):
+    base = "model.layers.0.mlp.experts"
+    if stacked:
+        # Llama 4 stores what x is multiplied with from the right: all has to be transposed.
+        (folder / "config.json").write_text('{"model_type": "llama4_text"}')
+        base = "model.layers.0.feed_forward.experts"
+        gate_up = torch.cat([case.gate, case.up], 1).transpose(1, 2).contiguous()
+        tensors = {
+            f"{base}.gate_up_proj": gate_up,
+            f"{base}.down_proj": case.down.transpose(1, 2).contiguous(),
+        }
+    else:
+        tensors = {
+            f"{base}.{e}.{name}_proj.weight": matrix[e].contiguous()
+            for e in range(case.experts)
+            for name, matrix in (("gate", case.gate), ("up", case.up), ("down", case.down))
+        }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_are_read_one_by_one(tmp_path, monkeypatch, stacked):
+    """Of a layout that has to be copied only one expert is in memory at a time."""
+    from kt_kernel.checkpoint import bf16
+
+    case = Case(mapping=torch.tensor([4, 0, 0, 2, 1, 5]))
+    order = []
+    name = "_read_stacked" if stacked else "_read_per_expert"
+    original = getattr(bf16, name)
+
+    def reading(*arguments):
+        order.append("read")
+        return original(*arguments)
+
+    monkeypatch.setattr(bf16, name, reading)
+    wrapper = case.wrapper(load=False, weight_path=save(tmp_path, case, stacked))
+    pack = wrapper._pack
+
+    def packing(core, slot, **tensors):
+        order.append(slot)
+        pack(core, slot, **tensors)
+
+    monkeypatch.setattr(wrapper, "_pack", packing)
+    wrapper.load_weights(case.mapping)
+    assert order == ["read", 1, 2, "read", 4, "read", 3, "read", 0, "read", 5]
+    batch = case.batch(5)
+    assert torch.equal(wrapper.forward(*batch), case.wrapper().forward(*batch))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        ({"experts": 4}, "4 experts of hidden size 64 and intermediate size 32"),
+        ({"hidden": 96}, "6 experts of hidden size 96 and intermediate size 32"),
+        ({"inter": 64}, "6 experts of hidden size 64 and intermediate size 64"),
+    ],
+)
+def test_weights_of_another_model(tmp_path, monkeypatch, other, found, stacked):
+    wrapper = Case().wrapper(load=False, weight_path=save(tmp_path, Case(**other), stacked))
+    monkeypatch.setattr(wrapper, "_make_core", None)  # nothing may be packed before
+    expected = "expected are 6 experts of hidden size 64 and intermediate size 32"
+    with pytest.raises(ValueError, match=f"{found} there, {expected}") as caught:
+        wrapper.load_weights(torch.arange(6))
+    assert f"layer 0: weight_path {tmp_path}: " in str(caught.value)
+    assert str(tmp_path / "model.safetensors") in str(caught.value)
+    assert not wrapper.loaded
+
+
+@pytest.mark.parametrize("bad_expert", [0, 5])
+def test_a_weight_that_is_not_finite_in_a_file(tmp_path, bad_expert):
+    case = Case(method="AMXINT8")
+    case.up[bad_expert, 3, 3] = float("inf")
+    wrapper = case.wrapper(load=False, weight_path=save(tmp_path, case))
+    text = f"^layer 0: weight_path {tmp_path}: expert slot {bad_expert}, up row 3: a weight is NaN"
+    with pytest.raises(ValueError, match=text):
+        wrapper.load_weights(torch.arange(6))
+    assert not wrapper.loaded and wrapper.packed_bytes == 0
+
+
+def test_a_path_through_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "model"
+    wrapper = CASE.wrapper(load=False, weight_path=path)
+    with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
+        wrapper.load_weights(CASE.mapping)
+
+
+# ---- forks ----------------------------------------------------------------------------------
+
+FORK = """
+import os, sys, threading
+sys.path.insert(0, {folder!r})
+from moe_cases import Case
+from kt_kernel.checkpoint import checkpoint
+case = Case()
+wrapper = case.wrapper(load=False)
+for slot in range(5):
+    wrapper.load_expert(slot, case.gate[slot], case.up[slot], case.down[slot])
+held, go_on = threading.Event(), threading.Event()
+
+def loading():
+    with wrapper._load_lock, checkpoint._lock:
+        held.set()
+        go_on.wait()
+
+thread = threading.Thread(target=loading)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    try:
+        wrapper.finish_loading()
+    except ValueError as error:
+        assert "slots [5]" in str(error)
+    wrapper.load_expert(5, case.gate[5], case.up[5], case.down[5])
+    wrapper.finish_loading()
+    try:
+        checkpoint.open_checkpoint("nowhere")
+    except FileNotFoundError:
+        os._exit(0)
+    os._exit(1)
+_, status = os.waitpid(child, 0)
+go_on.set()
+thread.join()
+sys.exit(status != 0)
+"""
+
+
+def test_a_fork_while_another_thread_loads():
+    code = FORK.format(folder=os.path.dirname(__file__))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
