@@ -3,61 +3,83 @@
 SGLang calls `register` in every process, before it reads the command line, and applies the hooks
 afterwards. The options come from the --kt-* flags, from the arguments of ``Engine(...)`` (there a
 value equal to SGLang's default counts as not given), or, when there are none of those, from the
-environment variable KT_CONFIG. They travel to the workers as a private attribute of the server
-arguments. Without any of them SGLang runs as it is.
+environment variable KT_CONFIG (there an empty object counts: all options have their defaults).
+They travel to the workers as a private attribute of the server arguments. Without any of them
+SGLang runs as it is.
 """
 
 import inspect
 import logging
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from kt_kernel.options import (
-    ENVIRONMENT_VARIABLE,
     OPTIONS,
     KTOptions,
     OptionError,
     add_arguments,
     collect,
     exit_with,
-    from_environment,
     restore_defaults,
 )
 
-from . import patches
+from .common import (
+    LOAD_FORMATS,
+    NO_EXCHANGE,
+    SINGLE_RANK,
+    Refusal,
+    choose,
+    install,
+    refuse_class,
+    refuse_values,
+)
 
 TESTED_MODELS = ("Qwen3MoeForCausalLM",)
 
-# Server arguments that the hybrid layer does not work with: field, accepted values (the first one
-# is assumed where a version lacks the field), reason. Checked on the resolved arguments.
-_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("tp_size", (1,), "kt-moe serves a single rank so far"),
-    ("pp_size", (1,), "kt-moe serves a single rank so far"),
-    ("dp_size", (1,), "kt-moe serves a single rank so far"),
-    ("ep_size", (1,), "kt-moe serves a single rank so far"),
-    ("attn_dp_size", (1, None), "kt-moe serves a single rank so far"),
-    ("enable_dp_attention", (False,), "kt-moe serves a single rank so far"),
-    ("moe_a2a_backend", ("none", None), "expert-parallel dispatch does not know CPU experts"),
-    ("enable_eplb", (False,), "moving experts between ranks does not know CPU experts"),
-    ("ep_num_redundant_experts", (0,), "redundant experts are not supported"),
-    ("init_expert_location", ("trivial",), "experts must be in the model's own order"),
-    ("elastic_ep_backend", (None, "none"), "expert parallelism is not supported"),
-    ("enable_paged_experts", (False,), "both decide where experts are kept"),
-    ("cpu_offload_gb", (0,), "both decide where experts are kept"),
-    ("offload_group_size", (-1, 0), "both decide where experts are kept"),
-    ("enable_lora", (None, False), "LoRA is not supported together with kt options yet"),
-    ("lora_paths", (None, [], {}), "LoRA is not supported together with kt options yet"),
-    ("speculative_algorithm", (None,), "speculative decoding is not supported with kt options"),
-    ("dllm_algorithm", (None,), "diffusion decoding is not supported together with kt options"),
-    ("quantization", (None,), "kt-moe takes BF16, FP16 and FP32 checkpoints so far"),
-    ("moe_runner_backend", ("auto", "triton"), "the hot experts' kernel must skip the cold ones"),
-    ("model_impl", ("auto", "sglang"), "only SGLang's own model code is supported"),
-    ("enable_two_batch_overlap", (False,), "the CPU works on one batch at a time"),
-    ("enable_pdmux", (False,), "the CPU works on one batch at a time"),
-    ("enable_torch_compile", (False,), "our kernels are no torch operations"),
-    ("device", ("cuda", "cpu"), "kt-moe runs beside CUDA devices, or on the CPU alone"),
+_PLACES = "both decide where experts are kept"
+_LORA = "LoRA is not supported together with kt options yet"
+_BATCHES = "the CPU works on one batch at a time"
+# Checked on the resolved server arguments.
+_REFUSED = (
+    Refusal("tp_size", (1,), SINGLE_RANK),
+    Refusal("pp_size", (1,), SINGLE_RANK),
+    Refusal("dp_size", (1,), SINGLE_RANK),
+    Refusal("ep_size", (1,), SINGLE_RANK),
+    Refusal("attn_dp_size", (1, None), SINGLE_RANK),
+    Refusal("enable_dp_attention", (False,), SINGLE_RANK),
+    Refusal(
+        "moe_a2a_backend", ("none", None), "expert-parallel dispatch does not know CPU experts"
+    ),
+    Refusal("enable_eplb", (False,), "moving experts between ranks does not know CPU experts"),
+    Refusal("ep_num_redundant_experts", (0,), "redundant experts are not supported"),
+    Refusal("init_expert_location", ("trivial",), "experts must be in the model's own order"),
+    Refusal("elastic_ep_backend", (None, "none"), "expert parallelism is not supported"),
+    Refusal("enable_paged_experts", (False,), _PLACES),
+    Refusal("cpu_offload_gb", (0,), _PLACES),
+    Refusal("offload_group_size", (-1, 0), _PLACES),
+    Refusal("enable_lora", (None, False), _LORA),
+    Refusal("lora_paths", (None, [], {}), _LORA),
+    Refusal(
+        "speculative_algorithm", (None,), "speculative decoding is not supported with kt options"
+    ),
+    Refusal(
+        "dllm_algorithm", (None,), "diffusion decoding is not supported together with kt options"
+    ),
+    Refusal("quantization", (None,), "kt-moe takes BF16, FP16 and FP32 checkpoints so far"),
+    Refusal(
+        "moe_runner_backend", ("auto", "triton"), "the hot experts' kernel must skip the cold ones"
+    ),
+    Refusal("model_impl", ("auto", "sglang"), "only SGLang's own model code is supported"),
+    Refusal("enable_two_batch_overlap", (False,), _BATCHES),
+    Refusal("enable_pdmux", (False,), _BATCHES),
+    Refusal("enable_torch_compile", (False,), "our kernels are no torch operations"),
+    Refusal("device", ("cuda", "cpu"), "kt-moe runs beside CUDA devices, or on the CPU alone"),
+    Refusal("load_format", LOAD_FORMATS, "the cold experts need their weights one by one"),
+    Refusal("startup_weight_load_mode", ("serial",), "the cold experts load with the others"),
+    Refusal("weight_cache_mode", ("off",), "the cache does not know CPU experts"),
+    Refusal("custom_weight_loader", (None, []), NO_EXCHANGE),
+    Refusal("enable_memory_saver", (False,), NO_EXCHANGE),
+    Refusal("enable_weights_cpu_backup", (False,), NO_EXCHANGE),
 )
 
 _OPTIONS_KEY = "_kt_options"  # checked options as a mapping; None: SGLang runs as it is
@@ -76,34 +98,26 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    absent = patches.missing("sglang")
-    layer_hooks: list[tuple[str, Callable, str]] = []
-    if absent:
-        _problem = f"this SGLang lacks {', '.join(absent)}, which the plugin needs"
-    else:
-        try:
-            from . import sglang_layer
+    hooks: list[tuple[str, Callable, str]] = []
 
-            layer_hooks = sglang_layer.hooks()
-        except Exception as error:  # whatever it is, SGLang would only log it and serve without us
-            _problem = f"the plugin's layer cannot be installed ({type(error).__name__}: {error})"
-    if any(target.startswith("sglang.srt.server_args:") for target in absent):
-        # Nowhere to take options from: stop if some were given in a way that can be seen from here.
-        if ENVIRONMENT_VARIABLE in os.environ or any(a.startswith("--kt-") for a in sys.argv):
-            raise exit_with(OptionError(_problem))
-        _logger.warning("kt: %s; SGLang runs without it", _problem)
-        return
+    def layer() -> None:
+        from . import sglang_layer
 
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        hooks.extend(sglang_layer.hooks())
 
-    arguments = "sglang.srt.server_args.ServerArgs"
-    for target, hook, kind in (
-        (f"{arguments}.add_cli_args", _after_add_cli_args, "AFTER"),
-        (f"{arguments}.from_cli_args", _around_from_cli_args, "AROUND"),
-        (f"{arguments}.check_server_args", _after_check_server_args, "AFTER"),
-        *layer_hooks,
-    ):
-        HookRegistry.register(target, hook, HookType[kind])
+    def register_all() -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        arguments = "sglang.srt.server_args.ServerArgs"
+        for target, hook, kind in (
+            (f"{arguments}.add_cli_args", _after_add_cli_args, "AFTER"),
+            (f"{arguments}.from_cli_args", _around_from_cli_args, "AROUND"),
+            (f"{arguments}.check_server_args", _after_check_server_args, "AFTER"),
+            *hooks,
+        ):
+            HookRegistry.register(target, hook, HookType[kind])
+
+    _problem = install("SGLang", layer, register_all, "sglang.srt.server_args:", _logger)
 
 
 def options_of(server_args: Any) -> KTOptions | None:
@@ -112,7 +126,7 @@ def options_of(server_args: Any) -> KTOptions | None:
     Raises OptionError for a wrong value.
     """
     if not hasattr(server_args, _OPTIONS_KEY):
-        options = _options_from(_given_as_fields(server_args))
+        options = choose(_given_as_fields(server_args) or None, _logger)
         setattr(server_args, _OPTIONS_KEY, None if options is None else options.to_mapping())
     mapping = getattr(server_args, _OPTIONS_KEY)
     return None if mapping is None else KTOptions.from_mapping(mapping)
@@ -123,7 +137,7 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
     options = options_of(server_args)
     if options is not None and not getattr(server_args, _CHECKED_KEY, False):
         if _problem:
-            raise OptionError(f"{_problem}; start without kt options, or use a tested version")
+            raise OptionError(_problem)
         from . import sglang_layer
 
         sglang_layer.verify_hooks()
@@ -150,36 +164,17 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
 
     arguments: resolved server arguments; hf_config: the model's configuration.
     """
-    classes = list(hf_config.architectures or [])
-    if not options.allow_untested and not set(classes) <= set(TESTED_MODELS):
-        raise OptionError(
-            f"model class {', '.join(classes)}: not tested with kt-moe; tested: "
-            f"{', '.join(TESTED_MODELS)}; --kt-allow-untested serves it all the same"
-        )
+    from kt_kernel.preflight import check_model, num_experts
+
+    refuse_class(list(hf_config.architectures or []), TESTED_MODELS, options)
     if getattr(hf_config, "quantization_config", None):
         raise OptionError(
             "quantised checkpoint: kt-moe takes BF16, FP16 and FP32 checkpoints so far"
         )
-    for field, accepted, reason in _REFUSED:
-        value = getattr(arguments, field, accepted[0])
-        if value not in accepted:
-            flag = "--" + field.replace("_", "-")
-            choices = [str(choice) for choice in accepted if type(choice) in (int, str)]
-            raise OptionError(
-                f"{flag if value is True else f'{flag} {value}'}: {reason}; "
-                + (f"accepted: {', '.join(choices)}" if choices else "remove it")
-            )
-    experts = next(
-        (
-            count
-            for name in ("num_experts", "n_routed_experts", "num_local_experts")
-            if (count := getattr(hf_config, name, None))
-        ),
-        None,
-    )
-    if experts is not None:
-        options.hot_count(experts)
-    if arguments.device != "cpu" and (options.num_gpu_experts or 0) != experts:
+    refuse_values(arguments, _REFUSED)
+    model = getattr(hf_config, "text_config", None) or hf_config  # of the language model
+    check_model(options, model)
+    if arguments.device != "cpu" and (options.num_gpu_experts or 0) != num_experts(model):
         graphs = arguments.cuda_graph_config
         for phase in ("decode", "prefill"):
             backend = getattr(graphs, phase).backend
@@ -200,7 +195,7 @@ def _around_from_cli_args(original: Callable, cls: Any, args: Any) -> Any:
     if not hasattr(args, _REPLACED_KEY):  # a namespace that no parser of ours made
         return original(cls, args)
     try:
-        options = _options_from(collect(args))
+        options = choose(collect(args) or None, _logger)
     except OptionError as error:
         raise exit_with(error) from None
     restore_defaults(args, getattr(args, _REPLACED_KEY))
@@ -218,11 +213,6 @@ def _after_check_server_args(result: Any, server_args: Any) -> Any:
             raise exit_with(error) from None
         raise
     return result
-
-
-def _options_from(given: dict[str, Any]) -> KTOptions | None:
-    given = given or from_environment()
-    return KTOptions.from_mapping(given) if given else None
 
 
 def _given_as_fields(server_args: Any) -> dict[str, Any]:

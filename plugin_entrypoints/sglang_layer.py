@@ -106,8 +106,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                     f"{place}: shape {list(loaded_weight.shape)}; one matrix of one expert is "
                     "expected"
                 )
-            if self.hybrid.num_cold and self.hybrid.loaded:
-                raise RuntimeError(f"{place}: exchanging weights while serving is not supported")
+            self.hybrid.refuse_reload(place)
             slot = self.hybrid.slot_of(expert_id)
             if slot >= 0:
                 layer._weight_loader_impl(

@@ -2,29 +2,56 @@
 
 vLLM calls `register` in every process, before it reads the command line. The options travel in
 ``additional_config["kt"]``: from the --kt-* flags, from Python (``LLM(..., additional_config={"kt":
-{...}})``), or from the environment variable KT_CONFIG. Without any of them vLLM runs as it is.
+{...}})``), or from the environment variable KT_CONFIG. An empty mapping counts as given: all
+options have their defaults. Without any of them vLLM runs as it is.
 """
 
 import functools
 import logging
-import os
-import sys
 from typing import Any
 
-from kt_kernel.options import (
-    ENVIRONMENT_VARIABLE,
-    KTOptions,
-    OptionError,
-    add_arguments,
-    collect,
-    exit_with,
-    from_environment,
-)
+from kt_kernel.options import KTOptions, OptionError, add_arguments, collect, exit_with
 
-from . import patches
+from .common import (
+    LOAD_FORMATS,
+    NO_EXCHANGE,
+    SINGLE_RANK,
+    Refusal,
+    choose,
+    install,
+    refuse_class,
+    refuse_values,
+)
 
 CONFIG_KEY = "kt"
 TESTED_MODELS = ("Qwen3MoeForCausalLM",)
+
+_TOGETHER = "not supported together with kt options yet"
+_PLACES = "both decide where weights are kept"
+_REFUSED = (
+    Refusal("parallel_config.tensor_parallel_size", (1,), SINGLE_RANK),
+    Refusal("parallel_config.pipeline_parallel_size", (1,), SINGLE_RANK),
+    Refusal("parallel_config.data_parallel_size", (1,), SINGLE_RANK),
+    Refusal("parallel_config.prefill_context_parallel_size", (1,), SINGLE_RANK),
+    Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),
+    Refusal("parallel_config.enable_eplb", (False,), _TOGETHER),
+    Refusal("parallel_config.enable_dbo", (False,), _TOGETHER),
+    Refusal("lora_config", (None,), _TOGETHER, "--enable-lora"),
+    Refusal("speculative_config", (None,), _TOGETHER),
+    Refusal("weight_transfer_config", (None,), NO_EXCHANGE),
+    Refusal("model_config.enable_sleep_mode", (False,), NO_EXCHANGE),
+    Refusal("model_config.model_impl", ("auto", "vllm"), "only vLLM's own model code is supported"),
+    Refusal(
+        "model_config.quantization", (None,), "kt-moe takes BF16, FP16 and FP32 checkpoints so far"
+    ),
+    Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
+    Refusal("cache_config.cpu_offload_gb", (0,), _PLACES),  # where older versions have it
+    Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
+    Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
+    Refusal(
+        "load_config.load_format", LOAD_FORMATS, "the cold experts need their weights one by one"
+    ),
+)
 
 _logger = logging.getLogger("vllm.kt")
 _registered = False
@@ -37,23 +64,15 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    absent = patches.missing("vllm")
-    if absent:
-        _problem = f"this vLLM lacks {', '.join(absent)}, which the plugin needs"
-    else:
-        try:
-            from . import vllm_layer
+    _problem = install(
+        "vLLM", _install_layer, _hook_arguments, "vllm.engine.arg_utils:EngineArgs.", _logger
+    )
 
-            vllm_layer.install()
-        except Exception as error:  # of any kind: vLLM must not serve as if we were not there
-            _problem = f"the plugin's layer cannot be installed ({type(error).__name__}: {error})"
-    if any(target.startswith("vllm.engine.arg_utils:EngineArgs.") for target in absent):
-        # Nowhere to take options from: stop if some were given in a way that can be seen from here.
-        if ENVIRONMENT_VARIABLE in os.environ or any(a.startswith("--kt-") for a in sys.argv):
-            raise exit_with(OptionError(_problem))
-        _logger.warning("kt: %s; vLLM runs without it", _problem)
-        return
-    _hook_arguments()
+
+def _install_layer() -> None:
+    from . import vllm_layer
+
+    vllm_layer.install()
 
 
 def options_of(vllm_config: Any) -> KTOptions | None:
@@ -81,7 +100,7 @@ def _hook_arguments() -> None:
         engine_args = from_cli_args(cls, args)
         engine_args.kt_command_line = True  # errors are told in one line, not as a traceback
         try:
-            _merge(engine_args, collect(args))
+            _merge(engine_args, collect(args) or None)
         except OptionError as error:
             raise exit_with(error) from None
         return engine_args
@@ -91,7 +110,7 @@ def _hook_arguments() -> None:
         try:
             _take_environment(self)
             if options_of(self) is not None and _problem:
-                raise OptionError(f"{_problem}; start without kt options, or use a tested version")
+                raise OptionError(_problem)
             config = create_engine_config(self, *args, **kwargs)
             options = options_of(config)
             if options is not None:
@@ -110,20 +129,16 @@ def _hook_arguments() -> None:
 
 def _take_environment(engine_args: Any) -> None:
     """Takes the options in KT_CONFIG; where some were given another way, it only says so."""
-    given = from_environment()
-    if not given:
-        return
     additional = engine_args.additional_config
     present = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
-    if present is None:
-        _merge(engine_args, given)
-    elif KTOptions.from_mapping(present) != KTOptions.from_mapping(given):
-        _logger.warning("kt: %s does not count beside the options given", ENVIRONMENT_VARIABLE)
+    options = choose(present, _logger)
+    if present is None and options is not None:
+        _merge(engine_args, options.to_mapping())
 
 
-def _merge(engine_args: Any, given: dict[str, Any]) -> None:
+def _merge(engine_args: Any, given: dict[str, Any] | None) -> None:
     """Puts given options, checked, into the engine arguments' additional_config."""
-    if not given:
+    if given is None:
         return
     additional = engine_args.additional_config
     if not isinstance(additional, dict):
@@ -142,49 +157,11 @@ def _merge(engine_args: Any, given: dict[str, Any]) -> None:
 
 def refuse_unsupported(config: Any, options: KTOptions) -> None:
     """Raises OptionError, one line, for an engine configuration that we cannot serve."""
-    model, parallel = config.model_config, config.parallel_config
-    classes = list(model.architectures or [])
-    if not options.allow_untested and not set(classes) <= set(TESTED_MODELS):
-        raise OptionError(
-            f"model class {', '.join(classes)}: not tested with kt-moe; tested: "
-            f"{', '.join(TESTED_MODELS)}; --kt-allow-untested serves it all the same"
-        )
-    experts = model.get_num_experts()
-    if not experts:
-        raise OptionError(
-            f"model class {', '.join(classes)}: it has no experts; remove the kt options"
-        )
-    options.hot_count(experts)
-    options.check_weight_path()
-    for name in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        value = getattr(parallel, name, 1)
-        if value != 1:
-            raise OptionError(
-                f"--{name.replace('_', '-')} {value}: kt-moe serves a single rank so far; "
-                "accepted: 1"
-            )
-    for flag, on in (
-        ("--enable-expert-parallel", parallel.enable_expert_parallel),
-        ("--enable-eplb", parallel.enable_eplb),
-        ("--enable-dbo", getattr(parallel, "enable_dbo", False)),
-        ("--enable-lora", config.lora_config is not None),
-        ("--speculative-config", config.speculative_config is not None),
-    ):
-        if on:
-            raise OptionError(
-                f"{flag}: not supported together with kt options yet; remove one of them"
-            )
-    if model.quantization is not None:
-        raise OptionError(
-            f"quantization {model.quantization}: kt-moe takes BF16, FP16 and FP32 "
-            "checkpoints so far"
-        )
+    from kt_kernel.preflight import check_model
+
+    model = config.model_config
+    refuse_class(list(model.architectures or []), TESTED_MODELS, options)
+    refuse_values(config, _REFUSED)
     if config.device_config.device_type != "cpu" and not model.enforce_eager:
-        raise OptionError(
-            "CUDA graphs: not supported together with kt options yet; add --enforce-eager"
-        )
+        raise OptionError(f"CUDA graphs: {_TOGETHER}; add --enforce-eager")
+    check_model(options, model.hf_text_config)

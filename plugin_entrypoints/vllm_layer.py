@@ -114,6 +114,7 @@ class HybridExperts(RoutedExperts):
             return super().weight_loader(
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             )
+        layer.refuse_reload(f"kt: layer {layer.layer_idx}: {weight_name}")
         if loaded_weight.dim() != 2:
             raise ValueError(
                 f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; one matrix of one "

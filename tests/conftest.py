@@ -12,6 +12,8 @@ for _name in (
     "KT_KERNEL_DEBUG",
     "KT_TRACE",
     "KT_CONFIG",
+    "KT_STATS_FILE",
+    "KT_TOPOLOGY",
 ):
     os.environ.pop(_name, None)
 

@@ -231,8 +231,8 @@ int64_t pack_scratch(const MatrixLayout& layout) {
   return layout.cols_padded() + kTileRows * steps_of(layout);
 }
 
-void pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
-               float* scratch, uint8_t* dst) {
+void pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile, float* scratch,
+               uint8_t* dst) {
   const int64_t rows = rows_of(layout, tile), first = source.row0 + tile * kTileRows;
   float* x = scratch;
   auto* words = reinterpret_cast<Word*>(scratch + layout.cols_padded());
@@ -272,8 +272,8 @@ void unpack_matrix(const MatrixLayout& layout, const uint8_t* tiles, int64_t til
               tile + k / layout.group * (2 * kTileRows + layout.group / 8 * kStepBytes);
           uint16_t scale;
           std::memcpy(&scale, group + n * 2, 2);
-          w = float(nibble(group + 2 * kTileRows + in_group / 8 * kStepBytes + n * 4,
-                           in_group % 8)) *
+          w = float(
+                  nibble(group + 2 * kTileRows + in_group / 8 * kStepBytes + n * 4, in_group % 8)) *
               fp16_to_float(scale);
           break;
         }

@@ -9,10 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kt_kernel import _conflict
-from kt_kernel.variant import check_platform
 
-check_platform()
-_conflict.check()
+with _conflict.told_to_engines():
+    from kt_kernel.variant import check_platform
+
+    check_platform()
+    _conflict.check()
 
 if TYPE_CHECKING:
     from kt_kernel.chain import model_scope

@@ -1,13 +1,22 @@
-"""Notices the distribution kt-kernel, which installs the same import package over ours."""
+"""Faults of the installation: another distribution in our files, and faults engines would swallow.
+
+The distribution kt-kernel installs the same import package over ours. What it replaces first is
+``kt_kernel/__init__.py``, so the plugins, which it does not have, call `check` as well.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 _MARKER = "_kt_moe_marker"  # a file no other distribution has
 _REPAIR = "pip uninstall kt-kernel && pip install --force-reinstall --no-deps kt-moe"
+_LOADERS = ("vllm.plugins", "sglang.srt.plugins")  # the engines' modules that import plugins
 
 
 def overwritten() -> str | None:
@@ -50,3 +59,30 @@ def check() -> None:
         raise ImportError(problem)
     if (problem := both_installed()) is not None:
         warnings.warn(problem, RuntimeWarning, stacklevel=3)
+
+
+def options_visible() -> bool:
+    """Whether kt options are seen before an engine has read its arguments.
+
+    That is, in KT_CONFIG or as a flag, spelled with hyphens or, as vLLM allows, underscores. Those
+    in a configuration file or in an engine's Python arguments are not seen here.
+    """
+    return bool(os.environ.get("KT_CONFIG")) or any(
+        argument.replace("_", "-").startswith(("--kt-", "--record-kt-"))
+        for argument in getattr(sys, "argv", ())
+    )
+
+
+@contextmanager
+def told_to_engines() -> Iterator[None]:
+    """Within, an ImportError ends a process in which an engine loads us and kt options are visible.
+
+    The engines log an exception of a plugin and serve without it; SystemExit passes. Everywhere
+    else the ImportError is raised as it is.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if options_visible() and any(name in sys.modules for name in _LOADERS):
+            raise SystemExit("kt: error: " + " ".join(str(error).split())) from error
+        raise

@@ -26,6 +26,8 @@ from .report import STATS_FILE_VARIABLE
 MODEL = Path(__file__).parent / "demo_model"
 PROMPT = "In the beginning God created the heaven and the earth. And "
 LOG_LINES = 25  # shown when the server does not start
+# The server is on this machine: a proxy named in the environment has no business with it.
+local_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -136,7 +138,7 @@ def _wait(server: subprocess.Popen, url: str, log: Path, timeout: float) -> bool
             print("\n".join(lines), file=sys.stderr)
             return False
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            with local_http.open(f"{url}/health", timeout=2) as response:
                 if response.status == 200:
                     _progress(f"server ready after {elapsed:.0f} s", end="\n")
                     return True
@@ -167,7 +169,7 @@ def _complete(url: str, prompt: str, max_tokens: int) -> dict[str, Any]:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=300) as response:
+    with local_http.open(request, timeout=300) as response:
         return json.load(response)
 
 

@@ -107,7 +107,8 @@ class HybridLayer:
 
         which: "gate" or "up" [I, H], or "down" [H, I]. The expert is packed, and the copies freed,
         when its third matrix arrives. Does nothing when the weights come from --kt-weight-path.
-        ValueError for a hot expert, a second delivery, or a wrong shape or dtype.
+        ValueError for a hot expert, a second delivery, or a wrong shape or dtype. RuntimeError once
+        loading is finished, see `refuse_reload`.
         """
         place = f"layer {self.layer_idx}, expert {expert_id}, {which}"
         if which not in MATRICES:
@@ -117,6 +118,7 @@ class HybridLayer:
                 f"{place}: a hot expert's weights belong to the engine; cold: "
                 f"{_ranges(self.cold_experts)}"
             )
+        self.refuse_reload(place)
         if not self.takes_weights:
             return
         if tuple(tensor.shape) != self._shapes[which]:
@@ -132,11 +134,7 @@ class HybridLayer:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         copy.copy_(tensor.detach())
         with self._lock:
-            if self._finished:
-                raise RuntimeError(
-                    f"{place}: weights arrive after loading was finished; "
-                    "exchanging weights while serving is not supported"
-                )
+            self.refuse_reload(place)
             matrices = self._arrived.setdefault(expert_id, {})
             if which in matrices or expert_id in self._packed:
                 raise ValueError(f"{place}: arrived twice")
@@ -145,6 +143,15 @@ class HybridLayer:
                 self._wrapper.load_expert(expert_id, *(matrices[name] for name in MATRICES))
                 self._packed.add(expert_id)
                 del self._arrived[expert_id]
+
+    def refuse_reload(self, place: str) -> None:
+        """RuntimeError when loading is finished and some experts are cold: an engine that exchanges
+        weights while serving would leave them as they were. ``place`` begins the message."""
+        if self._finished and self.num_cold:
+            raise RuntimeError(
+                f"{place}: weights arrive after loading was finished; "
+                "exchanging weights while serving is not supported"
+            )
 
     def finish_loading(self) -> None:
         """Ends loading: reads --kt-weight-path if given, else checks that all cold weights arrived.

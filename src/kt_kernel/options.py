@@ -2,7 +2,8 @@
 
 Knows no engine. A value travels as a plain mapping ``{"method": "AMXINT8", ...}`` (from flags, from
 the engine's Python arguments, or from the environment variable ``KT_CONFIG``) and is checked as a
-whole by ``KTOptions.from_mapping`` before an engine starts work.
+whole by ``KTOptions.from_mapping`` before an engine starts work; `kt_kernel.preflight` then checks
+them against the model. An empty mapping that is given counts: all options have their defaults.
 """
 
 import argparse
@@ -180,17 +181,6 @@ class KTOptions:
             )
         return hot
 
-    def check_weight_path(self) -> None:
-        """OptionError when --kt-weight-path is given and nothing that we can read is there."""
-        if self.weight_path is None:
-            return
-        from .checkpoint import open_checkpoint  # reads files: not wanted by who only parses flags
-
-        try:
-            open_checkpoint(self.weight_path)
-        except (OSError, ValueError, KeyError) as error:
-            raise OptionError(f"--kt-weight-path {self.weight_path}: {error}") from error
-
     def describe(self) -> str:
         """One line for the log: every option, and whether its value was given or chosen."""
 
@@ -258,11 +248,15 @@ def restore_defaults(namespace: argparse.Namespace, replaced: Mapping[str, Any])
             setattr(namespace, dest, default)
 
 
-def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The options in KT_CONFIG, unchecked; {} when unset. OptionError if it is no JSON object."""
+def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """The options in KT_CONFIG, unchecked; None when it is unset or empty.
+
+    "{}" is present: it asks for the hybrid layer with all options at their defaults, as an engine's
+    ``additional_config={"kt": {}}`` does. OptionError if it is no JSON object.
+    """
     text = environ.get(ENVIRONMENT_VARIABLE)
     if not text:
-        return {}
+        return None
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -322,14 +316,23 @@ def _checked(option: Option, value: Any) -> Any:
     if not isinstance(value, (str, os.PathLike)):
         raise OptionError(f"{flag} {value!r}: text is expected")
     text = os.fspath(value)
-    if option.kind == "path" and not (text and Path(text).exists()):
-        raise OptionError(f"{flag} {text}: no such file or folder")
+    if option.kind == "path":
+        _check_exists(flag, text)
     if option.kind == "method" and text not in SUPPORTED_METHODS:
         state = "not supported yet" if text in INFERENCE_METHODS else "unknown"
         raise OptionError(
             f"{flag} {text}: this method is {state}; accepted: " + ", ".join(SUPPORTED_METHODS)
         )
     return text
+
+
+def _check_exists(flag: str, text: str) -> None:
+    try:
+        found = bool(text) and Path(text).exists()
+    except (OSError, ValueError) as error:  # too long a name, a folder that may not be read
+        raise OptionError(f"{flag} {text}: {getattr(error, 'strerror', None) or error}") from None
+    if not found:
+        raise OptionError(f"{flag} {text}: no such file or folder")
 
 
 def _help(option: Option) -> str:

@@ -4,6 +4,7 @@ The engines run the model in a process of their own, often killed rather than en
 are published while it runs: a daemon thread looks twice a second and reports what has changed.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ LOG_SECONDS = 30.0
 
 _models: "weakref.WeakSet[HybridModel]" = weakref.WeakSet()
 _started_in: int | None = None
+_warned_of: set[str] = set()  # files that could not be written
 
 
 def watch(model: HybridModel, logger: logging.Logger) -> None:
@@ -26,7 +28,7 @@ def watch(model: HybridModel, logger: logging.Logger) -> None:
     global _started_in
     logger.info(model.describe())
     _models.add(model)
-    _write()
+    _publish(logger)
     if _started_in != os.getpid():  # threads do not survive a fork
         _started_in = os.getpid()
         threading.Thread(target=_run, args=(logger,), name="kt-report", daemon=True).start()
@@ -40,7 +42,7 @@ def _run(logger: logging.Logger) -> None:
         calls = _calls()
         if calls != seen:
             seen = calls
-            _write()
+            _publish(logger)
         if calls != logged and time.monotonic() - logged_at >= LOG_SECONDS:
             logged, logged_at = calls, time.monotonic()
             logger.info("kt: %d expert calls on the CPU so far", calls)
@@ -50,10 +52,20 @@ def _calls() -> int:
     return sum(model.stats().get("expert_calls", 0) for model in list(_models))
 
 
-def _write() -> None:
+def _publish(logger: logging.Logger) -> None:
+    """Writes the counters; a file that cannot be written is worth a warning, not the server."""
     path = os.environ.get(STATS_FILE_VARIABLE)
     if not path:
         return
+    try:
+        _write(path)
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        if path not in _warned_of:
+            _warned_of.add(path)
+            logger.warning("kt: %s %s: counters not written: %s", STATS_FILE_VARIABLE, path, error)
+
+
+def _write(path: str) -> None:
     models = [
         {
             "description": model.describe(),
@@ -70,6 +82,11 @@ def _write() -> None:
         for model in list(_models)
     ]
     temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "w") as file:
-        json.dump({"pid": os.getpid(), "models": models}, file)
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            json.dump({"pid": os.getpid(), "models": models}, file)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -193,6 +193,8 @@ def test_weight_path(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     assert not layer.takes_weights
     layer.add_weight(2, "gate", torch.zeros(INNER, H))  # the engine's own are not wanted
     layer.finish_loading()
+    with pytest.raises(RuntimeError, match="exchanging weights while serving is not supported"):
+        layer.add_weight(2, "gate", torch.zeros(INNER, H))
     x, ids, router = batch(5)
     layer.submit(x, ids, router)
     other = layer_of(2)
@@ -267,3 +269,23 @@ def test_report(
         report.time.sleep(0.1)
     assert found["expert_calls"] == wanted
     assert found["layers"] == [{"layer": 0, "hot_experts": [0, 1], "cold_experts": [2, 3, 4, 5]}]
+
+
+def test_stats_file_that_cannot_be_written(
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One warning; the server goes on, and nothing is left behind."""
+    monkeypatch.setenv(report.STATS_FILE_VARIABLE, str(tmp_path / "gone" / "stats.json"))
+    model = model_of(1, weights)
+    model.layers[0].finish_loading()
+    logger = logging.getLogger("test")
+    report.watch(model, logger)
+    report.watch(model, logger)
+    assert caplog.text.count("counters not written") == 1
+    monkeypatch.setenv(report.STATS_FILE_VARIABLE, str(tmp_path))  # a folder: replacing it fails
+    report.watch(model, logger)
+    assert caplog.text.count("counters not written") == 2
+    assert list(tmp_path.iterdir()) == [] and list(tmp_path.parent.glob("*.[0-9]*")) == []

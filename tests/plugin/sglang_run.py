@@ -5,7 +5,8 @@
 JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "runs": [
       {"name", "arguments": of the engine, "config": text of KT_CONFIG, "prompts": other ones}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats": content of
-          KT_STATS_FILE or null}]; or {"name", "error"} for a run that raised.
+          KT_STATS_FILE or null, "plugin": whether it was loaded}]; or {"name", "error"} for a run
+          that raised.
 """
 
 import json
@@ -55,6 +56,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
             ],
             "seconds": {"start": started - start, "generate": generated - started},
             "stats": _settled(stats_path),
+            "plugin": "kt_kernel.plugin_entrypoints.sglang" in sys.modules,
         }
     finally:
         engine.shutdown()

@@ -4,7 +4,7 @@
 
 JOB: {"model": folder, "prompts": [[ids]], "steps": n, "compile": false,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM},
-                "environment": {variables}}]}
+                "environment": {variables}, "reload": load the weights again at the end?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
           "hot_rows", "hybrid": class name of the expert layer}]; {"name", "error"} if it raised.
 """
@@ -54,6 +54,8 @@ def run(job: dict, one: dict) -> dict:
     )
     outputs = [result.outputs[0] for result in results]
     found = llm.apply_model(_inspect)[0]
+    if one.get("reload"):
+        llm.collective_rpc("reload_weights")
     answer = {
         "name": one["name"],
         "tokens": [list(output.token_ids) for output in outputs],

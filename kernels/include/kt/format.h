@@ -25,7 +25,7 @@ namespace kt {
 enum class WeightFormat : int { kBF16 = 0, kInt8Row = 1, kInt4Row = 2, kInt4Group = 3 };
 constexpr int kFormatCount = 4;
 
-constexpr int64_t kTileRows = 32;    // rows of a tile
+constexpr int64_t kTileRows = 32;  // rows of a tile
 // Largest H and I: the int32 sum of a row's products must not overflow, also with activations
 // offset to 0..255 (isa/simd_avx512.inl).
 constexpr int64_t kMaxColumns = 65536;

@@ -15,8 +15,8 @@ namespace kt {
 struct ActRows {
   const uint8_t* data;
   int64_t stride;        // bytes of a row, zero-padded to the layout's cols_padded
-  const float* scale;     // [row] or [row][group]; float formats do not read it
-  const int32_t* sum;     // sum of the int8 values per row or per row and group; likewise
+  const float* scale;    // [row] or [row][group]; float formats do not read it
+  const int32_t* sum;    // sum of the int8 values per row or per row and group; likewise
   int64_t groups;        // scales per row
   const int32_t* index;  // null for contiguous rows
 

@@ -1,0 +1,124 @@
+"""What both plugins do alike: registering without silence, choosing options, refusing."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kt_kernel import _conflict
+from kt_kernel.options import (
+    ENVIRONMENT_VARIABLE,
+    KTOptions,
+    OptionError,
+    exit_with,
+    from_environment,
+)
+
+from . import patches
+
+# Checkpoints whose weights reach our loaders one by one, as the tests have seen them.
+LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
+SINGLE_RANK = "kt-moe serves a single rank so far"
+NO_EXCHANGE = "the cold experts' weights cannot be exchanged or put aside"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A value of the engine's configuration that the hybrid layer does not work with.
+
+    path: attributes from the configuration on, with dots. accepted: the values that are fine; the
+    first one is assumed where a version lacks the attribute. flag: if not the last attribute's.
+    """
+
+    path: str
+    accepted: tuple[Any, ...]
+    reason: str
+    flag: str = ""
+
+
+def install(
+    engine: str,
+    layer: Callable[[], None],
+    arguments: Callable[[], None],
+    arguments_target: str,
+    logger: logging.Logger,
+) -> str:
+    """Installs a plugin's hooks; returns why the hybrid layer cannot work, "" if it can.
+
+    layer and arguments install the hooks on the model code and on the engine's arguments. Of any
+    error: an engine would log it and serve without us, or not start although nobody asked for us.
+    With the hooks on the arguments in place, a start with kt options is stopped there. Without
+    them, it is stopped here, by SystemExit, when options can be seen from here.
+
+    engine: "vLLM" or "SGLang". arguments_target: what the targets in `patches` of the hooks on the
+    arguments begin with.
+    """
+    problem = ""
+    reachable = True
+    try:
+        _conflict.check()
+        absent = patches.missing(engine.lower())
+        if absent:
+            reachable = not any(target.startswith(arguments_target) for target in absent)
+            raise LookupError(f"this {engine} lacks {', '.join(absent)}, which the plugin needs")
+        layer()
+    except Exception as error:
+        problem = _why("layer", error)
+    if reachable:
+        try:
+            arguments()
+        except Exception as error:
+            problem, reachable = problem or _why("options", error), False
+    if not reachable:
+        if _conflict.options_visible():
+            raise exit_with(OptionError(problem))
+        logger.warning("kt: %s; %s runs without it", problem, engine)
+    return problem
+
+
+def _why(what: str, error: Exception) -> str:
+    return (
+        f"the plugin's {what} cannot be installed ({type(error).__name__}: {error}); start without "
+        "kt options, or use a tested version"
+    )
+
+
+def choose(given: Mapping[str, Any] | None, logger: logging.Logger) -> KTOptions | None:
+    """The options given to the engine, or those in KT_CONFIG; None when there are neither.
+
+    A KT_CONFIG that does not count is checked all the same, and a warning says if it differs.
+    Raises OptionError.
+    """
+    environment = from_environment()
+    fallback = None if environment is None else KTOptions.from_mapping(environment)
+    if given is None:
+        return fallback
+    options = KTOptions.from_mapping(given)
+    if fallback not in (None, options):
+        logger.warning("kt: %s does not count beside the options given", ENVIRONMENT_VARIABLE)
+    return options
+
+
+def refuse_class(classes: list[str], tested: Iterable[str], options: KTOptions) -> None:
+    """OptionError for a model class that is not tested, unless --kt-allow-untested is given."""
+    if not options.allow_untested and not set(classes) <= set(tested):
+        raise OptionError(
+            f"model class {', '.join(classes)}: not tested with kt-moe; tested: "
+            f"{', '.join(tested)}; --kt-allow-untested serves it all the same"
+        )
+
+
+def refuse_values(configuration: Any, refusals: Iterable[Refusal]) -> None:
+    """OptionError, one line, for the first value that is not accepted."""
+    for row in refusals:
+        value = configuration
+        for name in row.path.split("."):
+            value = getattr(value, name, row.accepted[0])
+        if value in row.accepted:
+            continue
+        flag = row.flag or "--" + row.path.rpartition(".")[2].replace("_", "-")
+        if isinstance(value, (int, float, str)) and value is not True:
+            flag += f" {value}"
+        choices = [str(choice) for choice in row.accepted if type(choice) in (int, str)]
+        advice = f"accepted: {', '.join(choices)}" if choices else "remove it"
+        raise OptionError(f"{flag}: {row.reason}; {advice}")

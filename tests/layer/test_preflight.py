@@ -1,0 +1,97 @@
+"""Options against a model's configuration: what a worker would refuse is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kt_kernel
+from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.preflight import check_model, moe_layers, num_experts
+
+DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
+CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
+
+
+def check(options: dict[str, Any], **changes: Any) -> str:
+    """The error, "" without one."""
+    try:
+        check_model(KTOptions.from_mapping(options), SimpleNamespace(**{**CONFIG, **changes}))
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+def test_accepted() -> None:
+    assert check({}) == ""
+    assert check({"weight_path": str(DEMO_MODEL), "num_gpu_experts": 4, "cpuinfer": 1}) == ""
+    assert check({"weight_path": str(DEMO_MODEL)}, num_hidden_layers=4) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "line"),
+    [
+        ({"threadpool_count": 65}, {}, "--kt-threadpool-count 65: threadpool_count=65; accepted"),
+        ({"cpuinfer": 5000}, {}, "--kt-cpuinfer 5000: cpuinfer_threads=5000; accepted: 1 to"),
+        ({"num_gpu_experts": 17}, {}, "--kt-num-gpu-experts 17: the model has 16 experts a layer"),
+        (
+            {"method": "INT4_G128"},
+            {"moe_intermediate_size": 96},
+            "--kt-method INT4_G128: moe_intermediate_size=96 is not divisible",
+        ),
+        ({}, {"num_experts": 70000}, "num_experts=70000; accepted"),
+        ({}, {"num_experts": None}, "model class Qwen3MoeForCausalLM: its configuration has no"),
+    ],
+)
+def test_refused(options: dict[str, Any], changes: dict[str, Any], line: str) -> None:
+    assert check(options, **changes).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_experts": 8}, "the last of 16 experts"),
+        ({"hidden_size": 128}, "has shape [256, 128]; expected [128, 128]"),
+        ({"moe_intermediate_size": 96}, "has shape [256, 128]; expected [256, 96]"),
+        ({"num_hidden_layers": 9}, "layer 8 has no experts; layers with experts: 0-7"),
+    ],
+)
+def test_weights_of_another_model(changes: dict[str, Any], line: str) -> None:
+    error = check({"weight_path": str(DEMO_MODEL)}, **changes)
+    assert error.startswith(f"--kt-weight-path {DEMO_MODEL}: ") and line in error, error
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    error = check({"weight_path": str(tmp_path)})
+    assert error.startswith(f"--kt-weight-path {tmp_path}: ") and "safetensors" in error
+
+
+@pytest.mark.parametrize("variable", ["KT_KERNEL_CPU_VARIANT", "KT_KERNEL_KIND"])
+def test_kernel_switches(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "bogus")
+    assert check({}).startswith(f"{variable}=bogus")
+
+
+def test_sizes_under_other_names() -> None:
+    mixtral = SimpleNamespace(
+        num_local_experts=8, num_experts_per_tok=2, hidden_size=128, intermediate_size=96,
+        num_hidden_layers=3,
+    )  # fmt: skip
+    assert num_experts(mixtral) == 8 and moe_layers(mixtral) == [2]
+    with pytest.raises(OptionError, match="moe_intermediate_size=96 is not divisible"):
+        check_model(KTOptions(method="INT4_G128"), mixtral)
+    check_model(KTOptions(method="INT4_G128"), SimpleNamespace(n_routed_experts=8))
+
+
+def test_layers_with_experts() -> None:
+    def layers(**config: Any) -> list[int]:
+        return moe_layers(SimpleNamespace(num_hidden_layers=6, **config))
+
+    assert layers(decoder_sparse_step=1, mlp_only_layers=[]) == [0, 1, 2, 3, 4, 5]
+    assert layers(decoder_sparse_step=2, mlp_only_layers=[5]) == [1, 3]
+    assert layers(first_k_dense_replace=2) == [2, 3, 4, 5]
+    assert layers(first_k_dense_replace=1, moe_layer_freq=2) == [2, 4]

@@ -1,0 +1,33 @@
+"""The model both engines serve, and what transformers makes of it; made once for both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_model import Greedy, Reference, clear_prompts, make
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(request.module.__name__.removeprefix("test_"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(scope="session")
+def prompts(reference: Reference) -> list[list[int]]:
+    return clear_prompts(reference)
+
+
+@pytest.fixture(scope="session")
+def greedy(reference: Reference, prompts: list[list[int]]) -> Greedy:
+    return reference.greedy(prompts)

@@ -1,0 +1,167 @@
+"""What the tests of both engines share: running them, stopping them, judging their tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_model import EXPERTS, LAYERS, STEPS, Greedy, Reference, agreement
+
+import kt_kernel
+from kt_kernel.demo import local_http
+from kt_kernel.testing import quantise_weights
+
+HERE = Path(__file__).parent
+DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
+HOT = 3
+COLD = range(HOT, EXPERTS)
+TIMEOUT = 1800  # seconds for a test: the first one of a module waits for all runs of its engine
+
+Answers = dict[str, dict[str, Any]]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """That of the tests without kt options, and what every engine needs."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KT_")}
+    return kept | {"HF_HUB_OFFLINE": "1", **more}
+
+
+def run(python: str, script: str, folder: Path, env: dict[str, str], **job: Any) -> Answers:
+    """Runs a job of vllm_run.py or sglang_run.py in a new folder; returns its answers by name."""
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps(job))
+    with open(folder / "log", "w") as log:
+        done = subprocess.run(
+            [python, HERE / script, folder / "job.json", folder / "result.json"],
+            stdout=log, stderr=subprocess.STDOUT, env=env, timeout=TIMEOUT - 300,
+        )  # fmt: skip
+    assert done.returncode == 0, (folder / "log").read_text()[-4000:]
+    return {answer["name"]: answer for answer in json.loads((folder / "result.json").read_text())}
+
+
+def check_equal(greedy: Greedy, answer: dict[str, Any], share: float = 0.9) -> None:
+    """The tokens are the reference's up to its ties; ``share`` of them must have been compared."""
+    assert "error" not in answer, answer
+    equal, checked, total = agreement(greedy, answer["tokens"])
+    assert equal == checked and checked >= share * total, (equal, checked, total)
+
+
+def check_refused(answer: dict[str, Any], line: str) -> None:
+    assert "error" in answer, answer
+    assert line in answer["error"], answer["error"]
+
+
+def check_quantised_tokens(
+    method: str, answer: dict[str, Any], reference: Reference, prompts: list[list[int]]
+) -> None:
+    """The method's tokens are those of transformers with its weights and its roundings."""
+    with reference.computing(method, COLD):
+        check_equal(reference.greedy(prompts), answer, share=0.6)
+
+
+def check_quantised_logprobs(
+    method: str, answer: dict[str, Any], reference: Reference, prompts: list[list[int]]
+) -> None:
+    """Plain transformers with the dequantised weights is near, with the source weights far.
+
+    Int8 activations explain the first distance. INT8 weights are so near the source weights that
+    the second one tells nothing.
+    """
+
+    def dequantise(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        for weight in (gate_up, down):
+            weight.copy_(quantise_weights(method, weight))
+
+    found = torch.tensor(answer["logprobs"]).flatten()
+    with reference.changed(dequantise, COLD):
+        near = (reference.logprobs(prompts, answer["tokens"]) - found).abs()
+    far = (reference.logprobs(prompts, answer["tokens"]) - found).abs()
+    assert near.median() < 0.05 and near.mean() < 0.15, (near.median(), near.mean())
+    if method != "AMXINT8":
+        assert far.mean() > 4 * near.mean(), (far.mean(), near.mean())
+
+
+# ---- the server
+
+
+def check_ends_in_one_line(command: list[str], env: dict[str, str], line: str) -> None:
+    """The command fails, and the last line it prints is the error; there is no traceback."""
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "Traceback" not in output and "usage:" not in output, output
+    assert output.strip().splitlines()[-1].startswith(f"kt: error: {line}"), output
+
+
+@contextlib.contextmanager
+def serving(command: list[str], env: dict[str, str], port: int, log: Path) -> Iterator[str]:
+    """Within, the server runs and answers at the URL given; afterwards its processes are gone."""
+    with open(log, "w") as output:
+        server = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=env
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(server, url, log)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+def _wait_until_healthy(server: subprocess.Popen, url: str, log: Path) -> None:
+    for _ in range(400):
+        assert server.poll() is None, log.read_text()[-4000:]
+        try:
+            with local_http.open(f"{url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-4000:])
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    """Sends JSON, returns the JSON that comes back."""
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with local_http.open(request, timeout=120) as response:
+        return json.load(response)
+
+
+def check_counted(stats: Path, log: Path, prompts: list[list[int]]) -> None:
+    """After the prompts were completed: the counters in KT_STATS_FILE, the line in the log."""
+    time.sleep(2)  # the counters are written twice a second
+    (counted,) = json.loads(stats.read_text())["models"]
+    assert counted["expert_calls"] > LAYERS * len(prompts) * STEPS / 2
+    assert counted["layers"][0]["hot_experts"] == list(range(HOT))
+    line = f"kt: {LAYERS} MoE layers, in each {HOT} experts hot on the device [0-2]"
+    assert line in log.read_text()
+
+
+# ---- the demo model
+
+
+def demo_job(steps: int = 32) -> tuple[dict[str, Any], Greedy]:
+    """A job without its runs, and the reference's tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    texts = ["And God said, ", "The children of Israel ", "In those days "]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    greedy = Reference(DEMO_MODEL).greedy(prompts, steps=steps)
+    return {"model": str(DEMO_MODEL), "prompts": prompts, "steps": steps}, greedy
