@@ -81,8 +81,11 @@ def ceilings(gibibytes: int) -> dict[str, float]:
     return found
 
 
-def unit_of(method: str, table: str) -> str:
-    """The unit whose peak bounds the method: per-row integer methods may use the int8 one."""
+def unit_of(method: str, table: str, limits: dict[str, float]) -> str:
+    """The unit whose peak bounds the method: per-row integer methods may use the int8 one, BF16 the
+    faster of float32 FMA and bf16 products, which differs between makers."""
+    if method == "BF16" and table == "avx512_bf16":
+        return max("avx512_fp32", "avx512_bf16", key=limits.__getitem__)
     if method.startswith(("AMXINT", "MOE_INT")):
         return INTEGER_UNITS[table]
     return FLOAT_UNITS[table] if method == "BF16" or table == "amx" else INTEGER_UNITS[table]
@@ -153,7 +156,7 @@ class Bench:
         operations = 6.0 * tokens * self.top_k * self.hidden * self.inter
         t_min = max(
             byte_count / limits["dram_read"],
-            operations / limits[unit_of(self.method, self.table)],
+            operations / limits[unit_of(self.method, self.table, limits)],
         )
         sample = torch.tensor(times, dtype=torch.float64)
         median = sample.median().item()
