@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from . import buffers
+from .forks import give_lock
 from .pools import get_team
 from .settings import LayerSettings, integer
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
 from .variant import debug, native
-
-_wrappers: weakref.WeakSet[BaseMoEWrapper] = weakref.WeakSet()
 
 _BIASES = ("gate_bias", "up_bias", "down_bias")
 
@@ -30,8 +27,8 @@ class BaseMoEWrapper:
         self._core: Any = None  # the compiled layer, from the first weights on
         self._loaded = False
         self._arrived: set[int] = set()
-        self._load_lock = threading.RLock()
-        _wrappers.add(self)
+        # Another thread of a parent may load while it forks; to the child that is not loaded.
+        give_lock(self, "_load_lock", threading.RLock)
 
     # ---- what it is -------------------------------------------------------------------------
 
@@ -387,12 +384,3 @@ class BaseMoEWrapper:
             if not 0 <= value < s.num_experts:
                 raise ValueError(f"{place}[{slot}] = {value}; accepted: 0 to {s.num_experts - 1}")
         return logical
-
-
-def _renew_locks_after_fork() -> None:
-    # Another thread of the parent may have been loading; to the child what it did is not loaded.
-    for wrapper in _wrappers:
-        wrapper._load_lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_locks_after_fork)

@@ -5,15 +5,16 @@ the hidden states with the router's choice; it returns the cold experts' weighte
 """
 
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from .chain import model_scope
+from .forks import give_lock
 from .inference import KTMoEWrapper
 from .options import KTOptions
 from .routing import hot_routes
+from .text import ranges
 
 MATRICES = ("gate", "up", "down")
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,7 +65,7 @@ class HybridLayer:
         }
         self._arrived: dict[int, dict[str, torch.Tensor]] = {}
         self._packed: set[int] = set()
-        self._lock = threading.Lock()  # engines may load shards from several threads
+        give_lock(self, "_lock", threading.Lock)  # engines may load shards from several threads
         self._finished = False
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._wrapper: Any = None
@@ -116,7 +117,7 @@ class HybridLayer:
         if self.slot_of(expert_id) >= 0:
             raise ValueError(
                 f"{place}: a hot expert's weights belong to the engine; cold: "
-                f"{_ranges(self.cold_experts)}"
+                f"{ranges(self.cold_experts)}"
             )
         self.refuse_reload(place)
         if not self.takes_weights:
@@ -298,15 +299,4 @@ class HybridModel:
 
 
 def _bracketed(ids: list[int]) -> str:
-    return f" [{_ranges(ids)}]" if ids else ""
-
-
-def _ranges(ids: Iterable[int]) -> str:
-    """[0, 1, 2, 5] as "0-2,5"."""
-    parts: list[list[int]] = []
-    for i in ids:
-        if parts and parts[-1][1] == i - 1:
-            parts[-1][1] = i
-        else:
-            parts.append([i, i])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    return f" [{ranges(ids)}]" if ids else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,15 @@ def test_stats_file_that_cannot_be_written(
     report.watch(model, logger)
     assert caplog.text.count("counters not written") == 2
     assert list(tmp_path.iterdir()) == [] and list(tmp_path.parent.glob("*.[0-9]*")) == []
+
+
+def test_a_child_forked_while_weights_arrive_can_load_on(weights: dict[str, torch.Tensor]) -> None:
+    """The lock is held by a thread of the parent when it forks; the child must not wait for it."""
+    layer = layer_of()
+    with layer._lock:
+        child = os.fork()
+        if child == 0:
+            load(layer, weights)
+            layer.finish_loading()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..experts import ExpertTensors
+from ..text import ranges
 from .bf16 import infer_sizes, layer_reader, read_layer
 from .families import model_type
 from .header import TensorInfo
@@ -148,7 +149,9 @@ class Checkpoint:
         layout = self._layouts[layer_idx]
         if layout is None:
             layers = self.layers()
-            have = f"layers with experts: {_ranges(layers)}" if layers else "no layer has experts"
+            have = (
+                f"layers with experts: {ranges(layers, ', ')}" if layers else "no layer has experts"
+            )
             raise ValueError(f"{self.path}: layer {layer_idx} has no experts; {have}")
         return layout
 
@@ -239,13 +242,3 @@ def _integer(name: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} is {number}; expected at least {least}")
     return number
-
-
-def _ranges(numbers: list[int]) -> str:
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

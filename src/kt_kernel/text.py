@@ -1,0 +1,16 @@
+"""Words for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def ranges(ascending: Iterable[int], separator: str = ",") -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    parts: list[list[int]] = []
+    for number in ascending:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return separator.join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
