@@ -21,7 +21,7 @@ inline F exp_lanes(F x) {
   return f_mul(f_mul(p, s1), s2);
 }
 
-// act(gate) * up of SPEC's layer; NaN in gate or up stays NaN.
+// act(gate) * up of the layer (kernel_table.h, Activation); NaN in gate or up stays NaN.
 inline F gated(F gate, F up, const Activation& act) {
   if (act.limit > 0) {
     gate = f_min(f_set(act.limit), gate);

@@ -1,6 +1,6 @@
 // The whole MoE layer in double, written for clarity: the oracle that kernels and the engine are
-// tested against. It rounds activations exactly where the product does (SPEC.md section 1) and
-// nowhere else; all sums are in double.
+// tested against. It rounds activations exactly where the product does and nowhere
+// else; all sums are in double.
 #pragma once
 #include <cstdint>
 

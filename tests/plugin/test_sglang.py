@@ -175,7 +175,7 @@ def test_quantised_logprobs(
 
 @contextmanager
 def deferring(reference: Reference, deferred: int) -> Iterator[None]:
-    """Within, MoE layers postpone cold experts as SPEC.md, section 4, has it."""
+    """Within, MoE layers postpone cold experts as `KTMoEWrapper` defines deferral."""
     hot = torch.tensor([expert not in COLD for expert in range(EXPERTS)])
     carry: list[torch.Tensor | None] = [None]
 
@@ -199,14 +199,8 @@ def deferring(reference: Reference, deferred: int) -> Iterator[None]:
 
         return forward
 
-    modules = [reference.experts(layer) for layer in range(LAYERS)]
-    for layer, module in enumerate(modules):
-        module.forward = replacement(layer, module)
-    try:
+    with reference.replacing(replacement):
         yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 @torch.no_grad()

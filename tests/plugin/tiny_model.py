@@ -124,11 +124,25 @@ class Reference:
                 self.experts(layer).down_proj.data.copy_(down)
 
     @contextmanager
+    def replacing(
+        self, replacement: Callable[[int, torch.nn.Module], Callable[..., torch.Tensor]]
+    ) -> Iterator[None]:
+        """Within, each layer's experts are computed by what replacement(layer, module) returns."""
+        modules = [self.experts(layer) for layer in range(LAYERS)]
+        for layer, module in enumerate(modules):
+            module.forward = replacement(layer, module)
+        try:
+            yield
+        finally:
+            for module in modules:
+                del module.forward
+
+    @contextmanager
     def computing(self, method: str, cold: range) -> Iterator[None]:
         """Within, cold experts have the method's weights and activation roundings, in float64."""
         mask = torch.tensor([expert not in cold for expert in range(EXPERTS)])
 
-        def replacement(experts: torch.nn.Module) -> Callable[..., torch.Tensor]:
+        def replacement(layer: int, experts: torch.nn.Module) -> Callable[..., torch.Tensor]:
             gate, up = experts.gate_up_proj.data.chunk(2, 1)
             weights = (gate, up, experts.down_proj.data)
 
@@ -140,14 +154,8 @@ class Reference:
 
             return forward
 
-        modules = [self.experts(layer) for layer in range(LAYERS)]
-        for module in modules:
-            module.forward = replacement(module)
-        try:
+        with self.replacing(replacement):
             yield
-        finally:
-            for module in modules:
-                del module.forward
 
     @torch.no_grad()
     def logprobs(self, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
