@@ -69,7 +69,7 @@ std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
 std::shared_ptr<kt::MoeLayer> make_layer(std::shared_ptr<kt::sys::Team> team, int64_t num_experts,
                                          int64_t top_k, int64_t hidden_size,
                                          int64_t intermediate_size, int format, int group_size,
-                                         const std::vector<bool>& cpu_slots, float swiglu_limit,
+                                         int scale_type, const std::vector<bool>& cpu_slots, float swiglu_limit,
                                          float swiglu_alpha, int64_t max_tokens,
                                          const std::string& table, int kind) {
   return std::make_shared<kt::MoeLayer>(
@@ -79,6 +79,7 @@ std::shared_ptr<kt::MoeLayer> make_layer(std::shared_ptr<kt::sys::Team> team, in
                                        intermediate_size,
                                        kt::WeightFormat(format),
                                        group_size,
+                                       kt::ScaleType(scale_type),
                                        {swiglu_limit, swiglu_alpha},
                                        std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
                                        max_tokens,
@@ -99,7 +100,7 @@ using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
 const double* data_or_null(const std::optional<Doubles>& a) { return a ? a->data() : nullptr; }
 
 auto reference_forward(Doubles x, Longs ids, Doubles weights, Doubles gate, Doubles up,
-                       Doubles down, int activation_format, int64_t group_size,
+                       Doubles down, int activation_format,
                        const std::vector<bool>& skip, std::optional<Doubles> gate_bias,
                        std::optional<Doubles> up_bias, std::optional<Doubles> down_bias,
                        double swiglu_limit, double swiglu_alpha) {
@@ -119,7 +120,6 @@ auto reference_forward(Doubles x, Longs ids, Doubles weights, Doubles gate, Doub
   r.up_bias = data_or_null(up_bias);
   r.down_bias = data_or_null(down_bias);
   r.activation = kt::ActivationFormat(activation_format);
-  r.group_size = group_size;
   const auto skipped = std::make_unique<bool[]>(skip.size());
   std::copy(skip.begin(), skip.end(), skipped.get());
   r.skip = skipped.get();
@@ -133,15 +133,36 @@ auto reference_forward(Doubles x, Longs ids, Doubles weights, Doubles gate, Doub
 
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-auto product(const std::string& table, bool tile_kind, int format, int group_size, Floats w,
-             Floats x) {
-  if (w.shape(1) != x.shape(1)) throw std::invalid_argument("w and x need the same columns");
-  const auto rows = x.shape(0), columns = size_t(kt::round_up(int64_t(w.shape(0)), kt::kTileRows));
+auto run_product(const std::string& table, bool gemm, const kt::MatrixLayout& layout,
+                 const kt::WeightSource& w, Floats x) {
+  const auto rows = x.shape(0);
+  const auto columns = size_t(layout.tiles() * kt::kTileRows);
   auto* out = new float[std::max<size_t>(1, rows * columns)];
   nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-  kt::dense_product(*find_table(table), tile_kind, kt::WeightFormat(format), group_size, w.data(),
-                    int64_t(w.shape(0)), x.data(), int64_t(rows), int64_t(x.shape(1)), out);
+  kt::single_product(*find_table(table), gemm, layout, w, x.data(), int64_t(rows), out);
   return nb::ndarray<nb::numpy, float>(out, {rows, columns}, owner);
+}
+
+auto product(const std::string& table, bool gemm, int format, int group_size, Floats w, Floats x) {
+  if (w.shape(1) != x.shape(1)) throw std::invalid_argument("w and x need the same columns");
+  const kt::MatrixLayout layout{kt::WeightFormat(format), int64_t(w.shape(0)), int64_t(w.shape(1)),
+                                group_size};
+  return run_product(table, gemm, layout, {w.data(), kt::DType::kFP32}, x);
+}
+
+// (data, scale, zero, global) of kt::WeightSource.
+using Quantised = std::tuple<uintptr_t, uintptr_t, uintptr_t, float>;
+
+kt::WeightSource quantised(const Quantised& q) {
+  return {pointer<const void>(std::get<0>(q)), kt::DType::kFP32, pointer<const void>(std::get<1>(q)),
+          pointer<const void>(std::get<2>(q)), std::get<3>(q)};
+}
+
+auto product_quantised(const std::string& table, bool gemm, int format, int group_size,
+                       int scale_type, int64_t n, const Quantised& w, Floats x) {
+  const kt::MatrixLayout layout{kt::WeightFormat(format), n, int64_t(x.shape(1)), group_size,
+                                kt::ScaleType(scale_type)};
+  return run_product(table, gemm, layout, quantised(w), x);
 }
 
 }  // namespace
@@ -178,19 +199,33 @@ NB_MODULE(KT_MODULE_NAME, m) {
 
   nb::class_<kt::MoeLayer>(m, "MoeLayer")
       .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
-           "hidden_size"_a, "intermediate_size"_a, "format"_a, "group_size"_a, "cpu_slots"_a,
+           "hidden_size"_a, "intermediate_size"_a, "format"_a, "group_size"_a,
+           "scale_type"_a = 0, "cpu_slots"_a,
            "swiglu_limit"_a, "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a)
       .def(
           "load_expert",
           [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
              int dtype, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
+            const auto dense = [&](uintptr_t data) {
+              return kt::WeightSource{pointer<const void>(data), kt::DType(dtype)};
+            };
             layer.load_expert(
-                slot, {pointer<const void>(gate), pointer<const void>(up),
-                       pointer<const void>(down), kt::DType(dtype), pointer<const float>(gate_bias),
+                slot, {dense(gate), dense(up), dense(down), pointer<const float>(gate_bias),
                        pointer<const float>(up_bias), pointer<const float>(down_bias)});
           },
           "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "dtype"_a, "gate_bias_ptr"_a = 0,
           "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "load_quantised",
+          [](kt::MoeLayer& layer, int64_t slot, const Quantised& gate, const Quantised& up,
+             const Quantised& down, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
+            layer.load_expert(slot, {quantised(gate), quantised(up), quantised(down),
+                                     pointer<const float>(gate_bias), pointer<const float>(up_bias),
+                                     pointer<const float>(down_bias)});
+          },
+          "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
+          "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+          "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource.")
       .def(
           "submit",
           [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,
@@ -217,10 +252,13 @@ NB_MODULE(KT_MODULE_NAME, m) {
             {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls}};
       });
 
-  m.def("product", product, "table"_a, "tile_kind"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
+  m.def("product_quantised", product_quantised, "table"_a, "gemm"_a, "format"_a, "group_size"_a,
+        "scale_type"_a, "n"_a, "w"_a, "x"_a,
+        "The same for quantised weights, (data, scale, zero, global) (tests).");
+  m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
         "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,
-        "down"_a, nb::kw_only(), "activation_format"_a, "group_size"_a, "skip"_a,
+        "down"_a, nb::kw_only(), "activation_format"_a, "skip"_a,
         "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
         "swiglu_limit"_a = 0.0, "swiglu_alpha"_a = 0.0, "The layer in float64 (kernels/ref).");
 }

@@ -1,20 +1,33 @@
 // Activation rows to A operands (kernel_table.h, QuantiseRow).
 constexpr int32_t kInfBits = 0x7f800000;
 
-// max |x| of columns [begin, end). Absolute values compare as integers, NaN above infinity, so
-// one integer maximum finds both; either gives NaN.
-inline float absmax_columns(const void* src, DType type, int64_t begin, int64_t end) {
-  I most = i_zero();
-  for (int64_t i = begin; i < end; i += kLanes)
-    most = i_max(most, i_and(as_i(load_row(src, type, i, end)), i_set(0x7fffffff)));
+inline int32_t sum_lanes(I x) {
   alignas(64) int32_t lane[kLanes];
-  i_store(lane, most);
+  i_store(lane, x);
+  int32_t total = 0;
+  for (int32_t one : lane) total += one;
+  return total;
+}
+
+// The largest of non-negative lanes as a float. Absolute values compare as integers, NaN above
+// infinity, so one integer maximum finds both; either gives NaN.
+inline float absmax_lanes(I magnitudes) {
+  alignas(64) int32_t lane[kLanes];
+  i_store(lane, magnitudes);
   int32_t bits = 0;
   for (int32_t x : lane) bits = x > bits ? x : bits;
   if (bits >= kInfBits) bits = 0x7fc00000;
   float result;
   __builtin_memcpy(&result, &bits, 4);
   return result;
+}
+
+// max |x| of columns [begin, end).
+inline float absmax_columns(const void* src, DType type, int64_t begin, int64_t end) {
+  I most = i_zero();
+  for (int64_t i = begin; i < end; i += kLanes)
+    most = i_max(most, i_and(as_i(load_row(src, type, i, end)), i_set(0x7fffffff)));
+  return absmax_lanes(most);
 }
 
 float absmax_row(const void* src, DType type, int64_t k) { return absmax_columns(src, type, 0, k); }
@@ -30,11 +43,7 @@ inline int32_t quantise_columns(const void* src, DType type, int64_t begin, int6
     sum = i_add(sum, q);
     i_store_i8(dst + i, q);
   }
-  alignas(64) int32_t lane[kLanes];
-  i_store(lane, sum);
-  int32_t total = 0;
-  for (int32_t x : lane) total += x;
-  return total;
+  return sum_lanes(sum);
 }
 
 // 127 / absmax, or 0 where it has no finite value (absmax zero, under 3.8e-37, or NaN).
@@ -43,33 +52,67 @@ inline float int8_multiplier(float absmax) {
   return multiplier <= 3.4028234e38f ? multiplier : 0.0f;
 }
 
-void quantise_int8_row(const void* src, DType type, int64_t k, int64_t k_padded, int,
-                       float row_absmax, uint8_t* dst, float* scale, int32_t* sum) {
+void quantise_int8_row(const void* src, DType type, int64_t k, int64_t k_padded, float row_absmax,
+                       uint8_t* dst, float* scale, int32_t* sum) {
   const float absmax = row_absmax < 0 ? absmax_columns(src, type, 0, k) : row_absmax;
   *scale = absmax / 127.0f;
   *sum = quantise_columns(src, type, 0, k, k_padded, int8_multiplier(absmax),
                           reinterpret_cast<int8_t*>(dst));
 }
 
-void quantise_int8_groups(const void* src, DType type, int64_t k, int64_t k_padded, int group,
-                          float, uint8_t* dst, float* scale, int32_t* sum) {
-  for (int64_t g = 0, i = 0; i < k_padded; ++g, i += group) {
-    const int64_t end = i + group < k ? i + group : k;
-    const float absmax = absmax_columns(src, type, i, end);
-    scale[g] = absmax / 127.0f;
-    sum[g] = quantise_columns(src, type, i, end, i + group, int8_multiplier(absmax),
-                              reinterpret_cast<int8_t*>(dst));
+// The power of two 2^e with absmax / 2^e in (16319.5, 32639], the largest range whose high digits
+// are int8; at least 2^-126, so that its inverse is finite. NaN where absmax is.
+inline float int16_scale(float absmax) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &absmax, 4);
+  if (absmax != absmax) return absmax;
+  // absmax < 2^(x - 126): x its biased exponent. Fits 2^15 with e = x - 126 - 15, or one more.
+  int32_t e = int32_t(bits >> 23) - 126 - 15;
+  if (e < -126) e = -126;
+  const auto power = [](int32_t exponent) {
+    const uint32_t word = uint32_t(exponent + 127) << 23;
+    float value;
+    __builtin_memcpy(&value, &word, 4);
+    return value;
+  };
+  return power(absmax > 32639.0f * power(e) ? e + 1 : e);
+}
+
+void quantise_int16_groups(const void* src, DType type, int64_t k, int64_t k_padded, float,
+                           uint8_t* dst, float* scale, int32_t* sum) {
+  for (int64_t i = 0; i < k_padded; i += kActGroup, dst += 2 * kActGroup, ++scale) {
+    alignas(64) float x[kActGroup];
+    I most = i_zero();
+    for (int64_t j = 0; j < kActGroup; j += kLanes) {
+      const F rounded = round_bf16(load_row(src, type, i + j, k));
+      f_store(x + j, rounded);
+      most = i_max(most, i_and(as_i(rounded), i_set(0x7fffffff)));
+    }
+    const float unit = *scale = int16_scale(absmax_lanes(most));
+    const bool finite = unit == unit;
+    const F inverse = f_set(finite ? 1.0f / unit : 0.0f);
+    for (int64_t j = 0; j < kActGroup; j += kSumGroup) {
+      I total = i_zero();
+      for (int64_t n = j; n < j + kSumGroup; n += kLanes) {
+        const I q = finite ? round_i(f_mul(f_load(x + n), inverse)) : i_zero();
+        const I high = i_sra<8>(i_add(q, i_set(128)));
+        total = i_add(total, q);
+        i_store_i8(reinterpret_cast<int8_t*>(dst) + n, high);
+        i_store_i8(reinterpret_cast<int8_t*>(dst) + kActGroup + n, i_sub(q, i_sll<8>(high)));
+      }
+      *sum++ = sum_lanes(total);
+    }
   }
 }
 
-void quantise_bf16(const void* src, DType type, int64_t k, int64_t k_padded, int, float,
-                   uint8_t* dst, float*, int32_t*) {
-  for (int64_t i = 0; i < k_padded; i += kLanes) {
-    const F x = load_row(src, type, i, k);
-#ifdef KT_BF16_OPERANDS
-    store_bf16(reinterpret_cast<uint16_t*>(dst) + i, x);
-#else
-    f_store(reinterpret_cast<float*>(dst) + i, round_bf16(x));
-#endif
-  }
+void quantise_float(const void* src, DType type, int64_t k, int64_t k_padded, float, uint8_t* dst,
+                    float*, int32_t*) {
+  for (int64_t i = 0; i < k_padded; i += kLanes)
+    f_store(reinterpret_cast<float*>(dst) + i, round_bf16(load_row(src, type, i, k)));
+}
+
+void quantise_bf16(const void* src, DType type, int64_t k, int64_t k_padded, float, uint8_t* dst,
+                   float*, int32_t*) {
+  for (int64_t i = 0; i < k_padded; i += kLanes)
+    store_bf16(reinterpret_cast<uint16_t*>(dst) + i, load_row(src, type, i, k));
 }

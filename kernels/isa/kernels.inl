@@ -31,11 +31,12 @@ namespace {
 #include "act_quant.inl"
 #include "blocks.inl"
 #include "merge.inl"
-#include "product_bf16.inl"
-#include "product_int.inl"
+#include "gemv_bf16.inl"
+#include "gemv_int.inl"
+#include "gemv_group.inl"
 #include "swiglu.inl"
 #ifdef KT_AMX
-#include "product_amx.inl"
+#include "gemm_amx.inl"
 #else
 void tiles_begin() {}
 void tiles_end() {}
@@ -45,11 +46,9 @@ constexpr TileProduct tile_product_int4 = nullptr;
 #endif
 
 #ifdef KT_BF16_OPERANDS
-constexpr int kBf16ActBytes = 2;
-constexpr HiddenAs kBf16Hidden = HiddenAs::kBF16;
+constexpr ActKind kVectorAct = ActKind::kBF16;  // of BF16 and 8-bit float weights
 #else
-constexpr int kBf16ActBytes = 4;
-constexpr HiddenAs kBf16Hidden = HiddenAs::kRoundedFloat;
+constexpr ActKind kVectorAct = ActKind::kFloat;
 #endif
 
 // Rows per expert from which the tile kernel is used when the kind is not pinned.
@@ -66,15 +65,16 @@ const KernelTable KT_TABLE = {
     KT_FEATURES,
 #endif
     {
-        {kBf16ActBytes, false, quantise_bf16, swiglu_tile<kBf16Hidden>, vector_product<Bf16Block>,
-         tile_product_bf16, kTileMinRows},
-        {1, true, quantise_int8_row, swiglu_tile<HiddenAs::kFloat>, vector_product<Int8Block>,
-         tile_product_int8, kTileMinRows},
-        {1, true, quantise_int8_row, swiglu_tile<HiddenAs::kFloat>, vector_product<Int4RowBlock>,
-         tile_product_int4, kTileMinRows},
-        {1, true, quantise_int8_groups, swiglu_tile<HiddenAs::kFloat>,
-         vector_product<Int4GroupBlock>, nullptr, 0},
+        {{kVectorAct, false, vector_product<Bf16Block>},
+         {ActKind::kBF16, true, tile_product_bf16}, kTileMinRows},
+        {{ActKind::kInt8Row, false, vector_product<Int8Block>},
+         {ActKind::kInt8Row, true, tile_product_int8}, kTileMinRows},
+        {{ActKind::kInt8Row, false, vector_product<Int4RowBlock>},
+         {ActKind::kInt8Row, true, tile_product_int4}, kTileMinRows},
+        {{ActKind::kInt16Group, false, vector_product<Int4GroupBlock>}, {}, 0},
     },
+    {quantise_float, quantise_bf16, quantise_int8_row, quantise_int16_groups},
+    swiglu_tile,
     absmax_row,
     merge_tile,
     finish_columns,

@@ -34,22 +34,13 @@ inline F gated(F gate, F up, const Activation& act) {
   return f_mul(activated, plain ? up : f_add(up, one));
 }
 
-enum class HiddenAs { kFloat, kRoundedFloat, kBF16 };
-
-template <HiddenAs as>
 void swiglu_tile(const float* gate, const float* up, const float* gate_bias, const float* up_bias,
-                 const Activation& act, int64_t m, uint8_t* h, int64_t h_stride) {
-  for (int64_t r = 0; r < m; ++r) {
+                 const Activation& act, int64_t m, float* out) {
+  for (int64_t r = 0; r < m; ++r)
     for (int n = 0; n < kTileRows; n += kLanes) {
       F g = f_load(gate + r * kTileRows + n), u = f_load(up + r * kTileRows + n);
       if (gate_bias) g = f_add(g, f_load(gate_bias + n));
       if (up_bias) u = f_add(u, f_load(up_bias + n));
-      const F y = gated(g, u, act);
-      uint8_t* row = h + r * h_stride;
-      if constexpr (as == HiddenAs::kBF16)
-        store_bf16(reinterpret_cast<uint16_t*>(row) + n, y);
-      else
-        f_store(reinterpret_cast<float*>(row) + n, as == HiddenAs::kFloat ? y : round_bf16(y));
+      f_store(out + r * kTileRows + n, gated(g, u, act));
     }
-  }
 }

@@ -27,17 +27,11 @@ ForwardJob::ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& arg
       work_(*layer_->workspace),
       kernels_(layer_->kernels()),
       args_(args),
-      x_shape_(shape_of(layer_->pools[0].up)),
       plan_(config_.num_experts, config_.top_k, std::min(args.tokens, config_.max_tokens)) {}
 
-int64_t ForwardJob::tile_min_rows() const {
-  if (!kernels_.tile || config_.kind == KernelKind::kVector) return INT64_MAX;
-  return config_.kind == KernelKind::kTile ? 1 : kernels_.tile_min_rows;
-}
-
-ForwardJob::RowShape ForwardJob::shape_of(const MatrixLayout& layout) const {
-  const int64_t columns = layout.cols_padded();
-  return {columns, layout.group ? columns / layout.group : 1, columns * kernels_.act_bytes};
+int64_t ForwardJob::gemm_min_rows() const {
+  if (!kernels_.gemm.product || config_.kind == KernelKind::kVector) return INT64_MAX;
+  return config_.kind == KernelKind::kTile ? 1 : kernels_.gemm_min_rows;
 }
 
 void ForwardJob::run(sys::Worker& w) noexcept {
@@ -47,12 +41,12 @@ void ForwardJob::run(sys::Worker& w) noexcept {
     chunk.count = std::min(config_.max_tokens, args_.tokens - chunk.first);
     tokens(w, chunk);
     w.team_barrier();
-    if (plan_.any_tile()) {
-      gather(w);
+    if (plan_.any_gemm() && gathers()) {
+      gather(w, chunk);
       w.team_barrier();
     }
     gate_up(w);
-    if (kernels_.quantise_h) {
+    if (kernels_.gemv.act == ActKind::kInt8Row) {
       // A row's scale comes from all of I, which the pools hold in parts.
       several_pools ? w.team_barrier() : w.pool_barrier();
       quantise_hidden(w);
@@ -70,68 +64,122 @@ void ForwardJob::tokens(const sys::Worker& w, const Chunk& chunk) {
   const LayerConfig& c = config_;
   if (w.rank == 0) {
     plan_.build(args_.ids + chunk.first * c.top_k, args_.weights + chunk.first * c.top_k,
-                chunk.count, c.on_cpu, tile_min_rows());
+                chunk.count, c.on_cpu, gemm_min_rows());
     LayerStats& stats = layer_->stats;
     for (int64_t i = 0; i < plan_.active(); ++i)
-      ++(plan_.expert(i).tile ? stats.tile_calls : stats.vector_calls);
+      ++(plan_.expert(i).gemm ? stats.tile_calls : stats.vector_calls);
     if (chunk.first == 0) ++stats.forwards;
     stats.tokens += chunk.count;
     stats.expert_calls += plan_.pairs();
     stats.experts_touched += plan_.active();
   }
-  const auto [columns, groups, stride] = x_shape_;
+  const ActRows x = x_of_tokens();
+  const int64_t columns = layer_->pools[0].up.cols_padded();
   const Share share(chunk.count, w.rank, w.team_threads);
-  for (int64_t t = share.begin; t < share.end; ++t) {
-    const auto* row = static_cast<const uint8_t*>(args_.x) +
-                      (chunk.first + t) * c.hidden_size * dtype_bytes(args_.dtype);
-    kernels_.quantise(row, args_.dtype, c.hidden_size, columns, c.group, -1,
-                      work_.x.data() + t * stride, as<float>(work_.x_scale) + t * groups,
-                      as<int32_t>(work_.x_sum) + t * groups);
-  }
+  for (int64_t t = share.begin; t < share.end; ++t)
+    quantise(kernels_.gemv.act, source_row(chunk.first + t), args_.dtype, c.hidden_size, columns, -1,
+             x, t);
 }
 
-void ForwardJob::gather(const sys::Worker& w) {
-  const auto [columns, groups, stride] = x_shape_;
+void ForwardJob::gather(const sys::Worker& w, const Chunk& chunk) {
+  const int64_t columns = layer_->pools[0].up.cols_padded();
+  const ProductKernel& gemm = kernels_.gemm;
+  const bool same = gemm.act == kernels_.gemv.act;
+  const ActRows x = x_of_tokens();
   const Share share(plan_.pairs(), w.rank, w.team_threads);
   for (int64_t i = 0; i < plan_.active(); ++i) {
     const ExpertRows& e = plan_.expert(i);
-    if (!e.tile) continue;
+    if (!e.gemm) continue;
+    const ActRows to = x_rows(e);
     const int64_t end = std::min(e.first + e.count, share.end);
     for (int64_t pair = std::max(e.first, share.begin); pair < end; ++pair) {
-      const int64_t t = plan_.tokens()[pair];
-      const int64_t row = e.row + pair - e.first;
-      copy_to_blocks(work_.x.data() + t * stride, stride, work_.gathered.data(), row);
-      std::copy_n(as<float>(work_.x_scale) + t * groups, groups,
-                  as<float>(work_.gathered_scale) + row * groups);
-      std::copy_n(as<int32_t>(work_.x_sum) + t * groups, groups,
-                  as<int32_t>(work_.gathered_sum) + row * groups);
+      const int64_t t = plan_.tokens()[pair], row = pair - e.first;
+      if (same) {
+        copy_to_blocks(x.data + t * x.stride, x.stride, const_cast<uint8_t*>(to.data), row);
+        std::copy_n(x.scale + t * x.scales, x.scales,
+                    const_cast<float*>(to.scale) + row * x.scales);
+        std::copy_n(x.sum + t * x.sums, x.sums, const_cast<int32_t*>(to.sum) + row * x.sums);
+        continue;
+      }
+      const void* source = source_row(chunk.first + t);
+      if (!gemm.blocked) {
+        quantise(gemm.act, source, args_.dtype, config_.hidden_size, columns, -1, to, row);
+        continue;
+      }
+      ActRows one = to;  // a contiguous row first
+      one.data = work_.thread_row(w.rank);
+      one.scale += row * to.scales;
+      one.sum += row * to.sums;
+      quantise(gemm.act, source, args_.dtype, config_.hidden_size, columns, -1, one, 0);
+      copy_to_blocks(one.data, to.stride, const_cast<uint8_t*>(to.data), row);
     }
   }
 }
 
-// The A rows of an expert's tokens: gathered for a tile kernel, by index for a vector kernel.
-ActRows ForwardJob::x_rows(const ExpertRows& e) const {
-  const auto [columns, groups, stride] = x_shape_;
-  if (e.tile)
-    return {work_.gathered.data() + e.row * stride,
-            stride,
-            as<float>(work_.gathered_scale) + e.row * groups,
-            as<int32_t>(work_.gathered_sum) + e.row * groups,
-            groups,
-            nullptr};
-  return {work_.x.data(),           stride, as<float>(work_.x_scale),
-          as<int32_t>(work_.x_sum), groups, plan_.tokens() + e.first};
+void ForwardJob::quantise(ActKind act, const void* src, DType dtype, int64_t k, int64_t padded,
+                          float absmax, const ActRows& to, int64_t row) const {
+  config_.table->quantise[int(act)](
+      src, dtype, k, padded, absmax, const_cast<uint8_t*>(to.data) + row * to.stride,
+      const_cast<float*>(to.scale) + row * to.scales, const_cast<int32_t*>(to.sum) + row * to.sums);
 }
 
-ActRows ForwardJob::h_rows(int pool, int64_t row) const {
+const uint8_t* ForwardJob::source_row(int64_t token) const {
+  return static_cast<const uint8_t*>(args_.x) +
+         token * config_.hidden_size * dtype_bytes(args_.dtype);
+}
+
+// The A rows of the chunk's tokens, for GEMV kernels.
+ActRows ForwardJob::x_of_tokens() const {
+  const ActKind act = kernels_.gemv.act;
+  const int64_t columns = layer_->pools[0].up.cols_padded();
+  return {work_.x.data(),          columns * act_bytes(act), as<float>(work_.x_scale),
+          as<int32_t>(work_.x_sum), act_scales(act, columns), act_sums(act, columns), nullptr};
+}
+
+// The A rows of an expert's tokens: by index, or gathered.
+ActRows ForwardJob::x_rows(const ExpertRows& e) const {
+  if (!e.gemm || !gathers()) {
+    ActRows x = x_of_tokens();
+    x.index = plan_.tokens() + e.first;
+    return x;
+  }
+  return rows_of(work_.gathered, work_.gathered_scale, work_.gathered_sum,
+                 layer_->pools[0].up.cols_padded(), e);
+}
+
+ActRows ForwardJob::h_rows(int pool, const ExpertRows& e) const {
   const auto p = size_t(pool);
-  const auto [columns, groups, stride] = shape_of(layer_->pools[p].down);
-  return {work_.h[p].data() + row * stride,
-          stride,
-          as<float>(work_.h_scale[p]) + row * groups,
-          as<int32_t>(work_.h_sum[p]) + row * groups,
-          groups,
+  return rows_of(work_.h[p], work_.h_scale[p], work_.h_sum[p], layer_->pools[p].down.cols_padded(),
+                 e);
+}
+
+// An expert's rows in a buffer where every row has the room that the larger kind needs.
+ActRows ForwardJob::rows_of(const sys::Mapping& data, const sys::Mapping& scale,
+                            const sys::Mapping& sum, int64_t columns, const ExpertRows& e) const {
+  const ActKind act = kernel(e).act, other = kernel(e).act == kernels_.gemv.act
+                                                 ? kernels_.gemm.act
+                                                 : kernels_.gemv.act;
+  const auto room = [&](int64_t a, int64_t b) { return e.row * std::max(a, b); };
+  return {data.data() + columns * room(act_bytes(act), act_bytes(other)),
+          columns * act_bytes(act),
+          as<float>(scale) + room(act_scales(act, columns), act_scales(other, columns)),
+          as<int32_t>(sum) + room(act_sums(act, columns), act_sums(other, columns)),
+          act_scales(act, columns),
+          act_sums(act, columns),
           nullptr};
+}
+
+// 32 columns of h as part of its A row: `valid` values, then zeros.
+void ForwardJob::h_tile(const ActRows& a, const ProductKernel& down, const float* values,
+                        int64_t row, int64_t tile, int64_t valid) const {
+  const int64_t bytes = kTileRows * act_bytes(down.act);
+  const int64_t at = down.blocked ? row / kBlockRows * kBlockRows * a.stride +
+                                        tile * kBlockRows * bytes + row % kBlockRows * bytes
+                                  : row * a.stride + tile * bytes;
+  config_.table->quantise[int(down.act)](
+      values, DType::kFP32, valid, kTileRows, -1, const_cast<uint8_t*>(a.data) + at,
+      const_cast<float*>(a.scale) + row * a.scales + tile * act_scales(down.act, kTileRows),
+      const_cast<int32_t*>(a.sum) + row * a.sums + tile * act_sums(down.act, kTileRows));
 }
 
 void ForwardJob::gate_up(const sys::Worker& w) {
@@ -144,14 +192,9 @@ void ForwardJob::gate_up(const sys::Worker& w) {
 
   float* gate = work_.thread_scratch(w.rank);
   float* up = gate + (kRowBlock + kRowSlack) * kTileRows;
-  // Integer formats: float32 rows of all of I, so that a row's scale can be found; float
-  // formats: the pool's own A rows.
-  const bool floats = kernels_.quantise_h;
-  const int64_t element = floats ? 4 : kernels_.act_bytes;
-  const int64_t h_stride = floats ? round_up(config_.intermediate_size, kTileRows) * element
-                                  : shape_of(part.down).stride;
-  uint8_t* h =
-      floats ? work_.h_float.data() + part.begin * element : work_.h[size_t(w.pool)].data();
+  // Where a row has one scale, its float32 values are kept until all of I is there.
+  const bool whole_rows = kernels_.gemv.act == ActKind::kInt8Row;
+  const int64_t all_columns = round_up(config_.intermediate_size, kTileRows);
 
   int64_t cost = 0;  // of the tiles before
   for (int64_t i = 0; i < plan_.active() && cost < share.end; ++i) {
@@ -162,37 +205,35 @@ void ForwardJob::gate_up(const sys::Worker& w) {
     const int64_t last = std::clamp<int64_t>(ceil_div(share.end - cost, each), 0, tiles);
     cost += tiles * each;
     if (first >= last) continue;
-    const TileProduct product = e.tile ? kernels_.tile : kernels_.vector;
+    const ProductKernel& product = kernel(e);
     const uint8_t* weights = layer_->expert(w.pool, e.slot);
     const float* gate_bias = layer_->bias(layer_->gate_bias, e.slot);
     const float* up_bias = layer_->bias(layer_->up_bias, e.slot);
     const ActRows all = x_rows(e);
-    // Float formats for a tile kernel: the 32 columns are one chunk of a block of rows.
-    const bool blocked = e.tile && !floats;
-    const int64_t row_stride = blocked ? kChunkBytes : h_stride;
+    const ActRows h = h_rows(w.pool, e);
     for (int64_t tile = first; tile < last; ++tile) {
       const uint8_t* gate_tile = weights + 2 * tile * tile_bytes;
       const int64_t column = part.begin + tile * kTileRows;
+      // Columns past I: an infinity in x times their zero weights is NaN, which must not reach the
+      // down product.
       const int64_t valid = std::min(kTileRows, part.size - tile * kTileRows);
-      const int64_t at = tile * (blocked ? kBlockRows * kChunkBytes : kTileRows * element);
+      const int64_t h_tiles = tile + 1 < tiles ? 1 : part.down.cols_padded() / kTileRows - tile;
       for (int64_t r = 0; r < e.count; r += kRowBlock) {
         const int64_t m = std::min(kRowBlock, e.count - r);
         const ActRows a = all.from(r);
-        product(gate_tile, part.up, a, m, gate);
-        product(gate_tile + tile_bytes, part.up, a, m, up);
-        const int64_t rows = blocked ? kBlockRows : m;
-        for (int64_t b = 0; b < m; b += rows) {
-          const int64_t n = std::min(rows, m - b);
-          uint8_t* dst = h + (e.row + r + b) * h_stride + at;
-          kernels_.swiglu(
-              gate + b * kTileRows, up + b * kTileRows, gate_bias ? gate_bias + column : nullptr,
-              up_bias ? up_bias + column : nullptr, config_.activation, n, dst, row_stride);
-          // Columns past I: an infinity in x times their zero weights is NaN, which must not reach
-          // the down product.
-          if (valid < kTileRows)
-            for (int64_t row = 0; row < n; ++row)
-              std::memset(dst + row * row_stride + valid * element, 0,
-                          size_t((kTileRows - valid) * element));
+        product.product(gate_tile, part.up, a, m, gate);
+        product.product(gate_tile + tile_bytes, part.up, a, m, up);
+        config_.table->swiglu(gate, up, gate_bias ? gate_bias + column : nullptr,
+                              up_bias ? up_bias + column : nullptr, config_.activation, m, gate);
+        for (int64_t row = r; row < r + m; ++row) {
+          const float* values = gate + (row - r) * kTileRows;
+          if (whole_rows) {
+            std::copy_n(values, valid,
+                        as<float>(work_.h_float) + (e.row + row) * all_columns + column);
+            continue;
+          }
+          h_tile(h, product, values, row, tile, valid);
+          for (int64_t pad = 1; pad < h_tiles; ++pad) h_tile(h, product, values, row, tile + pad, 0);
         }
       }
     }
@@ -209,16 +250,21 @@ void ForwardJob::quantise_hidden(const sys::Worker& w) {
   for (int64_t i = 0; i < plan_.active(); ++i) {
     const ExpertRows& e = plan_.expert(i);
     const int64_t end = std::min(e.first + e.count, share.end);
+    const ActRows h = h_rows(w.pool, e);
     for (int64_t pair = std::max(e.first, share.begin); pair < end; ++pair) {
-      const int64_t at = e.row + pair - e.first;
-      const float* row = as<float>(work_.h_float) + at * all_columns;
-      const float absmax =
-          whole || c.group ? -1 : c.table->absmax(row, DType::kFP32, c.intermediate_size);
-      const ActRows a = h_rows(w.pool, at);
-      uint8_t* dst = e.tile ? work_.thread_row(w.rank) : const_cast<uint8_t*>(a.data);
-      kernels_.quantise(row + part.begin, DType::kFP32, part.size, part.down.cols_padded(), c.group,
-                        absmax, dst, const_cast<float*>(a.scale), const_cast<int32_t*>(a.sum));
-      if (e.tile) copy_to_blocks(dst, a.stride, work_.h[size_t(w.pool)].data(), at);
+      const int64_t row = pair - e.first;
+      const float* values = as<float>(work_.h_float) + (e.row + row) * all_columns;
+      const float absmax = whole ? -1 : c.table->absmax(values, DType::kFP32, c.intermediate_size);
+      ActRows to = h;
+      if (kernel(e).blocked) {
+        to.data = work_.thread_row(w.rank);
+        to.scale += row;
+        to.sum += row;
+      }
+      quantise(ActKind::kInt8Row, values + part.begin, DType::kFP32, part.size,
+               part.down.cols_padded(), absmax, to, kernel(e).blocked ? 0 : row);
+      if (kernel(e).blocked)
+        copy_to_blocks(to.data, h.stride, const_cast<uint8_t*>(h.data), row);
     }
   }
 }
@@ -234,15 +280,15 @@ void ForwardJob::down(const sys::Worker& w, const Chunk& chunk) {
   float* out = work_.thread_scratch(w.rank);
   for (int64_t i = 0; i < plan_.active(); ++i) {
     const ExpertRows& e = plan_.expert(i);
-    const TileProduct product = e.tile ? kernels_.tile : kernels_.vector;
+    const ProductKernel& product = kernel(e);
+    const ActRows h = h_rows(w.pool, e);
     const uint8_t* weights = layer_->expert(w.pool, e.slot) + 2 * part.up.bytes();
     // The bias counts once, so the pool that holds the first part of I adds it.
     const float* bias = part.begin == 0 ? layer_->bias(layer_->down_bias, e.slot) : nullptr;
     for (int64_t tile = share.begin; tile < share.end; ++tile) {
       for (int64_t r = 0; r < e.count; r += kRowBlock) {
         const int64_t m = std::min(kRowBlock, e.count - r);
-        product(weights + tile * part.down.tile_bytes(), part.down, h_rows(w.pool, e.row + r), m,
-                out);
+        product.product(weights + tile * part.down.tile_bytes(), part.down, h.from(r), m, out);
         config_.table->merge(out, bias ? bias + tile * kTileRows : nullptr,
                              plan_.weights() + e.first + r, plan_.tokens() + e.first + r, m,
                              sum + tile * tile_floats);

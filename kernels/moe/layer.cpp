@@ -11,7 +11,7 @@ namespace kt {
 namespace {
 
 MatrixLayout layout_of(const LayerConfig& c, int64_t rows, int64_t cols) {
-  return {c.format, rows, cols, c.group};
+  return {c.format, rows, cols, c.group, c.scale};
 }
 
 // Splits I into one contiguous part per pool, in units that no group or tile crosses, in
@@ -51,15 +51,20 @@ void check(const sys::Team& team, const LayerConfig& c) {
     need(size >= 1 && size <= kMaxColumns, "hidden or intermediate size " + std::to_string(size) +
                                                "; 1 to " + std::to_string(kMaxColumns) +
                                                " is accepted");
-  if (c.format == WeightFormat::kInt4Group)
-    need(c.group >= 32 && c.group % 32 == 0 && c.hidden_size % c.group == 0 &&
-             c.intermediate_size % c.group == 0,
-         "group size " + std::to_string(c.group) +
-             " must be a multiple of 32 that divides the hidden and the intermediate size");
+  const MatrixLayout any = layout_of(c, 1, 1);
+  if (any.has_group())
+    need(c.group >= 32 && c.group % 32 == 0,
+         "group size " + std::to_string(c.group) + " must be a multiple of 32");
   else
     need(c.group == 0, "this weight format has no groups");
+  need(int(c.scale) >= 0 && int(c.scale) <= int(ScaleType::kFP32),
+       "unknown scale type " + std::to_string(int(c.scale)));
+  for (int64_t size : {c.hidden_size, c.intermediate_size})
+    need(size % any.column_unit() == 0,
+         "hidden or intermediate size " + std::to_string(size) + "; this weight format needs a "
+         "multiple of " + std::to_string(any.column_unit()));
   need(int64_t(c.on_cpu.size()) == c.num_experts, "on_cpu needs one entry per expert");
-  need(c.kind != KernelKind::kTile || c.table->format[int(c.format)].tile,
+  need(c.kind != KernelKind::kTile || c.table->format[int(c.format)].gemm.product,
        std::string("the tile kernel kind is pinned, but the \"") + c.table->name +
            "\" kernels have no tile kernel for this weight format");
 }

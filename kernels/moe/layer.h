@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "../pack/pack.h"
 #include "../sys/numa_memory.h"
 #include "../sys/team.h"
 #include "kt/kernel_table.h"
@@ -18,7 +19,8 @@ constexpr int kMaxPools = 64;
 struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;
   WeightFormat format;
-  int group;  // columns per scale of kInt4Group, else 0
+  int group;        // columns per scale of kInt4Group and kInt4Zero, else 0
+  ScaleType scale;  // of the same two
   Activation activation;
   std::vector<uint8_t> on_cpu;  // [num_experts], 1 for slots held here
   int64_t max_tokens;           // tokens per chunk: sizes the workspace
@@ -28,8 +30,7 @@ struct LayerConfig {
 
 // Row-major weights of one expert; biases are float32 and may be null.
 struct ExpertSource {
-  const void *gate, *up, *down;  // [I, H], [I, H], [H, I]
-  DType dtype;
+  WeightSource gate, up, down;  // [I, H], [I, H], [H, I]
   const float *gate_bias, *up_bias, *down_bias;
 };
 

@@ -21,16 +21,16 @@ PackJob::Tile PackJob::tile(const PoolPart& part, int pool, int64_t i) const {
   const int64_t pairs = 2 * part.up.tiles();
   if (i < pairs) {
     const int matrix = int(i % 2);
-    const void* data = matrix ? source_.up : source_.gate;
+    const WeightSource& weights = matrix ? source_.up : source_.gate;
     return {matrix,
             part.up,
-            {data, source_.dtype, c.hidden_size, part.begin, 0},
+            {weights, c.hidden_size, part.begin, 0},
             i / 2,
             expert + i * part.up.tile_bytes()};
   }
   return {2,
           part.down,
-          {source_.down, source_.dtype, c.intermediate_size, 0, part.begin},
+          {source_.down, c.intermediate_size, 0, part.begin},
           i - pairs,
           expert + 2 * part.up.bytes() + (i - pairs) * part.down.tile_bytes()};
 }

@@ -15,7 +15,7 @@ Plan::Plan(int64_t num_experts, int64_t top_k, int64_t max_tokens)
       weight_(size_t(max_tokens * top_k)) {}
 
 void Plan::build(const int64_t* ids, const float* weights, int64_t tokens,
-                 const std::vector<uint8_t>& on_cpu, int64_t tile_min_rows) {
+                 const std::vector<uint8_t>& on_cpu, int64_t gemm_min_rows) {
   const auto wanted = [&](int64_t id) {
     return id >= 0 && id < num_experts_ && on_cpu[size_t(id)];
   };
@@ -23,16 +23,16 @@ void Plan::build(const int64_t* ids, const float* weights, int64_t tokens,
   for (int64_t i = 0; i < tokens * top_k_; ++i)
     if (wanted(ids[i])) ++next_[size_t(ids[i])];
   pairs_ = active_ = 0;
-  any_tile_ = false;
+  any_gemm_ = false;
   int64_t row = 0;
   for (int64_t e = 0; e < num_experts_; ++e) {
     const int64_t count = next_[size_t(e)];
     if (!count) continue;
-    const bool tile = count >= tile_min_rows;
-    any_tile_ |= tile;
-    if (tile) row = round_up(row, kBlockRows);
-    experts_[size_t(active_++)] = {e, pairs_, count, tile, row};
-    row += tile ? round_up(count, kBlockRows) : count;  // a block's rows lie all over it
+    const bool gemm = count >= gemm_min_rows;
+    any_gemm_ |= gemm;
+    if (gemm) row = round_up(row, kBlockRows);
+    experts_[size_t(active_++)] = {e, pairs_, count, gemm, row};
+    row += gemm ? round_up(count, kBlockRows) : count;  // a block's rows lie all over it
     next_[size_t(e)] = pairs_;
     pairs_ += count;
   }

@@ -12,7 +12,7 @@ namespace kt {
 namespace {
 
 constexpr int64_t kMaxActBytes = 4;   // float32 holding bf16 values
-constexpr int64_t kMinGroup = 32;     // scales per row: at most one per 32 columns
+constexpr int64_t kMinGroup = kSumGroup;  // scales and sums per row: at most one per 16 columns
 constexpr int64_t kMaxPadding = 128;  // of columns, for any layout
 
 // A count that a caller's sizes come to: throws rather than wrap round, which would make a small
@@ -43,7 +43,7 @@ Count row_bytes(Count rows, int64_t cols) {
   return (rows + kRowSlack) * (cols + kMaxPadding) * kMaxActBytes;
 }
 Count scale_bytes(Count rows, int64_t cols) {
-  return (rows + kRowSlack) * (cols / kMinGroup + 1) * 4;
+  return (rows + kRowSlack) * ((cols + kMaxPadding) / kMinGroup * 4);
 }
 size_t thread_row_bytes(int64_t cols) { return size_t((cols + kMaxPadding) * kMaxActBytes); }
 
@@ -95,12 +95,12 @@ Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
     h_sum.push_back(scale_bytes(c.pair_rows, c.intermediate).mapping());
     sum.push_back((Count(round_up(c.hidden, kTileRows)) * c.tokens * 4).mapping());
   }
-  rows = sys::Mapping(size_t(threads) * thread_row_bytes(c.intermediate));
+  rows = sys::Mapping(size_t(threads) * thread_row_bytes(std::max(c.hidden, c.intermediate)));
   scratch = sys::Mapping(size_t(threads) * 2 * (kRowBlock + kRowSlack) * kTileRows * 4);
 }
 
 uint8_t* Workspace::thread_row(int rank) const {
-  return this->rows.data() + size_t(rank) * thread_row_bytes(capacity.intermediate);
+  return this->rows.data() + size_t(rank) * thread_row_bytes(std::max(capacity.hidden, capacity.intermediate));
 }
 
 void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row) {

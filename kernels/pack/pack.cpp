@@ -29,7 +29,7 @@ int64_t steps_of(const MatrixLayout& layout) {
 }
 
 const uint8_t* source_row(const MatrixSource& source, int64_t row) {
-  return static_cast<const uint8_t*>(source.data) + row * source.cols * dtype_bytes(source.dtype);
+  return static_cast<const uint8_t*>(source.weights.data) + row * source.cols * dtype_bytes(source.weights.dtype);
 }
 
 // absmax of n elements; infinite when one is not finite. Absolute values compare as integers.
@@ -54,22 +54,22 @@ float absmax_of(const uint8_t* p, DType dtype, int64_t n) {
 }
 
 float row_absmax(const MatrixSource& source, int64_t row) {
-  return absmax_of(source_row(source, row), source.dtype, source.cols);
+  return absmax_of(source_row(source, row), source.weights.dtype, source.cols);
 }
 
 // fp16 scale of the group that begins at column k0 of the part.
 uint16_t group_scale(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
                      int64_t k0) {
-  const uint8_t* p = source_row(source, row) + (source.col0 + k0) * dtype_bytes(source.dtype);
-  return float_to_fp16(absmax_of(p, source.dtype, layout.group) / 7.0f);
+  const uint8_t* p = source_row(source, row) + (source.col0 + k0) * dtype_bytes(source.weights.dtype);
+  return float_to_fp16(absmax_of(p, source.weights.dtype, layout.group) / 7.0f);
 }
 
 // The part's columns of a row as floats, zeros up to cols_padded.
 void load_row(const MatrixLayout& layout, const MatrixSource& source, int64_t row, float* dst) {
-  const uint8_t* p = source_row(source, row) + source.col0 * dtype_bytes(source.dtype);
-  if (source.dtype == DType::kFP32) {
+  const uint8_t* p = source_row(source, row) + source.col0 * dtype_bytes(source.weights.dtype);
+  if (source.weights.dtype == DType::kFP32) {
     std::memcpy(dst, p, size_t(layout.cols) * 4);
-  } else if (source.dtype == DType::kBF16) {
+  } else if (source.weights.dtype == DType::kBF16) {
     for (int64_t k = 0; k < layout.cols; ++k) dst[k] = load_float(p, DType::kBF16, k);
   } else {
     for (int64_t k = 0; k < layout.cols; ++k) dst[k] = load_float(p, DType::kFP16, k);
@@ -106,7 +106,7 @@ float multiplier_for(float absmax, int limit) {
 void bf16_words(const MatrixLayout& layout, const MatrixSource& source, int64_t row, float* x,
                 Word* words) {
   const int64_t steps = steps_of(layout);
-  if (source.dtype == DType::kBF16) {
+  if (source.weights.dtype == DType::kBF16) {
     std::fill(words + layout.cols / 2, words + steps, 0);
     std::memcpy(words, source_row(source, row) + source.col0 * 2, size_t(layout.cols) * 2);
     return;
@@ -192,7 +192,7 @@ void pack_rows(const MatrixLayout& layout, const MatrixSource& source, int64_t f
 void pack_groups(const MatrixLayout& layout, const MatrixSource& source, int64_t first,
                  int64_t rows, float* x, Word* words, uint8_t* dst) {
   const int64_t steps = steps_of(layout), group_steps = layout.group / 8;
-  const int64_t group_bytes = 2 * kTileRows + group_steps * kStepBytes;
+  const int64_t group_bytes = layout.block_bytes();
   std::memset(dst, 0, size_t(layout.tile_bytes()));  // scales of rows that are not there
   for (int64_t n = 0; n < rows; ++n) {
     load_row(layout, source, first + n, x);
@@ -269,7 +269,7 @@ void unpack_matrix(const MatrixLayout& layout, const uint8_t* tiles, int64_t til
         case WeightFormat::kInt4Group: {
           const int64_t in_group = k % layout.group;
           const uint8_t* group =
-              tile + k / layout.group * (2 * kTileRows + layout.group / 8 * kStepBytes);
+              tile + k / layout.group * layout.block_bytes();
           uint16_t scale;
           std::memcpy(&scale, group + n * 2, 2);
           w = float(

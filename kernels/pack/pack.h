@@ -8,11 +8,29 @@
 
 namespace kt {
 
-// A row-major matrix [rows, cols] of dtype, of which columns [col0, col0 + layout.cols) and rows
-// from row0 on are packed: a pool packs its part, while scales per row come from whole rows.
-struct MatrixSource {
+// A matrix as its source has it, row-major. Dense weights (scale is null) are bf16, fp16 or float32
+// [N, K] and are taken over (kBF16) or quantised here (kInt8Row, kInt4Row, kInt4Group). Quantised
+// weights are taken over bit for bit:
+//   kInt4Group  data uint8 [N, K/2], column 2j in the low nibble of byte j; scale [N, K/group] of
+//               the layout's scale type; W = (nibble - 8) * scale
+//   kInt4Zero   the same, and zero uint8 [N, K/group] of 0..16; W = (nibble - zero) * scale
+//   kFp8Block   data e4m3 [N, K]; scale float32 [ceil(N/128), ceil(K/128)]
+//   kFp8Row     data e4m3 [N, K]; scale float32 [N]
+//   kMxFp8      data e4m3 [N, K]; scale ue8m0 [N, K/32]
+//   kMxFp4      data uint8 [N, K/2], e2m1 nibbles as above; scale ue8m0 [N, K/32]
+//   kNvFp4      the same; scale e4m3 [N, K/16]; global float32
+struct WeightSource {
   const void* data;
-  DType dtype;
+  DType dtype;                  // of dense weights
+  const void* scale = nullptr;  // null: dense weights
+  const void* zero = nullptr;
+  float global = 1;
+};
+
+// The part of a source that is packed: columns [col0, col0 + layout.cols) and rows from row0 on. A
+// pool packs its part, while scales per row come from whole rows.
+struct MatrixSource {
+  WeightSource weights;
   int64_t cols;        // of the whole matrix; also its row stride
   int64_t row0, col0;  // the first row and column of the part
 };

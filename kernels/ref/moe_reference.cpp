@@ -20,18 +20,10 @@ void check(const MoeReference& l, const double* y) {
   require(l.tokens >= 0 && l.top_k >= 0 && l.num_experts >= 0, "sizes must not be negative");
   require(l.hidden_size > 0 && l.intermediate_size > 0,
           "hidden_size and intermediate_size must be positive");
-  require(l.activation == ActivationFormat::kBF16 || l.activation == ActivationFormat::kInt8Row ||
-              l.activation == ActivationFormat::kInt8Group,
-          "activation format " + std::to_string(static_cast<int>(l.activation)) +
-              "; accepted: 0 (bf16), 1 (int8 per row), 2 (int8 per group)");
-  if (l.activation == ActivationFormat::kInt8Group) {
-    const std::string group = "group_size " + std::to_string(l.group_size);
-    require(l.group_size > 0, group + " must be positive");
-    require(l.hidden_size % l.group_size == 0,
-            group + " does not divide hidden_size " + std::to_string(l.hidden_size));
-    require(l.intermediate_size % l.group_size == 0,
-            group + " does not divide intermediate_size " + std::to_string(l.intermediate_size));
-  }
+  require(
+      l.activation == ActivationFormat::kBF16 || l.activation == ActivationFormat::kInt8Row,
+      "activation format " + std::to_string(static_cast<int>(l.activation)) +
+          "; accepted: 0 (bf16), 1 (int8 per row)");
   if (l.tokens == 0) return;
   require(l.x && y, "x and y are required");
   require(l.top_k == 0 || (l.ids && l.weights), "ids and weights are required");
@@ -81,8 +73,6 @@ void round_activation(const MoeReference& l, std::vector<double>& row) {
       for (double& v : row) v = round_to_bf16(v);
       return;
     case ActivationFormat::kInt8Row: round_to_int8(row.data(), n); return;
-    case ActivationFormat::kInt8Group:
-      for (int64_t i = 0; i < n; i += l.group_size) round_to_int8(row.data() + i, l.group_size);
   }
 }
 

@@ -10,7 +10,6 @@ namespace kt {
 enum class ActivationFormat : int {
   kBF16 = 0,       // to bfloat16, nearest-even
   kInt8Row = 1,    // to int8 with one float32 scale per row
-  kInt8Group = 2,  // to int8 with one float32 scale per row and group of columns
 };
 
 // All tensors are contiguous, row-major. Weights are the dequantised values.
@@ -27,7 +26,6 @@ struct MoeReference {
   const double* up_bias = nullptr;    // likewise
   const double* down_bias = nullptr;  // [num_experts, hidden_size] or null
   ActivationFormat activation = ActivationFormat::kBF16;
-  int64_t group_size = 0;     // columns per scale, for kInt8Group only
   double swiglu_limit = 0.0;  // > 0: gate clamped from above, up to +-limit
   double swiglu_alpha = 0.0;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
 };

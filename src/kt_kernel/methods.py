@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Weight formats and activation formats, numbered as the compiled core numbers them.
-BF16_WEIGHTS, INT8_ROW, INT4_ROW, INT4_GROUP = range(4)
-BF16_ACTIVATIONS, INT8_ROW_ACTIVATIONS, INT8_GROUP_ACTIVATIONS = range(3)
+BF16_WEIGHTS, INT8_ROW, INT4_ROW, INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4 = (
+    range(10)
+)
+BF16_ACTIVATIONS, INT8_ROW_ACTIVATIONS = range(2)
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ _SUPPORTED = {
         Method("AMXINT4", INT4_ROW, INT8_ROW_ACTIVATIONS),
         Method("MOE_INT8", INT8_ROW, INT8_ROW_ACTIVATIONS),
         Method("MOE_INT4", INT4_ROW, INT8_ROW_ACTIVATIONS),
-        Method("INT4_G32", INT4_GROUP, INT8_GROUP_ACTIVATIONS, group_size=32),
-        Method("INT4_G128", INT4_GROUP, INT8_GROUP_ACTIVATIONS, group_size=128),
+        Method("INT4_G32", INT4_GROUP, BF16_ACTIVATIONS, group_size=32),
+        Method("INT4_G128", INT4_GROUP, BF16_ACTIVATIONS, group_size=128),
     )
 }
 

@@ -16,7 +16,6 @@ from .methods import (
     BF16_WEIGHTS,
     INT4_GROUP,
     INT4_ROW,
-    INT8_GROUP_ACTIVATIONS,
     INT8_ROW,
     get_method,
 )
@@ -64,26 +63,21 @@ def quantise_weights(method: str, weights: torch.Tensor) -> torch.Tensor:
 def round_activations(
     values: torch.Tensor,
     activations: int,
-    group_size: int = 0,
     scale_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The one rounding of x or h [..., K] before a product, as float64.
 
-    ``activations`` is one of the ``*_ACTIVATIONS`` numbers of ``methods``. A row (or group) with
-    a value that is not finite becomes NaN where activations are integers. ``scale_of``: values
-    to take the scales from instead.
+    ``activations`` is one of the ``*_ACTIVATIONS`` numbers of ``methods``. A row with a value
+    that is not finite becomes NaN where activations are integers. ``scale_of``: values to take the
+    scales from instead.
     """
     values = values.float()
     if activations == BF16_ACTIVATIONS:
         return values.bfloat16().double()
-    grouped = activations == INT8_GROUP_ACTIVATIONS
-    rows = values.unflatten(-1, (-1, group_size)) if grouped else values
-    scaled = rows if scale_of is None else scale_of.float().view_as(rows)
-    q, scale = _symmetric(rows, 127, scaled)
+    q, scale = _symmetric(values, 127, None if scale_of is None else scale_of.float())
     rounded = q.double() * scale.double()
-    finite = rows.isfinite().all(-1, keepdim=True)
-    rounded = torch.where(finite, rounded, torch.full_like(rounded, torch.nan))
-    return rounded.flatten(-2) if grouped else rounded
+    finite = values.isfinite().all(-1, keepdim=True)
+    return torch.where(finite, rounded, torch.full_like(rounded, torch.nan))
 
 
 def _activation(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
@@ -149,7 +143,7 @@ def moe_reference_with_noise(
     def operand(values: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
         if not rounded:
             return values.double()
-        return round_activations(values, chosen.activations, chosen.group_size, like)
+        return round_activations(values, chosen.activations, like)
 
     def bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor:
         return torch.zeros(1).double() if bias is None else bias[expert].float().double()

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float32]
 BF16, INT8_ROW, INT4_ROW, INT4_GROUP = 0, 1, 2, 3
 FORMATS = [(BF16, 0), (INT8_ROW, 0), (INT4_ROW, 0), (INT4_GROUP, 32), (INT4_GROUP, 128)]
 AUTO, VECTOR, TILE = 0, 1, 2
-REFERENCE_ACTIVATION = {BF16: 0, INT8_ROW: 1, INT4_ROW: 1, INT4_GROUP: 2}
+REFERENCE_ACTIVATION = {BF16: 0, INT8_ROW: 1, INT4_ROW: 1, INT4_GROUP: 0}
 ALL_TABLES = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2")
 
 
@@ -154,7 +154,7 @@ class Layer:
         return _C.reference_forward(
             x.astype(float), np.ascontiguousarray(ids, np.int64), weights.astype(float),
             *[w.astype(float) for w in self.unpacked()],
-            activation_format=REFERENCE_ACTIVATION[self.format], group_size=self.group,
+            activation_format=REFERENCE_ACTIVATION[self.format],
             skip=[not s for s in self.slots], swiglu_limit=self.limit, swiglu_alpha=self.alpha,
             **biases,
         )  # fmt: skip

@@ -8,39 +8,65 @@
 
 namespace kt {
 
-// Quantised activation rows, the A operand of a matrix product. For vector kernels a row is
-// contiguous, and row r of the product is stored row index[r] (or r, when index is null). For
-// tile kernels rows come in blocks of 16, as the tile unit reads them: 64 bytes of each of the
-// 16 rows (1 KB), then the next 64 bytes of each. A block takes the bytes of 16 rows.
+// What activation rows (x, or h) are before a product: the A operand. "Columns" are the layout's
+// cols_padded; those past K hold zeros.
+//   kFloat       float32 that holds bf16 values
+//   kBF16        bf16
+//   kInt8Row     int8 q in [-127, 127]; x = q * scale, one scale and one sum of q per row
+//   kInt16Group  bf16 values in fixed point, for integer products with 4-bit weights: for each 32
+//                columns int8 high[32], then int8 low[32], q = 256 * high + low in [-32639, 32639],
+//                x = q * scale with one scale, a power of two, per 32 columns; sums of q per 16
+//                columns. Exact for values down to 2^-7 of the largest of the 32, else within half
+//                a scale, which is under 2^-14 of the largest.
+// A NaN or infinity in a row of the integer kinds makes the scale, and so the row's results, NaN.
+enum class ActKind : int { kFloat = 0, kBF16 = 1, kInt8Row = 2, kInt16Group = 3 };
+
+constexpr int64_t kActGroup = 32;  // columns per scale of kInt16Group
+constexpr int64_t kSumGroup = 16;  // columns per sum of kInt16Group
+
+KT_INLINE int64_t act_bytes(ActKind kind) {  // per column
+  return kind == ActKind::kFloat ? 4 : kind == ActKind::kInt8Row ? 1 : 2;
+}
+KT_INLINE int64_t act_scales(ActKind kind, int64_t columns) {  // per row
+  return kind == ActKind::kInt8Row ? 1 : kind == ActKind::kInt16Group ? columns / kActGroup : 0;
+}
+KT_INLINE int64_t act_sums(ActKind kind, int64_t columns) {  // per row
+  return kind == ActKind::kInt8Row ? 1 : kind == ActKind::kInt16Group ? columns / kSumGroup : 0;
+}
+
+// Activation rows. For most kernels a row is contiguous, and row r of the product is stored row
+// index[r] (or r, when index is null). Kernels that want `blocked` rows have them in blocks of 16,
+// as the tile unit reads them: 64 bytes of each of the 16 rows (1 KB), then the next 64 bytes of
+// each. A block takes the bytes of 16 rows; there is no index then.
 struct ActRows {
   const uint8_t* data;
-  int64_t stride;        // bytes of a row, zero-padded to the layout's cols_padded
-  const float* scale;    // [row] or [row][group]; float formats do not read it
-  const int32_t* sum;    // sum of the int8 values per row or per row and group; likewise
-  int64_t groups;        // scales per row
+  int64_t stride;        // bytes of a row: columns * act_bytes
+  const float* scale;    // [row][scales]
+  const int32_t* sum;    // [row][sums]
+  int64_t scales, sums;  // per row
   const int32_t* index;  // null for contiguous rows
 
-  ActRows from(int64_t row) const {  // the rows from `row` on (a whole block, for tile kernels)
-    if (index) return {data, stride, scale, sum, groups, index + row};
-    return {data + row * stride, stride, scale + row * groups, sum + row * groups, groups, nullptr};
+  ActRows from(int64_t row) const {  // the rows from `row` on (a whole block, where blocked)
+    if (index) return {data, stride, scale, sum, scales, sums, index + row};
+    return {data + row * stride, stride, scale + row * scales, sum + row * sums, scales, sums,
+            nullptr};
   }
 };
 
 constexpr int64_t kBlockRows = 16;   // rows of a block of A
 constexpr int64_t kChunkBytes = 64;  // of each row, side by side in a block
 
-// out[r * 32 + n] = sum_k A[r,k] * W[n,k] of one packed tile, dequantised, for r < m. Tile kernels
+// out[r * 32 + n] = sum_k A[r,k] * W[n,k] of one packed tile, dequantised, for r < m. GEMM kernels
 // may read (not use) up to 31 rows past m and write as many to out, so both buffers have that
 // much slack.
 using TileProduct = void (*)(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                              int64_t m, float* out);
 
 // Converts one row of k values to the A operand: writes k_padded elements (zeros past k) to dst,
-// and scale and sum where the format has them. A NaN or infinity in a row with an integer
-// format gives a NaN scale, so that this row's results are NaN. row_absmax is the row's largest
-// absolute value where the caller knows it (a pool holds only a part of the row), -1 otherwise;
-// formats without a scale per row ignore it.
-using QuantiseRow = void (*)(const void* src, DType dtype, int64_t k, int64_t k_padded, int group,
+// and its scales and sums where the kind has them. row_absmax is the row's largest absolute value
+// where the caller knows it (a pool holds only a part of the row), -1 otherwise; only kInt8Row
+// reads it. Kinds other than kInt8Row can be converted in pieces of whole 32 columns.
+using QuantiseRow = void (*)(const void* src, DType dtype, int64_t k, int64_t k_padded,
                              float row_absmax, uint8_t* dst, float* scale, int32_t* sum);
 
 struct Activation {
@@ -48,27 +74,28 @@ struct Activation {
   float alpha;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
 };
 
-// h[r * h_stride + n] = act(gate + gate_bias) * (up + up_bias) for one tile of 32 columns, m
-// rows; biases may be null. Float formats: h holds A elements (rounded to bf16); integer
-// formats: h holds float32 to be quantised row by row afterwards. h_stride in bytes.
-using SwigluTile = void (*)(const float* gate, const float* up, const float* gate_bias,
-                            const float* up_bias, const Activation& act, int64_t m, uint8_t* h,
-                            int64_t h_stride);
+// A way to multiply with the weights of a format.
+struct ProductKernel {
+  ActKind act;
+  bool blocked;  // wants A rows in blocks
+  TileProduct product;
+};
 
 struct FormatKernels {
-  int act_bytes;    // bytes per A element: 1 int8, 2 bf16, 4 float32 holding bf16 values
-  bool quantise_h;  // h is float32 and needs QuantiseRow before the down product
-  QuantiseRow quantise;
-  SwigluTile swiglu;
-  TileProduct vector;
-  TileProduct tile;   // null where the instruction set has no tile unit
-  int tile_min_rows;  // kAuto: rows from which `tile` is used
+  ProductKernel gemv;  // few rows: streams the weights from memory once for up to 4 rows
+  ProductKernel gemm;  // many rows: weights unpacked to a buffer in the first-level cache
+  int gemm_min_rows;   // kAuto: rows of an expert from which gemm is used
 };
 
 struct KernelTable {
   const char* name;   // "avx2", "avx512", ...
   uint32_t features;  // bits of sys::Feature that must be present
   FormatKernels format[kFormatCount];
+  QuantiseRow quantise[4];  // by ActKind
+  // out[r * 32 + n] = act(gate + gate_bias) * (up + up_bias) for one tile of 32 columns, m rows of
+  // 32 floats each; biases may be null, out may be gate.
+  void (*swiglu)(const float* gate, const float* up, const float* gate_bias, const float* up_bias,
+                 const Activation& act, int64_t m, float* out);
   // Largest absolute value of a row; NaN if it holds a NaN or an infinity.
   float (*absmax)(const void* src, DType dtype, int64_t k);
   // acc[token[r] * 32 + n] += weight[r] * (out[r * 32 + n] + bias[n]) in ascending r. bias may

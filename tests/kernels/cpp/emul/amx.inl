@@ -18,7 +18,7 @@ static Config config_of(Shape s) {
   return c;
 }
 #define TILES(shape, product)             \
-  const Config config = config_of(shape); \
+  static const Config config = config_of(shape); \
   _tile_loadconfig(config.bytes);         \
   _tile_loadd(0, in.c, 64);               \
   _tile_loadd(1, in.a, 64);               \

@@ -74,32 +74,3 @@ struct Int4RowBlock {  // u = q + 8: takes 8 * sum(activations) off the sum
                 dequantise(acc[r][v], f_load(scale + v * kLanes), a.scale[rows.id[r]]));
   }
 };
-
-struct Int4GroupBlock {  // one int32 accumulator per group, the groups added in float32
-  static constexpr int kMaxRows = 4, kVectors = kLanes == 16 ? 2 : 1;
-  template <int M, int V>
-  static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
-                         const Rows<M>& rows, int lane, float* out) {
-    F total[M][V];
-    for (auto& row : total)
-      for (F& x : row) x = f_zero();
-    const int64_t steps = layout.group / 8, groups = layout.cols_padded() / layout.group;
-    const uint8_t* group = tile;
-    for (int64_t g = 0; g < groups; ++g, group += 2 * kTileRows + steps * kStepBytes) {
-      I acc[M][V];
-      for (int r = 0; r < M; ++r)
-        for (I& x : acc[r]) x = i_set(-8 * a.sum[rows.id[r] * a.groups + g]);
-      nibble_steps<M, V>(group + 2 * kTileRows + lane * 4, steps, rows, g * layout.group, acc);
-      const auto* scale = reinterpret_cast<const uint16_t*>(group) + lane;
-      for (int v = 0; v < V; ++v) {
-        const F weight_scale = f_load_fp16(scale + v * kLanes);
-        for (int r = 0; r < M; ++r) {
-          const F both = f_mul(weight_scale, f_set(a.scale[rows.id[r] * a.groups + g]));
-          total[r][v] = f_fma(to_f(acc[r][v]), both, total[r][v]);
-        }
-      }
-    }
-    for (int r = 0; r < M; ++r)
-      for (int v = 0; v < V; ++v) f_store(out + r * kTileRows + v * kLanes, total[r][v]);
-  }
-};

@@ -7,10 +7,9 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-void tiles_begin() {
-  const TileConfig config;
-  _tile_loadconfig(&config);
-}
+// Not a local: GCC 12 takes the load to read 8 bytes only, and leaves out the stores of a local's others.
+constexpr TileConfig kTileConfig;
+void tiles_begin() { _tile_loadconfig(&kTileConfig); }
 void tiles_end() { _tile_release(); }
 
 constexpr int64_t kTileStepRows = 16;  // steps per AMX B tile: 32 k of bf16, 64 k of int8
