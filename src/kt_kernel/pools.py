@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from .machine_cache import cache_file, read_cache, write_cache
 from .variant import debug, native
 
 MAX_THREADS = 4096
@@ -123,15 +120,15 @@ def default_thread_count() -> int:
         return 1
     cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     key = f"{core.cpu_brand()}|{cpus}|{limit}"
-    path = _cache_file()
-    stored = _read_cache(path)
+    path = cache_file("threads.json")
+    stored = read_cache(path)
     threads = stored.get(key)
     if isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= limit:
         debug(f"{threads} threads saturate the read bandwidth (from {path})")
         return threads
     threads = fewest_threads(core.probe_read_bandwidth(limit))
     debug(f"{threads} threads saturate the read bandwidth (measured)")
-    _write_cache(path, {**stored, key: threads})
+    write_cache(path, {**stored, key: threads})
     return threads
 
 
@@ -139,40 +136,3 @@ def fewest_threads(bandwidths: Sequence[tuple[int, float]]) -> int:
     """The smallest thread count whose bandwidth is within 3% of the best one."""
     best = max(bandwidth for _, bandwidth in bandwidths)
     return min(count for count, bandwidth in bandwidths if bandwidth >= _GOOD_ENOUGH * best)
-
-
-def _cache_file() -> Path | None:
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base and os.path.isabs(base):  # the XDG specification ignores relative paths
-        return Path(base) / "kt-moe" / "threads.json"
-    try:
-        return Path.home() / ".cache" / "kt-moe" / "threads.json"
-    except RuntimeError:  # no home folder
-        return None
-
-
-def _read_cache(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # absent, unreadable or corrupt: probe again
-        return {}
-    return stored if isinstance(stored, dict) else {}
-
-
-def _write_cache(path: Path | None, content: dict[str, Any]) -> None:
-    if path is None:
-        return
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(temporary, path)
-    except OSError as error:  # a read-only home only costs the next process another probe
-        debug(f"could not write {path}: {error}")
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
