@@ -11,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -165,6 +166,26 @@ auto product_quantised(const std::string& table, bool gemm, int format, int grou
   return run_product(table, gemm, layout, quantised(w), x);
 }
 
+auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, const Quantised& w,
+          int dtype) {
+  const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
+                                kt::ScaleType(scale_type)};
+  kt::WeightSource weights = quantised(w);
+  weights.dtype = kt::DType(dtype);
+  const kt::MatrixSource source{weights, k, 0, 0};
+  for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
+    if (const auto error = kt::check_tile(layout, source, tile, &row);
+        error != kt::PackError::kNone)
+      throw std::invalid_argument("row " + std::to_string(row) + ": " + kt::describe(error));
+  auto* tiles = static_cast<uint8_t*>(std::aligned_alloc(64, size_t(layout.bytes())));
+  nb::capsule owner(tiles, [](void* p) noexcept { std::free(p); });
+  std::vector<float> scratch(size_t(kt::pack_scratch(layout)));
+  for (int64_t tile = 0; tile < layout.tiles(); ++tile)
+    kt::pack_tile(layout, source, tile, scratch.data(), tiles + tile * layout.tile_bytes());
+  return nb::ndarray<nb::numpy, uint8_t>(
+      tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())}, owner);
+}
+
 }  // namespace
 
 NB_MODULE(KT_MODULE_NAME, m) {
@@ -255,6 +276,10 @@ NB_MODULE(KT_MODULE_NAME, m) {
   m.def("product_quantised", product_quantised, "table"_a, "gemm"_a, "format"_a, "group_size"_a,
         "scale_type"_a, "n"_a, "w"_a, "x"_a,
         "The same for quantised weights, (data, scale, zero, global) (tests).");
+  m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
+        "dtype"_a = 2,
+        "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "
+        "dense ones of `dtype`, whose scale is 0 (tests).");
   m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
         "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,

@@ -78,11 +78,8 @@ std::string PackJob::problem() const {
       first = &f;
   if (!first) return "";
   const char* const names[] = {"gate", "up", "down"};
-  return std::string(names[first->matrix]) + " row " + std::to_string(first->row) +
-         (first->error == PackError::kNotFinite
-              ? ": a weight is NaN or infinite; integer formats need finite weights"
-              : ": a group's scale is above the fp16 range (65504); use a format with float32 "
-                "scales");
+  const std::string row = is_of_a_row(first->error) ? " row " + std::to_string(first->row) : "";
+  return names[first->matrix] + row + ": " + describe(first->error);
 }
 
 }  // namespace kt

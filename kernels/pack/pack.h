@@ -36,18 +36,42 @@ struct MatrixSource {
 };
 
 // What is wrong with the weights of a tile, or kNone.
-enum class PackError : int { kNone = 0, kNotFinite = 1, kScaleOverflow = 2 };
+enum class PackError : int {
+  kNone = 0,
+  // A dense weight is not finite (integer formats), or too large for its group's fp16 scale.
+  kNotFinite,
+  kScaleOverflow,
+  // A quantised weight is NaN; a scale is NaN, infinite or negative (-0 is fine, except that e4m3
+  // scales have no sign); a zero point is above 16.
+  kNanCode,
+  kBadScale,
+  kBadUe8m0Scale,
+  kBadE4m3Scale,
+  kBadZero,
+  kBadGlobal,
+  // The format is not packed from such a source.
+  kNeedsDense,
+  kNeedsQuantised,
+  kNeedsFp16Scales,
+  kNeedsZeros,
+};
 
-// Whether tile number `tile` (rows 32 * tile ... of the part) can be packed. Integer formats refuse
-// weights that are not finite, and group scales above fp16's range. *bad_row receives the row (of
-// the whole matrix) where an error lies.
+// What is wrong and what is accepted, without a full stop; "" for kNone.
+const char* describe(PackError error);
+
+// Whether the error lies in a row, rather than in the whole matrix.
+bool is_of_a_row(PackError error);
+
+// Whether tile number `tile` (rows 32 * tile ... of the part) can be packed. *bad_row receives the
+// row (of the whole matrix) where an error lies.
 PackError check_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
                      int64_t* bad_row);
 
 // Floats of scratch that pack_tile needs.
 int64_t pack_scratch(const MatrixLayout& layout);
 
-// Packs a tile that check_tile accepts to dst (layout.tile_bytes()).
+// Packs a tile that check_tile accepts to dst (layout.tile_bytes(), aligned to 64 bytes). Dense
+// weights:
 //   int8 row    scale = absmax / 127, q = rint(w * (127 / absmax)), within +-127
 //   int4 row    scale = absmax / 7,   q = rint(w * (7 / absmax)), within +-7
 //   int4 group  scale = fp16(absmax / 7), q = rint(w / scale), within +-7

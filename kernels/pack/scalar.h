@@ -1,4 +1,5 @@
-// Scalar conversions between float32 and the 16-bit types, round-to-nearest-even.
+// Scalar conversions: float32 from and to the 16-bit types, round-to-nearest-even, and from the 8-
+// and 4-bit types of the OCP Microscaling Formats specification 1.0.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -37,6 +38,24 @@ inline uint16_t float_to_fp16(float x) {
     return sign | uint16_t(std::rint(magnitude * 16777216.0f));
   const uint32_t m = std::bit_cast<uint32_t>(magnitude);
   return sign | uint16_t((m + 0xfff + (m >> 13 & 1) - (112u << 23)) >> 13);
+}
+
+// "fn": exponents 1 to 15, bias 7; no infinities, mantissa 7 of exponent 15 is NaN.
+inline float e4m3_to_float(uint8_t x) {
+  const int exponent = x >> 3 & 15, mantissa = x & 7;
+  const float magnitude = exponent == 0        ? std::ldexp(float(mantissa), -9)
+                          : (x & 0x7f) == 0x7f ? NAN
+                                               : std::ldexp(float(8 + mantissa), exponent - 10);
+  return std::copysign(magnitude, x & 0x80 ? -1.0f : 1.0f);
+}
+
+inline float e2m1_to_float(uint8_t x) {
+  const float magnitude[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  return std::copysign(magnitude[x & 7], x & 8 ? -1.0f : 1.0f);
+}
+
+inline float ue8m0_to_float(uint8_t x) {  // 2^(x - 127), at x = 0 a subnormal; 255 is NaN
+  return x == 255 ? NAN : std::ldexp(1.0f, x - 127);
 }
 
 inline float load_float(const void* p, DType dtype, int64_t i) {

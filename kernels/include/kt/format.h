@@ -1,11 +1,11 @@
 // The packed weight layouts: the written specification of every byte that pack/ writes and the
 // kernels in isa/ read. Layouts do not depend on the instruction set.
 //
-// A matrix W [N rows, K columns] becomes ceil(N/32) tiles of 32 rows. Rows past N and columns
-// past K hold zeros. One tile is one contiguous stream in ascending k, 64-byte aligned: a head,
-// then blocks of columns, each with its scales and its steps. "Lane n" is row n of the tile
-// (0..31), so each step is 32 lanes of 4 bytes = 128 bytes: two 16-column AMX B tiles side by side
-// (row stride 128), two 512-bit or four 256-bit vectors. Steps are of three kinds:
+// A matrix W [N rows, K columns] becomes ceil(N/32) tiles of 32 rows. One tile is one contiguous
+// stream in ascending k, 64-byte aligned: a head, then blocks of columns, each with its scales and
+// its steps. "Lane n" is row n of the tile (0..31), so each step is 32 lanes of 4 bytes = 128
+// bytes: two 16-column AMX B tiles side by side (row stride 128), two 512-bit or four 256-bit
+// vectors. Steps are of three kinds:
 //
 //   16-bit step  2 k: lane n = { W[n,k], W[n,k+1] }
 //   8-bit step   4 k: lane n = { q[n,k], q[n,k+1], q[n,k+2], q[n,k+3] }; e4m3 codes in the order
@@ -27,8 +27,8 @@
 //   kFp8Block   float scale[ceil(K/128)],  64           4: 8-bit step of e4m3
 //               padded to 64 bytes                      W = e4m3 * scale[k / 128]
 //   kFp8Row     float scale[32]            64           4: 8-bit step of e4m3; W = e4m3 * scale[n]
-//   kMxFp8      -                          64           64: ue8m0 scale[32] of the first 32 columns,
-//                                                       the same of the others, 16 8-bit steps of
+//   kMxFp8      -                          64           64: ue8m0 scale[32] of 32 columns, the
+//                                                       same of the others, 16 8-bit steps of
 //                                                       e4m3; W = e4m3 * 2^(scale[n] - 127)
 //   kMxFp4      -                          64           64: scales as kMxFp8, 8 4-bit steps of e2m1
 //                                                       W = e2m1 * 2^(scale[n] - 127)
@@ -36,6 +36,11 @@
 //               64 bytes                                the same of the others, 4 4-bit steps of
 //                                                       e2m1; W = e2m1 * scale[n] * global
 //
+// Rows past N and columns past K are pads that dequantise to 0: codes of 0 (u = 8 in kInt4Row and
+// kInt4Group; u = 0 with zero = 0 in kInt4Zero) and scales of 0, except ue8m0 scales, which have no
+// zero: 127 (1.0). Pads of a head are zeros.
+//
+// Scales are finite and not negative; those of kNvFp4 have no sign bit, ue8m0 ones are at most 254.
 // Scales of kInt4Group and kInt4Zero are fp16, bf16 or float32, as their source has them. For
 // these two K must be a multiple of the group (itself a multiple of 32); for kMxFp4 and kMxFp8 of
 // 32, for kNvFp4 of 16. Blocks of kFp8Block are 128 rows by 128 columns and may be ragged at the
@@ -49,6 +54,10 @@
 #include <cstdint>
 
 namespace kt {
+
+// Changes with any packed byte, so that files of packed weights can tell. The golden bytes of
+// tests/kernels/test_pack.py change only together with it.
+constexpr int kLayoutVersion = 1;
 
 enum class WeightFormat : int {
   kBF16 = 0,
@@ -182,6 +191,7 @@ static_assert(MatrixLayout{WeightFormat::kInt4Zero, 32, 128, 128}.tile_bytes() =
 static_assert(MatrixLayout{WeightFormat::kFp8Block, 32, 200, 0}.tile_bytes() == 64 + 32 * 256);
 static_assert(MatrixLayout{WeightFormat::kMxFp8, 32, 96, 0}.tile_bytes() == 2 * (64 + 32 * 64));
 static_assert(MatrixLayout{WeightFormat::kMxFp4, 32, 96, 0}.tile_bytes() == 2 * (64 + 32 * 32));
-static_assert(MatrixLayout{WeightFormat::kNvFp4, 32, 48, 0}.tile_bytes() == 64 + 2 * (64 + 32 * 16));
+static_assert(MatrixLayout{WeightFormat::kNvFp4, 32, 48, 0}.tile_bytes() ==
+              64 + 2 * (64 + 32 * 16));
 
 }  // namespace kt

@@ -1,0 +1,15 @@
+// Dense sources: taken over as bf16, or quantised.
+#pragma once
+#include "pack.h"
+
+namespace kt {
+
+PackError check_dense(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                      int64_t* bad_row);
+
+int64_t dense_scratch(const MatrixLayout& layout);
+
+void pack_dense(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                float* scratch, uint8_t* dst);
+
+}  // namespace kt

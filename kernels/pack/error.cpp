@@ -1,0 +1,47 @@
+#include "pack.h"
+
+namespace kt {
+
+bool is_of_a_row(PackError error) {
+  switch (error) {
+    case PackError::kBadGlobal:
+    case PackError::kNeedsDense:
+    case PackError::kNeedsQuantised:
+    case PackError::kNeedsFp16Scales:
+    case PackError::kNeedsZeros: return false;
+    default: return true;
+  }
+}
+
+const char* describe(PackError error) {
+  switch (error) {
+    case PackError::kNone: return "";
+    case PackError::kNotFinite:
+      return "a weight is NaN or infinite; integer formats need finite weights";
+    case PackError::kScaleOverflow:
+      return "a group's scale is above the fp16 range (65504); use a format with float32 scales";
+    case PackError::kNanCode:
+      return "a weight is NaN (e4m3 code 0x7f or 0xff); all other codes are accepted";
+    case PackError::kBadScale:
+      return "a scale is NaN, infinite or negative; finite scales from 0 on are accepted";
+    case PackError::kBadUe8m0Scale: return "a ue8m0 scale is 255 (NaN); 0 to 254 are accepted";
+    case PackError::kBadE4m3Scale:
+      return "an e4m3 scale is NaN or has its sign set; codes 0x00 to 0x7e are accepted";
+    case PackError::kBadZero: return "a zero point is above 16; 0 to 16 are accepted";
+    case PackError::kBadGlobal:
+      return "the global scale is NaN, infinite or negative; a finite one from 0 on is accepted";
+    case PackError::kNeedsDense:
+      return "the weights have scales; this weight format takes dense bf16, fp16 or float32 "
+             "weights";
+    case PackError::kNeedsQuantised:
+      return "the weights have no scales; this weight format takes quantised weights only";
+    case PackError::kNeedsFp16Scales:
+      return "dense weights are quantised with fp16 group scales; other scale types are accepted "
+             "for quantised weights only";
+    case PackError::kNeedsZeros:
+      return "zero points are missing; this weight format needs one per row and group";
+  }
+  return "";
+}
+
+}  // namespace kt

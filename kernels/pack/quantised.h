@@ -1,0 +1,13 @@
+// Quantised sources: codes and scales are checked and taken over bit for bit.
+#pragma once
+#include "pack.h"
+
+namespace kt {
+
+PackError check_quantised(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                          int64_t* bad_row);
+
+void pack_quantised(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                    uint8_t* dst);
+
+}  // namespace kt
