@@ -8,10 +8,16 @@ from typing import Any
 import torch
 
 from kt_kernel import KTMoEWrapper
+from kt_kernel.methods import get_method
 from kt_kernel.testing import moe_reference_with_noise
 
 ALL_METHODS = ("BF16", "AMXINT8", "MOE_INT8", "AMXINT4", "MOE_INT4", "INT4_G32", "INT4_G128")
 KERNEL_METHODS = ("BF16", "AMXINT8", "AMXINT4", "INT4_G32")  # one per weight format
+
+
+def has_tile_kernel(method: str, table: str) -> bool:
+    """Whether the table has a GEMM kernel for the method's weights."""
+    return table == "amx" and get_method(method).group_size == 0
 
 
 @dataclass
@@ -77,7 +83,7 @@ class Case:
         options = {
             name: value
             for name, value in {**self.options, **options}.items()
-            if name in ("swiglu_limit", "swiglu_alpha", "gpu_experts_mask", "rounded")
+            if name in ("swiglu_limit", "swiglu_alpha", "gpu_experts_mask", "rounded", "kind")
         }
         return moe_reference_with_noise(
             hidden, ids, weights, self.gate, self.up, self.down, method=self.method,

@@ -1,0 +1,185 @@
+"""The layer in float64 with PyTorch: what every kernel's output is compared with.
+
+Written from the specification's formulas, apart from the compiled core and from its reference:
+an error would have to be made twice to go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..methods import get_method
+from .rounding import kernel_errors, quantise_weights, round_activations
+
+# Relative error allowed to a float32 sum of products, against the sum of their absolute values.
+_FLOAT32_NOISE = 2**-23
+
+
+def _activation(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    if limit > 0:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if alpha != 0:
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    return gate * torch.sigmoid(gate) * up
+
+
+@dataclass
+class _Layer:
+    """How one expert of a layer is computed."""
+
+    activations: int | None  # None: nothing is rounded
+    limit: float
+    alpha: float
+    errors: list[Callable[[torch.Tensor], torch.Tensor]]  # of kernels, see `kernel_errors`
+
+    def operand(self, values: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+        if self.activations is None:
+            return values.double()
+        return round_activations(values, self.activations, like)
+
+    def act(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return _activation(gate, up, self.limit, self.alpha)
+
+    def off(
+        self, gate: torch.Tensor, up: torch.Tensor, gate_off: torch.Tensor, up_off: torch.Tensor
+    ) -> torch.Tensor:
+        """How far act(gate) * up is off at most when gate and up are by so much."""
+        middle = self.act(gate, up)
+        ways = [(gate + g * gate_off, up + u * up_off) for g in (-1, 1) for u in (-1, 1)]
+        return torch.stack([(self.act(*way) - middle).abs() for way in ways]).amax(0)
+
+    def step(self, exact: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
+        """How far the rounded h is off when h is off by so much before."""
+        h = self.operand(exact)
+        ways = [self.operand(exact + sign * off, exact) for sign in (-1, 1)]
+        return torch.maximum((ways[0] - h).abs(), (ways[1] - h).abs())
+
+    def run(
+        self, x: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One expert's output for rounded rows x, [T, H], and a bound of its error, [T]."""
+        gate, up = (x @ m.T + b for m, b in zip(matrices[:2], biases[:2], strict=True))
+        exact = self.act(gate, up)
+        h = self.operand(exact)
+        y = h @ matrices[2].T + biases[2]
+
+        sums = (
+            _FLOAT32_NOISE * (x.abs() @ m.abs().T + b.abs())
+            for m, b in zip(matrices[:2], biases[:2], strict=True)
+        )
+        off = self.off(gate, up, *sums) + 4 * _FLOAT32_NOISE * exact.abs()
+        columns = matrices[2].norm(dim=0)
+        # Steps are few and count in full; the rest is many small independent errors.
+        rest = ((off + _FLOAT32_NOISE * h.abs()) * columns).norm(dim=-1)
+        noise = self.step(exact, off) @ columns + 2 * rest + _FLOAT32_NOISE * biases[2].norm()
+        for error in self.errors:
+            products = (2 * (error(x).square() @ m.square().T).sqrt() for m in matrices[:2])
+            more = off + self.off(gate, up, *products)
+            # The steps are many here: independent errors as well.
+            noise += 2 * ((self.step(exact, more) + error(h)) * columns).norm(dim=-1)
+        return y, noise
+
+
+def moe_reference(*arguments: Any, **options: Any) -> torch.Tensor:
+    """The CPU half of one MoE layer before the last rounding, float64 [T, H].
+
+    Takes what ``moe_reference_with_noise`` takes.
+    """
+    return moe_reference_with_noise(*arguments, **options)[0]
+
+
+def moe_reference_with_noise(
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    method: str = "BF16",
+    physical_to_logical_map: torch.Tensor | None = None,
+    gpu_experts_mask: torch.Tensor | None = None,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    swiglu_limit: float = 0.0,
+    swiglu_alpha: float = 0.0,
+    rounded: bool = True,
+    kind: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU half of one MoE layer, and how far correct kernels may be from it.
+
+    A kernel that accumulates in float32 arrives at a slightly different h; where h is next to
+    the middle between two values of its rounding, it may round the other way. The second result
+    bounds what this, float32 sums, and the roundings that a kind of kernel adds can do to a row. It
+    takes the many errors of a product for independent of each other and of the activations: a
+    bound for activations with random signs.
+
+    Args:
+        hidden: [T, H]; topk_ids: [T, k] slots; topk_weights: [T, k].
+        gate, up: [E, I, H], down: [E, H, I], logical order, source weights; quantised here.
+        method: decides the weights' and activations' rounding.
+        physical_to_logical_map: [E]; None: the identity.
+        gpu_experts_mask: bool [E], True = skipped; None: none.
+        gate_bias, up_bias: [E, I], down_bias: [E, H].
+        rounded: False leaves out all roundings, of weights too.
+        kind: kernels that may run, "vector" (GEMV), "tile" (GEMM) or "auto" (either).
+
+    Returns:
+        (float64 [T, H], not rounded at the end; float64 [T], a bound of ‖y - ref‖₂).
+    """
+    chosen = get_method(method)
+    layer = _Layer(
+        chosen.activations if rounded else None, swiglu_limit, swiglu_alpha,
+        kernel_errors(chosen.format, kind) if rounded else [],
+    )  # fmt: skip
+    experts = len(gate)
+    if physical_to_logical_map is None:
+        physical_to_logical_map = torch.arange(experts)
+
+    def weights_of(matrix: torch.Tensor) -> torch.Tensor:
+        return quantise_weights(method, matrix) if rounded else matrix.double()
+
+    def bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+        return torch.zeros(1).double() if bias is None else bias[expert].float().double()
+
+    x = layer.operand(hidden)
+    scores = topk_weights.float().double()
+    y = torch.zeros(hidden.shape, dtype=torch.float64)
+    noise = torch.zeros(hidden.shape[0], dtype=torch.float64)
+    for slot in range(experts):
+        if gpu_experts_mask is not None and bool(gpu_experts_mask[slot]):
+            continue
+        token, choice = (topk_ids == slot).nonzero(as_tuple=True)
+        if token.numel() == 0:
+            continue
+        e = int(physical_to_logical_map[slot])
+        score = scores[token, choice]
+        out, error = layer.run(
+            x[token],
+            [weights_of(matrix[e]) for matrix in (gate, up, down)],
+            [bias_of(bias, e) for bias in (gate_bias, up_bias, down_bias)],
+        )
+        y.index_add_(0, token, out * score[:, None])
+        noise.index_add_(0, token, error * score.abs())
+    return y, noise
+
+
+def row_error(y: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """‖y - ref‖₂ / ‖ref‖₂ per row, float64 [T].
+
+    A row that is zero in the reference counts 0 if it is exactly zero in ``y``, else infinity;
+    a row that is NaN in the reference counts 0 if all of it is NaN in ``y``, else infinity.
+    """
+    y, reference = y.detach().cpu().double(), reference.double()
+    size = reference.norm(dim=-1)
+    error = (y - reference).norm(dim=-1) / size
+    infinity = torch.full_like(size, torch.inf)
+    none = torch.zeros_like(size)
+    error = torch.where(size == 0, torch.where((y == 0).all(-1), none, infinity), error)
+    error = torch.where(size.isnan(), torch.where(y.isnan().all(-1), none, infinity), error)
+    return torch.where(error.isnan(), infinity, error)

@@ -1,0 +1,114 @@
+"""The roundings of the specification, and what kernels may add to them.
+
+Scalars that decide a rounding (scales, multipliers) are float32, as the rules say; everything else
+is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..methods import (
+    BF16_ACTIVATIONS,
+    BF16_WEIGHTS,
+    FP8_BLOCK,
+    FP8_ROW,
+    INT4_GROUP,
+    INT4_ROW,
+    INT4_ZERO,
+    INT8_ROW,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    get_method,
+)
+
+# What kernels may do beyond the rules of rounding (kernels/include/kt/kernel_table.h). GEMV kernels
+# of 4-bit weights take activations in fixed point, see `_fixed_point_error`.
+_FIXED_POINT = (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4)
+_FIXED_POINT_COLUMNS, _FIXED_POINT_LARGEST = 32, 32639
+# GEMM kernels may round the product of a weight and its scale to bf16: relative error of a weight,
+# at most 2^-9, here as a standard deviation (even mantissas of 1 to 2, rounded within half a step).
+_FOLDED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4)
+_FOLDED_ERROR = 2**-9 * 0.41
+
+
+def _symmetric(
+    w: torch.Tensor, levels: int, scale_of: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers and float32 scales of the last dimension: q = RNE(w * (levels / absmax))."""
+    absmax = (w if scale_of is None else scale_of).abs().amax(-1, keepdim=True)
+    top = torch.tensor(float(levels), dtype=torch.float32)
+    multiplier = top / absmax
+    # Where the division overflows (absmax zero or next to it) everything becomes zero.
+    multiplier = torch.where(multiplier.isinf(), torch.zeros_like(multiplier), multiplier)
+    return (w * multiplier).round().clamp(-levels, levels), absmax / top
+
+
+def quantise_weights(method: str, weights: torch.Tensor) -> torch.Tensor:
+    """What the packed weights of ``method`` stand for.
+
+    Args:
+        method: a supported method.
+        weights: [..., N, K], bf16, fp16 or fp32, finite.
+
+    Returns:
+        float64 [..., N, K], the dequantised values.
+    """
+    chosen = get_method(method)
+    w = weights.detach().cpu().float()
+    if chosen.format == BF16_WEIGHTS:
+        return w.bfloat16().double()
+    if chosen.format in (INT8_ROW, INT4_ROW):
+        q, scale = _symmetric(w, 127 if chosen.format == INT8_ROW else 7)
+        return q.double() * scale.double()
+    assert chosen.format == INT4_GROUP
+    groups = w.unflatten(-1, (-1, chosen.group_size))
+    scale = (groups.abs().amax(-1, keepdim=True) / 7).half().float()
+    q = torch.where(scale == 0, torch.zeros_like(groups), (groups / scale).round().clamp(-7, 7))
+    return (q.double() * scale.double()).flatten(-2)
+
+
+def round_activations(
+    values: torch.Tensor,
+    activations: int,
+    scale_of: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The one rounding of x or h [..., K] before a product, as float64.
+
+    ``activations`` is one of the ``*_ACTIVATIONS`` numbers of ``methods``. A row with a value
+    that is not finite becomes NaN where activations are integers. ``scale_of``: values to take the
+    scales from instead.
+    """
+    values = values.float()
+    if activations == BF16_ACTIVATIONS:
+        return values.bfloat16().double()
+    q, scale = _symmetric(values, 127, None if scale_of is None else scale_of.float())
+    rounded = q.double() * scale.double()
+    finite = values.isfinite().all(-1, keepdim=True)
+    return torch.where(finite, rounded, torch.full_like(rounded, torch.nan))
+
+
+def _fixed_point_error(values: torch.Tensor) -> torch.Tensor:
+    """Largest error of each of the bf16 values [..., K] when 32 columns share a unit, the smallest
+    power of two of which the largest of them is at most 32639: half the unit, and none where it is
+    a multiple."""
+    columns = values.shape[-1]
+    padded = torch.nn.functional.pad(values, (0, -columns % _FIXED_POINT_COLUMNS))
+    groups = padded.unflatten(-1, (-1, _FIXED_POINT_COLUMNS))
+    absmax = groups.abs().amax(-1, keepdim=True)
+    unit = torch.exp2(torch.ceil(torch.log2(absmax / _FIXED_POINT_LARGEST)).clamp(min=-126))
+    error = torch.where(groups.remainder(unit) == 0, torch.zeros_like(groups), unit / 2)
+    return error.flatten(-2)[..., :columns]
+
+
+def kernel_errors(weights: int, kind: str) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """What kernels of a kind add to rounded activations, or to weights in proportion to them."""
+    errors: list[Callable[[torch.Tensor], torch.Tensor]] = []
+    if weights in _FIXED_POINT and kind != "tile":
+        errors.append(_fixed_point_error)
+    if weights in _FOLDED and kind != "vector":
+        errors.append(lambda values: _FOLDED_ERROR * values.abs())
+    return errors
