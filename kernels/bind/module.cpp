@@ -18,6 +18,7 @@
 
 #include "../moe/layer.h"
 #include "../moe/product.h"
+#include "../moe/product_bench.h"
 #include "../ref/moe_reference.h"
 #include "../sys/bandwidth.h"
 #include "../sys/cpu_features.h"
@@ -186,6 +187,25 @@ auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, cons
       tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())}, owner);
 }
 
+// (GEMV, GEMM) of each weight format: whether the table has the kernel.
+std::vector<std::pair<bool, bool>> kernels_of_formats(const std::string& table) {
+  std::vector<std::pair<bool, bool>> have;
+  for (const kt::FormatKernels& f : find_table(table)->format)
+    have.emplace_back(f.gemv.product != nullptr, f.gemm.product != nullptr);
+  return have;
+}
+
+std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Team> team,
+                                                     const std::string& table, bool gemm,
+                                                     int format, int group_size, int scale_type,
+                                                     int64_t n, int64_t k, const Quantised& w,
+                                                     int64_t bytes) {
+  const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
+                                kt::ScaleType(scale_type)};
+  return std::make_shared<kt::ProductBench>(std::move(team), find_table(table), gemm, layout,
+                                            quantised(w), bytes);
+}
+
 }  // namespace
 
 NB_MODULE(KT_MODULE_NAME, m) {
@@ -272,6 +292,22 @@ NB_MODULE(KT_MODULE_NAME, m) {
             {"expert_calls", s.expert_calls}, {"experts_touched", s.experts_touched},
             {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls}};
       });
+
+  m.def("kernels_of_formats", kernels_of_formats, "table"_a);
+  nb::class_<kt::ProductBench>(m, "ProductBench",
+                               "Times one kernel (benchmarks). Dense weights are float32.")
+      .def(nb::new_(&make_product_bench), "team"_a, nb::kw_only(), "table"_a, "gemm"_a, "format"_a,
+           "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a, "bytes"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def("set_rows",
+           [](kt::ProductBench& bench, Floats x) {
+             if (int64_t(x.shape(1)) != bench.columns())
+               throw std::invalid_argument("x needs the columns of the matrix");
+             bench.set_rows(x.data(), int64_t(x.shape(0)));
+           })
+      .def("run", &kt::ProductBench::run, "tiles"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("tile_bytes", &kt::ProductBench::tile_bytes)
+      .def_prop_ro("bytes", &kt::ProductBench::bytes);
 
   m.def("product_quantised", product_quantised, "table"_a, "gemm"_a, "format"_a, "group_size"_a,
         "scale_type"_a, "n"_a, "w"_a, "x"_a,

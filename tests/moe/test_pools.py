@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from kt_kernel import pools
+from kt_kernel import machine_cache, pools
 from kt_kernel.pools import plan_pools
 
 
@@ -163,5 +163,5 @@ def test_no_writable_cache(core, tmp_path, monkeypatch):
     def no_home():
         raise RuntimeError
 
-    monkeypatch.setattr(pools.Path, "home", no_home)
+    monkeypatch.setattr(machine_cache.Path, "home", no_home)
     assert probe_again() == 4
