@@ -1,6 +1,9 @@
-// AMX tiles. A block of 16 or 32 activation rows by the 32 weight rows of a packed tile: 1x2 or
-// 2x2 accumulators (tiles 0-3), A in tiles 4 and 5, B in tiles 6 and 7. A step of the packed
-// layout is exactly one row of both B tiles. Rows past m are computed on slack and not used.
+// AMX tiles. The columns of a packed tile are taken in stretches whose B operand (a step of the
+// packed layout is one row of both B tiles) stays in the first-level cache while all m rows are
+// multiplied with it. A streams by from the second-level cache: its loads carry the hint not to
+// stay in the first, where they would push B out. The vector unit prepares the next stretch of B
+// between the products. Rows come in blocks of 32 or 16: 2x2 or 1x2 accumulators (tiles 0-3), A in
+// tiles 4 and 5, B in tiles 6 and 7. Rows past m are computed on slack and not used.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -12,113 +15,188 @@ constexpr TileConfig kTileConfig;
 void tiles_begin() { _tile_loadconfig(&kTileConfig); }
 void tiles_end() { _tile_release(); }
 
-constexpr int64_t kTileStepRows = 16;  // steps per AMX B tile: 32 k of bf16, 64 k of int8
-constexpr int64_t kBlockBytes = kBlockRows * kChunkBytes;  // an AMX A tile
+// The compiler is not told that _tile_loadd reads memory: vector stores that write what it reads
+// must not be moved past this.
+inline void stores_before_tile_loads() { asm volatile("" ::: "memory"); }
 
-#define KT_TILE_LOOP(DOT, TWO)                                                   \
-  for (int64_t s = 0; s < blocks; ++s) {                                         \
-    _tile_loadd(4, rows + s * kBlockBytes, kChunkBytes);                         \
-    _tile_loadd(6, weights + s * kTileStepRows * kStepBytes, kStepBytes);        \
-    DOT(0, 4, 6);                                                                \
-    _tile_loadd(7, weights + s * kTileStepRows * kStepBytes + 64, kStepBytes);   \
-    DOT(1, 4, 7);                                                                \
-    if constexpr (TWO) {                                                         \
-      _tile_loadd(5, rows + kBlockRows * stride + s * kBlockBytes, kChunkBytes); \
-      DOT(2, 5, 6);                                                              \
-      DOT(3, 5, 7);                                                              \
-    }                                                                            \
-  }
+// A unit of B is what one product takes, 16 steps: 32 columns of bf16 or 64 of int8. A unit of 16
+// A rows is a tile, 64 bytes of each. A stretch of 8 KB, twice where it is unpacked to a buffer,
+// leaves half of the first-level cache to the sibling thread.
+constexpr int64_t kUnitBytes = 16 * kStepBytes;
+constexpr int64_t kBlockBytes = kBlockRows * kChunkBytes;
+constexpr int64_t kStretchUnits = 4;
 
-// Adds the products of 16 (or, with `two`, 32) rows to the accumulators in out[row * 32 + n], 4
-// bytes each; with `fresh` they start at zero.
-template <bool integer, bool two>
-inline void tile_block(const uint8_t* weights, int64_t blocks, const uint8_t* rows, int64_t stride,
-                       bool fresh, void* out) {
-  auto* c = static_cast<uint8_t*>(out);
-  if (fresh) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (two) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-  } else {
-    _tile_loadd(0, c, kStepBytes);
-    _tile_loadd(1, c + 64, kStepBytes);
-    if constexpr (two) {
-      _tile_loadd(2, c + 16 * kStepBytes, kStepBytes);
-      _tile_loadd(3, c + 16 * kStepBytes + 64, kStepBytes);
-    }
-  }
-  if constexpr (integer) {
-    KT_TILE_LOOP(_tile_dpbssd, two)
-  } else {
-    KT_TILE_LOOP(_tile_dpbf16ps, two)
-  }
-  _tile_stored(0, c, kStepBytes);
-  _tile_stored(1, c + 64, kStepBytes);
-  if constexpr (two) {
-    _tile_stored(2, c + 16 * kStepBytes, kStepBytes);
-    _tile_stored(3, c + 16 * kStepBytes + 64, kStepBytes);
-  }
+// B is prepared in pieces of 4 steps, so that the work spreads evenly over the products.
+constexpr int64_t kUnitPieces = 4;
+constexpr int64_t kPieceBytes = kUnitBytes / kUnitPieces;
+
+// Prefetches the packed bytes of the piece that comes 8 units after the one at p. Past the end of a
+// tile that is the next one of the stream.
+template <int64_t bytes> inline void prefetch_ahead(const uint8_t* p) {
+  constexpr int64_t kDistance = 8 * kUnitPieces * bytes;
+  for (int64_t i = 0; i < bytes; i += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(p + kDistance + i), _MM_HINT_T1);
 }
-#undef KT_TILE_LOOP
 
-// All m rows by `steps` packed steps, the first of which is step `first` of the A rows.
-template <bool integer>
-inline void tile_rows(const uint8_t* weights, int64_t steps, const ActRows& a, int64_t first,
-                      int64_t m, bool fresh, float* out) {
-  const int64_t blocks = steps / kTileStepRows;
-  for (int64_t r = 0; r < m; r += 32) {
-    const uint8_t* rows = a.data + r * a.stride + first / kTileStepRows * kBlockBytes;
-    float* c = out + r * kTileRows;
-    if (m - r > 16)
-      tile_block<integer, true>(weights, blocks, rows, a.stride, fresh, c);
+// B where the packed steps are already what the tile unit takes. What a kernel needs of B:
+// unit(u); prepare(p), called for every piece in ascending order at least a stretch ahead; and
+// finish(), which turns the accumulators of m rows in `out` into the result.
+template <bool integer> struct PackedUnits {
+  static constexpr bool kInteger = integer;
+  const uint8_t* steps;
+  const uint8_t* unit(int64_t u) const { return steps + u * kUnitBytes; }
+  void prepare(int64_t p) const { prefetch_ahead<kPieceBytes>(steps + p * kPieceBytes); }
+};
+
+// B where steps are unpacked, to a buffer of two stretches.
+template <bool integer> struct UnpackedUnits {
+  static constexpr bool kInteger = integer;
+  static constexpr int64_t kPieces = 2 * kStretchUnits * kUnitPieces;
+  alignas(64) uint8_t buffer[kPieces * kPieceBytes];
+  uint8_t* piece(int64_t p) { return buffer + p % kPieces * kPieceBytes; }
+  const uint8_t* unit(int64_t u) { return piece(u * kUnitPieces); }
+};
+
+// Prepares B at an even pace.
+template <class B> struct Pace {
+  B& b;
+  int64_t ready = 0;  // pieces
+  int64_t end = 0, due = 0, rate = 0;  // the last two in 1/1024 pieces
+  // Pieces before `to` are to be ready after `products` steps.
+  void stretch(int64_t to, int64_t products) {
+    end = to;
+    due = ready * 1024;
+    rate = (to - ready) * 1024 / products + 1;
+  }
+  void step() {
+    due += rate;
+    const int64_t to = due / 1024 < end ? due / 1024 : end;
+    while (ready < to) b.prepare(ready++);
+  }
+};
+
+// Where accumulator `tile` of the block at c lies: 32 values of 4 bytes a row.
+template <class Byte> inline Byte* accumulator(Byte* c, int tile) {
+  return c + tile / 2 * 16 * kStepBytes + tile % 2 * 64;
+}
+
+// What happens to the accumulators before the first product of a block: those of the block before
+// are stored where `store` is not null, then they start from zero, from `load`, or as they are.
+struct Accumulators {
+  uint8_t* store;
+  const uint8_t* load;
+  bool zero;
+};
+// Macros, since GCC 12 pastes tile numbers into the instruction.
+#define KT_BEGIN(tile)                                              \
+  if (acc.store) _tile_stored(tile, accumulator(acc.store, tile), kStepBytes); \
+  if (acc.zero)                                                     \
+    _tile_zero(tile);                                               \
+  else if (acc.load)                                                \
+  _tile_loadd(tile, accumulator(acc.load, tile), kStepBytes)
+#define KT_DOT(tile, a, b)      \
+  if constexpr (integer)        \
+    _tile_dpbssd(tile, a, b);   \
+  else                          \
+    _tile_dpbf16ps(tile, a, b)
+
+// One product. The accumulators of the first one are switched one by one, so that the tile unit
+// always has one to work on.
+template <bool integer, bool first>
+inline void multiply_32(const uint8_t* a, int64_t stride, const uint8_t* b,
+                        const Accumulators& acc) {
+  _tile_stream_loadd(4, a, kChunkBytes);
+  _tile_loadd(6, b, kStepBytes);
+  if constexpr (first) { KT_BEGIN(0); }
+  KT_DOT(0, 4, 6);
+  _tile_loadd(7, b + 64, kStepBytes);
+  if constexpr (first) { KT_BEGIN(1); }
+  KT_DOT(1, 4, 7);
+  _tile_stream_loadd(5, a + kBlockRows * stride, kChunkBytes);
+  if constexpr (first) { KT_BEGIN(2); }
+  KT_DOT(2, 5, 6);
+  if constexpr (first) { KT_BEGIN(3); }
+  KT_DOT(3, 5, 7);
+}
+
+template <bool integer, bool first>
+inline void multiply_16(const uint8_t* a, const uint8_t* b, const Accumulators& acc) {
+  _tile_stream_loadd(4, a, kChunkBytes);
+  _tile_loadd(6, b, kStepBytes);
+  if constexpr (first) { KT_BEGIN(0); }
+  KT_DOT(0, 4, 6);
+  _tile_loadd(7, b + 64, kStepBytes);
+  if constexpr (first) { KT_BEGIN(1); }
+  KT_DOT(1, 4, 7);
+}
+
+inline void store_16(uint8_t* c) {
+  _tile_stored(0, accumulator(c, 0), kStepBytes);
+  _tile_stored(1, accumulator(c, 1), kStepBytes);
+}
+inline void store_32(uint8_t* c) {
+  store_16(c);
+  _tile_stored(2, accumulator(c, 2), kStepBytes);
+  _tile_stored(3, accumulator(c, 3), kStepBytes);
+}
+#undef KT_BEGIN
+#undef KT_DOT
+
+// Units [u, end) of one block of rows.
+template <bool two, class B>
+inline void multiply_block(B& b, Pace<B>& pace, int64_t u, int64_t end, const uint8_t* a,
+                           int64_t stride, const Accumulators& acc) {
+  constexpr bool integer = B::kInteger;
+  if constexpr (two)
+    multiply_32<integer, true>(a + u * kBlockBytes, stride, b.unit(u), acc);
+  else
+    multiply_16<integer, true>(a + u * kBlockBytes, b.unit(u), acc);
+  pace.step();
+  while (++u < end) {
+    if constexpr (two)
+      multiply_32<integer, false>(a + u * kBlockBytes, stride, b.unit(u), acc);
     else
-      tile_block<integer, false>(weights, blocks, rows, a.stride, fresh, c);
+      multiply_16<integer, false>(a + u * kBlockBytes, b.unit(u), acc);
+    pace.step();
   }
 }
 
-// int32 accumulators to floats, in place.
-inline void dequantise_rows(const uint8_t* tile, const ActRows& a, int64_t m, float* out) {
-  const auto* scale = reinterpret_cast<const float*>(tile);
-  for (int64_t r = 0; r < m; ++r)
-    for (int n = 0; n < kTileRows; n += kLanes) {
-      float* x = out + r * kTileRows + n;
-      f_store(x, dequantise(i_load(x), f_load(scale + n), a.scale[r]));
-    }
-}
-
-void tile_product_bf16(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
-                       float* out) {
-  tile_rows<false>(tile, layout.cols_padded() / 2, a, 0, m, true, out);
-}
-
-void tile_product_int8(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
-                       float* out) {
-  tile_rows<true>(tile + layout.head_bytes(), layout.cols_padded() / 4, a, 0, m, true, out);
-  dequantise_rows(tile, a, m, out);
-}
-
-// INT4: a stretch of columns is unpacked to int8 steps on the stack (in the first-level cache),
-// used for all rows, and the accumulators go through `out` from one stretch to the next.
-void tile_product_int4(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
-                       float* out) {
-  constexpr int64_t kStretch = 512;  // columns: 16 KB of int8
-  alignas(64) uint8_t unpacked[kStretch / 4 * kStepBytes];
-  const I mask = i_set(0x0f0f0f0f), eight = i_set(0x08080808);
-  const uint8_t* packed = tile + layout.head_bytes();
-  for (int64_t k = 0; k < layout.cols_padded(); k += kStretch) {
-    const int64_t columns =
-        layout.cols_padded() - k < kStretch ? layout.cols_padded() - k : kStretch;
-    uint8_t* dst = unpacked;
-    for (int64_t s = 0; s < columns / 8; ++s, packed += kStepBytes, dst += 2 * kStepBytes)
-      for (int n = 0; n < kTileRows * 4; n += kLanes * 4) {
-        const I both = i_load(packed + n);
-        i_store(dst + n, i_sub8(i_and(both, mask), eight));
-        i_store(dst + kStepBytes + n, i_sub8(i_and(i_srl<4>(both), mask), eight));
+template <class B>
+void tile_product(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
+                  float* out) {
+  B b(tile, layout);
+  Pace<B> pace{b};
+  const int64_t units = layout.cols_padded() / (B::kInteger ? 64 : 32), blocks = ceil_div(m, 32);
+  const auto stretch_end = [&](int64_t u) {
+    return u + kStretchUnits < units ? u + kStretchUnits : units;
+  };
+  pace.stretch(stretch_end(0) * kUnitPieces, 1);
+  pace.step();
+  stores_before_tile_loads();
+  uint8_t* pending = nullptr;  // where the accumulators of 32 rows are to be stored
+  for (int64_t first = 0; first < units; first = stretch_end(first)) {
+    const int64_t end = stretch_end(first);
+    pace.stretch(stretch_end(end) * kUnitPieces, blocks * (end - first));
+    for (int64_t r = 0; r < m; r += 32) {
+      const uint8_t* rows = a.data + r * a.stride;
+      auto* c = reinterpret_cast<uint8_t*>(out + r * kTileRows);
+      // The accumulators of a single block stay in the tiles.
+      const bool alone = blocks == 1, zero = first == 0;
+      if (m - r > 16) {
+        multiply_block<true>(b, pace, first, end, rows, a.stride,
+                             {alone ? nullptr : pending, alone ? nullptr : c, zero});
+        pending = c;
+      } else {
+        if (pending) store_32(pending);
+        multiply_block<false>(b, pace, first, end, rows, a.stride,
+                              {nullptr, alone ? nullptr : c, zero});
+        if (!alone || end == units) store_16(c);
+        pending = nullptr;
       }
-    tile_rows<true>(unpacked, columns / 4, a, k / 4, m, k == 0, out);
+    }
+    stores_before_tile_loads();
   }
-  dequantise_rows(tile, a, m, out);
+  if (pending) store_32(pending);
+  stores_before_tile_loads();
+  b.finish(a, m, out);
 }

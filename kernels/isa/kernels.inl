@@ -37,12 +37,18 @@ namespace {
 #include "swiglu.inl"
 #ifdef KT_AMX
 #include "gemm_amx.inl"
+#include "unpack_bf16.inl"
+#include "unpack_int8.inl"
+// By WeightFormat.
+constexpr ProductKernel kGemm[kFormatCount] = {
+    {ActKind::kBF16, true, tile_product<Bf16Units>},
+    {ActKind::kInt8Row, true, tile_product<Int8Units>},
+    {ActKind::kInt8Row, true, tile_product<Int4RowUnits>},
+};
 #else
 void tiles_begin() {}
 void tiles_end() {}
-constexpr TileProduct tile_product_bf16 = nullptr;
-constexpr TileProduct tile_product_int8 = nullptr;
-constexpr TileProduct tile_product_int4 = nullptr;
+constexpr ProductKernel kGemm[kFormatCount] = {};
 #endif
 
 #ifdef KT_BF16_OPERANDS
@@ -65,13 +71,10 @@ const KernelTable KT_TABLE = {
     KT_FEATURES,
 #endif
     {
-        {{kVectorAct, false, vector_product<Bf16Block>},
-         {ActKind::kBF16, true, tile_product_bf16}, kTileMinRows},
-        {{ActKind::kInt8Row, false, vector_product<Int8Block>},
-         {ActKind::kInt8Row, true, tile_product_int8}, kTileMinRows},
-        {{ActKind::kInt8Row, false, vector_product<Int4RowBlock>},
-         {ActKind::kInt8Row, true, tile_product_int4}, kTileMinRows},
-        {{ActKind::kInt16Group, false, vector_product<Int4GroupBlock>}, {}, 0},
+        {{kVectorAct, false, vector_product<Bf16Block>}, kGemm[0], kTileMinRows},
+        {{ActKind::kInt8Row, false, vector_product<Int8Block>}, kGemm[1], kTileMinRows},
+        {{ActKind::kInt8Row, false, vector_product<Int4RowBlock>}, kGemm[2], kTileMinRows},
+        {{ActKind::kInt16Group, false, vector_product<Int4GroupBlock>}, kGemm[3], kTileMinRows},
     },
     {quantise_float, quantise_bf16, quantise_int8_row, quantise_int16_groups},
     swiglu_tile,
