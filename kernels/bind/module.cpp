@@ -73,7 +73,8 @@ std::shared_ptr<kt::MoeLayer> make_layer(std::shared_ptr<kt::sys::Team> team, in
                                          int64_t intermediate_size, int format, int group_size,
                                          int scale_type, const std::vector<bool>& cpu_slots, float swiglu_limit,
                                          float swiglu_alpha, int64_t max_tokens,
-                                         const std::string& table, int kind) {
+                                         const std::string& table, int kind, int64_t gemm_min_rows,
+                                         int64_t row_block, int64_t task_bytes) {
   return std::make_shared<kt::MoeLayer>(
       std::move(team), kt::LayerConfig{num_experts,
                                        top_k,
@@ -86,7 +87,8 @@ std::shared_ptr<kt::MoeLayer> make_layer(std::shared_ptr<kt::sys::Team> team, in
                                        std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
                                        max_tokens,
                                        find_table(table),
-                                       kt::KernelKind(kind)});
+                                       kt::KernelKind(kind),
+                                       {gemm_min_rows, row_block, task_bytes}});
 }
 
 template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
@@ -242,7 +244,8 @@ NB_MODULE(KT_MODULE_NAME, m) {
       .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
            "hidden_size"_a, "intermediate_size"_a, "format"_a, "group_size"_a,
            "scale_type"_a = 0, "cpu_slots"_a,
-           "swiglu_limit"_a, "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a)
+           "swiglu_limit"_a, "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a,
+           "gemm_min_rows"_a = 0, "row_block"_a = 0, "task_bytes"_a = 0)
       .def(
           "load_expert",
           [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
@@ -290,8 +293,22 @@ NB_MODULE(KT_MODULE_NAME, m) {
         return std::map<std::string, int64_t>{
             {"forwards", s.forwards},         {"tokens", s.tokens},
             {"expert_calls", s.expert_calls}, {"experts_touched", s.experts_touched},
-            {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls}};
-      });
+            {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls},
+            {"stolen_tasks", s.stolen_tasks}};
+      })
+      .def(
+          "set_timing", [](kt::MoeLayer& layer, bool on) { layer.timings().set(on); }, "on"_a,
+          "Sets the times of timings() to zero; passes submitted later add to them while it is on.")
+      .def(
+          "timings",
+          [](kt::MoeLayer& layer) {
+            std::map<std::string, std::vector<std::pair<int64_t, int64_t>>> result;
+            for (int p = 0; p < kt::kPhaseCount; ++p)
+              for (const kt::ThreadTimes& t : layer.timings().threads())
+                result[kt::kPhaseNames[p]].emplace_back(t.work[p], t.wait[p]);
+            return result;
+          },
+          "Per phase: nanoseconds of (work, waiting for other threads) of each thread.");
 
   m.def("kernels_of_formats", kernels_of_formats, "table"_a);
   nb::class_<kt::ProductBench>(m, "ProductBench",

@@ -12,11 +12,12 @@ void merge_tile(const float* out, const float* bias, const float* weight, const 
   }
 }
 
+// From +0 on, so that a part of nothing but zeros changes no bit (a part may be -0).
 void finish_columns(const float* const* part, int parts, const float* add, int64_t n, void* dst,
                     DType dtype) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    F y = parts ? f_load(part[0] + i) : f_zero();
-    for (int p = 1; p < parts; ++p) y = f_add(y, f_load(part[p] + i));
+    F y = f_zero();
+    for (int p = 0; p < parts; ++p) y = f_add(y, f_load(part[p] + i));
     if (add) y = f_add(y, load_row(add, DType::kFP32, i, n));
     store_some(static_cast<uint8_t*>(dst) + i * dtype_bytes(dtype), dtype, y, n - i);
   }

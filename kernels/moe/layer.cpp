@@ -64,6 +64,16 @@ void check(const sys::Team& team, const LayerConfig& c) {
          "hidden or intermediate size " + std::to_string(size) + "; this weight format needs a "
          "multiple of " + std::to_string(any.column_unit()));
   need(int64_t(c.on_cpu.size()) == c.num_experts, "on_cpu needs one entry per expert");
+  const LayerTuning& t = c.tuning;
+  need(t.gemm_min_rows >= 0 && t.task_bytes >= 0, "gemm_min_rows and task_bytes: 0 or more");
+  need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
+       "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
+           std::to_string(kRowBlock) + " are accepted");
+  const int64_t pairs = c.max_tokens > sys::kMaxTasks / c.top_k ? sys::kMaxTasks : c.max_tokens * c.top_k;
+  need(std::min(pairs, c.num_experts + pairs / kMinItemRows) <=
+           sys::kMaxTasks / std::max(ceil_div(c.hidden_size, kTileRows),
+                                ceil_div(c.intermediate_size, kTileRows)),
+       "more than " + std::to_string(sys::kMaxTasks) + " output tiles in a chunk: lower max_tokens");
   need(c.kind != KernelKind::kTile || c.table->format[int(c.format)].gemm.product,
        std::string("the tile kernel kind is pinned, but the \"") + c.table->name +
            "\" kernels have no tile kernel for this weight format");
@@ -72,7 +82,7 @@ void check(const sys::Team& team, const LayerConfig& c) {
 }  // namespace
 
 MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
-    : team_(std::move(team)), state_(std::make_shared<LayerState>()) {
+    : team_(std::move(team)), state_(std::make_shared<LayerState>(team_->threads())) {
   check(*team_, config);
   LayerState& s = *state_;
   s.config = std::move(config);

@@ -10,11 +10,20 @@
 #include "../sys/numa_memory.h"
 #include "../sys/team.h"
 #include "kt/kernel_table.h"
+#include "timings.h"
 #include "workspace.h"
 
 namespace kt {
 
 constexpr int kMaxPools = 64;
+
+// What may be tuned per machine; no bit of a result depends on it, except that gemm_min_rows decides
+// which kind of kernel runs. 0 stands for the default.
+struct LayerTuning {
+  int64_t gemm_min_rows = 0;  // rows of an expert from which GEMM kernels run; the table's
+  int64_t row_block = 0;      // rows per GEMM call, a multiple of 32 up to kRowBlock; kRowBlock
+  int64_t task_bytes = 0;     // weights that a thread takes at a time in decode; kTaskBytes
+};
 
 struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;
@@ -26,6 +35,7 @@ struct LayerConfig {
   int64_t max_tokens;           // tokens per chunk: sizes the workspace
   const KernelTable* table;
   KernelKind kind;
+  LayerTuning tuning;
 };
 
 // Row-major weights of one expert; biases are float32 and may be null.
@@ -39,6 +49,7 @@ struct ExpertSource {
 struct LayerStats {
   std::atomic<int64_t> forwards{0}, tokens{0}, expert_calls{0}, experts_touched{0};
   std::atomic<int64_t> vector_calls{0}, tile_calls{0};  // experts by kind of kernel
+  std::atomic<int64_t> stolen_tasks{0};  // computed by another thread than the split gave them to
 };
 
 // Arguments of one forward pass. The pointers must stay valid until its job is done.
@@ -82,7 +93,9 @@ struct LayerState {
   BiasTable gate_bias, up_bias, down_bias;
   std::shared_ptr<Workspace> workspace;
   LayerStats stats;
+  Timings timings;
 
+  explicit LayerState(int threads) : timings(threads) {}
   const FormatKernels& kernels() const { return config.table->format[int(config.format)]; }
   uint8_t* expert(int pool, int64_t slot) const {
     const PoolPart& part = pools[size_t(pool)];
@@ -111,6 +124,7 @@ class MoeLayer {
 
   const LayerConfig& config() const { return state_->config; }
   const LayerStats& stats() const { return state_->stats; }
+  Timings& timings() { return state_->timings; }
   int64_t packed_bytes() const;
 
  private:

@@ -5,43 +5,114 @@
 #include "kt/kernel_table.h"
 
 namespace kt {
+namespace {
 
-Plan::Plan(int64_t num_experts, int64_t top_k, int64_t max_tokens)
-    : num_experts_(num_experts),
-      top_k_(top_k),
-      experts_(size_t(num_experts)),
-      next_(size_t(num_experts)),
-      token_(size_t(max_tokens * top_k)),
-      weight_(size_t(max_tokens * top_k)) {}
+bool wanted(const PlanInput& in, int64_t id) {
+  return id >= 0 && id < int64_t(in.on_cpu.size()) && in.on_cpu[size_t(id)];
+}
 
-void Plan::build(const int64_t* ids, const float* weights, int64_t tokens,
-                 const std::vector<uint8_t>& on_cpu, int64_t gemm_min_rows) {
-  const auto wanted = [&](int64_t id) {
-    return id >= 0 && id < num_experts_ && on_cpu[size_t(id)];
-  };
-  std::fill(next_.begin(), next_.end(), 0);
-  for (int64_t i = 0; i < tokens * top_k_; ++i)
-    if (wanted(ids[i])) ++next_[size_t(ids[i])];
-  pairs_ = active_ = 0;
+}  // namespace
+
+// About 256 tasks, enough for many threads to end at the same time: more groups only add sums.
+int64_t expert_groups(int64_t num_experts, int64_t hidden) {
+  constexpr int64_t kTasks = 256;
+  const int64_t groups = ceil_div(kTasks, ceil_div(hidden, kTileRows));
+  return std::min(std::clamp<int64_t>(groups, 1, kMaxGroups), num_experts);
+}
+
+Plan::Plan(int64_t max_experts, int64_t max_pairs)
+    : experts_(size_t(std::min(max_experts, max_pairs))),
+      item_(size_t(std::min(max_experts, max_pairs) + max_pairs / kMinItemRows)),
+      group_(size_t(kMaxGroups)),
+      next_(max_pairs > kFewIds ? size_t(max_experts) : 0),
+      token_(size_t(max_pairs)),
+      weight_(size_t(max_pairs)) {}
+
+void Plan::build(const PlanInput& in) {
+  pairs_ = active_ = items_ = groups_ = rows_ = 0;
   any_gemm_ = false;
-  int64_t row = 0;
-  for (int64_t e = 0; e < num_experts_; ++e) {
-    const int64_t count = next_[size_t(e)];
-    if (!count) continue;
-    const bool gemm = count >= gemm_min_rows;
-    any_gemm_ |= gemm;
-    if (gemm) row = round_up(row, kBlockRows);
-    experts_[size_t(active_++)] = {e, pairs_, count, gemm, row};
-    row += gemm ? round_up(count, kBlockRows) : count;  // a block's rows lie all over it
-    next_[size_t(e)] = pairs_;
-    pairs_ += count;
+  in.tokens * in.top_k <= kFewIds ? sort_few(in) : sort_many(in);
+  add_items(in);
+}
+
+void Plan::sort_few(const PlanInput& in) {
+  int64_t key[kFewIds];  // slot and place in ids
+  int64_t n = 0;
+  for (int64_t i = 0; i < in.tokens * in.top_k; ++i) {
+    if (!wanted(in, in.ids[i])) continue;
+    const int64_t one = in.ids[i] * kFewIds + i;
+    int64_t at = n++;
+    for (; at > 0 && key[at - 1] > one; --at) key[at] = key[at - 1];
+    key[at] = one;
   }
-  for (int64_t i = 0; i < tokens * top_k_; ++i) {
-    if (!wanted(ids[i])) continue;
-    const auto pair = size_t(next_[size_t(ids[i])]++);
-    token_[pair] = int32_t(i / top_k_);
-    weight_[pair] = weights[i];
+  for (int64_t i = 0, end; i < n; i = end) {
+    const int64_t slot = key[i] / kFewIds;
+    for (end = i; end < n && key[end] / kFewIds == slot; ++end) {
+      const int64_t place = key[end] % kFewIds;
+      token_[size_t(end)] = int32_t(place / in.top_k);
+      weight_[size_t(end)] = in.weights[place];
+    }
+    add_expert(in, slot, end - i);
   }
+}
+
+void Plan::sort_many(const PlanInput& in) {
+  const auto num_experts = int64_t(in.on_cpu.size());
+  std::fill_n(next_.begin(), num_experts, 0);
+  for (int64_t i = 0; i < in.tokens * in.top_k; ++i)
+    if (wanted(in, in.ids[i])) ++next_[size_t(in.ids[i])];
+  for (int64_t slot = 0; slot < num_experts; ++slot) {
+    const int64_t count = next_[size_t(slot)];
+    next_[size_t(slot)] = pairs_;
+    if (count) add_expert(in, slot, count);
+  }
+  for (int64_t i = 0; i < in.tokens * in.top_k; ++i) {
+    if (!wanted(in, in.ids[i])) continue;
+    const auto pair = size_t(next_[size_t(in.ids[i])]++);
+    token_[pair] = int32_t(i / in.top_k);
+    weight_[pair] = in.weights[i];
+  }
+}
+
+// In ascending slot order.
+void Plan::add_expert(const PlanInput& in, int64_t slot, int64_t count) {
+  const bool gemm = count >= in.gemm_min_rows;
+  any_gemm_ |= gemm;
+  if (gemm) rows_ = round_up(rows_, kBlockRows);
+  experts_[size_t(active_)] = {slot, pairs_, count, gemm, rows_};
+  rows_ += gemm ? round_up(count, kBlockRows) : count;  // a block's rows lie all over it
+
+  // Group g has the slots from g * E / groups on.
+  const auto num_experts = int64_t(in.on_cpu.size());
+  const int64_t last = groups_ ? experts_[size_t(active_ - 1)].slot : 0;
+  const auto number = [&](int64_t s) { return ((s + 1) * in.groups - 1) / num_experts; };
+  if (!groups_ || number(slot) != number(last))
+    group_[size_t(groups_++)] = {active_, active_, 0};
+  ++group_[size_t(groups_ - 1)].last;
+  group_[size_t(groups_ - 1)].pairs += count;
+  ++active_;
+  pairs_ += count;
+}
+
+// Most rows first: what is left for the end, when threads run out of work, is then small.
+void Plan::add_items(const PlanInput& in) {
+  for (int64_t i = 0; i < active_; ++i) {
+    const int64_t count = experts_[size_t(i)].count, rows = few() ? count : in.item_rows;
+    for (int64_t row = 0; row < count; row += rows)
+      item_[size_t(items_++)] = {i, row, std::min(row + rows, count)};
+  }
+  const auto more = [](const WorkItem& a, const WorkItem& b) {
+    if (a.rows() != b.rows()) return a.rows() > b.rows();
+    return a.expert != b.expert ? a.expert < b.expert : a.first < b.first;
+  };
+  if (!few()) std::sort(item_.begin(), item_.begin() + items_, more);
+}
+
+int64_t Plan::expert_of_pair(int64_t pair) const {
+  const auto after = std::upper_bound(
+      experts_.begin(), experts_.begin() + active_, pair,
+      [](int64_t p, const ExpertRows& e) { return p < e.first; });
+  return after - experts_.begin() - 1;
 }
 
 }  // namespace kt

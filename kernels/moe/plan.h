@@ -14,30 +14,86 @@ struct ExpertRows {
   int64_t row;    // first row in the buffers of A rows, where GEMM experts have whole blocks
 };
 
+// The most groups, and the fewest rows that item_rows may be.
+constexpr int64_t kMaxGroups = 4;
+constexpr int64_t kMinItemRows = 64;
+
+// Pairs that are sorted by insertion, without looking at all experts.
+constexpr int64_t kFewIds = 64;
+
+// Pairs up to which reading the weights is what takes the time, so that the tasks of the down product
+// are (expert, tile): the results of each pair are kept and summed afterwards.
+constexpr int64_t kFewPairs = 512;
+
+// Rows [first, last) of expert(index): what is multiplied with a tile of weights at a time.
+struct WorkItem {
+  int64_t expert, first, last;
+  int64_t rows() const { return last - first; }
+};
+
+// The sum over a token's experts is taken inside groups of slots in ascending order, then over the
+// groups in ascending order: a thread computes one output tile of one group. The number of groups
+// depends on the layer alone, so that the bits depend neither on threads nor on tokens.
+int64_t expert_groups(int64_t num_experts, int64_t hidden);
+
+// The experts [first, last) of a plan that are in one group with any.
+struct ExpertGroup {
+  int64_t first, last;
+  int64_t pairs;
+};
+
+struct PlanInput {
+  const int64_t* ids;    // [tokens, top_k]; outside 0..num_experts-1: skipped
+  const float* weights;  // [tokens, top_k]
+  int64_t tokens, top_k;
+  const std::vector<uint8_t>& on_cpu;  // [num_experts], 0: skipped
+  int64_t gemm_min_rows;               // experts with as many pairs go to the GEMM kernels
+  int64_t item_rows;                   // most rows of a work item, unless pairs are few
+  int64_t groups;
+};
+
 // Pairs are grouped by expert in ascending slot order and keep token order within an expert; a
 // token that names an expert twice has two pairs. All memory is reserved by the constructor.
 class Plan {
  public:
-  Plan(int64_t num_experts, int64_t top_k, int64_t max_tokens);
+  // For layers with at most so many experts, and at most so many pairs of token and id.
+  Plan(int64_t max_experts, int64_t max_pairs);
 
-  // ids and weights are [tokens, top_k]; ids outside 0..num_experts-1 and slots whose on_cpu is
-  // 0 are skipped. Experts with at least gemm_min_rows pairs go to the GEMM kernels.
-  void build(const int64_t* ids, const float* weights, int64_t tokens,
-             const std::vector<uint8_t>& on_cpu, int64_t gemm_min_rows);
+  void build(const PlanInput& in);
 
   int64_t pairs() const { return pairs_; }
+  bool few() const { return pairs_ <= kFewPairs; }
   int64_t active() const { return active_; }
   bool any_gemm() const { return any_gemm_; }
   const ExpertRows& expert(int64_t i) const { return experts_[std::size_t(i)]; }
+  // Calls f(expert, first, last) for each expert's part of the pairs [first, last).
+  template <class F> void each_expert(int64_t first, int64_t last, F f) const {
+    for (int64_t i = expert_of_pair(first); i < active_ && expert(i).first < last; ++i) {
+      const ExpertRows& e = expert(i);
+      const int64_t end = e.first + e.count;
+      f(e, first > e.first ? first : e.first, last < end ? last : end);
+    }
+  }
+  int64_t items() const { return items_; }  // most rows first
+  const WorkItem& item(int64_t i) const { return item_[std::size_t(i)]; }
+  int64_t groups() const { return groups_; }
+  const ExpertGroup& group(int64_t i) const { return group_[std::size_t(i)]; }
   const int32_t* tokens() const { return token_.data(); }  // [pairs]
   const float* weights() const { return weight_.data(); }  // [pairs]
 
  private:
-  int64_t num_experts_, top_k_;
-  int64_t pairs_ = 0, active_ = 0;
+  int64_t expert_of_pair(int64_t pair) const;
+  void sort_few(const PlanInput& in);
+  void sort_many(const PlanInput& in);
+  void add_expert(const PlanInput& in, int64_t slot, int64_t count);
+  void add_items(const PlanInput& in);
+
+  int64_t pairs_ = 0, active_ = 0, items_ = 0, groups_ = 0, rows_ = 0;
   bool any_gemm_ = false;
   std::vector<ExpertRows> experts_;
-  std::vector<int64_t> next_;  // per expert: count, then the next free pair
+  std::vector<WorkItem> item_;
+  std::vector<ExpertGroup> group_;
+  std::vector<int64_t> next_;  // sort_many: per expert the count, then the next free pair
   std::vector<int32_t> token_;
   std::vector<float> weight_;
 };

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <utility>
 
 namespace kt {
 namespace {
@@ -14,6 +15,7 @@ namespace {
 constexpr int64_t kMaxActBytes = 4;   // float32 holding bf16 values
 constexpr int64_t kMinGroup = kSumGroup;  // scales and sums per row: at most one per 16 columns
 constexpr int64_t kMaxPadding = 128;  // of columns, for any layout
+constexpr int64_t kThreadPadding = 128;  // bytes: two cache lines
 
 // A count that a caller's sizes come to: throws rather than wrap round, which would make a small
 // buffer of a large one.
@@ -45,7 +47,35 @@ Count row_bytes(Count rows, int64_t cols) {
 Count scale_bytes(Count rows, int64_t cols) {
   return (rows + kRowSlack) * ((cols + kMaxPadding) / kMinGroup * 4);
 }
-size_t thread_row_bytes(int64_t cols) { return size_t((cols + kMaxPadding) * kMaxActBytes); }
+
+ThreadSpace thread_space(const WorkspaceCapacity& c, int threads) {
+  ThreadSpace t{Plan(c.experts, kFewIds), std::vector<int64_t>(size_t(threads) + 1), {}, {}, {}, {},
+                {}, {}, {}, {}, {}};
+  const int64_t bytes[] = {
+      row_bytes(kOwnTokens, c.hidden).value(),
+      scale_bytes(kOwnTokens, c.hidden).value(),
+      scale_bytes(kOwnTokens, c.hidden).value(),
+      row_bytes(kFewPairs, c.intermediate).value(),
+      (kFewPairs + kRowSlack) * 4,  // one scale and one sum a row
+      (kFewPairs + kRowSlack) * 4,
+      row_bytes(1, std::max(c.hidden, c.intermediate)).value(),
+      2 * (kRowBlock + kRowSlack) * kTileRows * 4,
+  };
+  Count total(0);
+  for (int64_t one : bytes) total = total + Count(round_up(one, kThreadPadding));
+  t.memory = total.mapping();
+  uint8_t* at = t.memory.data();
+  const auto take = [&](int i) { return std::exchange(at, at + round_up(bytes[i], kThreadPadding)); };
+  t.x = take(0);
+  t.x_scale = reinterpret_cast<float*>(take(1));
+  t.x_sum = reinterpret_cast<int32_t*>(take(2));
+  t.h = take(3);
+  t.h_scale = reinterpret_cast<float*>(take(4));
+  t.h_sum = reinterpret_cast<int32_t*>(take(5));
+  t.row = take(6);
+  t.scratch = reinterpret_cast<float*>(take(7));
+  return t;
+}
 
 // Workspaces by team. By its address: a shared_ptr that comes from Python is not of one family
 // with another of the same team, so they cannot be compared as owners. The address of a team that
@@ -61,27 +91,35 @@ std::mutex g_mutex;
 }  // namespace
 
 WorkspaceCapacity::WorkspaceCapacity(const WorkspaceSize& s)
-    : tokens(s.max_tokens), hidden(s.hidden), intermediate(s.intermediate) {
+    : tokens(s.max_tokens), hidden(s.hidden), intermediate(s.intermediate), experts(s.experts) {
+  pairs = (Count(s.max_tokens) * s.top_k).value();
   // Tile experts have whole blocks, and one may start after a vector expert.
-  const int64_t pairs = (Count(s.max_tokens) * s.top_k).value();
   pair_rows = (Count(std::min(pairs, s.experts)) * (2 * (kBlockRows - 1)) + pairs).value();
+  sums = (Count(round_up(s.hidden, kTileRows)) * expert_groups(s.experts, s.hidden) * s.max_tokens)
+             .value();
 }
 
 bool WorkspaceCapacity::holds(const WorkspaceCapacity& o) const {
-  return o.tokens <= tokens && o.pair_rows <= pair_rows && o.hidden <= hidden &&
-         o.intermediate <= intermediate;
+  return o.tokens <= tokens && o.pairs <= pairs && o.pair_rows <= pair_rows && o.hidden <= hidden &&
+         o.intermediate <= intermediate && o.experts <= experts && o.sums <= sums;
 }
 
 void WorkspaceCapacity::grow_to(const WorkspaceCapacity& o) {
   tokens = std::max(tokens, o.tokens);
+  pairs = std::max(pairs, o.pairs);
   pair_rows = std::max(pair_rows, o.pair_rows);
   hidden = std::max(hidden, o.hidden);
   intermediate = std::max(intermediate, o.intermediate);
+  experts = std::max(experts, o.experts);
+  sums = std::max(sums, o.sums);
 }
 
 // Mappings cost nothing until written, so every buffer gets the size of its largest use.
 Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
-    : capacity(c), threads(team_threads) {
+    : capacity(c),
+      threads(team_threads),
+      plan(c.experts, Count(c.pairs).value()),
+      slots(size_t(team_threads)) {
   x = row_bytes(c.tokens, c.hidden).mapping();
   x_scale = scale_bytes(c.tokens, c.hidden).mapping();
   x_sum = scale_bytes(c.tokens, c.hidden).mapping();
@@ -89,28 +127,21 @@ Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
   gathered_scale = scale_bytes(c.pair_rows, c.hidden).mapping();
   gathered_sum = scale_bytes(c.pair_rows, c.hidden).mapping();
   h_float = row_bytes(c.pair_rows, c.intermediate).mapping();
+  const Count few = std::min(c.pairs, kFewPairs);
   for (int p = 0; p < pools; ++p) {
     h.push_back(row_bytes(c.pair_rows, c.intermediate).mapping());
     h_scale.push_back(scale_bytes(c.pair_rows, c.intermediate).mapping());
     h_sum.push_back(scale_bytes(c.pair_rows, c.intermediate).mapping());
-    sum.push_back((Count(round_up(c.hidden, kTileRows)) * c.tokens * 4).mapping());
+    results.push_back((Count(round_up(c.hidden, kTileRows)) * few * 4).mapping());
+    sum.push_back((Count(c.sums) * 4).mapping());
   }
-  rows = sys::Mapping(size_t(threads) * thread_row_bytes(std::max(c.hidden, c.intermediate)));
-  scratch = sys::Mapping(size_t(threads) * 2 * (kRowBlock + kRowSlack) * kTileRows * 4);
-}
-
-uint8_t* Workspace::thread_row(int rank) const {
-  return this->rows.data() + size_t(rank) * thread_row_bytes(std::max(capacity.hidden, capacity.intermediate));
+  for (int i = 0; i < threads; ++i) thread.push_back(thread_space(c, threads));
 }
 
 void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row) {
   uint8_t* dst = blocked_row(rows, stride, row);
   for (int64_t i = 0; i < stride; i += kChunkBytes, dst += kBlockRows * kChunkBytes)
     std::memcpy(dst, src + i, kChunkBytes);
-}
-
-float* Workspace::thread_scratch(int rank) const {
-  return reinterpret_cast<float*>(scratch.data()) + rank * 2 * (kRowBlock + kRowSlack) * kTileRows;
 }
 
 std::shared_ptr<Workspace> workspace_for(const std::shared_ptr<sys::Team>& team,

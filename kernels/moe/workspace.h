@@ -5,8 +5,10 @@
 #include <vector>
 
 #include "../sys/numa_memory.h"
+#include "../sys/task_queue.h"
 #include "../sys/team.h"
 #include "kt/kernel_table.h"
+#include "plan.h"
 
 namespace kt {
 
@@ -20,8 +22,10 @@ struct WorkspaceSize {
 
 // What a workspace holds; the largest of each field over the layers that share it.
 struct WorkspaceCapacity {
-  int64_t tokens, hidden, intermediate;
-  int64_t pair_rows;  // rows for the token-expert pairs, with what whole blocks of them add
+  int64_t tokens, hidden, intermediate, experts;
+  int64_t pairs;      // of token and expert
+  int64_t pair_rows;  // rows for the pairs, with what whole blocks of them add
+  int64_t sums;       // floats of the sums over experts, per pool
   // Throws std::bad_alloc where a count does not fit into 64 bits.
   explicit WorkspaceCapacity(const WorkspaceSize& size);
   bool holds(const WorkspaceCapacity& other) const;
@@ -37,8 +41,22 @@ inline uint8_t* blocked_row(uint8_t* rows, int64_t stride, int64_t row) {
 }
 void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row);
 
-// Rows per kernel call: bounds the scratch of a thread.
-constexpr int64_t kRowBlock = 128;
+// Rows per kernel call, at most: bounds the scratch of a thread.
+constexpr int64_t kRowBlock = 256;
+
+// Tokens up to which every thread makes the plan and the A rows for itself: cheaper than a barrier.
+constexpr int64_t kOwnTokens = 4;
+
+// What a thread keeps for itself during a forward pass.
+struct ThreadSpace {
+  Plan plan;                         // of at most kFewIds pairs
+  std::vector<int64_t> starts;       // [threads + 1], of the tasks of a phase
+  uint8_t *x, *h, *row;              // A rows: of kOwnTokens, of kFewPairs (int8), and a single one
+  float *x_scale, *h_scale;
+  int32_t *x_sum, *h_sum;
+  float* scratch;                    // 2 * (kRowBlock + kRowSlack) * 32 floats
+  sys::Mapping memory;               // of all these
+};
 
 struct Workspace {
   // Throws std::bad_alloc for sizes that no memory holds.
@@ -46,17 +64,18 @@ struct Workspace {
 
   WorkspaceCapacity capacity;
   int threads;
+  Plan plan;
+  std::vector<ThreadSpace> thread;     // by rank
+  std::vector<sys::TaskSlot> slots;    // by rank
+  uint16_t phase = 0;                  // the last of the slots; written by rank 0 at a pass's end
   sys::Mapping x;        // A rows of the tokens
   sys::Mapping x_scale;  // and their scales and sums, per row or per row and group
   sys::Mapping x_sum;
   sys::Mapping gathered, gathered_scale, gathered_sum;  // A rows of the pairs, for tile kernels
   sys::Mapping h_float;                                 // [pairs][I] before quantisation
   std::vector<sys::Mapping> h, h_scale, h_sum;          // per pool: A rows of the pairs
-  std::vector<sys::Mapping> sum;                        // per pool: [tiles(H)][tokens][32]
-  sys::Mapping scratch;                                 // per thread: gate and up blocks
-  sys::Mapping rows;                                    // per thread: one A row of h
-  float* thread_scratch(int rank) const;                // 2 * (kRowBlock + kRowSlack) * 32 floats
-  uint8_t* thread_row(int rank) const;
+  std::vector<sys::Mapping> results;                    // per pool: [tiles(H)][pairs][32], few pairs
+  std::vector<sys::Mapping> sum;                        // per pool: [tiles(H)][groups][tokens][32]
 };
 
 // A workspace for the team that holds at least `size`: the team's present one where it does.

@@ -1,0 +1,164 @@
+// The down product of a forward pass, and the sums over experts.
+#include <algorithm>
+
+#include "forward_pass.h"
+
+namespace kt {
+namespace {
+
+// Output tiles of a group that one thread takes together: they share the reads of the h rows.
+constexpr int64_t kGroupTiles = 4;
+
+}  // namespace
+
+void ForwardPass::down() { plan_->few() ? down_by_expert() : down_by_group(); }
+
+// Tasks (item, tile).
+void ForwardPass::down_by_expert() {
+  const int64_t tiles = part().size ? part().down.tiles() : 0;
+  const int64_t n = tiles * plan_->items();
+  int64_t total = 0;
+  for (int64_t i = 0; i < plan_->items(); ++i) total += tiles * tile_cost(plan_->item(i));
+  sys::TaskSplit split(total, worker_.pool_threads, starts());
+  for (int64_t i = 0; n && i < plan_->items(); ++i) split.add(tiles, tile_cost(plan_->item(i)));
+  split.end();
+
+  sys::TaskPhase tasks = pool_tasks();
+  const int64_t most = tiles_at_once(part().down.tile_bytes());
+  for (sys::TaskRange r; !(r = tasks.claim(most)).empty();)
+    each_segment(r, tiles, [&](int64_t item, int64_t first, int64_t last) {
+      down_of_expert(plan_->expert(plan_->item(item).expert), first, last);
+    });
+  end(Phase::kDown, tasks);
+}
+
+void ForwardPass::down_of_expert(const ExpertRows& e, int64_t first, int64_t last) {
+  const MatrixLayout& layout = part().down;
+  const uint8_t* weights = down_weights(e);
+  const ActRows h = h_for_down(e);
+  for (int64_t r = 0; r < e.count; r += row_block()) {
+    const int64_t m = std::min(row_block(), e.count - r);
+    for (int64_t tile = first; tile < last; ++tile) {
+      // Not right to its place: a GEMM kernel may write past the rows.
+      rows_.kernel(e).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
+                              space_.scratch);
+      std::copy_n(space_.scratch, m * kTileRows,
+                  results_of(worker_.pool, tile) + (e.first + r) * kTileRows);
+    }
+  }
+}
+
+const uint8_t* ForwardPass::down_weights(const ExpertRows& e) const {
+  return layer_.expert(worker_.pool, e.slot) + 2 * part().up.bytes();
+}
+
+// Whole rows are quantised here, for the experts that this thread has tiles of: a few rows, and no
+// barrier.
+ActRows ForwardPass::h_for_down(const ExpertRows& e) {
+  if (!whole_rows(e)) return rows_.h(worker_.pool, e);
+  const ActRows own = rows_.own_h(worker_.pool, space_);
+  if (own_h_ != &e)
+    for (int64_t row = 0; row < e.count; ++row) quantise_h_row(e, own, row);
+  own_h_ = &e;
+  return own;
+}
+
+// Tasks (block of tiles, group, tile of the block): a thread that has several groups of a tile has
+// them in succession, and their sums in its cache.
+void ForwardPass::down_by_group() {
+  const int64_t tiles = part().size ? part().down.tiles() : 0;
+  const int64_t blocks = ceil_div(tiles, kGroupTiles), groups = plan_->groups();
+  int64_t total = 0;
+  for (int64_t g = 0; g < groups; ++g) total += blocks * kGroupTiles * plan_->group(g).pairs;
+  sys::TaskSplit split(total, worker_.pool_threads, starts());
+  for (int64_t i = 0; i < blocks * groups; ++i)
+    split.add(kGroupTiles, plan_->group(i % groups).pairs);
+  split.end();
+
+  sys::TaskPhase tasks = pool_tasks();
+  for (sys::TaskRange r; !(r = tasks.claim(kGroupTiles)).empty();)
+    each_segment(r, kGroupTiles, [&](int64_t segment, int64_t first, int64_t last) {
+      const int64_t tile = segment / groups * kGroupTiles;
+      down_of_group(segment % groups, tile + first, std::min(tile + last, tiles));
+    });
+  end(Phase::kDown, tasks);
+}
+
+void ForwardPass::down_of_group(int64_t group, int64_t first, int64_t last) {
+  const MatrixLayout& layout = part().down;
+  for (int64_t tile = first; tile < last; ++tile)
+    std::fill_n(sum_of(worker_.pool, group, tile), count_ * kTileRows, 0.0f);
+  for (int64_t i = plan_->group(group).first; i < plan_->group(group).last; ++i) {
+    const ExpertRows& e = plan_->expert(i);
+    const ActRows h = rows_.h(worker_.pool, e);
+    const uint8_t* weights = down_weights(e);
+    for (int64_t r = 0; r < e.count; r += row_block()) {
+      const int64_t m = std::min(row_block(), e.count - r);
+      for (int64_t tile = first; tile < last; ++tile) {
+        rows_.kernel(e).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
+                                space_.scratch);
+        add_rows(worker_.pool, e, r, m, tile, space_.scratch, sum_of(worker_.pool, group, tile));
+      }
+    }
+  }
+}
+
+// Adds the weighted results of rows [first, first + m) of an expert to a tile's sums of their tokens.
+void ForwardPass::add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
+                           const float* results, float* sum) const {
+  // The bias counts once, so the pool that holds the first part of I adds it.
+  const float* bias = layer_.pools[size_t(pool)].begin == 0
+                          ? layer_.bias(layer_.down_bias, e.slot) : nullptr;
+  config_.table->merge(results, bias ? bias + tile * kTileRows : nullptr,
+                       plan_->weights() + e.first + first, plan_->tokens() + e.first + first, m,
+                       sum);
+}
+
+void ForwardPass::finish() {
+  sys::TaskPhase tasks = team_tasks(ceil_div(config_.hidden_size, kTileRows));
+  for (sys::TaskRange r; !(r = tasks.claim(4)).empty();)
+    for (int64_t tile = r.first; tile < r.last; ++tile) finish_tile(tile);
+  end(Phase::kFinish, tasks);
+}
+
+void ForwardPass::finish_tile(int64_t tile) {
+  const float* sum[kMaxPools * kMaxGroups];
+  int sums = 0;
+  for (int p = 0; p < int(layer_.pools.size()); ++p) {
+    if (!layer_.pools[size_t(p)].size) continue;
+    for (int64_t g = 0; g < plan_->groups(); ++g) {
+      if (plan_->few()) sum_pairs(p, g, tile);
+      sum[sums++] = sum_of(p, g, tile);
+    }
+  }
+  const DType dtype = args_.partial ? DType::kFP32 : args_.dtype;
+  auto* out =
+      args_.partial ? reinterpret_cast<uint8_t*>(args_.partial) : static_cast<uint8_t*>(args_.out);
+  const int64_t column = tile * kTileRows, n = std::min(kTileRows, config_.hidden_size - column);
+  for (int64_t t = 0; t < count_; ++t) {
+    const int64_t at = (first_ + t) * config_.hidden_size + column;
+    config_.table->finish(sum, sums, args_.add ? args_.add + at : nullptr, n,
+                          out + at * dtype_bytes(dtype), dtype);
+    for (int i = 0; i < sums; ++i) sum[i] += kTileRows;
+  }
+}
+
+// What down_of_group does with the results as they come, in the same order.
+void ForwardPass::sum_pairs(int pool, int64_t group, int64_t tile) {
+  float* sum = sum_of(pool, group, tile);
+  std::fill_n(sum, count_ * kTileRows, 0.0f);
+  for (int64_t i = plan_->group(group).first; i < plan_->group(group).last; ++i) {
+    const ExpertRows& e = plan_->expert(i);
+    add_rows(pool, e, 0, e.count, tile, results_of(pool, tile) + e.first * kTileRows, sum);
+  }
+}
+
+float* ForwardPass::sum_of(int pool, int64_t group, int64_t tile) const {
+  return as<float>(work_.sum[size_t(pool)]) + (tile * plan_->groups() + group) * count_ * kTileRows;
+}
+
+float* ForwardPass::results_of(int pool, int64_t tile) const {
+  return as<float>(work_.results[size_t(pool)]) + tile * plan_->pairs() * kTileRows;
+}
+
+}  // namespace kt

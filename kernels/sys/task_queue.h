@@ -1,0 +1,123 @@
+// The tasks of one phase of a job, shared among threads: contiguous ranges with tail stealing.
+#pragma once
+#include <atomic>
+#include <cstdint>
+
+namespace kt::sys {
+
+// Tasks of a phase are numbered from 0; this many fit.
+constexpr int64_t kMaxTasks = (int64_t{1} << 24) - 1;
+
+// What a thread has still to do, as { phase : 16, end : 24, next : 24 }: one word, so that the owner
+// (at the front) and thieves (at the tail) never take the same task. Two cache lines: the prefetcher
+// of neighbouring lines makes pairs of them travel together.
+struct alignas(128) TaskSlot {
+  std::atomic<uint64_t> word{0};
+};
+
+// Tasks [first, last).
+struct TaskRange {
+  int64_t first, last;
+  bool empty() const { return first == last; }
+};
+
+// One phase as one of its threads sees it. Thread i owns the tasks [starts[i], starts[i + 1]): all
+// threads must have the same starts and phase number, and no thread may still be in another phase of
+// the same slots. A phase follows its predecessor by one (modulo 2^16) and every thread takes part in
+// each, so that a slot is at most one phase behind; whoever comes first to one that is (its owner or a
+// thief) brings it up to date, and nobody has to be waited for.
+//
+// The words hand out numbers only, so relaxed operations do: what tasks read was made visible by a
+// barrier before the phase, and what they write becomes so by one after it.
+class TaskPhase {
+ public:
+  TaskPhase(TaskSlot* slots, int threads, int self, uint16_t phase, const int64_t* starts)
+      : slots_(slots), starts_(starts), threads_(threads), self_(self), victim_(self), phase_(phase) {
+    uint64_t word = slots_[self_].word.load(std::memory_order_relaxed);
+    if (phase_of(word) != phase_)  // a failure means that a thief did it
+      slots_[self_].word.compare_exchange_strong(word, fresh(self_), std::memory_order_relaxed);
+  }
+
+  // At most `most` of the own tasks in ascending order, fewer towards the end, where others may soon
+  // want some; then single ones of others, from the tail. Empty once all are taken.
+  TaskRange claim(int64_t most) {
+    std::atomic<uint64_t>& own = slots_[self_].word;
+    uint64_t word = own.load(std::memory_order_relaxed);
+    while (next_of(word) < end_of(word)) {
+      const int64_t left = end_of(word) - next_of(word), share = (left + 3) / 4;
+      const int64_t n = share < most ? share : most;
+      if (own.compare_exchange_weak(word, word + uint64_t(n), std::memory_order_relaxed))
+        return {next_of(word), next_of(word) + n};
+    }
+    for (int tried = 0; tried < threads_; ++tried, victim_ = victim_ + 1 < threads_ ? victim_ + 1 : 0) {
+      const int64_t task = steal(victim_);
+      if (task >= 0) {
+        ++stolen_;
+        return {task, task + 1};
+      }
+    }
+    return {0, 0};
+  }
+
+  int64_t stolen() const { return stolen_; }
+
+ private:
+  static constexpr int kBits = 24;
+  static uint16_t phase_of(uint64_t word) { return uint16_t(word >> (2 * kBits)); }
+  static int64_t end_of(uint64_t word) { return int64_t(word >> kBits) & kMaxTasks; }
+  static int64_t next_of(uint64_t word) { return int64_t(word) & kMaxTasks; }
+  uint64_t fresh(int thread) const {
+    return uint64_t(phase_) << (2 * kBits) | uint64_t(starts_[thread + 1]) << kBits |
+           uint64_t(starts_[thread]);
+  }
+
+  int64_t steal(int thread) {
+    std::atomic<uint64_t>& theirs = slots_[thread].word;
+    uint64_t word = theirs.load(std::memory_order_relaxed);
+    for (;;) {
+      const uint64_t now = phase_of(word) == phase_ ? word : fresh(thread);
+      if (next_of(now) >= end_of(now)) return -1;
+      if (theirs.compare_exchange_weak(word, now - (uint64_t{1} << kBits), std::memory_order_relaxed))
+        return end_of(now) - 1;
+    }
+  }
+
+  TaskSlot* const slots_;
+  const int64_t* const starts_;
+  const int threads_, self_;
+  int victim_;
+  const uint16_t phase_;
+  int64_t stolen_ = 0;
+};
+
+// Splits tasks among threads by cost: starts[0 .. threads]. The tasks come in segments of `count` with
+// the same cost (>= 1) each, in the order of the calls of add; the total of count * cost is given.
+class TaskSplit {
+ public:
+  TaskSplit(int64_t total_cost, int threads, int64_t* starts)
+      : total_(total_cost), threads_(threads), starts_(starts) {
+    starts_[0] = 0;
+  }
+  // A task belongs to the thread in whose share its cost begins.
+  void add(int64_t count, int64_t cost) {
+    for (; thread_ < threads_; ++thread_) {
+      const int64_t bound = total_ * thread_ / threads_;
+      if (bound > before_ + (count - 1) * cost) break;
+      starts_[thread_] = first_ + (bound > before_ ? (bound - before_ + cost - 1) / cost : 0);
+    }
+    first_ += count;
+    before_ += count * cost;
+  }
+  void end() {
+    for (; thread_ <= threads_; ++thread_) starts_[thread_] = first_;
+  }
+
+ private:
+  const int64_t total_;
+  const int threads_;
+  int64_t* const starts_;
+  int thread_ = 1;
+  int64_t first_ = 0, before_ = 0;  // tasks and cost of the segments so far
+};
+
+}  // namespace kt::sys
