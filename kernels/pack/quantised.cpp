@@ -1,19 +1,29 @@
 #include "quantised.h"
 
+#include <emmintrin.h>
+
 #include <cmath>
 #include <cstring>
 
-#include "steps.h"
+#include "blocks.h"
 
 namespace kt {
 namespace {
 
-// The part's scales, or zero points, of the rows from one on.
-struct Values {
-  const uint8_t* first;
-  int64_t size;           // bytes of a value
-  int64_t stride, count;  // bytes from row to row; values per row
-};
+bool has_e4m3(WeightFormat format) {
+  return format == WeightFormat::kFp8Block || format == WeightFormat::kFp8Row ||
+         format == WeightFormat::kMxFp8;
+}
+
+// The part's codes of `rows` rows from one on. Pads are codes of zero; kInt4Zero has zero points of
+// 0 there.
+ByteRows codes_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
+                  int64_t rows) {
+  const int64_t per_byte = has_e4m3(layout.format) ? 1 : 2, stride = source.cols / per_byte;
+  const auto* data = static_cast<const uint8_t*>(source.weights.data);
+  const uint8_t pad = layout.format == WeightFormat::kInt4Group ? 0x88 : 0;
+  return {data + row * stride + source.col0 / per_byte, stride, layout.cols / per_byte, rows, pad};
+}
 
 int64_t cols_per_scale(const MatrixLayout& layout, const MatrixSource& source) {
   switch (layout.format) {
@@ -26,125 +36,95 @@ int64_t cols_per_scale(const MatrixLayout& layout, const MatrixSource& source) {
   }
 }
 
-Values values_of(const void* all, int64_t size, const MatrixLayout& layout,
-                 const MatrixSource& source, int64_t row) {
+// The same of values of `size` bytes, one per cols_per_scale.
+ByteRows values_of(const void* all, int64_t size, const MatrixLayout& layout,
+                   const MatrixSource& source, int64_t row, int64_t rows) {
   const int64_t cols = cols_per_scale(layout, source);
   const int64_t stride = ceil_div(source.cols, cols) * size;
+  const bool ue8m0 = layout.format == WeightFormat::kMxFp8 || layout.format == WeightFormat::kMxFp4;
   if (layout.format == WeightFormat::kFp8Block) row /= kFp8BlockSize;
-  return {static_cast<const uint8_t*>(all) + row * stride + source.col0 / cols * size, size, stride,
-          ceil_div(layout.cols, cols)};
+  return {static_cast<const uint8_t*>(all) + row * stride + source.col0 / cols * size, stride,
+          ceil_div(layout.cols, cols) * size, rows, uint8_t(ue8m0 ? 127 : 0)};
 }
 
-Values scales_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row) {
-  int64_t size = 1;  // ue8m0, e4m3
-  if (layout.has_group()) size = layout.scale_bytes();
-  if (layout.format == WeightFormat::kFp8Block || layout.format == WeightFormat::kFp8Row) size = 4;
-  return values_of(source.weights.scale, size, layout, source, row);
+int64_t scale_size(const MatrixLayout& layout) {
+  if (layout.has_group()) return layout.scale_bytes();
+  const bool fp8 =
+      layout.format == WeightFormat::kFp8Block || layout.format == WeightFormat::kFp8Row;
+  return fp8 ? 4 : 1;
 }
 
-Values zeros_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row) {
-  return values_of(source.weights.zero, 1, layout, source, row);
+ByteRows scales_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
+                   int64_t rows) {
+  return values_of(source.weights.scale, scale_size(layout), layout, source, row, rows);
 }
 
-bool has_e4m3(WeightFormat format) {
-  return format == WeightFormat::kFp8Block || format == WeightFormat::kFp8Row ||
-         format == WeightFormat::kMxFp8;
-}
-
-// The codes of the tile's rows. Pads are codes of zero; kInt4Zero has zero points of 0 there.
-ByteRows codes_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
+ByteRows zeros_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
                   int64_t rows) {
-  const int64_t per_byte = has_e4m3(layout.format) ? 1 : 2, stride = source.cols / per_byte;
-  const auto* data = static_cast<const uint8_t*>(source.weights.data);
-  const uint8_t pad = layout.format == WeightFormat::kInt4Group ? 0x88 : 0;
-  return {data + row * stride + source.col0 / per_byte, stride, layout.cols / per_byte, rows, pad};
+  return values_of(source.weights.zero, 1, layout, source, row, rows);
 }
 
 // Whether every value of the first row is below `limit`, or `also` where that is not 0.
-template <class T> bool all_below(const Values& v, T limit, T also = 0) {
-  bool good = true;
-  for (int64_t i = 0; i < v.count; ++i) {
+template <class T> bool all_below(const ByteRows& rows, T limit, T also = 0) {
+  T bad = 0;  // of T, so that the loop becomes vectors
+  for (int64_t i = 0; i < rows.bytes; i += int64_t(sizeof(T))) {
     T x;
-    std::memcpy(&x, v.first + i * int64_t(sizeof(T)), sizeof(T));
-    good &= (x < limit) | (x == also);
+    std::memcpy(&x, rows.first + i, sizeof(T));
+    bad |= T(T(x >= limit) & T(x != also));
   }
-  return good;
+  return bad == 0;
 }
 
 // Finite and not negative, by their bits; -0 is a zero like the other.
-bool good_floats(const Values& v, ScaleType type) {
+bool good_floats(const ByteRows& rows, ScaleType type) {
   switch (type) {
-    case ScaleType::kFP16: return all_below<uint16_t>(v, 0x7c00, 0x8000);
-    case ScaleType::kBF16: return all_below<uint16_t>(v, 0x7f80, 0x8000);
-    default: return all_below<uint32_t>(v, 0x7f800000, 0x80000000);
+    case ScaleType::kFP16: return all_below<uint16_t>(rows, 0x7c00, 0x8000);
+    case ScaleType::kBF16: return all_below<uint16_t>(rows, 0x7f80, 0x8000);
+    default: return all_below<uint32_t>(rows, 0x7f800000, 0x80000000);
   }
 }
 
 PackError check_scales(const MatrixLayout& layout, const MatrixSource& source, int64_t row) {
-  const Values v = scales_of(layout, source, row);
+  const ByteRows scales = scales_of(layout, source, row, 1);
   switch (layout.format) {
     case WeightFormat::kMxFp8:
     case WeightFormat::kMxFp4:
-      return all_below<uint8_t>(v, 255) ? PackError::kNone : PackError::kBadUe8m0Scale;
+      return all_below<uint8_t>(scales, 255) ? PackError::kNone : PackError::kBadUe8m0Scale;
     case WeightFormat::kNvFp4:
-      return all_below<uint8_t>(v, 0x7f) ? PackError::kNone : PackError::kBadE4m3Scale;
-    default:
-      return good_floats(v, layout.has_group() ? layout.scale : ScaleType::kFP32)
-                 ? PackError::kNone
-                 : PackError::kBadScale;
+      return all_below<uint8_t>(scales, 0x7f) ? PackError::kNone : PackError::kBadE4m3Scale;
+    default: {
+      const ScaleType type = layout.has_group() ? layout.scale : ScaleType::kFP32;
+      return good_floats(scales, type) ? PackError::kNone : PackError::kBadScale;
+    }
   }
 }
 
 bool has_nan_code(const uint8_t* codes, int64_t n) {
-  bool found = false;
-  for (int64_t k = 0; k < n; ++k) found |= (codes[k] & 0x7f) == 0x7f;
-  return found;
+  const __m128i nan = _mm_set1_epi8(0x7f);
+  __m128i found = _mm_setzero_si128();
+  int64_t k = 0;
+  for (; k + 16 <= n; k += 16) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + k));
+    found = _mm_or_si128(found, _mm_cmpeq_epi8(_mm_and_si128(x, nan), nan));
+  }
+  bool any = _mm_movemask_epi8(found) != 0;
+  for (; k < n; ++k) any |= (codes[k] & 0x7f) == 0x7f;
+  return any;
 }
 
 PackError check_row(const MatrixLayout& layout, const MatrixSource& source, int64_t row) {
   if (const PackError e = check_scales(layout, source, row); e != PackError::kNone) return e;
   if (layout.format == WeightFormat::kInt4Zero &&
-      !all_below<uint8_t>(zeros_of(layout, source, row), 17))
+      !all_below<uint8_t>(zeros_of(layout, source, row, 1), 17))
     return PackError::kBadZero;
   const ByteRows codes = codes_of(layout, source, row, 1);
   if (has_e4m3(layout.format) && has_nan_code(codes.first, codes.bytes)) return PackError::kNanCode;
   return PackError::kNone;
 }
 
-template <class T>
-void write_values(const MatrixLayout& layout, const Values& v, int64_t rows, T pad,
-                  int64_t per_block, int64_t offset, uint8_t* tile) {
-  write_scales<T>(layout, {v.first, v.stride, v.count, rows, pad}, per_block, offset, tile);
-}
-
 void write_head(const MatrixLayout& layout, const void* values, int64_t bytes, uint8_t* tile) {
   std::memset(tile, 0, size_t(layout.head_bytes()));
   std::memcpy(tile, values, size_t(bytes));
-}
-
-// Scales, and zero points, of `rows` rows from row `first` on.
-void write_all_scales(const MatrixLayout& layout, const MatrixSource& source, int64_t first,
-                      int64_t rows, uint8_t* tile) {
-  const Values v = scales_of(layout, source, first);
-  switch (layout.format) {
-    case WeightFormat::kInt4Zero: {
-      const int64_t zeros = kTileRows * v.size;
-      write_values<uint8_t>(layout, zeros_of(layout, source, first), rows, 0, 1, zeros, tile);
-      const Values none{nullptr, 1, 0, v.count};
-      write_values<uint8_t>(layout, none, 0, 0, 1, zeros + kTileRows, tile);
-      [[fallthrough]];
-    }
-    case WeightFormat::kInt4Group:
-      return v.size == 4 ? write_values<uint32_t>(layout, v, rows, 0, 1, 0, tile)
-                         : write_values<uint16_t>(layout, v, rows, 0, 1, 0, tile);
-    case WeightFormat::kMxFp8:
-    case WeightFormat::kMxFp4: return write_values<uint8_t>(layout, v, rows, 127, 2, 0, tile);
-    case WeightFormat::kNvFp4:
-      write_head(layout, &source.weights.global, 4, tile);
-      return write_values<uint8_t>(layout, v, rows, 0, 2, 0, tile);
-    case WeightFormat::kFp8Row: return write_head(layout, v.first, rows * 4, tile);
-    default: return write_head(layout, v.first, v.count * 4, tile);  // kFp8Block
-  }
 }
 
 }  // namespace
@@ -165,9 +145,22 @@ PackError check_quantised(const MatrixLayout& layout, const MatrixSource& source
 void pack_quantised(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
                     uint8_t* dst) {
   const int64_t first = source.row0 + tile * kTileRows, rows = tile_rows(layout, tile);
-  write_all_scales(layout, source, first, rows, dst);
-  write_steps(layout, codes_of(layout, source, first, rows),
-              has_e4m3(layout.format) ? LaneOrder::kPairs : LaneOrder::kNibbles, dst);
+  const ByteRows scale_rows = scales_of(layout, source, first, rows);
+  BlockValues scales{scale_rows, scale_size(layout), 1}, zeros{};
+  switch (layout.format) {
+    case WeightFormat::kInt4Zero: zeros = {zeros_of(layout, source, first, rows), 1, 1}; break;
+    case WeightFormat::kFp8Block:
+      write_head(layout, scale_rows.first, scale_rows.bytes, dst);
+      break;
+    case WeightFormat::kFp8Row: write_head(layout, scale_rows.first, rows * 4, dst); break;
+    case WeightFormat::kNvFp4: write_head(layout, &source.weights.global, 4, dst); [[fallthrough]];
+    case WeightFormat::kMxFp8:
+    case WeightFormat::kMxFp4: scales.per_block = 2; break;
+    default: break;
+  }
+  write_blocks(layout, codes_of(layout, source, first, rows),
+               has_e4m3(layout.format) ? LaneOrder::kPairs : LaneOrder::kNibbles, scales, zeros,
+               dst);
 }
 
 }  // namespace kt

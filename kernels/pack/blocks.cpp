@@ -1,0 +1,179 @@
+#include "blocks.h"
+
+#include <emmintrin.h>
+
+#include <cstring>
+
+namespace kt {
+namespace {
+
+constexpr int64_t kUnitSteps = 4;   // a unit: 16 bytes of each row become 4 steps
+constexpr int64_t kChunkUnits = 4;  // a chunk: a cache line of each row
+constexpr int64_t kUnitBytes = 16, kChunkBytes = kChunkUnits * kUnitBytes;
+constexpr int64_t kMaxScaleBytes = kTileRows * 4 + 64;  // kInt4Zero with float32 scales
+
+// `bytes` bytes of each of 32 rows.
+struct Window {
+  const uint8_t* p;
+  int64_t stride;
+};
+
+// Those from byte `at` on, in place, or as a copy in `room` where there are pads among them.
+Window window(const ByteRows& rows, int64_t at, int64_t bytes, uint8_t* room) {
+  if (rows.count == kTileRows && at + bytes <= rows.bytes) return {rows.first + at, rows.stride};
+  std::memset(room, rows.pad, size_t(kTileRows * bytes));
+  const int64_t have = std::clamp(rows.bytes - at, int64_t{0}, bytes);
+  for (int64_t n = 0; n < rows.count && have > 0; ++n)
+    std::memcpy(room + n * bytes, rows.first + n * rows.stride + at, size_t(have));
+  return {room, bytes};
+}
+
+__m128i load(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+void store(uint8_t* p, __m128i x) { _mm_store_si128(reinterpret_cast<__m128i*>(p), x); }
+
+template <int kSize> __m128i unpack_low(__m128i a, __m128i b) {
+  if constexpr (kSize == 1) return _mm_unpacklo_epi8(a, b);
+  if constexpr (kSize == 2) return _mm_unpacklo_epi16(a, b);
+  return _mm_unpacklo_epi32(a, b);
+}
+
+template <int kSize> __m128i unpack_high(__m128i a, __m128i b) {
+  if constexpr (kSize == 1) return _mm_unpackhi_epi8(a, b);
+  if constexpr (kSize == 2) return _mm_unpackhi_epi16(a, b);
+  return _mm_unpackhi_epi32(a, b);
+}
+
+// A square of values of kSize bytes: row i becomes column i. Interleaving the first half of the
+// rows with the second turns the bits of a value's place by one.
+template <int kSize> void transpose(__m128i* row) {
+  constexpr int kRows = 16 / kSize;
+  for (int turn = kRows; turn > 1; turn /= 2) {
+    __m128i to[kRows];
+    for (int i = 0; i < kRows / 2; ++i) {
+      to[2 * i] = unpack_low<kSize>(row[i], row[i + kRows / 2]);
+      to[2 * i + 1] = unpack_high<kSize>(row[i], row[i + kRows / 2]);
+    }
+    for (int i = 0; i < kRows; ++i) row[i] = to[i];
+  }
+}
+
+// Values of a tile's rows, 16 bytes of each row at a time.
+class ValueReader {
+ public:
+  explicit ValueReader(const BlockValues& values) : values_(values) {}
+
+  // Copies the next block's values to dst, value by value 32 rows; returns where they end.
+  uint8_t* next_block(uint8_t* dst) {
+    const int64_t bytes = kTileRows * values_.size;
+    for (int64_t i = 0; i < values_.per_block; ++i, dst += bytes, used_ += bytes) {
+      if (used_ == sizeof lanes_) refill();
+      std::memcpy(dst, lanes_ + used_, size_t(bytes));
+    }
+    return dst;
+  }
+
+ private:
+  void refill() {
+    switch (values_.size) {
+      case 1: transpose_window<1>(); break;
+      case 2: transpose_window<2>(); break;
+      default: transpose_window<4>(); break;
+    }
+    at_ += 16;
+    used_ = 0;
+  }
+
+  template <int kSize> void transpose_window() {
+    constexpr int kRows = 16 / kSize;
+    uint8_t room[kTileRows * 16];
+    const Window w = window(values_.rows, at_, 16, room);
+    for (int64_t n = 0; n < kTileRows; n += kRows) {
+      __m128i row[kRows];
+      for (int i = 0; i < kRows; ++i) row[i] = load(w.p + (n + i) * w.stride);
+      transpose<kSize>(row);
+      for (int i = 0; i < kRows; ++i) store(lanes_ + (i * kTileRows + n) * kSize, row[i]);
+    }
+  }
+
+  const BlockValues& values_;
+  int64_t at_ = 0;  // of the rows' bytes
+  alignas(16) uint8_t lanes_[kTileRows * 16];
+  int64_t used_ = sizeof lanes_;
+};
+
+template <LaneOrder kOrder> __m128i load_lanes(const uint8_t* p) {
+  __m128i x = load(p);
+  if constexpr (kOrder == LaneOrder::kPlain) return x;
+  // Bytes 1 and 2 of each lane change places.
+  const __m128i bytes =
+      _mm_and_si128(_mm_xor_si128(x, _mm_srli_epi32(x, 8)), _mm_set1_epi32(0xff00));
+  x = _mm_xor_si128(x, _mm_xor_si128(bytes, _mm_slli_epi32(bytes, 8)));
+  if constexpr (kOrder == LaneOrder::kPairs) return x;
+  // Now a 16-bit half holds nibbles 0 1 4 5 or 2 3 6 7: its middle two change places.
+  const __m128i nibbles =
+      _mm_and_si128(_mm_xor_si128(x, _mm_srli_epi32(x, 4)), _mm_set1_epi32(0x00f000f0));
+  return _mm_xor_si128(x, _mm_xor_si128(nibbles, _mm_slli_epi32(nibbles, 4)));
+}
+
+// The units of a chunk to their places. Rows are read a cache line each.
+template <LaneOrder kOrder> void write_units(Window w, int64_t units, uint8_t* const* place) {
+  for (int64_t n = 0; n < kTileRows; n += 4)
+    for (int64_t u = 0; u < units; ++u) {
+      const uint8_t* p = w.p + n * w.stride + u * kUnitBytes;
+      __m128i row[4];
+      for (int i = 0; i < 4; ++i) row[i] = load_lanes<kOrder>(p + i * w.stride);
+      transpose<4>(row);
+      for (int i = 0; i < 4; ++i) store(place[u] + i * kStepBytes + n * 4, row[i]);
+    }
+}
+
+// Past the caches, which have no use for packed weights: half the traffic of plain stores that
+// first read the line.
+void stream(const uint8_t* src, int64_t bytes, uint8_t* dst) {
+  for (int64_t i = 0; i < bytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i),
+                     _mm_load_si128(reinterpret_cast<const __m128i*>(src + i)));
+}
+
+template <LaneOrder kOrder>
+void write_all(const MatrixLayout& layout, const ByteRows& codes, const BlockValues& scales,
+               const BlockValues& zeros, uint8_t* tile) {
+  const int64_t units = layout.cols_padded() / layout.step_cols() / kUnitSteps;
+  const int64_t scale_bytes = layout.block_scale_bytes();
+  const int64_t block_units = layout.block_cols() / layout.step_cols() / kUnitSteps;
+  ValueReader scale_reader(scales), zero_reader(zeros);
+  uint8_t* dst = tile + layout.head_bytes();
+  for (int64_t u = 0; u < units; u += kChunkUnits) {
+    alignas(64) uint8_t stage[kChunkUnits * (kMaxScaleBytes + kUnitSteps * kStepBytes)];
+    uint8_t *end = stage, *place[kChunkUnits];
+    const int64_t here = std::min(kChunkUnits, units - u);
+    for (int64_t i = 0; i < here; ++i) {
+      if (scale_bytes && (u + i) % block_units == 0) {
+        uint8_t* values_end = zero_reader.next_block(scale_reader.next_block(end));
+        std::memset(values_end, 0, size_t(end + scale_bytes - values_end));
+        end += scale_bytes;
+      }
+      place[i] = end;
+      end += kUnitSteps * kStepBytes;
+    }
+    uint8_t room[kTileRows * kChunkBytes];
+    const int64_t at = u * kUnitBytes;
+    write_units<kOrder>(window(codes, at, here * kUnitBytes, room), here, place);
+    stream(stage, end - stage, dst);
+    dst += end - stage;
+  }
+  _mm_sfence();  // other threads read the tile once the job is done
+}
+
+}  // namespace
+
+void write_blocks(const MatrixLayout& layout, const ByteRows& codes, LaneOrder order,
+                  const BlockValues& scales, const BlockValues& zeros, uint8_t* tile) {
+  switch (order) {
+    case LaneOrder::kPlain: return write_all<LaneOrder::kPlain>(layout, codes, scales, zeros, tile);
+    case LaneOrder::kPairs: return write_all<LaneOrder::kPairs>(layout, codes, scales, zeros, tile);
+    default: return write_all<LaneOrder::kNibbles>(layout, codes, scales, zeros, tile);
+  }
+}
+
+}  // namespace kt

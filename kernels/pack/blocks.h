@@ -1,0 +1,42 @@
+// What a tile is made of after its head: rows of bytes become the steps of kt/format.h, and values
+// per row and block of columns the scales before them.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "kt/format.h"
+
+namespace kt {
+
+// How four bytes of a row become its lane of a step.
+enum class LaneOrder {
+  kPlain,    // as they are: 16-bit steps, and values that pack/ quantised
+  kPairs,    // bytes 0, 2, 1, 3: 8-bit steps of e4m3
+  kNibbles,  // eight nibbles, low first, to byte b = nibble b | nibble b + 4 << 4: 4-bit steps
+};
+
+// Bytes of a tile's rows, `stride` bytes from row to row. Rows past `count` and bytes past `bytes`
+// are `pad`.
+struct ByteRows {
+  const uint8_t* first;
+  int64_t stride, bytes, count;
+  uint8_t pad;
+};
+
+// What the blocks of a tile hold of each row: `per_block` values of `size` bytes.
+struct BlockValues {
+  ByteRows rows;
+  int64_t size, per_block;
+};
+
+// Writes all blocks of a tile: each begins with scales, zeros (where there are some; their rows
+// may be empty) and bytes of 0 up to block_scale_bytes. `tile` is aligned to 64 bytes.
+void write_blocks(const MatrixLayout& layout, const ByteRows& codes, LaneOrder order,
+                  const BlockValues& scales, const BlockValues& zeros, uint8_t* tile);
+
+// Rows of a tile that the matrix has; the last tile may have fewer than 32.
+inline int64_t tile_rows(const MatrixLayout& layout, int64_t tile) {
+  return std::min(kTileRows, layout.rows - tile * kTileRows);
+}
+
+}  // namespace kt
