@@ -329,6 +329,7 @@ NB_MODULE(KT_MODULE_NAME, m) {
   m.def("product_quantised", product_quantised, "table"_a, "gemm"_a, "format"_a, "group_size"_a,
         "scale_type"_a, "n"_a, "w"_a, "x"_a,
         "The same for quantised weights, (data, scale, zero, global) (tests).");
+  m.attr("layout_version") = kt::kLayoutVersion;
   m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
         "dtype"_a = 2,
         "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "

@@ -21,7 +21,9 @@ def library(name: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["test_products.py", "test_accumulators.py"])
+@pytest.mark.parametrize(
+    "module", ["test_products.py", "test_accumulators.py", "test_pack.py", "test_pack_golden.py"]
+)
 def test_kernels_under_sanitizers(module: str) -> None:
     built = os.environ.get("KT_SANITIZED_MODULE")
     if not built:

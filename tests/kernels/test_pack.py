@@ -1,0 +1,249 @@
+"""Packing: quantised weights come back bit for bit, wrong ones are refused before any is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from . import core, sources
+from .core import BF16, INT4_GROUP, INT4_ROW, INT8_ROW
+from .sources import (
+    BFLOAT16,
+    E4M3_CODES,
+    FP8_BLOCK,
+    FP8_ROW,
+    FP16,
+    FP32,
+    INT4_ZERO,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Source,
+)  # fmt: skip
+
+modules = pytest.mark.parametrize("module", ["_C", "_C_emul"])
+variants = pytest.mark.parametrize("variant", sources.VARIANTS, ids=str)
+Variant = tuple[int, int, int]
+
+# (I, H): within one tile and block, ragged in both, whole blocks, several blocks with tails.
+SHAPES = [(1, 1), (45, 33), (32, 64), (129, 257), (300, 200), (256, 384)]
+POOLS = [(1,), (3,), (1, 2), (1, 1, 1), (0, 1, 2)]
+
+
+class QuantisedLayer:
+    """Two experts of which slot 1 is held: what was loaded, and the layer that holds it."""
+
+    def __init__(
+        self, module: str, variant: Variant, inter: int, hidden: int, threads: tuple[int, ...],
+        seed: int = 0, edges: bool = True,
+    ) -> None:  # fmt: skip
+        format, group, scale_type = variant
+        unit = sources.column_unit(format, group)
+        inter, hidden = (-(-size // unit) * unit for size in (inter, hidden))
+        shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
+        self.matrices = [
+            sources.make(format, *shape, group, scale_type, seed=3 * seed + m, edges=edges)
+            for m, shape in enumerate(shapes)
+        ]
+        self.layer = core.core_with(module, "avx2").MoeLayer(
+            core.team(module, threads), num_experts=2, top_k=1, hidden_size=hidden,
+            intermediate_size=inter, format=format, group_size=group, scale_type=scale_type,
+            cpu_slots=[False, True], swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=4,
+            table="avx2", kind=0,
+        )  # fmt: skip
+
+    def load(self) -> None:
+        self.layer.load_quantised(1, *[m.address for m in self.matrices])
+
+    def unpacked(self) -> list[Any]:
+        result = [np.full(m.codes.shape, np.float32(7)) for m in self.matrices]
+        for number, w in enumerate(result):
+            self.layer.unpack(1, number, w.ctypes.data)
+        return [w.view(np.uint32) for w in result]
+
+    def expected(self) -> list[Any]:
+        """W rounded once, where a code times its scale is not a float32."""
+        with np.errstate(over="ignore"):
+            return [m.values.astype(np.float32).view(np.uint32) for m in self.matrices]
+
+    def check(self) -> None:
+        for got, expected in zip(self.unpacked(), self.expected(), strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@modules
+@variants
+def test_round_trip(module: str, variant: Variant) -> None:
+    for shape in SHAPES:
+        for threads in POOLS:
+            for edges in (False, True):
+                layer = QuantisedLayer(module, variant, *shape, threads, edges=edges)
+                layer.load()
+                layer.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    variant=st.sampled_from(sources.VARIANTS),
+    inter=st.integers(1, 300),
+    hidden=st.integers(1, 300),
+    threads=st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any).map(tuple),
+    seed=st.integers(0, 100),
+)
+def test_any_shape_and_pools(
+    variant: Variant, inter: int, hidden: int, threads: tuple[int, ...], seed: int
+) -> None:
+    layer = QuantisedLayer("_C", variant, inter, hidden, threads, seed)
+    layer.load()
+    layer.check()
+
+
+def test_a_group_as_long_as_the_row() -> None:
+    for format in (INT4_GROUP, INT4_ZERO):
+        layer = QuantisedLayer("_C", (format, 1024, FP32), 1024, 1024, (2,))
+        layer.load()
+        layer.check()
+
+
+@variants
+def test_sources_hold_every_code(variant: Variant) -> None:
+    """What the round trips rest on."""
+    format, group, scale_type = variant
+    source = sources.make(format, 256, 256, group, scale_type, edges=True)
+    codes = sources.E4M3_FINITE if format in E4M3_CODES else np.arange(16)
+    assert set(np.unique(source.codes)) == set(codes)
+    if source.zero is not None:
+        assert set(np.unique(source.zero)) == set(range(17))
+    if group:
+        values = sources.scale_values(source.scale, scale_type)
+        assert np.any((values == 0) & np.signbit(values))
+        largest = {FP16: 65504.0, BFLOAT16: 2.0**127 * (2 - 2**-7), FP32: 2.0**128 - 2.0**104}
+        assert values.max() == largest[scale_type] and values[values > 0].min() < 1e-7
+
+
+# What is wrong with a source: a change to it, and the message, where {row} is the row changed.
+Change = Callable[[Source, int], None]
+
+
+def code(value: int) -> Change:
+    def change(s: Source, row: int) -> None:
+        s.codes[row, -1] = value
+        s.encode()
+
+    return change
+
+
+def scale(value: Any) -> Change:
+    def change(s: Source, row: int) -> None:
+        if s.format == FP8_BLOCK:
+            s.scale[row // 128, -1] = value
+        elif s.format == FP8_ROW:
+            s.scale[row] = value
+        else:
+            s.scale[row, -1] = value
+
+    return change
+
+
+def zero(value: int) -> Change:
+    def change(s: Source, row: int) -> None:
+        assert s.zero is not None
+        s.zero[row, -1] = value
+
+    return change
+
+
+def global_scale(value: float) -> Change:
+    def change(s: Source, row: int) -> None:
+        s.global_scale = value
+
+    return change
+
+
+NAN_CODE = r" row {row}: a weight is NaN \(e4m3 code 0x7f or 0xff\); all other codes are accepted"
+BAD_SCALE = r" row {row}: a scale is NaN, infinite or negative; finite scales from 0 on"
+BAD_E8M0 = r" row {row}: a ue8m0 scale is 255 \(NaN\); 0 to 254"
+BAD_E4M3 = r" row {row}: an e4m3 scale is NaN or has its sign set; codes 0x00 to 0x7e"
+BAD_ZERO = r" row {row}: a zero point is above 16; 0 to 16"
+BAD_GLOBAL = r": the global scale is NaN, infinite or negative"
+BAD_BF16 = (0x7F80, 0x7F81, 0xFF80, 0xFFC0, 0x8001, 0xBF80)
+BAD_FLOATS = (np.nan, -np.nan, np.inf, -np.inf, -1.0, np.float32(-1e-45))
+BAD_HALVES = (np.nan, np.inf, -np.inf, -1.0, -6e-8)
+WRONG: list[tuple[Variant, Change, str]] = [
+    *[((f, 0, FP16), code(c), NAN_CODE) for f in E4M3_CODES for c in (0x7F, 0xFF)],
+    *[((f, 0, FP16), scale(x), BAD_SCALE) for f in (FP8_BLOCK, FP8_ROW) for x in BAD_FLOATS],
+    *[((f, 32, FP32), scale(x), BAD_SCALE) for f in sources.GROUP_FORMATS for x in BAD_FLOATS],
+    *[((f, 32, FP16), scale(x), BAD_SCALE) for f in sources.GROUP_FORMATS for x in BAD_HALVES],
+    *[((f, 32, BFLOAT16), scale(x), BAD_SCALE) for f in sources.GROUP_FORMATS for x in BAD_BF16],
+    *[((f, 0, FP16), scale(255), BAD_E8M0) for f in (MXFP8, MXFP4)],
+    *[((NVFP4, 0, FP16), scale(c), BAD_E4M3) for c in (0x7F, 0xFF, 0x80, 0xB8)],
+    *[((INT4_ZERO, 32, s), zero(z), BAD_ZERO) for s in (FP16, FP32) for z in (17, 255)],
+    *[((NVFP4, 0, FP16), global_scale(x), BAD_GLOBAL) for x in (np.nan, np.inf, -np.inf, -1.0)],
+]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+@pytest.mark.parametrize("matrix", range(3), ids=["gate", "up", "down"])
+def test_what_cannot_be_used_is_refused(number: int, matrix: int) -> None:
+    """The last column of a row in the second pool's part (gate and up), or in both parts' rows."""
+    variant, change, message = WRONG[number]
+    layer = QuantisedLayer("_C", variant, 300, 200, (1, 2), edges=False)
+    layer.load()
+    before = layer.unpacked()
+    layer.matrices = [sources.make(m.format, *m.codes.shape, m.group, m.scale_type, seed=9)
+                      for m in layer.matrices]  # fmt: skip
+    row = 197 if variant[0] != FP8_BLOCK else 128  # a block's scale shows at its first row
+    change(layer.matrices[matrix], row)
+    name = ("gate", "up", "down")[matrix]
+    with pytest.raises(ValueError, match=f"^expert slot 1, {name}" + message.format(row=row)):
+        layer.load()
+    for now, then in zip(layer.unpacked(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def load_dense(layer: QuantisedLayer, dtype: int = 2) -> None:
+    w = np.zeros(layer.matrices[0].codes.size, np.float32)
+    layer.layer.load_expert(1, *[w.ctypes.data] * 3, dtype)
+
+
+@pytest.mark.parametrize("variant", [v for v in sources.VARIANTS if v[0] != INT4_GROUP], ids=str)
+def test_dense_weights_for_quantised_formats_are_refused(variant: Variant) -> None:
+    layer = QuantisedLayer("_C", variant, 64, 64, (1,))
+    layer.load()
+    message = "slot 1, gate: the weights have no scales; this weight format takes quantised"
+    with pytest.raises(ValueError, match=message):
+        load_dense(layer)
+    layer.check()
+
+
+@pytest.mark.parametrize("scale_type", [BFLOAT16, FP32])
+def test_dense_weights_get_fp16_scales_only(scale_type: int) -> None:
+    layer = QuantisedLayer("_C", (INT4_GROUP, 32, scale_type), 64, 64, (1,))
+    layer.load()
+    with pytest.raises(ValueError, match="gate: dense weights are quantised with fp16 group"):
+        load_dense(layer)
+    layer.check()
+
+
+def test_scales_for_dense_formats_are_refused() -> None:
+    for format in (BF16, INT8_ROW, INT4_ROW):
+        layer = core.Layer(("_C", "avx2"), format, 0)
+        source = sources.make(FP8_ROW, 96, 64)
+        with pytest.raises(ValueError, match="gate: the weights have scales; this weight format"):
+            layer.layer.load_quantised(1, *[source.address] * 3)
+
+
+def test_zero_points_are_needed() -> None:
+    layer = QuantisedLayer("_C", (INT4_ZERO, 32, FP16), 64, 64, (1,))
+    layer.load()
+    before = layer.unpacked()
+    layer.matrices[1].zero = None
+    with pytest.raises(ValueError, match="up: zero points are missing; this weight format needs"):
+        layer.load()
+    for now, then in zip(layer.unpacked(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
