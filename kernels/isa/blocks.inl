@@ -1,6 +1,8 @@
-// Cuts a tile product into register blocks of up to kMaxRows activation rows by kVectors
-// vectors of weight rows. Every output is one chain of operations in ascending k whatever its
-// block, so results do not depend on how many rows come together.
+// Cuts a product into blocks of up to four activation rows, each of which goes over the tile once.
+// Every output is one chain of operations in ascending k whatever its block, so results do not
+// depend on how many rows come together.
+constexpr int kTileVectors = kTileRows / kLanes;  // of a step
+
 template <int M> struct Rows {
   const uint8_t* a[M];
   int64_t id[M];
@@ -15,31 +17,54 @@ template <int M> inline Rows<M> rows_at(const ActRows& a, int64_t first) {
   return rows;
 }
 
-// Block::run<M, V>(tile, layout, a, rows, lane, out): M rows, V vectors starting at `lane`.
-template <class Block, int M, int V>
+// Vectors of a step that M rows take at a time when each row needs `registers` accumulators for
+// each vector: `most`, or as many as fill half of the register file. Fewer than kTileVectors means
+// that a kernel goes over a few columns for the first vectors, then for the others, so that the
+// weights come from the first-level cache after the first time.
+constexpr int vectors_at_once(int rows, int registers, int most) {
+  while (most > 1 && rows * most * registers > kRegisters / 2) most /= 2;
+  return most;
+}
+
+// Block::run<M>(tile, layout, a, rows, out): the M rows `rows` by all of the tile.
+template <class Block, int M>
 inline void row_block(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                       int64_t first, float* out) {
-  const Rows<M> rows = rows_at<M>(a, first);
-  for (int lane = 0; lane < kTileRows; lane += V * kLanes)
-    Block::template run<M, V>(tile, layout, a, rows, lane, out + first * kTileRows + lane);
+  Block::template run<M>(tile, layout, a, rows_at<M>(a, first), out + first * kTileRows);
 }
 
 template <class Block>
 void vector_product(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
                     float* out) {
-  constexpr int kAll = kTileRows / kLanes;
-  constexpr int kM = Block::kMaxRows, kV = Block::kVectors;
-  int64_t r = 0;
-  for (; r + kM <= m; r += kM) row_block<Block, kM, kV>(tile, layout, a, r, out);
-  if constexpr (kM > 4) {
-    if (r + 4 <= m) row_block<Block, 4, kV>(tile, layout, a, r, out), r += 4;
-  }
-  if (r + 2 <= m) row_block<Block, 2, kV>(tile, layout, a, r, out), r += 2;
-  if (r < m) row_block<Block, 1, kAll>(tile, layout, a, r, out);
+  for (int64_t r = 0; r < m; r += 4) switch (m - r) {
+      case 1: row_block<Block, 1>(tile, layout, a, r, out); break;
+      case 2: row_block<Block, 2>(tile, layout, a, r, out); break;
+      case 3: row_block<Block, 3>(tile, layout, a, r, out); break;
+      default: row_block<Block, 4>(tile, layout, a, r, out); break;
+    }
 }
+
+// Two ways to keep the compiler from wasting registers. The first hides what a pointer is, so that
+// loads by it stay where they are, instead of being taken out of a loop and spilled: broadcasts
+// from memory are as cheap as reads of the stack. The second makes it read what was stored.
+inline const uint8_t* reload(const uint8_t* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+template <class T, int N> inline void settle(T (&x)[N]) { asm("" : "+m"(x)); }
 
 inline int32_t load_i32(const uint8_t* p) {
   int32_t x;
   __builtin_memcpy(&x, p, 4);
   return x;
+}
+
+template <int M> inline void zero_rows(F (&total)[M][kTileVectors]) {
+  for (auto& row : total)
+    for (F& x : row) x = f_zero();
+}
+
+template <int M> inline void store_rows(const F (&x)[M][kTileVectors], float* out) {
+  for (int r = 0; r < M; ++r)
+    for (int v = 0; v < kTileVectors; ++v) f_store(out + r * kTileRows + v * kLanes, x[r][v]);
 }

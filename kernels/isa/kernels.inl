@@ -27,12 +27,15 @@ namespace {
 #include "simd_avx2.inl"
 #endif
 #include "convert.inl"
+#include "decode.inl"
 
 #include "act_quant.inl"
 #include "blocks.inl"
 #include "merge.inl"
 #include "gemv_bf16.inl"
+#include "nibbles.inl"
 #include "gemv_int.inl"
+#include "gemv_fp8.inl"
 #include "gemv_group.inl"
 #include "swiglu.inl"
 #ifdef KT_AMX
@@ -74,7 +77,21 @@ const KernelTable KT_TABLE = {
         {{kVectorAct, false, vector_product<Bf16Block>}, kGemm[0], kTileMinRows},
         {{ActKind::kInt8Row, false, vector_product<Int8Block>}, kGemm[1], kTileMinRows},
         {{ActKind::kInt8Row, false, vector_product<Int4RowBlock>}, kGemm[2], kTileMinRows},
-        {{ActKind::kInt16Group, false, vector_product<Int4GroupBlock>}, kGemm[3], kTileMinRows},
+        {{ActKind::kInt16Group, false, vector_product<GroupBlock<Int4Scales>>},
+         kGemm[3],
+         kTileMinRows},
+        {{ActKind::kInt16Group, false, vector_product<GroupBlock<Int4ZeroScales>>},
+         kGemm[4],
+         kTileMinRows},
+        {{ActKind::kFloat, false, vector_product<Fp8BlockBlock>}, kGemm[5], kTileMinRows},
+        {{ActKind::kFloat, false, vector_product<Fp8RowBlock>}, kGemm[6], kTileMinRows},
+        {{ActKind::kFloat, false, vector_product<MxFp8Block>}, kGemm[7], kTileMinRows},
+        {{ActKind::kInt16Group, false, vector_product<GroupBlock<MxFp4Scales>>},
+         kGemm[8],
+         kTileMinRows},
+        {{ActKind::kInt16Group, false, vector_product<GroupBlock<NvFp4Scales>>},
+         kGemm[9],
+         kTileMinRows},
     },
     {quantise_float, quantise_bf16, quantise_int8_row, quantise_int16_groups},
     swiglu_tile,

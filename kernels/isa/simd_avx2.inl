@@ -3,6 +3,7 @@
 using F = __m256;   // float lanes
 using I = __m256i;  // int32 lanes (or the bytes of a step)
 constexpr int kLanes = 8;
+constexpr int kRegisters = 16;
 
 inline F f_zero() { return _mm256_setzero_ps(); }
 inline F f_set(float x) { return _mm256_set1_ps(x); }
@@ -24,11 +25,18 @@ inline void i_store(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p)
 inline I i_add(I a, I b) { return _mm256_add_epi32(a, b); }
 inline I i_sub(I a, I b) { return _mm256_sub_epi32(a, b); }
 inline I i_and(I a, I b) { return _mm256_and_si256(a, b); }
+inline I i_or(I a, I b) { return _mm256_or_si256(a, b); }
 inline I i_xor(I a, I b) { return _mm256_xor_si256(a, b); }
 inline I i_max(I a, I b) { return _mm256_max_epi32(a, b); }
 template <int n> inline I i_sll(I a) { return _mm256_slli_epi32(a, n); }
 template <int n> inline I i_srl(I a) { return _mm256_srli_epi32(a, n); }
 template <int n> inline I i_sra(I a) { return _mm256_srai_epi32(a, n); }
+template <int n> inline I i_sll16(I a) { return _mm256_slli_epi16(a, n); }  // 16-bit lanes
+template <int n> inline I i_sra16(I a) { return _mm256_srai_epi16(a, n); }
+// table[i] for bytes i in 0..15
+inline I i_lookup(__m128i table, I i) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), i);
+}
 
 inline F as_f(I x) { return _mm256_castsi256_ps(x); }
 inline I as_i(F x) { return _mm256_castps_si256(x); }
@@ -43,6 +51,22 @@ inline void f_store_fp16(uint16_t* p, F x) {
 }
 inline I i_load_u16(const uint16_t* p) {
   return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I i_load_u8(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline F f_set_pair(const float* p) {  // p[0], p[1], p[0], p[1], ...
+  int64_t pair;
+  __builtin_memcpy(&pair, p, 8);
+  return as_f(_mm256_set1_epi64x(pair));
+}
+// zero-extended to 16-bit lanes
+inline I i_load_u8_as_u16(const uint8_t* p) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline F f_pair_sums(F low, F high) {  // of neighbours: low[0] + low[1], low[2] + low[3], ...
+  const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(low, high));
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, 0b11011000));
 }
 inline void i_store_u16(uint16_t* p, I x) {  // lanes in 0..65535
   const __m256i y = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0b1000);
@@ -70,10 +94,17 @@ inline I dot_int8(I acc, I a, Int8Weights w) {
   const I p = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(a, w.sign));
   return i_add(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
 }
-// Nibbles 0..15 times int8, low and high halves of a step with their own four k each: at most
-// 4 * 15 * 127 = 7620 in 16 bits.
-inline I dot_nibbles(I acc, I low, I high, I a_low, I a_high) {
-  const I p =
-      _mm256_add_epi16(_mm256_maddubs_epi16(low, a_low), _mm256_maddubs_epi16(high, a_high));
-  return i_add(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
+// Products of unsigned codes and int8 digits, added up in whatever lanes are fastest: here int16,
+// pairs of k, so the caller takes a total before 8 products of codes up to 15 (2 * 15 * 128 each),
+// or 4 of codes up to 24, overflow.
+constexpr bool kNarrowDots = true;
+inline I dot_codes(I acc, I codes, I digits) {
+  acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, digits));
+  // GCC would put off the additions of an unrolled loop, and spill the products until then.
+  asm("" : "+x"(acc));
+  return acc;
+}
+inline I dot_total(I acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
+inline I dot_total(I high, I low) {  // 256 * high + low
+  return i_add(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), dot_total(low));
 }

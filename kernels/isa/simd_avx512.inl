@@ -3,6 +3,7 @@
 using F = __m512;
 using I = __m512i;
 constexpr int kLanes = 16;
+constexpr int kRegisters = 32;
 
 inline F f_zero() { return _mm512_setzero_ps(); }
 inline F f_set(float x) { return _mm512_set1_ps(x); }
@@ -25,11 +26,18 @@ inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I i_sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 inline I i_sub8(I a, I b) { return _mm512_sub_epi8(a, b); }  // per byte
 inline I i_and(I a, I b) { return _mm512_and_si512(a, b); }
+inline I i_or(I a, I b) { return _mm512_or_si512(a, b); }
 inline I i_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 inline I i_max(I a, I b) { return _mm512_max_epi32(a, b); }
 template <int n> inline I i_sll(I a) { return _mm512_slli_epi32(a, n); }
 template <int n> inline I i_srl(I a) { return _mm512_srli_epi32(a, n); }
 template <int n> inline I i_sra(I a) { return _mm512_srai_epi32(a, n); }
+template <int n> inline I i_sll16(I a) { return _mm512_slli_epi16(a, n); }  // 16-bit lanes
+template <int n> inline I i_sra16(I a) { return _mm512_srai_epi16(a, n); }
+// table[i] for bytes i in 0..15
+inline I i_lookup(__m128i table, I i) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), i);
+}
 
 inline F as_f(I x) { return _mm512_castsi512_ps(x); }
 inline I as_i(F x) { return _mm512_castps_si512(x); }
@@ -44,6 +52,23 @@ inline void f_store_fp16(uint16_t* p, F x) {
 }
 inline I i_load_u16(const uint16_t* p) {
   return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline I i_load_u8(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline F f_set_pair(const float* p) {  // p[0], p[1], p[0], p[1], ...
+  int64_t pair;
+  __builtin_memcpy(&pair, p, 8);
+  return as_f(_mm512_set1_epi64(pair));
+}
+// zero-extended to 16-bit lanes
+inline I i_load_u8_as_u16(const uint8_t* p) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline F f_pair_sums(F low, F high) {  // of neighbours: low[0] + low[1], low[2] + low[3], ...
+  const F sums = f_add(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xdd));
+  const I order = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  return _mm512_permutexvar_ps(order, sums);
 }
 inline void i_store_u16(uint16_t* p, I x) {  // lanes in 0..65535
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
@@ -64,9 +89,11 @@ struct Int8Weights {
 };
 inline Int8Weights int8_weights(I w) { return {w}; }
 inline I dot_int8(I acc, I a, Int8Weights w) { return _mm512_dpbusd_epi32(acc, a, w.w); }
-inline I dot_nibbles(I acc, I low, I high, I a_low, I a_high) {
-  return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc, low, a_low), high, a_high);
-}
+// Products of unsigned codes and int8 digits, added up in whatever lanes are fastest: here int32.
+constexpr bool kNarrowDots = false;
+inline I dot_codes(I acc, I codes, I digits) { return _mm512_dpbusd_epi32(acc, codes, digits); }
+inline I dot_total(I acc) { return acc; }
+inline I dot_total(I high, I low) { return i_add(i_sll<8>(high), low); }
 #else
 // As in simd_avx2.inl: |w| * (a with w's sign) cannot saturate.
 constexpr bool kOffsetActivations = false;
@@ -80,9 +107,17 @@ inline I dot_int8(I acc, I a, Int8Weights w) {
   const I p = _mm512_maddubs_epi16(w.magnitude, signed_a);
   return i_add(acc, _mm512_madd_epi16(p, _mm512_set1_epi16(1)));
 }
-inline I dot_nibbles(I acc, I low, I high, I a_low, I a_high) {
-  const I p =
-      _mm512_add_epi16(_mm512_maddubs_epi16(low, a_low), _mm512_maddubs_epi16(high, a_high));
-  return i_add(acc, _mm512_madd_epi16(p, _mm512_set1_epi16(1)));
+// As in simd_avx2.inl.
+constexpr bool kNarrowDots = true;
+inline I dot_codes(I acc, I codes, I digits) {
+  acc = _mm512_add_epi16(acc, _mm512_maddubs_epi16(codes, digits));
+#ifndef KT_EMULATE
+  asm("" : "+v"(acc));
+#endif
+  return acc;
+}
+inline I dot_total(I acc) { return _mm512_madd_epi16(acc, _mm512_set1_epi16(1)); }
+inline I dot_total(I high, I low) {
+  return i_add(_mm512_madd_epi16(high, _mm512_set1_epi16(256)), dot_total(low));
 }
 #endif

@@ -1,0 +1,36 @@
+// Codes of weights and scales to numbers, for all kernels.
+
+// ---- e4m3. Moved to where fp16 has its sign, exponent and mantissa, a code is value * 2^-8 there,
+// subnormals and zeros included (fp16's exponent bias is 15, e4m3's is 7).
+constexpr float kE4m3Unit = 256.0f;
+
+// An 8-bit step's bytes are columns k, k+2, k+1, k+3: its even and its odd bytes are two 16-bit
+// steps. As fp16, value * 2^-8:
+inline I e4m3_even_fp16(I step) {
+  return i_and(i_sra16<1>(i_sll16<8>(step)), i_set(int32_t(0xbf80bf80)));
+}
+inline I e4m3_odd_fp16(I step) { return i_and(i_sra16<1>(step), i_set(int32_t(0xbf80bf80))); }
+
+// ---- e2m1: 2 * value + 12, in 0..24, for codes in the low halves of bytes. Halves are left over
+// to the scale, and the offset is taken off by the sum of what the values are multiplied with.
+constexpr int kE2m1Offset = 12;
+constexpr float kE2m1Unit = 0.5f;
+inline I e2m1_codes(I nibbles) {
+  return i_lookup(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0),
+                  nibbles);
+}
+
+// ---- scales, one per row of the tile
+inline F load_scales(const uint8_t* p, ScaleType type, int lane) {
+  switch (type) {
+    case ScaleType::kFP16: return f_load_fp16(reinterpret_cast<const uint16_t*>(p) + lane);
+    case ScaleType::kBF16:
+      return as_f(i_sll<16>(i_load_u16(reinterpret_cast<const uint16_t*>(p) + lane)));
+    default: return f_load(reinterpret_cast<const float*>(p) + lane);
+  }
+}
+
+// 2^(code - 127). Code 0 has no normal float: 2^-127 is the subnormal with the upper mantissa bit.
+inline F load_ue8m0(const uint8_t* p) {
+  return as_f(i_max(i_sll<23>(i_load_u8(p)), i_set(0x00400000)));
+}
