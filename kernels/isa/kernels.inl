@@ -31,12 +31,12 @@ namespace {
 
 #include "act_quant.inl"
 #include "blocks.inl"
-#include "merge.inl"
 #include "gemv_bf16.inl"
-#include "nibbles.inl"
-#include "gemv_int.inl"
 #include "gemv_fp8.inl"
 #include "gemv_group.inl"
+#include "gemv_int.inl"
+#include "merge.inl"
+#include "nibbles.inl"
 #include "swiglu.inl"
 #ifdef KT_AMX
 #include "gemm_amx.inl"
