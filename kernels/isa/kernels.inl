@@ -31,13 +31,14 @@ namespace {
 
 #include "act_quant.inl"
 #include "blocks.inl"
+#include "merge.inl"
+#include "nibbles.inl"
+#include "swiglu.inl"
+
 #include "gemv_bf16.inl"
 #include "gemv_fp8.inl"
 #include "gemv_group.inl"
 #include "gemv_int.inl"
-#include "merge.inl"
-#include "nibbles.inl"
-#include "swiglu.inl"
 #ifdef KT_AMX
 #include "gemm_amx.inl"
 #include "unpack_bf16.inl"
