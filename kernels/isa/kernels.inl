@@ -48,6 +48,13 @@ constexpr ProductKernel kGemm[kFormatCount] = {
     {ActKind::kBF16, true, tile_product<Bf16Units>},
     {ActKind::kInt8Row, true, tile_product<Int8Units>},
     {ActKind::kInt8Row, true, tile_product<Int4RowUnits>},
+    {ActKind::kBF16, true, tile_product<Int4GroupUnits<false>>},
+    {ActKind::kBF16, true, tile_product<Int4GroupUnits<true>>},
+    {ActKind::kBF16, true, tile_product<Fp8Units<false>>},
+    {ActKind::kBF16, true, tile_product<Fp8Units<true>>},
+    {ActKind::kBF16, true, tile_product<MxFp8Units>},
+    {ActKind::kBF16, true, tile_product<MxFp4Units>},
+    {ActKind::kBF16, true, tile_product<NvFp4Units>},
 };
 #else
 void tiles_begin() {}
