@@ -72,6 +72,7 @@ template <class B> struct Pace {
     due += rate;
     const int64_t to = due / 1024 < end ? due / 1024 : end;
     while (ready < to) b.prepare(ready++);
+    stores_before_tile_loads();
   }
 };
 
@@ -100,34 +101,27 @@ struct Accumulators {
   else                          \
     _tile_dpbf16ps(tile, a, b)
 
-// One product. The accumulators of the first one are switched one by one, so that the tile unit
-// always has one to work on.
-template <bool integer, bool first>
-inline void multiply_32(const uint8_t* a, int64_t stride, const uint8_t* b,
-                        const Accumulators& acc) {
+// The A and B tiles of a product of 32 or 16 rows.
+inline void load_operands(const uint8_t* a, int64_t stride, const uint8_t* b, bool two) {
   _tile_stream_loadd(4, a, kChunkBytes);
   _tile_loadd(6, b, kStepBytes);
-  if constexpr (first) { KT_BEGIN(0); }
-  KT_DOT(0, 4, 6);
   _tile_loadd(7, b + 64, kStepBytes);
-  if constexpr (first) { KT_BEGIN(1); }
-  KT_DOT(1, 4, 7);
-  _tile_stream_loadd(5, a + kBlockRows * stride, kChunkBytes);
-  if constexpr (first) { KT_BEGIN(2); }
-  KT_DOT(2, 5, 6);
-  if constexpr (first) { KT_BEGIN(3); }
-  KT_DOT(3, 5, 7);
+  if (two) _tile_stream_loadd(5, a + kBlockRows * stride, kChunkBytes);
 }
 
-template <bool integer, bool first>
-inline void multiply_16(const uint8_t* a, const uint8_t* b, const Accumulators& acc) {
-  _tile_stream_loadd(4, a, kChunkBytes);
-  _tile_loadd(6, b, kStepBytes);
+// The product of the loaded operands. The accumulators of the first one of a block are switched one
+// by one, so that the tile unit always has one to work on.
+template <bool integer, bool two, bool first> inline void multiply(const Accumulators& acc) {
   if constexpr (first) { KT_BEGIN(0); }
   KT_DOT(0, 4, 6);
-  _tile_loadd(7, b + 64, kStepBytes);
   if constexpr (first) { KT_BEGIN(1); }
   KT_DOT(1, 4, 7);
+  if constexpr (two) {
+    if constexpr (first) { KT_BEGIN(2); }
+    KT_DOT(2, 5, 6);
+    if constexpr (first) { KT_BEGIN(3); }
+    KT_DOT(3, 5, 7);
+  }
 }
 
 inline void store_16(uint8_t* c) {
@@ -142,23 +136,31 @@ inline void store_32(uint8_t* c) {
 #undef KT_BEGIN
 #undef KT_DOT
 
-// Units [u, end) of one block of rows.
+// Where a product's operands come from.
+struct Operands {
+  const uint8_t* a;  // of unit 0; null: there is no product
+  int64_t unit;
+  bool two;
+};
+template <class B> inline void load(B& b, const Operands& o, int64_t stride) {
+  load_operands(o.a + o.unit * kBlockBytes, stride, b.unit(o.unit), o.two);
+}
+
+// Units from o on up to `end` of one block of rows. The operands of a product are loaded before the
+// vector work that precedes it, to arrive during it: those of the first one by the caller, and those
+// of `next` here.
 template <bool two, class B>
-inline void multiply_block(B& b, Pace<B>& pace, int64_t u, int64_t end, const uint8_t* a,
+inline void multiply_block(B& b, Pace<B>& pace, Operands o, int64_t end, const Operands& next,
                            int64_t stride, const Accumulators& acc) {
   constexpr bool integer = B::kInteger;
-  if constexpr (two)
-    multiply_32<integer, true>(a + u * kBlockBytes, stride, b.unit(u), acc);
-  else
-    multiply_16<integer, true>(a + u * kBlockBytes, b.unit(u), acc);
-  pace.step();
-  while (++u < end) {
-    if constexpr (two)
-      multiply_32<integer, false>(a + u * kBlockBytes, stride, b.unit(u), acc);
-    else
-      multiply_16<integer, false>(a + u * kBlockBytes, b.unit(u), acc);
+  multiply<integer, two, true>(acc);
+  while (++o.unit < end) {
+    load(b, o, stride);
     pace.step();
+    multiply<integer, two, false>(acc);
   }
+  if (next.a) load(b, next, stride);
+  pace.step();
 }
 
 template <class B>
@@ -172,29 +174,32 @@ void tile_product(const uint8_t* tile, const MatrixLayout& layout, const ActRows
   };
   pace.stretch(stretch_end(0) * kUnitPieces, 1);
   pace.step();
-  stores_before_tile_loads();
+  const auto operands = [&](int64_t row, int64_t unit) {
+    return Operands{unit < units ? a.data + row * a.stride : nullptr, unit, m - row > 16};
+  };
+  load(b, operands(0, 0), a.stride);
   uint8_t* pending = nullptr;  // where the accumulators of 32 rows are to be stored
   for (int64_t first = 0; first < units; first = stretch_end(first)) {
     const int64_t end = stretch_end(first);
     pace.stretch(stretch_end(end) * kUnitPieces, blocks * (end - first));
     for (int64_t r = 0; r < m; r += 32) {
-      const uint8_t* rows = a.data + r * a.stride;
       auto* c = reinterpret_cast<uint8_t*>(out + r * kTileRows);
+      const Operands now = operands(r, first),
+                     next = r + 32 < m ? operands(r + 32, first) : operands(0, end);
       // The accumulators of a single block stay in the tiles.
       const bool alone = blocks == 1, zero = first == 0;
-      if (m - r > 16) {
-        multiply_block<true>(b, pace, first, end, rows, a.stride,
+      if (now.two) {
+        multiply_block<true>(b, pace, now, end, next, a.stride,
                              {alone ? nullptr : pending, alone ? nullptr : c, zero});
         pending = c;
       } else {
         if (pending) store_32(pending);
-        multiply_block<false>(b, pace, first, end, rows, a.stride,
+        multiply_block<false>(b, pace, now, end, next, a.stride,
                               {nullptr, alone ? nullptr : c, zero});
         if (!alone || end == units) store_16(c);
         pending = nullptr;
       }
     }
-    stores_before_tile_loads();
   }
   if (pending) store_32(pending);
   stores_before_tile_loads();
