@@ -42,6 +42,9 @@ namespace {
 #ifdef KT_AMX
 #include "gemm_amx.inl"
 #include "unpack_bf16.inl"
+#include "unpack_e2m1.inl"
+#include "unpack_e4m3.inl"
+#include "unpack_int4.inl"
 #include "unpack_int8.inl"
 // By WeightFormat.
 constexpr ProductKernel kGemm[kFormatCount] = {
