@@ -39,6 +39,8 @@ namespace {
 #include "gemv_fp8.inl"
 #include "gemv_group.inl"
 #include "gemv_int.inl"
+
+#include "dequantise.inl"
 #ifdef KT_AMX
 #include "gemm_amx.inl"
 #include "unpack_bf16.inl"
@@ -60,9 +62,30 @@ constexpr ProductKernel kGemm[kFormatCount] = {
     {ActKind::kBF16, true, tile_product<NvFp4Units>},
 };
 #else
+#ifdef KT_WIDE
+#include "gemm_simd_avx512.inl"
+#else
+#include "gemm_simd_avx2.inl"
+#endif
+#include "gemm_rows.inl"
+#include "unpack_float.inl"
+#include "gemm_float.inl"
+#include "gemm_int.inl"
 void tiles_begin() {}
 void tiles_end() {}
-constexpr ProductKernel kGemm[kFormatCount] = {};
+// By WeightFormat.
+constexpr ProductKernel kGemm[kFormatCount] = {
+    {ActKind::kFloat, false, gemm_float<Bf16Columns>},
+    {ActKind::kInt8Row, false, gemm_int8_row},
+    {ActKind::kInt8Row, false, gemm_int4_row},
+    {ActKind::kFloat, false, gemm_float<GroupColumns<false>>},
+    {ActKind::kFloat, false, gemm_float<GroupColumns<true>>},
+    {ActKind::kFloat, false, gemm_float<Fp8BlockColumns>},
+    {ActKind::kFloat, false, gemm_float<Fp8RowColumns>},
+    {ActKind::kFloat, false, gemm_float<MxFp8Columns>},
+    {ActKind::kFloat, false, gemm_float<MxFp4Columns>},
+    {ActKind::kFloat, false, gemm_float<NvFp4Columns>},
+};
 #endif
 
 #ifdef KT_BF16_OPERANDS

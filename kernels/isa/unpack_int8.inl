@@ -1,15 +1,5 @@
 // B of the tile kernels with int8 products (gemm_amx.inl).
 
-// int32 accumulators to floats, in place.
-inline void dequantise_rows(const uint8_t* tile, const ActRows& a, int64_t m, float* out) {
-  const auto* scale = reinterpret_cast<const float*>(tile);
-  for (int64_t r = 0; r < m; ++r)
-    for (int n = 0; n < kTileRows; n += kLanes) {
-      float* x = out + r * kTileRows + n;
-      f_store(x, dequantise(i_load(x), f_load(scale + n), a.scale[r]));
-    }
-}
-
 struct Int8Units : PackedUnits<true> {
   const uint8_t* tile;
   Int8Units(const uint8_t* t, const MatrixLayout& layout)
