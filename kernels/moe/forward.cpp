@@ -10,7 +10,7 @@ namespace {
 
 // Most rows of an expert that are one work item: one that has most of the tokens must not keep a
 // thread busy alone. A multiple of kRowBlock, so that the kernels see the same rows together.
-constexpr int64_t kItemRows = 512;
+constexpr int64_t kItemRows = 256;
 static_assert(kItemRows % kRowBlock == 0 && kItemRows >= kMinItemRows);
 
 constexpr int64_t kRowTask = 8;  // rows per task of the phases that only convert rows
@@ -42,7 +42,7 @@ void ForwardPass::run() {
     chunk();
     first_ += count_;
     if (first_ == args_.tokens) break;
-    barrier(Phase::kFinish, true);  // before the next chunk takes the buffers
+    barrier(plan_->few() ? Phase::kFinish : Phase::kDown, true);  // before the next chunk takes the buffers
   }
   config_.table->thread_end();
   // Every other thread read it before the last barrier, and reads it next in another job.
@@ -67,7 +67,8 @@ void ForwardPass::chunk() {
     barrier(Phase::kQuantise, false);
   }
   own_h_ = nullptr;
-  down();
+  if (!plan_->few()) return down_by_group();
+  down_by_expert();
   barrier(Phase::kDown, true);
   finish();
 }

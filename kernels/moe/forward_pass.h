@@ -15,7 +15,8 @@ namespace kt {
 //   quantise  activations with one scale per row: h rows to A rows once the whole row is there. Few
 //             pairs: as part of the next phase, by every thread for the experts it has tiles of
 //   down      few pairs: tasks are (expert, tile) and keep every pair's result. Else: tasks are
-//             (group of experts, tile) and sum in their own tile of the group's sums
+//             (group of experts, tile) and sum in their own tile of the group's sums; whoever
+//             completes the last group of a tile finishes it
 //   finish    sums over pairs, groups, pools, what the layer before deferred; one rounding
 // No data is shared between tasks of a phase, and every sum has one order: see plan.h.
 class ForwardPass {
@@ -42,13 +43,13 @@ class ForwardPass {
   void keep_h(const ExpertRows& e, const float* values, int64_t first, int64_t m, int64_t tile);
   void quantise_hidden();
   void quantise_h_row(const ExpertRows& e, const ActRows& h, int64_t row);
-  void down();
   void down_by_expert();
   void down_of_expert(const ExpertRows& e, int64_t first, int64_t last);
   void down_by_group();
   void down_of_group(int64_t group, int64_t first, int64_t last);
   void add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
                 const float* results, float* sum) const;
+  void sum_done(int64_t tile, int sums);
   void finish();
   void finish_tile(int64_t tile);
   void sum_pairs(int pool, int64_t group, int64_t tile);
@@ -64,7 +65,7 @@ class ForwardPass {
   bool any_whole_rows() const;
   const PoolPart& part() const { return layer_.pools[size_t(worker_.pool)]; }
   float* sum_of(int pool, int64_t group, int64_t tile) const;
-  float* results_of(int pool, int64_t tile) const;
+  float* results_of(int pool, const ExpertRows& e, int64_t tile) const;
   // The expert's h rows, of few pairs.
   ActRows h_for_down(const ExpertRows& e);
 

@@ -7,12 +7,12 @@ namespace kt {
 namespace {
 
 constexpr int64_t kTaskBytes = 64 << 10;  // decode: weights that a thread takes at a time
-constexpr int64_t kManyTiles = 4;  // prefill: tiles that share the reads of A rows
+constexpr int64_t kManyTiles = 1;  // prefill: tiles that share the reads of A rows
 
 }  // namespace
 
 int64_t ForwardPass::tiles_at_once(int64_t tile_bytes) const {
-  if (!plan_->few()) return kManyTiles;
+  if (!plan_->few()) return 1;
   const int64_t bytes = config_.tuning.task_bytes ? config_.tuning.task_bytes : kTaskBytes;
   return std::max<int64_t>(1, bytes / std::max<int64_t>(tile_bytes, 1));
 }
@@ -42,7 +42,7 @@ int64_t ForwardPass::tile_cost(const WorkItem& item) const {
   return std::max<int64_t>(item.rows(), plan_->expert(item.expert).gemm ? 32 : 8);
 }
 
-// Rows outside, tiles inside: a block of A rows stays in the second-level cache.
+// The A rows of an item stay in the second-level cache from one tile to the next.
 void ForwardPass::gate_up_tiles(const WorkItem& item, int64_t first, int64_t last) {
   const ExpertRows& e = plan_->expert(item.expert);
   const MatrixLayout& layout = part().up;

@@ -13,9 +13,9 @@ bool wanted(const PlanInput& in, int64_t id) {
 
 }  // namespace
 
-// About 256 tasks, enough for many threads to end at the same time: more groups only add sums.
+// About 128 tasks for threads that end at the same time; a doubling of the groups costs 2% of a prefill.
 int64_t expert_groups(int64_t num_experts, int64_t hidden) {
-  constexpr int64_t kTasks = 256;
+  constexpr int64_t kTasks = 128;
   const int64_t groups = ceil_div(kTasks, ceil_div(hidden, kTileRows));
   return std::min(std::clamp<int64_t>(groups, 1, kMaxGroups), num_experts);
 }

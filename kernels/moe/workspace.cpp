@@ -119,7 +119,8 @@ Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
     : capacity(c),
       threads(team_threads),
       plan(c.experts, Count(c.pairs).value()),
-      slots(size_t(team_threads)) {
+      slots(size_t(team_threads)),
+      sums_done(new std::atomic<int>[size_t(ceil_div(c.hidden, kTileRows))]()) {
   x = row_bytes(c.tokens, c.hidden).mapping();
   x_scale = scale_bytes(c.tokens, c.hidden).mapping();
   x_sum = scale_bytes(c.tokens, c.hidden).mapping();

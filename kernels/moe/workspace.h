@@ -1,5 +1,6 @@
 // Buffers of a forward pass, shared by the layers of one team, whose jobs run one at a time.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -67,6 +68,7 @@ struct Workspace {
   Plan plan;
   std::vector<ThreadSpace> thread;     // by rank
   std::vector<sys::TaskSlot> slots;    // by rank
+  std::unique_ptr<std::atomic<int>[]> sums_done;  // per tile of H: sums that are complete; 0 between
   uint16_t phase = 0;                  // the last of the slots; written by rank 0 at a pass's end
   sys::Mapping x;        // A rows of the tokens
   sys::Mapping x_scale;  // and their scales and sums, per row or per row and group
@@ -74,7 +76,7 @@ struct Workspace {
   sys::Mapping gathered, gathered_scale, gathered_sum;  // A rows of the pairs, for tile kernels
   sys::Mapping h_float;                                 // [pairs][I] before quantisation
   std::vector<sys::Mapping> h, h_scale, h_sum;          // per pool: A rows of the pairs
-  std::vector<sys::Mapping> results;                    // per pool: [tiles(H)][pairs][32], few pairs
+  std::vector<sys::Mapping> results;                    // per pool, few pairs: [expert][tiles(H)][its pairs][32]
   std::vector<sys::Mapping> sum;                        // per pool: [tiles(H)][groups][tokens][32]
 };
 
