@@ -10,13 +10,29 @@ from typing import Any
 import torch
 
 from . import buffers
+from .experts import Matrix
 from .forks import give_lock
+from .methods import BF16_WEIGHTS, WeightForm
 from .pools import get_team
-from .settings import LayerSettings, integer
+from .quantised import QuantisedMatrix, check_matrix
+from .settings import LayerSettings, check_sizes, integer
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
 from .variant import debug, native
 
 _BIASES = ("gate_bias", "up_bias", "down_bias")
+
+
+class _Source:
+    """A quantised matrix in the memory that the compiled core reads."""
+
+    def __init__(self, matrix: QuantisedMatrix) -> None:
+        self._codes, self._scale = on_cpu(matrix.codes), on_cpu(matrix.scale)
+        self._zero = None if matrix.zero is None else on_cpu(matrix.zero)
+        zero = 0 if self._zero is None else self._zero.data_ptr()
+        #: (data, scale, zero, global), valid while this object lives
+        self.address = (
+            self._codes.data_ptr(), self._scale.data_ptr(), zero, float(matrix.global_scale)
+        )  # fmt: skip
 
 
 class BaseMoEWrapper:
@@ -25,6 +41,7 @@ class BaseMoEWrapper:
     def __init__(self, settings: LayerSettings) -> None:
         self._settings = settings
         self._core: Any = None  # the compiled layer, from the first weights on
+        self._form: WeightForm | None = None  # of its weights
         self._loaded = False
         self._arrived: set[int] = set()
         # Another thread of a parent may load while it forks; to the child that is not loaded.
@@ -108,9 +125,9 @@ class BaseMoEWrapper:
 
     def load_weights_from_tensors(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
+        gate: torch.Tensor | Sequence[QuantisedMatrix],
+        up: torch.Tensor | Sequence[QuantisedMatrix],
+        down: torch.Tensor | Sequence[QuantisedMatrix],
         physical_to_logical_map_cpu: torch.Tensor,
         *,
         gate_bias: torch.Tensor | None = None,
@@ -121,6 +138,8 @@ class BaseMoEWrapper:
 
         Args:
             gate, up: [E, I, H], down: [E, H, I], logical order; bf16, fp16 or fp32, any device.
+                For a method that takes quantised weights: E matrices [I, H], [I, H] and [H, I],
+                all of one form.
             physical_to_logical_map_cpu: [E] integers on the CPU: slot p holds logical expert
                 ``map[p]``; repeats are legal.
             gate_bias, up_bias: [E, I], down_bias: [E, H]; any float dtype.
@@ -130,17 +149,29 @@ class BaseMoEWrapper:
 
         Raises:
             TypeError: not tensors.
-            ValueError: wrong shape or dtype, a map that is wrong, or (integer methods) a weight
-                that is not finite.
+            ValueError: wrong shape or dtype, a map that is wrong, a weight that is not finite
+                (integer and FP8 methods) or a scale that is negative or not finite.
         """
         if self._loaded:
             return
         s = self._settings
         e, h, i = s.num_experts, s.hidden_size, s.moe_intermediate_size
-        for name, tensor, shape in (
-            ("gate", gate, (e, i, h)), ("up", up, (e, i, h)), ("down", down, (e, h, i)),
-        ):  # fmt: skip
-            self._check_weight(name, tensor, shape)
+        if s.method.quantised:
+            for name, matrices in (("gate", gate), ("up", up), ("down", down)):
+                self._check_sequence(name, matrices)
+            form = self._check_forms([
+                (f"{name}[{expert}]", matrix, shape)
+                for name, matrices, shape in (
+                    ("gate", gate, (i, h)), ("up", up, (i, h)), ("down", down, (h, i)),
+                )
+                for expert, matrix in enumerate(matrices)
+            ])  # fmt: skip
+        else:
+            form = s.method.form
+            for name, tensor, shape in (
+                ("gate", gate, (e, i, h)), ("up", up, (e, i, h)), ("down", down, (e, h, i)),
+            ):  # fmt: skip
+                self._check_weight(name, tensor, shape)
         for name, bias, shape in (
             ("gate_bias", gate_bias, (e, i)), ("up_bias", up_bias, (e, i)),
             ("down_bias", down_bias, (e, h)),
@@ -155,7 +186,7 @@ class BaseMoEWrapper:
             for slot in self._cpu_slots():
                 pack(slot, **{name: tensor[mapping[slot]] for name, tensor in given.items()})
 
-        self._load_all(pack_all)
+        self._load_all(form, pack_all)
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
         """Reads this layer's experts from ``weight_path`` and packs those on the CPU.
@@ -196,9 +227,14 @@ class BaseMoEWrapper:
         # One by one: what has to be transposed or converted is not in memory twice for all.
         try:
             with open_checkpoint(s.weight_path).each_expert(
-                s.layer_idx, s.num_experts, s.hidden_size, s.moe_intermediate_size, slots
+                s.layer_idx,
+                s.num_experts,
+                s.hidden_size,
+                s.moe_intermediate_size,
+                slots,
+                method=s.method.name,
             ) as experts:
-                self._load_all(pack_all)
+                self._load_all(s.method.form or experts.form, pack_all)
         except ValueError as error:
             problem = str(error).removeprefix(f"{s.where}: ")
             raise ValueError(f"{s.where}: weight_path {s.weight_path}: {problem}") from error
@@ -206,9 +242,9 @@ class BaseMoEWrapper:
     def load_expert(
         self,
         slot: int,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
+        gate: Matrix,
+        up: Matrix,
+        down: Matrix,
         gate_bias: torch.Tensor | None = None,
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
@@ -218,7 +254,8 @@ class BaseMoEWrapper:
         Args:
             slot: 0 … E-1, a slot on the CPU. A slot given twice keeps what is given later, of
                 biases too: none then means none.
-            gate, up: [I, H], down: [H, I]; bf16, fp16 or fp32, any device.
+            gate, up: [I, H], down: [H, I]; bf16, fp16 or fp32, any device. For a method that takes
+                quantised weights: of the form that the first expert had.
             gate_bias, up_bias: [I], down_bias: [H].
 
         After an error while packing, the slot counts as not loaded.
@@ -230,9 +267,15 @@ class BaseMoEWrapper:
         s = self._settings
         slot = self._check_slot(slot)
         h, i = s.hidden_size, s.moe_intermediate_size
-        self._check_weight("gate", gate, (i, h), slot)
-        self._check_weight("up", up, (i, h), slot)
-        self._check_weight("down", down, (h, i), slot)
+        matrices = (("gate", gate, (i, h)), ("up", up, (i, h)), ("down", down, (h, i)))
+        if s.method.quantised:
+            form = self._check_forms(
+                [(f"{name} of slot {slot}", matrix, shape) for name, matrix, shape in matrices]
+            )
+        else:
+            form = s.method.form
+            for name, matrix, shape in matrices:
+                self._check_weight(name, matrix, shape, slot)
         self._check_bias("gate_bias", gate_bias, (i,), slot)
         self._check_bias("up_bias", up_bias, (i,), slot)
         self._check_bias("down_bias", down_bias, (h,), slot)
@@ -240,7 +283,11 @@ class BaseMoEWrapper:
             if self._loaded:
                 raise RuntimeError(f"{s.where}: load_expert after loading was finished")
             if self._core is None:
-                self._core = self._make_core()
+                self._core, self._form = self._make_core(form), form
+            if form != self._form:
+                raise ValueError(
+                    f"{s.where}: slot {slot} is {form}; slots loaded before are {self._form}"
+                )
             self._arrived.discard(slot)
             self._pack(self._core, slot, gate, up, down, gate_bias, up_bias, down_bias)
             self._arrived.add(slot)
@@ -260,24 +307,30 @@ class BaseMoEWrapper:
                     f"{self._settings.where}: {len(missing)} CPU experts were not loaded: slots "
                     f"{missing}"
                 )
-            if self._core is None:
-                self._core = self._make_core()
+            if self._core is None:  # no expert is on the CPU, so any form will do
+                self._core = self._make_core(self._settings.method.form or WeightForm(BF16_WEIGHTS))
             self._loaded = True
             debug(f"{self.describe()}, {self.packed_bytes / 1e6:.1f} MB packed")
 
-    def _load_all(self, pack_all: Callable[[Callable[..., None]], None]) -> None:
+    def _load_all(self, form: WeightForm, pack_all: Callable[[Callable[..., None]], None]) -> None:
         """Loads by ``pack_all``, which packs every CPU slot with the function it is given."""
         with self._load_lock:
             if self._loaded:
                 return
-            core = self._make_core()  # a failure leaves what was loaded before untouched
+            core = self._make_core(form)  # a failure leaves what was loaded before untouched
             pack_all(functools.partial(self._pack, core))
-            self._core = core
+            self._core, self._form = core, form
             self._arrived = set(self._cpu_slots())
             self.finish_loading()
 
-    def _make_core(self) -> Any:
+    def _make_core(self, form: WeightForm) -> Any:
         s = self._settings
+        check_sizes(form, s.method.name, s.hidden_size, s.moe_intermediate_size, s.where)
+        if s.group_size not in (None, form.group_size):
+            raise ValueError(
+                f"{s.where}: group_size={s.group_size} was given, but the weights have groups of "
+                f"{form.group_size}"
+            )
         try:
             return native().MoeLayer(
                 get_team(s.pools),
@@ -285,8 +338,9 @@ class BaseMoEWrapper:
                 top_k=s.num_experts_per_tok,
                 hidden_size=s.hidden_size,
                 intermediate_size=s.moe_intermediate_size,
-                format=s.method.format,
-                group_size=s.method.group_size,
+                format=form.format,
+                group_size=form.group_size,
+                scale_type=form.scale_type,
                 cpu_slots=s.cpu_slots,
                 swiglu_limit=s.swiglu_limit,
                 swiglu_alpha=s.swiglu_alpha,
@@ -305,27 +359,28 @@ class BaseMoEWrapper:
         self,
         core: Any,
         slot: int,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
+        gate: Matrix,
+        up: Matrix,
+        down: Matrix,
         gate_bias: torch.Tensor | None = None,
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
-        matrices = [on_cpu(matrix) for matrix in (gate, up, down)]
-        if len({matrix.dtype for matrix in matrices}) > 1:  # the core takes one dtype per expert
-            matrices = [matrix.float() for matrix in matrices]
         biases = [
             None if bias is None else on_cpu(bias, torch.float32)
             for bias in (gate_bias, up_bias, down_bias)
         ]
+        addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
         try:
-            core.load_expert(
-                slot,
-                *(matrix.data_ptr() for matrix in matrices),
-                DTYPES[matrices[0].dtype],
-                *(0 if bias is None else bias.data_ptr() for bias in biases),
-            )
+            if self._settings.method.quantised:
+                sources = [_Source(matrix) for matrix in (gate, up, down)]
+                core.load_quantised(slot, *(source.address for source in sources), *addresses)
+                return
+            matrices = [on_cpu(matrix) for matrix in (gate, up, down)]
+            if len({matrix.dtype for matrix in matrices}) > 1:  # the core takes one per expert
+                matrices = [matrix.float() for matrix in matrices]
+            pointers = (matrix.data_ptr() for matrix in matrices)
+            core.load_expert(slot, *pointers, DTYPES[matrices[0].dtype], *addresses)
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None
 
@@ -343,6 +398,30 @@ class BaseMoEWrapper:
 
     def _place(self, name: str, slot: int | None) -> str:
         return f"{self._settings.where}: {name}" + ("" if slot is None else f" of slot {slot}")
+
+    def _check_sequence(self, name: str, matrices: Any) -> None:
+        s = self._settings
+        if isinstance(matrices, torch.Tensor) or not isinstance(matrices, Sequence):
+            raise TypeError(
+                f"{s.where}: {name} must be a sequence of {s.num_experts} QuantisedMatrix for "
+                f"method {s.method.name}, got {type(matrices).__name__}"
+            )
+        if len(matrices) != s.num_experts:
+            raise ValueError(
+                f"{s.where}: {name} must have {s.num_experts} matrices, got {len(matrices)}"
+            )
+
+    def _check_forms(self, matrices: Sequence[tuple[str, Any, tuple[int, int]]]) -> WeightForm:
+        """The form that all of the matrices (name, matrix, shape) have."""
+        s = self._settings
+        first: WeightForm | None = None
+        for name, matrix, shape in matrices:
+            form = check_matrix(f"{s.where}: {name}", matrix, s.method.formats, *shape)
+            first = first or form
+            if form != first:
+                raise ValueError(f"{s.where}: {name} is {form}; {matrices[0][0]} is {first}")
+        assert first is not None
+        return first
 
     def _check_weight(
         self, name: str, tensor: Any, shape: tuple[int, ...], slot: int | None = None

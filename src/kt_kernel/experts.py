@@ -6,22 +6,27 @@ from dataclasses import dataclass
 
 import torch
 
+from .quantised import QuantisedMatrix
+
+Matrix = torch.Tensor | QuantisedMatrix
+
 
 @dataclass
 class ExpertTensors:
     """Weights of the experts of one MoE layer, one list entry per expert, in logical order.
 
-    gate, up: contiguous CPU tensors [I, H]; down: [H, I]; bfloat16, float16 or float32, the same
-    dtype for all. An entry is None where that expert was not asked for. Biases are float32, [I],
-    [I] and [H]; the lists are None for models without biases.
+    gate, up: [I, H]; down: [H, I]. Contiguous CPU tensors, bfloat16, float16 or float32, the same
+    dtype for all; or, from quantised checkpoints, a QuantisedMatrix each, of the same form for all.
+    An entry is None where that expert was not asked for. Biases are float32, [I], [I] and [H]; the
+    lists are None for models without biases.
 
     Entries may be views into a memory-mapped file: treat them as read-only, and expect pages to be
     read on first use.
     """
 
-    gate: list[torch.Tensor | None]
-    up: list[torch.Tensor | None]
-    down: list[torch.Tensor | None]
+    gate: list[Matrix | None]
+    up: list[Matrix | None]
+    down: list[Matrix | None]
     gate_bias: list[torch.Tensor | None] | None = None
     up_bias: list[torch.Tensor | None] | None = None
     down_bias: list[torch.Tensor | None] | None = None

@@ -11,33 +11,97 @@ BF16_WEIGHTS, INT8_ROW, INT4_ROW, INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXF
 BF16_ACTIVATIONS, INT8_ROW_ACTIVATIONS = range(2)
 
 
+FORMAT_NAMES = (
+    "BF16", "int8 with row scales", "int4 with row scales", "int4 with group scales",
+    "int4 with group scales and zero points", "FP8 with scales per 128x128 block",
+    "FP8 with row scales", "MXFP8", "MXFP4", "NVFP4",
+)  # fmt: skip
+_GROUPED = (INT4_GROUP, INT4_ZERO)
+# What H and I must be multiples of, where a format says so.
+_COLUMN_UNITS = {INT4_GROUP: 32, INT4_ZERO: 32, MXFP8: 32, MXFP4: 32, NVFP4: 16}
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """What the compiled core has to know of a layer's weights.
+
+    Attributes:
+        format: weight format.
+        group_size: columns per scale of INT4_GROUP and INT4_ZERO, else 0.
+        scale_type: of the same two, 0 float16, 1 bfloat16, 2 float32; else 0.
+    """
+
+    format: int
+    group_size: int = 0
+    scale_type: int = 0
+
+    @property
+    def column_unit(self) -> int:
+        """What H and I must be multiples of."""
+        return self.group_size or _COLUMN_UNITS.get(self.format, 1)
+
+    def __str__(self) -> str:
+        if self.format not in _GROUPED:
+            return FORMAT_NAMES[self.format]
+        scales = ("float16", "bfloat16", "float32")[self.scale_type]
+        return f"{FORMAT_NAMES[self.format]} ({scales}, group size {self.group_size})"
+
+
 @dataclass(frozen=True)
 class Method:
     """One way of storing expert weights.
 
     Attributes:
         name: what users pass as ``method=`` or ``--kt-method``.
-        format: weight format of the compiled core.
+        formats: weight formats of the compiled core; more than one where the source tells which.
         activations: what x and h are rounded to before a product.
-        group_size: columns per scale, 0 where there is one scale per row or none.
+        group_size: columns per scale where the method's name says it, else 0.
+        quantised: whether weights come quantised and are taken over bit for bit; otherwise they
+            come as BF16, FP16 or FP32 and are quantised while loading.
     """
 
     name: str
-    format: int
-    activations: int
+    formats: tuple[int, ...]
+    activations: int = BF16_ACTIVATIONS
     group_size: int = 0
+    quantised: bool = False
+
+    @property
+    def format(self) -> int:
+        """The weight format, the first one where the source tells."""
+        return self.formats[0]
+
+    @property
+    def form(self) -> WeightForm | None:
+        """The form of the weights; None where group size and type of the scales are the source's."""
+        if self.quantised and self.format in _GROUPED:
+            return None
+        return WeightForm(self.format, self.group_size)
+
+    @property
+    def column_unit(self) -> int:
+        """What H and I must be multiples of, as far as it is known without the weights."""
+        return self.group_size or _COLUMN_UNITS.get(self.format, 1)
 
 
 _SUPPORTED = {
     method.name: method
     for method in (
-        Method("BF16", BF16_WEIGHTS, BF16_ACTIVATIONS),
-        Method("AMXINT8", INT8_ROW, INT8_ROW_ACTIVATIONS),
-        Method("AMXINT4", INT4_ROW, INT8_ROW_ACTIVATIONS),
-        Method("MOE_INT8", INT8_ROW, INT8_ROW_ACTIVATIONS),
-        Method("MOE_INT4", INT4_ROW, INT8_ROW_ACTIVATIONS),
-        Method("INT4_G32", INT4_GROUP, BF16_ACTIVATIONS, group_size=32),
-        Method("INT4_G128", INT4_GROUP, BF16_ACTIVATIONS, group_size=128),
+        Method("BF16", (BF16_WEIGHTS,)),
+        Method("AMXINT8", (INT8_ROW,), INT8_ROW_ACTIVATIONS),
+        Method("AMXINT4", (INT4_ROW,), INT8_ROW_ACTIVATIONS),
+        Method("MOE_INT8", (INT8_ROW,), INT8_ROW_ACTIVATIONS),
+        Method("MOE_INT4", (INT4_ROW,), INT8_ROW_ACTIVATIONS),
+        Method("INT4_G32", (INT4_GROUP,), group_size=32),
+        Method("INT4_G128", (INT4_GROUP,), group_size=128),
+        Method("FP8", (FP8_BLOCK,), quantised=True),
+        Method("FP8_PERCHANNEL", (FP8_ROW,), quantised=True),
+        Method("RAWINT4", (INT4_GROUP, INT4_ZERO), quantised=True),
+        Method("GPTQ_INT4", (INT4_GROUP, INT4_ZERO), quantised=True),
+        Method("AWQ_INT4", (INT4_ZERO,), quantised=True),
+        Method("MXFP4", (MXFP4,), quantised=True),
+        Method("NVFP4", (NVFP4,), quantised=True),
+        Method("MXFP8", (MXFP8,), quantised=True),
     )
 }
 

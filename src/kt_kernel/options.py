@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .methods import INFERENCE_METHODS, SUPPORTED_METHODS
+from .methods import INFERENCE_METHODS, SUPPORTED_METHODS, get_method
 
 ENVIRONMENT_VARIABLE = "KT_CONFIG"
 DEFAULT_METHOD = "AMXINT4"
@@ -160,6 +160,11 @@ class KTOptions:
             raise OptionError(
                 f"--kt-cpuinfer {threads}: fewer threads than pools; at least "
                 f"--kt-threadpool-count {pools} is accepted"
+            )
+        if get_method(options.method).quantised and options.weight_path is None:
+            raise OptionError(
+                f"--kt-method {options.method}: it takes weights over that are quantised already; "
+                "name their checkpoint with --kt-weight-path"
             )
         return options
 

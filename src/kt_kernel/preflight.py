@@ -41,7 +41,9 @@ def check_model(options: KTOptions, config: Any) -> None:
         inter = _size(config, "intermediate_size")
     _check_settings(options, config, experts, hidden or _ANY_SIZE, inter or _ANY_SIZE)
     if options.weight_path is not None:
-        _check_weight_path(options.weight_path, moe_layers(config), experts, hidden, inter)
+        _check_weight_path(
+            options.weight_path, moe_layers(config), experts, hidden, inter, options.method
+        )
 
 
 def num_experts(config: Any) -> int:
@@ -111,15 +113,16 @@ def _check_settings(options: KTOptions, config: Any, experts: int, hidden: int, 
 
 
 def _check_weight_path(
-    path: str, layers: list[int], experts: int, hidden: int | None, inter: int | None
+    path: str, layers: list[int], experts: int, hidden: int | None, inter: int | None, method: str
 ) -> None:
-    """Reads headers only: names, shapes and dtypes of all experts of these layers."""
+    """Reads headers only: names, shapes and dtypes of all experts of these layers, and whether the
+    method takes them."""
     try:
         checkpoint = open_checkpoint(path)
         for layer in layers:
             _, found_hidden, found_inter = checkpoint.sizes(layer)
             checkpoint.read_experts(
-                layer, experts, hidden or found_hidden, inter or found_inter, experts=()
+                layer, experts, hidden or found_hidden, inter or found_inter, (), method
             )
     except (OSError, ValueError, KeyError) as error:
         raise OptionError(f"--kt-weight-path {path}: {error}") from error

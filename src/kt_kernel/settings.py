@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .methods import Method, get_method
+from .methods import Method, WeightForm, get_method
 from .pools import PoolPlan, get_team, plan_pools
 from .tensors import need_dense
 from .variant import KINDS, kernel_kind, kernel_table, native
@@ -82,17 +82,38 @@ def _only_for_sft(values: Mapping[str, Any]) -> None:
             )
 
 
-def _group_size(method: Method, given: Any) -> None:
-    """The group size is part of a method's name; what is given may only agree."""
+def _group_size(method: Method, given: Any) -> int | None:
+    """The group size that the weights must have, where it is not part of the method's name: there
+    what is given may only agree. The default of the interface counts as not given: None."""
     given = integer("group_size", given, 1, MAX_DIMENSION)
     if given in (method.group_size, GROUP_SIZE_NOT_GIVEN):
-        return
-    has = f"has group_size={method.group_size}" if method.group_size else "has no groups"
+        return None
+    if method.form is None and given % method.column_unit == 0:
+        return given
+    unit = method.column_unit
+    if method.form is None:
+        has, accepted = f"has groups of multiples of {unit}", f"multiples of {unit}, or "
+    elif method.group_size:
+        has, accepted = f"has group_size={method.group_size}", f"{method.group_size}, or "
+    else:
+        has, accepted = "has no groups", ""
     raise ValueError(
-        f"method {method.name} {has}, got group_size={given}; accepted: "
-        + (f"{method.group_size}, or " if method.group_size else "")
-        + f"the default {GROUP_SIZE_NOT_GIVEN}"
+        f"method {method.name} {has}, got group_size={given}; accepted: {accepted}"
+        f"the default {GROUP_SIZE_NOT_GIVEN}"
     )
+
+
+def check_sizes(
+    form: Method | WeightForm, method: str, hidden_size: int, intermediate: int, where: str = ""
+) -> None:
+    """Raises ValueError for sizes that the weights' groups do not divide."""
+    unit = form.column_unit
+    for name, size in (("hidden_size", hidden_size), ("moe_intermediate_size", intermediate)):
+        if size % unit:
+            raise ValueError(
+                f"{where + ': ' if where else ''}{name}={size} is not divisible by the group size "
+                f"{unit} of {method}; accepted: multiples of {unit}, or a method without groups"
+            )
 
 
 def _weight_path(path: Any) -> str | None:
@@ -170,6 +191,7 @@ class LayerSettings:
     max_tokens: int
     max_deferred: int
     method: Method
+    group_size: int | None  # that the weights must have; None: any, or told by the method
     table: str
     kind: int
     swiglu_limit: float
@@ -217,14 +239,8 @@ def check_settings(
     k = integer("num_experts_per_tok", num_experts_per_tok, 1, MAX_EXPERTS)
     hidden_size = integer("hidden_size", hidden_size, 1, MAX_DIMENSION)
     intermediate = integer("moe_intermediate_size", moe_intermediate_size, 1, MAX_DIMENSION)
-    _group_size(chosen, group_size)
-    group = chosen.group_size
-    for name, size in (("hidden_size", hidden_size), ("moe_intermediate_size", intermediate)):
-        if group and size % group:
-            raise ValueError(
-                f"{name}={size} is not divisible by the group size {group} of {method}; "
-                f"accepted: multiples of {group}, or a method without groups"
-            )
+    group = _group_size(chosen, group_size)
+    check_sizes(chosen, method, hidden_size, intermediate)
     if not isinstance(cpu_save, bool):
         raise TypeError(f"cpu_save must be True or False, got {cpu_save!r}")
     if cpu_save:
@@ -252,6 +268,7 @@ def check_settings(
         weight_path=_weight_path(weight_path),
         max_tokens=_chunk_tokens(chunked_prefill_size, k),
         method=chosen,
+        group_size=group,
         swiglu_limit=_number("swiglu_limit", swiglu_limit, 0.0),
         swiglu_alpha=_number("swiglu_alpha", swiglu_alpha),
         kind=kernel_kind(),
@@ -265,11 +282,12 @@ def check_settings(
 
 def _need_tile_kernel(s: LayerSettings) -> None:
     """Asks the core for a layer of no weights, so that its word counts here too."""
-    size = s.method.group_size or 1
+    form = s.method.form or WeightForm(s.method.format, group_size=32)
+    size = form.column_unit
     try:
         native().MoeLayer(
             get_team(s.pools), num_experts=1, top_k=1, hidden_size=size, intermediate_size=size,
-            format=s.method.format, group_size=s.method.group_size, cpu_slots=[False],
+            format=form.format, group_size=form.group_size, cpu_slots=[False],
             swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=1, table=s.table, kind=s.kind,
         )  # fmt: skip
     except ValueError as error:

@@ -141,18 +141,31 @@ def test_stacked_in_the_other_orientation(tmp_path):
 # --- layouts
 
 
-@pytest.mark.parametrize("suffix, method", [
-    ("weight_scale_inv", "FP8"), ("weight_scale", "FP8"), ("weight_packed", "compressed-tensors"),
-    ("weight_scale_2", "NVFP4"), ("qweight", "GPTQ_INT4"), ("scale", "MXFP4"),
-])  # fmt: skip
-def test_quantised_experts_are_refused_by_name(tmp_path, suffix, method):
+@pytest.mark.parametrize(
+    "suffix", ["weight_scale_inv", "weight_packed", "weight_scale_2", "qweight", "scale"]
+)
+def test_half_of_a_quantisation(tmp_path, suffix):
+    """One expert has a scale that the others lack."""
     name = f"{MOE}.0.up_proj.{suffix}"
-    fails(save(tmp_path, per_expert() | {name: torch.ones(1)}), name, method, "not supported yet")
+    missing = f"{MOE}.0.gate_proj.{suffix}' is missing"
+    fails(save(tmp_path, per_expert() | {name: torch.ones(1)}), missing, name)
 
 
-def test_mxfp4_stack_is_refused_by_name(tmp_path):
-    tensors = {f"{MOE}.gate_up_proj_{part}": torch.ones(1) for part in ("blocks", "scales", "bias")}
-    fails(save(tmp_path, tensors, model_type="gpt_oss"), "gate_up_proj_", "MXFP4")
+@pytest.mark.parametrize(
+    "parts", [("qweight", "scales"), ("weight_scale",), ("weight", "weight_scale", "weight_shape")]
+)
+def test_tensors_that_are_no_known_quantisation(tmp_path, parts):
+    tensors = {
+        name.removesuffix("weight") + part: tensor.clone()
+        for name, tensor in per_expert().items()
+        for part in parts
+    }
+    fails(save(tmp_path, tensors), MOE, ", ".join(sorted(parts)), "no known format", "GPTQ, AWQ")
+
+
+def test_only_scales_of_activations(tmp_path):
+    tensors = {n.replace("weight", "input_scale"): torch.ones(1) for n in per_expert()}
+    fails(save(tmp_path, tensors), f"{MOE}.0.gate_proj.weight", "missing")
 
 
 def test_packed_files_of_the_peer(tmp_path):

@@ -8,10 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import kt_kernel
+from kt_kernel.methods import FP8_ROW, WeightForm
 from kt_kernel.options import KTOptions, OptionError
 from kt_kernel.preflight import check_model, moe_layers, num_experts
+from kt_kernel.testing import quantise
 
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -95,3 +99,31 @@ def test_layers_with_experts() -> None:
     assert layers(decoder_sparse_step=2, mlp_only_layers=[5]) == [1, 3]
     assert layers(first_k_dense_replace=2) == [2, 3, 4, 5]
     assert layers(first_k_dense_replace=1, moe_layer_freq=2) == [2, 4]
+
+
+def quantised_copy(folder: Path) -> Path:
+    """The demo model's first layer, its experts in FP8 with one scale per row."""
+    tensors = {}
+    with safe_open(DEMO_MODEL / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            if ".experts." in name:
+                matrix = quantise(file.get_tensor(name), WeightForm(FP8_ROW))
+                tensors[name] = matrix.codes
+                tensors[name + "_scale"] = matrix.scale
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_method_and_checkpoint_that_disagree(tmp_path: Path) -> None:
+    path = quantised_copy(tmp_path)
+    assert check({"weight_path": str(path), "method": "FP8_PERCHANNEL"}) == ""
+    assert check({"weight_path": str(path), "method": "AMXINT8"}) == ""
+    error = check({"weight_path": str(path), "method": "FP8"})
+    assert error.startswith(f"--kt-weight-path {path}: ") and "method FP8_PERCHANNEL;" in error
+    error = check({"weight_path": str(DEMO_MODEL), "method": "MXFP4"})
+    assert error.startswith(f"--kt-weight-path {DEMO_MODEL}: ") and "not quantised (BF16)" in error
+
+
+def test_sizes_that_do_not_suit_the_method() -> None:
+    error = check({"weight_path": str(DEMO_MODEL), "method": "MXFP4"}, moe_intermediate_size=80)
+    assert error.startswith("--kt-method MXFP4: moe_intermediate_size=80 is not divisible by")

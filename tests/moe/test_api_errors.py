@@ -36,7 +36,7 @@ mask_of = torch.tensor
         ({"moe_intermediate_size": 65537}, ValueError, "moe_intermediate_size=65537"),
         ({"moe_intermediate_size": 32.0}, TypeError, "moe_intermediate_size must be an integer"),
         ({"hidden_size": True}, TypeError, "hidden_size must be an integer, got True"),
-        ({"method": "FP8"}, ValueError, "'FP8' is not supported yet; supported: BF16"),
+        ({"method": "LLAMAFILE"}, ValueError, "'LLAMAFILE' is not supported yet; supported: BF16"),
         ({"method": "int8"}, ValueError, "unknown method 'int8'"),
         ({"method": "AMXINT8_SFT"}, ValueError, "is for mode='sft'"),
         ({"method": 4}, TypeError, "method must be a string"),

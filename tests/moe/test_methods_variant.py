@@ -19,7 +19,7 @@ def test_tables_of_methods():
 @pytest.mark.parametrize(
     ("name", "error", "text"),
     [
-        ("FP8", ValueError, "'FP8' is not supported yet; supported: BF16, AMXINT8"),
+        ("LLAMAFILE", ValueError, "'LLAMAFILE' is not supported yet; supported: BF16, AMXINT8"),
         ("AMXBF16_SFT", ValueError, "mode='sft'"),
         ("amxint4", ValueError, "unknown method 'amxint4'"),
         (None, TypeError, "NoneType"),

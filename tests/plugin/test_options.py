@@ -77,7 +77,11 @@ def test_spellings(name: str, value: Any) -> None:
     ("given", "message"),
     [
         ({"method": "AMXINT9"}, "--kt-method AMXINT9: this method is unknown; accepted: BF16"),
-        ({"method": "MXFP4"}, "--kt-method MXFP4: this method is not supported yet"),
+        ({"method": "LLAMAFILE"}, "--kt-method LLAMAFILE: this method is not supported yet"),
+        (
+            {"method": "MXFP4"},
+            "--kt-method MXFP4: it takes weights over that are quantised already",
+        ),
         ({"method": 4}, "--kt-method 4: text is expected"),
         ({"cpuinfer": 0}, "--kt-cpuinfer 0: an integer of at least 1 is accepted"),
         ({"cpuinfer": "many"}, "--kt-cpuinfer many: an integer of at least 1"),

@@ -5,7 +5,13 @@ header.py    one safetensors file: its header, checked
 index.py     which files make up a checkpoint, which holds which tensor
 families.py  where each family of models keeps its experts
 layout.py    the expert tensors of one layer, by name
-bf16.py      reader of BF16, FP16 and FP32 experts
+quantization.py  what config.json says of quantisation
+reader.py    the reader of one layer, for what a method takes
+bf16.py      BF16, FP16 and FP32 experts
+formats.py   which quantised format the tensors are in; matrix.py what each of them offers:
+             fp8.py  mx.py (gpt_oss.py: its stacks)  nvfp4.py  int4.py (compressed-tensors)
+             gptq.py  awq.py
+parts.py, groups.py  what these share
 """
 
 from .checkpoint import Checkpoint, open_checkpoint, read_experts

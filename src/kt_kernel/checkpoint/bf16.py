@@ -11,21 +11,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..experts import ExpertTensors
 from .families import Stacked
 from .header import TensorInfo
-from .layout import BIASES, MATRICES, Layout, PerExpert, StackedExperts
+from .layout import BIASES, MATRICES, Layout, Parts, PerExpert, StackedExperts
+from .parts import Read
 
 DTYPES = ("BF16", "F16", "F32")
-
-# Returns the tensor, or the part of it with the given first index.
-Read = Callable[[TensorInfo, int | None], torch.Tensor]
 
 
 def infer_sizes(layout: Layout) -> tuple[int, int, int]:
     """(num_experts, hidden_size, moe_intermediate_size) as the shapes have them."""
     if isinstance(layout, PerExpert):
-        info = layout.experts[0]["down"]
+        info = layout.experts[0]["down"]["weight"]
         _check_rank(info, 2)
         return len(layout.experts), *info.shape
     gate_up, down = layout.tensors["gate_up"], layout.tensors["down"]
@@ -41,7 +38,7 @@ def infer_sizes(layout: Layout) -> tuple[int, int, int]:
                      f" of shape {list(down.shape)}")  # fmt: skip
 
 
-def layer_reader(
+def open_dense(
     layout: Layout, num_experts: int, hidden_size: int, intermediate_size: int, read: Read
 ) -> tuple[tuple[str, ...], Callable[[int], dict[str, torch.Tensor]]]:
     """Checks all of `layout` against the sizes; reads nothing.
@@ -51,51 +48,13 @@ def layer_reader(
     Raises ValueError naming file and tensor for a wrong number of experts, shape or dtype.
     """
     sizes = num_experts, hidden_size, intermediate_size
-    try:
-        if isinstance(layout, PerExpert):
-            _check_per_expert(layout, *sizes)
-            has_biases = "gate_bias" in layout.experts[0]
-        else:
-            arrangement = _check_stacked(layout, *sizes)
-            has_biases = arrangement.gate_up_bias is not None
-    except ValueError as error:
-        raise ValueError(f"{error}{_other_model(layout, sizes)}") from None
-    fields = MATRICES + BIASES if has_biases else MATRICES
     if isinstance(layout, PerExpert):
+        _check_per_expert(layout, *sizes)
+        fields = MATRICES + BIASES if "bias" in layout.experts[0]["gate"] else MATRICES
         return fields, lambda expert: _read_per_expert(layout.experts[expert], read)
+    arrangement = _check_stacked(layout, *sizes)
+    fields = MATRICES + BIASES if arrangement.gate_up_bias is not None else MATRICES
     return fields, lambda expert: _read_stacked(layout, arrangement, expert, read)
-
-
-def _other_model(layout: Layout, expected: tuple[int, int, int]) -> str:
-    """All sizes side by side, where the layer as a whole has others than expected."""
-    try:
-        found = infer_sizes(layout)
-    except ValueError:
-        return ""
-    if found == expected:
-        return ""
-
-    def text(sizes: tuple[int, int, int]) -> str:
-        return "{} experts of hidden size {} and intermediate size {}".format(*sizes)
-
-    return f"; the checkpoint has {text(found)} there, expected are {text(expected)}"
-
-
-def read_layer(
-    layout: Layout,
-    num_experts: int,
-    hidden_size: int,
-    intermediate_size: int,
-    wanted: Sequence[int],
-    read: Read,
-) -> ExpertTensors:
-    """Checks `layout` as `layer_reader` does, then reads the experts in `wanted`."""
-    sizes = num_experts, hidden_size, intermediate_size
-    fields, read_expert = layer_reader(layout, *sizes, read)
-    parts = {e: read_expert(e) for e in wanted}
-    return ExpertTensors(
-        **{f: [parts[e][f] if e in parts else None for e in range(num_experts)] for f in fields}
-    )
 
 
 def _check_rank(info: TensorInfo, rank: int) -> None:
@@ -106,8 +65,7 @@ def _check_rank(info: TensorInfo, rank: int) -> None:
 def _check(info: TensorInfo, shape: Sequence[int], dtype: str | None) -> None:
     if info.dtype not in DTYPES:
         raise ValueError(
-            f"{info} has dtype {info.dtype}; expected {', '.join(DTYPES)} (quantised experts are"
-            " not supported yet)"
+            f"{info} has dtype {info.dtype} and no scales beside it; expected {', '.join(DTYPES)}"
         )
     if dtype and info.dtype != dtype:
         raise ValueError(f"{info} has dtype {info.dtype}; expected {dtype} as in the first expert")
@@ -117,18 +75,24 @@ def _check(info: TensorInfo, shape: Sequence[int], dtype: str | None) -> None:
 
 def _check_per_expert(layout: PerExpert, num_experts: int, hidden: int, inter: int) -> None:
     experts = layout.experts
-    if len(experts) != num_experts:
-        last = experts[-1]["down"]
+    check_count(layout, num_experts)
+    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+    dtype = experts[0]["gate"]["weight"].dtype
+    for expert in experts:
+        for matrix, parts in expert.items():
+            _check(parts["weight"], shapes[matrix], dtype)
+            if "bias" in parts:
+                _check(parts["bias"], shapes[matrix][:1], None)
+
+
+def check_count(layout: PerExpert, num_experts: int) -> None:
+    """ValueError for another number of experts."""
+    if len(layout.experts) != num_experts:
+        last = next(iter(layout.experts[-1]["down"].values()))
         raise ValueError(
-            f"{last} belongs to the last of {len(experts)} experts in {layout.where!r};"
+            f"{last} belongs to the last of {len(layout.experts)} experts in {layout.where!r};"
             f" num_experts is {num_experts}"
         )
-    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
-    shapes |= {"gate_bias": (inter,), "up_bias": (inter,), "down_bias": (hidden,)}
-    dtype = experts[0]["gate"].dtype
-    for expert in experts:
-        for field, info in expert.items():
-            _check(info, shapes[field], dtype if field in MATRICES else None)
 
 
 def _stacked_shapes(
@@ -156,8 +120,18 @@ def _check_stacked(layout: StackedExperts, num_experts: int, hidden: int, inter:
     return chosen
 
 
-def _read_per_expert(expert: dict[str, TensorInfo], read: Read) -> dict[str, torch.Tensor]:
-    return {f: read(i, None).float() if f in BIASES else read(i, None) for f, i in expert.items()}
+def _read_per_expert(expert: dict[str, Parts], read: Read) -> dict[str, torch.Tensor]:
+    matrices = {matrix: read(parts["weight"], None) for matrix, parts in expert.items()}
+    return matrices | read_biases(expert, read)
+
+
+def read_biases(expert: dict[str, Parts], read: Read) -> dict[str, torch.Tensor]:
+    """The biases that an expert has, float32."""
+    return {
+        f"{matrix}_bias": read(parts["bias"], None).float()
+        for matrix, parts in expert.items()
+        if "bias" in parts
+    }
 
 
 def _read_stacked(
@@ -167,16 +141,17 @@ def _read_stacked(
     gate_up, down = part["gate_up"], part["down"]
     if s.columns:
         gate_up, down = gate_up.T, down.T
-    gate, up = _halves(gate_up, s.interleaved)
+    gate, up = halves(gate_up, s.interleaved)
     result = {"gate": gate.contiguous(), "up": up.contiguous(), "down": down.contiguous()}
     if s.gate_up_bias:
-        gate, up = _halves(part["gate_up_bias"], s.interleaved)
+        gate, up = halves(part["gate_up_bias"], s.interleaved)
         result |= {"gate_bias": gate.float().contiguous(), "up_bias": up.float().contiguous()}
         result["down_bias"] = part["down_bias"].float()
     return result
 
 
-def _halves(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def halves(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate's part and up's part along the first dimension."""
     if interleaved:
         return gate_up[::2], gate_up[1::2]
     half = gate_up.shape[0] // 2

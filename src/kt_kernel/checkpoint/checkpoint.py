@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..experts import ExpertTensors
+from ..experts import ExpertTensors, Matrix
+from ..methods import WeightForm
 from ..text import ranges
-from .bf16 import infer_sizes, layer_reader, read_layer
 from .families import model_type
 from .header import TensorInfo
 from .index import Index, read_index, stamp
 from .layout import Layout, find_layout, find_packed, layer_tensors, refuse_packed
 from .paths import check_path
+from .quantization import read_quantization
+from .reader import LayerReader, infer_sizes, open_layer
 
 
 class Checkpoint:
@@ -35,6 +37,7 @@ class Checkpoint:
         self._layers = layer_tensors(index.tensors)
         self._layouts: dict[int, Layout | None] = {}
         self._packed = find_packed(index.tensors)
+        self._quantization = read_quantization(index.config, index.config_path)
 
     @property
     def path(self) -> str:
@@ -61,7 +64,7 @@ class Checkpoint:
 
     def sizes(self, layer_idx: int) -> tuple[int, int, int]:
         """(num_experts, hidden_size, moe_intermediate_size) as the files have them."""
-        return infer_sizes(self._layout(layer_idx))
+        return infer_sizes(self._layout(layer_idx), self._quantization)
 
     def read_experts(
         self,
@@ -70,21 +73,26 @@ class Checkpoint:
         hidden_size: int,
         moe_intermediate_size: int,
         experts: Iterable[int] | None = None,
+        method: str | None = None,
     ) -> ExpertTensors:
-        """Reads the experts of one layer, in logical order, as they are stored (BF16, FP16, FP32).
+        """Reads the experts of one layer, in logical order.
 
         experts: the logical ids wanted (default all); the entries of the others are None and their
-        data is not read. Weights are contiguous CPU tensors that stay valid on their own; see
-        `ExpertTensors` for shapes.
+        data is not read. method: the weights are given as this method takes them, which for FP8
+        checkpoints and methods that quantise by themselves is float32; None: as they are stored.
+        Weights are contiguous CPU tensors that stay valid on their own; see `ExpertTensors` for
+        shapes.
 
         Raises ValueError naming file and tensor if experts are missing, too many, of another shape
-        or dtype, quantised, or laid out in a way that is not known.
+        or dtype, laid out in a way that is not known, not what the method takes, or with scales that
+        are negative or not finite.
         """
         layout, sizes, wanted = self._request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
         )
         with _Files(self._index) as files:
-            return read_layer(layout, *sizes, wanted, files.read)
+            reader = open_layer(layout, sizes, files.read, self._quantization, method)
+            return reader.read_all(num_experts, wanted)
 
     @contextmanager
     def each_expert(
@@ -94,7 +102,8 @@ class Checkpoint:
         hidden_size: int,
         moe_intermediate_size: int,
         experts: Iterable[int] | None = None,
-    ) -> Iterator[Iterator[tuple[int, dict[str, torch.Tensor]]]]:
+        method: str | None = None,
+    ) -> Iterator[ExpertStream]:
         """`read_experts` one by one, so that only one expert's copies need be in memory.
 
             with checkpoint.each_expert(3, 128, 2048, 768) as experts:
@@ -103,14 +112,14 @@ class Checkpoint:
         Gives the logical id, ascending, and a dictionary of the fields of `ExpertTensors`. On
         entry all of the layer has been checked and nothing was read.
 
-        Raises what `read_experts` raises, on entry.
+        Raises what `read_experts` raises; for all but values of scales, on entry.
         """
         layout, sizes, wanted = self._request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
         )
         with _Files(self._index) as files:
-            _, read_expert = layer_reader(layout, *sizes, files.read)
-            yield ((expert, read_expert(expert)) for expert in wanted)
+            reader = open_layer(layout, sizes, files.read, self._quantization, method)
+            yield ExpertStream(reader, wanted)
 
     def _request(
         self, layer_idx: Any, num_experts: Any, hidden: Any, inter: Any, experts: Any
@@ -154,6 +163,20 @@ class Checkpoint:
             )
             raise ValueError(f"{self.path}: layer {layer_idx} has no experts; {have}")
         return layout
+
+
+class ExpertStream:
+    """The experts of a layer, read as they are asked for.
+
+    form: of quantised weights; None for dense ones.
+    """
+
+    def __init__(self, reader: LayerReader, wanted: list[int]) -> None:
+        self.form: WeightForm | None = reader.form
+        self._reader, self._wanted = reader, wanted
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Matrix]]]:
+        return ((expert, self._reader.read(expert)) for expert in self._wanted)
 
 
 class _Files:
@@ -227,10 +250,11 @@ def read_experts(
     hidden_size: int,
     moe_intermediate_size: int,
     experts: Iterable[int] | None = None,
+    method: str | None = None,
 ) -> ExpertTensors:
     """`open_checkpoint(path).read_experts(...)`."""
     return open_checkpoint(path).read_experts(
-        layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
+        layer_idx, num_experts, hidden_size, moe_intermediate_size, experts, method
     )
 
 

@@ -24,6 +24,8 @@ class Stacked:
     columns True:  gate_up [E, H, 2I], down [E, I, H], for x @ W.
     interleaved: gate and up alternate along 2I, gate first; otherwise all of gate, then all of up.
     Biases, where named: [E, 2I], arranged as the weights are, and [E, H].
+    Scales, where named: MXFP4, blocks uint8 [E, 2I, H/32, 16] and [E, H, I/32, 16], their scales
+    [E, 2I, H/32] and [E, H, I/32].
     """
 
     gate_up: str
@@ -32,6 +34,13 @@ class Stacked:
     interleaved: bool = False
     gate_up_bias: str | None = None
     down_bias: str | None = None
+    gate_up_scales: str | None = None
+    down_scales: str | None = None
+
+    def names(self) -> dict[str, str]:
+        """Field to name, of those that there are."""
+        fields = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scales", "down_scales")
+        return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,15 @@ _GPT_OSS = Family(
             interleaved=True,
             gate_up_bias="mlp.experts.gate_up_proj_bias",
             down_bias="mlp.experts.down_proj_bias",
+        ),
+        Stacked(
+            "mlp.experts.gate_up_proj_blocks",
+            "mlp.experts.down_proj_blocks",
+            interleaved=True,
+            gate_up_bias="mlp.experts.gate_up_proj_bias",
+            down_bias="mlp.experts.down_proj_bias",
+            gate_up_scales="mlp.experts.gate_up_proj_scales",
+            down_scales="mlp.experts.down_proj_scales",
         ),
     ),
 )

@@ -29,30 +29,29 @@ _EXPERT = re.compile(r"(?:(.+)\.)?experts\.([0-9]{1,9})\.(.+)", re.DOTALL)
 _PACKED = re.compile(r"blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_exps\.")
 _LOOKS_STACKED = re.compile(
     r"(.+\.)?(experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|v1|fc1|fc2|mlp\..+)"
-    r"(\.weight)?|(input|output)_linear\.weight)"
+    r"(\.weight|_blocks)?|(input|output)_linear\.weight)"
 )
 
-# Last part of the name of a tensor that only quantised checkpoints have.
-_QUANTISED = (
-    (("weight_scale_inv",), "FP8 or MXFP8 (scales per block)"),
-    (("weight_scale_2", "weight_global_scale"), "NVFP4"),
-    (("weight_packed", "weight_shape"), "compressed-tensors (RAWINT4, MXFP4 or NVFP4)"),
-    (("weight_scale", "weight_zero_point", "weight_g_idx"), "FP8 or compressed-tensors"),
-    (("qweight", "qzeros", "scales", "g_idx"), "GPTQ_INT4 or AWQ_INT4"),
-    (
-        ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),
-        "MXFP4",
-    ),
-    (("scale",), "FP8 or MXFP4"),
-)
+# What may follow "experts.{e}.{projection}.": parts of a matrix, and scales of activations, which
+# are not needed.
+_PARTS = (
+    "weight", "bias", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale",
+    "scale", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "qweight",
+    "qzeros", "scales", "g_idx",
+)  # fmt: skip
+_UNUSED_PARTS = ("input_scale", "input_global_scale")
+
+# The tensors of one matrix by the part of their names: "weight", "bias", "weight_scale", ...
+Parts = dict[str, TensorInfo]
 
 
 @dataclass(frozen=True)
 class PerExpert:
-    """where: the names up to "experts"; experts: per expert, field of ExpertTensors to tensor."""
+    """where: the names up to "experts"; experts: per expert, gate, up and down to their tensors,
+    the same parts for all."""
 
     where: str
-    experts: list[dict[str, TensorInfo]]
+    experts: list[dict[str, Parts]]
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,10 @@ def find_layout(
     """The layout of one layer, or None if it has no experts.
 
     tensors: those of `layer_tensors`; kind: model_type. Raises ValueError naming file and tensor
-    for quantised, unknown, ambiguous or incomplete layouts.
+    for unknown, ambiguous or incomplete layouts.
     """
     family = FAMILIES.get(kind) if kind else None
     split = [_split(name, info) for name, info in tensors.items()]
-    for _, rest, info in split:
-        if "experts." in rest and "shared_expert" not in rest:
-            _refuse_quantised(info, rest)
     stacked = _find_stacked(layer_idx, family, split)
     groups: dict[str, list[tuple[str, str, TensorInfo]]] = {}
     for prefix, rest, info in split:
@@ -139,15 +135,6 @@ def _split(name: str, info: TensorInfo) -> tuple[str, str, TensorInfo]:
     return name[: match.start()], name[match.end() :], info
 
 
-def _refuse_quantised(info: TensorInfo, rest: str) -> None:
-    last = rest.rsplit(".", 1)[-1]
-    for names, method in _QUANTISED:
-        if last in names:
-            raise ValueError(
-                f"{info}: {method} experts are not supported yet; expected BF16 weights"
-            )
-
-
 def _refuse_stacked(
     path: str, split: Iterable[tuple[str, str, TensorInfo]], kind: str | None, has_config: bool
 ) -> None:
@@ -169,15 +156,15 @@ def _find_stacked(
 ) -> list[StackedExperts]:
     found = []
     by_place = {(prefix, rest): info for prefix, rest, info in split}
-    fields = ("gate_up", "down", "gate_up_bias", "down_bias")
-    variants: dict[tuple[str | None, ...], list[Stacked]] = {}
+    variants: dict[tuple[tuple[str, str], ...], list[Stacked]] = {}
     for stacked in family.stacked if family else ():
-        variants.setdefault(tuple(getattr(stacked, f) for f in fields), []).append(stacked)
+        variants.setdefault(tuple(stacked.names().items()), []).append(stacked)
     for prefix in PREFIXES:
         for names, candidates in variants.items():
-            wanted = {f: n for f, n in zip(fields, names, strict=True) if n is not None}
-            present = {f: by_place[prefix, n] for f, n in wanted.items() if (prefix, n) in by_place}
-            if not present:
+            wanted = dict(names)
+            present = {f: by_place[prefix, n] for f, n in names if (prefix, n) in by_place}
+            # Biases have the same names in all variants; they tell nothing.
+            if not any(not f.endswith("_bias") for f in present):
                 continue
             where = f"{prefix}layers.{layer_idx}."
             some = next(iter(present.values()))
@@ -186,7 +173,10 @@ def _find_stacked(
                     f"{some.file}: tensor {where + wanted[field]!r} is missing; found {some.name!r}"
                 )
             used = set(wanted.values())
-            stems = tuple(wanted[f].removesuffix(".weight") for f in ("gate_up", "down"))
+            stems = tuple(
+                wanted[f].removesuffix(".weight").removesuffix("_blocks")
+                for f in ("gate_up", "down")
+            )
             for (other, rest), info in by_place.items():
                 if other == prefix and rest not in used and rest.startswith(stems):
                     raise ValueError(f"{info}: not expected beside {some.name!r}")
@@ -195,33 +185,46 @@ def _find_stacked(
 
 
 def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]]) -> PerExpert:
-    experts: dict[int, dict[str, TensorInfo]] = {}
+    experts: dict[int, dict[str, Parts]] = {}
     namings: dict[int, TensorInfo] = {}
     for digits, rest, info in members:
         number = int(digits)
-        projection, _, kind = rest.partition(".")
+        projection, _, part = rest.partition(".")
         found = [(i, n[projection]) for i, n in enumerate(_NAMINGS) if projection in n]
-        if digits != str(number) or not found or kind not in ("weight", "bias"):
+        if digits != str(number) or not found or part not in _PARTS + _UNUSED_PARTS:
             raise ValueError(
                 f"{info}: not understood; expected {where}.<number>.<gate_proj, up_proj, down_proj"
-                " or w1, w3, w2>.<weight or bias>"
+                f" or w1, w3, w2>.<{', '.join(_PARTS)}>"
             )
         naming, matrix = found[0]
         namings[naming] = info
         if len(namings) > 1:
             raise ValueError(f"{info}: named otherwise than {namings[1 - naming].name!r}")
-        experts.setdefault(number, {})[matrix if kind == "weight" else f"{matrix}_bias"] = info
+        parts = experts.setdefault(number, {}).setdefault(matrix, {})
+        if part in _PARTS:
+            parts[part] = info
     names = {matrix: projection for projection, matrix in _NAMINGS[min(namings)].items()}
     last = max(experts)
-    some = experts[last][min(experts[last])]
-    has_bias = any(field in BIASES for fields in experts.values() for field in fields)
+    everywhere = {part for e in experts.values() for parts in e.values() for part in parts}
+    everywhere = everywhere or {"weight"}
     for number in range(last + 1):
-        for field in MATRICES + (BIASES if has_bias else ()):
-            if field not in experts.get(number, {}):
-                matrix, _, bias = field.partition("_")
-                name = f"{where}.{number}.{names[matrix]}.{bias or 'weight'}"
-                file = next(iter(experts[number].values())).file if number in experts else path
+        for matrix in MATRICES:
+            present = experts.get(number, {}).get(matrix, {})
+            for part in sorted(everywhere - present.keys(), key=_PARTS.index):
+                name = f"{where}.{number}.{names[matrix]}.{part}"
+                file, some = _neighbour(experts, number, part, members[0][2])
                 raise ValueError(
-                    f"{file}: tensor {name!r} is missing; the experts go up to {some.name!r}"
+                    f"{file or path}: tensor {name!r} is missing; the experts go up to {last}, and"
+                    f" there is {some.name!r}"
                 )
     return PerExpert(where, [experts[number] for number in range(last + 1)])
+
+
+def _neighbour(
+    experts: dict[int, dict[str, Parts]], number: int, part: str, other: TensorInfo
+) -> tuple[str | None, TensorInfo]:
+    """The file that has something of the expert, and a tensor like the one that it lacks, or
+    `other`."""
+    own = [info for parts in experts.get(number, {}).values() for info in parts.values()]
+    alike = [parts[part] for e in sorted(experts) for parts in experts[e].values() if part in parts]
+    return (own[0].file if own else None), (alike[-1] if alike else other)

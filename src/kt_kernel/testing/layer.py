@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from ..methods import get_method
+from ..quantised import QuantisedMatrix
 from .rounding import kernel_errors, quantise_weights, round_activations
+
+Experts = torch.Tensor | Sequence[QuantisedMatrix]
 
 # Relative error allowed to a float32 sum of products, against the sum of their absolute values.
 _FLOAT32_NOISE = 2**-23
@@ -96,9 +99,9 @@ def moe_reference_with_noise(
     hidden: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
+    gate: Experts,
+    up: Experts,
+    down: Experts,
     *,
     method: str = "BF16",
     physical_to_logical_map: torch.Tensor | None = None,
@@ -121,7 +124,8 @@ def moe_reference_with_noise(
 
     Args:
         hidden: [T, H]; topk_ids: [T, k] slots; topk_weights: [T, k].
-        gate, up: [E, I, H], down: [E, H, I], logical order, source weights; quantised here.
+        gate, up: [E, I, H], down: [E, H, I], logical order, source weights; quantised here. Or E
+            quantised matrices each.
         method: decides the weights' and activations' rounding.
         physical_to_logical_map: [E]; None: the identity.
         gpu_experts_mask: bool [E], True = skipped; None: none.
@@ -141,8 +145,10 @@ def moe_reference_with_noise(
     if physical_to_logical_map is None:
         physical_to_logical_map = torch.arange(experts)
 
-    def weights_of(matrix: torch.Tensor) -> torch.Tensor:
-        return quantise_weights(method, matrix) if rounded else matrix.double()
+    def weights_of(matrix: torch.Tensor | QuantisedMatrix) -> torch.Tensor:
+        if isinstance(matrix, QuantisedMatrix) or rounded:
+            return quantise_weights(method, matrix)
+        return matrix.double()
 
     def bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor:
         return torch.zeros(1).double() if bias is None else bias[expert].float().double()

@@ -22,8 +22,11 @@ from ..methods import (
     MXFP4,
     MXFP8,
     NVFP4,
+    WeightForm,
     get_method,
 )
+from ..quantised import QuantisedMatrix
+from .quantised import quantise, values_of
 
 # What kernels may do beyond the rules of rounding (kernels/include/kt/kernel_table.h). GEMV kernels
 # of 4-bit weights take activations in fixed point, see `_fixed_point_error`.
@@ -47,17 +50,35 @@ def _symmetric(
     return (w * multiplier).round().clamp(-levels, levels), absmax / top
 
 
-def quantise_weights(method: str, weights: torch.Tensor) -> torch.Tensor:
+def form_of(method: str, group_size: int = 32, zero: bool | None = None) -> WeightForm:
+    """A form that the method's weights may have; ``group_size`` and ``zero`` (whether there are
+    zero points; None: as the method's first format has it) count where the source tells."""
+    chosen = get_method(method)
+    if chosen.form is not None:
+        return chosen.form
+    format = chosen.format if zero is None else INT4_ZERO if zero else INT4_GROUP
+    return WeightForm(format, group_size)
+
+
+def quantise_weights(method: str, weights: torch.Tensor | QuantisedMatrix) -> torch.Tensor:
     """What the packed weights of ``method`` stand for.
 
     Args:
         method: a supported method.
-        weights: [..., N, K], bf16, fp16 or fp32, finite.
+        weights: [..., N, K], bf16, fp16 or fp32, finite, which is quantised here (in groups of 32
+            where the method leaves it open); or a matrix that is quantised already.
 
     Returns:
         float64 [..., N, K], the dequantised values.
     """
+    if isinstance(weights, QuantisedMatrix):
+        return values_of(weights)
     chosen = get_method(method)
+    if chosen.quantised:
+        if weights.dim() == 2:
+            return values_of(quantise(weights, form_of(method)))
+        each = [quantise_weights(method, matrix) for matrix in weights.flatten(0, -3)]
+        return torch.stack(each).reshape(weights.shape)
     w = weights.detach().cpu().float()
     if chosen.format == BF16_WEIGHTS:
         return w.bfloat16().double()

@@ -11,6 +11,8 @@ import re
 import torch
 
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.layout import BIASES, MATRICES
+from ..quantised import QuantisedMatrix
 
 _BASE_KEY = re.compile(r"((?:.*\.)?layers\.([0-9]{1,9}))(?:\..*)?|blk\.([0-9]{1,9})")
 
@@ -20,6 +22,8 @@ class SafeTensorLoader:
 
     Raises FileNotFoundError if there is none.
     """
+
+    only_dense = False
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
         self._checkpoint: Checkpoint | None = open_checkpoint(file_path)
@@ -42,8 +46,10 @@ class SafeTensorLoader:
         """All experts of the layer named by `base_key`, for instance "model.layers.3".
 
         Returns lists over the experts: gate and up [I, H], down [H, I], and gate_bias, up_bias and
-        down_bias where the model has them; gate_scale, up_scale and down_scale are None. Raises
-        ValueError if the layer has no experts, or quantised ones.
+        down_bias where the model has them; gate_scale, up_scale and down_scale are None. Of
+        quantised experts, these are codes and scale of `kt_kernel.quantised.QuantisedMatrix`; use
+        `kt_kernel.checkpoint` for zero points and scales of whole matrices. Raises ValueError if the
+        layer has no experts.
         """
         match = _BASE_KEY.fullmatch(base_key)
         if not match:
@@ -56,10 +62,20 @@ class SafeTensorLoader:
         experts = checkpoint.read_experts(layer_idx, *checkpoint.sizes(layer_idx))
         result: dict[str, list[torch.Tensor] | None] = {
             name: [tensor.to(device) for tensor in getattr(experts, name)]
-            for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+            for name in BIASES
             if getattr(experts, name) is not None
         }
-        return result | {"gate_scale": None, "up_scale": None, "down_scale": None}
+        for name in MATRICES:
+            matrices = getattr(experts, name)
+            quantised = isinstance(matrices[0], QuantisedMatrix)
+            if quantised and self.only_dense:
+                raise ValueError(f"base_key {base_key!r}: the experts are quantised; use"
+                                 " SafeTensorLoader")  # fmt: skip
+            codes = [matrix.codes for matrix in matrices] if quantised else matrices
+            scales = [matrix.scale for matrix in matrices] if quantised else None
+            result[name] = [tensor.to(device) for tensor in codes]
+            result[f"{name}_scale"] = scales and [tensor.to(device) for tensor in scales]
+        return result
 
     def close_all_handles(self) -> None:
         """Lets go of the checkpoint; the loader cannot be used afterwards, its tensors can."""
@@ -67,4 +83,6 @@ class SafeTensorLoader:
 
 
 class BF16SafeTensorLoader(SafeTensorLoader):
-    """The same for unquantised experts, which are the only ones read so far."""
+    """The same for unquantised experts only; ValueError for others."""
+
+    only_dense = True

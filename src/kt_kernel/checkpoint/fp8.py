@@ -1,0 +1,103 @@
+"""FP8 experts: e4m3 codes with float32 scales per 128x128 block, per row, or per matrix.
+
+DeepSeek-V3 names the scales weight_scale_inv (they are multiplied with nevertheless),
+compressed-tensors weight_scale. Scales may also be powers of two (ue8m0). OFP8 1.0: e4m3 is the
+"fn" variant, without infinities.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..methods import FP8_BLOCK, FP8_ROW, WeightForm
+from ..quantised import QuantisedMatrix
+from .header import TensorInfo
+from .layout import Parts
+from .matrix import MatrixFormat, Shapes, two_dimensions
+from .parts import FLOATS, UE8M0, Read, check_tensor, float_scales, ue8m0_scales
+from .quantization import Quantization
+
+E4M3 = ("F8_E4M3",)
+_BLOCK = 128
+_SINGLE = ((), (1,), (1, 1))
+
+
+def scale_of(parts: Parts) -> TensorInfo:
+    """The one tensor of scales beside "weight"."""
+    return next(parts[name] for name in ("weight_scale_inv", "weight_scale", "scale")
+                if name in parts)  # fmt: skip
+
+
+class Fp8Block(MatrixFormat):
+    """weight e4m3 [N, K]; scales [ceil(N/128), ceil(K/128)], or one for all of the matrix."""
+
+    title = "FP8 with scales per 128x128 block"
+    method = "FP8"
+    quant_methods = ("fp8", "compressed-tensors", "modelopt", "fbgemm_fp8")
+
+    @classmethod
+    def size(cls, parts: Parts) -> tuple[int, int]:
+        return two_dimensions(parts["weight"])
+
+    @classmethod
+    def layer_form(
+        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
+    ) -> WeightForm:
+        block = [_BLOCK, _BLOCK]
+        some = scale_of(first["gate"])
+        quantization.expect_value(some, ("weight_block_size",), block, tuple(block))
+        return WeightForm(FP8_BLOCK)
+
+    def check(self, parts: Parts, rows: int, columns: int) -> None:
+        check_tensor(parts["weight"], E4M3, (rows, columns))
+        blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
+        check_tensor(scale_of(parts), FLOATS + UE8M0, blocks, *_SINGLE)
+
+    def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
+        info = scale_of(parts)
+        scale = read(info, None)
+        if info.dtype in UE8M0:
+            scale = ue8m0_scales(info, scale).view(torch.float8_e8m0fnu)
+        scale = float_scales(info, scale.float())
+        blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
+        if scale.numel() == 1:
+            scale = scale.reshape(1, 1).expand(blocks)
+        return QuantisedMatrix(FP8_BLOCK, read(parts["weight"], None), scale.contiguous())
+
+
+class Fp8Row(MatrixFormat):
+    """weight e4m3 [N, K]; scales [N] or [N, 1]."""
+
+    title = "FP8 with scales per row"
+    method = "FP8_PERCHANNEL"
+    quant_methods = Fp8Block.quant_methods
+
+    @classmethod
+    def size(cls, parts: Parts) -> tuple[int, int]:
+        return two_dimensions(parts["weight"])
+
+    @classmethod
+    def layer_form(
+        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
+    ) -> WeightForm:
+        return WeightForm(FP8_ROW)
+
+    def check(self, parts: Parts, rows: int, columns: int) -> None:
+        check_tensor(parts["weight"], E4M3, (rows, columns))
+        check_tensor(scale_of(parts), FLOATS, (rows,), (rows, 1))
+
+    def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
+        info = scale_of(parts)
+        scale = float_scales(info, read(info, None).float()).reshape(rows).contiguous()
+        return QuantisedMatrix(FP8_ROW, read(parts["weight"], None), scale)
+
+
+def dequantise(matrix: QuantisedMatrix) -> torch.Tensor:
+    """float32 [N, K] of an FP8 matrix, for methods that quantise by themselves."""
+    weights = matrix.codes.float()
+    if matrix.format == FP8_ROW:
+        return weights.mul_(matrix.scale[:, None])
+    for i, scale in enumerate(matrix.scale):
+        rows = weights[i * _BLOCK : (i + 1) * _BLOCK]
+        rows.mul_(scale.repeat_interleave(_BLOCK)[: rows.shape[1]])
+    return weights

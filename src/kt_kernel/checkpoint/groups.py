@@ -1,0 +1,77 @@
+"""Group sizes of INT4 experts: found from the scales, the same for all of a layer."""
+
+from __future__ import annotations
+
+import torch
+
+from ..methods import WeightForm
+from ..quantised import SCALE_TYPES
+from .header import TensorInfo
+from .matrix import Shapes
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_USUAL = (128, 64, 32)
+
+
+def scale_type(info: TensorInfo) -> int:
+    """Number of the scales' type. ValueError for one that is none."""
+    if info.dtype not in _DTYPES:
+        raise ValueError(f"{info} has dtype {info.dtype}; expected {' or '.join(_DTYPES)}")
+    return SCALE_TYPES[_DTYPES[info.dtype]]
+
+
+def check_scale_type(info: TensorInfo, form: WeightForm) -> None:
+    """ValueError for scales of another type than the layer's."""
+    if scale_type(info) != form.scale_type:
+        raise ValueError(
+            f"{info} has dtype {info.dtype}; expected that of the first expert's scales"
+        )
+
+
+def layer_group(groups: dict[str, int], scales: dict[str, TensorInfo], shapes: Shapes) -> int:
+    """Columns per scale in a layer of which gate, up and down have so many groups along K.
+
+    One group per row, in all three, may be longer in gate than in down; it is repeated for groups
+    of a usual size. ValueError where there is no common size, or one that no kernel takes.
+    """
+    columns = {name: shape[1] for name, shape in shapes.items()}
+    for name, count in groups.items():
+        if count < 1 or columns[name] % count:
+            raise ValueError(
+                f"{scales[name]} has {count} groups; expected a number that divides the"
+                f" {columns[name]} columns"
+            )
+    if all(count == 1 for count in groups.values()):
+        usual = [g for g in _USUAL if all(k % g == 0 for k in columns.values())]
+        if not usual:
+            raise ValueError(
+                f"{scales['down']}: one scale per row needs sizes that are multiples of 32;"
+                f" gate has {columns['gate']} columns and down {columns['down']}"
+            )
+        return usual[0]
+    sizes = {name: columns[name] // count for name, count in groups.items()}
+    size = sizes["gate"]
+    for name, other in sizes.items():
+        if other != size:
+            raise ValueError(
+                f"{scales[name]}: a group is of {other} columns; expected {size} as in gate"
+            )
+    if size % 32:
+        raise ValueError(f"{scales['gate']}: a group is of {size} columns; accepted: multiples"
+                         " of 32")  # fmt: skip
+    return size
+
+
+def in_groups(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """[N, groups] with `count` groups: as it is, or its only one repeated. Contiguous."""
+    return (tensor.expand(-1, count) if tensor.shape[1] == 1 else tensor).contiguous()
+
+
+def check_order(info: TensorInfo, order: torch.Tensor, columns: int, groups: int) -> None:
+    """ValueError unless columns are in the order of their groups ([K] of group numbers)."""
+    expected = torch.arange(columns, device="cpu") // (columns // groups)
+    if not torch.equal(order.long(), expected):
+        raise ValueError(
+            f"{info}: columns are in another order than their groups (desc_act, act-order), which"
+            " is not supported; quantise with desc_act=False"
+        )

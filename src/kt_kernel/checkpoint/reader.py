@@ -1,0 +1,183 @@
+"""The reader of one layer: dense or quantised, checked against sizes and method before it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..experts import ExpertTensors, Matrix
+from ..methods import FP8_BLOCK, FP8_ROW, MXFP4, Method, WeightForm, get_method
+from . import bf16, gpt_oss
+from .formats import identify, is_dense
+from .fp8 import dequantise
+from .header import TensorInfo
+from .layout import BIASES, MATRICES, Layout, PerExpert, StackedExperts
+from .matrix import MatrixFormat
+from .mx import MxFp4
+from .parts import FLOATS, Read, check_tensor
+from .quantization import Quantization
+
+_CONVERTED = (FP8_BLOCK, FP8_ROW)  # read by methods that quantise by themselves, too
+
+
+@dataclass(frozen=True)
+class LayerReader:
+    """fields: those of ExpertTensors that the layer has. form: of quantised weights, None for dense
+    ones. read: gives the fields of one expert."""
+
+    fields: tuple[str, ...]
+    form: WeightForm | None
+    read: Callable[[int], dict[str, Matrix]]
+
+    def read_all(self, num_experts: int, wanted: Sequence[int]) -> ExpertTensors:
+        parts = {e: self.read(e) for e in wanted}
+        return ExpertTensors(**{
+            field: [parts[e][field] if e in parts else None for e in range(num_experts)]
+            for field in self.fields
+        })  # fmt: skip
+
+
+def infer_sizes(layout: Layout, quantization: Quantization) -> tuple[int, int, int]:
+    """(num_experts, hidden_size, moe_intermediate_size) as the shapes have them."""
+    if isinstance(layout, StackedExperts):
+        if _has_blocks(layout):
+            return gpt_oss.size_of_blocks(layout)
+        return bf16.infer_sizes(layout)
+    parts = layout.experts[0]["down"]
+    if is_dense(parts):
+        return bf16.infer_sizes(layout)
+    return len(layout.experts), *identify(parts, quantization).size(parts)
+
+
+def open_layer(
+    layout: Layout,
+    sizes: tuple[int, int, int],
+    read: Read,
+    quantization: Quantization,
+    method: str | None = None,
+) -> LayerReader:
+    """Checks all of `layout` against sizes and method; reads nothing.
+
+    sizes: num_experts, hidden_size, moe_intermediate_size. method: the weights are given as it
+    takes them; None: as they are stored.
+
+    Raises ValueError naming file and tensor for a wrong number of experts, shape or dtype, a method
+    that takes other weights, or a config.json that says otherwise.
+    """
+    chosen = None if method is None else get_method(method)
+    try:
+        if isinstance(layout, StackedExperts) and _has_blocks(layout):
+            return _open_blocks(layout, sizes, read, quantization, chosen)
+        if isinstance(layout, StackedExperts) or is_dense(layout.experts[0]["gate"]):
+            fields, read_dense = bf16.open_dense(layout, *sizes, read)
+            _check_dense(layout, chosen)
+            return LayerReader(fields, None, read_dense)
+        return _open_quantised(layout, sizes, read, quantization, chosen)
+    except ValueError as error:
+        other = _other_model(layout, sizes, quantization)
+        raise ValueError(f"{error}{other}") from None
+
+
+def _has_blocks(layout: StackedExperts) -> bool:
+    return "gate_up_scales" in layout.tensors
+
+
+def _other_model(layout: Layout, expected: tuple[int, int, int], quantization: Quantization) -> str:
+    """All sizes side by side, where the layer as a whole has others than expected."""
+    try:
+        found = infer_sizes(layout, quantization)
+    except ValueError:
+        return ""
+    if found == expected:
+        return ""
+
+    def text(sizes: tuple[int, int, int]) -> str:
+        return "{} experts of hidden size {} and intermediate size {}".format(*sizes)
+
+    return f"; the checkpoint has {text(found)} there, expected are {text(expected)}"
+
+
+def _open_quantised(
+    layout: PerExpert,
+    sizes: tuple[int, int, int],
+    read: Read,
+    quantization: Quantization,
+    method: Method | None,
+) -> LayerReader:
+    num_experts, hidden, inter = sizes
+    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+    first = layout.experts[0]
+    kind = identify(first["gate"], quantization)
+    some = next(iter(first["gate"].values()))
+    bf16.check_count(layout, num_experts)
+    opened = kind.open(first, shapes, quantization)
+    _check_method(some, kind, opened.form, method)
+    unit = opened.form.column_unit
+    for matrix, (_, columns) in shapes.items():
+        if columns % unit:
+            raise ValueError(
+                f"{next(iter(first[matrix].values()))}: {columns} columns; {kind.title} needs"
+                f" multiples of {unit}"
+            )
+    for expert in layout.experts:
+        for matrix, parts in expert.items():
+            opened.check(parts, *shapes[matrix])
+            if "bias" in parts:
+                check_tensor(parts["bias"], FLOATS, shapes[matrix][:1])
+    convert = method is not None and not method.quantised
+
+    def read_expert(number: int) -> dict[str, Matrix]:
+        expert = layout.experts[number]
+        result: dict[str, Matrix] = {}
+        for matrix, parts in expert.items():
+            quantised = opened.read(parts, *shapes[matrix], read)
+            result[matrix] = dequantise(quantised) if convert else quantised
+        return result | bf16.read_biases(expert, read)
+
+    fields = MATRICES + BIASES if "bias" in first["gate"] else MATRICES
+    return LayerReader(fields, None if convert else opened.form, read_expert)
+
+
+def _open_blocks(
+    layout: StackedExperts,
+    sizes: tuple[int, int, int],
+    read: Read,
+    quantization: Quantization,
+    method: Method | None,
+) -> LayerReader:
+    form = WeightForm(MXFP4)
+    gpt_oss.check_blocks(layout, *sizes, quantization)
+    _check_method(layout.tensors["gate_up"], MxFp4, form, method)
+    arrangement = layout.candidates[0]
+    return LayerReader(
+        MATRICES + BIASES,
+        form,
+        lambda expert: gpt_oss.read_blocks(layout, arrangement, expert, read),
+    )
+
+
+def _check_dense(layout: Layout, method: Method | None) -> None:
+    if method is None or not method.quantised:
+        return
+    if isinstance(layout, PerExpert):
+        info = layout.experts[0]["gate"]["weight"]
+    else:
+        info = layout.tensors["gate_up"]
+    raise ValueError(
+        f"{info}: experts are not quantised ({info.dtype}), but method {method.name} takes quantised"
+        " weights over; use a checkpoint in that format, or a method that quantises while loading,"
+        " such as AMXINT8 or INT4_G32"
+    )
+
+
+def _check_method(
+    info: TensorInfo, kind: type[MatrixFormat], form: WeightForm, method: Method | None
+) -> None:
+    if method is None or method.name == kind.method:
+        return
+    if not method.quantised and form.format in _CONVERTED:
+        return
+    raise ValueError(
+        f"{info}: experts are of {kind.title}, for method {kind.method};"
+        f" method {method.name} was asked for"
+    )

@@ -1,0 +1,126 @@
+"""Weight matrices that come quantised: their shapes in memory, and the checks of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .methods import (
+    FORMAT_NAMES,
+    FP8_BLOCK,
+    FP8_ROW,
+    INT4_GROUP,
+    INT4_ZERO,
+    MXFP8,
+    NVFP4,
+    WeightForm,
+)
+
+#: Types of group scales, numbered as the compiled core numbers them.
+SCALE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_GROUPED = (INT4_GROUP, INT4_ZERO)
+_BYTES = (FP8_BLOCK, FP8_ROW, MXFP8)  # a code is a byte; otherwise half of one
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedMatrix:
+    """One weight matrix W [N, K] as a checkpoint has it quantised, in row-major tensors.
+
+    ========================  ======================  ==========================================
+    format (kt_kernel.methods)  codes                 scale
+    ========================  ======================  ==========================================
+    INT4_GROUP, INT4_ZERO     uint8 [N, K/2]          float16, bfloat16 or float32 [N, K/g]
+    FP8_BLOCK                 float8_e4m3fn [N, K]    float32 [ceil(N/128), ceil(K/128)]
+    FP8_ROW                   float8_e4m3fn [N, K]    float32 [N]
+    MXFP8                     float8_e4m3fn [N, K]    float8_e8m0fnu [N, K/32]
+    MXFP4                     uint8 [N, K/2]          float8_e8m0fnu [N, K/32]
+    NVFP4                     uint8 [N, K/2]          float8_e4m3fn [N, K/16]
+    ========================  ======================  ==========================================
+
+    Two codes in a byte: column 2j in the low half of byte j. A float8 tensor may as well be given
+    as uint8. W = code * scale, where an INT4 code stands for code - 8, or code - zero with
+    INT4_ZERO: ``zero`` is uint8 [N, K/g] of 0 to 16. NVFP4 also multiplies with ``global_scale``.
+    Group sizes g are multiples of 32 that divide K. e2m1 and ue8m0 are those of the OCP Microscaling
+    Formats specification 1.0.
+    """
+
+    format: int
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    global_scale: float = 1.0
+
+
+def check_matrix(
+    place: str, matrix: Any, formats: tuple[int, ...], rows: int, columns: int
+) -> WeightForm:
+    """Checks shapes and dtypes of a matrix [rows, columns] and returns its form. Values are checked
+    while they are packed.
+
+    Raises:
+        TypeError, ValueError: not a matrix in one of ``formats``, or a shape or dtype is wrong;
+            names ``place`` and what is accepted.
+    """
+    if not isinstance(matrix, QuantisedMatrix):
+        raise TypeError(f"{place} must be a QuantisedMatrix, got {type(matrix).__name__}")
+    if matrix.format not in formats:
+        names = " or ".join(FORMAT_NAMES[format] for format in formats)
+        given = dict(enumerate(FORMAT_NAMES)).get(matrix.format, f"format {matrix.format!r}")
+        raise ValueError(f"{place} is {given}; accepted: {names}")
+    form = matrix.format
+    if form in _BYTES:
+        _check(f"{place}.codes", matrix.codes, (rows, columns), torch.float8_e4m3fn, torch.uint8)
+    else:
+        if columns % 2:
+            raise ValueError(f"{place} has {columns} columns; accepted: an even number")
+        _check(f"{place}.codes", matrix.codes, (rows, columns // 2), torch.uint8)
+    if form != INT4_ZERO and matrix.zero is not None:
+        raise ValueError(f"{place}.zero must be None for {FORMAT_NAMES[form]}")
+    if form in _GROUPED:
+        return _check_grouped(place, matrix, rows, columns)
+    if form == FP8_BLOCK:
+        _check(f"{place}.scale", matrix.scale, (-(-rows // 128), -(-columns // 128)), torch.float32)
+    elif form == FP8_ROW:
+        _check(f"{place}.scale", matrix.scale, (rows,), torch.float32)
+    elif form == NVFP4:
+        shape = (rows, _divide(place, columns, 16))
+        _check(f"{place}.scale", matrix.scale, shape, torch.float8_e4m3fn, torch.uint8)
+        if not isinstance(matrix.global_scale, (int, float)):
+            raise TypeError(f"{place}.global_scale must be a number, got {matrix.global_scale!r}")
+    else:
+        shape = (rows, _divide(place, columns, 32))
+        _check(f"{place}.scale", matrix.scale, shape, torch.float8_e8m0fnu, torch.uint8)
+    return WeightForm(form)
+
+
+def _check(place: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{place} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: {names}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
+
+
+def _divide(place: str, columns: int, unit: int) -> int:
+    if columns % unit:
+        raise ValueError(f"{place} has {columns} columns; accepted: multiples of {unit}")
+    return columns // unit
+
+
+def _check_grouped(place: str, matrix: QuantisedMatrix, rows: int, columns: int) -> WeightForm:
+    scale, name = matrix.scale, f"{place}.scale"
+    _check(name, scale, tuple(getattr(scale, "shape", ())), *SCALE_TYPES)
+    groups = scale.shape[1] if scale.dim() == 2 else 0
+    group = columns // groups if groups and columns % groups == 0 else 0
+    if scale.dim() != 2 or scale.shape[0] != rows or not group or group % 32:
+        raise ValueError(
+            f"{name} must be [{rows}, {columns} / group size], the group size a multiple of 32 "
+            f"that divides {columns}; got {list(scale.shape)}"
+        )
+    if matrix.format == INT4_ZERO:
+        _check(f"{place}.zero", matrix.zero, (rows, groups), torch.uint8)
+    return WeightForm(matrix.format, group, SCALE_TYPES[scale.dtype])

@@ -1,0 +1,118 @@
+"""Quantised checkpoints made in the tests, and what is common in checking their readers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kt_kernel.checkpoint import read_experts
+from kt_kernel.testing import values_of
+
+E, H, I = 3, 192, 64  # noqa: E741
+MOE = "model.layers.0.mlp.experts"
+PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+W123 = {"gate": "w1", "up": "w3", "down": "w2"}
+Tensors = dict[str, torch.Tensor]
+
+
+def shapes(hidden: int = H, inter: int = I) -> dict[str, tuple[int, int]]:
+    return {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+
+
+def make_experts(
+    make: Callable[[int, int], Tensors],
+    hidden: int = H,
+    inter: int = I,
+    where: str = MOE,
+    names: dict[str, str] = PROJECTIONS,
+) -> Tensors:
+    """Tensors of E experts; `make` gives the parts of one matrix [rows, columns]."""
+    torch.manual_seed(0)
+    return {
+        f"{where}.{e}.{names[matrix]}.{part}": tensor
+        for e in range(E)
+        for matrix, shape in shapes(hidden, inter).items()
+        for part, tensor in make(*shape).items()
+    }
+
+
+def save(folder: Path, tensors: Tensors, quantization: dict[str, Any] | None = None,
+         model_type: str = "qwen3_moe") -> Path:  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()},
+              folder / "model.safetensors")  # fmt: skip
+    config: dict[str, Any] = {"model_type": model_type}
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def parts_of(tensors: Tensors, expert: int, matrix: str, where: str = MOE,
+             names: dict[str, str] = PROJECTIONS) -> Tensors:  # fmt: skip
+    start = f"{where}.{expert}.{names[matrix]}."
+    return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+
+
+def check_values(
+    path: Path,
+    tensors: Tensors,
+    method: str,
+    reference: Callable[[Tensors], torch.Tensor],
+    hidden: int = H,
+    inter: int = I,
+    **named: Any,
+) -> Any:
+    """What is read stands for what `reference` says of each matrix's parts, exactly."""
+    found = read_experts(path, 0, E, hidden, inter, method=method)
+    for expert in range(E):
+        for matrix in PROJECTIONS:
+            wanted = reference(parts_of(tensors, expert, matrix, **named)).double()
+            assert torch.equal(values_of(getattr(found, matrix)[expert]), wanted), (expert, matrix)
+    return found
+
+
+def fails(path: Path, method: str | None, *words: object, hidden: int = H, inter: int = I) -> None:
+    """Reading raises a ValueError with all of the words."""
+    with pytest.raises(ValueError) as caught:
+        read_experts(path, 0, E, hidden, inter, method=method)
+    for word in words:
+        assert str(word) in str(caught.value), str(caught.value)
+
+
+def check_bad_parts(
+    folder: Path,
+    tensors: Tensors,
+    method: str,
+    quantization: dict[str, Any] | None,
+    part: str,
+    *,
+    bad_values: tuple[Any, ...] = (),
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """A missing part, one of another shape, one of another dtype, one with a bad value: all named."""
+    name = f"{MOE}.1.up_proj.{part}"
+    good = tensors[name]
+
+    def broken(value: torch.Tensor | None, *words: object, number: list[int] = [0]) -> None:  # noqa: B006
+        number[0] += 1
+        other = {n: t for n, t in tensors.items() if n != name}
+        if value is not None:
+            other[name] = value
+        fails(save(folder / str(number[0]), other, quantization), method, name, *words)
+
+    broken(None, "missing")
+    grown = torch.cat([good.reshape(-1), good.reshape(-1)[:1]])
+    broken(grown, [len(grown)])
+    broken(good.reshape(1, 1, 1, *good.shape), [1, 1, 1, *good.shape])
+    broken(torch.zeros(good.shape, dtype=dtype), "has dtype", {torch.float64: "F64"}[dtype])
+    for value in bad_values:
+        changed = good.clone()
+        changed.view(-1)[-1] = value
+        broken(changed, "accepted")

@@ -1,0 +1,121 @@
+"""GPTQ checkpoints, against the maths of the format's own documentation, code by code."""
+
+import pytest
+import torch
+from quantised_files import H, I, check_bad_parts, check_values, fails, make_experts, save
+from test_int4 import pack_int32, unpack_int32
+
+from kt_kernel.methods import INT4_GROUP, INT4_ZERO
+
+
+def config(**settings):
+    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True,
+            "checkpoint_format": "gptq"} | settings  # fmt: skip
+
+
+def make_with(group=32, version=1, zero=None, order=None, dtype=torch.float16):
+    def make(rows, columns):
+        groups = columns // group if group > 0 else 1
+        codes = torch.randint(0, 16, (rows, columns))
+        stored = torch.randint(0, 16, (groups, rows)) if zero is None else torch.full(
+            (groups, rows), zero)  # fmt: skip
+        parts = {
+            "qweight": pack_int32(codes.T, 0),
+            "qzeros": pack_int32(stored, 1),
+            "scales": (torch.rand(groups, rows) * 1e-2).to(dtype),
+            "g_idx": torch.arange(columns, dtype=torch.int32) // (columns // groups),
+        }
+        if order is not None:
+            parts["g_idx"] = order(columns)
+        return parts
+
+    return make
+
+
+def reference(add_one):
+    def values(parts):
+        rows, columns = parts["scales"].shape[1], 8 * parts["qweight"].shape[0]
+        codes = unpack_int32(parts["qweight"], 0, columns)
+        zeros = unpack_int32(parts["qzeros"], 1, rows) + add_one
+        group = parts["g_idx"].long()
+        return ((codes - zeros[group]) * parts["scales"].double()[group]).T
+
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("group", "hidden", "inter"), [(32, H, I), (64, H, I), (128, 256, 128)])
+def test_symmetric(tmp_path, dtype, group, hidden, inter):
+    tensors = make_experts(make_with(group, zero=7, dtype=dtype), hidden, inter)
+    path = save(tmp_path, tensors, config(group_size=group))
+    found = check_values(path, tensors, "GPTQ_INT4", reference(1), hidden, inter)
+    assert found.up[0].format == INT4_GROUP and found.up[0].zero is None
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2", None])
+def test_asymmetric(tmp_path, version):
+    """Version 1 stores the zero point less one, so a stored 15 is 16."""
+    tensors = make_experts(make_with())
+    path = save(tmp_path, tensors, config(sym=False, checkpoint_format=version))
+    add_one = 0 if version == "gptq_v2" else 1
+    found = check_values(path, tensors, "GPTQ_INT4", reference(add_one))
+    assert found.up[0].format == INT4_ZERO
+    assert found.up[0].zero.max() == 15 + add_one
+
+
+def test_symmetric_of_version_2(tmp_path):
+    tensors = make_experts(make_with(zero=8))
+    path = save(tmp_path, tensors, config(checkpoint_format="gptq_v2"))
+    assert check_values(path, tensors, "GPTQ_INT4", reference(0)).gate[0].format == INT4_GROUP
+
+
+def test_one_group_per_row(tmp_path):
+    tensors = make_experts(make_with(-1))
+    path = save(tmp_path, tensors, config(sym=False, group_size=-1))
+    found = check_values(path, tensors, "GPTQ_INT4", reference(1))
+    assert found.gate[0].scale.shape == (I, H // 64)
+
+
+def test_without_g_idx(tmp_path):
+    tensors = make_experts(make_with())
+    with_index = dict(tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if "g_idx" not in name}
+    path = save(tmp_path, tensors, config(sym=False))
+    check_values(path, with_index, "GPTQ_INT4", reference(1))
+
+
+def test_desc_act(tmp_path):
+    """Refused by name where columns are really in another order; the setting alone is harmless."""
+    tensors = make_experts(make_with())
+    path = save(tmp_path / "a", tensors, config(sym=False, desc_act=True))
+    check_values(path, tensors, "GPTQ_INT4", reference(1))
+    shuffled = make_with(order=lambda k: (torch.randperm(k) // 32).int())
+    path = save(tmp_path / "b", make_experts(shuffled), config(sym=False, desc_act=True))
+    fails(path, "GPTQ_INT4", "proj.g_idx", "desc_act", "not supported")
+
+
+def test_symmetric_with_other_zeros(tmp_path):
+    path = save(tmp_path, make_experts(make_with(zero=8)), config())
+    fails(path, "GPTQ_INT4", "proj.qzeros", "zero point of 9", "sym: true", "checkpoint_format")
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [({"bits": 8}, "bits 8"), ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'")],
+)
+def test_settings_that_are_not_known(tmp_path, settings, word):
+    path = save(tmp_path, make_experts(make_with(zero=7)), config(**settings))
+    fails(path, "GPTQ_INT4", word, "accepted", path / "config.json")
+
+
+def test_needs_its_config(tmp_path):
+    path = save(tmp_path, make_experts(make_with()))
+    fails(path, "GPTQ_INT4", "qweight", "quantization_config", "checkpoint_format")
+
+
+def test_bad_parts(tmp_path):
+    tensors, settings = make_experts(make_with()), config(sym=False)
+    bad = (float("nan"), float("inf"), -0.5)
+    check_bad_parts(tmp_path / "s", tensors, "GPTQ_INT4", settings, "scales", bad_values=bad)
+    for part in ("qweight", "qzeros", "g_idx"):
+        check_bad_parts(tmp_path / part, tensors, "GPTQ_INT4", settings, part)
