@@ -73,7 +73,7 @@ class Method:
 
     @property
     def form(self) -> WeightForm | None:
-        """The form of the weights; None where group size and type of the scales are the source's."""
+        """Form of the weights; None where group size and type of the scales are the source's."""
         if self.quantised and self.format in _GROUPED:
             return None
         return WeightForm(self.format, self.group_size)

@@ -42,8 +42,8 @@ class QuantisedMatrix:
     Two codes in a byte: column 2j in the low half of byte j. A float8 tensor may as well be given
     as uint8. W = code * scale, where an INT4 code stands for code - 8, or code - zero with
     INT4_ZERO: ``zero`` is uint8 [N, K/g] of 0 to 16. NVFP4 also multiplies with ``global_scale``.
-    Group sizes g are multiples of 32 that divide K. e2m1 and ue8m0 are those of the OCP Microscaling
-    Formats specification 1.0.
+    Group sizes g are multiples of 32 that divide K. e2m1 and ue8m0 are those of the OCP
+    Microscaling Formats specification 1.0.
     """
 
     format: int

@@ -96,7 +96,7 @@ def check_bad_parts(
     bad_values: tuple[Any, ...] = (),
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """A missing part, one of another shape, one of another dtype, one with a bad value: all named."""
+    """A missing part, another shape, another dtype, a bad value: all named."""
     name = f"{MOE}.1.up_proj.{part}"
     good = tensors[name]
 

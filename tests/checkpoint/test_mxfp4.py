@@ -69,8 +69,10 @@ def compressed(rows, columns):
 def test_compressed_tensors(tmp_path):
     tensors = make_experts(compressed)
     path = save(tmp_path, tensors, {"quant_method": "compressed-tensors"})
-    check_values(path, tensors, "MXFP4",
-                 lambda parts: dequantise(parts["weight_packed"], parts["weight_scale"]))  # fmt: skip
+    check_values(
+        path, tensors, "MXFP4",
+        lambda parts: dequantise(parts["weight_packed"], parts["weight_scale"]),
+    )  # fmt: skip
 
 
 def gpt_oss(hidden=H, inter=I):

@@ -32,11 +32,15 @@ def values(codes, scale, whole):
     return unpacked * spread * float(torch.tensor(whole, dtype=torch.float32))
 
 
+def modelopt_values(parts):
+    return values(parts["weight"], parts["weight_scale"], float(parts["weight_scale_2"]))
+
+
 def test_modelopt(tmp_path):
     tensors = make_experts(MODELOPT)
     found = check_values(
         save(tmp_path, tensors, {"quant_method": "modelopt"}), tensors, "NVFP4",
-        lambda parts: values(parts["weight"], parts["weight_scale"], float(parts["weight_scale_2"])),
+        modelopt_values,
     )  # fmt: skip
     assert len({m.global_scale for m in found.gate + found.up + found.down}) == 3 * E
 
@@ -55,7 +59,7 @@ def test_sizes_that_are_multiples_of_16(tmp_path):
     tensors = make_experts(MODELOPT, 80, 48)
     check_values(
         save(tmp_path, tensors), tensors, "NVFP4",
-        lambda parts: values(parts["weight"], parts["weight_scale"], float(parts["weight_scale_2"])),
+        modelopt_values,
         80, 48,
     )  # fmt: skip
 

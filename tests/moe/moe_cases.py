@@ -7,22 +7,40 @@ from typing import Any
 
 import torch
 
-from kt_kernel import KTMoEWrapper
-from kt_kernel.methods import get_method
-from kt_kernel.testing import moe_reference_with_noise
+from kt_kernel import _C, KTMoEWrapper
+from kt_kernel.methods import INT4_GROUP, INT4_ZERO, WeightForm, get_method
+from kt_kernel.testing import moe_reference_with_noise, quantise
 
-ALL_METHODS = ("BF16", "AMXINT8", "MOE_INT8", "AMXINT4", "MOE_INT4", "INT4_G32", "INT4_G128")
-KERNEL_METHODS = ("BF16", "AMXINT8", "AMXINT4", "INT4_G32")  # one per weight format
+# Forms of the weights of methods where the source tells, by a name that tells them apart.
+_FORMS = {
+    "RAWINT4": WeightForm(INT4_GROUP, 32, 1),
+    "RAWINT4:128": WeightForm(INT4_GROUP, 128, 2),
+    "RAWINT4:zero": WeightForm(INT4_ZERO, 32, 1),
+    "GPTQ_INT4": WeightForm(INT4_GROUP, 64, 0),
+    "GPTQ_INT4:zero": WeightForm(INT4_ZERO, 128, 0),
+    "AWQ_INT4": WeightForm(INT4_ZERO, 32, 0),
+}
+_DENSE = ("BF16", "AMXINT8", "MOE_INT8", "AMXINT4", "MOE_INT4", "INT4_G32", "INT4_G128")
+ALL_METHODS = (*_DENSE, "FP8", "FP8_PERCHANNEL", *_FORMS, "MXFP4", "NVFP4", "MXFP8")
+KERNEL_METHODS = (  # one per weight format
+    "BF16", "AMXINT8", "AMXINT4", "INT4_G32", "AWQ_INT4", "FP8", "FP8_PERCHANNEL", "MXFP4",
+    "NVFP4", "MXFP8",
+)  # fmt: skip
+
+
+def form_of_case(method: str) -> WeightForm:
+    """The form of a case's weights."""
+    return _FORMS.get(method) or get_method(method).form
 
 
 def has_tile_kernel(method: str, table: str) -> bool:
     """Whether the table has a GEMM kernel for the method's weights."""
-    return table == "amx" and get_method(method).group_size == 0
+    return _C.kernels_of_formats(table)[form_of_case(method).format][1]
 
 
 @dataclass
 class Case:
-    """A layer's source weights, and settings of its wrapper."""
+    """A layer's source weights, and settings of its wrapper. The method may be one of `_FORMS`."""
 
     experts: int = 6
     k: int = 3
@@ -36,6 +54,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.form = form_of_case(self.method)
+        self.method = self.method.partition(":")[0]
         self.generator = torch.Generator().manual_seed(self.seed)
         e, h, i = self.experts, self.hidden, self.inter
         self.gate = self.normal(e, i, h, scale=h**-0.5)
@@ -54,13 +74,21 @@ class Case:
     def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, generator=self.generator) * scale).to(self.dtype)
 
+    @property
+    def sources(self) -> list[Any]:
+        """gate, up and down as the method takes them: the tensors, or lists of quantised matrices."""
+        matrices = [self.gate, self.up, self.down]
+        if not get_method(self.method).quantised:
+            return matrices
+        return [[quantise(matrix, self.form) for matrix in every] for every in matrices]
+
     def wrapper(self, load: bool = True, **options: Any) -> Any:
         options = {"cpuinfer_threads": 2, "method": self.method, **self.options, **options}
         made = KTMoEWrapper(
             options.pop("layer_idx", 0), self.experts, self.k, self.hidden, self.inter, **options
         )
         if load:
-            made.load_weights_from_tensors(self.gate, self.up, self.down, self.mapping, **self.bias)
+            made.load_weights_from_tensors(*self.sources, self.mapping, **self.bias)
         return made
 
     def batch(
@@ -86,7 +114,7 @@ class Case:
             if name in ("swiglu_limit", "swiglu_alpha", "gpu_experts_mask", "rounded", "kind")
         }
         return moe_reference_with_noise(
-            hidden, ids, weights, self.gate, self.up, self.down, method=self.method,
+            hidden, ids, weights, *self.sources, method=self.method,
             physical_to_logical_map=self.mapping, **self.bias, **options,
         )  # fmt: skip
 

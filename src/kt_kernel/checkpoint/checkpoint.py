@@ -84,8 +84,8 @@ class Checkpoint:
         shapes.
 
         Raises ValueError naming file and tensor if experts are missing, too many, of another shape
-        or dtype, laid out in a way that is not known, not what the method takes, or with scales that
-        are negative or not finite.
+        or dtype, laid out in a way that is not known, not what the method takes, or with scales
+        that are negative or not finite.
         """
         layout, sizes, wanted = self._request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts

@@ -1,4 +1,4 @@
-"""Which quantised format the tensors of an expert are in, told by their names, dtypes and shapes."""
+"""Which quantised format the tensors of an expert are in, by their names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def identify(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
         return _gptq_or_awq(parts, quantization)
     some = parts[min(names)]
     raise ValueError(
-        f"{some}: experts with the tensors {', '.join(sorted(names))} are in no known format; known:"
-        f" {', '.join(known.title for known in FORMATS)}"
+        f"{some}: experts with the tensors {', '.join(sorted(names))} are in no known format;"
+        f" known: {', '.join(known.title for known in FORMATS)}"
     )
 
 

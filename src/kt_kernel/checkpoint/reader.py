@@ -164,9 +164,9 @@ def _check_dense(layout: Layout, method: Method | None) -> None:
     else:
         info = layout.tensors["gate_up"]
     raise ValueError(
-        f"{info}: experts are not quantised ({info.dtype}), but method {method.name} takes quantised"
-        " weights over; use a checkpoint in that format, or a method that quantises while loading,"
-        " such as AMXINT8 or INT4_G32"
+        f"{info}: experts are not quantised ({info.dtype}), but method {method.name} takes"
+        " quantised weights over; use a checkpoint in that format, or a method that quantises"
+        " while loading, such as AMXINT8 or INT4_G32"
     )
 
 

@@ -50,14 +50,10 @@ def _symmetric(
     return (w * multiplier).round().clamp(-levels, levels), absmax / top
 
 
-def form_of(method: str, group_size: int = 32, zero: bool | None = None) -> WeightForm:
-    """A form that the method's weights may have; ``group_size`` and ``zero`` (whether there are
-    zero points; None: as the method's first format has it) count where the source tells."""
+def form_of(method: str) -> WeightForm:
+    """The form of the method's weights; groups of 32 and float16 scales where the source tells."""
     chosen = get_method(method)
-    if chosen.form is not None:
-        return chosen.form
-    format = chosen.format if zero is None else INT4_ZERO if zero else INT4_GROUP
-    return WeightForm(format, group_size)
+    return chosen.form or WeightForm(chosen.format, group_size=32)
 
 
 def quantise_weights(method: str, weights: torch.Tensor | QuantisedMatrix) -> torch.Tensor:

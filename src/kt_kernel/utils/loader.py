@@ -48,8 +48,8 @@ class SafeTensorLoader:
         Returns lists over the experts: gate and up [I, H], down [H, I], and gate_bias, up_bias and
         down_bias where the model has them; gate_scale, up_scale and down_scale are None. Of
         quantised experts, these are codes and scale of `kt_kernel.quantised.QuantisedMatrix`; use
-        `kt_kernel.checkpoint` for zero points and scales of whole matrices. Raises ValueError if the
-        layer has no experts.
+        `kt_kernel.checkpoint` for zero points and scales of whole matrices. Raises ValueError if
+        the layer has no experts.
         """
         match = _BASE_KEY.fullmatch(base_key)
         if not match:
