@@ -1,21 +1,10 @@
 // Activation rows to A operands (kernel_table.h, QuantiseRow).
 constexpr int32_t kInfBits = 0x7f800000;
 
-inline int32_t sum_lanes(I x) {
-  alignas(64) int32_t lane[kLanes];
-  i_store(lane, x);
-  int32_t total = 0;
-  for (int32_t one : lane) total += one;
-  return total;
-}
-
 // The largest of non-negative lanes as a float. Absolute values compare as integers, NaN above
 // infinity, so one integer maximum finds both; either gives NaN.
 inline float absmax_lanes(I magnitudes) {
-  alignas(64) int32_t lane[kLanes];
-  i_store(lane, magnitudes);
-  int32_t bits = 0;
-  for (int32_t x : lane) bits = x > bits ? x : bits;
+  int32_t bits = max_lanes(magnitudes);
   if (bits >= kInfBits) bits = 0x7fc00000;
   float result;
   __builtin_memcpy(&result, &bits, 4);
@@ -80,26 +69,29 @@ inline float int16_scale(float absmax) {
 
 void quantise_int16_groups(const void* src, DType type, int64_t k, int64_t k_padded, float,
                            uint8_t* dst, float* scale, int32_t* sum) {
-  for (int64_t i = 0; i < k_padded; i += kActGroup, dst += 2 * kActGroup, ++scale) {
-    alignas(64) float x[kActGroup];
+  constexpr int kVectors = kActGroup / kLanes, kSumVectors = kSumGroup / kLanes;
+  auto* digits = reinterpret_cast<int8_t*>(dst);
+  for (int64_t i = 0; i < k_padded; i += kActGroup, digits += 2 * kActGroup) {
+    F x[kVectors];
     I most = i_zero();
-    for (int64_t j = 0; j < kActGroup; j += kLanes) {
-      const F rounded = round_bf16(load_row(src, type, i + j, k));
-      f_store(x + j, rounded);
-      most = i_max(most, i_and(as_i(rounded), i_set(0x7fffffff)));
+    for (int v = 0; v < kVectors; ++v) {
+      x[v] = round_bf16(load_row(src, type, i + v * kLanes, k));
+      most = i_max(most, i_and(as_i(x[v]), i_set(0x7fffffff)));
     }
-    const float unit = *scale = int16_scale(absmax_lanes(most));
+    const float unit = *scale++ = int16_scale(absmax_lanes(most));
     const bool finite = unit == unit;
     const F inverse = f_set(finite ? 1.0f / unit : 0.0f);
-    for (int64_t j = 0; j < kActGroup; j += kSumGroup) {
-      I total = i_zero();
-      for (int64_t n = j; n < j + kSumGroup; n += kLanes) {
-        const I q = finite ? round_i(f_mul(f_load(x + n), inverse)) : i_zero();
-        const I high = i_sra<8>(i_add(q, i_set(128)));
-        total = i_add(total, q);
-        i_store_i8(reinterpret_cast<int8_t*>(dst) + n, high);
-        i_store_i8(reinterpret_cast<int8_t*>(dst) + kActGroup + n, i_sub(q, i_sll<8>(high)));
-      }
+    I q[kVectors], high[kVectors], low[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      q[v] = finite ? round_i(f_mul(x[v], inverse)) : i_zero();
+      high[v] = i_sra<8>(i_add(q[v], i_set(128)));
+      low[v] = i_sub(q[v], i_sll<8>(high[v]));
+    }
+    i_store_i8x32(digits, high);
+    i_store_i8x32(digits + kActGroup, low);
+    for (int v = 0; v < kVectors; v += kSumVectors) {
+      I total = q[v];
+      if constexpr (kSumVectors == 2) total = i_add(total, q[v + 1]);
       *sum++ = sum_lanes(total);
     }
   }

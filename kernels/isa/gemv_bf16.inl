@@ -6,7 +6,10 @@ struct Bf16Block {
     F acc[M][kTileVectors];
     zero_rows(acc);
     const int64_t steps = layout.cols_padded() / 2;
-    for (int64_t s = 0; s < steps; ++s, tile += kStepBytes) add_step(tile, s, rows, acc);
+    for (int64_t s = 0; s < steps; ++s, tile += kStepBytes) {
+      prefetch_steps(tile, 1);
+      add_step(tile, s, rows, acc);
+    }
     store_rows(acc, out);
   }
 

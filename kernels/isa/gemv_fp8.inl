@@ -5,12 +5,13 @@
 
 // Sums of `steps` steps for vectors [first, first + V) of each: acc[r][2v] and acc[r][2v + 1].
 template <int M, int V>
-inline void e4m3_steps(const uint8_t* w, int64_t steps, const Rows<M>& rows, int64_t k,
+inline void e4m3_steps(const uint8_t* w, int first, int64_t steps, const Rows<M>& rows, int64_t k,
                        F (&acc)[M][2 * V]) {
   for (int64_t s = 0; s < steps; ++s, w += kStepBytes, k += 4) {
+    prefetch_steps(w, 1);  // also when it is not the first time: the others spread the load
     alignas(64) uint16_t half[2][2 * V * kLanes];
     for (int v = 0; v < V; ++v) {
-      const I step = i_load(w + v * kLanes * 4);
+      const I step = i_load(w + (first + v) * kLanes * 4);
       i_store(half[0] + 2 * v * kLanes, e4m3_even_fp16(step));
       i_store(half[1] + 2 * v * kLanes, e4m3_odd_fp16(step));
     }
@@ -36,7 +37,7 @@ inline void e4m3_part(const uint8_t* w, int64_t steps, const Rows<M>& rows, int6
     F acc[M][2 * V];
     for (auto& row : acc)
       for (F& x : row) x = f_zero();
-    e4m3_steps<M, V>(w + first * kLanes * 4, steps, rows, k, acc);
+    e4m3_steps<M, V>(w, first, steps, rows, k, acc);
     for (int v = 0; v < V; ++v) {
       const F s = scale(first + v);
       for (int r = 0; r < M; ++r) {

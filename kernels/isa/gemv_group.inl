@@ -27,6 +27,7 @@ template <class Format> struct GroupBlock {
       const Format scales(block, layout);
       const uint8_t* w = block + scale_bytes;
       for (int64_t i = 0; i < groups; ++i, ++g, w += 4 * kStepBytes) {
+        prefetch_steps(w, 4);
         for (int first = 0; first < kTileVectors; first += V) {
           I dots[kParts][M][V];
           for (int p = 0; p < kParts; ++p)

@@ -30,6 +30,7 @@ struct Int8Block {
     const int64_t steps = layout.cols_padded() / 4;
     const uint8_t* w = tile + layout.head_bytes();
     for (int64_t s = 0; s < steps; ++s, w += kStepBytes) {
+      prefetch_steps(w, 1);
       I x[M];
       for (int r = 0; r < M; ++r) {
         x[r] = i_set(load_i32(rows.a[r] + s * 4));
@@ -54,6 +55,7 @@ struct Int4RowBlock {  // u = q + 8: takes 8 * sum(activations) off the sum
       for (I& x : total[r]) x = i_set(-8 * a.sum[rows.id[r]]);
     const uint8_t* w = tile + layout.head_bytes();
     for (int64_t k = 0; k < layout.cols_padded(); k += 32, w += 4 * kStepBytes) {
+      prefetch_steps(w, 4);
       for (int first = 0; first < kTileVectors; first += V) {
         const uint8_t* x[M];
         for (int r = 0; r < M; ++r) x[r] = reload(rows.a[r] + k);

@@ -43,6 +43,17 @@ inline I as_i(F x) { return _mm256_castps_si256(x); }
 inline F to_f(I x) { return _mm256_cvtepi32_ps(x); }
 inline I round_i(F x) { return _mm256_cvtps_epi32(x); }  // to nearest, ties to even
 
+inline int32_t max_lanes(I x) {
+  __m128i y = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_max_epi32(y, _mm_shuffle_epi32(y, 0b01001110));
+  return _mm_cvtsi128_si32(_mm_max_epi32(y, _mm_shuffle_epi32(y, 0b10110001)));
+}
+inline int32_t sum_lanes(I x) {
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0b01001110));
+  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0b10110001)));
+}
+
 inline F f_load_fp16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -78,6 +89,11 @@ inline void i_store_i8(int8_t* p, I x) {  // lanes in -128..127
   const int64_t hi = _mm_cvtsi128_si64(_mm256_extracti128_si256(y, 1));
   const uint64_t both = uint64_t(uint32_t(lo)) | uint64_t(uint32_t(hi)) << 32;
   __builtin_memcpy(p, &both, 8);
+}
+inline void i_store_i8x32(int8_t* p, const I (&x)[4]) {
+  const __m256i y =
+      _mm256_packs_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));
+  i_store(p, _mm256_permutevar8x32_epi32(y, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
 }
 inline F f_or_nan(F x, F test, F replacement) {  // replacement in the lanes where test is NaN
   return _mm256_blendv_ps(x, replacement, _mm256_cmp_ps(test, test, _CMP_UNORD_Q));

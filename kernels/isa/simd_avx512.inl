@@ -44,6 +44,21 @@ inline I as_i(F x) { return _mm512_castps_si512(x); }
 inline F to_f(I x) { return _mm512_cvtepi32_ps(x); }
 inline I round_i(F x) { return _mm512_cvtps_epi32(x); }  // to nearest, ties to even
 
+inline int32_t max_lanes(I x) {
+  __m256i y = _mm256_max_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+  y = _mm256_max_epi32(y, _mm256_permute4x64_epi64(y, 0b01001110));
+  y = _mm256_max_epi32(y, _mm256_shuffle_epi32(y, 0b01001110));
+  y = _mm256_max_epi32(y, _mm256_shuffle_epi32(y, 0b10110001));
+  return _mm256_cvtsi256_si32(y);
+}
+inline int32_t sum_lanes(I x) {
+  __m256i y = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+  y = _mm256_add_epi32(y, _mm256_permute4x64_epi64(y, 0b01001110));
+  y = _mm256_add_epi32(y, _mm256_shuffle_epi32(y, 0b01001110));
+  y = _mm256_add_epi32(y, _mm256_shuffle_epi32(y, 0b10110001));
+  return _mm256_cvtsi256_si32(y);
+}
+
 inline F f_load_fp16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -75,6 +90,10 @@ inline void i_store_u16(uint16_t* p, I x) {  // lanes in 0..65535
 }
 inline void i_store_i8(int8_t* p, I x) {  // lanes in -128..127
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+inline void i_store_i8x32(int8_t* p, const I (&x)[2]) {
+  i_store_i8(p, x[0]);
+  i_store_i8(p + kLanes, x[1]);
 }
 inline F f_or_nan(F x, F test, F replacement) {  // replacement in the lanes where test is NaN
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(test, test, _CMP_UNORD_Q), x, replacement);
