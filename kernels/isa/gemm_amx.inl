@@ -10,7 +10,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Not a local: GCC 12 takes the load to read 8 bytes only, and leaves out the stores of a local's others.
+// Not a local: GCC 12 takes the load to read 8 bytes only, and leaves out the stores of a local's
+// others.
 constexpr TileConfig kTileConfig;
 void tiles_begin() { _tile_loadconfig(&kTileConfig); }
 void tiles_end() { _tile_release(); }
@@ -60,7 +61,7 @@ template <bool integer> struct UnpackedUnits {
 // Prepares B at an even pace.
 template <class B> struct Pace {
   B& b;
-  int64_t ready = 0;  // pieces
+  int64_t ready = 0;                   // pieces
   int64_t end = 0, due = 0, rate = 0;  // the last two in 1/1024 pieces
   // Pieces before `to` are to be ready after `products` steps.
   void stretch(int64_t to, int64_t products) {
@@ -89,16 +90,16 @@ struct Accumulators {
   bool zero;
 };
 // Macros, since GCC 12 pastes tile numbers into the instruction.
-#define KT_BEGIN(tile)                                              \
+#define KT_BEGIN(tile)                                                         \
   if (acc.store) _tile_stored(tile, accumulator(acc.store, tile), kStepBytes); \
-  if (acc.zero)                                                     \
-    _tile_zero(tile);                                               \
-  else if (acc.load)                                                \
+  if (acc.zero)                                                                \
+    _tile_zero(tile);                                                          \
+  else if (acc.load)                                                           \
   _tile_loadd(tile, accumulator(acc.load, tile), kStepBytes)
-#define KT_DOT(tile, a, b)      \
-  if constexpr (integer)        \
-    _tile_dpbssd(tile, a, b);   \
-  else                          \
+#define KT_DOT(tile, a, b)    \
+  if constexpr (integer)      \
+    _tile_dpbssd(tile, a, b); \
+  else                        \
     _tile_dpbf16ps(tile, a, b)
 
 // The A and B tiles of a product of 32 or 16 rows.
@@ -112,14 +113,22 @@ inline void load_operands(const uint8_t* a, int64_t stride, const uint8_t* b, bo
 // The product of the loaded operands. The accumulators of the first one of a block are switched one
 // by one, so that the tile unit always has one to work on.
 template <bool integer, bool two, bool first> inline void multiply(const Accumulators& acc) {
-  if constexpr (first) { KT_BEGIN(0); }
+  if constexpr (first) {
+    KT_BEGIN(0);
+  }
   KT_DOT(0, 4, 6);
-  if constexpr (first) { KT_BEGIN(1); }
+  if constexpr (first) {
+    KT_BEGIN(1);
+  }
   KT_DOT(1, 4, 7);
   if constexpr (two) {
-    if constexpr (first) { KT_BEGIN(2); }
+    if constexpr (first) {
+      KT_BEGIN(2);
+    }
     KT_DOT(2, 5, 6);
-    if constexpr (first) { KT_BEGIN(3); }
+    if constexpr (first) {
+      KT_BEGIN(3);
+    }
     KT_DOT(3, 5, 7);
   }
 }
@@ -147,8 +156,8 @@ template <class B> inline void load(B& b, const Operands& o, int64_t stride) {
 }
 
 // Units from o on up to `end` of one block of rows. The operands of a product are loaded before the
-// vector work that precedes it, to arrive during it: those of the first one by the caller, and those
-// of `next` here.
+// vector work that precedes it, to arrive during it: those of the first one by the caller, and
+// those of `next` here.
 template <bool two, class B>
 inline void multiply_block(B& b, Pace<B>& pace, Operands o, int64_t end, const Operands& next,
                            int64_t stride, const Accumulators& acc) {

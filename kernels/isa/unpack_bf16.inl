@@ -42,7 +42,8 @@ struct ExponentScales {
       const I code = widen_bytes(codes + 16 * v);
       // Weights without their scale are 2^-9 to 1.75 * 2^8 (e4m3; e2m1 less).
       in_range &= _mm512_cmplt_epu32_mask(i_sub(code, i_set(10)), i_set(237)) == 0xffff;
-      i_store(move[v], _mm512_slli_epi16(_mm512_sub_epi16(both_halves(code), i_set(0x007f007f)), 7));
+      i_store(move[v],
+              _mm512_slli_epi16(_mm512_sub_epi16(both_halves(code), i_set(0x007f007f)), 7));
     }
     if (in_range) return;
     for (int v = 0; v < 2; ++v) f_store(factor[v], ue8m0_scales(codes + 16 * v));
@@ -54,7 +55,8 @@ struct ExponentScales {
     // Exact but for infinities, and for subnormals, which do not count.
     const F scale = f_load(factor[v]);
     const I upper = i_set(int32_t(0xffff0000));
-    const F low = f_mul(as_f(i_sll<16>(words)), scale), high = f_mul(as_f(i_and(words, upper)), scale);
+    const F low = f_mul(as_f(i_sll<16>(words)), scale),
+            high = f_mul(as_f(i_and(words, upper)), scale);
     return select(upper, as_i(high), i_srl<16>(as_i(low)));
   }
 };

@@ -6,8 +6,8 @@ struct CodeWords {
 inline CodeWords code_words(const uint8_t* step) {
   // Bytes 1 and 2 of each lane change places: its words' nibbles are then the columns 0 1, 4 5, 2 3
   // and 6 7, from the lowest.
-  const I swap = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+  const I swap =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
   const I x = _mm512_shuffle_epi8(i_load(step), swap);
   return {{x, _mm512_srli_epi16(x, 8), _mm512_srli_epi16(x, 4), _mm512_srli_epi16(x, 12)}};
 }
@@ -43,9 +43,8 @@ struct E4m3LaneScales {
     // Seven bits further up e4m3 is fp16 of 2^-8 times its value (not negative here).
     const I half = _mm512_slli_epi16(
         _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))), 7);
-    const F scale[2] = {
-        f_mul(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), f_set(256.0f)),
-        f_mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)), f_set(256.0f))};
+    const F scale[2] = {f_mul(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), f_set(256.0f)),
+                        f_mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)), f_set(256.0f))};
     for (int v = 0; v < 2; ++v) {
       const I words = upper_halves(scale[v]);
       i_store(one[v], words);
@@ -71,8 +70,8 @@ struct NvFp4Units : UnpackedUnits<false> {
     // Per code: e in the exponent's place, with the sign; whether the magnitude is 1.5 * 2^e.
     const I exponents = word_table(0x8100, 0x8100, 0x8080, 0x8080, 0x8000, 0x8000, 0x7f80, 0, 0x100,
                                    0x100, 0x80, 0x80, 0, 0, 0xff80, 0);
-    const I halves = word_table(0xffff, 0, 0xffff, 0, 0xffff, 0, 0, 0, 0xffff, 0, 0xffff, 0, 0xffff,
-                                0, 0, 0);
+    const I halves =
+        word_table(0xffff, 0, 0xffff, 0, 0xffff, 0, 0, 0, 0xffff, 0, 0xffff, 0, 0xffff, 0, 0, 0);
     for (int v = 0; v < 2; ++v) {
       const CodeWords codes = code_words(step + v * 64);
       for (int s = 0; s < 4; ++s) {
@@ -81,13 +80,15 @@ struct NvFp4Units : UnpackedUnits<false> {
                                   i_load(scales.one_and_half[v]), i_load(scales.one[v]));
         const __mmask32 nonzero =
             _mm512_mask_test_epi16_mask(scales.nonzero[v], code, i_set(0x00070007));
-        i_store(dst + s * kStepBytes + v * 64,
-                _mm512_maskz_add_epi16(nonzero, mantissa, _mm512_permutexvar_epi16(code, exponents)));
+        i_store(
+            dst + s * kStepBytes + v * 64,
+            _mm512_maskz_add_epi16(nonzero, mantissa, _mm512_permutexvar_epi16(code, exponents)));
       }
     }
   }
   void finish(const ActRows&, int64_t m, float* out) const {
     const F global = f_set(*reinterpret_cast<const float*>(tile));
-    for (int64_t i = 0; i < m * kTileRows; i += kLanes) f_store(out + i, f_mul(f_load(out + i), global));
+    for (int64_t i = 0; i < m * kTileRows; i += kLanes)
+      f_store(out + i, f_mul(f_load(out + i), global));
   }
 };

@@ -1,5 +1,6 @@
-// B of the tile kernels from group-quantised INT4 (gemm_amx.inl, unpack_bf16.inl): in float32, by look-up
-// of the codes' values. A float32 vector covers 8 lanes by two columns, in the order in which two of them become one of bf16.
+// B of the tile kernels from group-quantised INT4 (gemm_amx.inl, unpack_bf16.inl): in float32, by
+// look-up of the codes' values. A float32 vector covers 8 lanes by two columns, in the order in
+// which two of them become one of bf16.
 struct LanePairs {
   alignas(64) float value[4][16];
   // Of lanes 0..15 and 16..31.
@@ -55,8 +56,9 @@ template <bool has_zero> struct Int4GroupUnits : UnpackedUnits<false> {
       left = block_pieces;
     }
     prefetch_ahead<kStepBytes>(src);
-    const F table = has_zero ? _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
-                             : _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+    const F table = has_zero
+                        ? _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
+                        : _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
     unpack_codes<has_zero>(src, table, scales, zeros, piece(p));
     src += kStepBytes;
     --left;

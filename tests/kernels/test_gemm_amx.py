@@ -14,7 +14,9 @@ from .sources import BF16, FP8_BLOCK, FP8_ROW, FP32, INT4_ROW, INT8_ROW, NVFP4, 
 MODULES = ("_C", "_C_emul")
 modules = pytest.mark.parametrize("name", MODULES)
 quantised = pytest.mark.parametrize(
-    "format,group,scale_type", sources.VARIANTS, ids=["-".join(map(str, v)) for v in sources.VARIANTS]
+    "format,group,scale_type",
+    sources.VARIANTS,
+    ids=["-".join(map(str, v)) for v in sources.VARIANTS],
 )
 SMALLEST = 2.0**-126  # below it bf16 is subnormal, which the tile unit takes for zero
 LARGEST = (2 - 2.0**-8) * 2.0**127  # from here on bf16 is infinite

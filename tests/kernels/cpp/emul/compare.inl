@@ -41,6 +41,9 @@ COMPARE_PS(_CMP_GT_OQ, x > y); COMPARE_PS(_CMP_EQ_OS, x == y);
   SCALAR(name, MASK(uint16_t, float, 16, __VA_ARGS__))
 COMPARE_PS_NAMED(cmpeq_ps_mask, x == y);
 COMPARE_PS_NAMED(cmplt_ps_mask, x < y);
+CASE(kF512, kBits, test_epi16_mask, OUT(_mm512_test_epi16_mask(A, B)));
+CASE(kF512, kBits, mask_test_epi16_mask,
+     OUT(_mm512_mask_test_epi16_mask(static_cast<__mmask32>(in.k), A, B)));
 CASE(kF512, kBits, testn_epi8_mask, OUT(_mm512_testn_epi8_mask(A, B)));
 SCALAR(testn_epi8_mask, MASK(uint64_t, uint8_t, 64, (x & y) == 0));
 CASE(kF512, kBits, testn_epi32_mask, OUT(_mm512_testn_epi32_mask(A, B)));

@@ -48,6 +48,7 @@ CASE(kF512, kBits, abs_epi8, OUT(_mm512_abs_epi8(A)));
 CASE(kF512, kBits, abs_epi16, OUT(_mm512_abs_epi16(A)));
 CASE(kF512, kBits, abs_epi32, OUT(_mm512_abs_epi32(A)));
 CASE(kF512, kBits, ternarylogic_epi32, OUT(_mm512_ternarylogic_epi32(A, B, C, 0xca)));
+CASE(kF512, kBits, ternarylogic_epi32_select, OUT(_mm512_ternarylogic_epi32(A, B, C, 0xd8)));
 CASE(kF512, kBits, slli_epi16, OUT(_mm512_slli_epi16(A, 5)));
 CASE(kF512, kBits, srli_epi16, OUT(_mm512_srli_epi16(A, 4)));
 CASE(kF512, kBits, srai_epi16, OUT(_mm512_srai_epi16(A, 8)));
@@ -56,6 +57,8 @@ CASE(kF512, kBits, srli_epi32, OUT(_mm512_srli_epi32(A, 7)));
 CASE(kF512, kBits, slli_epi64, OUT(_mm512_slli_epi64(A, 33)));
 CASE(kF512, kBits, srli_epi64, OUT(_mm512_srli_epi64(A, 9)));
 CASE(kF512, kBits, mask_sub_epi8, OUT(_mm512_mask_sub_epi8(C, in.k, A, B)));
+CASE(kF512, kBits, maskz_add_epi16,
+     OUT(_mm512_maskz_add_epi16(static_cast<__mmask32>(in.k), A, B)));
 CASE(kF512, kBits, mask_add_epi32, OUT(_mm512_mask_add_epi32(C, K16, A, B)));
 CASE(kF512, kBits, mask_sub_epi32, OUT(_mm512_mask_sub_epi32(C, K16, A, B)));
 CASE(kF512, kBits, mask_blend_epi8, OUT(_mm512_mask_blend_epi8(in.k, A, B)));
