@@ -73,17 +73,27 @@ constexpr ProductKernel kGemm[kFormatCount] = {
 #include "gemm_int.inl"
 void tiles_begin() {}
 void tiles_end() {}
-// By WeightFormat.
+// 4-bit weights with a scale per group are multiplied fastest as integers where there is dpbusd, and
+// GEMV kernels do not wait for memory once a tile is in the cache. Elsewhere float32 FMA is as fast.
+#ifdef KT_VNNI
+template <class Scales, class>
+constexpr ProductKernel kGroupGemm{ActKind::kInt16Group, false, vector_product<GroupBlock<Scales>>};
+#else
+template <class, class Columns>
+constexpr ProductKernel kGroupGemm{ActKind::kFloat, false, gemm_float<Columns>};
+#endif
+// By WeightFormat. BF16 weights are multiplied as float32 also where there is dpbf16: on Intel it
+// has half the rate of two FMAs.
 constexpr ProductKernel kGemm[kFormatCount] = {
     {ActKind::kFloat, false, gemm_float<Bf16Columns>},
     {ActKind::kInt8Row, false, gemm_int8_row},
     {ActKind::kInt8Row, false, gemm_int4_row},
-    {ActKind::kFloat, false, gemm_float<GroupColumns<false>>},
-    {ActKind::kFloat, false, gemm_float<GroupColumns<true>>},
+    kGroupGemm<Int4Scales, GroupColumns<false>>,
+    kGroupGemm<Int4ZeroScales, GroupColumns<true>>,
     {ActKind::kFloat, false, gemm_float<Fp8BlockColumns>},
     {ActKind::kFloat, false, gemm_float<Fp8RowColumns>},
     {ActKind::kFloat, false, gemm_float<MxFp8Columns>},
-    {ActKind::kFloat, false, gemm_float<MxFp4Columns>},
+    kGroupGemm<MxFp4Scales, MxFp4Columns>,
     {ActKind::kFloat, false, gemm_float<NvFp4Columns>},
 };
 #endif
@@ -94,8 +104,17 @@ constexpr ActKind kVectorAct = ActKind::kBF16;  // of BF16 and 8-bit float weigh
 constexpr ActKind kVectorAct = ActKind::kFloat;
 #endif
 
-// Rows per expert from which the tile kernel is used when the kind is not pinned.
-constexpr int kTileMinRows = 5;
+// Rows per expert from which GEMM is used when the kind is not pinned, by WeightFormat: where it
+// begins to cost no more than GEMV, measured on one core with weights from memory.
+#if defined(KT_AMX)
+constexpr int kGemmMinRows[kFormatCount] = {5, 5, 5, 5, 5, 5, 5, 5, 5, 5};
+#elif defined(KT_VNNI)
+constexpr int kGemmMinRows[kFormatCount] = {5, 16, 12, 5, 5, 9, 9, 9, 5, 12};
+#elif defined(KT_WIDE)
+constexpr int kGemmMinRows[kFormatCount] = {5, 9, 16, 16, 16, 9, 9, 5, 12, 5};
+#else
+constexpr int kGemmMinRows[kFormatCount] = {5, 9, 2, 64, 64, 2, 2, 2, 12, 5};
+#endif
 
 }  // namespace
 
@@ -108,24 +127,20 @@ const KernelTable KT_TABLE = {
     KT_FEATURES,
 #endif
     {
-        {{kVectorAct, false, vector_product<Bf16Block>}, kGemm[0], kTileMinRows},
-        {{ActKind::kInt8Row, false, vector_product<Int8Block>}, kGemm[1], kTileMinRows},
-        {{ActKind::kInt8Row, false, vector_product<Int4RowBlock>}, kGemm[2], kTileMinRows},
+        {{kVectorAct, false, vector_product<Bf16Block>}, kGemm[0], kGemmMinRows[0]},
+        {{ActKind::kInt8Row, false, vector_product<Int8Block>}, kGemm[1], kGemmMinRows[1]},
+        {{ActKind::kInt8Row, false, vector_product<Int4RowBlock>}, kGemm[2], kGemmMinRows[2]},
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<Int4Scales>>},
-         kGemm[3],
-         kTileMinRows},
+         kGemm[3], kGemmMinRows[3]},
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<Int4ZeroScales>>},
-         kGemm[4],
-         kTileMinRows},
-        {{ActKind::kFloat, false, vector_product<Fp8BlockBlock>}, kGemm[5], kTileMinRows},
-        {{ActKind::kFloat, false, vector_product<Fp8RowBlock>}, kGemm[6], kTileMinRows},
-        {{ActKind::kFloat, false, vector_product<MxFp8Block>}, kGemm[7], kTileMinRows},
+         kGemm[4], kGemmMinRows[4]},
+        {{ActKind::kFloat, false, vector_product<Fp8BlockBlock>}, kGemm[5], kGemmMinRows[5]},
+        {{ActKind::kFloat, false, vector_product<Fp8RowBlock>}, kGemm[6], kGemmMinRows[6]},
+        {{ActKind::kFloat, false, vector_product<MxFp8Block>}, kGemm[7], kGemmMinRows[7]},
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<MxFp4Scales>>},
-         kGemm[8],
-         kTileMinRows},
+         kGemm[8], kGemmMinRows[8]},
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<NvFp4Scales>>},
-         kGemm[9],
-         kTileMinRows},
+         kGemm[9], kGemmMinRows[9]},
     },
     {quantise_float, quantise_bf16, quantise_int8_row, quantise_int16_groups},
     swiglu_tile,
