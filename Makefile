@@ -27,7 +27,7 @@ format: ## rewrite the sources as lint wants them
 wheel: ## build the wheel; prints its path
 	@.ci/env.sh wheel
 
-bench: ## measure the kernels on this machine
+bench: ## measure the kernels on this machine (ARGS="--budget 8 --json FILE"; docs/performance.md)
 	@python=$$(.ci/env.sh core) && "$$python" benchmarks/run.py $(ARGS)
 
 clean: ## remove build output here, and environments this checkout's pins no longer name

@@ -1,0 +1,166 @@
+"""Routine "load": a checkpoint file read and packed by the wrapper, as an engine does it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import anonymous_memory
+from methods import Method, Source, expert_sources
+from rounds import Line
+from safetensors.torch import save_file
+from shapes import Shape
+
+from kt_kernel import KTMoEWrapper
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def checkpoint_tensors(method: Method, source: Source, n: int, k: int) -> dict[str, torch.Tensor]:
+    """A matrix by the names and dtypes that checkpoints of its method have."""
+    data, scale = source.data, source.scale
+    if method.dense:
+        return {"weight": data}
+    if method.name == "RAWINT4":
+        shape = torch.tensor([n, k])
+        return {"weight_packed": data.view(torch.int32), "weight_scale": scale,
+                "weight_shape": shape}  # fmt: skip
+    if method.name == "GPTQ_INT4":  # packed along K, [K/8, N]; zeros are stored minus one
+        zeros = torch.full((scale.shape[1], n // 8), 0x77777777, dtype=torch.int32)
+        return {"qweight": data.view(torch.int32).t().contiguous(),
+                "scales": scale.t().contiguous(), "qzeros": zeros,
+                "g_idx": (torch.arange(k) // method.group).to(torch.int32)}  # fmt: skip
+    if method.name == "MXFP4":
+        return {"weight_packed": data, "weight_scale": scale}
+    if method.name == "NVFP4":
+        return {"weight": data, "weight_scale": scale.view(torch.float8_e4m3fn),
+                "weight_scale_2": torch.tensor(source.factor)}  # fmt: skip
+    name = "weight_scale" if method.name == "FP8_PERCHANNEL" else "weight_scale_inv"
+    return {"weight": data.view(torch.float8_e4m3fn), name: scale}
+
+
+def config(method: Method) -> dict[str, Any]:
+    """Of a Qwen3-MoE checkpoint, with what its tools say of the quantisation."""
+    quantisation = {
+        "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "FP8_PERCHANNEL": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        "MXFP8": {"quant_method": "mxfp8"},
+        "RAWINT4": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {
+                "num_bits": 4, "group_size": 32, "type": "int", "symmetric": True,
+                "strategy": "group"}}},
+        },
+        "GPTQ_INT4": {
+            "quant_method": "gptq", "bits": 4, "group_size": method.group, "desc_act": False,
+            "sym": True, "checkpoint_format": "gptq",
+        },
+        "MXFP4": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+        "NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    }.get(method.name)  # fmt: skip
+    return {"model_type": "qwen3_moe"} | (
+        {"quantization_config": quantisation} if quantisation else {}
+    )
+
+
+class LoadBench:
+    """A checkpoint of `layers` layers in a temporary folder, so in the page cache."""
+
+    def __init__(self, shape: Shape, method: Method, threads: int | None, layers: int) -> None:
+        self._shape, self._method, self._threads, self._layers = shape, method, threads, layers
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name)
+        (self._path / "config.json").write_text(json.dumps(config(method)))
+        tensors = {}
+        for name, source in zip(PROJECTIONS, expert_sources(method, shape), strict=True):
+            n, k = (shape.hidden, shape.inter)[:: 1 if name == "down_proj" else -1]
+            for suffix, tensor in checkpoint_tensors(method, source, n, k).items():
+                for layer in range(layers):
+                    for expert in range(shape.experts):
+                        key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.{suffix}"
+                        tensors[key] = tensor.clone()
+        save_file(tensors, self._path / "model.safetensors")
+        self._file_bytes = (self._path / "model.safetensors").stat().st_size
+        self.threads = 0
+        self._packed = 0
+        self._anonymous = 0
+        try:
+            self._load()  # a method that cannot be loaded says so before rounds begin
+        except BaseException:
+            self.close()
+            raise
+
+    def line(self, limits: int) -> Line:
+        info: dict[str, Any] = {
+            "package": "kt_moe", "method": self._method.name, "table": "", "tokens": 0,
+            "threads": self.threads, "beside": "", "layers": self._layers,
+            "source_bytes": self._file_bytes, "packed_bytes": self._packed,
+            "packed_bytes_per_weight": self._packed
+            / (self._layers * self._shape.experts * self._shape.weights),
+        }  # fmt: skip
+
+        def visit(seconds: float) -> list[float]:
+            end = time.perf_counter() + seconds
+            times = [self._load()]
+            while time.perf_counter() < end:
+                times.append(self._load())
+            info["anonymous_bytes"] = self._anonymous
+            return times
+
+        return Line(
+            info=info,
+            bytes=(self._file_bytes + self._packed) / 2,  # a copy reads and writes its bytes
+            operations=0.0,
+            visit=visit,
+            limits=limits,
+            unit=None,
+            memory="dram_copy",
+        )
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def _load(self) -> float:
+        shape, wrappers = self._shape, []
+        slots = torch.arange(shape.experts)
+        with PeakAnonymous() as peak:
+            begin = time.perf_counter()
+            for layer in range(self._layers):
+                wrapper = KTMoEWrapper(
+                    layer, shape.experts, shape.top_k, shape.hidden, shape.inter,
+                    num_gpu_experts=0, method=self._method.name, weight_path=str(self._path),
+                    cpuinfer_threads=self._threads,
+                )  # fmt: skip
+                wrapper.load_weights(slots)
+                wrappers.append(wrapper)
+            seconds = time.perf_counter() - begin
+        self._anonymous = max(self._anonymous, peak.bytes)
+        self._packed = sum(w._core.packed_bytes for w in wrappers)
+        self.threads = sum(wrappers[0]._settings.pools.threads)
+        return seconds
+
+
+class PeakAnonymous:
+    """The most anonymous memory in use inside the block, above what was there before."""
+
+    def __enter__(self) -> PeakAnonymous:
+        self.bytes, self._before = 0, anonymous_memory()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        done = False
+        while not done:
+            done = self._end.wait(0.005)
+            self.bytes = max(self.bytes, anonymous_memory() - self._before)

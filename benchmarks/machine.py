@@ -1,0 +1,122 @@
+"""The machine: its CPU, caches and memory, and its ceilings by roofline.cpp."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import kt_kernel
+from kt_kernel import _C
+
+CPU_FOLDER = Path("/sys/devices/system/cpu")
+
+
+def last_level_cache() -> int:
+    """Bytes of all caches of the highest level that the allowed CPUs use; 0 if unknown."""
+    found: dict[tuple[int, str], int] = {}  # (level, CPUs that share it): bytes
+    for cpu in os.sched_getaffinity(0):
+        for cache in CPU_FOLDER.glob(f"cpu{cpu}/cache/index*"):
+            try:
+                size = (cache / "size").read_text().strip()
+                key = int((cache / "level").read_text()), (cache / "shared_cpu_list").read_text()
+            except OSError:
+                continue
+            found[key] = int(size.rstrip("KM")) << (20 if size.endswith("M") else 10)
+    top = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == top)
+
+
+def available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process's anonymous memory that are in RAM."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status has no RssAnon")
+
+
+def about() -> dict[str, Any]:
+    return {
+        "kt_moe": kt_kernel.__version__, "python": platform.python_version(),
+        "torch": torch.__version__, "cpu": _C.cpu_brand(), "cpus": len(os.sched_getaffinity(0)),
+        "cpu_quota": _C.cpu_quota(), "features": [f for f, on in _C.cpu_features().items() if on],
+        "nodes": _C.topology(), "last_level_cache": last_level_cache(),
+    }  # fmt: skip
+
+
+class Ceilings:
+    """Peaks of the units and memory bandwidths per thread count, in operations and bytes a second.
+
+    Memory is measured as often as asked, since neighbours take their part of it: the median counts,
+    and all samples are kept so that drift shows. Of the units' peaks the best counts.
+    """
+
+    def __init__(self, mebibytes: int) -> None:
+        self._mebibytes = mebibytes
+        self._folder = tempfile.TemporaryDirectory()
+        self._program = Path(self._folder.name) / "roofline"
+        source = Path(__file__).with_name("roofline.cpp")
+        subprocess.run(["g++", "-O3", "-fopenmp", source, "-o", self._program], check=True)
+        self._units: dict[int, dict[str, float]] = {}
+        self._memory: dict[int, dict[str, list[float]]] = {}
+
+    def has(self, threads: int) -> bool:
+        return threads in self._units
+
+    def measure(self, threads: int) -> None:
+        """One more sample of the memory, and of the units."""
+        self._sample(threads, "all")
+
+    def measure_memory(self) -> None:
+        """One more sample for every thread count known."""
+        for threads in self._units:
+            self._sample(threads, "memory")
+
+    def measure_all(self) -> None:
+        for threads in self._units:
+            self._sample(threads, "all")
+
+    def _sample(self, threads: int, what: str) -> None:
+        found = self._run(threads, what)
+        samples = self._memory.setdefault(threads, {"dram_read": [], "dram_copy": []})
+        for name, values in samples.items():
+            values.append(found.pop(name))
+        units = self._units.setdefault(threads, {})
+        for name, value in found.items():
+            units[name] = max(value, units.get(name, 0.0))
+
+    def of(self, threads: int) -> dict[str, float]:
+        memory = {name: median(values) for name, values in self._memory[threads].items()}
+        return {**memory, **self._units[threads]}
+
+    def record(self) -> dict[str, Any]:
+        return {
+            str(threads): {**self.of(threads), "samples": self._memory[threads]}
+            for threads in self._units
+        }
+
+    def _run(self, threads: int, what: str) -> dict[str, float]:
+        text = subprocess.run(
+            [self._program, str(self._mebibytes), what],
+            check=True, capture_output=True, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        ).stdout  # fmt: skip
+        found = {}
+        for line in text.splitlines():
+            name, value, *unit = line.split()
+            if unit:
+                found[name] = float(value) * (1e9 if unit[0] == "GB/s" else 1e12)
+        return found

@@ -1,0 +1,196 @@
+"""The weight methods: how the core stores each, random weights for it, and its limits and goals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from shapes import SEED, Shape
+
+FP16, BF16, FP32 = range(3)  # kt::ScaleType
+TABLES_BY_UNIT = {  # kernel table: unit of int8 products, unit of float products
+    "amx": ("amx_int8", "amx_bf16"),
+    "avx512_bf16": ("avx512_vnni_int8", "avx512_fp32"),
+    "avx512_vbmi": ("avx512_vnni_int8", "avx512_fp32"),
+    "avx512_vnni": ("avx512_vnni_int8", "avx512_fp32"),
+    "avx512": ("avx512_int8_maddubs", "avx512_fp32"),
+    "avx2": ("avx2_int8_maddubs", "avx2_fp32"),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One matrix [N, K] as kernels/pack/pack.h, WeightSource, wants it."""
+
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    factor: float = 1.0  # "global"
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.data, self.scale, self.zero) if t is not None]
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, float]:
+        scale, zero = (0 if t is None else t.data_ptr() for t in (self.scale, self.zero))
+        return self.data.data_ptr(), scale, zero, self.factor
+
+    def clone(self) -> Source:
+        copies = (None if t is None else t.clone() for t in (self.data, self.scale, self.zero))
+        return Source(*copies, self.factor)
+
+
+@dataclass(frozen=True)
+class Method:
+    """bits: per weight with scales, to plan memory. make: random weights of [N, K]."""
+
+    name: str
+    format: int  # kt::WeightFormat
+    bits: float
+    make: Callable[[int, int], Source]
+    group: int = 0
+    scale_type: int = FP16
+
+    @property
+    def dense(self) -> bool:
+        """Packed from bf16 weights."""
+        return self.make is _dense
+
+    @property
+    def per_row_integer(self) -> bool:
+        return self.format in (1, 2)
+
+    @property
+    def eight_bit_float(self) -> bool:
+        return self.format in (5, 6, 7)
+
+
+def _dense(n: int, k: int) -> Source:
+    return Source((torch.randn(n, k) * k**-0.5).to(torch.bfloat16))
+
+
+# Quantised weights are about N(0, 1/K) too; one scale throughout, since values cost no time.
+
+
+def _e4m3(n: int, k: int) -> torch.Tensor:
+    return (torch.randn(n, k) * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _fp8(n: int, k: int) -> Source:
+    return Source(_e4m3(n, k), torch.full((-(-n // 128), -(-k // 128)), k**-0.5 / 64))
+
+
+def _fp8_row(n: int, k: int) -> Source:
+    return Source(_e4m3(n, k), torch.full((n,), k**-0.5 / 64))
+
+
+def _exponent(scale: float) -> int:
+    return 127 + round(math.log2(scale))  # ue8m0
+
+
+def _mxfp8(n: int, k: int) -> Source:
+    exponent = _exponent(k**-0.5 / 64)
+    return Source(_e4m3(n, k), torch.full((n, k // 32), exponent, dtype=torch.uint8))
+
+
+def _nibbles(n: int, k: int) -> torch.Tensor:
+    u = (torch.randn(n, k) * 2.5 + 8).round().clamp(0, 15).to(torch.uint8)
+    return u[:, 0::2] | u[:, 1::2] << 4
+
+
+def _int4(group: int, dtype: torch.dtype, zero: bool) -> Callable[[int, int], Source]:
+    def make(n: int, k: int) -> Source:
+        groups = (n, k // group)
+        zeros = torch.full(groups, 8, dtype=torch.uint8) if zero else None
+        return Source(_nibbles(n, k), torch.full(groups, k**-0.5 / 2.5, dtype=dtype), zeros)
+
+    return make
+
+
+def _e2m1(n: int, k: int) -> torch.Tensor:
+    return torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+
+
+def _mxfp4(n: int, k: int) -> Source:
+    exponent = _exponent(k**-0.5 / 3)
+    return Source(_e2m1(n, k), torch.full((n, k // 32), exponent, dtype=torch.uint8))
+
+
+def _nvfp4(n: int, k: int) -> Source:
+    one = 0x38  # in e4m3
+    return Source(_e2m1(n, k), torch.full((n, k // 16), one, dtype=torch.uint8), None, k**-0.5 / 3)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("BF16", 0, 16, _dense),
+        Method("AMXINT8", 1, 8, _dense),
+        Method("AMXINT4", 2, 4, _dense),
+        Method("INT4_G32", 3, 4.5, _dense, group=32),
+        Method("INT4_G128", 3, 4.125, _dense, group=128),
+        Method("RAWINT4", 3, 4.5, _int4(32, torch.bfloat16, False), group=32, scale_type=BF16),
+        Method("GPTQ_INT4", 4, 4.25, _int4(128, torch.float16, True), group=128),
+        Method("FP8", 5, 8, _fp8),
+        Method("FP8_PERCHANNEL", 6, 8, _fp8_row),
+        Method("MXFP8", 7, 8.25, _mxfp8),
+        Method("MXFP4", 8, 4.25, _mxfp4),
+        Method("NVFP4", 9, 4.5, _nvfp4),
+    )
+}
+
+
+def expert_sources(method: Method, shape: Shape) -> list[Source]:
+    """gate, up and down of one expert, the same in every process."""
+    torch.manual_seed(SEED)
+    sizes = [(shape.inter, shape.hidden)] * 2 + [(shape.hidden, shape.inter)]
+    return [method.make(*size) for size in sizes]
+
+
+def unit_of(method: Method, table: str, ceilings: dict[str, float]) -> str:
+    """The unit whose peak bounds the method's products with a kernel table.
+
+    The int8 one where weights have one scale per row, else the float one: groups and blocks with
+    scales of their own need float32 sums. avx512_bf16 kernels multiply 16-bit operands of BF16 and
+    8-bit floats by dpbf16, which is faster than float32 FMA on some makes and slower on others: the
+    faster counts.
+    """
+    integer, floating = TABLES_BY_UNIT[table]
+    if method.per_row_integer:
+        return integer
+    if table == "avx512_bf16" and (method.format == 0 or method.eight_bit_float):
+        return max(floating, "avx512_bf16", key=ceilings.__getitem__)
+    return floating
+
+
+def goal_of(method: str, table: str, tokens: int, per_expert: float) -> float | None:
+    """Share of t_min that a layer must reach, None where no goal is set."""
+    kind = METHODS[method]
+    if tokens <= 8:
+        if table == "avx2":
+            return 0.9 if kind.format in (0, 1) else 0.8 if kind.bits > 5 else 0.75
+        return 0.9 if kind.bits > 5 else 0.85
+    if per_expert < 64:
+        return None
+    if table == "amx":
+        return 0.65 if method in ("BF16", "AMXINT8", "AMXINT4") else 0.5
+    return 0.6
+
+
+def peer_goal_of(method: str, table: str, tokens: int) -> float | None:
+    """How many times faster than kt-kernel 0.7.2 a layer must be (with AVX2 85% of t_min will
+    do as well), None where no goal is set."""
+    if table == "avx2":
+        return 2.0
+    if tokens <= 8:
+        return 1.25
+    if tokens < 1024 or table != "amx":
+        return None
+    return {"BF16": 2.2, "AMXINT8": 2.5, "AMXINT4": 2.5, "FP8": 10.0, "RAWINT4": 8.0}.get(method)

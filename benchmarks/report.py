@@ -1,0 +1,170 @@
+"""From measured lines to rows of JSON, and from those to printed tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from methods import goal_of, peer_goal_of
+from rounds import Line
+
+Row = dict[str, Any]
+
+
+def row_of(line: Line, ceilings: dict[str, float]) -> Row:
+    """A line's median, p10, p90 and best time, and its share of what the ceilings allow."""
+    sample = torch.tensor(line.times, dtype=torch.float64)
+    memory_time = line.bytes / ceilings[line.memory]
+    unit_time = line.operations / ceilings[line.unit] if line.unit else 0.0
+    t_min, median = max(memory_time, unit_time), sample.quantile(0.5).item()
+    return {
+        **line.info,
+        "samples": len(line.times), "rounds": line.rounds,
+        "median_us": median * 1e6, "p10_us": sample.quantile(0.1).item() * 1e6,
+        "p90_us": sample.quantile(0.9).item() * 1e6, "best_us": sample.min().item() * 1e6,
+        "gb_s": line.bytes / median / 1e9, "tera_ops_s": line.operations / median / 1e12,
+        "unit": line.unit, "memory": line.memory, "memory_ceiling": ceilings[line.memory],
+        "unit_ceiling": ceilings[line.unit] if line.unit else None,
+        "bound": "unit" if unit_time > memory_time else "memory",
+        "t_min_us": t_min * 1e6, "share": t_min / median,
+    }  # fmt: skip
+
+
+def same_work(row: Row) -> tuple[Any, ...]:
+    """Equal for our row and kt-kernel's of the same work."""
+    return tuple(row[key] for key in ("method", "table", "threads", "tokens"))
+
+
+def add_ratios(rows: Iterable[Row]) -> None:
+    """To each row of ours that has one of kt-kernel's: how many times faster it is."""
+    rows = list(rows)
+    theirs = {same_work(row): row for row in rows if row["package"] != "kt_moe"}
+    for row in rows:
+        peer = theirs.get(same_work(row))
+        if peer and row["package"] == "kt_moe" and not row["beside"]:
+            row["times_faster_than_peer"] = peer["median_us"] / row["median_us"]
+
+
+def goal_met(row: Row, routine: str) -> tuple[float | None, bool]:
+    """The share that a row of ours must reach (None: no goal), and whether it does."""
+    goal = None
+    if routine == "pack":
+        goal = 0.5
+    elif routine == "layer" and row["package"] == "kt_moe" and not row["beside"]:
+        goal = goal_of(row["method"], row["table"], row["tokens"], row["tokens_per_expert"])
+    return goal, goal is None or row["share"] >= goal
+
+
+def ratio_met(row: Row) -> tuple[float | None, bool]:
+    """How many times faster than kt-kernel a row must be (None: no goal), and whether it is."""
+    goal = peer_goal_of(row["method"], row["table"], row["tokens"])
+    if goal is None or row["times_faster_than_peer"] >= goal:
+        return goal, True
+    return goal, row["table"] == "avx2" and row["share"] >= 0.85
+
+
+def print_ceilings(content: dict[str, Any]) -> None:
+    print(f"\n{content['cpu']}, {content['cpus']} CPUs")
+    for threads, found in content["ceilings"].items():
+        memory = ", ".join(
+            f"{name} {found[name] / 1e9:.1f} GB/s ({min(s) / 1e9:.1f} to {max(s) / 1e9:.1f})"
+            for name, s in found["samples"].items()
+        )
+        units = ", ".join(
+            f"{name} {value / 1e12:.3g}"
+            for name, value in found.items()
+            if name != "samples" and name not in found["samples"]
+        )
+        print(f"ceilings with {threads} threads: {memory}; tera-operations/s: {units}")
+
+
+def print_rows(rows: Iterable[Row], routine: str) -> None:
+    if routine in ("pack", "load"):
+        return _print_sources(rows, routine)
+    unit = "us a tile" if routine in ("gemv", "gemm") else "us"
+    print(
+        f"{'package':9} {'method':14} {'kernels':12} {'thr':>3} {'T':>5} {'median ' + unit:>16} "
+        f"{'p10':>10} {'p90':>10} {'GB/s':>7} {'TOP/s':>7} {'bound':6} {'share':>6} goal"
+    )
+    for row in rows:
+        goal, met = goal_met(row, routine)
+        text = (
+            f"{row['package'].split()[0]:9} {row['method']:14} {row['table']:12} "
+            f"{row['threads']:3} {row['tokens']:5} {row['median_us']:16.1f} "
+            f"{row['p10_us']:10.1f} {row['p90_us']:10.1f} {row['gb_s']:7.1f} "
+            f"{row['tera_ops_s']:7.3f} {row['bound']:6} {row['share']:6.1%}"
+        )
+        if goal is not None:
+            text += f" {'of' if met else 'BELOW'} {goal:.0%}"
+        if "times_faster_than_peer" in row:
+            goal, met = ratio_met(row)
+            text += f"  {row['times_faster_than_peer']:.2f} times kt-kernel"
+            text += "" if goal is None else f" {'of' if met else 'BELOW'} {goal:g}"
+        print(text + (f"  beside {row['beside']}" if row["beside"] else ""))
+
+
+def _print_sources(rows: Iterable[Row], routine: str) -> None:
+    """Of pack and load: how fast source weights are taken in."""
+    print(f"{'method':14} {'thr':>3} {'median ms':>10} {'p90':>8} {'s per GB':>8} {'GB/s':>6} "
+          f"{'share of copy':>13} {'bytes/weight':>12}")  # fmt: skip
+    for row in rows:
+        seconds = row["median_us"] / 1e6
+        goal, met = goal_met(row, routine)
+        text = (
+            f"{row['method']:14} {row['threads']:3} {seconds * 1e3:10.1f} "
+            f"{row['p90_us'] / 1e3:8.1f} {seconds / row['source_bytes'] * 1e9:8.3f} "
+            f"{row['source_bytes'] / seconds / 1e9:6.2f} {row['share']:13.1%} "
+            f"{row['packed_bytes_per_weight']:12.3f}"
+        )
+        if goal is not None:
+            text += f" {'of' if met else 'BELOW'} {goal:.0%}"
+        if "first_touch_us" in row:
+            text += f"; into new memory {row['first_touch_us'] / 1e3:.1f} ms"
+        if "anonymous_bytes" in row:
+            text += (
+                f"; anonymous memory {row['anonymous_bytes'] / row['packed_bytes']:.2f} of packed"
+            )
+        print(text)
+
+
+def print_beside(rows: list[Row]) -> None:
+    """Threads against the best count, and what foreign work costs against the fair share."""
+    alone = {
+        same_work(row): row for row in rows if row["package"] == "kt_moe" and not row["beside"]
+    }
+    by_work: dict[tuple[Any, ...], list[Row]] = {}
+    for row in alone.values():
+        by_work.setdefault((row["method"], row["table"], row["tokens"]), []).append(row)
+    for work, same in by_work.items():
+        if len(same) > 1:
+            best = min(row["median_us"] for row in same)
+            costs = (f"{r['threads']}: {r['median_us'] / best - 1:+.0%}" for r in same)
+            print(f"threads, {' '.join(map(str, work))}: {', '.join(costs)} against the best")
+    for row in rows:
+        if row["beside"] and same_work(row) in alone:
+            before = alone[same_work(row)]["median_us"]
+            print(
+                f"beside {row['beside']}, {' '.join(map(str, same_work(row)))}: "
+                f"{row['median_us'] / before:.2f} times the time alone"
+                + (
+                    f", {row['share_of_fair']:.0%} of the fair share"
+                    if "share_of_fair" in row
+                    else ""
+                )  # fmt: skip
+            )
+
+
+def add_fair_shares(rows: list[Row], cpus: int) -> None:
+    """To rows beside busy foreign processes: speed over what the fair part of the CPUs would give.
+
+    Every busy thread, ours and foreign, has the same claim on a CPU.
+    """
+    alone = {
+        same_work(row): row for row in rows if row["package"] == "kt_moe" and not row["beside"]
+    }
+    for row in rows:
+        if row["beside"].endswith(" foreign") and same_work(row) in alone:
+            busy = row["threads"] + int(row["beside"].split()[0])
+            fair = min(1.0, cpus / busy) / min(1.0, cpus / row["threads"])
+            row["share_of_fair"] = alone[same_work(row)]["median_us"] / row["median_us"] / fair

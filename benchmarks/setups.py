@@ -1,0 +1,151 @@
+"""What each routine has to set up for the lines of its table, and the memory that it takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from layer import LayerBench, layers_needed
+from machine import Ceilings
+from methods import METHODS, Method
+from packing import PackBench, experts_needed
+from peer_client import Peer, PeerError
+from product import KernelBench
+from rounds import Line
+
+from kt_kernel import _C
+
+ROWS = {"gemv": (1, 2, 4), "gemm": (16, 64, 128)}  # of X, by default
+
+
+class NotMeasured(Exception):
+    """Why a part of the table stays empty."""
+
+
+@dataclass
+class Setup:
+    """Things measured together. build: makes them, leaves their closing to the stack and reports
+    what cannot be measured to `note`."""
+
+    what: str
+    memory: float
+    build: Callable[[ExitStack, Callable[[str], None]], list[Line]]
+
+
+def setups(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
+    """cache: bytes of the last-level cache. Raises NotMeasured if nothing can be."""
+    make = {"layer": _layers, "gemv": _kernels, "gemm": _kernels, "pack": _packs, "load": _loads}
+    return make[args.routine](args, ceilings, cache)
+
+
+def _methods(args: argparse.Namespace) -> list[Method]:
+    return [METHODS[name] for name in args.methods]
+
+
+def _layers(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
+    made = []
+    shape, limits = args.shape, args.cpus
+    for method in _methods(args):
+        layers = args.layers or layers_needed(shape, method, cache)
+        memory = layers * shape.experts * shape.weights * method.bits / 8
+        stacked = shape.experts * shape.weights * 2 if method.per_row_integer else 0
+        for table in args.tables:
+            for threads in args.threads:
+
+                def build(
+                    stack: ExitStack, note: Callable[[str], None], method: Method = method,
+                    table: str = table, threads: int | None = threads, layers: int = layers,
+                ) -> list[Line]:  # fmt: skip
+                    if not _C.kernels_of_formats(table)[method.format][0]:
+                        raise NotMeasured("no kernel")
+                    bench = LayerBench(shape, method, table, threads, layers)
+                    peer = None
+                    if args.peer:
+                        try:
+                            peer = Peer(args.peer, bench, layers, max(args.tokens))
+                            stack.callback(peer.close)
+                        except PeerError as error:
+                            note(str(error))
+                    known = ceilings.of(limits)
+                    lines = []
+                    for tokens in args.tokens:
+                        if not bench.output(tokens).isfinite().all():
+                            raise NotMeasured(f"T={tokens}: the output is not finite")
+                        lines += [bench.line(tokens, what, limits, known) for what in args.beside]
+                        if peer:
+                            lines.append(peer.line(tokens, limits, known))
+                    return lines
+
+                what = f"{method.name} {table}" + (f" {threads} threads" if threads else "")
+                total = memory * (2 if args.peer else 1) + (stacked if args.peer else 0)
+                made.append(Setup(what, total, build))
+    return made
+
+
+def _kernels(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
+    gemm = args.routine == "gemm"
+    working_set = args.working_set or int(2.1 * cache)
+    made = []
+    for method in _methods(args):
+        for table in args.tables:
+            for threads in args.threads:
+
+                def build(
+                    stack: ExitStack, note: Callable[[str], None], method: Method = method,
+                    table: str = table, threads: int | None = threads,
+                ) -> list[Line]:  # fmt: skip
+                    if not _C.kernels_of_formats(table)[method.format][gemm]:
+                        raise NotMeasured("no kernel")
+                    bench = KernelBench(args.shape, method, table, gemm, threads, working_set)
+                    if not ceilings.has(bench.threads):
+                        ceilings.measure(bench.threads)
+                    known = ceilings.of(bench.threads)
+                    return [bench.line(rows, known) for rows in args.tokens]
+
+                what = f"{method.name} {table} {args.routine} {threads or 'all'} threads"
+                made.append(Setup(what, working_set, build))
+    return made
+
+
+def _packs(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
+    made = []
+    for method in _methods(args):
+        experts = args.experts or experts_needed(args.shape, method, cache)
+        bits = method.bits + (16 if method.dense else method.bits)
+
+        def build(
+            stack: ExitStack, note: Callable[[str], None], method: Method = method,
+            experts: int = experts,
+        ) -> list[Line]:  # fmt: skip
+            benches = [PackBench(args.shape, method, n, experts) for n in args.threads]
+            return [bench.line(args.cpus) for bench in benches]
+
+        memory = len(args.threads) * experts * args.shape.weights * bits / 8
+        made.append(Setup(f"{method.name} packing", memory, build))
+    return made
+
+
+def _loads(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
+    from loading import LoadBench  # needs safetensors, which the others do not
+
+    made = []
+    layers = args.layers or 1
+    for method in _methods(args):
+        # The tensors while the file is written, the file in the page cache, the packed weights.
+        bits = 2 * (16 if method.dense else method.bits) + method.bits
+
+        def build(
+            stack: ExitStack, note: Callable[[str], None], method: Method = method
+        ) -> list[Line]:
+            lines = []
+            for threads in args.threads:
+                bench = LoadBench(args.shape, method, threads, layers)
+                stack.callback(bench.close)
+                lines.append(bench.line(args.cpus))
+            return lines
+
+        memory = layers * args.shape.experts * args.shape.weights * bits / 8
+        made.append(Setup(f"{method.name} loading", memory, build))
+    return made

@@ -1,0 +1,253 @@
+"""The benchmarks run, and say what they must. Never how fast: a timing is not a test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kt_kernel import _C
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+TINY = (
+    "--shape", "4,256,128,2", "--seconds", "0.01", "--rounds", "2", "--ceiling-mib", "16",
+)  # fmt: skip
+ABOUT = {
+    "kt_moe", "python", "torch", "date", "cpu", "cpus", "features", "last_level_cache", "routine",
+    "shape", "ceilings", "notes", "rows", "command",
+}  # fmt: skip
+ROW = {
+    "package", "method", "table", "tokens", "threads", "beside", "packed_bytes_per_weight",
+    "samples", "rounds", "median_us", "p10_us", "p90_us", "best_us", "gb_s", "tera_ops_s",
+    "unit", "memory", "memory_ceiling", "unit_ceiling", "bound", "t_min_us", "share",
+}  # fmt: skip
+
+
+def run(folder: Path, *args: str) -> tuple[dict[str, Any], str]:
+    """The saved result of run.py, and what it printed."""
+    out = folder / "result.json"
+    done = subprocess.run(
+        [sys.executable, FOLDER / "run.py", *TINY, *args, "--json", out],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+def check(result: dict[str, Any]) -> list[dict[str, Any]]:
+    assert result.keys() >= ABOUT
+    for found in result["ceilings"].values():
+        assert found["dram_read"] > 0 and found["dram_copy"] > 0
+        # before, after, and with anything to measure after each round
+        assert len(found["samples"]["dram_read"]) >= (4 if result["rows"] else 2)
+    for row in result["rows"]:
+        assert row.keys() >= ROW
+        assert row["rounds"] == 2 and row["samples"] >= 2
+        assert 0 < row["best_us"] <= row["p10_us"] <= row["median_us"] <= row["p90_us"]
+        assert row["share"] == pytest.approx(row["t_min_us"] / row["median_us"])
+    return result["rows"]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of the benchmarks."""
+    monkeypatch.syspath_prepend(FOLDER)
+
+    def load(name: str) -> ModuleType:
+        return __import__(name)
+
+    return load
+
+
+def test_layer_of_every_method(tmp_path: Path, module: Any) -> None:
+    best = _C.kernel_tables()[0]
+    tables = dict.fromkeys((best, "avx2"))
+    result, printed = run(
+        tmp_path, "--tables", *tables, "--tokens", "1", "16", "--layers", "2", "--threads", "1"
+    )  # fmt: skip
+    rows = check(result)
+    for name, method in module("methods").METHODS.items():
+        for table in tables:
+            found = {r["tokens"]: r for r in rows if (r["method"], r["table"]) == (name, table)}
+            if _C.kernels_of_formats(table)[method.format][0]:
+                assert list(found) == [1, 16]
+                # Memory is planned by the bits; heads weigh more in such small tiles.
+                packed = found[1]["packed_bytes_per_weight"]
+                assert packed == pytest.approx(method.bits / 8, rel=0.1)
+            else:
+                assert not found and f"{name} {table} 1 threads: no kernel" in result["notes"]
+        assert name in printed
+    assert any("less than twice the last-level cache" in note for note in result["notes"])
+
+
+def test_threads_and_what_runs_beside(tmp_path: Path) -> None:
+    result, printed = run(
+        tmp_path, "--methods", "BF16", "--tokens", "1", "--layers", "1", "--threads", "1", "2",
+        "--foreign", "1", "--torch-pool",
+    )  # fmt: skip
+    rows = check(result)
+    assert [(r["threads"], r["beside"]) for r in rows] == [
+        (threads, beside) for threads in (1, 2) for beside in ("", "torch", "1 foreign")
+    ]
+    assert all((r["beside"] == "1 foreign") == ("share_of_fair" in r) for r in rows)
+    assert "of the fair share" in printed and "against the best" in printed
+
+
+@pytest.mark.parametrize("routine", ["gemv", "gemm"])
+def test_kernels_alone(tmp_path: Path, module: Any, routine: str) -> None:
+    result, _ = run(
+        tmp_path, "--routine", routine, "--tables", "avx2", "--working-set", "1", "--tokens", "3",
+        "--threads", "1",
+    )  # fmt: skip
+    rows = check(result)
+    have = _C.kernels_of_formats("avx2")
+    for name, method in module("methods").METHODS.items():
+        measured = [row["tokens"] for row in rows if row["method"] == name]
+        if have[method.format][routine == "gemm"]:
+            assert measured == [3]
+        else:
+            assert not measured
+            assert f"{name} avx2 {routine} 1 threads: no kernel" in result["notes"]
+    assert all(row["reuse_distance"] >= 1 << 20 and row["threads"] == 1 for row in rows)
+
+
+def test_packing(tmp_path: Path, module: Any) -> None:
+    result, _ = run(tmp_path, "--routine", "pack", "--experts", "2")
+    rows = check(result)
+    assert [row["method"] for row in rows] == list(module("methods").METHODS)
+    assert all(row["first_touch_us"] > 0 and row["source_bytes"] > 0 for row in rows)
+
+
+def test_loading(tmp_path: Path) -> None:
+    result, printed = run(tmp_path, "--routine", "load", "--methods", "BF16", "AMXINT4")
+    rows = check(result)
+    weights = 4 * 3 * 256 * 128
+    assert [row["method"] for row in rows] == ["BF16", "AMXINT4"]
+    assert all(row["source_bytes"] == pytest.approx(2 * weights, rel=0.05) for row in rows)
+    assert all(row["anonymous_bytes"] >= 0 for row in rows)
+    assert "anonymous memory" in printed
+
+
+def test_a_peer_that_is_not_there(tmp_path: Path) -> None:
+    result, _ = run(
+        tmp_path, "--methods", "BF16", "--tokens", "1", "--layers", "1", "--peer", str(tmp_path)
+    )
+    assert {row["package"] for row in check(result)} == {"kt_moe"}
+    assert any("unpack the wheel" in note for note in result["notes"])
+
+
+def test_the_budget_bounds_a_run(tmp_path: Path) -> None:
+    """Asked for ten minutes a line, given none: every line is visited once and that is all."""
+    result, _ = run(
+        tmp_path, "--methods", "BF16", "--tokens", "1", "2", "--layers", "1", "--seconds", "600",
+        "--budget", "0",
+    )  # fmt: skip
+    assert [(row["rounds"], row["samples"]) for row in result["rows"]] == [(1, 1), (1, 1)]
+
+
+def test_an_expert_comes_back_after_all_others(module: Any) -> None:
+    shapes = module("shapes")
+    routing = shapes.Routing(shapes.Shape("", 32, 1, 1, 2), layers=3)
+    last: dict[tuple[int, int], int] = {}
+    visits = 0
+    for tokens in (1, 2, 4, 1, 8, 2, 1, 4) * 20:
+        layer, ids = routing.draw(tokens)
+        assert ids.shape == (tokens, 2) and ids.is_contiguous() and ids.dtype == torch.int64
+        for expert in ids.flatten().tolist():
+            in_layer = last.setdefault((layer, -1), 0)
+            assert (layer, expert) not in last or in_layer - last[layer, expert] == 32
+            last[layer, expert] = in_layer
+            last[layer, -1] += 1
+            visits += 1
+    assert visits > 3 * 32 and routing.touched(4) == 8
+    _, ids = routing.draw(64)  # a token's experts differ
+    assert all(len(set(row)) == 2 for row in ids.tolist())
+    assert 20 < routing.touched(64) <= 32
+
+
+def test_units_and_goals(module: Any) -> None:
+    methods = module("methods")
+    ceilings = {"avx512_fp32": 2.0, "avx512_bf16": 1.0}
+
+    def unit(name: str, table: str) -> str:
+        return methods.unit_of(methods.METHODS[name], table, ceilings)
+
+    assert unit("AMXINT4", "amx") == "amx_int8" and unit("INT4_G32", "amx") == "amx_bf16"
+    assert unit("AMXINT8", "avx2") == "avx2_int8_maddubs" and unit("NVFP4", "avx2") == "avx2_fp32"
+    assert unit("BF16", "avx512_bf16") == "avx512_fp32"
+    ceilings["avx512_bf16"] = 4.0
+    assert unit("FP8", "avx512_bf16") == "avx512_bf16"
+    assert unit("RAWINT4", "avx512_bf16") == "avx512_fp32"
+    assert set(_C.kernel_tables()) <= methods.TABLES_BY_UNIT.keys()
+    assert methods.goal_of("MXFP8", "amx", 8, 1) == 0.9
+    assert methods.goal_of("MXFP8", "avx2", 8, 1) == 0.8
+    assert methods.goal_of("AMXINT8", "avx2", 1, 1) == 0.9
+    assert methods.goal_of("NVFP4", "avx2", 1, 1) == 0.75
+    assert methods.goal_of("GPTQ_INT4", "avx512", 1, 1) == 0.85
+    assert methods.goal_of("BF16", "amx", 16, 63) is None
+    assert methods.goal_of("AMXINT4", "amx", 1024, 64) == 0.65
+    assert methods.goal_of("INT4_G32", "amx", 1024, 64) == 0.5
+    assert methods.goal_of("FP8", "avx512_vnni", 1024, 64) == 0.6
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {
+        "package": "kt_moe", "method": "BF16", "table": "amx", "tokens": 1, "threads": 2,
+        "beside": "", "tokens_per_expert": 1.0, "median_us": 100.0, "share": 0.93,
+        "unit": "amx_bf16", "layers": 1,
+    } | changes  # fmt: skip
+
+
+def test_tables_of_saved_results(tmp_path: Path, module: Any, monkeypatch: Any) -> None:
+    table, report = module("table"), module("report")
+    rows = [
+        row(),
+        row(tokens=2, median_us=220.0, share=0.86),
+        row(package="kt-kernel 0.7.2", share=0.6, median_us=120.0),
+        row(beside="2 foreign", median_us=240.0),
+    ]
+    report.add_ratios(rows)
+    report.add_fair_shares(rows, cpus=2)
+    assert rows[0]["times_faster_than_peer"] == pytest.approx(1.2)
+    assert rows[3]["share_of_fair"] == pytest.approx(100 / 240 / 0.5)
+    memory = {"dram_read": [1e11, 1.2e11], "dram_copy": [4e10, 5e10]}
+    content = {
+        "routine": "layer", "date": "2026-01-02T03:04:05", "cpu": "A CPU", "cpus": 2,
+        "notes": ["so"],        "last_level_cache": 1 << 25, "rows": rows,
+        "shape": {"name": "s", "experts": 8, "hidden": 4, "inter": 2, "top_k": 2},
+        "ceilings": {"2": {"dram_read": 1.1e11, "dram_copy": 4.5e10, "amx_bf16": 1e13,
+                           "samples": memory}},
+    }  # fmt: skip
+    text = table.markdown(content)
+    assert "| BF16 | 93% / 90% | **86% / 90%** |" in text
+    assert "| BF16 | **1.20 / 1.25** |" in text
+    assert "read 110 GB/s (samples over the run 100 to 120)" in text
+    assert "BF16 T=2 +10% over T=1" in text and "\n- so\n" in text
+    assert "| BF16 amx 2 threads T=1 | 2 foreign | 2.40 | 83% |" in text
+
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- result a.json -->\nold\n<!-- end -->\nafter\n")
+    table.update(page)
+    once = page.read_text()
+    assert text in once and "old" not in once
+    assert once.startswith("before\n") and once.endswith("\nafter\n")
+    table.update(page)
+    assert page.read_text() == once
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    picture = tmp_path / "shares.png"
+    run(
+        tmp_path, "--methods", "BF16", "AMXINT8", "--tokens", "1", "4", "--layers", "1", "--plot",
+        str(picture),
+    )  # fmt: skip
+    assert picture.read_bytes().startswith(b"\x89PNG")
