@@ -76,7 +76,7 @@ class Case:
 
     @property
     def sources(self) -> list[Any]:
-        """gate, up and down as the method takes them: the tensors, or lists of quantised matrices."""
+        """gate, up and down as the method takes them: tensors, or lists of quantised matrices."""
         matrices = [self.gate, self.up, self.down]
         if not get_method(self.method).quantised:
             return matrices
