@@ -5,20 +5,7 @@
 #include <cstring>
 
 namespace kt {
-namespace {
 
-constexpr int64_t kUnitSteps = 4;   // a unit: 16 bytes of each row become 4 steps
-constexpr int64_t kChunkUnits = 4;  // a chunk: a cache line of each row
-constexpr int64_t kUnitBytes = 16, kChunkBytes = kChunkUnits * kUnitBytes;
-constexpr int64_t kMaxScaleBytes = kTileRows * 4 + 64;  // kInt4Zero with float32 scales
-
-// `bytes` bytes of each of 32 rows.
-struct Window {
-  const uint8_t* p;
-  int64_t stride;
-};
-
-// Those from byte `at` on, in place, or as a copy in `room` where there are pads among them.
 Window window(const ByteRows& rows, int64_t at, int64_t bytes, uint8_t* room) {
   if (rows.count == kTileRows && at + bytes <= rows.bytes) return {rows.first + at, rows.stride};
   std::memset(room, rows.pad, size_t(kTileRows * bytes));
@@ -27,6 +14,13 @@ Window window(const ByteRows& rows, int64_t at, int64_t bytes, uint8_t* room) {
     std::memcpy(room + n * bytes, rows.first + n * rows.stride + at, size_t(have));
   return {room, bytes};
 }
+
+namespace {
+
+constexpr int64_t kUnitSteps = 4;   // a unit: 16 bytes of each row become 4 steps
+constexpr int64_t kChunkUnits = 4;  // a chunk: a cache line of each row
+constexpr int64_t kUnitBytes = 16, kChunkBytes = kChunkUnits * kUnitBytes;
+constexpr int64_t kMaxScaleBytes = kTileRows * 4 + 64;  // kInt4Zero with float32 scales
 
 __m128i load(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 void store(uint8_t* p, __m128i x) { _mm_store_si128(reinterpret_cast<__m128i*>(p), x); }
@@ -89,7 +83,7 @@ class ValueReader {
     const Window w = window(values_.rows, at_, 16, room);
     for (int64_t n = 0; n < kTileRows; n += kRows) {
       __m128i row[kRows];
-      for (int i = 0; i < kRows; ++i) row[i] = load(w.p + (n + i) * w.stride);
+      for (int i = 0; i < kRows; ++i) row[i] = load(w.first + (n + i) * w.stride);
       transpose<kSize>(row);
       for (int i = 0; i < kRows; ++i) store(lanes_ + (i * kTileRows + n) * kSize, row[i]);
     }
@@ -119,7 +113,7 @@ template <LaneOrder kOrder> __m128i load_lanes(const uint8_t* p) {
 template <LaneOrder kOrder> void write_units(Window w, int64_t units, uint8_t* const* place) {
   for (int64_t n = 0; n < kTileRows; n += 4)
     for (int64_t u = 0; u < units; ++u) {
-      const uint8_t* p = w.p + n * w.stride + u * kUnitBytes;
+      const uint8_t* p = w.first + n * w.stride + u * kUnitBytes;
       __m128i row[4];
       for (int i = 0; i < 4; ++i) row[i] = load_lanes<kOrder>(p + i * w.stride);
       transpose<4>(row);
@@ -136,7 +130,7 @@ void stream(const uint8_t* src, int64_t bytes, uint8_t* dst) {
 }
 
 template <LaneOrder kOrder>
-void write_all(const MatrixLayout& layout, const ByteRows& codes, const BlockValues& scales,
+void write_all(const MatrixLayout& layout, LaneRows& rows, const BlockValues& scales,
                const BlockValues& zeros, uint8_t* tile) {
   const int64_t units = layout.cols_padded() / layout.step_cols() / kUnitSteps;
   const int64_t scale_bytes = layout.block_scale_bytes();
@@ -156,9 +150,8 @@ void write_all(const MatrixLayout& layout, const ByteRows& codes, const BlockVal
       place[i] = end;
       end += kUnitSteps * kStepBytes;
     }
-    uint8_t room[kTileRows * kChunkBytes];
-    const int64_t at = u * kUnitBytes;
-    write_units<kOrder>(window(codes, at, here * kUnitBytes, room), here, place);
+    alignas(16) uint8_t room[kTileRows * kChunkBytes];
+    write_units<kOrder>(rows.next(u * kUnitBytes, here * kUnitBytes, room), here, place);
     stream(stage, end - stage, dst);
     dst += end - stage;
   }
@@ -167,12 +160,12 @@ void write_all(const MatrixLayout& layout, const ByteRows& codes, const BlockVal
 
 }  // namespace
 
-void write_blocks(const MatrixLayout& layout, const ByteRows& codes, LaneOrder order,
+void write_blocks(const MatrixLayout& layout, LaneRows& rows, LaneOrder order,
                   const BlockValues& scales, const BlockValues& zeros, uint8_t* tile) {
   switch (order) {
-    case LaneOrder::kPlain: return write_all<LaneOrder::kPlain>(layout, codes, scales, zeros, tile);
-    case LaneOrder::kPairs: return write_all<LaneOrder::kPairs>(layout, codes, scales, zeros, tile);
-    default: return write_all<LaneOrder::kNibbles>(layout, codes, scales, zeros, tile);
+    case LaneOrder::kPlain: return write_all<LaneOrder::kPlain>(layout, rows, scales, zeros, tile);
+    case LaneOrder::kPairs: return write_all<LaneOrder::kPairs>(layout, rows, scales, zeros, tile);
+    default: return write_all<LaneOrder::kNibbles>(layout, rows, scales, zeros, tile);
   }
 }
 

@@ -2,6 +2,8 @@
 
 #include <emmintrin.h>
 
+#include <algorithm>
+
 #include <cmath>
 #include <cstring>
 
@@ -15,8 +17,6 @@ namespace {
 // Lanes of a row, four bytes each: lane s is the row's part of step s (kt/format.h).
 using Word = uint32_t;
 constexpr uint8_t kZeroNibbles = 0x88;  // u = q + 8
-
-int64_t steps_of(const MatrixLayout& layout) { return layout.cols_padded() / layout.step_cols(); }
 
 const uint8_t* source_row(const MatrixSource& source, int64_t row) {
   return static_cast<const uint8_t*>(source.weights.data) +
@@ -51,10 +51,10 @@ struct ToBf16 {
   }
 };
 
-// rint within +-limit, as int16: to nearest, ties to even, like the kernels'.
-__m128i quantise(__m128 low, __m128 high, int16_t limit) {
-  const __m128i q = _mm_packs_epi32(_mm_cvtps_epi32(low), _mm_cvtps_epi32(high));
-  return _mm_max_epi16(_mm_set1_epi16(int16_t(-limit)), _mm_min_epi16(_mm_set1_epi16(limit), q));
+// rint as int16: to nearest, ties to even, like the kernels'. A row's values times its multiplier
+// round to at most the limit.
+__m128i quantise(__m128 low, __m128 high) {
+  return _mm_packs_epi32(_mm_cvtps_epi32(low), _mm_cvtps_epi32(high));
 }
 
 // Eight values within +-7 as nibbles u = q + 8: the first four low, the others high.
@@ -68,7 +68,7 @@ struct ToInt8 {
   __m128 multiplier;
   __m128i sums = _mm_setzero_si128();
   void operator()(const Eight& x, Word* words) {
-    const __m128i q = quantise(_mm_mul_ps(x.low, multiplier), _mm_mul_ps(x.high, multiplier), 127);
+    const __m128i q = quantise(_mm_mul_ps(x.low, multiplier), _mm_mul_ps(x.high, multiplier));
     sums = _mm_add_epi32(sums, _mm_madd_epi16(q, _mm_set1_epi16(1)));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(words), _mm_packs_epi16(q, q));
   }
@@ -83,23 +83,25 @@ struct ToInt4 {
   static constexpr int64_t kWords = 1;
   __m128 multiplier;
   void operator()(const Eight& x, Word* words) {
-    *words = nibbles_of(quantise(_mm_mul_ps(x.low, multiplier), _mm_mul_ps(x.high, multiplier), 7));
+    *words = nibbles_of(quantise(_mm_mul_ps(x.low, multiplier), _mm_mul_ps(x.high, multiplier)));
   }
 };
 
-// By division: the scale is what the fp16 says, not the exact quotient.
+// By division: the scale is what the fp16 says, not the exact quotient. A scale that was rounded
+// down makes values above 7.
 struct ToInt4Group {
   static constexpr int64_t kWords = 1;
   __m128 scale;
   void operator()(const Eight& x, Word* words) {
-    *words = nibbles_of(quantise(_mm_div_ps(x.low, scale), _mm_div_ps(x.high, scale), 7));
+    const __m128i q = quantise(_mm_div_ps(x.low, scale), _mm_div_ps(x.high, scale));
+    *words = nibbles_of(_mm_max_epi16(_mm_set1_epi16(-7), _mm_min_epi16(_mm_set1_epi16(7), q)));
   }
 };
 
 // Writes the words of n columns, and of zeros up to `padded`; both count from p. Returns `to` with
 // what it has summed: a copy of its own stays in registers.
 template <DType kType, class To>
-To convert_as(const uint8_t* p, int64_t n, int64_t padded, To to, Word* words) {
+To convert(const uint8_t* p, int64_t n, int64_t padded, To to, Word* words) {
   constexpr int64_t kBytes = 8 * dtype_bytes(kType);
   int64_t k = 0;
   for (; k + 8 <= n; k += 8, p += kBytes, words += To::kWords) to(load_eight<kType>(p), words);
@@ -111,84 +113,130 @@ To convert_as(const uint8_t* p, int64_t n, int64_t padded, To to, Word* words) {
   return to;
 }
 
-template <class To>
-To convert(const uint8_t* p, DType type, int64_t n, int64_t padded, To to, Word* words) {
-  switch (type) {
-    case DType::kBF16: return convert_as<DType::kBF16>(p, n, padded, to, words);
-    case DType::kFP16: return convert_as<DType::kFP16>(p, n, padded, to, words);
-    default: return convert_as<DType::kFP32>(p, n, padded, to, words);
+// Rows that are converted as they are read, a panel of lanes at a time.
+class DenseRows final : public LaneRows {
+ public:
+  // `rows` rows of the source from row `first` on. group_scales: [rows, groups] of kInt4Group.
+  DenseRows(const MatrixLayout& layout, const MatrixSource& source, int64_t first, int64_t rows,
+            const uint16_t* group_scales)
+      : layout_(layout), source_(source), first_(first), rows_(rows), group_scales_(group_scales) {}
+
+  // Of kInt8Row and kInt4Row.
+  float multiplier[kTileRows];
+  int32_t sum[kTileRows] = {};  // of the values of kInt8Row, once all lanes were asked for
+
+  Window next(int64_t at, int64_t bytes, uint8_t*) override {
+    if (at + bytes > panel_begin_ + panel_bytes_) {
+      panel_begin_ = at;
+      panel_bytes_ =
+          std::min(kMostPanelBytes, layout_.cols_padded() / layout_.step_cols() * 4 - at);
+      fill();
+    }
+    return {panel_ + (at - panel_begin_), panel_bytes_};
   }
-}
 
-// Tiles of each kind: `rows` rows from row `first` of the source on; words is scratch for 32 rows.
+ private:
+  // Lanes of each row that are made at once: a run long enough for a loop of its own, in all rows
+  // small enough for the L1 cache.
+  static constexpr int64_t kMostPanelBytes = 256;
 
-void write_words(const MatrixLayout& layout, const Word* words, int64_t rows, uint8_t pad,
-                 const BlockValues& scales, uint8_t* dst) {
-  const int64_t bytes = steps_of(layout) * int64_t(sizeof(Word));
-  write_blocks(layout, {reinterpret_cast<const uint8_t*>(words), bytes, bytes, rows, pad},
-               LaneOrder::kPlain, scales, {}, dst);
-}
+  void fill() {
+    switch (source_.weights.dtype) {
+      case DType::kBF16: return fill_from<DType::kBF16>();
+      case DType::kFP16: return fill_from<DType::kFP16>();
+      default: return fill_from<DType::kFP32>();
+    }
+  }
+
+  template <DType kType> void fill_from() {
+    const int64_t k = panel_begin_ / 4 * layout_.step_cols();
+    const int64_t padded = panel_bytes_ / 4 * layout_.step_cols();
+    const int64_t cols = std::clamp(layout_.cols - k, int64_t{0}, padded);
+    for (int64_t n = 0; n < rows_; ++n)
+      fill_row<kType>(n, k, cols, padded, reinterpret_cast<Word*>(panel_ + n * panel_bytes_));
+    const bool nibbles = layout_.step_cols() == 8;
+    std::memset(panel_ + rows_ * panel_bytes_, nibbles ? kZeroNibbles : 0,
+                size_t((kTileRows - rows_) * panel_bytes_));
+  }
+
+  template <DType kType>
+  void fill_row(int64_t n, int64_t k, int64_t cols, int64_t padded, Word* words) {
+    const uint8_t* p = part_row(source_, first_ + n) + k * dtype_bytes(kType);
+    switch (layout_.format) {
+      case WeightFormat::kBF16: convert<kType>(p, cols, padded, ToBf16{}, words); break;
+      case WeightFormat::kInt8Row:
+        sum[n] += convert<kType>(p, cols, padded, ToInt8{_mm_set1_ps(multiplier[n])}, words).sum();
+        break;
+      case WeightFormat::kInt4Row:
+        convert<kType>(p, cols, padded, ToInt4{_mm_set1_ps(multiplier[n])}, words);
+        break;
+      default: fill_groups<kType>(n, k, cols, p, words);
+    }
+  }
+
+  template <DType kType>
+  void fill_groups(int64_t n, int64_t k, int64_t cols, const uint8_t* p, Word* words) {
+    const uint16_t* scales = group_scales_ + n * (layout_.cols / layout_.group);
+    for (const int64_t end = k + cols; k < end;) {
+      const int64_t run = std::min(end - k, layout_.group - k % layout_.group);
+      if (const uint16_t scale = scales[k / layout_.group]; scale != 0)
+        convert<kType>(p, run, run, ToInt4Group{_mm_set1_ps(fp16_to_float(scale))}, words);
+      else
+        std::memset(words, kZeroNibbles, size_t(run / 2));
+      k += run;
+      p += run * dtype_bytes(kType);
+      words += run / 8;
+    }
+  }
+
+  const MatrixLayout& layout_;
+  const MatrixSource& source_;
+  int64_t first_, rows_;
+  const uint16_t* group_scales_;
+  int64_t panel_begin_ = 0, panel_bytes_ = 0;
+  alignas(16) uint8_t panel_[kTileRows * kMostPanelBytes];
+};
+
+// Tiles of each kind: `rows` rows from row `first` of the source on.
 
 void pack_bf16(const MatrixLayout& layout, const MatrixSource& source, int64_t first, int64_t rows,
-               Word* words, uint8_t* dst) {
-  if (source.weights.dtype == DType::kBF16)  // bit for bit
-    return write_blocks(layout,
-                        {part_row(source, first), source.cols * 2, layout.cols * 2, rows, 0},
-                        LaneOrder::kPlain, {}, {}, dst);
-  for (int64_t n = 0; n < rows; ++n)
-    convert(part_row(source, first + n), source.weights.dtype, layout.cols, layout.cols_padded(),
-            ToBf16{}, words + n * steps_of(layout));
-  write_words(layout, words, rows, 0, {}, dst);
+               uint8_t* dst) {
+  if (source.weights.dtype == DType::kBF16) {  // bit for bit
+    StoredRows stored({part_row(source, first), source.cols * 2, layout.cols * 2, rows, 0});
+    return write_blocks(layout, stored, LaneOrder::kPlain, {}, {}, dst);
+  }
+  DenseRows lanes(layout, source, first, rows, nullptr);
+  write_blocks(layout, lanes, LaneOrder::kPlain, {}, {}, dst);
 }
 
 void pack_rows(const MatrixLayout& layout, const MatrixSource& source, int64_t first, int64_t rows,
-               Word* words, uint8_t* dst) {
+               uint8_t* dst) {
   const bool int8 = layout.format == WeightFormat::kInt8Row;
   const int limit = int8 ? 127 : 7;
   float scale[kTileRows] = {};
-  int32_t sum[kTileRows] = {};
+  DenseRows lanes(layout, source, first, rows, nullptr);
   for (int64_t n = 0; n < rows; ++n) {
     const float absmax = row_absmax(source, first + n);
-    const float multiplier = multiplier_for(absmax, limit);
-    scale[n] = multiplier == 0 ? 0 : absmax / float(limit);
-    const auto convert_row = [&](auto to) {
-      return convert(part_row(source, first + n), source.weights.dtype, layout.cols,
-                     layout.cols_padded(), to, words + n * steps_of(layout));
-    };
-    if (int8)
-      sum[n] = convert_row(ToInt8{_mm_set1_ps(multiplier)}).sum();
-    else
-      convert_row(ToInt4{_mm_set1_ps(multiplier)});
+    lanes.multiplier[n] = multiplier_for(absmax, limit);
+    scale[n] = lanes.multiplier[n] == 0 ? 0 : absmax / float(limit);
   }
+  write_blocks(layout, lanes, LaneOrder::kPlain, {}, {}, dst);
   std::memcpy(dst, scale, sizeof scale);
-  if (int8) std::memcpy(dst + sizeof scale, sum, sizeof sum);
-  write_words(layout, words, rows, int8 ? 0 : kZeroNibbles, {}, dst);
+  if (int8) std::memcpy(dst + sizeof scale, lanes.sum, sizeof lanes.sum);
 }
 
 void pack_groups(const MatrixLayout& layout, const MatrixSource& source, int64_t first,
-                 int64_t rows, Word* words, uint8_t* dst) {
+                 int64_t rows, uint16_t* scales, uint8_t* dst) {
   const DType type = source.weights.dtype;
-  const int64_t steps = steps_of(layout), groups = layout.cols / layout.group;
-  // Scales of 32 rows wait in the part of the scratch after the words.
-  auto* scales = reinterpret_cast<uint16_t*>(words + kTileRows * steps);
-  for (int64_t n = 0; n < rows; ++n) {
-    const uint8_t* p = part_row(source, first + n);
-    Word* to_words = words + n * steps;
-    for (int64_t g = 0; g < groups; ++g) {
-      const uint16_t scale = group_scale(absmax_of(p, type, layout.group));
-      scales[n * groups + g] = scale;
-      if (scale != 0)
-        convert(p, type, layout.group, layout.group, ToInt4Group{_mm_set1_ps(fp16_to_float(scale))},
-                to_words);
-      else
-        std::memset(to_words, kZeroNibbles, size_t(layout.group / 2));
-      p += layout.group * dtype_bytes(type);
-      to_words += layout.group / 8;
-    }
-  }
+  const int64_t groups = layout.cols / layout.group, group_bytes = layout.group * dtype_bytes(type);
+  for (int64_t n = 0; n < rows; ++n)
+    for (int64_t g = 0; g < groups; ++g)
+      scales[n * groups + g] =
+          group_scale(absmax_of(part_row(source, first + n) + g * group_bytes, type, layout.group));
+  DenseRows lanes(layout, source, first, rows, scales);
   const auto* bytes = reinterpret_cast<const uint8_t*>(scales);
-  write_words(layout, words, rows, kZeroNibbles, {{bytes, groups * 2, groups * 2, rows, 0}, 2, 1},
-              dst);
+  write_blocks(layout, lanes, LaneOrder::kPlain, {{bytes, groups * 2, groups * 2, rows, 0}, 2, 1},
+               {}, dst);
 }
 
 }  // namespace
@@ -206,20 +254,19 @@ PackError check_dense(const MatrixLayout& layout, const MatrixSource& source, in
   return PackError::kNone;
 }
 
-// The words of 32 rows, then a scale of two bytes per row and group.
+// A group scale of two bytes per row and group.
 int64_t dense_scratch(const MatrixLayout& layout) {
-  const int64_t groups = layout.has_group() ? layout.cols / layout.group : 0;
-  return kTileRows * steps_of(layout) + kTileRows / 2 * groups;
+  return layout.has_group() ? kTileRows / 2 * (layout.cols / layout.group) : 0;
 }
 
 void pack_dense(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
                 float* scratch, uint8_t* dst) {
   const int64_t rows = tile_rows(layout, tile), first = source.row0 + tile * kTileRows;
-  auto* words = reinterpret_cast<Word*>(scratch);
   switch (layout.format) {
-    case WeightFormat::kBF16: return pack_bf16(layout, source, first, rows, words, dst);
-    case WeightFormat::kInt4Group: return pack_groups(layout, source, first, rows, words, dst);
-    default: return pack_rows(layout, source, first, rows, words, dst);
+    case WeightFormat::kBF16: return pack_bf16(layout, source, first, rows, dst);
+    case WeightFormat::kInt4Group:
+      return pack_groups(layout, source, first, rows, reinterpret_cast<uint16_t*>(scratch), dst);
+    default: return pack_rows(layout, source, first, rows, dst);
   }
 }
 

@@ -38,13 +38,26 @@ inline __m128 from_fp16(__m128i h) {
   return _mm_castsi128_ps(_mm_or_si128(value, sign));
 }
 
+inline Eight eight_from_fp16(__m128i x) {
+  const __m128i zero = _mm_setzero_si128();
+  // (exponent + 1) & 30 is 0 for exponents 0 and 31, which need more than a new bias.
+  const __m128i next =
+      _mm_and_si128(_mm_add_epi16(x, _mm_set1_epi16(0x400)), _mm_set1_epi16(0x7800));
+  if (_mm_movemask_epi8(_mm_cmpeq_epi16(next, zero))) [[unlikely]]
+    return {from_fp16(_mm_unpacklo_epi16(x, zero)), from_fp16(_mm_unpackhi_epi16(x, zero))};
+  const __m128i fields = _mm_set1_epi32(int32_t(0x8fffe000)), rebias = _mm_set1_epi32(112 << 23);
+  const auto rebiased = [&](__m128i high) {
+    return _mm_castsi128_ps(_mm_add_epi32(_mm_and_si128(_mm_srai_epi32(high, 3), fields), rebias));
+  };
+  return {rebiased(_mm_unpacklo_epi16(zero, x)), rebiased(_mm_unpackhi_epi16(zero, x))};
+}
+
 template <DType kType> Eight load_eight(const uint8_t* p) {
   const __m128i zero = _mm_setzero_si128(), x = load_vector(p);
   if constexpr (kType == DType::kBF16)
     return {_mm_castsi128_ps(_mm_unpacklo_epi16(zero, x)),
             _mm_castsi128_ps(_mm_unpackhi_epi16(zero, x))};
-  if constexpr (kType == DType::kFP16)
-    return {from_fp16(_mm_unpacklo_epi16(x, zero)), from_fp16(_mm_unpackhi_epi16(x, zero))};
+  if constexpr (kType == DType::kFP16) return eight_from_fp16(x);
   return {_mm_castsi128_ps(x), _mm_castsi128_ps(load_vector(p + 16))};
 }
 

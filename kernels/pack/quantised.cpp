@@ -158,9 +158,9 @@ void pack_quantised(const MatrixLayout& layout, const MatrixSource& source, int6
     case WeightFormat::kMxFp4: scales.per_block = 2; break;
     default: break;
   }
-  write_blocks(layout, codes_of(layout, source, first, rows),
-               has_e4m3(layout.format) ? LaneOrder::kPairs : LaneOrder::kNibbles, scales, zeros,
-               dst);
+  StoredRows codes(codes_of(layout, source, first, rows));
+  write_blocks(layout, codes, has_e4m3(layout.format) ? LaneOrder::kPairs : LaneOrder::kNibbles,
+               scales, zeros, dst);
 }
 
 }  // namespace kt

@@ -103,9 +103,12 @@ def test_any_shape_and_pools(
     layer.check()
 
 
-def test_a_group_as_long_as_the_row() -> None:
-    for format in (INT4_GROUP, INT4_ZERO):
-        layer = QuantisedLayer("_C", (format, 1024, FP32), 1024, 1024, (2,))
+@pytest.mark.parametrize("format", sources.GROUP_FORMATS)
+@pytest.mark.parametrize("group", [96, 1024])
+def test_groups_of_other_sizes(format: int, group: int) -> None:
+    """96: a cache line of codes is no whole group. 1024: as long as the row."""
+    for scale_type in (FP16, FP32):
+        layer = QuantisedLayer("_C", (format, group, scale_type), 1000, 500, (1, 1))
         layer.load()
         layer.check()
 
