@@ -190,7 +190,10 @@ void tile_product(const uint8_t* tile, const MatrixLayout& layout, const ActRows
   uint8_t* pending = nullptr;  // where the accumulators of 32 rows are to be stored
   for (int64_t first = 0; first < units; first = stretch_end(first)) {
     const int64_t end = stretch_end(first);
-    pace.stretch(stretch_end(end) * kUnitPieces, blocks * (end - first));
+    // Ready before the last step, where the next stretch's first operands are loaded. A stretch of
+    // one product has no next one.
+    const int64_t products = blocks * (end - first);
+    pace.stretch(stretch_end(end) * kUnitPieces, products > 1 ? products - 1 : 1);
     for (int64_t r = 0; r < m; r += 32) {
       auto* c = reinterpret_cast<uint8_t*>(out + r * kTileRows);
       const Operands now = operands(r, first),

@@ -107,7 +107,7 @@ constexpr ActKind kVectorAct = ActKind::kFloat;
 // Rows per expert from which GEMM is used when the kind is not pinned, by WeightFormat: where it
 // begins to cost no more than GEMV, measured on one core with weights from memory.
 #if defined(KT_AMX)
-constexpr int kGemmMinRows[kFormatCount] = {5, 5, 5, 5, 5, 5, 5, 5, 5, 5};
+constexpr int kGemmMinRows[kFormatCount] = {4, 6, 7, 8, 8, 4, 4, 4, 5, 5};
 #elif defined(KT_VNNI)
 constexpr int kGemmMinRows[kFormatCount] = {5, 16, 12, 5, 5, 9, 9, 9, 5, 12};
 #elif defined(KT_WIDE)

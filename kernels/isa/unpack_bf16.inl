@@ -13,23 +13,7 @@ inline I bf16_words(F high, F low) { return (I)_mm512_cvtne2ps_pbh(high, low); }
 inline I select(I mask, I a, I b) { return _mm512_ternarylogic_epi32(b, a, mask, 0xd8); }
 // Each lane's low 16 bits in both of its halves.
 inline I both_halves(I x) { return _mm512_or_si512(x, i_sll<16>(x)); }
-inline I widen_bytes(const uint8_t* p) {
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
 
-// 16 scales of lanes `lane` and on.
-inline F tile_scales(const uint8_t* p, ScaleType type, int lane) {
-  const auto* half = reinterpret_cast<const uint16_t*>(p) + lane;
-  switch (type) {
-    case ScaleType::kFP16: return f_load_fp16(half);
-    case ScaleType::kBF16: return as_f(i_sll<16>(i_load_u16(half)));
-    default: return f_load(reinterpret_cast<const float*>(p) + lane);
-  }
-}
-// 2^(code - 127); that of code 0 is subnormal.
-inline F ue8m0_scales(const uint8_t* p) {
-  return as_f(i_max(i_sll<23>(widen_bytes(p)), i_set(0x00400000)));
-}
 // Powers of two per lane: the exponents of both bf16 words of a lane are moved, as integers
 // where none leaves its range.
 struct ExponentScales {
@@ -39,14 +23,14 @@ struct ExponentScales {
   void set(const uint8_t* codes) {
     in_range = true;
     for (int v = 0; v < 2; ++v) {
-      const I code = widen_bytes(codes + 16 * v);
+      const I code = i_load_u8(codes + 16 * v);
       // Weights without their scale are 2^-9 to 1.75 * 2^8 (e4m3; e2m1 less).
       in_range &= _mm512_cmplt_epu32_mask(i_sub(code, i_set(10)), i_set(237)) == 0xffff;
       i_store(move[v],
               _mm512_slli_epi16(_mm512_sub_epi16(both_halves(code), i_set(0x007f007f)), 7));
     }
     if (in_range) return;
-    for (int v = 0; v < 2; ++v) f_store(factor[v], ue8m0_scales(codes + 16 * v));
+    for (int v = 0; v < 2; ++v) f_store(factor[v], load_ue8m0(codes + 16 * v));
   }
   I apply(I words, int v) const {
     if (in_range)

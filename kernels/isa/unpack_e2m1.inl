@@ -43,8 +43,9 @@ struct E4m3LaneScales {
     // Seven bits further up e4m3 is fp16 of 2^-8 times its value (not negative here).
     const I half = _mm512_slli_epi16(
         _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))), 7);
-    const F scale[2] = {f_mul(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), f_set(256.0f)),
-                        f_mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)), f_set(256.0f))};
+    const F scale[2] = {
+        f_mul(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), f_set(kE4m3Unit)),
+        f_mul(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)), f_set(kE4m3Unit))};
     for (int v = 0; v < 2; ++v) {
       const I words = upper_halves(scale[v]);
       i_store(one[v], words);

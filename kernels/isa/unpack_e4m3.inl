@@ -11,7 +11,7 @@ struct E4m3Table {
         // Seven bits further up e4m3 is fp16 of 2^-8 times its value.
         const I codes = _mm512_slli_epi16(
             _mm512_add_epi16(numbers, _mm512_set1_epi16(int16_t(32 * i + 16 * h))), 7);
-        half[h] = f_mul(f_mul(_mm512_cvtph_ps(_mm512_castsi512_si256(codes)), f_set(256.0f)),
+        half[h] = f_mul(f_mul(_mm512_cvtph_ps(_mm512_castsi512_si256(codes)), f_set(kE4m3Unit)),
                         f_set(scale));
       }
       words[i] = bf16_words(half[1], half[0]);

@@ -49,9 +49,9 @@ template <bool has_zero> struct Int4GroupUnits : UnpackedUnits<false> {
         type(layout.scale) {}
   void prepare(int64_t p) {
     if (left == 0) {
-      scales.set(tile_scales(src, type, 0), tile_scales(src, type, 16));
+      scales.set(load_scales(src, type, 0), load_scales(src, type, 16));
       if constexpr (has_zero)
-        zeros.set(to_f(widen_bytes(src + scale_bytes)), to_f(widen_bytes(src + scale_bytes + 16)));
+        zeros.set(to_f(i_load_u8(src + scale_bytes)), to_f(i_load_u8(src + scale_bytes + 16)));
       src += block_scale_bytes;
       left = block_pieces;
     }

@@ -94,8 +94,8 @@ def test_infinite_weights(name: str, format: int) -> None:
 @quantised
 def test_every_number_of_rows(name: str, format: int, group: int, scale_type: int) -> None:
     rng = np.random.default_rng(1)
-    k = columns_for(format, group, 290)
-    source = sources.make(format, 40, k, group, scale_type)
+    k = columns_for(format, group, 288)  # nine units of 32 where the format allows it
+    source, other = (sources.make(format, 32, k, group, scale_type, seed=s) for s in (0, 1))
     x = bf16_numbers(rng, 70, k)
     w = source.values
     exact = x @ w.T
@@ -103,6 +103,9 @@ def test_every_number_of_rows(name: str, format: int, group: int, scale_type: in
     bound = np.abs(x) @ np.abs(w).T * (2.0**-8 + k * 2.0**-24)
     assert np.all(np.abs(whole - exact) <= bound)
     for m in range(1, 70):  # the same bits, however many rows come together
+        product(
+            name, other, x[:1]
+        )  # what it leaves behind must not be taken for this one's weights
         np.testing.assert_array_equal(product(name, source, x[:m]), whole[:m])
 
 
@@ -117,7 +120,7 @@ def test_sums_of_exact_numbers(name: str, format: int, group: int, scale_type: i
     }  # fmt: skip
     codes[NVFP4] = codes[sources.MXFP4]
     whole = np.flatnonzero((sources.E4M3 % 1 == 0) & (np.abs(sources.E4M3) <= 32))
-    for at_least in (1, 64, 1100):
+    for at_least in (1, 64, 160, 320, 1100):
         k = columns_for(format, group, at_least)
         source = sources.make(format, 70, k, group, scale_type)
         source.codes[:] = rng.choice(codes.get(format, whole), source.codes.shape)
@@ -134,14 +137,15 @@ def test_sums_of_exact_numbers(name: str, format: int, group: int, scale_type: i
 def test_dense_formats_for_every_number_of_rows(name: str, format: int) -> None:
     module = core.core_with(name, "amx")
     rng = np.random.default_rng(3)
-    w = bf16_numbers(rng, 40, 290).astype(np.float32)
-    x = bf16_numbers(rng, 70, 290).astype(np.float32)
+    w, other = bf16_numbers(rng, 2, 40, 320).astype(np.float32)
+    x = bf16_numbers(rng, 70, 320).astype(np.float32)
     whole = module.product("amx", True, format, 0, w, x)
     for m in range(1, 70):
+        module.product("amx", True, format, 0, other, x[:1])
         np.testing.assert_array_equal(module.product("amx", True, format, 0, w, x[:m]), whole[:m])
     if format == BF16:
         exact = x.astype(float) @ w.astype(float).T
-        bound = np.abs(x).astype(float) @ np.abs(w).astype(float).T * 290 * 2.0**-24
+        bound = np.abs(x).astype(float) @ np.abs(w).astype(float).T * 320 * 2.0**-24
         assert np.all(np.abs(whole[:, :40] - exact) <= bound)
     else:  # integer accumulators and the float operations after them: as the vector kernels
         np.testing.assert_array_equal(module.product("amx", False, format, 0, w, x), whole)

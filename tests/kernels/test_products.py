@@ -20,6 +20,10 @@ formats = pytest.mark.parametrize("format,group", FORMATS)
 LIMIT = 5e-3
 MOST_ROWS = {BF16: 1e-3, INT4_GROUP: 1e-3}
 MOST_ROWS_INTEGER = 2e-5
+# AMX multiplies INT4_GROUP in bf16: each weight, its scale included, is rounded once more than the
+# oracle's, by up to 2^-8.
+LIMIT_ROUNDED = 1e-2
+MOST_ROWS_ROUNDED = 6e-3
 
 # (E, k, H, I): one tile, no nice divisor, primes, one column, gpt-oss' width in small.
 SHAPES = [
@@ -34,22 +38,24 @@ def fit(format: int, group: int, hidden: int, inter: int) -> tuple[int, int]:
     return -(-hidden // group) * group, -(-inter // group) * group
 
 
-def kinds(variant: tuple[str, str], format: int) -> list[int]:
-    tile = variant[1] == "amx" and format != INT4_GROUP
-    return [AUTO, VECTOR, TILE] if tile else [AUTO]
+def kinds(variant: tuple[str, str]) -> list[int]:
+    return [AUTO, VECTOR, TILE] if variant[1] == "amx" else [AUTO]
 
 
-def near(format: int, errors: np.ndarray) -> bool:
-    most = MOST_ROWS.get(format, MOST_ROWS_INTEGER)
+def near(variant: tuple[str, str], format: int, errors: np.ndarray) -> bool:
+    limit, most = LIMIT, MOST_ROWS.get(format, MOST_ROWS_INTEGER)
+    if variant[1] == "amx" and format == INT4_GROUP:
+        limit, most = LIMIT_ROUNDED, MOST_ROWS_ROUNDED
     return (
-        bool(np.all(errors <= LIMIT)) and (errors <= most).mean() >= 0.75 if len(errors) else True
+        bool(np.all(errors <= limit)) and (errors <= most).mean() >= 0.75 if len(errors) else True
     )
 
 
 def check(layer: Layer, tokens: int) -> None:
     batch = layer.batch(tokens)
     errors = core.row_errors(layer.forward(*batch), layer.reference(*batch))
-    assert near(layer.format, errors), f"T={tokens}: row errors {np.sort(errors)[::-1][:8]}"
+    worst = np.sort(errors)[::-1][:8]
+    assert near(layer.variant, layer.format, errors), f"T={tokens}: row errors {worst}"
 
 
 @variants
@@ -58,7 +64,7 @@ def check(layer: Layer, tokens: int) -> None:
 def test_shapes(variant: tuple[str, str], format: int, group: int, shape: tuple[int, ...]) -> None:
     experts, top_k, hidden, inter = shape
     hidden, inter = fit(format, group, hidden, inter)
-    for kind in kinds(variant, format):
+    for kind in kinds(variant):
         layer = Layer(variant, format, group, experts, top_k, hidden, inter, kind=kind)
         for tokens in (0, 1, 2, 5, 33):
             check(layer, tokens)
@@ -68,7 +74,7 @@ def test_shapes(variant: tuple[str, str], format: int, group: int, shape: tuple[
 @formats
 def test_every_token_count(variant: tuple[str, str], format: int, group: int) -> None:
     hidden, inter = fit(format, group, 66, 70)
-    for kind in kinds(variant, format):
+    for kind in kinds(variant):
         layer = Layer(variant, format, group, 3, 2, hidden, inter, kind=kind)
         for tokens in [*range(34), 512]:  # 512 is two chunks of max_tokens = 256
             check(layer, tokens)
@@ -79,7 +85,7 @@ def test_every_token_count(variant: tuple[str, str], format: int, group: int) ->
 def test_biases_limits_and_masks(variant: tuple[str, str], format: int, group: int) -> None:
     hidden, inter = fit(format, group, 96, 64)
     for kind, (limit, alpha) in itertools.product(
-        kinds(variant, format), [(0.0, 0.0), (0.5, 0.0), (0.7, 1.702)]
+        kinds(variant), [(0.0, 0.0), (0.5, 0.0), (0.7, 1.702)]
     ):
         layer = Layer(
             variant, format, group, 4, 3, hidden, inter, kind=kind, biases=True, limit=limit,
@@ -93,7 +99,7 @@ def test_biases_limits_and_masks(variant: tuple[str, str], format: int, group: i
 @formats
 def test_same_bits_for_any_threads(variant: tuple[str, str], format: int, group: int) -> None:
     hidden, inter = fit(format, group, 100, 200)
-    for kind in kinds(variant, format):
+    for kind in kinds(variant):
         outputs = []
         for threads in (1, 2, 3, 7):
             layer = Layer(
@@ -108,7 +114,7 @@ def test_same_bits_for_any_threads(variant: tuple[str, str], format: int, group:
 @formats
 def test_same_bits_for_any_batch(variant: tuple[str, str], format: int, group: int) -> None:
     hidden, inter = fit(format, group, 100, 72)
-    for kind in (k for k in (VECTOR, TILE) if k in [VECTOR, *kinds(variant, format)]):
+    for kind in (k for k in (VECTOR, TILE) if k in [VECTOR, *kinds(variant)]):
         layer = Layer(variant, format, group, 4, 2, hidden, inter, kind=kind, max_tokens=16)
         x, expert_ids, weights = layer.batch(40)
         whole = layer.forward(x, expert_ids, weights)
@@ -129,7 +135,7 @@ def test_pools_agree_within_rounding(variant: tuple[str, str], format: int, grou
         layer = Layer(variant, format, group, 3, 2, hidden, inter, threads=threads)
         batch = batch or layer.batch(9)
         errors = core.row_errors(layer.forward(*batch), layer.reference(*batch))
-        assert near(format, errors)
+        assert near(variant, format, errors)
 
 
 @pytest.mark.parametrize("format,group", [f for f in FORMATS if f[0] in (INT8_ROW, INT4_ROW)])
@@ -141,7 +147,7 @@ def test_integer_formats_have_the_same_bits_everywhere(format: int, group: int) 
         table_module = core.module(variant[0])
         if table_module is None or variant[1] not in table_module.kernel_tables():
             continue
-        for kind in kinds(variant, format):
+        for kind in kinds(variant):
             layer = Layer(variant, format, group, 4, 3, hidden, inter, kind=kind)
             outputs[(*variant, kind)] = layer.forward(*layer.batch(23))
     first = outputs["_C", "avx2", AUTO]
@@ -163,7 +169,7 @@ def test_saturating_corners(variant: tuple[str, str], format: int, group: int) -
         ]
         if signs == "random":
             weights = [w * rng.choice([-1, 1], w.shape).astype(np.float32) for w in weights]
-        for kind in kinds(variant, format):
+        for kind in kinds(variant):
             layer = Layer(variant, format, group, 2, 2, hidden, inter, kind=kind, weights=weights)
             x = np.full((6, hidden), -4 if signs == "opposed" else 4, np.float32)
             expert_ids = np.tile([0, 1], (6, 1))
@@ -171,7 +177,7 @@ def test_saturating_corners(variant: tuple[str, str], format: int, group: int) -
             errors = core.row_errors(
                 layer.forward(x, expert_ids, router), layer.reference(x, expert_ids, router)
             )
-            assert near(format, errors)
+            assert near(variant, format, errors)
 
 
 @variants
@@ -181,7 +187,7 @@ def test_a_bad_row_stays_alone(
     variant: tuple[str, str], format: int, group: int, bad: float
 ) -> None:
     hidden, inter = fit(format, group, 70, 40)
-    for kind in kinds(variant, format):
+    for kind in kinds(variant):
         layer = Layer(variant, format, group, 3, 2, hidden, inter, kind=kind)
         x, expert_ids, weights = layer.batch(18)
         expert_ids = np.abs(expert_ids) % 3
@@ -202,7 +208,7 @@ def test_an_infinity_does_not_meet_padding(variant: tuple[str, str]) -> None:
     """I is no multiple of 32: the columns past it must not turn a finite or infinite row to NaN."""
     for inter, limit in ((40, 7.0), (40, 0.0), (64, 7.0)):
         shapes = [(2, inter, 64), (2, inter, 64), (2, 64, inter)]
-        for kind in kinds(variant, BF16):
+        for kind in kinds(variant):
             layer = Layer(
                 variant, BF16, 0, 2, 1, 64, inter, kind=kind, limit=limit,
                 weights=[np.full(s, np.float32(0.25)) for s in shapes],
