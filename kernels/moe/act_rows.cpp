@@ -7,8 +7,13 @@ namespace kt {
 ActRows ActRowBuffers::x_of_tokens() const {
   const ActKind act = kernels.gemv.act;
   const int64_t columns = x_columns();
-  return {work.x.data(),           columns * act_bytes(act), as<float>(work.x_scale),
-          as<int32_t>(work.x_sum), act_scales(act, columns), act_sums(act, columns), nullptr};
+  return {work.x.data(),
+          columns * act_bytes(act),
+          as<float>(work.x_scale),
+          as<int32_t>(work.x_sum),
+          act_scales(act, columns),
+          act_sums(act, columns),
+          nullptr};
 }
 
 ActRows ActRowBuffers::x_of_tokens(const ThreadSpace& own) const {
@@ -82,8 +87,7 @@ void ActRowBuffers::quantise_whole_row(int pool, const ProductKernel& down, cons
   }
   quantise(ActKind::kInt8Row, values + part.begin, DType::kFP32, part.size, part.down.cols_padded(),
            absmax, dst, down.blocked ? 0 : row);
-  if (down.blocked)
-    copy_to_blocks(contiguous, to.stride, const_cast<uint8_t*>(to.data), row);
+  if (down.blocked) copy_to_blocks(contiguous, to.stride, const_cast<uint8_t*>(to.data), row);
 }
 
 }  // namespace kt

@@ -14,15 +14,13 @@ struct ActRowBuffers {
     return e.gemm ? kernels.gemm : kernels.gemv;
   }
   // Whether experts with many rows need A rows of their own, apart from x.
-  bool gathers() const {
-    return kernels.gemm.blocked || kernels.gemm.act != kernels.gemv.act;
-  }
+  bool gathers() const { return kernels.gemm.blocked || kernels.gemm.act != kernels.gemv.act; }
   int64_t x_columns() const { return layer.pools[0].up.cols_padded(); }
   const void* source_row(const ForwardArgs& args, int64_t token) const {
     return static_cast<const uint8_t*>(args.x) +
            token * layer.config.hidden_size * dtype_bytes(args.dtype);
   }
-  ActRows x_of_tokens() const;  // of the chunk, for GEMV kernels
+  ActRows x_of_tokens() const;                        // of the chunk, for GEMV kernels
   ActRows x_of_tokens(const ThreadSpace& own) const;  // the same, where every thread has its own
   ActRows gathered(const ExpertRows& e) const;
   ActRows h(int pool, const ExpertRows& e) const;

@@ -4,12 +4,6 @@
 #include "forward_pass.h"
 
 namespace kt {
-namespace {
-
-// Output tiles of a group that one thread takes together: they share the reads of the h rows.
-constexpr int64_t kGroupTiles = 4;
-
-}  // namespace
 
 // Tasks (item, tile).
 void ForwardPass::down_by_expert() {
@@ -34,14 +28,14 @@ void ForwardPass::down_of_expert(const ExpertRows& e, int64_t first, int64_t las
   const MatrixLayout& layout = part().down;
   const uint8_t* weights = down_weights(e);
   const ActRows h = h_for_down(e);
-  for (int64_t r = 0; r < e.count; r += row_block()) {
-    const int64_t m = std::min(row_block(), e.count - r);
+  const int64_t block = even_part(e.count, row_block());
+  for (int64_t r = 0; r < e.count; r += block) {
+    const int64_t m = std::min(block, e.count - r);
     for (int64_t tile = first; tile < last; ++tile) {
       // Not right to its place: a GEMM kernel may write past the rows.
       rows_.kernel(e).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
                               space_.scratch);
-      std::copy_n(space_.scratch, m * kTileRows,
-                  results_of(worker_.pool, e, tile) + r * kTileRows);
+      std::copy_n(space_.scratch, m * kTileRows, results_of(worker_.pool, e, tile) + r * kTileRows);
     }
   }
 }
@@ -65,20 +59,21 @@ ActRows ForwardPass::h_for_down(const ExpertRows& e) {
 // them in succession, and their sums in its cache.
 void ForwardPass::down_by_group() {
   const int64_t tiles = part().size ? part().down.tiles() : 0;
-  const int64_t blocks = ceil_div(tiles, kGroupTiles), groups = plan_->groups();
+  // A thread takes a block at once where it can: its tiles share the reads of the h rows.
+  const int64_t block = std::clamp<int64_t>(ceil_div(tiles, 2 * worker_.pool_threads), 4, 16);
+  const int64_t blocks = ceil_div(tiles, block), groups = plan_->groups();
   int sums = 0;
   for (const PoolPart& p : layer_.pools) sums += p.size ? int(groups) : 0;
   int64_t total = 0;
-  for (int64_t g = 0; g < groups; ++g) total += blocks * kGroupTiles * plan_->group(g).pairs;
+  for (int64_t g = 0; g < groups; ++g) total += blocks * block * plan_->group(g).pairs;
   sys::TaskSplit split(total, worker_.pool_threads, starts());
-  for (int64_t i = 0; i < blocks * groups; ++i)
-    split.add(kGroupTiles, plan_->group(i % groups).pairs);
+  for (int64_t i = 0; i < blocks * groups; ++i) split.add(block, plan_->group(i % groups).pairs);
   split.end();
 
   sys::TaskPhase tasks = pool_tasks();
-  for (sys::TaskRange r; !(r = tasks.claim(kGroupTiles)).empty();)
-    each_segment(r, kGroupTiles, [&](int64_t segment, int64_t first, int64_t last) {
-      const int64_t tile = segment / groups * kGroupTiles;
+  for (sys::TaskRange r; !(r = tasks.claim(block)).empty();)
+    each_segment(r, block, [&](int64_t segment, int64_t first, int64_t last) {
+      const int64_t tile = segment / groups * block;
       down_of_group(segment % groups, tile + first, std::min(tile + last, tiles));
       for (int64_t t = tile + first; t < std::min(tile + last, tiles); ++t) sum_done(t, sums);
     });
@@ -93,8 +88,9 @@ void ForwardPass::down_of_group(int64_t group, int64_t first, int64_t last) {
     const ExpertRows& e = plan_->expert(i);
     const ActRows h = rows_.h(worker_.pool, e);
     const uint8_t* weights = down_weights(e);
-    for (int64_t r = 0; r < e.count; r += row_block()) {
-      const int64_t m = std::min(row_block(), e.count - r);
+    const int64_t block = even_part(e.count, row_block());
+    for (int64_t r = 0; r < e.count; r += block) {
+      const int64_t m = std::min(block, e.count - r);
       for (int64_t tile = first; tile < last; ++tile) {
         rows_.kernel(e).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
                                 space_.scratch);
@@ -113,12 +109,13 @@ void ForwardPass::sum_done(int64_t tile, int sums) {
   finish_tile(tile);
 }
 
-// Adds the weighted results of rows [first, first + m) of an expert to a tile's sums of their tokens.
+// Adds the weighted results of rows [first, first + m) of an expert to a tile's sums of their
+// tokens.
 void ForwardPass::add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
                            const float* results, float* sum) const {
   // The bias counts once, so the pool that holds the first part of I adds it.
-  const float* bias = layer_.pools[size_t(pool)].begin == 0
-                          ? layer_.bias(layer_.down_bias, e.slot) : nullptr;
+  const float* bias =
+      layer_.pools[size_t(pool)].begin == 0 ? layer_.bias(layer_.down_bias, e.slot) : nullptr;
   config_.table->merge(results, bias ? bias + tile * kTileRows : nullptr,
                        plan_->weights() + e.first + first, plan_->tokens() + e.first + first, m,
                        sum);

@@ -8,11 +8,6 @@
 namespace kt {
 namespace {
 
-// Most rows of an expert that are one work item: one that has most of the tokens must not keep a
-// thread busy alone. A multiple of kRowBlock, so that the kernels see the same rows together.
-constexpr int64_t kItemRows = 256;
-static_assert(kItemRows % kRowBlock == 0 && kItemRows >= kMinItemRows);
-
 constexpr int64_t kRowTask = 8;  // rows per task of the phases that only convert rows
 
 }  // namespace
@@ -42,7 +37,8 @@ void ForwardPass::run() {
     chunk();
     first_ += count_;
     if (first_ == args_.tokens) break;
-    barrier(plan_->few() ? Phase::kFinish : Phase::kDown, true);  // before the next chunk takes the buffers
+    barrier(plan_->few() ? Phase::kFinish : Phase::kDown,
+            true);  // before the next chunk takes the buffers
   }
   config_.table->thread_end();
   // Every other thread read it before the last barrier, and reads it next in another job.
@@ -95,8 +91,7 @@ sys::TaskPhase ForwardPass::team_tasks(int64_t n) {
 }
 
 void ForwardPass::end(Phase phase, const sys::TaskPhase& done) {
-  if (done.stolen())
-    layer_.stats.stolen_tasks.fetch_add(done.stolen(), std::memory_order_relaxed);
+  if (done.stolen()) layer_.stats.stolen_tasks.fetch_add(done.stolen(), std::memory_order_relaxed);
   watch_.worked(phase);
 }
 
@@ -118,8 +113,7 @@ bool ForwardPass::any_whole_rows() const {
 void ForwardPass::make_plan(Plan& plan) {
   const int64_t k = config_.top_k;
   plan.build({args_.ids + first_ * k, args_.weights + first_ * k, count_, k, config_.on_cpu,
-              gemm_min_rows(), kItemRows,
-              expert_groups(config_.num_experts, config_.hidden_size)});
+              gemm_min_rows(), expert_groups(config_.num_experts, config_.hidden_size)});
   if (worker_.rank != 0) return;
   LayerStats& stats = layer_.stats;
   for (int64_t i = 0; i < plan.active(); ++i)
@@ -151,9 +145,11 @@ void ForwardPass::tokens() {
 void ForwardPass::gather() {
   sys::TaskPhase tasks = team_tasks(ceil_div(plan_->pairs(), kRowTask));
   for (sys::TaskRange r; !(r = tasks.claim(4)).empty();)
-    plan_->each_expert(r.first * kRowTask, r.last * kRowTask, [&](const ExpertRows& e, int64_t first, int64_t last) {
-      for (int64_t pair = first; e.gemm && pair < last; ++pair) gather_row(e, pair);
-    });
+    plan_->each_expert(r.first * kRowTask, r.last * kRowTask,
+                       [&](const ExpertRows& e, int64_t first, int64_t last) {
+                         for (int64_t pair = first; e.gemm && pair < last; ++pair)
+                           gather_row(e, pair);
+                       });
   end(Phase::kGather, tasks);
 }
 

@@ -8,7 +8,8 @@ namespace kt {
 
 // Phases, each shared among the threads as tasks that they take from each other when they run out,
 // with a barrier between them:
-//   tokens    x rows to A rows; thread 0 makes the plan (tokens -> experts). Few tokens: every thread
+//   tokens    x rows to A rows; thread 0 makes the plan (tokens -> experts). Few tokens: every
+//   thread
 //             does both for itself, without a barrier
 //   gather    A rows of the experts that go to a GEMM kernel, where it wants others than the GEMV
 //   gate_up   gate, up, activation: tiles of all experts; h to A rows
@@ -83,7 +84,7 @@ class ForwardPass {
   // Of the present chunk.
   int64_t first_ = 0, count_ = 0;  // tokens
   const Plan* plan_ = nullptr;
-  bool own_ = false;  // every thread has a plan and x rows of its own
+  bool own_ = false;                   // every thread has a plan and x rows of its own
   const ExpertRows* own_h_ = nullptr;  // whose h rows are in space_
 };
 

@@ -7,7 +7,7 @@ namespace kt {
 namespace {
 
 constexpr int64_t kTaskBytes = 64 << 10;  // decode: weights that a thread takes at a time
-constexpr int64_t kManyTiles = 1;  // prefill: tiles that share the reads of A rows
+constexpr int64_t kManyTiles = 1;         // prefill: tiles that share the reads of A rows
 
 }  // namespace
 
@@ -53,12 +53,13 @@ void ForwardPass::gate_up_tiles(const WorkItem& item, int64_t first, int64_t las
   const ActRows all = x_rows(e);
   float* gate = space_.scratch;
   float* up = gate + (kRowBlock + kRowSlack) * kTileRows;
-  for (int64_t r = item.first; r < item.last; r += row_block()) {
-    const int64_t m = std::min(row_block(), item.last - r);
-    const ActRows a = all.from(r);
-    for (int64_t tile = first; tile < last; ++tile) {
-      const uint8_t* gate_tile = weights + 2 * tile * layout.tile_bytes();
-      const int64_t column = part().begin + tile * kTileRows;
+  const int64_t block = even_part(item.rows(), row_block());
+  for (int64_t tile = first; tile < last; ++tile) {
+    const uint8_t* gate_tile = weights + 2 * tile * layout.tile_bytes();
+    const int64_t column = part().begin + tile * kTileRows;
+    for (int64_t r = item.first; r < item.last; r += block) {
+      const int64_t m = std::min(block, item.last - r);
+      const ActRows a = all.from(r);
       product(gate_tile, layout, a, m, gate);
       product(gate_tile + layout.tile_bytes(), layout, a, m, up);
       config_.table->swiglu(gate, up, gate_bias ? gate_bias + column : nullptr,

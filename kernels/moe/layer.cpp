@@ -60,23 +60,28 @@ void check(const sys::Team& team, const LayerConfig& c) {
   need(int(c.scale) >= 0 && int(c.scale) <= int(ScaleType::kFP32),
        "unknown scale type " + std::to_string(int(c.scale)));
   for (int64_t size : {c.hidden_size, c.intermediate_size})
-    need(size % any.column_unit() == 0,
-         "hidden or intermediate size " + std::to_string(size) + "; this weight format needs a "
-         "multiple of " + std::to_string(any.column_unit()));
+    need(size % any.column_unit() == 0, "hidden or intermediate size " + std::to_string(size) +
+                                            "; this weight format needs a "
+                                            "multiple of " +
+                                            std::to_string(any.column_unit()));
   need(int64_t(c.on_cpu.size()) == c.num_experts, "on_cpu needs one entry per expert");
   const LayerTuning& t = c.tuning;
   need(t.gemm_min_rows >= 0 && t.task_bytes >= 0, "gemm_min_rows and task_bytes: 0 or more");
   need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
        "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
            std::to_string(kRowBlock) + " are accepted");
-  const int64_t pairs = c.max_tokens > sys::kMaxTasks / c.top_k ? sys::kMaxTasks : c.max_tokens * c.top_k;
-  need(std::min(pairs, c.num_experts + pairs / kMinItemRows) <=
-           sys::kMaxTasks / std::max(ceil_div(c.hidden_size, kTileRows),
-                                ceil_div(c.intermediate_size, kTileRows)),
-       "more than " + std::to_string(sys::kMaxTasks) + " output tiles in a chunk: lower max_tokens");
   need(c.kind != KernelKind::kTile || c.table->format[int(c.format)].gemm.product,
        std::string("the tile kernel kind is pinned, but the \"") + c.table->name +
            "\" kernels have no tile kernel for this weight format");
+}
+
+// Tasks of a chunk are numbered (kernels/sys/task_queue.h).
+void check_tasks(const LayerConfig& c) {
+  const int64_t pairs = c.max_tokens * c.top_k;
+  const int64_t tiles = ceil_div(std::max(c.hidden_size, c.intermediate_size), kTileRows);
+  need(std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
+       "max_tokens " + std::to_string(c.max_tokens) + ": more than " +
+           std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
 }
 
 }  // namespace
@@ -98,6 +103,7 @@ MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
   size_bias(s.down_bias, c.hidden_size);
   s.workspace = workspace_for(
       team_, {c.max_tokens, c.top_k, c.num_experts, c.hidden_size, c.intermediate_size});
+  check_tasks(c);
 }
 
 void MoeLayer::need_slot(int64_t slot) const {

@@ -17,8 +17,8 @@ namespace kt {
 
 constexpr int kMaxPools = 64;
 
-// What may be tuned per machine; no bit of a result depends on it, except that gemm_min_rows decides
-// which kind of kernel runs. 0 stands for the default.
+// What may be tuned per machine; no bit of a result depends on it, except that gemm_min_rows
+// decides which kind of kernel runs. 0 stands for the default.
 struct LayerTuning {
   int64_t gemm_min_rows = 0;  // rows of an expert from which GEMM kernels run; the table's
   int64_t row_block = 0;      // rows per GEMM call, a multiple of 32 up to kRowBlock; kRowBlock

@@ -13,7 +13,8 @@ bool wanted(const PlanInput& in, int64_t id) {
 
 }  // namespace
 
-// About 128 tasks for threads that end at the same time; a doubling of the groups costs 2% of a prefill.
+// About 128 tasks for threads that end at the same time; a doubling of the groups costs 2% of a
+// prefill.
 int64_t expert_groups(int64_t num_experts, int64_t hidden) {
   constexpr int64_t kTasks = 128;
   const int64_t groups = ceil_div(kTasks, ceil_div(hidden, kTileRows));
@@ -22,7 +23,7 @@ int64_t expert_groups(int64_t num_experts, int64_t hidden) {
 
 Plan::Plan(int64_t max_experts, int64_t max_pairs)
     : experts_(size_t(std::min(max_experts, max_pairs))),
-      item_(size_t(std::min(max_experts, max_pairs) + max_pairs / kMinItemRows)),
+      item_(size_t(std::min(max_experts, max_pairs) + max_pairs / kItemRows)),
       group_(size_t(kMaxGroups)),
       next_(max_pairs > kFewIds ? size_t(max_experts) : 0),
       token_(size_t(max_pairs)),
@@ -31,8 +32,8 @@ Plan::Plan(int64_t max_experts, int64_t max_pairs)
 void Plan::build(const PlanInput& in) {
   pairs_ = active_ = items_ = groups_ = rows_ = 0;
   any_gemm_ = false;
-  in.tokens * in.top_k <= kFewIds ? sort_few(in) : sort_many(in);
-  add_items(in);
+  in.tokens* in.top_k <= kFewIds ? sort_few(in) : sort_many(in);
+  add_items();
 }
 
 void Plan::sort_few(const PlanInput& in) {
@@ -86,8 +87,7 @@ void Plan::add_expert(const PlanInput& in, int64_t slot, int64_t count) {
   const auto num_experts = int64_t(in.on_cpu.size());
   const int64_t last = groups_ ? experts_[size_t(active_ - 1)].slot : 0;
   const auto number = [&](int64_t s) { return ((s + 1) * in.groups - 1) / num_experts; };
-  if (!groups_ || number(slot) != number(last))
-    group_[size_t(groups_++)] = {active_, active_, 0};
+  if (!groups_ || number(slot) != number(last)) group_[size_t(groups_++)] = {active_, active_, 0};
   ++group_[size_t(groups_ - 1)].last;
   group_[size_t(groups_ - 1)].pairs += count;
   ++active_;
@@ -95,9 +95,10 @@ void Plan::add_expert(const PlanInput& in, int64_t slot, int64_t count) {
 }
 
 // Most rows first: what is left for the end, when threads run out of work, is then small.
-void Plan::add_items(const PlanInput& in) {
+void Plan::add_items() {
   for (int64_t i = 0; i < active_; ++i) {
-    const int64_t count = experts_[size_t(i)].count, rows = few() ? count : in.item_rows;
+    const int64_t count = experts_[size_t(i)].count;
+    const int64_t rows = few() ? count : even_part(count, kItemRows);
     for (int64_t row = 0; row < count; row += rows)
       item_[size_t(items_++)] = {i, row, std::min(row + rows, count)};
   }
@@ -109,9 +110,8 @@ void Plan::add_items(const PlanInput& in) {
 }
 
 int64_t Plan::expert_of_pair(int64_t pair) const {
-  const auto after = std::upper_bound(
-      experts_.begin(), experts_.begin() + active_, pair,
-      [](int64_t p, const ExpertRows& e) { return p < e.first; });
+  const auto after = std::upper_bound(experts_.begin(), experts_.begin() + active_, pair,
+                                      [](int64_t p, const ExpertRows& e) { return p < e.first; });
   return after - experts_.begin() - 1;
 }
 

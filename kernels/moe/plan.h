@@ -14,15 +14,24 @@ struct ExpertRows {
   int64_t row;    // first row in the buffers of A rows, where GEMM experts have whole blocks
 };
 
-// The most groups, and the fewest rows that item_rows may be.
 constexpr int64_t kMaxGroups = 4;
-constexpr int64_t kMinItemRows = 64;
+
+// Most rows of an expert that are one work item, unless pairs are few: one that has most of the
+// tokens must not keep a thread busy alone.
+constexpr int64_t kItemRows = 512;
+
+// The rows of equal parts of at most `most`, so that none is a small rest: whole blocks of A rows.
+inline int64_t even_part(int64_t rows, int64_t most) {
+  constexpr int64_t kUnit = 32;
+  const int64_t parts = (rows + most - 1) / most, part = (rows + parts - 1) / parts;
+  return (part + kUnit - 1) / kUnit * kUnit;
+}
 
 // Pairs that are sorted by insertion, without looking at all experts.
 constexpr int64_t kFewIds = 64;
 
-// Pairs up to which reading the weights is what takes the time, so that the tasks of the down product
-// are (expert, tile): the results of each pair are kept and summed afterwards.
+// Pairs up to which reading the weights is what takes the time, so that the tasks of the down
+// product are (expert, tile): the results of each pair are kept and summed afterwards.
 constexpr int64_t kFewPairs = 512;
 
 // Rows [first, last) of expert(index): what is multiplied with a tile of weights at a time.
@@ -48,7 +57,6 @@ struct PlanInput {
   int64_t tokens, top_k;
   const std::vector<uint8_t>& on_cpu;  // [num_experts], 0: skipped
   int64_t gemm_min_rows;               // experts with as many pairs go to the GEMM kernels
-  int64_t item_rows;                   // most rows of a work item, unless pairs are few
   int64_t groups;
 };
 
@@ -86,7 +94,7 @@ class Plan {
   void sort_few(const PlanInput& in);
   void sort_many(const PlanInput& in);
   void add_expert(const PlanInput& in, int64_t slot, int64_t count);
-  void add_items(const PlanInput& in);
+  void add_items();
 
   int64_t pairs_ = 0, active_ = 0, items_ = 0, groups_ = 0, rows_ = 0;
   bool any_gemm_ = false;

@@ -12,10 +12,11 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kMaxActBytes = 4;   // float32 holding bf16 values
+constexpr int64_t kMaxActBytes = 4;       // float32 holding bf16 values
 constexpr int64_t kMinGroup = kSumGroup;  // scales and sums per row: at most one per 16 columns
-constexpr int64_t kMaxPadding = 128;  // of columns, for any layout
-constexpr int64_t kThreadPadding = 128;  // bytes: two cache lines
+constexpr int64_t kMaxPadding = 128;      // of columns, for any layout
+constexpr int64_t kPlanBytes = 64;        // at least what a plan takes per pair
+constexpr int64_t kThreadPadding = 128;   // bytes: two cache lines
 
 // A count that a caller's sizes come to: throws rather than wrap round, which would make a small
 // buffer of a large one.
@@ -49,8 +50,17 @@ Count scale_bytes(Count rows, int64_t cols) {
 }
 
 ThreadSpace thread_space(const WorkspaceCapacity& c, int threads) {
-  ThreadSpace t{Plan(c.experts, kFewIds), std::vector<int64_t>(size_t(threads) + 1), {}, {}, {}, {},
-                {}, {}, {}, {}, {}};
+  ThreadSpace t{Plan(c.experts, kFewIds),
+                std::vector<int64_t>(size_t(threads) + 1),
+                {},
+                {},
+                {},
+                {},
+                {},
+                {},
+                {},
+                {},
+                {}};
   const int64_t bytes[] = {
       row_bytes(kOwnTokens, c.hidden).value(),
       scale_bytes(kOwnTokens, c.hidden).value(),
@@ -65,7 +75,9 @@ ThreadSpace thread_space(const WorkspaceCapacity& c, int threads) {
   for (int64_t one : bytes) total = total + Count(round_up(one, kThreadPadding));
   t.memory = total.mapping();
   uint8_t* at = t.memory.data();
-  const auto take = [&](int i) { return std::exchange(at, at + round_up(bytes[i], kThreadPadding)); };
+  const auto take = [&](int i) {
+    return std::exchange(at, at + round_up(bytes[i], kThreadPadding));
+  };
   t.x = take(0);
   t.x_scale = reinterpret_cast<float*>(take(1));
   t.x_sum = reinterpret_cast<int32_t*>(take(2));
@@ -118,7 +130,7 @@ void WorkspaceCapacity::grow_to(const WorkspaceCapacity& o) {
 Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
     : capacity(c),
       threads(team_threads),
-      plan(c.experts, Count(c.pairs).value()),
+      plan(c.experts, (Count(c.pairs) * kPlanBytes).value() / kPlanBytes),
       slots(size_t(team_threads)),
       sums_done(new std::atomic<int>[size_t(ceil_div(c.hidden, kTileRows))]()) {
   x = row_bytes(c.tokens, c.hidden).mapping();

@@ -50,13 +50,13 @@ constexpr int64_t kOwnTokens = 4;
 
 // What a thread keeps for itself during a forward pass.
 struct ThreadSpace {
-  Plan plan;                         // of at most kFewIds pairs
-  std::vector<int64_t> starts;       // [threads + 1], of the tasks of a phase
-  uint8_t *x, *h, *row;              // A rows: of kOwnTokens, of kFewPairs (int8), and a single one
+  Plan plan;                    // of at most kFewIds pairs
+  std::vector<int64_t> starts;  // [threads + 1], of the tasks of a phase
+  uint8_t *x, *h, *row;         // A rows: of kOwnTokens, of kFewPairs (int8), and a single one
   float *x_scale, *h_scale;
   int32_t *x_sum, *h_sum;
-  float* scratch;                    // 2 * (kRowBlock + kRowSlack) * 32 floats
-  sys::Mapping memory;               // of all these
+  float* scratch;       // 2 * (kRowBlock + kRowSlack) * 32 floats
+  sys::Mapping memory;  // of all these
 };
 
 struct Workspace {
@@ -66,18 +66,19 @@ struct Workspace {
   WorkspaceCapacity capacity;
   int threads;
   Plan plan;
-  std::vector<ThreadSpace> thread;     // by rank
-  std::vector<sys::TaskSlot> slots;    // by rank
-  std::unique_ptr<std::atomic<int>[]> sums_done;  // per tile of H: sums that are complete; 0 between
-  uint16_t phase = 0;                  // the last of the slots; written by rank 0 at a pass's end
+  std::vector<ThreadSpace> thread;   // by rank
+  std::vector<sys::TaskSlot> slots;  // by rank
+  std::unique_ptr<std::atomic<int>[]>
+      sums_done;         // per tile of H: sums that are complete; 0 between
+  uint16_t phase = 0;    // the last of the slots; written by rank 0 at a pass's end
   sys::Mapping x;        // A rows of the tokens
   sys::Mapping x_scale;  // and their scales and sums, per row or per row and group
   sys::Mapping x_sum;
   sys::Mapping gathered, gathered_scale, gathered_sum;  // A rows of the pairs, for tile kernels
   sys::Mapping h_float;                                 // [pairs][I] before quantisation
   std::vector<sys::Mapping> h, h_scale, h_sum;          // per pool: A rows of the pairs
-  std::vector<sys::Mapping> results;                    // per pool, few pairs: [expert][tiles(H)][its pairs][32]
-  std::vector<sys::Mapping> sum;                        // per pool: [tiles(H)][groups][tokens][32]
+  std::vector<sys::Mapping> results;  // per pool, few pairs: [expert][tiles(H)][its pairs][32]
+  std::vector<sys::Mapping> sum;      // per pool: [tiles(H)][groups][tokens][32]
 };
 
 // A workspace for the team that holds at least `size`: the team's present one where it does.

@@ -8,9 +8,9 @@ namespace kt::sys {
 // Tasks of a phase are numbered from 0; this many fit.
 constexpr int64_t kMaxTasks = (int64_t{1} << 24) - 1;
 
-// What a thread has still to do, as { phase : 16, end : 24, next : 24 }: one word, so that the owner
-// (at the front) and thieves (at the tail) never take the same task. Two cache lines: the prefetcher
-// of neighbouring lines makes pairs of them travel together.
+// What a thread has still to do, as { phase : 16, end : 24, next : 24 }: one word, so that the
+// owner (at the front) and thieves (at the tail) never take the same task. Two cache lines: the
+// prefetcher of neighbouring lines makes pairs of them travel together.
 struct alignas(128) TaskSlot {
   std::atomic<uint64_t> word{0};
 };
@@ -22,24 +22,29 @@ struct TaskRange {
 };
 
 // One phase as one of its threads sees it. Thread i owns the tasks [starts[i], starts[i + 1]): all
-// threads must have the same starts and phase number, and no thread may still be in another phase of
-// the same slots. A phase follows its predecessor by one (modulo 2^16) and every thread takes part in
-// each, so that a slot is at most one phase behind; whoever comes first to one that is (its owner or a
-// thief) brings it up to date, and nobody has to be waited for.
+// threads must have the same starts and phase number, and no thread may still be in another phase
+// of the same slots. A phase follows its predecessor by one (modulo 2^16) and every thread takes
+// part in each, so that a slot is at most one phase behind; whoever comes first to one that is (its
+// owner or a thief) brings it up to date, and nobody has to be waited for.
 //
 // The words hand out numbers only, so relaxed operations do: what tasks read was made visible by a
 // barrier before the phase, and what they write becomes so by one after it.
 class TaskPhase {
  public:
   TaskPhase(TaskSlot* slots, int threads, int self, uint16_t phase, const int64_t* starts)
-      : slots_(slots), starts_(starts), threads_(threads), self_(self), victim_(self), phase_(phase) {
+      : slots_(slots),
+        starts_(starts),
+        threads_(threads),
+        self_(self),
+        victim_(self),
+        phase_(phase) {
     uint64_t word = slots_[self_].word.load(std::memory_order_relaxed);
     if (phase_of(word) != phase_)  // a failure means that a thief did it
       slots_[self_].word.compare_exchange_strong(word, fresh(self_), std::memory_order_relaxed);
   }
 
-  // At most `most` of the own tasks in ascending order, fewer towards the end, where others may soon
-  // want some; then single ones of others, from the tail. Empty once all are taken.
+  // At most `most` of the own tasks in ascending order, fewer towards the end, where others may
+  // soon want some; then single ones of others, from the tail. Empty once all are taken.
   TaskRange claim(int64_t most) {
     std::atomic<uint64_t>& own = slots_[self_].word;
     uint64_t word = own.load(std::memory_order_relaxed);
@@ -49,7 +54,8 @@ class TaskPhase {
       if (own.compare_exchange_weak(word, word + uint64_t(n), std::memory_order_relaxed))
         return {next_of(word), next_of(word) + n};
     }
-    for (int tried = 0; tried < threads_; ++tried, victim_ = victim_ + 1 < threads_ ? victim_ + 1 : 0) {
+    for (int tried = 0; tried < threads_;
+         ++tried, victim_ = victim_ + 1 < threads_ ? victim_ + 1 : 0) {
       const int64_t task = steal(victim_);
       if (task >= 0) {
         ++stolen_;
@@ -77,7 +83,8 @@ class TaskPhase {
     for (;;) {
       const uint64_t now = phase_of(word) == phase_ ? word : fresh(thread);
       if (next_of(now) >= end_of(now)) return -1;
-      if (theirs.compare_exchange_weak(word, now - (uint64_t{1} << kBits), std::memory_order_relaxed))
+      if (theirs.compare_exchange_weak(word, now - (uint64_t{1} << kBits),
+                                       std::memory_order_relaxed))
         return end_of(now) - 1;
     }
   }
@@ -90,8 +97,9 @@ class TaskPhase {
   int64_t stolen_ = 0;
 };
 
-// Splits tasks among threads by cost: starts[0 .. threads]. The tasks come in segments of `count` with
-// the same cost (>= 1) each, in the order of the calls of add; the total of count * cost is given.
+// Splits tasks among threads by cost: starts[0 .. threads]. The tasks come in segments of `count`
+// with the same cost (>= 1) each, in the order of the calls of add; the total of count * cost is
+// given.
 class TaskSplit {
  public:
   TaskSplit(int64_t total_cost, int threads, int64_t* starts)

@@ -34,8 +34,9 @@ def build(out: Path, main: str, sources: list[str], flags: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("kind", BUILDS)
-def test_team(tmp_path: Path, kind: str) -> None:
-    program = build(tmp_path / "team_test", "team_test.cpp", TEAM_SOURCES, BUILDS[kind])
+@pytest.mark.parametrize("name", ["team_test", "task_queue_test"])
+def test_threads(tmp_path: Path, name: str, kind: str) -> None:
+    program = build(tmp_path / name, f"{name}.cpp", TEAM_SOURCES, BUILDS[kind])
     env = {
         **os.environ,
         # The tests fork a process with threads on purpose, and the child starts some.
