@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from .methods import Method, WeightForm, get_method
-from .pools import PoolPlan, get_team, plan_pools
+from .pools import PoolPlan, plan_pools
 from .tensors import need_dense
-from .variant import KINDS, kernel_kind, kernel_table, native
+from .variant import kernel_kind, kernel_table
 
 MAX_DIMENSION = 65536  # of H and I
 MAX_EXPERTS = 65536
@@ -255,7 +255,7 @@ def check_settings(
             raise TypeError(f"numa_nodes must be a list of integers, got {numa_nodes!r}")
         numa_nodes = [integer("numa_nodes", node, 0) for node in numa_nodes]
     deferred = max_deferred_experts_per_token
-    settings = LayerSettings(
+    return LayerSettings(
         layer_idx=layer_idx,
         num_experts=num_experts,
         num_experts_per_tok=k,
@@ -275,23 +275,3 @@ def check_settings(
         table=kernel_table(),
         pools=plan_pools(cpuinfer_threads, threadpool_count, numa_nodes),
     )
-    if settings.kind == KINDS["tile"]:
-        _need_tile_kernel(settings)
-    return settings
-
-
-def _need_tile_kernel(s: LayerSettings) -> None:
-    """Asks the core for a layer of no weights, so that its word counts here too."""
-    form = s.method.form or WeightForm(s.method.format, group_size=32)
-    size = form.column_unit
-    try:
-        native().MoeLayer(
-            get_team(s.pools), num_experts=1, top_k=1, hidden_size=size, intermediate_size=size,
-            format=form.format, group_size=form.group_size, cpu_slots=[False],
-            swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=1, table=s.table, kind=s.kind,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(
-            f"KT_KERNEL_KIND=tile, but the {s.table} kernels have no tile kernel for method "
-            f"{s.method.name}; accepted here: vector, or unset"
-        ) from error

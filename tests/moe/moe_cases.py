@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kt_kernel import _C, KTMoEWrapper
+from kt_kernel import KTMoEWrapper
 from kt_kernel.methods import INT4_GROUP, INT4_ZERO, WeightForm, get_method
 from kt_kernel.testing import moe_reference_with_noise, quantise
 
@@ -31,11 +31,6 @@ KERNEL_METHODS = (  # one per weight format
 def form_of_case(method: str) -> WeightForm:
     """The form of a case's weights."""
     return _FORMS.get(method) or get_method(method).form
-
-
-def has_tile_kernel(method: str, table: str) -> bool:
-    """Whether the table has a GEMM kernel for the method's weights."""
-    return _C.kernels_of_formats(table)[form_of_case(method).format][1]
 
 
 @dataclass

@@ -123,15 +123,6 @@ def test_kind_is_checked_at_construction(monkeypatch):
         make()
 
 
-@pytest.mark.parametrize("method", ["BF16", "AMXINT8", "AMXINT4", "INT4_G32"])
-def test_kind_without_a_kernel_is_refused_at_construction(method, monkeypatch):
-    monkeypatch.setenv("KT_KERNEL_CPU_VARIANT", "avx2")  # has no tile kernels
-    monkeypatch.setenv("KT_KERNEL_KIND", "tile")
-    text = f"KT_KERNEL_KIND=tile, but the avx2 kernels have no tile kernel for method {method};"
-    with pytest.raises(ValueError, match=text):
-        make(method=method)
-
-
 def test_defaults_of_the_interface():
     defaults = {
         name: parameter.default
