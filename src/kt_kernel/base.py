@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .pools import get_team
 from .quantised import QuantisedMatrix, check_matrix
 from .settings import LayerSettings, check_sizes, integer
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
+from .tuning import WORTH_BYTES, tuning_for
 from .variant import debug, native
 
 _BIASES = ("gate_bias", "up_bias", "down_bias")
@@ -347,6 +349,7 @@ class BaseMoEWrapper:
                 max_tokens=s.max_tokens,
                 table=s.table,
                 kind=s.kind,
+                **self._tuning(form),
             )
         except MemoryError:
             raise MemoryError(
@@ -354,6 +357,14 @@ class BaseMoEWrapper:
                 f"{s.hidden_size}, moe_intermediate_size={s.moe_intermediate_size} in "
                 f"{s.method.name}, and their buffers"
             ) from None
+
+    def _tuning(self, form: WeightForm) -> dict[str, int]:
+        """What the compiled layer is made with beyond its shape; measured for large layers only."""
+        s = self._settings
+        values = 3 * len(self._cpu_slots()) * s.hidden_size * s.moe_intermediate_size
+        if values // 2 < WORTH_BYTES or s.kind:  # half a byte each at least
+            return {}
+        return asdict(tuning_for(form, s.table))
 
     def _pack(
         self,

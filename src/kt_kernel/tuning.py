@@ -1,0 +1,271 @@
+"""Settings of the forward pass that depend on the machine, measured once on each.
+
+    python -m kt_kernel.tuning                       # measures all methods here, prints the result
+    python -m kt_kernel.tuning --save FILE.json      # and writes it, for configs/machines
+
+A GEMV kernel streams an expert's weights for a few rows; a GEMM kernel unpacks them into a cache for
+many. From how many rows on the second is the faster one, and over how many rows it should use what
+it has unpacked, depends on the machine. The answer is looked for in the files of ``configs/machines``
+(installed as ``kt_kernel/machines``), then in the user's cache folder, and is measured otherwise, in
+about a second per weight format. It does not depend on the number of threads, so that results do not
+either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .machine_cache import cache_file, read_cache, write_cache
+from .methods import (
+    FORMAT_NAMES,
+    FP8_BLOCK,
+    FP8_ROW,
+    INT4_GROUP,
+    INT4_ZERO,
+    MXFP8,
+    NVFP4,
+    SUPPORTED_METHODS,
+    WeightForm,
+    get_method,
+)
+from .pools import get_team, plan_pools
+from .variant import KINDS, debug, kernel_table, native
+
+#: Layers of fewer packed bytes keep the defaults: measuring would take longer than it saves.
+WORTH_BYTES = 256 << 20
+
+TRIED_ROWS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # rows of an expert
+TRIED_BLOCKS = (64, 128, 256)
+NEVER = 64  # gemm_min_rows where GEMM was not faster for any of TRIED_ROWS
+_EXPERTS, _HIDDEN, _INTER = 16, 2048, 512
+_ROUNDS = 4
+_MACHINES = Path(__file__).with_name("machines")
+_DENSE = (0, 1, 2, INT4_GROUP)  # formats that the core quantises itself
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a layer is made with.
+
+    Attributes:
+        gemm_min_rows: rows of an expert from which its GEMM kernel runs, 2 to ``NEVER``.
+        row_block: rows that a GEMM kernel takes at a time, a multiple of 32.
+    """
+
+    gemm_min_rows: int
+    row_block: int
+
+
+def tuning_for(form: WeightForm, table: str) -> Tuning:
+    """What was measured for weights of ``form`` with this kernel table on this machine."""
+    return _tuning(form, table, _key(form, table))
+
+
+def _key(form: WeightForm, table: str) -> str:
+    group = f" g{form.group_size}" if form.group_size else ""
+    return f"{_cpu()}, {table}: {FORMAT_NAMES[form.format]}{group}"
+
+
+@functools.cache
+def _cpu() -> str:
+    """The CPU's name with its family, model and stepping: virtual machines have names like others."""
+    numbers = {}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if not name.strip():
+                break  # the first processor is like the others
+            numbers[name.strip()] = value.strip()
+    version = "-".join(numbers.get(n, "") for n in ("cpu family", "model", "stepping"))
+    return f"{native().cpu_brand()} {version}"
+
+
+@functools.cache
+def _tuning(form: WeightForm, table: str, key: str) -> Tuning:
+    found = _sensible(_saved().get(key))
+    origin = "configs/machines"
+    if found is None:
+        path = cache_file("tuning.json")
+        found = _sensible(read_cache(path).get(key))
+        origin = str(path)
+    if found is None:
+        found = measure(form, table)
+        origin = "measured"
+        write_cache(path, {**read_cache(path), key: asdict(found)})
+    debug(f"{key}: {found} ({origin})")
+    return found
+
+
+def _sensible(entry: Any) -> Tuning | None:
+    """A stored entry, or None where it is not one."""
+    if not isinstance(entry, dict):
+        return None
+    values = [entry.get(name) for name in ("gemm_min_rows", "row_block")]
+    if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        return None
+    found = Tuning(*values)
+    in_range = 1 <= found.gemm_min_rows <= NEVER and found.row_block in TRIED_BLOCKS
+    return found if in_range else None
+
+
+@functools.cache
+def _saved() -> dict[str, Any]:
+    """All entries of the files in ``kt_kernel/machines``."""
+    found: dict[str, Any] = {}
+    for path in sorted(_MACHINES.glob("*.json")):
+        found |= read_cache(path)
+    return found
+
+
+def first_row_count(gemv: Sequence[float], gemm: Sequence[float]) -> int:
+    """The smallest of ``TRIED_ROWS`` from which GEMM is never slower than GEMV, else ``NEVER``.
+
+    Args:
+        gemv, gemm: seconds at each of ``TRIED_ROWS``.
+    """
+    best = NEVER
+    for rows, slow, fast in reversed(list(zip(TRIED_ROWS, gemv, gemm, strict=True))):
+        if fast > slow:
+            break
+        best = rows
+    return best
+
+
+def measure(form: WeightForm, table: str) -> Tuning:
+    """Times a synthetic layer of these weights: both kinds of kernels, and several row blocks."""
+    weights = _random_expert(form)
+    block = _fastest_block(form, table, weights)
+    gemv = _Layer(form, table, KINDS["vector"], block, weights, max(TRIED_ROWS))
+    gemm = _Layer(form, table, KINDS["tile"], block, weights, max(TRIED_ROWS))
+    runs = [functools.partial(layer.run, rows) for layer in (gemv, gemm) for rows in TRIED_ROWS]
+    times = _best_times(runs)
+    half = len(TRIED_ROWS)
+    return Tuning(first_row_count(times[:half], times[half:]), block)
+
+
+def _fastest_block(form: WeightForm, table: str, weights: list[Any]) -> int:
+    rows = max(TRIED_BLOCKS)
+    layers = [
+        _Layer(form, table, KINDS["tile"], block, weights, rows) for block in TRIED_BLOCKS
+    ]
+    times = _best_times([functools.partial(layer.run, rows) for layer in layers])
+    return TRIED_BLOCKS[times.index(min(times))]
+
+
+def _best_times(runs: list[Callable[[], float]]) -> list[float]:
+    """Seconds of each, taken in turn, so that what disturbs the machine disturbs all alike."""
+    best = [float("inf")] * len(runs)
+    for _ in range(_ROUNDS):
+        for i, run in enumerate(runs):
+            best[i] = min(best[i], run())
+    return best
+
+
+class _Layer:
+    """Experts of one kind of kernel that all get the same number of rows."""
+
+    def __init__(
+        self, form: WeightForm, table: str, kind: int, block: int, weights: list[Any], rows: int
+    ) -> None:
+        self._weights = weights  # keeps what the packed form was made from until it is made
+        self._core = native().MoeLayer(
+            get_team(plan_pools(None, None, None)), num_experts=_EXPERTS, top_k=1,
+            hidden_size=_HIDDEN, intermediate_size=_INTER, format=form.format,
+            group_size=form.group_size, scale_type=form.scale_type, cpu_slots=[True] * _EXPERTS,
+            swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=_EXPERTS * rows, table=table, kind=kind,
+            row_block=block,
+        )  # fmt: skip
+        for slot in range(_EXPERTS):
+            if isinstance(weights[0], torch.Tensor):
+                self._core.load_expert(slot, *(w.data_ptr() for w in weights), 0)
+            else:
+                self._core.load_quantised(slot, *(_address(w) for w in weights))
+        self._x = torch.randn(_EXPERTS * rows, _HIDDEN).bfloat16()
+        self._ids = torch.arange(len(self._x)) % _EXPERTS
+        self._router = torch.ones(len(self._x))
+        self._out = torch.empty_like(self._x)
+
+    def run(self, rows: int) -> float:
+        """Seconds of a forward pass with ``rows`` rows for each expert."""
+        begin = time.perf_counter()
+        self._core.submit(
+            self._x.data_ptr(), 0, rows * _EXPERTS, self._ids.data_ptr(), self._router.data_ptr(),
+            self._out.data_ptr(),
+        ).wait()  # fmt: skip
+        return time.perf_counter() - begin
+
+
+def _random_expert(form: WeightForm) -> list[Any]:
+    """gate, up and down: bf16 tensors, or (codes, scale, zero) with scales of one."""
+    shapes = [(_INTER, _HIDDEN), (_INTER, _HIDDEN), (_HIDDEN, _INTER)]
+    if form.format in _DENSE and form.scale_type == 0:
+        return [(torch.randn(shape) * shape[1] ** -0.5).bfloat16() for shape in shapes]
+    return [_random_matrix(form, *shape) for shape in shapes]
+
+
+def _random_matrix(form: WeightForm, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    g = form.group_size
+    if form.format in (INT4_GROUP, INT4_ZERO):
+        dtype = (torch.float16, torch.bfloat16, torch.float32)[form.scale_type]
+        scale = torch.ones(n, k // g, dtype=dtype)
+    elif form.format == FP8_BLOCK:
+        scale = torch.ones(-(-n // 128), -(-k // 128))
+    elif form.format == FP8_ROW:
+        scale = torch.ones(n)
+    elif form.format == NVFP4:
+        scale = torch.full((n, k // 16), 0x38, dtype=torch.uint8)  # 1.0 in e4m3
+    else:
+        scale = torch.full((n, k // 32), 127, dtype=torch.uint8)  # 1.0 in ue8m0
+    byte_codes = form.format in (FP8_BLOCK, FP8_ROW, MXFP8)
+    # Codes below 0x60 are numbers up to 32 in e4m3, and any two nibbles otherwise.
+    codes = torch.randint(0, 0x60, (n, k if byte_codes else k // 2), dtype=torch.uint8)
+    if form.format != INT4_ZERO:
+        return codes, scale
+    return codes, scale, torch.full((n, k // g), 8, dtype=torch.uint8)
+
+
+def _address(matrix: tuple[torch.Tensor, ...]) -> tuple[int, int, int, float]:
+    codes, scale, *zero = (tensor.data_ptr() for tensor in matrix)
+    return codes, scale, zero[0] if zero else 0, 1.0
+
+
+def _forms() -> list[WeightForm]:
+    """The forms of all methods; for those whose source decides, groups of 32 and 128."""
+    forms: dict[WeightForm, None] = {}
+    for name in SUPPORTED_METHODS:
+        method = get_method(name)
+        if method.form is not None:
+            forms[method.form] = None
+            continue
+        forms |= {WeightForm(format, g): None for format in method.formats for g in (32, 128)}
+    return list(forms)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m kt_kernel.tuning",
+        description="Measures from how many rows GEMM kernels pay on this machine.",
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the result as JSON")
+    args = parser.parse_args()
+    table = kernel_table()
+    result: dict[str, dict[str, int]] = {}
+    for form in _forms():
+        found = result[_key(form, table)] = asdict(measure(form, table))
+        print(f"{_key(form, table)}: {found}", flush=True)
+    if args.save:
+        args.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
