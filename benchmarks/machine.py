@@ -54,7 +54,18 @@ def about() -> dict[str, Any]:
         "torch": torch.__version__, "cpu": _C.cpu_brand(), "cpus": len(os.sched_getaffinity(0)),
         "cpu_quota": _C.cpu_quota(), "features": [f for f, on in _C.cpu_features().items() if on],
         "nodes": _C.topology(), "last_level_cache": last_level_cache(),
+        "load_average": os.getloadavg()[0],
     }  # fmt: skip
+
+
+def busy_note(load_average: float, cpus: int) -> str | None:
+    """What to say of other work on the machine at the start, if there is much."""
+    if load_average <= cpus / 4:
+        return None
+    return (
+        f"the machine was busy when this began (load {load_average:.1f} on {cpus} CPUs): shares "
+        "are not to be quoted, and least of all ratios to kt-kernel, whose threads wait by spinning"
+    )
 
 
 class Ceilings:

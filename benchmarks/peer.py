@@ -39,6 +39,9 @@ CLASSES = {
     "MXFP4": ("AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE"),
     "NVFP4": ("AVX2MXFP4_MOE",),
 }
+# Goes on reading the weights it was given: each expert needs its own, or all come from a cache. The
+# others above copy theirs (seen by overwriting the sources after loading).
+READS_SOURCES = ("AVX2RawInt4_MOE",)
 EIGHT_BITS = ("FP8", "FP8_PERCHANNEL", "MXFP8")
 FOUR_BITS = ("RAWINT4", "GPTQ_INT4", "MXFP4", "NVFP4")
 GROUPS = {"FP8": 128, "MXFP8": 32, "RAWINT4": 32, "GPTQ_INT4": 128, "MXFP4": 32, "NVFP4": 16}
@@ -114,7 +117,7 @@ class Layers:
         pools.subpool_thread_count = request.threads
         self._cpu = ext.CPUInfer(pools)
         self._request, self._ext, self._kind = request, ext, kind
-        self._keep: list[torch.Tensor] = []  # some classes go on reading their sources
+        self._keep: list[torch.Tensor] = []  # sources, for READS_SOURCES
         sources = expert_sources(METHODS[request.method], self.shape)
         self._layers = [self._make(sources, number) for number in range(request.layers)]
         self._routing = Routing(self.shape, request.layers, SEED)
@@ -133,10 +136,12 @@ class Layers:
                 setattr(config, f"{name}_proj", stacked.data_ptr())
                 continue
             weights, scales = peer_tensors(method, source)
-            alive += [t for t in (weights, scales) if t is not None]
-            pointers = [0 if t is None else t.data_ptr() for t in (weights, scales)]
-            setattr(config, f"{name}_projs", [[pointers[0]] * shape.experts])
-            setattr(config, f"{name}_scales", [[pointers[1]] * shape.experts])
+            own = self.name in READS_SOURCES
+            every = [weights.clone() if own else weights for _ in range(shape.experts)]
+            alive += every if scales is None else [*every, scales]
+            setattr(config, f"{name}_projs", [[t.data_ptr() for t in every]])
+            scale = 0 if scales is None else scales.data_ptr()
+            setattr(config, f"{name}_scales", [[scale] * shape.experts])
         if method in EIGHT_BITS + FOUR_BITS:
             quant = config.quant_config
             quant.bits = 8 if method in EIGHT_BITS else 4

@@ -44,6 +44,7 @@ def add_ratios(rows: Iterable[Row]) -> None:
         peer = theirs.get(same_work(row))
         if peer and row["package"] == "kt_moe" and not row["beside"]:
             row["times_faster_than_peer"] = peer["median_us"] / row["median_us"]
+            row["times_faster_by_best"] = peer["best_us"] / row["best_us"]
 
 
 def goal_met(row: Row, routine: str) -> tuple[float | None, bool]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import Ceilings, about, available_memory
+from machine import Ceilings, about, available_memory, busy_note
 from methods import METHODS
 from report import add_fair_shares, add_ratios, print_beside, print_ceilings, print_rows, row_of
 from rounds import Line, end_foreign, run_rounds
@@ -106,12 +106,14 @@ def groups(all_setups: list[Setup], most: float) -> list[list[Setup]]:
 class Report:
     """The result so far."""
 
-    def __init__(self, args: argparse.Namespace, ceilings: Ceilings) -> None:
+    def __init__(
+        self, args: argparse.Namespace, ceilings: Ceilings, before: dict[str, Any]
+    ) -> None:
         self._args, self._ceilings = args, ceilings
         self.notes: list[str] = []
         self.lines: list[Line] = []
         self._about = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **about(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **before,
             "routine": args.routine, "shape": args.shape._asdict(),
             "seconds": args.seconds, "rounds": args.rounds, "command": sys.argv[1:],
         }  # fmt: skip
@@ -181,12 +183,15 @@ def main() -> None:
     args = parse()
     begin = time.monotonic()
     torch.manual_seed(0)
-    cache = about()["last_level_cache"]
+    before = about()  # with the load before there is ours
+    cache = before["last_level_cache"]
     read = args.ceiling_mib or max(2048, min(4 * cache, available_memory() // 4) >> 20)
     ceilings = Ceilings(read)
     ceilings.measure(args.cpus)
     reserve = 2 * (time.monotonic() - begin)  # for measuring them again at the end
-    report = Report(args, ceilings)
+    report = Report(args, ceilings, before)
+    if busy := busy_note(before["load_average"], args.cpus):
+        report.note(busy)
     most = args.memory * 2**30 if args.memory else available_memory() / 2
     left = groups(setups(args, ceilings, cache), most)
     while left:

@@ -20,7 +20,7 @@ TINY = (
 )  # fmt: skip
 ABOUT = {
     "kt_moe", "python", "torch", "date", "cpu", "cpus", "features", "last_level_cache", "routine",
-    "shape", "ceilings", "notes", "rows", "command",
+    "shape", "ceilings", "notes", "rows", "command", "load_average",
 }  # fmt: skip
 ROW = {
     "package", "method", "table", "tokens", "threads", "beside", "packed_bytes_per_weight",
@@ -151,6 +151,12 @@ def test_the_budget_bounds_a_run(tmp_path: Path) -> None:
     assert [(row["rounds"], row["samples"]) for row in result["rows"]] == [(1, 1), (1, 1)]
 
 
+def test_a_busy_machine_is_named(module: Any) -> None:
+    busy_note = module("machine").busy_note
+    assert busy_note(0.5, 2) is None and busy_note(4.0, 16) is None
+    assert "load 13.0 on 2 CPUs" in busy_note(13.0, 2)
+
+
 def test_an_expert_comes_back_after_all_others(module: Any) -> None:
     shapes = module("shapes")
     routing = shapes.Routing(shapes.Shape("", 32, 1, 1, 2), layers=3)
@@ -199,6 +205,7 @@ def test_units_and_goals(module: Any) -> None:
 def row(**changes: Any) -> dict[str, Any]:
     return {
         "package": "kt_moe", "method": "BF16", "table": "amx", "tokens": 1, "threads": 2,
+        "best_us": 90.0,
         "beside": "", "tokens_per_expert": 1.0, "median_us": 100.0, "share": 0.93,
         "unit": "amx_bf16", "layers": 1,
     } | changes  # fmt: skip
