@@ -106,7 +106,8 @@ class Case:
         options = {
             name: value
             for name, value in {**self.options, **options}.items()
-            if name in ("swiglu_limit", "swiglu_alpha", "gpu_experts_mask", "rounded", "kind")
+            if name
+            in ("swiglu_limit", "swiglu_alpha", "gpu_experts_mask", "rounded", "kind", "table")
         }
         return moe_reference_with_noise(
             hidden, ids, weights, *self.sources, method=self.method,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_cases import ALL_METHODS, KERNEL_METHODS, Case, form_of_case, within
 
 from kt_kernel import _C
-from kt_kernel.testing import quantise_weights, row_error
+from kt_kernel.testing import folds_scales, quantise_weights, row_error
 
 TABLES = _C.kernel_tables()
 TOKENS = [*range(34), 512]
@@ -32,21 +32,28 @@ def shapes_of(method):
     return SHAPES[form_of_case(method).column_unit]
 
 
-@functools.lru_cache(maxsize=6)
-def problem(method, shape, kind="auto"):
-    """A layer with a mask and a map, 512 tokens for it, and the oracle's answer."""
+@functools.lru_cache(maxsize=4)
+def layer(method, shape):
+    """A layer with a mask and a map, and 512 tokens for it."""
     case = Case(
         hidden=shape[0], inter=shape[1], method=method, mapping=torch.tensor([5, 0, 2, 2, 1, 3])
     )
     case.options = {"gpu_experts_mask": torch.arange(6) == 3, "chunked_prefill_size": 200}
     hidden, ids, weights = case.batch(512, torch.bfloat16)
     ids[5:9] = torch.tensor([[-1, 3, 6], [2, 2, 2], [0, 0, 4], [1, 2, 4]])
-    return case, (hidden, ids, weights), case.reference_with_noise(hidden, ids, weights, kind=kind)
+    return case, (hidden, ids, weights)
+
+
+@functools.lru_cache(maxsize=8)
+def problem(method, shape, kind="auto", table=None):
+    """A layer, its tokens, and the oracle's answer for kernels of a kind."""
+    case, batch = layer(method, shape)
+    return case, batch, case.reference_with_noise(*batch, kind=kind, table=table)
 
 
 CASES = [(method, shape) for method in ALL_METHODS for shape in shapes_of(method)]
-# The best table and the least. The others have parts of their kernels: for them the kinds are enough,
-# and for the other names and forms of a format the best table is.
+# The best table and the least. The others have parts of their kernels: for them the kinds are
+# enough, and for the other names and forms of a format the best table is.
 WHOLE = (TABLES[0], "avx2")
 RUNS = [
     pytest.param(method, shape, table, kind, id=f"{method}-{shape[0]}x{shape[1]}-{table}-{kind}")
@@ -65,7 +72,9 @@ def pinned(monkeypatch, table, kind):
 @pytest.mark.parametrize(("method", "shape", "table", "kind"), RUNS)
 def test_against_the_oracle(method, shape, table, kind, monkeypatch):
     pinned(monkeypatch, table, kind)
-    case, (hidden, ids, weights), (reference, noise) = problem(method, shape, kind)
+    case, (hidden, ids, weights), (reference, noise) = problem(method, shape, kind, table)
+    # The products of 4-bit weights and scales, rounded to bf16, are as far off as h is.
+    most = 8e-3 if folds_scales(case.form.format, kind, table) else 5e-3
     wrapper = case.wrapper()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = hidden.to(dtype)
@@ -74,10 +83,10 @@ def test_against_the_oracle(method, shape, table, kind, monkeypatch):
         whole = wrapper.forward(x, ids, weights)
         assert within(whole[same], reference[same], noise[same])
         assert bool((whole[5] == 0).all())
-        if dtype == torch.bfloat16 and shape[1] >= 32:
+        if dtype == torch.bfloat16 and shape[0] > 1 and shape[1] >= 32:
             error = row_error(whole, reference)
-            assert bool((error <= 5e-3 + noise / reference.norm(dim=-1).clamp(1e-30)).all())
-            assert (error <= 5e-3).double().mean() >= 0.99
+            assert bool((error <= most + noise / reference.norm(dim=-1).clamp(1e-30)).all())
+            assert (error <= most).double().mean() >= 0.99
         if dtype != torch.float32:
             continue
         for tokens in TOKENS if table in WHOLE else FEW_TOKENS:

@@ -7,9 +7,10 @@ layer.py     the layer, and how far correct kernels may be from it
 
 from .layer import moe_reference, moe_reference_with_noise, row_error
 from .quantised import quantise, values_of
-from .rounding import form_of, quantise_weights, round_activations
+from .rounding import folds_scales, form_of, quantise_weights, round_activations
 
 __all__ = [
+    "folds_scales",
     "form_of",
     "moe_reference",
     "moe_reference_with_noise",

@@ -113,6 +113,7 @@ def moe_reference_with_noise(
     swiglu_alpha: float = 0.0,
     rounded: bool = True,
     kind: str = "auto",
+    table: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU half of one MoE layer, and how far correct kernels may be from it.
 
@@ -132,6 +133,7 @@ def moe_reference_with_noise(
         gate_bias, up_bias: [E, I], down_bias: [E, H].
         rounded: False leaves out all roundings, of weights too.
         kind: kernels that may run, "vector" (GEMV), "tile" (GEMM) or "auto" (either).
+        table: name of their kernel table; None: any.
 
     Returns:
         (float64 [T, H], not rounded at the end; float64 [T], a bound of ‖y - ref‖₂).
@@ -139,7 +141,7 @@ def moe_reference_with_noise(
     chosen = get_method(method)
     layer = _Layer(
         chosen.activations if rounded else None, swiglu_limit, swiglu_alpha,
-        kernel_errors(chosen.format, kind) if rounded else [],
+        kernel_errors(chosen.format, kind, table) if rounded else [],
     )  # fmt: skip
     experts = len(gate)
     if physical_to_logical_map is None:

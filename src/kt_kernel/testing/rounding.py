@@ -14,13 +14,11 @@ from ..methods import (
     BF16_ACTIVATIONS,
     BF16_WEIGHTS,
     FP8_BLOCK,
-    FP8_ROW,
     INT4_GROUP,
     INT4_ROW,
     INT4_ZERO,
     INT8_ROW,
     MXFP4,
-    MXFP8,
     NVFP4,
     WeightForm,
     get_method,
@@ -29,13 +27,21 @@ from ..quantised import QuantisedMatrix
 from .quantised import quantise, values_of
 
 # What kernels may do beyond the rules of rounding (kernels/include/kt/kernel_table.h). GEMV kernels
-# of 4-bit weights take activations in fixed point, see `_fixed_point_error`.
+# of 4-bit weights take activations in fixed point, see `_fixed_point_error`, and some GEMM kernels
+# as well; those of these tables do not.
+_FLOAT_GEMM = ("amx", "avx512", "avx2")
 _FIXED_POINT = (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4)
 _FIXED_POINT_COLUMNS, _FIXED_POINT_LARGEST = 32, 32639
-# GEMM kernels may round the product of a weight and its scale to bf16: relative error of a weight,
-# at most 2^-9, here as a standard deviation (even mantissas of 1 to 2, rounded within half a step).
-_FOLDED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4)
+# GEMM kernels of AMX round the product of a weight and its scale to bf16 where it is not exact
+# (kernels/isa/unpack_bf16.inl): relative error of a weight, at most 2^-9, here as a standard
+# deviation (even mantissas of 1 to 2, rounded within half a step).
+_FOLDED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK)
 _FOLDED_ERROR = 2**-9 * 0.41
+
+
+def folds_scales(weights: int, kind: str, table: str | None) -> bool:
+    """Whether kernels that may run round the products of weights and scales."""
+    return weights in _FOLDED and kind != "vector" and table in (None, "amx")
 
 
 def _symmetric(
@@ -121,11 +127,13 @@ def _fixed_point_error(values: torch.Tensor) -> torch.Tensor:
     return error.flatten(-2)[..., :columns]
 
 
-def kernel_errors(weights: int, kind: str) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+def kernel_errors(
+    weights: int, kind: str, table: str | None
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """What kernels of a kind add to rounded activations, or to weights in proportion to them."""
     errors: list[Callable[[torch.Tensor], torch.Tensor]] = []
-    if weights in _FIXED_POINT and kind != "tile":
+    if weights in _FIXED_POINT and not (kind == "tile" and table in _FLOAT_GEMM):
         errors.append(_fixed_point_error)
-    if weights in _FOLDED and kind != "vector":
+    if folds_scales(weights, kind, table):
         errors.append(lambda values: _FOLDED_ERROR * values.abs())
     return errors
