@@ -1,6 +1,8 @@
 """The compiled core under test: the real module and the emulated one, and one layer of each.
 
 KT_EMUL_MODULE names the file of `_C_emul`, built with -DKT_EMULATE=ON (kernels/CMakeLists.txt).
+KT_SMALL_SWEEP, set, makes the sweeps small, for slow builds: the tables that a sanitized module has,
+and one variant of each format.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +20,68 @@ import pytest
 
 from kt_kernel import _C
 
+from . import sources
+from .sources import (
+    BF16,
+    BFLOAT16,
+    FP8_BLOCK,
+    FP8_ROW,
+    FP16,
+    FP32,
+    INT4_GROUP,
+    INT4_ROW,
+    INT4_ZERO,
+    INT8_ROW,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+)  # fmt: skip
+
 Floats = npt.NDArray[np.float32]
 
-BF16, INT8_ROW, INT4_ROW, INT4_GROUP = 0, 1, 2, 3
-FORMATS = [(BF16, 0), (INT8_ROW, 0), (INT4_ROW, 0), (INT4_GROUP, 32), (INT4_GROUP, 128)]
-AUTO, VECTOR, TILE = 0, 1, 2
-REFERENCE_ACTIVATION = {BF16: 0, INT8_ROW: 1, INT4_ROW: 1, INT4_GROUP: 0}
+AUTO, VECTOR, TILE = KINDS = (0, 1, 2)
 ALL_TABLES = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2")
+SMALL_SWEEP = "KT_SMALL_SWEEP" in os.environ
+
+FORMAT_NAMES = {
+    BF16: "bf16", INT8_ROW: "int8", INT4_ROW: "int4", INT4_GROUP: "int4_group",
+    INT4_ZERO: "int4_zero", FP8_BLOCK: "fp8_block", FP8_ROW: "fp8_row", MXFP8: "mxfp8",
+    MXFP4: "mxfp4", NVFP4: "nvfp4",
+}  # fmt: skip
+SCALE_NAMES = {FP16: "fp16", BFLOAT16: "bf16", FP32: "fp32"}
+INTEGER = (INT8_ROW, INT4_ROW)  # int8 activations, one scale per row
+
+
+class Format(NamedTuple):
+    """How weights are packed, and from what."""
+
+    code: int
+    group: int = 0
+    scale_type: int | None = None  # of quantised sources; None: packed from dense float32 weights
+
+    @property
+    def name(self) -> str:
+        name = FORMAT_NAMES[self.code] + (str(self.group) if self.group else "")
+        if self.scale_type is None:
+            return name if self.code in (BF16, INT8_ROW, INT4_ROW) else f"{name}-dense"
+        return f"{name}-{SCALE_NAMES[self.scale_type]}" if self.group else name
+
+    def fit(self, *sizes: int) -> tuple[int, ...]:
+        """Numbers of columns, rounded up to what the format accepts."""
+        unit = sources.column_unit(self.code, self.group)
+        return tuple(-(-size // unit) * unit for size in sizes)
+
+
+DENSE = [
+    Format(BF16), Format(INT8_ROW), Format(INT4_ROW), Format(INT4_GROUP, 32), Format(INT4_GROUP, 128)
+]  # fmt: skip
+QUANTISED = [Format(*variant) for variant in sources.VARIANTS]
+# Size of a group and type of its scales only change how scales are loaded.
+ONE_OF_EACH = [
+    Format(BF16), Format(INT8_ROW), Format(INT4_ROW), Format(INT4_GROUP, 32, BFLOAT16),
+    Format(INT4_ZERO, 128, FP16), *[f for f in QUANTISED if not f.group],
+]  # fmt: skip
+FORMATS = ONE_OF_EACH if SMALL_SWEEP else DENSE + QUANTISED
 
 
 @cache
@@ -53,7 +110,17 @@ def core_with(name: str, table: str) -> ModuleType:
 
 
 # (module, table): real instructions where the CPU has them, emulated ones everywhere.
-VARIANTS = [("_C", t) for t in ALL_TABLES] + [("_C_emul", t) for t in ALL_TABLES if t != "avx2"]
+if SMALL_SWEEP:
+    VARIANTS = [("_C_emul", t) for t in ("amx", "avx512_vnni", "avx2")]
+else:
+    VARIANTS = [("_C", t) for t in ALL_TABLES]
+    VARIANTS += [("_C_emul", t) for t in ALL_TABLES if t != "avx2"]
+
+variants = pytest.mark.parametrize("variant", VARIANTS, ids=[f"{m}-{t}" for m, t in VARIANTS])
+
+
+def formats(chosen: list[Format]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("format", chosen, ids=[f.name for f in chosen])
 
 
 @cache
@@ -68,8 +135,7 @@ class Layer:
     """A random layer: packed weights, and what the oracle needs of them."""
 
     variant: tuple[str, str]
-    format: int
-    group: int
+    format: Format
     experts: int = 4
     top_k: int = 2
     hidden: int = 64
@@ -82,29 +148,24 @@ class Layer:
     alpha: float = 0.0
     cpu_slots: list[bool] | None = None
     seed: int = 0
-    weights: list[Floats] | None = None  # gate [E,I,H], up [E,I,H], down [E,H,I]
+    # Of gate [I, H], up [I, H] and down [H, I] one matrix per expert: float32, or a Source.
+    weights: list[Any] = field(default_factory=list)
     bias: list[Floats] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         core = core_with(*self.variant)
         rng = np.random.default_rng(self.seed)
         e, h, i = self.experts, self.hidden, self.inter
-
-        def normal(scale: float, *shape: int) -> Floats:
-            return (rng.standard_normal(shape) * scale).astype(np.float32)
-
-        if self.weights is None:
-            self.weights = [
-                normal(h**-0.5, e, i, h),
-                normal(h**-0.5, e, i, h),
-                normal(i**-0.5, e, h, i),
-            ]
+        self.weights = self.weights or [
+            random_weights(self.format, rng, e, *shape) for shape in self.shapes
+        ]
         if self.biases:
-            self.bias = [normal(0.1, e, i), normal(0.1, e, i), normal(0.1, e, h)]
+            self.bias = [(rng.standard_normal((e, n)) * 0.1).astype(np.float32) for n in (i, i, h)]
         self.slots = self.cpu_slots or [True] * e
         self.layer = core.MoeLayer(
             team(self.variant[0], self.threads), num_experts=e, top_k=self.top_k, hidden_size=h,
-            intermediate_size=i, format=self.format, group_size=self.group, cpu_slots=self.slots,
+            intermediate_size=i, format=self.format.code, group_size=self.format.group,
+            scale_type=self.format.scale_type or 0, cpu_slots=self.slots,
             swiglu_limit=self.limit, swiglu_alpha=self.alpha, max_tokens=self.max_tokens,
             table=self.variant[1], kind=self.kind,
         )  # fmt: skip
@@ -112,19 +173,22 @@ class Layer:
             if self.slots[slot]:
                 self.load(slot)
 
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        return [(self.inter, self.hidden), (self.inter, self.hidden), (self.hidden, self.inter)]
+
     def load(self, slot: int) -> None:
-        assert self.weights is not None
-        self.layer.load_expert(
-            slot,
-            *[np.ascontiguousarray(w[slot]).ctypes.data for w in self.weights],
-            2,
-            *[b[slot].ctypes.data for b in self.bias],
-        )
+        matrices = [w[slot] for w in self.weights]
+        biases = [b[slot].ctypes.data for b in self.bias]
+        if self.format.scale_type is None:
+            matrices = [np.ascontiguousarray(w, np.float32) for w in matrices]
+            self.layer.load_expert(slot, *[w.ctypes.data for w in matrices], 2, *biases)
+        else:
+            self.layer.load_quantised(slot, *[w.address for w in matrices], *biases)
 
     def unpacked(self) -> list[Floats]:
         """Dequantised weights; zeros for slots not held."""
-        assert self.weights is not None
-        result = [np.zeros_like(w) for w in self.weights]
+        result = [np.zeros((self.experts, *shape), np.float32) for shape in self.shapes]
         for slot in range(self.experts):
             for matrix in range(3):
                 if self.slots[slot]:
@@ -148,21 +212,32 @@ class Layer:
         ).wait()
         return y
 
-    def reference(self, x: Floats, ids: Any, weights: Floats) -> npt.NDArray[np.float64]:
+    def reference(
+        self, x: Floats, ids: Any, weights: Floats, unpacked: list[Any] | None = None
+    ) -> npt.NDArray[np.float64]:
+        """The oracle's y, with other weights than the layer's own where they are given."""
         names = ("gate_bias", "up_bias", "down_bias") if self.bias else ()
         biases = dict(zip(names, [b.astype(float) for b in self.bias], strict=True))
         return _C.reference_forward(
             x.astype(float), np.ascontiguousarray(ids, np.int64), weights.astype(float),
-            *[w.astype(float) for w in self.unpacked()],
-            activation_format=REFERENCE_ACTIVATION[self.format],
+            *[w.astype(float) for w in unpacked or self.unpacked()],
+            activation_format=int(self.format.code in INTEGER),
             skip=[not s for s in self.slots], swiglu_limit=self.limit, swiglu_alpha=self.alpha,
             **biases,
         )  # fmt: skip
 
 
-def row_errors(y: Floats, reference: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """||y - ref|| / ||ref|| per row; rows that should be zero must be exactly zero."""
-    norm = np.linalg.norm(reference, axis=1)
-    error = np.linalg.norm(y - reference, axis=1)
-    assert not np.any(error[norm == 0]), "a token without experts must give exact zeros"
-    return error / np.where(norm == 0, 1, norm)
+def random_weights(format: Format, rng: Any, experts: int, n: int, k: int) -> Any:
+    """One matrix of each expert, such that products of normal activations are about normal."""
+    if format.scale_type is None:
+        return (rng.standard_normal((experts, n, k)) * k**-0.5).astype(np.float32)
+    made = [
+        sources.make(format.code, n, k, format.group, format.scale_type, seed=int(seed))
+        for seed in rng.integers(1 << 32, size=experts)
+    ]
+    for source in made:  # e4m3 codes, all equally frequent, have an rms of about 130
+        if format.code == MXFP8:
+            source.scale -= np.uint8(4)
+        elif format.code in (FP8_BLOCK, FP8_ROW):
+            source.scale /= 16
+    return made

@@ -10,17 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from . import core
-from .core import BF16, FORMATS, INT4_GROUP, INT8_ROW, VARIANTS
+from .core import BF16, DENSE, INT8_ROW, VARIANTS
 
-KERNELS = [
-    (*variant, tile)
-    for variant in VARIANTS
-    for tile in ((False, True) if variant[1] == "amx" else (False,))
-]
+KERNELS = [(*variant, gemm) for variant in VARIANTS for gemm in (False, True)]
 kernels = pytest.mark.parametrize(
-    "name,table,tile", KERNELS, ids=[f"{n}-{t}{'-tile' if x else ''}" for n, t, x in KERNELS]
+    "name,table,gemm", KERNELS, ids=[f"{n}-{t}{'-gemm' if x else ''}" for n, t, x in KERNELS]
 )
-integer_formats = pytest.mark.parametrize("format,group", [f for f in FORMATS if f[0] != BF16])
+# INT4_GROUP too: scales of 1 leave weights and products exact in bf16 and float32.
+integer_formats = pytest.mark.parametrize(
+    "format,group", [(f.code, f.group) for f in DENSE if f.code != BF16]
+)
+
+
+def fit(columns: int, group: int) -> int:
+    return -(-columns // group) * group if group else columns
 
 
 def integers(rng: Any, rows: int, columns: int, limit: int, group: int) -> core.Floats:
@@ -32,14 +35,14 @@ def integers(rng: Any, rows: int, columns: int, limit: int, group: int) -> core.
     return values.astype(np.float32)
 
 
-def check_exact(name: str, table: str, tile: bool, format: int, group: int, shape: Any) -> None:
+def check_exact(name: str, table: str, gemm: bool, format: int, group: int, shape: Any) -> None:
     module = core.core_with(name, table)
     rows, out_features, columns, seed = shape
     rng = np.random.default_rng(seed)
     weight_limit = 127 if format == INT8_ROW else 7
     w = integers(rng, out_features, columns, weight_limit, group)
     x = integers(rng, rows, columns, 127, group)
-    y = module.product(table, tile, format, group, w, x)
+    y = module.product(table, gemm, format, group, w, x)
     # The sums stay under 2^24 where float32 is exact.
     np.testing.assert_array_equal(y[:, :out_features], x.astype(np.int64) @ w.astype(np.int64).T)
     assert not np.any(y[:, out_features:]), "rows past the matrix must be zeros"
@@ -49,14 +52,12 @@ def check_exact(name: str, table: str, tile: bool, format: int, group: int, shap
 @integer_formats
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49])
 def test_integer_products_are_exact(
-    name: str, table: str, tile: bool, format: int, group: int, rows: int
+    name: str, table: str, gemm: bool, format: int, group: int, rows: int
 ) -> None:
-    if tile and format == INT4_GROUP:
-        pytest.skip("no tile kernel for this format")
     for out_features, columns in ((1, 1), (31, 63), (32, 64), (33, 65), (70, 200)):
-        if format == INT4_GROUP:
-            columns = -(-columns // group) * group
-        check_exact(name, table, tile, format, group, (rows, out_features, columns, rows))
+        check_exact(
+            name, table, gemm, format, group, (rows, out_features, fit(columns, group), rows)
+        )
 
 
 @integer_formats
@@ -71,41 +72,37 @@ def test_integer_products_are_exact_for_any_shape(
     usable = [
         k for k in KERNELS
         if (m := core.module(k[0])) and k[1] in m.kernel_tables()
-        and (not k[2] or format != INT4_GROUP)
     ]  # fmt: skip
-    name, table, tile = data.draw(st.sampled_from(usable))
-    if format == INT4_GROUP:
-        columns = -(-columns // group) * group
-    check_exact(name, table, tile, format, group, (rows, out_features, columns, seed))
+    name, table, gemm = data.draw(st.sampled_from(usable))
+    check_exact(name, table, gemm, format, group, (rows, out_features, fit(columns, group), seed))
 
 
 @kernels
 @integer_formats
-def test_extremes_are_exact(name: str, table: str, tile: bool, format: int, group: int) -> None:
+def test_extremes_are_exact(name: str, table: str, gemm: bool, format: int, group: int) -> None:
     """All weights and activations at ±limit: the largest sums there are."""
-    if tile and format == INT4_GROUP:
-        pytest.skip("no tile kernel for this format")
     module = core.core_with(name, table)
     limit = 127 if format == INT8_ROW else 7
-    # 65536 is the largest H or I there is: 255 * 127 * 65536 is just under 2^31.
-    for columns in (1024, 65536):
+    # 65536 is the largest H or I there is: 255 * 127 * 65536 is just under 2^31. Float sums of the
+    # group format stop being exact before: 7 * 127 * 16384 is just under 2^24.
+    for columns in (1024, 16384 if group and gemm else 65536):
         for sign_w, sign_x in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
             w = np.full((32, columns), sign_w * limit, np.float32)
             x = np.full((17, columns), sign_x * 127, np.float32)
-            y = module.product(table, tile, format, group, w, x)
+            y = module.product(table, gemm, format, group, w, x)
             # A multiple of 2^10 with few bits above: exact in float32.
             np.testing.assert_array_equal(y, sign_w * sign_x * limit * 127 * columns)
 
 
 @kernels
 @pytest.mark.parametrize("rows", [1, 3, 9, 17, 33])
-def test_bf16_products(name: str, table: str, tile: bool, rows: int) -> None:
+def test_bf16_products(name: str, table: str, gemm: bool, rows: int) -> None:
     module = core.core_with(name, table)
     rng = np.random.default_rng(rows)
     for out_features, columns in ((1, 1), (33, 65), (64, 300)):
         # Few mantissa bits, so that bf16 holds the operands exactly.
         w = rng.integers(-128, 129, (out_features, columns)).astype(np.float32)
         x = rng.integers(-128, 129, (rows, columns)).astype(np.float32)
-        y = module.product(table, tile, BF16, 0, w, x)
+        y = module.product(table, gemm, BF16, 0, w, x)
         # Sums of products of integers under 2^24 are exact in float32 in any order.
         np.testing.assert_array_equal(y[:, :out_features], x.astype(int) @ w.astype(int).T)

@@ -1,8 +1,8 @@
 """The kernel tests once more, on a build with AddressSanitizer and UndefinedBehaviorSanitizer.
 
 KT_SANITIZED_MODULE names its file (`make test` builds it): the emulated module, so that the AVX-512
-and AMX sources are covered on every machine. The thread team has its own runs, with ThreadSanitizer
-too, in test_sys.py.
+and AMX sources are covered on every machine. Smaller sweeps than usual (core.py, KT_SMALL_SWEEP). The
+thread team has its own runs, with ThreadSanitizer too, in test_sys.py.
 """
 
 import os
@@ -22,8 +22,10 @@ def library(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["test_products.py", "test_accumulators.py", "test_pack.py", "test_pack_golden.py"]
-)
+    "module",
+    ["test_products.py", "test_extremes.py", "test_accumulators.py", "test_pack.py",
+     "test_pack_golden.py"],
+)  # fmt: skip
 def test_kernels_under_sanitizers(module: str) -> None:
     built = os.environ.get("KT_SANITIZED_MODULE")
     if not built:
@@ -35,6 +37,7 @@ def test_kernels_under_sanitizers(module: str) -> None:
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "KT_EMUL_MODULE": built,
+        "KT_SMALL_SWEEP": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "_C_emul"]
     done = subprocess.run(

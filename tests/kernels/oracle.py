@@ -1,0 +1,93 @@
+"""How far a layer's rows may be from the float64 oracle's, by table, format and kind of kernel.
+
+The output is float32, and weights and rounded activations go into the oracle as they are, so what is
+left is the kernels' own rounding. The error of a row is ||y - ref|| / ||ref||. LIMIT holds for all
+rows, a bound by kernel for three of four: the others may hold an h that lies at the edge of two
+bf16 or int8 numbers and is rounded to the other one than in the oracle. That moves a row by one
+step of one h, 2^-8 of it at most.
+
+SUMS        Products and sums in float32 or exact. Measured: 4e-7.
+FIXED       Activations in fixed point (kernel_table.h, kInt16Group) are within 2^-15 of the largest
+            of 32, so h is about 1e-5 off, and in every second row one of some hundred falls on the
+            other side. Measured: 9e-5.
+ROUNDED     AMX rounds the weights of some formats to bf16, by up to 2^-8 each, rms 1.6e-3, in three
+            products one after the other, and all weights of a group by similar amounts. Where GEMM
+            alone runs, the oracle gets rounded weights, and the bound is SUMS. This one is for
+            experts of either kind side by side. Measured: 6e-3, and 1.2e-2 for the worst row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import sources
+from .core import AUTO, INTEGER, TILE, VECTOR, Floats, Layer
+from .layout_writer import bf16_bits
+from .sources import FP8_BLOCK, INT4_GROUP, INT4_ZERO, MXFP4, NVFP4
+
+Doubles = npt.NDArray[np.float64]
+
+LIMIT, LIMIT_ROUNDED = 5e-3, 2e-2
+SUMS, FIXED, ROUNDED = 2e-6, 1.5e-4, 8e-3
+
+
+def fixed_point(table: str, code: int, kind: int) -> bool:
+    """Whether kernels of this kind take activations in fixed point; of AUTO, any."""
+    gemv = code in (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4)
+    gemm = code in (INT4_GROUP, INT4_ZERO, MXFP4) and table in ("avx512_vnni", "avx512_bf16")
+    return (gemv and kind != TILE) or (gemm and kind != VECTOR)
+
+
+def integers(table: str, code: int, kind: int) -> bool:
+    """Whether activations are integers with a scale, so that an infinity cannot be held."""
+    return code in INTEGER or fixed_point(table, code, kind)
+
+
+def rounds_weights(table: str, code: int) -> bool:
+    """Whether GEMM rounds weights; products of codes and scales of other formats are bf16."""
+    return table == "amx" and code in (INT4_GROUP, INT4_ZERO, FP8_BLOCK)
+
+
+def bounds(layer: Layer) -> tuple[float, float]:
+    """(of three rows of four, of all)."""
+    table, code = layer.variant[1], layer.format.code
+    if layer.kind == AUTO and rounds_weights(table, code):
+        return ROUNDED, LIMIT_ROUNDED
+    return FIXED if fixed_point(table, code, layer.kind) else SUMS, LIMIT
+
+
+def reference(layer: Layer, x: Floats, ids: Any, weights: Floats) -> Doubles:
+    """The oracle's y, from the weights that the layer's kernels multiply with."""
+    unpacked: list[Any] = layer.unpacked()
+    if layer.kind == TILE and rounds_weights(layer.variant[1], layer.format.code):
+        unpacked = [sources.bf16_values(bf16_bits(w)) for w in unpacked]
+    return layer.reference(x, ids, weights, unpacked)
+
+
+def row_errors(y: Floats, expected: Doubles) -> Doubles:
+    """Rows that should be zero must be exactly zero."""
+    norm = np.linalg.norm(expected, axis=1)
+    error = np.linalg.norm(y - expected, axis=1)
+    assert not np.any(error[norm == 0]), "a token without experts must give exact zeros"
+    return error / np.where(norm == 0, 1, norm)
+
+
+def check_errors(layer: Layer, errors: Doubles) -> None:
+    most, limit = bounds(layer)
+    worst = f"row errors {np.sort(errors)[::-1][:8]} of {len(errors)}, kind {layer.kind}"
+    assert np.all(errors <= limit), worst
+    assert (errors <= most).mean() >= 0.75, f"{worst}, three of four: {np.quantile(errors, 0.75)}"
+
+
+def check(layer: Layer, *tokens: int) -> None:
+    """Random batches of these many tokens."""
+    check_batches(layer, [layer.batch(t) for t in tokens])
+
+
+def check_batches(layer: Layer, batches: Iterable[tuple[Floats, Any, Floats]]) -> None:
+    errors = [row_errors(layer.forward(*b), reference(layer, *b)) for b in batches]
+    check_errors(layer, np.concatenate(errors))

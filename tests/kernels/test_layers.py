@@ -1,0 +1,86 @@
+"""Layers: what they accept, loading a slot again, and sharing a team."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from . import core
+from .core import BF16, DENSE, INT4_GROUP, INT8_ROW, Format, Layer, formats
+from .oracle import check
+
+
+@formats([f for f in DENSE if f.code != BF16])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_cannot_be_quantised(format: Format, bad: float) -> None:
+    layer = Layer(("_C", "avx2"), format, 2, 1, *format.fit(64, 64))
+    layer.weights[2][1, 3, 4] = bad
+    before = layer.unpacked()
+    layer.weights[0][1] *= 3  # what comes with it must not be packed either
+    with pytest.raises(ValueError, match=r"expert slot 1, down row 3: a weight is NaN or infinite"):
+        layer.load(1)
+    for now, then in zip(layer.unpacked(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+    layer.weights[2][1, 3, 4] = 1
+    layer.load(1)
+    check(layer, 4)
+
+
+def test_group_scale_overflow_is_refused() -> None:
+    layer = Layer(("_C", "avx2"), Format(INT4_GROUP, 32), 2, 1, 64, 64)
+    layer.weights[0][0, 9, 4] = 1e6
+    with pytest.raises(ValueError, match=r"gate row 9: a group's scale is above the fp16 range"):
+        layer.load(0)
+
+
+def test_a_slot_loaded_again_keeps_nothing_of_before() -> None:
+    layer = Layer(("_C", "avx2"), Format(BF16), biases=True)
+    with_biases, layer.bias = layer.bias, []
+    layer.load(1)
+    layer.bias = [b * (np.arange(4) != 1).reshape(4, 1) for b in with_biases]
+    layer.bias = [b.astype(np.float32) for b in layer.bias]
+    check(layer, 9)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(format=99), "unknown weight format 99"),
+        (dict(format=3, group_size=48), "group size 48"),
+        (dict(group_size=32), "no groups"),
+        (dict(max_tokens=0), "must be positive"),
+        (dict(hidden_size=70000), "size 70000; 1 to 65536"),
+        (dict(cpu_slots=[True]), "one entry per expert"),
+        (dict(table="sse2"), 'table "sse2" cannot run'),
+    ],
+)
+def test_layers_that_no_kernel_serves_are_refused(wrong: dict, message: str) -> None:
+    module = core.module("_C")
+    assert module is not None
+    good = dict(
+        num_experts=2, top_k=1, hidden_size=64, intermediate_size=64, format=0, group_size=0,
+        cpu_slots=[True, False], swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=8, table="avx2",
+        kind=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        module.MoeLayer(core.team("_C", (1,)), **{**good, **wrong})
+    layer = module.MoeLayer(core.team("_C", (1,)), **good)
+    with pytest.raises(ValueError, match="slot 1 is not held"):
+        layer.unpack(1, 0, 0)
+    with pytest.raises(ValueError, match="needs an output"):
+        layer.submit(0, 0, 1, 0, 0, 0)
+
+
+def test_layers_of_different_sizes_share_a_team() -> None:
+    """Jobs of both are queued together: a later layer's larger workspace must not disturb."""
+    small = Layer(("_C", "avx2"), Format(INT8_ROW), 4, 2, 64, 96, max_tokens=4)
+    first = small.forward(*small.batch(7))
+    large = Layer(("_C", "avx2"), Format(INT8_ROW), 9, 3, 200, 300, max_tokens=64)
+    for _ in range(20):
+        check(large, 70)
+        np.testing.assert_array_equal(small.forward(*small.batch(7)), first)
+
+
+def test_pools_without_threads_hold_nothing() -> None:
+    for threads in ((0, 2), (1, 0, 1)):
+        check(Layer(("_C", "avx2"), Format(INT8_ROW), threads=threads), 9)
