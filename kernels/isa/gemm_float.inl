@@ -15,8 +15,7 @@ struct FloatBlock {
     constexpr int V = kLanes == 8 && M <= 3 ? 4 : 2;
     const Rows<M> rows = rows_at<M>(a, first);
     const float* x[M];
-    for (int r = 0; r < M; ++r)
-      x[r] = reinterpret_cast<const float*>(rows.a[r]) + first_column;
+    for (int r = 0; r < M; ++r) x[r] = reinterpret_cast<const float*>(rows.a[r]) + first_column;
     const int64_t chunks = columns / kChunk;
     for (int lane = 0; lane < kTileRows; lane += V * kLanes) {
       float* y = out + first * kTileRows + lane;

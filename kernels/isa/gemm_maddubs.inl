@@ -19,7 +19,8 @@ struct NibbleBlock : IntStretch {
           for (I& x : row) x = i_zero();
         for (int64_t step = chunk * kChunk; step < (chunk + 1) * kChunk; ++step) {
           I u[V];
-          for (int v = 0; v < V; ++v) u[v] = i_load(w + step * kStepBytes + (lane + v * kLanes) * 4);
+          for (int v = 0; v < V; ++v)
+            u[v] = i_load(w + step * kStepBytes + (lane + v * kLanes) * 4);
           for (int r = 0; r < M; ++r) {
             const I x = i_set(load_i32(rows.a[r] + first_column + step * 4));
             for (int v = 0; v < V; ++v) acc[r][v] = dot_codes(acc[r][v], u[v], x);

@@ -3,8 +3,8 @@
 // `out` from one stretch to the next, so every output is one chain of operations in ascending k,
 // whatever rows come with it.
 
-// Weights of the next stretch, brought to the first-level cache while this one is used: unpack loops
-// come too seldom for the hardware to run ahead of them.
+// Weights of the next stretch, brought to the first-level cache while this one is used: unpack
+// loops come too seldom for the hardware to run ahead of them.
 struct Ahead {
   const uint8_t* from;
   int64_t bytes;

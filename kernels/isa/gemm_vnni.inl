@@ -14,7 +14,8 @@ inline void dpbusd_rows(const IntStretch& s, const uint8_t* const (&x)[M], int64
       if (lane == 0) s.ahead.fetch(part * chunks + chunk, parts * chunks);
       for (int64_t step = chunk * kChunk; step < (chunk + 1) * kChunk; ++step) {
         I w[V];
-        for (int v = 0; v < V; ++v) w[v] = i_load(s.w + step * kStepBytes + (lane + v * kLanes) * 4);
+        for (int v = 0; v < V; ++v)
+          w[v] = i_load(s.w + step * kStepBytes + (lane + v * kLanes) * 4);
         for (int r = 0; r < M; ++r) {
           const I value = i_set(load_i32(x[r] + step * 4));
           for (int v = 0; v < V; ++v)

@@ -69,12 +69,14 @@ constexpr ProductKernel kGemm[kFormatCount] = {
 #endif
 #include "gemm_rows.inl"
 #include "unpack_float.inl"
+
 #include "gemm_float.inl"
 #include "gemm_int.inl"
 void tiles_begin() {}
 void tiles_end() {}
-// 4-bit weights with a scale per group are multiplied fastest as integers where there is dpbusd, and
-// GEMV kernels do not wait for memory once a tile is in the cache. Elsewhere float32 FMA is as fast.
+// 4-bit weights with a scale per group are multiplied fastest as integers where there is dpbusd,
+// and GEMV kernels do not wait for memory once a tile is in the cache. Elsewhere float32 FMA is as
+// fast.
 #ifdef KT_VNNI
 template <class Scales, class>
 constexpr ProductKernel kGroupGemm{ActKind::kInt16Group, false, vector_product<GroupBlock<Scales>>};
@@ -131,16 +133,20 @@ const KernelTable KT_TABLE = {
         {{ActKind::kInt8Row, false, vector_product<Int8Block>}, kGemm[1], kGemmMinRows[1]},
         {{ActKind::kInt8Row, false, vector_product<Int4RowBlock>}, kGemm[2], kGemmMinRows[2]},
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<Int4Scales>>},
-         kGemm[3], kGemmMinRows[3]},
+         kGemm[3],
+         kGemmMinRows[3]},
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<Int4ZeroScales>>},
-         kGemm[4], kGemmMinRows[4]},
+         kGemm[4],
+         kGemmMinRows[4]},
         {{ActKind::kFloat, false, vector_product<Fp8BlockBlock>}, kGemm[5], kGemmMinRows[5]},
         {{ActKind::kFloat, false, vector_product<Fp8RowBlock>}, kGemm[6], kGemmMinRows[6]},
         {{ActKind::kFloat, false, vector_product<MxFp8Block>}, kGemm[7], kGemmMinRows[7]},
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<MxFp4Scales>>},
-         kGemm[8], kGemmMinRows[8]},
+         kGemm[8],
+         kGemmMinRows[8]},
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<NvFp4Scales>>},
-         kGemm[9], kGemmMinRows[9]},
+         kGemm[9],
+         kGemmMinRows[9]},
     },
     {quantise_float, quantise_bf16, quantise_int8_row, quantise_int16_groups},
     swiglu_tile,

@@ -1,7 +1,7 @@
 // Packed weights as float32, scales included: Format::unpack(tile, layout, k, columns, w) writes
 // w[column][32] of the stretch of columns that begins at k. Stretches begin at multiples of 64 and
 // are whole 32s of columns, 128 at most. Exact where the product of value and scale is.
-constexpr int64_t kFloatStretch = 128;  // 16 KB
+constexpr int64_t kFloatStretch = 128;              // 16 KB
 static_assert(kFp8BlockSize % kFloatStretch == 0);  // one scale a stretch
 
 inline void store_column(float* w, int column, int v, F x) {
@@ -32,7 +32,7 @@ inline F e4m3_times(I biased, I sign, F scale) {
 }
 
 inline void unpack_e4m3(const uint8_t* p, int64_t columns, const F (&scale)[kTileVectors],
-                       float* w) {
+                        float* w) {
   // Two columns at a time, in the halves of a lane.
   const I bits = i_set(0x07f007f0), bias = i_set(0x3c003c00), upper = i_set(int32_t(0xffff0000));
   for (int64_t c = 0; c < columns; c += 4, p += kStepBytes, w += 4 * kTileRows)
@@ -73,7 +73,8 @@ struct MxFp8Columns {
     for (int64_t c = 0; c < columns; c += 64, block += layout.block_bytes())
       for (int half = 0; half < 2; ++half, w += 32 * kTileRows) {
         F scale[kTileVectors];
-        for (int v = 0; v < kTileVectors; ++v) scale[v] = load_ue8m0(block + half * 32 + v * kLanes);
+        for (int v = 0; v < kTileVectors; ++v)
+          scale[v] = load_ue8m0(block + half * 32 + v * kLanes);
         unpack_e4m3(block + 64 + half * 8 * kStepBytes, 32, scale, w);
       }
   }
@@ -85,7 +86,7 @@ constexpr int8_t kUnsignedValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
 constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 inline void unpack_nibble_steps(const uint8_t* p, int64_t columns, NibbleTable table,
-                               const F (&scale)[kTileVectors], float* w) {
+                                const F (&scale)[kTileVectors], float* w) {
   for (int64_t c = 0; c < columns; c += 8, p += kStepBytes, w += 8 * kTileRows)
     for (int v = 0; v < kTileVectors; ++v) {
       F x[8];
@@ -120,13 +121,15 @@ template <bool has_zero> struct GroupColumns {
   }
 
  private:
-  static inline void unpack_zero_steps(const uint8_t* p, NibbleTable table, const F (&minus_zero)[kTileVectors],
-                                const F (&scale)[kTileVectors], float* w) {
+  static inline void unpack_zero_steps(const uint8_t* p, NibbleTable table,
+                                       const F (&minus_zero)[kTileVectors],
+                                       const F (&scale)[kTileVectors], float* w) {
     for (int s = 0; s < 4; ++s, p += kStepBytes, w += 8 * kTileRows)
       for (int v = 0; v < kTileVectors; ++v) {
         F x[8];
         nibble_values(i_load(p + v * kLanes * 4), table, x);
-        for (int i = 0; i < 8; ++i) store_column(w, i, v, f_mul(f_add(x[i], minus_zero[v]), scale[v]));
+        for (int i = 0; i < 8; ++i)
+          store_column(w, i, v, f_mul(f_add(x[i], minus_zero[v]), scale[v]));
       }
   }
 };
