@@ -252,8 +252,10 @@ def test_weights_lie_on_huge_pages() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("transparent huge pages are off")
+    shapes = [(16, 512, 1024), (16, 512, 1024), (16, 1024, 512)]
+    weights = [np.ones(shape, np.float32) for shape in shapes]  # numpy asks for huge pages too
     before = huge_bytes()
-    layer = Layer(("_C", "avx2"), BF16, 0, 16, 2, 1024, 512)  # 50 MB
+    layer = Layer(("_C", "avx2"), BF16, 0, 16, 2, 1024, 512, weights=weights)  # 50 MB
     gained = huge_bytes() - before
     if gained == 0 and "thp_fault_alloc 0" in Path("/proc/vmstat").read_text():
         pytest.skip("this system gives no huge pages")
