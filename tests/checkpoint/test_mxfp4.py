@@ -144,10 +144,11 @@ def test_stack_of_another_model(tmp_path):
     fails(save(tmp_path, tensors, GPT_OSS, "strange"), "MXFP4", "proj_blocks", "'strange'")
 
 
-def test_blocks_beside_weights(tmp_path):
+@pytest.mark.parametrize("names", [("gate_up_proj", "down_proj"), ("down_proj_extra",)])
+def test_blocks_beside_something_else(tmp_path, names):
     base, tensors = gpt_oss()
-    tensors[f"{base}.gate_up_proj"] = torch.ones(1)
-    tensors[f"{base}.down_proj"] = torch.ones(1)
+    for name in names:
+        tensors[f"{base}.{name}"] = torch.ones(1)
     fails(save(tmp_path, tensors, GPT_OSS, "gpt_oss"), "MXFP4", f"{base}.", "not expected")
 
 
