@@ -1,8 +1,8 @@
 """The compiled core under test: the real module and the emulated one, and one layer of each.
 
 KT_EMUL_MODULE names the file of `_C_emul`, built with -DKT_EMULATE=ON (kernels/CMakeLists.txt).
-KT_SMALL_SWEEP, set, makes the sweeps small, for slow builds: the tables that a sanitized module has,
-and one variant of each format.
+KT_SMALL_SWEEP, set, makes the sweeps small, for slow builds: the tables that a sanitized module
+has, and one variant of each format.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Format(NamedTuple):
 
 
 DENSE = [
-    Format(BF16), Format(INT8_ROW), Format(INT4_ROW), Format(INT4_GROUP, 32), Format(INT4_GROUP, 128)
+    Format(BF16), Format(INT8_ROW), Format(INT4_ROW), Format(INT4_GROUP, 32),
+    Format(INT4_GROUP, 128),
 ]  # fmt: skip
 QUANTISED = [Format(*variant) for variant in sources.VARIANTS]
 # Size of a group and type of its scales only change how scales are loaded.
@@ -135,7 +136,8 @@ class Layer:
     """A random layer: packed weights, and what the oracle needs of them."""
 
     variant: tuple[str, str]
-    format: Format
+    format: int
+    group: int
     experts: int = 4
     top_k: int = 2
     hidden: int = 64
@@ -148,24 +150,33 @@ class Layer:
     alpha: float = 0.0
     cpu_slots: list[bool] | None = None
     seed: int = 0
+    scale_type: int | None = None
     # Of gate [I, H], up [I, H] and down [H, I] one matrix per expert: float32, or a Source.
     weights: list[Any] = field(default_factory=list)
     bias: list[Floats] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, variant: tuple[str, str], format: Format, *sizes: int, **rest: Any) -> Layer:
+        """With weights as the format says; sizes: experts, top_k, hidden, inter."""
+        return cls(
+            variant, format.code, format.group, *sizes, scale_type=format.scale_type, **rest
+        )  # fmt: skip
+
     def __post_init__(self) -> None:
         core = core_with(*self.variant)
         rng = np.random.default_rng(self.seed)
+        format = Format(self.format, self.group, self.scale_type)
         e, h, i = self.experts, self.hidden, self.inter
         self.weights = self.weights or [
-            random_weights(self.format, rng, e, *shape) for shape in self.shapes
+            random_weights(format, rng, e, *shape) for shape in self.shapes
         ]
         if self.biases:
             self.bias = [(rng.standard_normal((e, n)) * 0.1).astype(np.float32) for n in (i, i, h)]
         self.slots = self.cpu_slots or [True] * e
         self.layer = core.MoeLayer(
             team(self.variant[0], self.threads), num_experts=e, top_k=self.top_k, hidden_size=h,
-            intermediate_size=i, format=self.format.code, group_size=self.format.group,
-            scale_type=self.format.scale_type or 0, cpu_slots=self.slots,
+            intermediate_size=i, format=self.format, group_size=self.group,
+            scale_type=self.scale_type or 0, cpu_slots=self.slots,
             swiglu_limit=self.limit, swiglu_alpha=self.alpha, max_tokens=self.max_tokens,
             table=self.variant[1], kind=self.kind,
         )  # fmt: skip
@@ -180,7 +191,7 @@ class Layer:
     def load(self, slot: int) -> None:
         matrices = [w[slot] for w in self.weights]
         biases = [b[slot].ctypes.data for b in self.bias]
-        if self.format.scale_type is None:
+        if self.scale_type is None:
             matrices = [np.ascontiguousarray(w, np.float32) for w in matrices]
             self.layer.load_expert(slot, *[w.ctypes.data for w in matrices], 2, *biases)
         else:
@@ -221,7 +232,7 @@ class Layer:
         return _C.reference_forward(
             x.astype(float), np.ascontiguousarray(ids, np.int64), weights.astype(float),
             *[w.astype(float) for w in unpacked or self.unpacked()],
-            activation_format=int(self.format.code in INTEGER),
+            activation_format=int(self.format in INTEGER),
             skip=[not s for s in self.slots], swiglu_limit=self.limit, swiglu_alpha=self.alpha,
             **biases,
         )  # fmt: skip
@@ -241,3 +252,11 @@ def random_weights(format: Format, rng: Any, experts: int, n: int, k: int) -> An
         elif format.code in (FP8_BLOCK, FP8_ROW):
             source.scale /= 16
     return made
+
+
+def row_errors(y: Floats, reference: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """||y - ref|| / ||ref|| per row; rows that should be zero must be exactly zero."""
+    norm = np.linalg.norm(reference, axis=1)
+    error = np.linalg.norm(y - reference, axis=1)
+    assert not np.any(error[norm == 0]), "a token without experts must give exact zeros"
+    return error / np.where(norm == 0, 1, norm)

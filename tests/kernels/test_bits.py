@@ -30,7 +30,7 @@ def test_same_bits_for_any_threads(variant: Variant, format: Format) -> None:
     for kind in KINDS:
         outputs = []
         for threads in (1, 2, 3, 7):
-            layer = Layer(
+            layer = Layer.of(
                 variant, format, 5, 3, *format.fit(100, 200), kind=kind, threads=(threads,)
             )
             outputs.append(layer.forward(*layer.batch(37)))
@@ -42,7 +42,7 @@ def test_same_bits_for_any_threads(variant: Variant, format: Format) -> None:
 @formats(ONE_OF_EACH)
 def test_same_bits_for_any_batch(variant: Variant, format: Format) -> None:
     for kind in (VECTOR, TILE):
-        layer = Layer(variant, format, 4, 2, *format.fit(100, 72), kind=kind, max_tokens=16)
+        layer = Layer.of(variant, format, 4, 2, *format.fit(100, 72), kind=kind, max_tokens=16)
         x, expert_ids, weights = layer.batch(40)
         whole = layer.forward(x, expert_ids, weights)
         for first, last in ((0, 1), (1, 4), (3, 20), (20, 40)):
@@ -60,7 +60,7 @@ def test_integer_formats_have_the_same_bits_everywhere(format: Format) -> None:
         module = core.module(variant[0])
         if module is None or variant[1] not in module.kernel_tables():
             continue
-        layer = Layer(variant, format, 4, 3, 130, 65, kind=kind)
+        layer = Layer.of(variant, format, 4, 3, 130, 65, kind=kind)
         outputs[*variant, kind] = layer.forward(*layer.batch(23))
     first = next(iter(outputs.values()))
     for where, y in outputs.items():

@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import os, sys, threading, time
 import numpy as np
-from tests.kernels.core import INT8_ROW, Format, Layer
+from tests.kernels.core import INT8_ROW, Layer
 
-layers = [Layer(("_C", "avx2"), Format(INT8_ROW), threads=(2,), seed=s) for s in range(3)]
+layers = [Layer(("_C", "avx2"), INT8_ROW, 0, threads=(2,), seed=s) for s in range(3)]
 batches = [layer.batch(5) for layer in layers]
 expected = [layer.forward(*batch) for layer, batch in zip(layers, batches)]
 stop = threading.Event()
@@ -30,7 +30,7 @@ for turn in range(40):
     child = os.fork()
     if child == 0:
         same = np.array_equal(layers[turn % 3].forward(*batches[turn % 3]), expected[turn % 3])
-        fresh = Layer(("_C", "avx2"), Format(INT8_ROW), threads=(2,), hidden=96 + 32 * turn)
+        fresh = Layer(("_C", "avx2"), INT8_ROW, 0, threads=(2,), hidden=96 + 32 * turn)
         fresh.forward(*fresh.batch(3))
         os._exit(0 if same else 3)
     end = time.monotonic() + 30

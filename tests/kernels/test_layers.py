@@ -13,7 +13,7 @@ from .oracle import check
 @formats([f for f in DENSE if f.code != BF16])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weights_that_cannot_be_quantised(format: Format, bad: float) -> None:
-    layer = Layer(("_C", "avx2"), format, 2, 1, *format.fit(64, 64))
+    layer = Layer.of(("_C", "avx2"), format, 2, 1, *format.fit(64, 64))
     layer.weights[2][1, 3, 4] = bad
     before = layer.unpacked()
     layer.weights[0][1] *= 3  # what comes with it must not be packed either
@@ -27,14 +27,14 @@ def test_weights_that_cannot_be_quantised(format: Format, bad: float) -> None:
 
 
 def test_group_scale_overflow_is_refused() -> None:
-    layer = Layer(("_C", "avx2"), Format(INT4_GROUP, 32), 2, 1, 64, 64)
+    layer = Layer(("_C", "avx2"), INT4_GROUP, 32, 2, 1, 64, 64)
     layer.weights[0][0, 9, 4] = 1e6
     with pytest.raises(ValueError, match=r"gate row 9: a group's scale is above the fp16 range"):
         layer.load(0)
 
 
 def test_a_slot_loaded_again_keeps_nothing_of_before() -> None:
-    layer = Layer(("_C", "avx2"), Format(BF16), biases=True)
+    layer = Layer(("_C", "avx2"), BF16, 0, biases=True)
     with_biases, layer.bias = layer.bias, []
     layer.load(1)
     layer.bias = [b * (np.arange(4) != 1).reshape(4, 1) for b in with_biases]
@@ -73,9 +73,9 @@ def test_layers_that_no_kernel_serves_are_refused(wrong: dict, message: str) -> 
 
 def test_layers_of_different_sizes_share_a_team() -> None:
     """Jobs of both are queued together: a later layer's larger workspace must not disturb."""
-    small = Layer(("_C", "avx2"), Format(INT8_ROW), 4, 2, 64, 96, max_tokens=4)
+    small = Layer(("_C", "avx2"), INT8_ROW, 0, 4, 2, 64, 96, max_tokens=4)
     first = small.forward(*small.batch(7))
-    large = Layer(("_C", "avx2"), Format(INT8_ROW), 9, 3, 200, 300, max_tokens=64)
+    large = Layer(("_C", "avx2"), INT8_ROW, 0, 9, 3, 200, 300, max_tokens=64)
     for _ in range(20):
         check(large, 70)
         np.testing.assert_array_equal(small.forward(*small.batch(7)), first)
@@ -83,4 +83,4 @@ def test_layers_of_different_sizes_share_a_team() -> None:
 
 def test_pools_without_threads_hold_nothing() -> None:
     for threads in ((0, 2), (1, 0, 1)):
-        check(Layer(("_C", "avx2"), Format(INT8_ROW), threads=threads), 9)
+        check(Layer(("_C", "avx2"), INT8_ROW, 0, threads=threads), 9)

@@ -235,7 +235,7 @@ def test_dense_weights_get_fp16_scales_only(scale_type: int) -> None:
 
 def test_scales_for_dense_formats_are_refused() -> None:
     for format in (BF16, INT8_ROW, INT4_ROW):
-        layer = core.Layer(("_C", "avx2"), core.Format(format))
+        layer = core.Layer(("_C", "avx2"), format, 0)
         source = sources.make(FP8_ROW, 96, 64)
         with pytest.raises(ValueError, match="gate: the weights have scales; this weight format"):
             layer.layer.load_quantised(1, *[source.address] * 3)

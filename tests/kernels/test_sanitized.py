@@ -1,8 +1,8 @@
 """The kernel tests once more, on a build with AddressSanitizer and UndefinedBehaviorSanitizer.
 
 KT_SANITIZED_MODULE names its file (`make test` builds it): the emulated module, so that the AVX-512
-and AMX sources are covered on every machine. Smaller sweeps than usual (core.py, KT_SMALL_SWEEP). The
-thread team has its own runs, with ThreadSanitizer too, in test_sys.py.
+and AMX sources are covered on every machine. Sweeps are smaller than usual (core.py,
+KT_SMALL_SWEEP). The thread team has its own runs, with ThreadSanitizer too, in test_sys.py.
 """
 
 import os
