@@ -71,8 +71,8 @@ std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
 std::shared_ptr<kt::MoeLayer> make_layer(std::shared_ptr<kt::sys::Team> team, int64_t num_experts,
                                          int64_t top_k, int64_t hidden_size,
                                          int64_t intermediate_size, int format, int group_size,
-                                         int scale_type, const std::vector<bool>& cpu_slots, float swiglu_limit,
-                                         float swiglu_alpha, int64_t max_tokens,
+                                         int scale_type, const std::vector<bool>& cpu_slots,
+                                         float swiglu_limit, float swiglu_alpha, int64_t max_tokens,
                                          const std::string& table, int kind, int64_t gemm_min_rows,
                                          int64_t row_block, int64_t task_bytes) {
   return std::make_shared<kt::MoeLayer>(
@@ -104,10 +104,9 @@ using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
 const double* data_or_null(const std::optional<Doubles>& a) { return a ? a->data() : nullptr; }
 
 auto reference_forward(Doubles x, Longs ids, Doubles weights, Doubles gate, Doubles up,
-                       Doubles down, int activation_format,
-                       const std::vector<bool>& skip, std::optional<Doubles> gate_bias,
-                       std::optional<Doubles> up_bias, std::optional<Doubles> down_bias,
-                       double swiglu_limit, double swiglu_alpha) {
+                       Doubles down, int activation_format, const std::vector<bool>& skip,
+                       std::optional<Doubles> gate_bias, std::optional<Doubles> up_bias,
+                       std::optional<Doubles> down_bias, double swiglu_limit, double swiglu_alpha) {
   kt::MoeReference r;
   r.tokens = int64_t(x.shape(0));
   r.hidden_size = int64_t(x.shape(1));
@@ -158,8 +157,8 @@ auto product(const std::string& table, bool gemm, int format, int group_size, Fl
 using Quantised = std::tuple<uintptr_t, uintptr_t, uintptr_t, float>;
 
 kt::WeightSource quantised(const Quantised& q) {
-  return {pointer<const void>(std::get<0>(q)), kt::DType::kFP32, pointer<const void>(std::get<1>(q)),
-          pointer<const void>(std::get<2>(q)), std::get<3>(q)};
+  return {pointer<const void>(std::get<0>(q)), kt::DType::kFP32,
+          pointer<const void>(std::get<1>(q)), pointer<const void>(std::get<2>(q)), std::get<3>(q)};
 }
 
 auto product_quantised(const std::string& table, bool gemm, int format, int group_size,
@@ -242,9 +241,8 @@ NB_MODULE(KT_MODULE_NAME, m) {
 
   nb::class_<kt::MoeLayer>(m, "MoeLayer")
       .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
-           "hidden_size"_a, "intermediate_size"_a, "format"_a, "group_size"_a,
-           "scale_type"_a = 0, "cpu_slots"_a,
-           "swiglu_limit"_a, "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a,
+           "hidden_size"_a, "intermediate_size"_a, "format"_a, "group_size"_a, "scale_type"_a = 0,
+           "cpu_slots"_a, "swiglu_limit"_a, "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a,
            "gemm_min_rows"_a = 0, "row_block"_a = 0, "task_bytes"_a = 0)
       .def(
           "load_expert",
@@ -253,9 +251,9 @@ NB_MODULE(KT_MODULE_NAME, m) {
             const auto dense = [&](uintptr_t data) {
               return kt::WeightSource{pointer<const void>(data), kt::DType(dtype)};
             };
-            layer.load_expert(
-                slot, {dense(gate), dense(up), dense(down), pointer<const float>(gate_bias),
-                       pointer<const float>(up_bias), pointer<const float>(down_bias)});
+            layer.load_expert(slot,
+                              {dense(gate), dense(up), dense(down), pointer<const float>(gate_bias),
+                               pointer<const float>(up_bias), pointer<const float>(down_bias)});
           },
           "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "dtype"_a, "gate_bias_ptr"_a = 0,
           "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
@@ -288,14 +286,15 @@ NB_MODULE(KT_MODULE_NAME, m) {
           },
           "slot"_a, "matrix"_a, "ptr"_a)
       .def_prop_ro("packed_bytes", &kt::MoeLayer::packed_bytes)
-      .def("stats", [](const kt::MoeLayer& layer) {
-        const kt::LayerStats& s = layer.stats();
-        return std::map<std::string, int64_t>{
-            {"forwards", s.forwards},         {"tokens", s.tokens},
-            {"expert_calls", s.expert_calls}, {"experts_touched", s.experts_touched},
-            {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls},
-            {"stolen_tasks", s.stolen_tasks}};
-      })
+      .def("stats",
+           [](const kt::MoeLayer& layer) {
+             const kt::LayerStats& s = layer.stats();
+             return std::map<std::string, int64_t>{
+                 {"forwards", s.forwards},         {"tokens", s.tokens},
+                 {"expert_calls", s.expert_calls}, {"experts_touched", s.experts_touched},
+                 {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls},
+                 {"stolen_tasks", s.stolen_tasks}};
+           })
       .def(
           "set_timing", [](kt::MoeLayer& layer, bool on) { layer.timings().set(on); }, "on"_a,
           "Sets the times of timings() to zero; passes submitted later add to them while it is on.")
@@ -337,7 +336,7 @@ NB_MODULE(KT_MODULE_NAME, m) {
   m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
         "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,
-        "down"_a, nb::kw_only(), "activation_format"_a, "skip"_a,
-        "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
-        "swiglu_limit"_a = 0.0, "swiglu_alpha"_a = 0.0, "The layer in float64 (kernels/ref).");
+        "down"_a, nb::kw_only(), "activation_format"_a, "skip"_a, "gate_bias"_a = nb::none(),
+        "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "swiglu_limit"_a = 0.0,
+        "swiglu_alpha"_a = 0.0, "The layer in float64 (kernels/ref).");
 }

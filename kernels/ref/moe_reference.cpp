@@ -20,10 +20,9 @@ void check(const MoeReference& l, const double* y) {
   require(l.tokens >= 0 && l.top_k >= 0 && l.num_experts >= 0, "sizes must not be negative");
   require(l.hidden_size > 0 && l.intermediate_size > 0,
           "hidden_size and intermediate_size must be positive");
-  require(
-      l.activation == ActivationFormat::kBF16 || l.activation == ActivationFormat::kInt8Row,
-      "activation format " + std::to_string(static_cast<int>(l.activation)) +
-          "; accepted: 0 (bf16), 1 (int8 per row)");
+  require(l.activation == ActivationFormat::kBF16 || l.activation == ActivationFormat::kInt8Row,
+          "activation format " + std::to_string(static_cast<int>(l.activation)) +
+              "; accepted: 0 (bf16), 1 (int8 per row)");
   if (l.tokens == 0) return;
   require(l.x && y, "x and y are required");
   require(l.top_k == 0 || (l.ids && l.weights), "ids and weights are required");

@@ -8,8 +8,8 @@ namespace kt {
 
 // How x and h = act(gate) * up are rounded, once each, before a matrix product.
 enum class ActivationFormat : int {
-  kBF16 = 0,       // to bfloat16, nearest-even
-  kInt8Row = 1,    // to int8 with one float32 scale per row
+  kBF16 = 0,     // to bfloat16, nearest-even
+  kInt8Row = 1,  // to int8 with one float32 scale per row
 };
 
 // All tensors are contiguous, row-major. Weights are the dequantised values.

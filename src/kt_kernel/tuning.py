@@ -3,12 +3,12 @@
     python -m kt_kernel.tuning                       # measures all methods here, prints the result
     python -m kt_kernel.tuning --save FILE.json      # and writes it, for configs/machines
 
-A GEMV kernel streams an expert's weights for a few rows; a GEMM kernel unpacks them into a cache for
-many. From how many rows on the second is the faster one, and over how many rows it should use what
-it has unpacked, depends on the machine. The answer is looked for in the files of ``configs/machines``
-(installed as ``kt_kernel/machines``), then in the user's cache folder, and is measured otherwise, in
-about a second per weight format. It does not depend on the number of threads, so that results do not
-either.
+A GEMV kernel streams an expert's weights for a few rows; a GEMM kernel unpacks them into a cache
+for many. From how many rows on the second is the faster one, and over how many rows it should use
+what it has unpacked, depends on the machine. The answer is looked for in the files of
+``configs/machines`` (installed as ``kt_kernel/machines``), then in the user's cache folder, and is
+measured otherwise, in about a second per weight format. It does not depend on the number of
+threads, so that results do not either.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _key(form: WeightForm, table: str) -> str:
 
 @functools.cache
 def _cpu() -> str:
-    """The CPU's name with its family, model and stepping: virtual machines have names like others."""
+    """The CPU's name, family, model and stepping: the name of a virtual one says little."""
     numbers = {}
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii") as file:
         for line in file:
@@ -155,9 +155,7 @@ def measure(form: WeightForm, table: str) -> Tuning:
 
 def _fastest_block(form: WeightForm, table: str, weights: list[Any]) -> int:
     rows = max(TRIED_BLOCKS)
-    layers = [
-        _Layer(form, table, KINDS["tile"], block, weights, rows) for block in TRIED_BLOCKS
-    ]
+    layers = [_Layer(form, table, KINDS["tile"], block, weights, rows) for block in TRIED_BLOCKS]
     times = _best_times([functools.partial(layer.run, rows) for layer in layers])
     return TRIED_BLOCKS[times.index(min(times))]
 

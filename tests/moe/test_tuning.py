@@ -1,4 +1,4 @@
-"""What is measured once per machine: the choice, where it is kept, and that layers are made with it."""
+"""What is measured once per machine: the choice, where it is kept, and layers made with it."""
 
 import json
 
@@ -76,7 +76,9 @@ def test_entries_that_are_none_are_measured_again(own_cache, measured, entry):
 def test_machine_files_come_first(own_cache, measured, tmp_path):
     again()
     (tmp_path / "machines").mkdir()
-    known = {key: {"gemm_min_rows": 3, "row_block": 64} for key in json.loads(own_cache.read_text())}
+    known = {
+        key: {"gemm_min_rows": 3, "row_block": 64} for key in json.loads(own_cache.read_text())
+    }
     (tmp_path / "machines" / "this.json").write_text(json.dumps(known))
     tuning._saved.cache_clear()
     assert again() == Tuning(3, 64) and len(measured) == 1

@@ -48,8 +48,8 @@ struct ActRows {
 
   ActRows from(int64_t row) const {  // the rows from `row` on (a whole block, where blocked)
     if (index) return {data, stride, scale, sum, scales, sums, index + row};
-    return {data + row * stride, stride, scale + row * scales, sum + row * sums, scales, sums,
-            nullptr};
+    return {
+        data + row * stride, stride, scale + row * scales, sum + row * sums, scales, sums, nullptr};
   }
 };
 

@@ -17,14 +17,14 @@ static Config config_of(Shape s) {
   }
   return c;
 }
-#define TILES(shape, product)             \
+#define TILES(shape, product)                    \
   static const Config config = config_of(shape); \
-  _tile_loadconfig(config.bytes);         \
-  _tile_loadd(0, in.c, 64);               \
-  _tile_loadd(1, in.a, 64);               \
-  _tile_stream_loadd(2, in.b, 64);        \
-  product(0, 1, 2);                       \
-  _tile_stored(0, out.v, 64);             \
+  _tile_loadconfig(config.bytes);                \
+  _tile_loadd(0, in.c, 64);                      \
+  _tile_loadd(1, in.a, 64);                      \
+  _tile_stream_loadd(2, in.b, 64);               \
+  product(0, 1, 2);                              \
+  _tile_stored(0, out.v, 64);                    \
   _tile_release();
 template <class TA, class TB>
 [[maybe_unused]] static void int8_product(const Input& in, Output& out, Shape s) {
