@@ -96,7 +96,7 @@ void ForwardPass::end(Phase phase, const sys::TaskPhase& done) {
 }
 
 int64_t ForwardPass::gemm_min_rows() const {
-  if (!rows_.kernels.gemm.product || config_.kind == KernelKind::kVector) return INT64_MAX;
+  if (config_.kind == KernelKind::kVector) return INT64_MAX;
   if (config_.kind == KernelKind::kTile) return 1;
   return config_.tuning.gemm_min_rows ? config_.tuning.gemm_min_rows : rows_.kernels.gemm_min_rows;
 }

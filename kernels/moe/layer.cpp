@@ -70,9 +70,6 @@ void check(const sys::Team& team, const LayerConfig& c) {
   need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
        "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
            std::to_string(kRowBlock) + " are accepted");
-  need(c.kind != KernelKind::kTile || c.table->format[int(c.format)].gemm.product,
-       std::string("the tile kernel kind is pinned, but the \"") + c.table->name +
-           "\" kernels have no tile kernel for this weight format");
 }
 
 // Tasks of a chunk are numbered (kernels/sys/task_queue.h).

@@ -12,7 +12,7 @@ namespace kt {
 
 // out[r * ceil32(n) + c] = sum_k X[r,k] * W[c,k] for X [m, k] in row-major float32 and W as
 // `layout` says, packed from its source. Throws std::invalid_argument for weights the format cannot
-// hold, or a table without the kernel.
+// hold.
 void single_product(const KernelTable& table, bool gemm, const MatrixLayout& layout,
                     const WeightSource& w, const float* x, int64_t m, float* out);
 

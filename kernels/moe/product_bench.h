@@ -13,7 +13,7 @@ namespace kt {
 class ProductBench {
  public:
   // Packs the matrix and fills at least `bytes` with copies of its tiles, each thread its own part.
-  // Throws std::invalid_argument for weights the format cannot hold, or a table without the kernel.
+  // Throws std::invalid_argument for weights the format cannot hold.
   ProductBench(std::shared_ptr<sys::Team> team, const KernelTable* table, bool gemm,
                const MatrixLayout& layout, const WeightSource& weights, int64_t bytes);
 
