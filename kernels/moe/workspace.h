@@ -33,7 +33,7 @@ struct WorkspaceCapacity {
   void grow_to(const WorkspaceCapacity& other);
 };
 
-// Rows that a tile kernel may touch past the last one.
+// Rows that a GEMM kernel may touch past the last one.
 constexpr int64_t kRowSlack = 32;
 
 // Where byte 0 of row `row` lies in a buffer of blocked A rows, and the copy of a row into one.
@@ -74,7 +74,7 @@ struct Workspace {
   sys::Mapping x;        // A rows of the tokens
   sys::Mapping x_scale;  // and their scales and sums, per row or per row and group
   sys::Mapping x_sum;
-  sys::Mapping gathered, gathered_scale, gathered_sum;  // A rows of the pairs, for tile kernels
+  sys::Mapping gathered, gathered_scale, gathered_sum;  // A rows of the pairs, for GEMM kernels
   sys::Mapping h_float;                                 // [pairs][I] before quantisation
   std::vector<sys::Mapping> h, h_scale, h_sum;          // per pool: A rows of the pairs
   std::vector<sys::Mapping> results;  // per pool, few pairs: [expert][tiles(H)][its pairs][32]
