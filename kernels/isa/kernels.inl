@@ -101,7 +101,7 @@ constexpr ProductKernel kGemm[kFormatCount] = {
 #endif
 
 #ifdef KT_BF16_OPERANDS
-constexpr ActKind kVectorAct = ActKind::kBF16;  // of BF16 and 8-bit float weights
+constexpr ActKind kVectorAct = ActKind::kBF16;  // of BF16 weights
 #else
 constexpr ActKind kVectorAct = ActKind::kFloat;
 #endif

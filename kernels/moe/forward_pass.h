@@ -8,10 +8,10 @@ namespace kt {
 
 // Phases, each shared among the threads as tasks that they take from each other when they run out,
 // with a barrier between them:
-//   tokens    x rows to A rows; thread 0 makes the plan (tokens -> experts). Few tokens: every
-//   thread
-//             does both for itself, without a barrier
+//   tokens    x rows to A rows; thread 0 makes the plan (tokens -> experts). With few tokens every
+//             thread does both for itself, without a barrier
 //   gather    A rows of the experts that go to a GEMM kernel, where it wants others than the GEMV
+//             kernel
 //   gate_up   gate, up, activation: tiles of all experts; h to A rows
 //   quantise  activations with one scale per row: h rows to A rows once the whole row is there. Few
 //             pairs: as part of the next phase, by every thread for the experts it has tiles of

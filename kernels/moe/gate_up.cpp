@@ -7,7 +7,6 @@ namespace kt {
 namespace {
 
 constexpr int64_t kTaskBytes = 64 << 10;  // decode: weights that a thread takes at a time
-constexpr int64_t kManyTiles = 1;         // prefill: tiles that share the reads of A rows
 
 }  // namespace
 

@@ -76,7 +76,8 @@ void check(const sys::Team& team, const LayerConfig& c) {
 void check_tasks(const LayerConfig& c) {
   const int64_t pairs = c.max_tokens * c.top_k;
   const int64_t tiles = ceil_div(std::max(c.hidden_size, c.intermediate_size), kTileRows);
-  need(std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
+  need(pairs <= sys::kMaxTasks &&
+           std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
        "max_tokens " + std::to_string(c.max_tokens) + ": more than " +
            std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
 }

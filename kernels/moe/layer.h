@@ -21,7 +21,7 @@ constexpr int kMaxPools = 64;
 // decides which kind of kernel runs. 0 stands for the default.
 struct LayerTuning {
   int64_t gemm_min_rows = 0;  // rows of an expert from which GEMM kernels run; the table's
-  int64_t row_block = 0;      // rows per GEMM call, a multiple of 32 up to kRowBlock; kRowBlock
+  int64_t row_block = 0;      // rows per kernel call, a multiple of 32 up to kRowBlock; kRowBlock
   int64_t task_bytes = 0;     // weights that a thread takes at a time in decode; kTaskBytes
 };
 

@@ -15,8 +15,7 @@ const ProductKernel& kernel_of(const KernelTable& table, bool gemm, const Matrix
       k % layout.column_unit())
     throw std::invalid_argument("no such product");
   const FormatKernels& kernels = table.format[int(layout.format)];
-  const ProductKernel& kernel = gemm ? kernels.gemm : kernels.gemv;
-  return kernel;
+  return gemm ? kernels.gemm : kernels.gemv;
 }
 
 OperandRows operand_rows(const KernelTable& table, const ProductKernel& kernel,

@@ -16,8 +16,7 @@ namespace kt {
 void single_product(const KernelTable& table, bool gemm, const MatrixLayout& layout,
                     const WeightSource& w, const float* x, int64_t m, float* out);
 
-// The table's kernel for a layout. Throws std::invalid_argument when there is none, or no such
-// layout.
+// The table's kernel for a layout. Throws std::invalid_argument for a layout that cannot be.
 const ProductKernel& kernel_of(const KernelTable& table, bool gemm, const MatrixLayout& layout);
 
 // X [m, k] as the A operand that a kernel wants, with the slack that it may touch.

@@ -105,7 +105,7 @@ std::mutex g_mutex;
 WorkspaceCapacity::WorkspaceCapacity(const WorkspaceSize& s)
     : tokens(s.max_tokens), hidden(s.hidden), intermediate(s.intermediate), experts(s.experts) {
   pairs = (Count(s.max_tokens) * s.top_k).value();
-  // Tile experts have whole blocks, and one may start after a vector expert.
+  // GEMM experts have whole blocks, and one may start after a GEMV expert.
   pair_rows = (Count(std::min(pairs, s.experts)) * (2 * (kBlockRows - 1)) + pairs).value();
   sums = (Count(round_up(s.hidden, kTileRows)) * expert_groups(s.experts, s.hidden) * s.max_tokens)
              .value();

@@ -88,7 +88,8 @@ class BaseMoEWrapper:
 
     def stats(self) -> dict[str, int]:
         """Counters since loading: forwards, tokens, expert_calls (token-expert pairs computed),
-        experts_touched, tile_calls, vector_calls. Empty before the first expert arrives."""
+        experts_touched, tile_calls (GEMM), vector_calls (GEMV), stolen_tasks. Empty before the
+        first expert arrives."""
         return dict(self._core.stats()) if self._core is not None else {}
 
     def describe(self) -> str:
@@ -333,6 +334,7 @@ class BaseMoEWrapper:
                 f"{s.where}: group_size={s.group_size} was given, but the weights have groups of "
                 f"{form.group_size}"
             )
+        tuning = self._tuning(form)
         try:
             return native().MoeLayer(
                 get_team(s.pools),
@@ -349,7 +351,7 @@ class BaseMoEWrapper:
                 max_tokens=s.max_tokens,
                 table=s.table,
                 kind=s.kind,
-                **self._tuning(form),
+                **tuning,
             )
         except MemoryError:
             raise MemoryError(

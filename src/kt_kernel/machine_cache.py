@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,16 @@ def write_cache(path: Path | None, content: dict[str, Any]) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+
+
+@contextlib.contextmanager
+def only_process(path: Path | None) -> Iterator[None]:
+    """Holds a lock beside the file, so that one process measures and the others find its result.
+    Where it cannot be had, as in a read-only home, every process goes on by itself."""
+    with contextlib.ExitStack() as stack:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(open(f"{path}.lock", "w", encoding="utf-8"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -17,6 +17,7 @@ from .methods import (
     NVFP4,
     WeightForm,
 )
+from .tensors import need_dense, need_tensor
 
 #: Types of group scales, numbered as the compiled core numbers them.
 SCALE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -96,8 +97,8 @@ def check_matrix(
 
 
 def _check(place: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{place} must be a tensor, got {type(tensor).__name__}")
+    need_tensor(place, tensor)
+    need_dense(place, tensor)
     if tensor.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: {names}")

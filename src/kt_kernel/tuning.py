@@ -7,8 +7,10 @@ A GEMV kernel streams an expert's weights for a few rows; a GEMM kernel unpacks 
 for many. From how many rows on the second is the faster one, and over how many rows it should use
 what it has unpacked, depends on the machine. The answer is looked for in the files of
 ``configs/machines`` (installed as ``kt_kernel/machines``), then in the user's cache folder, and is
-measured otherwise, in about a second per weight format. It does not depend on the number of
-threads, so that results do not either.
+measured otherwise, in about a second per weight format, by one process at a time. The first
+measurement on a machine holds from then on, whatever the number of threads. In formats with float
+products it decides the last bits of results: ``KT_KERNEL_KIND`` leaves no choice, and a file in
+``configs/machines`` makes it the same on every machine of a kind.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .machine_cache import cache_file, read_cache, write_cache
+from .machine_cache import cache_file, only_process, read_cache, write_cache
 from .methods import (
     FORMAT_NAMES,
     FP8_BLOCK,
@@ -46,9 +48,10 @@ WORTH_BYTES = 256 << 20
 
 TRIED_ROWS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # rows of an expert
 TRIED_BLOCKS = (64, 128, 256)
-NEVER = 64  # gemm_min_rows where GEMM was not faster for any of TRIED_ROWS
+NEVER = 64  # gemm_min_rows where GEMM was slower at the largest of TRIED_ROWS
 _EXPERTS, _HIDDEN, _INTER = 16, 2048, 512
 _ROUNDS = 4
+_NOISE = 1.03  # times of one kernel differ by as much
 _MACHINES = Path(__file__).with_name("machines")
 _DENSE = (0, 1, 2, INT4_GROUP)  # formats that the core quantises itself
 
@@ -58,7 +61,7 @@ class Tuning:
     """What a layer is made with.
 
     Attributes:
-        gemm_min_rows: rows of an expert from which its GEMM kernel runs, 2 to ``NEVER``.
+        gemm_min_rows: rows of an expert from which its GEMM kernel runs, 1 to ``NEVER``.
         row_block: rows that a GEMM kernel takes at a time, a multiple of 32.
     """
 
@@ -96,12 +99,14 @@ def _tuning(form: WeightForm, table: str, key: str) -> Tuning:
     origin = "configs/machines"
     if found is None:
         path = cache_file("tuning.json")
-        found = _sensible(read_cache(path).get(key))
         origin = str(path)
-    if found is None:
-        found = measure(form, table)
-        origin = "measured"
-        write_cache(path, {**read_cache(path), key: asdict(found)})
+        with only_process(path):
+            stored = read_cache(path)
+            found = _sensible(stored.get(key))
+            if found is None:
+                found = measure(form, table)
+                origin = "measured"
+                write_cache(path, {**stored, key: asdict(found)})
     debug(f"{key}: {found} ({origin})")
     return found
 
@@ -128,14 +133,14 @@ def _saved() -> dict[str, Any]:
 
 
 def first_row_count(gemv: Sequence[float], gemm: Sequence[float]) -> int:
-    """The smallest of ``TRIED_ROWS`` from which GEMM is never slower than GEMV, else ``NEVER``.
+    """The smallest of ``TRIED_ROWS`` from which GEMM is never clearly slower, else ``NEVER``.
 
     Args:
         gemv, gemm: seconds at each of ``TRIED_ROWS``.
     """
     best = NEVER
     for rows, slow, fast in reversed(list(zip(TRIED_ROWS, gemv, gemm, strict=True))):
-        if fast > slow:
+        if fast > _NOISE * slow:
             break
         best = rows
     return best
@@ -169,6 +174,14 @@ def _best_times(runs: list[Callable[[], float]]) -> list[float]:
     return best
 
 
+def _hidden(form: WeightForm) -> int:
+    return -(-_HIDDEN // form.column_unit) * form.column_unit
+
+
+def _inter(form: WeightForm) -> int:
+    return -(-_INTER // form.column_unit) * form.column_unit
+
+
 class _Layer:
     """Experts of one kind of kernel that all get the same number of rows."""
 
@@ -178,7 +191,7 @@ class _Layer:
         self._weights = weights  # keeps what the packed form was made from until it is made
         self._core = native().MoeLayer(
             get_team(plan_pools(None, None, None)), num_experts=_EXPERTS, top_k=1,
-            hidden_size=_HIDDEN, intermediate_size=_INTER, format=form.format,
+            hidden_size=_hidden(form), intermediate_size=_inter(form), format=form.format,
             group_size=form.group_size, scale_type=form.scale_type, cpu_slots=[True] * _EXPERTS,
             swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=_EXPERTS * rows, table=table, kind=kind,
             row_block=block,
@@ -188,7 +201,7 @@ class _Layer:
                 self._core.load_expert(slot, *(w.data_ptr() for w in weights), 0)
             else:
                 self._core.load_quantised(slot, *(_address(w) for w in weights))
-        self._x = torch.randn(_EXPERTS * rows, _HIDDEN).bfloat16()
+        self._x = torch.randn(_EXPERTS * rows, _hidden(form)).bfloat16()
         self._ids = torch.arange(len(self._x)) % _EXPERTS
         self._router = torch.ones(len(self._x))
         self._out = torch.empty_like(self._x)
@@ -205,7 +218,8 @@ class _Layer:
 
 def _random_expert(form: WeightForm) -> list[Any]:
     """gate, up and down: bf16 tensors, or (codes, scale, zero) with scales of one."""
-    shapes = [(_INTER, _HIDDEN), (_INTER, _HIDDEN), (_HIDDEN, _INTER)]
+    hidden, inter = _hidden(form), _inter(form)
+    shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
     if form.format in _DENSE and form.scale_type == 0:
         return [(torch.randn(shape) * shape[1] ** -0.5).bfloat16() for shape in shapes]
     return [_random_matrix(form, *shape) for shape in shapes]

@@ -1,12 +1,13 @@
 """What is measured once per machine: the choice, where it is kept, and layers made with it."""
 
 import json
+import threading
 
 import pytest
 import torch
 from moe_cases import Case
 
-from kt_kernel import base, tuning
+from kt_kernel import base, machine_cache, tuning
 from kt_kernel.methods import INT4_GROUP, SUPPORTED_METHODS, WeightForm, get_method
 from kt_kernel.tuning import NEVER, TRIED_BLOCKS, TRIED_ROWS, Tuning
 from kt_kernel.variant import kernel_table
@@ -62,6 +63,22 @@ def test_measured_once_and_kept_in_a_file(own_cache, measured):
     assert len(measured) == 2 and len(json.loads(own_cache.read_text())) == 2
 
 
+def test_processes_measure_one_at_a_time(own_cache, monkeypatch):
+    """One that waits for another's measurement takes its result."""
+    measured = []
+    monkeypatch.setattr(tuning, "measure", lambda form, table: measured.append(form))
+    with machine_cache.only_process(own_cache):
+        waiting = threading.Thread(target=again)
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive() and not measured
+        entry = {tuning._key(BF16, kernel_table()): {"gemm_min_rows": 9, "row_block": 64}}
+        own_cache.write_text(json.dumps(entry))
+    waiting.join(30)
+    assert not waiting.is_alive() and not measured
+    assert again() == Tuning(9, 64)
+
+
 @pytest.mark.parametrize(
     "entry",
     [None, 7, {}, {"gemm_min_rows": 0, "row_block": 128}, {"gemm_min_rows": 5, "row_block": 100},
@@ -91,7 +108,9 @@ def test_every_method_can_be_measured(method, monkeypatch):
     monkeypatch.setattr(tuning, "_HIDDEN", 256)
     monkeypatch.setattr(tuning, "_INTER", 128)
     chosen = get_method(method)
-    for form in [chosen.form] if chosen.form else [WeightForm(f, 128) for f in chosen.formats]:
+    groups = (96, 128, 768)  # some divide neither size
+    forms = [WeightForm(f, g) for f in chosen.formats for g in groups]
+    for form in [chosen.form] if chosen.form else forms:
         found = tuning.measure(form, kernel_table())
         assert found.gemm_min_rows in (2, 5, NEVER) and found.row_block in TRIED_BLOCKS
 

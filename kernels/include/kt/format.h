@@ -56,7 +56,7 @@
 namespace kt {
 
 // Changes with any packed byte, so that files of packed weights can tell. The golden bytes of
-// tests/kernels/test_pack.py change only together with it.
+// tests/kernels/test_pack_golden.py change only together with it.
 constexpr int kLayoutVersion = 1;
 
 enum class WeightFormat : int {

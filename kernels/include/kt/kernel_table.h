@@ -83,7 +83,7 @@ struct ProductKernel {
 
 struct FormatKernels {
   ProductKernel gemv;  // few rows: streams the weights from memory once for up to 4 rows
-  ProductKernel gemm;  // many rows: weights unpacked to a buffer in the first-level cache
+  ProductKernel gemm;  // many rows: weights unpacked, where need be, once for all of them
   int gemm_min_rows;   // kAuto: rows of an expert from which gemm is used
 };
 
