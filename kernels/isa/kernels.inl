@@ -115,7 +115,7 @@ constexpr int kGemmMinRows[kFormatCount] = {5, 16, 12, 5, 5, 9, 9, 9, 5, 12};
 #elif defined(KT_WIDE)
 constexpr int kGemmMinRows[kFormatCount] = {5, 9, 16, 16, 16, 9, 9, 5, 12, 5};
 #else
-constexpr int kGemmMinRows[kFormatCount] = {5, 9, 2, 64, 64, 2, 2, 2, 12, 5};
+constexpr int kGemmMinRows[kFormatCount] = {5, 9, 2, 64, 64, 8, 8, 8, 12, 5};
 #endif
 
 }  // namespace
