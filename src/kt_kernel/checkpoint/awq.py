@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..methods import INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
-from .groups import check_scale_type, in_groups, layer_group, scale_type
+from .groups import check_scale_type, grouped_form, in_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
@@ -38,11 +38,7 @@ class Awq(MatrixFormat):
             raise ValueError(
                 f"{info}: {quantization.file} has AWQ version {version!r}; accepted: 'gemm'"
             )
-        scales = {name: parts["scales"] for name, parts in first.items()}
-        groups = {name: two_dimensions(scale)[0] for name, scale in scales.items()}
-        return WeightForm(
-            INT4_ZERO, layer_group(groups, scales, shapes), scale_type(scales["gate"])
-        )
+        return grouped_form(INT4_ZERO, first, "scales", 0, shapes)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         if rows % 8:

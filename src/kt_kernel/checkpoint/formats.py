@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .awq import Awq
-from .fp8 import Fp8Block, Fp8Row, scale_of
+from .codes import NIBBLES, SCALE_NAMES, scale_of
+from .fp8 import Fp8Block, Fp8Row
 from .gptq import Gptq
 from .int4 import PackedInt4
 from .layout import Parts
 from .matrix import MatrixFormat
-from .mx import BLOCK, NIBBLES, MxFp4, MxFp8
+from .mx import BLOCK, MxFp4, MxFp8
 from .nvfp4 import NvFp4
 from .parts import UE8M0
 from .quantization import Quantization
@@ -17,7 +18,6 @@ FORMATS: tuple[type[MatrixFormat], ...] = (
     Fp8Block, Fp8Row, PackedInt4, Gptq, Awq, MxFp4, NvFp4, MxFp8,
 )  # fmt: skip
 
-_SCALES = ("weight_scale_inv", "weight_scale", "scale")
 _INT4_EXTRAS = {"weight_shape", "weight_zero_point", "weight_g_idx"}
 
 
@@ -29,7 +29,7 @@ def is_dense(parts: Parts) -> bool:
 def identify(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
     """The format of a matrix. ValueError naming a tensor where there is none of these parts."""
     names = parts.keys() - {"bias"}
-    if len(names) == 2 and "weight" in names and names & set(_SCALES):
+    if len(names) == 2 and "weight" in names and names & set(SCALE_NAMES):
         return _with_scale(parts)
     if names == {"weight", "weight_scale", "weight_scale_2"}:
         return NvFp4

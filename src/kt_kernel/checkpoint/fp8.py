@@ -11,33 +11,23 @@ import torch
 
 from ..methods import FP8_BLOCK, FP8_ROW, WeightForm
 from ..quantised import QuantisedMatrix
-from .header import TensorInfo
+from .codes import E4m3Codes, scale_of
 from .layout import Parts
-from .matrix import MatrixFormat, Shapes, two_dimensions
+from .matrix import Shapes
 from .parts import FLOATS, UE8M0, Read, check_tensor, float_scales, ue8m0_scales
 from .quantization import Quantization
 
-E4M3 = ("F8_E4M3",)
 _BLOCK = 128
 _SINGLE = ((), (1,), (1, 1))
 
 
-def scale_of(parts: Parts) -> TensorInfo:
-    """The one tensor of scales beside "weight"."""
-    return next(parts[name] for name in ("weight_scale_inv", "weight_scale", "scale")
-                if name in parts)  # fmt: skip
-
-
-class Fp8Block(MatrixFormat):
+class Fp8Block(E4m3Codes):
     """weight e4m3 [N, K]; scales [ceil(N/128), ceil(K/128)], or one for all of the matrix."""
 
     title = "FP8 with scales per 128x128 block"
     method = "FP8"
     quant_methods = ("fp8", "compressed-tensors", "modelopt", "fbgemm_fp8")
-
-    @classmethod
-    def size(cls, parts: Parts) -> tuple[int, int]:
-        return two_dimensions(parts["weight"])
+    format = FP8_BLOCK
 
     @classmethod
     def layer_form(
@@ -46,10 +36,10 @@ class Fp8Block(MatrixFormat):
         block = [_BLOCK, _BLOCK]
         some = scale_of(first["gate"])
         quantization.expect_value(some, ("weight_block_size",), block, tuple(block))
-        return WeightForm(FP8_BLOCK)
+        return super().layer_form(first, shapes, quantization)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
-        check_tensor(parts["weight"], E4M3, (rows, columns))
+        super().check(parts, rows, columns)
         blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
         check_tensor(scale_of(parts), FLOATS + UE8M0, blocks, *_SINGLE)
 
@@ -62,34 +52,25 @@ class Fp8Block(MatrixFormat):
         blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
         if scale.numel() == 1:
             scale = scale.reshape(1, 1).expand(blocks)
-        return QuantisedMatrix(FP8_BLOCK, read(parts["weight"], None), scale.contiguous())
+        return QuantisedMatrix(FP8_BLOCK, self.read_codes(parts, read), scale.contiguous())
 
 
-class Fp8Row(MatrixFormat):
+class Fp8Row(E4m3Codes):
     """weight e4m3 [N, K]; scales [N] or [N, 1]."""
 
     title = "FP8 with scales per row"
     method = "FP8_PERCHANNEL"
     quant_methods = Fp8Block.quant_methods
-
-    @classmethod
-    def size(cls, parts: Parts) -> tuple[int, int]:
-        return two_dimensions(parts["weight"])
-
-    @classmethod
-    def layer_form(
-        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
-    ) -> WeightForm:
-        return WeightForm(FP8_ROW)
+    format = FP8_ROW
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
-        check_tensor(parts["weight"], E4M3, (rows, columns))
+        super().check(parts, rows, columns)
         check_tensor(scale_of(parts), FLOATS, (rows,), (rows, 1))
 
     def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
         info = scale_of(parts)
         scale = float_scales(info, read(info, None).float()).reshape(rows).contiguous()
-        return QuantisedMatrix(FP8_ROW, read(parts["weight"], None), scale)
+        return QuantisedMatrix(FP8_ROW, self.read_codes(parts, read), scale)
 
 
 def dequantise(matrix: QuantisedMatrix) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..methods import INT4_GROUP, INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
-from .groups import check_order, check_scale_type, in_groups, layer_group, scale_type
+from .groups import check_order, check_scale_type, grouped_form, in_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
@@ -52,14 +52,9 @@ class Gptq(MatrixFormat):
         cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
     ) -> WeightForm:
         quantization.expect_value(first["gate"]["qweight"], ("bits",), 4)
-        scales = {name: parts["scales"] for name, parts in first.items()}
-        groups = {name: two_dimensions(scale)[0] for name, scale in scales.items()}
         symmetric = quantization.settings.get("sym") is True
-        return WeightForm(
-            INT4_GROUP if symmetric else INT4_ZERO,
-            layer_group(groups, scales, shapes),
-            scale_type(scales["gate"]),
-        )
+        format = INT4_GROUP if symmetric else INT4_ZERO
+        return grouped_form(format, first, "scales", 0, shapes)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         if rows % 8 or columns % 8:

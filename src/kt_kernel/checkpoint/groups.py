@@ -7,7 +7,8 @@ import torch
 from ..methods import WeightForm
 from ..quantised import SCALE_TYPES
 from .header import TensorInfo
-from .matrix import Shapes
+from .layout import Parts
+from .matrix import Shapes, two_dimensions
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _USUAL = (128, 64, 32)
@@ -28,7 +29,17 @@ def check_scale_type(info: TensorInfo, form: WeightForm) -> None:
         )
 
 
-def layer_group(groups: dict[str, int], scales: dict[str, TensorInfo], shapes: Shapes) -> int:
+def grouped_form(
+    format: int, first: dict[str, Parts], scales: str, axis: int, shapes: Shapes
+) -> WeightForm:
+    """The form of a layer whose first expert has its scales in tensors of the name `scales`, with
+    the groups along `axis`. ValueError where they make none."""
+    tensors = {name: parts[scales] for name, parts in first.items()}
+    groups = {name: two_dimensions(info)[axis] for name, info in tensors.items()}
+    return WeightForm(format, _layer_group(groups, tensors, shapes), scale_type(tensors["gate"]))
+
+
+def _layer_group(groups: dict[str, int], scales: dict[str, TensorInfo], shapes: Shapes) -> int:
     """Columns per scale in a layer of which gate, up and down have so many groups along K.
 
     One group per row, in all three, may be longer in gate than in down; it is repeated for groups

@@ -11,7 +11,7 @@ import torch
 
 from ..methods import INT4_GROUP, INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
-from .groups import check_order, check_scale_type, in_groups, layer_group, scale_type
+from .groups import check_order, check_scale_type, grouped_form, in_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
@@ -42,14 +42,8 @@ class PackedInt4(MatrixFormat):
             raise ValueError(
                 f"{info}: {quantization.file} has num_bits {bits[0]!r}; accepted: {_BITS}"
             )
-        scales = {name: parts["weight_scale"] for name, parts in first.items()}
-        groups = {name: two_dimensions(scale)[1] for name, scale in scales.items()}
-        zero = "weight_zero_point" in first["gate"]
-        return WeightForm(
-            INT4_ZERO if zero else INT4_GROUP,
-            layer_group(groups, scales, shapes),
-            scale_type(scales["gate"]),
-        )
+        format = INT4_ZERO if "weight_zero_point" in first["gate"] else INT4_GROUP
+        return grouped_form(format, first, "weight_scale", 1, shapes)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         packed, scale = parts["weight_packed"], parts["weight_scale"]

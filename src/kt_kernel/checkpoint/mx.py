@@ -8,86 +8,46 @@ from __future__ import annotations
 
 import torch
 
-from ..methods import MXFP4, MXFP8, WeightForm
+from ..methods import MXFP4, MXFP8
 from ..quantised import QuantisedMatrix
-from .fp8 import E4M3, scale_of
+from .codes import E2m1Codes, E4m3Codes, scale_of
 from .header import TensorInfo
 from .layout import Parts
-from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import UE8M0, Read, check_tensor, ue8m0_scales
-from .quantization import Quantization
 
 BLOCK = 32
-NIBBLES = ("U8", "I8", "F4")
 
 
-def codes_of(parts: Parts) -> TensorInfo:
-    """The tensor of 4-bit codes."""
-    return parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-
-
-def check_nibbles(info: TensorInfo, rows: int, columns: int) -> None:
-    """Bytes [N, K/2], or what safetensors calls F4, [N, K]."""
-    check_tensor(info, NIBBLES, (rows, columns if info.dtype == "F4" else columns // 2))
-
-
-def size_of_nibbles(info: TensorInfo) -> tuple[int, int]:
-    rows, columns = two_dimensions(info)
-    return rows, columns if info.dtype == "F4" else 2 * columns
-
-
-class MxFp8(MatrixFormat):
+class MxFp8(E4m3Codes):
     """weight e4m3 [N, K]; weight_scale_inv or weight_scale [N, K/32]."""
 
     title = "MXFP8"
     method = "MXFP8"
     quant_methods = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "modelopt_mxfp8")
-
-    @classmethod
-    def size(cls, parts: Parts) -> tuple[int, int]:
-        return two_dimensions(parts["weight"])
-
-    @classmethod
-    def layer_form(
-        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
-    ) -> WeightForm:
-        return WeightForm(MXFP8)
+    format = MXFP8
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
-        check_tensor(parts["weight"], E4M3, (rows, columns))
-        check_tensor(scale_of(parts), UE8M0, (rows, columns // BLOCK))
+        super().check(parts, rows, columns)
+        _check_scales(parts, rows, columns)
 
     def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
-        info = scale_of(parts)
-        scale = ue8m0_scales(info, read(info, None)).contiguous()
-        return QuantisedMatrix(MXFP8, read(parts["weight"], None), scale)
+        return QuantisedMatrix(MXFP8, self.read_codes(parts, read), _read_scales(parts, read))
 
 
-class MxFp4(MatrixFormat):
+class MxFp4(E2m1Codes):
     """weight or weight_packed [N, K/2] bytes; scale or weight_scale [N, K/32]."""
 
     title = "MXFP4"
     method = "MXFP4"
     quant_methods = ("mxfp4", "fp8", "compressed-tensors", "quark")
-
-    @classmethod
-    def size(cls, parts: Parts) -> tuple[int, int]:
-        return size_of_nibbles(codes_of(parts))
-
-    @classmethod
-    def layer_form(
-        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
-    ) -> WeightForm:
-        return WeightForm(MXFP4)
+    format = MXFP4
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
-        check_nibbles(codes_of(parts), rows, columns)
-        check_tensor(scale_of(parts), UE8M0, (rows, columns // BLOCK))
+        super().check(parts, rows, columns)
+        _check_scales(parts, rows, columns)
 
     def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
-        info = scale_of(parts)
-        scale = ue8m0_scales(info, read(info, None)).contiguous()
-        return QuantisedMatrix(MXFP4, bytes_of(read(codes_of(parts), None)), scale)
+        return QuantisedMatrix(MXFP4, self.read_codes(parts, read), _read_scales(parts, read))
 
 
 def stacked_matrix(blocks: torch.Tensor, scales: torch.Tensor, info: TensorInfo) -> QuantisedMatrix:
@@ -95,3 +55,12 @@ def stacked_matrix(blocks: torch.Tensor, scales: torch.Tensor, info: TensorInfo)
     return QuantisedMatrix(
         MXFP4, blocks.flatten(1).contiguous(), ue8m0_scales(info, scales).contiguous()
     )
+
+
+def _check_scales(parts: Parts, rows: int, columns: int) -> None:
+    check_tensor(scale_of(parts), UE8M0, (rows, columns // BLOCK))
+
+
+def _read_scales(parts: Parts, read: Read) -> torch.Tensor:
+    info = scale_of(parts)
+    return ue8m0_scales(info, read(info, None)).contiguous()

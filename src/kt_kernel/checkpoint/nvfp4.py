@@ -7,37 +7,25 @@ activations are not needed.
 
 from __future__ import annotations
 
-from ..methods import NVFP4, WeightForm
+from ..methods import NVFP4
 from ..quantised import QuantisedMatrix
-from .fp8 import E4M3
+from .codes import E4M3, E2m1Codes
 from .layout import Parts
-from .matrix import MatrixFormat, Shapes, bytes_of
-from .mx import check_nibbles, codes_of, size_of_nibbles
 from .parts import Read, check_tensor, e4m3_scales, single
-from .quantization import Quantization
 
 _BLOCK = 16
 
 
-class NvFp4(MatrixFormat):
+class NvFp4(E2m1Codes):
     """weight or weight_packed [N, K/2] bytes; weight_scale e4m3 [N, K/16]; a float32."""
 
     title = "NVFP4"
     method = "NVFP4"
     quant_methods = ("modelopt", "modelopt_fp4", "nvfp4", "compressed-tensors")
-
-    @classmethod
-    def size(cls, parts: Parts) -> tuple[int, int]:
-        return size_of_nibbles(codes_of(parts))
-
-    @classmethod
-    def layer_form(
-        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
-    ) -> WeightForm:
-        return WeightForm(NVFP4)
+    format = NVFP4
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
-        check_nibbles(codes_of(parts), rows, columns)
+        super().check(parts, rows, columns)
         check_tensor(parts["weight_scale"], E4M3, (rows, columns // _BLOCK))
         whole = parts.get("weight_scale_2") or parts["weight_global_scale"]
         check_tensor(whole, ("F32",), (), (1,), (1, 1))
@@ -53,5 +41,5 @@ class NvFp4(MatrixFormat):
             if divisor == 0:
                 raise ValueError(f"{info} is 0; accepted: a finite number above 0")
             whole = 1 / divisor
-        codes = bytes_of(read(codes_of(parts), None))
+        codes = self.read_codes(parts, read)
         return QuantisedMatrix(NVFP4, codes, scale.contiguous(), global_scale=whole)
