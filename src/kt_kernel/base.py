@@ -15,26 +15,13 @@ from .experts import Matrix
 from .forks import give_lock
 from .methods import BF16_WEIGHTS, WeightForm
 from .pools import get_team
-from .quantised import QuantisedMatrix, check_matrix
+from .quantised import CoreSource, QuantisedMatrix, check_matrix
 from .settings import LayerSettings, check_sizes, integer
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
 from .tuning import WORTH_BYTES, tuning_for
 from .variant import debug, native
 
 _BIASES = ("gate_bias", "up_bias", "down_bias")
-
-
-class _Source:
-    """A quantised matrix in the memory that the compiled core reads."""
-
-    def __init__(self, matrix: QuantisedMatrix) -> None:
-        self._codes, self._scale = on_cpu(matrix.codes), on_cpu(matrix.scale)
-        self._zero = None if matrix.zero is None else on_cpu(matrix.zero)
-        zero = 0 if self._zero is None else self._zero.data_ptr()
-        #: (data, scale, zero, global), valid while this object lives
-        self.address = (
-            self._codes.data_ptr(), self._scale.data_ptr(), zero, float(matrix.global_scale)
-        )  # fmt: skip
 
 
 class BaseMoEWrapper:
@@ -386,7 +373,7 @@ class BaseMoEWrapper:
         addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
         try:
             if self._settings.method.quantised:
-                sources = [_Source(matrix) for matrix in (gate, up, down)]
+                sources = [CoreSource(matrix) for matrix in (gate, up, down)]
                 core.load_quantised(slot, *(source.address for source in sources), *addresses)
                 return
             matrices = [on_cpu(matrix) for matrix in (gate, up, down)]

@@ -16,7 +16,8 @@ FORMAT_NAMES = (
     "int4 with group scales and zero points", "FP8 with scales per 128x128 block",
     "FP8 with row scales", "MXFP8", "MXFP4", "NVFP4",
 )  # fmt: skip
-_GROUPED = (INT4_GROUP, INT4_ZERO)
+GROUPED = (INT4_GROUP, INT4_ZERO)  # a scale per group; the group size is the layer's
+BYTE_CODES = (FP8_BLOCK, FP8_ROW, MXFP8)  # a code is a byte; of other quantised formats half of one
 # What H and I must be multiples of, where a format says so.
 _COLUMN_UNITS = {INT4_GROUP: 32, INT4_ZERO: 32, MXFP8: 32, MXFP4: 32, NVFP4: 16}
 
@@ -41,7 +42,7 @@ class WeightForm:
         return self.group_size or _COLUMN_UNITS.get(self.format, 1)
 
     def __str__(self) -> str:
-        if self.format not in _GROUPED:
+        if self.format not in GROUPED:
             return FORMAT_NAMES[self.format]
         scales = ("float16", "bfloat16", "float32")[self.scale_type]
         return f"{FORMAT_NAMES[self.format]} ({scales}, group size {self.group_size})"
@@ -74,7 +75,7 @@ class Method:
     @property
     def form(self) -> WeightForm | None:
         """Form of the weights; None where group size and type of the scales are the source's."""
-        if self.quantised and self.format in _GROUPED:
+        if self.quantised and self.format in GROUPED:
             return None
         return WeightForm(self.format, self.group_size)
 

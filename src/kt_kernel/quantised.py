@@ -8,21 +8,19 @@ from typing import Any
 import torch
 
 from .methods import (
+    BYTE_CODES,
     FORMAT_NAMES,
     FP8_BLOCK,
     FP8_ROW,
-    INT4_GROUP,
+    GROUPED,
     INT4_ZERO,
-    MXFP8,
     NVFP4,
     WeightForm,
 )
-from .tensors import need_dense, need_tensor
+from .tensors import need_dense, need_tensor, on_cpu
 
 #: Types of group scales, numbered as the compiled core numbers them.
 SCALE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_GROUPED = (INT4_GROUP, INT4_ZERO)
-_BYTES = (FP8_BLOCK, FP8_ROW, MXFP8)  # a code is a byte; otherwise half of one
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +52,19 @@ class QuantisedMatrix:
     global_scale: float = 1.0
 
 
+class CoreSource:
+    """A quantised matrix in the memory that the compiled core reads."""
+
+    def __init__(self, matrix: QuantisedMatrix) -> None:
+        self._codes, self._scale = on_cpu(matrix.codes), on_cpu(matrix.scale)
+        self._zero = None if matrix.zero is None else on_cpu(matrix.zero)
+        zero = 0 if self._zero is None else self._zero.data_ptr()
+        #: (data, scale, zero, global), valid while this object lives
+        self.address = (
+            self._codes.data_ptr(), self._scale.data_ptr(), zero, float(matrix.global_scale)
+        )  # fmt: skip
+
+
 def check_matrix(
     place: str, matrix: Any, formats: tuple[int, ...], rows: int, columns: int
 ) -> WeightForm:
@@ -71,7 +82,7 @@ def check_matrix(
         given = dict(enumerate(FORMAT_NAMES)).get(matrix.format, f"format {matrix.format!r}")
         raise ValueError(f"{place} is {given}; accepted: {names}")
     form = matrix.format
-    if form in _BYTES:
+    if form in BYTE_CODES:
         _check(f"{place}.codes", matrix.codes, (rows, columns), torch.float8_e4m3fn, torch.uint8)
     else:
         if columns % 2:
@@ -79,7 +90,7 @@ def check_matrix(
         _check(f"{place}.codes", matrix.codes, (rows, columns // 2), torch.uint8)
     if form != INT4_ZERO and matrix.zero is not None:
         raise ValueError(f"{place}.zero must be None for {FORMAT_NAMES[form]}")
-    if form in _GROUPED:
+    if form in GROUPED:
         return _check_grouped(place, matrix, rows, columns)
     if form == FP8_BLOCK:
         _check(f"{place}.scale", matrix.scale, (-(-rows // 128), -(-columns // 128)), torch.float32)

@@ -27,20 +27,27 @@ from typing import Any
 
 import torch
 
+from .experts import Matrix
 from .machine_cache import cache_file, only_process, read_cache, write_cache
 from .methods import (
+    BF16_WEIGHTS,
+    BYTE_CODES,
     FORMAT_NAMES,
     FP8_BLOCK,
     FP8_ROW,
+    GROUPED,
     INT4_GROUP,
+    INT4_ROW,
     INT4_ZERO,
-    MXFP8,
+    INT8_ROW,
     NVFP4,
     SUPPORTED_METHODS,
     WeightForm,
     get_method,
 )
 from .pools import get_team, plan_pools
+from .quantised import SCALE_TYPES, CoreSource, QuantisedMatrix
+from .tensors import DTYPES
 from .variant import KINDS, debug, kernel_table, native
 
 #: Layers of fewer packed bytes keep the defaults: measuring would take longer than it saves.
@@ -53,7 +60,7 @@ _EXPERTS, _HIDDEN, _INTER = 16, 2048, 512
 _ROUNDS = 4
 _NOISE = 1.03  # times of one kernel differ by as much
 _MACHINES = Path(__file__).with_name("machines")
-_DENSE = (0, 1, 2, INT4_GROUP)  # formats that the core quantises itself
+_DENSE = (BF16_WEIGHTS, INT8_ROW, INT4_ROW, INT4_GROUP)  # formats that the core quantises itself
 
 
 @dataclass(frozen=True)
@@ -148,21 +155,15 @@ def first_row_count(gemv: Sequence[float], gemm: Sequence[float]) -> int:
 
 def measure(form: WeightForm, table: str) -> Tuning:
     """Times a synthetic layer of these weights: both kinds of kernels, and several row blocks."""
-    weights = _random_expert(form)
-    block = _fastest_block(form, table, weights)
-    gemv = _Layer(form, table, KINDS["vector"], block, weights, max(TRIED_ROWS))
-    gemm = _Layer(form, table, KINDS["tile"], block, weights, max(TRIED_ROWS))
-    runs = [functools.partial(layer.run, rows) for layer in (gemv, gemm) for rows in TRIED_ROWS]
-    times = _best_times(runs)
+    rows = max(*TRIED_ROWS, *TRIED_BLOCKS)
+    make = functools.partial(_Layer, form, table, _random_expert(form), rows)
+    gemms = [make(KINDS["tile"], block) for block in TRIED_BLOCKS]
+    times = _best_times([functools.partial(layer.run, rows) for layer in gemms])
+    best = times.index(min(times))
+    layers = make(KINDS["vector"], TRIED_BLOCKS[best]), gemms[best]
+    times = _best_times([functools.partial(layer.run, n) for layer in layers for n in TRIED_ROWS])
     half = len(TRIED_ROWS)
-    return Tuning(first_row_count(times[:half], times[half:]), block)
-
-
-def _fastest_block(form: WeightForm, table: str, weights: list[Any]) -> int:
-    rows = max(TRIED_BLOCKS)
-    layers = [_Layer(form, table, KINDS["tile"], block, weights, rows) for block in TRIED_BLOCKS]
-    times = _best_times([functools.partial(layer.run, rows) for layer in layers])
-    return TRIED_BLOCKS[times.index(min(times))]
+    return Tuning(first_row_count(times[:half], times[half:]), TRIED_BLOCKS[best])
 
 
 def _best_times(runs: list[Callable[[], float]]) -> list[float]:
@@ -186,9 +187,8 @@ class _Layer:
     """Experts of one kind of kernel that all get the same number of rows."""
 
     def __init__(
-        self, form: WeightForm, table: str, kind: int, block: int, weights: list[Any], rows: int
+        self, form: WeightForm, table: str, weights: list[Matrix], rows: int, kind: int, block: int
     ) -> None:
-        self._weights = weights  # keeps what the packed form was made from until it is made
         self._core = native().MoeLayer(
             get_team(plan_pools(None, None, None)), num_experts=_EXPERTS, top_k=1,
             hidden_size=_hidden(form), intermediate_size=_inter(form), format=form.format,
@@ -196,11 +196,13 @@ class _Layer:
             swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=_EXPERTS * rows, table=table, kind=kind,
             row_block=block,
         )  # fmt: skip
+        dense = [w.data_ptr() for w in weights if isinstance(w, torch.Tensor)]
+        sources = [CoreSource(w) for w in weights if isinstance(w, QuantisedMatrix)]
         for slot in range(_EXPERTS):
-            if isinstance(weights[0], torch.Tensor):
-                self._core.load_expert(slot, *(w.data_ptr() for w in weights), 0)
+            if dense:
+                self._core.load_expert(slot, *dense, DTYPES[torch.bfloat16])
             else:
-                self._core.load_quantised(slot, *(_address(w) for w in weights))
+                self._core.load_quantised(slot, *(source.address for source in sources))
         self._x = torch.randn(_EXPERTS * rows, _hidden(form)).bfloat16()
         self._ids = torch.arange(len(self._x)) % _EXPERTS
         self._router = torch.ones(len(self._x))
@@ -216,8 +218,8 @@ class _Layer:
         return time.perf_counter() - begin
 
 
-def _random_expert(form: WeightForm) -> list[Any]:
-    """gate, up and down: bf16 tensors, or (codes, scale, zero) with scales of one."""
+def _random_expert(form: WeightForm) -> list[Matrix]:
+    """gate, up and down: bf16 tensors where the core quantises, else with scales of one."""
     hidden, inter = _hidden(form), _inter(form)
     shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
     if form.format in _DENSE and form.scale_type == 0:
@@ -225,11 +227,10 @@ def _random_expert(form: WeightForm) -> list[Any]:
     return [_random_matrix(form, *shape) for shape in shapes]
 
 
-def _random_matrix(form: WeightForm, n: int, k: int) -> tuple[torch.Tensor, ...]:
-    g = form.group_size
-    if form.format in (INT4_GROUP, INT4_ZERO):
-        dtype = (torch.float16, torch.bfloat16, torch.float32)[form.scale_type]
-        scale = torch.ones(n, k // g, dtype=dtype)
+def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:
+    if form.format in GROUPED:
+        dtype = next(dtype for dtype, number in SCALE_TYPES.items() if number == form.scale_type)
+        scale = torch.ones(n, k // form.group_size, dtype=dtype)
     elif form.format == FP8_BLOCK:
         scale = torch.ones(-(-n // 128), -(-k // 128))
     elif form.format == FP8_ROW:
@@ -238,17 +239,11 @@ def _random_matrix(form: WeightForm, n: int, k: int) -> tuple[torch.Tensor, ...]
         scale = torch.full((n, k // 16), 0x38, dtype=torch.uint8)  # 1.0 in e4m3
     else:
         scale = torch.full((n, k // 32), 127, dtype=torch.uint8)  # 1.0 in ue8m0
-    byte_codes = form.format in (FP8_BLOCK, FP8_ROW, MXFP8)
     # Codes below 0x60 are numbers up to 32 in e4m3, and any two nibbles otherwise.
-    codes = torch.randint(0, 0x60, (n, k if byte_codes else k // 2), dtype=torch.uint8)
-    if form.format != INT4_ZERO:
-        return codes, scale
-    return codes, scale, torch.full((n, k // g), 8, dtype=torch.uint8)
-
-
-def _address(matrix: tuple[torch.Tensor, ...]) -> tuple[int, int, int, float]:
-    codes, scale, *zero = (tensor.data_ptr() for tensor in matrix)
-    return codes, scale, zero[0] if zero else 0, 1.0
+    width = k if form.format in BYTE_CODES else k // 2
+    codes = torch.randint(0, 0x60, (n, width), dtype=torch.uint8)
+    zero = torch.full(scale.shape, 8, dtype=torch.uint8) if form.format == INT4_ZERO else None
+    return QuantisedMatrix(form.format, codes, scale, zero)
 
 
 def _forms() -> list[WeightForm]:
