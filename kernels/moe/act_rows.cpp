@@ -64,11 +64,12 @@ void ActRowBuffers::quantise(ActKind act, const void* src, DType dtype, int64_t 
 void ActRowBuffers::quantise_tile(const ActRows& a, const ProductKernel& down, const float* values,
                                   int64_t row, int64_t tile, int64_t valid) const {
   const int64_t bytes = kTileRows * act_bytes(down.act);
-  const int64_t at = down.blocked ? row / kBlockRows * kBlockRows * a.stride +
-                                        tile * kBlockRows * bytes + row % kBlockRows * bytes
-                                  : row * a.stride + tile * bytes;
+  auto* data = const_cast<uint8_t*>(a.data);
+  // In blocks of rows, a tile's columns are a chunk.
+  uint8_t* dst = down.blocked ? blocked_row(data, a.stride, row) + tile * kBlockRows * kChunkBytes
+                              : data + row * a.stride + tile * bytes;
   layer.config.table->quantise[int(down.act)](
-      values, DType::kFP32, valid, kTileRows, -1, const_cast<uint8_t*>(a.data) + at,
+      values, DType::kFP32, valid, kTileRows, -1, dst,
       const_cast<float*>(a.scale) + row * a.scales + tile * act_scales(down.act, kTileRows),
       const_cast<int32_t*>(a.sum) + row * a.sums + tile * act_sums(down.act, kTileRows));
 }

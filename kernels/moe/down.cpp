@@ -24,24 +24,28 @@ void ForwardPass::down_by_expert() {
   end(Phase::kDown, tasks);
 }
 
-void ForwardPass::down_of_expert(const ExpertRows& e, int64_t first, int64_t last) {
+// An expert's products with the tiles [first, last), by blocks of rows: keep(row, rows, tile) takes
+// each from the scratch, where a GEMM kernel may write past the rows.
+template <class F>
+void ForwardPass::down_products(const ExpertRows& e, const ActRows& h, int64_t first, int64_t last,
+                                F keep) {
   const MatrixLayout& layout = part().down;
-  const uint8_t* weights = down_weights(e);
-  const ActRows h = h_for_down(e);
+  const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + 2 * part().up.bytes();
+  const TileProduct product = rows_.kernel(e).product;
   const int64_t block = even_part(e.count, row_block());
   for (int64_t r = 0; r < e.count; r += block) {
     const int64_t m = std::min(block, e.count - r);
     for (int64_t tile = first; tile < last; ++tile) {
-      // Not right to its place: a GEMM kernel may write past the rows.
-      rows_.kernel(e).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
-                              space_.scratch);
-      std::copy_n(space_.scratch, m * kTileRows, results_of(worker_.pool, e, tile) + r * kTileRows);
+      product(weights + tile * layout.tile_bytes(), layout, h.from(r), m, space_.scratch);
+      keep(r, m, tile);
     }
   }
 }
 
-const uint8_t* ForwardPass::down_weights(const ExpertRows& e) const {
-  return layer_.expert(worker_.pool, e.slot) + 2 * part().up.bytes();
+void ForwardPass::down_of_expert(const ExpertRows& e, int64_t first, int64_t last) {
+  down_products(e, h_for_down(e), first, last, [&](int64_t r, int64_t m, int64_t tile) {
+    std::copy_n(space_.scratch, m * kTileRows, results_of(worker_.pool, e, tile) + r * kTileRows);
+  });
 }
 
 // Whole rows are quantised here, for the experts that this thread has tiles of: a few rows, and no
@@ -81,22 +85,14 @@ void ForwardPass::down_by_group() {
 }
 
 void ForwardPass::down_of_group(int64_t group, int64_t first, int64_t last) {
-  const MatrixLayout& layout = part().down;
   for (int64_t tile = first; tile < last; ++tile)
     std::fill_n(sum_of(worker_.pool, group, tile), count_ * kTileRows, 0.0f);
   for (int64_t i = plan_->group(group).first; i < plan_->group(group).last; ++i) {
     const ExpertRows& e = plan_->expert(i);
     const ActRows h = rows_.h(worker_.pool, e);
-    const uint8_t* weights = down_weights(e);
-    const int64_t block = even_part(e.count, row_block());
-    for (int64_t r = 0; r < e.count; r += block) {
-      const int64_t m = std::min(block, e.count - r);
-      for (int64_t tile = first; tile < last; ++tile) {
-        rows_.kernel(e).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
-                                space_.scratch);
-        add_rows(worker_.pool, e, r, m, tile, space_.scratch, sum_of(worker_.pool, group, tile));
-      }
-    }
+    down_products(e, h, first, last, [&](int64_t r, int64_t m, int64_t tile) {
+      add_rows(worker_.pool, e, r, m, tile, space_.scratch, sum_of(worker_.pool, group, tile));
+    });
   }
 }
 

@@ -86,8 +86,12 @@ sys::TaskPhase ForwardPass::pool_tasks() {
 
 // Among all threads, evenly.
 sys::TaskPhase ForwardPass::team_tasks(int64_t n) {
-  for (int i = 0; i <= worker_.team_threads; ++i) starts()[i] = n * i / worker_.team_threads;
+  start_evenly(n, worker_.team_threads);
   return tasks(work_.slots.data(), worker_.team_threads, worker_.rank);
+}
+
+void ForwardPass::start_evenly(int64_t n, int threads) {
+  for (int i = 0; i <= threads; ++i) starts()[i] = n * i / threads;
 }
 
 void ForwardPass::end(Phase phase, const sys::TaskPhase& done) {
@@ -126,7 +130,7 @@ void ForwardPass::make_plan(Plan& plan) {
 
 // The rows of `layer`'s x, of any dtype, to those that GEMV kernels read.
 void ForwardPass::tokens() {
-  const ActRows x = own_ ? rows_.x_of_tokens(space_) : rows_.x_of_tokens();
+  const ActRows x = x_of_tokens();
   const auto convert = [&](int64_t t) {
     rows_.quantise(rows_.kernels.gemv.act, rows_.source_row(args_, first_ + t), args_.dtype,
                    config_.hidden_size, rows_.x_columns(), -1, x, t);
@@ -166,7 +170,7 @@ void ForwardPass::gather_row(const ExpertRows& e, int64_t pair) {
   ActRows one = to.from(row);  // a contiguous row first
   one.data = space_.row;
   if (gemm.act == rows_.kernels.gemv.act) {
-    const ActRows x = own_ ? rows_.x_of_tokens(space_) : rows_.x_of_tokens();
+    const ActRows x = x_of_tokens();
     one.data = x.data + t * x.stride;
     std::copy_n(x.scale + t * x.scales, x.scales, const_cast<float*>(one.scale));
     std::copy_n(x.sum + t * x.sums, x.sums, const_cast<int32_t*>(one.sum));
@@ -179,7 +183,7 @@ void ForwardPass::gather_row(const ExpertRows& e, int64_t pair) {
 
 void ForwardPass::quantise_hidden() {
   const int64_t n = part().size ? ceil_div(plan_->pairs(), kRowTask) : 0;
-  for (int i = 0; i <= worker_.pool_threads; ++i) starts()[i] = n * i / worker_.pool_threads;
+  start_evenly(n, worker_.pool_threads);
   sys::TaskPhase tasks = pool_tasks();
   for (sys::TaskRange r; !(r = tasks.claim(4)).empty();)
     plan_->each_expert(r.first * kRowTask, r.last * kRowTask,

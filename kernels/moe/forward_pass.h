@@ -31,6 +31,7 @@ class ForwardPass {
   sys::TaskPhase team_tasks(int64_t tasks);
   sys::TaskPhase tasks(sys::TaskSlot* slots, int threads, int self);
   int64_t* starts() { return space_.starts.data(); }
+  void start_evenly(int64_t tasks, int threads);
   void end(Phase phase, const sys::TaskPhase& tasks);
 
   void barrier(Phase phase, bool team);
@@ -46,6 +47,8 @@ class ForwardPass {
   void quantise_h_row(const ExpertRows& e, const ActRows& h, int64_t row);
   void down_by_expert();
   void down_of_expert(const ExpertRows& e, int64_t first, int64_t last);
+  template <class F>
+  void down_products(const ExpertRows& e, const ActRows& h, int64_t first, int64_t last, F keep);
   void down_by_group();
   void down_of_group(int64_t group, int64_t first, int64_t last);
   void add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
@@ -59,8 +62,8 @@ class ForwardPass {
   int64_t row_block() const;
   int64_t tiles_at_once(int64_t tile_bytes) const;
   int64_t tile_cost(const WorkItem& item) const;
+  ActRows x_of_tokens() const { return own_ ? rows_.x_of_tokens(space_) : rows_.x_of_tokens(); }
   ActRows x_rows(const ExpertRows& e) const;
-  const uint8_t* down_weights(const ExpertRows& e) const;
   // Whether rows of h have one scale, which comes from all of I.
   bool whole_rows(const ExpertRows& e) const { return rows_.kernel(e).act == ActKind::kInt8Row; }
   bool any_whole_rows() const;

@@ -71,7 +71,7 @@ void ForwardPass::gate_up_tiles(const WorkItem& item, int64_t first, int64_t las
 // The expert's x rows: by index, or gathered.
 ActRows ForwardPass::x_rows(const ExpertRows& e) const {
   if (e.gemm && rows_.gathers()) return rows_.gathered(e);
-  ActRows x = own_ ? rows_.x_of_tokens(space_) : rows_.x_of_tokens();
+  ActRows x = x_of_tokens();
   x.index = plan_->tokens() + e.first;
   return x;
 }
