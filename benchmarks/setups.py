@@ -15,8 +15,6 @@ from peer_client import Peer, PeerError
 from product import KernelBench
 from rounds import Line
 
-from kt_kernel import _C
-
 ROWS = {"gemv": (1, 2, 4), "gemm": (16, 64, 128)}  # of X, by default
 
 
@@ -58,8 +56,6 @@ def _layers(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Se
                     stack: ExitStack, note: Callable[[str], None], method: Method = method,
                     table: str = table, threads: int | None = threads, layers: int = layers,
                 ) -> list[Line]:  # fmt: skip
-                    if not _C.kernels_of_formats(table)[method.format][0]:
-                        raise NotMeasured("no kernel")
                     bench = LayerBench(shape, method, table, threads, layers)
                     peer = None
                     if args.peer:
@@ -96,8 +92,6 @@ def _kernels(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[S
                     stack: ExitStack, note: Callable[[str], None], method: Method = method,
                     table: str = table, threads: int | None = threads,
                 ) -> list[Line]:  # fmt: skip
-                    if not _C.kernels_of_formats(table)[method.format][gemm]:
-                        raise NotMeasured("no kernel")
                     bench = KernelBench(args.shape, method, table, gemm, threads, working_set)
                     if not ceilings.has(bench.threads):
                         ceilings.measure(bench.threads)

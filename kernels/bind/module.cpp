@@ -188,14 +188,6 @@ auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, cons
       tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())}, owner);
 }
 
-// (GEMV, GEMM) of each weight format: whether the table has the kernel.
-std::vector<std::pair<bool, bool>> kernels_of_formats(const std::string& table) {
-  std::vector<std::pair<bool, bool>> have;
-  for (const kt::FormatKernels& f : find_table(table)->format)
-    have.emplace_back(f.gemv.product != nullptr, f.gemm.product != nullptr);
-  return have;
-}
-
 std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Team> team,
                                                      const std::string& table, bool gemm,
                                                      int format, int group_size, int scale_type,
@@ -309,7 +301,6 @@ NB_MODULE(KT_MODULE_NAME, m) {
           },
           "Per phase: nanoseconds of (work, waiting for other threads) of each thread.");
 
-  m.def("kernels_of_formats", kernels_of_formats, "table"_a);
   nb::class_<kt::ProductBench>(m, "ProductBench",
                                "Times one kernel (benchmarks). Dense weights are float32.")
       .def(nb::new_(&make_product_bench), "team"_a, nb::kw_only(), "table"_a, "gemm"_a, "format"_a,

@@ -14,45 +14,13 @@
 #include <vector>
 
 #include "sys/team.h"
-
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kSanitizer = true;
-#else
-constexpr bool kSanitizer = false;
-#endif
+#include "team_harness.h"
 
 using kt::sys::PoolSpec;
 using kt::sys::Team;
 using kt::sys::Worker;
 
 namespace {
-
-std::atomic<int> g_failures{0};
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      ++g_failures;                                                        \
-      std::printf("%s:%d: %s is false\n", __func__, __LINE__, #condition); \
-    }                                                                      \
-  } while (0)
-
-class Call final : public kt::sys::Job {
- public:
-  explicit Call(std::function<void(Worker&)> f) : f_(std::move(f)) {}
-  void run(Worker& worker) noexcept override { f_(worker); }
-
- private:
-  std::function<void(Worker&)> f_;
-};
-
-void run(Team& team, std::function<void(Worker&)> f) {
-  const auto job = std::make_shared<Call>(std::move(f));
-  team.submit(job);
-  job->wait();
-}
-
-size_t at(int i) { return static_cast<size_t>(i); }
 
 const std::vector<std::vector<PoolSpec>> kShapes = {
     {{1, -1}}, {{2, -1}}, {{3, -1}}, {{7, -1}}, {{2, -1}, {0, -1}, {3, -1}}};

@@ -27,14 +27,7 @@
 #include <vector>
 
 #include "sys/topology.h"
-
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true, kSanitizer = true;
-#elif defined(__SANITIZE_ADDRESS__)
-constexpr bool kThreadSanitizer = false, kSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false, kSanitizer = false;
-#endif
+#include "team_harness.h"
 
 using kt::sys::Job;
 using kt::sys::PoolSpec;
@@ -44,40 +37,8 @@ using namespace std::chrono_literals;
 
 namespace {
 
-std::atomic<int> g_failures{0};
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      ++g_failures;                                                        \
-      std::printf("%s:%d: %s is false\n", __func__, __LINE__, #condition); \
-    }                                                                      \
-  } while (0)
-
 const char* g_skipped = nullptr;  // why the running test did not run
 void skipped(const char* why) { g_skipped = why; }
-
-class Call final : public Job {
- public:
-  explicit Call(std::function<void(Worker&)> f) : f_(std::move(f)) {}
-  void run(Worker& worker) noexcept override { f_(worker); }
-
- private:
-  std::function<void(Worker&)> f_;
-};
-
-std::shared_ptr<Job> job(std::function<void(Worker&)> f) {
-  return std::make_shared<Call>(std::move(f));
-}
-
-void run(Team& team, std::function<void(Worker&)> f) {
-  const auto j = job(std::move(f));
-  team.submit(j);
-  j->wait();
-  CHECK(j->done());
-}
-
-size_t at(int i) { return static_cast<size_t>(i); }
 
 const std::vector<std::vector<PoolSpec>> kShapes = {
     {{1, -1}},
