@@ -85,13 +85,15 @@ constexpr int8_t kInt4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 
 constexpr int8_t kUnsignedValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
+// 4-bit steps: weight(value, v) is what a value of vector v stands for.
+template <class Weight>
 inline void unpack_nibble_steps(const uint8_t* p, int64_t columns, NibbleTable table,
-                                const F (&scale)[kTileVectors], float* w) {
+                                const Weight& weight, float* w) {
   for (int64_t c = 0; c < columns; c += 8, p += kStepBytes, w += 8 * kTileRows)
     for (int v = 0; v < kTileVectors; ++v) {
       F x[8];
       nibble_values(i_load(p + v * kLanes * 4), table, x);
-      for (int i = 0; i < 8; ++i) store_column(w, i, v, f_mul(x[i], scale[v]));
+      for (int i = 0; i < 8; ++i) store_column(w, i, v, weight(x[i], v));
     }
 }
 
@@ -111,26 +113,16 @@ template <bool has_zero> struct GroupColumns {
         }
       }
       const uint8_t* p = group + layout.block_scale_bytes() + in_group / 8 * kStepBytes;
-      if constexpr (has_zero)
-        unpack_zero_steps(p, table, minus_zero, scale, w);
-      else
-        unpack_nibble_steps(p, 32, table, scale, w);
+      unpack_nibble_steps(
+          p, 32, table,
+          [&](F x, int v) {
+            if constexpr (has_zero) x = f_add(x, minus_zero[v]);
+            return f_mul(x, scale[v]);
+          },
+          w);
       in_group += 32;
       if (in_group == layout.group) group += layout.block_bytes(), in_group = 0;
     }
-  }
-
- private:
-  static inline void unpack_zero_steps(const uint8_t* p, NibbleTable table,
-                                       const F (&minus_zero)[kTileVectors],
-                                       const F (&scale)[kTileVectors], float* w) {
-    for (int s = 0; s < 4; ++s, p += kStepBytes, w += 8 * kTileRows)
-      for (int v = 0; v < kTileVectors; ++v) {
-        F x[8];
-        nibble_values(i_load(p + v * kLanes * 4), table, x);
-        for (int i = 0; i < 8; ++i)
-          store_column(w, i, v, f_mul(f_add(x[i], minus_zero[v]), scale[v]));
-      }
   }
 };
 
@@ -144,7 +136,9 @@ struct MxFp4Columns {
         F scale[kTileVectors];
         for (int v = 0; v < kTileVectors; ++v)
           scale[v] = f_mul(load_ue8m0(block + half * 32 + v * kLanes), f_set(0.5f));
-        unpack_nibble_steps(block + 64 + half * 4 * kStepBytes, 32, table, scale, w);
+        unpack_nibble_steps(
+            block + 64 + half * 4 * kStepBytes, 32, table,
+            [&](F x, int v) { return f_mul(x, scale[v]); }, w);
       }
   }
 };
@@ -163,7 +157,9 @@ struct NvFp4Columns {
           const I code = i_load_u8(block + half * 32 + v * kLanes);
           scale[v] = e4m3_times(i_add(i_sll<20>(code), bias), i_zero(), global);
         }
-        unpack_nibble_steps(block + 64 + half * 2 * kStepBytes, 16, table, scale, w);
+        unpack_nibble_steps(
+            block + 64 + half * 2 * kStepBytes, 16, table,
+            [&](F x, int v) { return f_mul(x, scale[v]); }, w);
       }
   }
 };
