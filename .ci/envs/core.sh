@@ -1,6 +1,10 @@
 # Size: 1 GB, 1 to 3 minutes
 # Tests and lint. No engine is in it: the tests of engines start those environments' pythons.
 install torch numpy safetensors transformers matplotlib
+install gguf typer rich
+# What wrote or reads the quantised formats: the readers are compared with it.
+install --no-deps compressed-tensors
+install loguru psutil pydantic
 install pytest pytest-timeout pytest-xdist hypothesis
 install ruff clang-format import-linter pre-commit
 # Some tests build the package (sanitizers, errors of the build).
