@@ -2,7 +2,8 @@
 
     sglang_run.py JOB.json RESULT.json
 
-JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "runs": [
+JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, in place of those for
+      the CPU}, "prompts": [[ids]], "steps": n, "runs": [
       {"name", "arguments": of the engine, "config": text of KT_CONFIG, "prompts": other ones}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats": content of
           KT_STATS_FILE or null, "plugin": whether it was loaded}]; or {"name", "error"} for a run
@@ -15,7 +16,8 @@ import sys
 import tempfile
 import time
 
-os.environ.update(SGLANG_USE_CPU_ENGINE="1", HF_HUB_OFFLINE="1")
+os.environ.update(HF_HUB_OFFLINE="1")
+CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
 
 
 def run(job: dict, one: dict, stats_path: str) -> dict:
@@ -26,10 +28,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
         model_path=job["model"],
         dtype=job.get("dtype", "float32"),
         skip_tokenizer_init=True,
-        device="cpu",
-        attention_backend="torch_native",
         disable_radix_cache=True,
-        disable_cuda_graph=True,
         disable_overlap_schedule=True,
         grammar_backend="none",
         max_total_tokens=1024,
@@ -37,6 +36,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
         mem_fraction_static=0.1,
         random_seed=0,
         log_level="info",
+        **job.get("device", CPU),
         **one.get("arguments", {}),
     )
     try:

@@ -26,18 +26,24 @@ STEPS = 16
 GAP = 1e-2  # a smaller distance between the two best logits is a tie, and ends the comparison
 
 
-def make(path: Path, seed: int = 0) -> Path:
+def make(
+    path: Path,
+    seed: int = 0,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+    head_dim: int = 32,
+) -> Path:
     """Writes checkpoint and tokenizer to folder ``path``; token i from 3 on is the word "t{i}"."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         intermediate_size=256,
-        moe_intermediate_size=INTERMEDIATE,
+        moe_intermediate_size=intermediate,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         num_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,

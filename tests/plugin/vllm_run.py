@@ -2,7 +2,7 @@
 
     vllm_run.py JOB.json RESULT.json
 
-JOB: {"model": folder, "prompts": [[ids]], "steps": n, "compile": false,
+JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "compile": false,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM},
                 "environment": {variables}, "reload": load the weights again at the end?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
@@ -33,7 +33,7 @@ def run(job: dict, one: dict) -> dict:
     llm = LLM(
         job["model"],
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=job.get("dtype", "float32"),
         enforce_eager=not job.get("compile", False),
         max_model_len=256,
         max_num_seqs=8,

@@ -1,0 +1,117 @@
+"""Both engines on the CPU, all experts cold and read from a checkpoint in each format: what they
+say is what transformers says with the dequantised weights.
+
+The served model is BF16; --kt-weight-path names the checkpoint of its experts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_sglang
+import test_vllm
+import torch
+from engines import TIMEOUT, Answers
+from format_files import FORMATS, HIDDEN, INTERMEDIATE, Weights, write_safetensors
+from tiny_model import EXPERTS, LAYERS, TOP_K, VOCABULARY, Reference, make
+
+STEPS = 8
+PROMPTS = [[3 + (7 * i * j + i) % (VOCABULARY - 3) for j in range(4 + 9 * i)] for i in range(1, 5)]
+ENGINES = ["vllm", "sglang"]
+
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Path:
+    return make(folder / "model", hidden=HIDDEN, intermediate=INTERMEDIATE)
+
+
+@pytest.fixture(scope="module")
+def written(folder: Path) -> dict[str, tuple[Path, Weights]]:
+    """By format: checkpoint and weights."""
+    return {
+        name: (folder / name, write_safetensors(folder / name, form, LAYERS, EXPERTS))
+        for name, form in FORMATS.items()
+    }
+
+
+def _vllm(folder: Path, model: Path, paths: dict[str, Path]) -> Answers:
+    runs = [
+        {"name": name, "kt": {"method": FORMATS[name].method, "weight_path": str(path)}}
+        for name, path in paths.items()
+    ]
+    return test_vllm.run(folder, model=str(model), prompts=PROMPTS, steps=STEPS, runs=runs)
+
+
+def _sglang(folder: Path, model: Path, paths: dict[str, Path]) -> Answers:
+    runs = [
+        {"name": name,
+         "arguments": {"kt_method": FORMATS[name].method, "kt_weight_path": str(path)}}
+        for name, path in paths.items()
+    ]  # fmt: skip
+    return test_sglang.run(folder, model=str(model), prompts=PROMPTS, steps=STEPS, runs=runs)
+
+
+@pytest.fixture(scope="module")
+def answers(
+    folder: Path, served: Path, written: dict[str, tuple[Path, Weights]]
+) -> Callable[[str], Answers]:
+    """Of an engine; it runs when it is first asked for."""
+    found: dict[str, Answers] = {}
+
+    def of(engine: str) -> Answers:
+        if os.environ.get(f"KT_{engine.upper()}_PYTHON") is None:
+            pytest.skip(f"KT_{engine.upper()}_PYTHON is not set (make test sets it)")
+        if engine not in found:
+            run = _vllm if engine == "vllm" else _sglang
+            found[engine] = run(folder / engine, served, {n: w[0] for n, w in written.items()})
+        return found[engine]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def transformers_model(served: Path) -> Reference:
+    return Reference(served)
+
+
+def _calls(engine: str, answer: dict[str, Any]) -> int:
+    if engine == "vllm":
+        return sum(layer["expert_calls"] for layer in answer["stats"])
+    (counted,) = answer["stats"]["models"]
+    return counted["expert_calls"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_logprobs_are_those_of_transformers(
+    engine: str,
+    name: str,
+    answers: Callable[[str], Answers],
+    written: dict[str, tuple[Path, Weights]],
+    transformers_model: Reference,
+) -> None:
+    """In float32 but for the activations of the experts; with the served model's own experts, which
+    is the control, the log-probabilities are others."""
+    answer = answers(engine)[name]
+    assert "error" not in answer, answer
+    weights = written[name][1]
+
+    def dequantise(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        gate, up, wanted_down = weights[layer][expert]
+        gate_up.copy_(torch.cat([gate, up]))
+        down.copy_(wanted_down)
+
+    found = torch.tensor(answer["logprobs"]).flatten()
+    with transformers_model.changed(dequantise, range(EXPERTS)):
+        near = (transformers_model.logprobs(PROMPTS, answer["tokens"]) - found).abs()
+    far = (transformers_model.logprobs(PROMPTS, answer["tokens"]) - found).abs()
+    assert near.median() < 0.02 and near.mean() < 0.05
+    assert far.mean() > 20 * near.mean()
+    tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+    assert _calls(engine, answer) >= LAYERS * TOP_K * tokens  # all of them in our kernels
