@@ -153,12 +153,21 @@ auto product(const std::string& table, bool gemm, int format, int group_size, Fl
   return run_product(table, gemm, layout, {w.data(), kt::DType::kFP32}, x);
 }
 
-// (data, scale, zero, global) of kt::WeightSource.
+// (data, scale, zero, global) of kt::WeightSource. Without a scale, data are ggml's blocks.
 using Quantised = std::tuple<uintptr_t, uintptr_t, uintptr_t, float>;
 
 kt::WeightSource quantised(const Quantised& q) {
-  return {pointer<const void>(std::get<0>(q)), kt::DType::kFP32,
-          pointer<const void>(std::get<1>(q)), pointer<const void>(std::get<2>(q)), std::get<3>(q)};
+  const auto [data, scale, zero, global] = q;
+  return {pointer<const void>(data), kt::DType::kFP32, pointer<const void>(scale),
+          pointer<const void>(zero), global,           scale == 0};
+}
+
+// The same where there may be dense weights too: for all formats but ggml's, those without a scale.
+kt::WeightSource any_weights(const kt::MatrixLayout& layout, const Quantised& q, int dtype) {
+  kt::WeightSource weights = quantised(q);
+  weights.dtype = kt::DType(dtype);
+  weights.blocks = weights.blocks && kt::is_ggml(layout.format);
+  return weights;
 }
 
 auto product_quantised(const std::string& table, bool gemm, int format, int group_size,
@@ -172,9 +181,7 @@ auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, cons
           int dtype) {
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
                                 kt::ScaleType(scale_type)};
-  kt::WeightSource weights = quantised(w);
-  weights.dtype = kt::DType(dtype);
-  const kt::MatrixSource source{weights, k, 0, 0};
+  const kt::MatrixSource source{any_weights(layout, w, dtype), k, 0, 0};
   for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
     if (const auto error = kt::check_tile(layout, source, tile, &row);
         error != kt::PackError::kNone)
@@ -196,7 +203,7 @@ std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Te
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
                                 kt::ScaleType(scale_type)};
   return std::make_shared<kt::ProductBench>(std::move(team), find_table(table), gemm, layout,
-                                            quantised(w), bytes);
+                                            any_weights(layout, w, int(kt::DType::kFP32)), bytes);
 }
 
 }  // namespace

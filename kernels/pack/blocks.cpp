@@ -121,14 +121,6 @@ template <LaneOrder kOrder> void write_units(Window w, int64_t units, uint8_t* c
     }
 }
 
-// Past the caches, which have no use for packed weights: half the traffic of plain stores that
-// first read the line.
-void stream(const uint8_t* src, int64_t bytes, uint8_t* dst) {
-  for (int64_t i = 0; i < bytes; i += 16)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i),
-                     _mm_load_si128(reinterpret_cast<const __m128i*>(src + i)));
-}
-
 template <LaneOrder kOrder>
 void write_all(const MatrixLayout& layout, LaneRows& rows, const BlockValues& scales,
                const BlockValues& zeros, uint8_t* tile) {
@@ -152,13 +144,21 @@ void write_all(const MatrixLayout& layout, LaneRows& rows, const BlockValues& sc
     }
     alignas(16) uint8_t room[kTileRows * kChunkBytes];
     write_units<kOrder>(rows.next(u * kUnitBytes, here * kUnitBytes, room), here, place);
-    stream(stage, end - stage, dst);
+    stream_bytes(stage, end - stage, dst);
     dst += end - stage;
   }
-  _mm_sfence();  // other threads read the tile once the job is done
+  stream_fence();
 }
 
 }  // namespace
+
+void stream_bytes(const uint8_t* src, int64_t bytes, uint8_t* dst) {
+  for (int64_t i = 0; i < bytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i),
+                     _mm_load_si128(reinterpret_cast<const __m128i*>(src + i)));
+}
+
+void stream_fence() { _mm_sfence(); }
 
 void write_blocks(const MatrixLayout& layout, LaneRows& rows, LaneOrder order,
                   const BlockValues& scales, const BlockValues& zeros, uint8_t* tile) {

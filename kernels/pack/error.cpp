@@ -6,6 +6,7 @@ bool is_of_a_row(PackError error) {
   switch (error) {
     case PackError::kBadGlobal:
     case PackError::kNeedsDense:
+    case PackError::kNeedsBlocks:
     case PackError::kNeedsQuantised:
     case PackError::kNeedsFp16Scales:
     case PackError::kNeedsZeros: return false;
@@ -24,12 +25,18 @@ const char* describe(PackError error) {
       return "a weight is NaN (e4m3 code 0x7f or 0xff); all other codes are accepted";
     case PackError::kBadScale:
       return "a scale is NaN, infinite or negative; finite scales from 0 on are accepted";
+    case PackError::kBadGroupScale: return "a scale is NaN or infinite; finite scales are accepted";
+    case PackError::kBadBlockScale:
+      return "a block's fp16 scale or minimum is NaN or infinite; finite ones are accepted";
     case PackError::kBadUe8m0Scale: return "a ue8m0 scale is 255 (NaN); 0 to 254 are accepted";
     case PackError::kBadE4m3Scale:
       return "an e4m3 scale is NaN or has its sign set; codes 0x00 to 0x7e are accepted";
     case PackError::kBadZero: return "a zero point is above 16; 0 to 16 are accepted";
     case PackError::kBadGlobal:
       return "the global scale is NaN, infinite or negative; a finite one from 0 on is accepted";
+    case PackError::kNeedsBlocks:
+      return "the weights are no ggml blocks; this weight format takes ggml's quantised blocks "
+             "only";
     case PackError::kNeedsDense:
       return "the weights have scales; this weight format takes dense bf16, fp16 or float32 "
              "weights";

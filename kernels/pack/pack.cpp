@@ -1,28 +1,35 @@
 #include "pack.h"
 
 #include "dense.h"
+#include "ggml.h"
 #include "quantised.h"
 
 namespace kt {
 namespace {
 
-bool is_dense(const MatrixSource& source) { return source.weights.scale == nullptr; }
+bool is_dense(const MatrixSource& source) {
+  return source.weights.scale == nullptr && !source.weights.blocks;
+}
 
 // Whether this format can be packed from this kind of source.
 PackError check_kind(const MatrixLayout& layout, const MatrixSource& source) {
+  if (is_ggml(layout.format))
+    return source.weights.blocks ? PackError::kNone : PackError::kNeedsBlocks;
+  const bool dense = is_dense(source), scaled = source.weights.scale != nullptr;
   switch (layout.format) {
     case WeightFormat::kBF16:
     case WeightFormat::kInt8Row:
-    case WeightFormat::kInt4Row:
-      return is_dense(source) ? PackError::kNone : PackError::kNeedsDense;
+    case WeightFormat::kInt4Row: return dense ? PackError::kNone : PackError::kNeedsDense;
     case WeightFormat::kInt4Group:
-      return is_dense(source) && layout.scale != ScaleType::kFP16 ? PackError::kNeedsFp16Scales
-                                                                  : PackError::kNone;
+      if (dense)
+        return layout.scale == ScaleType::kFP16 ? PackError::kNone : PackError::kNeedsFp16Scales;
+      break;
     case WeightFormat::kInt4Zero:
-      if (!is_dense(source) && !source.weights.zero) return PackError::kNeedsZeros;
-      [[fallthrough]];
-    default: return is_dense(source) ? PackError::kNeedsQuantised : PackError::kNone;
+      if (scaled && !source.weights.zero) return PackError::kNeedsZeros;
+      break;
+    default: break;
   }
+  return scaled ? PackError::kNone : PackError::kNeedsQuantised;
 }
 
 }  // namespace
@@ -31,6 +38,7 @@ PackError check_tile(const MatrixLayout& layout, const MatrixSource& source, int
                      int64_t* bad_row) {
   *bad_row = source.row0 + tile * kTileRows;
   if (const PackError error = check_kind(layout, source); error != PackError::kNone) return error;
+  if (source.weights.blocks) return check_ggml(layout, source, tile, bad_row);
   return is_dense(source) ? check_dense(layout, source, tile, bad_row)
                           : check_quantised(layout, source, tile, bad_row);
 }
@@ -39,7 +47,9 @@ int64_t pack_scratch(const MatrixLayout& layout) { return dense_scratch(layout);
 
 void pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile, float* scratch,
                uint8_t* dst) {
-  if (is_dense(source))
+  if (source.weights.blocks)
+    pack_ggml(layout, source, tile, dst);
+  else if (is_dense(source))
     pack_dense(layout, source, tile, scratch, dst);
   else
     pack_quantised(layout, source, tile, dst);

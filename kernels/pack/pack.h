@@ -8,9 +8,9 @@
 
 namespace kt {
 
-// A matrix as its source has it, row-major. Dense weights (scale is null) are bf16, fp16 or float32
-// [N, K] and are taken over (kBF16) or quantised here (kInt8Row, kInt4Row, kInt4Group). Quantised
-// weights are taken over bit for bit:
+// A matrix as its source has it, row-major. Dense weights (scale is null, no blocks) are bf16, fp16
+// or float32 [N, K] and are taken over (kBF16) or quantised here (kInt8Row, kInt4Row, kInt4Group).
+// Quantised weights are taken over bit for bit:
 //   kInt4Group  data uint8 [N, K/2], column 2j in the low nibble of byte j; scale [N, K/group] of
 //               the layout's scale type; W = (nibble - 8) * scale
 //   kInt4Zero   the same, and zero uint8 [N, K/group] of 0..16; W = (nibble - zero) * scale
@@ -19,16 +19,19 @@ namespace kt {
 //   kMxFp8      data e4m3 [N, K]; scale ue8m0 [N, K/32]
 //   kMxFp4      data uint8 [N, K/2], e2m1 nibbles as above; scale ue8m0 [N, K/32]
 //   kNvFp4      the same; scale e4m3 [N, K/16]; global float32
+// and ggml's formats as raw blocks, [N, K / block] of them, with all their scales in them.
 struct WeightSource {
   const void* data;
   DType dtype;                  // of dense weights
   const void* scale = nullptr;  // null: dense weights
   const void* zero = nullptr;
   float global = 1;
+  bool blocks = false;  // data are ggml's blocks
 };
 
 // The part of a source that is packed: columns [col0, col0 + layout.cols) and rows from row0 on. A
-// pool packs its part, while scales per row come from whole rows.
+// pool packs its part, while scales per row come from whole rows. col0 is a multiple of the
+// layout's split_unit().
 struct MatrixSource {
   WeightSource weights;
   int64_t cols;        // of the whole matrix; also its row stride
@@ -42,9 +45,12 @@ enum class PackError : int {
   kNotFinite,
   kScaleOverflow,
   // A quantised weight is NaN; a scale is NaN, infinite or negative (-0 is fine, except that e4m3
-  // scales have no sign); a zero point is above 16.
+  // scales have no sign; group scales and those of ggml's blocks may be negative); a zero point is
+  // above 16.
   kNanCode,
   kBadScale,
+  kBadGroupScale,
+  kBadBlockScale,
   kBadUe8m0Scale,
   kBadE4m3Scale,
   kBadZero,
@@ -52,6 +58,7 @@ enum class PackError : int {
   // The format is not packed from such a source.
   kNeedsDense,
   kNeedsQuantised,
+  kNeedsBlocks,
   kNeedsFp16Scales,
   kNeedsZeros,
 };

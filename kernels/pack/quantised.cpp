@@ -75,12 +75,22 @@ template <class T> bool all_below(const ByteRows& rows, T limit, T also = 0) {
   return bad == 0;
 }
 
-// Finite and not negative, by their bits; -0 is a zero like the other.
-bool good_floats(const ByteRows& rows, ScaleType type) {
+// Whether every value of the first row is finite, by its exponent's bits.
+template <class T> bool all_finite(const ByteRows& rows, T exponent) {
+  T bad = 0;
+  for (int64_t i = 0; i < rows.bytes; i += int64_t(sizeof(T))) {
+    T x;
+    std::memcpy(&x, rows.first + i, sizeof(T));
+    bad |= T(T(x & exponent) == exponent);
+  }
+  return bad == 0;
+}
+
+bool all_finite(const ByteRows& rows, ScaleType type) {
   switch (type) {
-    case ScaleType::kFP16: return all_below<uint16_t>(rows, 0x7c00, 0x8000);
-    case ScaleType::kBF16: return all_below<uint16_t>(rows, 0x7f80, 0x8000);
-    default: return all_below<uint32_t>(rows, 0x7f800000, 0x80000000);
+    case ScaleType::kFP16: return all_finite<uint16_t>(rows, 0x7c00);
+    case ScaleType::kBF16: return all_finite<uint16_t>(rows, 0x7f80);
+    default: return all_finite<uint32_t>(rows, 0x7f800000);
   }
 }
 
@@ -92,10 +102,12 @@ PackError check_scales(const MatrixLayout& layout, const MatrixSource& source, i
       return all_below<uint8_t>(scales, 255) ? PackError::kNone : PackError::kBadUe8m0Scale;
     case WeightFormat::kNvFp4:
       return all_below<uint8_t>(scales, 0x7f) ? PackError::kNone : PackError::kBadE4m3Scale;
-    default: {
-      const ScaleType type = layout.has_group() ? layout.scale : ScaleType::kFP32;
-      return good_floats(scales, type) ? PackError::kNone : PackError::kBadScale;
-    }
+    case WeightFormat::kInt4Group:
+    case WeightFormat::kInt4Zero:
+      return all_finite(scales, layout.scale) ? PackError::kNone : PackError::kBadGroupScale;
+    default:  // float32, finite and not negative; -0 is a zero like the other
+      return all_below<uint32_t>(scales, 0x7f800000, 0x80000000) ? PackError::kNone
+                                                                 : PackError::kBadScale;
   }
 }
 

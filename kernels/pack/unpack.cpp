@@ -1,3 +1,4 @@
+#include "ggml.h"
 #include "pack.h"
 #include "scalar.h"
 
@@ -69,8 +70,8 @@ struct Tile {
         return e2m1_to_float(code4(n, k)) * ue8m0_to_float(half_scale(n, k));
       case WeightFormat::kNvFp4:  // the first product is exact
         return e2m1_to_float(code4(n, k)) * e4m3_to_float(half_scale(n, k)) * load<float>(bytes);
+      default: return ggml_weight(layout, bytes, n, k);
     }
-    return 0;
   }
 };
 

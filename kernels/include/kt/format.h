@@ -128,6 +128,9 @@ constexpr int64_t kStepBytes = 128;  // 32 lanes of 4 bytes
 KT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 KT_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// Bits of the first plane of codes; what is left is in the second.
+KT_INLINE int low_plane_bits(int bits) { return bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits; }
+
 // The blocks of one of ggml's formats, packed and in a file (ggml-common.h of ggml).
 struct GgmlFormat {
   int block_cols;
@@ -139,7 +142,7 @@ struct GgmlFormat {
 
   // Bytes per row of the scales of a sub-block: a scale, and t where it has a byte of its own.
   KT_INLINE int sub_bytes() const { return has_min && sub_cols == 32 ? 2 : 1; }
-  KT_INLINE int low_bits() const { return bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits; }
+  KT_INLINE int low_bits() const { return low_plane_bits(bits); }
   // Packed, of all 32 rows: before the scales of sub-blocks, before the steps, and all.
   KT_INLINE int64_t d_bytes() const { return kTileRows * 2 * (has_min ? 2 : 1); }
   KT_INLINE int64_t scale_bytes() const {
