@@ -20,6 +20,11 @@ inline I e2m1_codes(I nibbles) {
                   nibbles);
 }
 
+// ---- the values of 4-bit codes; of e2m1 twice the values, which are integers.
+constexpr int8_t kInt4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+constexpr int8_t kUnsignedValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 // ---- scales, one per row of the tile
 inline F load_scales(const uint8_t* p, ScaleType type, int lane) {
   switch (type) {

@@ -33,6 +33,7 @@ namespace {
 #include "blocks.inl"
 #include "merge.inl"
 #include "nibbles.inl"
+#include "planes.inl"
 #include "swiglu.inl"
 
 #include "gemv_bf16.inl"
@@ -41,13 +42,21 @@ namespace {
 #include "gemv_int.inl"
 
 #include "dequantise.inl"
+#ifdef KT_WIDE
+#include "gemm_simd_avx512.inl"
+#else
+#include "gemm_simd_avx2.inl"
+#endif
 #ifdef KT_AMX
 #include "gemm_amx.inl"
 #include "unpack_bf16.inl"
 #include "unpack_e2m1.inl"
 #include "unpack_e4m3.inl"
+#include "unpack_ggml.inl"
 #include "unpack_int4.inl"
 #include "unpack_int8.inl"
+template <WeightFormat format>
+constexpr ProductKernel kGgmlGemm{ActKind::kBF16, true, tile_product<GgmlUnits<format>>};
 // By WeightFormat.
 constexpr ProductKernel kGemm[kFormatCount] = {
     {ActKind::kBF16, true, tile_product<Bf16Units>},
@@ -60,15 +69,22 @@ constexpr ProductKernel kGemm[kFormatCount] = {
     {ActKind::kBF16, true, tile_product<MxFp8Units>},
     {ActKind::kBF16, true, tile_product<MxFp4Units>},
     {ActKind::kBF16, true, tile_product<NvFp4Units>},
+    kGgmlGemm<WeightFormat::kQ4_1>,
+    kGgmlGemm<WeightFormat::kQ5_0>,
+    kGgmlGemm<WeightFormat::kQ5_1>,
+    kGgmlGemm<WeightFormat::kQ8_0>,
+    kGgmlGemm<WeightFormat::kQ2K>,
+    kGgmlGemm<WeightFormat::kQ3K>,
+    kGgmlGemm<WeightFormat::kQ4K>,
+    kGgmlGemm<WeightFormat::kQ5K>,
+    kGgmlGemm<WeightFormat::kQ6K>,
+    kGgmlGemm<WeightFormat::kIQ4NL>,
+    kGgmlGemm<WeightFormat::kIQ4XS>,
 };
 #else
-#ifdef KT_WIDE
-#include "gemm_simd_avx512.inl"
-#else
-#include "gemm_simd_avx2.inl"
-#endif
 #include "gemm_rows.inl"
 #include "unpack_float.inl"
+#include "unpack_ggml_float.inl"
 
 #include "gemm_float.inl"
 #include "gemm_int.inl"
@@ -84,6 +100,8 @@ constexpr ProductKernel kGroupGemm{ActKind::kInt16Group, false, vector_product<G
 template <class, class Columns>
 constexpr ProductKernel kGroupGemm{ActKind::kFloat, false, gemm_float<Columns>};
 #endif
+template <WeightFormat format>
+constexpr ProductKernel kGgmlGemm{ActKind::kFloat, false, gemm_float<GgmlColumns<format>>};
 // By WeightFormat. BF16 weights are multiplied as float32 also where there is dpbf16: on Intel it
 // has half the rate of two FMAs.
 constexpr ProductKernel kGemm[kFormatCount] = {
@@ -97,6 +115,17 @@ constexpr ProductKernel kGemm[kFormatCount] = {
     {ActKind::kFloat, false, gemm_float<MxFp8Columns>},
     kGroupGemm<MxFp4Scales, MxFp4Columns>,
     {ActKind::kFloat, false, gemm_float<NvFp4Columns>},
+    kGgmlGemm<WeightFormat::kQ4_1>,
+    kGgmlGemm<WeightFormat::kQ5_0>,
+    kGgmlGemm<WeightFormat::kQ5_1>,
+    kGgmlGemm<WeightFormat::kQ8_0>,
+    kGgmlGemm<WeightFormat::kQ2K>,
+    kGgmlGemm<WeightFormat::kQ3K>,
+    kGgmlGemm<WeightFormat::kQ4K>,
+    kGgmlGemm<WeightFormat::kQ5K>,
+    kGgmlGemm<WeightFormat::kQ6K>,
+    kGgmlGemm<WeightFormat::kIQ4NL>,
+    kGgmlGemm<WeightFormat::kIQ4XS>,
 };
 #endif
 
@@ -147,6 +176,17 @@ const KernelTable KT_TABLE = {
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<NvFp4Scales>>},
          kGemm[9],
          kGemmMinRows[9]},
+        {kGemm[10], kGemm[10], kGemmMinRows[10]},
+        {kGemm[11], kGemm[11], kGemmMinRows[11]},
+        {kGemm[12], kGemm[12], kGemmMinRows[12]},
+        {kGemm[13], kGemm[13], kGemmMinRows[13]},
+        {kGemm[14], kGemm[14], kGemmMinRows[14]},
+        {kGemm[15], kGemm[15], kGemmMinRows[15]},
+        {kGemm[16], kGemm[16], kGemmMinRows[16]},
+        {kGemm[17], kGemm[17], kGemmMinRows[17]},
+        {kGemm[18], kGemm[18], kGemmMinRows[18]},
+        {kGemm[19], kGemm[19], kGemmMinRows[19]},
+        {kGemm[20], kGemm[20], kGemmMinRows[20]},
     },
     {quantise_float, quantise_bf16, quantise_int8_row, quantise_int16_groups},
     swiglu_tile,

@@ -14,6 +14,35 @@ inline I select(I mask, I a, I b) { return _mm512_ternarylogic_epi32(b, a, mask,
 // Each lane's low 16 bits in both of its halves.
 inline I both_halves(I x) { return _mm512_or_si512(x, i_sll<16>(x)); }
 
+// Where weights are made in float32, a vector covers 8 lanes by two columns, in the order in which
+// two of them become one of bf16.
+struct LanePairs {
+  alignas(64) float value[4][16];
+  // Of lanes 0..15 and 16..31.
+  void set(F first, F second) {
+    for (int i = 0; i < 4; ++i)
+      f_store(value[i], _mm512_permutexvar_ps(pair_index(i % 2), i < 2 ? first : second));
+  }
+  static I pair_index(int half) {
+    return i_add(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), i_set(8 * half));
+  }
+};
+
+// Bytes 0 and 1 of 16 lanes, or 2 and 3, by turns at the bottom of the lanes of two vectors.
+struct BytePairs {
+  I lanes[2];
+  explicit BytePairs(I x)
+      : lanes{_mm512_permutexvar_epi32(LanePairs::pair_index(0), x),
+              _mm512_permutexvar_epi32(LanePairs::pair_index(1), x)} {}
+  // Vector `half`, moved down by `shift` bits more.
+  I at(int half, int shift) const {
+    const I even = _mm512_set_epi32(8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0);
+    return _mm512_srlv_epi32(lanes[half], i_add(even, i_set(shift)));
+  }
+};
+// Where columns 0, 1 of a 4-bit step begin, then 2, 3 and so on (format.h).
+constexpr int kNibbleShifts[4] = {0, 16, 4, 20};
+
 // Powers of two per lane: the exponents of both bf16 words of a lane are moved, as integers
 // where none leaves its range.
 struct ExponentScales {

@@ -80,11 +80,6 @@ struct MxFp8Columns {
   }
 };
 
-// The values of 4-bit codes; of e2m1 twice the values, which are integers, times half the scale.
-constexpr int8_t kInt4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-constexpr int8_t kUnsignedValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
 // 4-bit steps: weight(value, v) is what a value of vector v stands for.
 template <class Weight>
 inline void unpack_nibble_steps(const uint8_t* p, int64_t columns, NibbleTable table,
