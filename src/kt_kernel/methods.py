@@ -8,18 +8,29 @@ from dataclasses import dataclass
 BF16_WEIGHTS, INT8_ROW, INT4_ROW, INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4 = (
     range(10)
 )
+# Formats that keep ggml's quantisation, under its names.
+Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = range(10, 21)
 BF16_ACTIVATIONS, INT8_ROW_ACTIVATIONS = range(2)
 
 
 FORMAT_NAMES = (
     "BF16", "int8 with row scales", "int4 with row scales", "int4 with group scales",
     "int4 with group scales and zero points", "FP8 with scales per 128x128 block",
-    "FP8 with row scales", "MXFP8", "MXFP4", "NVFP4",
+    "FP8 with row scales", "MXFP8", "MXFP4", "NVFP4", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K",
+    "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
 )  # fmt: skip
 GROUPED = (INT4_GROUP, INT4_ZERO)  # a scale per group; the group size is the layer's
 BYTE_CODES = (FP8_BLOCK, FP8_ROW, MXFP8)  # a code is a byte; of other quantised formats half of one
+#: Columns of a block, and its bytes in a file, of ggml's formats.
+GGML_BLOCKS = {
+    Q4_1: (32, 20), Q5_0: (32, 22), Q5_1: (32, 24), Q8_0: (32, 34), Q2_K: (256, 84),
+    Q3_K: (256, 110), Q4_K: (256, 144), Q5_K: (256, 176), Q6_K: (256, 210), IQ4_NL: (32, 18),
+    IQ4_XS: (256, 136),
+}  # fmt: skip
 # What H and I must be multiples of, where a format says so.
-_COLUMN_UNITS = {INT4_GROUP: 32, INT4_ZERO: 32, MXFP8: 32, MXFP4: 32, NVFP4: 16}
+_COLUMN_UNITS = {INT4_GROUP: 32, INT4_ZERO: 32, MXFP8: 32, MXFP4: 32, NVFP4: 16} | {
+    format: columns for format, (columns, _) in GGML_BLOCKS.items()
+}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from .methods import (
     FORMAT_NAMES,
     FP8_BLOCK,
     FP8_ROW,
+    GGML_BLOCKS,
     GROUPED,
     INT4_ZERO,
     NVFP4,
@@ -36,18 +37,20 @@ class QuantisedMatrix:
     MXFP8                     float8_e4m3fn [N, K]    float8_e8m0fnu [N, K/32]
     MXFP4                     uint8 [N, K/2]          float8_e8m0fnu [N, K/32]
     NVFP4                     uint8 [N, K/2]          float8_e4m3fn [N, K/16]
+    Q4_1 .. IQ4_XS (ggml)     uint8 [N, K/c*b]        None
     ========================  ======================  ==========================================
 
     Two codes in a byte: column 2j in the low half of byte j. A float8 tensor may as well be given
     as uint8. W = code * scale, where an INT4 code stands for code - 8, or code - zero with
     INT4_ZERO: ``zero`` is uint8 [N, K/g] of 0 to 16. NVFP4 also multiplies with ``global_scale``.
     Group sizes g are multiples of 32 that divide K. e2m1 and ue8m0 are those of the OCP
-    Microscaling Formats specification 1.0.
+    Microscaling Formats specification 1.0. Codes of ggml's formats are its blocks as they are, of c
+    columns and b bytes (``GGML_BLOCKS``), with all scales in them.
     """
 
     format: int
     codes: torch.Tensor
-    scale: torch.Tensor
+    scale: torch.Tensor | None
     zero: torch.Tensor | None = None
     global_scale: float = 1.0
 
@@ -56,13 +59,11 @@ class CoreSource:
     """A quantised matrix in the memory that the compiled core reads."""
 
     def __init__(self, matrix: QuantisedMatrix) -> None:
-        self._codes, self._scale = on_cpu(matrix.codes), on_cpu(matrix.scale)
-        self._zero = None if matrix.zero is None else on_cpu(matrix.zero)
-        zero = 0 if self._zero is None else self._zero.data_ptr()
+        tensors = (matrix.codes, matrix.scale, matrix.zero)
+        self._kept = [None if tensor is None else on_cpu(tensor) for tensor in tensors]
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in self._kept]
         #: (data, scale, zero, global), valid while this object lives
-        self.address = (
-            self._codes.data_ptr(), self._scale.data_ptr(), zero, float(matrix.global_scale)
-        )  # fmt: skip
+        self.address = (*pointers, float(matrix.global_scale))
 
 
 def check_matrix(
@@ -82,6 +83,8 @@ def check_matrix(
         given = dict(enumerate(FORMAT_NAMES)).get(matrix.format, f"format {matrix.format!r}")
         raise ValueError(f"{place} is {given}; accepted: {names}")
     form = matrix.format
+    if form in GGML_BLOCKS:
+        return _check_blocks(place, matrix, rows, columns)
     if form in BYTE_CODES:
         _check(f"{place}.codes", matrix.codes, (rows, columns), torch.float8_e4m3fn, torch.uint8)
     else:
@@ -121,6 +124,16 @@ def _divide(place: str, columns: int, unit: int) -> int:
     if columns % unit:
         raise ValueError(f"{place} has {columns} columns; accepted: multiples of {unit}")
     return columns // unit
+
+
+def _check_blocks(place: str, matrix: QuantisedMatrix, rows: int, columns: int) -> WeightForm:
+    block_columns, block_bytes = GGML_BLOCKS[matrix.format]
+    blocks = _divide(place, columns, block_columns)
+    _check(f"{place}.codes", matrix.codes, (rows, blocks * block_bytes), torch.uint8)
+    for name in ("scale", "zero"):
+        if getattr(matrix, name) is not None:
+            raise ValueError(f"{place}.{name} must be None for {FORMAT_NAMES[matrix.format]}")
+    return WeightForm(matrix.format)
 
 
 def _check_grouped(place: str, matrix: QuantisedMatrix, rows: int, columns: int) -> WeightForm:
