@@ -121,16 +121,14 @@ float ggml_weight(const MatrixLayout& layout, const uint8_t* tile, int64_t n, in
   if (layout.format == WeightFormat::kIQ4NL || layout.format == WeightFormat::kIQ4XS)
     q = kIq4Values[q];
   const float d = fp16_to_float(load<uint16_t>(block + n * 2));
-  float m = f.has_min ? fp16_to_float(load<uint16_t>(block + kTileRows * 2 + n * 2)) : 0;
-  if (!f.sub_cols) return d * float(q) + m;
+  const float m = f.has_min ? fp16_to_float(load<uint16_t>(block + kTileRows * 2 + n * 2)) : 0;
+  if (!f.sub_cols) return f.has_min ? d * float(q) + m : d * float(q);
   const uint8_t* sub = block + f.d_bytes() + column / f.sub_cols * f.sub_bytes() * kTileRows + n;
-  int s = int8_t(sub[0]);
-  if (f.has_min) {
-    const bool one_byte = f.sub_bytes() == 1;
-    m *= float(one_byte ? sub[0] >> 4 : sub[kTileRows]);
-    if (one_byte) s = sub[0] & 15;
-  }
-  return d * float(s) * float(q) - m;
+  if (!f.has_min) return d * float(int8_t(sub[0])) * float(q);
+  const bool one_byte = f.sub_bytes() == 1;
+  const int scale = one_byte ? sub[0] & 15 : sub[0],
+            minimum = one_byte ? sub[0] >> 4 : sub[kTileRows];
+  return d * float(scale) * float(q) - m * float(minimum);
 }
 
 }  // namespace kt

@@ -16,8 +16,8 @@ BF16_ACTIVATIONS, INT8_ROW_ACTIVATIONS = range(2)
 FORMAT_NAMES = (
     "BF16", "int8 with row scales", "int4 with row scales", "int4 with group scales",
     "int4 with group scales and zero points", "FP8 with scales per 128x128 block",
-    "FP8 with row scales", "MXFP8", "MXFP4", "NVFP4", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K",
-    "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+    "FP8 with row scales", "MXFP8", "MXFP4", "NVFP4", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K",
+    "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
 )  # fmt: skip
 GROUPED = (INT4_GROUP, INT4_ZERO)  # a scale per group; the group size is the layer's
 BYTE_CODES = (FP8_BLOCK, FP8_ROW, MXFP8)  # a code is a byte; of other quantised formats half of one

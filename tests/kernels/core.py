@@ -20,7 +20,7 @@ import pytest
 
 from kt_kernel import _C
 
-from . import sources
+from . import ggml, sources
 from .sources import (
     BF16,
     BFLOAT16,
@@ -46,7 +46,7 @@ SMALL_SWEEP = "KT_SMALL_SWEEP" in os.environ
 FORMAT_NAMES = {
     BF16: "bf16", INT8_ROW: "int8", INT4_ROW: "int4", INT4_GROUP: "int4_group",
     INT4_ZERO: "int4_zero", FP8_BLOCK: "fp8_block", FP8_ROW: "fp8_row", MXFP8: "mxfp8",
-    MXFP4: "mxfp4", NVFP4: "nvfp4",
+    MXFP4: "mxfp4", NVFP4: "nvfp4", **{f: name.lower() for f, name in ggml.NAMES.items()},
 }  # fmt: skip
 SCALE_NAMES = {FP16: "fp16", BFLOAT16: "bf16", FP32: "fp32"}
 INTEGER = (INT8_ROW, INT4_ROW)  # int8 activations, one scale per row

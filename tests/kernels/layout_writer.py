@@ -5,6 +5,7 @@ Slow on purpose and apart from the C++: what kernels/pack writes is compared wit
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import sources
+from . import ggml, sources
+from .ggml import GgmlSource
 from .sources import (
     BF16,
     FP8_BLOCK,
@@ -45,6 +47,19 @@ def step_e4m3(code: Code, k: int) -> bytes:
 
 def step4(code: Code, k: int) -> bytes:
     return bytes(code(n, k + b) | code(n, k + 4 + b) << 4 for n in range(32) for b in range(4))
+
+
+def plane(codes: sources.Bytes, at: int, bits: int) -> bytes:
+    """Bits [at, at + bits) of the codes [32, 32] of rows and columns, in `bits` steps."""
+    out = b""
+    for first in range(0, 32, 32 // bits):
+        for n, b in itertools.product(range(32), range(4)):
+            byte = 0
+            for j in range(8 // bits):
+                q = int(codes[n, first + 4 * j + b])
+                byte |= (q >> at & (1 << bits) - 1) << bits * j
+            out += bytes([byte])
+    return out
 
 
 def padded(data: bytes, unit: int = 64) -> bytes:
@@ -99,10 +114,47 @@ def tile_of(source: Source, rows: range) -> bytes:
     return out
 
 
-def tiles_of(source: Source) -> sources.Bytes:
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # by bits of a code
+CODE_BITS = {
+    ggml.Q4_1: 4, ggml.Q5_0: 5, ggml.Q5_1: 5, ggml.Q8_0: 8, ggml.Q2_K: 2, ggml.Q3_K: 3,
+    ggml.Q4_K: 4, ggml.Q5_K: 5, ggml.Q6_K: 6, ggml.IQ4_NL: 4, ggml.IQ4_XS: 4,
+}  # fmt: skip
+
+
+def ggml_tile_of(source: GgmlSource, rows: range) -> bytes:
+    parts = ggml.parts_of(source)
+
+    def tile(array: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
+        """[32, ...] of a block, zeros for the rows that there are not."""
+        values = np.zeros((32, *array.shape[2:]), array.dtype)
+        for n, row in enumerate(rows):
+            if row < array.shape[0]:
+                values[n] = array[row, block]
+        return values
+
+    out = b""
+    for block in range(source.blocks.shape[1]):
+        for half in parts.halves:
+            out += tile(half, block).tobytes()
+        scales = tile(parts.scales, block)
+        for sub, byte in itertools.product(*map(range, scales.shape[1:])):
+            out += scales[:, sub, byte].tobytes()
+        codes = tile(parts.codes, block)
+        for first in range(0, codes.shape[1], 32):
+            at = 0
+            for bits in PLANES[CODE_BITS[source.format]]:
+                out += plane(codes[:, first : first + 32], at, bits)
+                at += bits
+    return out
+
+
+def tiles_of(source: Source | GgmlSource) -> sources.Bytes:
     """[tiles, bytes]"""
-    count = -(-len(source.codes) // 32)
-    tiles = [tile_of(source, range(32 * t, 32 * t + 32)) for t in range(count)]
+    count = -(-source.shape[0] // 32)
+    tiles = [
+        ggml_tile_of(source, rows) if isinstance(source, GgmlSource) else tile_of(source, rows)
+        for rows in (range(32 * t, 32 * t + 32) for t in range(count))
+    ]
     return np.array([np.frombuffer(t, np.uint8) for t in tiles])
 
 

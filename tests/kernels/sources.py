@@ -14,23 +14,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import ggml
+from .ggml import GGML, GgmlSource
+
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
 
 BF16, INT8_ROW, INT4_ROW, INT4_GROUP, INT4_ZERO = 0, 1, 2, 3, 4
 FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4 = 5, 6, 7, 8, 9
-QUANTISED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4)
+SCALED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4)
 E4M3_CODES = (FP8_BLOCK, FP8_ROW, MXFP8)  # formats whose codes are bytes; the others' are nibbles
 FP16, BFLOAT16, FP32 = 0, 1, 2  # scale types of INT4_GROUP and INT4_ZERO
 
-# (format, group size, scale type) of everything that is packed from a quantised source.
+# (format, group size, scale type) of everything that is packed from a quantised source: codes and
+# scales, or ggml's blocks.
 GROUP_FORMATS = (INT4_GROUP, INT4_ZERO)
-VARIANTS = [
+SCALED_VARIANTS = [
     *itertools.product(GROUP_FORMATS, (32, 128), (FP16, BFLOAT16, FP32)),
-    *[(f, 0, FP16) for f in QUANTISED if f not in GROUP_FORMATS],
+    *[(f, 0, FP16) for f in SCALED if f not in GROUP_FORMATS],
 ]
+GGML_VARIANTS = [(f, 0, FP16) for f in GGML]
+VARIANTS = SCALED_VARIANTS + GGML_VARIANTS
 # What H and I must be multiples of.
-COLUMN_UNIT = {MXFP8: 32, MXFP4: 32, NVFP4: 16}
+COLUMN_UNIT = {MXFP8: 32, MXFP4: 32, NVFP4: 16} | ggml.BLOCK_COLUMNS
 
 
 def column_unit(format: int, group: int) -> int:
@@ -97,6 +103,11 @@ class Source:
             self.data = self.codes[:, 0::2] | self.codes[:, 1::2] << 4
 
     @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.codes.shape
+        return n, k
+
+    @property
     def address(self) -> tuple[int, int, int, float]:
         """(data, scale, zero, global) for `_C`: valid while this object lives."""
         for array in (self.data, self.scale):
@@ -135,7 +146,7 @@ def scale_shape(format: int, n: int, k: int, group: int) -> tuple[int, ...]:
 
 
 def _float_scales(
-    rng: np.random.Generator, shape: tuple[int, ...], scale_type: int, edges: bool
+    rng: np.random.Generator, shape: tuple[int, ...], scale_type: int, edges: bool, signed: bool
 ) -> npt.NDArray[Any]:
     scale = 2.0 ** rng.uniform(-9, -4, shape)
     if scale_type == BFLOAT16:
@@ -152,7 +163,12 @@ def _float_scales(
         extremes = np.array(
             [0, 1 << 31, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF], np.uint32
         ).view(np.float32)
-    return _sprinkle(rng, bits, extremes) if edges else bits
+    if edges:
+        _sprinkle(rng, bits, extremes)
+    if signed:
+        words = bits.view(f"u{bits.itemsize}")
+        words ^= rng.integers(0, 2, shape, words.dtype) << (8 * bits.itemsize - 1)
+    return bits
 
 
 def _sprinkle(
@@ -174,9 +190,25 @@ def make(
     *,
     seed: int = 0,
     edges: bool = False,
-) -> Source:
+) -> Source | GgmlSource:
     """A random source. Codes: all that the format has. Scales: those of usual weights, or with
     `edges` also zeros, subnormals and the largest, which make W itself huge or infinite."""
+    if format in GGML:
+        return ggml.make(format, n, k, seed=seed, edges=edges)
+    return make_scaled(format, n, k, group, scale_type, seed=seed, edges=edges)
+
+
+def make_scaled(
+    format: int,
+    n: int,
+    k: int,
+    group: int = 0,
+    scale_type: int = FP16,
+    *,
+    seed: int = 0,
+    edges: bool = False,
+) -> Source:
+    """The same of formats whose codes and scales are apart."""
     rng = np.random.default_rng([seed, format, n, k, group, scale_type])
     shape = scale_shape(format, n, k, group)
     zero = None
@@ -187,11 +219,11 @@ def make(
     else:
         codes = _sprinkle(rng, rng.integers(0, 16, (n, k), np.uint8), np.arange(16, dtype=np.uint8))
     if format in GROUP_FORMATS:
-        scale = _float_scales(rng, shape, scale_type, edges)
+        scale = _float_scales(rng, shape, scale_type, edges, signed=True)
         if format == INT4_ZERO:
             zero = rng.integers(0, 17, shape, np.uint8)
     elif format in (FP8_BLOCK, FP8_ROW):
-        scale = _float_scales(rng, shape, FP32, edges)
+        scale = _float_scales(rng, shape, FP32, edges, signed=False)
     elif format in (MXFP8, MXFP4):
         scale = rng.integers(118, 124, shape, np.uint8)
         if edges:

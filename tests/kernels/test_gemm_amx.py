@@ -23,7 +23,7 @@ LARGEST = (2 - 2.0**-8) * 2.0**127  # from here on bf16 is infinite
 
 
 def product(name: str, source: Source, x: npt.NDArray[Any]) -> core.Floats:
-    n, k = source.codes.shape
+    n, k = source.shape
     assert x.shape[1] == k
     y = core.core_with(name, "amx").product_quantised(
         "amx", True, source.format, source.group, source.scale_type, n, source.address,

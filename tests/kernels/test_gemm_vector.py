@@ -58,7 +58,7 @@ def product(
     if not isinstance(w, Source):
         return module.product(table, gemm, format, 0, w, x)
     return module.product_quantised(
-        table, gemm, format, w.group, w.scale_type, len(w.codes), w.address, x
+        table, gemm, format, w.group, w.scale_type, w.shape[0], w.address, x
     )
 
 

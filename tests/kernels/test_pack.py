@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from . import core, sources
+from . import core, ggml, sources
 from .core import BF16, INT4_GROUP, INT4_ROW, INT8_ROW
 from .sources import (
     BFLOAT16,
@@ -61,7 +61,7 @@ class QuantisedLayer:
         self.layer.load_quantised(1, *[m.address for m in self.matrices])
 
     def unpacked(self) -> list[Any]:
-        result = [np.full(m.codes.shape, np.float32(7)) for m in self.matrices]
+        result = [np.full(m.shape, np.float32(7)) for m in self.matrices]
         for number, w in enumerate(result):
             self.layer.unpack(1, number, w.ctypes.data)
         return [w.view(np.uint32) for w in result]
@@ -113,11 +113,11 @@ def test_groups_of_other_sizes(format: int, group: int) -> None:
         layer.check()
 
 
-@variants
+@pytest.mark.parametrize("variant", sources.SCALED_VARIANTS, ids=str)
 def test_sources_hold_every_code(variant: Variant) -> None:
     """What the round trips rest on."""
     format, group, scale_type = variant
-    source = sources.make(format, 256, 256, group, scale_type, edges=True)
+    source = sources.make_scaled(format, 256, 256, group, scale_type, edges=True)
     codes = sources.E4M3_FINITE if format in E4M3_CODES else np.arange(16)
     assert set(np.unique(source.codes)) == set(codes)
     if source.zero is not None:
@@ -161,6 +161,15 @@ def zero(value: int) -> Change:
     return change
 
 
+def half(which: int, bits: int) -> Change:
+    def change(s: Any, row: int) -> None:
+        halves = s.halves(which)
+        halves[row, -1] = bits
+        s.set_halves(which, halves)
+
+    return change
+
+
 def global_scale(value: float) -> Change:
     def change(s: Source, row: int) -> None:
         s.global_scale = value
@@ -169,20 +178,40 @@ def global_scale(value: float) -> Change:
 
 
 NAN_CODE = r" row {row}: a weight is NaN \(e4m3 code 0x7f or 0xff\); all other codes are accepted"
+BAD_GROUP_SCALE = r" row {row}: a scale is NaN or infinite; finite scales are accepted"
+BAD_BLOCK = r" row {row}: a block's fp16 scale or minimum is NaN or infinite; finite ones"
 BAD_SCALE = r" row {row}: a scale is NaN, infinite or negative; finite scales from 0 on"
 BAD_E8M0 = r" row {row}: a ue8m0 scale is 255 \(NaN\); 0 to 254"
 BAD_E4M3 = r" row {row}: an e4m3 scale is NaN or has its sign set; codes 0x00 to 0x7e"
 BAD_ZERO = r" row {row}: a zero point is above 16; 0 to 16"
 BAD_GLOBAL = r": the global scale is NaN, infinite or negative"
-BAD_BF16 = (0x7F80, 0x7F81, 0xFF80, 0xFFC0, 0x8001, 0xBF80)
-BAD_FLOATS = (np.nan, -np.nan, np.inf, -np.inf, -1.0, np.float32(-1e-45))
-BAD_HALVES = (np.nan, np.inf, -np.inf, -1.0, -6e-8)
+BAD_BF16 = (0x7F80, 0x7F81, 0xFF80, 0xFFC0)
+NO_NUMBERS = (np.nan, -np.nan, np.inf, -np.inf)
+NEGATIVE = (-1.0, np.float32(-1e-45))
 WRONG: list[tuple[Variant, Change, str]] = [
     *[((f, 0, FP16), code(c), NAN_CODE) for f in E4M3_CODES for c in (0x7F, 0xFF)],
-    *[((f, 0, FP16), scale(x), BAD_SCALE) for f in (FP8_BLOCK, FP8_ROW) for x in BAD_FLOATS],
-    *[((f, 32, FP32), scale(x), BAD_SCALE) for f in sources.GROUP_FORMATS for x in BAD_FLOATS],
-    *[((f, 32, FP16), scale(x), BAD_SCALE) for f in sources.GROUP_FORMATS for x in BAD_HALVES],
-    *[((f, 32, BFLOAT16), scale(x), BAD_SCALE) for f in sources.GROUP_FORMATS for x in BAD_BF16],
+    *[
+        ((f, 0, FP16), scale(x), BAD_SCALE)
+        for f in (FP8_BLOCK, FP8_ROW)
+        for x in NO_NUMBERS + NEGATIVE
+    ],
+    *[
+        ((f, 32, s), scale(x), BAD_GROUP_SCALE)
+        for f in sources.GROUP_FORMATS
+        for s in (FP16, FP32)
+        for x in NO_NUMBERS
+    ],
+    *[
+        ((f, 32, BFLOAT16), scale(x), BAD_GROUP_SCALE)
+        for f in sources.GROUP_FORMATS
+        for x in BAD_BF16
+    ],
+    *[
+        ((f, 0, FP16), half(which, x), BAD_BLOCK)
+        for f in ggml.GGML
+        for which in range(len(ggml.HALVES[f]))
+        for x in (0x7C00, 0xFC00, 0x7C01, 0xFFFF)
+    ],
     *[((f, 0, FP16), scale(255), BAD_E8M0) for f in (MXFP8, MXFP4)],
     *[((NVFP4, 0, FP16), scale(c), BAD_E4M3) for c in (0x7F, 0xFF, 0x80, 0xB8)],
     *[((INT4_ZERO, 32, s), zero(z), BAD_ZERO) for s in (FP16, FP32) for z in (17, 255)],
@@ -198,7 +227,7 @@ def test_what_cannot_be_used_is_refused(number: int, matrix: int) -> None:
     layer = QuantisedLayer("_C", variant, 300, 200, (1, 2), edges=False)
     layer.load()
     before = layer.unpacked()
-    layer.matrices = [sources.make(m.format, *m.codes.shape, m.group, m.scale_type, seed=9)
+    layer.matrices = [sources.make(m.format, *m.shape, m.group, m.scale_type, seed=9)
                       for m in layer.matrices]  # fmt: skip
     row = 197 if variant[0] != FP8_BLOCK else 128  # a block's scale shows at its first row
     change(layer.matrices[matrix], row)
@@ -210,7 +239,7 @@ def test_what_cannot_be_used_is_refused(number: int, matrix: int) -> None:
 
 
 def load_dense(layer: QuantisedLayer, dtype: int = 2) -> None:
-    w = np.zeros(layer.matrices[0].codes.size, np.float32)
+    w = np.zeros(int(np.prod(layer.matrices[0].shape)), np.float32)
     layer.layer.load_expert(1, *[w.ctypes.data] * 3, dtype)
 
 
@@ -219,6 +248,8 @@ def test_dense_weights_for_quantised_formats_are_refused(variant: Variant) -> No
     layer = QuantisedLayer("_C", variant, 64, 64, (1,))
     layer.load()
     message = "slot 1, gate: the weights have no scales; this weight format takes quantised"
+    if variant[0] in ggml.GGML:
+        message = "slot 1, gate: the weights are no ggml blocks; this weight format takes ggml's"
     with pytest.raises(ValueError, match=message):
         load_dense(layer)
     layer.check()
@@ -239,6 +270,17 @@ def test_scales_for_dense_formats_are_refused() -> None:
         source = sources.make(FP8_ROW, 96, 64)
         with pytest.raises(ValueError, match="gate: the weights have scales; this weight format"):
             layer.layer.load_quantised(1, *[source.address] * 3)
+
+
+@pytest.mark.parametrize("variant", [(core.BF16, 0, 0), *sources.SCALED_VARIANTS], ids=str)
+def test_blocks_for_other_formats_are_refused(variant: Variant) -> None:
+    format, group, scale_type = variant
+    layer = core.Layer(("_C", "avx2"), format, group, hidden=256, inter=256, scale_type=scale_type
+                       if format else None)  # fmt: skip
+    source = ggml.make(ggml.Q4_K, 256, 256)
+    needed = "dense bf16" if format == core.BF16 else "quantised weights"
+    with pytest.raises(ValueError, match=f"gate: the weights .* this weight format takes {needed}"):
+        layer.layer.load_quantised(1, *[source.address] * 3)
 
 
 def test_zero_points_are_needed() -> None:

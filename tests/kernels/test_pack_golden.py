@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from . import core, layout_writer, sources
+from . import core, ggml, layout_writer, sources
 from .core import BF16, INT4_GROUP
 from .sources import (
     BFLOAT16,
@@ -29,7 +29,7 @@ from .sources import (
 
 modules = pytest.mark.parametrize("module", ["_C", "_C_emul"])
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 # 96: a cache line of lanes is no whole group
 DENSE = [*(f[:2] for f in core.DENSE), (INT4_GROUP, 96)]
 GOLDEN: dict[str, str] = {
@@ -50,6 +50,17 @@ GOLDEN: dict[str, str] = {
     "7-0-0": "babfab9c3fbe4547ce09c407b26c3e8e28bd62c74fbd1fdc30cbc8032b5ad2ad",
     "8-0-0": "217ec37516cc3c51ee94fe34a6c4f3ff42fd9a1178f41836d4d15fdc45ae51df",
     "9-0-0": "8fb4c82cf0bd08e7e234216e027ab311f554a90c233d06bc0247f6095b876f6d",
+    "10-0-0": "d2abc0c9e6cddb944079d0e05436bba5043f68d706a2028b1a26e5ac9bc5675f",
+    "11-0-0": "963e081f580d6c553d07850896d2876d28adf4a499e49cafee2a52f369b2e861",
+    "12-0-0": "d1a5bb4b770fdf792b7d67cb187adaa47d91d373b40bfba1f0fc5d320d9745b5",
+    "13-0-0": "3b6f1b88a61675edf0c8eeb4d7a030d54b759db794285ce6f1626358f3c023ff",
+    "14-0-0": "3736f18bc78f9888c26e6d5238ce3ef5210e4be12f24e6c93b363552233f9d30",
+    "15-0-0": "46a527d413b278e85af5c28bfc836e24b0bdbe43fc56d47755727c2be83f671f",
+    "16-0-0": "5c06dc261d9baad430da9f112b769ea7c058707d897048659c2aa18648623cc1",
+    "17-0-0": "fd371066561ad79369da3b94b85523f90fb854e0433073cb563d82b7883b4068",
+    "18-0-0": "878e9f37189b1a33ff71fd15e05b4a880a2b87c300621e06eab9dd62bc3ddc2f",
+    "19-0-0": "d681a9075693aa9a597a4cab45b3bdfa354cea5e603a7d59acc7b49a6c736acc",
+    "20-0-0": "2c84cef3e31ed92e01e721add94fea621f43dcc7ecad3aa3ad3917bf07534439",
     "0-0-dense0": "184f4dcd149df4f5da1170de01d799bb4b955f69c40f401e793c584a1dab1d78",
     "0-0-dense1": "2d7131fcbbff27bf0a9305478e4fdf8b62f8b006bc5ad2315e22d58d3c9b01b5",
     "0-0-dense2": "184f4dcd149df4f5da1170de01d799bb4b955f69c40f401e793c584a1dab1d78",
@@ -71,8 +82,23 @@ GOLDEN: dict[str, str] = {
 }
 
 
-def golden_source(format: int, group: int, scale_type: int) -> Source:
+def golden_blocks(format: int) -> ggml.GgmlSource:
+    """75 rows of two blocks: every byte of a block varies; scales stay finite."""
+    shape = (75, 2, ggml.BLOCK_BYTES[format])
+    i, j, b = np.indices(shape)
+    source = ggml.GgmlSource(
+        format, ((37 * i + 101 * j + 11 * b + i * b % 7) % 256).astype(np.uint8)
+    )
+    number = np.arange(150).reshape(75, 2)
+    for which in range(len(ggml.HALVES[format])):
+        source.set_halves(which, (number * 397 + which * 131) % 0x7C00 + 0x8000 * (number % 3 == 1))
+    return source
+
+
+def golden_source(format: int, group: int, scale_type: int) -> Source | ggml.GgmlSource:
     """75 rows: three tiles with a tail. Columns: two and a half blocks where they may be ragged."""
+    if format in ggml.GGML:
+        return golden_blocks(format)
     unit = sources.column_unit(format, group)
     n, k = 75, {FP8_BLOCK: 300, FP8_ROW: 75}.get(format, 3 * unit)
     i, j = np.indices((n, k))
@@ -103,7 +129,7 @@ def compare(module: str, name: str, got: Any, expected: sources.Bytes) -> None:
 @pytest.mark.parametrize("variant", sources.VARIANTS, ids=str)
 def test_golden_bytes(module: str, variant: tuple[int, int, int]) -> None:
     source = golden_source(*variant)
-    got = core.core_with(module, "avx2").pack(*variant, *source.codes.shape, source.address)
+    got = core.core_with(module, "avx2").pack(*variant, *source.shape, source.address)
     compare(module, "-".join(map(str, variant)), got, layout_writer.tiles_of(source))
 
 

@@ -28,7 +28,7 @@ FIXED_POINT = (INT4_GROUP, INT4_ZERO, sources.MXFP4, NVFP4)  # activations as kI
 def product(name: str, table: str, w: Source, x: Any) -> core.Floats:
     """x [m, k] times the transpose of w [n, k]; rows past n must be zeros where x is finite."""
     module = core.core_with(name, table)
-    n = len(w.codes)
+    n = w.shape[0]
     y = module.product_quantised(
         table, False, w.format, w.group, w.scale_type, n, w.address,
         np.ascontiguousarray(x, np.float32),
