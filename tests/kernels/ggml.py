@@ -1,8 +1,8 @@
 """Weights in the formats of ggml as GGUF files have them, their exact values and their parts.
 
 `GgmlSource.values` come from the gguf package, which is ggml's own; `parts_of` takes blocks apart
-for the writer of packed bytes (layout_writer.py) and is checked with them (test_ggml.py). Written
-apart from the C++, from the structs of ggml-common.h.
+for the writer of packed bytes (layout_writer.py), apart from the C++: from the structs of ggml's
+ggml-common.h.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ TYPES = {f: gguf.GGMLQuantizationType[name] for f, name in NAMES.items()}
 BLOCK_COLUMNS, BLOCK_BYTES = (
     {f: gguf.GGML_QUANT_SIZES[TYPES[f]][i] for f in GGML} for i in range(2)
 )
+CODE_BITS = {
+    Q4_1: 4, Q5_0: 5, Q5_1: 5, Q8_0: 8, Q2_K: 2, Q3_K: 3,
+    Q4_K: 4, Q5_K: 5, Q6_K: 6, IQ4_NL: 4, IQ4_XS: 4,
+}  # fmt: skip
 # Where d lies in a block, and m where there is one.
 HALVES = {
     Q4_1: (0, 2), Q5_0: (0,), Q5_1: (0, 2), Q8_0: (0,), Q2_K: (80, 82), Q3_K: (108,),

@@ -115,10 +115,6 @@ def tile_of(source: Source, rows: range) -> bytes:
 
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # by bits of a code
-CODE_BITS = {
-    ggml.Q4_1: 4, ggml.Q5_0: 5, ggml.Q5_1: 5, ggml.Q8_0: 8, ggml.Q2_K: 2, ggml.Q3_K: 3,
-    ggml.Q4_K: 4, ggml.Q5_K: 5, ggml.Q6_K: 6, ggml.IQ4_NL: 4, ggml.IQ4_XS: 4,
-}  # fmt: skip
 
 
 def ggml_tile_of(source: GgmlSource, rows: range) -> bytes:
@@ -142,7 +138,7 @@ def ggml_tile_of(source: GgmlSource, rows: range) -> bytes:
         codes = tile(parts.codes, block)
         for first in range(0, codes.shape[1], 32):
             at = 0
-            for bits in PLANES[CODE_BITS[source.format]]:
+            for bits in PLANES[ggml.CODE_BITS[source.format]]:
                 out += plane(codes[:, first : first + 32], at, bits)
                 at += bits
     return out

@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from . import core, sources
-from .sources import BF16, INT4_ROW, INT8_ROW, Source
+from . import core, ggml, sources
+from .sources import BF16, INT4_ROW, INT8_ROW
 
 TABLES = [(module, table) for module, table in core.VARIANTS if table != "amx"]
 tables = pytest.mark.parametrize("name,table", TABLES, ids=[f"{m}-{t}" for m, t in TABLES])
 DENSE = [(BF16, 0, 0), (INT8_ROW, 0, 0), (INT4_ROW, 0, 0)]
 FORMATS = [*DENSE, *sources.VARIANTS]
 formats = pytest.mark.parametrize("format,group,scale_type", FORMATS)
-quantised = pytest.mark.parametrize("format,group,scale_type", sources.VARIANTS)
+
 
 ROWS = range(1, 71)
 
@@ -26,7 +26,7 @@ def columns_of(format: int, group: int, columns: int) -> int:
     return -(-columns // unit) * unit
 
 
-def random_weights(format: int, group: int, scale_type: int, n: int, k: int) -> Source | Any:
+def random_weights(format: int, group: int, scale_type: int, n: int, k: int) -> Any:
     """A source, or float32 [n, k] that a dense format holds exactly."""
     if format >= sources.INT4_GROUP:
         return sources.make(format, n, k, group, scale_type, seed=n + k)
@@ -39,8 +39,8 @@ def random_weights(format: int, group: int, scale_type: int, n: int, k: int) -> 
     return w.astype(np.float32)
 
 
-def values_of(w: Source | Any) -> npt.NDArray[np.float64]:
-    return w.values if isinstance(w, Source) else w.astype(np.float64)
+def values_of(w: Any) -> npt.NDArray[np.float64]:
+    return w.astype(np.float64) if isinstance(w, np.ndarray) else w.values
 
 
 def random_rows(format: int, m: int, k: int) -> core.Floats:
@@ -52,17 +52,17 @@ def random_rows(format: int, m: int, k: int) -> core.Floats:
 
 
 def product(
-    name: str, table: str, w: Source | Any, format: int, x: core.Floats, gemm: bool = True
+    name: str, table: str, w: Any, format: int, x: core.Floats, gemm: bool = True
 ) -> core.Floats:
     module = core.core_with(name, table)
-    if not isinstance(w, Source):
+    if isinstance(w, np.ndarray):
         return module.product(table, gemm, format, 0, w, x)
     return module.product_quantised(
         table, gemm, format, w.group, w.scale_type, w.shape[0], w.address, x
     )
 
 
-def check(y: core.Floats, w: Source | Any, x: core.Floats) -> None:
+def check(y: core.Floats, w: Any, x: core.Floats) -> None:
     """Within the bound of float32 summation, and zeros past the matrix's rows."""
     values = values_of(w)
     n, k = values.shape
@@ -156,7 +156,7 @@ def test_bf16_has_the_bits_of_gemv(name: str, table: str) -> None:
 
 
 @tables
-@quantised
+@pytest.mark.parametrize("format,group,scale_type", sources.SCALED_VARIANTS)
 @pytest.mark.parametrize("edges", [False, True])
 def test_every_code_and_scale(
     name: str, table: str, format: int, group: int, scale_type: int, edges: bool
@@ -164,7 +164,7 @@ def test_every_code_and_scale(
     """Rows of x that are 1 in one column give the weights themselves, once and exactly rounded:
     all codes, with `edges` at the smallest and the largest scales."""
     k = columns_of(format, group, 192)
-    w = sources.make(format, 64, k, group, scale_type, seed=3, edges=edges)
+    w = sources.make_scaled(format, 64, k, group, scale_type, seed=3, edges=edges)
     nothing: Any = 8 if format == sources.INT4_GROUP else 0
     if w.zero is not None:
         w.zero = np.minimum(w.zero, 15)
@@ -182,6 +182,18 @@ def test_every_code_and_scale(
         np.testing.assert_allclose(y, expected, rtol=2.0**-23, atol=2.0**-149)
     else:
         np.testing.assert_array_equal(y, expected.astype(np.float32))
+
+
+@tables
+@pytest.mark.parametrize("format", ggml.GGML)
+@pytest.mark.parametrize("edges", [False, True])
+def test_every_code_and_scale_of_blocks(name: str, table: str, format: int, edges: bool) -> None:
+    """The same for ggml's formats: the float32 weights of the gguf package, bit for bit."""
+    w = ggml.make(format, 64, 512, seed=3, edges=edges)
+    parts = ggml.parts_of(w)
+    assert len(np.unique(parts.codes)) == 1 << ggml.CODE_BITS[format]
+    y = product(name, table, w, format, np.eye(512, dtype=np.float32))
+    np.testing.assert_array_equal(y, w.values.T)
 
 
 @tables

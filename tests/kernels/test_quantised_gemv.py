@@ -19,8 +19,8 @@ from .sources import E2M1, E4M3, E4M3_CODES, INT4_GROUP, INT4_ZERO, NVFP4, Sourc
 tables = pytest.mark.parametrize("name,table", VARIANTS, ids=[f"{m}-{t}" for m, t in VARIANTS])
 formats = pytest.mark.parametrize(
     "format,group,scale_type",
-    sources.VARIANTS,
-    ids=["-".join(map(str, v)) for v in sources.VARIANTS],
+    sources.SCALED_VARIANTS,
+    ids=["-".join(map(str, v)) for v in sources.SCALED_VARIANTS],
 )
 FIXED_POINT = (INT4_GROUP, INT4_ZERO, sources.MXFP4, NVFP4)  # activations as kInt16Group
 
@@ -85,7 +85,7 @@ def test_every_code_scale_and_column(
     """One nonzero activation gives one weight back, rounded once: codes, their order in the packed
     steps, zeros, subnormal and huge scales."""
     n, k = 33, 256
-    w = sources.make(format, n, k, group, scale_type, seed=7, edges=edges)
+    w = sources.make_scaled(format, n, k, group, scale_type, seed=7, edges=edges)
     codes = E4M3 if format in E4M3_CODES else E2M1
     assert len(np.unique(w.codes)) >= len(codes) - 2, "NaN codes are the only ones left out"
     for value in (1.0, -3.0 * 2**-20):
@@ -103,7 +103,7 @@ def test_extremes_of_fixed_point(name: str, table: str, format: int) -> None:
     group = 128 if format in sources.GROUP_FORMATS else 0
     n, k = 32, 1024
     for code, zero in itertools.product((0, 7, 8, 15), (0, 16)):
-        w = sources.make(format, n, k, group)
+        w = sources.make_scaled(format, n, k, group)
         w.codes = np.full_like(w.codes, code)
         w.zero = None if w.zero is None else np.full_like(w.zero, zero)
         w = with_few_bits(w, np.random.default_rng(0))
@@ -120,7 +120,7 @@ def test_rows_are_independent(
     """A batch has the bits of single rows, whatever its size, also beside a row with NaN or inf."""
     rng = np.random.default_rng(3)
     k = 384
-    w = sources.make(format, 40, k, group, scale_type, seed=3)
+    w = sources.make_scaled(format, 40, k, group, scale_type, seed=3)
     x = rng.standard_normal((9, k)) * 2.0 ** rng.integers(-20, 20, (9, 1))
     alone = np.concatenate([product(name, table, w, row[None]) for row in x])
     assert np.all(np.isfinite(alone))
@@ -144,7 +144,7 @@ def test_rows_are_independent(
 def test_random_products(name: str, table: str, format: int, group: int, scale_type: int) -> None:
     """Near the float64 product: float32 sums, and for fixed point 2^-15 of a group's largest."""
     rng = np.random.default_rng(5)
-    w = sources.make(format, 64, 512, group, scale_type, seed=5)
+    w = sources.make_scaled(format, 64, 512, group, scale_type, seed=5)
     x = bf16(rng.standard_normal((4, 512)))
     y = product(name, table, w, x)
     limit = 2e-5 if format in FIXED_POINT else 1e-6
