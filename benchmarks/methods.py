@@ -64,6 +64,11 @@ class Method:
         return self.make is _dense
 
     @property
+    def ggml(self) -> bool:
+        """One of the formats that ggml's files have."""
+        return self.format >= 10
+
+    @property
     def per_row_integer(self) -> bool:
         return self.format in (1, 2)
 
@@ -128,6 +133,20 @@ def _nvfp4(n: int, k: int) -> Source:
     return Source(_e2m1(n, k), torch.full((n, k // 16), one, dtype=torch.uint8), None, k**-0.5 / 3)
 
 
+def _ggml(columns: int, size: int, largest: int, *halves: int) -> Callable[[int, int], Source]:
+    """Random blocks of `size` bytes. halves: where fp16 d lies, and m; largest: what d is
+    multiplied with at most."""
+
+    def make(n: int, k: int) -> Source:
+        blocks = torch.randint(0, 256, (n, k // columns, size), dtype=torch.uint8)
+        for at in halves:
+            half = torch.full((n, k // columns, 1), 2 * k**-0.5 / largest, dtype=torch.float16)
+            blocks[..., at : at + 2] = half.view(torch.uint8)
+        return Source(blocks.flatten(1))
+
+    return make
+
+
 METHODS = {
     method.name: method
     for method in (
@@ -143,8 +162,21 @@ METHODS = {
         Method("MXFP8", 7, 8.25, _mxfp8),
         Method("MXFP4", 8, 4.25, _mxfp4),
         Method("NVFP4", 9, 4.5, _nvfp4),
+        Method("Q4_1", 10, 5, _ggml(32, 20, 15, 0, 2)),
+        Method("Q5_0", 11, 5.5, _ggml(32, 22, 16, 0)),
+        Method("Q5_1", 12, 6, _ggml(32, 24, 31, 0, 2)),
+        Method("Q8_0", 13, 8.5, _ggml(32, 34, 127, 0)),
+        Method("Q2_K", 14, 2.625, _ggml(256, 84, 15 * 3, 80, 82)),
+        Method("Q3_K", 15, 3.5625, _ggml(256, 110, 32 * 4, 108)),
+        Method("Q4_K", 16, 4.625, _ggml(256, 144, 63 * 15, 0, 2)),
+        Method("Q5_K", 17, 5.625, _ggml(256, 176, 63 * 31, 0, 2)),
+        Method("Q6_K", 18, 6.5625, _ggml(256, 210, 128 * 32, 208)),
+        Method("IQ4_NL", 19, 4.5, _ggml(32, 18, 127, 0)),
+        Method("IQ4_XS", 20, 4.3125, _ggml(256, 136, 32 * 127, 0)),
     )
 }
+# What is measured when no methods are named.
+USUAL_METHODS = [name for name, method in METHODS.items() if not method.ggml]
 
 
 def expert_sources(method: Method, shape: Shape) -> list[Source]:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from machine import Ceilings, about, available_memory, busy_note
-from methods import METHODS
+from methods import METHODS, USUAL_METHODS
 from report import add_fair_shares, add_ratios, print_beside, print_ceilings, print_rows, row_of
 from rounds import Line, end_foreign, run_rounds
 from setups import ROWS, NotMeasured, Setup, setups
@@ -46,7 +46,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--routine", default="layer", choices=ROUTINES)
-    add("--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD")
+    add("--methods", nargs="+", default=USUAL_METHODS, choices=METHODS, metavar="METHOD",
+        help="default: all but ggml's formats")  # fmt: skip
     add("--tables", nargs="+", default=_C.kernel_tables()[:1], choices=_C.kernel_tables(),
         help="kernel tables (default: the best)")  # fmt: skip
     add("--tokens", nargs="+", type=int, help="T, or rows of X for gemv and gemm")

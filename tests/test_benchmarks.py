@@ -72,13 +72,14 @@ def test_layer_of_every_method(tmp_path: Path, module: Any) -> None:
         tmp_path, "--tables", *tables, "--tokens", "1", "16", "--layers", "2", "--threads", "1"
     )  # fmt: skip
     rows = check(result)
-    for name, method in module("methods").METHODS.items():
+    methods = module("methods")
+    for name in methods.USUAL_METHODS:
         for table in tables:
             found = {r["tokens"]: r for r in rows if (r["method"], r["table"]) == (name, table)}
             assert list(found) == [1, 16]
             # Memory is planned by the bits; heads weigh more in such small tiles.
             packed = found[1]["packed_bytes_per_weight"]
-            assert packed == pytest.approx(method.bits / 8, rel=0.1)
+            assert packed == pytest.approx(methods.METHODS[name].bits / 8, rel=0.1)
         assert name in printed
     assert any("less than twice the last-level cache" in note for note in result["notes"])
 
@@ -103,15 +104,29 @@ def test_kernels_alone(tmp_path: Path, module: Any, routine: str) -> None:
         "--threads", "1",
     )  # fmt: skip
     rows = check(result)
-    for name in module("methods").METHODS:
+    for name in module("methods").USUAL_METHODS:
         assert [row["tokens"] for row in rows if row["method"] == name] == [3]
     assert all(row["reuse_distance"] >= 1 << 20 and row["threads"] == 1 for row in rows)
+
+
+def test_ggml_formats(tmp_path: Path, module: Any) -> None:
+    methods = module("methods").METHODS
+    names = [name for name, method in methods.items() if method.ggml]
+    result, _ = run(
+        tmp_path, "--routine", "gemm", "--tables", "avx2", "--working-set", "1", "--tokens", "3",
+        "--threads", "1", "--methods", *names,
+    )  # fmt: skip
+    rows = check(result)
+    assert [row["method"] for row in rows] == names
+    for row in rows:
+        bits = methods[row["method"]].bits
+        assert row["packed_bytes_per_weight"] == pytest.approx(bits / 8, rel=1e-4)
 
 
 def test_packing(tmp_path: Path, module: Any) -> None:
     result, _ = run(tmp_path, "--routine", "pack", "--experts", "2")
     rows = check(result)
-    assert [row["method"] for row in rows] == list(module("methods").METHODS)
+    assert [row["method"] for row in rows] == module("methods").USUAL_METHODS
     assert all(row["first_touch_us"] > 0 and row["source_bytes"] > 0 for row in rows)
 
 
