@@ -9,61 +9,98 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kMostBlockBytes =
-    MatrixLayout{WeightFormat::kQ6K, kTileRows, 256, 0}.block_bytes();
-
 template <class T> T load(const uint8_t* p) {
   T x;
   std::memcpy(&x, p, sizeof x);
   return x;
 }
 
-// A row's blocks from the part's first column on.
-const uint8_t* row_blocks(const MatrixLayout& layout, const MatrixSource& source, int64_t row) {
-  const GgmlFormat f = ggml_format(layout.format);
-  const int64_t stride = source.cols / f.block_cols * f.file_bytes;
-  return static_cast<const uint8_t*>(source.weights.data) + row * stride +
-         source.col0 / f.block_cols * f.file_bytes;
-}
-
 bool finite_fp16(uint16_t x) { return (x & 0x7c00) != 0x7c00; }
 
 // Bits [shift, shift + bits) of the codes of 32 columns to one lane of `bits` steps.
 template <int bits> void write_plane(const uint8_t* q, int shift, uint8_t* lane) {
-  constexpr uint32_t kMask = 0x01010101u * ((1u << bits) - 1);
-  constexpr int kQuads = 8 / bits;
-  for (int step = 0; step < bits; ++step, lane += kStepBytes) {
-    uint32_t word = 0;
-    for (int j = 0; j < kQuads; ++j, q += 4)
-      word |= (load<uint32_t>(q) >> shift & kMask) << bits * j;
-    std::memcpy(lane, &word, 4);
+  if constexpr (bits == 8) {
+    for (int step = 0; step < bits; ++step) std::memcpy(lane + step * kStepBytes, q + 4 * step, 4);
+  } else {  // two quads at a time: those of a step in the halves of a word, then one upon the other
+    constexpr uint64_t kMask = 0x0101010101010101u * ((1u << bits) - 1);
+    for (int step = 0; step < bits; ++step, lane += kStepBytes) {
+      uint64_t both = 0;
+      for (int j = 0; j < 8; j += 2 * bits, q += 8)
+        both |= (load<uint64_t>(q) >> shift & kMask) << j;
+      const uint32_t word = uint32_t(both) | uint32_t(both >> 32) << bits;
+      std::memcpy(lane, &word, 4);
+    }
   }
 }
 
 // Row n of a packed block.
-template <int bits>
-void write_row(const GgmlFormat& f, const GgmlBlock& b, int64_t n, uint8_t* dst) {
+template <WeightFormat format> void write_row(const GgmlBlock& b, int64_t n, uint8_t* dst) {
+  constexpr GgmlFormat f = ggml_format(format);
+  constexpr int kLow = f.low_bits(), kHigh = f.bits - kLow;
   std::memcpy(dst + n * 2, &b.d, 2);
-  if (f.has_min) std::memcpy(dst + kTileRows * 2 + n * 2, &b.m, 2);
-  uint8_t* scales = dst + f.d_bytes();
-  uint8_t* steps = dst + f.scale_bytes();
+  if constexpr (f.has_min) std::memcpy(dst + kTileRows * 2 + n * 2, &b.m, 2);
+  uint8_t *scales = dst + f.d_bytes(), *steps = dst + f.scale_bytes();
   for (int i = 0; scales < steps; ++i, scales += kTileRows) scales[n] = b.scales[i];
-  constexpr int kLow = low_plane_bits(bits);
   for (int k = 0; k < f.block_cols; k += 32, steps += f.part_bytes()) {
     write_plane<kLow>(b.q + k, 0, steps + n * 4);
-    if constexpr (bits > kLow)
-      write_plane<bits - kLow>(b.q + k, kLow, steps + kLow * kStepBytes + n * 4);
+    if constexpr (kHigh > 0) write_plane<kHigh>(b.q + k, kLow, steps + kLow * kStepBytes + n * 4);
   }
 }
 
-void write_row(const GgmlFormat& f, const GgmlBlock& b, int64_t n, uint8_t* dst) {
-  switch (f.bits) {
-    case 2: return write_row<2>(f, b, n, dst);
-    case 3: return write_row<3>(f, b, n, dst);
-    case 4: return write_row<4>(f, b, n, dst);
-    case 5: return write_row<5>(f, b, n, dst);
-    case 6: return write_row<6>(f, b, n, dst);
-    default: return write_row<8>(f, b, n, dst);
+// The blocks of a matrix's part, by format.
+template <WeightFormat format> struct Blocks {
+  static constexpr GgmlFormat f = ggml_format(format);
+  static constexpr int64_t kPackedBytes =
+      MatrixLayout{format, kTileRows, f.block_cols, 0}.block_bytes();
+  const MatrixLayout& layout;
+  const MatrixSource& source;
+  const int64_t count = layout.cols / f.block_cols;  // of a row
+
+  const uint8_t* of_row(int64_t row) const {
+    const int64_t stride = source.cols / f.block_cols * f.file_bytes;
+    return static_cast<const uint8_t*>(source.weights.data) + row * stride +
+           source.col0 / f.block_cols * f.file_bytes;
+  }
+
+  bool finite(int64_t row) const {
+    const uint8_t* d = of_row(row) + ggml_file_block(format).d;
+    bool all = true;
+    for (int64_t i = 0; i < count; ++i, d += f.file_bytes) {
+      all &= finite_fp16(load<uint16_t>(d));
+      if constexpr (f.has_min) all &= finite_fp16(load<uint16_t>(d + 2));
+    }
+    return all;
+  }
+
+  void pack(int64_t first, int64_t rows, uint8_t* dst) const {
+    alignas(64) uint8_t stage[kPackedBytes] = {};  // with the pads
+    for (int64_t b = 0; b < count; ++b, dst += kPackedBytes) {
+      const uint8_t* block = of_row(first) + b * f.file_bytes;
+      const int64_t stride = source.cols / f.block_cols * f.file_bytes;
+      for (int64_t n = 0; n < rows; ++n, block += stride)
+        write_row<format>(read_ggml_block<format>(block), n, stage);
+      stream_bytes(stage, kPackedBytes, dst);
+    }
+    stream_fence();
+  }
+};
+
+// Calls use(Blocks<format>{}) for the layout's format.
+template <class Use>
+void with_blocks(const MatrixLayout& layout, const MatrixSource& source, const Use& use) {
+  const auto as = [&]<WeightFormat format>() { use(Blocks<format>{layout, source}); };
+  switch (layout.format) {
+    case WeightFormat::kQ4_1: return as.template operator()<WeightFormat::kQ4_1>();
+    case WeightFormat::kQ5_0: return as.template operator()<WeightFormat::kQ5_0>();
+    case WeightFormat::kQ5_1: return as.template operator()<WeightFormat::kQ5_1>();
+    case WeightFormat::kQ8_0: return as.template operator()<WeightFormat::kQ8_0>();
+    case WeightFormat::kQ2K: return as.template operator()<WeightFormat::kQ2K>();
+    case WeightFormat::kQ3K: return as.template operator()<WeightFormat::kQ3K>();
+    case WeightFormat::kQ4K: return as.template operator()<WeightFormat::kQ4K>();
+    case WeightFormat::kQ5K: return as.template operator()<WeightFormat::kQ5K>();
+    case WeightFormat::kQ6K: return as.template operator()<WeightFormat::kQ6K>();
+    case WeightFormat::kIQ4NL: return as.template operator()<WeightFormat::kIQ4NL>();
+    default: return as.template operator()<WeightFormat::kIQ4XS>();
   }
 }
 
@@ -71,35 +108,23 @@ void write_row(const GgmlFormat& f, const GgmlBlock& b, int64_t n, uint8_t* dst)
 
 PackError check_ggml(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
                      int64_t* bad_row) {
-  const GgmlFormat f = ggml_format(layout.format);
   const int64_t first = source.row0 + tile * kTileRows;
-  for (int64_t row = first; row < first + tile_rows(layout, tile); ++row) {
-    const uint8_t* block = row_blocks(layout, source, row);
-    for (int64_t k = 0; k < layout.cols; k += f.block_cols, block += f.file_bytes) {
-      const uint8_t* d = ggml_d(layout.format, block);
-      if (finite_fp16(load<uint16_t>(d)) && (!f.has_min || finite_fp16(load<uint16_t>(d + 2))))
-        continue;
+  PackError error = PackError::kNone;
+  with_blocks(layout, source, [&](const auto& blocks) {
+    for (int64_t row = first; row < first + tile_rows(layout, tile); ++row) {
+      if (blocks.finite(row)) continue;
       *bad_row = row;
-      return PackError::kBadBlockScale;
+      error = PackError::kBadBlockScale;
+      return;
     }
-  }
-  return PackError::kNone;
+  });
+  return error;
 }
 
 void pack_ggml(const MatrixLayout& layout, const MatrixSource& source, int64_t tile, uint8_t* dst) {
-  const GgmlFormat f = ggml_format(layout.format);
-  const int64_t first = source.row0 + tile * kTileRows, rows = tile_rows(layout, tile);
-  const int64_t bytes = layout.block_bytes();
-  for (int64_t b = 0; b < layout.cols / f.block_cols; ++b, dst += bytes) {
-    alignas(64) uint8_t stage[kMostBlockBytes];
-    if (rows < kTileRows) std::memset(stage, 0, size_t(bytes));
-    for (int64_t n = 0; n < rows; ++n) {
-      const uint8_t* block = row_blocks(layout, source, first + n) + b * f.file_bytes;
-      write_row(f, read_ggml_block(layout.format, block), n, stage);
-    }
-    stream_bytes(stage, bytes, dst);
-  }
-  stream_fence();
+  with_blocks(layout, source, [&](const auto& blocks) {
+    blocks.pack(source.row0 + tile * kTileRows, tile_rows(layout, tile), dst);
+  });
 }
 
 float ggml_weight(const MatrixLayout& layout, const uint8_t* tile, int64_t n, int64_t k) {
