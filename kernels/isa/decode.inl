@@ -25,6 +25,20 @@ constexpr int8_t kInt4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 
 constexpr int8_t kUnsignedValues[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
+// ---- the codebook of kIQ4NL and kIQ4XS: value + 128, for codes in the low halves of bytes.
+constexpr int kIq4Offset = 128;
+struct Iq4Table {
+  alignas(16) uint8_t code[16];
+};
+constexpr Iq4Table kIq4Table = [] {
+  Iq4Table table{};
+  for (int i = 0; i < 16; ++i) table.code[i] = uint8_t(kIq4Values[i] + kIq4Offset);
+  return table;
+}();
+inline I iq4_codes(I nibbles) {
+  return i_lookup(_mm_load_si128(reinterpret_cast<const __m128i*>(kIq4Table.code)), nibbles);
+}
+
 // ---- scales, one per row of the tile
 inline F load_scales(const uint8_t* p, ScaleType type, int lane) {
   switch (type) {

@@ -1,12 +1,5 @@
 // What only the GEMM kernels need besides simd_avx2.inl.
 
-// Adds the products of 16-bit lanes in pairs. The assembly keeps the accumulator in one register.
-inline I dot_pairs(I acc, I a, I b) {
-  acc = i_add(acc, _mm256_madd_epi16(a, b));
-  asm("" : "+x"(acc));
-  return acc;
-}
-
 // The values of 4-bit codes, as float32.
 using NibbleTable = __m128i;
 inline NibbleTable nibble_table(const int8_t* values) {  // of the 16 codes

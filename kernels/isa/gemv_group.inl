@@ -1,21 +1,24 @@
-// 4-bit weights with a scale per group of columns, vector units. Activations are in fixed point
+// Integer weights with a scale per group of columns, vector units. Activations are in fixed point
 // (kernel_table.h, kInt16Group), so products are integer: codes times two digits, exact in int32
-// for 32 columns (16 for kNvFp4), then multiplied by the activation's unit, a power of two, and by
-// the weights' scale in float32.
+// for 32 columns (16 where these have two scales), then multiplied by the activation's unit, a
+// power of two, and by the weights' scale in float32.
 
-// A format gives its Codes, kOffset (what codes are above the integers they stand for), kSums
-// (scales per 32 columns), and is itself the scales of a block of columns:
-//   Format(block, layout)
-//   add(...)               the total with the products of 32 columns
+// A format is the scales of a block of columns, Format(block, layout), and gives
+//   Codes         what its codes are (codes.inl)
+//   kOffset       what Codes' bytes are above the integers they stand for
+//   kSums         scales, and sums of products, per 32 columns
+//   at(i, v)      what add needs for vector v of rows in 32 columns, the i-th of the block
+//   add(...)      the total with the products of these columns
 //   finish(tile, total)
 template <class Format> struct GroupBlock {
+  using Codes = typename Format::Codes;
+  static constexpr int kSums = Format::kSums;
+  static constexpr int64_t kPartBytes = Codes::kSteps * kStepBytes;  // of 32 columns
+
   template <int M>
   static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                          const Rows<M>& rows, float* out) {
-    using Codes = typename Format::Codes;
-    constexpr int V = vectors_at_once(M, 2, 2), kParts = Format::kSums;
-    constexpr int kSteps = 4 / kParts;
-    constexpr int kAtOnce = Codes::kMaxSteps < kSteps ? Codes::kMaxSteps : kSteps;
+    constexpr int V = vectors_at_once(M, 2, 2);
     F total[M][kTileVectors];
     zero_rows(total);
     const int64_t blocks = layout.cols_padded() / layout.block_cols();
@@ -26,35 +29,36 @@ template <class Format> struct GroupBlock {
     for (int64_t b = 0; b < blocks; ++b, block += block_bytes) {
       const Format scales(block, layout);
       const uint8_t* w = block + scale_bytes;
-      for (int64_t i = 0; i < groups; ++i, ++g, w += 4 * kStepBytes) {
-        prefetch_steps(w, 4);
+      for (int64_t i = 0; i < groups; ++i, ++g, w += kPartBytes) {
+        prefetch_steps(w, Codes::kSteps);
+        const uint8_t* x[M];
+        for (int r = 0; r < M; ++r) x[r] = rows.a[r] + g * 2 * kActGroup;
+        alignas(32) uint8_t pairs[kPairs<Codes> ? M : 1][2 * kActGroup];
+        if constexpr (kPairs<Codes>)
+          for (int r = 0; r < M; ++r) {
+            pair_digits(x[r], pairs[r]);
+            x[r] = pairs[r];
+          }
         for (int first = 0; first < kTileVectors; first += V) {
-          I dots[kParts][M][V];
-          for (int p = 0; p < kParts; ++p)
+          I dots[kSums][M][V];
+          for (int p = 0; p < kSums; ++p)
             for (int r = 0; r < M; ++r) {
               const int32_t* sum = a.sum + rows.id[r] * a.sums + 2 * g;
-              const int32_t columns = kParts == 1 ? sum[0] + sum[1] : sum[p];
+              const int32_t columns = kSums == 1 ? sum[0] + sum[1] : sum[p];
               for (I& dot : dots[p][r]) dot = i_set(-Format::kOffset * columns);
             }
-          for (int p = 0; p < kParts; ++p)
-            for (int s = p * kSteps; s < (p + 1) * kSteps; s += kAtOnce) {
-              const uint8_t* x[M];
-              for (int r = 0; r < M; ++r) x[r] = reload(rows.a[r] + g * 2 * kActGroup + s * 8);
-              I acc[M][V][2];
-              dot_steps<Codes, kAtOnce>(w + s * kStepBytes + first * kLanes * 4, x, acc);
-              for (int r = 0; r < M; ++r)
-                for (int v = 0; v < V; ++v)
-                  dots[p][r][v] = i_add(dots[p][r][v], dot_total(acc[r][v][0], acc[r][v][1]));
-            }
+          add_dots<0>(w + first * kLanes * 4, x, dots);
           for (int r = 0; r < M; ++r) {
             const F unit = f_set(a.scale[rows.id[r] * a.scales + g]);
             const int32_t* sum = a.sum + rows.id[r] * a.sums + 2 * g;
+            F sums[kSums];
+            for (int p = 0; p < kSums; ++p)
+              sums[p] = to_f(i_set(kSums == 1 ? sum[0] + sum[1] : sum[p]));
             for (int v = 0; v < V; ++v) {
+              F dot[kSums];
+              for (int p = 0; p < kSums; ++p) dot[p] = to_f(dots[p][r][v]);
               F& y = total[r][first + v];
-              if constexpr (kParts == 1)
-                y = scales.add(i, first + v, to_f(dots[0][r][v]), sum, unit, y);
-              else
-                y = scales.add(first + v, to_f(dots[0][r][v]), to_f(dots[1][r][v]), unit, y);
+              y = scales.at(i, first + v).add(dot, sums, unit, y);
             }
           }
         }
@@ -62,6 +66,43 @@ template <class Format> struct GroupBlock {
     }
     Format::finish(tile, total);
     store_rows(total, out);
+  }
+
+ private:
+  // Adds the products of quads [c, 8).
+  template <int c, int M, int V>
+  [[gnu::always_inline]] static inline void add_dots(const uint8_t* w, const uint8_t* const (&a)[M],
+                                                     I (&dots)[kSums][M][V]) {
+    if constexpr (c < 8) {
+      constexpr int kQuads = 8 / kSums, kAtOnce = quads_at_once<Codes>(kQuads);
+      const uint8_t* x[M];
+      for (int r = 0; r < M; ++r) x[r] = reload(a[r]);
+      I acc[M][V][2];
+      zero_sums(acc);
+      dot_quads<Codes, c, c + kAtOnce>(w, x, acc);
+      for (int r = 0; r < M; ++r)
+        for (int v = 0; v < V; ++v) {
+          I& dot = dots[c / kQuads][r][v];
+          dot = i_add(dot, digits_total<Codes>(acc[r][v]));
+        }
+      add_dots<c + kAtOnce>(w, a, dots);
+    }
+  }
+};
+
+// One scale for 32 columns.
+struct OneScale {
+  F scale;
+  inline F add(const F (&dot)[1], const F (&)[1], F unit, F total) const {
+    return f_fma(f_mul(dot[0], unit), scale, total);
+  }
+};
+
+// One for the first 16 and one for the others.
+struct TwoScales {
+  F first, second;
+  inline F add(const F (&dot)[2], const F (&)[2], F unit, F total) const {
+    return f_fma(f_fma(dot[1], second, f_mul(dot[0], first)), unit, total);
   }
 };
 
@@ -72,9 +113,7 @@ struct Int4Scales {
   inline Int4Scales(const uint8_t* block, const MatrixLayout& layout) {
     for (int v = 0; v < kTileVectors; ++v) scale[v] = load_scales(block, layout.scale, v * kLanes);
   }
-  inline F add(int64_t, int v, F dot, const int32_t*, F unit, F total) const {
-    return f_fma(f_mul(dot, unit), scale[v], total);
-  }
+  inline OneScale at(int64_t, int v) const { return {scale[v]}; }
   template <int M> static inline void finish(const uint8_t*, F (&)[M][kTileVectors]) {}
 };
 
@@ -88,10 +127,13 @@ struct Int4ZeroScales : Int4Scales {
     const uint8_t* zeros = block + kTileRows * layout.scale_bytes();
     for (int v = 0; v < kTileVectors; ++v) zero[v] = to_f(i_load_u8(zeros + v * kLanes));
   }
-  inline F add(int64_t, int v, F dot, const int32_t* sum, F unit, F total) const {
-    const F centred = f_fnma(zero[v], f_set(float(sum[0] + sum[1])), dot);
-    return f_fma(f_mul(centred, unit), scale[v], total);
-  }
+  struct At {
+    F scale, zero;
+    inline F add(const F (&dot)[1], const F (&sum)[1], F unit, F total) const {
+      return f_fma(f_mul(f_fnma(zero, sum[0], dot[0]), unit), scale, total);
+    }
+  };
+  inline At at(int64_t, int v) const { return {scale[v], zero[v]}; }
 };
 
 struct MxFp4Scales {
@@ -103,9 +145,13 @@ struct MxFp4Scales {
       for (int v = 0; v < kTileVectors; ++v)
         scale[part][v] = load_ue8m0(block + part * kTileRows + v * kLanes);
   }
-  inline F add(int64_t part, int v, F dot, const int32_t*, F unit, F total) const {
-    return f_fma(f_mul(dot, f_mul(unit, f_set(kE2m1Unit))), scale[part][v], total);
-  }
+  struct At {
+    F scale;
+    inline F add(const F (&dot)[1], const F (&)[1], F unit, F total) const {
+      return f_fma(f_mul(dot[0], f_mul(unit, f_set(kE2m1Unit))), scale, total);
+    }
+  };
+  inline At at(int64_t i, int v) const { return {scale[i][v]}; }
   template <int M> static inline void finish(const uint8_t*, F (&)[M][kTileVectors]) {}
 };
 
@@ -118,9 +164,8 @@ struct NvFp4Scales {
       i_store(scale + n, e4m3_even_fp16(i_load_u8_as_u16(block + n)));
     settle(scale);
   }
-  inline F add(int v, F first, F second, F unit, F total) const {
-    const F a = f_load_fp16(scale + v * kLanes), b = f_load_fp16(scale + kTileRows + v * kLanes);
-    return f_fma(f_fma(second, b, f_mul(first, a)), unit, total);
+  inline TwoScales at(int64_t, int v) const {
+    return {f_load_fp16(scale + v * kLanes), f_load_fp16(scale + kTileRows + v * kLanes)};
   }
   template <int M> static inline void finish(const uint8_t* tile, F (&total)[M][kTileVectors]) {
     float global;

@@ -60,7 +60,9 @@ struct Int4RowBlock {  // u = q + 8: takes 8 * sum(activations) off the sum
         const uint8_t* x[M];
         for (int r = 0; r < M; ++r) x[r] = reload(rows.a[r] + k);
         I acc[M][V][1];
-        dot_steps<NibbleCodes, 4>(w + first * kLanes * 4, x, acc);
+        zero_sums(acc);
+        static_assert(quads_at_once<NibbleCodes>(8) == 8);
+        dot_quads<NibbleCodes, 0, 8>(w + first * kLanes * 4, x, acc);
         for (int r = 0; r < M; ++r)
           for (int v = 0; v < V; ++v)
             total[r][first + v] = i_add(total[r][first + v], dot_total(acc[r][v][0]));

@@ -28,18 +28,20 @@ namespace {
 #endif
 #include "convert.inl"
 #include "decode.inl"
+#include "planes.inl"
 
 #include "act_quant.inl"
 #include "blocks.inl"
+#include "codes.inl"
 #include "merge.inl"
-#include "nibbles.inl"
-#include "planes.inl"
 #include "swiglu.inl"
 
 #include "gemv_bf16.inl"
 #include "gemv_fp8.inl"
 #include "gemv_group.inl"
 #include "gemv_int.inl"
+
+#include "gemv_ggml.inl"
 
 #include "dequantise.inl"
 #ifdef KT_WIDE
@@ -135,6 +137,10 @@ constexpr ActKind kVectorAct = ActKind::kBF16;  // of BF16 weights
 constexpr ActKind kVectorAct = ActKind::kFloat;
 #endif
 
+template <WeightFormat format>
+constexpr ProductKernel kGgmlGemv{ActKind::kInt16Group, false,
+                                  vector_product<GroupBlock<GgmlScales<format>>>};
+
 // Rows per expert from which GEMM is used when the kind is not pinned, by WeightFormat: where it
 // begins to cost no more than GEMV, measured on one core with weights from memory.
 #if defined(KT_AMX)
@@ -176,17 +182,17 @@ const KernelTable KT_TABLE = {
         {{ActKind::kInt16Group, false, vector_product<GroupBlock<NvFp4Scales>>},
          kGemm[9],
          kGemmMinRows[9]},
-        {kGemm[10], kGemm[10], kGemmMinRows[10]},
-        {kGemm[11], kGemm[11], kGemmMinRows[11]},
-        {kGemm[12], kGemm[12], kGemmMinRows[12]},
-        {kGemm[13], kGemm[13], kGemmMinRows[13]},
-        {kGemm[14], kGemm[14], kGemmMinRows[14]},
-        {kGemm[15], kGemm[15], kGemmMinRows[15]},
-        {kGemm[16], kGemm[16], kGemmMinRows[16]},
-        {kGemm[17], kGemm[17], kGemmMinRows[17]},
-        {kGemm[18], kGemm[18], kGemmMinRows[18]},
-        {kGemm[19], kGemm[19], kGemmMinRows[19]},
-        {kGemm[20], kGemm[20], kGemmMinRows[20]},
+        {kGgmlGemv<WeightFormat::kQ4_1>, kGemm[10], kGemmMinRows[10]},
+        {kGgmlGemv<WeightFormat::kQ5_0>, kGemm[11], kGemmMinRows[11]},
+        {kGgmlGemv<WeightFormat::kQ5_1>, kGemm[12], kGemmMinRows[12]},
+        {kGgmlGemv<WeightFormat::kQ8_0>, kGemm[13], kGemmMinRows[13]},
+        {kGgmlGemv<WeightFormat::kQ2K>, kGemm[14], kGemmMinRows[14]},
+        {kGgmlGemv<WeightFormat::kQ3K>, kGemm[15], kGemmMinRows[15]},
+        {kGgmlGemv<WeightFormat::kQ4K>, kGemm[16], kGemmMinRows[16]},
+        {kGgmlGemv<WeightFormat::kQ5K>, kGemm[17], kGemmMinRows[17]},
+        {kGgmlGemv<WeightFormat::kQ6K>, kGemm[18], kGemmMinRows[18]},
+        {kGgmlGemv<WeightFormat::kIQ4NL>, kGemm[19], kGemmMinRows[19]},
+        {kGgmlGemv<WeightFormat::kIQ4XS>, kGemm[20], kGemmMinRows[20]},
     },
     {quantise_float, quantise_bf16, quantise_int8_row, quantise_int16_groups},
     swiglu_tile,

@@ -38,7 +38,7 @@ inline AffineScale ggml_scale(const uint8_t* block, int64_t sub, int lane) {
     const uint8_t* p = block + kForm.d_bytes() + sub * kForm.sub_bytes() * kTileRows + lane;
     const I byte = i_load_u8(p);
     if constexpr (!kForm.has_min) {
-      scale = f_mul(scale, to_f(i_sra<24>(i_sll<24>(byte))));
+      scale = f_mul(scale, to_f(i_load_i8(p)));
     } else if constexpr (kForm.sub_bytes() == 2) {
       scale = f_mul(scale, to_f(byte));
       bias = f_fnma(bias, to_f(i_load_u8(p + kTileRows)), f_zero());

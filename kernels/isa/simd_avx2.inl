@@ -33,6 +33,7 @@ template <int n> inline I i_srl(I a) { return _mm256_srli_epi32(a, n); }
 template <int n> inline I i_sra(I a) { return _mm256_srai_epi32(a, n); }
 template <int n> inline I i_sll16(I a) { return _mm256_slli_epi16(a, n); }  // 16-bit lanes
 template <int n> inline I i_sra16(I a) { return _mm256_srai_epi16(a, n); }
+template <int n> inline I i_srl16(I a) { return _mm256_srli_epi16(a, n); }
 // table[i] for bytes i in 0..15
 inline I i_lookup(__m128i table, I i) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), i);
@@ -65,6 +66,9 @@ inline I i_load_u16(const uint16_t* p) {
 }
 inline I i_load_u8(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline I i_load_i8(const uint8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 inline F f_set_pair(const float* p) {  // p[0], p[1], p[0], p[1], ...
   int64_t pair;
@@ -123,4 +127,10 @@ inline I dot_codes(I acc, I codes, I digits) {
 inline I dot_total(I acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
 inline I dot_total(I high, I low) {  // 256 * high + low
   return i_add(_mm256_madd_epi16(high, _mm256_set1_epi16(256)), dot_total(low));
+}
+// Adds the products of 16-bit lanes in pairs. The assembly keeps the accumulator in one register.
+inline I dot_pairs(I acc, I a, I b) {
+  acc = i_add(acc, _mm256_madd_epi16(a, b));
+  asm("" : "+x"(acc));
+  return acc;
 }

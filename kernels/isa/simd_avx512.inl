@@ -34,6 +34,7 @@ template <int n> inline I i_srl(I a) { return _mm512_srli_epi32(a, n); }
 template <int n> inline I i_sra(I a) { return _mm512_srai_epi32(a, n); }
 template <int n> inline I i_sll16(I a) { return _mm512_slli_epi16(a, n); }  // 16-bit lanes
 template <int n> inline I i_sra16(I a) { return _mm512_srai_epi16(a, n); }
+template <int n> inline I i_srl16(I a) { return _mm512_srli_epi16(a, n); }
 // table[i] for bytes i in 0..15
 inline I i_lookup(__m128i table, I i) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), i);
@@ -70,6 +71,9 @@ inline I i_load_u16(const uint16_t* p) {
 }
 inline I i_load_u8(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I i_load_i8(const uint8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline F f_set_pair(const float* p) {  // p[0], p[1], p[0], p[1], ...
   int64_t pair;
@@ -140,3 +144,12 @@ inline I dot_total(I high, I low) {
   return i_add(_mm512_madd_epi16(high, _mm512_set1_epi16(256)), dot_total(low));
 }
 #endif
+
+// Adds the products of 16-bit lanes in pairs. The assembly keeps the accumulator in one register.
+inline I dot_pairs(I acc, I a, I b) {
+  acc = i_add(acc, _mm512_madd_epi16(a, b));
+#ifndef KT_EMULATE
+  asm("" : "+v"(acc));
+#endif
+  return acc;
+}
