@@ -56,12 +56,10 @@ template <class T, int N> inline void settle(T (&x)[N]) { asm("" : "+m"(x)); }
 // The processor's own prefetching follows a kernel that computes on what it reads only so far: 2 KB
 // ahead measured best of 1 to 8 KB. Past the end of a tile lies the next one.
 constexpr int64_t kPrefetchBytes = 2048;
-inline void prefetch_steps(const uint8_t* w, int steps) {
-  for (int s = 0; s < steps; ++s) {
-    __builtin_prefetch(w + s * kStepBytes + kPrefetchBytes);
-    __builtin_prefetch(w + s * kStepBytes + kPrefetchBytes + 64);
-  }
+inline void prefetch_lines(const uint8_t* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i + kPrefetchBytes);
 }
+inline void prefetch_steps(const uint8_t* w, int steps) { prefetch_lines(w, steps * kStepBytes); }
 
 inline int32_t load_i32(const uint8_t* p) {
   int32_t x;

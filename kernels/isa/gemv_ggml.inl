@@ -21,6 +21,7 @@ template <WeightFormat format> struct GgmlScales {
   static constexpr GgmlFormat kForm = ggml_format(format);
   using Codes = typename CodesOf<format>::type;
   static constexpr int kOffset = kForm.offset + Codes::kCodeOffset;
+  static constexpr int64_t kScaleBytes = kForm.scale_bytes();
   static constexpr int kSums = kForm.sub_cols == 16 ? 2 : 1;
 
   const uint8_t* block;

@@ -6,6 +6,7 @@
 // A format is the scales of a block of columns, Format(block, layout), and gives
 //   Codes         what its codes are (codes.inl)
 //   kOffset       what Codes' bytes are above the integers they stand for
+//   kScaleBytes   of a block, at least
 //   kSums         scales, and sums of products, per 32 columns
 //   at(i, v)      what add needs for vector v of rows in 32 columns, the i-th of the block
 //   add(...)      the total with the products of these columns
@@ -27,10 +28,11 @@ template <class Format> struct GroupBlock {
     const uint8_t* block = tile + layout.head_bytes();
     int64_t g = 0;
     for (int64_t b = 0; b < blocks; ++b, block += block_bytes) {
+      if constexpr (kLanes == 8) prefetch_lines(block, Format::kScaleBytes);  // no gain on AVX-512
       const Format scales(block, layout);
       const uint8_t* w = block + scale_bytes;
       for (int64_t i = 0; i < groups; ++i, ++g, w += kPartBytes) {
-        prefetch_steps(w, Codes::kSteps);
+        prefetch_lines(w, kPartBytes);
         const uint8_t* x[M];
         for (int r = 0; r < M; ++r) x[r] = rows.a[r] + g * 2 * kActGroup;
         alignas(32) uint8_t pairs[kPairs<Codes> ? M : 1][2 * kActGroup];
@@ -108,6 +110,7 @@ struct TwoScales {
 
 struct Int4Scales {
   using Codes = NibbleCodes;
+  static constexpr int64_t kScaleBytes = 64;
   static constexpr int kSums = 1, kOffset = 8;
   F scale[kTileVectors];
   inline Int4Scales(const uint8_t* block, const MatrixLayout& layout) {
@@ -120,6 +123,7 @@ struct Int4Scales {
 // The zero point's part is taken off in float32: both terms are integers under 2^24, so this is
 // the rounding of the exact difference.
 struct Int4ZeroScales : Int4Scales {
+  static constexpr int64_t kScaleBytes = 128;
   static constexpr int kOffset = 0;
   F zero[kTileVectors];
   inline Int4ZeroScales(const uint8_t* block, const MatrixLayout& layout)
@@ -138,6 +142,7 @@ struct Int4ZeroScales : Int4Scales {
 
 struct MxFp4Scales {
   using Codes = E2m1Codes;
+  static constexpr int64_t kScaleBytes = 64;
   static constexpr int kSums = 1, kOffset = kE2m1Offset;
   F scale[2][kTileVectors];
   inline MxFp4Scales(const uint8_t* block, const MatrixLayout&) {
@@ -157,6 +162,7 @@ struct MxFp4Scales {
 
 struct NvFp4Scales {
   using Codes = E2m1Codes;
+  static constexpr int64_t kScaleBytes = 64;
   static constexpr int kSums = 2, kOffset = kE2m1Offset;
   alignas(64) uint16_t scale[2 * kTileRows];  // fp16
   inline NvFp4Scales(const uint8_t* block, const MatrixLayout&) {
