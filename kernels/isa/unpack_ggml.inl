@@ -1,28 +1,30 @@
 // B of the tile kernels from ggml's formats (gemm_amx.inl, unpack_bf16.inl): in float32, then
-// rounded to bf16. A piece is two quads of columns.
+// rounded to bf16. Codes of up to five bits become floats by look-up. A piece is two quads of
+// columns.
 
-// The codes of quad `quad`, as part_quad; the quad is known at run time only.
-template <int bits> inline I plane_quad_at(const uint8_t* plane, int quad, int lane) {
-  constexpr int kQuads = 8 / bits;
-  const I x = i_load(plane + quad / kQuads * kStepBytes + lane * 4);
-  if constexpr (bits == 8) return x;
-  const I shift = i_set(quad % kQuads * bits);
-  return i_and(_mm512_srlv_epi32(x, shift), i_set(int32_t(plane_mask(bits))));
-}
-template <int bits> inline I part_quad_at(const uint8_t* part, int quad, int lane) {
-  constexpr int kLow = low_plane_bits(bits);
-  const I low = plane_quad_at<kLow>(part, quad, lane);
-  if constexpr (bits == kLow)
-    return low;
-  else {
-    const uint8_t* high = part + kLow * kStepBytes;
-    return i_or(low, i_sll<kLow>(plane_quad_at<bits - kLow>(high, quad, lane)));
+// What codes stand for before their scale, by their lowest bits and any others above them.
+struct CodeValues {
+  alignas(64) float of[32];
+};
+template <WeightFormat format> constexpr CodeValues code_values() {
+  constexpr GgmlFormat kForm = ggml_format(format);
+  CodeValues values{};
+  for (int i = 0; i < 32; ++i) {
+    const int code = i & ((1 << kForm.bits) - 1);
+    values.of[i] = float(kIsIq4<format> ? kIq4Values[code] : code - kForm.offset);
   }
+  return values;
 }
+template <WeightFormat format> constexpr CodeValues kCodeValues = code_values<format>();
 
 template <WeightFormat format> struct GgmlUnits : UnpackedUnits<false> {
   static constexpr GgmlFormat kForm = ggml_format(format);
+  static constexpr int kBits = kForm.bits, kLow = kForm.low_bits();
   static constexpr int64_t kSubCols = kForm.sub_cols == 16 ? 16 : 32;
+  static constexpr int64_t kPieceBytes = kForm.part_bytes() / 4;
+  // Beyond five bits, the offset is taken off after the scale; int8 codes get one.
+  static constexpr int kOffset = kBits == 8 ? 128 : kBits > 5 ? kForm.offset : 0;
+  static constexpr bool kBias = kForm.has_min || kOffset > 0;
   const uint8_t* tile;
   const int64_t block_bytes;
   LanePairs scale, bias;
@@ -33,58 +35,73 @@ template <WeightFormat format> struct GgmlUnits : UnpackedUnits<false> {
   void prepare(int64_t p) {
     const int64_t k = p * kPieceCols, column = k % kForm.block_cols;
     const uint8_t* block = tile + k / kForm.block_cols * block_bytes;
-    if (column % kSubCols == 0) {
-      const AffineScale first = ggml_scale<format>(block, column / kSubCols, 0),
-                        second = ggml_scale<format>(block, column / kSubCols, 16);
-      scale.set(first.scale, second.scale);
-      if constexpr (kHasBias<format>) bias.set(first.bias, second.bias);
-    }
+    if (column % kSubCols == 0) set_scales(block, column / kSubCols);
     const uint8_t* part = block + kForm.scale_bytes() + column / 32 * kForm.part_bytes();
-    prefetch_ahead<kForm.part_bytes() / 4>(part + column % 32 / 8 * (kForm.part_bytes() / 4));
-    const int quad = int(column % 32 / 4);
-    for (int v = 0; v < 2; ++v) {
-      if constexpr (kForm.bits == 4) {
-        unpack_nibbles(part + quad / 2 * kStepBytes, v, piece(p));
-      } else {
-        for (int q = 0; q < 2; ++q)
-          unpack_quad(part_quad_at<kForm.bits>(part, quad + q, v * 16), v,
-                      piece(p) + 2 * q * kStepBytes);
-      }
+    prefetch_ahead<kPieceBytes>(part + p % 4 * kPieceBytes);
+    switch (p % 4) {
+      case 0: return unpack<0>(part, piece(p));
+      case 1: return unpack<2>(part, piece(p));
+      case 2: return unpack<4>(part, piece(p));
+      default: return unpack<6>(part, piece(p));
     }
   }
   void finish(const ActRows&, int64_t, float*) const {}
 
  private:
-  // A 4-bit step's columns 0, 1, then 2, 3 and so on, by look-up of the codes' values.
-  void unpack_nibbles(const uint8_t* step, int v, uint8_t* dst) const {
-    const F table = nibble_table(kIsIq4<format> ? kIq4Values : kUnsignedValues);
-    const BytePairs pairs(i_load(step + v * 64));
-    for (int s = 0; s < 4; ++s) {
-      F w[2];
-      for (int h = 0; h < 2; ++h)
-        w[h] = weight(_mm512_permutexvar_ps(pairs.at(h, kNibbleShifts[s]), table), v, h);
-      i_store(dst + s * kStepBytes + v * 64, bf16_words(w[1], w[0]));
+  void set_scales(const uint8_t* block, int64_t sub) {
+    AffineScale of[2];
+    for (int v = 0; v < 2; ++v) {
+      of[v] = ggml_scale<format>(block, sub, 16 * v);
+      if constexpr (kBits == 8) of[v].bias = f_mul(of[v].scale, f_set(-kOffset));
+    }
+    scale.set(of[0].scale, of[1].scale);
+    if constexpr (kBias) bias.set(of[0].bias, of[1].bias);
+  }
+
+  // Two quads: columns 0, 1 of the first, then 2, 3, and so on.
+  template <int quad> void unpack(const uint8_t* part, uint8_t* dst) const {
+    for (int v = 0; v < 2; ++v) {
+      unpack_quad<quad>(part, v, dst);
+      unpack_quad<quad + 1>(part, v, dst + 2 * kStepBytes);
     }
   }
 
-  void unpack_quad(I codes, int v, uint8_t* dst) const {
-    const BytePairs pairs(codes);
+  template <int quad> void unpack_quad(const uint8_t* part, int v, uint8_t* dst) const {
+    const BytePairs pairs(codes<quad>(part, v * 16));
     for (int s = 0; s < 2; ++s) {
       F w[2];
-      for (int h = 0; h < 2; ++h) {
-        const I x = pairs.at(h, 16 * s);
-        const bool is_signed = format == WeightFormat::kQ8_0;
-        w[h] = weight(to_f(is_signed ? i_sra<24>(i_sll<24>(x)) : i_and(x, i_set(255))), v, h);
-      }
+      for (int h = 0; h < 2; ++h) w[h] = weight(value(pairs.at(h, 16 * s + first_bit(quad))), v, h);
       i_store(dst + s * kStepBytes + v * 64, bf16_words(w[1], w[0]));
     }
   }
 
-  F weight(F q, int v, int h) const {
-    const F s = f_load(scale.value[2 * v + h]);
-    if constexpr (kHasBias<format>)
-      return f_fma(q, s, f_load(bias.value[2 * v + h]));
+  // Lanes with the quad's codes in them, from first_bit of each byte on, other bits around them.
+  static constexpr int first_bit(int quad) { return kBits == kLow ? quad % (8 / kLow) * kLow : 0; }
+  template <int quad> static I codes(const uint8_t* part, int lane) {
+    constexpr int kQuads = 8 / kLow;
+    const I low = i_load(part + quad / kQuads * kStepBytes + lane * 4);
+    if constexpr (kBits == 8)
+      return i_xor(low, i_set(int32_t(0x80808080)));
+    else if constexpr (kBits == kLow)
+      return low;
     else
-      return f_mul(q, s);
+      return select(i_set(int32_t(plane_mask(kLow))), i_srl<quad % kQuads * kLow>(low),
+                    plane_quad<kBits - kLow, quad, kLow>(part + kLow * kStepBytes, lane));
+  }
+
+  static F value(I code) {
+    const float* values = kCodeValues<format>.of;
+    if constexpr (kBits <= 4) return _mm512_permutexvar_ps(code, f_load(values));
+    if constexpr (kBits == 5)
+      return _mm512_permutex2var_ps(f_load(values), code, f_load(values + 16));
+    return to_f(i_and(code, i_set((1 << kBits) - 1)));
+  }
+
+  F weight(F value, int v, int h) const {
+    const F s = f_load(scale.value[2 * v + h]);
+    if constexpr (kBias)
+      return f_fma(value, s, f_load(bias.value[2 * v + h]));
+    else
+      return f_mul(value, s);
   }
 };
