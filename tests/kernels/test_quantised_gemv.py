@@ -12,20 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from . import core, sources
+from . import core, ggml, sources
 from .core import VARIANTS
+from .ggml import GGML, GgmlSource
 from .sources import E2M1, E4M3, E4M3_CODES, INT4_GROUP, INT4_ZERO, NVFP4, Source
 
 tables = pytest.mark.parametrize("name,table", VARIANTS, ids=[f"{m}-{t}" for m, t in VARIANTS])
 formats = pytest.mark.parametrize(
     "format,group,scale_type",
-    sources.SCALED_VARIANTS,
-    ids=["-".join(map(str, v)) for v in sources.SCALED_VARIANTS],
+    sources.VARIANTS,
+    ids=["-".join(map(str, v)) for v in sources.VARIANTS],
 )
-FIXED_POINT = (INT4_GROUP, INT4_ZERO, sources.MXFP4, NVFP4)  # activations as kInt16Group
+# Activations as kInt16Group.
+SCALED_FIXED_POINT = (INT4_GROUP, INT4_ZERO, sources.MXFP4, NVFP4)
+FIXED_POINT = (*SCALED_FIXED_POINT, *GGML)
 
 
-def product(name: str, table: str, w: Source, x: Any) -> core.Floats:
+def product(name: str, table: str, w: Source | GgmlSource, x: Any) -> core.Floats:
     """x [m, k] times the transpose of w [n, k]; rows past n must be zeros where x is finite."""
     module = core.core_with(name, table)
     n = w.shape[0]
@@ -38,8 +41,12 @@ def product(name: str, table: str, w: Source, x: Any) -> core.Floats:
     return y[:, :n]
 
 
-def with_few_bits(w: Source, rng: Any) -> Source:
+def with_few_bits(w: Any, rng: Any) -> Any:
     """The source with codes of few bits and scales of 1 and 2, so that sums are exact."""
+    if isinstance(w, GgmlSource):
+        for which in range(len(ggml.HALVES[w.format])):
+            w.set_halves(which, rng.choice([0x3C00, 0xBC00, 0x4000], w.blocks.shape[:2]))
+        return w
     if w.format in E4M3_CODES:
         few = [c for c in sources.E4M3_FINITE if abs(E4M3[c]) < 16 and E4M3[c] * 4 % 1 == 0]
         w.codes = rng.choice(np.array(few, np.uint8), w.codes.shape)
@@ -85,10 +92,15 @@ def test_every_code_scale_and_column(
     """One nonzero activation gives one weight back, rounded once: codes, their order in the packed
     steps, zeros, subnormal and huge scales."""
     n, k = 33, 256
-    w = sources.make_scaled(format, n, k, group, scale_type, seed=7, edges=edges)
-    codes = E4M3 if format in E4M3_CODES else E2M1
-    assert len(np.unique(w.codes)) >= len(codes) - 2, "NaN codes are the only ones left out"
-    for value in (1.0, -3.0 * 2**-20):
+    w = sources.make(format, n, k, group, scale_type, seed=7, edges=edges)
+    values = [1.0, -3.0 * 2**-20]
+    if isinstance(w, GgmlSource):
+        assert len(np.unique(ggml.parts_of(w).codes)) == 1 << ggml.CODE_BITS[format]
+        values = [1.0, -(2.0**-20)]  # w is rounded once already, where there is a minimum
+    else:
+        codes = E4M3 if format in E4M3_CODES else E2M1
+        assert len(np.unique(w.codes)) >= len(codes) - 2, "NaN codes are the only ones left out"
+    for value in values:
         with np.errstate(over="ignore"):
             expected = (w.values.T * value).astype(np.float32)
         y = product(name, table, w, np.eye(k) * value)
@@ -96,7 +108,7 @@ def test_every_code_scale_and_column(
 
 
 @tables
-@pytest.mark.parametrize("format", FIXED_POINT)
+@pytest.mark.parametrize("format", SCALED_FIXED_POINT)
 def test_extremes_of_fixed_point(name: str, table: str, format: int) -> None:
     """Largest codes of both signs with the largest digits: 253 and -253 are 127 * 256 - 128 and
     -126 * 256 - 128 in units of 2^-7, 254 is 127 * 256. No sum in 16 bits may overflow."""
@@ -107,9 +119,24 @@ def test_extremes_of_fixed_point(name: str, table: str, format: int) -> None:
         w.codes = np.full_like(w.codes, code)
         w.zero = None if w.zero is None else np.full_like(w.zero, zero)
         w = with_few_bits(w, np.random.default_rng(0))
-        for value in (253.0, -253.0, 254.0, -254.0):
-            for x in (np.full((4, k), value), np.tile([value, -value], (4, k // 2))):
-                np.testing.assert_array_equal(product(name, table, w, x), x @ w.values.T)
+        check_extreme_rows(name, table, w)
+
+
+def check_extreme_rows(name: str, table: str, w: Any) -> None:
+    k = w.shape[1]
+    for value in (253.0, -253.0, 254.0, -254.0):
+        for x in (np.full((4, k), value), np.tile([value, -value], (4, k // 2))):
+            np.testing.assert_array_equal(product(name, table, w, x), x @ w.values.T)
+
+
+@tables
+@pytest.mark.parametrize("format", GGML)
+def test_extremes_of_fixed_point_in_blocks(name: str, table: str, format: int) -> None:
+    """The same for ggml's formats: codes and scales of all bits, of none, int8 -128 and 127."""
+    for fill in (0, 0xFF, 0x80, 0x7F):
+        w = ggml.make(format, 32, 256)
+        w.blocks[:] = fill
+        check_extreme_rows(name, table, with_few_bits(w, np.random.default_rng(0)))
 
 
 @tables
@@ -119,8 +146,8 @@ def test_rows_are_independent(
 ) -> None:
     """A batch has the bits of single rows, whatever its size, also beside a row with NaN or inf."""
     rng = np.random.default_rng(3)
-    k = 384
-    w = sources.make_scaled(format, 40, k, group, scale_type, seed=3)
+    k = 512
+    w = sources.make(format, 40, k, group, scale_type, seed=3)
     x = rng.standard_normal((9, k)) * 2.0 ** rng.integers(-20, 20, (9, 1))
     alone = np.concatenate([product(name, table, w, row[None]) for row in x])
     assert np.all(np.isfinite(alone))
@@ -144,7 +171,7 @@ def test_rows_are_independent(
 def test_random_products(name: str, table: str, format: int, group: int, scale_type: int) -> None:
     """Near the float64 product: float32 sums, and for fixed point 2^-15 of a group's largest."""
     rng = np.random.default_rng(5)
-    w = sources.make_scaled(format, 64, 512, group, scale_type, seed=5)
+    w = sources.make(format, 64, 512, group, scale_type, seed=5)
     x = bf16(rng.standard_normal((4, 512)))
     y = product(name, table, w, x)
     limit = 2e-5 if format in FIXED_POINT else 1e-6
