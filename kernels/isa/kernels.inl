@@ -92,8 +92,8 @@ constexpr ProductKernel kGemm[kFormatCount] = {
 #include "gemm_int.inl"
 void tiles_begin() {}
 void tiles_end() {}
-// 4-bit weights with a scale per group are multiplied fastest as integers where there is dpbusd,
-// and GEMV kernels do not wait for memory once a tile is in the cache. Elsewhere float32 FMA is as
+// Integer weights with a scale per group are multiplied fastest as such where there is dpbusd, and
+// GEMV kernels do not wait for memory once a tile is in the cache. Elsewhere float32 FMA is as
 // fast.
 #ifdef KT_VNNI
 template <class Scales, class>
@@ -103,7 +103,7 @@ template <class, class Columns>
 constexpr ProductKernel kGroupGemm{ActKind::kFloat, false, gemm_float<Columns>};
 #endif
 template <WeightFormat format>
-constexpr ProductKernel kGgmlGemm{ActKind::kFloat, false, gemm_float<GgmlColumns<format>>};
+constexpr ProductKernel kGgmlGemm = kGroupGemm<GgmlScales<format>, GgmlColumns<format>>;
 // By WeightFormat. BF16 weights are multiplied as float32 also where there is dpbf16: on Intel it
 // has half the rate of two FMAs.
 constexpr ProductKernel kGemm[kFormatCount] = {

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from . import sources
 from .core import AUTO, INTEGER, TILE, VECTOR, Floats, Layer, row_errors
+from .ggml import GGML
 from .layout_writer import bf16_bits
 from .sources import FP8_BLOCK, INT4_GROUP, INT4_ZERO, MXFP4, NVFP4
 
@@ -38,8 +39,8 @@ SUMS, FIXED, ROUNDED = 2e-6, 1.5e-4, 8e-3
 
 def fixed_point(table: str, code: int, kind: int) -> bool:
     """Whether kernels of this kind take activations in fixed point; of AUTO, any."""
-    gemv = code in (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4)
-    gemm = code in (INT4_GROUP, INT4_ZERO, MXFP4) and table in ("avx512_vnni", "avx512_bf16")
+    gemv = code in (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4, *GGML)
+    gemm = gemv and code != NVFP4 and table in ("avx512_vnni", "avx512_bf16")
     return (gemv and kind != TILE) or (gemm and kind != VECTOR)
 
 
@@ -50,7 +51,7 @@ def integers(table: str, code: int, kind: int) -> bool:
 
 def rounds_weights(table: str, code: int) -> bool:
     """Whether GEMM rounds weights; products of codes and scales of other formats are bf16."""
-    return table == "amx" and code in (INT4_GROUP, INT4_ZERO, FP8_BLOCK)
+    return table == "amx" and code in (INT4_GROUP, INT4_ZERO, FP8_BLOCK, *GGML)
 
 
 def bounds(layer: Layer) -> tuple[float, float]:

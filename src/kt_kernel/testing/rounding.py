@@ -14,6 +14,7 @@ from ..methods import (
     BF16_ACTIVATIONS,
     BF16_WEIGHTS,
     FP8_BLOCK,
+    GGML_BLOCKS,
     INT4_GROUP,
     INT4_ROW,
     INT4_ZERO,
@@ -27,15 +28,15 @@ from ..quantised import QuantisedMatrix
 from .quantised import quantise, values_of
 
 # What kernels may do beyond the rules of rounding (kernels/include/kt/kernel_table.h). GEMV kernels
-# of 4-bit weights take activations in fixed point, see `_fixed_point_error`, and some GEMM kernels
-# as well; those of these tables do not.
+# of integer and 4-bit weights in groups take activations in fixed point, see `_fixed_point_error`,
+# and some GEMM kernels as well; those of these tables do not.
 _FLOAT_GEMM = ("amx", "avx512", "avx2")
-_FIXED_POINT = (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4)
+_FIXED_POINT = (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4, *GGML_BLOCKS)
 _FIXED_POINT_COLUMNS, _FIXED_POINT_LARGEST = 32, 32639
 # GEMM kernels of AMX round the product of a weight and its scale to bf16 where it is not exact
 # (kernels/isa/unpack_bf16.inl): relative error of a weight, at most 2^-9, here as a standard
 # deviation (even mantissas of 1 to 2, rounded within half a step).
-_FOLDED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK)
+_FOLDED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK, *GGML_BLOCKS)
 _FOLDED_ERROR = 2**-9 * 0.41
 
 
