@@ -76,13 +76,17 @@ DENSE = [
     Format(BF16), Format(INT8_ROW), Format(INT4_ROW), Format(INT4_GROUP, 32),
     Format(INT4_GROUP, 128),
 ]  # fmt: skip
-QUANTISED = [Format(*variant) for variant in sources.VARIANTS]
+QUANTISED = [Format(*variant) for variant in sources.SCALED_VARIANTS]
+# The kernels' own sweeps take all of ggml's formats, layers two: a block of 32 with an offset, and
+# one of 256 with minimums, whose layers are 256 columns wide at least.
+BLOCKS = [Format(code, 0, FP16) for code in (ggml.Q5_0, ggml.Q4_K)]
+ALL_BLOCKS = [Format(*variant) for variant in sources.GGML_VARIANTS]
 # Size of a group and type of its scales only change how scales are loaded.
 ONE_OF_EACH = [
     Format(BF16), Format(INT8_ROW), Format(INT4_ROW), Format(INT4_GROUP, 32, BFLOAT16),
-    Format(INT4_ZERO, 128, FP16), *[f for f in QUANTISED if not f.group],
+    Format(INT4_ZERO, 128, FP16), *[f for f in QUANTISED if not f.group], *BLOCKS,
 ]  # fmt: skip
-FORMATS = ONE_OF_EACH if SMALL_SWEEP else DENSE + QUANTISED
+FORMATS = ONE_OF_EACH if SMALL_SWEEP else DENSE + QUANTISED + BLOCKS[:1]
 
 
 @cache

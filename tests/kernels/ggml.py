@@ -105,6 +105,19 @@ def make(format: int, n: int, k: int, *, seed: int = 0, edges: bool = False) -> 
     return source
 
 
+def uniform(format: int, n: int, k: int, code: int, scale: int, d: float) -> GgmlSource:
+    """All codes, scales and d the same; m is 0. Of the formats that layers are tested with."""
+    block = {
+        Q5_0: [0, 0, *[255 * (code >> 4)] * 4, *[(code & 15) * 17] * 16],
+        Q4_K: [*[0] * 4, *[scale | scale >> 4 << 6] * 4, *[0] * 4, *[scale & 15] * 4,
+               *[code * 17] * 128],
+    }[format]  # fmt: skip
+    blocks = np.tile(np.array(block, np.uint8), (n, k // BLOCK_COLUMNS[format], 1))
+    source = GgmlSource(format, blocks)
+    source.set_halves(0, np.float16(d).view(np.uint16))
+    return source
+
+
 class Parts(NamedTuple):
     """What a packed block holds of each row of a matrix, block by block [n, k / block, ...]."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from . import sources
+from . import ggml, sources
 from .core import INTEGER, ONE_OF_EACH, TILE, VECTOR, Format, Layer, formats, variants
 from .oracle import check, check_batches, integers, reference
 from .sources import (
@@ -33,6 +33,12 @@ LARGEST = {
 }  # fmt: skip
 
 
+# (code, scale) of ggml's formats: of a weight whose sums stay exact, and of the one that is d.
+EXTREME_BLOCKS = {ggml.Q5_0: (0, 1), ggml.Q4_K: (15, 32)}
+BLOCKS_OF_ONE = {ggml.Q5_0: (17, 1), ggml.Q4_K: (1, 1)}
+EXTREME_BITS = {ggml.Q5_0: 4, ggml.Q4_K: 9}
+
+
 def set_scales(source: Source, exponent: int) -> None:
     """All scales to a power of two."""
     if source.format in (MXFP8, MXFP4):
@@ -52,9 +58,18 @@ def extreme_weights(format: Format, n: int, k: int, signs: str, rng: Any) -> Any
     if format.scale_type is None:
         w = np.full((2, n, k), np.float32(1 / 256))
         return w * rng.choice([-1, 1], w.shape).astype(np.float32) if signs == "random" else w
-    made = []
+    made: list[Any] = []
+    if format.code in ggml.GGML:
+        d = 2.0 ** (-8 - EXTREME_BITS[format.code])
+        for _ in range(2):
+            blocks = ggml.uniform(format.code, n, k, *EXTREME_BLOCKS[format.code], d)
+            if signs == "random":
+                minus = rng.integers(0, 2, blocks.blocks.shape[:2], np.uint16) << np.uint16(15)
+                blocks.set_halves(0, blocks.halves(0) ^ minus)
+            made.append(blocks)
+        return made
     for _ in range(2):
-        source = sources.make(format.code, n, k, format.group, format.scale_type)
+        source = sources.make_scaled(format.code, n, k, format.group, format.scale_type)
         most, least, bits = LARGEST[format.code]
         negative = rng.random((n, k)) < 0.5 if signs == "random" else np.zeros((n, k), bool)
         if source.zero is not None:
@@ -109,7 +124,11 @@ def constant_weights(format: Format, n: int, k: int) -> Any:
     """Two experts' weights, all 1/4."""
     if format.scale_type is None:
         return np.full((2, n, k), np.float32(0.25))
-    made = [sources.make(format.code, n, k, format.group, format.scale_type) for _ in range(2)]
+    if format.code in ggml.GGML:
+        return [ggml.uniform(format.code, n, k, *BLOCKS_OF_ONE[format.code], 0.25)] * 2
+    made = [
+        sources.make_scaled(format.code, n, k, format.group, format.scale_type) for _ in range(2)
+    ]
     for source in made:
         if source.zero is not None:
             source.zero[:] = 8
@@ -158,6 +177,12 @@ def test_zero_scales(variant: Variant, format: Format) -> None:
             if format.scale_type is None:
                 w[slot][rng.random(len(w[slot])) < 0.5] = 0
                 continue
+            if format.code in ggml.GGML:
+                for which in range(len(ggml.HALVES[format.code])):
+                    half = w[slot].halves(which)
+                    zeros = rng.choice(np.array([0, 0x8000], np.uint16), half.shape)
+                    w[slot].set_halves(which, np.where(rng.random(half.shape) < 0.5, zeros, half))
+                continue
             scale = w[slot].scale
             zero = np.array(0, scale.dtype)
             scale[rng.random(scale.shape) < 0.5] = zero
@@ -175,7 +200,11 @@ def test_zero_and_tiny_weights(variant: Variant, format: Format) -> None:
     shapes = Layer.of(variant, format, 2, 1, *format.fit(64, 64)).shapes
     for value, kind in itertools.product((0.0, 1e-30, 1e-40), (VECTOR, TILE)):
         weights: list[Any] = [np.full((2, *s), np.float32(value)) for s in shapes]
-        if format.scale_type is not None:
+        if format.code in ggml.GGML:  # whose smallest d is far from the smallest float32
+            weights = [[ggml.make(format.code, *s)] * 2 for s in shapes]
+            for which, w in itertools.product(range(len(ggml.HALVES[format.code])), weights):
+                w[0].set_halves(which, 0)
+        elif format.scale_type is not None:
             weights = [
                 [sources.make(format.code, *s, format.group, format.scale_type)] * 2 for s in shapes
             ]

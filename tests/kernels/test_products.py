@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 
 from . import core
-from .core import FORMATS, KINDS, ONE_OF_EACH, TILE, VECTOR, Format, Layer, formats, variants
+from .core import (
+    ALL_BLOCKS,
+    FORMATS,
+    KINDS,
+    ONE_OF_EACH,
+    TILE,
+    VECTOR,
+    Format,
+    Layer,
+    formats,
+    variants,
+)
 from .oracle import check, check_batches, check_errors, reference
 from .sources import FP8_BLOCK
 
@@ -61,7 +72,7 @@ def test_biases_limits_and_masks(variant: Variant, format: Format) -> None:
 def test_pools_agree_within_rounding(variant: Variant, format: Format) -> None:
     # Three units of I that no pool boundary may cross, the last one cut short where that is
     # accepted; also more pools than units, so that some hold nothing.
-    unit = 128 if format.code == FP8_BLOCK else format.group or 32
+    unit = 128 if format.code == FP8_BLOCK else max(32, *format.fit(1))
     hidden, inter = format.fit(64, 2 * unit + 16)
     for kind, threads in itertools.product(KINDS, ((1, 1), (1, 2, 1), (1,) * 7)):
         check(Layer.of(variant, format, 3, 2, hidden, inter, threads=threads, kind=kind), 9)
@@ -84,7 +95,7 @@ def test_expert_loads(variant: Variant, format: Format) -> None:
 
 
 @variants
-@formats(FORMATS)
+@formats([*FORMATS, *ALL_BLOCKS[1:]])
 def test_every_table_has_both_kinds(variant: Variant, format: Format) -> None:
     for kind, name in ((VECTOR, "vector_calls"), (TILE, "tile_calls")):
         layer = Layer.of(variant, format, 2, 1, *format.fit(1, 1), kind=kind)
