@@ -26,17 +26,14 @@ def team_of(threads: int | None) -> tuple[Any, int]:
 def make_layer(team: Any, method: Method, shape: Shape, table: str) -> Any:
     return _C.MoeLayer(
         team, num_experts=shape.experts, top_k=shape.top_k, hidden_size=shape.hidden,
-        intermediate_size=shape.inter, format=method.format, group_size=method.group,
-        scale_type=method.scale_type, cpu_slots=[True] * shape.experts, swiglu_limit=0.0,
-        swiglu_alpha=0.0, max_tokens=CHUNK, table=table, kind=0,
+        intermediate_size=shape.inter, forms=[(method.format, method.group, method.scale_type)] * 3,
+        cpu_slots=[True] * shape.experts, swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=CHUNK,
+        table=table, kind=0,
     )  # fmt: skip
 
 
-def load(layer: Any, slot: int, method: Method, sources: Sequence[Source]) -> None:
-    if method.dense:
-        layer.load_expert(slot, *(s.data.data_ptr() for s in sources), 0)  # 0: bf16
-    else:
-        layer.load_quantised(slot, *(s.addresses for s in sources))
+def load(layer: Any, slot: int, sources: Sequence[Source]) -> None:
+    layer.load(slot, *(s.addresses for s in sources), dtypes=[0] * 3)  # 0: bf16, of dense ones
 
 
 def layers_needed(shape: Shape, method: Method, cache: int) -> int:
@@ -56,7 +53,7 @@ class LayerBench:
         self._layers = [make_layer(self._team, method, shape, table) for _ in range(layers)]
         for layer in self._layers:
             for slot in range(shape.experts):
-                load(layer, slot, method, sources)
+                load(layer, slot, sources)
         self.packed = sum(layer.packed_bytes for layer in self._layers)
         self._routing = Routing(shape, layers, SEED)
 

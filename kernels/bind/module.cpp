@@ -2,6 +2,7 @@
 // tensors cross as addresses, so that a call costs no conversions.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -68,21 +69,22 @@ std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
   return std::make_shared<kt::sys::Team>(std::move(pools));
 }
 
-std::shared_ptr<kt::MoeLayer> make_layer(std::shared_ptr<kt::sys::Team> team, int64_t num_experts,
-                                         int64_t top_k, int64_t hidden_size,
-                                         int64_t intermediate_size, int format, int group_size,
-                                         int scale_type, const std::vector<bool>& cpu_slots,
-                                         float swiglu_limit, float swiglu_alpha, int64_t max_tokens,
-                                         const std::string& table, int kind, int64_t gemm_min_rows,
-                                         int64_t row_block, int64_t task_bytes) {
+std::shared_ptr<kt::MoeLayer> make_layer(
+    std::shared_ptr<kt::sys::Team> team, int64_t num_experts, int64_t top_k, int64_t hidden_size,
+    int64_t intermediate_size, const kt::ByMatrix<std::tuple<int, int, int>>& forms,
+    const std::vector<bool>& cpu_slots, float swiglu_limit, float swiglu_alpha, int64_t max_tokens,
+    const std::string& table, int kind, const kt::ByMatrix<int64_t>& gemm_min_rows,
+    int64_t row_block, int64_t task_bytes) {
+  const auto form = [&](kt::Matrix m) {
+    const auto [format, group, scale] = forms[m];
+    return kt::MatrixForm{kt::WeightFormat(format), group, kt::ScaleType(scale)};
+  };
   return std::make_shared<kt::MoeLayer>(
       std::move(team), kt::LayerConfig{num_experts,
                                        top_k,
                                        hidden_size,
                                        intermediate_size,
-                                       kt::WeightFormat(format),
-                                       group_size,
-                                       kt::ScaleType(scale_type),
+                                       {form(kt::kGate), form(kt::kUp), form(kt::kDown)},
                                        {swiglu_limit, swiglu_alpha},
                                        std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
                                        max_tokens,
@@ -153,44 +155,37 @@ auto product(const std::string& table, bool gemm, int format, int group_size, Fl
   return run_product(table, gemm, layout, {w.data(), kt::DType::kFP32}, x);
 }
 
-// (data, scale, zero, global) of kt::WeightSource. Without a scale, data are ggml's blocks.
-using Quantised = std::tuple<uintptr_t, uintptr_t, uintptr_t, float>;
+// (data, scale, zero, global) of kt::WeightSource. Without a scale, data are dense weights, or
+// ggml's blocks where the format is one of ggml's.
+using Source = std::tuple<uintptr_t, uintptr_t, uintptr_t, float>;
 
-kt::WeightSource quantised(const Quantised& q) {
+kt::WeightSource source(kt::WeightFormat format, const Source& q,
+                        int dtype = int(kt::DType::kFP32)) {
   const auto [data, scale, zero, global] = q;
-  return {pointer<const void>(data), kt::DType::kFP32, pointer<const void>(scale),
-          pointer<const void>(zero), global,           scale == 0};
-}
-
-// The same where there may be dense weights too: for all formats but ggml's, those without a scale.
-kt::WeightSource any_weights(const kt::MatrixLayout& layout, const Quantised& q, int dtype) {
-  kt::WeightSource weights = quantised(q);
-  weights.dtype = kt::DType(dtype);
-  weights.blocks = weights.blocks && kt::is_ggml(layout.format);
-  return weights;
+  return {pointer<const void>(data), kt::DType(dtype), pointer<const void>(scale),
+          pointer<const void>(zero), global,           scale == 0 && kt::is_ggml(format)};
 }
 
 auto product_quantised(const std::string& table, bool gemm, int format, int group_size,
-                       int scale_type, int64_t n, const Quantised& w, Floats x) {
+                       int scale_type, int64_t n, const Source& w, Floats x) {
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, int64_t(x.shape(1)), group_size,
                                 kt::ScaleType(scale_type)};
-  return run_product(table, gemm, layout, quantised(w), x);
+  return run_product(table, gemm, layout, source(layout.format, w), x);
 }
 
-auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, const Quantised& w,
+auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, const Source& w,
           int dtype) {
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
                                 kt::ScaleType(scale_type)};
-  const kt::MatrixSource source{any_weights(layout, w, dtype), k, 0, 0};
+  const kt::MatrixSource whole{source(layout.format, w, dtype), k, 0, 0};
   for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
-    if (const auto error = kt::check_tile(layout, source, tile, &row);
-        error != kt::PackError::kNone)
+    if (const auto error = kt::check_tile(layout, whole, tile, &row); error != kt::PackError::kNone)
       throw std::invalid_argument("row " + std::to_string(row) + ": " + kt::describe(error));
   auto* tiles = static_cast<uint8_t*>(std::aligned_alloc(64, size_t(layout.bytes())));
   nb::capsule owner(tiles, [](void* p) noexcept { std::free(p); });
   std::vector<float> scratch(size_t(kt::pack_scratch(layout)));
   for (int64_t tile = 0; tile < layout.tiles(); ++tile)
-    kt::pack_tile(layout, source, tile, scratch.data(), tiles + tile * layout.tile_bytes());
+    kt::pack_tile(layout, whole, tile, scratch.data(), tiles + tile * layout.tile_bytes());
   return nb::ndarray<nb::numpy, uint8_t>(
       tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())}, owner);
 }
@@ -198,12 +193,12 @@ auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, cons
 std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Team> team,
                                                      const std::string& table, bool gemm,
                                                      int format, int group_size, int scale_type,
-                                                     int64_t n, int64_t k, const Quantised& w,
+                                                     int64_t n, int64_t k, const Source& w,
                                                      int64_t bytes) {
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
                                 kt::ScaleType(scale_type)};
   return std::make_shared<kt::ProductBench>(std::move(team), find_table(table), gemm, layout,
-                                            any_weights(layout, w, int(kt::DType::kFP32)), bytes);
+                                            source(layout.format, w), bytes);
 }
 
 }  // namespace
@@ -240,33 +235,27 @@ NB_MODULE(KT_MODULE_NAME, m) {
 
   nb::class_<kt::MoeLayer>(m, "MoeLayer")
       .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
-           "hidden_size"_a, "intermediate_size"_a, "format"_a, "group_size"_a, "scale_type"_a = 0,
-           "cpu_slots"_a, "swiglu_limit"_a, "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a,
-           "gemm_min_rows"_a = 0, "row_block"_a = 0, "task_bytes"_a = 0)
+           "hidden_size"_a, "intermediate_size"_a, "forms"_a, "cpu_slots"_a, "swiglu_limit"_a,
+           "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a,
+           "gemm_min_rows"_a = kt::ByMatrix<int64_t>{}, "row_block"_a = 0, "task_bytes"_a = 0)
       .def(
-          "load_expert",
-          [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
-             int dtype, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
-            const auto dense = [&](uintptr_t data) {
-              return kt::WeightSource{pointer<const void>(data), kt::DType(dtype)};
+          "load",
+          [](kt::MoeLayer& layer, int64_t slot, const Source& gate, const Source& up,
+             const Source& down, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias,
+             const kt::ByMatrix<int>& dtypes) {
+            const auto of = [&](kt::Matrix m, const Source& weights) {
+              return source(layer.config().forms[m].format, weights, dtypes[m]);
             };
-            layer.load_expert(slot,
-                              {dense(gate), dense(up), dense(down), pointer<const float>(gate_bias),
-                               pointer<const float>(up_bias), pointer<const float>(down_bias)});
-          },
-          "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "dtype"_a, "gate_bias_ptr"_a = 0,
-          "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "load_quantised",
-          [](kt::MoeLayer& layer, int64_t slot, const Quantised& gate, const Quantised& up,
-             const Quantised& down, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
-            layer.load_expert(slot, {quantised(gate), quantised(up), quantised(down),
-                                     pointer<const float>(gate_bias), pointer<const float>(up_bias),
-                                     pointer<const float>(down_bias)});
+            layer.load(slot, {{of(kt::kGate, gate), of(kt::kUp, up), of(kt::kDown, down)},
+                              {pointer<const float>(gate_bias), pointer<const float>(up_bias),
+                               pointer<const float>(down_bias)}});
           },
           "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
-          "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-          "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource.")
+          "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{2, 2, 2},
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource; `dtypes` "
+          "are "
+          "those of the dense ones, whose scale is 0.")
       .def(
           "submit",
           [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,

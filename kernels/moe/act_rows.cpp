@@ -4,51 +4,54 @@
 
 namespace kt {
 
-ActRows ActRowBuffers::x_of_tokens() const {
-  const ActKind act = kernels.gemv.act;
+ActRows ActRowBuffers::x_of_tokens(Matrix m) const {
+  const ActKind act = kernels[m].gemv.act;
   const int64_t columns = x_columns();
-  return {work.x.data(),
+  const ActBuffer& x = work.x[x_buffer(m)];
+  return {x.data.data(),
           columns * act_bytes(act),
-          as<float>(work.x_scale),
-          as<int32_t>(work.x_sum),
+          as<float>(x.scale),
+          as<int32_t>(x.sum),
           act_scales(act, columns),
           act_sums(act, columns),
           nullptr};
 }
 
-ActRows ActRowBuffers::x_of_tokens(const ThreadSpace& own) const {
-  ActRows x = x_of_tokens();
-  x.data = own.x;
-  x.scale = own.x_scale;
-  x.sum = own.x_sum;
+ActRows ActRowBuffers::x_of_tokens(Matrix m, const ThreadSpace& own) const {
+  ActRows x = x_of_tokens(m);
+  const OwnRows& rows = own.x[x_buffer(m)];
+  x.data = rows.data;
+  x.scale = rows.scale;
+  x.sum = rows.sum;
   return x;
 }
 
-ActRows ActRowBuffers::gathered(const ExpertRows& e) const {
-  return rows_of(work.gathered, work.gathered_scale, work.gathered_sum, x_columns(), e);
+ActRows ActRowBuffers::gathered(const ExpertRows& e, Matrix m) const {
+  if (m == kUp && shares_gathered(e)) m = kGate;
+  return rows_of(work.gathered[m], x_columns(), e, m);
 }
 
 ActRows ActRowBuffers::h(int pool, const ExpertRows& e) const {
   const auto p = size_t(pool);
-  return rows_of(work.h[p], work.h_scale[p], work.h_sum[p], layer.pools[p].down.cols_padded(), e);
+  return rows_of(work.h[p], layer.pools[p].layout[kDown].cols_padded(), e, kDown);
 }
 
 ActRows ActRowBuffers::own_h(int pool, const ThreadSpace& own) const {
-  const int64_t columns = layer.pools[size_t(pool)].down.cols_padded();
-  return {own.h, columns, own.h_scale, own.h_sum, 1, 1, nullptr};
+  const int64_t columns = layer.pools[size_t(pool)].layout[kDown].cols_padded();
+  return {own.h.data, columns, own.h.scale, own.h.sum, 1, 1, nullptr};
 }
 
 // An expert's rows in a buffer where every row has the room that the larger kind needs.
-ActRows ActRowBuffers::rows_of(const sys::Mapping& data, const sys::Mapping& scale,
-                               const sys::Mapping& sum, int64_t columns,
-                               const ExpertRows& e) const {
-  const ActKind act = kernel(e).act,
-                other = act == kernels.gemv.act ? kernels.gemm.act : kernels.gemv.act;
+ActRows ActRowBuffers::rows_of(const ActBuffer& buffer, int64_t columns, const ExpertRows& e,
+                               Matrix m) const {
+  const FormatKernels& both = kernels[m];
+  const ActKind act = kernel(e, m).act,
+                other = act == both.gemv.act ? both.gemm.act : both.gemv.act;
   const auto room = [&](int64_t a, int64_t b) { return e.row * std::max(a, b); };
-  return {data.data() + columns * room(act_bytes(act), act_bytes(other)),
+  return {buffer.data.data() + columns * room(act_bytes(act), act_bytes(other)),
           columns * act_bytes(act),
-          as<float>(scale) + room(act_scales(act, columns), act_scales(other, columns)),
-          as<int32_t>(sum) + room(act_sums(act, columns), act_sums(other, columns)),
+          as<float>(buffer.scale) + room(act_scales(act, columns), act_scales(other, columns)),
+          as<int32_t>(buffer.sum) + room(act_sums(act, columns), act_sums(other, columns)),
           act_scales(act, columns),
           act_sums(act, columns),
           nullptr};
@@ -86,8 +89,8 @@ void ActRowBuffers::quantise_whole_row(int pool, const ProductKernel& down, cons
     dst.scale += row;
     dst.sum += row;
   }
-  quantise(ActKind::kInt8Row, values + part.begin, DType::kFP32, part.size, part.down.cols_padded(),
-           absmax, dst, down.blocked ? 0 : row);
+  quantise(ActKind::kInt8Row, values + part.begin, DType::kFP32, part.size,
+           part.layout[kDown].cols_padded(), absmax, dst, down.blocked ? 0 : row);
   if (down.blocked) copy_to_blocks(contiguous, to.stride, const_cast<uint8_t*>(to.data), row);
 }
 

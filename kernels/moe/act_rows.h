@@ -1,28 +1,45 @@
 // Where the A rows of a forward pass lie in the workspace, and their conversion.
 #pragma once
+#include <algorithm>
+
 #include "layer.h"
 #include "plan.h"
 
 namespace kt {
 
+// Matrices whose kernels want the same A rows share them. `m` is gate or up in all that follows.
 struct ActRowBuffers {
   const LayerState& layer;
   const Workspace& work;
-  const FormatKernels& kernels;
+  ByMatrix<FormatKernels> kernels;  // copies: next to each other
 
-  const ProductKernel& kernel(const ExpertRows& e) const {
-    return e.gemm ? kernels.gemm : kernels.gemv;
+  const ProductKernel& kernel(const ExpertRows& e, Matrix m) const {
+    return e.gemm[m] ? kernels[m].gemm : kernels[m].gemv;
   }
-  // Whether experts with many rows need A rows of their own, apart from x.
-  bool gathers() const { return kernels.gemm.blocked || kernels.gemm.act != kernels.gemv.act; }
-  int64_t x_columns() const { return layer.pools[0].up.cols_padded(); }
+  // Whether GEMM kernels need A rows of the expert's own, apart from x.
+  bool gemm_gathers(Matrix m) const {
+    return kernels[m].gemm.blocked || kernels[m].gemm.act != kernels[m].gemv.act;
+  }
+  bool gathers(const ExpertRows& e, Matrix m) const { return e.gemm[m] && gemm_gathers(m); }
+  // Whether up has no x rows of its own: of the tokens, and of an expert.
+  bool shares_tokens() const { return kernels[kGate].gemv.act == kernels[kUp].gemv.act; }
+  bool shares_gathered(const ExpertRows& e) const {
+    const ProductKernel &gate = kernel(e, kGate), &up = kernel(e, kUp);
+    return gathers(e, kGate) && gate.act == up.act && gate.blocked == up.blocked;
+  }
+  // Of an A row of x, whichever of the two it is for.
+  int64_t x_columns() const {
+    const auto& layout = layer.pools[0].layout;
+    return std::max(layout[kGate].cols_padded(), layout[kUp].cols_padded());
+  }
   const void* source_row(const ForwardArgs& args, int64_t token) const {
     return static_cast<const uint8_t*>(args.x) +
            token * layer.config.hidden_size * dtype_bytes(args.dtype);
   }
-  ActRows x_of_tokens() const;                        // of the chunk, for GEMV kernels
-  ActRows x_of_tokens(const ThreadSpace& own) const;  // the same, where every thread has its own
-  ActRows gathered(const ExpertRows& e) const;
+  ActRows x_of_tokens(Matrix m) const;  // of the chunk, for GEMV kernels
+  // The same, where every thread has its own.
+  ActRows x_of_tokens(Matrix m, const ThreadSpace& own) const;
+  ActRows gathered(const ExpertRows& e, Matrix m) const;
   ActRows h(int pool, const ExpertRows& e) const;
   // Whole rows of h in float32, of all pools: row `row` of the buffer.
   float* h_float(int64_t row) const;
@@ -40,8 +57,8 @@ struct ActRowBuffers {
                           const ActRows& to, int64_t row, uint8_t* contiguous) const;
 
  private:
-  ActRows rows_of(const sys::Mapping& data, const sys::Mapping& scale, const sys::Mapping& sum,
-                  int64_t columns, const ExpertRows& e) const;
+  int x_buffer(Matrix m) const { return m == kUp && !shares_tokens(); }
+  ActRows rows_of(const ActBuffer& buffer, int64_t columns, const ExpertRows& e, Matrix m) const;
 };
 
 template <class T> T* as(const sys::Mapping& m) { return reinterpret_cast<T*>(m.data()); }

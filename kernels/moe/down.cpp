@@ -7,16 +7,17 @@ namespace kt {
 
 // Tasks (item, tile).
 void ForwardPass::down_by_expert() {
-  const int64_t tiles = part().size ? part().down.tiles() : 0;
+  const int64_t tiles = part().size ? part().layout[kDown].tiles() : 0;
   const int64_t n = tiles * plan_->items();
   int64_t total = 0;
-  for (int64_t i = 0; i < plan_->items(); ++i) total += tiles * tile_cost(plan_->item(i));
+  for (int64_t i = 0; i < plan_->items(); ++i) total += tiles * tile_cost(plan_->item(i), kDown);
   sys::TaskSplit split(total, worker_.pool_threads, starts());
-  for (int64_t i = 0; n && i < plan_->items(); ++i) split.add(tiles, tile_cost(plan_->item(i)));
+  for (int64_t i = 0; n && i < plan_->items(); ++i)
+    split.add(tiles, tile_cost(plan_->item(i), kDown));
   split.end();
 
   sys::TaskPhase tasks = pool_tasks();
-  const int64_t most = tiles_at_once(part().down.tile_bytes());
+  const int64_t most = tiles_at_once(part().layout[kDown].tile_bytes());
   for (sys::TaskRange r; !(r = tasks.claim(most)).empty();)
     each_segment(r, tiles, [&](int64_t item, int64_t first, int64_t last) {
       down_of_expert(plan_->expert(plan_->item(item).expert), first, last);
@@ -29,9 +30,9 @@ void ForwardPass::down_by_expert() {
 template <class F>
 void ForwardPass::down_products(const ExpertRows& e, const ActRows& h, int64_t first, int64_t last,
                                 F keep) {
-  const MatrixLayout& layout = part().down;
-  const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + 2 * part().up.bytes();
-  const TileProduct product = rows_.kernel(e).product;
+  const MatrixLayout& layout = part().layout[kDown];
+  const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + part().down_begin();
+  const TileProduct product = rows_.kernel(e, kDown).product;
   const int64_t block = even_part(e.count, row_block());
   for (int64_t r = 0; r < e.count; r += block) {
     const int64_t m = std::min(block, e.count - r);
@@ -62,7 +63,7 @@ ActRows ForwardPass::h_for_down(const ExpertRows& e) {
 // Tasks (block of tiles, group, tile of the block): a thread that has several groups of a tile has
 // them in succession, and their sums in its cache.
 void ForwardPass::down_by_group() {
-  const int64_t tiles = part().size ? part().down.tiles() : 0;
+  const int64_t tiles = part().size ? part().layout[kDown].tiles() : 0;
   // A thread takes a block at once where it can: its tiles share the reads of the h rows.
   const int64_t block = std::clamp<int64_t>(ceil_div(tiles, 2 * worker_.pool_threads), 4, 16);
   const int64_t blocks = ceil_div(tiles, block), groups = plan_->groups();
@@ -111,7 +112,7 @@ void ForwardPass::add_rows(int pool, const ExpertRows& e, int64_t first, int64_t
                            const float* results, float* sum) const {
   // The bias counts once, so the pool that holds the first part of I adds it.
   const float* bias =
-      layer_.pools[size_t(pool)].begin == 0 ? layer_.bias(layer_.down_bias, e.slot) : nullptr;
+      layer_.pools[size_t(pool)].begin == 0 ? layer_.bias_of(kDown, e.slot) : nullptr;
   config_.table->merge(results, bias ? bias + tile * kTileRows : nullptr,
                        plan_->weights() + e.first + first, plan_->tokens() + e.first + first, m,
                        sum);

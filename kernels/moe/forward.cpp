@@ -25,7 +25,7 @@ ForwardPass::ForwardPass(LayerState& layer, const ForwardArgs& args, sys::Worker
       worker_(worker),
       space_(work_.thread[size_t(worker.rank)]),
       several_pools_(worker.team_threads != worker.pool_threads),
-      rows_{layer, work_, layer.kernels()},
+      rows_{layer, work_, {layer.kernels(kGate), layer.kernels(kUp), layer.kernels(kDown)}},
       watch_(layer.timings, worker.rank),
       phase_(work_.phase) {}
 
@@ -51,7 +51,7 @@ void ForwardPass::chunk() {
   if (own_ || worker_.rank == 0) make_plan(own_ ? space_.plan : work_.plan);
   tokens();
   if (!own_) barrier(Phase::kTokens, true);
-  if (plan_->any_gemm() && rows_.gathers()) {
+  if (gathers(kGate) || gathers(kUp)) {
     gather();
     barrier(Phase::kGather, true);
   }
@@ -99,10 +99,11 @@ void ForwardPass::end(Phase phase, const sys::TaskPhase& done) {
   watch_.worked(phase);
 }
 
-int64_t ForwardPass::gemm_min_rows() const {
+int64_t ForwardPass::gemm_min_rows(Matrix m) const {
   if (config_.kind == KernelKind::kVector) return INT64_MAX;
   if (config_.kind == KernelKind::kTile) return 1;
-  return config_.tuning.gemm_min_rows ? config_.tuning.gemm_min_rows : rows_.kernels.gemm_min_rows;
+  const int64_t tuned = config_.tuning.gemm_min_rows[m];
+  return tuned ? tuned : rows_.kernels[m].gemm_min_rows;
 }
 
 int64_t ForwardPass::row_block() const {
@@ -110,18 +111,24 @@ int64_t ForwardPass::row_block() const {
 }
 
 bool ForwardPass::any_whole_rows() const {
-  return rows_.kernels.gemv.act == ActKind::kInt8Row ||
-         (plan_->any_gemm() && rows_.kernels.gemm.act == ActKind::kInt8Row);
+  const FormatKernels& down = rows_.kernels[kDown];
+  return down.gemv.act == ActKind::kInt8Row ||
+         (plan_->any_gemm(kDown) && down.gemm.act == ActKind::kInt8Row);
 }
 
 void ForwardPass::make_plan(Plan& plan) {
   const int64_t k = config_.top_k;
-  plan.build({args_.ids + first_ * k, args_.weights + first_ * k, count_, k, config_.on_cpu,
-              gemm_min_rows(), expert_groups(config_.num_experts, config_.hidden_size)});
+  plan.build({args_.ids + first_ * k,
+              args_.weights + first_ * k,
+              count_,
+              k,
+              config_.on_cpu,
+              {gemm_min_rows(kGate), gemm_min_rows(kUp), gemm_min_rows(kDown)},
+              expert_groups(config_.num_experts, config_.hidden_size)});
   if (worker_.rank != 0) return;
   LayerStats& stats = layer_.stats;
   for (int64_t i = 0; i < plan.active(); ++i)
-    ++(plan.expert(i).gemm ? stats.tile_calls : stats.vector_calls);
+    ++(plan.expert(i).any_gemm() ? stats.tile_calls : stats.vector_calls);
   if (first_ == 0) ++stats.forwards;
   stats.tokens += count_;
   stats.expert_calls += plan.pairs();
@@ -130,10 +137,14 @@ void ForwardPass::make_plan(Plan& plan) {
 
 // The rows of `layer`'s x, of any dtype, to those that GEMV kernels read.
 void ForwardPass::tokens() {
-  const ActRows x = x_of_tokens();
+  const ActRows x = x_of_tokens(kGate), x_of_up = x_of_tokens(kUp);
+  const auto convert_for = [&](Matrix m, const ActRows& to, int64_t t) {
+    rows_.quantise(rows_.kernels[m].gemv.act, rows_.source_row(args_, first_ + t), args_.dtype,
+                   config_.hidden_size, rows_.x_columns(), -1, to, t);
+  };
   const auto convert = [&](int64_t t) {
-    rows_.quantise(rows_.kernels.gemv.act, rows_.source_row(args_, first_ + t), args_.dtype,
-                   config_.hidden_size, rows_.x_columns(), -1, x, t);
+    convert_for(kGate, x, t);
+    if (!rows_.shares_tokens()) convert_for(kUp, x_of_up, t);
   };
   if (own_) {
     for (int64_t t = 0; t < count_; ++t) convert(t);
@@ -146,20 +157,27 @@ void ForwardPass::tokens() {
   end(Phase::kTokens, tasks);
 }
 
+// Whether an expert has x rows of its own for this matrix.
+bool ForwardPass::gathers(Matrix m) const { return plan_->any_gemm(m) && rows_.gemm_gathers(m); }
+
 void ForwardPass::gather() {
   sys::TaskPhase tasks = team_tasks(ceil_div(plan_->pairs(), kRowTask));
   for (sys::TaskRange r; !(r = tasks.claim(4)).empty();)
     plan_->each_expert(r.first * kRowTask, r.last * kRowTask,
                        [&](const ExpertRows& e, int64_t first, int64_t last) {
-                         for (int64_t pair = first; e.gemm && pair < last; ++pair)
-                           gather_row(e, pair);
+                         const bool gate = rows_.gathers(e, kGate);
+                         const bool up = rows_.gathers(e, kUp) && !rows_.shares_gathered(e);
+                         for (int64_t pair = first; (gate || up) && pair < last; ++pair) {
+                           if (gate) gather_row(e, kGate, pair);
+                           if (up) gather_row(e, kUp, pair);
+                         }
                        });
   end(Phase::kGather, tasks);
 }
 
-void ForwardPass::gather_row(const ExpertRows& e, int64_t pair) {
-  const ProductKernel& gemm = rows_.kernels.gemm;
-  const ActRows to = rows_.gathered(e);
+void ForwardPass::gather_row(const ExpertRows& e, Matrix m, int64_t pair) {
+  const ProductKernel& gemm = rows_.kernels[m].gemm;
+  const ActRows to = rows_.gathered(e, m);
   const int64_t t = plan_->tokens()[pair], row = pair - e.first;
   const void* source = rows_.source_row(args_, first_ + t);
   if (!gemm.blocked) {
@@ -169,8 +187,8 @@ void ForwardPass::gather_row(const ExpertRows& e, int64_t pair) {
   }
   ActRows one = to.from(row);  // a contiguous row first
   one.data = space_.row;
-  if (gemm.act == rows_.kernels.gemv.act) {
-    const ActRows x = x_of_tokens();
+  if (gemm.act == rows_.kernels[m].gemv.act) {
+    const ActRows x = x_of_tokens(m);
     one.data = x.data + t * x.stride;
     std::copy_n(x.scale + t * x.scales, x.scales, const_cast<float*>(one.scale));
     std::copy_n(x.sum + t * x.sums, x.sums, const_cast<int32_t*>(one.sum));

@@ -39,7 +39,8 @@ class ForwardPass {
   void make_plan(Plan& plan);
   void tokens();
   void gather();
-  void gather_row(const ExpertRows& e, int64_t pair);
+  bool gathers(Matrix m) const;
+  void gather_row(const ExpertRows& e, Matrix m, int64_t pair);
   void gate_up();
   void gate_up_tiles(const WorkItem& item, int64_t first, int64_t last);
   void keep_h(const ExpertRows& e, const float* values, int64_t first, int64_t m, int64_t tile);
@@ -58,14 +59,18 @@ class ForwardPass {
   void finish_tile(int64_t tile);
   void sum_pairs(int pool, int64_t group, int64_t tile);
 
-  int64_t gemm_min_rows() const;
+  int64_t gemm_min_rows(Matrix m) const;
   int64_t row_block() const;
   int64_t tiles_at_once(int64_t tile_bytes) const;
-  int64_t tile_cost(const WorkItem& item) const;
-  ActRows x_of_tokens() const { return own_ ? rows_.x_of_tokens(space_) : rows_.x_of_tokens(); }
-  ActRows x_rows(const ExpertRows& e) const;
+  int64_t tile_cost(const WorkItem& item, Matrix m) const;
+  ActRows x_of_tokens(Matrix m) const {
+    return own_ ? rows_.x_of_tokens(m, space_) : rows_.x_of_tokens(m);
+  }
+  ActRows x_rows(const ExpertRows& e, Matrix m) const;
   // Whether rows of h have one scale, which comes from all of I.
-  bool whole_rows(const ExpertRows& e) const { return rows_.kernel(e).act == ActKind::kInt8Row; }
+  bool whole_rows(const ExpertRows& e) const {
+    return rows_.kernel(e, kDown).act == ActKind::kInt8Row;
+  }
   bool any_whole_rows() const;
   const PoolPart& part() const { return layer_.pools[size_t(worker_.pool)]; }
   float* sum_of(int pool, int64_t group, int64_t tile) const;

@@ -1,6 +1,7 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 #include "../pack/pack.h"
@@ -10,14 +11,17 @@
 namespace kt {
 namespace {
 
-MatrixLayout layout_of(const LayerConfig& c, int64_t rows, int64_t cols) {
-  return {c.format, rows, cols, c.group, c.scale};
+// Of one pool's part of I.
+ByMatrix<MatrixLayout> layouts_of(const LayerConfig& c, int64_t part) {
+  return {c.forms[kGate].layout(part, c.hidden_size), c.forms[kUp].layout(part, c.hidden_size),
+          c.forms[kDown].layout(c.hidden_size, part)};
 }
 
 // Splits I into one contiguous part per pool, in units that no group or tile crosses, in
 // proportion to the pools' threads.
 std::vector<PoolPart> split_pools(const sys::Team& team, const LayerConfig& c, int64_t held) {
-  const int64_t unit = layout_of(c, 1, 1).split_unit();
+  int64_t unit = 1;
+  for (const MatrixForm& form : c.forms) unit = std::lcm(unit, form.layout(1, 1).split_unit());
   const int64_t units = ceil_div(c.intermediate_size, unit);
   std::vector<PoolPart> parts;
   int64_t threads_before = 0;
@@ -28,8 +32,7 @@ std::vector<PoolPart> split_pools(const sys::Team& team, const LayerConfig& c, i
     PoolPart part;
     part.begin = std::min(first * unit, c.intermediate_size);
     part.size = std::min(last * unit, c.intermediate_size) - part.begin;
-    part.up = layout_of(c, part.size, c.hidden_size);
-    part.down = layout_of(c, c.hidden_size, part.size);
+    part.layout = layouts_of(c, part.size);
     part.memory = sys::Mapping(part.size ? size_t(held * part.expert_bytes()) : 0, team.node(p));
     parts.push_back(std::move(part));
   }
@@ -40,33 +43,40 @@ void need(bool good, const std::string& what) {
   if (!good) throw std::invalid_argument(what);
 }
 
+const char* const kNames[] = {"gate", "up", "down"};
+
+void check_form(const MatrixForm& form, int64_t columns, const char* name) {
+  const std::string where = std::string(name) + ": ";
+  need(int(form.format) >= 0 && int(form.format) < kFormatCount,
+       where + "unknown weight format " + std::to_string(int(form.format)));
+  const MatrixLayout any = form.layout(1, 1);
+  if (any.has_group())
+    need(form.group >= 32 && form.group % 32 == 0,
+         where + "group size " + std::to_string(form.group) + " must be a multiple of 32");
+  else
+    need(form.group == 0, where + "this weight format has no groups");
+  need(int(form.scale) >= 0 && int(form.scale) <= int(ScaleType::kFP32),
+       where + "unknown scale type " + std::to_string(int(form.scale)));
+  need(columns % any.column_unit() == 0, where + std::to_string(columns) +
+                                             " columns; this weight format needs a multiple of " +
+                                             std::to_string(any.column_unit()));
+}
+
 void check(const sys::Team& team, const LayerConfig& c) {
   need(team.pools() <= kMaxPools, std::to_string(team.pools()) + " pools; at most " +
                                       std::to_string(kMaxPools) + " are supported");
-  need(int(c.format) >= 0 && int(c.format) < kFormatCount,
-       "unknown weight format " + std::to_string(int(c.format)));
   need(c.num_experts >= 1 && c.top_k >= 1 && c.max_tokens >= 1,
        "num_experts, top_k and max_tokens must be positive");
   for (int64_t size : {c.hidden_size, c.intermediate_size})
     need(size >= 1 && size <= kMaxColumns, "hidden or intermediate size " + std::to_string(size) +
                                                "; 1 to " + std::to_string(kMaxColumns) +
                                                " is accepted");
-  const MatrixLayout any = layout_of(c, 1, 1);
-  if (any.has_group())
-    need(c.group >= 32 && c.group % 32 == 0,
-         "group size " + std::to_string(c.group) + " must be a multiple of 32");
-  else
-    need(c.group == 0, "this weight format has no groups");
-  need(int(c.scale) >= 0 && int(c.scale) <= int(ScaleType::kFP32),
-       "unknown scale type " + std::to_string(int(c.scale)));
-  for (int64_t size : {c.hidden_size, c.intermediate_size})
-    need(size % any.column_unit() == 0, "hidden or intermediate size " + std::to_string(size) +
-                                            "; this weight format needs a "
-                                            "multiple of " +
-                                            std::to_string(any.column_unit()));
+  for (int m = 0; m < kMatrices; ++m)
+    check_form(c.forms[m], m == kDown ? c.intermediate_size : c.hidden_size, kNames[m]);
   need(int64_t(c.on_cpu.size()) == c.num_experts, "on_cpu needs one entry per expert");
   const LayerTuning& t = c.tuning;
-  need(t.gemm_min_rows >= 0 && t.task_bytes >= 0, "gemm_min_rows and task_bytes: 0 or more");
+  for (int64_t rows : t.gemm_min_rows) need(rows >= 0, "gemm_min_rows: 0 or more");
+  need(t.task_bytes >= 0, "task_bytes: 0 or more");
   need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
        "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
            std::to_string(kRowBlock) + " are accepted");
@@ -96,9 +106,9 @@ MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
     table.width = width;
     table.memory = sys::Mapping(size_t(s.held * round_up(width, kTileRows)) * sizeof(float));
   };
-  size_bias(s.gate_bias, c.intermediate_size);
-  size_bias(s.up_bias, c.intermediate_size);
-  size_bias(s.down_bias, c.hidden_size);
+  size_bias(s.bias[kGate], c.intermediate_size);
+  size_bias(s.bias[kUp], c.intermediate_size);
+  size_bias(s.bias[kDown], c.hidden_size);
   s.workspace = workspace_for(
       team_, {c.max_tokens, c.top_k, c.num_experts, c.hidden_size, c.intermediate_size});
   check_tasks(c);
@@ -109,7 +119,7 @@ void MoeLayer::need_slot(int64_t slot) const {
        "expert slot " + std::to_string(slot) + " is not held on the CPU");
 }
 
-void MoeLayer::load_expert(int64_t slot, const ExpertSource& source) {
+void MoeLayer::load(int64_t slot, const ExpertSource& source) {
   need_slot(slot);
   auto job = std::make_shared<PackJob>(state_, slot, source, team_->threads());
   team_->submit(job);
@@ -133,13 +143,11 @@ void MoeLayer::unpack(int64_t slot, int matrix, float* dst) const {
   for (int p = 0; p < team_->pools(); ++p) {
     const PoolPart& part = state_->pools[size_t(p)];
     if (!part.size) continue;
-    const uint8_t* base = state_->expert(p, slot);
-    if (matrix < 2)
-      unpack_matrix(part.up, base + matrix * part.up.tile_bytes(), 2 * part.up.tile_bytes(),
-                    dst + part.begin * c.hidden_size, c.hidden_size);
-    else
-      unpack_matrix(part.down, base + 2 * part.up.bytes(), part.down.tile_bytes(), dst + part.begin,
-                    c.intermediate_size);
+    const auto m = Matrix(matrix);
+    const bool down = m == kDown;
+    unpack_matrix(part.layout[m], state_->expert(p, slot) + part.begin_of(m), part.stride_of(m),
+                  dst + (down ? part.begin : part.begin * c.hidden_size),
+                  down ? c.intermediate_size : c.hidden_size);
   }
 }
 

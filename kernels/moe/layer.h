@@ -20,16 +20,25 @@ constexpr int kMaxPools = 64;
 // What may be tuned per machine; no bit of a result depends on it, except that gemm_min_rows
 // decides which kind of kernel runs. 0 stands for the default.
 struct LayerTuning {
-  int64_t gemm_min_rows = 0;  // rows of an expert from which GEMM kernels run; the table's
-  int64_t row_block = 0;      // rows per kernel call, a multiple of 32 up to kRowBlock; kRowBlock
-  int64_t task_bytes = 0;     // weights that a thread takes at a time in decode; kTaskBytes
+  ByMatrix<int64_t> gemm_min_rows{};  // rows of an expert from which GEMM kernels run; the table's
+  int64_t row_block = 0;   // rows per kernel call, a multiple of 32 up to kRowBlock; kRowBlock
+  int64_t task_bytes = 0;  // weights that a thread takes at a time in decode; kTaskBytes
+};
+
+// How one matrix of the experts is stored.
+struct MatrixForm {
+  WeightFormat format;
+  int group;        // columns per scale of kInt4Group and kInt4Zero, else 0
+  ScaleType scale;  // of the same two
+
+  MatrixLayout layout(int64_t rows, int64_t cols) const {
+    return {format, rows, cols, group, scale};
+  }
 };
 
 struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;
-  WeightFormat format;
-  int group;        // columns per scale of kInt4Group and kInt4Zero, else 0
-  ScaleType scale;  // of the same two
+  ByMatrix<MatrixForm> forms;
   Activation activation;
   std::vector<uint8_t> on_cpu;  // [num_experts], 1 for slots held here
   int64_t max_tokens;           // tokens per chunk: sizes the workspace
@@ -38,10 +47,11 @@ struct LayerConfig {
   LayerTuning tuning;
 };
 
-// Row-major weights of one expert; biases are float32 and may be null.
+// Row-major weights of one expert: gate and up [I, H], down [H, I]. Biases are float32 and may be
+// null.
 struct ExpertSource {
-  WeightSource gate, up, down;  // [I, H], [I, H], [H, I]
-  const float *gate_bias, *up_bias, *down_bias;
+  ByMatrix<WeightSource> weights;
+  ByMatrix<const float*> bias;
 };
 
 // Counters since construction. A pass of more tokens than max_tokens counts as one forward, but its
@@ -66,10 +76,21 @@ struct ForwardArgs {
 
 // The part of the intermediate dimension that one pool holds.
 struct PoolPart {
-  int64_t begin, size;    // of I; size may be 0
-  MatrixLayout up, down;  // of gate and up (the same), and down
-  sys::Mapping memory;    // experts held, in ascending slot order
-  int64_t expert_bytes() const { return 2 * up.bytes() + down.bytes(); }
+  int64_t begin, size;            // of I; size may be 0
+  ByMatrix<MatrixLayout> layout;  // of this part of the matrices
+  sys::Mapping memory;            // experts held, in ascending slot order
+
+  // A tile of gate, and the one of up beside it.
+  int64_t pair_bytes() const { return layout[kGate].tile_bytes() + layout[kUp].tile_bytes(); }
+  int64_t down_begin() const { return layout[kGate].bytes() + layout[kUp].bytes(); }
+  int64_t expert_bytes() const { return down_begin() + layout[kDown].bytes(); }
+  // Where the first tile of a matrix lies in an expert, and the bytes from one to the next.
+  int64_t begin_of(Matrix m) const {
+    return m == kGate ? 0 : m == kUp ? layout[kGate].tile_bytes() : down_begin();
+  }
+  int64_t stride_of(Matrix m) const {
+    return m == kDown ? layout[kDown].tile_bytes() : pair_bytes();
+  }
 };
 
 // A bias of every expert held: rows of `width` padded to whole tiles, zeros where an expert has
@@ -90,19 +111,21 @@ struct LayerState {
   std::vector<int64_t> position;  // slot -> place among the experts held, or -1
   int64_t held = 0;
   std::vector<PoolPart> pools;
-  BiasTable gate_bias, up_bias, down_bias;
+  ByMatrix<BiasTable> bias;
   std::shared_ptr<Workspace> workspace;
   LayerStats stats;
   Timings timings;
 
   explicit LayerState(int threads) : timings(threads) {}
-  const FormatKernels& kernels() const { return config.table->format[int(config.format)]; }
+  const FormatKernels& kernels(Matrix m) const {
+    return config.table->format[int(config.forms[m].format)];
+  }
   uint8_t* expert(int pool, int64_t slot) const {
     const PoolPart& part = pools[size_t(pool)];
     return part.memory.data() + position[size_t(slot)] * part.expert_bytes();
   }
-  const float* bias(const BiasTable& table, int64_t slot) const {
-    return table.any ? table.row(position[size_t(slot)]) : nullptr;
+  const float* bias_of(Matrix m, int64_t slot) const {
+    return bias[m].any ? bias[m].row(position[size_t(slot)]) : nullptr;
   }
 };
 
@@ -114,7 +137,7 @@ class MoeLayer {
   // Packs one expert, with all threads of the team; blocks. A slot loaded twice keeps the later
   // weights. Throws std::invalid_argument when the slot is not held here or a weight cannot be
   // represented; what was loaded before is then as it was.
-  void load_expert(int64_t slot, const ExpertSource& source);
+  void load(int64_t slot, const ExpertSource& source);
 
   // Queues a forward pass and returns at once. All experts held must have been loaded.
   std::shared_ptr<sys::Job> submit(const ForwardArgs& args);

@@ -11,33 +11,27 @@ PackJob::PackJob(std::shared_ptr<LayerState> layer, int64_t slot, const ExpertSo
     : layer_(std::move(layer)), slot_(slot), source_(source), findings_(size_t(threads)) {
   int64_t floats = 0;
   for (const PoolPart& part : layer_->pools)
-    floats = std::max({floats, pack_scratch(part.up), pack_scratch(part.down)});
+    for (const MatrixLayout& layout : part.layout) floats = std::max(floats, pack_scratch(layout));
   scratch_.assign(size_t(threads), std::vector<float>(size_t(floats)));
 }
 
 PackJob::Tile PackJob::tile(const PoolPart& part, int pool, int64_t i) const {
   const LayerConfig& c = layer_->config;
-  uint8_t* expert = layer_->expert(pool, slot_);
-  const int64_t pairs = 2 * part.up.tiles();
-  if (i < pairs) {
-    const int matrix = int(i % 2);
-    const WeightSource& weights = matrix ? source_.up : source_.gate;
-    return {matrix,
-            part.up,
-            {weights, c.hidden_size, part.begin, 0},
-            i / 2,
-            expert + i * part.up.tile_bytes()};
-  }
-  return {2,
-          part.down,
-          {source_.down, c.intermediate_size, 0, part.begin},
-          i - pairs,
-          expert + 2 * part.up.bytes() + (i - pairs) * part.down.tile_bytes()};
+  const int64_t pairs = 2 * part.layout[kUp].tiles();
+  const Matrix m = i >= pairs ? kDown : i % 2 ? kUp : kGate;
+  const bool down = m == kDown;
+  const int64_t number = down ? i - pairs : i / 2;
+  return {m,
+          part.layout[m],
+          {source_.weights[m], down ? c.intermediate_size : c.hidden_size, down ? 0 : part.begin,
+           down ? part.begin : 0},
+          number,
+          layer_->expert(pool, slot_) + part.begin_of(m) + number * part.stride_of(m)};
 }
 
 void PackJob::run(sys::Worker& w) noexcept {
   const PoolPart& part = layer_->pools[size_t(w.pool)];
-  const int64_t all = part.size ? 2 * part.up.tiles() + part.down.tiles() : 0;
+  const int64_t all = part.size ? 2 * part.layout[kUp].tiles() + part.layout[kDown].tiles() : 0;
   const int64_t begin = all * w.index / w.pool_threads, end = all * (w.index + 1) / w.pool_threads;
   Finding& found = findings_[size_t(w.rank)];
   for (int64_t i = begin; i < end && found.error == PackError::kNone; ++i) {
@@ -56,18 +50,17 @@ void PackJob::run(sys::Worker& w) noexcept {
 }
 
 void PackJob::keep_biases() {
-  const auto keep = [&](BiasTable& table, const float* bias) {
-    if (!bias && !table.any) return;
+  for (int m = 0; m < kMatrices; ++m) {
+    BiasTable& table = layer_->bias[m];
+    const float* bias = source_.bias[m];
+    if (!bias && !table.any) continue;
     float* row = table.row(layer_->position[size_t(slot_)]);
     if (bias)
       std::copy_n(bias, table.width, row);
     else
       std::fill_n(row, table.width, 0.0f);
     table.any = true;
-  };
-  keep(layer_->gate_bias, source_.gate_bias);
-  keep(layer_->up_bias, source_.up_bias);
-  keep(layer_->down_bias, source_.down_bias);
+  }
 }
 
 std::string PackJob::problem() const {

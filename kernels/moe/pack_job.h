@@ -22,7 +22,7 @@ class PackJob : public sys::Job {
  private:
   // A tile's matrix: its layout, source, number there, and place in the packed expert.
   struct Tile {
-    int matrix;  // 0 gate, 1 up, 2 down
+    Matrix matrix;
     const MatrixLayout& layout;
     MatrixSource source;
     int64_t number;
@@ -30,7 +30,7 @@ class PackJob : public sys::Job {
   };
   struct Finding {
     PackError error = PackError::kNone;
-    int matrix = 0;
+    Matrix matrix = kGate;
     int64_t row = 0;
   };
 

@@ -31,7 +31,7 @@ Plan::Plan(int64_t max_experts, int64_t max_pairs)
 
 void Plan::build(const PlanInput& in) {
   pairs_ = active_ = items_ = groups_ = rows_ = 0;
-  any_gemm_ = false;
+  any_gemm_ = {};
   in.tokens* in.top_k <= kFewIds ? sort_few(in) : sort_many(in);
   add_items();
 }
@@ -77,11 +77,14 @@ void Plan::sort_many(const PlanInput& in) {
 
 // In ascending slot order.
 void Plan::add_expert(const PlanInput& in, int64_t slot, int64_t count) {
-  const bool gemm = count >= in.gemm_min_rows;
-  any_gemm_ |= gemm;
-  if (gemm) rows_ = round_up(rows_, kBlockRows);
-  experts_[size_t(active_)] = {slot, pairs_, count, gemm, rows_};
-  rows_ += gemm ? round_up(count, kBlockRows) : count;  // a block's rows lie all over it
+  ExpertRows& e = experts_[size_t(active_)] = {slot, pairs_, count, rows_, {}};
+  for (int m = 0; m < kMatrices; ++m) {
+    e.gemm[size_t(m)] = count >= in.gemm_min_rows[size_t(m)];
+    any_gemm_[size_t(m)] |= e.gemm[size_t(m)];
+  }
+  if (e.any_gemm()) e.row = round_up(rows_, kBlockRows);
+  // A block's rows lie all over it.
+  rows_ = e.row + (e.any_gemm() ? round_up(count, kBlockRows) : count);
 
   // Group g has the slots from g * E / groups on.
   const auto num_experts = int64_t(in.on_cpu.size());

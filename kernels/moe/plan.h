@@ -1,17 +1,25 @@
 // Tokens to experts: which (token, expert) pairs a forward pass computes, sorted by expert.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace kt {
 
+// The matrices of an expert.
+enum Matrix : int { kGate = 0, kUp = 1, kDown = 2 };
+constexpr int kMatrices = 3;
+template <class T> using ByMatrix = std::array<T, kMatrices>;
+
 struct ExpertRows {
-  int64_t slot;   // expert slot
-  int64_t first;  // first pair
-  int64_t count;  // pairs, >= 1
-  bool gemm;      // computed by GEMM kernels
-  int64_t row;    // first row in the buffers of A rows, where GEMM experts have whole blocks
+  int64_t slot;         // expert slot
+  int64_t first;        // first pair
+  int64_t count;        // pairs, >= 1
+  int64_t row;          // first row in the buffers of A rows, where GEMM experts have whole blocks
+  ByMatrix<bool> gemm;  // multiplied by GEMM kernels
+
+  bool any_gemm() const { return gemm[kGate] || gemm[kUp] || gemm[kDown]; }
 };
 
 constexpr int64_t kMaxGroups = 4;
@@ -56,7 +64,7 @@ struct PlanInput {
   const float* weights;  // [tokens, top_k]
   int64_t tokens, top_k;
   const std::vector<uint8_t>& on_cpu;  // [num_experts], 0: skipped
-  int64_t gemm_min_rows;               // experts with as many pairs go to the GEMM kernels
+  ByMatrix<int64_t> gemm_min_rows;     // experts with as many pairs go to the GEMM kernels
   int64_t groups;
 };
 
@@ -72,7 +80,7 @@ class Plan {
   int64_t pairs() const { return pairs_; }
   bool few() const { return pairs_ <= kFewPairs; }
   int64_t active() const { return active_; }
-  bool any_gemm() const { return any_gemm_; }
+  bool any_gemm(Matrix m) const { return any_gemm_[m]; }
   const ExpertRows& expert(int64_t i) const { return experts_[std::size_t(i)]; }
   // Calls f(expert, first, last) for each expert's part of the pairs [first, last).
   template <class F> void each_expert(int64_t first, int64_t last, F f) const {
@@ -97,7 +105,7 @@ class Plan {
   void add_items();
 
   int64_t pairs_ = 0, active_ = 0, items_ = 0, groups_ = 0, rows_ = 0;
-  bool any_gemm_ = false;
+  ByMatrix<bool> any_gemm_{};
   std::vector<ExpertRows> experts_;
   std::vector<WorkItem> item_;
   std::vector<ExpertGroup> group_;

@@ -49,43 +49,36 @@ Count scale_bytes(Count rows, int64_t cols) {
   return (rows + kRowSlack) * ((cols + kMaxPadding) / kMinGroup * 4);
 }
 
-ThreadSpace thread_space(const WorkspaceCapacity& c, int threads) {
-  ThreadSpace t{Plan(c.experts, kFewIds),
-                std::vector<int64_t>(size_t(threads) + 1),
-                {},
-                {},
-                {},
-                {},
-                {},
-                {},
-                {},
-                {},
-                {}};
-  const int64_t bytes[] = {
-      row_bytes(kOwnTokens, c.hidden).value(),
-      scale_bytes(kOwnTokens, c.hidden).value(),
-      scale_bytes(kOwnTokens, c.hidden).value(),
-      row_bytes(kFewPairs, c.intermediate).value(),
-      (kFewPairs + kRowSlack) * 4,  // one scale and one sum a row
-      (kFewPairs + kRowSlack) * 4,
-      row_bytes(1, std::max(c.hidden, c.intermediate)).value(),
-      2 * (kRowBlock + kRowSlack) * kTileRows * 4,
-  };
+ActBuffer act_buffer(Count rows, int64_t cols) {
+  return {row_bytes(rows, cols).mapping(), scale_bytes(rows, cols).mapping(),
+          scale_bytes(rows, cols).mapping()};
+}
+
+// Where the parts of a thread's memory lie that begins at `at`; null: nowhere. Returns their bytes.
+int64_t place_parts(ThreadSpace& t, const WorkspaceCapacity& c, uint8_t* at) {
   Count total(0);
-  for (int64_t one : bytes) total = total + Count(round_up(one, kThreadPadding));
-  t.memory = total.mapping();
-  uint8_t* at = t.memory.data();
-  const auto take = [&](int i) {
-    return std::exchange(at, at + round_up(bytes[i], kThreadPadding));
+  const auto place = [&]<class T>(T*& part, Count bytes) {
+    part = at ? reinterpret_cast<T*>(at + total.value()) : nullptr;
+    total = total + Count(round_up(bytes.value(), kThreadPadding));
   };
-  t.x = take(0);
-  t.x_scale = reinterpret_cast<float*>(take(1));
-  t.x_sum = reinterpret_cast<int32_t*>(take(2));
-  t.h = take(3);
-  t.h_scale = reinterpret_cast<float*>(take(4));
-  t.h_sum = reinterpret_cast<int32_t*>(take(5));
-  t.row = take(6);
-  t.scratch = reinterpret_cast<float*>(take(7));
+  for (OwnRows& x : t.x) {
+    place(x.data, row_bytes(kOwnTokens, c.hidden));
+    place(x.scale, scale_bytes(kOwnTokens, c.hidden));
+    place(x.sum, scale_bytes(kOwnTokens, c.hidden));
+  }
+  place(t.h.data, row_bytes(kFewPairs, c.intermediate));
+  place(t.h.scale, (kFewPairs + kRowSlack) * 4);  // one scale and one sum a row
+  place(t.h.sum, (kFewPairs + kRowSlack) * 4);
+  place(t.row, row_bytes(1, std::max(c.hidden, c.intermediate)));
+  place(t.scratch, 2 * (kRowBlock + kRowSlack) * kTileRows * 4);
+  return total.value();
+}
+
+ThreadSpace thread_space(const WorkspaceCapacity& c, int threads) {
+  ThreadSpace t{
+      Plan(c.experts, kFewIds), std::vector<int64_t>(size_t(threads) + 1), {}, {}, {}, {}, {}};
+  t.memory = sys::Mapping(size_t(place_parts(t, c, nullptr)));
+  place_parts(t, c, t.memory.data());
   return t;
 }
 
@@ -133,18 +126,12 @@ Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
       plan(c.experts, (Count(c.pairs) * kPlanBytes).value() / kPlanBytes),
       slots(size_t(team_threads)),
       sums_done(new std::atomic<int>[size_t(ceil_div(c.hidden, kTileRows))]()) {
-  x = row_bytes(c.tokens, c.hidden).mapping();
-  x_scale = scale_bytes(c.tokens, c.hidden).mapping();
-  x_sum = scale_bytes(c.tokens, c.hidden).mapping();
-  gathered = row_bytes(c.pair_rows, c.hidden).mapping();
-  gathered_scale = scale_bytes(c.pair_rows, c.hidden).mapping();
-  gathered_sum = scale_bytes(c.pair_rows, c.hidden).mapping();
+  for (ActBuffer& one : x) one = act_buffer(c.tokens, c.hidden);
+  for (ActBuffer& one : gathered) one = act_buffer(c.pair_rows, c.hidden);
   h_float = row_bytes(c.pair_rows, c.intermediate).mapping();
   const Count few = std::min(c.pairs, kFewPairs);
   for (int p = 0; p < pools; ++p) {
-    h.push_back(row_bytes(c.pair_rows, c.intermediate).mapping());
-    h_scale.push_back(scale_bytes(c.pair_rows, c.intermediate).mapping());
-    h_sum.push_back(scale_bytes(c.pair_rows, c.intermediate).mapping());
+    h.push_back(act_buffer(c.pair_rows, c.intermediate));
     results.push_back((Count(round_up(c.hidden, kTileRows)) * few * 4).mapping());
     sum.push_back((Count(c.sums) * 4).mapping());
   }

@@ -48,15 +48,25 @@ constexpr int64_t kRowBlock = 256;
 // Tokens up to which every thread makes the plan and the A rows for itself: cheaper than a barrier.
 constexpr int64_t kOwnTokens = 4;
 
+// A rows with their scales and sums, per row or per row and group.
+struct ActBuffer {
+  sys::Mapping data, scale, sum;
+};
+struct OwnRows {
+  uint8_t* data;
+  float* scale;
+  int32_t* sum;
+};
+
 // What a thread keeps for itself during a forward pass.
 struct ThreadSpace {
   Plan plan;                    // of at most kFewIds pairs
   std::vector<int64_t> starts;  // [threads + 1], of the tasks of a phase
-  uint8_t *x, *h, *row;         // A rows: of kOwnTokens, of kFewPairs (int8), and a single one
-  float *x_scale, *h_scale;
-  int32_t *x_sum, *h_sum;
-  float* scratch;       // 2 * (kRowBlock + kRowSlack) * 32 floats
-  sys::Mapping memory;  // of all these
+  OwnRows x[2];                 // of kOwnTokens: for gate, and for up where it wants others
+  OwnRows h;                    // of kFewPairs (int8)
+  uint8_t* row;                 // a single A row
+  float* scratch;               // 2 * (kRowBlock + kRowSlack) * 32 floats
+  sys::Mapping memory;          // of all these
 };
 
 struct Workspace {
@@ -69,14 +79,12 @@ struct Workspace {
   std::vector<ThreadSpace> thread;   // by rank
   std::vector<sys::TaskSlot> slots;  // by rank
   std::unique_ptr<std::atomic<int>[]>
-      sums_done;         // per tile of H: sums that are complete; 0 between
-  uint16_t phase = 0;    // the last of the slots; written by rank 0 at a pass's end
-  sys::Mapping x;        // A rows of the tokens
-  sys::Mapping x_scale;  // and their scales and sums, per row or per row and group
-  sys::Mapping x_sum;
-  sys::Mapping gathered, gathered_scale, gathered_sum;  // A rows of the pairs, for GEMM kernels
-  sys::Mapping h_float;                                 // [pairs][I] before quantisation
-  std::vector<sys::Mapping> h, h_scale, h_sum;          // per pool: A rows of the pairs
+      sums_done;                      // per tile of H: sums that are complete; 0 between
+  uint16_t phase = 0;                 // the last of the slots; written by rank 0 at a pass's end
+  ActBuffer x[2];                     // of the tokens: for gate, and for up where it wants others
+  ActBuffer gathered[2];              // of the pairs, the same
+  sys::Mapping h_float;               // [pairs][I] before quantisation
+  std::vector<ActBuffer> h;           // per pool: of the pairs
   std::vector<sys::Mapping> results;  // per pool, few pairs: [expert][tiles(H)][its pairs][32]
   std::vector<sys::Mapping> sum;      // per pool: [tiles(H)][groups][tokens][32]
 };

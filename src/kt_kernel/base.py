@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,15 +12,17 @@ import torch
 from . import buffers
 from .experts import Matrix
 from .forks import give_lock
-from .methods import BF16_WEIGHTS, WeightForm
+from .methods import BF16_WEIGHTS, LayerForm, WeightForm
 from .pools import get_team
 from .quantised import CoreSource, QuantisedMatrix, check_matrix
 from .settings import LayerSettings, check_sizes, integer
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
-from .tuning import WORTH_BYTES, tuning_for
+from .tuning import WORTH_BYTES, layer_tuning
 from .variant import debug, native
 
+_MATRICES = ("gate", "up", "down")
 _BIASES = ("gate_bias", "up_bias", "down_bias")
+_DENSE_FORM = WeightForm(BF16_WEIGHTS)  # of dense weights where the method does not tell
 
 
 class BaseMoEWrapper:
@@ -30,7 +31,7 @@ class BaseMoEWrapper:
     def __init__(self, settings: LayerSettings) -> None:
         self._settings = settings
         self._core: Any = None  # the compiled layer, from the first weights on
-        self._form: WeightForm | None = None  # of its weights
+        self._form: LayerForm | None = None  # of its weights
         self._loaded = False
         self._arrived: set[int] = set()
         # Another thread of a parent may load while it forks; to the child that is not loaded.
@@ -115,9 +116,9 @@ class BaseMoEWrapper:
 
     def load_weights_from_tensors(
         self,
-        gate: torch.Tensor | Sequence[QuantisedMatrix],
-        up: torch.Tensor | Sequence[QuantisedMatrix],
-        down: torch.Tensor | Sequence[QuantisedMatrix],
+        gate: torch.Tensor | Sequence[Matrix],
+        up: torch.Tensor | Sequence[Matrix],
+        down: torch.Tensor | Sequence[Matrix],
         physical_to_logical_map_cpu: torch.Tensor,
         *,
         gate_bias: torch.Tensor | None = None,
@@ -129,7 +130,8 @@ class BaseMoEWrapper:
         Args:
             gate, up: [E, I, H], down: [E, H, I], logical order; bf16, fp16 or fp32, any device.
                 For a method that takes quantised weights: E matrices [I, H], [I, H] and [H, I],
-                all of one form.
+                all of one form; LLAMAFILE: the gates, the ups and the downs each of one form, or
+                dense.
             physical_to_logical_map_cpu: [E] integers on the CPU: slot p holds logical expert
                 ``map[p]``; repeats are legal.
             gate_bias, up_bias: [E, I], down_bias: [E, H]; any float dtype.
@@ -146,29 +148,17 @@ class BaseMoEWrapper:
             return
         s = self._settings
         e, h, i = s.num_experts, s.hidden_size, s.moe_intermediate_size
-        if s.method.quantised:
-            for name, matrices in (("gate", gate), ("up", up), ("down", down)):
-                self._check_sequence(name, matrices)
-            form = self._check_forms([
-                (f"{name}[{expert}]", matrix, shape)
-                for name, matrices, shape in (
-                    ("gate", gate, (i, h)), ("up", up, (i, h)), ("down", down, (h, i)),
-                )
-                for expert, matrix in enumerate(matrices)
-            ])  # fmt: skip
-        else:
-            form = s.method.form
-            for name, tensor, shape in (
-                ("gate", gate, (e, i, h)), ("up", up, (e, i, h)), ("down", down, (e, h, i)),
-            ):  # fmt: skip
-                self._check_weight(name, tensor, shape)
+        form = self._common_form([
+            self._check_matrices(name, matrices, *shape)
+            for name, matrices, shape in zip(_MATRICES, (gate, up, down), self._shapes, strict=True)
+        ])  # fmt: skip
         for name, bias, shape in (
             ("gate_bias", gate_bias, (e, i)), ("up_bias", up_bias, (e, i)),
             ("down_bias", down_bias, (e, h)),
         ):  # fmt: skip
             self._check_bias(name, bias, shape)
         mapping = self._check_map(physical_to_logical_map_cpu)
-        matrices = {"gate": gate, "up": up, "down": down}
+        matrices = dict(zip(_MATRICES, (gate, up, down), strict=True))
         biases = zip(_BIASES, (gate_bias, up_bias, down_bias), strict=True)
         given = matrices | {name: bias for name, bias in biases if bias is not None}
 
@@ -224,7 +214,8 @@ class BaseMoEWrapper:
                 slots,
                 method=s.method.name,
             ) as experts:
-                self._load_all(s.method.form or experts.form, pack_all)
+                form = s.method.layer_form or experts.form or LayerForm.same(_DENSE_FORM)
+                self._load_all(form, pack_all)
         except ValueError as error:
             problem = str(error).removeprefix(f"{s.where}: ")
             raise ValueError(f"{s.where}: weight_path {s.weight_path}: {problem}") from error
@@ -245,7 +236,7 @@ class BaseMoEWrapper:
             slot: 0 … E-1, a slot on the CPU. A slot given twice keeps what is given later, of
                 biases too: none then means none.
             gate, up: [I, H], down: [H, I]; bf16, fp16 or fp32, any device. For a method that takes
-                quantised weights: of the form that the first expert had.
+                quantised weights: of the form that the first expert's had.
             gate_bias, up_bias: [I], down_bias: [H].
 
         After an error while packing, the slot counts as not loaded.
@@ -257,15 +248,11 @@ class BaseMoEWrapper:
         s = self._settings
         slot = self._check_slot(slot)
         h, i = s.hidden_size, s.moe_intermediate_size
-        matrices = (("gate", gate, (i, h)), ("up", up, (i, h)), ("down", down, (h, i)))
-        if s.method.quantised:
-            form = self._check_forms(
-                [(f"{name} of slot {slot}", matrix, shape) for name, matrix, shape in matrices]
-            )
-        else:
-            form = s.method.form
-            for name, matrix, shape in matrices:
-                self._check_weight(name, matrix, shape, slot)
+        names = [f"{name} of slot {slot}" for name in _MATRICES]
+        form = self._common_form([
+            [(name, self._check_matrix(name, matrix, shape))]
+            for name, matrix, shape in zip(names, (gate, up, down), self._shapes, strict=True)
+        ])  # fmt: skip
         self._check_bias("gate_bias", gate_bias, (i,), slot)
         self._check_bias("up_bias", up_bias, (i,), slot)
         self._check_bias("down_bias", down_bias, (h,), slot)
@@ -298,11 +285,12 @@ class BaseMoEWrapper:
                     f"{missing}"
                 )
             if self._core is None:  # no expert is on the CPU, so any form will do
-                self._core = self._make_core(self._settings.method.form or WeightForm(BF16_WEIGHTS))
+                any_form = self._settings.method.layer_form or LayerForm.same(_DENSE_FORM)
+                self._core = self._make_core(any_form)
             self._loaded = True
             debug(f"{self.describe()}, {self.packed_bytes / 1e6:.1f} MB packed")
 
-    def _load_all(self, form: WeightForm, pack_all: Callable[[Callable[..., None]], None]) -> None:
+    def _load_all(self, form: LayerForm, pack_all: Callable[[Callable[..., None]], None]) -> None:
         """Loads by ``pack_all``, which packs every CPU slot with the function it is given."""
         with self._load_lock:
             if self._loaded:
@@ -313,13 +301,13 @@ class BaseMoEWrapper:
             self._arrived = set(self._cpu_slots())
             self.finish_loading()
 
-    def _make_core(self, form: WeightForm) -> Any:
+    def _make_core(self, form: LayerForm) -> Any:
         s = self._settings
         check_sizes(form, s.method.name, s.hidden_size, s.moe_intermediate_size, s.where)
-        if s.group_size not in (None, form.group_size):
+        if s.group_size not in (None, form.gate.group_size):  # no method that has it mixes forms
             raise ValueError(
                 f"{s.where}: group_size={s.group_size} was given, but the weights have groups of "
-                f"{form.group_size}"
+                f"{form.gate.group_size}"
             )
         tuning = self._tuning(form)
         try:
@@ -329,9 +317,7 @@ class BaseMoEWrapper:
                 top_k=s.num_experts_per_tok,
                 hidden_size=s.hidden_size,
                 intermediate_size=s.moe_intermediate_size,
-                format=form.format,
-                group_size=form.group_size,
-                scale_type=form.scale_type,
+                forms=[one.core for one in form],
                 cpu_slots=s.cpu_slots,
                 swiglu_limit=s.swiglu_limit,
                 swiglu_alpha=s.swiglu_alpha,
@@ -347,13 +333,13 @@ class BaseMoEWrapper:
                 f"{s.method.name}, and their buffers"
             ) from None
 
-    def _tuning(self, form: WeightForm) -> dict[str, int]:
+    def _tuning(self, form: LayerForm) -> dict[str, Any]:
         """What the compiled layer is made with beyond its shape; measured for large layers only."""
         s = self._settings
         values = 3 * len(self._cpu_slots()) * s.hidden_size * s.moe_intermediate_size
         if values // 2 < WORTH_BYTES or s.kind:  # half a byte each at least
             return {}
-        return asdict(tuning_for(form, s.table))
+        return layer_tuning(form, s.table)
 
     def _pack(
         self,
@@ -372,15 +358,11 @@ class BaseMoEWrapper:
         ]
         addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
         try:
-            if self._settings.method.quantised:
-                sources = [CoreSource(matrix) for matrix in (gate, up, down)]
-                core.load_quantised(slot, *(source.address for source in sources), *addresses)
-                return
-            matrices = [on_cpu(matrix) for matrix in (gate, up, down)]
-            if len({matrix.dtype for matrix in matrices}) > 1:  # the core takes one per expert
-                matrices = [matrix.float() for matrix in matrices]
-            pointers = (matrix.data_ptr() for matrix in matrices)
-            core.load_expert(slot, *pointers, DTYPES[matrices[0].dtype], *addresses)
+            sources = [CoreSource(matrix) for matrix in (gate, up, down)]
+            core.load(
+                slot, *(source.address for source in sources), *addresses,
+                dtypes=[source.dtype for source in sources],
+            )  # fmt: skip
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None
 
@@ -399,40 +381,68 @@ class BaseMoEWrapper:
     def _place(self, name: str, slot: int | None) -> str:
         return f"{self._settings.where}: {name}" + ("" if slot is None else f" of slot {slot}")
 
-    def _check_sequence(self, name: str, matrices: Any) -> None:
+    @property
+    def _shapes(self) -> tuple[tuple[int, int], ...]:
+        """[N, K] of an expert's gate, up and down."""
+        h, i = self._settings.hidden_size, self._settings.moe_intermediate_size
+        return (i, h), (i, h), (h, i)
+
+    def _check_matrices(
+        self, name: str, matrices: Any, rows: int, columns: int
+    ) -> list[tuple[str, WeightForm]]:
+        """Names and forms of all experts' matrices; a single one for a tensor [E, N, K]."""
         s = self._settings
-        if isinstance(matrices, torch.Tensor) or not isinstance(matrices, Sequence):
+        is_tensor = isinstance(matrices, torch.Tensor)
+        if not s.method.takes_quantised or (is_tensor and s.method.takes_dense):
+            return [(name, self._check_weight(name, matrices, (s.num_experts, rows, columns)))]
+        if is_tensor or not isinstance(matrices, Sequence):
+            kinds = "tensors or QuantisedMatrix" if s.method.takes_dense else "QuantisedMatrix"
             raise TypeError(
-                f"{s.where}: {name} must be a sequence of {s.num_experts} QuantisedMatrix for "
+                f"{s.where}: {name} must be a sequence of {s.num_experts} {kinds} for "
                 f"method {s.method.name}, got {type(matrices).__name__}"
             )
         if len(matrices) != s.num_experts:
             raise ValueError(
                 f"{s.where}: {name} must have {s.num_experts} matrices, got {len(matrices)}"
             )
+        places = [f"{name}[{expert}]" for expert in range(s.num_experts)]
+        return [
+            (place, self._check_matrix(place, matrix, (rows, columns)))
+            for place, matrix in zip(places, matrices, strict=True)
+        ]
 
-    def _check_forms(self, matrices: Sequence[tuple[str, Any, tuple[int, int]]]) -> WeightForm:
-        """The form that all of the matrices (name, matrix, shape) have."""
+    def _check_matrix(self, name: str, matrix: Any, shape: tuple[int, int]) -> WeightForm:
+        """The form that one expert's matrix has or gets, once its shape and dtype are right."""
         s = self._settings
-        first: WeightForm | None = None
-        for name, matrix, shape in matrices:
-            form = check_matrix(f"{s.where}: {name}", matrix, s.method.formats, *shape)
-            first = first or form
-            if form != first:
-                raise ValueError(f"{s.where}: {name} is {form}; {matrices[0][0]} is {first}")
-        assert first is not None
-        return first
+        is_quantised = isinstance(matrix, QuantisedMatrix)
+        if not s.method.takes_dense or (is_quantised and s.method.takes_quantised):
+            return check_matrix(f"{s.where}: {name}", matrix, s.method.formats, *shape)
+        return self._check_weight(name, matrix, shape)
 
-    def _check_weight(
-        self, name: str, tensor: Any, shape: tuple[int, ...], slot: int | None = None
-    ) -> None:
-        place = self._place(name, slot)
+    def _common_form(self, matrices: Sequence[Sequence[tuple[str, WeightForm]]]) -> LayerForm:
+        """The form of a layer whose gates, ups and downs have these names and forms."""
+        s = self._settings
+        every = [each[0] for each in matrices] if s.method.mixed else [matrices[0][0]] * 3
+        for (first, expected), each in zip(every, matrices, strict=True):
+            for name, form in each:
+                if form != expected:
+                    raise ValueError(f"{s.where}: {name} is {form}; {first} is {expected}")
+        return LayerForm(*(form for _, form in every))
+
+    def _check_weight(self, name: str, tensor: Any, shape: tuple[int, ...]) -> WeightForm:
+        """The form that dense weights get."""
+        method, place = self._settings.method, self._place(name, None)
+        if method.takes_quantised and not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{place} must be a tensor or a QuantisedMatrix, got {type(tensor).__name__}"
+            )
         need_tensor(place, tensor)
         need_dense(place, tensor)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: {DTYPE_NAMES}")
+        return method.form or _DENSE_FORM
 
     def _check_bias(
         self, name: str, tensor: Any, shape: tuple[int, ...], slot: int | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 # Weight formats and activation formats, numbered as the compiled core numbers them.
@@ -35,7 +37,7 @@ _COLUMN_UNITS = {INT4_GROUP: 32, INT4_ZERO: 32, MXFP8: 32, MXFP4: 32, NVFP4: 16}
 
 @dataclass(frozen=True)
 class WeightForm:
-    """What the compiled core has to know of a layer's weights.
+    """What the compiled core has to know of a matrix.
 
     Attributes:
         format: weight format.
@@ -48,8 +50,13 @@ class WeightForm:
     scale_type: int = 0
 
     @property
+    def core(self) -> tuple[int, int, int]:
+        """As the compiled core takes it."""
+        return self.format, self.group_size, self.scale_type
+
+    @property
     def column_unit(self) -> int:
-        """What H and I must be multiples of."""
+        """What K must be a multiple of."""
         return self.group_size or _COLUMN_UNITS.get(self.format, 1)
 
     def __str__(self) -> str:
@@ -57,6 +64,34 @@ class WeightForm:
             return FORMAT_NAMES[self.format]
         scales = ("float16", "bfloat16", "float32")[self.scale_type]
         return f"{FORMAT_NAMES[self.format]} ({scales}, group size {self.group_size})"
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """The forms of a layer's matrices: each is that of all its experts."""
+
+    gate: WeightForm
+    up: WeightForm
+    down: WeightForm
+
+    @classmethod
+    def same(cls, form: WeightForm) -> LayerForm:
+        """All three alike."""
+        return cls(form, form, form)
+
+    def __iter__(self) -> Iterator[WeightForm]:
+        """Those of gate, up and down."""
+        return iter((self.gate, self.up, self.down))
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """What H and I must be multiples of."""
+        return math.lcm(self.gate.column_unit, self.up.column_unit), self.down.column_unit
+
+    def __str__(self) -> str:
+        if self.gate == self.up == self.down:
+            return str(self.gate)
+        return f"gate {self.gate}, up {self.up}, down {self.down}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +105,7 @@ class Method:
         group_size: columns per scale where the method's name says it, else 0.
         quantised: whether weights come quantised and are taken over bit for bit; otherwise they
             come as BF16, FP16 or FP32 and are quantised while loading.
+        mixed: whether gate, up and down may differ in form, and any of them be dense.
     """
 
     name: str
@@ -77,6 +113,7 @@ class Method:
     activations: int = BF16_ACTIVATIONS
     group_size: int = 0
     quantised: bool = False
+    mixed: bool = False
 
     @property
     def format(self) -> int:
@@ -85,15 +122,42 @@ class Method:
 
     @property
     def form(self) -> WeightForm | None:
-        """Form of the weights; None where group size and type of the scales are the source's."""
-        if self.quantised and self.format in GROUPED:
+        """Form of all matrices; None where the source tells it."""
+        if self.mixed or self.groups_of_source:
             return None
         return WeightForm(self.format, self.group_size)
 
     @property
+    def layer_form(self) -> LayerForm | None:
+        """The same of a layer."""
+        return None if self.form is None else LayerForm.same(self.form)
+
+    @property
+    def groups_of_source(self) -> bool:
+        """Whether the weights have groups whose size and type of scales are the source's."""
+        return self.quantised and not self.mixed and self.format in GROUPED
+
+    @property
+    def takes_dense(self) -> bool:
+        """Whether weights may come as tensors."""
+        return self.mixed or not self.quantised
+
+    @property
+    def takes_quantised(self) -> bool:
+        """Whether weights may come as QuantisedMatrix, in one of ``formats``."""
+        return self.mixed or self.quantised
+
+    @property
     def column_unit(self) -> int:
         """What H and I must be multiples of, as far as it is known without the weights."""
+        if self.mixed:
+            return 1
         return self.group_size or _COLUMN_UNITS.get(self.format, 1)
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """The same, of H and of I."""
+        return self.column_unit, self.column_unit
 
 
 _SUPPORTED = {

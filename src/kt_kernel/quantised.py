@@ -18,7 +18,7 @@ from .methods import (
     NVFP4,
     WeightForm,
 )
-from .tensors import need_dense, need_tensor, on_cpu
+from .tensors import DTYPES, need_dense, need_tensor, on_cpu
 
 #: Types of group scales, numbered as the compiled core numbers them.
 SCALE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -56,14 +56,20 @@ class QuantisedMatrix:
 
 
 class CoreSource:
-    """A quantised matrix in the memory that the compiled core reads."""
+    """A matrix in the memory that the compiled core reads.
 
-    def __init__(self, matrix: QuantisedMatrix) -> None:
-        tensors = (matrix.codes, matrix.scale, matrix.zero)
-        self._kept = [None if tensor is None else on_cpu(tensor) for tensor in tensors]
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in self._kept]
-        #: (data, scale, zero, global), valid while this object lives
-        self.address = (*pointers, float(matrix.global_scale))
+    Attributes:
+        address: (data, scale, zero, global), valid while this object lives.
+        dtype: number of a dense matrix's dtype; without a meaning for quantised ones.
+    """
+
+    def __init__(self, matrix: torch.Tensor | QuantisedMatrix) -> None:
+        quantised = isinstance(matrix, QuantisedMatrix)
+        parts = (matrix.codes, matrix.scale, matrix.zero) if quantised else (matrix, None, None)
+        self._parts = [None if part is None else on_cpu(part) for part in parts]
+        data, scale, zero = (0 if part is None else part.data_ptr() for part in self._parts)
+        self.address = (data, scale, zero, float(matrix.global_scale) if quantised else 1.0)
+        self.dtype = DTYPES[torch.float32 if quantised else self._parts[0].dtype]
 
 
 def check_matrix(

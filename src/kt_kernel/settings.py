@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .methods import Method, WeightForm, get_method
+from .methods import LayerForm, Method, get_method
 from .pools import PoolPlan, plan_pools
 from .tensors import need_dense
 from .variant import kernel_kind, kernel_table
@@ -88,10 +88,10 @@ def _group_size(method: Method, given: Any) -> int | None:
     given = integer("group_size", given, 1, MAX_DIMENSION)
     if given in (method.group_size, GROUP_SIZE_NOT_GIVEN):
         return None
-    if method.form is None and given % method.column_unit == 0:
-        return given
     unit = method.column_unit
-    if method.form is None:
+    if method.groups_of_source and given % unit == 0:
+        return given
+    if method.groups_of_source:
         has, accepted = f"has groups of multiples of {unit}", f"multiples of {unit}, or "
     elif method.group_size:
         has, accepted = f"has group_size={method.group_size}", f"{method.group_size}, or "
@@ -104,11 +104,11 @@ def _group_size(method: Method, given: Any) -> int | None:
 
 
 def check_sizes(
-    form: Method | WeightForm, method: str, hidden_size: int, intermediate: int, where: str = ""
+    form: Method | LayerForm, method: str, hidden_size: int, intermediate: int, where: str = ""
 ) -> None:
     """Raises ValueError for sizes that the weights' groups do not divide."""
-    unit = form.column_unit
-    for name, size in (("hidden_size", hidden_size), ("moe_intermediate_size", intermediate)):
+    sizes = ("hidden_size", hidden_size), ("moe_intermediate_size", intermediate)
+    for (name, size), unit in zip(sizes, form.units, strict=True):
         if size % unit:
             raise ValueError(
                 f"{where + ': ' if where else ''}{name}={size} is not divisible by the group size "

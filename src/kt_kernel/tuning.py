@@ -42,12 +42,12 @@ from .methods import (
     INT8_ROW,
     NVFP4,
     SUPPORTED_METHODS,
+    LayerForm,
     WeightForm,
     get_method,
 )
 from .pools import get_team, plan_pools
 from .quantised import SCALE_TYPES, CoreSource, QuantisedMatrix
-from .tensors import DTYPES
 from .variant import KINDS, debug, kernel_table, native
 
 #: Layers of fewer packed bytes keep the defaults: measuring would take longer than it saves.
@@ -79,6 +79,16 @@ class Tuning:
 def tuning_for(form: WeightForm, table: str) -> Tuning:
     """What was measured for weights of ``form`` with this kernel table on this machine."""
     return _tuning(form, table, _key(form, table))
+
+
+def layer_tuning(form: LayerForm, table: str) -> dict[str, Any]:
+    """Arguments of the compiled layer, for weights of ``form``: each matrix changes to its GEMM
+    kernel at the rows measured for its own form, and they share the smallest row block."""
+    found = [tuning_for(one, table) for one in form]
+    return {
+        "gemm_min_rows": [one.gemm_min_rows for one in found],
+        "row_block": min(one.row_block for one in found),
+    }
 
 
 def _key(form: WeightForm, table: str) -> str:
@@ -191,18 +201,16 @@ class _Layer:
     ) -> None:
         self._core = native().MoeLayer(
             get_team(plan_pools(None, None, None)), num_experts=_EXPERTS, top_k=1,
-            hidden_size=_hidden(form), intermediate_size=_inter(form), format=form.format,
-            group_size=form.group_size, scale_type=form.scale_type, cpu_slots=[True] * _EXPERTS,
-            swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=_EXPERTS * rows, table=table, kind=kind,
-            row_block=block,
+            hidden_size=_hidden(form), intermediate_size=_inter(form), forms=[form.core] * 3,
+            cpu_slots=[True] * _EXPERTS, swiglu_limit=0.0, swiglu_alpha=0.0,
+            max_tokens=_EXPERTS * rows, table=table, kind=kind, row_block=block,
         )  # fmt: skip
-        dense = [w.data_ptr() for w in weights if isinstance(w, torch.Tensor)]
-        sources = [CoreSource(w) for w in weights if isinstance(w, QuantisedMatrix)]
+        sources = [CoreSource(w) for w in weights]
         for slot in range(_EXPERTS):
-            if dense:
-                self._core.load_expert(slot, *dense, DTYPES[torch.bfloat16])
-            else:
-                self._core.load_quantised(slot, *(source.address for source in sources))
+            self._core.load(
+                slot, *(source.address for source in sources),
+                dtypes=[source.dtype for source in sources],
+            )  # fmt: skip
         self._x = torch.randn(_EXPERTS * rows, _hidden(form)).bfloat16()
         self._ids = torch.arange(len(self._x)) % _EXPERTS
         self._router = torch.ones(len(self._x))

@@ -76,7 +76,7 @@ def test_forms_and_sizes(checkpoints, stored):
     formats = get_method(stored).formats
     for _, tensors in found:
         for matrix, shape in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I))):
-            assert check_matrix(matrix, tensors[matrix], formats, *shape) == form
+            assert check_matrix(matrix, tensors[matrix], formats, *shape) == getattr(form, matrix)
 
 
 @pytest.mark.parametrize("method", QUANTISED)

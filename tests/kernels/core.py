@@ -66,6 +66,11 @@ class Format(NamedTuple):
             return name if self.code in (BF16, INT8_ROW, INT4_ROW) else f"{name}-dense"
         return f"{name}-{SCALE_NAMES[self.scale_type]}" if self.group else name
 
+    @property
+    def form(self) -> tuple[int, int, int]:
+        """As the core takes it."""
+        return self.code, self.group, self.scale_type or 0
+
     def fit(self, *sizes: int) -> tuple[int, ...]:
         """Numbers of columns, rounded up to what the format accepts."""
         unit = sources.column_unit(self.code, self.group)
@@ -155,6 +160,8 @@ class Layer:
     cpu_slots: list[bool] | None = None
     seed: int = 0
     scale_type: int | None = None
+    gemm_min_rows: list[int] = field(default_factory=lambda: [0] * 3)
+    mixed: tuple[Format, ...] = ()  # of gate, up and down, in the place of one for all
     # Of gate [I, H], up [I, H] and down [H, I] one matrix per expert: float32, or a Source.
     weights: list[Any] = field(default_factory=list)
     bias: list[Floats] = field(default_factory=list)
@@ -169,20 +176,19 @@ class Layer:
     def __post_init__(self) -> None:
         core = core_with(*self.variant)
         rng = np.random.default_rng(self.seed)
-        format = Format(self.format, self.group, self.scale_type)
+        formats = self.mixed or (Format(self.format, self.group, self.scale_type),) * 3
         e, h, i = self.experts, self.hidden, self.inter
         self.weights = self.weights or [
-            random_weights(format, rng, e, *shape) for shape in self.shapes
+            random_weights(f, rng, e, *shape) for f, shape in zip(formats, self.shapes, strict=True)
         ]
         if self.biases:
             self.bias = [(rng.standard_normal((e, n)) * 0.1).astype(np.float32) for n in (i, i, h)]
         self.slots = self.cpu_slots or [True] * e
         self.layer = core.MoeLayer(
             team(self.variant[0], self.threads), num_experts=e, top_k=self.top_k, hidden_size=h,
-            intermediate_size=i, format=self.format, group_size=self.group,
-            scale_type=self.scale_type or 0, cpu_slots=self.slots,
+            intermediate_size=i, forms=[f.form for f in formats], cpu_slots=self.slots,
             swiglu_limit=self.limit, swiglu_alpha=self.alpha, max_tokens=self.max_tokens,
-            table=self.variant[1], kind=self.kind,
+            table=self.variant[1], kind=self.kind, gemm_min_rows=self.gemm_min_rows,
         )  # fmt: skip
         for slot in range(e):
             if self.slots[slot]:
@@ -193,13 +199,12 @@ class Layer:
         return [(self.inter, self.hidden), (self.inter, self.hidden), (self.hidden, self.inter)]
 
     def load(self, slot: int) -> None:
-        matrices = [w[slot] for w in self.weights]
+        matrices = [
+            w[slot] if isinstance(w, list) else np.ascontiguousarray(w[slot], np.float32)
+            for w in self.weights
+        ]
         biases = [b[slot].ctypes.data for b in self.bias]
-        if self.scale_type is None:
-            matrices = [np.ascontiguousarray(w, np.float32) for w in matrices]
-            self.layer.load_expert(slot, *[w.ctypes.data for w in matrices], 2, *biases)
-        else:
-            self.layer.load_quantised(slot, *[w.address for w in matrices], *biases)
+        self.layer.load(slot, *[sources.address_of(w) for w in matrices], *biases)
 
     def unpacked(self) -> list[Floats]:
         """Dequantised weights; zeros for slots not held."""

@@ -137,6 +137,11 @@ class Source:
         return E2M1[self.codes] * scale * float(np.float32(self.global_scale))
 
 
+def address_of(matrix: Any) -> tuple[int, int, int, float]:
+    """Of a Source, or of dense weights in a contiguous array, which must go on living."""
+    return matrix.address if isinstance(matrix, Source) else (matrix.ctypes.data, 0, 0, 1.0)
+
+
 def scale_shape(format: int, n: int, k: int, group: int) -> tuple[int, ...]:
     if format == FP8_BLOCK:
         return -(-n // 128), -(-k // 128)

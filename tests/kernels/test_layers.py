@@ -45,9 +45,12 @@ def test_a_slot_loaded_again_keeps_nothing_of_before() -> None:
 @pytest.mark.parametrize(
     "wrong,message",
     [
-        (dict(format=99), "unknown weight format 99"),
-        (dict(format=3, group_size=48), "group size 48"),
-        (dict(group_size=32), "no groups"),
+        (dict(forms=[(0, 0, 0), (99, 0, 0), (0, 0, 0)]), "up: unknown weight format 99"),
+        (dict(forms=[(3, 48, 0)] * 3), "gate: group size 48"),
+        (dict(forms=[(0, 0, 0), (0, 0, 0), (0, 32, 0)]), "down: this weight format has no groups"),
+        (dict(forms=[(3, 64, 7)] * 3), "gate: unknown scale type 7"),
+        (dict(forms=[(0, 0, 0), (8, 0, 0), (0, 0, 0)], hidden_size=72), "up: 72 columns; .* of 32"),
+        (dict(forms=[(8, 0, 0)] * 3, intermediate_size=72), "down: 72 columns; .* of 32"),
         (dict(max_tokens=0), "must be positive"),
         (dict(hidden_size=70000), "size 70000; 1 to 65536"),
         (dict(cpu_slots=[True]), "one entry per expert"),
@@ -58,7 +61,7 @@ def test_layers_that_no_kernel_serves_are_refused(wrong: dict, message: str) -> 
     module = core.module("_C")
     assert module is not None
     good = dict(
-        num_experts=2, top_k=1, hidden_size=64, intermediate_size=64, format=0, group_size=0,
+        num_experts=2, top_k=1, hidden_size=64, intermediate_size=64, forms=[(0, 0, 0)] * 3,
         cpu_slots=[True, False], swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=8, table="avx2",
         kind=0,
     )  # fmt: skip

@@ -52,13 +52,12 @@ class QuantisedLayer:
         ]
         self.layer = core.core_with(module, "avx2").MoeLayer(
             core.team(module, threads), num_experts=2, top_k=1, hidden_size=hidden,
-            intermediate_size=inter, format=format, group_size=group, scale_type=scale_type,
-            cpu_slots=[False, True], swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=4,
-            table="avx2", kind=0,
+            intermediate_size=inter, forms=[variant] * 3, cpu_slots=[False, True], swiglu_limit=0.0,
+            swiglu_alpha=0.0, max_tokens=4, table="avx2", kind=0,
         )  # fmt: skip
 
     def load(self) -> None:
-        self.layer.load_quantised(1, *[m.address for m in self.matrices])
+        self.layer.load(1, *[m.address for m in self.matrices])
 
     def unpacked(self) -> list[Any]:
         result = [np.full(m.shape, np.float32(7)) for m in self.matrices]
@@ -240,7 +239,7 @@ def test_what_cannot_be_used_is_refused(number: int, matrix: int) -> None:
 
 def load_dense(layer: QuantisedLayer, dtype: int = 2) -> None:
     w = np.zeros(int(np.prod(layer.matrices[0].shape)), np.float32)
-    layer.layer.load_expert(1, *[w.ctypes.data] * 3, dtype)
+    layer.layer.load(1, *[sources.address_of(w)] * 3, dtypes=[dtype] * 3)
 
 
 @pytest.mark.parametrize("variant", [v for v in sources.VARIANTS if v[0] != INT4_GROUP], ids=str)
@@ -269,7 +268,7 @@ def test_scales_for_dense_formats_are_refused() -> None:
         layer = core.Layer(("_C", "avx2"), format, 0)
         source = sources.make(FP8_ROW, 96, 64)
         with pytest.raises(ValueError, match="gate: the weights have scales; this weight format"):
-            layer.layer.load_quantised(1, *[source.address] * 3)
+            layer.layer.load(1, *[source.address] * 3)
 
 
 @pytest.mark.parametrize("variant", [(core.BF16, 0, 0), *sources.SCALED_VARIANTS], ids=str)
@@ -280,7 +279,7 @@ def test_blocks_for_other_formats_are_refused(variant: Variant) -> None:
     source = ggml.make(ggml.Q4_K, 256, 256)
     needed = "dense bf16" if format == core.BF16 else "quantised weights"
     with pytest.raises(ValueError, match=f"gate: the weights .* this weight format takes {needed}"):
-        layer.layer.load_quantised(1, *[source.address] * 3)
+        layer.layer.load(1, *[source.address] * 3)
 
 
 def test_zero_points_are_needed() -> None:

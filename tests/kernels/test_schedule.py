@@ -150,11 +150,11 @@ def test_one_thread_has_nobody_to_take_from() -> None:
 # --- tuning and timings -------------------------------------------------------------------------
 
 
-def tuned(**tuning: int) -> Layer:
+def tuned(**tuning: Any) -> Layer:
     layer = Layer(("_C", tables()[0]), INT8_ROW, 0, 6, 3, 96, 160)
     layer.layer = core._C.MoeLayer(
         core.team("_C", (2,)), num_experts=6, top_k=3, hidden_size=96, intermediate_size=160,
-        format=INT8_ROW, group_size=0, cpu_slots=[True] * 6, swiglu_limit=0.0, swiglu_alpha=0.0,
+        forms=[(INT8_ROW, 0, 0)] * 3, cpu_slots=[True] * 6, swiglu_limit=0.0, swiglu_alpha=0.0,
         max_tokens=256, table=tables()[0], kind=AUTO, **tuning,
     )  # fmt: skip
     for slot in range(6):
@@ -169,8 +169,9 @@ def test_tuning_changes_no_bit_of_integer_formats() -> None:
         dict(row_block=160),
         dict(task_bytes=1),
         dict(task_bytes=1 << 40),
-        dict(gemm_min_rows=1),
-        dict(gemm_min_rows=10_000),
+        dict(gemm_min_rows=[1] * 3),
+        dict(gemm_min_rows=[10_000] * 3),
+        dict(gemm_min_rows=[3, 20, 9]),
     ):
         other = tuned(**tuning)
         for tokens in (1, 40, 300):
@@ -181,7 +182,7 @@ def test_tuning_changes_no_bit_of_integer_formats() -> None:
 @pytest.mark.skipif("amx" not in core._C.kernel_tables(), reason="this CPU has no tile kernels")
 def test_gemm_min_rows_decides_the_kernel() -> None:
     for least, tiles in ((0, True), (1, True), (21, False)):
-        layer = tuned(gemm_min_rows=least)
+        layer = tuned(gemm_min_rows=[least] * 3)
         x, ids, weights = layer.batch(20)
         ids[:] = [0, 1, 2]
         layer.forward(x, ids, weights)
@@ -190,9 +191,14 @@ def test_gemm_min_rows_decides_the_kernel() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [dict(row_block=8), dict(row_block=1 << 20), dict(task_bytes=-1), dict(gemm_min_rows=-1)],
+    [
+        dict(row_block=8),
+        dict(row_block=1 << 20),
+        dict(task_bytes=-1),
+        dict(gemm_min_rows=[0, -1, 0]),
+    ],
 )
-def test_wrong_tuning_is_refused(wrong: dict[str, int]) -> None:
+def test_wrong_tuning_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         tuned(**wrong)
 

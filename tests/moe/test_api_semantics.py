@@ -312,8 +312,8 @@ def test_as_many_experts_and_choices_as_are_accepted(experts, k):
 )
 def test_the_core_refuses_sizes_that_no_memory_holds(sizes):
     core = {
-        "num_experts": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32, "format": 0,
-        "group_size": 0, "cpu_slots": [False], "swiglu_limit": 0.0, "swiglu_alpha": 0.0,
+        "num_experts": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32,
+        "forms": [(0, 0, 0)] * 3, "cpu_slots": [False], "swiglu_limit": 0.0, "swiglu_alpha": 0.0,
         "max_tokens": 1, "table": "avx2", "kind": 0, **sizes,
     }  # fmt: skip
     with pytest.raises(MemoryError):

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..experts import ExpertTensors, Matrix
-from ..methods import WeightForm
+from ..methods import LayerForm
 from ..text import ranges
 from .families import model_type
 from .header import TensorInfo
@@ -168,11 +168,11 @@ class Checkpoint:
 class ExpertStream:
     """The experts of a layer, read as they are asked for.
 
-    form: of quantised weights; None for dense ones.
+    form: of the weights; None if all are dense.
     """
 
     def __init__(self, reader: LayerReader, wanted: list[int]) -> None:
-        self.form: WeightForm | None = reader.form
+        self.form: LayerForm | None = reader.form
         self._reader, self._wanted = reader, wanted
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Matrix]]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..experts import ExpertTensors, Matrix
-from ..methods import FP8_BLOCK, FP8_ROW, MXFP4, Method, WeightForm, get_method
+from ..methods import FP8_BLOCK, FP8_ROW, MXFP4, LayerForm, Method, WeightForm, get_method
 from . import bf16, gpt_oss
 from .formats import identify, is_dense
 from .fp8 import dequantise
@@ -22,11 +22,12 @@ _CONVERTED = (FP8_BLOCK, FP8_ROW)  # read by methods that quantise by themselves
 
 @dataclass(frozen=True)
 class LayerReader:
-    """fields: those of ExpertTensors that the layer has. form: of quantised weights, None for dense
-    ones. read: gives the fields of one expert."""
+    """fields: those of ExpertTensors that the layer has. form: of the weights, None if all are
+    dense; a dense matrix beside quantised ones counts as BF16. read: gives the fields of one
+    expert."""
 
     fields: tuple[str, ...]
-    form: WeightForm | None
+    form: LayerForm | None
     read: Callable[[int], dict[str, Matrix]]
 
     def read_all(self, num_experts: int, wanted: Sequence[int]) -> ExpertTensors:
@@ -135,7 +136,7 @@ def _open_quantised(
         return result | bf16.read_biases(expert, read)
 
     fields = MATRICES + BIASES if "bias" in first["gate"] else MATRICES
-    return LayerReader(fields, None if convert else opened.form, read_expert)
+    return LayerReader(fields, None if convert else LayerForm.same(opened.form), read_expert)
 
 
 def _open_blocks(
@@ -151,7 +152,7 @@ def _open_blocks(
     arrangement = layout.candidates[0]
     return LayerReader(
         MATRICES + BIASES,
-        form,
+        LayerForm.same(form),
         lambda expert: gpt_oss.read_blocks(layout, arrangement, expert, read),
     )
 
