@@ -32,8 +32,9 @@ def make_layer(team: Any, method: Method, shape: Shape, table: str) -> Any:
     )  # fmt: skip
 
 
-def load(layer: Any, slot: int, sources: Sequence[Source]) -> None:
-    layer.load(slot, *(s.addresses for s in sources), dtypes=[0] * 3)  # 0: bf16, of dense ones
+def load(layer: Any, slot: int, method: Method, sources: Sequence[Source]) -> None:
+    dtype = 0 if method.dense else -1  # bf16, or none
+    layer.load(slot, *(s.addresses for s in sources), dtypes=[dtype] * 3)
 
 
 def layers_needed(shape: Shape, method: Method, cache: int) -> int:
@@ -53,7 +54,7 @@ class LayerBench:
         self._layers = [make_layer(self._team, method, shape, table) for _ in range(layers)]
         for layer in self._layers:
             for slot in range(shape.experts):
-                load(layer, slot, sources)
+                load(layer, slot, method, sources)
         self.packed = sum(layer.packed_bytes for layer in self._layers)
         self._routing = Routing(shape, layers, SEED)
 

@@ -155,22 +155,31 @@ auto product(const std::string& table, bool gemm, int format, int group_size, Fl
   return run_product(table, gemm, layout, {w.data(), kt::DType::kFP32}, x);
 }
 
-// (data, scale, zero, global) of kt::WeightSource. Without a scale, data are dense weights, or
-// ggml's blocks where the format is one of ggml's.
+// (data, scale, zero, global) of kt::WeightSource. Without a scale, data are ggml's blocks.
 using Source = std::tuple<uintptr_t, uintptr_t, uintptr_t, float>;
 
-kt::WeightSource source(kt::WeightFormat format, const Source& q,
-                        int dtype = int(kt::DType::kFP32)) {
+kt::WeightSource quantised(const Source& q) {
   const auto [data, scale, zero, global] = q;
-  return {pointer<const void>(data), kt::DType(dtype), pointer<const void>(scale),
-          pointer<const void>(zero), global,           scale == 0 && kt::is_ggml(format)};
+  return {pointer<const void>(data), kt::DType::kFP32, pointer<const void>(scale),
+          pointer<const void>(zero), global,           scale == 0};
+}
+
+// With a number of a dtype, dense weights.
+kt::WeightSource source(const Source& q, int dtype) {
+  if (dtype < 0) return quantised(q);
+  return {pointer<const void>(std::get<0>(q)), kt::DType(dtype)};
+}
+
+// The same where the format tells: for all but ggml's, those without a scale are dense.
+kt::WeightSource source(kt::WeightFormat format, const Source& q, int dtype) {
+  return source(q, std::get<1>(q) || kt::is_ggml(format) ? -1 : dtype);
 }
 
 auto product_quantised(const std::string& table, bool gemm, int format, int group_size,
                        int scale_type, int64_t n, const Source& w, Floats x) {
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, int64_t(x.shape(1)), group_size,
                                 kt::ScaleType(scale_type)};
-  return run_product(table, gemm, layout, source(layout.format, w), x);
+  return run_product(table, gemm, layout, quantised(w), x);
 }
 
 auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, const Source& w,
@@ -198,7 +207,7 @@ std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Te
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
                                 kt::ScaleType(scale_type)};
   return std::make_shared<kt::ProductBench>(std::move(team), find_table(table), gemm, layout,
-                                            source(layout.format, w), bytes);
+                                            source(layout.format, w, int(kt::DType::kFP32)), bytes);
 }
 
 }  // namespace
@@ -243,19 +252,16 @@ NB_MODULE(KT_MODULE_NAME, m) {
           [](kt::MoeLayer& layer, int64_t slot, const Source& gate, const Source& up,
              const Source& down, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias,
              const kt::ByMatrix<int>& dtypes) {
-            const auto of = [&](kt::Matrix m, const Source& weights) {
-              return source(layer.config().forms[m].format, weights, dtypes[m]);
-            };
-            layer.load(slot, {{of(kt::kGate, gate), of(kt::kUp, up), of(kt::kDown, down)},
+            layer.load(slot, {{source(gate, dtypes[kt::kGate]), source(up, dtypes[kt::kUp]),
+                               source(down, dtypes[kt::kDown])},
                               {pointer<const float>(gate_bias), pointer<const float>(up_bias),
                                pointer<const float>(down_bias)}});
           },
           "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
-          "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{2, 2, 2},
+          "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{-1, -1, -1},
           nb::call_guard<nb::gil_scoped_release>(),
-          "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource; `dtypes` "
-          "are "
-          "those of the dense ones, whose scale is 0.")
+          "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
+          "have a number in `dtypes`, where quantised ones have -1.")
       .def(
           "submit",
           [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,

@@ -17,9 +17,11 @@ PackError check_kind(const MatrixLayout& layout, const MatrixSource& source) {
     return source.weights.blocks ? PackError::kNone : PackError::kNeedsBlocks;
   const bool dense = is_dense(source), scaled = source.weights.scale != nullptr;
   switch (layout.format) {
-    case WeightFormat::kBF16:
+    case WeightFormat::kBF16: return dense ? PackError::kNone : PackError::kNeedsDense;
     case WeightFormat::kInt8Row:
-    case WeightFormat::kInt4Row: return dense ? PackError::kNone : PackError::kNeedsDense;
+    case WeightFormat::kInt4Row:
+      if (dense) return PackError::kNone;
+      break;
     case WeightFormat::kInt4Group:
       if (dense)
         return layout.scale == ScaleType::kFP16 ? PackError::kNone : PackError::kNeedsFp16Scales;

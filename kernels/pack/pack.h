@@ -11,8 +11,10 @@ namespace kt {
 // A matrix as its source has it, row-major. Dense weights (scale is null, no blocks) are bf16, fp16
 // or float32 [N, K] and are taken over (kBF16) or quantised here (kInt8Row, kInt4Row, kInt4Group).
 // Quantised weights are taken over bit for bit:
-//   kInt4Group  data uint8 [N, K/2], column 2j in the low nibble of byte j; scale [N, K/group] of
-//               the layout's scale type; W = (nibble - 8) * scale
+//   kInt8Row    data int8 [N, K]; scale float32 [N]
+//   kInt4Row    data uint8 [N, K/2], column 2j in the low nibble of byte j; scale float32 [N];
+//               W = (nibble - 8) * scale. K is even
+//   kInt4Group  the same; scale [N, K/group] of the layout's scale type
 //   kInt4Zero   the same, and zero uint8 [N, K/group] of 0..16; W = (nibble - zero) * scale
 //   kFp8Block   data e4m3 [N, K]; scale float32 [ceil(N/128), ceil(K/128)]
 //   kFp8Row     data e4m3 [N, K]; scale float32 [N]

@@ -10,27 +10,43 @@
 namespace kt {
 namespace {
 
+bool has_row_scales(WeightFormat format) {
+  return format == WeightFormat::kInt8Row || format == WeightFormat::kInt4Row ||
+         format == WeightFormat::kFp8Row;
+}
+
 bool has_e4m3(WeightFormat format) {
   return format == WeightFormat::kFp8Block || format == WeightFormat::kFp8Row ||
          format == WeightFormat::kMxFp8;
+}
+
+bool has_byte_codes(WeightFormat format) {
+  return has_e4m3(format) || format == WeightFormat::kInt8Row;
+}
+
+LaneOrder order_of(WeightFormat format) {
+  if (format == WeightFormat::kInt8Row) return LaneOrder::kPlain;
+  return has_e4m3(format) ? LaneOrder::kPairs : LaneOrder::kNibbles;
 }
 
 // The part's codes of `rows` rows from one on. Pads are codes of zero; kInt4Zero has zero points of
 // 0 there.
 ByteRows codes_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
                   int64_t rows) {
-  const int64_t per_byte = has_e4m3(layout.format) ? 1 : 2, stride = source.cols / per_byte;
+  const int64_t per_byte = has_byte_codes(layout.format) ? 1 : 2, stride = source.cols / per_byte;
   const auto* data = static_cast<const uint8_t*>(source.weights.data);
-  const uint8_t pad = layout.format == WeightFormat::kInt4Group ? 0x88 : 0;
+  const bool offset =
+      layout.format == WeightFormat::kInt4Group || layout.format == WeightFormat::kInt4Row;
+  const uint8_t pad = offset ? 0x88 : 0;
   return {data + row * stride + source.col0 / per_byte, stride, layout.cols / per_byte, rows, pad};
 }
 
 int64_t cols_per_scale(const MatrixLayout& layout, const MatrixSource& source) {
+  if (has_row_scales(layout.format)) return source.cols;
   switch (layout.format) {
     case WeightFormat::kInt4Group:
     case WeightFormat::kInt4Zero: return layout.group;
     case WeightFormat::kFp8Block: return kFp8BlockSize;
-    case WeightFormat::kFp8Row: return source.cols;
     case WeightFormat::kNvFp4: return 16;
     default: return 32;
   }
@@ -49,9 +65,7 @@ ByteRows values_of(const void* all, int64_t size, const MatrixLayout& layout,
 
 int64_t scale_size(const MatrixLayout& layout) {
   if (layout.has_group()) return layout.scale_bytes();
-  const bool fp8 =
-      layout.format == WeightFormat::kFp8Block || layout.format == WeightFormat::kFp8Row;
-  return fp8 ? 4 : 1;
+  return layout.format == WeightFormat::kFp8Block || has_row_scales(layout.format) ? 4 : 1;
 }
 
 ByteRows scales_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
@@ -139,6 +153,16 @@ void write_head(const MatrixLayout& layout, const void* values, int64_t bytes, u
   std::memcpy(tile, values, size_t(bytes));
 }
 
+// After the scales of a kInt8Row tile.
+void write_sums(const ByteRows& codes, uint8_t* tile) {
+  int32_t sums[kTileRows] = {};
+  for (int64_t n = 0; n < codes.count; ++n) {
+    const auto* row = reinterpret_cast<const int8_t*>(codes.first + n * codes.stride);
+    for (int64_t k = 0; k < codes.bytes; ++k) sums[n] += row[k];
+  }
+  std::memcpy(tile + kTileRows * 4, sums, sizeof sums);
+}
+
 }  // namespace
 
 PackError check_quantised(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
@@ -164,15 +188,18 @@ void pack_quantised(const MatrixLayout& layout, const MatrixSource& source, int6
     case WeightFormat::kFp8Block:
       write_head(layout, scale_rows.first, scale_rows.bytes, dst);
       break;
+    case WeightFormat::kInt8Row:
+    case WeightFormat::kInt4Row:
     case WeightFormat::kFp8Row: write_head(layout, scale_rows.first, rows * 4, dst); break;
     case WeightFormat::kNvFp4: write_head(layout, &source.weights.global, 4, dst); [[fallthrough]];
     case WeightFormat::kMxFp8:
     case WeightFormat::kMxFp4: scales.per_block = 2; break;
     default: break;
   }
-  StoredRows codes(codes_of(layout, source, first, rows));
-  write_blocks(layout, codes, has_e4m3(layout.format) ? LaneOrder::kPairs : LaneOrder::kNibbles,
-               scales, zeros, dst);
+  const ByteRows code_rows = codes_of(layout, source, first, rows);
+  if (layout.format == WeightFormat::kInt8Row) write_sums(code_rows, dst);
+  StoredRows codes(code_rows);
+  write_blocks(layout, codes, order_of(layout.format), scales, zeros, dst);
 }
 
 }  // namespace kt

@@ -129,9 +129,9 @@ class BaseMoEWrapper:
 
         Args:
             gate, up: [E, I, H], down: [E, H, I], logical order; bf16, fp16 or fp32, any device.
-                For a method that takes quantised weights: E matrices [I, H], [I, H] and [H, I],
-                all of one form; LLAMAFILE: the gates, the ups and the downs each of one form, or
-                dense.
+                For a method that takes quantised weights (``methods.Method.takes_quantised``): E
+                matrices [I, H], [I, H] and [H, I], all of one form; LLAMAFILE: the gates, the ups
+                and the downs each of one form, or dense.
             physical_to_logical_map_cpu: [E] integers on the CPU: slot p holds logical expert
                 ``map[p]``; repeats are legal.
             gate_bias, up_bias: [E, I], down_bias: [E, H]; any float dtype.

@@ -104,7 +104,7 @@ class Method:
         activations: what x and h are rounded to before a product.
         group_size: columns per scale where the method's name says it, else 0.
         quantised: whether weights come quantised and are taken over bit for bit; otherwise they
-            come as BF16, FP16 or FP32 and are quantised while loading.
+            come as BF16, FP16 or FP32 and are quantised while loading (see ``takes_quantised``).
         mixed: whether gate, up and down may differ in form, and any of them be dense.
     """
 
@@ -144,8 +144,9 @@ class Method:
 
     @property
     def takes_quantised(self) -> bool:
-        """Whether weights may come as QuantisedMatrix, in one of ``formats``."""
-        return self.mixed or self.quantised
+        """Whether weights may come as QuantisedMatrix, in one of ``formats``: always where they
+        must, and with row scales also beside dense ones, for other tools' converted weights."""
+        return self.mixed or self.quantised or self.format in (INT8_ROW, INT4_ROW)
 
     @property
     def column_unit(self) -> int:

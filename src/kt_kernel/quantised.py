@@ -14,7 +14,9 @@ from .methods import (
     FP8_ROW,
     GGML_BLOCKS,
     GROUPED,
+    INT4_ROW,
     INT4_ZERO,
+    INT8_ROW,
     NVFP4,
     WeightForm,
 )
@@ -31,6 +33,8 @@ class QuantisedMatrix:
     ========================  ======================  ==========================================
     format (kt_kernel.methods)  codes                 scale
     ========================  ======================  ==========================================
+    INT8_ROW                  int8 [N, K]             float32 [N]
+    INT4_ROW                  uint8 [N, K/2]          float32 [N]
     INT4_GROUP, INT4_ZERO     uint8 [N, K/2]          float16, bfloat16 or float32 [N, K/g]
     FP8_BLOCK                 float8_e4m3fn [N, K]    float32 [ceil(N/128), ceil(K/128)]
     FP8_ROW                   float8_e4m3fn [N, K]    float32 [N]
@@ -60,7 +64,7 @@ class CoreSource:
 
     Attributes:
         address: (data, scale, zero, global), valid while this object lives.
-        dtype: number of a dense matrix's dtype; without a meaning for quantised ones.
+        dtype: number of a dense matrix's dtype; -1 for quantised ones.
     """
 
     def __init__(self, matrix: torch.Tensor | QuantisedMatrix) -> None:
@@ -69,7 +73,7 @@ class CoreSource:
         self._parts = [None if part is None else on_cpu(part) for part in parts]
         data, scale, zero = (0 if part is None else part.data_ptr() for part in self._parts)
         self.address = (data, scale, zero, float(matrix.global_scale) if quantised else 1.0)
-        self.dtype = DTYPES[torch.float32 if quantised else self._parts[0].dtype]
+        self.dtype = -1 if quantised else DTYPES[matrix.dtype]
 
 
 def check_matrix(
@@ -91,7 +95,9 @@ def check_matrix(
     form = matrix.format
     if form in GGML_BLOCKS:
         return _check_blocks(place, matrix, rows, columns)
-    if form in BYTE_CODES:
+    if form == INT8_ROW:
+        _check(f"{place}.codes", matrix.codes, (rows, columns), torch.int8)
+    elif form in BYTE_CODES:
         _check(f"{place}.codes", matrix.codes, (rows, columns), torch.float8_e4m3fn, torch.uint8)
     else:
         if columns % 2:
@@ -103,7 +109,7 @@ def check_matrix(
         return _check_grouped(place, matrix, rows, columns)
     if form == FP8_BLOCK:
         _check(f"{place}.scale", matrix.scale, (-(-rows // 128), -(-columns // 128)), torch.float32)
-    elif form == FP8_ROW:
+    elif form in (FP8_ROW, INT8_ROW, INT4_ROW):
         _check(f"{place}.scale", matrix.scale, (rows,), torch.float32)
     elif form == NVFP4:
         shape = (rows, _divide(place, columns, 16))

@@ -204,7 +204,10 @@ class Layer:
             for w in self.weights
         ]
         biases = [b[slot].ctypes.data for b in self.bias]
-        self.layer.load(slot, *[sources.address_of(w) for w in matrices], *biases)
+        self.layer.load(
+            slot, *[sources.address_of(w) for w in matrices], *biases,
+            dtypes=[sources.dtype_of(w) for w in matrices],
+        )  # fmt: skip
 
     def unpacked(self) -> list[Floats]:
         """Dequantised weights; zeros for slots not held."""

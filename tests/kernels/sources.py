@@ -139,7 +139,12 @@ class Source:
 
 def address_of(matrix: Any) -> tuple[int, int, int, float]:
     """Of a Source, or of dense weights in a contiguous array, which must go on living."""
-    return matrix.address if isinstance(matrix, Source) else (matrix.ctypes.data, 0, 0, 1.0)
+    return (matrix.ctypes.data, 0, 0, 1.0) if isinstance(matrix, np.ndarray) else matrix.address
+
+
+def dtype_of(matrix: Any) -> int:
+    """As the core takes it: of a Source -1, of an array that of float32."""
+    return FP32 if isinstance(matrix, np.ndarray) else -1
 
 
 def scale_shape(format: int, n: int, k: int, group: int) -> tuple[int, ...]:

@@ -153,7 +153,7 @@ def test_lists_of_matrices():
     with pytest.raises(ValueError, match="down must have 6 matrices, got 5"):
         wrapper.load_weights_from_tensors(gate, up, down[:5], CASE.mapping)
     with pytest.raises(TypeError, match="gate must be a tensor, got list"):
-        Case(method="AMXINT8").wrapper(load=False).load_weights_from_tensors(
+        Case(method="INT4_G32").wrapper(load=False).load_weights_from_tensors(
             gate, up, down, CASE.mapping
         )
     assert not wrapper.loaded

@@ -18,10 +18,10 @@
 //
 //   format      head                       K padded to  block of columns, and what it holds
 //   kBF16       -                          32           2: 16-bit step of bf16
-//   kInt8Row    float scale[32],           64           4: 8-bit step of int8 in [-127, 127]
+//   kInt8Row    float scale[32],           64           4: 8-bit step of int8 q
 //               int32 sum[32]                           W = q * scale[n]; sum of the row's q, for
 //                                                       kernels that offset activations to unsigned
-//   kInt4Row    float scale[32]            64           8: 4-bit step of u = q + 8, q in [-7, 7]
+//   kInt4Row    float scale[32]            64           8: 4-bit step of u = q + 8, any u
 //                                                       W = q * scale[n]
 //   kInt4Group  -                          group        group: scale[32], group/8 4-bit steps of u
 //                                                       W = (u - 8) * scale[n]
@@ -118,7 +118,7 @@ constexpr int64_t kFp8BlockSize = 128;
 // Largest H and I: the int32 sum of a row's products must not overflow, also with activations
 // offset to 0..255 (isa/simd_avx512.inl).
 constexpr int64_t kMaxColumns = 65536;
-static_assert(255 * 127 * kMaxColumns < (int64_t{1} << 31));
+static_assert(255 * 128 * kMaxColumns < (int64_t{1} << 31));
 constexpr int64_t kStepBytes = 128;  // 32 lanes of 4 bytes
 
 // Functions that the isa/ objects call are always inlined: a shared out-of-line copy could be the

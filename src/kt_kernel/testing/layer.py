@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from ..methods import get_method
+from ..methods import Method, get_method
 from ..quantised import QuantisedMatrix
 from .rounding import kernel_errors, quantise_weights, round_activations
 
-Experts = torch.Tensor | Sequence[QuantisedMatrix]
+Experts = torch.Tensor | Sequence[torch.Tensor | QuantisedMatrix]
 
 # Relative error allowed to a float32 sum of products, against the sum of their absolute values.
 _FLOAT32_NOISE = 2**-23
@@ -87,6 +87,12 @@ class _Layer:
         return y, noise
 
 
+def _formats(method: Method, *matrices: Experts) -> set[int]:
+    """Those of the layer's packed weights."""
+    quantised = {m.format for every in matrices for m in every if isinstance(m, QuantisedMatrix)}
+    return quantised or {method.format}
+
+
 def moe_reference(*arguments: Any, **options: Any) -> torch.Tensor:
     """The CPU half of one MoE layer before the last rounding, float64 [T, H].
 
@@ -141,7 +147,7 @@ def moe_reference_with_noise(
     chosen = get_method(method)
     layer = _Layer(
         chosen.activations if rounded else None, swiglu_limit, swiglu_alpha,
-        kernel_errors(chosen.format, kind, table) if rounded else [],
+        kernel_errors(_formats(chosen, gate, up, down), kind, table) if rounded else [],
     )  # fmt: skip
     experts = len(gate)
     if physical_to_logical_map is None:

@@ -12,7 +12,9 @@ from ..methods import (
     FP8_BLOCK,
     FP8_ROW,
     INT4_GROUP,
+    INT4_ROW,
     INT4_ZERO,
+    INT8_ROW,
     MXFP4,
     MXFP8,
     NVFP4,
@@ -69,8 +71,12 @@ def values_of(matrix: QuantisedMatrix) -> torch.Tensor:
             return weights * spread(UE8M0[scale.view(torch.uint8).long()], columns)
         row, column = torch.arange(rows) // 128, torch.arange(columns) // 128
         return weights * scale.double()[row[:, None], column[None]]
+    if matrix.format == INT8_ROW:
+        return matrix.codes.double() * scale.double()[:, None]
     codes = unpack_nibbles(bytes_).long()
     columns = codes.shape[1]
+    if matrix.format == INT4_ROW:
+        return (codes - 8) * scale.double()[:, None]
     if matrix.format in (INT4_GROUP, INT4_ZERO):
         zero = 8.0 if matrix.zero is None else spread(matrix.zero, columns)
         return (codes - zero) * spread(scale, columns)
@@ -86,6 +92,12 @@ def quantise(weights: torch.Tensor, form: WeightForm) -> QuantisedMatrix:
     w = weights.detach().cpu().float()
     if form.format in (INT4_GROUP, INT4_ZERO):
         return _int4(w, form)
+    if form.format in (INT8_ROW, INT4_ROW):
+        largest = 127 if form.format == INT8_ROW else 7
+        scale = _nonzero(w.abs().amax(1)) / largest
+        codes = (w / scale[:, None]).round().clamp(-largest, largest)
+        packed = codes.to(torch.int8) if form.format == INT8_ROW else pack_nibbles(codes + 8)
+        return QuantisedMatrix(form.format, packed, scale)
     if form.format == FP8_BLOCK:
         rows, columns = w.shape
         padded = torch.nn.functional.pad(w, (0, -columns % 128, 0, -rows % 128))

@@ -6,7 +6,7 @@ is float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -77,6 +77,8 @@ def quantise_weights(method: str, weights: torch.Tensor | QuantisedMatrix) -> to
     if isinstance(weights, QuantisedMatrix):
         return values_of(weights)
     chosen = get_method(method)
+    if chosen.mixed:
+        return weights.detach().cpu().bfloat16().double()
     if chosen.quantised:
         if weights.dim() == 2:
             return values_of(quantise(weights, form_of(method)))
@@ -129,12 +131,13 @@ def _fixed_point_error(values: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_errors(
-    weights: int, kind: str, table: str | None
+    formats: Collection[int], kind: str, table: str | None
 ) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """What kernels of a kind add to rounded activations, or to weights in proportion to them."""
+    """What kernels of a kind add to rounded activations, or to weights in proportion to them, in a
+    layer with weights of these formats."""
     errors: list[Callable[[torch.Tensor], torch.Tensor]] = []
-    if weights in _FIXED_POINT and not (kind == "tile" and table in _FLOAT_GEMM):
+    if any(f in _FIXED_POINT for f in formats) and not (kind == "tile" and table in _FLOAT_GEMM):
         errors.append(_fixed_point_error)
-    if folds_scales(weights, kind, table):
+    if any(folds_scales(f, kind, table) for f in formats):
         errors.append(lambda values: _FOLDED_ERROR * values.abs())
     return errors
