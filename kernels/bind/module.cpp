@@ -263,6 +263,28 @@ NB_MODULE(KT_MODULE_NAME, m) {
           "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
           "have a number in `dtypes`, where quantised ones have -1.")
       .def(
+          "load_packed",
+          [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
+             uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
+            layer.load_packed(slot,
+                              {pointer<const uint8_t>(gate), pointer<const uint8_t>(up),
+                               pointer<const uint8_t>(down)},
+                              {pointer<const float>(gate_bias), pointer<const float>(up_bias),
+                               pointer<const float>(down_bias)});
+          },
+          "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "gate_bias_ptr"_a = 0,
+          "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+          "Packed tiles of whole matrices, packed_shape() of their form, at any address. "
+          "ValueError "
+          "for a code or scale that packing does not make; the slot must then be loaded again.")
+      .def(
+          "save_packed",
+          [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
+            layer.save_packed(slot, matrix, pointer<uint8_t>(dst));
+          },
+          "slot"_a, "matrix"_a, "dst_ptr"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Writes the packed tiles of a whole matrix: 0 gate, 1 up, 2 down.")
+      .def(
           "submit",
           [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,
              uintptr_t weights, uintptr_t out, uintptr_t add, uintptr_t partial) {
@@ -321,6 +343,16 @@ NB_MODULE(KT_MODULE_NAME, m) {
   m.def("product_quantised", product_quantised, "table"_a, "gemm"_a, "format"_a, "group_size"_a,
         "scale_type"_a, "n"_a, "w"_a, "x"_a,
         "The same for quantised weights, (data, scale, zero, global) (tests).");
+  m.def(
+      "packed_shape",
+      [](int format, int group_size, int scale_type, int64_t n, int64_t k) {
+        const kt::MatrixForm form{kt::WeightFormat(format), group_size, kt::ScaleType(scale_type)};
+        kt::check_form(form, k, "");
+        const kt::MatrixLayout layout = form.layout(n, k);
+        return std::pair(layout.tiles(), layout.tile_bytes());
+      },
+      "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a,
+      "(tiles, bytes of a tile) of a packed matrix [n, k].");
   m.attr("layout_version") = kt::kLayoutVersion;
   m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
         "dtype"_a = 2,

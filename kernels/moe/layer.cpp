@@ -7,6 +7,7 @@
 #include "../pack/pack.h"
 #include "forward.h"
 #include "pack_job.h"
+#include "packed.h"
 
 namespace kt {
 namespace {
@@ -43,10 +44,45 @@ void need(bool good, const std::string& what) {
   if (!good) throw std::invalid_argument(what);
 }
 
-const char* const kNames[] = {"gate", "up", "down"};
+void check(const sys::Team& team, const LayerConfig& c) {
+  need(team.pools() <= kMaxPools, std::to_string(team.pools()) + " pools; at most " +
+                                      std::to_string(kMaxPools) + " are supported");
+  need(c.num_experts >= 1 && c.top_k >= 1 && c.max_tokens >= 1,
+       "num_experts, top_k and max_tokens must be positive");
+  for (int64_t size : {c.hidden_size, c.intermediate_size})
+    need(size >= 1 && size <= kMaxColumns, "hidden or intermediate size " + std::to_string(size) +
+                                               "; 1 to " + std::to_string(kMaxColumns) +
+                                               " is accepted");
+  for (int m = 0; m < kMatrices; ++m)
+    check_form(c.forms[m], m == kDown ? c.intermediate_size : c.hidden_size,
+               kMatrixNames[m] + std::string(": "));
+  need(int64_t(c.on_cpu.size()) == c.num_experts, "on_cpu needs one entry per expert");
+  const LayerTuning& t = c.tuning;
+  for (int64_t rows : t.gemm_min_rows) need(rows >= 0, "gemm_min_rows: 0 or more");
+  need(t.task_bytes >= 0, "task_bytes: 0 or more");
+  need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
+       "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
+           std::to_string(kRowBlock) + " are accepted");
+}
 
-void check_form(const MatrixForm& form, int64_t columns, const char* name) {
-  const std::string where = std::string(name) + ": ";
+void need_matrix(int matrix) {
+  need(matrix >= 0 && matrix < kMatrices,
+       "matrix " + std::to_string(matrix) + "; 0 to 2 is accepted");
+}
+
+// Tasks of a chunk are numbered (kernels/sys/task_queue.h).
+void check_tasks(const LayerConfig& c) {
+  const int64_t pairs = c.max_tokens * c.top_k;
+  const int64_t tiles = ceil_div(std::max(c.hidden_size, c.intermediate_size), kTileRows);
+  need(pairs <= sys::kMaxTasks &&
+           std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
+       "max_tokens " + std::to_string(c.max_tokens) + ": more than " +
+           std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
+}
+
+}  // namespace
+
+void check_form(const MatrixForm& form, int64_t columns, const std::string& where) {
   need(int(form.format) >= 0 && int(form.format) < kFormatCount,
        where + "unknown weight format " + std::to_string(int(form.format)));
   const MatrixLayout any = form.layout(1, 1);
@@ -62,37 +98,18 @@ void check_form(const MatrixForm& form, int64_t columns, const char* name) {
                                              std::to_string(any.column_unit()));
 }
 
-void check(const sys::Team& team, const LayerConfig& c) {
-  need(team.pools() <= kMaxPools, std::to_string(team.pools()) + " pools; at most " +
-                                      std::to_string(kMaxPools) + " are supported");
-  need(c.num_experts >= 1 && c.top_k >= 1 && c.max_tokens >= 1,
-       "num_experts, top_k and max_tokens must be positive");
-  for (int64_t size : {c.hidden_size, c.intermediate_size})
-    need(size >= 1 && size <= kMaxColumns, "hidden or intermediate size " + std::to_string(size) +
-                                               "; 1 to " + std::to_string(kMaxColumns) +
-                                               " is accepted");
-  for (int m = 0; m < kMatrices; ++m)
-    check_form(c.forms[m], m == kDown ? c.intermediate_size : c.hidden_size, kNames[m]);
-  need(int64_t(c.on_cpu.size()) == c.num_experts, "on_cpu needs one entry per expert");
-  const LayerTuning& t = c.tuning;
-  for (int64_t rows : t.gemm_min_rows) need(rows >= 0, "gemm_min_rows: 0 or more");
-  need(t.task_bytes >= 0, "task_bytes: 0 or more");
-  need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
-       "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
-           std::to_string(kRowBlock) + " are accepted");
+void LayerState::keep_biases(int64_t slot, const ByMatrix<const float*>& source) {
+  for (int m = 0; m < kMatrices; ++m) {
+    BiasTable& table = bias[m];
+    if (!source[m] && !table.any) continue;
+    float* row = table.row(position[size_t(slot)]);
+    if (source[m])
+      std::copy_n(source[m], table.width, row);
+    else
+      std::fill_n(row, table.width, 0.0f);
+    table.any = true;
+  }
 }
-
-// Tasks of a chunk are numbered (kernels/sys/task_queue.h).
-void check_tasks(const LayerConfig& c) {
-  const int64_t pairs = c.max_tokens * c.top_k;
-  const int64_t tiles = ceil_div(std::max(c.hidden_size, c.intermediate_size), kTileRows);
-  need(pairs <= sys::kMaxTasks &&
-           std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
-       "max_tokens " + std::to_string(c.max_tokens) + ": more than " +
-           std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
-}
-
-}  // namespace
 
 MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
     : team_(std::move(team)), state_(std::make_shared<LayerState>(team_->threads())) {
@@ -121,11 +138,28 @@ void MoeLayer::need_slot(int64_t slot) const {
 
 void MoeLayer::load(int64_t slot, const ExpertSource& source) {
   need_slot(slot);
-  auto job = std::make_shared<PackJob>(state_, slot, source, team_->threads());
+  run(slot, std::make_shared<PackJob>(state_, slot, source, team_->threads()));
+}
+
+void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
+                           const ByMatrix<const float*>& bias) {
+  need_slot(slot);
+  run(slot, std::make_shared<PackedLoad>(state_, slot, tiles, bias, team_->threads()));
+}
+
+template <class Loading> void MoeLayer::run(int64_t slot, const std::shared_ptr<Loading>& job) {
   team_->submit(job);
   job->wait();
   if (const std::string problem = job->problem(); !problem.empty())
     throw std::invalid_argument("expert slot " + std::to_string(slot) + ", " + problem);
+}
+
+void MoeLayer::save_packed(int64_t slot, int matrix, uint8_t* dst) const {
+  need_slot(slot);
+  need_matrix(matrix);
+  const auto job = std::make_shared<PackedSave>(state_, slot, Matrix(matrix), dst);
+  team_->submit(job);
+  job->wait();
 }
 
 std::shared_ptr<sys::Job> MoeLayer::submit(const ForwardArgs& args) {
@@ -138,7 +172,7 @@ std::shared_ptr<sys::Job> MoeLayer::submit(const ForwardArgs& args) {
 
 void MoeLayer::unpack(int64_t slot, int matrix, float* dst) const {
   need_slot(slot);
-  need(matrix >= 0 && matrix <= 2, "matrix " + std::to_string(matrix) + "; 0 to 2 is accepted");
+  need_matrix(matrix);
   const LayerConfig& c = config();
   for (int p = 0; p < team_->pools(); ++p) {
     const PoolPart& part = state_->pools[size_t(p)];

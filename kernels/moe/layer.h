@@ -36,6 +36,10 @@ struct MatrixForm {
   }
 };
 
+// Throws std::invalid_argument, which begins with `where`, for a form that does not exist, or whose
+// blocks do not divide so many columns.
+void check_form(const MatrixForm& form, int64_t columns, const std::string& where);
+
 struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;
   ByMatrix<MatrixForm> forms;
@@ -91,6 +95,20 @@ struct PoolPart {
   int64_t stride_of(Matrix m) const {
     return m == kDown ? layout[kDown].tile_bytes() : pair_bytes();
   }
+
+  // Tile i of all, in the order in which they lie in an expert: its number in its matrix, and its
+  // place.
+  struct Tile {
+    Matrix matrix;
+    int64_t number, at;
+  };
+  int64_t tiles() const { return size ? 2 * layout[kUp].tiles() + layout[kDown].tiles() : 0; }
+  Tile tile(int64_t i) const {
+    const int64_t pairs = 2 * layout[kUp].tiles();
+    const Matrix m = i >= pairs ? kDown : i % 2 ? kUp : kGate;
+    const int64_t number = m == kDown ? i - pairs : i / 2;
+    return {m, number, begin_of(m) + number * stride_of(m)};
+  }
 };
 
 // A bias of every expert held: rows of `width` padded to whole tiles, zeros where an expert has
@@ -127,6 +145,8 @@ struct LayerState {
   const float* bias_of(Matrix m, int64_t slot) const {
     return bias[m].any ? bias[m].row(position[size_t(slot)]) : nullptr;
   }
+  // Copies the biases of a slot; null: it has none.
+  void keep_biases(int64_t slot, const ByMatrix<const float*>& source);
 };
 
 class MoeLayer {
@@ -138,6 +158,16 @@ class MoeLayer {
   // weights. Throws std::invalid_argument when the slot is not held here or a weight cannot be
   // represented; what was loaded before is then as it was.
   void load(int64_t slot, const ExpertSource& source);
+
+  // The same from packed tiles as save_packed writes them; they may begin at any address. Throws
+  // std::invalid_argument for a code or scale that packing would not have made; the slot must then
+  // be loaded again.
+  void load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
+                   const ByMatrix<const float*>& bias);
+
+  // Writes the packed tiles of a whole matrix of a slot, [tiles, tile_bytes] of its layout: the
+  // same bytes whatever the pools.
+  void save_packed(int64_t slot, int matrix, uint8_t* dst) const;
 
   // Queues a forward pass and returns at once. All experts held must have been loaded.
   std::shared_ptr<sys::Job> submit(const ForwardArgs& args);
@@ -152,6 +182,7 @@ class MoeLayer {
 
  private:
   void need_slot(int64_t slot) const;
+  template <class Loading> void run(int64_t slot, const std::shared_ptr<Loading>& job);
 
   std::shared_ptr<sys::Team> team_;
   std::shared_ptr<LayerState> state_;

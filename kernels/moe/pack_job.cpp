@@ -1,7 +1,6 @@
 #include "pack_job.h"
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 namespace kt {
@@ -15,64 +14,32 @@ PackJob::PackJob(std::shared_ptr<LayerState> layer, int64_t slot, const ExpertSo
   scratch_.assign(size_t(threads), std::vector<float>(size_t(floats)));
 }
 
-PackJob::Tile PackJob::tile(const PoolPart& part, int pool, int64_t i) const {
+MatrixSource PackJob::source_of(const PoolPart& part, Matrix m) const {
   const LayerConfig& c = layer_->config;
-  const int64_t pairs = 2 * part.layout[kUp].tiles();
-  const Matrix m = i >= pairs ? kDown : i % 2 ? kUp : kGate;
-  const bool down = m == kDown;
-  const int64_t number = down ? i - pairs : i / 2;
-  return {m,
-          part.layout[m],
-          {source_.weights[m], down ? c.intermediate_size : c.hidden_size, down ? 0 : part.begin,
-           down ? part.begin : 0},
-          number,
-          layer_->expert(pool, slot_) + part.begin_of(m) + number * part.stride_of(m)};
+  if (m == kDown) return {source_.weights[m], c.intermediate_size, 0, part.begin};
+  return {source_.weights[m], c.hidden_size, part.begin, 0};
 }
 
 void PackJob::run(sys::Worker& w) noexcept {
   const PoolPart& part = layer_->pools[size_t(w.pool)];
-  const int64_t all = part.size ? 2 * part.layout[kUp].tiles() + part.layout[kDown].tiles() : 0;
+  const int64_t all = part.tiles();
   const int64_t begin = all * w.index / w.pool_threads, end = all * (w.index + 1) / w.pool_threads;
   Finding& found = findings_[size_t(w.rank)];
   for (int64_t i = begin; i < end && found.error == PackError::kNone; ++i) {
-    const Tile t = tile(part, w.pool, i);
+    const PoolPart::Tile t = part.tile(i);
     found.matrix = t.matrix;
-    found.error = check_tile(t.layout, t.source, t.number, &found.row);
+    found.error =
+        check_tile(part.layout[t.matrix], source_of(part, t.matrix), t.number, &found.row);
   }
   w.team_barrier();  // every thread sees all findings
   for (const Finding& any : findings_)
     if (any.error != PackError::kNone) return;
   for (int64_t i = begin; i < end; ++i) {
-    const Tile t = tile(part, w.pool, i);
-    pack_tile(t.layout, t.source, t.number, scratch_[size_t(w.rank)].data(), t.dst);
+    const PoolPart::Tile t = part.tile(i);
+    pack_tile(part.layout[t.matrix], source_of(part, t.matrix), t.number,
+              scratch_[size_t(w.rank)].data(), layer_->expert(w.pool, slot_) + t.at);
   }
-  if (w.rank == 0) keep_biases();
-}
-
-void PackJob::keep_biases() {
-  for (int m = 0; m < kMatrices; ++m) {
-    BiasTable& table = layer_->bias[m];
-    const float* bias = source_.bias[m];
-    if (!bias && !table.any) continue;
-    float* row = table.row(layer_->position[size_t(slot_)]);
-    if (bias)
-      std::copy_n(bias, table.width, row);
-    else
-      std::fill_n(row, table.width, 0.0f);
-    table.any = true;
-  }
-}
-
-std::string PackJob::problem() const {
-  const Finding* first = nullptr;
-  for (const Finding& f : findings_)
-    if (f.error != PackError::kNone &&
-        (!first || std::tie(f.matrix, f.row) < std::tie(first->matrix, first->row)))
-      first = &f;
-  if (!first) return "";
-  const char* const names[] = {"gate", "up", "down"};
-  const std::string row = is_of_a_row(first->error) ? " row " + std::to_string(first->row) : "";
-  return names[first->matrix] + row + ": " + describe(first->error);
+  if (w.rank == 0) layer_->keep_biases(slot_, source_.bias);
 }
 
 }  // namespace kt

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "../pack/pack.h"
+#include "finding.h"
 #include "layer.h"
 
 namespace kt {
@@ -17,25 +17,10 @@ class PackJob : public sys::Job {
   void run(sys::Worker& worker) noexcept override;
 
   // Once done: what is wrong with the weights, "" when they were packed.
-  std::string problem() const;
+  std::string problem() const { return first_problem(findings_); }
 
  private:
-  // A tile's matrix: its layout, source, number there, and place in the packed expert.
-  struct Tile {
-    Matrix matrix;
-    const MatrixLayout& layout;
-    MatrixSource source;
-    int64_t number;
-    uint8_t* dst;
-  };
-  struct Finding {
-    PackError error = PackError::kNone;
-    Matrix matrix = kGate;
-    int64_t row = 0;
-  };
-
-  Tile tile(const PoolPart& part, int pool, int64_t i) const;
-  void keep_biases();
+  MatrixSource source_of(const PoolPart& part, Matrix m) const;
 
   std::shared_ptr<LayerState> layer_;
   int64_t slot_;

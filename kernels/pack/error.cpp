@@ -28,6 +28,8 @@ const char* describe(PackError error) {
     case PackError::kBadGroupScale: return "a scale is NaN or infinite; finite scales are accepted";
     case PackError::kBadBlockScale:
       return "a block's fp16 scale or minimum is NaN or infinite; finite ones are accepted";
+    case PackError::kBadSubScale:
+      return "a sub-block's scale or minimum has more than 6 bits; it is no packed weight";
     case PackError::kBadUe8m0Scale: return "a ue8m0 scale is 255 (NaN); 0 to 254 are accepted";
     case PackError::kBadE4m3Scale:
       return "an e4m3 scale is NaN or has its sign set; codes 0x00 to 0x7e are accepted";

@@ -53,6 +53,7 @@ enum class PackError : int {
   kBadScale,
   kBadGroupScale,
   kBadBlockScale,
+  kBadSubScale,  // of packed tiles only
   kBadUe8m0Scale,
   kBadE4m3Scale,
   kBadZero,

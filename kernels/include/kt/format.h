@@ -255,11 +255,10 @@ struct MatrixLayout {
       default: return 1;
     }
   }
-  // Columns and rows that share a scale: a pool's part of I must be a multiple of it.
+  // What a pool's part of I must be a multiple of: whole tiles, blocks and scales, and no pads but
+  // at the end.
   KT_INLINE int64_t split_unit() const {
-    if (format == WeightFormat::kFp8Block) return kFp8BlockSize;
-    if (is_ggml(format)) return block_cols();
-    return has_group() ? group : kTileRows;
+    return format == WeightFormat::kFp8Block ? kFp8BlockSize : pad_unit();
   }
 
  private:

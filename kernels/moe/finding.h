@@ -1,0 +1,23 @@
+// What is wrong with weights that a job of several threads looks at.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../pack/pack.h"
+#include "plan.h"
+
+namespace kt {
+
+constexpr const char* kMatrixNames[kMatrices] = {"gate", "up", "down"};
+
+struct Finding {
+  PackError error = PackError::kNone;
+  Matrix matrix = kGate;
+  int64_t row = 0;
+};
+
+// In words, the first of what each thread found first; "" where nobody found anything.
+std::string first_problem(const std::vector<Finding>& findings);
+
+}  // namespace kt

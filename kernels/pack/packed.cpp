@@ -1,0 +1,222 @@
+#include "packed.h"
+
+#include <emmintrin.h>
+
+#include <cmath>
+#include <cstring>
+
+namespace kt {
+namespace {
+
+constexpr int64_t kSumsAt = kTileRows * 4;  // in the head of kInt8Row, after the scales
+
+int64_t blocks_of(const MatrixLayout& layout) { return layout.cols_padded() / layout.block_cols(); }
+int64_t body_bytes(const MatrixLayout& layout) { return blocks_of(layout) * layout.block_bytes(); }
+
+// Where the columns' part of a tile's head and body begins.
+int64_t head_begin(const MatrixLayout& layout, int64_t col0) {
+  return layout.format == WeightFormat::kFp8Block ? col0 / kFp8BlockSize * 4 : 0;
+}
+int64_t body_begin(const MatrixLayout& layout, int64_t col0) {
+  return layout.head_bytes() + col0 / layout.block_cols() * layout.block_bytes();
+}
+
+// Bytes of the head that columns have in common with the tile that they are of.
+int64_t head_values(const MatrixLayout& layout) {
+  switch (layout.format) {
+    case WeightFormat::kInt8Row: return kSumsAt;
+    case WeightFormat::kFp8Block: return ceil_div(layout.cols, kFp8BlockSize) * 4;
+    case WeightFormat::kNvFp4: return 4;
+    default: return layout.head_bytes();
+  }
+}
+
+// The first of n values that is bad, or -1. All are looked at, so that the loop becomes vectors;
+// bad(x) is a T.
+template <class T, class Bad> int64_t first_bad(const uint8_t* p, int64_t n, Bad bad) {
+  const auto value = [&](int64_t i) {
+    T x;
+    std::memcpy(&x, p + i * int64_t(sizeof(T)), sizeof(T));
+    return x;
+  };
+  T any = 0;
+  for (int64_t i = 0; i < n; ++i) any |= bad(value(i));
+  if (!any) return -1;
+  int64_t i = 0;
+  while (!bad(value(i))) ++i;
+  return i;
+}
+
+// By the bits of the exponent: NaN and infinity.
+template <class T> int64_t first_not_finite(const uint8_t* p, int64_t n, T exponent) {
+  return first_bad<T>(p, n, [=](T x) { return T(T(x & exponent) == exponent); });
+}
+
+// And negative ones; -0 is a zero like the other.
+int64_t first_bad_float(const uint8_t* p, int64_t n) {
+  return first_bad<uint32_t>(
+      p, n, [](uint32_t x) { return uint32_t(x >= 0x7f800000) & uint32_t(x != 0x80000000); });
+}
+
+int64_t first_above(const uint8_t* p, int64_t n, uint8_t most) {
+  return first_bad<uint8_t>(p, n, [=](uint8_t x) { return uint8_t(x > most); });
+}
+
+struct Finding {
+  int64_t at;  // the value's number, which counts rows first; -1: there is none
+  PackError error;
+};
+
+Finding bad_in_head(const PackedColumns& from) {
+  switch (from.layout.format) {
+    case WeightFormat::kInt8Row:
+    case WeightFormat::kInt4Row:
+    case WeightFormat::kFp8Row:
+      return {first_bad_float(from.head, kTileRows), PackError::kBadScale};
+    case WeightFormat::kFp8Block: {
+      const int64_t at = first_bad_float(from.head, head_values(from.layout) / 4);
+      return {at < 0 ? at : 0, PackError::kBadScale};
+    }
+    case WeightFormat::kNvFp4: return {first_bad_float(from.head, 1), PackError::kBadGlobal};
+    default: return {-1, PackError::kNone};
+  }
+}
+
+Finding bad_group_scale(const MatrixLayout& layout, const uint8_t* scales) {
+  const auto first = [&] {
+    switch (layout.scale) {
+      case ScaleType::kFP16: return first_not_finite<uint16_t>(scales, kTileRows, 0x7c00);
+      case ScaleType::kBF16: return first_not_finite<uint16_t>(scales, kTileRows, 0x7f80);
+      default: return first_not_finite<uint32_t>(scales, kTileRows, 0x7f800000);
+    }
+  };
+  return {first(), PackError::kBadGroupScale};
+}
+
+// Of a block of ggml's formats: d and m, then the scales of sub-blocks.
+Finding bad_ggml_scale(const MatrixLayout& layout, const uint8_t* scales) {
+  const GgmlFormat format = ggml_format(layout.format);
+  const int64_t at = first_not_finite<uint16_t>(scales, format.d_bytes() / 2, 0x7c00);
+  if (at >= 0) return {at, PackError::kBadBlockScale};
+  const uint8_t* sub = scales + format.d_bytes();
+  const int64_t n = format.scale_bytes() - format.d_bytes();
+  switch (layout.format) {
+    case WeightFormat::kQ4K:
+    case WeightFormat::kQ5K: return {first_above(sub, n, 63), PackError::kBadSubScale};
+    case WeightFormat::kQ3K:
+    case WeightFormat::kIQ4XS:  // -32 to 31
+      return {first_bad<uint8_t>(sub, n, [](uint8_t x) { return uint8_t(uint8_t(x + 32) > 63); }),
+              PackError::kBadSubScale};
+    default: return {-1, PackError::kNone};
+  }
+}
+
+Finding bad_in_block(const MatrixLayout& layout, const uint8_t* block) {
+  switch (layout.format) {
+    case WeightFormat::kInt4Group: return bad_group_scale(layout, block);
+    case WeightFormat::kInt4Zero: {
+      const Finding scale = bad_group_scale(layout, block);
+      if (scale.at >= 0) return scale;
+      const uint8_t* zeros = block + kTileRows * layout.scale_bytes();
+      return {first_above(zeros, kTileRows, 16), PackError::kBadZero};
+    }
+    case WeightFormat::kMxFp8:
+    case WeightFormat::kMxFp4: return {first_above(block, 64, 254), PackError::kBadUe8m0Scale};
+    case WeightFormat::kNvFp4: return {first_above(block, 64, 0x7e), PackError::kBadE4m3Scale};
+    default: return bad_ggml_scale(layout, block);
+  }
+}
+
+// The first e4m3 code that is NaN, as the number of its lane.
+int64_t first_nan_lane(const uint8_t* steps, int64_t bytes) {
+  const int64_t at = first_bad<uint8_t>(
+      steps, bytes, [](uint8_t x) { return uint8_t(uint8_t(x & 0x7f) == 0x7f); });
+  return at < 0 ? at : at / 4;
+}
+
+// Sums of the codes of each row. Sums of 64 pairs of them fit into 16 bits.
+void sum_codes(const uint8_t* steps, int64_t count, int32_t* sums) {
+  constexpr int64_t kAtOnce = 64;
+  constexpr int kVectors = kStepBytes / 16;
+  __m128i total[kVectors];
+  for (__m128i& x : total) x = _mm_setzero_si128();
+  for (int64_t s = 0; s < count; s += kAtOnce) {
+    __m128i pairs[kVectors];
+    for (__m128i& x : pairs) x = _mm_setzero_si128();
+    for (int64_t i = s; i < count && i < s + kAtOnce; ++i, steps += kStepBytes)
+      for (int v = 0; v < kVectors; ++v) {
+        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(steps) + v);
+        const __m128i even = _mm_srai_epi16(_mm_slli_epi16(x, 8), 8), odd = _mm_srai_epi16(x, 8);
+        pairs[v] = _mm_add_epi16(pairs[v], _mm_add_epi16(even, odd));
+      }
+    for (int v = 0; v < kVectors; ++v)
+      total[v] = _mm_add_epi32(total[v], _mm_madd_epi16(pairs[v], _mm_set1_epi16(1)));
+  }
+  std::memcpy(sums, total, sizeof total);
+}
+
+// Twice as fast as stores that first read what they write over.
+void stream(const uint8_t* src, int64_t bytes, uint8_t* dst) {
+  for (int64_t i = 0; i < bytes; i += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
+  _mm_sfence();  // other threads read the tile once the job is done
+}
+
+}  // namespace
+
+PackedColumns::PackedColumns(const MatrixLayout& whole, const uint8_t* tile, int64_t col0,
+                             const MatrixLayout& columns)
+    : layout(columns), head(tile + head_begin(whole, col0)), body(tile + body_begin(whole, col0)) {}
+
+PackError check_columns(const PackedColumns& from, int64_t* lane) {
+  const MatrixLayout& layout = from.layout;
+  Finding bad = bad_in_head(from);
+  if (bad.at < 0 && layout.block_scale_bytes())
+    for (int64_t b = 0; b < blocks_of(layout) && bad.at < 0; ++b)
+      bad = bad_in_block(layout, from.body + b * layout.block_bytes());
+  *lane = bad.at % kTileRows;
+  if (bad.at >= 0) return bad.error;
+  switch (layout.format) {
+    case WeightFormat::kFp8Block:
+    case WeightFormat::kFp8Row: *lane = first_nan_lane(from.body, body_bytes(layout)); break;
+    case WeightFormat::kMxFp8:
+      for (int64_t b = 0; b < blocks_of(layout) && *lane < 0; ++b)
+        *lane = first_nan_lane(from.body + b * layout.block_bytes() + layout.block_scale_bytes(),
+                               layout.block_bytes() - layout.block_scale_bytes());
+      break;
+    default: return PackError::kNone;
+  }
+  if (*lane < 0) return PackError::kNone;
+  *lane %= kTileRows;
+  return PackError::kNanCode;
+}
+
+void take_columns(const PackedColumns& from, uint8_t* dst) {
+  const MatrixLayout& layout = from.layout;
+  std::memset(dst, 0, size_t(layout.head_bytes()));
+  std::memcpy(dst, from.head, size_t(head_values(layout)));
+  if (layout.format == WeightFormat::kInt8Row) {
+    int32_t sums[kTileRows];
+    sum_codes(from.body, blocks_of(layout), sums);
+    std::memcpy(dst + kSumsAt, sums, sizeof sums);
+  }
+  stream(from.body, body_bytes(layout), dst + layout.head_bytes());
+}
+
+void put_columns(const MatrixLayout& columns, const uint8_t* tile, const MatrixLayout& whole,
+                 int64_t col0, uint8_t* dst) {
+  std::memcpy(dst + head_begin(whole, col0), tile, size_t(head_values(columns)));
+  if (columns.format == WeightFormat::kInt8Row)
+    for (int64_t n = 0; n < kTileRows; ++n) {
+      int32_t sum, more;
+      std::memcpy(&sum, dst + kSumsAt + n * 4, 4);
+      std::memcpy(&more, tile + kSumsAt + n * 4, 4);
+      sum += more;
+      std::memcpy(dst + kSumsAt + n * 4, &sum, 4);
+    }
+  std::memcpy(dst + body_begin(whole, col0), tile + columns.head_bytes(),
+              size_t(body_bytes(columns)));
+}
+
+}  // namespace kt
