@@ -34,11 +34,10 @@ void PackedLoad::run(sys::Worker& w) noexcept {
     const PackedColumns from(whole, tiles_[t.matrix] + number * whole.tile_bytes(),
                              down ? part.begin : 0, part.layout[t.matrix]);
     int64_t lane = 0;
-    found.error = check_columns(from, &lane);
+    found.error = take_columns(from, layer_->expert(w.pool, slot_) + t.at, &lane);
     found.matrix = t.matrix;
     found.row = number * kTileRows + lane;
     if (found.error != PackError::kNone) return;
-    take_columns(from, layer_->expert(w.pool, slot_) + t.at);
   }
   if (w.rank == 0) layer_->keep_biases(slot_, bias_);
 }

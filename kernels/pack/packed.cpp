@@ -2,13 +2,14 @@
 
 #include <emmintrin.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 
 namespace kt {
 namespace {
 
 constexpr int64_t kSumsAt = kTileRows * 4;  // in the head of kInt8Row, after the scales
+constexpr int64_t kChunkBytes = 8 << 10;    // checked, then copied
 
 int64_t blocks_of(const MatrixLayout& layout) { return layout.cols_padded() / layout.block_cols(); }
 int64_t body_bytes(const MatrixLayout& layout) { return blocks_of(layout) * layout.block_bytes(); }
@@ -111,7 +112,7 @@ Finding bad_ggml_scale(const MatrixLayout& layout, const uint8_t* scales) {
   }
 }
 
-Finding bad_in_block(const MatrixLayout& layout, const uint8_t* block) {
+Finding bad_in_scales(const MatrixLayout& layout, const uint8_t* block) {
   switch (layout.format) {
     case WeightFormat::kInt4Group: return bad_group_scale(layout, block);
     case WeightFormat::kInt4Zero: {
@@ -127,32 +128,39 @@ Finding bad_in_block(const MatrixLayout& layout, const uint8_t* block) {
   }
 }
 
-// The first e4m3 code that is NaN, as the number of its lane.
+// The first e4m3 code that is NaN, as the number of its lane; bytes are whole steps.
 int64_t first_nan_lane(const uint8_t* steps, int64_t bytes) {
-  const int64_t at = first_bad<uint8_t>(
-      steps, bytes, [](uint8_t x) { return uint8_t(uint8_t(x & 0x7f) == 0x7f); });
-  return at < 0 ? at : at / 4;
+  const __m128i nan = _mm_set1_epi8(0x7f);
+  __m128i found[4] = {};
+  for (int64_t i = 0; i < bytes; i += 64)
+    for (int v = 0; v < 4; ++v) {
+      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(steps + i) + v);
+      found[v] = _mm_or_si128(found[v], _mm_cmpeq_epi8(_mm_and_si128(x, nan), nan));
+    }
+  const __m128i any =
+      _mm_or_si128(_mm_or_si128(found[0], found[1]), _mm_or_si128(found[2], found[3]));
+  if (!_mm_movemask_epi8(any)) return -1;
+  int64_t at = 0;
+  while ((steps[at] & 0x7f) != 0x7f) ++at;
+  return at / 4;
 }
 
-// Sums of the codes of each row. Sums of 64 pairs of them fit into 16 bits.
-void sum_codes(const uint8_t* steps, int64_t count, int32_t* sums) {
-  constexpr int64_t kAtOnce = 64;
+// Adds the codes of each row to its sum.
+void add_codes(const uint8_t* steps, int64_t bytes, int32_t* sums) {
   constexpr int kVectors = kStepBytes / 16;
-  __m128i total[kVectors];
-  for (__m128i& x : total) x = _mm_setzero_si128();
-  for (int64_t s = 0; s < count; s += kAtOnce) {
-    __m128i pairs[kVectors];
-    for (__m128i& x : pairs) x = _mm_setzero_si128();
-    for (int64_t i = s; i < count && i < s + kAtOnce; ++i, steps += kStepBytes)
-      for (int v = 0; v < kVectors; ++v) {
-        const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(steps) + v);
-        const __m128i even = _mm_srai_epi16(_mm_slli_epi16(x, 8), 8), odd = _mm_srai_epi16(x, 8);
-        pairs[v] = _mm_add_epi16(pairs[v], _mm_add_epi16(even, odd));
-      }
-    for (int v = 0; v < kVectors; ++v)
-      total[v] = _mm_add_epi32(total[v], _mm_madd_epi16(pairs[v], _mm_set1_epi16(1)));
+  __m128i pairs[kVectors] = {};  // 64 steps fit into 16 bits
+  static_assert(kChunkBytes / kStepBytes <= 64);
+  for (const uint8_t* end = steps + bytes; steps < end; steps += kStepBytes)
+    for (int v = 0; v < kVectors; ++v) {
+      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(steps) + v);
+      const __m128i even = _mm_srai_epi16(_mm_slli_epi16(x, 8), 8), odd = _mm_srai_epi16(x, 8);
+      pairs[v] = _mm_add_epi16(pairs[v], _mm_add_epi16(even, odd));
+    }
+  for (int v = 0; v < kVectors; ++v) {
+    auto* sum = reinterpret_cast<__m128i*>(sums) + v;
+    const __m128i more = _mm_madd_epi16(pairs[v], _mm_set1_epi16(1));
+    _mm_storeu_si128(sum, _mm_add_epi32(_mm_loadu_si128(sum), more));
   }
-  std::memcpy(sums, total, sizeof total);
 }
 
 // Twice as fast as stores that first read what they write over.
@@ -160,7 +168,27 @@ void stream(const uint8_t* src, int64_t bytes, uint8_t* dst) {
   for (int64_t i = 0; i < bytes; i += 16)
     _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i),
                      _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i)));
-  _mm_sfence();  // other threads read the tile once the job is done
+}
+
+// What is wrong in the scales and codes of some blocks.
+Finding bad_in_blocks(const MatrixLayout& layout, const uint8_t* blocks, int64_t bytes) {
+  const int64_t scale_bytes = layout.block_scale_bytes(), size = layout.block_bytes();
+  switch (layout.format) {
+    case WeightFormat::kBF16:
+    case WeightFormat::kInt8Row:
+    case WeightFormat::kInt4Row: return {-1, PackError::kNone};
+    case WeightFormat::kFp8Block:
+    case WeightFormat::kFp8Row: return {first_nan_lane(blocks, bytes), PackError::kNanCode};
+    default: break;
+  }
+  for (const uint8_t* b = blocks; b < blocks + bytes; b += size) {
+    const Finding bad = bad_in_scales(layout, b);
+    if (bad.at >= 0) return bad;
+    if (layout.format != WeightFormat::kMxFp8) continue;
+    const int64_t lane = first_nan_lane(b + scale_bytes, size - scale_bytes);
+    if (lane >= 0) return {lane, PackError::kNanCode};
+  }
+  return {-1, PackError::kNone};
 }
 
 }  // namespace
@@ -169,39 +197,27 @@ PackedColumns::PackedColumns(const MatrixLayout& whole, const uint8_t* tile, int
                              const MatrixLayout& columns)
     : layout(columns), head(tile + head_begin(whole, col0)), body(tile + body_begin(whole, col0)) {}
 
-PackError check_columns(const PackedColumns& from, int64_t* lane) {
+PackError take_columns(const PackedColumns& from, uint8_t* dst, int64_t* lane) {
   const MatrixLayout& layout = from.layout;
   Finding bad = bad_in_head(from);
-  if (bad.at < 0 && layout.block_scale_bytes())
-    for (int64_t b = 0; b < blocks_of(layout) && bad.at < 0; ++b)
-      bad = bad_in_block(layout, from.body + b * layout.block_bytes());
+  alignas(16) int32_t sums[kTileRows] = {};
+  uint8_t* to = dst + layout.head_bytes();
+  const int64_t all = body_bytes(layout), size = layout.block_bytes();
+  // While they are in the cache nearest by.
+  const int64_t chunk = std::max<int64_t>(1, kChunkBytes / size) * size;
+  for (int64_t i = 0; i < all && bad.at < 0; i += chunk) {
+    const int64_t bytes = std::min(chunk, all - i);
+    bad = bad_in_blocks(layout, from.body + i, bytes);
+    if (layout.format == WeightFormat::kInt8Row) add_codes(from.body + i, bytes, sums);
+    stream(from.body + i, bytes, to + i);
+  }
+  _mm_sfence();  // other threads read the tile once the job is done
   *lane = bad.at % kTileRows;
   if (bad.at >= 0) return bad.error;
-  switch (layout.format) {
-    case WeightFormat::kFp8Block:
-    case WeightFormat::kFp8Row: *lane = first_nan_lane(from.body, body_bytes(layout)); break;
-    case WeightFormat::kMxFp8:
-      for (int64_t b = 0; b < blocks_of(layout) && *lane < 0; ++b)
-        *lane = first_nan_lane(from.body + b * layout.block_bytes() + layout.block_scale_bytes(),
-                               layout.block_bytes() - layout.block_scale_bytes());
-      break;
-    default: return PackError::kNone;
-  }
-  if (*lane < 0) return PackError::kNone;
-  *lane %= kTileRows;
-  return PackError::kNanCode;
-}
-
-void take_columns(const PackedColumns& from, uint8_t* dst) {
-  const MatrixLayout& layout = from.layout;
   std::memset(dst, 0, size_t(layout.head_bytes()));
   std::memcpy(dst, from.head, size_t(head_values(layout)));
-  if (layout.format == WeightFormat::kInt8Row) {
-    int32_t sums[kTileRows];
-    sum_codes(from.body, blocks_of(layout), sums);
-    std::memcpy(dst + kSumsAt, sums, sizeof sums);
-  }
-  stream(from.body, body_bytes(layout), dst + layout.head_bytes());
+  if (layout.format == WeightFormat::kInt8Row) std::memcpy(dst + kSumsAt, sums, sizeof sums);
+  return PackError::kNone;
 }
 
 void put_columns(const MatrixLayout& columns, const uint8_t* tile, const MatrixLayout& whole,

@@ -5,7 +5,7 @@
 namespace kt {
 
 // Columns of one packed tile that are a tile by themselves: `layout` is of these columns, of whole
-// blocks but for the last ones of the matrix. No codes or scales are trusted before check_columns.
+// blocks but for the last ones of the matrix.
 struct PackedColumns {
   MatrixLayout layout;
   const uint8_t* head;  // kFp8Block: from the columns' first scale on
@@ -16,13 +16,10 @@ struct PackedColumns {
                 const MatrixLayout& columns);
 };
 
-// Whether scales and codes are what packing makes. *lane receives the row of the tile (0..31)
-// where an error lies. The sums of kInt8Row are not looked at.
-PackError check_columns(const PackedColumns& from, int64_t* lane);
-
-// Writes them as a tile of their own, past the caches. dst is aligned to 64 bytes. The sums of
-// kInt8Row are made of the codes, not copied.
-void take_columns(const PackedColumns& from, uint8_t* dst);
+// Writes the columns as a tile of their own, past the caches, unless scales or codes are others
+// than packing makes: then dst holds a part, and *lane the row of the tile (0..31) where the error
+// lies. dst is aligned to 64 bytes. The sums of kInt8Row are made of the codes, not copied.
+PackError take_columns(const PackedColumns& from, uint8_t* dst, int64_t* lane);
 
 // Writes a tile of columns from col0 on into the whole tile that it was taken from. The whole
 // tile's head is zeros before its first columns come.
