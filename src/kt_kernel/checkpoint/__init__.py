@@ -1,5 +1,7 @@
 """Reads expert weights from checkpoints. One reader per source format, all give ExpertTensors.
 
+checkpoint.py  opens what a path holds; base.py what every checkpoint offers
+hugging_face.py  checkpoints in safetensors files
 paths.py     a path given by a user, checked
 header.py    one safetensors file: its header, checked
 index.py     which files make up a checkpoint, which holds which tensor
@@ -14,6 +16,7 @@ formats.py   which quantised format the tensors are in; matrix.py what each of t
 parts.py, groups.py  what these share
 """
 
-from .checkpoint import Checkpoint, open_checkpoint, read_experts
+from .base import Checkpoint
+from .checkpoint import open_checkpoint, read_experts
 
 __all__ = ["Checkpoint", "open_checkpoint", "read_experts"]

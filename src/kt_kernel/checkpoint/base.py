@@ -1,0 +1,171 @@
+"""What every checkpoint offers, whatever files it is in."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..experts import ExpertTensors, Matrix
+from ..methods import LayerForm
+from ..text import ranges
+from .header import TensorInfo
+from .index import Index
+from .reader import LayerReader
+
+# num_experts, hidden_size, moe_intermediate_size
+Sizes = tuple[int, int, int]
+
+
+class Checkpoint(ABC):
+    """A checkpoint on disk, opened once, then asked for layers. Made by `open_checkpoint`.
+
+    Only headers are held; no file stays open. May be used from several threads.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    @property
+    def path(self) -> str:
+        return self._index.path
+
+    @property
+    @abstractmethod
+    def model_type(self) -> str | None:
+        """As config.json names it; None where the files do not tell."""
+
+    @property
+    def tensors(self) -> MappingProxyType[str, TensorInfo]:
+        """Name, file, dtype and shape of every tensor, by name."""
+        return MappingProxyType(self._index.tensors)
+
+    def changed(self) -> str | None:
+        """The first file or folder that is no longer as it was read, or None."""
+        return self._index.changed()
+
+    @abstractmethod
+    def layers(self) -> list[int]:
+        """Numbers of the layers that have tensors named like experts, ascending."""
+
+    @abstractmethod
+    def where(self, layer_idx: int) -> str:
+        """What the names of the layer's experts begin with: "model.layers.3.mlp.experts" or, for
+        stacked ones, "model.layers.3."; "blk.3." in GGUF files."""
+
+    @abstractmethod
+    def sizes(self, layer_idx: int) -> Sizes:
+        """(num_experts, hidden_size, moe_intermediate_size) as the files have them."""
+
+    @abstractmethod
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Any tensor by its name, on the CPU. KeyError if there is none of that name."""
+
+    @abstractmethod
+    def _open_layer(
+        self, layer_idx: int, sizes: Sizes, method: str | None
+    ) -> AbstractContextManager[LayerReader]:
+        """The reader of one layer, all of which was checked; see `read_experts`."""
+
+    def read_experts(
+        self,
+        layer_idx: int,
+        num_experts: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        experts: Iterable[int] | None = None,
+        method: str | None = None,
+    ) -> ExpertTensors:
+        """Reads the experts of one layer, in logical order.
+
+        experts: the logical ids wanted (default all); the entries of the others are None and their
+        data is not read. method: the weights are given as this method takes them, which for FP8
+        checkpoints and methods that quantise by themselves is float32; None: as they are stored.
+        Weights are contiguous CPU tensors that stay valid on their own; see `ExpertTensors` for
+        shapes.
+
+        Raises ValueError naming file and tensor if experts are missing, too many, of another shape
+        or dtype, laid out in a way that is not known, not what the method takes, or with scales
+        that are negative or not finite.
+        """
+        layer_idx, sizes, wanted = _request(
+            layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
+        )
+        with self._open_layer(layer_idx, sizes, method) as reader:
+            return reader.read_all(sizes[0], wanted)
+
+    @contextmanager
+    def each_expert(
+        self,
+        layer_idx: int,
+        num_experts: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        experts: Iterable[int] | None = None,
+        method: str | None = None,
+    ) -> Iterator[ExpertStream]:
+        """`read_experts` one by one, so that only one expert's copies need be in memory.
+
+            with checkpoint.each_expert(3, 128, 2048, 768) as experts:
+                for expert, tensors in experts: ...
+
+        Gives the logical id, ascending, and a dictionary of the fields of `ExpertTensors`. On
+        entry all of the layer has been checked and nothing was read.
+
+        Raises what `read_experts` raises; for all but values of scales, on entry.
+        """
+        layer_idx, sizes, wanted = _request(
+            layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
+        )
+        with self._open_layer(layer_idx, sizes, method) as reader:
+            yield ExpertStream(reader, wanted)
+
+    def _no_experts(self, layer_idx: int) -> ValueError:
+        layers = self.layers()
+        have = f"layers with experts: {ranges(layers, ', ')}" if layers else "no layer has experts"
+        return ValueError(f"{self.path}: layer {layer_idx} has no experts; {have}")
+
+
+class ExpertStream:
+    """The experts of a layer, read as they are asked for.
+
+    form: of the weights; None if all are dense.
+    """
+
+    def __init__(self, reader: LayerReader, wanted: list[int]) -> None:
+        self.form: LayerForm | None = reader.form
+        self._reader, self._wanted = reader, wanted
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Matrix]]]:
+        return ((expert, self._reader.read(expert)) for expert in self._wanted)
+
+
+def _request(
+    layer_idx: Any, num_experts: Any, hidden: Any, inter: Any, experts: Any
+) -> tuple[int, Sizes, list[int]]:
+    """Layer, sizes and sorted ids of a call, checked."""
+    layer_idx = _integer("layer_idx", layer_idx, 0)
+    num_experts = _integer("num_experts", num_experts, 1)
+    hidden = _integer("hidden_size", hidden, 1)
+    inter = _integer("moe_intermediate_size", inter, 1)
+    if experts is None:
+        experts = range(num_experts)
+    wanted = sorted({_integer("expert", expert, 0) for expert in experts})
+    if wanted and wanted[-1] >= num_experts:
+        raise ValueError(f"expert is {wanted[-1]}; expected 0 to {num_experts - 1}")
+    return layer_idx, (num_experts, hidden, inter), wanted
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; expected an integer") from None
+    if number < least:
+        raise ValueError(f"{name} is {number}; expected at least {least}")
+    return number

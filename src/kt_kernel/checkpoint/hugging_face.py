@@ -1,0 +1,105 @@
+"""A checkpoint in safetensors files, named as Hugging Face's models name their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .base import Checkpoint, Sizes
+from .families import model_type
+from .header import TensorInfo
+from .index import Index, stamp
+from .layout import Layout, find_layout, find_packed, layer_tensors, refuse_packed
+from .quantization import read_quantization
+from .reader import LayerReader, infer_sizes, open_layer
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """The tensors of a Hugging Face checkpoint in safetensors files."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._layers = layer_tensors(index.tensors)
+        self._layouts: dict[int, Layout | None] = {}
+        self._packed = find_packed(index.tensors)
+        self._quantization = read_quantization(index.config, index.config_path)
+
+    @property
+    def model_type(self) -> str | None:
+        return model_type(self._index.config)
+
+    def layers(self) -> list[int]:
+        return sorted(n for n, ts in self._layers.items() if any("experts." in t for t in ts))
+
+    def where(self, layer_idx: int) -> str:
+        return self._layout(layer_idx).where
+
+    def sizes(self, layer_idx: int) -> Sizes:
+        return infer_sizes(self._layout(layer_idx), self._quantization)
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        info = self._index.tensors.get(name)
+        if info is None:
+            raise KeyError(f"{self.path}: no tensor {name!r}")
+        with _Files(self._index) as files:
+            return files.read(info)
+
+    @contextmanager
+    def _open_layer(
+        self, layer_idx: int, sizes: Sizes, method: str | None
+    ) -> Iterator[LayerReader]:
+        layout = self._layout(layer_idx)
+        with _Files(self._index) as files:
+            yield open_layer(layout, sizes, files.read, self._quantization, method)
+
+    def _layout(self, layer_idx: int) -> Layout:
+        if self._packed:
+            refuse_packed(self._packed)
+        if layer_idx not in self._layouts:
+            self._layouts[layer_idx] = find_layout(
+                self.path,
+                layer_idx,
+                self._layers.get(layer_idx, {}),
+                self.model_type,
+                self._index.config is not None,
+            )
+        layout = self._layouts[layer_idx]
+        if layout is None:
+            raise self._no_experts(layer_idx)
+        return layout
+
+
+class _Files:
+    """Maps each file at most once during one call."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def read(self, info: TensorInfo, first: int | None = None) -> torch.Tensor:
+        try:
+            file = self._open.get(info.file)
+            if file is None:
+                # A mapped file that has become shorter would kill the process on access.
+                if stamp(info.file) != self._index.stamps[info.file]:
+                    raise ValueError(f"{info.file}: changed since the checkpoint was opened")
+                file = self._stack.enter_context(safe_open(info.file, framework="pt"))
+                self._open[info.file] = file
+            tensor = (
+                file.get_tensor(info.name) if first is None else file.get_slice(info.name)[first]
+            )
+        except SafetensorError as error:
+            raise ValueError(f"{info}: {error}") from error
+        # The format does not align data; code that takes the pointer expects it aligned.
+        return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
