@@ -31,7 +31,8 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor is. `file` is a path; begin and end are bytes relative to the data."""
+    """Where one tensor is. `file` is a path; begin and end are bytes relative to the data, in a
+    GGUF file relative to the file."""
 
     name: str
     file: str
@@ -62,7 +63,7 @@ def read_header(path: str) -> dict[str, TensorInfo]:
             )
         length = int.from_bytes(start, "little")
         if length > min(MAX_HEADER_BYTES, size - 8):
-            _explain_other_formats(path, start)
+            explain_other_formats(path, start)
             raise ValueError(
                 f"{path}: header length {length}, but the file has {size} bytes and the limit is"
                 f" {MAX_HEADER_BYTES} (truncated, or not a safetensors file)"
@@ -79,9 +80,8 @@ def read_header(path: str) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _explain_other_formats(path: str, start: bytes) -> None:
-    if start.startswith(b"GGUF"):
-        raise ValueError(f"{path}: GGUF files are not supported yet; expected safetensors")
+def explain_other_formats(path: str, start: bytes) -> None:
+    """ValueError for a file that begins like one of another format."""
     if start.startswith(b"version "):
         raise ValueError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
     if start.startswith(b"PK\x03\x04"):

@@ -1,0 +1,185 @@
+"""Headers of GGUF files: read as the gguf package reads them, and everything that can be wrong."""
+
+import struct
+import time
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.constants import GGML_QUANT_SIZES
+from gguf_bytes import ARRAY, STRING, U32, array, gguf, key, number, tensor, text
+from gguf_models import SUPPORTED, Model, write
+
+from kt_kernel.checkpoint.gguf_header import MAX_DEPTH, MAX_HEADER_BYTES, read_gguf_header
+from kt_kernel.checkpoint.gguf_types import NOT_STORED, TYPES
+
+HUGE = 2**64 - 1
+
+
+def test_types_are_those_of_the_package():
+    package = {int(t): (t.name, *GGML_QUANT_SIZES[t]) for t in GGMLQuantizationType}
+    ours = {n: (t.name, t.columns, t.size) for n, t in TYPES.items()}
+    assert ours == {n: t for n, t in package.items() if n not in NOT_STORED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "alignment"), [(k, None) for k in SUPPORTED] + [("MXFP4", a) for a in (1, 8, 4096)]
+)
+def test_as_the_package_reads_it(tmp_path, kind, alignment):
+    path = Model((kind, "Q8_0", kind), inter=512).save(tmp_path / "m.gguf", alignment=alignment)
+    header, reader = read_gguf_header(str(path)), GGUFReader(path)
+    assert header.architecture == "qwen3moe"
+    assert header.metadata["qwen3moe.expert_count"] == 3
+    assert list(header.tensors) == [t.name for t in reader.tensors]
+    for tensor_ in reader.tensors:
+        info = header.tensors[tensor_.name]
+        assert info.shape == tuple(reversed(tensor_.shape.tolist()))
+        assert info.dtype == tensor_.tensor_type.name
+        assert (info.begin, info.end - info.begin) == (tensor_.data_offset, tensor_.n_bytes)
+
+
+def test_keys(tmp_path):
+    metadata = {"a": 7, "b": "text", "c": [1, 2], "d": ["x", "y" * 70000, ""], "e": "z" * 5000,
+                "f": [[1], [2, 3]], "g": 8}  # fmt: skip
+    path = write(tmp_path / "m.gguf", {"t": ("F32", np.ones(4, "f"))}, metadata)
+    found = read_gguf_header(str(path)).metadata
+    assert found == {"general.architecture": "qwen3moe", "a": 7, "b": "text", "g": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "value"),
+    [(0, "B", 255), (1, "b", -1), (2, "H", 65535), (3, "h", -2), (4, "I", 2**32 - 1), (5, "i", -3),
+     (6, "f", 0.5), (7, "?", True), (10, "Q", HUGE), (11, "q", -4), (12, "d", 1e300)],
+)  # fmt: skip
+def test_every_kind_of_number(tmp_path, kind, code, value):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf([key("k", kind, struct.pack("<" + code, value)), number("last", 1)]))
+    assert read_gguf_header(str(path)).metadata == {"k": value, "last": 1}
+
+
+def test_version_2(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf([number("k", 1)], [tensor("t")], 128, version=2))
+    assert read_gguf_header(str(path)).tensors["t"].shape == (32,)
+
+
+def test_arrays_in_arrays(tmp_path):
+    value = array(U32, 2, bytes(8))
+    for _ in range(MAX_DEPTH - 1):
+        value = array(ARRAY, 1, value)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf([key("k", ARRAY, value), number("last", 1)]))
+    assert read_gguf_header(str(path)).metadata == {"last": 1}
+
+
+TWO = [tensor("a", (32,)), tensor("b", (32,), offset=128)]
+BAD = {
+    "empty": (b"", "begins with b''"),
+    "magic": (gguf(magic=b"GGUX"), "b'GGUX'; expected a GGUF file"),
+    "older": (b"tjgg" + bytes(40), "before GGUF"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "version 1": (gguf(version=1), "GGUF version 1; accepted: 2 and 3"),
+    "version 4": (gguf(version=4), "GGUF version 4"),
+    "big-endian": (gguf(version=0x03000000), "big-endian"),
+    "big-endian 1": (gguf(version=0x01000000), "big-endian"),
+    "tensors": (gguf(tensor_count=HUGE), f"{HUGE} tensors do not fit"),
+    "keys": (gguf(key_count=2**40), f"{2**40} keys do not fit"),
+    "no keys": (gguf(key_count=1) + bytes(13), "name of a key after number of keys: 0 bytes"),
+    "long key": (gguf([text("k", 70000)], data=100000), "70000 bytes; accepted: 1 to 65535"),
+    "lying key": (gguf([text("k", 900)], data=100), "900 bytes from byte"),
+    "key that is no text": (gguf([key(b"\xff\xfe", U32, bytes(4))]), "not UTF-8"),
+    "same key": (gguf([number("k", 1), number("k", 2)]), "key 'k' is there twice"),
+    "unknown value": (gguf([key("k", 13, bytes(8))]), "key 'k' has a value of type 13"),
+    "bool": (gguf([key("k", 7, b"\2")]), "key 'k' is 2, a bool is 0 or 1"),
+    "lying string": (gguf([key("k", STRING, text("x", HUGE))]), f"key 'k': {HUGE} bytes"),
+    "lying long string": (gguf([key("k", STRING, text("x", 9000))]), "key 'k': 9000 bytes"),
+    "lying array": (gguf([key("k", ARRAY, array(U32, HUGE))]), "key 'k'", "truncated"),
+    "lying strings": (gguf([key("k", ARRAY, array(STRING, 2**60))]), f"{2**60} strings"),
+    "lying string in an array": (
+        gguf([key("k", ARRAY, array(STRING, 2, text("a") + text("b", HUGE)))], data=64),
+        "key 'k'",
+        "truncated",
+    ),
+    "lying arrays": (gguf([key("k", ARRAY, array(ARRAY, 2**60))]), f"{2**60} arrays"),
+    "unknown in an array": (gguf([key("k", ARRAY, array(99, 1, bytes(8)))]), "type 99"),
+    "alignment 0": (gguf([number("general.alignment", 0)]), "general.alignment", "power of two"),
+    "alignment 24": (gguf([number("general.alignment", 24)]), "general.alignment' is 24"),
+    "alignment text": (gguf([key("general.alignment", STRING, text("32"))]), "is '32'"),
+    "alignment u64": (gguf([key("general.alignment", 10, struct.pack("<Q", 32))]), "uint32"),
+    "no name": (gguf(tensors=[tensor("")], data=128), "name of a tensor", "0 bytes"),
+    "rank 0": (gguf(tensors=[tensor("t", ())], data=128), "'t' has 0 dimensions"),
+    "rank 5": (gguf(tensors=[tensor("t", (1,) * 5)], data=128), "'t' has 5 dimensions; accepted"),
+    "rank lies": (gguf(tensors=[tensor("t", rank=2**31)]), f"'t' has {2**31} dimensions"),
+    "unknown type": (gguf(tensors=[tensor("t", kind=77)], data=128), "'t' is of ggml type 77"),
+    "too many values": (gguf(tensors=[tensor("t", (2**32, 2**32))], data=128), "'t'", "2^63"),
+    "ragged rows": (gguf(tensors=[tensor("t", (48,), kind=2)], data=128), "'t'", "48", "Q4_0"),
+    "unaligned": (gguf(tensors=[tensor("t", offset=8)], data=256), "'t' begins at byte 8", "32"),
+    "beyond": (gguf(tensors=TWO, data=255), "'b' ends at byte", "truncated"),
+    "far beyond": (gguf(tensors=[tensor("t", offset=2**64 - 32)], data=128), "'t'", "truncated"),
+    "overlap": (gguf(tensors=[TWO[0], tensor("b", offset=96)], data=512), "'b' overlaps", "'a'"),
+    "same place": (gguf(tensors=[TWO[0], tensor("b")], data=512), "'b' overlaps tensor 'a'"),
+    "same name": (gguf(tensors=[TWO[0], tensor("a", offset=128)], data=512), "'a' is there twice"),
+    "ends in a tensor": (gguf(tensors=[tensor("t")[:-12]]), "tensor 't'", "truncated"),
+} | {f"type {name}": (gguf(tensors=[tensor("t", kind=n)], data=128), f"'t' is of ggml type {name}")
+     for n, name in NOT_STORED.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_headers(tmp_path, name):
+    data, *words = BAD[name]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ValueError) as caught:
+        read_gguf_header(str(path))
+    for word in (str(path), *words):
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_deeper_arrays(tmp_path):
+    value = array(U32, 1, bytes(4))
+    for _ in range(2000):
+        value = array(ARRAY, 1, value)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf([key("k", ARRAY, value)]))
+    with pytest.raises(ValueError, match=f"key 'k': arrays in arrays; accepted: up to {MAX_DEPTH}"):
+        read_gguf_header(str(path))
+
+
+def test_truncated_at_every_length(tmp_path):
+    whole = gguf([number("k", 1), key("s", STRING, text("abc"))], TWO, 256)
+    path = tmp_path / "m.gguf"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="m.gguf"):
+            read_gguf_header(str(path))
+    path.write_bytes(whole)
+    assert len(read_gguf_header(str(path)).tensors) == 2
+
+
+def test_a_large_vocabulary_costs_little(tmp_path):
+    words = b"".join(text(f"token{n}") for n in range(400_000))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf([key("tokens", ARRAY, array(STRING, 400_000, words)), number("k", 1)]))
+    begin = time.perf_counter()
+    assert read_gguf_header(str(path)).metadata == {"k": 1}
+    assert time.perf_counter() - begin < 5  # 0.1 s where nothing else runs
+
+
+def test_a_lying_header_ends_soon(tmp_path):
+    """A sparse file of a terabyte, full of strings of length 0."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf([key("k", ARRAY, array(STRING, 2**36))]))
+    with open(path, "r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=f"'k': {2**36} strings"):
+        read_gguf_header(str(path))
+    path.write_bytes(gguf([key("k", STRING, text("", MAX_HEADER_BYTES))]))
+    with open(path, "r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=f"'k'.*the limit of a header is {MAX_HEADER_BYTES}"):
+        read_gguf_header(str(path))
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ValueError, match="not a file"):
+        read_gguf_header(str(tmp_path))
