@@ -179,6 +179,7 @@ _SUPPORTED = {
         Method("MXFP4", (MXFP4,), quantised=True),
         Method("NVFP4", (NVFP4,), quantised=True),
         Method("MXFP8", (MXFP8,), quantised=True),
+        Method("LLAMAFILE", (INT4_GROUP, MXFP4, *GGML_BLOCKS), quantised=True, mixed=True),
     )
 }
 

@@ -365,7 +365,7 @@ def test_nothing_there(tmp_path):
 
 
 @pytest.mark.parametrize("name, word", [
-    ("m.gguf", "GGUF"), ("_layer_0/_numa_0/INT8_up_0.kt", "packed"),
+    ("_layer_0/_numa_0/INT8_up_0.kt", "packed"),
     ("pytorch_model.bin", "PyTorch"),
 ])  # fmt: skip
 def test_other_formats(tmp_path, name, word):

@@ -14,6 +14,10 @@ formats.py   which quantised format the tensors are in; matrix.py what each of t
              fp8.py  mx.py (gpt_oss.py: its stacks)  nvfp4.py  int4.py (compressed-tensors)
              gptq.py  awq.py
 parts.py, groups.py  what these share
+
+gguf.py      checkpoints in GGUF files; gguf_files.py which files, gguf_header.py one of them,
+             gguf_types.py ggml's types, gguf_layout.py names of experts, gguf_blocks.py from bytes
+             to matrices, gguf_architectures.py kinds of models
 """
 
 from .base import Checkpoint

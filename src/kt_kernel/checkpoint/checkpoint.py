@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from ..experts import ExpertTensors
 from .base import Checkpoint
+from .gguf import GgufCheckpoint
+from .gguf_files import is_gguf, read_gguf_index
 from .hugging_face import HuggingFaceCheckpoint
 from .index import read_index
 from .paths import check_path
@@ -26,13 +28,14 @@ os.register_at_fork(after_in_child=_renew_lock_after_fork)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a safetensors file, an index (*.safetensors.index.json), or a folder (recursive).
+    """Opens a safetensors file, an index (*.safetensors.index.json), a GGUF file (of a split model
+    any part), or a folder (recursive).
 
     Reads and checks all headers, no tensor data. The result is shared by all callers of the same
     path for as long as nothing there changes.
 
     Raises FileNotFoundError, PermissionError, or ValueError naming file and tensor: see
-    `kt_kernel.checkpoint.index`; TypeError or ValueError for what is no path.
+    `kt_kernel.checkpoint.index` and `gguf_files`; TypeError or ValueError for what is no path.
     """
     path = os.path.abspath(check_path("path", path))
     with _lock:
@@ -46,6 +49,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _read(path: str) -> Checkpoint:
+    if is_gguf(path):
+        return GgufCheckpoint(read_gguf_index(path))
     return HuggingFaceCheckpoint(read_index(path))
 
 

@@ -82,6 +82,8 @@ def read_header(path: str) -> dict[str, TensorInfo]:
 
 def explain_other_formats(path: str, start: bytes) -> None:
     """ValueError for a file that begins like one of another format."""
+    if start.startswith(b"GGUF"):
+        raise ValueError(f"{path}: a GGUF file; expected safetensors, as it is named")
     if start.startswith(b"version "):
         raise ValueError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
     if start.startswith(b"PK\x03\x04"):

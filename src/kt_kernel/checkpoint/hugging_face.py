@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..methods import get_method
 from .base import Checkpoint, Sizes
 from .families import model_type
 from .header import TensorInfo
@@ -52,6 +53,10 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
     ) -> Iterator[LayerReader]:
+        if method is not None and get_method(method).mixed:
+            raise ValueError(
+                f"{self.path}: a checkpoint in safetensors files; method {method} takes GGUF files"
+            )
         layout = self._layout(layer_idx)
         with _Files(self._index) as files:
             yield open_layer(layout, sizes, files.read, self._quantization, method)

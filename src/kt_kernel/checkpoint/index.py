@@ -21,8 +21,8 @@ MAIN_INDEX = "model" + INDEX_SUFFIX
 Stamp = tuple[int, int, int, int]
 
 
-def stamp(path: str) -> Stamp:
-    """Changes when the file or folder at `path` does. Raises OSError."""
+def stamp(path: str | int) -> Stamp:
+    """Changes when the file or folder at `path`, or open as a number, does. Raises OSError."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -102,7 +102,6 @@ def _choose_index(folder: str, files: list[str]) -> str | None:
 
 def _explain_nothing(root: str, others: list[str]) -> None:
     kinds = (
-        ((".gguf",), "GGUF files are not supported yet"),
         ((".kt",), "packed per-layer folders of another program are not supported yet"),
         ((".bin", ".pt", ".pth"), "PyTorch pickle files are not read; convert them to safetensors"),
     )

@@ -75,7 +75,7 @@ def open_layer(
             return LayerReader(fields, None, read_dense)
         return _open_quantised(layout, sizes, read, quantization, chosen)
     except ValueError as error:
-        other = _other_model(layout, sizes, quantization)
+        other = other_model(lambda: infer_sizes(layout, quantization), sizes)
         raise ValueError(f"{error}{other}") from None
 
 
@@ -83,10 +83,10 @@ def _has_blocks(layout: StackedExperts) -> bool:
     return "gate_up_scales" in layout.tensors
 
 
-def _other_model(layout: Layout, expected: tuple[int, int, int], quantization: Quantization) -> str:
+def other_model(infer: Callable[[], tuple[int, int, int]], expected: tuple[int, int, int]) -> str:
     """All sizes side by side, where the layer as a whole has others than expected."""
     try:
-        found = infer_sizes(layout, quantization)
+        found = infer()
     except ValueError:
         return ""
     if found == expected:

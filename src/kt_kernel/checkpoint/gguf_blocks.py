@@ -1,0 +1,85 @@
+"""From the rows of a GGUF tensor to the matrix that they stand for, exactly.
+
+F32, F16 and BF16 are dense. Q4_0 becomes INT4_GROUP and MXFP4 stays what it is, with their nibbles
+in another order: ggml has columns j and j + 16 of a block in one byte, where we have neighbours.
+The blocks of the other types are taken as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..experts import Matrix
+from ..methods import BF16_WEIGHTS, FORMAT_NAMES, GGML_BLOCKS, INT4_GROUP, MXFP4, WeightForm
+from ..quantised import QuantisedMatrix
+from .gguf_types import BY_NAME
+from .header import TensorInfo
+
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCKS = {FORMAT_NAMES[format]: format for format in GGML_BLOCKS}
+#: ggml type to the form of such a matrix. Dense ones are rounded to bfloat16, as method BF16 does.
+FORMS: dict[str, WeightForm] = {
+    **dict.fromkeys(DENSE, WeightForm(BF16_WEIGHTS)),
+    "Q4_0": WeightForm(INT4_GROUP, group_size=32, scale_type=0),
+    "MXFP4": WeightForm(MXFP4),
+    **{name: WeightForm(format) for name, format in _BLOCKS.items()},
+}
+
+
+def form_of(info: TensorInfo) -> WeightForm:
+    """ValueError naming the type if there are no kernels for it."""
+    if info.dtype not in FORMS:
+        raise ValueError(
+            f"{info} is of type {info.dtype}, which is not supported; supported: {', '.join(FORMS)}"
+        )
+    return FORMS[info.dtype]
+
+
+def row_bytes(info: TensorInfo) -> int:
+    """Bytes of a row."""
+    kind = BY_NAME[info.dtype]
+    return info.shape[-1] // kind.columns * kind.size
+
+
+def to_matrix(info: TensorInfo, data: torch.Tensor, place: str) -> Matrix:
+    """Rows uint8 [N, bytes of a row] of a tensor as a matrix. A view of `data` where its bytes are
+    what is wanted. ValueError naming `place` for a scale that is not finite."""
+    dense = DENSE.get(info.dtype)
+    if dense is not None:
+        return _aligned(data, dense.itemsize).view(dense)
+    kind = BY_NAME[info.dtype]
+    blocks = data.unflatten(1, (-1, kind.size))
+    if info.dtype == "MXFP4":
+        scale = blocks[..., 0].contiguous()
+        _refuse(place, scale == 255, "ue8m0 scale 255, NaN")
+        return QuantisedMatrix(MXFP4, _neighbours(blocks[..., 1:]), scale)
+    halves = _aligned(blocks, 2).view(torch.float16)
+    for offset in kind.scales:
+        numbers = halves[..., offset // 2]
+        _refuse(place, ~numbers.isfinite(), f"number at byte {offset} of a block is not finite")
+    if info.dtype == "Q4_0":
+        scale = halves[..., 0].contiguous()
+        return QuantisedMatrix(INT4_GROUP, _neighbours(blocks[..., 2:]), scale)
+    return QuantisedMatrix(_BLOCKS[info.dtype], data, None)
+
+
+def _aligned(data: torch.Tensor, size: int) -> torch.Tensor:
+    """The format may align data to a byte; code that takes the pointer expects its elements so."""
+    return data.clone() if data.data_ptr() % size else data
+
+
+def _neighbours(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, blocks, 16] with columns j and j + 16 in byte j, to [N, blocks * 16] with columns
+    2 j and 2 j + 1."""
+    words = codes.contiguous().view(torch.int16)  # two at a time
+
+    def pairs(nibbles: torch.Tensor) -> torch.Tensor:
+        return (nibbles | nibbles >> 4).to(torch.uint8)
+
+    return torch.cat([pairs(words & 0x0F0F), pairs(words >> 4 & 0x0F0F)], -1).flatten(1)
+
+
+def _refuse(place: str, bad: torch.Tensor, what: str) -> None:
+    if bool(bad.any()):
+        row, block = bad.nonzero()[0].tolist()
+        raise ValueError(f"{place}, row {row}, block {block}: {what}")
