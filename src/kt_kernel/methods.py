@@ -161,7 +161,7 @@ class Method:
         return self.column_unit, self.column_unit
 
 
-_SUPPORTED = {
+_METHODS = {
     method.name: method
     for method in (
         Method("BF16", (BF16_WEIGHTS,)),
@@ -183,11 +183,8 @@ _SUPPORTED = {
     )
 }
 
-#: Every inference method of the interface, whether it runs today or not.
-INFERENCE_METHODS: tuple[str, ...] = (
-    "BF16", "AMXINT8", "AMXINT4", "RAWINT4", "FP8", "FP8_PERCHANNEL", "GPTQ_INT4", "AWQ_INT4",
-    "MXFP4", "NVFP4", "MXFP8", "LLAMAFILE", "MOE_INT8", "MOE_INT4", "INT4_G32", "INT4_G128",
-)  # fmt: skip
+#: Every inference method of the interface.
+INFERENCE_METHODS: tuple[str, ...] = tuple(_METHODS)
 
 _SFT_BASES = (
     "AMXBF16_SFT", "AMXINT8_SFT", "AMXINT4_SFT", "AMXINT4_1_SFT", "AMXINT4_KGroup_SFT",
@@ -201,23 +198,19 @@ SFT_METHODS: tuple[str, ...] = (
     "FP8_SFT", "AMXFP8_SFT", "INT8_SFT", "RAWINT4_SFT", "MXFP4_SFT",
 )  # fmt: skip
 
-SUPPORTED_METHODS: tuple[str, ...] = tuple(_SUPPORTED)
-
 
 def get_method(name: str) -> Method:
-    """The supported inference method ``name``.
+    """The inference method ``name``.
 
     Raises:
         TypeError: ``name`` is not a string.
-        ValueError: no such method, a fine-tuning method, or one that does not run yet.
+        ValueError: no such method, or a fine-tuning method.
     """
     if not isinstance(name, str):
         raise TypeError(f"method must be a string, got {type(name).__name__}")
-    if name in _SUPPORTED:
-        return _SUPPORTED[name]
-    supported = ", ".join(SUPPORTED_METHODS)
-    if name in INFERENCE_METHODS:
-        raise ValueError(f"method {name!r} is not supported yet; supported: {supported}")
+    if name in _METHODS:
+        return _METHODS[name]
+    supported = ", ".join(INFERENCE_METHODS)
     if name in SFT_METHODS:
         raise ValueError(
             f"method {name!r} is for mode='sft'; mode='inference' supports: {supported}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .methods import INFERENCE_METHODS, SUPPORTED_METHODS, get_method
+from .methods import INFERENCE_METHODS, get_method
 
 ENVIRONMENT_VARIABLE = "KT_CONFIG"
 DEFAULT_METHOD = "AMXINT4"
@@ -323,10 +323,9 @@ def _checked(option: Option, value: Any) -> Any:
     text = os.fspath(value)
     if option.kind == "path":
         _check_exists(flag, text)
-    if option.kind == "method" and text not in SUPPORTED_METHODS:
-        state = "not supported yet" if text in INFERENCE_METHODS else "unknown"
+    if option.kind == "method" and text not in INFERENCE_METHODS:
         raise OptionError(
-            f"{flag} {text}: this method is {state}; accepted: " + ", ".join(SUPPORTED_METHODS)
+            f"{flag} {text}: this method is unknown; accepted: " + ", ".join(INFERENCE_METHODS)
         )
     return text
 

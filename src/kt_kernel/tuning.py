@@ -35,13 +35,14 @@ from .methods import (
     FORMAT_NAMES,
     FP8_BLOCK,
     FP8_ROW,
+    GGML_BLOCKS,
     GROUPED,
+    INFERENCE_METHODS,
     INT4_GROUP,
     INT4_ROW,
     INT4_ZERO,
     INT8_ROW,
     NVFP4,
-    SUPPORTED_METHODS,
     LayerForm,
     WeightForm,
     get_method,
@@ -236,6 +237,10 @@ def _random_expert(form: WeightForm) -> list[Matrix]:
 
 
 def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:
+    if form.format in GGML_BLOCKS:
+        columns, size = GGML_BLOCKS[form.format]  # float16 with bytes below 0x60 are finite
+        blocks = torch.randint(0, 0x60, (n, k // columns * size), dtype=torch.uint8)
+        return QuantisedMatrix(form.format, blocks, None)
     if form.format in GROUPED:
         dtype = next(dtype for dtype, number in SCALE_TYPES.items() if number == form.scale_type)
         scale = torch.ones(n, k // form.group_size, dtype=dtype)
@@ -257,12 +262,14 @@ def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:
 def _forms() -> list[WeightForm]:
     """The forms of all methods; for those whose source decides, groups of 32 and 128."""
     forms: dict[WeightForm, None] = {}
-    for name in SUPPORTED_METHODS:
+    for name in INFERENCE_METHODS:
         method = get_method(name)
         if method.form is not None:
             forms[method.form] = None
             continue
-        forms |= {WeightForm(format, g): None for format in method.formats for g in (32, 128)}
+        for format in method.formats:
+            groups = (32, 128) if format in GROUPED else (0,)
+            forms |= {WeightForm(format, group): None for group in groups}
     return list(forms)
 
 

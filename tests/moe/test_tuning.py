@@ -8,7 +8,7 @@ import torch
 from moe_cases import Case
 
 from kt_kernel import base, machine_cache, tuning
-from kt_kernel.methods import INT4_GROUP, SUPPORTED_METHODS, WeightForm, get_method
+from kt_kernel.methods import GROUPED, INFERENCE_METHODS, INT4_GROUP, WeightForm, get_method
 from kt_kernel.tuning import NEVER, TRIED_BLOCKS, TRIED_ROWS, Tuning
 from kt_kernel.variant import kernel_table
 
@@ -101,7 +101,7 @@ def test_machine_files_come_first(own_cache, measured, tmp_path):
     assert again() == Tuning(3, 64) and len(measured) == 1
 
 
-@pytest.mark.parametrize("method", [m for m in SUPPORTED_METHODS if not m.startswith("MOE")])
+@pytest.mark.parametrize("method", [m for m in INFERENCE_METHODS if not m.startswith("MOE")])
 def test_every_method_can_be_measured(method, monkeypatch):
     monkeypatch.setattr(tuning, "TRIED_ROWS", (2, 5))
     monkeypatch.setattr(tuning, "_EXPERTS", 2)
@@ -109,7 +109,7 @@ def test_every_method_can_be_measured(method, monkeypatch):
     monkeypatch.setattr(tuning, "_INTER", 128)
     chosen = get_method(method)
     groups = (96, 128, 768)  # some divide neither size
-    forms = [WeightForm(f, g) for f in chosen.formats for g in groups]
+    forms = [WeightForm(f, g) for f in chosen.formats for g in (groups if f in GROUPED else [0])]
     for form in [chosen.form] if chosen.form else forms:
         found = tuning.measure(form, kernel_table())
         assert found.gemm_min_rows in (2, 5, NEVER) and found.row_block in TRIED_BLOCKS

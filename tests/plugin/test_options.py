@@ -77,7 +77,7 @@ def test_spellings(name: str, value: Any) -> None:
     ("given", "message"),
     [
         ({"method": "AMXINT9"}, "--kt-method AMXINT9: this method is unknown; accepted: BF16"),
-        ({"method": "LLAMAFILE"}, "--kt-method LLAMAFILE: this method is not supported yet"),
+        ({"method": "LLAMAFILE"}, "--kt-method LLAMAFILE: it takes weights over"),
         (
             {"method": "MXFP4"},
             "--kt-method MXFP4: it takes weights over that are quantised already",

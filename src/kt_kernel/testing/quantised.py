@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from ..methods import (
+    FORMAT_NAMES,
     FP8_BLOCK,
     FP8_ROW,
+    GGML_BLOCKS,
     INT4_GROUP,
     INT4_ROW,
     INT4_ZERO,
@@ -61,6 +63,11 @@ def values_of(matrix: QuantisedMatrix) -> torch.Tensor:
     def spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
         return scale.double().repeat_interleave(columns // scale.shape[1], dim=1)
 
+    if matrix.format in GGML_BLOCKS:
+        from gguf import GGMLQuantizationType, quants  # ggml's own; only tests need it
+
+        kind = GGMLQuantizationType[FORMAT_NAMES[matrix.format]]
+        return torch.from_numpy(quants.dequantize(matrix.codes.numpy(), kind)).double()
     bytes_, scale = matrix.codes.view(torch.uint8), matrix.scale
     if matrix.format in (FP8_BLOCK, FP8_ROW, MXFP8):
         weights = E4M3[bytes_.long()]
@@ -88,8 +95,14 @@ def values_of(matrix: QuantisedMatrix) -> torch.Tensor:
 
 
 def quantise(weights: torch.Tensor, form: WeightForm) -> QuantisedMatrix:
-    """A matrix of the form that is near to weights [N, K], which are finite."""
+    """A matrix of the form that is near to weights [N, K], which are finite. Of ggml's formats
+    those that the gguf package can make: Q4_1, Q5_0, Q5_1 and Q8_0."""
     w = weights.detach().cpu().float()
+    if form.format in GGML_BLOCKS:
+        from gguf import GGMLQuantizationType, quants
+
+        blocks = quants.quantize(w.numpy(), GGMLQuantizationType[FORMAT_NAMES[form.format]])
+        return QuantisedMatrix(form.format, torch.from_numpy(blocks), None)
     if form.format in (INT4_GROUP, INT4_ZERO):
         return _int4(w, form)
     if form.format in (INT8_ROW, INT4_ROW):

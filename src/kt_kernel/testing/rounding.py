@@ -78,15 +78,13 @@ def quantise_weights(method: str, weights: torch.Tensor | QuantisedMatrix) -> to
         return values_of(weights)
     chosen = get_method(method)
     if chosen.mixed:
-        return weights.detach().cpu().bfloat16().double()
+        return weights.detach().cpu().float().bfloat16().double()
     if chosen.quantised:
         if weights.dim() == 2:
             return values_of(quantise(weights, form_of(method)))
         each = [quantise_weights(method, matrix) for matrix in weights.flatten(0, -3)]
         return torch.stack(each).reshape(weights.shape)
     w = weights.detach().cpu().float()
-    if chosen.format == BF16_WEIGHTS:
-        return w.bfloat16().double()
     if chosen.format in (INT8_ROW, INT4_ROW):
         q, scale = _symmetric(w, 127 if chosen.format == INT8_ROW else 7)
         return q.double() * scale.double()
