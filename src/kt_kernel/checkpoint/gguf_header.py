@@ -71,8 +71,9 @@ def read_gguf_header(path: str) -> GgufHeader:
     with open(path, "rb") as file:
         cursor = _Cursor(path, file)
         _check_start(path, cursor)
-        tensors, keys = cursor.u64("number of tensors"), cursor.u64("number of keys")
-        cursor.check_count(tensors, 24, "tensors")
+        tensors = cursor.u64("number of tensors")
+        cursor.check_count(tensors, 32, "tensors")
+        keys = cursor.u64("number of keys")
         cursor.check_count(keys, 13, "keys")
         metadata, alignment = _read_metadata(cursor, keys)
         infos = [_read_tensor(cursor) for _ in range(tensors)]
