@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ NUMBERS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6
 SUPPORTED = (*BY_PACKAGE, *NUMBERS, "MXFP4")
 
 
-def rows_of(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+@functools.lru_cache(maxsize=64)
+def rows_of(kind: str, shape: tuple[int, ...], seed: tuple[int, ...]) -> np.ndarray:
     """Random rows of a type: its own dtype for F32 and F16, else the bytes of its blocks."""
+    rng = np.random.default_rng(seed)
     number = GGMLQuantizationType[kind]
     values = (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
     if kind in BY_PACKAGE:
@@ -61,8 +64,8 @@ class Model:
         e, h, i = self.experts, self.hidden, self.inter
         shapes = {"gate": (e, i, h), "up": (e, i, h), "down": (e, h, i)}
         self.kind = dict(zip(MATRICES, self.kinds, strict=True))
-        self.rows = {(layer, m): rows_of(self.kind[m], shapes[m], rng)
-                     for layer in self.layers for m in MATRICES}  # fmt: skip
+        self.rows = {(layer, m): rows_of(self.kind[m], shapes[m], (self.seed, layer, n)).copy()
+                     for layer in self.layers for n, m in enumerate(MATRICES)}  # fmt: skip
         self.bias = {(layer, m): rng.standard_normal(shapes[m][:2]).astype(np.float32)
                      for layer in self.layers for m in MATRICES}  # fmt: skip
         self.metadata = {

@@ -268,7 +268,7 @@ def _read_tensor(cursor: _Cursor) -> TensorInfo:
         known = ", ".join(kind.name for kind in TYPES.values())
         title = NOT_STORED.get(number, number)
         raise ValueError(f"{where} is of ggml type {title}; known: {known}")
-    if math.prod(shape) >= 2**63:
+    if math.prod(max(size, 1) for size in shape) >= 2**63:
         raise ValueError(f"{where} has shape {list(shape)}; expected less than 2^63 values")
     if shape[-1] % kind.columns:
         raise ValueError(

@@ -12,7 +12,6 @@ import torch
 
 from ..methods import (
     BF16_ACTIVATIONS,
-    BF16_WEIGHTS,
     FP8_BLOCK,
     GGML_BLOCKS,
     INT4_GROUP,
