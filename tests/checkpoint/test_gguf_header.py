@@ -112,6 +112,7 @@ BAD = {
     "rank lies": (gguf(tensors=[tensor("t", rank=2**31)]), f"'t' has {2**31} dimensions"),
     "unknown type": (gguf(tensors=[tensor("t", kind=77)], data=128), "'t' is of ggml type 77"),
     "too many values": (gguf(tensors=[tensor("t", (2**32, 2**32))], data=128), "'t'", "2^63"),
+    "huge rows": (gguf(tensors=[tensor("t", (2**62, 0))], data=128), "'t'", "2^63 bytes"),
     "huge beside 0": (gguf(tensors=[tensor("t", (2**63, 0))], data=128), "'t'", "2^63"),
     "ragged rows": (gguf(tensors=[tensor("t", (48,), kind=2)], data=128), "'t'", "48", "Q4_0"),
     "unaligned": (gguf(tensors=[tensor("t", offset=8)], data=256), "'t' begins at byte 8", "32"),

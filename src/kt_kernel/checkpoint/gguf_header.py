@@ -268,8 +268,9 @@ def _read_tensor(cursor: _Cursor) -> TensorInfo:
         known = ", ".join(kind.name for kind in TYPES.values())
         title = NOT_STORED.get(number, number)
         raise ValueError(f"{where} is of ggml type {title}; known: {known}")
-    if math.prod(max(size, 1) for size in shape) >= 2**63:
-        raise ValueError(f"{where} has shape {list(shape)}; expected less than 2^63 values")
+    # Also of a tensor without values: its rows could not be counted.
+    if math.prod(max(size, 1) for size in shape) * kind.size >= 2**63:
+        raise ValueError(f"{where} has shape {list(shape)}; expected less than 2^63 bytes")
     if shape[-1] % kind.columns:
         raise ValueError(
             f"{where} has rows of {shape[-1]} columns; {kind.name} has them in blocks of"

@@ -12,6 +12,7 @@ import torch
 
 from ..methods import (
     BF16_ACTIVATIONS,
+    BF16_WEIGHTS,
     FP8_BLOCK,
     GGML_BLOCKS,
     INT4_GROUP,
@@ -76,7 +77,7 @@ def quantise_weights(method: str, weights: torch.Tensor | QuantisedMatrix) -> to
     if isinstance(weights, QuantisedMatrix):
         return values_of(weights)
     chosen = get_method(method)
-    if chosen.mixed:
+    if chosen.mixed or chosen.format == BF16_WEIGHTS:
         return weights.detach().cpu().float().bfloat16().double()
     if chosen.quantised:
         if weights.dim() == 2:
