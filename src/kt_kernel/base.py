@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from . import buffers
 from .experts import Matrix
 from .forks import give_lock
 from .methods import BF16_WEIGHTS, LayerForm, WeightForm
+from .packed import PackedMatrix
 from .pools import get_team
 from .quantised import CoreSource, QuantisedMatrix, check_matrix
 from .settings import LayerSettings, check_sizes, integer
+from .store import saving
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
 from .tuning import WORTH_BYTES, layer_tuning
 from .variant import debug, native
@@ -136,13 +139,17 @@ class BaseMoEWrapper:
                 ``map[p]``; repeats are legal.
             gate_bias, up_bias: [E, I], down_bias: [E, H]; any float dtype.
 
+        With ``cpu_save=True`` all experts of the layer are also written to ``weight_path``.
+
         A second call after a successful load does nothing. After an error the wrapper is as
         unloaded as before.
 
         Raises:
             TypeError: not tensors.
+            OSError: ``cpu_save=True``, and the layer could not be written; names the file.
             ValueError: wrong shape or dtype, a map that is wrong, a weight that is not finite
-                (integer and FP8 methods) or a scale that is negative or not finite.
+                (integer and FP8 methods) or a scale that is negative or not finite;
+                ``cpu_save=True``, and ``weight_path`` holds something else.
         """
         if self._loaded:
             return
@@ -166,10 +173,17 @@ class BaseMoEWrapper:
             for slot in self._cpu_slots():
                 pack(slot, **{name: tensor[mapping[slot]] for name, tensor in given.items()})
 
-        self._load_all(form, pack_all)
+        save = None
+        if s.cpu_save:
+            saving.check_target(s)
+            save = functools.partial(self._save, form, given, mapping)
+        self._load_all(form, pack_all, save)
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
         """Reads this layer's experts from ``weight_path`` and packs those on the CPU.
+
+        With ``cpu_save=True`` ``weight_path`` must be a packed directory, from which the layer is
+        loaded as it is: nothing is written beside a checkpoint.
 
         Args:
             physical_to_logical_map_cpu: as in ``load_weights_from_tensors``.
@@ -190,6 +204,8 @@ class BaseMoEWrapper:
                 f"{s.where}: load_weights needs weight_path, which was not given; pass it to the "
                 "constructor, or pass tensors to load_weights_from_tensors"
             )
+        if s.cpu_save:
+            saving.check_source(s)
         mapping = self._check_map(physical_to_logical_map_cpu)
         slots: dict[int, list[int]] = {}  # by logical expert
         for slot in self._cpu_slots():
@@ -256,6 +272,11 @@ class BaseMoEWrapper:
         self._check_bias("gate_bias", gate_bias, (i,), slot)
         self._check_bias("up_bias", up_bias, (i,), slot)
         self._check_bias("down_bias", down_bias, (h,), slot)
+        if s.cpu_save:
+            raise ValueError(
+                f"{s.where}: cpu_save=True writes whole layers, and load_expert gives the experts "
+                "on the CPU only; use load_weights_from_tensors"
+            )
         with self._load_lock:
             if self._loaded:
                 raise RuntimeError(f"{s.where}: load_expert after loading was finished")
@@ -290,16 +311,39 @@ class BaseMoEWrapper:
             self._loaded = True
             debug(f"{self.describe()}, {self.packed_bytes / 1e6:.1f} MB packed")
 
-    def _load_all(self, form: LayerForm, pack_all: Callable[[Callable[..., None]], None]) -> None:
-        """Loads by ``pack_all``, which packs every CPU slot with the function it is given."""
+    def _load_all(
+        self,
+        form: LayerForm,
+        pack_all: Callable[[Callable[..., None]], None],
+        save: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Loads by ``pack_all``, which packs every CPU slot with the function it is given. ``save``
+        gets the compiled layer before it counts as loaded."""
         with self._load_lock:
             if self._loaded:
                 return
             core = self._make_core(form)  # a failure leaves what was loaded before untouched
             pack_all(functools.partial(self._pack, core))
+            if save is not None:
+                save(core)
             self._core, self._form = core, form
             self._arrived = set(self._cpu_slots())
             self.finish_loading()
+
+    def _save(self, form: LayerForm, given: dict[str, Any], mapping: list[int], core: Any) -> None:
+        """Writes the layer: all experts, in logical order."""
+        s = self._settings
+        if not all(s.cpu_slots) or mapping != list(range(s.num_experts)):
+            nothing = torch.zeros_like(s.gpu_experts_mask)
+            whole = BaseMoEWrapper(replace(s, gpu_experts_mask=nothing, cpu_save=False))
+            whole.load_weights_from_tensors(
+                **given, physical_to_logical_map_cpu=torch.arange(s.num_experts, device="cpu")
+            )
+            core = whole._core
+        biases = {
+            name: on_cpu(given[name], torch.float32).numpy() for name in _BIASES if name in given
+        }
+        saving.save_layer(s, form, core, biases)
 
     def _make_core(self, form: LayerForm) -> Any:
         s = self._settings
@@ -358,6 +402,10 @@ class BaseMoEWrapper:
         ]
         addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
         try:
+            if isinstance(gate, PackedMatrix):
+                tiles = [matrix.tiles.ctypes.data for matrix in (gate, up, down)]
+                core.load_packed(slot, *tiles, *addresses)
+                return
             sources = [CoreSource(matrix) for matrix in (gate, up, down)]
             core.load(
                 slot, *(source.address for source in sources), *addresses,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from .packed import PackedMatrix
 from .quantised import QuantisedMatrix
 
-Matrix = torch.Tensor | QuantisedMatrix
+Matrix = torch.Tensor | QuantisedMatrix | PackedMatrix
 
 
 @dataclass
@@ -16,8 +17,9 @@ class ExpertTensors:
     """Weights of the experts of one MoE layer, one list entry per expert, in logical order.
 
     gate, up: [I, H]; down: [H, I]. Contiguous CPU tensors, bfloat16, float16 or float32; or, from
-    quantised checkpoints, a QuantisedMatrix each. All gates are of one dtype or form, and so are
-    all ups and all downs; the three are of the same one except in checkpoints that mix them.
+    quantised checkpoints, a QuantisedMatrix each; or, from packed directories, a PackedMatrix each.
+    All gates are of one dtype or form, and so are all ups and all downs; the three are of the same
+    one except in checkpoints that mix them.
     An entry is None where that expert was not asked for. Biases are float32, [I], [I] and [H]; the
     lists are None for models without biases.
 

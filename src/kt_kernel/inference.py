@@ -300,10 +300,11 @@ class KTMoEWrapper:
             ``num_gpu_experts``.
         cpuinfer_threads: threads over all pools; None: what saturates the read bandwidth.
         threadpool_count: pools; None: one per NUMA node in use.
-        weight_path: checkpoint file or folder for ``load_weights``.
+        weight_path: checkpoint file, folder or packed directory for ``load_weights``.
         chunked_prefill_size: largest batch expected; only sizes buffers, and more than is worth
             its memory counts as less. -1: not known.
-        cpu_save: not supported yet.
+        cpu_save: also write the packed layer to ``weight_path``, a packed directory that is made
+            if it is not there, when weights come through ``load_weights_from_tensors``.
         max_deferred_experts_per_token: d, experts per token that a layer may hand to the next.
         method: weight format, see ``INFERENCE_METHODS``.
         numa_nodes: NUMA node of each pool.

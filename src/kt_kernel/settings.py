@@ -188,6 +188,7 @@ class LayerSettings:
     gpu_experts_mask: torch.Tensor
     pools: PoolPlan
     weight_path: str | None
+    cpu_save: bool  # whether weights given as tensors are also written to weight_path
     max_tokens: int
     max_deferred: int
     method: Method
@@ -243,8 +244,8 @@ def check_settings(
     check_sizes(chosen, method, hidden_size, intermediate)
     if not isinstance(cpu_save, bool):
         raise TypeError(f"cpu_save must be True or False, got {cpu_save!r}")
-    if cpu_save:
-        raise ValueError("cpu_save=True is not supported yet; accepted: False")
+    if cpu_save and weight_path is None:
+        raise ValueError("cpu_save=True needs weight_path, the folder to write the packed layer to")
     _only_for_sft(for_sft)
     if threadpool_count is not None:
         threadpool_count = integer("threadpool_count", threadpool_count, 1)
@@ -266,6 +267,7 @@ def check_settings(
         if deferred is None
         else integer("max_deferred_experts_per_token", deferred, 0),
         weight_path=_weight_path(weight_path),
+        cpu_save=cpu_save,
         max_tokens=_chunk_tokens(chunked_prefill_size, k),
         method=chosen,
         group_size=group,

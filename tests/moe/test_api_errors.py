@@ -71,7 +71,7 @@ mask_of = torch.tensor
         ({"chunked_prefill_size": 1.5}, TypeError, "chunked_prefill_size must be an integer"),
         ({"chunked_prefill_size": 0}, ValueError, "chunked_prefill_size=0; accepted: -1"),
         ({"chunked_prefill_size": -2}, ValueError, "chunked_prefill_size=-2"),
-        ({"cpu_save": True}, ValueError, "cpu_save=True is not supported yet"),
+        ({"cpu_save": True}, ValueError, "cpu_save=True needs weight_path"),
         ({"cpu_save": "no"}, TypeError, "cpu_save must be True or False, got 'no'"),
         ({"full_weight_grad": True}, ValueError, "full_weight_grad=True is for mode='sft'"),
         ({"max_deferred_experts_per_token": -1}, ValueError, "max_deferred_experts_per_token=-1"),

@@ -8,11 +8,13 @@ import threading
 from collections.abc import Iterable
 
 from ..experts import ExpertTensors
+from ..store.manifest import MANIFEST
 from .base import Checkpoint
 from .gguf import GgufCheckpoint
 from .gguf_files import is_gguf, read_gguf_index
 from .hugging_face import HuggingFaceCheckpoint
 from .index import read_index
+from .packed import PackedCheckpoint, is_packed, refuse_layer_files
 from .paths import check_path
 
 _opened: dict[str, Checkpoint] = {}
@@ -29,7 +31,7 @@ os.register_at_fork(after_in_child=_renew_lock_after_fork)
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a safetensors file, an index (*.safetensors.index.json), a GGUF file (of a split model
-    any part), or a folder (recursive).
+    any part), a folder (recursive), or a packed directory.
 
     Reads and checks all headers, no tensor data. The result is shared by all callers of the same
     path for as long as nothing there changes.
@@ -49,9 +51,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _read(path: str) -> Checkpoint:
+    if os.path.basename(path) == MANIFEST:
+        path = os.path.dirname(path)
+    if is_packed(path):
+        return PackedCheckpoint(path)
     if is_gguf(path):
         return GgufCheckpoint(read_gguf_index(path))
-    return HuggingFaceCheckpoint(read_index(path))
+    index = read_index(path)
+    refuse_layer_files(index)
+    return HuggingFaceCheckpoint(index)
 
 
 def read_experts(

@@ -12,6 +12,7 @@ import torch
 
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.layout import BIASES, MATRICES
+from ..packed import PackedMatrix
 from ..quantised import QuantisedMatrix
 
 _BASE_KEY = re.compile(r"((?:.*\.)?layers\.([0-9]{1,9}))(?:\..*)?|blk\.([0-9]{1,9})")
@@ -67,6 +68,9 @@ class SafeTensorLoader:
         }
         for name in MATRICES:
             matrices = getattr(experts, name)
+            if isinstance(matrices[0], PackedMatrix):
+                raise ValueError(f"base_key {base_key!r}: the experts are packed for our kernels;"
+                                 " kt_kernel.checkpoint reads them")  # fmt: skip
             quantised = isinstance(matrices[0], QuantisedMatrix)
             if quantised and self.only_dense:
                 raise ValueError(f"base_key {base_key!r}: the experts are quantised; use"

@@ -1,0 +1,234 @@
+"""Reads packed directories: a layer's file is mapped, and its tiles are given as they are.
+
+What the manifest says is compared with each file's size when the directory is opened, and with its
+header before the file is mapped. Checksums are for `kt model verify`: to compute them here would
+read every weight once more.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..experts import Matrix
+from ..methods import BF16_WEIGHTS, LayerForm, Method, get_method
+from ..packed import PackedMatrix
+from ..store.layer_file import MATRICES, LayerSpec, layer_of_tensor
+from ..store.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
+from .base import Checkpoint, Sizes
+from .header import TensorInfo, read_header
+from .index import Index, stamp
+from .reader import LayerReader
+
+
+class PackedCheckpoint(Checkpoint):
+    """The experts of a model in a packed directory."""
+
+    def __init__(self, path: str) -> None:
+        """Raises FileNotFoundError, PermissionError, or ValueError naming the file and what is
+        wrong with the manifest, or with the size of a file."""
+        super().__init__(Index(path))
+        manifest_path = os.path.join(path, MANIFEST)
+        self._index.stamps[manifest_path] = stamp(manifest_path)
+        self._manifest = read_manifest(path)
+        for entry in self._manifest.layers.values():
+            file = os.path.join(path, entry.spec.file)
+            try:
+                self._index.stamps[file] = stamp(file)
+            except FileNotFoundError:
+                raise ValueError(f"{file}: missing, but {manifest_path} names it") from None
+            check_size(file, entry)
+            for name, info in entry.spec.tensors.items():
+                self._index.tensors[name] = TensorInfo(
+                    name, file, info["dtype"], tuple(info["shape"]), *info["data_offsets"]
+                )
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @property
+    def method(self) -> str:
+        """What the experts are packed for."""
+        return self._manifest.method
+
+    @property
+    def model_type(self) -> str | None:
+        return self._manifest.model_type
+
+    def layers(self) -> list[int]:
+        return list(self._manifest.layers)
+
+    def where(self, layer_idx: int) -> str:
+        return f"layers.{self._entry(layer_idx).spec.layer}.experts"
+
+    def sizes(self, layer_idx: int) -> Sizes:
+        return _sizes(self._entry(layer_idx).spec)
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        info = self._index.tensors.get(name)
+        if info is None:
+            raise KeyError(f"{self.path}: no tensor {name!r}")
+        with _LayerFile(self, self._entry(layer_of_tensor(name))) as file:
+            return torch.from_numpy(file.tensor(name).copy())
+
+    @contextmanager
+    def _open_layer(
+        self, layer_idx: int, sizes: Sizes, method: str | None
+    ) -> Iterator[LayerReader]:
+        entry = self._entry(layer_idx)
+        spec = entry.spec
+        form = self._check_method(spec, method)
+        if _sizes(spec) != sizes:
+            raise ValueError(
+                f"{os.path.join(self.path, spec.file)}: layer {layer_idx} has {_text(_sizes(spec))}"
+                f"; expected are {_text(sizes)}"
+            )
+        with _LayerFile(self, entry) as file:
+            yield LayerReader((*MATRICES, *spec.biases), form, file.expert)
+
+    def _entry(self, layer_idx: int) -> LayerEntry:
+        entry = self._manifest.layers.get(layer_idx)
+        if entry is None:
+            if layer_idx in (self._manifest.expected or ()):
+                raise ValueError(
+                    f"{self.path}: layer {layer_idx} is not there yet; the conversion was not "
+                    "finished: run kt quant again with --resume"
+                )
+            raise self._no_experts(layer_idx)
+        return entry
+
+    def _check_method(self, spec: LayerSpec, name: str | None) -> LayerForm:
+        """The layer's form, which is what the method, if one is given, makes of weights."""
+        packed = self._manifest.method
+        try:
+            stored = get_method(packed)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: packed for {error}") from None
+        if name is not None and not _same_weights(stored, get_method(name)):
+            raise ValueError(
+                f"{self.path}: packed for method {packed}; method {name} was asked for"
+            )
+        if not _makes(stored, spec.form):
+            raise ValueError(
+                f"{os.path.join(self.path, MANIFEST)}: layer {spec.layer} is of {spec.form}, which "
+                f"is not what method {packed} makes"
+            )
+        return spec.form
+
+
+class _LayerFile:
+    """One layer's file, mapped. What is given of it stays valid on its own."""
+
+    def __init__(self, checkpoint: PackedCheckpoint, entry: LayerEntry) -> None:
+        self._spec = entry.spec
+        self._path = os.path.join(checkpoint.path, entry.spec.file)
+        self._stamp = checkpoint._index.stamps[self._path]
+        self._header = checkpoint.manifest.header(entry.spec)
+
+    def __enter__(self) -> _LayerFile:
+        # A mapped file that has become shorter would kill the process on access.
+        if stamp(self._path) != self._stamp:
+            raise ValueError(f"{self._path}: changed since the directory was opened")
+        check_header(self._path, self._header)
+        with open(self._path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass  # the map goes with the last array that refers to it
+
+    def tensor(self, name: str, expert: int | None = None) -> np.ndarray:
+        """A tensor, or one expert's part of it, as the file has it."""
+        info = self._spec.tensors[name]
+        dtype = np.float32 if info["dtype"] == "F32" else np.uint8
+        shape = info["shape"] if expert is None else info["shape"][1:]
+        begin, end = self._range(name, expert)
+        return np.frombuffer(memoryview(self._map)[begin:end], dtype).reshape(shape)
+
+    def _range(self, name: str, expert: int | None) -> tuple[int, int]:
+        """First byte in the file, and the one after the last."""
+        info = self._spec.tensors[name]
+        begin, end = (len(self._header) + offset for offset in info["data_offsets"])
+        if expert is None:
+            return begin, end
+        size = (end - begin) // info["shape"][0]
+        return begin + expert * size, begin + (expert + 1) * size
+
+    def expert(self, number: int) -> dict[str, Matrix]:
+        """The fields of one expert. All of it is asked of the disk at once, rather than page by
+        page as it is copied."""
+        spec = self._spec
+        for name in MATRICES:
+            begin, end = self._range(spec.tensor(name), number)
+            begin -= begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+        fields: dict[str, Matrix] = {}
+        for matrix, name in enumerate(MATRICES):
+            tiles = self.tensor(spec.tensor(name), number)
+            form = getattr(spec.form, name)
+            fields[name] = PackedMatrix(form, spec.matrix_shape(matrix), tiles)
+        for name in spec.biases:
+            fields[name] = torch.from_numpy(self.tensor(spec.tensor(name), number).copy())
+        return fields
+
+
+def is_packed(path: str) -> bool:
+    """Whether there is a packed directory at `path`."""
+    return os.path.lexists(os.path.join(path, MANIFEST))
+
+
+def refuse_layer_files(index: Index) -> None:
+    """Raises ValueError for files of a packed directory without their manifest."""
+    for name, info in index.tensors.items():
+        if layer_of_tensor(name) is not None:
+            raise ValueError(
+                f"{info}: a file of a packed directory; give the folder that holds it and "
+                f"{MANIFEST}, which must be there"
+            )
+
+
+def check_size(path: str, entry: LayerEntry) -> None:
+    """Raises ValueError unless a layer's file has the manifest's size, OSError without one."""
+    size = os.stat(path).st_size
+    if size != entry.bytes:
+        raise ValueError(f"{path}: {size} bytes, but {MANIFEST} says {entry.bytes}")
+
+
+def check_header(path: str, expected: bytes) -> None:
+    """Raises ValueError unless a layer's file begins with the header that the manifest implies."""
+    with open(path, "rb") as file:
+        found = file.read(len(expected))
+    if found != expected:
+        read_header(path)  # says so if it is no such file at all
+        raise ValueError(
+            f"{path}: its header is not what {MANIFEST} says: a file of another model, or a damaged"
+            " one"
+        )
+
+
+def _sizes(spec: LayerSpec) -> Sizes:
+    return spec.num_experts, spec.hidden_size, spec.moe_intermediate_size
+
+
+def _text(sizes: Sizes) -> str:
+    return "{} experts of hidden size {} and intermediate size {}".format(*sizes)
+
+
+def _makes(method: Method, form: LayerForm) -> bool:
+    """Whether a layer of that form can be what the method made."""
+    if method.layer_form is not None:
+        return form == method.layer_form
+    formats = (*method.formats, BF16_WEIGHTS) if method.mixed else method.formats
+    alike = method.mixed or form == LayerForm.same(form.gate)
+    return alike and all(one.format in formats for one in form)
+
+
+def _same_weights(a: Method, b: Method) -> bool:
+    return replace(a, name="") == replace(b, name="")

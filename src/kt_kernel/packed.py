@@ -1,0 +1,28 @@
+"""Weight matrices in the layout of the compiled core, as a packed directory holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .methods import WeightForm
+from .variant import native
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """One weight matrix W [N, K], packed (kernels/include/kt/format.h).
+
+    shape: (N, K). tiles: uint8 [tiles, tile_bytes] of `packed_shape`, contiguous; may be a
+    read-only map of a file.
+    """
+
+    form: WeightForm
+    shape: tuple[int, int]
+    tiles: np.ndarray
+
+
+def packed_shape(form: WeightForm, rows: int, columns: int) -> tuple[int, int]:
+    """(tiles, bytes of one tile) of a packed matrix [rows, columns]."""
+    return native().packed_shape(form.format, form.group_size, form.scale_type, rows, columns)

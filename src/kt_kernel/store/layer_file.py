@@ -1,0 +1,113 @@
+"""One layer's file in a packed directory: a safetensors file whose every byte before the data
+follows from the layer's description, so that a reader can compare instead of trusting it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..methods import LayerForm
+from ..packed import packed_shape
+
+MATRICES = ("gate", "up", "down")
+BIASES = ("gate_bias", "up_bias", "down_bias")
+METADATA_KEY = "kt_packed"
+_TENSOR = re.compile(rf"layers\.([0-9]{{1,5}})\.experts\.({'|'.join(MATRICES + BIASES)})")
+_ALIGNMENT = 64  # of the data, so that packed tiles can be copied from where they are mapped
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer's file holds.
+
+    biases: which of `BIASES` there are.
+    """
+
+    layer: int
+    num_experts: int
+    hidden_size: int
+    moe_intermediate_size: int
+    form: LayerForm
+    biases: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        return layer_file(self.layer)
+
+    def matrix_shape(self, matrix: int) -> tuple[int, int]:
+        """(N, K) of gate, up (0, 1) or down (2)."""
+        shape = (self.moe_intermediate_size, self.hidden_size)
+        return shape if matrix < 2 else shape[::-1]
+
+    def expert_shape(self, matrix: int) -> tuple[int, int]:
+        """(tiles, tile bytes) of one expert's matrix."""
+        return self._expert_shapes[matrix]
+
+    @cached_property
+    def _expert_shapes(self) -> list[tuple[int, int]]:
+        return [packed_shape(form, *self.matrix_shape(m)) for m, form in enumerate(self.form)]
+
+    def bias_width(self, name: str) -> int:
+        return self.hidden_size if name == "down_bias" else self.moe_intermediate_size
+
+    @cached_property
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """The entries of the safetensors header, in the order of the data."""
+        entries: dict[str, dict[str, Any]] = {}
+        begin = 0
+        parts = [
+            (name, "U8", 1, [self.num_experts, *self.expert_shape(m)])
+            for m, name in enumerate(MATRICES)
+        ] + [(name, "F32", 4, [self.num_experts, self.bias_width(name)]) for name in self.biases]
+        for name, dtype, size, shape in parts:
+            end = begin + size * math.prod(shape)
+            entries[self.tensor(name)] = {
+                "dtype": dtype, "shape": shape, "data_offsets": [begin, end]
+            }  # fmt: skip
+            begin = end
+        return entries
+
+    def tensor(self, name: str) -> str:
+        """Full name of one of `MATRICES` or `BIASES`."""
+        return f"layers.{self.layer}.experts.{name}"
+
+    @property
+    def data_bytes(self) -> int:
+        return max(entry["data_offsets"][1] for entry in self.tensors.values())
+
+    def header(self, model: dict[str, Any]) -> bytes:
+        """All that precedes the data. `model`: what the manifest says of all layers."""
+        about = model | {
+            "layer": self.layer,
+            "forms": form_entries(self.form),
+        }
+        text = json.dumps(
+            {"__metadata__": {METADATA_KEY: json.dumps(about, sort_keys=True)}, **self.tensors},
+            separators=(",", ":"),
+        ).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # the format allows spaces at the end
+        return len(text).to_bytes(8, "little") + text
+
+
+def layer_file(layer: int) -> str:
+    """Name of a layer's file; the names sort as the layers do."""
+    return f"layer-{layer:05d}.safetensors"
+
+
+def layer_of_tensor(name: str) -> int | None:
+    """The layer in the name of a tensor of a layer's file; None for other names."""
+    match = _TENSOR.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def form_entries(form: LayerForm) -> dict[str, dict[str, int]]:
+    """A layer's form as JSON has it: the numbers of the compiled core, which the layout's version
+    pins."""
+    return {
+        name: {"format": f.format, "group_size": f.group_size, "scale_type": f.scale_type}
+        for name, f in zip(MATRICES, form, strict=True)
+    }
