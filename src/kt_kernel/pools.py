@@ -107,6 +107,12 @@ def _renew_lock_after_fork() -> None:
 os.register_at_fork(after_in_child=_renew_lock_after_fork)
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on, bounded by its CPU quota."""
+    core = native()
+    return max(1, min(sum(cores for _, _, cores in core.topology()), core.cpu_quota()))
+
+
 @functools.cache
 def default_thread_count() -> int:
     """Fewest threads within 3% of the best read bandwidth, bounded by cores and CPU quota.
@@ -115,7 +121,7 @@ def default_thread_count() -> int:
     model and allowed CPUs.
     """
     core = native()
-    limit = max(1, min(sum(cores for _, _, cores in core.topology()), core.cpu_quota()))
+    limit = usable_cores()
     if limit == 1:
         return 1
     cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))

@@ -134,11 +134,12 @@ class Checkpoint(ABC):
 class ExpertStream:
     """The experts of a layer, read as they are asked for.
 
-    form: of the weights; None if all are dense.
+    form: of the weights; None if all are dense. fields: those of `ExpertTensors` that there are.
     """
 
     def __init__(self, reader: LayerReader, wanted: list[int]) -> None:
         self.form: LayerForm | None = reader.form
+        self.fields = reader.fields
         self._reader, self._wanted = reader, wanted
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Matrix]]]:

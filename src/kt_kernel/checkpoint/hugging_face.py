@@ -14,7 +14,7 @@ from .base import Checkpoint, Sizes
 from .families import model_type
 from .header import TensorInfo
 from .index import Index, stamp
-from .layout import Layout, find_layout, find_packed, layer_tensors, refuse_packed
+from .layout import Layout, find_layout, find_packed, layer_tensors, of_experts, refuse_packed
 from .quantization import read_quantization
 from .reader import LayerReader, infer_sizes, open_layer
 
@@ -34,7 +34,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return model_type(self._index.config)
 
     def layers(self) -> list[int]:
-        return sorted(n for n, ts in self._layers.items() if any("experts." in t for t in ts))
+        return sorted(n for n, ts in self._layers.items() if any(map(of_experts, ts.values())))
 
     def where(self, layer_idx: int) -> str:
         return self._layout(layer_idx).where

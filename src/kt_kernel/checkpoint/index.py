@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,25 +71,38 @@ def read_index(path: str) -> Index:
 
 
 def _read_folder(index: Index, root: str) -> None:
+    others: list[str] = []
+    for folder, chosen, files in walk(root):
+        index.stamps[folder] = stamp(folder)
+        if chosen:
+            _read_index_file(index, chosen)
+            continue
+        for path in files:
+            if path.endswith(".safetensors"):
+                _add_file(index, path)
+            else:
+                others.append(path)
+    if not index.tensors:
+        _explain_nothing(root, others)
+
+
+def walk(root: str) -> Iterator[tuple[str, str | None, list[str]]]:
+    """Each folder from `root` on that counts: its path, its index or None, and its files.
+
+    Raises OSError for a folder that cannot be read, ValueError for one with several indices.
+    """
+
     def fail(error: OSError) -> None:
         raise error
 
-    others: list[str] = []
     for folder, folders, files in os.walk(root, onerror=fail):
-        index.stamps[folder] = stamp(folder)
         chosen = _choose_index(folder, files)
-        if chosen:
-            _read_index_file(index, os.path.join(folder, chosen))
-            folders.clear()
-            continue
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if name.endswith(".safetensors"):
-                _add_file(index, os.path.join(folder, name))
-            else:
-                others.append(os.path.join(folder, name))
-    if not index.tensors:
-        _explain_nothing(root, others)
+        folders[:] = sorted(name for name in folders if not chosen and not name.startswith("."))
+        yield (
+            folder,
+            chosen and os.path.join(folder, chosen),
+            [os.path.join(folder, name) for name in sorted(files)],
+        )
 
 
 def _choose_index(folder: str, files: list[str]) -> str | None:
@@ -114,6 +128,16 @@ def _explain_nothing(root: str, others: list[str]) -> None:
 
 def _read_index_file(index: Index, path: str) -> None:
     index.stamps[path] = stamp(path)
+    files = listed_files(path)
+    for file in files:
+        present = _add_file(index, file) if os.path.lexists(file) else None
+        for problem in disagreements(path, files, file, present):
+            raise ValueError(problem)
+
+
+def listed_files(path: str) -> dict[str, set[str]]:
+    """The files that an index names, and the names of the tensors that each is to hold. ValueError
+    for an index that makes no sense."""
     content = read_json(path)
     names = content.get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -127,20 +151,29 @@ def _read_index_file(index: Index, path: str) -> None:
             )
         if not file.endswith(".safetensors"):
             raise ValueError(f"{path}: tensor {name!r} is in {file!r}; expected a safetensors file")
-        files.setdefault(os.path.normpath(file), set()).add(name)
-    for file, listed in sorted(files.items()):
-        full = os.path.join(folder, file)
-        if not os.path.lexists(full):
-            raise ValueError(
-                f"{full}: missing, but {path} says it holds {len(listed)} tensors, among them"
-                f" {min(listed)!r}"
-            )
-        present = _add_file(index, full).keys()
-        for name in sorted(listed - present):
-            raise ValueError(f"{full}: tensor {name!r} is missing, but {path} says it is there")
-        for name in sorted(present - listed):
-            where = f"is in {names[name]}" if name in names else "does not exist"
-            raise ValueError(f"{full}: holds tensor {name!r}, which according to {path} {where}")
+        files.setdefault(os.path.join(folder, os.path.normpath(file)), set()).add(name)
+    return dict(sorted(files.items()))
+
+
+def disagreements(
+    path: str, files: dict[str, set[str]], file: str, present: Iterable[str] | None
+) -> Iterator[str]:
+    """In what an index and one of its files disagree. files: those of `listed_files`. present: the
+    file's tensors; None where there is no file."""
+    listed = files[file]
+    if present is None:
+        yield (
+            f"{file}: missing, but {path} says it holds {len(listed)} tensors, among them"
+            f" {min(listed)!r}"
+        )
+        return
+    found = set(present)
+    for name in sorted(listed - found):
+        yield f"{file}: tensor {name!r} is missing, but {path} says it is there"
+    for name in sorted(found - listed):
+        others = [other for other, names in files.items() if name in names]
+        where = f"is in {others[0]}" if others else "does not exist"
+        yield f"{file}: holds tensor {name!r}, which according to {path} {where}"
 
 
 def _add_file(index: Index, path: str) -> dict[str, TensorInfo]:

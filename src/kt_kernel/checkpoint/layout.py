@@ -78,6 +78,14 @@ def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorI
     return layers
 
 
+def of_experts(info: TensorInfo) -> bool:
+    """Whether a tensor of `layer_tensors` is named like one of experts."""
+    return "experts." in info.name or (
+        info.name.endswith(("input_linear.weight", "output_linear.weight"))
+        and len(info.shape) == 3  # a shared expert's has two dimensions
+    )
+
+
 def find_packed(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
     """A tensor of experts packed by another program (blk.{L}.ffn_*_exps.*), if there is one."""
     return next((info for name, info in tensors.items() if _PACKED.match(name)), None)

@@ -1,0 +1,2 @@
+"""The command ``kt``. main.py: its parts together; running.py: errors and exit codes; one module a
+part."""

@@ -1,0 +1,24 @@
+"""The command ``kt``: its parts together."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from . import model, quant, version
+from .running import run
+
+app = typer.Typer(
+    help="Mixture-of-Experts models with experts on the CPU.",
+    add_completion=False,
+    no_args_is_help=True,
+)
+app.command("quant")(quant.quant)
+app.add_typer(model.app, name="model")
+app.command("version")(version.version)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(app))

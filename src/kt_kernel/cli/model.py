@@ -1,0 +1,49 @@
+"""``kt model``: models on disk."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Models on disk.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:  # keeps "verify" a word of its own while it is the only command
+    pass
+
+
+@app.command()
+def verify(
+    path: Annotated[str, typer.Argument(help="packed directory, or Hugging Face checkpoint")],
+) -> None:
+    """Compares a model's files with its manifest (sizes and checksums) or with its index.
+
+    Names each bad file; the exit code is 1 if there is one.
+    """
+    from ..verify import Watcher
+    from ..verify import verify as check
+    from .progress import bytes_bar
+
+    with bytes_bar() as bar:
+
+        class Shown(Watcher):
+            def begin(self, total: int) -> None:
+                self.task = bar.add_task("verifying", total=total)
+
+            def read(self, count: int) -> None:
+                bar.advance(self.task, count)
+
+        verdict = check(path, Shown())
+    for note in verdict.notes:
+        print(f"kt: {note}", file=sys.stderr)
+    for problem in verdict.problems:
+        print(f"kt: error: {problem}", file=sys.stderr)
+    if verdict.problems:
+        raise typer.Exit(1)
+    print(
+        f"kt: {path}: {verdict.files} files, {verdict.bytes / 1e9:.2f} GB, as {verdict.against} "
+        f"{'says' if verdict.against.endswith('.json') else 'say'}"
+    )

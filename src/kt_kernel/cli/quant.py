@@ -1,0 +1,99 @@
+"""``kt quant``: a checkpoint's experts into a packed directory."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from ..store.manifest import QUANT_METHODS
+from .running import Interrupted
+
+app = typer.Typer(add_completion=False)
+
+
+class InputType(StrEnum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+QuantMethod = StrEnum("QuantMethod", {name: name for name in QUANT_METHODS})
+
+
+@app.command()
+def quant(
+    source: Annotated[
+        str | None, typer.Argument(metavar="INPUT", help="the same as --input-path")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="OUTPUT", help="the same as --output")
+    ] = None,
+    input_path: Annotated[
+        str | None, typer.Option("--input-path", "-i", help="checkpoint to convert: file or folder")
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="folder for the packed layers")
+    ] = None,
+    quant_method: Annotated[
+        QuantMethod | None, typer.Option(help="what the experts become")
+    ] = None,
+    input_type: Annotated[
+        InputType | None,
+        typer.Option(help="what the experts must be; not given: whatever they are"),
+    ] = None,
+    from_kt: Annotated[
+        str | None,
+        typer.Option(help="folder of weights that kt-kernel converted: packed anew, as they are"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="threads that pack; not given: all cores")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="continue a conversion that was interrupted")
+    ] = False,
+) -> None:
+    """Converts a checkpoint's experts, for --kt-weight-path. The input is only read.
+
+    Layers are written one by one, so that a conversion that was killed goes on with --resume.
+    """
+    path = _one("the input", INPUT=source, input_path=input_path, from_kt=from_kt)
+    folder = _one("the output", OUTPUT=target, output=output)
+    if quant_method is None and from_kt is None:
+        raise typer.BadParameter("needed, unless --from-kt is given", param_hint="--quant-method")
+    from ..conversion import Request, convert, make_plan
+    from .quant_progress import Shown
+
+    request = Request(
+        input_path=path,
+        output=folder,
+        method=quant_method and QUANT_METHODS[quant_method.value],
+        input_type=input_type and input_type.value,
+        threads=threads,
+        resume=resume,
+        as_it_is=from_kt is not None,
+    )
+    started = time.monotonic()
+    plan = make_plan(request)
+    try:
+        with Shown() as progress:
+            convert(plan, progress)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; the same command with --resume continues") from None
+    seconds, total = time.monotonic() - started, plan.bytes_of(plan.specs)
+    print(
+        f"kt: {folder}: {len(plan.specs)} layers for method {plan.method}, {total / 1e9:.2f} GB, "
+        f"in {seconds:.0f} s"
+    )
+
+
+def _one(what: str, **given: str | None) -> str:
+    """The only one of several ways to say the same."""
+    values = {name: value for name, value in given.items() if value is not None}
+    names = [n if n.isupper() else "--" + n.replace("_", "-") for n in given]
+    if len(values) != 1:
+        problem = "is missing" if not values else "was given more than once"
+        raise typer.BadParameter(f"{what} {problem}; give one of {', '.join(names)}")
+    return next(iter(values.values()))

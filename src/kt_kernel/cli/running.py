@@ -1,0 +1,46 @@
+"""Runs commands: errors as one line, and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+USAGE, INTERRUPTED = 2, 130  # exit codes; 1 for all other failures
+
+
+class Interrupted(Exception):
+    """Raised in place of KeyboardInterrupt where there is more to say."""
+
+
+def run(application: typer.Typer, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0, 1 for failures, 2 for wrong usage, 130 when it
+    was interrupted. Errors are one line on stderr; KT_KERNEL_DEBUG=1 shows where they come from."""
+    try:
+        result = application(arguments, prog_name="kt", standalone_mode=False)
+    except Interrupted as error:
+        return _say(str(error), INTERRUPTED)
+    except Exception as error:
+        if os.environ.get("KT_KERNEL_DEBUG") == "1":
+            raise
+        # Usage errors and Abort are click's, which newer versions of typer bring along themselves.
+        if hasattr(error, "format_message"):
+            message = error.format_message()  # empty where the help was shown instead
+            return _say(message, USAGE) if message else USAGE
+        if type(error).__name__ == "Abort":
+            return _say("interrupted", INTERRUPTED)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            return _say(f"{os.fsdecode(error.filename)}: {error.strerror}", 1)
+        if isinstance(error, OSError | ValueError | ImportError | MemoryError | KeyError):
+            return _say(str(error) or type(error).__name__, 1)
+        raise
+    if result == INTERRUPTED:
+        return _say("interrupted", INTERRUPTED)
+    return result if isinstance(result, int) else 0
+
+
+def _say(message: str, code: int) -> int:
+    print("kt: error: " + " ".join(message.split()), file=sys.stderr)
+    return code

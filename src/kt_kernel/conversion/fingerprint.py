@@ -1,0 +1,34 @@
+"""Tells one checkpoint from another without reading all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from ..checkpoint import Checkpoint
+
+_SAMPLE = 4096  # bytes
+_SAMPLES = 16  # per file, evenly spaced, the first and the last bytes among them
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 of the tensors' names, dtypes and shapes, and of samples of each file with tensors.
+
+    The same for a copy elsewhere; another one for a model of the same shapes with other weights.
+    OSError where a file cannot be read.
+    """
+    root = checkpoint.path
+    if not os.path.isdir(root):
+        root = os.path.dirname(root)
+    digest = hashlib.sha256()
+    tensors = sorted((i.name, i.dtype, i.shape) for i in checkpoint.tensors.values())
+    digest.update(json.dumps([checkpoint.model_type, tensors]).encode())
+    for path in sorted({info.file for info in checkpoint.tensors.values()}):
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(json.dumps([os.path.relpath(path, root), size]).encode())
+            for sample in range(_SAMPLES):
+                offset = max(0, size - _SAMPLE) * sample // (_SAMPLES - 1)
+                digest.update(os.pread(file.fileno(), _SAMPLE, offset))
+    return digest.hexdigest()

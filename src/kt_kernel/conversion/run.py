@@ -1,0 +1,178 @@
+"""The conversion: one layer is read and packed while the one before it is written."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..base import BaseMoEWrapper
+from ..experts import Matrix
+from ..pools import usable_cores
+from ..settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, LayerSettings, check_settings
+from ..store.atomic import sha256_of
+from ..store.layer_file import BIASES, LayerSpec
+from ..store.manifest import Manifest
+from ..store.writer import PackedLayer, PackedWriter
+from ..tensors import on_cpu
+from ..variant import KINDS
+from .plan import Plan
+
+
+class Progress:
+    """Told what happens; does nothing by itself. Calls come from several threads."""
+
+    def checking(self, layers: int, total: int) -> None:
+        """So many layers of `total` bytes are there already; their checksums are computed now."""
+
+    def checked(self, count: int) -> None:
+        """So many bytes of those more were read."""
+
+    def begin(self, layers: int, kept: int, total: int) -> None:
+        """So many layers will be there, `kept` of them are; `total` bytes are to be written."""
+
+    def wrote(self, count: int) -> None:
+        """So many bytes more were written."""
+
+    def packing(self, layer: int) -> None:
+        """This layer is read and packed now."""
+
+
+def convert(plan: Plan, progress: Progress | None = None) -> None:
+    """Does what `plan` says. A packed directory that is begun and not ended, for whatever reason,
+    is continued by a plan with ``resume``.
+
+    At most two layers' packed weights are in memory. Raises ValueError naming file and tensor for
+    weights that cannot be converted, OSError naming the file for one that cannot be read or
+    written, or where there is too little space.
+    """
+    progress = progress or Progress()
+    output = os.path.abspath(plan.request.output)
+    bad = _damaged(output, plan.found, progress) if plan.found else set()
+    kept = set(plan.found.layers) - bad if plan.found else set()
+    todo = tuple(spec for spec in plan.specs if spec.layer not in kept)
+    total = plan.bytes_of(todo)
+    check_space(output, total)
+    with PackedWriter(output, plan.manifest) as writer:
+        if bad:
+            writer.remove(bad)
+        progress.begin(len(plan.specs), len(kept), total)
+        _write_all(plan, todo, writer, progress)
+
+
+def check_space(folder: str, needed: int) -> None:
+    """Raises OSError where the file system of `folder`, which need not exist, lacks the space."""
+    existing = os.path.abspath(folder)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    status = os.statvfs(existing)
+    free = status.f_bavail * status.f_frsize
+    if free < needed:
+        raise OSError(
+            f"{folder}: {needed / 1e9:.1f} GB are needed, but {free / 1e9:.1f} GB are free there"
+        )
+
+
+def _damaged(folder: str, manifest: Manifest, progress: Progress) -> set[int]:
+    """Layers whose file is not what the manifest says."""
+    entries = list(manifest.layers.values())
+    progress.checking(len(entries), sum(entry.bytes for entry in entries))
+
+    def is_bad(entry: Any) -> bool:
+        try:
+            path = os.path.join(folder, entry.spec.file)
+            return sha256_of(path, progress.checked) != entry.sha256
+        except FileNotFoundError:
+            return True
+
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        bad = list(threads.map(is_bad, entries))
+    return {entry.spec.layer for entry, wrong in zip(entries, bad, strict=True) if wrong}
+
+
+class _Stopped(Exception):
+    """Ends the writing thread."""
+
+
+def _write_all(
+    plan: Plan, specs: Iterable[LayerSpec], writer: PackedWriter, progress: Progress
+) -> None:
+    stop = threading.Event()
+
+    def wrote(count: int) -> None:
+        progress.wrote(count)
+        if stop.is_set():
+            raise _Stopped
+
+    with ThreadPoolExecutor(1, "kt-write") as thread:
+        writing: Future[None] | None = None
+        try:
+            for spec in specs:
+                progress.packing(spec.layer)
+                layer = _pack(plan, spec)
+                if writing is not None:
+                    writing.result()
+                writing = thread.submit(writer.add, layer, wrote)
+                del layer  # or it would be a third one in memory
+            if writing is not None:
+                writing.result()
+        except Exception:  # the layer that is being written is good: it is ended
+            raise
+        except BaseException:
+            stop.set()
+            raise
+
+
+class _Packer(BaseMoEWrapper):
+    """Keeps the experts' biases, which the compiled layer does not give back."""
+
+    def __init__(self, settings: LayerSettings, biases: dict[str, np.ndarray]) -> None:
+        super().__init__(settings)
+        self.biases = biases
+
+    def _pack(self, core: Any, slot: int, *matrices: Matrix, **fields: Matrix) -> None:
+        super()._pack(core, slot, *matrices, **fields)
+        for name, rows in self.biases.items():
+            rows[slot] = on_cpu(fields[name], torch.float32).numpy()
+
+
+def _pack(plan: Plan, spec: LayerSpec) -> PackedLayer:
+    biases = {
+        name: np.empty((spec.num_experts, spec.bias_width(name)), np.float32)
+        for name in BIASES
+        if name in spec.biases
+    }
+    packer = _Packer(_settings(plan, spec), biases)
+    packer.load_weights(torch.arange(spec.num_experts, device="cpu"))
+    return PackedLayer(spec, packer._core, biases)
+
+
+def _settings(plan: Plan, spec: LayerSpec) -> LayerSettings:
+    settings = check_settings(
+        layer_idx=spec.layer,
+        num_experts=spec.num_experts,
+        num_experts_per_tok=1,
+        hidden_size=spec.hidden_size,
+        moe_intermediate_size=spec.moe_intermediate_size,
+        gpu_experts_mask=None,
+        num_gpu_experts=None,
+        cpuinfer_threads=plan.request.threads or usable_cores(),
+        threadpool_count=None,
+        numa_nodes=None,
+        weight_path=plan.checkpoint.path,
+        chunked_prefill_size=1,
+        cpu_save=False,
+        max_deferred_experts_per_token=None,
+        method=plan.method,
+        group_size=GROUP_SIZE_NOT_GIVEN,
+        swiglu_limit=None,
+        swiglu_alpha=None,
+        **SFT_DEFAULTS,
+    )
+    return replace(settings, kind=KINDS["vector"])  # a kind that is given needs no measurement

@@ -1,0 +1,203 @@
+"""The command kt: what it prints and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import kt_kernel
+from kt_kernel.checkpoint import open_checkpoint
+from kt_kernel.cli import quant_progress
+from kt_kernel.cli.main import app
+from kt_kernel.cli.running import run
+
+E, H, I = 2, 32, 64  # noqa: E741
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source")
+    torch.manual_seed(0)
+    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+    save_file({
+        f"model.layers.{layer}.mlp.experts.{e}.{name}.weight": torch.randn(shape).bfloat16()
+        for layer in range(2) for e in range(E) for name, shape in shapes.items()
+    }, folder / "model.safetensors")  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    return folder
+
+
+@pytest.fixture
+def kt(capsys):
+    """Runs the command: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        code = run(app, [str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def failed(result, code, *words):
+    """One line on stderr, beginning as all our errors do."""
+    assert result[0] == code, result
+    assert result[1] == ""
+    assert result[2].startswith("kt: error: ") and result[2].count("\n") == 1, result
+    for word in words:
+        assert str(word).lower() in result[2].lower()
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "int4_g32", "moe_int8", "moe_int4"])
+@pytest.mark.parametrize("named", [True, False])
+def test_quant(kt, source, tmp_path, method, named):
+    out = tmp_path / "out"
+    paths = ["--input-path", source, "--output", out] if named else [source, out]
+    options = ["--input-type", "bf16", "--threads", 1] if named else []
+    code, stdout, stderr = kt("quant", *paths, "--quant-method", method, *options)
+    assert (code, stderr) == (0, "")
+    names = {"int8": "AMXINT8", "int4": "AMXINT4"}
+    assert f"{out}: 2 layers for method {names.get(method, method.upper())}" in stdout
+    assert stdout.count("\n") == 1
+    assert open_checkpoint(out).sizes(1) == (E, H, I)
+    assert kt("model", "verify", out)[0] == 0
+
+
+def test_progress_in_a_log(capsys, monkeypatch):
+    clock = iter([0.0, 20.0, 40.0, 100.0])
+    monkeypatch.setattr(quant_progress.time, "monotonic", lambda: next(clock))
+    with quant_progress.Shown() as shown:
+        shown.begin(8, 4, 10_000_000_000)
+        for layer in (4, 5, 6):
+            shown.wrote(1_000_000_000)
+            shown.packing(layer)
+    assert capsys.readouterr().err.splitlines() == [
+        "kt: layer 5 (6 of 8): 2.0 of 10.0 GB written, 0.05 GB/s, 3 min left",
+        "kt: layer 6 (7 of 8): 3.0 of 10.0 GB written, 0.03 GB/s, 4 min left",
+    ]
+
+
+def test_resume_and_refusals(kt, source, tmp_path):
+    out = tmp_path / "out"
+    command = ("quant", source, out, "--quant-method", "int8")
+    assert kt(*command)[0] == 0
+    failed(kt(*command), 1, out, "--resume continues it")
+    assert kt(*command, "--resume")[0] == 0
+    failed(kt("quant", source, out, "--quant-method", "int4", "--resume"), 1, "method 'AMXINT4'")
+    failed(kt("quant", source, source / "x", "--quant-method", "int8"), 1, "in it")
+    failed(kt("quant", tmp_path / "no", out, "--quant-method", "int8"), 1, tmp_path / "no")
+    failed(kt("quant", source, tmp_path / "o", "--quant-method", "int4_g128"), 1, "hidden_size=32")
+    fp8 = ("--quant-method", "int8", "--input-type", "fp8")
+    failed(kt("quant", source, tmp_path / "o", *fp8), 1, "layer 0 are bf16, but --input-type fp8")
+    failed(kt("quant", "--from-kt", source, "-o", tmp_path / "o"), 1, "not quantised")
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quant"], ["the input is missing", "--input-path", "--from-kt"]),
+        (["quant", "a"], ["the output is missing", "--output"]),
+        (["quant", "a", "b", "-i", "c", "--quant-method", "int8"], ["given more than once"]),
+        (["quant", "a", "b"], ["--quant-method", "needed"]),
+        (["quant", "a", "b", "--quant-method", "int9"], ["'int9'", "'int4_g128'"]),
+        (["quant", "a", "b", "--quant-method", "int8", "--input-type", "f32"], ["'f32'", "'fp8'"]),
+        (["quant", "a", "b", "--quant-method", "int8", "--threads", "0"], ["--threads"]),
+        (["quant", "a", "b", "--nothing"], ["--nothing"]),
+        (["nothing"], ["nothing"]),
+        (["model", "nothing"], ["nothing"]),
+        (["model", "verify"], ["path"]),
+    ],
+)  # fmt: skip
+def test_usage(kt, arguments, words):
+    failed(kt(*arguments), 2, *words)
+
+
+def test_help(kt):
+    for arguments in ([], ["model"]):
+        code, stdout, stderr = kt(*arguments)
+        assert code == 2 and "Usage: kt" in stdout and stderr == ""
+    code, stdout, _ = kt("quant", "--help")
+    assert code == 0
+    for word in ("--input-path", "--input-type", "--output", "--quant-method", "--resume"):
+        assert word in stdout
+
+
+def test_verify(kt, source, tmp_path):
+    out = tmp_path / "out"
+    kt("quant", source, out, "--quant-method", "int8")
+    code, stdout, stderr = kt("model", "verify", out)
+    assert (code, stderr) == (0, "") and f"{out}: 2 files" in stdout
+    assert kt("model", "verify", source)[:1] == (0,)
+    for layer in range(2):
+        file = out / f"layer-0000{layer}.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    code, stdout, stderr = kt("model", "verify", out)
+    assert (code, stdout) == (1, "") and stderr.count("\n") == 2
+    for layer, line in enumerate(stderr.splitlines()):
+        assert line.startswith(f"kt: error: {out}/layer-0000{layer}.safetensors: SHA-256")
+    failed(kt("model", "verify", tmp_path / "no"), 1, tmp_path / "no")
+
+
+def test_version(kt):
+    code, stdout, stderr = kt("version")
+    assert (code, stderr) == (0, "")
+    rows = dict(line.split(maxsplit=1) for line in stdout.splitlines())
+    assert list(rows) == ["python", "platform", "cuda", "kt-moe", "sglang", "vllm"]
+    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert rows["kt-moe"] == f"{kt_kernel.__version__} ({kt_kernel.__cpu_kernel__} kernels)"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (OSError(28, "No space left on device", "a/b"), 1, "a/b: No space left on device"),
+        (ValueError("two\nlines"), 1, "two lines"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 1, "MemoryError"),
+    ],
+)
+def test_errors_from_inside(kt, monkeypatch, error, code, line):
+    from kt_kernel.cli import version
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(version, "_cuda", fail)
+    assert kt("version") == (code, "", f"kt: error: {line}\n")
+
+
+def test_an_interrupted_conversion(kt, source, tmp_path, monkeypatch):
+    from kt_kernel.conversion import run as conversion
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conversion, "_pack", interrupt)
+    result = kt("quant", source, tmp_path / "out", "--quant-method", "int8")
+    failed(result, 130, "interrupted; the same command with --resume continues")
+
+
+def test_what_is_no_error_of_the_user_shows_where_it_comes_from(kt, monkeypatch):
+    from kt_kernel.cli import version
+
+    monkeypatch.setattr(version, "_cuda", lambda: {}["x"] + 1 / 0)
+    monkeypatch.setenv("KT_KERNEL_DEBUG", "1")
+    with pytest.raises(KeyError):
+        kt("version")
+
+
+def test_as_a_module(source, tmp_path):
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    command = [sys.executable, "-m", "kt_kernel.convert", "--input-path", source]
+    options = ["--output", tmp_path / "out", "--quant-method", "int8"]
+    run_it = subprocess.run([*command, *options], env=env, capture_output=True, text=True)
+    assert run_it.returncode == 0 and "2 layers for method AMXINT8" in run_it.stdout, run_it.stderr
+    run_it = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run_it.returncode == 2 and run_it.stderr.startswith("kt: error: ")
