@@ -183,10 +183,11 @@ auto product_quantised(const std::string& table, bool gemm, int format, int grou
 }
 
 auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, const Source& w,
-          int dtype) {
+          int dtype, bool scale_search) {
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
                                 kt::ScaleType(scale_type)};
-  const kt::MatrixSource whole{source(layout.format, w, dtype), k, 0, 0};
+  kt::MatrixSource whole{source(layout.format, w, dtype), k, 0, 0};
+  whole.weights.search = scale_search;
   for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
     if (const auto error = kt::check_tile(layout, whole, tile, &row); error != kt::PackError::kNone)
       throw std::invalid_argument("row " + std::to_string(row) + ": " + kt::describe(error));
@@ -251,15 +252,19 @@ NB_MODULE(KT_MODULE_NAME, m) {
           "load",
           [](kt::MoeLayer& layer, int64_t slot, const Source& gate, const Source& up,
              const Source& down, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias,
-             const kt::ByMatrix<int>& dtypes) {
-            layer.load(slot, {{source(gate, dtypes[kt::kGate]), source(up, dtypes[kt::kUp]),
-                               source(down, dtypes[kt::kDown])},
+             const kt::ByMatrix<int>& dtypes, bool scale_search) {
+            const auto of = [&](kt::Matrix m, const Source& given) {
+              auto weights = source(given, dtypes[m]);
+              weights.search = scale_search;
+              return weights;
+            };
+            layer.load(slot, {{of(kt::kGate, gate), of(kt::kUp, up), of(kt::kDown, down)},
                               {pointer<const float>(gate_bias), pointer<const float>(up_bias),
                                pointer<const float>(down_bias)}});
           },
           "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
           "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{-1, -1, -1},
-          nb::call_guard<nb::gil_scoped_release>(),
+          "scale_search"_a = false, nb::call_guard<nb::gil_scoped_release>(),
           "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
           "have a number in `dtypes`, where quantised ones have -1.")
       .def(
@@ -355,7 +360,7 @@ NB_MODULE(KT_MODULE_NAME, m) {
       "(tiles, bytes of a tile) of a packed matrix [n, k].");
   m.attr("layout_version") = kt::kLayoutVersion;
   m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
-        "dtype"_a = 2,
+        "dtype"_a = 2, "scale_search"_a = false,
         "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "
         "dense ones of `dtype`, whose scale is 0 (tests).");
   m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,

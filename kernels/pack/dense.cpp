@@ -10,6 +10,7 @@
 #include "blocks.h"
 #include "eight.h"
 #include "scalar.h"
+#include "scale_search.h"
 
 namespace kt {
 namespace {
@@ -92,9 +93,10 @@ struct ToInt4 {
 struct ToInt4Group {
   static constexpr int64_t kWords = 1;
   __m128 scale;
+  __m128i least;
   void operator()(const Eight& x, Word* words) {
     const __m128i q = quantise(_mm_div_ps(x.low, scale), _mm_div_ps(x.high, scale));
-    *words = nibbles_of(_mm_max_epi16(_mm_set1_epi16(-7), _mm_min_epi16(_mm_set1_epi16(7), q)));
+    *words = nibbles_of(_mm_max_epi16(least, _mm_min_epi16(_mm_set1_epi16(7), q)));
   }
 };
 
@@ -177,10 +179,11 @@ class DenseRows final : public LaneRows {
   template <DType kType>
   void fill_groups(int64_t n, int64_t k, int64_t cols, const uint8_t* p, Word* words) {
     const uint16_t* scales = group_scales_ + n * (layout_.cols / layout_.group);
+    const __m128i least = _mm_set1_epi16(source_.weights.search ? -8 : -7);
     for (const int64_t end = k + cols; k < end;) {
       const int64_t run = std::min(end - k, layout_.group - k % layout_.group);
       if (const uint16_t scale = scales[k / layout_.group]; scale != 0)
-        convert<kType>(p, run, run, ToInt4Group{_mm_set1_ps(fp16_to_float(scale))}, words);
+        convert<kType>(p, run, run, ToInt4Group{_mm_set1_ps(fp16_to_float(scale)), least}, words);
       else
         std::memset(words, kZeroNibbles, size_t(run / 2));
       k += run;
@@ -230,9 +233,12 @@ void pack_groups(const MatrixLayout& layout, const MatrixSource& source, int64_t
   const DType type = source.weights.dtype;
   const int64_t groups = layout.cols / layout.group, group_bytes = layout.group * dtype_bytes(type);
   for (int64_t n = 0; n < rows; ++n)
-    for (int64_t g = 0; g < groups; ++g)
+    for (int64_t g = 0; g < groups; ++g) {
+      const uint8_t* p = part_row(source, first + n) + g * group_bytes;
+      const uint16_t plain = group_scale(absmax_of(p, type, layout.group));
       scales[n * groups + g] =
-          group_scale(absmax_of(part_row(source, first + n) + g * group_bytes, type, layout.group));
+          source.weights.search ? search_scale(p, type, layout.group, plain) : plain;
+    }
   DenseRows lanes(layout, source, first, rows, scales);
   const auto* bytes = reinterpret_cast<const uint8_t*>(scales);
   write_blocks(layout, lanes, LaneOrder::kPlain, {{bytes, groups * 2, groups * 2, rows, 0}, 2, 1},

@@ -29,6 +29,7 @@ struct WeightSource {
   const void* zero = nullptr;
   float global = 1;
   bool blocks = false;  // data are ggml's blocks
+  bool search = false;  // of dense weights to kInt4Group: scales that lose least, see pack_tile
 };
 
 // The part of a source that is packed: columns [col0, col0 + layout.cols) and rows from row0 on. A
@@ -84,7 +85,8 @@ int64_t pack_scratch(const MatrixLayout& layout);
 // weights:
 //   int8 row    scale = absmax / 127, q = rint(w * (127 / absmax)), within +-127
 //   int4 row    scale = absmax / 7,   q = rint(w * (7 / absmax)), within +-7
-//   int4 group  scale = fp16(absmax / 7), q = rint(w / scale), within +-7
+//   int4 group  scale = fp16(absmax / 7), q = rint(w / scale), within +-7; with `search` the scale
+//               of search_scale, of either sign, and q from -8 to 7
 void pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile, float* scratch,
                uint8_t* dst);
 
