@@ -1,4 +1,4 @@
-"""What kt-kernel was given to make the files of data/: numpy only, so that its Python can run it."""
+"""What kt-kernel was given to make the files of data/. Numpy only: kt-kernel's Python runs it."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def source(case: Case, expert: int, matrix: str) -> np.ndarray:
     random = np.random.RandomState(seed)  # its streams are frozen
     sums = random.randint(-64, 64, (4, rows, columns)).sum(0)
     weights = bf16(sums.astype(np.float32) / 4096 * (1 + np.arange(rows)[:, None] % 5))
-    weights[1] = 0
-    weights[2] = 2**-9
-    weights[2, columns // 2 :] *= -1
-    weights[3] = (np.arange(columns) % 29 - 14) / 2.0
-    weights[4, 5] = 8
+    weights[1::32] = 0
+    weights[2::32] = 2**-9
+    weights[2::32, columns // 2 :] *= -1
+    weights[3::32] = (np.arange(columns) % 29 - 14) / 2.0
+    weights[4::32, 5] = 8
     return weights
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 from kt_cases import MATRICES, Case, source
+
 _COLUMN_BLOCK = 3584
 
 
@@ -42,7 +43,9 @@ def to_bytes(codes: np.ndarray, bits: int) -> np.ndarray:
         return out
     out = np.zeros(rows * columns // 2, np.uint8)
     shift = np.broadcast_to(column // 64 * 4, codes.shape)
-    np.bitwise_or.at(out, tile // 2 + place, (codes & 15).astype(np.uint8) << shift.astype(np.uint8))
+    np.bitwise_or.at(
+        out, tile // 2 + place, (codes & 15).astype(np.uint8) << shift.astype(np.uint8)
+    )
     return out.view(np.int8)
 
 

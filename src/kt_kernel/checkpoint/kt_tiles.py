@@ -51,26 +51,32 @@ def row_major(data: torch.Tensor, bits: int, rows: int, columns: int) -> torch.T
     block = min(rows, ROW_BLOCK[bits]) if columns > COLUMN_BLOCK else rows
     whole = rows // block * block
     for first, last, height in ((0, whole, block), (whole, rows, rows - whole)):
-        if height:
+        if height:  # the second time for a last block that is smaller
             part = words[first * width : last * width].view(-1, height * width)
             _unblock(part, out[first:last].view(-1, height, width), per_word)
-    codes = out.view(torch.int8)
-    return codes if bits == 8 else _in_order(codes.view(torch.uint8))
+    return out.view(torch.int8) if bits == 8 else _in_order(out)
 
 
 def _unblock(words: torch.Tensor, out: torch.Tensor, per_word: int) -> None:
     """Blocks of rows [blocks, words of one] to [blocks, height, words of a row]."""
-    blocks, height, width = out.shape
-    for first in range(0, width, COLUMN_BLOCK // per_word):
-        columns = out[:, :, first : first + COLUMN_BLOCK // per_word]
-        run = columns.shape[2]
-        tiles = words[:, first * height : (first + run) * height]
-        tiles = tiles.view(blocks, height // ROW_UNIT, run // 16, 2, 16, 16)
-        columns.copy_(tiles.permute(0, 1, 3, 5, 2, 4).reshape(blocks, height, run))
+    height, width = out.shape[1:]
+    step = COLUMN_BLOCK // per_word
+    for first in range(0, width, step):
+        target = out[:, :, first : first + step].unflatten(2, (-1, 16))
+        target = target.unflatten(1, (-1, 2, 16))  # [blocks, tiles, half, row, run, unit]
+        last = first + step if first + step < width else width
+        tiles = words[:, first * height : last * height].unflatten(1, (height // ROW_UNIT, -1))
+        target.copy_(tiles.unflatten(2, (-1, 2, 16, 16)).permute(0, 1, 3, 5, 2, 4))
 
 
-def _in_order(codes: torch.Tensor) -> torch.Tensor:
+def _in_order(words: torch.Tensor) -> torch.Tensor:
     """Nibbles q of columns 64 apart in a byte, to q + 8 of neighbours."""
-    steps = codes.unflatten(1, (-1, 64)) ^ 0x88
-    halves = torch.stack([steps & 15, steps >> 4], 2).view(len(codes), -1, 2)
-    return halves[..., 0] | halves[..., 1] << 4
+    words ^= -0x77777778  # 0x88888888
+    out = torch.empty(len(words), words.shape[1] // 16, 2, 16, dtype=torch.int16, device="cpu")
+    for half in range(2):
+        x = (words >> 4 * half) & 0x0F0F0F0F
+        x |= x >> 4
+        x &= 0x00FF00FF
+        x |= x >> 8
+        out[:, :, half] = x.view(torch.int16)[:, ::2].unflatten(1, (-1, 16))  # the low halves
+    return out.flatten(1).view(torch.uint8)
