@@ -230,7 +230,7 @@ class BaseMoEWrapper:
                 slots,
                 method=s.method.name,
             ) as experts:
-                form = s.method.layer_form or experts.form or LayerForm.same(_DENSE_FORM)
+                form = experts.form or s.method.layer_form or LayerForm.same(_DENSE_FORM)
                 self._load_all(form, pack_all)
         except ValueError as error:
             problem = str(error).removeprefix(f"{s.where}: ")

@@ -14,6 +14,7 @@ bf16.py      BF16, FP16 and FP32 experts
 formats.py   which quantised format the tensors are in; matrix.py what each of them offers:
              fp8.py  mx.py (gpt_oss.py: its stacks)  nvfp4.py  int4.py (compressed-tensors)
              gptq.py  awq.py
+kt_packed.py  what kt-kernel converted; kt_tiles.py its order of bytes, kt_folder.py its .kt files
 parts.py, groups.py  what these share
 
 gguf.py      checkpoints in GGUF files; gguf_files.py which files, gguf_header.py one of them,

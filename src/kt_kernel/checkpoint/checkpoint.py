@@ -14,6 +14,8 @@ from .gguf import GgufCheckpoint
 from .gguf_files import is_gguf, read_gguf_index
 from .hugging_face import HuggingFaceCheckpoint
 from .index import read_index
+from .kt_folder import read_kt_folder
+from .kt_packed import KtPackedCheckpoint, find_packed
 from .packed import PackedCheckpoint, is_packed, refuse_layer_files
 from .paths import check_path
 
@@ -57,8 +59,10 @@ def _read(path: str) -> Checkpoint:
         return PackedCheckpoint(path)
     if is_gguf(path):
         return GgufCheckpoint(read_gguf_index(path))
-    index = read_index(path)
+    index = read_kt_folder(path) or read_index(path)
     refuse_layer_files(index)
+    if find_packed(index.tensors):
+        return KtPackedCheckpoint(index)
     return HuggingFaceCheckpoint(index)
 
 

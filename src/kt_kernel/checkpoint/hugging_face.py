@@ -14,7 +14,7 @@ from .base import Checkpoint, Sizes
 from .families import model_type
 from .header import TensorInfo
 from .index import Index, stamp
-from .layout import Layout, find_layout, find_packed, layer_tensors, of_experts, refuse_packed
+from .layout import Layout, find_layout, layer_tensors, of_experts
 from .quantization import read_quantization
 from .reader import LayerReader, infer_sizes, open_layer
 
@@ -26,7 +26,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         super().__init__(index)
         self._layers = layer_tensors(index.tensors)
         self._layouts: dict[int, Layout | None] = {}
-        self._packed = find_packed(index.tensors)
         self._quantization = read_quantization(index.config, index.config_path)
 
     @property
@@ -46,7 +45,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         info = self._index.tensors.get(name)
         if info is None:
             raise KeyError(f"{self.path}: no tensor {name!r}")
-        with _Files(self._index) as files:
+        with Files(self._index) as files:
             return files.read(info)
 
     @contextmanager
@@ -58,12 +57,10 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"{self.path}: a checkpoint in safetensors files; method {method} takes GGUF files"
             )
         layout = self._layout(layer_idx)
-        with _Files(self._index) as files:
+        with Files(self._index) as files:
             yield open_layer(layout, sizes, files.read, self._quantization, method)
 
     def _layout(self, layer_idx: int) -> Layout:
-        if self._packed:
-            refuse_packed(self._packed)
         if layer_idx not in self._layouts:
             self._layouts[layer_idx] = find_layout(
                 self.path,
@@ -78,7 +75,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return layout
 
 
-class _Files:
+class Files:
     """Maps each file at most once during one call."""
 
     def __init__(self, index: Index) -> None:
@@ -86,7 +83,7 @@ class _Files:
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -96,9 +93,7 @@ class _Files:
         try:
             file = self._open.get(info.file)
             if file is None:
-                # A mapped file that has become shorter would kill the process on access.
-                if stamp(info.file) != self._index.stamps[info.file]:
-                    raise ValueError(f"{info.file}: changed since the checkpoint was opened")
+                self.check(info.file)
                 file = self._stack.enter_context(safe_open(info.file, framework="pt"))
                 self._open[info.file] = file
             tensor = (
@@ -108,3 +103,9 @@ class _Files:
             raise ValueError(f"{info}: {error}") from error
         # The format does not align data; code that takes the pointer expects it aligned.
         return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
+
+    def check(self, file: str) -> None:
+        """ValueError if a file was changed: a mapped one that has become shorter would kill the
+        process on access."""
+        if stamp(file) != self._index.stamps[file]:
+            raise ValueError(f"{file}: changed since the checkpoint was opened")

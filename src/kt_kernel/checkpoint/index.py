@@ -116,7 +116,7 @@ def _choose_index(folder: str, files: list[str]) -> str | None:
 
 def _explain_nothing(root: str, others: list[str]) -> None:
     kinds = (
-        ((".kt",), "packed per-layer folders of another program are not supported yet"),
+        ((".kt",), "name the folder that has kt-kernel's folders _layer_<number> in it"),
         ((".bin", ".pt", ".pth"), "PyTorch pickle files are not read; convert them to safetensors"),
     )
     for suffixes, reason in kinds:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
 
 from .families import FAMILIES, PREFIXES, Family, Stacked
 from .header import TensorInfo
@@ -26,7 +25,6 @@ _NAMINGS = (
 
 _LAYER = re.compile(r"(?:^|(?<=\.))layers\.([0-9]{1,9})\.")
 _EXPERT = re.compile(r"(?:(.+)\.)?experts\.([0-9]{1,9})\.(.+)", re.DOTALL)
-_PACKED = re.compile(r"blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_exps\.")
 _LOOKS_STACKED = re.compile(
     r"(.+\.)?(experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|v1|fc1|fc2|mlp\..+)"
     r"(\.weight|_blocks)?|(input|output)_linear\.weight)"
@@ -83,18 +81,6 @@ def of_experts(info: TensorInfo) -> bool:
     return "experts." in info.name or (
         info.name.endswith(("input_linear.weight", "output_linear.weight"))
         and len(info.shape) == 3  # a shared expert's has two dimensions
-    )
-
-
-def find_packed(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
-    """A tensor of experts packed by another program (blk.{L}.ffn_*_exps.*), if there is one."""
-    return next((info for name, info in tensors.items() if _PACKED.match(name)), None)
-
-
-def refuse_packed(info: TensorInfo) -> NoReturn:
-    kind = "packed per NUMA node" if ".numa." in info.name else "named as in GGUF"
-    raise ValueError(
-        f"{info}: experts {kind} are not supported yet; give the original Hugging Face checkpoint"
     )
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import torch
 
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.kt_packed import KtPackedCheckpoint
 from ..checkpoint.layout import BIASES, MATRICES
 from ..packed import PackedMatrix
 from ..quantised import QuantisedMatrix
@@ -43,14 +45,15 @@ class SafeTensorLoader:
 
     def load_experts(
         self, base_key: str, device: str | torch.device = "cpu"
-    ) -> dict[str, list[torch.Tensor] | None]:
+    ) -> dict[str, list[Any] | None]:
         """All experts of the layer named by `base_key`, for instance "model.layers.3".
 
         Returns lists over the experts: gate and up [I, H], down [H, I], and gate_bias, up_bias and
         down_bias where the model has them; gate_scale, up_scale and down_scale are None. Of
         quantised experts, these are codes and scale of `kt_kernel.quantised.QuantisedMatrix`; use
-        `kt_kernel.checkpoint` for zero points and scales of whole matrices. Raises ValueError if
-        the layer has no experts.
+        `kt_kernel.checkpoint` for zero points and scales of whole matrices. Of weights that
+        kt-kernel packed, whose base_key is "blk.3", the tensors as stored: lists over the NUMA
+        parts of lists over the experts. Raises ValueError if the layer has no experts.
         """
         match = _BASE_KEY.fullmatch(base_key)
         if not match:
@@ -58,10 +61,12 @@ class SafeTensorLoader:
         checkpoint = self._opened()
         layer_idx = int(match[2] or match[3])
         where = checkpoint.where(layer_idx)
-        if not where.startswith(f"{match[1]}."):
+        if not where.startswith(f"{match[1] or match[0]}."):
             raise ValueError(f"base_key {base_key!r}: no experts there; found them at {where!r}")
+        if isinstance(checkpoint, KtPackedCheckpoint):
+            return self._packed_parts(base_key, checkpoint, layer_idx, device)
         experts = checkpoint.read_experts(layer_idx, *checkpoint.sizes(layer_idx))
-        result: dict[str, list[torch.Tensor] | None] = {
+        result: dict[str, list[Any] | None] = {
             name: [tensor.to(device) for tensor in getattr(experts, name)]
             for name in BIASES
             if getattr(experts, name) is not None
@@ -72,14 +77,36 @@ class SafeTensorLoader:
                 raise ValueError(f"base_key {base_key!r}: the experts are packed for our kernels;"
                                  " kt_kernel.checkpoint reads them")  # fmt: skip
             quantised = isinstance(matrices[0], QuantisedMatrix)
-            if quantised and self.only_dense:
-                raise ValueError(f"base_key {base_key!r}: the experts are quantised; use"
-                                 " SafeTensorLoader")  # fmt: skip
+            if quantised:
+                self._need_quantised(base_key)
             codes = [matrix.codes for matrix in matrices] if quantised else matrices
             scales = [matrix.scale for matrix in matrices] if quantised else None
             result[name] = [tensor.to(device) for tensor in codes]
             result[f"{name}_scale"] = scales and [tensor.to(device) for tensor in scales]
         return result
+
+    def _need_quantised(self, base_key: str) -> None:
+        if self.only_dense:
+            raise ValueError(
+                f"base_key {base_key!r}: the experts are quantised; use SafeTensorLoader"
+            )
+
+    def _packed_parts(
+        self,
+        base_key: str,
+        checkpoint: KtPackedCheckpoint,
+        layer_idx: int,
+        device: str | torch.device,
+    ) -> dict[str, list[Any] | None]:
+        self._need_quantised(base_key)
+        return {
+            name + suffix: [
+                [tensor.to(device) for tensor in part]
+                for part in checkpoint.raw_parts(layer_idx, name, kind)
+            ]
+            for name in MATRICES
+            for suffix, kind in (("", "weight"), ("_scale", "scale"))
+        }
 
     def close_all_handles(self) -> None:
         """Lets go of the checkpoint; the loader cannot be used afterwards, its tensors can."""
