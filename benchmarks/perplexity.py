@@ -7,8 +7,9 @@ expert method (quantisation) or of deferral. The default model and text are the 
     python benchmarks/perplexity.py --deferral             # BF16, d = 0..4, one token at a time
     python benchmarks/perplexity.py --json out.json
 
-Loss is in nats per token (a byte, for the demo model): windows that do not overlap, each token
-but the first of its window predicted once. Deferral depends on the batch, so it is measured as
+Loss is in nats per token (a byte, for the demo model), see `kt_kernel.accuracy.loss`. Methods with
+groups are measured with plain scales, as when weights are quantised while loading, and with
+searched ones, as the converter makes them. Deferral depends on the batch, so it is measured as
 decode runs: one token at a time with a key-value cache.
 """
 
@@ -23,76 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kt_kernel
-from kt_kernel import KTMoEWrapper
+from kt_kernel.accuracy.loss import (
+    decode_loss,
+    load_model,
+    prefill_loss,
+    replace_experts,
+    windows_of,
+)
+from kt_kernel.methods import get_method
 
 METHODS = ("BF16", "AMXINT8", "AMXINT4", "INT4_G32", "INT4_G128")
-
-
-class KTExperts(torch.nn.Module):
-    """Takes the place of a transformers MoE block's `experts` module."""
-
-    def __init__(self, experts: Any, layer_idx: int, top_k: int, **options: Any) -> None:
-        super().__init__()
-        gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-        num_experts, two_i, hidden = gate_up.shape
-        self.wrapper = KTMoEWrapper(
-            layer_idx, num_experts, top_k, hidden, two_i // 2, num_gpu_experts=0, **options
-        )
-        gate, up = gate_up.split(two_i // 2, dim=1)
-        self.wrapper.load_weights_from_tensors(gate, up, down, torch.arange(num_experts))
-
-    def forward(
-        self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        return self.wrapper.forward(hidden, top_k_index, top_k_weights, None)
-
-
-def load_model(path: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, experts_implementation="eager"
-    )
-    return model.eval()
-
-
-def replace_experts(model: Any, **options: Any) -> Any:
-    """Puts kt_kernel under every MoE layer of a transformers model, in place."""
-    for layer_idx, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "experts"):
-            top_k = model.config.num_experts_per_tok
-            layer.mlp.experts = KTExperts(layer.mlp.experts, layer_idx, top_k, **options)
-    return model
-
-
-def windows_of(path: str, text: str, window: int, limit: int | None) -> list[torch.Tensor]:
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(path).encode(text))[:limit]
-    return [w for w in tokens.split(window) if len(w) > 1]
-
-
-def token_losses(logits: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits[:-1].double(), window[1:], reduction="none")
-
-
-@torch.no_grad()
-def prefill_loss(model: Any, windows: list[torch.Tensor]) -> float:
-    """Mean loss with each window as one batch of tokens."""
-    return torch.cat([token_losses(model(w[None]).logits[0], w) for w in windows]).mean().item()
-
-
-@torch.no_grad()
-def decode_loss(model: Any, windows: list[torch.Tensor]) -> float:
-    """Mean loss with one token at a time."""
-    losses = []
-    for window in windows:
-        cache, rows = None, []
-        for token in window:
-            out = model(token.view(1, 1), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            rows.append(out.logits[0, -1])
-        losses.append(token_losses(torch.stack(rows), window))
-    return torch.cat(losses).mean().item()
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -117,17 +60,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         top_k = load_model(args.model).config.num_experts_per_tok
         for deferred in range(top_k + 1):
             model = replace_experts(
-                load_model(args.model), method="BF16", cpuinfer_threads=args.threads,
-                max_deferred_experts_per_token=deferred,
+                load_model(args.model), args.model, "BF16", threads=args.threads,
+                max_deferred=deferred,
             )  # fmt: skip
             add(f"BF16, {deferred} deferred", decode_loss(model, windows))
         return rows
     add("transformers, float32", prefill_loss(load_model(args.model), windows))
     for method in args.methods:
-        model = replace_experts(
-            load_model(args.model), method=method, cpuinfer_threads=args.threads
-        )
-        add(method, prefill_loss(model, windows))
+        for search in (False, True) if get_method(method).group_size else (False,):
+            model = replace_experts(
+                load_model(args.model), args.model, method, threads=args.threads,
+                scale_search=search,
+            )  # fmt: skip
+            add(f"{method}, scales searched" if search else method, prefill_loss(model, windows))
     return rows
 
 

@@ -1,19 +1,23 @@
 """The demo model's held-out loss under every method: what quantisation and deferral cost.
 
-The whole tables are in the README, made by benchmarks/perplexity.py, whose functions run here on
-a part of the text.
+The whole tables are in the README, made by benchmarks/perplexity.py; here is a part of the text.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from kt_kernel.accuracy.loss import (
+    decode_loss,
+    load_model,
+    prefill_loss,
+    replace_experts,
+    windows_of,
+)
 
 DEMO = files("kt_kernel") / "demo_model"
 TOKENS = 4096  # of prefill
@@ -21,27 +25,18 @@ DECODED = 256
 
 
 @cache
-def perplexity() -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "perplexity.py"
-    spec = importlib.util.spec_from_file_location("perplexity", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
-def loss(method: str | None, decode: bool = False, deferred: int = 0) -> float:
+def loss(
+    method: str | None, decode: bool = False, deferred: int = 0, scale_search: bool = False
+) -> float:
     """Nats per byte; method None: transformers' own experts."""
-    bench = perplexity()
     text = (DEMO / "heldout.txt").read_text()
-    windows = bench.windows_of(str(DEMO), text, 1024, DECODED if decode else TOKENS)
-    model = bench.load_model(str(DEMO))
+    windows = windows_of(DEMO, text, 1024, DECODED if decode else TOKENS)
+    model = load_model(DEMO)
     if method:
-        bench.replace_experts(
-            model, method=method, cpuinfer_threads=2, max_deferred_experts_per_token=deferred
+        replace_experts(
+            model, DEMO, method, threads=2, max_deferred=deferred, scale_search=scale_search
         )
-    return (bench.decode_loss if decode else bench.prefill_loss)(model, windows)
+    return (decode_loss if decode else prefill_loss)(model, windows)
 
 
 def change(loss_now: float, loss_before: float) -> float:

@@ -410,6 +410,7 @@ class BaseMoEWrapper:
             core.load(
                 slot, *(source.address for source in sources), *addresses,
                 dtypes=[source.dtype for source in sources],
+                scale_search=self._settings.scale_search,
             )  # fmt: skip
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None

@@ -197,6 +197,9 @@ class LayerSettings:
     kind: int
     swiglu_limit: float
     swiglu_alpha: float
+    # Whether scales of INT4_G32 and INT4_G128 are searched for the least error when the weights are
+    # quantised, rather than absmax / 7. For conversions: it takes several times as long.
+    scale_search: bool = False
 
     @property
     def where(self) -> str:

@@ -1,0 +1,57 @@
+"""Layers loaded from a path, outside of an engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from ..checkpoint import open_checkpoint
+from ..inference import InferenceMoEWrapper
+from ..settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, check_settings
+
+
+def load_layer(
+    path: str | os.PathLike[str],
+    layer_idx: int,
+    method: str,
+    *,
+    top_k: int = 1,
+    threads: int | None = None,
+    max_deferred: int | None = None,
+    scale_search: bool = False,
+    swiglu_limit: float = 0.0,
+    swiglu_alpha: float = 0.0,
+) -> InferenceMoEWrapper:
+    """All experts of a layer, on the CPU, in logical order; packed anew unless they are packed.
+
+    path: a checkpoint, or weights that were converted. threads: None for what saturates the memory.
+    scale_search: see `LayerSettings`. Raises what `open_checkpoint`, its readers and
+    ``KTMoEWrapper`` raise.
+    """
+    experts, hidden, inter = open_checkpoint(path).sizes(layer_idx)
+    settings = check_settings(
+        layer_idx=layer_idx,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        hidden_size=hidden,
+        moe_intermediate_size=inter,
+        gpu_experts_mask=None,
+        num_gpu_experts=None,
+        cpuinfer_threads=threads,
+        threadpool_count=None,
+        numa_nodes=None,
+        weight_path=path,
+        chunked_prefill_size=None,
+        cpu_save=False,
+        max_deferred_experts_per_token=max_deferred,
+        method=method,
+        group_size=GROUP_SIZE_NOT_GIVEN,
+        swiglu_limit=swiglu_limit,
+        swiglu_alpha=swiglu_alpha,
+        **SFT_DEFAULTS,
+    )
+    layer = InferenceMoEWrapper(replace(settings, scale_search=scale_search))
+    layer.load_weights(torch.arange(experts, device="cpu"))
+    return layer
