@@ -31,7 +31,9 @@ from kt_kernel import _C
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.conversion import Progress, run
 from kt_kernel.conversion.run import check_space
+from kt_kernel.layer import HybridLayer
 from kt_kernel.methods import get_method
+from kt_kernel.options import KTOptions
 from kt_kernel.variant import native
 
 
@@ -75,6 +77,23 @@ def test_forward_is_that_of_the_checkpoint(tmp_path, method, biases):
         loaded(1, method, out, mapping, **options),
         loaded(1, method, checkpoint, mapping, **options),
     )
+
+
+def test_behind_an_engine(source, int8):
+    """The cold half of a layer, its weights from either."""
+    results = []
+    for path in (source, int8):
+        options = {"method": "AMXINT8", "weight_path": str(path), "num_gpu_experts": 1,
+                   "cpuinfer": 1, "threadpool_count": 1}  # fmt: skip
+        layer = HybridLayer(
+            KTOptions.from_mapping(options), layer_idx=2, num_experts=E, num_experts_per_tok=2,
+            hidden_size=H, moe_intermediate_size=I,
+        )  # fmt: skip
+        layer.finish_loading()
+        x = torch.linspace(-1, 1, 2 * H).reshape(2, H)
+        layer.submit(x, torch.tensor([[0, 1], [2, 1]]), torch.ones(2, 2))
+        results.append(layer.collect(x))
+    assert results[0].abs().max() > 0 and torch.equal(*results)
 
 
 def test_other_names_of_the_same_weights(source, int8):
