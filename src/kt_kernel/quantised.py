@@ -50,6 +50,9 @@ class QuantisedMatrix:
     Group sizes g are multiples of 32 that divide K. e2m1 and ue8m0 are those of the OCP
     Microscaling Formats specification 1.0. Codes of ggml's formats are its blocks as they are, of c
     columns and b bytes (``GGML_BLOCKS``), with all scales in them.
+
+    ``order``, int32 [K] or None: stored column j is column order[j] of W (act-order of GPTQ), so
+    that groups are contiguous as they are stored.
     """
 
     format: int
@@ -57,6 +60,7 @@ class QuantisedMatrix:
     scale: torch.Tensor | None
     zero: torch.Tensor | None = None
     global_scale: float = 1.0
+    order: torch.Tensor | None = None
 
 
 class CoreSource:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo
 from quantised_files import PROJECTIONS, E, H, I, make_experts, parts_of, save
 
 from kt_kernel.checkpoint import read_experts
@@ -10,6 +11,12 @@ from kt_kernel.testing import values_of
 pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import BaseCompressor  # noqa: E402
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """Compiling what the library marks for it takes far longer than running it once."""
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
 
 
 def scheme(**weights):
@@ -27,8 +34,10 @@ def decompress(name, chosen, parts):
     return compressor.decompress(dict(parts), chosen)["weight"]
 
 
-def int4(strategy, symmetric, group=32):
+def int4(strategy, symmetric, group=32, order=None):
     grouped = {"group_size": group} if strategy == "group" else {}
+    if order:
+        grouped["actorder"] = order
     chosen = scheme(num_bits=4, type="int", strategy=strategy, symmetric=symmetric, **grouped)
 
     def make(rows, columns):
@@ -37,6 +46,8 @@ def int4(strategy, symmetric, group=32):
         if not symmetric:
             zero = torch.randint(-8, 8, (rows, groups), dtype=torch.int8)
             extra["weight_zero_point"] = zero
+        if order == "group":
+            extra["weight_g_idx"] = (torch.randperm(columns) // group).int()
         return compress("pack-quantized", chosen, torch.randn(rows, columns), **extra)
 
     return "RAWINT4", "pack-quantized", chosen, make
@@ -71,6 +82,9 @@ CASES = {
     "int4 groups": int4("group", True),
     "int4 groups of 64": int4("group", True, 64),
     "int4 zero points": int4("group", False),
+    "int4 in order of activations": int4("group", True, order="group"),
+    "int4 in order of activations, zero points": int4("group", False, order="group"),
+    "int4 in a static order": int4("group", False, order="static"),
     "int4 rows": int4("channel", True),
     "int4 rows, zero points": int4("channel", False),
     "mxfp4": mxfp4(),

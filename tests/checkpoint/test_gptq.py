@@ -84,14 +84,60 @@ def test_without_g_idx(tmp_path):
     check_values(path, with_index, "GPTQ_INT4", reference(1))
 
 
-def test_desc_act(tmp_path):
-    """Refused by name where columns are really in another order; the setting alone is harmless."""
-    tensors = make_experts(make_with())
-    path = save(tmp_path / "a", tensors, config(sym=False, desc_act=True))
+def shuffled(columns, group=32):
+    """Groups of equal sizes, any columns in each, as desc_act makes them."""
+    return (torch.randperm(columns) // group).int()
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_desc_act(tmp_path, version, symmetric):
+    add_one = version == "gptq"
+    make = make_with(order=shuffled, zero=8 - add_one if symmetric else None)
+    tensors = make_experts(make)
+    path = save(tmp_path, tensors, config(sym=symmetric, desc_act=True, checkpoint_format=version))
+    found = check_values(path, tensors, "GPTQ_INT4", reference(add_one))
+    assert found.gate[0].format == (INT4_GROUP if symmetric else INT4_ZERO)
+    for matrix in (found.gate[0], found.up[1], found.down[2]):
+        columns = 2 * matrix.codes.shape[1]
+        assert matrix.order.dtype == torch.int32
+        assert torch.equal(matrix.order.sort().values, torch.arange(columns, dtype=torch.int32))
+    assert not torch.equal(found.gate[0].order, found.up[0].order)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda k: torch.arange(k).flip(0) // 64,  # groups from the last to the first
+        lambda k: torch.arange(k) % (k // 64),  # interleaved; one group is in its own order
+        lambda k: (torch.arange(k) + 1) % k // 64,  # one column of each group in the next
+    ],
+)
+def test_orders_of_groups_of_64(tmp_path, order):
+    tensors = make_experts(make_with(64, order=lambda k: order(k).long()))
+    path = save(tmp_path, tensors, config(sym=False, group_size=64))
     check_values(path, tensors, "GPTQ_INT4", reference(1))
-    shuffled = make_with(order=lambda k: (torch.randperm(k) // 32).int())
-    path = save(tmp_path / "b", make_experts(shuffled), config(sym=False, desc_act=True))
-    fails(path, "GPTQ_INT4", "proj.g_idx", "desc_act", "not supported")
+
+
+def test_the_setting_alone_orders_nothing(tmp_path):
+    tensors = make_experts(make_with())
+    path = save(tmp_path, tensors, config(sym=False, desc_act=True))
+    assert check_values(path, tensors, "GPTQ_INT4", reference(1)).gate[0].order is None
+
+
+@pytest.mark.parametrize(
+    ("column", "group", "words"),
+    [
+        (5, -1, ["column 5 is in group -1", "0 to 5"]),
+        (7, 6, ["column 7 is in group 6", "0 to 5"]),
+        (9, 3, ["31 columns are in group 0", "expected 32 in each of 6 groups"]),
+    ],
+)
+def test_groups_that_are_none(tmp_path, column, group, words):
+    tensors = make_experts(make_with())
+    name = next(n for n in tensors if n.endswith("2.up_proj.g_idx"))
+    tensors[name][column] = group
+    fails(save(tmp_path, tensors, config(sym=False)), "GPTQ_INT4", name, *words)
 
 
 def test_symmetric_with_other_zeros(tmp_path):

@@ -57,6 +57,8 @@ def reference(parts):
     else:
         codes = unpack_int32(parts["weight_packed"], 1, 8 * parts["weight_packed"].shape[1])
     group = torch.arange(codes.shape[1]) // (codes.shape[1] // scale.shape[1])
+    if parts.get("weight_g_idx", group).min() >= 0:
+        group = parts.get("weight_g_idx", group).long()
     # compressed-tensors stores signed values plus 8, zero points too
     zero = torch.zeros(scale.shape, dtype=torch.long)
     if "weight_zero_point" in parts:
@@ -94,14 +96,32 @@ def test_one_scale_per_row(tmp_path, zero):
     assert found.gate[0].scale.shape == (I, H // 64)
 
 
-def test_order_of_columns(tmp_path):
-    tensors = make_experts(make_with(order=lambda k: torch.arange(k, dtype=torch.int32) // 32))
-    check_values(save(tmp_path / "a", tensors, config()), tensors, "RAWINT4", reference)
-    tensors = make_experts(
-        make_with(order=lambda k: torch.arange(k, dtype=torch.int32) % (k // 32))
-    )
-    path = save(tmp_path / "b", tensors, config())
-    fails(path, "RAWINT4", "proj.weight_g_idx", "act-order", "not supported")
+ORDERS = {
+    "natural": lambda k: torch.arange(k, dtype=torch.int32) // 32,
+    "unset": lambda k: torch.full((k,), -1, dtype=torch.int32),
+    "interleaved": lambda k: torch.arange(k, dtype=torch.int32) % (k // 32),
+    "shuffled": lambda k: torch.randperm(k) // 32,
+}
+
+
+@pytest.mark.parametrize("packed", ["int32", "uint8"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_of_columns(tmp_path, order, packed):
+    """actorder; -1 everywhere is what compressed-tensors begins with, and means none."""
+    tensors = make_experts(make_with(packed=packed, zero=True, order=ORDERS[order]))
+    path = save(tmp_path, tensors, config(symmetric=False, actorder="group"))
+    found = check_values(path, tensors, "RAWINT4", reference)
+    assert (found.gate[0].order is None) == (order in ("natural", "unset"))
+
+
+def test_groups_that_are_none(tmp_path):
+    tensors = make_experts(make_with(order=ORDERS["shuffled"]))
+    name = next(n for n in tensors if n.endswith("1.gate_proj.weight_g_idx"))
+    for number, (value, word) in enumerate([(-1, "in group -1"), (6, "in group 6")]):
+        changed = tensors[name].clone()
+        changed[17] = value
+        path = save(tmp_path / str(number), tensors | {name: changed}, config())
+        fails(path, "RAWINT4", name, "column 17", word, "0 to 5")
 
 
 def test_bad_parts(tmp_path):

@@ -1,16 +1,17 @@
 """GPTQ experts, 4 bits.
 
 qweight int32 [K/8, N], the lowest column in the lowest bits; scales [K/g, N]; qzeros int32
-[K/g, N/8], the lowest row in the lowest bits; g_idx [K], the group of each column. The format
-"gptq" stores zero points less one, "gptq_v2" as they are (checkpoint_format in config.json; absent:
-"gptq"). W = (code - zero) * scale. Symmetric ones have zero 8 everywhere.
+[K/g, N/8], the lowest row in the lowest bits; g_idx [K], the group of each column: any of them
+(desc_act), without g_idx the next g columns each. The format "gptq" stores zero points less one,
+"gptq_v2" as they are (checkpoint_format in config.json; absent: "gptq"). W = (code - zero) * scale.
+Symmetric ones have zero 8 everywhere.
 """
 
 from __future__ import annotations
 
 from ..methods import INT4_GROUP, INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
-from .groups import check_order, check_scale_type, grouped_form, in_groups
+from .groups import check_scale_type, column_order, grouped_form, in_groups, in_order
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
@@ -73,20 +74,21 @@ class Gptq(MatrixFormat):
     def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
         info = parts["scales"]
         scale = float_scales(info, read(info, None)).T
+        order = None
         if "g_idx" in parts:
-            check_order(parts["g_idx"], read(parts["g_idx"], None), columns, scale.shape[1])
+            info = parts["g_idx"]
+            order = column_order(info, read(info, None), columns, scale.shape[1])
         info = parts["qzeros"]
         zero = nibbles(read(info, None), 1).T + self._first_zero
         count = columns // self.form.group_size
-        codes = bytes_of(read(parts["qweight"], None).T)
+        codes = in_order(bytes_of(read(parts["qweight"], None).T), order)
         if self.form.format == INT4_ZERO:
-            return QuantisedMatrix(
-                INT4_ZERO, codes, in_groups(scale, count), in_groups(zero, count)
-            )
+            scale, zero = in_groups(scale, count), in_groups(zero, count)
+            return QuantisedMatrix(INT4_ZERO, codes, scale, zero, order=order)
         if not bool((zero == _SYMMETRIC_ZERO).all()):
             other = int(zero[zero != _SYMMETRIC_ZERO][0])
             raise ValueError(
                 f"{info} has a zero point of {other}, but quantization_config says sym: true, which"
                 f" is {_SYMMETRIC_ZERO} everywhere (is checkpoint_format right?)"
             )
-        return QuantisedMatrix(INT4_GROUP, codes, in_groups(scale, count))
+        return QuantisedMatrix(INT4_GROUP, codes, in_groups(scale, count), order=order)

@@ -1,4 +1,5 @@
-"""Group sizes of INT4 experts: found from the scales, the same for all of a layer."""
+"""Groups of INT4 experts: their size, found from the scales and the same for all of a layer, and
+which columns are in them."""
 
 from __future__ import annotations
 
@@ -78,11 +79,40 @@ def in_groups(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return (tensor.expand(-1, count) if tensor.shape[1] == 1 else tensor).contiguous()
 
 
-def check_order(info: TensorInfo, order: torch.Tensor, columns: int, groups: int) -> None:
-    """ValueError unless columns are in the order of their groups ([K] of group numbers)."""
-    expected = torch.arange(columns, device="cpu") // (columns // groups)
-    if not torch.equal(order.long(), expected):
+def column_order(
+    info: TensorInfo, group: torch.Tensor, columns: int, groups: int
+) -> torch.Tensor | None:
+    """The columns by ascending group, int32 [K]; None where they are in that order.
+
+    group: [K], the group of each column (g_idx of GPTQ with desc_act, act-order).
+
+    Raises ValueError naming file and tensor for a number that is no group, or groups of which one
+    has more columns than another.
+    """
+    group = group.long()
+    outside = (group < 0) | (group >= groups)
+    if bool(outside.any()):
+        where = int(outside.nonzero()[0])
         raise ValueError(
-            f"{info}: columns are in another order than their groups (desc_act, act-order), which"
-            " is not supported; quantise with desc_act=False"
+            f"{info}: column {where} is in group {int(group[where])}; accepted: 0 to {groups - 1}"
         )
+    size = columns // groups
+    members = torch.bincount(group, minlength=groups)
+    other = members != size
+    if bool(other.any()):
+        where = int(other.nonzero()[0])
+        raise ValueError(
+            f"{info}: {int(members[where])} columns are in group {where}; expected {size} in each"
+            f" of {groups} groups"
+        )
+    if bool((group[1:] >= group[:-1]).all()):
+        return None
+    return group.argsort(stable=True).int()
+
+
+def in_order(packed: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """Codes, two in a byte [N, K/2], with column order[j] in place j."""
+    if order is None:
+        return packed
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, order.long()]
+    return codes[:, 0::2] | codes[:, 1::2] << 4

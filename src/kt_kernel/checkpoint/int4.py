@@ -2,7 +2,8 @@
 
 weight_packed int32 [N, K/8] or uint8 [N, K/2], the lowest column in the lowest bits; weight_scale
 [N, K/g], or [N, 1]; weight_shape [2] holds N and K. Asymmetric ones have weight_zero_point int32
-[N/8, K/g], packed along N. W = (code - zero) * scale, where zero is 8 without zero points.
+[N/8, K/g], packed along N. weight_g_idx [K] (actorder) is the group of each column. W =
+(code - zero) * scale, where zero is 8 without zero points.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import torch
 
 from ..methods import INT4_GROUP, INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
-from .groups import check_order, check_scale_type, grouped_form, in_groups
+from .groups import check_scale_type, column_order, grouped_form, in_groups, in_order
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
 from .quantization import Quantization
 
 _BITS = 4
+_NO_GROUP = -1  # in all of weight_g_idx: it was never set
 
 
 class PackedInt4(MatrixFormat):
@@ -68,13 +70,17 @@ class PackedInt4(MatrixFormat):
                 raise ValueError(f"{info} is {shape}; expected {[rows, columns]}")
         info = parts["weight_scale"]
         scale = float_scales(info, read(info, None))
+        order: torch.Tensor | None = None
         if "weight_g_idx" in parts:
             info = parts["weight_g_idx"]
-            check_order(info, read(info, None), columns, scale.shape[1])
+            group = read(info, None)
+            if not bool((group == _NO_GROUP).all()):
+                order = column_order(info, group, columns, scale.shape[1])
         count = columns // self.form.group_size
         zero: torch.Tensor | None = None
         if "weight_zero_point" in parts:
             zero = nibbles(read(parts["weight_zero_point"], None), 0)[:rows]
             zero = in_groups(zero, count)
-        codes = bytes_of(read(parts["weight_packed"], None))
-        return QuantisedMatrix(self.form.format, codes, in_groups(scale, count), zero)
+        codes = in_order(bytes_of(read(parts["weight_packed"], None)), order)
+        scale = in_groups(scale, count)
+        return QuantisedMatrix(self.form.format, codes, scale, zero, order=order)

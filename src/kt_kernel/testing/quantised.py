@@ -58,7 +58,17 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def values_of(matrix: QuantisedMatrix) -> torch.Tensor:
-    """W, float64 [N, K]."""
+    """W, float64 [N, K], its columns in their own order."""
+    stored = _stored_values(matrix)
+    if matrix.order is None:
+        return stored
+    values = torch.empty_like(stored)
+    values[:, matrix.order.long()] = stored
+    return values
+
+
+def _stored_values(matrix: QuantisedMatrix) -> torch.Tensor:
+    """W with its columns as they are stored."""
 
     def spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
         return scale.double().repeat_interleave(columns // scale.shape[1], dim=1)
