@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch._dynamo
 from quantised_files import PROJECTIONS, E, H, I, make_experts, parts_of, save
 
 from kt_kernel.checkpoint import read_experts
@@ -14,9 +13,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch):
+def eager():
     """Compiling what the library marks for it takes far longer than running it once."""
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def scheme(**weights):
