@@ -15,6 +15,7 @@ formats.py   which quantised format the tensors are in; matrix.py what each of t
              fp8.py  mx.py (gpt_oss.py: its stacks)  nvfp4.py  int4.py (compressed-tensors)
              gptq.py  awq.py
 kt_packed.py  what kt-kernel converted; kt_tiles.py its order of bytes, kt_folder.py its .kt files
+arrangement.py  shapes of stacked experts; stacks.py  quantised ones, read as single experts
 parts.py, groups.py  what these share
 
 gguf.py      checkpoints in GGUF files; gguf_files.py which files, gguf_header.py one of them,

@@ -11,31 +11,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .arrangement import halves, stacked_shapes
 from .families import Stacked
 from .header import TensorInfo
 from .layout import BIASES, MATRICES, Layout, Parts, PerExpert, StackedExperts
+from .matrix import two_dimensions
 from .parts import Read
 
 DTYPES = ("BF16", "F16", "F32")
 
 
-def infer_sizes(layout: Layout) -> tuple[int, int, int]:
+def infer_sizes(layout: PerExpert) -> tuple[int, int, int]:
     """(num_experts, hidden_size, moe_intermediate_size) as the shapes have them."""
-    if isinstance(layout, PerExpert):
-        info = layout.experts[0]["down"]["weight"]
-        _check_rank(info, 2)
-        return len(layout.experts), *info.shape
-    gate_up, down = layout.tensors["gate_up"], layout.tensors["down"]
-    _check_rank(gate_up, 3)
-    _check_rank(down, 3)
-    for candidate in layout.candidates:
-        experts, hidden, inter = down.shape
-        if candidate.columns:
-            hidden, inter = inter, hidden
-        if gate_up.shape == _stacked_shapes(candidate, experts, hidden, inter)["gate_up"]:
-            return experts, hidden, inter
-    raise ValueError(f"{gate_up} has shape {list(gate_up.shape)}, which does not go with {down}"
-                     f" of shape {list(down.shape)}")  # fmt: skip
+    return len(layout.experts), *two_dimensions(layout.experts[0]["down"]["weight"])
 
 
 def open_dense(
@@ -55,11 +43,6 @@ def open_dense(
     arrangement = _check_stacked(layout, *sizes)
     fields = MATRICES + BIASES if arrangement.gate_up_bias is not None else MATRICES
     return fields, lambda expert: _read_stacked(layout, arrangement, expert, read)
-
-
-def _check_rank(info: TensorInfo, rank: int) -> None:
-    if len(info.shape) != rank:
-        raise ValueError(f"{info} has shape {list(info.shape)}, expected {rank} dimensions")
 
 
 def _check(info: TensorInfo, shape: Sequence[int], dtype: str | None) -> None:
@@ -95,28 +78,17 @@ def check_count(layout: PerExpert, num_experts: int) -> None:
         )
 
 
-def _stacked_shapes(
-    s: Stacked, experts: int, hidden: int, inter: int
-) -> dict[str, tuple[int, ...]]:
-    gate_up, down = (2 * inter, hidden), (hidden, inter)
-    return {
-        "gate_up": (experts, *(gate_up[::-1] if s.columns else gate_up)),
-        "down": (experts, *(down[::-1] if s.columns else down)),
-        "gate_up_bias": (experts, 2 * inter),
-        "down_bias": (experts, hidden),
-    }
-
-
 def _check_stacked(layout: StackedExperts, num_experts: int, hidden: int, inter: int) -> Stacked:
     tensors = layout.tensors
     chosen = layout.candidates[0]
+    weights = [f for f in tensors if not f.endswith("bias")]
     for candidate in layout.candidates:
-        shapes = _stacked_shapes(candidate, num_experts, hidden, inter)
-        if all(tensors[f].shape == shapes[f] for f in ("gate_up", "down")):
+        shapes = stacked_shapes(candidate, num_experts, hidden, inter)
+        if all(tensors[f].shape == shapes[f] for f in weights):
             chosen = candidate
-    shapes = _stacked_shapes(chosen, num_experts, hidden, inter)
+    shapes = stacked_shapes(chosen, num_experts, hidden, inter)
     for field, info in tensors.items():
-        _check(info, shapes[field], None if field.endswith("bias") else tensors["gate_up"].dtype)
+        _check(info, shapes[field], None if field.endswith("bias") else tensors[weights[0]].dtype)
     return chosen
 
 
@@ -138,21 +110,14 @@ def _read_stacked(
     layout: StackedExperts, s: Stacked, expert: int, read: Read
 ) -> dict[str, torch.Tensor]:
     part = {field: read(info, expert) for field, info in layout.tensors.items()}
-    gate_up, down = part["gate_up"], part["down"]
+    matrices = [f for f in part if not f.endswith("bias")]
     if s.columns:
-        gate_up, down = gate_up.T, down.T
-    gate, up = halves(gate_up, s.interleaved)
-    result = {"gate": gate.contiguous(), "up": up.contiguous(), "down": down.contiguous()}
+        part |= {f: part[f].T for f in matrices}
+    if s.gate_up:
+        part["gate"], part["up"] = halves(part.pop("gate_up"), s.interleaved)
+    result = {matrix: part[matrix].contiguous() for matrix in MATRICES}
     if s.gate_up_bias:
         gate, up = halves(part["gate_up_bias"], s.interleaved)
         result |= {"gate_bias": gate.float().contiguous(), "up_bias": up.float().contiguous()}
         result["down_bias"] = part["down_bias"].float()
     return result
-
-
-def halves(gate_up: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate's part and up's part along the first dimension."""
-    if interleaved:
-        return gate_up[::2], gate_up[1::2]
-    half = gate_up.shape[0] // 2
-    return gate_up[:half], gate_up[half:]

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Before "layers.": a causal language model, a bare one, and the language parts of two ways to
-# name a multimodal one. A layer must be under exactly one of them; multi-token-prediction layers
-# ("mtp.layers.0") are under none.
-PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+# Before "layers.": a causal language model, a bare one, and the language parts of multimodal ones
+# (Qwen3-Omni calls it thinker, Inkling llm). A layer must be under exactly one of them;
+# multi-token-prediction layers ("mtp.layers.0") are under none.
+PREFIXES = (
+    "model.", "", "model.language_model.", "language_model.model.", "thinker.model.", "model.llm.",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,19 @@ class Stacked:
 
     columns False: gate_up [E, 2I, H], down [E, H, I], as a linear layer stores them.
     columns True:  gate_up [E, H, 2I], down [E, I, H], for x @ W.
+    gate and up instead of gate_up: [E, I, H] each, or with columns [E, H, I].
     interleaved: gate and up alternate along 2I, gate first; otherwise all of gate, then all of up.
     Biases, where named: [E, 2I], arranged as the weights are, and [E, H].
     Scales, where named: MXFP4, blocks uint8 [E, 2I, H/32, 16] and [E, H, I/32, 16], their scales
-    [E, 2I, H/32] and [E, H, I/32].
+    [E, 2I, H/32] and [E, H, I/32]. Scales of other formats are beside the weights: see stacks.py.
     """
 
-    gate_up: str
+    gate_up: str | None
     down: str
     columns: bool = False
     interleaved: bool = False
+    gate: str | None = None
+    up: str | None = None
     gate_up_bias: str | None = None
     down_bias: str | None = None
     gate_up_scales: str | None = None
@@ -39,7 +44,10 @@ class Stacked:
 
     def names(self) -> dict[str, str]:
         """Field to name, of those that there are."""
-        fields = ("gate_up", "down", "gate_up_bias", "down_bias", "gate_up_scales", "down_scales")
+        fields = (
+            "gate_up", "gate", "up", "down", "gate_up_bias", "down_bias", "gate_up_scales",
+            "down_scales",
+        )  # fmt: skip
         return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
 
 
@@ -60,6 +68,28 @@ def _module(block: str, **kwargs: Any) -> Stacked:
 
 _MLP = Family("mlp", (_module("mlp"),))
 _MIXTRAL = Family("block_sparse_moe", (_module("mlp"),))
+_DEEPSEEK_V4 = Family("ffn", (_module("mlp"),))
+_STEP = Family(
+    "moe",
+    (
+        Stacked(None, "moe.down_proj.weight", gate="moe.gate_proj.weight", up="moe.up_proj.weight"),
+        _module("mlp"),
+    ),
+)
+_ARIA = Family(
+    "mlp",
+    (
+        Stacked("mlp.experts.fc1.weight", "mlp.experts.fc2.weight", columns=True),
+        _module("mlp", columns=True),
+    ),
+)
+_INKLING = Family(
+    "mlp",
+    (
+        Stacked("mlp.experts.w13_weight", "mlp.experts.w2_weight", interleaved=True),
+        _module("mlp"),
+    ),
+)
 _FEED_FORWARD = Family("feed_forward", (_module("feed_forward"),))
 _LLAMA4 = Family("feed_forward", (_module("feed_forward", columns=True),))
 _QWEN_VL = Family("mlp", (_module("mlp", columns=True), _module("mlp")))
@@ -94,24 +124,40 @@ _GPT_OSS = Family(
 
 FAMILIES: dict[str, Family] = {
     "afmoe": _MLP,
+    "aria": _ARIA,
+    "aria_text": _ARIA,
+    "axk1": _MLP,
+    "axk2": _MLP,
     "cohere2_moe": _MLP,
+    "deepseek_ocr2": _MLP,
     "deepseek_v2": _MLP,
     "deepseek_v3": _MLP,
     "deepseek_v32": _MLP,
+    "deepseek_v4": _DEEPSEEK_V4,
     "dots1": _MLP,
     "ernie4_5_moe": _MLP,
     "exaone_moe": _MLP,
     "flex_olmo": _MLP,
     "glm4_moe": _MLP,
     "glm4_moe_lite": _MLP,
+    "glm4v_moe": _MLP,
+    "glm4v_moe_text": _MLP,
+    "glm5_next": _MLP,
+    "glm5_next_text": _MLP,
     "glm_moe_dsa": _MLP,
     "gpt_oss": _GPT_OSS,
     "granitemoe": _GRANITE,
+    "granitemoe_swa": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": _MLP,
     "hy_v3": _MLP,
+    "hy_v4": _MLP,
+    "inkling_mm_model": _INKLING,
+    "inkling_text": _INKLING,
     "jamba": _FEED_FORWARD,
+    "kimi_k2": _MLP,
+    "kimi_k25": _MLP,
     "kimi_linear": _MIXTRAL,
     "laguna": _MLP,
     "lfm2_moe": _FEED_FORWARD,
@@ -121,6 +167,8 @@ FAMILIES: dict[str, Family] = {
     "mimo_v2_flash": _MLP,
     "minimax": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
+    "minimax_m3_vl": _MIXTRAL,
+    "minimax_m3_vl_text": _MIXTRAL,
     "mistral4": _MLP,
     "mixtral": _MIXTRAL,
     "olmoe": _MLP,
@@ -130,8 +178,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": _MLP,
     "qwen3_moe": _MLP,
     "qwen3_next": _MLP,
+    "qwen3_omni_moe": _MLP,
     "qwen3_vl_moe": _QWEN_VL,
+    "qwen3_vl_moe_text": _QWEN_VL,
+    "qwen4_exp": _MLP,
+    "qwen4_exp_text": _MLP,
     "solar_open": _MLP,
+    "step3p7": _STEP,
 }
 
 

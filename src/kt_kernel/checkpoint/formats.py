@@ -11,7 +11,7 @@ from .layout import Parts
 from .matrix import MatrixFormat
 from .mx import BLOCK, MxFp4, MxFp8
 from .nvfp4 import NvFp4
-from .parts import UE8M0
+from .parts import FLOATS, UE8M0
 from .quantization import Quantization
 
 FORMATS: tuple[type[MatrixFormat], ...] = (
@@ -54,6 +54,10 @@ def _with_scale(parts: Parts) -> type[MatrixFormat]:
         raise ValueError(
             f"{weight} has dtype {weight.dtype} and {scale.name!r} {scale.dtype}; expected F8_E4M3"
             f" with scales, or {', '.join(NIBBLES)} with ue8m0 scales"
+        )
+    if scale.dtype not in FLOATS + UE8M0:
+        raise ValueError(
+            f"{scale} has dtype {scale.dtype}; expected {' or '.join(FLOATS + UE8M0)} beside e4m3"
         )
     if scale.dtype in UE8M0 and len(weight.shape) == 2 and len(scale.shape) == 2:
         per_block = scale.shape[1] == -(-weight.shape[1] // BLOCK)

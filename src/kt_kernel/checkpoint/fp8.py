@@ -41,7 +41,9 @@ class Fp8Block(E4m3Codes):
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         super().check(parts, rows, columns)
         blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
-        check_tensor(scale_of(parts), FLOATS + UE8M0, blocks, *_SINGLE)
+        # transformers drops a dimension of 1 when it takes a stack apart.
+        line = ((max(blocks),),) if 1 in blocks else ()
+        check_tensor(scale_of(parts), FLOATS + UE8M0, blocks, *line, *_SINGLE)
 
     def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
         info = scale_of(parts)
@@ -50,8 +52,7 @@ class Fp8Block(E4m3Codes):
             scale = ue8m0_scales(info, scale).view(torch.float8_e8m0fnu)
         scale = float_scales(info, scale.float())
         blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
-        if scale.numel() == 1:
-            scale = scale.reshape(1, 1).expand(blocks)
+        scale = scale.reshape(1, 1).expand(blocks) if scale.numel() == 1 else scale.reshape(blocks)
         return QuantisedMatrix(FP8_BLOCK, self.read_codes(parts, read), scale.contiguous())
 
 

@@ -8,7 +8,7 @@ nibble comes first.
 from __future__ import annotations
 
 from ..experts import Matrix
-from .bf16 import halves
+from .arrangement import halves
 from .families import Stacked
 from .layout import StackedExperts
 from .mx import BLOCK, MxFp4, stacked_matrix

@@ -14,7 +14,7 @@ from .base import Checkpoint, Sizes
 from .families import model_type
 from .header import TensorInfo
 from .index import Index, stamp
-from .layout import Layout, find_layout, layer_tensors, of_experts
+from .layout import Layout, find_layout, holds_experts, layer_tensors
 from .quantization import read_quantization
 from .reader import LayerReader, infer_sizes, open_layer
 
@@ -33,7 +33,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return model_type(self._index.config)
 
     def layers(self) -> list[int]:
-        return sorted(n for n, ts in self._layers.items() if any(map(of_experts, ts.values())))
+        return sorted(n for n, tensors in self._layers.items() if holds_experts(tensors))
 
     def where(self, layer_idx: int) -> str:
         return self._layout(layer_idx).where

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .families import FAMILIES, PREFIXES, Family, Stacked
 from .header import TensorInfo
@@ -25,9 +25,13 @@ _NAMINGS = (
 
 _LAYER = re.compile(r"(?:^|(?<=\.))layers\.([0-9]{1,9})\.")
 _EXPERT = re.compile(r"(?:(.+)\.)?experts\.([0-9]{1,9})\.(.+)", re.DOTALL)
+# The same with the projection first, as ModelOpt writes the experts of some models.
+_PROJECTION_FIRST = re.compile(
+    r"(?:(.+)\.)?experts\.((?:gate|up|down)_proj)\.([0-9]{1,9})\.(.+)", re.DOTALL
+)
 _LOOKS_STACKED = re.compile(
     r"(.+\.)?(experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|v1|fc1|fc2|mlp\..+)"
-    r"(\.weight|_blocks)?|(input|output)_linear\.weight)"
+    r"(\.weight|_blocks)?|(input|output)_linear\.weight|moe\.(gate|up|down)_proj\.weight)"
 )
 
 # What may follow "experts.{e}.{projection}.": parts of a matrix, and scales of activations, which
@@ -37,7 +41,17 @@ _PARTS = (
     "scale", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "qweight",
     "qzeros", "scales", "g_idx",
 )  # fmt: skip
-_UNUSED_PARTS = ("input_scale", "input_global_scale")
+_UNUSED_PARTS = ("input_scale", "input_global_scale", "activation_scale")
+
+# A stack that is called "….weight" has its scales in "….weight_scale" and so on, another one's name
+# is followed by one of these.
+_STACK_SUFFIXES = {
+    "_scale_inv": "weight_scale_inv",
+    "_weight_scale": "weight_scale",
+    "_weight_scale_2": "weight_scale_2",
+    "_input_scale": "input_scale",
+    "_activation_scale": "activation_scale",
+}
 
 # The tensors of one matrix by the part of their names: "weight", "bias", "weight_scale", ...
 Parts = dict[str, TensorInfo]
@@ -55,11 +69,13 @@ class PerExpert:
 @dataclass(frozen=True)
 class StackedExperts:
     """where: the names up to the layer number; tensors: field of `Stacked` to tensor. `candidates`
-    are the arrangements that have these names."""
+    are the arrangements that have these names. scales: of quantised stacks, field to the parts
+    beside its weights, the same ones for all."""
 
     where: str
     tensors: dict[str, TensorInfo]
     candidates: tuple[Stacked, ...]
+    scales: dict[str, Parts] = field(default_factory=dict)
 
 
 Layout = PerExpert | StackedExperts
@@ -69,19 +85,24 @@ def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorI
     """Sorts what may belong to experts by layer number, so that a layer is found without a scan."""
     layers: dict[int, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
-        if "expert" in name or "_linear" in name:
+        if "expert" in name or "_linear" in name or ".moe." in name:
             match = _LAYER.search(name)
             if match:
                 layers.setdefault(int(match[1]), {})[name] = info
     return layers
 
 
-def of_experts(info: TensorInfo) -> bool:
-    """Whether a tensor of `layer_tensors` is named like one of experts."""
-    return "experts." in info.name or (
-        info.name.endswith(("input_linear.weight", "output_linear.weight"))
-        and len(info.shape) == 3  # a shared expert's has two dimensions
+def holds_experts(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether one of a layer's tensors (`layer_tensors`) is named like experts."""
+    return any(
+        "experts." in name or _stack_elsewhere(_split(name, info)[1], info)
+        for name, info in tensors.items()
     )
+
+
+def _stack_elsewhere(rest: str, info: TensorInfo) -> bool:
+    """Whether it is a stack of experts that is in no module called so."""
+    return len(info.shape) == 3 and _LOOKS_STACKED.fullmatch(rest) is not None
 
 
 def find_layout(
@@ -97,10 +118,11 @@ def find_layout(
     stacked = _find_stacked(layer_idx, family, split)
     groups: dict[str, list[tuple[str, str, TensorInfo]]] = {}
     for prefix, rest, info in split:
-        match = _EXPERT.fullmatch(rest)
-        if match:
-            where = f"{prefix}layers.{layer_idx}.{match[1] + '.' if match[1] else ''}experts"
-            groups.setdefault(where, []).append((match[2], match[3], info))
+        found = _expert(rest)
+        if found:
+            block, digits, part = found
+            where = f"{prefix}layers.{layer_idx}.{block + '.' if block else ''}experts"
+            groups.setdefault(where, []).append((digits, part, info))
     if family:
         expected = [f"{p}layers.{layer_idx}.{family.block}.experts" for p in PREFIXES]
         elsewhere = {where: groups.pop(where) for where in sorted(set(groups) - set(expected))}
@@ -124,6 +146,15 @@ def find_layout(
     return None
 
 
+def _expert(rest: str) -> tuple[str | None, str, str] | None:
+    """Block, number and "projection.part" of a name after "layers.{L}."; None if it has none."""
+    match = _EXPERT.fullmatch(rest)
+    if match:
+        return match[1], match[2], match[3]
+    match = _PROJECTION_FIRST.fullmatch(rest)
+    return (match[1], match[3], f"{match[2]}.{match[4]}") if match else None
+
+
 def _split(name: str, info: TensorInfo) -> tuple[str, str, TensorInfo]:
     match = _LAYER.search(name)
     return name[: match.start()], name[match.end() :], info
@@ -133,7 +164,8 @@ def _refuse_stacked(
     path: str, split: Iterable[tuple[str, str, TensorInfo]], kind: str | None, has_config: bool
 ) -> None:
     for _, rest, info in split:
-        if _LOOKS_STACKED.fullmatch(rest) and ("experts." in rest or len(info.shape) == 3):
+        in_module = "experts." in rest and _LOOKS_STACKED.fullmatch(rest)
+        if in_module or _stack_elsewhere(rest, info):
             if not has_config:
                 raise ValueError(
                     f"{info}: stacked experts need the config.json of the model beside {path}: only"
@@ -162,20 +194,48 @@ def _find_stacked(
                 continue
             where = f"{prefix}layers.{layer_idx}."
             some = next(iter(present.values()))
-            for field in wanted.keys() - present.keys():
+            for name in [name for f, name in names if f not in present]:
                 raise ValueError(
-                    f"{some.file}: tensor {where + wanted[field]!r} is missing; found {some.name!r}"
+                    f"{some.file}: tensor {where + name!r} is missing; found {some.name!r}"
                 )
-            used = set(wanted.values())
-            stems = tuple(
-                wanted[f].removesuffix(".weight").removesuffix("_blocks")
-                for f in ("gate_up", "down")
-            )
-            for (other, rest), info in by_place.items():
-                if other == prefix and rest not in used and rest.startswith(stems):
-                    raise ValueError(f"{info}: not expected beside {some.name!r}")
-            found.append(StackedExperts(where, present, tuple(candidates)))
+            scales = _stack_scales(by_place, prefix, where, wanted)
+            found.append(StackedExperts(where, present, tuple(candidates), scales))
     return found
+
+
+def _stack_scales(
+    by_place: dict[tuple[str, str], TensorInfo], prefix: str, where: str, wanted: dict[str, str]
+) -> dict[str, Parts]:
+    """What is beside the weights of a stack, by field. ValueError for something that belongs to no
+    known format, and for scales that only a part of the weights has."""
+    weights = {f: n for f, n in wanted.items() if f in ("gate_up", "gate", "up", "down")}
+    some = by_place[prefix, next(iter(weights.values()))]
+    known: dict[str, tuple[str, str]] = {}
+    for matrix, name in weights.items():
+        stem = name.removesuffix(".weight")
+        if stem != name:
+            parts = {f"{stem}.{part}": part for part in _PARTS + _UNUSED_PARTS if "scale" in part}
+        else:
+            parts = {f"{stem}{suffix}": part for suffix, part in _STACK_SUFFIXES.items()}
+        known |= {n: (matrix, part) for n, part in parts.items()}
+    scales: dict[str, Parts] = {f: {} for f in weights}
+    names = {}
+    stems = tuple(n.removesuffix(".weight").removesuffix("_blocks") for n in weights.values())
+    for (other, rest), info in by_place.items():
+        if other != prefix or rest in wanted.values() or not rest.startswith(stems):
+            continue
+        if rest not in known or "gate_up_scales" in wanted:
+            raise ValueError(f"{info}: not expected beside {some.name!r}")
+        matrix, part = known[rest]
+        if part not in _UNUSED_PARTS:
+            scales[matrix][part] = info
+            names[part] = rest.removeprefix(weights[matrix].removesuffix(".weight"))
+    for part, suffix in names.items():
+        for matrix, name in weights.items():
+            if part not in scales[matrix]:
+                missing = where + name.removesuffix(".weight") + suffix
+                raise ValueError(f"{some.file}: tensor {missing!r} is missing; found {some.name!r}")
+    return scales if names else {}
 
 
 def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]]) -> PerExpert:

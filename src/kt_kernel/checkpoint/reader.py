@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..experts import ExpertTensors, Matrix
 from ..methods import FP8_BLOCK, FP8_ROW, MXFP4, LayerForm, Method, WeightForm, get_method
 from . import bf16, gpt_oss
+from .arrangement import infer_arrangement
 from .formats import identify, is_dense
 from .fp8 import dequantise
 from .header import TensorInfo
@@ -16,6 +17,7 @@ from .matrix import MatrixFormat
 from .mx import MxFp4
 from .parts import FLOATS, Read, check_tensor
 from .quantization import Quantization
+from .stacks import part_reader, single_experts
 
 _CONVERTED = (FP8_BLOCK, FP8_ROW)  # read by methods that quantise by themselves, too
 
@@ -43,7 +45,7 @@ def infer_sizes(layout: Layout, quantization: Quantization) -> tuple[int, int, i
     if isinstance(layout, StackedExperts):
         if _has_blocks(layout):
             return gpt_oss.size_of_blocks(layout)
-        return bf16.infer_sizes(layout)
+        return infer_arrangement(layout)[1]
     parts = layout.experts[0]["down"]
     if is_dense(parts):
         return bf16.infer_sizes(layout)
@@ -69,6 +71,9 @@ def open_layer(
     try:
         if isinstance(layout, StackedExperts) and _has_blocks(layout):
             return _open_blocks(layout, sizes, read, quantization, chosen)
+        if isinstance(layout, StackedExperts) and layout.scales:
+            single = single_experts(layout, sizes)
+            return _open_quantised(single, sizes, part_reader(read), quantization, chosen)
         if isinstance(layout, StackedExperts) or is_dense(layout.experts[0]["gate"]):
             fields, read_dense = bf16.open_dense(layout, *sizes, read)
             _check_dense(layout, chosen)
@@ -163,7 +168,7 @@ def _check_dense(layout: Layout, method: Method | None) -> None:
     if isinstance(layout, PerExpert):
         info = layout.experts[0]["gate"]["weight"]
     else:
-        info = layout.tensors["gate_up"]
+        info = next(iter(layout.tensors.values()))
     raise ValueError(
         f"{info}: experts are not quantised ({info.dtype}), but method {method.name} takes"
         " quantised weights over; use a checkpoint in that format, or a method that quantises"
