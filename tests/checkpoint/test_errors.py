@@ -350,6 +350,17 @@ def test_two_models_below_one_folder(tmp_path):
     fails(tmp_path, "more than one model")
 
 
+def test_shards_of_two_models(tmp_path):
+    """Without an index, which would say which of them count."""
+    tensors = per_expert() | per_expert("model.layers.1.mlp.experts")
+    for number, name in enumerate(("model-00001-of-00002", "model-00002-of-00003")):
+        part = {n: t for n, t in tensors.items() if f"layers.{number}." in n}
+        save(tmp_path, part, f"{name}.safetensors")
+    fails(tmp_path, "model-00002-of-00003", "one of 3", "model-00001-of-00002", "one of 2")
+    write_index(tmp_path, {n: "model-00001-of-00002.safetensors" for n in per_expert()})
+    read_experts(tmp_path, 0, *SIZES)
+
+
 # --- files
 
 

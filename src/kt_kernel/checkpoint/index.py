@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ from .header import TensorInfo, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MAIN_INDEX = "model" + INDEX_SUFFIX
+
+_SHARD = re.compile(r"(.*)-[0-9]{1,9}-of-([0-9]{1,9})\.safetensors", re.DOTALL)
 
 Stamp = tuple[int, int, int, int]
 
@@ -55,7 +58,7 @@ def read_index(path: str) -> Index:
 
     Raises FileNotFoundError if there is nothing to read, PermissionError (naming the file) if it
     may not be read, ValueError naming file and tensor for anything wrong in a header, a tensor in
-    two files, or an index that disagrees with its files.
+    two files, shards of two models without an index, or an index that disagrees with its files.
     """
     path = os.path.abspath(path)
     index = Index(path)
@@ -97,12 +100,29 @@ def walk(root: str) -> Iterator[tuple[str, str | None, list[str]]]:
 
     for folder, folders, files in os.walk(root, onerror=fail):
         chosen = _choose_index(folder, files)
+        if not chosen:
+            _check_shards(folder, files)
         folders[:] = sorted(name for name in folders if not chosen and not name.startswith("."))
         yield (
             folder,
             chosen and os.path.join(folder, chosen),
             [os.path.join(folder, name) for name in sorted(files)],
         )
+
+
+def _check_shards(folder: str, files: list[str]) -> None:
+    """ValueError for shards of two models in a folder that has no index to choose among them."""
+    first: dict[str, tuple[str, str]] = {}
+    for name in sorted(files):
+        match = _SHARD.fullmatch(name)
+        if match:
+            stem, count = match.groups()
+            other, expected = first.setdefault(stem, (name, count))
+            if count != expected:
+                raise ValueError(
+                    f"{os.path.join(folder, name)}: one of {int(count)} shards, but {other} is one"
+                    f" of {int(expected)}: two models in one folder, without an index"
+                )
 
 
 def _choose_index(folder: str, files: list[str]) -> str | None:
