@@ -24,6 +24,7 @@ from kt_kernel.testing.quantised import E2M1, UE8M0
 
 H, I = 96, 64  # noqa: E741  H is neither I nor 2I: a wrong orientation shows
 
+UNUSED = ("input_scale", "input_global_scale", "activation_scale")
 Values = dict[str, list[torch.Tensor]]
 
 
@@ -47,8 +48,9 @@ def _per_expert(
 ) -> Sample:
     def values(tensors: Tensors, config: dict[str, Any]) -> Values:
         more = (config,) if with_config else ()
+        used = {n: t for n, t in tensors.items() if not n.endswith(UNUSED)}
         return {
-            matrix: [reference(parts_of(tensors, e, matrix), *more).double() for e in range(E)]
+            matrix: [reference(parts_of(used, e, matrix), *more).double() for e in range(E)]
             for matrix in PROJECTIONS
         }
 
@@ -80,15 +82,20 @@ def _stack(case: str) -> Sample:
         for name, both in zip(names, (2, 1), strict=True):
             stem = start + name
             parts = {n: t for n, t in tensors.items() if n.startswith(stem)}
-            parts = {n: t for n, t in parts.items()
-                     if not n.endswith(("input_scale", "activation_scale"))}  # fmt: skip
             parts = {n: t.transpose(1, 2) if transposed and t.dim() == 3 else t
-                     for n, t in parts.items()}  # fmt: skip
+                     for n, t in parts.items() if not n.endswith(UNUSED)}  # fmt: skip
             weight = parts.pop(stem if stem in parts else f"{stem}.weight")
             found += _scaled(weight, *parts.values()).chunk(both, 1)
         return {m: list(v) for m, v in zip(("gate", "up", "down"), found, strict=True)}
 
     return Sample(test_stacks.make_stacks(case, H, I)[0], method, values, None, model_type)
+
+
+def _fp8(parts: Tensors) -> torch.Tensor:
+    scale = parts["weight_scale_inv"]
+    if scale.numel() == 1:  # of all of the matrix, whatever its shape; here it is of one block
+        return parts["weight"].double() * scale.double().reshape(())
+    return test_fp8.block_reference(parts)
 
 
 def _gptq(parts: Tensors, config: dict[str, Any]) -> torch.Tensor:
@@ -190,11 +197,11 @@ def samples() -> dict[str, Sample]:
         "dense gpt-oss": _dense_gpt_oss(),
         "gpt-oss": _gpt_oss(),
         "FP8": _per_expert(
-            test_fp8.block("weight_scale_inv"), "FP8", test_fp8.DEEPSEEK, test_fp8.block_reference
+            test_fp8.block("weight_scale_inv"), "FP8", test_fp8.DEEPSEEK, _fp8,
         ),
         "FP8 rows": _per_expert(
             test_fp8.per_row((1,)), "FP8_PERCHANNEL", {"quant_method": "compressed-tensors"},
-            lambda parts: parts["weight"].double() * parts["weight_scale"].double(),
+            lambda parts: parts["weight"].double() * parts["weight_scale"].double().reshape(-1, 1),
         ),
         "RAWINT4": _per_expert(test_int4.make_with(), "RAWINT4", int4(), test_int4.reference),
         "RAWINT4 with all": _per_expert(

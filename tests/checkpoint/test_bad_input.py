@@ -7,13 +7,12 @@ import pytest
 import torch
 from quantised_files import E, fails, save
 from safetensors.torch import save_file
-from samples import H, I, samples
+from samples import UNUSED, H, I, samples
 
 from kt_kernel.checkpoint import read_experts
 from kt_kernel.testing import values_of
 
 SAMPLES = samples()
-UNUSED = ("input_scale", "input_global_scale", "activation_scale")
 
 
 def write(folder, sample, tensors=None):
