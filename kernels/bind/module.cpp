@@ -148,6 +148,18 @@ auto run_product(const std::string& table, bool gemm, const kt::MatrixLayout& la
   return nb::ndarray<nb::numpy, float>(out, {rows, columns}, owner);
 }
 
+auto all_kernels() {
+  constexpr const char* kOperands[] = {"float32", "bf16", "int8 rows", "int16 groups"};  // ActKind
+  std::vector<std::tuple<std::string, int, std::string, std::string>> found;
+  for (const auto* table = kt::kKernelTables; *table; ++table)
+    for (int format = 0; format < kt::kFormatCount; ++format) {
+      const auto& kernels = (*table)->format[format];
+      found.emplace_back((*table)->name, format, kOperands[int(kernels.gemv.act)],
+                         kOperands[int(kernels.gemm.act)]);
+    }
+  return found;
+}
+
 auto product(const std::string& table, bool gemm, int format, int group_size, Floats w, Floats x) {
   if (w.shape(1) != x.shape(1)) throw std::invalid_argument("w and x need the same columns");
   const kt::MatrixLayout layout{kt::WeightFormat(format), int64_t(w.shape(0)), int64_t(w.shape(1)),
@@ -220,6 +232,10 @@ NB_MODULE(KT_MODULE_NAME, m) {
   m.def("cpu_features", feature_flags, "Instruction sets this CPU and system can run.");
   m.def("cpu_brand", kt::sys::cpu_brand);
   m.def("kernel_tables", usable_tables, "Kernel tables that run here, best first.");
+  m.def(
+      "kernels", all_kernels,
+      "(table, weight format, A operand of its GEMV, of its GEMM) of every kernel of this module, "
+      "whether it runs here or not; tables best first.");
   m.def(
       "topology",
       [] {

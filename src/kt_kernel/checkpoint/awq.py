@@ -19,6 +19,9 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 class Awq(MatrixFormat):
     title = "AWQ"
+    tensors = (
+        "`qweight` int32 [K, N/8]; `qzeros` int32 [K/g, N/8]; `scales` float [K/g, N]; version gemm"
+    )
     method = "AWQ_INT4"
     quant_methods = ("awq",)
 

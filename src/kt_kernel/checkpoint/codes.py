@@ -27,6 +27,7 @@ class FixedForm(MatrixFormat):
     """Weights of one form, whatever the layer. format: of the compiled core."""
 
     format: ClassVar[int]
+    stacked = True
 
     @classmethod
     def layer_form(

@@ -17,6 +17,9 @@ from .matrix import Shapes
 from .parts import FLOATS, UE8M0, Read, check_tensor, float_scales, ue8m0_scales
 from .quantization import Quantization
 
+#: What methods that quantise by themselves read, too.
+CONVERTED = (FP8_BLOCK, FP8_ROW)
+
 _BLOCK = 128
 _SINGLE = ((), (1,), (1, 1))
 
@@ -25,6 +28,10 @@ class Fp8Block(E4m3Codes):
     """weight e4m3 [N, K]; scales [ceil(N/128), ceil(K/128)], or one for all of the matrix."""
 
     title = "FP8 with scales per 128x128 block"
+    tensors = (
+        "`weight` e4m3 [N, K]; `weight_scale_inv`, `weight_scale` or `scale`, float or ue8m0,"
+        " [N/128, K/128] rounded up, or one number"
+    )
     method = "FP8"
     quant_methods = ("fp8", "compressed-tensors", "modelopt", "fbgemm_fp8")
     format = FP8_BLOCK
@@ -60,6 +67,9 @@ class Fp8Row(E4m3Codes):
     """weight e4m3 [N, K]; scales [N] or [N, 1]."""
 
     title = "FP8 with scales per row"
+    tensors = (
+        "`weight` e4m3 [N, K]; `weight_scale`, `weight_scale_inv` or `scale`, float, [N] or [N, 1]"
+    )
     method = "FP8_PERCHANNEL"
     quant_methods = Fp8Block.quant_methods
     format = FP8_ROW

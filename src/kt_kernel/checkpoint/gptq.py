@@ -22,6 +22,10 @@ _SYMMETRIC_ZERO = 8
 
 class Gptq(MatrixFormat):
     title = "GPTQ"
+    tensors = (
+        "`qweight` int32 [K/8, N]; `qzeros` int32 [K/g, N/8]; `scales` float [K/g, N]; may "
+        "have `g_idx` [K], in any order; formats gptq and gptq_v2"
+    )
     method = "GPTQ_INT4"
     quant_methods = ("gptq",)
 

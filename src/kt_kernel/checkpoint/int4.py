@@ -24,6 +24,11 @@ _NO_GROUP = -1  # in all of weight_g_idx: it was never set
 
 class PackedInt4(MatrixFormat):
     title = "4-bit integers of compressed-tensors"
+    tensors = (
+        "`weight_packed` int32 [N, K/8] or uint8 [N, K/2]; `weight_scale` float [N, K/g] or "
+        "[N, 1]; may have `weight_zero_point` int32 [N/8, K/g], `weight_g_idx` [K], "
+        "`weight_shape`"
+    )
     method = "RAWINT4"
     quant_methods = ("compressed-tensors",)
 

@@ -21,13 +21,16 @@ Shapes = dict[str, tuple[int, int]]
 class MatrixFormat(ABC):
     """One way in which checkpoints store quantised matrices, one by one, opened for a layer.
 
-    title: for messages. method: the one that takes these weights over. quant_methods: what
-    quantization_config may call it.
+    title: for messages. tensors: their names, dtypes and shapes, for the table of formats. method:
+    the one that takes these weights over. quant_methods: what quantization_config may call it.
+    stacked: whether stacks of it are read, too (stacks.py).
     """
 
     title: ClassVar[str]
+    tensors: ClassVar[str]
     method: ClassVar[str]
     quant_methods: ClassVar[tuple[str, ...]]
+    stacked: ClassVar[bool] = False
 
     def __init__(self, form: WeightForm) -> None:
         self.form = form

@@ -22,6 +22,9 @@ class MxFp8(E4m3Codes):
     """weight e4m3 [N, K]; weight_scale_inv or weight_scale [N, K/32]."""
 
     title = "MXFP8"
+    tensors = (
+        "`weight` e4m3 [N, K]; `weight_scale_inv`, `weight_scale` or `scale`, ue8m0, [N, K/32]"
+    )
     method = "MXFP8"
     quant_methods = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "modelopt_mxfp8")
     format = MXFP8
@@ -38,6 +41,10 @@ class MxFp4(E2m1Codes):
     """weight or weight_packed [N, K/2] bytes; scale or weight_scale [N, K/32]."""
 
     title = "MXFP4"
+    tensors = (
+        "`weight` or `weight_packed` e2m1, two in a byte, [N, K/2]; `weight_scale`, "
+        "`weight_scale_inv` or `scale`, ue8m0, [N, K/32]"
+    )
     method = "MXFP4"
     quant_methods = ("mxfp4", "fp8", "compressed-tensors", "quark")
     format = MXFP4

@@ -20,6 +20,10 @@ class NvFp4(E2m1Codes):
     """weight or weight_packed [N, K/2] bytes; weight_scale e4m3 [N, K/16]; a float32."""
 
     title = "NVFP4"
+    tensors = (
+        "`weight` or `weight_packed` e2m1, two in a byte, [N, K/2]; `weight_scale` e4m3 [N, "
+        "K/16]; `weight_scale_2`, which multiplies, or `weight_global_scale`, which divides"
+    )
     method = "NVFP4"
     quant_methods = ("modelopt", "modelopt_fp4", "nvfp4", "compressed-tensors")
     format = NVFP4

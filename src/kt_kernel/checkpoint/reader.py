@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..experts import ExpertTensors, Matrix
-from ..methods import FP8_BLOCK, FP8_ROW, MXFP4, LayerForm, Method, WeightForm, get_method
+from ..methods import MXFP4, LayerForm, Method, WeightForm, get_method
 from . import bf16, gpt_oss
 from .arrangement import infer_arrangement
 from .formats import identify, is_dense
-from .fp8 import dequantise
+from .fp8 import CONVERTED, dequantise
 from .header import TensorInfo
 from .layout import BIASES, MATRICES, Layout, PerExpert, StackedExperts
 from .matrix import MatrixFormat
@@ -18,8 +18,6 @@ from .mx import MxFp4
 from .parts import FLOATS, Read, check_tensor
 from .quantization import Quantization
 from .stacks import part_reader, single_experts
-
-_CONVERTED = (FP8_BLOCK, FP8_ROW)  # read by methods that quantise by themselves, too
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ def _check_method(
 ) -> None:
     if method is None or method.name == kind.method:
         return
-    if not method.quantised and form.format in _CONVERTED:
+    if not method.quantised and form.format in CONVERTED:
         return
     raise ValueError(
         f"{info}: experts are of {kind.title}, for method {kind.method};"

@@ -1,0 +1,143 @@
+"""The page of formats, families and kernels, from what the code itself goes by.
+
+python -m kt_kernel.checkpoint.table > docs/formats.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .. import _C
+from ..methods import FORMAT_NAMES, GGML_BLOCKS, INFERENCE_METHODS, get_method
+from .families import FAMILIES, PREFIXES, Family, Stacked
+from .formats import FORMATS
+from .fp8 import CONVERTED
+from .gguf_architectures import ARCHITECTURES
+from .gguf_blocks import DENSE as GGUF_DENSE
+from .gguf_blocks import FORMS as GGUF_FORMS
+from .mx import MxFp4
+
+_METHODS = [get_method(name) for name in INFERENCE_METHODS]
+_QUANTISING = [m.name for m in _METHODS if not m.quantised and not m.mixed]
+_DENSE_FORMATS = tuple(dict.fromkeys(get_method(name).format for name in _QUANTISING))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A source format: its name, its tensors, whether it may be stacked, the methods that read it
+    and the weight formats of the core that it is kept in."""
+
+    source: str
+    tensors: str
+    stacked: bool
+    methods: tuple[str, ...]
+    formats: tuple[int, ...]
+
+    def cells(self) -> Iterator[str]:
+        yield self.source
+        yield self.tensors
+        yield "yes" if self.stacked else "no"
+        yield ", ".join(f"`{method}`" for method in self.methods)
+        yield ", ".join(FORMAT_NAMES[format] for format in self.formats)
+
+
+def rows() -> Iterator[Row]:
+    """Of all formats that are read."""
+    tensors = "`weight` [N, K]; may have `bias` [N]"
+    yield Row("BF16, FP16, FP32", tensors, True, tuple(_QUANTISING), _DENSE_FORMATS)
+    for kind in FORMATS:
+        kept = get_method(kind.method).formats
+        convert = _QUANTISING if set(kept) <= set(CONVERTED) else ()
+        yield Row(kind.title, kind.tensors, kind.stacked, (kind.method, *convert), kept)
+    blocks = "`…_blocks` e2m1 [E, N, K/32, 16]; `…_scales` ue8m0 [E, N, K/32]; `…_bias` [E, N]"
+    method = MxFp4.method
+    yield Row(f"{MxFp4.title} of gpt-oss", blocks, True, (method,), get_method(method).formats)
+    yield from _gguf_rows()
+
+
+def _gguf_rows() -> Iterator[Row]:
+    """One for the types that are kept as they are, one for each of the others."""
+    tensors = "`blk.{L}.ffn_{gate,up,down}_exps.weight` [E, N, K] and other names of llama.cpp's"
+    mixed = tuple(method.name for method in _METHODS if method.mixed)
+    dense = ", ".join(GGUF_DENSE)
+    yield Row(f"GGUF {dense}", tensors, True, (*mixed, *_QUANTISING), _DENSE_FORMATS)
+    own = {name: f.format for name, f in GGUF_FORMS.items() if FORMAT_NAMES[f.format] == name}
+    own = {name: format for name, format in own.items() if format in GGML_BLOCKS}
+    for name, form in GGUF_FORMS.items():
+        if name not in GGUF_DENSE and name not in own:
+            yield Row(f"GGUF {name}", tensors, True, mixed, (form.format,))
+    yield Row(f"GGUF {', '.join(own)}", tensors, True, mixed, tuple(own.values()))
+
+
+def page() -> str:
+    """The whole of it, as Markdown."""
+    sections = (
+        "# Formats, families and kernels",
+        "Made by `python -m kt_kernel.checkpoint.table` from the tables that the readers and the"
+        " core go by.",
+        "## Formats",
+        "N rows and K columns of a matrix, E experts, groups of g columns. Any format may occur in"
+        " any family: a layer's tensors tell which it is. Those with *stacks* are also read where"
+        " all experts are in one tensor, with an E before the other dimensions.",
+        _table(("source", "tensors", "stacks", "methods", "kept as"), (r.cells() for r in rows())),
+        "## Kernels",
+        "What activations are for the products with each kept format, on each instruction set:"
+        " for a few rows (decode) and, after the stroke, for many (prefill). int16 groups are"
+        " bf16 values in fixed point with a scale per 32.",
+        _kernels(),
+        "## Families",
+        "By `model_type` of config.json, or of its text_config. Names follow `layers.{L}.`, before"
+        f" which may be {', '.join(f'`{p}`' for p in PREFIXES if p)} or nothing. The projections of"
+        " single experts are `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3` and `w2`; their"
+        " names are understood without a known type, too. H is the hidden size, I the experts' own.",
+        _families(),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def _table(head: tuple[str, ...], body: Iterable[Iterable[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _kernels() -> str:
+    found = {(table, format): f"{gemv} / {gemm}" for table, format, gemv, gemm in _C.kernels()}
+    tables = list(dict.fromkeys(table for table, _ in found))[::-1]
+    body = (
+        [name, *(found[table, format] for table in tables)]
+        for format, name in enumerate(FORMAT_NAMES)
+    )
+    return _table(("kept as", *tables), body)
+
+
+def _families() -> str:
+    members: dict[Family, list[str]] = {}
+    for model_type, family in FAMILIES.items():
+        members.setdefault(family, []).append(model_type)
+    body = (
+        (
+            ", ".join(f"`{t}`" for t in types),
+            ", ".join(f"`{a}`" for a, t in ARCHITECTURES.items() if t in types),
+            f"`{family.block}.experts.{{e}}`",
+            "; ".join(_stack(stacked) for stacked in family.stacked),
+        )
+        for family, types in members.items()
+    )
+    return _table(("model_type", "GGUF architecture", "single experts", "stacks"), body)
+
+
+def _stack(s: Stacked) -> str:
+    def shape(rows: str, columns: str) -> str:
+        return f"[E, {columns}, {rows}]" if s.columns else f"[E, {rows}, {columns}]"
+
+    first = [f"`{s.gate_up}` {shape('2I', 'H')}"] if s.gate_up else [
+        f"`{name}` {shape('I', 'H')}" for name in (s.gate, s.up)]  # fmt: skip
+    text = ", ".join([*first, f"`{s.down}` {shape('H', 'I')}"])
+    if s.gate_up_scales:
+        text = f"`{s.gate_up}`, `{s.down}` with scales as above"
+    return text + (", gate and up alternating" if s.interleaved else "")
+
+
+if __name__ == "__main__":
+    print(page(), end="")
