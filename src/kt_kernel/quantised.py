@@ -96,6 +96,9 @@ def check_matrix(
         names = " or ".join(FORMAT_NAMES[format] for format in formats)
         given = dict(enumerate(FORMAT_NAMES)).get(matrix.format, f"format {matrix.format!r}")
         raise ValueError(f"{place} is {given}; accepted: {names}")
+    if matrix.order is not None:
+        raise ValueError(f"{place} has columns in another order (act-order), which is not supported"
+                         " by the kernels yet")  # fmt: skip
     form = matrix.format
     if form in GGML_BLOCKS:
         return _check_blocks(place, matrix, rows, columns)

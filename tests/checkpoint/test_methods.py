@@ -150,3 +150,10 @@ def test_loader(checkpoints, stored):
             assert torch.equal(found[f"{matrix}_scale"][e].float(), quantised.scale.float())
     with pytest.raises(ValueError, match="quantised"):
         BF16SafeTensorLoader(checkpoints[stored]).load_experts("model.layers.0")
+
+
+def test_loader_has_no_place_for_an_order(tmp_path):
+    make = test_gptq.make_with(order=test_gptq.shuffled)
+    path = save(tmp_path, make_experts(make), test_gptq.config(sym=False))
+    with pytest.raises(ValueError, match="gate are in an order .*kt_kernel.checkpoint"):
+        SafeTensorLoader(path).load_experts("model.layers.0")

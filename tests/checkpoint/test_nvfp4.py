@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantised_files import E, H, I, check_bad_parts, check_values, make_experts, save
+from quantised_files import E, H, I, check_bad_parts, check_values, fails, make_experts, save
 
 from kt_kernel.checkpoint import read_experts
 
@@ -53,6 +53,21 @@ def test_compressed_tensors(tmp_path):
             parts["weight_packed"], parts["weight_scale"], 1 / float(parts["weight_global_scale"])
         ),
     )  # fmt: skip
+
+
+def test_projection_before_the_number(tmp_path):
+    """As ModelOpt names the experts of models whose own are in stacks."""
+    tensors = make_experts(MODELOPT)
+    swapped = {}
+    for name, tensor in tensors.items():
+        before, number, projection, part = name.rsplit(".", 3)
+        swapped[f"{before}.{projection}.{number}.{part}"] = tensor
+    check_values(save(tmp_path / "a", swapped, model_type="qwen3_vl_moe"), tensors, "NVFP4",
+                 modelopt_values)  # fmt: skip
+    name = next(n for n in swapped if ".up_proj.1.weight" in n)
+    del swapped[name]
+    path = save(tmp_path / "b", swapped, model_type="qwen3_vl_moe")
+    fails(path, "NVFP4", "experts.1.up_proj", "missing")
 
 
 def test_sizes_that_are_multiples_of_16(tmp_path):

@@ -90,7 +90,7 @@ def page() -> str:
         "By `model_type` of config.json, or of its text_config. Names follow `layers.{L}.`, before"
         f" which may be {', '.join(f'`{p}`' for p in PREFIXES if p)} or nothing. The projections of"
         " single experts are `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3` and `w2`; their"
-        " names are understood without a known type, too. H is the hidden size, I the experts' own.",
+        " names are understood without a known type, too. H is the hidden size, I the experts'.",
         _families(),
     )
     return "\n\n".join(sections) + "\n"

@@ -79,6 +79,9 @@ class SafeTensorLoader:
             quantised = isinstance(matrices[0], QuantisedMatrix)
             if quantised:
                 self._need_quantised(base_key)
+            if quantised and any(matrix.order is not None for matrix in matrices):
+                raise ValueError(f"base_key {base_key!r}: the columns of {name} are in an order of"
+                                 " their own (act-order); use kt_kernel.checkpoint")  # fmt: skip
             codes = [matrix.codes for matrix in matrices] if quantised else matrices
             scales = [matrix.scale for matrix in matrices] if quantised else None
             result[name] = [tensor.to(device) for tensor in codes]
