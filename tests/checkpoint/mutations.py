@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantised_files import Tensors
 from samples import Sample
 
 Change = tuple[int, int, int]
@@ -187,9 +186,8 @@ CHANGES = (
 )  # fmt: skip
 
 
-def write(folder: Path, sample: Sample, changes: list[Change]) -> tuple[Tensors, dict[str, Any]]:
-    """Writes the changed checkpoint to `folder`. The tensors that it would have if nothing but its
-    names, types, shapes and values were changed, and its quantization_config."""
+def write(folder: Path, sample: Sample, changes: list[Change]) -> dict[str, Any]:
+    """Writes the changed checkpoint to `folder`; its quantization_config."""
     state = _start(sample)
     for kind, a, b in changes:
         if state.tensors:
@@ -209,10 +207,7 @@ def write(folder: Path, sample: Sample, changes: list[Change]) -> tuple[Tensors,
     _replace(folder / "model.safetensors", whole)
     _replace(folder / "config.json", json.dumps(state.config).encode("utf-8", "surrogatepass"))
     settings = state.config["quantization_config"]
-    return (
-        {name: _tensor(*found) for name, found in state.tensors.items()},
-        settings if isinstance(settings, dict) else {},
-    )
+    return settings if isinstance(settings, dict) else {}
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -220,9 +215,3 @@ def _replace(path: Path, data: bytes) -> None:
     new = path.with_suffix(".new")
     new.write_bytes(data)
     os.replace(new, path)
-
-
-def _tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor:
-    if not data:
-        return torch.empty(shape, dtype=DTYPES[dtype])
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(DTYPES[dtype]).reshape(shape)
