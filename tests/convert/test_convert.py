@@ -48,9 +48,10 @@ def int8(source, tmp_path_factory):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_tiles_are_those_of_the_packing_functions(source, tmp_path, method):
+@pytest.mark.parametrize("search", [True, False])
+def test_tiles_are_those_of_the_packing_functions(source, tmp_path, method, search):
     """Compared with the reference packing of single matrices, which no layer takes part in."""
-    out = open_checkpoint(run_convert(source, tmp_path / "out", method))
+    out = open_checkpoint(run_convert(source, tmp_path / "out", method, scale_search=search))
     form = get_method(method).form
     for layer in LAYERS:
         weights = load_file(source / f"model-{layer}.safetensors")
@@ -59,7 +60,7 @@ def test_tiles_are_those_of_the_packing_functions(source, tmp_path, method):
             for expert in range(E):
                 stem = f"model.layers.{layer}.mlp.experts.{expert}.{PROJECTIONS[name]}"
                 address = (weights[f"{stem}.weight"].data_ptr(), 0, 0, 1.0)
-                wanted = native().pack(*form.core, *shape, address, 0)
+                wanted = native().pack(*form.core, *shape, address, 0, search)
                 packed = getattr(found, name)[expert]
                 assert packed.shape == shape and packed.form == form
                 assert np.array_equal(packed.tiles, wanted)
@@ -69,7 +70,7 @@ def test_tiles_are_those_of_the_packing_functions(source, tmp_path, method):
 @pytest.mark.parametrize("biases", [False, True])
 def test_forward_is_that_of_the_checkpoint(tmp_path, method, biases):
     checkpoint = save_checkpoint(tmp_path / "source", biases=biases)
-    out = run_convert(checkpoint, tmp_path / "out", method)
+    out = run_convert(checkpoint, tmp_path / "out", method, scale_search=False)
     for layer in LAYERS:
         same_forward(loaded(layer, method, out), loaded(layer, method, checkpoint))
     mapping, options = [2, 0, 2], {"num_gpu_experts": 1}
@@ -241,6 +242,7 @@ def test_resume_keeps_what_is_good_and_makes_the_rest(source, int8, tmp_path):
     [
         ({"method": "AMXINT4"}, "method 'AMXINT4', not 'AMXINT8'"),
         ({"method": "MOE_INT8"}, "method 'MOE_INT8', not 'AMXINT8'"),
+        ({"method": "INT4_G32"}, "method 'INT4_G32', .*scale_search True, not False"),
         ({"seed": 1}, "source "),
         ({"layers": (1, 2, 3)}, r"source .*layers \(1, 2, 3\), not \(1, 2\)"),
     ],

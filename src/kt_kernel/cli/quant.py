@@ -48,6 +48,12 @@ def quant(
         str | None,
         typer.Option(help="folder of weights that kt-kernel converted: packed anew, as they are"),
     ] = None,
+    scale_search: Annotated[
+        bool,
+        typer.Option(
+            help="int4_g32, int4_g128: search each group's scale of least error; takes longer"
+        ),
+    ] = True,
     threads: Annotated[
         int | None, typer.Option(min=1, help="threads that pack; not given: all cores")
     ] = None,
@@ -74,6 +80,7 @@ def quant(
         threads=threads,
         resume=resume,
         as_it_is=from_kt is not None,
+        scale_search=scale_search,
     )
     started = time.monotonic()
     plan = make_plan(request)

@@ -26,7 +26,8 @@ class Request:
 
     method: None takes the one whose weights the input holds already. input_type: what the input
     must hold, bf16, fp16 or fp8; None: whatever is there. threads: None for all cores. as_it_is:
-    refuse an input that would have to be quantised here.
+    refuse an input that would have to be quantised here. scale_search: whether group scales of INT4
+    are those of the least error, rather than absmax / 7.
     """
 
     input_path: str
@@ -36,6 +37,7 @@ class Request:
     threads: int | None = None
     resume: bool = False
     as_it_is: bool = False
+    scale_search: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,13 @@ def make_plan(request: Request) -> Plan:
                 f"{layers[0]} has {hidden}; expected one model"
             )
     manifest = Manifest(
-        method, checkpoint.model_type, hidden, generator(), fingerprint(checkpoint), tuple(layers)
+        method=method,
+        model_type=checkpoint.model_type,
+        hidden_size=hidden,
+        generator=generator(),
+        scale_search=request.scale_search and get_method(method).group_size > 0,
+        source=fingerprint(checkpoint),
+        expected=tuple(layers),
     )
     found = manifest_if_any(output)
     if found is not None:

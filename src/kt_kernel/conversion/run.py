@@ -175,4 +175,5 @@ def _settings(plan: Plan, spec: LayerSpec) -> LayerSettings:
         swiglu_alpha=None,
         **SFT_DEFAULTS,
     )
-    return replace(settings, kind=KINDS["vector"])  # a kind that is given needs no measurement
+    # A kind of kernel that is given needs no measurement.
+    return replace(settings, kind=KINDS["vector"], scale_search=plan.manifest.scale_search)

@@ -83,6 +83,7 @@ class LayerSpec:
         """All that precedes the data. `model`: what the manifest says of all layers."""
         about = model | {
             "layer": self.layer,
+            "moe_intermediate_size": self.moe_intermediate_size,  # the tiles' number rounds it up
             "forms": form_entries(self.form),
         }
         text = json.dumps(

@@ -45,14 +45,15 @@ class LayerEntry:
 @dataclass(frozen=True)
 class Manifest:
     """method: the name as users give it. model_type: of the source's config.json. generator: the
-    program that quantised. source: fingerprint of the checkpoint; None where the weights came as
-    tensors. expected: the layers that there will be; None where that is not known. layers: those
-    that are there, by number."""
+    program that quantised. scale_search: see `LayerSettings`. source: fingerprint of the
+    checkpoint; None where the weights came as tensors. expected: the layers that there will be;
+    None where that is not known. layers: those that are there, by number."""
 
     method: str
     model_type: str | None
     hidden_size: int
     generator: str
+    scale_search: bool = False
     source: str | None = None
     expected: tuple[int, ...] | None = None
     layers: dict[int, LayerEntry] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Manifest:
             "model_type": self.model_type,
             "hidden_size": self.hidden_size,
             "generator": self.generator,
+            "scale_search": self.scale_search,
             "source": self.source,
         }
 
@@ -196,6 +198,7 @@ def _manifest(path: str, content: dict[str, Any]) -> Manifest:
         model_type=content["model_type"],
         hidden_size=content["hidden_size"],
         generator=content["generator"],
+        scale_search=content["scale_search"],
         source=content["source"],
         expected=None if expected is None else tuple(expected),
         layers=dict(sorted(entries.items())),
@@ -276,5 +279,6 @@ _MODEL_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model_type": (lambda value: value is None or _is_text(value), "a text or null"),
     "hidden_size": (lambda value: _is_int(value, 1, _MAX_SIZE), f"1 to {_MAX_SIZE}"),
     "generator": (_is_text, "a text"),
+    "scale_search": (lambda value: isinstance(value, bool), "true or false"),
     "source": (lambda value: value is None or _is_sha256(value), "a SHA-256 or null"),
 }

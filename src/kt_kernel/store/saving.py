@@ -54,4 +54,6 @@ def save_layer(
 
 
 def _model(settings: LayerSettings) -> Manifest:
-    return Manifest(settings.method.name, None, settings.hidden_size, generator())
+    return Manifest(
+        settings.method.name, None, settings.hidden_size, generator(), settings.scale_search
+    )
