@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from packed_cases import (
 )
 from safetensors.torch import load_file, save_file
 
-from kt_kernel import _C
+from kt_kernel import _C, KTMoEWrapper
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.conversion import Progress, run
 from kt_kernel.conversion.run import check_space
@@ -208,6 +209,28 @@ def test_stacked_experts_under_other_names(tmp_path):
     same_forward(loaded(2, "AMXINT4", out), loaded(2, "AMXINT4", tmp_path / "source"))
 
 
+@pytest.mark.parametrize(
+    "name", ["int8-1-128x64", "int8-2-64x128", "int4-1-128x128", "int4-2-128x256", "kt_folder"]
+)
+def test_what_kt_kernel_converted(tmp_path, name):
+    """The same as loading it; what its columns in two parts become is kept, too."""
+    path = Path(__file__).parents[1] / "checkpoint" / "data" / name
+    out = run_convert(path, tmp_path / "out", None, from_kt=True)
+    checkpoint = open_checkpoint(out)
+    method = "AMXINT4" if name.startswith("int4") else "AMXINT8"
+    assert checkpoint.method == method and checkpoint.layers() == open_checkpoint(path).layers()
+    (layer,) = checkpoint.layers()
+    experts, hidden, inter = checkpoint.sizes(layer)
+    x, results = torch.linspace(-1, 1, 3 * hidden).reshape(3, hidden), []
+    for place in (path, out):
+        made = KTMoEWrapper(layer, experts, 1, hidden, inter, method=method, cpuinfer_threads=1,
+                            threadpool_count=1, weight_path=place)  # fmt: skip
+        made.load_weights(torch.arange(experts))
+        ids = torch.tensor([[0], [experts - 1], [0]])
+        results.append(made.forward(x, ids, torch.ones(3, 1), None))
+    assert results[0].abs().max() > 0 and torch.equal(*results)
+
+
 def test_the_source_is_not_touched(source, tmp_path):
     def state():
         return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in source.iterdir()}
@@ -291,8 +314,8 @@ def test_inputs_without_anything_to_convert(source, int8, tmp_path):
         run_convert(tmp_path / "nothing", tmp_path / "out")
     with pytest.raises(ValueError, match="experts are not quantised: say with --quant-method"):
         run_convert(source, tmp_path / "out", None)
-    with pytest.raises(ValueError, match="are bf16; expected int8 with row scales, to be packed"):
-        run_convert(source, tmp_path / "out", as_it_is=True)
+    with pytest.raises(ValueError, match="no weights that kt-kernel converted"):
+        run_convert(source, tmp_path / "out", from_kt=True)
 
 
 def test_sizes_that_a_method_cannot_take(tmp_path):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..experts import Matrix
-from ..methods import BF16_WEIGHTS, LayerForm, Method, get_method
+from ..methods import BF16_WEIGHTS, INT4_GROUP, INT4_ROW, LayerForm, Method, get_method
 from ..packed import PackedMatrix
 from ..store.layer_file import MATRICES, LayerSpec, layer_of_tensor
 from ..store.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
@@ -224,6 +224,8 @@ def _text(sizes: Sizes) -> str:
 def _makes(method: Method, form: LayerForm) -> bool:
     """Whether a layer of that form can be what the method made."""
     if method.layer_form is not None:
+        if method.form.format == INT4_ROW and form.down.format == INT4_GROUP:
+            form = replace(form, down=method.form)  # columns in parts, by kt-kernel
         return form == method.layer_form
     formats = (*method.formats, BF16_WEIGHTS) if method.mixed else method.formats
     alike = method.mixed or form == LayerForm.same(form.gate)

@@ -79,7 +79,7 @@ def quant(
         input_type=input_type and input_type.value,
         threads=threads,
         resume=resume,
-        as_it_is=from_kt is not None,
+        from_kt=from_kt is not None,
         scale_search=scale_search,
     )
     started = time.monotonic()

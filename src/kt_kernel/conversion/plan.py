@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.kt_packed import KtPackedCheckpoint
 from ..checkpoint.packed import PackedCheckpoint
 from ..checkpoint.paths import check_path
 from ..methods import FP8_BLOCK, FP8_ROW, LayerForm, get_method
@@ -25,8 +26,8 @@ class Request:
     """What a user asks for.
 
     method: None takes the one whose weights the input holds already. input_type: what the input
-    must hold, bf16, fp16 or fp8; None: whatever is there. threads: None for all cores. as_it_is:
-    refuse an input that would have to be quantised here. scale_search: whether group scales of INT4
+    must hold, bf16, fp16 or fp8; None: whatever is there. threads: None for all cores. from_kt:
+    the input must be weights that kt-kernel converted. scale_search: whether group scales of INT4
     are those of the least error, rather than absmax / 7.
     """
 
@@ -36,7 +37,7 @@ class Request:
     input_type: str | None = None
     threads: int | None = None
     resume: bool = False
-    as_it_is: bool = False
+    from_kt: bool = False
     scale_search: bool = True
 
 
@@ -72,6 +73,8 @@ def make_plan(request: Request) -> Plan:
             f"{checkpoint.path}: a packed directory already, for method {checkpoint.method}; "
             "convert the checkpoint that it was made from"
         )
+    if request.from_kt and not isinstance(checkpoint, KtPackedCheckpoint):
+        raise ValueError(f"{checkpoint.path}: no weights that kt-kernel converted")
     layers = checkpoint.layers()
     if not layers:
         raise ValueError(f"{checkpoint.path}: no layer has experts; nothing to convert")
@@ -118,7 +121,7 @@ def _method_of(checkpoint: Checkpoint, layer: int) -> str:
     """The method that quantises by itself whose weights a layer holds."""
     form, _ = _stored(checkpoint, layer)
     for name in ("AMXINT8", "AMXINT4"):
-        if form is not None and form == get_method(name).layer_form:
+        if form is not None and form.gate == get_method(name).form:
             return name
     held = str(form) if form else "not quantised"
     raise ValueError(
@@ -138,11 +141,6 @@ def _spec(checkpoint: Checkpoint, layer: int, method: str, request: Request) -> 
         made = checked.form or get_method(method).layer_form
     assert made is not None  # methods that quantise by themselves say what they make
     check_sizes(made, method, hidden, inter, f"{checkpoint.path}: layer {layer}")
-    if request.as_it_is and form != made:
-        raise ValueError(
-            f"{checkpoint.path}: experts of layer {layer} are {form or name}; expected {made}, to "
-            "be packed as they are"
-        )
     biases = tuple(bias for bias in BIASES if bias in checked.fields)
     return LayerSpec(layer, experts, hidden, inter, made, biases)
 
