@@ -175,7 +175,7 @@ class BaseMoEWrapper:
 
         save = None
         if s.cpu_save:
-            saving.check_target(s)
+            saving.check_target(s, given.values())
             save = functools.partial(self._save, form, given, mapping)
         self._load_all(form, pack_all, save)
 

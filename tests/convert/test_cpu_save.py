@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,11 +22,20 @@ from packed_cases import (
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import read_experts
-from kt_kernel.methods import SUPPORTED_METHODS, get_method
+from kt_kernel.methods import (
+    BF16_WEIGHTS,
+    INFERENCE_METHODS,
+    INT4_GROUP,
+    Q8_0,
+    LayerForm,
+    WeightForm,
+    get_method,
+)
 from kt_kernel.store.manifest import read_manifest
+from kt_kernel.store.saving import check_target
 from kt_kernel.testing import quantise
 
-DENSE = [name for name in SUPPORTED_METHODS if get_method(name).takes_dense]
+DENSE = [name for name in INFERENCE_METHODS if get_method(name).takes_dense]
 
 
 def weights(seed=0, biases=False):
@@ -70,6 +80,29 @@ def test_quantised_weights(tmp_path):
     given = {n: [quantise(matrix, form) for matrix in w] for n, w in weights().items()}
     made = save(tmp_path / "out", method="MXFP4", given=given)
     same_forward(made, loaded(3, "MXFP4", tmp_path / "out"))
+
+
+def test_matrices_of_different_forms(tmp_path):
+    """Each as its file had it, and a dense one."""
+    sources = {"gate": WeightForm(Q8_0), "up": WeightForm(INT4_GROUP, 32), "down": None}
+    given = {
+        name: list(every) if sources[name] is None else [quantise(w, sources[name]) for w in every]
+        for name, every in weights().items()
+    }
+    made = save(tmp_path / "out", method="LLAMAFILE", given=given)
+    form = read_manifest(str(tmp_path / "out")).layers[3].spec.form
+    assert form == LayerForm(WeightForm(Q8_0), WeightForm(INT4_GROUP, 32), WeightForm(BF16_WEIGHTS))
+    same_forward(made, loaded(3, "LLAMAFILE", tmp_path / "out"))
+
+
+def test_columns_in_another_order(tmp_path):
+    """The packed bytes do not tell it."""
+    matrix = quantise(weights()["gate"][0], WeightForm(INT4_GROUP, 32))
+    ordered = replace(matrix, order=torch.arange(H, dtype=torch.int32))
+    settings = wrapper(3, "GPTQ_INT4", tmp_path / "out")._settings
+    check_target(settings, [[matrix, matrix]])
+    with pytest.raises(ValueError, match=r"layer 3: columns in another order \(act-order\)"):
+        check_target(settings, [[matrix, ordered]])
 
 
 def test_bytes_are_those_of_the_converter(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,17 @@ if TYPE_CHECKING:
     from ..settings import LayerSettings
 
 
-def check_target(settings: LayerSettings) -> None:
-    """Raises ValueError where the layer could not be saved, before it is packed."""
+def check_target(settings: LayerSettings, weights: Iterable[Any]) -> None:
+    """Raises ValueError where the layer could not be saved, before it is packed.
+
+    weights: what it was given, stacked or a list per matrix.
+    """
+    for matrix in (one for given in weights for one in given):
+        if getattr(matrix, "order", None) is not None:
+            raise ValueError(
+                f"{settings.where}: columns in another order (act-order) cannot be saved; pass "
+                "cpu_save=False"
+            )
     folder = os.path.abspath(settings.weight_path)
     if found := manifest_if_any(folder):
         refuse_other(folder, _model(settings), found)
