@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from .. import _C
 from ..methods import FORMAT_NAMES, GGML_BLOCKS, INFERENCE_METHODS, get_method
+from ..store.manifest import QUANT_METHODS
 from .families import FAMILIES, PREFIXES, Family, Stacked
 from .formats import FORMATS
 from .fp8 import CONVERTED
@@ -54,6 +55,14 @@ def rows() -> Iterator[Row]:
     method = MxFp4.method
     yield Row(f"{MxFp4.title} of gpt-oss", blocks, True, (method,), get_method(method).formats)
     yield from _gguf_rows()
+    made = [get_method(name) for name in QUANT_METHODS.values()]
+    yield Row(
+        "[packed directories](packed-format.md)",
+        "`layers.{L}.experts.{gate,up,down}` uint8 [E, tiles, bytes of a tile]",
+        True,
+        tuple(method.name for method in made),
+        tuple(dict.fromkeys(method.format for method in made)),
+    )
 
 
 def _gguf_rows() -> Iterator[Row]:
