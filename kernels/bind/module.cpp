@@ -268,7 +268,8 @@ NB_MODULE(KT_MODULE_NAME, m) {
           "load",
           [](kt::MoeLayer& layer, int64_t slot, const Source& gate, const Source& up,
              const Source& down, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias,
-             const kt::ByMatrix<int>& dtypes, bool scale_search) {
+             const kt::ByMatrix<int>& dtypes, const std::array<uintptr_t, 2>& orders,
+             bool scale_search) {
             const auto of = [&](kt::Matrix m, const Source& given) {
               auto weights = source(given, dtypes[m]);
               weights.search = scale_search;
@@ -276,13 +277,17 @@ NB_MODULE(KT_MODULE_NAME, m) {
             };
             layer.load(slot, {{of(kt::kGate, gate), of(kt::kUp, up), of(kt::kDown, down)},
                               {pointer<const float>(gate_bias), pointer<const float>(up_bias),
-                               pointer<const float>(down_bias)}});
+                               pointer<const float>(down_bias)},
+                              {pointer<const int32_t>(orders[kt::kGate]),
+                               pointer<const int32_t>(orders[kt::kUp])}});
           },
           "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
           "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{-1, -1, -1},
-          "scale_search"_a = false, nb::call_guard<nb::gil_scoped_release>(),
+          "orders"_a = std::array<uintptr_t, 2>{}, "scale_search"_a = false,
+          nb::call_guard<nb::gil_scoped_release>(),
           "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
-          "have a number in `dtypes`, where quantised ones have -1.")
+          "have a number in `dtypes`, where quantised ones have -1. Column j of gate's and up's "
+          "source is column order[j] of the matrix: int32 permutations, or 0.")
       .def(
           "load_packed",
           [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,

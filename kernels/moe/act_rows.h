@@ -20,12 +20,16 @@ struct ActRowBuffers {
   bool gemm_gathers(Matrix m) const {
     return kernels[m].gemm.blocked || kernels[m].gemm.act != kernels[m].gemv.act;
   }
-  bool gathers(const ExpertRows& e, Matrix m) const { return e.gemm[m] && gemm_gathers(m); }
+  // Whether the expert has such rows: also where its columns have an order of their own.
+  bool gathers(const ExpertRows& e, Matrix m) const {
+    return layer.order.any || (e.gemm[m] && gemm_gathers(m));
+  }
   // Whether up has no x rows of its own: of the tokens, and of an expert.
   bool shares_tokens() const { return kernels[kGate].gemv.act == kernels[kUp].gemv.act; }
   bool shares_gathered(const ExpertRows& e) const {
     const ProductKernel &gate = kernel(e, kGate), &up = kernel(e, kUp);
-    return gathers(e, kGate) && gate.act == up.act && gate.blocked == up.blocked;
+    return gathers(e, kGate) && gate.act == up.act && gate.blocked == up.blocked &&
+           layer.order.same[size_t(layer.position[size_t(e.slot)])];
   }
   // Of an A row of x, whichever of the two it is for.
   int64_t x_columns() const {

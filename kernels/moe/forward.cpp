@@ -146,6 +146,7 @@ void ForwardPass::tokens() {
     convert_for(kGate, x, t);
     if (!rows_.shares_tokens()) convert_for(kUp, x_of_up, t);
   };
+  if (layer_.order.any) return;  // all rows are gathered
   if (own_) {
     for (int64_t t = 0; t < count_; ++t) convert(t);
     watch_.worked(Phase::kTokens);
@@ -158,12 +159,15 @@ void ForwardPass::tokens() {
 }
 
 // Whether an expert has x rows of its own for this matrix.
-bool ForwardPass::gathers(Matrix m) const { return plan_->any_gemm(m) && rows_.gemm_gathers(m); }
+bool ForwardPass::gathers(Matrix m) const {
+  return layer_.order.any || (plan_->any_gemm(m) && rows_.gemm_gathers(m));
+}
 
 void ForwardPass::gather() {
-  sys::TaskPhase tasks = team_tasks(ceil_div(plan_->pairs(), kRowTask));
+  const int64_t rows = plan_->few() ? 1 : kRowTask;
+  sys::TaskPhase tasks = team_tasks(ceil_div(plan_->pairs(), rows));
   for (sys::TaskRange r; !(r = tasks.claim(4)).empty();)
-    plan_->each_expert(r.first * kRowTask, r.last * kRowTask,
+    plan_->each_expert(r.first * rows, r.last * rows,
                        [&](const ExpertRows& e, int64_t first, int64_t last) {
                          const bool gate = rows_.gathers(e, kGate);
                          const bool up = rows_.gathers(e, kUp) && !rows_.shares_gathered(e);
@@ -176,27 +180,42 @@ void ForwardPass::gather() {
 }
 
 void ForwardPass::gather_row(const ExpertRows& e, Matrix m, int64_t pair) {
-  const ProductKernel& gemm = rows_.kernels[m].gemm;
+  const ProductKernel& kernel = rows_.kernel(e, m);
   const ActRows to = rows_.gathered(e, m);
   const int64_t t = plan_->tokens()[pair], row = pair - e.first;
   const void* source = rows_.source_row(args_, first_ + t);
-  if (!gemm.blocked) {
-    rows_.quantise(gemm.act, source, args_.dtype, config_.hidden_size, rows_.x_columns(), -1, to,
+  if (layer_.order.any) source = in_order(e, m, source);
+  if (!kernel.blocked) {
+    rows_.quantise(kernel.act, source, args_.dtype, config_.hidden_size, rows_.x_columns(), -1, to,
                    row);
     return;
   }
   ActRows one = to.from(row);  // a contiguous row first
   one.data = space_.row;
-  if (gemm.act == rows_.kernels[m].gemv.act) {
+  if (!layer_.order.any && kernel.act == rows_.kernels[m].gemv.act) {
     const ActRows x = x_of_tokens(m);
     one.data = x.data + t * x.stride;
     std::copy_n(x.scale + t * x.scales, x.scales, const_cast<float*>(one.scale));
     std::copy_n(x.sum + t * x.sums, x.sums, const_cast<int32_t*>(one.sum));
   } else {
-    rows_.quantise(gemm.act, source, args_.dtype, config_.hidden_size, rows_.x_columns(), -1, one,
+    rows_.quantise(kernel.act, source, args_.dtype, config_.hidden_size, rows_.x_columns(), -1, one,
                    0);
   }
   copy_to_blocks(one.data, to.stride, const_cast<uint8_t*>(to.data), row);
+}
+
+// A row of x with the columns of the expert's matrix.
+const void* ForwardPass::in_order(const ExpertRows& e, Matrix m, const void* row) {
+  const int32_t* order = layer_.order.row(layer_.position[size_t(e.slot)], m);
+  const auto permute = [&]<class T>(const T* from) {
+    auto* to = reinterpret_cast<T*>(space_.ordered);
+    for (int64_t k = 0; k < config_.hidden_size; ++k) to[k] = from[order[k]];
+  };
+  if (args_.dtype == DType::kFP32)
+    permute(static_cast<const uint32_t*>(row));
+  else
+    permute(static_cast<const uint16_t*>(row));
+  return space_.ordered;
 }
 
 void ForwardPass::quantise_hidden() {

@@ -11,7 +11,7 @@ namespace kt {
 //   tokens    x rows to A rows; thread 0 makes the plan (tokens -> experts). With few tokens every
 //             thread does both for itself, without a barrier
 //   gather    A rows of the experts that go to a GEMM kernel, where it wants others than the GEMV
-//             kernel
+//             kernel, and of all experts where their columns have orders (act-order)
 //   gate_up   gate, up, activation: tiles of all experts; h to A rows
 //   quantise  activations with one scale per row: h rows to A rows once the whole row is there. Few
 //             pairs: as part of the next phase, by every thread for the experts it has tiles of
@@ -41,6 +41,7 @@ class ForwardPass {
   void gather();
   bool gathers(Matrix m) const;
   void gather_row(const ExpertRows& e, Matrix m, int64_t pair);
+  const void* in_order(const ExpertRows& e, Matrix m, const void* row);
   void gate_up();
   void gate_up_tiles(const WorkItem& item, int64_t first, int64_t last);
   void keep_h(const ExpertRows& e, const float* values, int64_t first, int64_t m, int64_t tile);

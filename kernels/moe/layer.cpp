@@ -98,7 +98,32 @@ void check_form(const MatrixForm& form, int64_t columns, const std::string& wher
                                              std::to_string(any.column_unit()));
 }
 
-void LayerState::keep_biases(int64_t slot, const ByMatrix<const float*>& source) {
+void OrderTable::resize(int64_t experts, int64_t hidden) {
+  width = hidden;
+  memory = sys::Mapping(size_t(experts * 2 * hidden) * sizeof(int32_t));
+  present.assign(size_t(experts), 0);
+  same.assign(size_t(experts), 1);
+}
+
+void OrderTable::keep(int64_t position, const ColumnOrders& source) {
+  present[size_t(position)] = source[kGate] || source[kUp];
+  if (!present[size_t(position)] && !any) return;
+  if (!any)  // also those that came before
+    for (int64_t i = 0; i < int64_t(present.size()); ++i)
+      for (Matrix m : {kGate, kUp}) std::iota(row(i, m), row(i, m) + width, 0);
+  for (Matrix m : {kGate, kUp})
+    if (source[m])
+      std::copy_n(source[m], width, row(position, m));
+    else
+      std::iota(row(position, m), row(position, m) + width, 0);
+  const int32_t* gate = row(position, kGate);
+  same[size_t(position)] = std::equal(gate, gate + width, row(position, kUp));
+  any = true;
+}
+
+void LayerState::keep_rest(int64_t slot, const ByMatrix<const float*>& source,
+                           const ColumnOrders& orders) {
+  order.keep(position[size_t(slot)], orders);
   for (int m = 0; m < kMatrices; ++m) {
     BiasTable& table = bias[m];
     if (!source[m] && !table.any) continue;
@@ -126,6 +151,7 @@ MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
   size_bias(s.bias[kGate], c.intermediate_size);
   size_bias(s.bias[kUp], c.intermediate_size);
   size_bias(s.bias[kDown], c.hidden_size);
+  s.order.resize(s.held, c.hidden_size);
   s.workspace = workspace_for(
       team_, {c.max_tokens, c.top_k, c.num_experts, c.hidden_size, c.intermediate_size});
   check_tasks(c);
@@ -157,6 +183,9 @@ template <class Loading> void MoeLayer::run(int64_t slot, const std::shared_ptr<
 void MoeLayer::save_packed(int64_t slot, int matrix, uint8_t* dst) const {
   need_slot(slot);
   need_matrix(matrix);
+  need(!state_->order.present[size_t(state_->position[size_t(slot)])],
+       "expert slot " + std::to_string(slot) +
+           ": its columns are in another order (act-order), which packed weights cannot tell");
   const auto job = std::make_shared<PackedSave>(state_, slot, Matrix(matrix), dst);
   team_->submit(job);
   job->wait();
@@ -182,6 +211,14 @@ void MoeLayer::unpack(int64_t slot, int matrix, float* dst) const {
     unpack_matrix(part.layout[m], state_->expert(p, slot) + part.begin_of(m), part.stride_of(m),
                   dst + (down ? part.begin : part.begin * c.hidden_size),
                   down ? c.intermediate_size : c.hidden_size);
+  }
+  const int64_t position = state_->position[size_t(slot)];
+  if (matrix == kDown || !state_->order.present[size_t(position)]) return;
+  const int32_t* order = state_->order.row(position, Matrix(matrix));
+  std::vector<float> row(size_t(c.hidden_size));
+  for (int64_t i = 0; i < c.intermediate_size; ++i, dst += c.hidden_size) {
+    for (int64_t k = 0; k < c.hidden_size; ++k) row[size_t(order[k])] = dst[k];
+    std::copy(row.begin(), row.end(), dst);
   }
 }
 

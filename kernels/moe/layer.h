@@ -51,11 +51,16 @@ struct LayerConfig {
   LayerTuning tuning;
 };
 
+// The orders in which gate and up have their columns (act-order), each a permutation of the H
+// columns: column j of the source is column order[j] of the matrix. Null: its own.
+using ColumnOrders = std::array<const int32_t*, 2>;
+
 // Row-major weights of one expert: gate and up [I, H], down [H, I]. Biases are float32 and may be
 // null.
 struct ExpertSource {
   ByMatrix<WeightSource> weights;
   ByMatrix<const float*> bias;
+  ColumnOrders order{};
 };
 
 // Counters since construction. A pass of more tokens than max_tokens counts as one forward, but its
@@ -122,6 +127,21 @@ struct BiasTable {
   }
 };
 
+// The orders of gate's and up's columns, for every expert held, once any has one.
+struct OrderTable {
+  sys::Mapping memory;  // [expert][gate, up][H]
+  int64_t width = 0;
+  std::atomic<bool> any{false};
+  // By expert: whether it has orders, and whether those of gate and up are the same.
+  std::vector<uint8_t> present, same;
+
+  void resize(int64_t experts, int64_t hidden);
+  void keep(int64_t position, const ColumnOrders& source);
+  int32_t* row(int64_t position, Matrix m) const {
+    return reinterpret_cast<int32_t*>(memory.data()) + (2 * position + m) * width;
+  }
+};
+
 // What the jobs of a layer work on. Jobs share its ownership, so a layer may go while some are
 // queued; it does not own the team, which no worker may be the last to drop.
 struct LayerState {
@@ -130,6 +150,7 @@ struct LayerState {
   int64_t held = 0;
   std::vector<PoolPart> pools;
   ByMatrix<BiasTable> bias;
+  OrderTable order;
   std::shared_ptr<Workspace> workspace;
   LayerStats stats;
   Timings timings;
@@ -145,8 +166,8 @@ struct LayerState {
   const float* bias_of(Matrix m, int64_t slot) const {
     return bias[m].any ? bias[m].row(position[size_t(slot)]) : nullptr;
   }
-  // Copies the biases of a slot; null: it has none.
-  void keep_biases(int64_t slot, const ByMatrix<const float*>& source);
+  // Copies what a slot has beside its packed weights; null: nothing.
+  void keep_rest(int64_t slot, const ByMatrix<const float*>& biases, const ColumnOrders& orders);
 };
 
 class MoeLayer {
@@ -166,13 +187,15 @@ class MoeLayer {
                    const ByMatrix<const float*>& bias);
 
   // Writes the packed tiles of a whole matrix of a slot, [tiles, tile_bytes] of its layout: the
-  // same bytes whatever the pools.
+  // same bytes whatever the pools. Throws std::invalid_argument for a slot whose columns have
+  // orders, which packed tiles do not tell.
   void save_packed(int64_t slot, int matrix, uint8_t* dst) const;
 
   // Queues a forward pass and returns at once. All experts held must have been loaded.
   std::shared_ptr<sys::Job> submit(const ForwardArgs& args);
 
-  // Dequantised weights: matrix 0 gate, 1 up [I, H], 2 down [H, I].
+  // Dequantised weights, columns in the matrix's own order: matrix 0 gate, 1 up [I, H], 2 down [H,
+  // I].
   void unpack(int64_t slot, int matrix, float* dst) const;
 
   const LayerConfig& config() const { return state_->config; }

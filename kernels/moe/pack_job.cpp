@@ -39,7 +39,7 @@ void PackJob::run(sys::Worker& w) noexcept {
     pack_tile(part.layout[t.matrix], source_of(part, t.matrix), t.number,
               scratch_[size_t(w.rank)].data(), layer_->expert(w.pool, slot_) + t.at);
   }
-  if (w.rank == 0) layer_->keep_biases(slot_, source_.bias);
+  if (w.rank == 0) layer_->keep_rest(slot_, source_.bias, source_.order);
 }
 
 }  // namespace kt

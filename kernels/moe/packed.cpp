@@ -39,7 +39,7 @@ void PackedLoad::run(sys::Worker& w) noexcept {
     found.row = number * kTileRows + lane;
     if (found.error != PackError::kNone) return;
   }
-  if (w.rank == 0) layer_->keep_biases(slot_, bias_);
+  if (w.rank == 0) layer_->keep_rest(slot_, bias_, {});
 }
 
 PackedSave::PackedSave(std::shared_ptr<LayerState> layer, int64_t slot, Matrix m, uint8_t* dst)

@@ -70,13 +70,14 @@ int64_t place_parts(ThreadSpace& t, const WorkspaceCapacity& c, uint8_t* at) {
   place(t.h.scale, (kFewPairs + kRowSlack) * 4);  // one scale and one sum a row
   place(t.h.sum, (kFewPairs + kRowSlack) * 4);
   place(t.row, row_bytes(1, std::max(c.hidden, c.intermediate)));
+  place(t.ordered, row_bytes(1, c.hidden));
   place(t.scratch, 2 * (kRowBlock + kRowSlack) * kTileRows * 4);
   return total.value();
 }
 
 ThreadSpace thread_space(const WorkspaceCapacity& c, int threads) {
   ThreadSpace t{
-      Plan(c.experts, kFewIds), std::vector<int64_t>(size_t(threads) + 1), {}, {}, {}, {}, {}};
+      Plan(c.experts, kFewIds), std::vector<int64_t>(size_t(threads) + 1), {}, {}, {}, {}, {}, {}};
   t.memory = sys::Mapping(size_t(place_parts(t, c, nullptr)));
   place_parts(t, c, t.memory.data());
   return t;

@@ -65,6 +65,7 @@ struct ThreadSpace {
   OwnRows x[2];                 // of kOwnTokens: for gate, and for up where it wants others
   OwnRows h;                    // of kFewPairs (int8)
   uint8_t* row;                 // a single A row
+  uint8_t* ordered;             // a row of x with its columns in an expert's order
   float* scratch;               // 2 * (kRowBlock + kRowSlack) * 32 floats
   sys::Mapping memory;          // of all these
 };

@@ -16,7 +16,7 @@ from .forks import give_lock
 from .methods import BF16_WEIGHTS, LayerForm, WeightForm
 from .packed import PackedMatrix
 from .pools import get_team
-from .quantised import CoreSource, QuantisedMatrix, check_matrix
+from .quantised import CoreSource, QuantisedMatrix, check_matrix, column_order, in_order
 from .settings import LayerSettings, check_sizes, integer
 from .store import saving
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
@@ -396,9 +396,11 @@ class BaseMoEWrapper:
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
+        # The columns of down may have an order: gate and up make h in that order.
+        rows = column_order(down)
         biases = [
-            None if bias is None else on_cpu(bias, torch.float32)
-            for bias in (gate_bias, up_bias, down_bias)
+            None if bias is None else in_order(on_cpu(bias, torch.float32), order)
+            for bias, order in ((gate_bias, rows), (up_bias, rows), (down_bias, None))
         ]
         addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
         try:
@@ -406,10 +408,11 @@ class BaseMoEWrapper:
                 tiles = [matrix.tiles.ctypes.data for matrix in (gate, up, down)]
                 core.load_packed(slot, *tiles, *addresses)
                 return
-            sources = [CoreSource(matrix) for matrix in (gate, up, down)]
+            sources = [CoreSource(gate, rows), CoreSource(up, rows), CoreSource(down)]
             core.load(
                 slot, *(source.address for source in sources), *addresses,
                 dtypes=[source.dtype for source in sources],
+                orders=[source.order for source in sources[:2]],
                 scale_search=self._settings.scale_search,
             )  # fmt: skip
         except ValueError as error:

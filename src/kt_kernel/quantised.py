@@ -52,7 +52,7 @@ class QuantisedMatrix:
     columns and b bytes (``GGML_BLOCKS``), with all scales in them.
 
     ``order``, int32 [K] or None: stored column j is column order[j] of W (act-order of GPTQ), so
-    that groups are contiguous as they are stored.
+    that groups are contiguous as they are stored; INT4_GROUP and INT4_ZERO only.
     """
 
     format: int
@@ -66,18 +66,35 @@ class QuantisedMatrix:
 class CoreSource:
     """A matrix in the memory that the compiled core reads.
 
+    rows: the order in which it gets the matrix's rows, int32 [N]; not for scales per block of rows.
+
     Attributes:
         address: (data, scale, zero, global), valid while this object lives.
         dtype: number of a dense matrix's dtype; -1 for quantised ones.
+        order: address of the columns' order, 0 where they have none.
     """
 
-    def __init__(self, matrix: torch.Tensor | QuantisedMatrix) -> None:
+    def __init__(
+        self, matrix: torch.Tensor | QuantisedMatrix, rows: torch.Tensor | None = None
+    ) -> None:
         quantised = isinstance(matrix, QuantisedMatrix)
         parts = (matrix.codes, matrix.scale, matrix.zero) if quantised else (matrix, None, None)
-        self._parts = [None if part is None else on_cpu(part) for part in parts]
+        self._parts = [None if part is None else in_order(on_cpu(part), rows) for part in parts]
         data, scale, zero = (0 if part is None else part.data_ptr() for part in self._parts)
+        self._order = None if column_order(matrix) is None else on_cpu(column_order(matrix))
+        self.order = 0 if self._order is None else self._order.data_ptr()
         self.address = (data, scale, zero, float(matrix.global_scale) if quantised else 1.0)
         self.dtype = -1 if quantised else DTYPES[matrix.dtype]
+
+
+def column_order(matrix: torch.Tensor | QuantisedMatrix) -> torch.Tensor | None:
+    """The order of a matrix's columns, where it has one."""
+    return matrix.order if isinstance(matrix, QuantisedMatrix) else None
+
+
+def in_order(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """The tensor with its first dimension in this order; the tensor itself for None."""
+    return tensor if rows is None else tensor.index_select(0, rows.to("cpu"))
 
 
 def check_matrix(
@@ -96,10 +113,8 @@ def check_matrix(
         names = " or ".join(FORMAT_NAMES[format] for format in formats)
         given = dict(enumerate(FORMAT_NAMES)).get(matrix.format, f"format {matrix.format!r}")
         raise ValueError(f"{place} is {given}; accepted: {names}")
-    if matrix.order is not None:
-        raise ValueError(f"{place} has columns in another order (act-order), which is not supported"
-                         " by the kernels yet")  # fmt: skip
     form = matrix.format
+    _check_order(place, matrix, columns)
     if form in GGML_BLOCKS:
         return _check_blocks(place, matrix, rows, columns)
     if form == INT8_ROW:
@@ -137,6 +152,21 @@ def _check(place: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype
         raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: {names}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
+
+
+def _check_order(place: str, matrix: QuantisedMatrix, columns: int) -> None:
+    if matrix.order is None:
+        return
+    if matrix.format not in GROUPED:
+        raise ValueError(f"{place}.order must be None for {FORMAT_NAMES[matrix.format]}")
+    _check(f"{place}.order", matrix.order, (columns,), torch.int32)
+    order = on_cpu(matrix.order)
+    wrong = (order.sort().values != torch.arange(columns, device="cpu")).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"{place}.order must have every column from 0 to {columns - 1} once; "
+            f"{int(wrong[0])} is missing or comes again"
+        )
 
 
 def _divide(place: str, columns: int, unit: int) -> int:
