@@ -198,7 +198,7 @@ auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, cons
           int dtype, bool scale_search) {
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
                                 kt::ScaleType(scale_type)};
-  kt::MatrixSource whole{source(w, dtype), k, 0, 0};
+  kt::MatrixSource whole{source(layout.format, w, dtype), k, 0, 0};
   whole.weights.search = scale_search;
   for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
     if (const auto error = kt::check_tile(layout, whole, tile, &row); error != kt::PackError::kNone)

@@ -38,7 +38,7 @@ MIXES = [
 
 @pytest.fixture(autouse=True)
 def mixed_method(monkeypatch):
-    monkeypatch.setitem(methods._SUPPORTED, "MIXED", MIXED)
+    monkeypatch.setitem(methods._METHODS, "MIXED", MIXED)
 
 
 class MixedCase(Case):

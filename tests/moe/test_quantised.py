@@ -120,7 +120,8 @@ def other(matrix, **changes):
         (lambda m: quantise(CASE.up[1], WeightForm(INT4_GROUP, 64, 1)), ValueError,
          "up of slot 1 is int4 with group scales (bfloat16, group size 64); gate of slot 1 is"),
         (lambda m: quantise(CASE.up[1], form_of_case("RAWINT4:zero")), ValueError, "zero points"),
-        (lambda m: other(m, scale=-m.scale), ValueError, "expert slot 1, up row 0: a scale is NaN"),
+        (lambda m: other(m, scale=m.scale * torch.inf), ValueError,
+         "expert slot 1, up row 0: a scale is NaN"),
     ],
 )  # fmt: skip
 def test_wrong_matrices(change, error, text):
