@@ -144,13 +144,17 @@ constexpr ProductKernel kGgmlGemv{ActKind::kInt16Group, false,
 // Rows per expert from which GEMM is used when the kind is not pinned, by WeightFormat: where it
 // begins to cost no more than GEMV, measured on one core with weights from memory.
 #if defined(KT_AMX)
-constexpr int kGemmMinRows[kFormatCount] = {4, 6, 7, 8, 8, 4, 4, 4, 5, 5};
+constexpr int kGemmMinRows[kFormatCount] = {4, 6, 7, 8, 8, 4, 4, 4, 5, 5, 9,
+                                            9, 7, 9, 9, 7, 9, 9, 8, 8, 8};
 #elif defined(KT_VNNI)
-constexpr int kGemmMinRows[kFormatCount] = {5, 16, 12, 5, 5, 9, 9, 9, 5, 12};
+constexpr int kGemmMinRows[kFormatCount] = {5, 16, 12, 5, 5, 9, 9, 9, 5, 12, 5,
+                                            5, 5,  5,  5, 5, 5, 5, 5, 5, 5};
 #elif defined(KT_WIDE)
-constexpr int kGemmMinRows[kFormatCount] = {5, 9, 16, 16, 16, 9, 9, 5, 12, 5};
+constexpr int kGemmMinRows[kFormatCount] = {5,  9,  16, 16, 16, 9,  9,  5,  12, 5, 24,
+                                            20, 16, 13, 20, 20, 24, 24, 14, 14, 20};
 #else
-constexpr int kGemmMinRows[kFormatCount] = {5, 9, 2, 64, 64, 8, 8, 8, 12, 5};
+constexpr int kGemmMinRows[kFormatCount] = {5,  9,  2,  64, 64, 8,  8,  8,  12, 5, 64,
+                                            40, 24, 64, 24, 24, 64, 28, 16, 48, 48};
 #endif
 
 }  // namespace
