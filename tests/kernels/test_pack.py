@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,20 @@ def test_any_shape_and_pools(
     layer = QuantisedLayer("_C", variant, inter, hidden, threads, seed)
     layer.load()
     layer.check()
+
+
+@pytest.mark.parametrize("format", [ggml.Q4_1, ggml.Q5_0, ggml.Q5_1, ggml.Q8_0])
+def test_weights_that_the_gguf_package_quantised(format: int) -> None:
+    w = np.random.default_rng(format).standard_normal((96, 512)).astype(np.float32)
+    layer = QuantisedLayer("_C", (format, 0, FP16), 96, 512, (1, 2))
+    for number, weights in enumerate((w, w[::-1], w.reshape(512, 96))):
+        rows = gguf.quants.quantize(np.ascontiguousarray(weights), ggml.TYPES[format])
+        blocks = rows.reshape(len(rows), -1, ggml.BLOCK_BYTES[format])
+        layer.matrices[number] = ggml.GgmlSource(format, np.ascontiguousarray(blocks))
+    layer.load()
+    layer.check()
+    error = layer.unpacked()[0].view(np.float32) - w
+    assert np.abs(error).max() < (0.02 if format == ggml.Q8_0 else 0.3)
 
 
 @pytest.mark.parametrize("format", sources.GROUP_FORMATS)

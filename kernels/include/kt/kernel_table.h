@@ -13,7 +13,8 @@ namespace kt {
 //   kFloat       float32 that holds bf16 values
 //   kBF16        bf16
 //   kInt8Row     int8 q in [-127, 127]; x = q * scale, one scale and one sum of q per row
-//   kInt16Group  bf16 values in fixed point, for integer products with weights that have a scale per
+//   kInt16Group  bf16 values in fixed point, for integer products with weights that have a scale
+//   per
 //                group of columns: for each 32 columns int8 high[32], then int8 low[32],
 //                q = 256 * high + low in [-32639, 32639], x = q * scale with one scale, a power of
 //                two, per 32 columns; sums of q per 16 columns. Exact for values down to 2^-7 of
