@@ -90,3 +90,11 @@ def test_bad_parts(tmp_path):
 def test_gptq_and_awq_are_not_mixed_up(tmp_path):
     path = save(tmp_path, make_experts(make_with()), {"quant_method": "gptq", "sym": False})
     fails(path, "GPTQ_INT4", "qweight", [I, H // 8], [I // 8, H])
+
+
+def test_auto_round(tmp_path):
+    """AutoRound packs as AWQ does where it says so."""
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
+    tensors = make_experts(make_with())
+    path = save(tmp_path, tensors, settings | {"packing_format": "auto_round:auto_awq"})
+    check_values(path, tensors, "AWQ_INT4", reference)

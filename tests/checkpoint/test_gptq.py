@@ -154,6 +154,18 @@ def test_settings_that_are_not_known(tmp_path, settings, word):
     fails(path, "GPTQ_INT4", word, "accepted", path / "config.json")
 
 
+def test_auto_round(tmp_path):
+    """AutoRound packs as GPTQ does, or says otherwise."""
+    settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+    tensors = make_experts(make_with(zero=7))
+    tensors = {name: t for name, t in tensors.items() if "g_idx" not in name}
+    packing = {"packing_format": "auto_round:auto_gptq"}
+    path = save(tmp_path / "a", tensors, settings | packing)
+    check_values(path, make_experts(make_with(zero=7)), "GPTQ_INT4", reference(1))
+    path = save(tmp_path / "b", tensors, settings | {"packing_format": "auto_round:auto_awq"})
+    fails(path, "GPTQ_INT4", "qweight", "packing_format 'auto_round:auto_awq'", "auto_gptq")
+
+
 def test_needs_its_config(tmp_path):
     path = save(tmp_path, make_experts(make_with()))
     fails(path, "GPTQ_INT4", "qweight", "quantization_config", "checkpoint_format")

@@ -12,7 +12,7 @@ from .groups import check_scale_type, grouped_form, in_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
-from .quantization import Quantization
+from .quantization import AUTO_ROUND, Quantization
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -23,7 +23,7 @@ class Awq(MatrixFormat):
         "`qweight` int32 [K, N/8]; `qzeros` int32 [K/g, N/8]; `scales` float [K/g, N]; version gemm"
     )
     method = "AWQ_INT4"
-    quant_methods = ("awq",)
+    quant_methods = ("awq", *AUTO_ROUND)
 
     @classmethod
     def size(cls, parts: Parts) -> tuple[int, int]:
@@ -36,6 +36,7 @@ class Awq(MatrixFormat):
     ) -> WeightForm:
         info = first["gate"]["qweight"]
         quantization.expect_value(info, ("bits", "w_bit"), 4)
+        quantization.expect_value(info, ("packing_format",), "auto_round:auto_awq")
         version = quantization.settings.get("version", "gemm")
         if not isinstance(version, str) or version.lower() != "gemm":
             raise ValueError(

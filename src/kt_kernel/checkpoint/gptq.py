@@ -15,7 +15,7 @@ from .groups import check_scale_type, column_order, grouped_form, in_groups, in_
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
-from .quantization import Quantization
+from .quantization import AUTO_ROUND, Quantization
 
 _SYMMETRIC_ZERO = 8
 
@@ -27,7 +27,7 @@ class Gptq(MatrixFormat):
         "have `g_idx` [K], in any order; formats gptq and gptq_v2"
     )
     method = "GPTQ_INT4"
-    quant_methods = ("gptq",)
+    quant_methods = ("gptq", *AUTO_ROUND)
 
     def __init__(self, form: WeightForm) -> None:
         super().__init__(form)
@@ -56,7 +56,9 @@ class Gptq(MatrixFormat):
     def layer_form(
         cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
     ) -> WeightForm:
-        quantization.expect_value(first["gate"]["qweight"], ("bits",), 4)
+        info = first["gate"]["qweight"]
+        quantization.expect_value(info, ("bits",), 4)
+        quantization.expect_value(info, ("packing_format",), "auto_round:auto_gptq")
         symmetric = quantization.settings.get("sym") is True
         format = INT4_GROUP if symmetric else INT4_ZERO
         return grouped_form(format, first, "scales", 0, shapes)

@@ -8,6 +8,9 @@ from typing import Any
 
 from .header import TensorInfo
 
+#: What AutoRound calls itself; its packing_format tells in which other format's way it packs.
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+
 _KEYS = ("quantization_config", "compression_config")
 
 
