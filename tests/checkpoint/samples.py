@@ -114,6 +114,11 @@ def _mxfp4(rows: int, columns: int) -> Tensors:
     return {"weight_packed": codes, "weight_scale": test_stacks.powers(rows, columns // 32)}
 
 
+def _mxfp8(rows: int, columns: int) -> Tensors:
+    scale = test_stacks.powers(rows, columns // 32)
+    return {"weight": test_stacks.e4m3(rows, columns), "weight_scale": scale}
+
+
 def _gpt_oss() -> Sample:
     torch.manual_seed(0)
     tensors = {}
@@ -221,8 +226,7 @@ def samples() -> dict[str, Sample]:
             lambda parts: _scaled(parts["weight_packed"][None], parts["weight_scale"][None])[0],
         ),
         "MXFP8": _per_expert(
-            test_mxfp8.make_with("weight_scale"), "MXFP8", {"quant_method": "mxfp8"},
-            test_mxfp8.reference,
+            _mxfp8, "MXFP8", {"quant_method": "mxfp8"}, test_mxfp8.reference
         ),
         "NVFP4 of ModelOpt": _per_expert(
             test_nvfp4.MODELOPT, "NVFP4", {"quant_method": "modelopt"}, _nvfp4
