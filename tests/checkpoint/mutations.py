@@ -168,12 +168,13 @@ def _misdescribe(state: _State, a: int, b: int) -> None:
 
 
 def _configure(state: _State, a: int, b: int) -> None:
+    setting = deepcopy(_pick(SETTINGS, b))
     if a % 8 == 0:
-        state.config["quantization_config"] = _pick(SETTINGS, b)
+        state.config["quantization_config"] = setting
     elif a % 8 == 1:
         state.config["model_type"] = _pick(MODEL_TYPES, b)
     elif isinstance(state.config["quantization_config"], dict):
-        state.config["quantization_config"][_pick(KEYS, a // 8)] = _pick(SETTINGS, b)
+        state.config["quantization_config"][_pick(KEYS, a // 8)] = setting
 
 
 def _cut(state: _State, a: int, b: int) -> None:
