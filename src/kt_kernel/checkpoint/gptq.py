@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ..methods import INT4_GROUP, INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
-from .groups import check_scale_type, column_order, grouped_form, in_groups, in_order
+from .groups import check_scale_type, grouped_form, in_groups, nibbles_in_order, order_of_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
@@ -83,11 +83,11 @@ class Gptq(MatrixFormat):
         order = None
         if "g_idx" in parts:
             info = parts["g_idx"]
-            order = column_order(info, read(info, None), columns, scale.shape[1])
+            order = order_of_groups(info, read(info, None), columns, scale.shape[1])
         info = parts["qzeros"]
         zero = nibbles(read(info, None), 1).T + self._first_zero
         count = columns // self.form.group_size
-        codes = in_order(bytes_of(read(parts["qweight"], None).T), order)
+        codes = nibbles_in_order(bytes_of(read(parts["qweight"], None).T), order)
         if self.form.format == INT4_ZERO:
             scale, zero = in_groups(scale, count), in_groups(zero, count)
             return QuantisedMatrix(INT4_ZERO, codes, scale, zero, order=order)

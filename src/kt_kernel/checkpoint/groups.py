@@ -79,7 +79,7 @@ def in_groups(tensor: torch.Tensor, count: int) -> torch.Tensor:
     return (tensor.expand(-1, count) if tensor.shape[1] == 1 else tensor).contiguous()
 
 
-def column_order(
+def order_of_groups(
     info: TensorInfo, group: torch.Tensor, columns: int, groups: int
 ) -> torch.Tensor | None:
     """The columns by ascending group, int32 [K]; None where they are in that order.
@@ -110,7 +110,7 @@ def column_order(
     return group.argsort(stable=True).int()
 
 
-def in_order(packed: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+def nibbles_in_order(packed: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
     """Codes, two in a byte [N, K/2], with column order[j] in place j."""
     if order is None:
         return packed

@@ -12,7 +12,7 @@ import torch
 
 from ..methods import INT4_GROUP, INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
-from .groups import check_scale_type, column_order, grouped_form, in_groups, in_order
+from .groups import check_scale_type, grouped_form, in_groups, nibbles_in_order, order_of_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
@@ -80,12 +80,12 @@ class PackedInt4(MatrixFormat):
             info = parts["weight_g_idx"]
             group = read(info, None)
             if not bool((group == _NO_GROUP).all()):
-                order = column_order(info, group, columns, scale.shape[1])
+                order = order_of_groups(info, group, columns, scale.shape[1])
         count = columns // self.form.group_size
         zero: torch.Tensor | None = None
         if "weight_zero_point" in parts:
             zero = nibbles(read(parts["weight_zero_point"], None), 0)[:rows]
             zero = in_groups(zero, count)
-        codes = in_order(bytes_of(read(parts["weight_packed"], None)), order)
+        codes = nibbles_in_order(bytes_of(read(parts["weight_packed"], None)), order)
         scale = in_groups(scale, count)
         return QuantisedMatrix(self.form.format, codes, scale, zero, order=order)

@@ -44,7 +44,8 @@ _TENSOR = re.compile(r"(0|[1-9][0-9]{0,8})\.numa\.(0|[1-9][0-9]{0,8})\.(weight|s
 _UNPACKED = re.compile(r"(?:.+\.)?experts\.[0-9]+\.")
 _KINDS = ("weight", "scale")
 _GROUPED = WeightForm(INT4_GROUP, COLUMN_UNIT[4], SCALE_TYPES[torch.float32])
-_METHODS = {8: ("AMXINT8", "MOE_INT8"), 4: ("AMXINT4", "MOE_INT4")}
+#: Methods that take them, by the bits of a code.
+METHODS = {8: ("AMXINT8", "MOE_INT8"), 4: ("AMXINT4", "MOE_INT4")}
 
 # (expert, matrix, part, "weight" or "scale") to tensor.
 Members = dict[tuple[int, str, int, str], TensorInfo]
@@ -124,7 +125,7 @@ class KtPackedCheckpoint(Checkpoint):
                 f"{self.path}: layer {layer_idx} has {_text(layer.sizes)}; expected {_text(sizes)}"
             )
         some = next(iter(layer.members.values()))
-        accepted = _METHODS[layer.bits]
+        accepted = METHODS[layer.bits]
         if method is not None and get_method(method).name not in accepted:
             raise ValueError(
                 f"{some}: experts are int{layer.bits} of kt-kernel, for method"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .. import _C
-from ..methods import FORMAT_NAMES, GGML_BLOCKS, INFERENCE_METHODS, get_method
+from ..methods import FORMAT_NAMES, GGML_BLOCKS, INFERENCE_METHODS, INT4_GROUP, get_method
 from ..store.manifest import QUANT_METHODS
 from .families import FAMILIES, PREFIXES, Family, Stacked
 from .formats import FORMATS
@@ -17,6 +17,7 @@ from .fp8 import CONVERTED
 from .gguf_architectures import ARCHITECTURES
 from .gguf_blocks import DENSE as GGUF_DENSE
 from .gguf_blocks import FORMS as GGUF_FORMS
+from .kt_packed import METHODS as KT_METHODS
 from .mx import MxFp4
 
 _METHODS = [get_method(name) for name in INFERENCE_METHODS]
@@ -55,14 +56,7 @@ def rows() -> Iterator[Row]:
     method = MxFp4.method
     yield Row(f"{MxFp4.title} of gpt-oss", blocks, True, (method,), get_method(method).formats)
     yield from _gguf_rows()
-    made = [get_method(name) for name in QUANT_METHODS.values()]
-    yield Row(
-        "[packed directories](packed-format.md)",
-        "`layers.{L}.experts.{gate,up,down}` uint8 [E, tiles, bytes of a tile]",
-        True,
-        tuple(method.name for method in made),
-        tuple(dict.fromkeys(method.format for method in made)),
-    )
+    yield from _directory_rows()
 
 
 def _gguf_rows() -> Iterator[Row]:
@@ -77,6 +71,19 @@ def _gguf_rows() -> Iterator[Row]:
         if name not in GGUF_DENSE and name not in own:
             yield Row(f"GGUF {name}", tensors, True, mixed, (form.format,))
     yield Row(f"GGUF {', '.join(own)}", tensors, True, mixed, tuple(own.values()))
+
+
+def _directory_rows() -> Iterator[Row]:
+    """Directories that a program packed."""
+    names = "`blk.{L}.ffn_{gate,up,down}_exps.{e}.numa.{p}.{weight,scale}` or `_layer_{L}` folders"
+    for bits, methods in KT_METHODS.items():
+        split = (INT4_GROUP,) if bits == 4 else ()  # down of more than one part
+        kept = (*dict.fromkeys(get_method(method).format for method in methods), *split)
+        yield Row(f"kt-kernel's packed int{bits}", names, False, methods, kept)
+    methods = tuple(QUANT_METHODS.values())
+    kept = tuple(dict.fromkeys(get_method(method).format for method in methods))
+    names = "a file for each layer, in the core's own order, and a manifest; `cpu_save` writes one"
+    yield Row("[packed directory](packed-format.md) of `kt quant`", f"{names} of any method", False, methods, kept)
 
 
 def page() -> str:
