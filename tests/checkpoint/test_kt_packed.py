@@ -20,8 +20,8 @@ from safetensors.numpy import load_file, save_file
 from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.checkpoint.kt_tiles import row_major
-from kt_kernel.methods import INT4_GROUP, INT4_ROW, INT8_ROW
-from kt_kernel.testing import moe_reference
+from kt_kernel.conversion import Request, convert, make_plan
+from kt_kernel.testing import moe_reference, values_of
 from kt_kernel.utils.loader import BF16SafeTensorLoader, SafeTensorLoader
 
 DATA = Path(__file__).parent / "data"
@@ -65,19 +65,6 @@ def expected(case: Case, expert: int, matrix: str) -> np.ndarray:
     return np.concatenate(codes, 1) * step[:, None].astype(np.float64)
 
 
-def values_of(matrix) -> np.ndarray:
-    codes, scale = matrix.codes.numpy(), matrix.scale.numpy().astype(np.float64)
-    if matrix.format == INT8_ROW:
-        assert codes.dtype == np.int8
-        return codes * scale[:, None]
-    assert codes.dtype == np.uint8
-    codes = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1).astype(np.int64) - 8
-    if matrix.format == INT4_GROUP:
-        return codes * np.repeat(scale, codes.shape[1] // scale.shape[1], 1)
-    assert matrix.format == INT4_ROW
-    return codes * scale[:, None]
-
-
 # --- the rules, against kt-kernel
 
 
@@ -110,7 +97,7 @@ def test_what_the_wheel_wrote(case):
     for expert in range(case.experts):
         for name in MATRICES:
             matrix = getattr(found, name)[expert]
-            values, original = values_of(matrix), source(case, expert, name)
+            values, original = values_of(matrix).numpy(), source(case, expert, name)
             np.testing.assert_array_equal(values, expected(case, expert, name))
             # Half a step; 1/32 more where 4 bits are rounded from 8. A second rounding of int8.
             half = 0.5 if case.bits == 8 else 0.5 + 1 / 32
@@ -140,9 +127,8 @@ def test_all_codes_in_all_shapes(bits, n, k, seed):
 
 @pytest.mark.parametrize("case", [*SMALL, FOLDER], ids=lambda case: case.name)
 @pytest.mark.parametrize("pools", [1, 2, 3])
-@pytest.mark.parametrize("alias", [0, 1])
-def test_through_the_wrapper(case, pools, alias):
-    method = METHODS[case.bits][alias]
+def test_through_the_wrapper(case, pools):
+    method = METHODS[case.bits][pools == 2]
     wrapper = KTMoEWrapper(
         case.layer, case.experts, 1, case.hidden, case.inter, weight_path=folder_of(case),
         threadpool_count=pools, cpuinfer_threads=pools, method=method,
@@ -155,7 +141,7 @@ def test_through_the_wrapper(case, pools, alias):
             wanted = expected(case, case.experts - 1 - slot, name)
             out = torch.empty(wanted.shape)
             wrapper._core.unpack(slot, number, out.data_ptr())
-            np.testing.assert_allclose(out.numpy(), wanted, rtol=1e-6)
+            np.testing.assert_array_equal(out.numpy(), wanted.astype(np.float32))
             stacks[-1].append(torch.from_numpy(wanted))
     torch.manual_seed(0)
     x = torch.randn(5, case.hidden).bfloat16()
@@ -201,7 +187,7 @@ def test_a_whole_directory_of_the_converter(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.model_type == "deepseek_v3" and checkpoint.layers() == [3]
     found = checkpoint.read_experts(3, 2, case.hidden, case.inter)
-    np.testing.assert_array_equal(values_of(found.gate[1]), expected(case, 1, "gate"))
+    np.testing.assert_array_equal(values_of(found.gate[1]).numpy(), expected(case, 1, "gate"))
     assert checkpoint.read_tensor("lm_head.weight").shape == (2, 64)
 
 
@@ -219,6 +205,29 @@ def test_loader_gives_the_parts():
         loader.load_experts("blk.4")
     with pytest.raises(ValueError, match="quantised"):
         BF16SafeTensorLoader(folder_of(case)).load_experts("blk.3")
+
+
+@pytest.mark.parametrize("case", [*SMALL, FOLDER], ids=lambda case: case.name)
+def test_packed_anew_as_it_is(tmp_path, case):
+    """kt quant --from-kt, and what comes of it loads as the same weights."""
+    method = METHODS[case.bits][0]
+    request = Request(str(folder_of(case)), str(tmp_path / "out"), None, threads=1, from_kt=True)
+    plan = make_plan(request)
+    assert plan.method == method
+    convert(plan)
+    packed = open_checkpoint(tmp_path / "out")
+    assert packed.sizes(case.layer) == (case.experts, case.hidden, case.inter)
+    wrapper = KTMoEWrapper(
+        case.layer, case.experts, 1, case.hidden, case.inter, weight_path=tmp_path / "out",
+        threadpool_count=2, cpuinfer_threads=2, method=method,
+    )  # fmt: skip
+    wrapper.load_weights(torch.arange(case.experts))
+    for expert in range(case.experts):
+        for number, name in enumerate(MATRICES):
+            wanted = expected(case, expert, name)
+            out = torch.empty(wanted.shape)
+            wrapper._core.unpack(expert, number, out.data_ptr())
+            np.testing.assert_array_equal(out.numpy(), wanted.astype(np.float32))
 
 
 # --- errors

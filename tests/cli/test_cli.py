@@ -201,3 +201,77 @@ def test_as_a_module(source, tmp_path):
     assert run_it.returncode == 0 and "2 layers for method AMXINT8" in run_it.stdout, run_it.stderr
     run_it = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run_it.returncode == 2 and run_it.stderr.startswith("kt: error: ")
+
+
+# --- kt quant --report
+
+
+def test_report(kt, source, tmp_path):
+    """The numbers are those of `weight_report`; a finished conversion is only reported on."""
+    from kt_kernel.accuracy.weights import table, to_json, weight_report
+
+    out, file = tmp_path / "out", tmp_path / "report.json"
+    options = ["--quant-method", "int4_g32", "--threads", 1, "--report", "--report-json", file]
+    code, printed, _ = kt("quant", source, out, *options)
+    assert code == 0
+    wanted = weight_report(source, source, "INT4_G32", threads=1, scale_search=True)
+    assert printed.endswith(table(wanted) + "\n") and file.read_text() == to_json(wanted) + "\n"
+    again = kt("quant", source, out, *options, "--resume")
+    assert again[0] == 0 and table(wanted) in again[1]
+
+
+def test_plain_scales(kt, source, tmp_path):
+    """Scales are searched unless that is not wanted, and the two do not mix."""
+    paths = {}
+    for name, options in (("searched", []), ("plain", ["--no-scale-search"])):
+        paths[name] = tmp_path / name
+        command = ["quant", source, paths[name], "--quant-method", "int4_g32", *options]
+        assert kt(*command)[0] == 0
+        manifest = json.loads((paths[name] / "kt_manifest.json").read_text())
+        assert manifest["scale_search"] == (name == "searched")
+    files = [(path / "layer-00000.safetensors").read_bytes() for path in paths.values()]
+    assert files[0] != files[1]
+    failed(
+        kt("quant", source, paths["plain"], "--quant-method", "int4_g32", "--resume"), 1,
+        "holds something else", "scale_search True",
+    )  # fmt: skip
+
+
+def test_report_that_cannot_be_made(kt, source, tmp_path):
+    """Said before anything is converted."""
+    out, text = tmp_path / "out", tmp_path / "text"
+    text.write_bytes(b"\xff\xfe")
+    command = ["quant", source, out, "--quant-method", "int8"]
+    failed(kt(*command, "--text", text), 2, "--text", "belongs to --report")
+    failed(kt(*command, "--report-json", text), 2, "--report-json", "belongs to --report")
+    failed(kt(*command, "--report", "--text", tmp_path / "none"), 1, tmp_path / "none", "no such")
+    failed(kt(*command, "--report", "--text", text), 1, text, "UTF-8")
+    failed(kt(*command, "--report", "--report-json", tmp_path / "a" / "b"), 1, "a/b", "no such")
+    failed(kt("quant", "--from-kt", source, "-o", out, "--report"), 2, "--report", "--from-kt")
+    assert not out.exists()
+
+
+def test_report_with_a_text(kt, source, tmp_path, monkeypatch):
+    from kt_kernel.accuracy import loss
+
+    calls = []
+    monkeypatch.setattr(loss, "windows_of", lambda *a: calls.append(a))
+    monkeypatch.setattr(loss, "loss_report", lambda *a, **k: calls.append((a, k)) or "the loss")
+    text = tmp_path / "text"
+    text.write_text("Some words.")
+    out = tmp_path / "out"
+    code, printed, _ = kt(
+        "quant", source, out, "--quant-method", "int8", "--report", "--text", text
+    )  # fmt: skip
+    assert code == 0 and printed.endswith("the loss\n")
+    assert calls[0][:2] == (str(source), "Some words.")
+    assert calls[1] == ((str(source), str(out), "AMXINT8", "Some words."), {"threads": None})
+
+
+def test_report_without_transformers(kt, source, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    text = tmp_path / "text"
+    text.write_text("Some words.")
+    command = ["quant", source, tmp_path / "out", "--quant-method", "int8", "--report"]
+    failed(kt(*command, "--text", text), 1, "pip install transformers")
+    assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import torch
 from ..checkpoint import open_checkpoint
 from ..inference import InferenceMoEWrapper
 from ..settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, check_settings
+from ..variant import KINDS
 
 
 def load_layer(
@@ -23,12 +24,13 @@ def load_layer(
     scale_search: bool = False,
     swiglu_limit: float = 0.0,
     swiglu_alpha: float = 0.0,
+    to_run: bool = True,
 ) -> InferenceMoEWrapper:
     """All experts of a layer, on the CPU, in logical order; packed anew unless they are packed.
 
     path: a checkpoint, or weights that were converted. threads: None for what saturates the memory.
-    scale_search: see `LayerSettings`. Raises what `open_checkpoint`, its readers and
-    ``KTMoEWrapper`` raise.
+    scale_search: see `LayerSettings`. to_run: False spares the measurement of which kernels are
+    faster. Raises what `open_checkpoint`, its readers and ``KTMoEWrapper`` raise.
     """
     experts, hidden, inter = open_checkpoint(path).sizes(layer_idx)
     settings = check_settings(
@@ -52,6 +54,7 @@ def load_layer(
         swiglu_alpha=swiglu_alpha,
         **SFT_DEFAULTS,
     )
-    layer = InferenceMoEWrapper(replace(settings, scale_search=scale_search))
+    kind = settings.kind if to_run else KINDS["vector"]
+    layer = InferenceMoEWrapper(replace(settings, scale_search=scale_search, kind=kind))
     layer.load_weights(torch.arange(experts, device="cpu"))
     return layer

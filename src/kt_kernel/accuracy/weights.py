@@ -63,7 +63,9 @@ def weight_report(
                 f"{packed}: layer {number} has experts, hidden size and intermediate size of"
                 f" {others}, but {source} has {sizes}; expected the same model"
             )
-        layer = load_layer(packed, number, method, threads=threads, scale_search=scale_search)
+        layer = load_layer(
+            packed, number, method, threads=threads, scale_search=scale_search, to_run=False
+        )
         with original.each_expert(number, *sizes, method="BF16") as experts:
             sums = {name: _Sums() for name in MATRICES}
             for expert, tensors in experts:

@@ -43,7 +43,8 @@ _EXPERTS = re.compile(r"blk\.([0-9]{1,9})\.ffn_(gate|up|down|gate_up)(_bwd)?_exp
 _TENSOR = re.compile(r"(0|[1-9][0-9]{0,8})\.numa\.(0|[1-9][0-9]{0,8})\.(weight|scale)")
 _UNPACKED = re.compile(r"(?:.+\.)?experts\.[0-9]+\.")
 _KINDS = ("weight", "scale")
-_GROUPED = WeightForm(INT4_GROUP, COLUMN_UNIT[4], SCALE_TYPES[torch.float32])
+# Rows of INT4 whose columns come in parts: the scale of a part is that of each of its groups.
+_PARTED_INT4 = WeightForm(INT4_GROUP, COLUMN_UNIT[4], SCALE_TYPES[torch.float32])
 #: Methods that take them, by the bits of a code.
 METHODS = {8: ("AMXINT8", "MOE_INT8"), 4: ("AMXINT4", "MOE_INT4")}
 
@@ -132,14 +133,7 @@ class KtPackedCheckpoint(Checkpoint):
                 f" {' or '.join(accepted)}; method {method} was asked for"
             )
         with KtFiles(self._index) as files:
-
-            def read(expert: int) -> dict[str, Matrix]:
-                matrices = layer.read(expert, files.read)
-                if method is None:
-                    return dict(matrices)
-                return {name: dense_rows(matrix) for name, matrix in matrices.items()}
-
-            yield LayerReader(MATRICES, layer.form, read)
+            yield LayerReader(MATRICES, layer.form, lambda expert: layer.read(expert, files.read))
 
     def _layer(self, layer_idx: int) -> PackedLayer:
         members = self._members.get(layer_idx)
@@ -160,17 +154,17 @@ class PackedLayer:
     @property
     def form(self) -> LayerForm:
         row = WeightForm(INT8_ROW if self.bits == 8 else INT4_ROW)
-        return LayerForm(row, row, _GROUPED if self._grouped_down else row)
+        return LayerForm(row, row, _PARTED_INT4 if self._grouped_down else row)
 
     @property
     def _grouped_down(self) -> bool:
         return self.bits == 4 and self.parts > 1
 
-    def read(self, expert: int, read: Read) -> dict[str, QuantisedMatrix]:
+    def read(self, expert: int, read: Read) -> dict[str, Matrix]:
         """gate, up and down of an expert. ValueError for a scale that is no finite number >= 0."""
         _, hidden, inter = self.sizes
         share = inter // self.parts
-        result = {}
+        result: dict[str, Matrix] = {}
         for matrix in MATRICES:
             down = matrix == "down"
             codes, scales = [], []
@@ -192,9 +186,9 @@ class PackedLayer:
 
 def grouped(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> QuantisedMatrix:
     """Columns of INT4 in parts [N, bytes] with scales [N] each, as one matrix with groups."""
-    groups = codes[0].shape[1] * 2 // _GROUPED.group_size
+    groups = codes[0].shape[1] * 2 // _PARTED_INT4.group_size
     scale = torch.stack(scales, 1).repeat_interleave(groups, 1)
-    return QuantisedMatrix(INT4_GROUP, torch.cat(codes, 1), scale)
+    return QuantisedMatrix(_PARTED_INT4.format, torch.cat(codes, 1), scale)
 
 
 def with_common_scale(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> QuantisedMatrix:
@@ -206,17 +200,6 @@ def with_common_scale(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> 
         for part, own in zip(codes, scales, strict=True)
     ]
     return QuantisedMatrix(INT8_ROW, torch.cat(rounded, 1), scale)
-
-
-def dense_rows(matrix: QuantisedMatrix) -> Matrix:
-    """The weights of a matrix with row scales as float32, whose quantisation gives the same codes;
-    another one as it is."""
-    if matrix.format not in (INT8_ROW, INT4_ROW):
-        return matrix
-    codes = matrix.codes
-    if matrix.format == INT4_ROW:
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1).to(torch.int8) - 8
-    return codes * matrix.scale[:, None]
 
 
 def open_packed(path: str, layer_idx: int, members: Members) -> PackedLayer:

@@ -60,10 +60,25 @@ def quant(
     resume: Annotated[
         bool, typer.Option("--resume", help="continue a conversion that was interrupted")
     ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="print how far each layer's weights are off")
+    ] = False,
+    report_json: Annotated[
+        str | None, typer.Option(help="file for the same as JSON", metavar="FILE")
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="with --report: also the model's loss on this text, before and after (needs"
+            " transformers, and memory for the model in float32)",
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
     """Converts a checkpoint's experts, for --kt-weight-path. The input is only read.
 
-    Layers are written one by one, so that a conversion that was killed goes on with --resume.
+    Layers are written one by one, so that a conversion that was killed goes on with --resume. With
+    --report and --resume a finished one is only reported on.
     """
     path = _one("the input", INPUT=source, input_path=input_path, from_kt=from_kt)
     folder = _one("the output", OUTPUT=target, output=output)
@@ -71,7 +86,9 @@ def quant(
         raise typer.BadParameter("needed, unless --from-kt is given", param_hint="--quant-method")
     from ..conversion import Request, convert, make_plan
     from .quant_progress import Shown
+    from .quant_report import Report
 
+    after = Report(path, folder, report, report_json, text, from_kt is not None, threads)
     request = Request(
         input_path=path,
         output=folder,
@@ -94,6 +111,7 @@ def quant(
         f"kt: {folder}: {len(plan.specs)} layers for method {plan.method}, {total / 1e9:.2f} GB, "
         f"in {seconds:.0f} s"
     )
+    after.make(plan.method)
 
 
 def _one(what: str, **given: str | None) -> str:
