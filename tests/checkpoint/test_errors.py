@@ -357,7 +357,7 @@ def test_shards_of_two_models(tmp_path):
         part = {n: t for n, t in tensors.items() if f"layers.{number}." in n}
         save(tmp_path, part, f"{name}.safetensors")
     fails(tmp_path, "model-00002-of-00003", "one of 3", "model-00001-of-00002", "one of 2")
-    write_index(tmp_path, {n: "model-00001-of-00002.safetensors" for n in per_expert()})
+    write_index(tmp_path, dict.fromkeys(per_expert(), "model-00001-of-00002.safetensors"))
     read_experts(tmp_path, 0, *SIZES)
 
 
