@@ -18,6 +18,7 @@ from . import patches
 
 # Checkpoints whose weights reach our loaders one by one, as the tests have seen them.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
+QUANTISED_MODEL = "fp8"  # what a served model may be quantised with
 SINGLE_RANK = "kt-moe serves a single rank so far"
 NO_EXCHANGE = "the cold experts' weights cannot be exchanged or put aside"
 
@@ -105,6 +106,24 @@ def refuse_class(classes: list[str], tested: Iterable[str], options: KTOptions) 
         raise OptionError(
             f"model class {', '.join(classes)}: not tested with kt-moe; tested: "
             f"{', '.join(tested)}; --kt-allow-untested serves it all the same"
+        )
+
+
+def refuse_quantised(quantisation: str | None, options: KTOptions) -> None:
+    """OptionError for a quantised model whose cold experts we cannot read: engines hand over single
+    tensors, while our readers need the checkpoint."""
+    if quantisation is None:
+        return
+    if quantisation != QUANTISED_MODEL:
+        raise OptionError(
+            f"a model quantised with {quantisation}: the hot experts' kernels were not tried; "
+            f"accepted: {QUANTISED_MODEL}, or the unquantised model with --kt-weight-path naming "
+            "the quantised one"
+        )
+    if options.weight_path is None:
+        raise OptionError(
+            f"a model quantised with {quantisation}: name its folder with --kt-weight-path too, "
+            "from which the cold experts are read"
         )
 
 

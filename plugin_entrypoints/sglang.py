@@ -31,6 +31,7 @@ from .common import (
     choose,
     install,
     refuse_class,
+    refuse_quantised,
     refuse_values,
 )
 
@@ -65,7 +66,6 @@ _REFUSED = (
     Refusal(
         "dllm_algorithm", (None,), "diffusion decoding is not supported together with kt options"
     ),
-    Refusal("quantization", (None,), "kt-moe takes BF16, FP16 and FP32 checkpoints so far"),
     Refusal(
         "moe_runner_backend", ("auto", "triton"), "the hot experts' kernel must skip the cold ones"
     ),
@@ -167,10 +167,7 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
     from kt_kernel.preflight import check_model, num_experts
 
     refuse_class(list(hf_config.architectures or []), TESTED_MODELS, options)
-    if getattr(hf_config, "quantization_config", None):
-        raise OptionError(
-            "quantised checkpoint: kt-moe takes BF16, FP16 and FP32 checkpoints so far"
-        )
+    refuse_quantised(_quantisation(arguments, hf_config), options)
     refuse_values(arguments, _REFUSED)
     model = getattr(hf_config, "text_config", None) or hf_config  # of the language model
     check_model(options, model)
@@ -184,6 +181,14 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
                     "together with cold experts yet; add --cuda-graph-backend-decode disabled "
                     "--cuda-graph-backend-prefill disabled"
                 )
+
+
+def _quantisation(arguments: Any, hf_config: Any) -> str | None:
+    """What the engine's arguments or the model's configuration say that it is quantised with."""
+    settings = getattr(hf_config, "quantization_config", None)
+    if isinstance(settings, dict):
+        return str(settings.get("quant_method", "an unnamed method"))
+    return arguments.quantization
 
 
 def _after_add_cli_args(result: Any, parser: Any) -> Any:

@@ -11,6 +11,7 @@ from sglang.srt.layers.moe import kt_ep_wrapper
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu
@@ -49,10 +50,10 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.gpu_method = gpu_method
         self.config = config
         self.scaling = 1.0
-        if not isinstance(gpu_method, UnquantizedFusedMoEMethod):
+        if not isinstance(gpu_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
                 f"kt: layer {config.layer_idx}: {type(gpu_method).__name__} is not supported; "
-                "kt-moe takes BF16, FP16 and FP32 checkpoints so far"
+                "kt-moe takes BF16, FP16, FP32 and FP8 checkpoints so far"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -101,7 +102,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             expert_id: int | None = None,
         ) -> None:
             place = f"kt: layer {self.config.layer_idx}: {weight_name}"
-            if expert_id is None or loaded_weight.dim() != 2:
+            single = loaded_weight.dim() == 2 or not self.hybrid.takes_weights
+            if expert_id is None or not single:
                 raise ValueError(
                     f"{place}: shape {list(loaded_weight.shape)}; one matrix of one expert is "
                     "expected"

@@ -20,6 +20,7 @@ from .common import (
     choose,
     install,
     refuse_class,
+    refuse_quantised,
     refuse_values,
 )
 
@@ -41,9 +42,6 @@ _REFUSED = (
     Refusal("weight_transfer_config", (None,), NO_EXCHANGE),
     Refusal("model_config.enable_sleep_mode", (False,), NO_EXCHANGE),
     Refusal("model_config.model_impl", ("auto", "vllm"), "only vLLM's own model code is supported"),
-    Refusal(
-        "model_config.quantization", (None,), "kt-moe takes BF16, FP16 and FP32 checkpoints so far"
-    ),
     Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
     Refusal("cache_config.cpu_offload_gb", (0,), _PLACES),  # where older versions have it
     Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
@@ -161,6 +159,7 @@ def refuse_unsupported(config: Any, options: KTOptions) -> None:
 
     model = config.model_config
     refuse_class(list(model.architectures or []), TESTED_MODELS, options)
+    refuse_quantised(model.quantization, options)
     refuse_values(config, _REFUSED)
     if config.device_config.device_type != "cpu" and not model.enforce_eager:
         raise OptionError(f"CUDA graphs: {_TOGETHER}; add --enforce-eager")

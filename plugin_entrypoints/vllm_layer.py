@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kt_kernel.layer import HybridLayer, HybridModel
@@ -46,7 +47,7 @@ class HybridExperts(RoutedExperts):
         self.kt_model: HybridModel | None = None
         self.kt_layer: HybridLayer | None = None
         if options is not None:
-            _refuse(layer_name, moe_config, quant_config, kwargs)
+            _refuse(layer_name, moe_config, kwargs)
             self.kt_model = _model_of(config, options)
             # moe_config's sizes, before vLLM pads them for its kernels.
             self.kt_layer = self.kt_model.add_layer(
@@ -65,10 +66,10 @@ class HybridExperts(RoutedExperts):
             self._hook_end_of_loading()
 
     def _check_method(self) -> None:
-        if not isinstance(self.quant_method, UnquantizedFusedMoEMethod):
+        if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
                 f"kt: {self.layer_name}: {type(self.quant_method).__name__} is not supported; "
-                "kt-moe takes BF16, FP16 and FP32 checkpoints so far"
+                "kt-moe takes BF16, FP16, FP32 and FP8 checkpoints so far"
             )
         if self.quant_method.is_monolithic:
             raise ValueError(
@@ -115,7 +116,7 @@ class HybridExperts(RoutedExperts):
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             )
         layer.refuse_reload(f"kt: layer {layer.layer_idx}: {weight_name}")
-        if loaded_weight.dim() != 2:
+        if layer.takes_weights and loaded_weight.dim() != 2:
             raise ValueError(
                 f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; one matrix of one "
                 "expert is expected"
@@ -185,12 +186,11 @@ def _model_of(config: Any, options: KTOptions) -> HybridModel:
     return HybridModel(options)
 
 
-def _refuse(layer_name: str, moe_config: Any, quant_config: Any, kwargs: dict[str, Any]) -> None:
+def _refuse(layer_name: str, moe_config: Any, kwargs: dict[str, Any]) -> None:
     """What a model asks of its experts that the CPU layer does not do; ValueError names it."""
     parallel = moe_config.moe_parallel_config
     manager = kwargs.get("expert_map_manager")
     for what, present in (
-        ("a quantised checkpoint", quant_config is not None),
         ("expert biases", moe_config.has_bias),
         ("LoRA on experts", moe_config.is_lora_enabled),
         ("router weight on input", kwargs.get("apply_router_weight_on_input", False)),

@@ -83,6 +83,9 @@ def answers(folder: Path, model: Path, prompts: list[list[int]]) -> Answers:
         {"name": "sleep", "arguments": {**some, "enable_memory_saver": True}},
         {"name": "both wrong", "arguments": some, "config": "method=BF16"},
         {"name": "quantised", "arguments": {**some, "quantization": "fp8"}},
+        {"name": "GPTQ", "arguments": {
+            **some,
+            "json_model_override_args": '{"quantization_config": {"quant_method": "gptq"}}'}},
         {"name": "compiled", "arguments": {**some, "enable_torch_compile": True}},
         {"name": "class", "arguments": {
             **some, "json_model_override_args": '{"architectures": ["Qwen2MoeForCausalLM"]}'}},
@@ -246,7 +249,8 @@ def test_deferral(answers: Answers, reference: Reference, prompts: list[list[int
         ("sleep", "--enable-memory-saver: the cold experts' weights cannot be exchanged"),
         ("two ranks", "--tp-size 2: kt-moe serves a single rank so far; accepted: 1"),
         ("lora", "--enable-lora: LoRA is not supported together with kt options yet; remove it"),
-        ("quantised", "--quantization fp8: kt-moe takes BF16, FP16 and FP32 checkpoints so far"),
+        ("quantised", "a model quantised with fp8: name its folder with --kt-weight-path too"),
+        ("GPTQ", "a model quantised with gptq: the hot experts' kernels were not tried; accepted"),
         ("compiled", "--enable-torch-compile: our kernels are no torch operations; remove it"),
         ("class", "model class Qwen2MoeForCausalLM: not tested with kt-moe"),
     ],
