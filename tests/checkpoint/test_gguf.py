@@ -8,13 +8,14 @@ import pytest
 import torch
 from gguf_models import ARCH, MATRICES, SUPPORTED, E, H, I, Model, values_of, write
 
-from kt_kernel.checkpoint import open_checkpoint, read_experts
+from kt_kernel.checkpoint import gguf_blocks, open_checkpoint, read_experts
 from kt_kernel.checkpoint.families import FAMILIES
 from kt_kernel.checkpoint.gguf_architectures import ARCHITECTURES, REFUSED
 from kt_kernel.checkpoint.gguf_blocks import FORMS
 from kt_kernel.methods import BF16_WEIGHTS, FORMAT_NAMES, GGML_BLOCKS, INT4_GROUP, MXFP4, LayerForm
 from kt_kernel.quantised import QuantisedMatrix, check_matrix
 from kt_kernel.testing import values_of as values_of_matrix
+from kt_kernel.utils.loader import SafeTensorLoader
 
 SIZES = (E, H, I)
 METHOD = "LLAMAFILE"
@@ -85,6 +86,13 @@ def test_all_codes_and_scales(tmp_path):
     with np.errstate(over="ignore"):  # 12 * 2^126, which the kernels' scale of 2^127 does not reach
         found = check(model.save(tmp_path / "m.gguf"), model)
     assert (found.gate[0].format, found.down[0].format) == (INT4_GROUP, MXFP4)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "MXFP4"])
+def test_nibbles_of_more_than_is_moved_at_a_time(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(gguf_blocks, "_AT_A_TIME", 1000)  # a number of rows that divides neither
+    model = Model((kind,) * 3)
+    check(model.save(tmp_path / "m.gguf"), model)
 
 
 MIXED = [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "IQ4_XS", "Q3_K"), ("BF16", "Q8_0", "F16"),
@@ -168,8 +176,8 @@ def test_matrices_are_views_that_outlive_the_file(tmp_path):
     model = Model()
     path = model.save(tmp_path / "m.gguf")
     found = open_checkpoint(path).read_experts(0, *SIZES)
-    data = found.gate[0].codes.untyped_storage()
-    assert found.gate[2].codes.untyped_storage().data_ptr() == data.data_ptr()
+    step = found.gate[1].codes.data_ptr() - found.gate[0].codes.data_ptr()
+    assert step == found.gate[0].codes.numel()  # no copies: they lie where they lie in the file
     path.unlink()
     assert np.array_equal(
         values_of("Q4_K", found.gate[2].codes.numpy()), model.values(0, "gate")[2]
@@ -185,10 +193,24 @@ def test_tensors_by_name(tmp_path):
         raw = found.contiguous().view(torch.uint8).numpy()
         assert np.array_equal(raw, model.rows[0, matrix].view(np.uint8))
     assert torch.equal(checkpoint.read_tensor("output_norm.weight"), torch.ones(8))
-    empty = write(tmp_path / "e.gguf", {"t": ("F16", np.zeros((4, 0, 8), np.float16))}, {})
-    assert open_checkpoint(empty).read_tensor("t").shape == (4, 0, 8)
+    for number, shape in enumerate([(4, 0, 8), (8, 0), (0,)]):
+        empty = write(tmp_path / f"{number}.gguf", {"t": ("F32", np.zeros(shape, "f"))}, {})
+        assert open_checkpoint(empty).read_tensor("t").shape == shape
     with pytest.raises(KeyError, match="no tensor 'x'"):
         checkpoint.read_tensor("x")
+
+
+def test_old_names_of_the_loaders(tmp_path):
+    model = Model(("Q4_K", "MXFP4", "BF16"), biases=True)
+    loader = SafeTensorLoader(model.save(tmp_path / "m.gguf"))
+    assert loader.has_tensor("blk.0.ffn_up_exps.weight")
+    found = loader.load_experts("blk.0")
+    assert np.array_equal(found["gate"][1].numpy(), model.rows[0, "gate"][1])
+    assert found["gate_scale"] is None and found["down_scale"] is None
+    assert found["up_scale"][2].shape == (I, H // 32)
+    assert found["down"][0].dtype == torch.bfloat16 and found["up_bias"][0].shape == (I,)
+    with pytest.raises(ValueError, match="found them at 'blk.0.'"):
+        loader.load_experts("model.layers.0")
 
 
 # --- methods

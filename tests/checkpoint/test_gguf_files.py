@@ -192,6 +192,13 @@ def test_a_part_added_later(tmp_path):
         checkpoint.read_experts(1, *SIZES)
 
 
+def test_a_model_added_later(tmp_path):
+    MODEL.save(tmp_path / "a" / "m.gguf")
+    check(tmp_path)
+    MODEL.save(tmp_path / "a" / "n.gguf")
+    fails(tmp_path, "2 GGUF models")
+
+
 def test_names_in_any_order(tmp_path):
     """Many parts: the numbers are compared as such."""
     model = Model(("Q8_0",) * 3, layers=tuple(range(5)))

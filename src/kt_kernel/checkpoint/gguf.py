@@ -12,7 +12,7 @@ from ..experts import Matrix
 from ..methods import BF16_WEIGHTS, LayerForm, Method, get_method
 from .base import Checkpoint, Sizes
 from .gguf_architectures import ARCHITECTURES, REFUSED
-from .gguf_blocks import DENSE, FORMS, form_of, row_bytes, to_matrix
+from .gguf_blocks import DENSE, FORMS, form_of, row_bytes, to_dense, to_matrix
 from .gguf_files import GgufIndex
 from .gguf_layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
 from .header import TensorInfo
@@ -56,9 +56,10 @@ class GgufCheckpoint(Checkpoint):
         info = self._index.tensors.get(name)
         if info is None:
             raise KeyError(f"{self.path}: no tensor {name!r}")
-        data = _Data(self._index).read(info)
-        rows = data.view(*info.shape[:-1], row_bytes(info))
-        return to_matrix(info, rows, str(info)) if info.dtype in DENSE else rows
+        data = _Data(self._index).read(info, 0, info.end - info.begin)
+        if info.dtype in DENSE:
+            return to_dense(info, data).view(info.shape)
+        return data.view(*info.shape[:-1], row_bytes(info))
 
     @contextmanager
     def _open_layer(
@@ -127,7 +128,7 @@ def _read(layer: GgufLayer, experts: int, expert: int, data: _Data) -> dict[str,
         result[matrix] = to_matrix(info, rows, f"{info}: expert {expert}, {matrix}")
     for matrix, source in layer.biases.items():
         info, part = _part(source, experts, expert, data)
-        result[f"{matrix}_bias"] = to_matrix(info, part[None], str(info))[0].float()
+        result[f"{matrix}_bias"] = to_dense(info, part).float()
     return result
 
 
@@ -136,10 +137,12 @@ def _part(
 ) -> tuple[TensorInfo, torch.Tensor]:
     """The tensor that an expert's matrix or bias is in, and its bytes."""
     info = source.tensors[0 if source.stacked else expert]
-    part = data.read(info)
-    if source.stacked:
-        part = part.view(experts, -1)[expert]
-    return info, part if source.half is None else part.view(2, -1)[source.half]
+    size = (info.end - info.begin) // (experts if source.stacked else 1)
+    begin = expert * size if source.stacked else 0
+    if source.half is not None:
+        size //= 2
+        begin += source.half * size
+    return info, data.read(info, begin, size)
 
 
 class _Data:
@@ -148,23 +151,30 @@ class _Data:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._mapped: dict[str, torch.Tensor] = {}
+        self._mapped: dict[str, tuple[mmap.mmap, int]] = {}
 
-    def read(self, info: TensorInfo) -> torch.Tensor:
-        """All bytes of a tensor, uint8."""
-        if info.name not in self._mapped:
-            self._mapped[info.name] = self._map(info)
-        return self._mapped[info.name]
-
-    def _map(self, info: TensorInfo) -> torch.Tensor:
-        size = info.end - info.begin
+    def read(self, info: TensorInfo, begin: int, size: int) -> torch.Tensor:
+        """Bytes of a tensor, uint8. They are asked of the disk at once, rather than page by page
+        as they are used."""
         if not size:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        before = info.begin % mmap.ALLOCATIONGRANULARITY
+        if info.name not in self._mapped:
+            self._mapped[info.name] = self._map(info)
+        memory, start = self._mapped[info.name]
+        begin += start
+        page = begin - begin % mmap.PAGESIZE
+        memory.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
+
+    def _map(self, info: TensorInfo) -> tuple[mmap.mmap, int]:
+        """A mapping, and where in it the tensor begins."""
+        start = info.begin % mmap.ALLOCATIONGRANULARITY
+        length = start + info.end - info.begin
         with open(info.file, "rb") as file:
             # A mapped file that has become shorter would kill the process on access.
             if stamp(file.fileno()) != self._index.stamps[info.file]:
                 raise ValueError(f"{info.file}: changed since the checkpoint was opened")
-            memory = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY,
-                               offset=info.begin - before)  # fmt: skip
-        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before)
+            memory = mmap.mmap(
+                file.fileno(), length, access=mmap.ACCESS_COPY, offset=info.begin - start
+            )
+        return memory, start

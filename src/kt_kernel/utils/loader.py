@@ -83,7 +83,8 @@ class SafeTensorLoader:
                 raise ValueError(f"base_key {base_key!r}: the columns of {name} are in an order of"
                                  " their own (act-order); use kt_kernel.checkpoint")  # fmt: skip
             codes = [matrix.codes for matrix in matrices] if quantised else matrices
-            scales = [matrix.scale for matrix in matrices] if quantised else None
+            separate = quantised and matrices[0].scale is not None  # not inside ggml's blocks
+            scales = [matrix.scale for matrix in matrices] if separate else None
             result[name] = [tensor.to(device) for tensor in codes]
             result[f"{name}_scale"] = scales and [tensor.to(device) for tensor in scales]
         return result
