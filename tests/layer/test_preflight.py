@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,3 +128,24 @@ def test_method_and_checkpoint_that_disagree(tmp_path: Path) -> None:
 def test_sizes_that_do_not_suit_the_method() -> None:
     error = check({"weight_path": str(DEMO_MODEL), "method": "MXFP4"}, moe_intermediate_size=80)
     assert error.startswith("--kt-method MXFP4: moe_intermediate_size=80 is not divisible by")
+
+
+def test_gguf(tmp_path: Path) -> None:
+    sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
+    from gguf_models import Model
+
+    model = Model(("Q8_0", "Q8_0", "Q4_0"), hidden=64, inter=32, layers=(0, 1))
+    path = model.save(tmp_path / "m.gguf", split_max_tensors=3).parent
+    config = {"num_experts": 3, "hidden_size": 64, "moe_intermediate_size": 32,
+              "num_experts_per_tok": 2, "num_hidden_layers": 2}  # fmt: skip
+    options = {"weight_path": str(path), "method": "LLAMAFILE"}
+    assert check(options, **config) == ""
+    start = f"--kt-weight-path {path}: "
+    error = check(options, **config | {"num_hidden_layers": 3})
+    assert error.startswith(start) and "layer 2 has no experts" in error
+    error = check(options, **config | {"num_experts": 4})
+    assert error.startswith(start) and "ffn_gate_exps" in error and "3 experts of" in error
+    error = check(options | {"method": "AMXINT8"}, **config)
+    assert error.startswith(start) and "which method LLAMAFILE takes as it is" in error
+    error = check(options | {"weight_path": str(DEMO_MODEL)})
+    assert "method LLAMAFILE takes GGUF files" in error
