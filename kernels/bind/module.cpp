@@ -200,14 +200,14 @@ auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, cons
                                 kt::ScaleType(scale_type)};
   kt::MatrixSource whole{source(layout.format, w, dtype), k, 0, 0};
   whole.weights.search = scale_search;
-  for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
-    if (const auto error = kt::check_tile(layout, whole, tile, &row); error != kt::PackError::kNone)
-      throw std::invalid_argument("row " + std::to_string(row) + ": " + kt::describe(error));
   auto* tiles = static_cast<uint8_t*>(std::aligned_alloc(64, size_t(layout.bytes())));
   nb::capsule owner(tiles, [](void* p) noexcept { std::free(p); });
-  std::vector<float> scratch(size_t(kt::pack_scratch(layout)));
-  for (int64_t tile = 0; tile < layout.tiles(); ++tile)
-    kt::pack_tile(layout, whole, tile, scratch.data(), tiles + tile * layout.tile_bytes());
+  std::vector<float> scratch(size_t(kt::pack_scratch(layout, whole.weights)));
+  for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
+    if (const auto error = kt::pack_tile(layout, whole, tile, scratch.data(),
+                                         tiles + tile * layout.tile_bytes(), &row);
+        error != kt::PackError::kNone)
+      throw std::invalid_argument("row " + std::to_string(row) + ": " + kt::describe(error));
   return nb::ndarray<nb::numpy, uint8_t>(
       tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())}, owner);
 }
@@ -221,6 +221,24 @@ std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Te
                                 kt::ScaleType(scale_type)};
   return std::make_shared<kt::ProductBench>(std::move(team), find_table(table), gemm, layout,
                                             source(layout.format, w, int(kt::DType::kFP32)), bytes);
+}
+
+// A slot, and of gate, up and down the weights, the type of dense ones, and a bias or 0; of gate
+// and up the order of the columns, or 0.
+using SlotWeights = std::tuple<int64_t, kt::ByMatrix<Source>, kt::ByMatrix<int>,
+                               kt::ByMatrix<uintptr_t>, std::array<uintptr_t, 2>>;
+
+kt::SlotSource of_slot(const SlotWeights& given, bool scale_search) {
+  const auto& [slot, weights, dtypes, biases, orders] = given;
+  kt::SlotSource made{slot, {}};
+  for (int m = 0; m < kt::kMatrices; ++m) {
+    made.source.weights[m] = source(weights[m], dtypes[m]);
+    made.source.weights[m].search = scale_search;
+    made.source.bias[m] = pointer<const float>(biases[m]);
+  }
+  made.source.order = {pointer<const int32_t>(orders[kt::kGate]),
+                       pointer<const int32_t>(orders[kt::kUp])};
+  return made;
 }
 
 }  // namespace
@@ -270,16 +288,9 @@ NB_MODULE(KT_MODULE_NAME, m) {
              const Source& down, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias,
              const kt::ByMatrix<int>& dtypes, const std::array<uintptr_t, 2>& orders,
              bool scale_search) {
-            const auto of = [&](kt::Matrix m, const Source& given) {
-              auto weights = source(given, dtypes[m]);
-              weights.search = scale_search;
-              return weights;
-            };
-            layer.load(slot, {{of(kt::kGate, gate), of(kt::kUp, up), of(kt::kDown, down)},
-                              {pointer<const float>(gate_bias), pointer<const float>(up_bias),
-                               pointer<const float>(down_bias)},
-                              {pointer<const int32_t>(orders[kt::kGate]),
-                               pointer<const int32_t>(orders[kt::kUp])}});
+            layer.load(
+                {of_slot({slot, {gate, up, down}, dtypes, {gate_bias, up_bias, down_bias}, orders},
+                         scale_search)});
           },
           "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
           "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{-1, -1, -1},
@@ -288,6 +299,15 @@ NB_MODULE(KT_MODULE_NAME, m) {
           "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
           "have a number in `dtypes`, where quantised ones have -1. Column j of gate's and up's "
           "source is column order[j] of the matrix: int32 permutations, or 0.")
+      .def(
+          "load_many",
+          [](kt::MoeLayer& layer, const std::vector<SlotWeights>& experts, bool scale_search) {
+            std::vector<kt::SlotSource> sources;
+            for (const SlotWeights& e : experts) sources.push_back(of_slot(e, scale_search));
+            layer.load(sources);
+          },
+          "experts"_a, "scale_search"_a = false, nb::call_guard<nb::gil_scoped_release>(),
+          "`load` of experts given as (slot, (gate, up, down), dtypes, bias addresses, orders).")
       .def(
           "load_packed",
           [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,

@@ -17,6 +17,8 @@ struct Finding {
   int64_t row = 0;
 };
 
+std::string in_words(const Finding& finding);
+
 // In words, the first of what each thread found first; "" where nobody found anything.
 std::string first_problem(const std::vector<Finding>& findings);
 

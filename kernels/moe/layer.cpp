@@ -142,6 +142,7 @@ MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
   LayerState& s = *state_;
   s.config = std::move(config);
   const LayerConfig& c = s.config;
+  s.loaded.resize(c.on_cpu.size());
   for (uint8_t here : c.on_cpu) s.position.push_back(here ? s.held++ : -1);
   s.pools = split_pools(*team_, c, s.held);
   const auto size_bias = [&](BiasTable& table, int64_t width) {
@@ -162,22 +163,30 @@ void MoeLayer::need_slot(int64_t slot) const {
        "expert slot " + std::to_string(slot) + " is not held on the CPU");
 }
 
-void MoeLayer::load(int64_t slot, const ExpertSource& source) {
-  need_slot(slot);
-  run(slot, std::make_shared<PackJob>(state_, slot, source, team_->threads()));
+void MoeLayer::load(const std::vector<SlotSource>& experts) {
+  std::vector<uint8_t> named(size_t(config().num_experts));
+  for (const SlotSource& expert : experts) {
+    need_slot(expert.slot);
+    uint8_t& twice = named[size_t(expert.slot)];
+    need(!twice, "expert slot " + std::to_string(expert.slot) + " is named twice");
+    twice = 1;
+  }
+  const auto job = std::make_shared<PackJob>(state_, experts, *team_);
+  team_->submit(job);
+  job->wait();
+  need(job->problem().empty(), job->problem());
+  for (const SlotSource& expert : experts) state_->loaded[size_t(expert.slot)] = 1;
 }
 
 void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
                            const ByMatrix<const float*>& bias) {
   need_slot(slot);
-  run(slot, std::make_shared<PackedLoad>(state_, slot, tiles, bias, team_->threads()));
-}
-
-template <class Loading> void MoeLayer::run(int64_t slot, const std::shared_ptr<Loading>& job) {
+  const auto job = std::make_shared<PackedLoad>(state_, slot, tiles, bias, team_->threads());
   team_->submit(job);
   job->wait();
-  if (const std::string problem = job->problem(); !problem.empty())
-    throw std::invalid_argument("expert slot " + std::to_string(slot) + ", " + problem);
+  const std::string problem = job->problem();
+  state_->loaded[size_t(slot)] = problem.empty();
+  need(problem.empty(), "expert slot " + std::to_string(slot) + ", " + problem);
 }
 
 void MoeLayer::save_packed(int64_t slot, int matrix, uint8_t* dst) const {

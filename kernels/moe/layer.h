@@ -63,6 +63,12 @@ struct ExpertSource {
   ColumnOrders order{};
 };
 
+// What a slot is loaded with.
+struct SlotSource {
+  int64_t slot;
+  ExpertSource source;
+};
+
 // Counters since construction. A pass of more tokens than max_tokens counts as one forward, but its
 // chunks count their experts each.
 struct LayerStats {
@@ -147,6 +153,7 @@ struct OrderTable {
 struct LayerState {
   LayerConfig config;
   std::vector<int64_t> position;  // slot -> place among the experts held, or -1
+  std::vector<uint8_t> loaded;    // slot -> whether it was
   int64_t held = 0;
   std::vector<PoolPart> pools;
   ByMatrix<BiasTable> bias;
@@ -175,10 +182,11 @@ class MoeLayer {
   // Throws std::invalid_argument for a configuration that no kernel serves.
   MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config);
 
-  // Packs one expert, with all threads of the team; blocks. A slot loaded twice keeps the later
-  // weights. Throws std::invalid_argument when the slot is not held here or a weight cannot be
-  // represented; what was loaded before is then as it was.
-  void load(int64_t slot, const ExpertSource& source);
+  // Packs experts, with all threads of the team; blocks. Several small ones at once keep the
+  // threads busier. A slot loaded twice keeps the later weights. Throws std::invalid_argument when
+  // a slot is named twice or not held here, or a weight cannot be represented; what was loaded
+  // before is then as it was, and slots not loaded before count as not loaded.
+  void load(const std::vector<SlotSource>& experts);
 
   // The same from packed tiles as save_packed writes them; they may begin at any address. Throws
   // std::invalid_argument for a code or scale that packing would not have made; the slot must then
@@ -205,7 +213,6 @@ class MoeLayer {
 
  private:
   void need_slot(int64_t slot) const;
-  template <class Loading> void run(int64_t slot, const std::shared_ptr<Loading>& job);
 
   std::shared_ptr<sys::Team> team_;
   std::shared_ptr<LayerState> state_;

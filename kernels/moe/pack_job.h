@@ -1,5 +1,6 @@
-// The packing of one expert as a job of its layer's team.
+// The packing of experts as a job of their layer's team.
 #pragma once
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,24 +10,41 @@
 
 namespace kt {
 
-// Checks all weights, then packs them: nothing is written when a weight cannot be represented. The
-// tiles of each pool are shared among its threads, which so touch the memory first.
+// Packs the tiles of all experts in one go. Those of each pool are taken by its threads one by one,
+// which so touch the memory first. A slot loaded before keeps its weights when one of the new ones
+// cannot be represented: then all are checked before the first is written.
 class PackJob : public sys::Job {
  public:
-  PackJob(std::shared_ptr<LayerState> layer, int64_t slot, const ExpertSource& source, int threads);
+  PackJob(std::shared_ptr<LayerState> layer, const std::vector<SlotSource>& experts,
+          const sys::Team& team);
   void run(sys::Worker& worker) noexcept override;
 
-  // Once done: what is wrong with the weights, "" when they were packed.
-  std::string problem() const { return first_problem(findings_); }
+  // Once done: the slot and what is wrong with its weights, "" when all were packed.
+  std::string problem() const;
 
  private:
-  MatrixSource source_of(const PoolPart& part, Matrix m) const;
+  // What a thread found first, in the tile of that number of a pool's.
+  struct Place {
+    Finding finding;
+    int64_t expert = 0, tile = 0;
+    int pool = 0;
+  };
+  // The tiles of a pool, of one expert after the other, that are not taken yet.
+  struct alignas(128) Tasks {
+    std::atomic<int64_t> check{0}, pack{0};
+  };
+
+  MatrixSource source_of(const SlotSource& expert, const PoolPart& part, Matrix m) const;
+  template <class F> void each(std::atomic<int64_t>& next, sys::Worker& worker, F work);
+  const Place* first() const;  // null when all is good
 
   std::shared_ptr<LayerState> layer_;
-  int64_t slot_;
-  ExpertSource source_;
-  std::vector<Finding> findings_;            // per thread: the first in its share
-  std::vector<std::vector<float>> scratch_;  // per thread
+  std::vector<SlotSource> experts_;
+  bool check_first_ = false;
+  std::unique_ptr<Tasks[]> tasks_;  // per pool
+  std::vector<Place> found_;        // per thread
+  int64_t floats_ = 0;              // of scratch for a thread
+  std::unique_ptr<float[]> scratch_;
 };
 
 }  // namespace kt

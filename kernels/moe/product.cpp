@@ -41,15 +41,12 @@ OperandRows operand_rows(const KernelTable& table, const ProductKernel& kernel,
 
 sys::Mapping pack_whole(const MatrixLayout& layout, const WeightSource& w) {
   const MatrixSource source{w, layout.cols, 0, 0};
-  for (int64_t tile = 0; tile < layout.tiles(); ++tile) {
-    int64_t bad_row = 0;
-    if (check_tile(layout, source, tile, &bad_row) != PackError::kNone)
-      throw std::invalid_argument("row " + std::to_string(bad_row) + " cannot be packed");
-  }
   sys::Mapping packed{size_t(layout.bytes())};
-  std::vector<float> scratch(size_t(pack_scratch(layout)));
-  for (int64_t tile = 0; tile < layout.tiles(); ++tile)
-    pack_tile(layout, source, tile, scratch.data(), packed.data() + tile * layout.tile_bytes());
+  std::vector<float> scratch(size_t(pack_scratch(layout, w)));
+  for (int64_t tile = 0, bad_row = 0; tile < layout.tiles(); ++tile)
+    if (pack_tile(layout, source, tile, scratch.data(), packed.data() + tile * layout.tile_bytes(),
+                  &bad_row) != PackError::kNone)
+      throw std::invalid_argument("row " + std::to_string(bad_row) + " cannot be packed");
   return packed;
 }
 

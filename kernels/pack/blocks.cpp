@@ -1,6 +1,6 @@
 #include "blocks.h"
 
-#include <emmintrin.h>
+#include <immintrin.h>
 
 #include <cstring>
 
@@ -95,30 +95,53 @@ class ValueReader {
   int64_t used_ = sizeof lanes_;
 };
 
-template <LaneOrder kOrder> __m128i load_lanes(const uint8_t* p) {
-  __m128i x = load(p);
+// Lanes of two units in the order of their steps.
+template <LaneOrder kOrder> __m256i in_order(__m256i x) {
   if constexpr (kOrder == LaneOrder::kPlain) return x;
-  // Bytes 1 and 2 of each lane change places.
-  const __m128i bytes =
-      _mm_and_si128(_mm_xor_si128(x, _mm_srli_epi32(x, 8)), _mm_set1_epi32(0xff00));
-  x = _mm_xor_si128(x, _mm_xor_si128(bytes, _mm_slli_epi32(bytes, 8)));
+  const __m256i pairs = _mm256_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15,  //
+                                         0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  x = _mm256_shuffle_epi8(x, pairs);
   if constexpr (kOrder == LaneOrder::kPairs) return x;
   // Now a 16-bit half holds nibbles 0 1 4 5 or 2 3 6 7: its middle two change places.
-  const __m128i nibbles =
-      _mm_and_si128(_mm_xor_si128(x, _mm_srli_epi32(x, 4)), _mm_set1_epi32(0x00f000f0));
-  return _mm_xor_si128(x, _mm_xor_si128(nibbles, _mm_slli_epi32(nibbles, 4)));
+  const __m256i nibbles =
+      _mm256_and_si256(_mm256_xor_si256(x, _mm256_srli_epi32(x, 4)), _mm256_set1_epi32(0x00f000f0));
+  return _mm256_xor_si256(x, _mm256_xor_si256(nibbles, _mm256_slli_epi32(nibbles, 4)));
+}
+
+// Two units of four rows, side by side, to their places: 4 x 4 lanes of each are transposed.
+template <LaneOrder kOrder> void write_two(__m256i* row, uint8_t* first, uint8_t* second) {
+  for (int i = 0; i < 4; ++i) row[i] = in_order<kOrder>(row[i]);
+  const __m256i even_low = _mm256_unpacklo_epi32(row[0], row[2]);
+  const __m256i even_high = _mm256_unpackhi_epi32(row[0], row[2]);
+  const __m256i odd_low = _mm256_unpacklo_epi32(row[1], row[3]);
+  const __m256i odd_high = _mm256_unpackhi_epi32(row[1], row[3]);
+  const __m256i step[4] = {
+      _mm256_unpacklo_epi32(even_low, odd_low), _mm256_unpackhi_epi32(even_low, odd_low),
+      _mm256_unpacklo_epi32(even_high, odd_high), _mm256_unpackhi_epi32(even_high, odd_high)};
+  for (int i = 0; i < 4; ++i) {
+    store(first + i * kStepBytes, _mm256_castsi256_si128(step[i]));
+    store(second + i * kStepBytes, _mm256_extracti128_si256(step[i], 1));
+  }
 }
 
 // The units of a chunk to their places. Rows are read a cache line each.
 template <LaneOrder kOrder> void write_units(Window w, int64_t units, uint8_t* const* place) {
-  for (int64_t n = 0; n < kTileRows; n += 4)
-    for (int64_t u = 0; u < units; ++u) {
-      const uint8_t* p = w.first + n * w.stride + u * kUnitBytes;
-      __m128i row[4];
-      for (int i = 0; i < 4; ++i) row[i] = load_lanes<kOrder>(p + i * w.stride);
-      transpose<4>(row);
-      for (int i = 0; i < 4; ++i) store(place[u] + i * kStepBytes + n * 4, row[i]);
+  for (int64_t n = 0; n < kTileRows; n += 4) {
+    const uint8_t* p = w.first + n * w.stride;
+    __m256i row[4];
+    for (int64_t u = 0; u + 2 <= units; u += 2) {
+      for (int i = 0; i < 4; ++i)
+        row[i] =
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + i * w.stride + u * kUnitBytes));
+      write_two<kOrder>(row, place[u] + n * 4, place[u + 1] + n * 4);
     }
+    if (units % 2) {
+      uint8_t* const last = place[units - 1] + n * 4;
+      for (int i = 0; i < 4; ++i)
+        row[i] = _mm256_broadcastsi128_si256(load(p + i * w.stride + (units - 1) * kUnitBytes));
+      write_two<kOrder>(row, last, last);
+    }
+  }
 }
 
 template <LaneOrder kOrder>
@@ -153,9 +176,9 @@ void write_all(const MatrixLayout& layout, LaneRows& rows, const BlockValues& sc
 }  // namespace
 
 void stream_bytes(const uint8_t* src, int64_t bytes, uint8_t* dst) {
-  for (int64_t i = 0; i < bytes; i += 16)
-    _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i),
-                     _mm_load_si128(reinterpret_cast<const __m128i*>(src + i)));
+  for (int64_t i = 0; i < bytes; i += 32)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i),
+                        _mm256_load_si256(reinterpret_cast<const __m256i*>(src + i)));
 }
 
 void stream_fence() { _mm_sfence(); }

@@ -1,16 +1,15 @@
 #include "dense.h"
 
-#include <emmintrin.h>
+#include <immintrin.h>
 
 #include <algorithm>
-
 #include <cmath>
 #include <cstring>
 
 #include "blocks.h"
-#include "eight.h"
 #include "scalar.h"
 #include "scale_search.h"
+#include "sixteen.h"
 
 namespace kt {
 namespace {
@@ -29,11 +28,19 @@ const uint8_t* part_row(const MatrixSource& source, int64_t row) {
   return source_row(source, row) + source.col0 * dtype_bytes(source.weights.dtype);
 }
 
-float row_absmax(const MatrixSource& source, int64_t row) {
-  return absmax_of(source_row(source, row), source.weights.dtype, source.cols);
+template <class F> auto with_dtype(DType type, F f) {
+  switch (type) {
+    case DType::kBF16: return f.template operator()<DType::kBF16>();
+    case DType::kFP16: return f.template operator()<DType::kFP16>();
+    default: return f.template operator()<DType::kFP32>();
+  }
 }
 
-uint16_t group_scale(float absmax) { return float_to_fp16(absmax / 7.0f); }
+// Infinite when a weight is not finite.
+template <DType kType> float row_absmax(const MatrixSource& source, int64_t row) {
+  const uint32_t bits = most_of<kType>(source_row(source, row), source.cols);
+  return bits >= kBeyondFinite<kType> ? INFINITY : load_float(&bits, kType, 0);
+}
 
 // limit / absmax where it is finite, else 0: the row is zero or too small to represent. The same
 // rule as for activations (isa/act_quant.inl).
@@ -42,208 +49,240 @@ float multiplier_for(float absmax, int limit) {
   return std::isfinite(m) ? m : 0.0f;
 }
 
-// What becomes of eight weights.
+// What becomes of 32 weights.
+
+// rint as int16: to nearest, ties to even, like the kernels'.
+__m256i rounded(__m256 even, __m256 odd) {
+  return _mm256_packs_epi32(_mm256_cvtps_epi32(even), _mm256_cvtps_epi32(odd));
+}
+
+// Of 32 int16 as bytes, [0, 8) [16, 24) [8, 16) [24, 32).
+__m256i to_bytes(__m256i low, __m256i high) { return _mm256_packs_epi16(low, high); }
+
+void store_words(__m256i x, Word* words) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), x);
+}
+
+// Bytes of -8 to 7, in the order of to_bytes, as nibbles u = q + 8: of eight the first four low,
+// the others high.
+void store_nibbles(__m256i q, Word* words) {
+  const __m256i u = _mm256_add_epi8(q, _mm256_set1_epi8(8));
+  const __m256i pairs = _mm256_or_si256(u, _mm256_srli_epi64(u, 28));
+  const __m256i first = _mm256_setr_epi32(0, 4, 2, 6, 0, 0, 0, 0);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(words),
+                   _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(pairs, first)));
+}
 
 struct ToBf16 {
-  static constexpr int64_t kWords = 4;
-  void operator()(const Eight& x, Word* words) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(words),
-                     _mm_packs_epi32(to_bf16(x.low), to_bf16(x.high)));
+  static constexpr int64_t kWords = 16;
+  void operator()(const Sixteen& x, const Sixteen& y, Word* words) {
+    store_words(_mm256_packs_epi32(to_bf16(x.even), to_bf16(x.odd)), words);
+    store_words(_mm256_packs_epi32(to_bf16(y.even), to_bf16(y.odd)), words + 8);
   }
 };
 
-// rint as int16: to nearest, ties to even, like the kernels'. A row's values times its multiplier
-// round to at most the limit.
-__m128i quantise(__m128 low, __m128 high) {
-  return _mm_packs_epi32(_mm_cvtps_epi32(low), _mm_cvtps_epi32(high));
-}
-
-// Eight values within +-7 as nibbles u = q + 8: the first four low, the others high.
-Word nibbles_of(__m128i q) {
-  const __m128i u = _mm_add_epi16(q, _mm_set1_epi16(8)), bytes = _mm_packus_epi16(u, u);
-  return Word(_mm_cvtsi128_si32(_mm_or_si128(bytes, _mm_srli_epi64(bytes, 28))));
-}
+// A row's values times its multiplier round to at most the limit.
+struct Multiply {
+  __m256 multiplier;
+  explicit Multiply(float of_row) : multiplier(_mm256_set1_ps(of_row)) {}
+  __m256i operator()(const Sixteen& x) const {
+    return rounded(_mm256_mul_ps(x.even, multiplier), _mm256_mul_ps(x.odd, multiplier));
+  }
+};
 
 struct ToInt8 {
-  static constexpr int64_t kWords = 2;
-  __m128 multiplier;
-  __m128i sums = _mm_setzero_si128();
-  void operator()(const Eight& x, Word* words) {
-    const __m128i q = quantise(_mm_mul_ps(x.low, multiplier), _mm_mul_ps(x.high, multiplier));
-    sums = _mm_add_epi32(sums, _mm_madd_epi16(q, _mm_set1_epi16(1)));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(words), _mm_packs_epi16(q, q));
+  static constexpr int64_t kWords = 8;
+  Multiply multiply;
+  __m256i sums = _mm256_setzero_si256();
+  void operator()(const Sixteen& x, const Sixteen& y, Word* words) {
+    const __m256i low = multiply(x), high = multiply(y);
+    sums = _mm256_add_epi32(sums,
+                            _mm256_madd_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1)));
+    store_words(_mm256_permute4x64_epi64(to_bytes(low, high), 0xd8), words);  // 0, 2, 1, 3
   }
   int32_t sum() const {
-    int32_t lane[4];
+    int32_t lane[8], total = 0;
     std::memcpy(lane, &sums, sizeof lane);
-    return lane[0] + lane[1] + lane[2] + lane[3];
+    for (int32_t x : lane) total += x;
+    return total;
   }
 };
 
 struct ToInt4 {
-  static constexpr int64_t kWords = 1;
-  __m128 multiplier;
-  void operator()(const Eight& x, Word* words) {
-    *words = nibbles_of(quantise(_mm_mul_ps(x.low, multiplier), _mm_mul_ps(x.high, multiplier)));
+  static constexpr int64_t kWords = 4;
+  Multiply multiply;
+  void operator()(const Sixteen& x, const Sixteen& y, Word* words) {
+    store_nibbles(to_bytes(multiply(x), multiply(y)), words);
   }
 };
 
-// By division: the scale is what the fp16 says, not the exact quotient. A scale that was rounded
-// down makes values above 7.
+// By what the fp16 scale says, not the exact quotient. A scale that was rounded down, or searched,
+// makes values beyond the codes. The product with the reciprocal differs from the quotient by less
+// than kTieMargin where either rounds to a code, so that both round alike except near a tie, where
+// it is divided.
 struct ToInt4Group {
-  static constexpr int64_t kWords = 1;
-  __m128 scale;
-  __m128i least;
-  void operator()(const Eight& x, Word* words) {
-    const __m128i q = quantise(_mm_div_ps(x.low, scale), _mm_div_ps(x.high, scale));
-    *words = nibbles_of(_mm_max_epi16(least, _mm_min_epi16(_mm_set1_epi16(7), q)));
+  static constexpr int64_t kWords = 4;
+  __m256 scale, reciprocal;
+  __m256i least;
+  ToInt4Group(float of_group, int8_t least_code)
+      : scale(_mm256_set1_ps(of_group)),
+        reciprocal(_mm256_set1_ps(1.0f / of_group)),
+        least(_mm256_set1_epi8(least_code)) {}
+
+  void operator()(const Sixteen& x, const Sixteen& y, Word* words) {
+    const __m256 w[4] = {x.even, x.odd, y.even, y.odd};
+    __m256i q[4];
+    __m256 off = _mm256_setzero_ps();  // the most that rounding changed
+    for (int i = 0; i < 4; ++i) {
+      const __m256 product = _mm256_mul_ps(w[i], reciprocal);
+      q[i] = _mm256_cvtps_epi32(product);
+      const __m256 change = _mm256_sub_ps(product, _mm256_cvtepi32_ps(q[i]));
+      off = _mm256_max_ps(off, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), change));
+    }
+    const __m256 tie = _mm256_set1_ps(0.5f - kTieMargin);
+    if (_mm256_movemask_ps(_mm256_cmp_ps(off, tie, _CMP_GT_OQ))) [[unlikely]]
+      for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_div_ps(w[i], scale));
+    const __m256i all = to_bytes(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    store_nibbles(_mm256_max_epi8(least, _mm256_min_epi8(_mm256_set1_epi8(7), all)), words);
   }
+
+ private:
+  // Relatively, product and quotient are within 1.5 * 2^-23 of each other; 8.5 is the last tie.
+  static constexpr float kTieMargin = 0x1p-19f;
 };
 
-// Writes the words of n columns, and of zeros up to `padded`; both count from p. Returns `to` with
-// what it has summed: a copy of its own stays in registers.
+// Writes the words of n columns, and of zeros up to `padded`; both count from p. Brings in what
+// lies `ahead` bytes further. Returns `to` with what it has summed: a copy of its own stays in
+// registers.
 template <DType kType, class To>
-To convert(const uint8_t* p, int64_t n, int64_t padded, To to, Word* words) {
-  constexpr int64_t kBytes = 8 * dtype_bytes(kType);
+To convert(const uint8_t* p, int64_t n, int64_t padded, int64_t ahead, To to, Word* words) {
+  constexpr int64_t kBytes = 32 * dtype_bytes(kType);
   int64_t k = 0;
-  for (; k + 8 <= n; k += 8, p += kBytes, words += To::kWords) to(load_eight<kType>(p), words);
-  for (; k < padded; k += 8, words += To::kWords) {
+  for (; k + 32 <= n; k += 32, p += kBytes, words += To::kWords) {
+    for (int64_t line = 0; line < kBytes; line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(p + ahead + line), _MM_HINT_T0);
+    to(load_sixteen<kType>(p), load_sixteen<kType>(p + kBytes / 2), words);
+  }
+  for (; k < padded; k += 32, words += To::kWords) {
     uint8_t room[kBytes] = {};
     if (k < n) std::memcpy(room, p, size_t((n - k) * dtype_bytes(kType)));
-    to(load_eight<kType>(room), words);
+    to(load_sixteen<kType>(room), load_sixteen<kType>(room + kBytes / 2), words);
   }
   return to;
 }
 
-// Rows that are converted as they are read, a panel of lanes at a time.
-class DenseRows final : public LaneRows {
+// Bit for bit, without any scratch.
+bool is_copied(const MatrixLayout& layout, DType type) {
+  return layout.format == WeightFormat::kBF16 && type == DType::kBF16;
+}
+
+int64_t lane_words(const MatrixLayout& layout) { return layout.cols_padded() / layout.step_cols(); }
+
+// The lanes of a tile, made row by row: a row comes from memory once, and during the work on the
+// one before it.
+template <DType kType> class DenseTile {
  public:
-  // `rows` rows of the source from row `first` on. group_scales: [rows, groups] of kInt4Group.
-  DenseRows(const MatrixLayout& layout, const MatrixSource& source, int64_t first, int64_t rows,
-            const uint16_t* group_scales)
-      : layout_(layout), source_(source), first_(first), rows_(rows), group_scales_(group_scales) {}
+  // scratch: [32, lane_words], then of kInt4Group two bytes per row and group.
+  DenseTile(const MatrixLayout& layout, const MatrixSource& source, float* scratch)
+      : layout_(layout),
+        source_(source),
+        lanes_(reinterpret_cast<Word*>(scratch)),
+        group_scales_(reinterpret_cast<uint16_t*>(scratch + kTileRows * lane_words(layout))) {}
 
-  // Of kInt8Row and kInt4Row.
-  float multiplier[kTileRows];
-  int32_t sum[kTileRows] = {};  // of the values of kInt8Row, once all lanes were asked for
-
-  Window next(int64_t at, int64_t bytes, uint8_t*) override {
-    if (at + bytes > panel_begin_ + panel_bytes_) {
-      panel_begin_ = at;
-      panel_bytes_ =
-          std::min(kMostPanelBytes, layout_.cols_padded() / layout_.step_cols() * 4 - at);
-      fill();
+  // Stops at the first row that cannot be packed.
+  PackError pack(int64_t first, int64_t rows, uint8_t* dst, int64_t* bad_row) {
+    const int64_t words = lane_words(layout_);
+    for (int64_t n = 0; n < rows; ++n) {
+      ahead_ = n + 1 < rows ? source_.cols * dtype_bytes(kType) : 0;
+      if (const PackError error = row(first + n, n); error != PackError::kNone)
+        return *bad_row = first + n, error;
     }
-    return {panel_ + (at - panel_begin_), panel_bytes_};
+    const bool nibbles = layout_.step_cols() == 8;
+    std::memset(lanes_ + rows * words, nibbles ? kZeroNibbles : 0,
+                size_t((kTileRows - rows) * words * 4));
+    const auto* lanes = reinterpret_cast<const uint8_t*>(lanes_);
+    StoredRows stored({lanes, words * 4, words * 4, kTileRows, 0});
+    BlockValues scales{};
+    if (layout_.has_group()) {
+      const int64_t bytes = groups() * 2;
+      scales = {{reinterpret_cast<const uint8_t*>(group_scales_), bytes, bytes, rows, 0}, 2, 1};
+    }
+    write_blocks(layout_, stored, LaneOrder::kPlain, scales, {}, dst);
+    if (layout_.head_bytes()) std::memcpy(dst, &head_, size_t(layout_.head_bytes()));
+    return PackError::kNone;
   }
 
  private:
-  // Lanes of each row that are made at once: a run long enough for a loop of its own, in all rows
-  // small enough for the L1 cache.
-  static constexpr int64_t kMostPanelBytes = 256;
+  int64_t groups() const { return layout_.cols / layout_.group; }
 
-  void fill() {
-    switch (source_.weights.dtype) {
-      case DType::kBF16: return fill_from<DType::kBF16>();
-      case DType::kFP16: return fill_from<DType::kFP16>();
-      default: return fill_from<DType::kFP32>();
-    }
-  }
-
-  template <DType kType> void fill_from() {
-    const int64_t k = panel_begin_ / 4 * layout_.step_cols();
-    const int64_t padded = panel_bytes_ / 4 * layout_.step_cols();
-    const int64_t cols = std::clamp(layout_.cols - k, int64_t{0}, padded);
-    for (int64_t n = 0; n < rows_; ++n)
-      fill_row<kType>(n, k, cols, padded, reinterpret_cast<Word*>(panel_ + n * panel_bytes_));
-    const bool nibbles = layout_.step_cols() == 8;
-    std::memset(panel_ + rows_ * panel_bytes_, nibbles ? kZeroNibbles : 0,
-                size_t((kTileRows - rows_) * panel_bytes_));
-  }
-
-  template <DType kType>
-  void fill_row(int64_t n, int64_t k, int64_t cols, int64_t padded, Word* words) {
-    const uint8_t* p = part_row(source_, first_ + n) + k * dtype_bytes(kType);
+  PackError row(int64_t row, int64_t n) {
+    const uint8_t* p = part_row(source_, row);
+    Word* words = lanes_ + n * lane_words(layout_);
+    const auto all = [&](auto to) {
+      return convert<kType>(p, layout_.cols, layout_.cols_padded(), ahead_, to, words);
+    };
     switch (layout_.format) {
-      case WeightFormat::kBF16: convert<kType>(p, cols, padded, ToBf16{}, words); break;
-      case WeightFormat::kInt8Row:
-        sum[n] += convert<kType>(p, cols, padded, ToInt8{_mm_set1_ps(multiplier[n])}, words).sum();
-        break;
-      case WeightFormat::kInt4Row:
-        convert<kType>(p, cols, padded, ToInt4{_mm_set1_ps(multiplier[n])}, words);
-        break;
-      default: fill_groups<kType>(n, k, cols, p, words);
+      case WeightFormat::kBF16: all(ToBf16{}); return PackError::kNone;
+      case WeightFormat::kInt4Group: return groups_of_row(p, n, words);
+      default: break;
     }
+    const int limit = layout_.format == WeightFormat::kInt8Row ? 127 : 7;
+    const float absmax = row_absmax<kType>(source_, row);
+    if (!std::isfinite(absmax)) return PackError::kNotFinite;
+    const float multiplier = multiplier_for(absmax, limit);
+    head_.scale[n] = multiplier == 0 ? 0 : absmax / float(limit);
+    if (limit == 127)
+      head_.sum[n] = all(ToInt8{Multiply(multiplier)}).sum();
+    else
+      all(ToInt4{Multiply(multiplier)});
+    return PackError::kNone;
   }
 
-  template <DType kType>
-  void fill_groups(int64_t n, int64_t k, int64_t cols, const uint8_t* p, Word* words) {
-    const uint16_t* scales = group_scales_ + n * (layout_.cols / layout_.group);
-    const __m128i least = _mm_set1_epi16(source_.weights.search ? -8 : -7);
-    for (const int64_t end = k + cols; k < end;) {
-      const int64_t run = std::min(end - k, layout_.group - k % layout_.group);
-      if (const uint16_t scale = scales[k / layout_.group]; scale != 0)
-        convert<kType>(p, run, run, ToInt4Group{_mm_set1_ps(fp16_to_float(scale)), least}, words);
+  PackError groups_of_row(const uint8_t* p, int64_t n, Word* words) {
+    const bool search = source_.weights.search;
+    const int64_t group = layout_.group, bytes = group * dtype_bytes(kType);
+    uint16_t* scales = group_scales_ + n * groups();
+    if (const PackError error = find_scales(p, scales); error != PackError::kNone) return error;
+    for (int64_t g = 0; g < groups(); ++g, p += bytes, words += group / 8) {
+      if (search) scales[g] = search_scale(p, kType, group, scales[g]);
+      if (scales[g] != 0)
+        convert<kType>(p, group, group, ahead_, ToInt4Group(_cvtsh_ss(scales[g]), search ? -8 : -7),
+                       words);
       else
-        std::memset(words, kZeroNibbles, size_t(run / 2));
-      k += run;
-      p += run * dtype_bytes(kType);
-      words += run / 8;
+        std::memset(words, kZeroNibbles, size_t(group / 2));
     }
+    return PackError::kNone;
+  }
+
+  // fp16(absmax / 7) of a row's groups.
+  PackError find_scales(const uint8_t* p, uint16_t* scales) const {
+    const __m128i infinite = _mm_set1_epi16(0x7c00);
+    for (int64_t g = 0; g < groups(); g += 8) {
+      const int64_t here = std::min<int64_t>(8, groups() - g);
+      uint32_t bits[8] = {}, most = 0;
+      for (int64_t i = 0; i < here; ++i, p += layout_.group * dtype_bytes(kType)) {
+        bits[i] = most_of<kType>(p, layout_.group);
+        most = std::max(most, bits[i]);
+      }
+      if (most >= kBeyondFinite<kType>) return PackError::kNotFinite;
+      const __m256 quotient = _mm256_div_ps(magnitudes<kType>(bits), _mm256_set1_ps(7.0f));
+      const __m128i eight = _mm256_cvtps_ph(quotient, _MM_FROUND_TO_NEAREST_INT);
+      if (_mm_movemask_epi8(_mm_cmpeq_epi16(eight, infinite))) return PackError::kScaleOverflow;
+      std::memcpy(scales + g, &eight, size_t(here * 2));
+    }
+    return PackError::kNone;
   }
 
   const MatrixLayout& layout_;
   const MatrixSource& source_;
-  int64_t first_, rows_;
-  const uint16_t* group_scales_;
-  int64_t panel_begin_ = 0, panel_bytes_ = 0;
-  alignas(16) uint8_t panel_[kTileRows * kMostPanelBytes];
+  Word* lanes_;
+  uint16_t* group_scales_;
+  int64_t ahead_ = 0;  // bytes to the row that comes next
+  struct {             // of kInt8Row; kInt4Row has the scales
+    float scale[kTileRows];
+    int32_t sum[kTileRows];
+  } head_{};
 };
-
-// Tiles of each kind: `rows` rows from row `first` of the source on.
-
-void pack_bf16(const MatrixLayout& layout, const MatrixSource& source, int64_t first, int64_t rows,
-               uint8_t* dst) {
-  if (source.weights.dtype == DType::kBF16) {  // bit for bit
-    StoredRows stored({part_row(source, first), source.cols * 2, layout.cols * 2, rows, 0});
-    return write_blocks(layout, stored, LaneOrder::kPlain, {}, {}, dst);
-  }
-  DenseRows lanes(layout, source, first, rows, nullptr);
-  write_blocks(layout, lanes, LaneOrder::kPlain, {}, {}, dst);
-}
-
-void pack_rows(const MatrixLayout& layout, const MatrixSource& source, int64_t first, int64_t rows,
-               uint8_t* dst) {
-  const bool int8 = layout.format == WeightFormat::kInt8Row;
-  const int limit = int8 ? 127 : 7;
-  float scale[kTileRows] = {};
-  DenseRows lanes(layout, source, first, rows, nullptr);
-  for (int64_t n = 0; n < rows; ++n) {
-    const float absmax = row_absmax(source, first + n);
-    lanes.multiplier[n] = multiplier_for(absmax, limit);
-    scale[n] = lanes.multiplier[n] == 0 ? 0 : absmax / float(limit);
-  }
-  write_blocks(layout, lanes, LaneOrder::kPlain, {}, {}, dst);
-  std::memcpy(dst, scale, sizeof scale);
-  if (int8) std::memcpy(dst + sizeof scale, lanes.sum, sizeof lanes.sum);
-}
-
-void pack_groups(const MatrixLayout& layout, const MatrixSource& source, int64_t first,
-                 int64_t rows, uint16_t* scales, uint8_t* dst) {
-  const DType type = source.weights.dtype;
-  const int64_t groups = layout.cols / layout.group, group_bytes = layout.group * dtype_bytes(type);
-  for (int64_t n = 0; n < rows; ++n)
-    for (int64_t g = 0; g < groups; ++g) {
-      const uint8_t* p = part_row(source, first + n) + g * group_bytes;
-      const uint16_t plain = group_scale(absmax_of(p, type, layout.group));
-      scales[n * groups + g] =
-          source.weights.search ? search_scale(p, type, layout.group, plain) : plain;
-    }
-  DenseRows lanes(layout, source, first, rows, scales);
-  const auto* bytes = reinterpret_cast<const uint8_t*>(scales);
-  write_blocks(layout, lanes, LaneOrder::kPlain, {{bytes, groups * 2, groups * 2, rows, 0}, 2, 1},
-               {}, dst);
-}
 
 }  // namespace
 
@@ -252,28 +291,32 @@ PackError check_dense(const MatrixLayout& layout, const MatrixSource& source, in
   if (layout.format == WeightFormat::kBF16) return PackError::kNone;
   for (int64_t n = 0; n < tile_rows(layout, tile); ++n) {
     const int64_t row = *bad_row = source.row0 + tile * kTileRows + n;
-    const float absmax = row_absmax(source, row);
+    const float absmax = with_dtype(source.weights.dtype,
+                                    [&]<DType kType>() { return row_absmax<kType>(source, row); });
     if (!std::isfinite(absmax)) return PackError::kNotFinite;
-    if (layout.format == WeightFormat::kInt4Group && group_scale(absmax) == 0x7c00)
+    if (layout.format == WeightFormat::kInt4Group && float_to_fp16(absmax / 7.0f) == 0x7c00)
       return PackError::kScaleOverflow;  // that of the group that holds the row's largest weight
   }
   return PackError::kNone;
 }
 
-// A group scale of two bytes per row and group.
-int64_t dense_scratch(const MatrixLayout& layout) {
-  return layout.has_group() ? kTileRows / 2 * (layout.cols / layout.group) : 0;
+int64_t dense_scratch(const MatrixLayout& layout, DType type) {
+  if (is_copied(layout, type)) return 0;
+  const int64_t halves = layout.has_group() ? kTileRows * (layout.cols / layout.group) : 0;
+  return kTileRows * lane_words(layout) + halves / 2;
 }
 
-void pack_dense(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
-                float* scratch, uint8_t* dst) {
+PackError pack_dense(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                     float* scratch, uint8_t* dst, int64_t* bad_row) {
   const int64_t rows = tile_rows(layout, tile), first = source.row0 + tile * kTileRows;
-  switch (layout.format) {
-    case WeightFormat::kBF16: return pack_bf16(layout, source, first, rows, dst);
-    case WeightFormat::kInt4Group:
-      return pack_groups(layout, source, first, rows, reinterpret_cast<uint16_t*>(scratch), dst);
-    default: return pack_rows(layout, source, first, rows, dst);
+  if (is_copied(layout, source.weights.dtype)) {
+    StoredRows stored({part_row(source, first), source.cols * 2, layout.cols * 2, rows, 0});
+    write_blocks(layout, stored, LaneOrder::kPlain, {}, {}, dst);
+    return PackError::kNone;
   }
+  return with_dtype(source.weights.dtype, [&]<DType kType>() {
+    return DenseTile<kType>(layout, source, scratch).pack(first, rows, dst, bad_row);
+  });
 }
 
 }  // namespace kt

@@ -7,15 +7,13 @@
 namespace kt {
 namespace {
 
-bool is_dense(const MatrixSource& source) {
-  return source.weights.scale == nullptr && !source.weights.blocks;
-}
+bool is_dense(const WeightSource& weights) { return !weights.scale && !weights.blocks; }
 
 // Whether this format can be packed from this kind of source.
 PackError check_kind(const MatrixLayout& layout, const MatrixSource& source) {
   if (is_ggml(layout.format))
     return source.weights.blocks ? PackError::kNone : PackError::kNeedsBlocks;
-  const bool dense = is_dense(source), scaled = source.weights.scale != nullptr;
+  const bool dense = is_dense(source.weights), scaled = source.weights.scale != nullptr;
   switch (layout.format) {
     case WeightFormat::kBF16: return dense ? PackError::kNone : PackError::kNeedsDense;
     case WeightFormat::kInt8Row:
@@ -41,20 +39,29 @@ PackError check_tile(const MatrixLayout& layout, const MatrixSource& source, int
   *bad_row = source.row0 + tile * kTileRows;
   if (const PackError error = check_kind(layout, source); error != PackError::kNone) return error;
   if (source.weights.blocks) return check_ggml(layout, source, tile, bad_row);
-  return is_dense(source) ? check_dense(layout, source, tile, bad_row)
-                          : check_quantised(layout, source, tile, bad_row);
+  return is_dense(source.weights) ? check_dense(layout, source, tile, bad_row)
+                                  : check_quantised(layout, source, tile, bad_row);
 }
 
-int64_t pack_scratch(const MatrixLayout& layout) { return dense_scratch(layout); }
+int64_t pack_scratch(const MatrixLayout& layout, const WeightSource& weights) {
+  return is_dense(weights) ? dense_scratch(layout, weights.dtype) : 0;
+}
 
-void pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile, float* scratch,
-               uint8_t* dst) {
-  if (source.weights.blocks)
+PackError pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                    float* scratch, uint8_t* dst, int64_t* bad_row) {
+  if (is_dense(source.weights)) {
+    *bad_row = source.row0 + tile * kTileRows;
+    const PackError error = check_kind(layout, source);
+    return error != PackError::kNone ? error
+                                     : pack_dense(layout, source, tile, scratch, dst, bad_row);
+  }
+  if (const PackError error = check_tile(layout, source, tile, bad_row); error != PackError::kNone)
+    return error;
+  if (source.weights.blocks)  // from the second-level cache now
     pack_ggml(layout, source, tile, dst);
-  else if (is_dense(source))
-    pack_dense(layout, source, tile, scratch, dst);
   else
     pack_quantised(layout, source, tile, dst);
+  return PackError::kNone;
 }
 
 }  // namespace kt

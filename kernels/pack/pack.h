@@ -78,17 +78,17 @@ bool is_of_a_row(PackError error);
 PackError check_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
                      int64_t* bad_row);
 
-// Floats of scratch that pack_tile needs.
-int64_t pack_scratch(const MatrixLayout& layout);
+// Floats of scratch that pack_tile needs, of any contents.
+int64_t pack_scratch(const MatrixLayout& layout, const WeightSource& weights);
 
-// Packs a tile that check_tile accepts to dst (layout.tile_bytes(), aligned to 64 bytes). Dense
-// weights:
+// Packs a tile to dst (layout.tile_bytes(), aligned to 64 bytes), reading the source once. Checks
+// what check_tile checks; after an error dst holds anything. Dense weights:
 //   int8 row    scale = absmax / 127, q = rint(w * (127 / absmax)), within +-127
 //   int4 row    scale = absmax / 7,   q = rint(w * (7 / absmax)), within +-7
 //   int4 group  scale = fp16(absmax / 7), q = rint(w / scale), within +-7; with `search` the scale
 //               of search_scale, of either sign, and q from -8 to 7
-void pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile, float* scratch,
-               uint8_t* dst);
+PackError pack_tile(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
+                    float* scratch, uint8_t* dst, int64_t* bad_row);
 
 // The dequantised float32 weights of a packed matrix into rows of dst_stride floats.
 void unpack_matrix(const MatrixLayout& layout, const uint8_t* tiles, int64_t tile_stride,
