@@ -145,7 +145,7 @@ template <LaneOrder kOrder> void write_units(Window w, int64_t units, uint8_t* c
 }
 
 template <LaneOrder kOrder>
-void write_all(const MatrixLayout& layout, LaneRows& rows, const BlockValues& scales,
+void write_all(const MatrixLayout& layout, const ByteRows& lanes, const BlockValues& scales,
                const BlockValues& zeros, uint8_t* tile) {
   const int64_t units = layout.cols_padded() / layout.step_cols() / kUnitSteps;
   const int64_t scale_bytes = layout.block_scale_bytes();
@@ -166,7 +166,7 @@ void write_all(const MatrixLayout& layout, LaneRows& rows, const BlockValues& sc
       end += kUnitSteps * kStepBytes;
     }
     alignas(16) uint8_t room[kTileRows * kChunkBytes];
-    write_units<kOrder>(rows.next(u * kUnitBytes, here * kUnitBytes, room), here, place);
+    write_units<kOrder>(window(lanes, u * kUnitBytes, here * kUnitBytes, room), here, place);
     stream_bytes(stage, end - stage, dst);
     dst += end - stage;
   }
@@ -183,12 +183,12 @@ void stream_bytes(const uint8_t* src, int64_t bytes, uint8_t* dst) {
 
 void stream_fence() { _mm_sfence(); }
 
-void write_blocks(const MatrixLayout& layout, LaneRows& rows, LaneOrder order,
+void write_blocks(const MatrixLayout& layout, const ByteRows& lanes, LaneOrder order,
                   const BlockValues& scales, const BlockValues& zeros, uint8_t* tile) {
   switch (order) {
-    case LaneOrder::kPlain: return write_all<LaneOrder::kPlain>(layout, rows, scales, zeros, tile);
-    case LaneOrder::kPairs: return write_all<LaneOrder::kPairs>(layout, rows, scales, zeros, tile);
-    default: return write_all<LaneOrder::kNibbles>(layout, rows, scales, zeros, tile);
+    case LaneOrder::kPlain: return write_all<LaneOrder::kPlain>(layout, lanes, scales, zeros, tile);
+    case LaneOrder::kPairs: return write_all<LaneOrder::kPairs>(layout, lanes, scales, zeros, tile);
+    default: return write_all<LaneOrder::kNibbles>(layout, lanes, scales, zeros, tile);
   }
 }
 

@@ -33,36 +33,15 @@ struct Window {
 // them; `room` has 32 * bytes.
 Window window(const ByteRows& rows, int64_t at, int64_t bytes, uint8_t* room);
 
-// The lanes of a tile's rows.
-class LaneRows {
- public:
-  virtual ~LaneRows() = default;
-  // Bytes [at, at + bytes) of 32 rows, which may be made in `room` (32 * bytes, aligned to 16).
-  // Asked for once and in ascending order.
-  virtual Window next(int64_t at, int64_t bytes, uint8_t* room) = 0;
-};
-
-// Lanes that lie in memory.
-class StoredRows final : public LaneRows {
- public:
-  explicit StoredRows(const ByteRows& rows) : rows_(rows) {}
-  Window next(int64_t at, int64_t bytes, uint8_t* room) override {
-    return window(rows_, at, bytes, room);
-  }
-
- private:
-  ByteRows rows_;
-};
-
 // What the blocks of a tile hold of each row: `per_block` values of `size` bytes.
 struct BlockValues {
   ByteRows rows;
   int64_t size, per_block;
 };
 
-// Writes all blocks of a tile: each begins with scales, zeros (either may be empty) and bytes of 0
-// up to block_scale_bytes. `tile` is aligned to 64 bytes.
-void write_blocks(const MatrixLayout& layout, LaneRows& rows, LaneOrder order,
+// Writes all blocks of a tile, whose rows are `lanes`: each begins with scales, zeros (either may
+// be empty) and bytes of 0 up to block_scale_bytes. `tile` is aligned to 64 bytes.
+void write_blocks(const MatrixLayout& layout, const ByteRows& lanes, LaneOrder order,
                   const BlockValues& scales, const BlockValues& zeros, uint8_t* tile);
 
 // Copies past the caches, which have no use for packed weights: half the traffic of plain stores

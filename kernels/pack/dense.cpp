@@ -201,13 +201,13 @@ template <DType kType> class DenseTile {
     std::memset(lanes_ + rows * words, nibbles ? kZeroNibbles : 0,
                 size_t((kTileRows - rows) * words * 4));
     const auto* lanes = reinterpret_cast<const uint8_t*>(lanes_);
-    StoredRows stored({lanes, words * 4, words * 4, kTileRows, 0});
     BlockValues scales{};
     if (layout_.has_group()) {
       const int64_t bytes = groups() * 2;
       scales = {{reinterpret_cast<const uint8_t*>(group_scales_), bytes, bytes, rows, 0}, 2, 1};
     }
-    write_blocks(layout_, stored, LaneOrder::kPlain, scales, {}, dst);
+    write_blocks(layout_, {lanes, words * 4, words * 4, kTileRows, 0}, LaneOrder::kPlain, scales,
+                 {}, dst);
     if (layout_.head_bytes()) std::memcpy(dst, &head_, size_t(layout_.head_bytes()));
     return PackError::kNone;
   }
@@ -310,8 +310,8 @@ PackError pack_dense(const MatrixLayout& layout, const MatrixSource& source, int
                      float* scratch, uint8_t* dst, int64_t* bad_row) {
   const int64_t rows = tile_rows(layout, tile), first = source.row0 + tile * kTileRows;
   if (is_copied(layout, source.weights.dtype)) {
-    StoredRows stored({part_row(source, first), source.cols * 2, layout.cols * 2, rows, 0});
-    write_blocks(layout, stored, LaneOrder::kPlain, {}, {}, dst);
+    const ByteRows lanes{part_row(source, first), source.cols * 2, layout.cols * 2, rows, 0};
+    write_blocks(layout, lanes, LaneOrder::kPlain, {}, {}, dst);
     return PackError::kNone;
   }
   return with_dtype(source.weights.dtype, [&]<DType kType>() {

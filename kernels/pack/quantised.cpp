@@ -198,8 +198,7 @@ void pack_quantised(const MatrixLayout& layout, const MatrixSource& source, int6
   }
   const ByteRows code_rows = codes_of(layout, source, first, rows);
   if (layout.format == WeightFormat::kInt8Row) write_sums(code_rows, dst);
-  StoredRows codes(code_rows);
-  write_blocks(layout, codes, order_of(layout.format), scales, zeros, dst);
+  write_blocks(layout, code_rows, order_of(layout.format), scales, zeros, dst);
 }
 
 }  // namespace kt
