@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from . import buffers
 from .experts import Matrix
 from .forks import give_lock
+from .loading import Expert, LoadRecord, batches, bytes_of
 from .methods import BF16_WEIGHTS, LayerForm, WeightForm
 from .packed import PackedMatrix
 from .pools import get_team
@@ -36,6 +37,7 @@ class BaseMoEWrapper:
         self._core: Any = None  # the compiled layer, from the first weights on
         self._form: LayerForm | None = None  # of its weights
         self._loaded = False
+        self._record = LoadRecord()
         self._arrived: set[int] = set()
         # Another thread of a parent may load while it forks; to the child that is not loaded.
         give_lock(self, "_load_lock", threading.RLock)
@@ -76,6 +78,11 @@ class BaseMoEWrapper:
     def packed_bytes(self) -> int:
         """Bytes of packed weights held; 0 before the first expert arrives."""
         return self._core.packed_bytes if self._core is not None else 0
+
+    @property
+    def load_record(self) -> LoadRecord:
+        """What loading took so far."""
+        return replace(self._record, packed_bytes=self.packed_bytes)
 
     def stats(self) -> dict[str, int]:
         """Counters since loading: forwards, tokens, expert_calls (token-expert pairs computed),
@@ -169,15 +176,18 @@ class BaseMoEWrapper:
         biases = zip(_BIASES, (gate_bias, up_bias, down_bias), strict=True)
         given = matrices | {name: bias for name, bias in biases if bias is not None}
 
-        def pack_all(pack: Callable[..., None]) -> None:
-            for slot in self._cpu_slots():
-                pack(slot, **{name: tensor[mapping[slot]] for name, tensor in given.items()})
-
         save = None
         if s.cpu_save:
             saving.check_target(s, given.values())
             save = functools.partial(self._save, form, given, mapping)
-        self._load_all(form, pack_all, save)
+        self._load_all(
+            form,
+            (
+                (slot, {name: tensor[mapping[slot]] for name, tensor in given.items()})
+                for slot in self._cpu_slots()
+            ),
+            save=save,
+        )
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
         """Reads this layer's experts from ``weight_path`` and packs those on the CPU.
@@ -215,12 +225,7 @@ class BaseMoEWrapper:
             return
         from .checkpoint import open_checkpoint  # the readers are not needed without a path
 
-        def pack_all(pack: Callable[..., None]) -> None:
-            for logical, tensors in experts:
-                for slot in slots[logical]:
-                    pack(slot, **tensors)
-
-        # One by one: what has to be transposed or converted is not in memory twice for all.
+        # Few at a time: what has to be transposed or converted is not in memory twice for all.
         try:
             with open_checkpoint(s.weight_path).each_expert(
                 s.layer_idx,
@@ -230,8 +235,11 @@ class BaseMoEWrapper:
                 slots,
                 method=s.method.name,
             ) as experts:
-                form = experts.form or s.method.layer_form or LayerForm.same(_DENSE_FORM)
-                self._load_all(form, pack_all)
+                self._load_all(
+                    experts.form or s.method.layer_form or LayerForm.same(_DENSE_FORM),
+                    ((slot, tensors) for logical, tensors in experts for slot in slots[logical]),
+                    stored_bytes=lambda: experts.stored_bytes,
+                )
         except ValueError as error:
             problem = str(error).removeprefix(f"{s.where}: ")
             raise ValueError(f"{s.where}: weight_path {s.weight_path}: {problem}") from error
@@ -287,7 +295,11 @@ class BaseMoEWrapper:
                     f"{s.where}: slot {slot} is {form}; slots loaded before are {self._form}"
                 )
             self._arrived.discard(slot)
-            self._pack(self._core, slot, gate, up, down, gate_bias, up_bias, down_bias)
+            expert = {"gate": gate, "up": up, "down": down}
+            expert |= zip(_BIASES, (gate_bias, up_bias, down_bias), strict=True)
+            with self._record.timed():
+                self._pack(self._core, [(slot, expert)])
+            self._record.source_bytes += bytes_of(expert)
             self._arrived.add(slot)
 
     def finish_loading(self) -> None:
@@ -309,24 +321,32 @@ class BaseMoEWrapper:
                 any_form = self._settings.method.layer_form or LayerForm.same(_DENSE_FORM)
                 self._core = self._make_core(any_form)
             self._loaded = True
-            debug(f"{self.describe()}, {self.packed_bytes / 1e6:.1f} MB packed")
+            debug(f"{self.describe()}; {self.load_record}")
 
     def _load_all(
         self,
         form: LayerForm,
-        pack_all: Callable[[Callable[..., None]], None],
+        experts: Iterable[tuple[int, Expert]],
+        stored_bytes: Callable[[], int] | None = None,
         save: Callable[[Any], None] | None = None,
     ) -> None:
-        """Loads by ``pack_all``, which packs every CPU slot with the function it is given. ``save``
-        gets the compiled layer before it counts as loaded."""
+        """Packs ``experts``, which are those of all CPU slots. stored_bytes: what files have of
+        those given; None: as much as was given. ``save`` gets the compiled layer before it counts
+        as loaded."""
         with self._load_lock:
             if self._loaded:
                 return
-            core = self._make_core(form)  # a failure leaves what was loaded before untouched
-            pack_all(functools.partial(self._pack, core))
+            record = LoadRecord()
+            with record.timed():
+                core = self._make_core(form)  # a failure leaves what was loaded before untouched
+                for batch in batches(experts):
+                    self._pack(core, batch)
+                    record.source_bytes += sum(bytes_of(expert) for _, expert in batch)
+            if stored_bytes is not None:
+                record.source_bytes = stored_bytes()
             if save is not None:
                 save(core)
-            self._core, self._form = core, form
+            self._core, self._form, self._record = core, form, record
             self._arrived = set(self._cpu_slots())
             self.finish_loading()
 
@@ -385,36 +405,37 @@ class BaseMoEWrapper:
             return {}
         return layer_tuning(form, s.table)
 
-    def _pack(
-        self,
-        core: Any,
-        slot: int,
-        gate: Matrix,
-        up: Matrix,
-        down: Matrix,
-        gate_bias: torch.Tensor | None = None,
-        up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None,
-    ) -> None:
-        # The columns of down may have an order: gate and up make h in that order.
-        rows = column_order(down)
-        biases = [
-            None if bias is None else in_order(on_cpu(bias, torch.float32), order)
-            for bias, order in ((gate_bias, rows), (up_bias, rows), (down_bias, None))
-        ]
-        addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
+    def _pack(self, core: Any, experts: Sequence[tuple[int, Expert]]) -> None:
+        """Packs experts by slot, all in one go; or copies packed ones."""
+        kept = []  # what the addresses below are of
+        given = []
         try:
-            if isinstance(gate, PackedMatrix):
-                tiles = [matrix.tiles.ctypes.data for matrix in (gate, up, down)]
-                core.load_packed(slot, *tiles, *addresses)
-                return
-            sources = [CoreSource(gate, rows), CoreSource(up, rows), CoreSource(down)]
-            core.load(
-                slot, *(source.address for source in sources), *addresses,
-                dtypes=[source.dtype for source in sources],
-                orders=[source.order for source in sources[:2]],
-                scale_search=self._settings.scale_search,
-            )  # fmt: skip
+            for slot, expert in experts:
+                gate, up, down = (expert[name] for name in _MATRICES)
+                # The columns of down may have an order: gate and up make h in that order.
+                rows = column_order(down)
+                biases = [
+                    None if bias is None else in_order(on_cpu(bias, torch.float32), order)
+                    for bias, order in zip(
+                        map(expert.get, _BIASES), (rows, rows, None), strict=True
+                    )
+                ]
+                addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
+                if isinstance(gate, PackedMatrix):
+                    tiles = [matrix.tiles.ctypes.data for matrix in (gate, up, down)]
+                    core.load_packed(slot, *tiles, *addresses)
+                    continue
+                sources = [CoreSource(gate, rows), CoreSource(up, rows), CoreSource(down)]
+                kept.append((sources, biases))
+                given.append((
+                    slot,
+                    [source.address for source in sources],
+                    [source.dtype for source in sources],
+                    addresses,
+                    [source.order for source in sources[:2]],
+                ))  # fmt: skip
+            if given:
+                core.load_many(given, scale_search=self._settings.scale_search)
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None
 

@@ -22,6 +22,10 @@ class PackedMatrix:
     shape: tuple[int, int]
     tiles: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        return self.tiles.nbytes
+
 
 def packed_shape(form: WeightForm, rows: int, columns: int) -> tuple[int, int]:
     """(tiles, bytes of one tile) of a packed matrix [rows, columns]."""

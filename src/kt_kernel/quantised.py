@@ -62,6 +62,12 @@ class QuantisedMatrix:
     global_scale: float = 1.0
     order: torch.Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        parts = (self.codes, self.scale, self.zero)
+        return sum(part.nbytes for part in parts if part is not None)
+
 
 class CoreSource:
     """A matrix in the memory that the compiled core reads.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..experts import ExpertTensors, Matrix
+from ..loading import bytes_of
 from ..methods import LayerForm
 from ..text import ranges
+from .ahead import read_ahead
 from .header import TensorInfo
 from .index import Index
 from .reader import LayerReader
@@ -109,7 +111,8 @@ class Checkpoint(ABC):
         experts: Iterable[int] | None = None,
         method: str | None = None,
     ) -> Iterator[ExpertStream]:
-        """`read_experts` one by one, so that only one expert's copies need be in memory.
+        """`read_experts` one by one, so that only few experts' copies need be in memory: the next
+        ones are read while the caller is busy, up to `ahead.AHEAD_BYTES` or one expert.
 
             with checkpoint.each_expert(3, 128, 2048, 768) as experts:
                 for expert, tensors in experts: ...
@@ -122,8 +125,11 @@ class Checkpoint(ABC):
         layer_idx, sizes, wanted = _request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
         )
-        with self._open_layer(layer_idx, sizes, method) as reader:
-            yield ExpertStream(reader, wanted)
+        with (
+            self._open_layer(layer_idx, sizes, method) as reader,
+            closing(ExpertStream(reader, wanted)) as stream,
+        ):
+            yield stream
 
     def _no_experts(self, layer_idx: int) -> ValueError:
         layers = self.layers()
@@ -132,18 +138,30 @@ class Checkpoint(ABC):
 
 
 class ExpertStream:
-    """The experts of a layer, read as they are asked for.
+    """The experts of a layer, read a little before they are asked for.
 
     form: of the weights; None if all are dense. fields: those of `ExpertTensors` that there are.
+    stored_bytes: that the files have of the experts given so far.
     """
 
     def __init__(self, reader: LayerReader, wanted: list[int]) -> None:
         self.form: LayerForm | None = reader.form
         self.fields = reader.fields
+        self.stored_bytes = 0
         self._reader, self._wanted = reader, wanted
+        self._running = read_ahead((), reader.read, bytes_of)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Matrix]]]:
-        return ((expert, self._reader.read(expert)) for expert in self._wanted)
+        self._running = read_ahead(self._wanted, self._reader.read, bytes_of)
+        for expert, tensors in self._running:
+            size = self._reader.size
+            self.stored_bytes += bytes_of(tensors) if size is None else size(expert)
+            yield expert, tensors
+            del tensors  # while the next one is awaited
+
+    def close(self) -> None:
+        """Ends the reading. What was given stays valid."""
+        self._running.close()
 
 
 def _request(

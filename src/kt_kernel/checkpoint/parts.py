@@ -14,6 +14,8 @@ Read = Callable[[TensorInfo, int | None], torch.Tensor]
 FLOATS = ("F32", "BF16", "F16")
 UE8M0 = ("U8", "F8_E8M0")
 
+_INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # as bits
+
 
 def check_tensor(info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
     """Raises ValueError naming file and tensor for another dtype, or none of the shapes."""
@@ -29,20 +31,24 @@ def check_tensor(info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, 
 
 def float_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
     """The scales as they are. ValueError for one that is negative or not finite."""
-    _refuse(info, scale, ~(scale.isfinite() & (scale >= 0)), "a finite number from 0")
+    if not _bits_below(scale, _INFINITY[scale.dtype]):  # or some are -0
+        _refuse(info, scale, ~(scale.isfinite() & (scale >= 0)), "a finite number from 0")
     return scale
 
 
 def ue8m0_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
     """The codes as uint8: code c is 2^(c - 127). ValueError for 255, NaN."""
     codes = scale.view(torch.uint8)
-    _refuse(info, codes, codes == 255, "ue8m0 codes 0 to 254 (255 is NaN)")
+    if not _bits_below(codes, 255):
+        _refuse(info, codes, codes == 255, "ue8m0 codes 0 to 254 (255 is NaN)")
     return codes
 
 
 def e4m3_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
     """The scales as they are. ValueError for one that is negative (-0 too) or NaN."""
-    _refuse(info, scale.float(), scale.view(torch.uint8) >= 0x7F, "a finite number from 0")
+    codes = scale.view(torch.uint8)
+    if not _bits_below(codes, 0x7F):
+        _refuse(info, scale.float(), codes >= 0x7F, "a finite number from 0")
     return scale
 
 
@@ -58,6 +64,13 @@ def nibbles(
     shifts = torch.tensor([4 * order.index(i) for i in range(8)], dtype=torch.int32, device="cpu")
     parts = (words.unsqueeze(-1) >> shifts & 15).to(torch.uint8)
     return parts.movedim(-1, dim + 1).flatten(dim, dim + 1)
+
+
+def _bits_below(values: torch.Tensor, limit: int) -> bool:
+    """Whether all values are, as unsigned numbers. In one pass: scales are looked at while others
+    are packed, and torch would wake threads for it."""
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[values.element_size()]
+    return int(values.view(unsigned).numpy().max(initial=0)) < limit
 
 
 def _refuse(info: TensorInfo, values: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:

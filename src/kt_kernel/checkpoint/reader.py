@@ -24,11 +24,12 @@ from .stacks import part_reader, single_experts
 class LayerReader:
     """fields: those of ExpertTensors that the layer has. form: of the weights, None if all are
     dense; a dense matrix beside quantised ones counts as BF16. read: gives the fields of one
-    expert."""
+    expert. size: the bytes that the files have of one expert; None: as many as are read."""
 
     fields: tuple[str, ...]
     form: LayerForm | None
     read: Callable[[int], dict[str, Matrix]]
+    size: Callable[[int], int] | None = None
 
     def read_all(self, num_experts: int, wanted: Sequence[int]) -> ExpertTensors:
         parts = {e: self.read(e) for e in wanted}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..base import BaseMoEWrapper
-from ..experts import Matrix
+from ..loading import Expert
 from ..pools import usable_cores
 from ..settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, LayerSettings, check_settings
 from ..store.atomic import sha256_of
@@ -136,10 +136,11 @@ class _Packer(BaseMoEWrapper):
         super().__init__(settings)
         self.biases = biases
 
-    def _pack(self, core: Any, slot: int, *matrices: Matrix, **fields: Matrix) -> None:
-        super()._pack(core, slot, *matrices, **fields)
+    def _pack(self, core: Any, experts: Sequence[tuple[int, Expert]]) -> None:
+        super()._pack(core, experts)
         for name, rows in self.biases.items():
-            rows[slot] = on_cpu(fields[name], torch.float32).numpy()
+            for slot, expert in experts:
+                rows[slot] = on_cpu(expert[name], torch.float32).numpy()
 
 
 def _pack(plan: Plan, spec: LayerSpec) -> PackedLayer:

@@ -1,0 +1,98 @@
+"""Experts are read ahead of their packing: the disk, conversions and packing work at once."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+
+#: What may wait to be packed, beside one expert that is being read and one that is being packed; a
+#: larger expert may wait alone. More than a disk needs to be busy.
+AHEAD_BYTES = 64 << 20
+
+_MADVISE = ctypes.CDLL(None).madvise
+_MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+T = TypeVar("T")
+
+
+def will_need(tensor: torch.Tensor) -> torch.Tensor:
+    """Has the memory of a tensor that lies in a mapped file read, all of it at once rather than
+    page by page as it is touched. Returns at once, with the tensor."""
+    first = tensor.data_ptr()
+    begin = first - first % mmap.PAGESIZE
+    # Only advice: whether it is taken makes no difference but in time.
+    _MADVISE(begin, first + tensor.nbytes - begin, mmap.MADV_WILLNEED)
+    return tensor
+
+
+def read_ahead(
+    keys: Iterable[int], read: Callable[[int], T], size: Callable[[T], int]
+) -> Generator[tuple[int, T], None, None]:
+    """`(key, read(key))` for each key in order, read by a thread of its own.
+
+    size: bytes of what was read; see `AHEAD_BYTES`. What `read` raises is raised where its result
+    would have come. When the iterator is closed, no read is under way any more.
+    """
+    return _Reader(read, size).results(iter(keys))
+
+
+class _Reader(Generic[T]):
+    def __init__(self, read: Callable[[int], T], size: Callable[[T], int]) -> None:
+        self._read, self._size = read, size
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: deque[tuple[int, T | BaseException | None, int]] = deque()
+        self._bytes = 0
+        self._stopped = False
+
+    def results(self, keys: Iterator[int]) -> Generator[tuple[int, T], None, None]:
+        # A daemon: an iterator that is never closed does not keep the process from ending.
+        thread = threading.Thread(target=self._run, args=(keys,), name="kt-read", daemon=True)
+        thread.start()
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting)
+                    key, result, size = self._waiting.popleft()
+                    self._bytes -= size
+                    self._changed.notify()
+                if result is None:
+                    return
+                if isinstance(result, BaseException):
+                    raise result
+                yield key, result
+                del result  # while the next one is awaited
+        finally:
+            with self._changed:
+                self._stopped = True
+                self._changed.notify()
+            thread.join()
+
+    def _run(self, keys: Iterator[int]) -> None:
+        for key in keys:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._stopped or not self._waiting or self._bytes < AHEAD_BYTES
+                )
+                if self._stopped:
+                    return
+            try:
+                result = self._read(key)
+                size = self._size(result)
+            except BaseException as error:  # for the other thread
+                self._put(key, error, 0)
+                return
+            self._put(key, result, size)
+            del result
+        self._put(-1, None, 0)
+
+    def _put(self, key: int, result: T | BaseException | None, size: int) -> None:
+        with self._changed:
+            self._waiting.append((key, result, size))
+            self._bytes += size
+            self._changed.notify()

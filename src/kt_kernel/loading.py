@@ -1,0 +1,73 @@
+"""How experts are packed: several at a time, and with a record of what it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+#: The matrices and biases of one expert by their names.
+Expert = dict[str, Any]
+
+#: Weights packed in one go, by the bytes of their sources: enough for the threads to meet seldom.
+BATCH_BYTES = 16 << 20
+
+
+def bytes_of(expert: Expert) -> int:
+    """Bytes of an expert's matrices and biases; those that are None count nothing."""
+    return sum(part.nbytes for part in expert.values() if part is not None)
+
+
+def batches(experts: Iterable[tuple[int, Expert]]) -> Iterator[list[tuple[int, Expert]]]:
+    """(slot, expert) in lists of about `BATCH_BYTES`, or one larger expert. Holds no expert of a
+    list that was given."""
+    batch: list[tuple[int, Expert]] = []
+    size = 0
+    for slot, expert in experts:
+        batch.append((slot, expert))
+        size += bytes_of(expert)
+        del expert
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@dataclass
+class LoadRecord:
+    """source_bytes: of the weights as they came, in files or from an engine. seconds: spent in
+    reading and packing; of weights that an engine delivers, in packing alone."""
+
+    source_bytes: int = 0
+    packed_bytes: int = 0
+    seconds: float = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Adds the time of the block."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+    def __add__(self, other: LoadRecord) -> LoadRecord:
+        return LoadRecord(
+            self.source_bytes + other.source_bytes,
+            self.packed_bytes + other.packed_bytes,
+            self.seconds + other.seconds,
+        )
+
+    def __str__(self) -> str:
+        rate = f" ({_size(self.source_bytes / self.seconds)}/s)" if self.seconds else ""
+        return (
+            f"{_size(self.packed_bytes)} packed from {_size(self.source_bytes)} in "
+            f"{self.seconds:.3g} s{rate}"
+        )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
