@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 import time
@@ -11,14 +12,17 @@ from typing import Any
 
 import torch
 from machine import anonymous_memory
-from methods import Method, Source, expert_sources
+from methods import DENSE_TYPES, METHODS, Method, Source, expert_sources
 from rounds import Line
-from safetensors.torch import save_file
 from shapes import Shape
 
 from kt_kernel import KTMoEWrapper
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+DTYPE_NAMES = {
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8",
+    torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3",
+}  # fmt: skip
 
 
 def checkpoint_tensors(method: Method, source: Source, n: int, k: int) -> dict[str, torch.Tensor]:
@@ -68,28 +72,61 @@ def config(method: Method) -> dict[str, Any]:
     )
 
 
-class LoadBench:
-    """A checkpoint of `layers` layers in a temporary folder, so in the page cache."""
+def write_layer(path: Path, layer: int, experts: int, tensors: dict[str, torch.Tensor]) -> None:
+    """A safetensors file with the same tensors for all experts of a layer, never in memory as a
+    whole; on the disk when this returns."""
+    header: dict[str, Any] = {}
+    position = 0
+    for expert in range(experts):
+        for name, tensor in tensors.items():
+            end = position + tensor.nbytes
+            header[f"model.layers.{layer}.mlp.experts.{expert}.{name}"] = {
+                "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }  # fmt: skip
+            position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = [t.contiguous().reshape(-1).view(torch.uint8).numpy() for t in tensors.values()]
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _ in range(experts):
+            for part in data:
+                file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
 
-    def __init__(self, shape: Shape, method: Method, threads: int | None, layers: int) -> None:
+
+class LoadBench:
+    """A checkpoint of `layers` layers, a file each, in a temporary folder.
+
+    source: what its weights are stored as, None for what the method takes by itself. cold: the
+    files leave the page cache before each load.
+    """
+
+    def __init__(
+        self, shape: Shape, method: Method, source: str | None, threads: int | None, layers: int,
+        cold: bool,
+    ) -> None:  # fmt: skip
         self._shape, self._method, self._threads, self._layers = shape, method, threads, layers
+        self._source, self._cold = source, cold
+        stored = METHODS.get(source or "", method)
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name)
-        (self._path / "config.json").write_text(json.dumps(config(method)))
-        tensors = {}
-        for name, source in zip(PROJECTIONS, expert_sources(method, shape), strict=True):
-            n, k = (shape.hidden, shape.inter)[:: 1 if name == "down_proj" else -1]
-            for suffix, tensor in checkpoint_tensors(method, source, n, k).items():
-                for layer in range(layers):
-                    for expert in range(shape.experts):
-                        key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.{suffix}"
-                        tensors[key] = tensor.clone()
-        save_file(tensors, self._path / "model.safetensors")
-        self._file_bytes = (self._path / "model.safetensors").stat().st_size
         self.threads = 0
         self._packed = 0
         self._anonymous = 0
         try:
+            (self._path / "config.json").write_text(json.dumps(config(stored)))
+            tensors: dict[str, torch.Tensor] = {}
+            for name, matrix in zip(PROJECTIONS, expert_sources(stored, shape), strict=True):
+                n, k = (shape.hidden, shape.inter)[:: 1 if name == "down_proj" else -1]
+                for suffix, tensor in checkpoint_tensors(stored, matrix, n, k).items():
+                    tensors[f"{name}.{suffix}"] = tensor.to(DENSE_TYPES.get(source, tensor.dtype))
+            self._files = [self._path / f"model-{layer:05d}.safetensors" for layer in range(layers)]
+            for layer, file in enumerate(self._files):
+                write_layer(file, layer, shape.experts, tensors)
+            self._file_bytes = sum(file.stat().st_size for file in self._files)
             self._load()  # a method that cannot be loaded says so before rounds begin
         except BaseException:
             self.close()
@@ -99,6 +136,7 @@ class LoadBench:
         info: dict[str, Any] = {
             "package": "kt_moe", "method": self._method.name, "table": "", "tokens": 0,
             "threads": self.threads, "beside": "", "layers": self._layers,
+            "source": self._source or self._method.name, "cache": "cold" if self._cold else "warm",
             "source_bytes": self._file_bytes, "packed_bytes": self._packed,
             "packed_bytes_per_weight": self._packed
             / (self._layers * self._shape.experts * self._shape.weights),
@@ -128,6 +166,9 @@ class LoadBench:
     def _load(self) -> float:
         shape, wrappers = self._shape, []
         slots = torch.arange(shape.experts)
+        if self._cold:
+            for file in self._files:
+                leave_page_cache(file)
         with PeakAnonymous() as peak:
             begin = time.perf_counter()
             for layer in range(self._layers):
@@ -140,9 +181,17 @@ class LoadBench:
                 wrappers.append(wrapper)
             seconds = time.perf_counter() - begin
         self._anonymous = max(self._anonymous, peak.bytes)
-        self._packed = sum(w._core.packed_bytes for w in wrappers)
+        self._packed = sum(wrapper.packed_bytes for wrapper in wrappers)
         self.threads = sum(wrappers[0]._settings.pools.threads)
         return seconds
+
+
+def leave_page_cache(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 class PeakAnonymous:

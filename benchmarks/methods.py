@@ -10,6 +10,9 @@ import torch
 from shapes import SEED, Shape
 
 FP16, BF16, FP32 = range(3)  # kt::ScaleType
+DENSE_TYPES = {"FP16": torch.float16, "FP32": torch.float32}
+# What checkpoints of methods that quantise while loading may have; others have their own format.
+SOURCES = ("BF16", *DENSE_TYPES, "FP8", "FP8_PERCHANNEL")
 TABLES_BY_UNIT = {  # kernel table: unit of int8 products, unit of float products
     "amx": ("amx_int8", "amx_bf16"),
     "avx512_bf16": ("avx512_vnni_int8", "avx512_fp32"),

@@ -44,7 +44,7 @@ class PackBench:
                 "package": "kt_moe", "method": self._method.name, "table": "",
                 "tokens": 0, "threads": self.threads, "beside": "",
                 "packed_bytes_per_weight": packed / weights,
-                "source_bytes": self._bytes - packed,
+                "source_bytes": self._bytes - packed, "packed_bytes": packed,
                 "first_touch_us": self._first_touch * 1e6,
                 "reuse_distance": round(self._bytes * experts),
             },

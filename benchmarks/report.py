@@ -107,15 +107,18 @@ def print_rows(rows: Iterable[Row], routine: str) -> None:
 
 def _print_sources(rows: Iterable[Row], routine: str) -> None:
     """Of pack and load: how fast source weights are taken in."""
-    print(f"{'method':14} {'thr':>3} {'median ms':>10} {'p90':>8} {'s per GB':>8} {'GB/s':>6} "
-          f"{'share of copy':>13} {'bytes/weight':>12}")  # fmt: skip
+    print(f"{'method':14} {'source':14} {'cache':5} {'thr':>3} {'median ms':>10} {'p90':>8} "
+          f"{'s per GB':>8} {'GB/s':>6} {'packed GB/s':>11} {'share of copy':>13} "
+          f"{'bytes/weight':>12}")  # fmt: skip
     for row in rows:
         seconds = row["median_us"] / 1e6
         goal, met = goal_met(row, routine)
+        packed = row["packed_bytes"] / seconds / 1e9
         text = (
-            f"{row['method']:14} {row['threads']:3} {seconds * 1e3:10.1f} "
+            f"{row['method']:14} {row.get('source', ''):14} {row.get('cache', ''):5} "
+            f"{row['threads']:3} {seconds * 1e3:10.1f} "
             f"{row['p90_us'] / 1e3:8.1f} {seconds / row['source_bytes'] * 1e9:8.3f} "
-            f"{row['source_bytes'] / seconds / 1e9:6.2f} {row['share']:13.1%} "
+            f"{row['source_bytes'] / seconds / 1e9:6.2f} {packed:11.2f} {row['share']:13.1%} "
             f"{row['packed_bytes_per_weight']:12.3f}"
         )
         if goal is not None:
@@ -123,10 +126,17 @@ def _print_sources(rows: Iterable[Row], routine: str) -> None:
         if "first_touch_us" in row:
             text += f"; into new memory {row['first_touch_us'] / 1e3:.1f} ms"
         if "anonymous_bytes" in row:
+            met = row["anonymous_bytes"] <= most_anonymous(row)
             text += (
-                f"; anonymous memory {row['anonymous_bytes'] / row['packed_bytes']:.2f} of packed"
+                f"; anonymous memory {row['anonymous_bytes'] / row['packed_bytes']:.2f} of packed, "
+                f"{'of' if met else 'ABOVE'} {most_anonymous(row) / row['packed_bytes']:.2f}"
             )
         print(text)
+
+
+def most_anonymous(row: Row) -> float:
+    """What loading may take: 1.1 times the packed weights, and one layer's sources."""
+    return 1.1 * row["packed_bytes"] + row["source_bytes"] / row["layers"]
 
 
 def print_beside(rows: list[Row]) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from machine import Ceilings, about, available_memory, busy_note
-from methods import METHODS, USUAL_METHODS
+from methods import METHODS, SOURCES, USUAL_METHODS
 from report import add_fair_shares, add_ratios, print_beside, print_ceilings, print_rows, row_of
 from rounds import Line, end_foreign, run_rounds
 from setups import ROWS, NotMeasured, Setup, setups
@@ -58,6 +58,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="0: as many as kt_kernel takes by default (gemv and gemm: 1 and 0)")  # fmt: skip
     add("--foreign", nargs="+", type=int, default=[], help="lines beside N busy processes, too")
     add("--torch-pool", action="store_true", help="lines beside torch's spinning threads, too")
+    add("--sources", nargs="+", default=["BF16"], choices=SOURCES,
+        help="load: what checkpoints of methods that quantise have")  # fmt: skip
+    add("--page-cache", nargs="+", default=["warm"], choices=["warm", "cold"],
+        help="load: files there, or gone before each load")  # fmt: skip
     add("--working-set", type=int, help="MiB of packed weights for gemv and gemm")
     add("--peer", type=Path, help="folder that a kt-kernel 0.7.2 wheel was unpacked to")
     add("--seconds", type=float, default=1.0, help="for each line, over all rounds")

@@ -126,20 +126,22 @@ def _loads(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Set
 
     made = []
     layers = args.layers or 1
+    weights = layers * args.shape.experts * args.shape.weights
     for method in _methods(args):
-        # The tensors while the file is written, the file in the page cache, the packed weights.
-        bits = 2 * (16 if method.dense else method.bits) + method.bits
+        for source in args.sources if method.dense else [None]:
+            for cold in [name == "cold" for name in args.page_cache]:
 
-        def build(
-            stack: ExitStack, note: Callable[[str], None], method: Method = method
-        ) -> list[Line]:
-            lines = []
-            for threads in args.threads:
-                bench = LoadBench(args.shape, method, threads, layers)
-                stack.callback(bench.close)
-                lines.append(bench.line(args.cpus))
-            return lines
+                def build(
+                    stack: ExitStack, note: Callable[[str], None], method: Method = method,
+                    source: str | None = source, cold: bool = cold,
+                ) -> list[Line]:  # fmt: skip
+                    lines = []
+                    for threads in args.threads:
+                        bench = LoadBench(args.shape, method, source, threads, layers, cold)
+                        stack.callback(bench.close)
+                        lines.append(bench.line(args.cpus))
+                    return lines
 
-        memory = layers * args.shape.experts * args.shape.weights * bits / 8
-        made.append(Setup(f"{method.name} loading", memory, build))
+                # The file in the page cache may go, the packed weights may not.
+                made.append(Setup(f"{method.name} loading", weights * method.bits / 8, build))
     return made

@@ -162,7 +162,10 @@ def _sources(rows: list[Row], routine: str) -> str:
         ]
         if "anonymous_bytes" in row:
             cells.append(f"{row['anonymous_bytes'] / row['packed_bytes']:.2f}")
-        lines.append((f"{row['method']}, {row['threads']} threads", cells))
+        what = [row["method"], f"{row['threads']} threads"]
+        if "cache" in row:
+            what[1:1] = [f"from {row['source']}", row["cache"]]
+        lines.append((", ".join(what), cells))
     columns = ["GB/s of source", "s per GB", "share of copy bandwidth", "packed bytes/weight"]
     if routine == "load":
         columns.append("anonymous memory / packed size")

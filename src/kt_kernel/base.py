@@ -321,7 +321,7 @@ class BaseMoEWrapper:
                 any_form = self._settings.method.layer_form or LayerForm.same(_DENSE_FORM)
                 self._core = self._make_core(any_form)
             self._loaded = True
-            debug(f"{self.describe()}; {self.load_record}")
+            debug(f"{self.describe()}; {self.load_record.describe()}")
 
     def _load_all(
         self,

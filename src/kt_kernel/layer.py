@@ -12,6 +12,7 @@ import torch
 from .chain import model_scope
 from .forks import give_lock
 from .inference import KTMoEWrapper
+from .loading import LoadRecord
 from .options import KTOptions
 from .routing import hot_routes
 from .text import ranges
@@ -224,6 +225,11 @@ class HybridLayer:
         """Bytes of packed weights held for the cold experts."""
         return self._wrapper.packed_bytes if self._wrapper is not None else 0
 
+    @property
+    def load_record(self) -> LoadRecord:
+        """What loading the cold experts took."""
+        return self._wrapper.load_record if self._wrapper is not None else LoadRecord()
+
     def describe(self) -> str:
         """One line: which experts are where, in what format, how many megabytes."""
         return (
@@ -288,6 +294,20 @@ class HybridModel:
             f"{_bracketed(first.hot_experts)} and {first.num_cold} cold on the CPU"
             f"{_bracketed(first.cold_experts)}; {where}"
         )
+
+    def describe_loading(self) -> list[str]:
+        """What loading took, once loaded: a line for the model, then one for each layer; none
+        without cold experts."""
+        layers = [layer for layer in self.layers if layer.num_cold]
+        if not layers:
+            return []
+        total = sum((layer.load_record for layer in layers), LoadRecord())
+        # An engine that delivers the weights reads them by itself.
+        part = " of packing" if layers[0].takes_weights else ""
+        return [
+            f"kt: {len(layers)} MoE layers loaded: {total.describe(part)}",
+            *(f"kt: layer {x.layer_idx} loaded: {x.load_record.describe(part)}" for x in layers),
+        ]
 
     def stats(self) -> dict[str, int]:
         """Counters of all layers, summed."""

@@ -61,11 +61,12 @@ class LoadRecord:
             self.seconds + other.seconds,
         )
 
-    def __str__(self) -> str:
+    def describe(self, part: str = "") -> str:
+        """Sizes, seconds and rate; `part` says of what the seconds are."""
         rate = f" ({_size(self.source_bytes / self.seconds)}/s)" if self.seconds else ""
         return (
             f"{_size(self.packed_bytes)} packed from {_size(self.source_bytes)} in "
-            f"{self.seconds:.3g} s{rate}"
+            f"{self.seconds:.3g} s{part}{rate}"
         )
 
 

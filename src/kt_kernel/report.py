@@ -27,6 +27,8 @@ def watch(model: HybridModel, logger: logging.Logger) -> None:
     """Reports this loaded model's counters from now on, for as long as it exists."""
     global _started_in
     logger.info(model.describe())
+    for number, line in enumerate(model.describe_loading()):
+        logger.log(logging.DEBUG if number else logging.INFO, line)
     _models.add(model)
     _publish(logger)
     if _started_in != os.getpid():  # threads do not survive a fork
