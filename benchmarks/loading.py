@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from machine import anonymous_memory
-from methods import DENSE_TYPES, METHODS, Method, Source, expert_sources
+from methods import DENSE_TYPES, Method, Source, expert_sources
 from rounds import Line
 from shapes import Shape
 
@@ -97,62 +97,71 @@ def write_layer(path: Path, layer: int, experts: int, tensors: dict[str, torch.T
         os.fsync(file.fileno())
 
 
-class LoadBench:
-    """A checkpoint of `layers` layers, a file each, in a temporary folder.
+class Files:
+    """A checkpoint of `layers` layers, a file each, in a temporary folder that goes with this.
 
-    source: what its weights are stored as, None for what the method takes by itself. cold: the
-    files leave the page cache before each load.
+    method: whose format the weights are in. source: one of DENSE_TYPES for dense ones of that type.
     """
 
+    def __init__(self, shape: Shape, method: Method, source: str, layers: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = Path(self._folder.name)
+        (self.path / "config.json").write_text(json.dumps(config(method)))
+        tensors: dict[str, torch.Tensor] = {}
+        for name, matrix in zip(PROJECTIONS, expert_sources(method, shape), strict=True):
+            n, k = (shape.hidden, shape.inter)[:: 1 if name == "down_proj" else -1]
+            for suffix, tensor in checkpoint_tensors(method, matrix, n, k).items():
+                tensors[f"{name}.{suffix}"] = tensor.to(DENSE_TYPES.get(source, tensor.dtype))
+        self._files = [self.path / f"model-{layer:05d}.safetensors" for layer in range(layers)]
+        for layer, file in enumerate(self._files):
+            write_layer(file, layer, shape.experts, tensors)
+        self.bytes = sum(file.stat().st_size for file in self._files)
+
+    def leave_page_cache(self) -> None:
+        for file in self._files:
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+
+
+class LoadBench:
+    """The loading of a method's layers from files, whose weights are stored as `source`."""
+
     def __init__(
-        self, shape: Shape, method: Method, source: str | None, threads: int | None, layers: int,
-        cold: bool,
+        self, shape: Shape, method: Method, files: Files, source: str, threads: int | None,
+        layers: int,
     ) -> None:  # fmt: skip
         self._shape, self._method, self._threads, self._layers = shape, method, threads, layers
-        self._source, self._cold = source, cold
-        stored = METHODS.get(source or "", method)
-        self._folder = tempfile.TemporaryDirectory()
-        self._path = Path(self._folder.name)
+        self._files, self._source = files, source
         self.threads = 0
         self._packed = 0
         self._anonymous = 0
-        try:
-            (self._path / "config.json").write_text(json.dumps(config(stored)))
-            tensors: dict[str, torch.Tensor] = {}
-            for name, matrix in zip(PROJECTIONS, expert_sources(stored, shape), strict=True):
-                n, k = (shape.hidden, shape.inter)[:: 1 if name == "down_proj" else -1]
-                for suffix, tensor in checkpoint_tensors(stored, matrix, n, k).items():
-                    tensors[f"{name}.{suffix}"] = tensor.to(DENSE_TYPES.get(source, tensor.dtype))
-            self._files = [self._path / f"model-{layer:05d}.safetensors" for layer in range(layers)]
-            for layer, file in enumerate(self._files):
-                write_layer(file, layer, shape.experts, tensors)
-            self._file_bytes = sum(file.stat().st_size for file in self._files)
-            self._load()  # a method that cannot be loaded says so before rounds begin
-        except BaseException:
-            self.close()
-            raise
+        self._load(False)  # a method that cannot be loaded says so before rounds begin
 
-    def line(self, limits: int) -> Line:
+    def line(self, limits: int, cold: bool) -> Line:
+        """cold: the files leave the page cache before each load."""
         info: dict[str, Any] = {
             "package": "kt_moe", "method": self._method.name, "table": "", "tokens": 0,
             "threads": self.threads, "beside": "", "layers": self._layers,
-            "source": self._source or self._method.name, "cache": "cold" if self._cold else "warm",
-            "source_bytes": self._file_bytes, "packed_bytes": self._packed,
+            "source": self._source, "cache": "cold" if cold else "warm",
+            "source_bytes": self._files.bytes, "packed_bytes": self._packed,
             "packed_bytes_per_weight": self._packed
             / (self._layers * self._shape.experts * self._shape.weights),
         }  # fmt: skip
 
         def visit(seconds: float) -> list[float]:
             end = time.perf_counter() + seconds
-            times = [self._load()]
+            times = [self._load(cold)]
             while time.perf_counter() < end:
-                times.append(self._load())
+                times.append(self._load(cold))
             info["anonymous_bytes"] = self._anonymous
             return times
 
         return Line(
             info=info,
-            bytes=(self._file_bytes + self._packed) / 2,  # a copy reads and writes its bytes
+            bytes=(self._files.bytes + self._packed) / 2,  # a copy reads and writes its bytes
             operations=0.0,
             visit=visit,
             limits=limits,
@@ -160,21 +169,17 @@ class LoadBench:
             memory="dram_copy",
         )
 
-    def close(self) -> None:
-        self._folder.cleanup()
-
-    def _load(self) -> float:
+    def _load(self, cold: bool) -> float:
         shape, wrappers = self._shape, []
         slots = torch.arange(shape.experts)
-        if self._cold:
-            for file in self._files:
-                leave_page_cache(file)
+        if cold:
+            self._files.leave_page_cache()
         with PeakAnonymous() as peak:
             begin = time.perf_counter()
             for layer in range(self._layers):
                 wrapper = KTMoEWrapper(
                     layer, shape.experts, shape.top_k, shape.hidden, shape.inter,
-                    num_gpu_experts=0, method=self._method.name, weight_path=str(self._path),
+                    num_gpu_experts=0, method=self._method.name, weight_path=str(self._files.path),
                     cpuinfer_threads=self._threads,
                 )  # fmt: skip
                 wrapper.load_weights(slots)
@@ -184,14 +189,6 @@ class LoadBench:
         self._packed = sum(wrapper.packed_bytes for wrapper in wrappers)
         self.threads = sum(wrappers[0]._settings.pools.threads)
         return seconds
-
-
-def leave_page_cache(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 class PeakAnonymous:

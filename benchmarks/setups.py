@@ -122,26 +122,28 @@ def _packs(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Set
 
 
 def _loads(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
-    from loading import LoadBench  # needs safetensors, which the others do not
+    from loading import Files, LoadBench  # needs safetensors, which the others do not
 
     made = []
     layers = args.layers or 1
     weights = layers * args.shape.experts * args.shape.weights
+    stored: dict[str, Files] = {}  # by what their weights are stored as
     for method in _methods(args):
-        for source in args.sources if method.dense else [None]:
-            for cold in [name == "cold" for name in args.page_cache]:
+        for source in args.sources if method.dense else [method.name]:
 
-                def build(
-                    stack: ExitStack, note: Callable[[str], None], method: Method = method,
-                    source: str | None = source, cold: bool = cold,
-                ) -> list[Line]:  # fmt: skip
-                    lines = []
-                    for threads in args.threads:
-                        bench = LoadBench(args.shape, method, source, threads, layers, cold)
-                        stack.callback(bench.close)
-                        lines.append(bench.line(args.cpus))
-                    return lines
+            def build(
+                stack: ExitStack, note: Callable[[str], None], method: Method = method,
+                source: str = source,
+            ) -> list[Line]:  # fmt: skip
+                if source not in stored:
+                    like = METHODS.get(source, METHODS["BF16"])
+                    stored[source] = Files(args.shape, like, source, layers)
+                lines = []
+                for threads in args.threads:
+                    bench = LoadBench(args.shape, method, stored[source], source, threads, layers)
+                    lines += [bench.line(args.cpus, name == "cold") for name in args.page_cache]
+                return lines
 
-                # The file in the page cache may go, the packed weights may not.
-                made.append(Setup(f"{method.name} loading", weights * method.bits / 8, build))
+            # The files in the page cache may go, the packed weights may not.
+            made.append(Setup(f"{method.name} loading", weights * method.bits / 8, build))
     return made

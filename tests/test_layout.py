@@ -108,6 +108,21 @@ def test_isa_objects_share_no_symbol(isa: str) -> None:
         assert len(exported) == 1, f"{file.name} exports more than its table: {exported}"
 
 
+def test_objects_of_the_floor_share_no_symbol() -> None:
+    """Those compiled for AVX2 must not give baseline code, which decides whether the CPU will do,
+    an inline function of theirs."""
+    if "KT_CMAKE_DIR" not in os.environ:
+        pytest.skip("KT_CMAKE_DIR is not set: run through `make test`")
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not installed (Debian: binutils)")
+    build = Path(os.environ["KT_CMAKE_DIR"])
+    for name in ("blocks", "dense", "quantised", "scale_search"):
+        (file,) = build.glob(f"CMakeFiles/_C.dir/pack/{name}.cpp.o")
+        listing = subprocess.run(["nm", file], check=True, capture_output=True, text=True).stdout
+        symbols = [line.split()[-2:] for line in listing.splitlines()]
+        assert not [symbol for kind, symbol in symbols if kind in "WVwvu"], file.name
+
+
 def imported(path: Path) -> set[str]:
     """Top-level names that a Python file imports, also inside functions."""
     names = set()

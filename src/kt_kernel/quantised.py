@@ -65,7 +65,7 @@ class QuantisedMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = (self.codes, self.scale, self.zero)
+        parts = (self.codes, self.scale, self.zero, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
 

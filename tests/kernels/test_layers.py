@@ -87,3 +87,77 @@ def test_layers_of_different_sizes_share_a_team() -> None:
 def test_pools_without_threads_hold_nothing() -> None:
     for threads in ((0, 2), (1, 0, 1)):
         check(Layer(("_C", "avx2"), INT8_ROW, 0, threads=threads), 9)
+
+
+def experts_of(layer: Layer, slots: list[int]) -> list[tuple]:
+    """The layer's weights as load_many takes them."""
+    return [
+        (
+            slot,
+            [core.sources.address_of(w[slot]) for w in layer.weights],
+            [2] * 3,
+            [b[slot].ctypes.data for b in layer.bias] or [0] * 3,
+            [0, 0],
+        )
+        for slot in slots
+    ]
+
+
+@formats(DENSE)
+@pytest.mark.parametrize("threads", [(1,), (3,), (1, 2)])
+def test_experts_in_one_go(format: Format, threads: tuple[int, ...]) -> None:
+    layer = Layer.of(("_C", "avx2"), format, 6, 2, *format.fit(96, 200), biases=True,
+                     threads=threads)  # fmt: skip
+    before = layer.unpacked()
+    layer.weights = [np.ascontiguousarray(w[::-1], np.float32) for w in layer.weights]
+    layer.bias = [np.ascontiguousarray(b[::-1]) for b in layer.bias]
+    layer.layer.load_many(experts_of(layer, [5, 0, 3, 1, 2, 4]))
+    for now, then in zip(layer.unpacked(), before, strict=True):
+        np.testing.assert_array_equal(now, then[::-1])
+    check(layer, 9)
+
+
+@pytest.mark.parametrize("threads", [(1,), (4,), (1, 2)])
+def test_a_bad_expert_among_others(threads: tuple[int, ...]) -> None:
+    """The first error is reported whatever the threads; slots loaded before stay as they were, also
+    where another slot of the same call was not."""
+    layer = Layer(("_C", "avx2"), INT8_ROW, 0, 5, 2, 96, 200, threads=threads)
+    before = layer.unpacked()
+    good = [np.ascontiguousarray(w, np.float32) for w in layer.weights]
+    layer.weights = [w * 3 for w in good]
+    layer.weights[1][2, 40, 7] = np.inf
+    layer.weights[0][2, 150, 7] = np.nan
+    layer.weights[2][4, 0, 0] = np.nan
+    for _ in range(5):
+        with pytest.raises(ValueError, match="^expert slot 2, up row 40: a weight is NaN"):
+            layer.layer.load_many(experts_of(layer, [1, 2, 3, 4]))
+        for now, then in zip(layer.unpacked(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+
+
+def test_a_bad_expert_on_its_first_load() -> None:
+    """It may be loaded again; so may one that came with it."""
+    layer = Layer(("_C", "avx2"), INT4_GROUP, 32, 3, 2, 96, 192)
+    wanted = layer.unpacked()
+    layer.weights = [np.ascontiguousarray(w, np.float32) for w in layer.weights]
+    layer.layer = core.core_with("_C", "avx2").MoeLayer(
+        core.team("_C", (2,)), num_experts=3, top_k=2, hidden_size=96, intermediate_size=192,
+        forms=[(INT4_GROUP, 32, 0)] * 3, cpu_slots=[True] * 3, swiglu_limit=0.0, swiglu_alpha=0.0,
+        max_tokens=4, table="avx2", kind=0,
+    )  # fmt: skip
+    good = layer.weights[2][1, 5, 5]
+    layer.weights[2][1, 5, 5] = np.nan
+    with pytest.raises(ValueError, match="^expert slot 1, down row 5: a weight is NaN"):
+        layer.layer.load_many(experts_of(layer, [0, 1, 2]))
+    layer.weights[2][1, 5, 5] = good
+    layer.layer.load_many(experts_of(layer, [2, 1, 0]))
+    for now, then in zip(layer.unpacked(), wanted, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_a_slot_named_twice() -> None:
+    layer = Layer(("_C", "avx2"), BF16, 0)
+    layer.weights = [np.ascontiguousarray(w, np.float32) for w in layer.weights]
+    with pytest.raises(ValueError, match="expert slot 1 is named twice"):
+        layer.layer.load_many(experts_of(layer, [1, 2, 1]))
+    layer.layer.load_many([])

@@ -169,3 +169,33 @@ def test_dense_floats_of_every_kind() -> None:
         np.testing.assert_array_equal(np.isnan(sources.bf16_values(rows)), nan)
         expected = layout_writer.bf16_bits(exact)
         np.testing.assert_array_equal(rows[~nan], expected[~nan])
+
+
+@pytest.mark.parametrize("dtype", [0, 1, 2], ids=["bf16", "fp16", "float32"])
+@pytest.mark.parametrize("group", [32, 96, 256])
+def test_quotients_at_and_beside_ties(group: int, dtype: int) -> None:
+    """What is a product with the reciprocal elsewhere is the quotient here, to the last bit."""
+    rng = np.random.default_rng(group)
+    rows, groups = 64, 6
+    # fp16 scales: exact, with all bits of the mantissa set, and of the smallest numbers.
+    scale = rng.choice([1.0, 1 + 1023 / 1024, 1.3330078125], (rows, groups, 1))
+    scale = scale * 2.0 ** rng.integers(-24, 9, scale.shape)
+    ties = rng.integers(-7, 7, (rows, groups, group)) + 0.5
+    w = (ties * scale).astype(np.float32)
+    steps = rng.integers(-2, 3, w.shape)
+    for _ in range(2):  # up to two numbers away from the tie
+        w = np.where(steps > 0, np.nextafter(w, np.float32(np.inf)), w)
+        w = np.where(steps < 0, np.nextafter(w, np.float32(-np.inf)), w)
+        steps -= np.sign(steps)
+    w[..., 0] = (7 * scale[..., 0]).astype(np.float32)  # what the scale is made of
+    w = w.reshape(rows, groups * group).astype(np.float32)
+    source: Any = w
+    if dtype == 0:
+        source = layout_writer.bf16_bits(w)
+        w = sources.bf16_values(source).astype(np.float32)
+    elif dtype == 1:
+        source = w.astype(np.float16)
+        w = source.astype(np.float32)
+    address = (source.ctypes.data, 0, 0, 1.0)
+    got = core.core_with("_C", "avx2").pack(INT4_GROUP, group, FP16, *w.shape, address, dtype)
+    np.testing.assert_array_equal(got, layout_writer.dense_tiles_of(INT4_GROUP, w, group))

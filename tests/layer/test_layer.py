@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -256,9 +257,14 @@ def test_report(
     monkeypatch.setenv(report.STATS_FILE_VARIABLE, str(path))
     model = model_of(1, weights)
     model.layers[0].finish_loading()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         report.watch(model, logging.getLogger("test"))
     assert model.describe() in caplog.text
+    whole, of_layer = model.describe_loading()
+    levels = {record.getMessage(): record.levelname for record in caplog.records}
+    assert levels[whole] == "INFO" and levels[of_layer] == "DEBUG"
+    assert re.match(r"kt: 1 MoE layers loaded: .* MB packed from .* MB in .* s of packing", whole)
+    assert of_layer.startswith("kt: layer 0 loaded: ")
     x, ids, router = batch(4)
     model.layers[0].submit(x, ids, router)
     model.layers[0].collect(x)

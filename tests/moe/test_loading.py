@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -205,6 +206,78 @@ def test_a_path_through_a_file(tmp_path):
     wrapper = CASE.wrapper(load=False, weight_path=path)
     with pytest.raises(FileNotFoundError, match=re.escape(str(path))):
         wrapper.load_weights(CASE.mapping)
+
+
+@pytest.mark.parametrize("what", ["shorter", "touched", "gone"])
+def test_a_file_that_changes_while_it_is_loaded(tmp_path, monkeypatch, what):
+    """Refused before the next expert is read; one that is only gone from its folder stays there."""
+    from kt_kernel.checkpoint import ahead, bf16
+
+    monkeypatch.setattr(ahead, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(loading, "BATCH_BYTES", 1)
+    case = Case()
+    path = save(tmp_path, case) / "model.safetensors"
+    original = bf16._read_per_expert
+    reads = 0
+
+    def reading(*arguments):
+        nonlocal reads
+        reads += 1
+        if reads == 4:
+            if what == "gone":
+                path.unlink()
+            elif what == "touched":
+                os.utime(path)
+            else:
+                os.truncate(path, path.stat().st_size - 10)
+        return original(*arguments)
+
+    monkeypatch.setattr(bf16, "_read_per_expert", reading)
+    wrapper = case.wrapper(load=False, weight_path=tmp_path)
+    if what == "gone":
+        wrapper.load_weights(case.mapping)
+        batch = case.batch(5)
+        assert torch.equal(wrapper.forward(*batch), case.wrapper().forward(*batch))
+        return
+    with pytest.raises(ValueError, match=f"{path}: changed since the checkpoint was opened"):
+        wrapper.load_weights(case.mapping)
+    assert not wrapper.loaded and reads == 4
+    assert not any(thread.name == "kt-read" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_what_loading_took(tmp_path, quantised):
+    method = "FP8" if quantised else "BF16"
+    case = Case(method=method, hidden=128, inter=128) if quantised else Case()
+    wrapper = case.wrapper()
+    record = wrapper.load_record
+    sources = 6 * 3 * 128 * 128 if quantised else 6 * 3 * 64 * 32 * 2
+    assert record.packed_bytes == wrapper.packed_bytes > 0 < record.seconds
+    assert record.source_bytes == pytest.approx(sources, rel=0.01)
+    arrived = case.wrapper(load=False)
+    for slot in range(6):
+        arrived.load_expert(slot, *[matrices[slot] for matrices in case.sources])
+    arrived.finish_loading()
+    assert arrived.load_record.source_bytes == record.source_bytes
+    sizes = r"[\d.]+ MB packed from [\d.]+ MB"
+    text = (record + record).describe(" of packing")
+    assert re.fullmatch(sizes + r" in \S+ s of packing \([\d.]+ [MG]B/s\)", text)
+
+
+def test_of_files_what_is_stored_counts(tmp_path):
+    """Not what it becomes: a method that quantises takes FP8 weights as float32."""
+    codes = torch.randint(0, 120, (6, 3, 128, 128), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tensors = {}
+    for e in range(6):
+        for m, name in enumerate(("gate", "up", "down")):
+            base = f"model.layers.0.mlp.experts.{e}.{name}_proj"
+            tensors[f"{base}.weight"] = codes[e, m].clone()
+            tensors[f"{base}.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    case = Case(method="AMXINT8", hidden=128, inter=128)
+    wrapper = case.wrapper(load=False, weight_path=tmp_path)
+    wrapper.load_weights(case.mapping)
+    assert wrapper.load_record.source_bytes == 6 * 3 * (128 * 128 + 4)
 
 
 # ---- forks ----------------------------------------------------------------------------------

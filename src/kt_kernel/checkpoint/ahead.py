@@ -7,7 +7,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ _MADVISE = ctypes.CDLL(None).madvise
 _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 T = TypeVar("T")
+_END: Any = object()
 
 
 def will_need(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ class _Reader(Generic[T]):
     def __init__(self, read: Callable[[int], T], size: Callable[[T], int]) -> None:
         self._read, self._size = read, size
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: deque[tuple[int, T | BaseException | None, int]] = deque()
+        self._waiting: deque[tuple[int, T | BaseException, int]] = deque()
         self._bytes = 0
         self._stopped = False
 
@@ -55,23 +56,29 @@ class _Reader(Generic[T]):
         thread = threading.Thread(target=self._run, args=(keys,), name="kt-read", daemon=True)
         thread.start()
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._waiting)
-                    key, result, size = self._waiting.popleft()
-                    self._bytes -= size
-                    self._changed.notify()
-                if result is None:
-                    return
-                if isinstance(result, BaseException):
-                    raise result
-                yield key, result
-                del result  # while the next one is awaited
+            while self._await():
+                yield self._pop()  # which leaves nothing here
         finally:
             with self._changed:
                 self._stopped = True
                 self._changed.notify()
             thread.join()
+
+    def _await(self) -> bool:
+        """Waits for the next result; False after the last. Raises what its read did."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            result = self._waiting[0][1]
+        if isinstance(result, BaseException):
+            raise result
+        return result is not _END
+
+    def _pop(self) -> tuple[int, T]:
+        with self._changed:
+            key, result, size = self._waiting.popleft()
+            self._bytes -= size
+            self._changed.notify()
+        return key, result
 
     def _run(self, keys: Iterator[int]) -> None:
         for key in keys:
@@ -89,9 +96,9 @@ class _Reader(Generic[T]):
                 return
             self._put(key, result, size)
             del result
-        self._put(-1, None, 0)
+        self._put(-1, _END, 0)
 
-    def _put(self, key: int, result: T | BaseException | None, size: int) -> None:
+    def _put(self, key: int, result: T | BaseException, size: int) -> None:
         with self._changed:
             self._waiting.append((key, result, size))
             self._bytes += size

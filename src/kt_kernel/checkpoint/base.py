@@ -141,7 +141,7 @@ class ExpertStream:
     """The experts of a layer, read a little before they are asked for.
 
     form: of the weights; None if all are dense. fields: those of `ExpertTensors` that there are.
-    stored_bytes: that the files have of the experts given so far.
+    stored_bytes: that the files have of the experts read so far.
     """
 
     def __init__(self, reader: LayerReader, wanted: list[int]) -> None:
@@ -152,12 +152,14 @@ class ExpertStream:
         self._running = read_ahead((), reader.read, bytes_of)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Matrix]]]:
-        self._running = read_ahead(self._wanted, self._reader.read, bytes_of)
-        for expert, tensors in self._running:
-            size = self._reader.size
-            self.stored_bytes += bytes_of(tensors) if size is None else size(expert)
-            yield expert, tensors
-            del tensors  # while the next one is awaited
+        self._running = read_ahead(self._wanted, self._read, bytes_of)
+        return self._running
+
+    def _read(self, expert: int) -> dict[str, Matrix]:
+        tensors = self._reader.read(expert)
+        size = self._reader.size
+        self.stored_bytes += bytes_of(tensors) if size is None else size(expert)
+        return tensors
 
     def close(self) -> None:
         """Ends the reading. What was given stays valid."""
