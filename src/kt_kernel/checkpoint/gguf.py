@@ -10,6 +10,7 @@ import torch
 
 from ..experts import Matrix
 from ..methods import BF16_WEIGHTS, LayerForm, Method, get_method
+from .ahead import will_need
 from .base import Checkpoint, Sizes
 from .gguf_architectures import ARCHITECTURES, REFUSED
 from .gguf_blocks import DENSE, FORMS, form_of, row_bytes, to_dense, to_matrix
@@ -137,12 +138,10 @@ def _part(
 ) -> tuple[TensorInfo, torch.Tensor]:
     """The tensor that an expert's matrix or bias is in, and its bytes."""
     info = source.tensors[0 if source.stacked else expert]
-    size = (info.end - info.begin) // (experts if source.stacked else 1)
-    begin = expert * size if source.stacked else 0
-    if source.half is not None:
-        size //= 2
-        begin += source.half * size
-    return info, data.read(info, begin, size)
+    part = data.read(info)
+    if source.stacked:
+        part = part.view(experts, -1)[expert]
+    return info, will_need(part if source.half is None else part.view(2, -1)[source.half])
 
 
 class _Data:
@@ -151,30 +150,26 @@ class _Data:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._mapped: dict[str, tuple[mmap.mmap, int]] = {}
+        self._mapped: dict[str, tuple[mmap.mmap, torch.Tensor]] = {}
 
-    def read(self, info: TensorInfo, begin: int, size: int) -> torch.Tensor:
-        """Bytes of a tensor, uint8. They are asked of the disk at once, rather than page by page
-        as they are used."""
-        if not size:
+    def read(self, info: TensorInfo) -> torch.Tensor:
+        """All bytes of a tensor, uint8. ValueError if the file was changed meanwhile."""
+        if info.begin == info.end:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         if info.name not in self._mapped:
             self._mapped[info.name] = self._map(info)
-        memory, start = self._mapped[info.name]
-        begin += start
-        page = begin - begin % mmap.PAGESIZE
-        memory.madvise(mmap.MADV_WILLNEED, page, begin + size - page)
-        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
+        memory, tensor = self._mapped[info.name]
+        if memory.size() != self._index.stamps[info.file][2]:  # of the file, now
+            raise ValueError(f"{info.file}: changed since the checkpoint was opened")
+        return tensor
 
-    def _map(self, info: TensorInfo) -> tuple[mmap.mmap, int]:
-        """A mapping, and where in it the tensor begins."""
-        start = info.begin % mmap.ALLOCATIONGRANULARITY
-        length = start + info.end - info.begin
+    def _map(self, info: TensorInfo) -> tuple[mmap.mmap, torch.Tensor]:
+        size = info.end - info.begin
+        before = info.begin % mmap.ALLOCATIONGRANULARITY
         with open(info.file, "rb") as file:
             # A mapped file that has become shorter would kill the process on access.
             if stamp(file.fileno()) != self._index.stamps[info.file]:
                 raise ValueError(f"{info.file}: changed since the checkpoint was opened")
-            memory = mmap.mmap(
-                file.fileno(), length, access=mmap.ACCESS_COPY, offset=info.begin - start
-            )
-        return memory, start
+            memory = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY,
+                               offset=info.begin - before)  # fmt: skip
+        return memory, torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before)
