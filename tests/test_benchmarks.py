@@ -131,12 +131,22 @@ def test_packing(tmp_path: Path, module: Any) -> None:
 
 
 def test_loading(tmp_path: Path) -> None:
-    result, printed = run(tmp_path, "--routine", "load", "--methods", "BF16", "AMXINT4")
+    result, printed = run(
+        tmp_path, "--routine", "load", "--methods", "BF16", "AMXINT4", "FP8", "--layers", "2",
+        "--sources", "BF16", "FP32", "FP8", "--page-cache", "warm", "cold",
+    )  # fmt: skip
     rows = check(result)
-    weights = 4 * 3 * 256 * 128
-    assert [row["method"] for row in rows] == ["BF16", "AMXINT4"]
-    assert all(row["source_bytes"] == pytest.approx(2 * weights, rel=0.05) for row in rows)
-    assert all(row["anonymous_bytes"] >= 0 for row in rows)
+    weights = 2 * 4 * 3 * 256 * 128
+    bytes_of = {"BF16": 2, "FP32": 4, "FP8": 1}
+    assert [(row["method"], row["source"], row["cache"]) for row in rows] == [
+        (method, source, cache)
+        for method, sources in (("BF16", bytes_of), ("AMXINT4", bytes_of), ("FP8", ["FP8"]))
+        for source in sources
+        for cache in ("warm", "cold")
+    ]
+    for row in rows:
+        assert row["source_bytes"] == pytest.approx(weights * bytes_of[row["source"]], rel=0.05)
+        assert row["anonymous_bytes"] >= 0
     assert "anonymous memory" in printed
 
 
