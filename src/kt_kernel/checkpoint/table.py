@@ -83,7 +83,13 @@ def _directory_rows() -> Iterator[Row]:
     methods = tuple(QUANT_METHODS.values())
     kept = tuple(dict.fromkeys(get_method(method).format for method in methods))
     names = "a file for each layer, in the core's own order, and a manifest; `cpu_save` writes one"
-    yield Row("[packed directory](packed-format.md) of `kt quant`", f"{names} of any method", False, methods, kept)
+    yield Row(
+        "[packed directory](packed-format.md) of `kt quant`",
+        f"{names} of any method",
+        False,
+        methods,
+        kept,
+    )
 
 
 def page() -> str:
