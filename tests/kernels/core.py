@@ -71,6 +71,13 @@ class Format(NamedTuple):
         """As the core takes it."""
         return self.code, self.group, self.scale_type or 0
 
+    @property
+    def pool_unit(self) -> int:
+        """What a pool's part of I is a multiple of."""
+        if self.group or self.code in ggml.GGML:
+            return sources.column_unit(self.code, self.group)
+        return {FP8_BLOCK: 128, BF16: 32, NVFP4: 32}.get(self.code, 64)
+
     def fit(self, *sizes: int) -> tuple[int, ...]:
         """Numbers of columns, rounded up to what the format accepts."""
         unit = sources.column_unit(self.code, self.group)

@@ -24,9 +24,7 @@ Q3_K, Q4_K, Q5_K, IQ4_XS, Q8_0 = 15, 16, 17, 20, 13
 
 def sizes(format: Format) -> tuple[int, int]:
     """(H, I): of I three units of a pool's part, the last cut short where that may be."""
-    unit = {FP8_BLOCK: 128, BF16: 32, NVFP4: 32}.get(format.code, 64)
-    unit = max(unit, sources.column_unit(format.code, format.group))
-    return format.fit(70, 2 * unit + 33)  # type: ignore[return-value]
+    return format.fit(70, 2 * format.pool_unit + 33)  # type: ignore[return-value]
 
 
 def layer_of(format: Format, threads: tuple[int, ...], **rest: Any) -> Layer:

@@ -21,7 +21,6 @@ from .core import (
     variants,
 )
 from .oracle import check, check_batches, check_errors, reference
-from .sources import FP8_BLOCK
 
 Variant = tuple[str, str]
 
@@ -72,8 +71,7 @@ def test_biases_limits_and_masks(variant: Variant, format: Format) -> None:
 def test_pools_agree_within_rounding(variant: Variant, format: Format) -> None:
     # Three units of I that no pool boundary may cross, the last one cut short where that is
     # accepted; also more pools than units, so that some hold nothing.
-    unit = 128 if format.code == FP8_BLOCK else max(32, *format.fit(1))
-    hidden, inter = format.fit(64, 2 * unit + 16)
+    hidden, inter = format.fit(64, 2 * format.pool_unit + 16)
     for kind, threads in itertools.product(KINDS, ((1, 1), (1, 2, 1), (1,) * 7)):
         check(Layer.of(variant, format, 3, 2, hidden, inter, threads=threads, kind=kind), 9)
 
