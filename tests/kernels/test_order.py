@@ -9,7 +9,7 @@ from . import core
 from .core import INT4_GROUP, KINDS, Format, Layer, variants
 from .oracle import check
 from .sources import FP16, INT4_ZERO, MXFP4
-from .test_mixed import check as check_mixed
+from .test_mixed_products import check as check_mixed
 
 FORMATS = [Format(INT4_GROUP, 32, FP16), Format(INT4_ZERO, 64, FP16)]
 
