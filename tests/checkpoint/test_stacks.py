@@ -39,9 +39,9 @@ def spread(scale, rows, columns, row_block, column_block):
 # as a linear layer has them, and their values [E, rows, columns].
 
 
-def fp8_blocks(rows, columns, both, dtype=torch.float32):
-    weight, one = e4m3(E, rows, columns), rows // both
-    scale = (torch.rand(E, both * -(-one // 128), -(-columns // 128)) * 1e-2).to(dtype)
+def fp8_blocks(rows, columns, both, experts=E):
+    weight, one = e4m3(experts, rows, columns), rows // both
+    scale = torch.rand(experts, both * -(-one // 128), -(-columns // 128)) * 1e-2
     halves = [spread(s, one, columns, 128, 128) for s in scale.chunk(both, 1)]
     return {"": weight, "_scale_inv": scale}, weight.double() * torch.cat(halves, 1).double()
 

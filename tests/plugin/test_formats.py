@@ -16,8 +16,11 @@ import test_sglang
 import test_vllm
 import torch
 from engines import TIMEOUT, Answers
-from format_files import FORMATS, HIDDEN, INTERMEDIATE, Weights, write_safetensors
+from expert_weights import HIDDEN, INTERMEDIATE, Weights
+from format_files import FORMATS
 from tiny_model import EXPERTS, LAYERS, TOP_K, VOCABULARY, Reference, make
+
+from kt_kernel.methods import BF16_ACTIVATIONS, get_method
 
 STEPS = 8
 PROMPTS = [[3 + (7 * i * j + i) % (VOCABULARY - 3) for j in range(4 + 9 * i)] for i in range(1, 5)]
@@ -34,10 +37,7 @@ def served(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def written(folder: Path) -> dict[str, tuple[Path, Weights]]:
     """By format: checkpoint and weights."""
-    return {
-        name: (folder / name, write_safetensors(folder / name, form, LAYERS, EXPERTS))
-        for name, form in FORMATS.items()
-    }
+    return {name: (folder / name, form.write(folder / name)) for name, form in FORMATS.items()}
 
 
 def _vllm(folder: Path, model: Path, paths: dict[str, Path]) -> Answers:
@@ -96,8 +96,9 @@ def test_logprobs_are_those_of_transformers(
     written: dict[str, tuple[Path, Weights]],
     transformers_model: Reference,
 ) -> None:
-    """In float32 but for the activations of the experts; with the served model's own experts, which
-    is the control, the log-probabilities are others."""
+    """In float32 but for the activations of the experts, which are BF16 or, for the distance is
+    larger then, int8; with the served model's own experts, which is the control, the
+    log-probabilities are others."""
     answer = answers(engine)[name]
     assert "error" not in answer, answer
     weights = written[name][1]
@@ -111,7 +112,8 @@ def test_logprobs_are_those_of_transformers(
     with transformers_model.changed(dequantise, range(EXPERTS)):
         near = (transformers_model.logprobs(PROMPTS, answer["tokens"]) - found).abs()
     far = (transformers_model.logprobs(PROMPTS, answer["tokens"]) - found).abs()
-    assert near.median() < 0.02 and near.mean() < 0.05
-    assert far.mean() > 20 * near.mean()
+    times = 1 if get_method(FORMATS[name].method).activations == BF16_ACTIVATIONS else 3
+    assert near.median() < 0.02 * times and near.mean() < 0.05 * times, (near.median(), near.mean())
+    assert far.mean() > 20 / times * near.mean(), (far.mean(), near.mean())
     tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
     assert _calls(engine, answer) >= LAYERS * TOP_K * tokens  # all of them in our kernels

@@ -1,0 +1,34 @@
+"""What the checkpoints of experts have in common: their sizes, and what is known of each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # makers of weights
+
+HIDDEN, INTERMEDIATE = 256, 256  # multiples of the largest block, 256 columns
+SPREAD = 0.1  # about the standard deviation of the weights
+MATRICES = {
+    "gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)
+}  # fmt: skip
+
+# Expert weights [layers][experts][gate, up, down], float64.
+Weights = list[list[tuple[torch.Tensor, ...]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """method: the --kt-method. write: makes the checkpoint at a path, which is new; returns what
+    its weights stand for."""
+
+    method: str
+    write: Callable[[Path], Weights]
+
+
+def bf16_matrix(rows: int, columns: int) -> torch.Tensor:
+    return (SPREAD * torch.randn(rows, columns)).bfloat16()
