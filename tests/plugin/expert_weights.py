@@ -12,7 +12,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # makers of weights
 
 HIDDEN, INTERMEDIATE = 256, 256  # multiples of the largest block, 256 columns
-SPREAD = 0.1  # about the standard deviation of the weights
+SPREAD = HIDDEN**-0.5  # about the standard deviation of the weights
 MATRICES = {
     "gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)
 }  # fmt: skip

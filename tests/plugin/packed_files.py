@@ -1,5 +1,5 @@
-"""Experts packed before: by our converter, and as kt-kernel's converter packs them. Both from
-BF16 weights that are not those of the served model, and both by rules that are stated twice."""
+"""Experts packed before: by our converter, and as kt-kernel's converter packs them, from BF16
+weights that are not those of the served model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,27 @@ from kt_kernel.conversion import Request, convert, make_plan
 from kt_kernel.testing import quantise_weights
 
 PARTS = 2  # NUMA nodes that kt-kernel splits the weights for
+Part = tuple[np.ndarray, np.ndarray]  # codes and scales
 
 
 def _convert(method: str, path: Path) -> Weights:
     source = path.with_name(f"{path.name} source")
     weights = SAFETENSORS["BF16"].write(source)
-    # A searched scale is another than that of the rules of rounding.
+    # The rules of rounding do not search scales.
     convert(make_plan(Request(str(source), str(path), method, scale_search=False)))
     return [
         [tuple(quantise_weights(method, matrix.float()) for matrix in expert) for expert in layer]
         for layer in weights
     ]
+
+
+def _kt_parts(weights: torch.Tensor, bits: int, axis: int) -> tuple[list[Part], torch.Tensor]:
+    """What kt-kernel makes of a matrix, and what that stands for. Of int8 columns in more than one
+    part the reader rounds the codes once more, which is less than what activations lose."""
+    parts = [quantise(part, bits) for part in np.split(weights.float().numpy(), PARTS, axis)]
+    step = 1 if bits == 8 else 16
+    values = [codes * (step * scale.astype(np.float64))[:, None] for codes, scale in parts]
+    return parts, torch.from_numpy(np.concatenate(values, axis))
 
 
 def _kt_kernel(bits: int, path: Path) -> Weights:
@@ -38,21 +48,14 @@ def _kt_kernel(bits: int, path: Path) -> Weights:
     for layer in range(LAYERS):
         weights.append([])
         for expert in range(EXPERTS):
-            values = []
+            values = {}
             for matrix, shape in MATRICES.items():
-                split = int(matrix == "down")
-                parts = np.split(bf16_matrix(*shape).float().numpy(), PARTS, split)
-                stored = [quantise(part, bits) for part in parts]
-                for number, (codes, scale) in enumerate(stored):
+                parts, values[matrix] = _kt_parts(bf16_matrix(*shape), bits, int(matrix == "down"))
+                for number, (codes, scale) in enumerate(parts):
                     name = f"blk.{layer}.ffn_{matrix}_exps.{expert}.numa.{number}"
                     tensors[f"{name}.weight"] = to_bytes(codes, bits)
                     tensors[f"{name}.scale"] = scale
-                step = 1 if bits == 8 else 16
-                each = [
-                    codes * (step * scale.astype(np.float64))[:, None] for codes, scale in stored
-                ]
-                values.append(torch.from_numpy(np.concatenate(each, split)))
-            weights[-1].append(tuple(values))
+            weights[-1].append(tuple(values.values()))
     path.mkdir()
     save_file(tensors, path / "model.safetensors")
     return weights
