@@ -64,7 +64,7 @@ def _format(method: str, make: Callable, part: str, values: Callable, *more: Any
     return Format(method, _scaled(make, part, values), values, *more)
 
 
-_FORMATS: dict[str, Format] = {
+FORMATS: dict[str, Format] = {
     "BF16": Format(
         "BF16",
         lambda rows, columns: {"weight": bf16_matrix(rows, columns)},
@@ -113,7 +113,7 @@ _FORMATS: dict[str, Format] = {
 }  # fmt: skip
 
 
-def _expert_tensors(form: Format) -> tuple[Tensors, Weights]:
+def expert_tensors(form: Format) -> tuple[Tensors, Weights]:
     """Tensors of all experts as Qwen3-MoE names them, and their weights."""
     torch.manual_seed(7)
     tensors: Tensors = {}
@@ -132,7 +132,7 @@ def _expert_tensors(form: Format) -> tuple[Tensors, Weights]:
 
 
 def _write(form: Format, path: Path) -> Weights:
-    tensors, weights = _expert_tensors(form)
+    tensors, weights = expert_tensors(form)
     save(path, tensors, form.quantization)
     return weights
 
@@ -158,6 +158,6 @@ def _write_stacks(path: Path) -> Weights:
 
 
 SOURCES: dict[str, Source] = {
-    **{name: Source(form.method, partial(_write, form)) for name, form in _FORMATS.items()},
+    **{name: Source(form.method, partial(_write, form)) for name, form in FORMATS.items()},
     "FP8 in stacks": Source("FP8", _write_stacks),
 }

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from engines import TIMEOUT, environment, run
-from format_files import FORMATS, HIDDEN, INTERMEDIATE, Weights, expert_tensors
+from expert_weights import HIDDEN, INTERMEDIATE, Weights
 from safetensors.torch import load_file, save_file
+from safetensors_files import FORMATS, expert_tensors
 from tiny_model import EXPERTS, LAYERS, VOCABULARY, Reference, make
 
 STEPS = 8
@@ -37,7 +38,7 @@ def quantised(folder: Path) -> tuple[Path, Weights]:
     path = make(folder / "model", **SIZES)
     tensors = load_file(path / "model.safetensors")
     others = {name: t for name, t in tensors.items() if ".experts." not in name}
-    experts, weights = expert_tensors(FORMATS["FP8"], LAYERS, EXPERTS)
+    experts, weights = expert_tensors(FORMATS["FP8"])
     save_file(others | experts, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     layers = [f"model.layers.{layer}" for layer in range(LAYERS)]
