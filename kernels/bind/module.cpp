@@ -320,9 +320,9 @@ NB_MODULE(KT_MODULE_NAME, m) {
           },
           "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "gate_bias_ptr"_a = 0,
           "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-          "Packed tiles of whole matrices, packed_shape() of their form, at any address. "
-          "ValueError "
-          "for a code or scale that packing does not make; the slot must then be loaded again.")
+          "Packed tiles of whole matrices, packed_shape() of their form, at any address. Raises "
+          "ValueError for a code or scale that packing does not make; the slot must then be loaded "
+          "again.")
       .def(
           "save_packed",
           [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {

@@ -1,5 +1,5 @@
-// Source weights to the packed layouts of kt/format.h. Scalar and the same on every machine: the
-// packed bytes do not depend on the CPU or on how the work is split.
+// Source weights to the packed layouts of kt/format.h. The same code on every machine, up to AVX2:
+// the packed bytes do not depend on the CPU or on how the work is split.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,5 @@
-// Scalar conversions: float32 from and to the 16-bit types, round-to-nearest-even, and from the 8-
-// and 4-bit types of the OCP Microscaling Formats specification 1.0.
+// Scalar conversions: to float32 from the 16-bit types, and from the 8- and 4-bit types of the OCP
+// Microscaling Formats specification 1.0; to fp16 with round-to-nearest-even.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -11,12 +11,6 @@
 namespace kt {
 
 inline float bf16_to_float(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
-
-inline uint16_t float_to_bf16(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  if (std::isnan(x)) return uint16_t(bits >> 16) | 0x40;
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 inline float fp16_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 1023;

@@ -45,18 +45,18 @@
 // each a byte for every row; then, for each 32 columns, the steps of their codes q: for 3, 5 and 6
 // bits those of the low 2, 4 and 4 bits, then those of the bits above (a "plane" each).
 //
-//   format   block  per sub-block of columns                    steps per 32 columns    W
-//   kQ4_1    32     -                                           4 4-bit                 d q + m
-//   kQ5_0    32     - (no m)                                    4 4-bit, 1 1-bit        d (q - 16)
-//   kQ5_1    32     -                                           4 4-bit, 1 1-bit        d q + m
-//   kQ8_0    32     - (no m)                                    8 8-bit (q is int8)     d q
-//   kQ2K     256    16: uint8 s | t << 4                        2 2-bit                 d s q - m t
-//   kQ3K     256    16: int8 s in [-32, 31] (no m)              2 2-bit, 1 1-bit        d s (q - 4)
-//   kQ4K     256    32: uint8 s[32], uint8 t[32], both <= 63    4 4-bit                 d s q - m t
-//   kQ5K     256    32: the same                                4 4-bit, 1 1-bit        d s q - m t
-//   kQ6K     256    16: int8 s (no m)                           4 4-bit, 2 2-bit        d s (q -
-//   32) kIQ4NL   32     - (no m)                                    4 4-bit                 d c[q]
-//   kIQ4XS   256    32: int8 s in [-32, 31] (no m)              4 4-bit                 d s c[q]
+//   format   block  per sub-block of columns                 steps per 32 columns  W
+//   kQ4_1    32     -                                        4 4-bit               d q + m
+//   kQ5_0    32     - (no m)                                 4 4-bit, 1 1-bit      d (q - 16)
+//   kQ5_1    32     -                                        4 4-bit, 1 1-bit      d q + m
+//   kQ8_0    32     - (no m)                                 8 8-bit (q is int8)   d q
+//   kQ2K     256    16: uint8 s | t << 4                     2 2-bit               d s q - m t
+//   kQ3K     256    16: int8 s in [-32, 31] (no m)           2 2-bit, 1 1-bit      d s (q - 4)
+//   kQ4K     256    32: uint8 s[32], uint8 t[32], all <= 63  4 4-bit               d s q - m t
+//   kQ5K     256    32: the same                             4 4-bit, 1 1-bit      d s q - m t
+//   kQ6K     256    16: int8 s (no m)                        4 4-bit, 2 2-bit      d s (q - 32)
+//   kIQ4NL   32     - (no m)                                 4 4-bit               d c[q]
+//   kIQ4XS   256    32: int8 s in [-32, 31] (no m)           4 4-bit               d s c[q]
 //
 // c is kIq4Values. d and m are finite and of any sign. The products are exact in float32, so W as
 // float32 has one rounding at most, where m is.

@@ -14,8 +14,7 @@ namespace kt {
 //   kBF16        bf16
 //   kInt8Row     int8 q in [-127, 127]; x = q * scale, one scale and one sum of q per row
 //   kInt16Group  bf16 values in fixed point, for integer products with weights that have a scale
-//   per
-//                group of columns: for each 32 columns int8 high[32], then int8 low[32],
+//                per group of columns: for each 32 columns int8 high[32], then int8 low[32],
 //                q = 256 * high + low in [-32639, 32639], x = q * scale with one scale, a power of
 //                two, per 32 columns; sums of q per 16 columns. Exact for values down to 2^-7 of
 //                the largest of the 32, else within half a scale, which is under 2^-14 of the
