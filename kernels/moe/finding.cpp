@@ -1,7 +1,5 @@
 #include "finding.h"
 
-#include <tuple>
-
 namespace kt {
 
 std::string in_words(const Finding& f) {
@@ -12,9 +10,7 @@ std::string in_words(const Finding& f) {
 std::string first_problem(const std::vector<Finding>& findings) {
   const Finding* first = nullptr;
   for (const Finding& f : findings)
-    if (f.error != PackError::kNone &&
-        (!first || std::tie(f.matrix, f.row) < std::tie(first->matrix, first->row)))
-      first = &f;
+    if (f.error != PackError::kNone && (!first || f.place() < first->place())) first = &f;
   return first ? in_words(*first) : "";
 }
 

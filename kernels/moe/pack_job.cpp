@@ -1,7 +1,6 @@
 #include "pack_job.h"
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 namespace kt {
@@ -18,7 +17,7 @@ PackJob::PackJob(std::shared_ptr<LayerState> layer, const std::vector<SlotSource
       for (int m = 0; m < kMatrices; ++m)
         floats_ = std::max(floats_, pack_scratch(part.layout[m], expert.source.weights[m]));
   }
-  floats_ = round_up(floats_, 32);  // threads share no cache line
+  if (floats_) floats_ = round_up(floats_, 32) + 32;  // threads share no cache line
   scratch_ = std::make_unique_for_overwrite<float[]>(size_t(team.threads() * floats_));
 }
 
@@ -42,7 +41,7 @@ template <class F> void PackJob::each(std::atomic<int64_t>& next, sys::Worker& w
     const PackError error = work(part.layout[t.matrix], source_of(expert, part, t.matrix), t.number,
                                  layer_->expert(w.pool, expert.slot) + t.at, &row);
     if (error != PackError::kNone) {
-      found_[size_t(w.rank)] = {{error, t.matrix, row}, i / tiles, i % tiles, w.pool};
+      found_[size_t(w.rank)] = {{error, t.matrix, row}, i / tiles};
       return;
     }
   }
@@ -50,7 +49,7 @@ template <class F> void PackJob::each(std::atomic<int64_t>& next, sys::Worker& w
 
 const PackJob::Place* PackJob::first() const {
   const Place* best = nullptr;
-  const auto order = [](const Place& p) { return std::tuple(p.expert, p.tile, p.pool); };
+  const auto order = [](const Place& p) { return std::pair(p.expert, p.finding.place()); };
   for (const Place& p : found_)
     if (p.finding.error != PackError::kNone && (!best || order(p) < order(*best))) best = &p;
   return best;

@@ -23,11 +23,10 @@ class PackJob : public sys::Job {
   std::string problem() const;
 
  private:
-  // What a thread found first, in the tile of that number of a pool's.
+  // What a thread found first, and where.
   struct Place {
     Finding finding;
-    int64_t expert = 0, tile = 0;
-    int pool = 0;
+    int64_t expert = 0;
   };
   // The tiles of a pool, of one expert after the other, that are not taken yet.
   struct alignas(128) Tasks {

@@ -178,7 +178,7 @@ void write_all(const MatrixLayout& layout, const ByteRows& lanes, const BlockVal
 void stream_bytes(const uint8_t* src, int64_t bytes, uint8_t* dst) {
   for (int64_t i = 0; i < bytes; i += 32)
     _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + i),
-                        _mm256_load_si256(reinterpret_cast<const __m256i*>(src + i)));
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + i)));
 }
 
 void stream_fence() { _mm_sfence(); }

@@ -45,7 +45,7 @@ void write_blocks(const MatrixLayout& layout, const ByteRows& lanes, LaneOrder o
                   const BlockValues& scales, const BlockValues& zeros, uint8_t* tile);
 
 // Copies past the caches, which have no use for packed weights: half the traffic of plain stores
-// that first read the line. Both addresses are aligned to 32, bytes a multiple of it.
+// that first read the line. dst is aligned to 32 bytes, and their number a multiple of it.
 void stream_bytes(const uint8_t* src, int64_t bytes, uint8_t* dst);
 // After the last of a tile: other threads read it once the job is done.
 void stream_fence();

@@ -173,6 +173,30 @@ def test_what_packing_does_not_make_is_refused(number: int, matrix: int) -> None
         np.testing.assert_array_equal(got, wanted)
 
 
+def test_the_first_of_several_errors_is_told() -> None:
+    """In the order of the tiles, gate and up by turns: whatever the pools and threads."""
+    places = [
+        (0, 2, "gate row 69"),
+        (1, 1, "up row 37"),
+        (2, 2, "down row 69"),
+        (2, 0, "down row 5"),
+    ]
+    for threads in [(1,), (2,), (5,), (1, 2), (1, 0, 1, 1)]:
+        layer = layer_of(Format(INT8_ROW), threads)
+        for broken, first in ((places, 1), (places[:1] + places[2:], 0), (places[2:], 1)):
+            tiles = save(layer, 1)
+            dense = [w.copy() for w in layer.weights]
+            for matrix, tile, _ in broken:
+                tiles[matrix][tile, 20:24] = np.frombuffer(F32_NAN, np.uint8)
+                dense[matrix][1, tile * 32 + 5, 7] = np.nan
+            message = f"^expert slot 1, {broken[first][2]}: "
+            with pytest.raises(ValueError, match=message):
+                layer.layer.load(1, *[sources.address_of(w[1]) for w in dense], dtypes=[2] * 3)
+            with pytest.raises(ValueError, match=message):
+                load(layer, 1, tiles)
+            load(layer, 1, save(layer_of(Format(INT8_ROW), (1,)), 1))
+
+
 def test_sums_of_codes_are_not_believed() -> None:
     """A file's sums of int8 codes, which kernels take for what they are, are made anew."""
     for threads in POOLS:
