@@ -394,6 +394,10 @@ NB_MODULE(KT_MODULE_NAME, m) {
       [](int format, int group_size, int scale_type, int64_t n, int64_t k) {
         const kt::MatrixForm form{kt::WeightFormat(format), group_size, kt::ScaleType(scale_type)};
         kt::check_form(form, k, "");
+        if (std::min(n, k) < 1 || std::max(n, k) > kt::kMaxColumns)
+          throw std::invalid_argument("matrix [" + std::to_string(n) + ", " + std::to_string(k) +
+                                      "]; 1 to " + std::to_string(kt::kMaxColumns) +
+                                      " rows and columns are accepted");
         const kt::MatrixLayout layout = form.layout(n, k);
         return std::pair(layout.tiles(), layout.tile_bytes());
       },

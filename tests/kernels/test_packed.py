@@ -247,6 +247,8 @@ def test_arguments() -> None:
         ((99, 0, 0, 32, 32), "unknown weight format 99"),
         ((INT4_GROUP, 48, 0, 32, 96), "group size 48"),
         ((MXFP4, 0, 0, 32, 48), "48 columns; this weight format needs a multiple of 32"),
+        ((BF16, 0, 0, 1 << 62, 1 << 62), "1 to 65536 rows and columns are accepted"),
+        ((BF16, 0, 0, 32, 0), "1 to 65536 rows and columns are accepted"),
     ):
         with pytest.raises(ValueError, match=message):
             core._C.packed_shape(*arguments)
