@@ -98,6 +98,7 @@ def test_another_version_is_refused_with_the_command(packed, key, value):
         (lambda c: c.update(layers=[]), ["layers must be an object"]),
         (lambda c: c["layers"].update({"02": c["layers"]["2"]}), ["'02' in layers"]),
         (lambda c: c["layers"].update({"-1": c["layers"]["2"]}), ["'-1' in layers"]),
+        (lambda c: c["layers"].update({"9" * 5000: c["layers"]["2"]}), ["kt_manifest.json: '999"]),
         (lambda c: c["layers"].pop("2"), ["layer 2 is not there yet", "--resume"]),
         (lambda c: c["layers"]["2"].update(file="../x"), ["file is '../x'"]),
         (lambda c: c["layers"]["2"].update(bytes=1), ["layer 2: bytes is 1; expected"]),
@@ -174,6 +175,13 @@ def test_a_file_that_changes_after_it_was_opened(packed):
         checkpoint.read_experts(2, E, H, I)
     with pytest.raises(ValueError, match="100 bytes, but"):
         open_checkpoint(packed)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(packed):
+    with open_checkpoint(packed).each_expert(2, E, H, I) as experts:
+        os.truncate(packed / "layer-00002.safetensors", 100)
+        with pytest.raises(ValueError, match="layer-00002.*changed since"):
+            next(iter(experts))
 
 
 def test_what_was_read_stays_valid(packed):

@@ -57,7 +57,7 @@ class GgufCheckpoint(Checkpoint):
         info = self._index.tensors.get(name)
         if info is None:
             raise KeyError(f"{self.path}: no tensor {name!r}")
-        data = _Data(self._index).read(info, 0, info.end - info.begin)
+        data = _Data(self._index).read(info)
         if info.dtype in DENSE:
             return to_dense(info, data).view(info.shape)
         return data.view(*info.shape[:-1], row_bytes(info))

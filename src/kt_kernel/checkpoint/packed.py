@@ -144,6 +144,10 @@ class _LayerFile:
     def __exit__(self, *error: object) -> None:
         pass  # the map goes with the last array that refers to it
 
+    def _check_size(self) -> None:
+        if self._map.size() != len(self._map):  # of the file, now
+            raise ValueError(f"{self._path}: changed since the directory was opened")
+
     def tensor(self, name: str, expert: int | None = None) -> np.ndarray:
         """A tensor, or one expert's part of it, as the file has it."""
         info = self._spec.tensors[name]
@@ -165,6 +169,7 @@ class _LayerFile:
         """The fields of one expert. All of it is asked of the disk at once, rather than page by
         page as it is copied."""
         spec = self._spec
+        self._check_size()
         for name in MATRICES:
             begin, end = self._range(spec.tensor(name), number)
             begin -= begin % mmap.PAGESIZE

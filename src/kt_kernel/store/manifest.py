@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ VERSION = 1  # of the directory's format; that of the packed bytes is the compil
 _MAX_BYTES = 64 << 20  # of the file: no model has so many layers
 _MAX_SIZE = 65536  # of a dimension, and experts
 _MAX_LAYER = 99999  # so that the files' names sort
+_NUMBER = re.compile("0|[1-9][0-9]{0,4}")  # of a layer
 
 # Methods by what `kt quant` calls them.
 QUANT_METHODS = {
@@ -188,7 +190,7 @@ def _manifest(path: str, content: dict[str, Any]) -> Manifest:
         raise ValueError(f"{path}: layers must be an object")
     entries = {}
     for number, entry in layers.items():
-        if not (number.isdecimal() and str(int(number)) == number and int(number) <= _MAX_LAYER):
+        if not _NUMBER.fullmatch(number):
             raise ValueError(f"{path}: {number!r} in layers is not a layer number")
         if expected is not None and int(number) not in expected:
             raise ValueError(f"{path}: layer {number} is not in expected_layers")
