@@ -408,6 +408,24 @@ def test_an_interrupt_leaves_whole_layers(source, int8, tmp_path):
     assert contents(out) == contents(int8)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_source_that_changes_meanwhile(tmp_path, layer):
+    """The layers of one directory are of one model. What else comes to the folder is no matter."""
+
+    class Changes(Progress):
+        def packing(self, number):
+            (source / "notes.txt").touch()
+            if number == layer:
+                save_checkpoint(source, seed=1)
+
+    source, out = save_checkpoint(tmp_path / "source"), tmp_path / "out"
+    with pytest.raises(ValueError, match=f"{source}/.*: changed while it was converted"):
+        run_convert(source, out, progress=Changes())
+    assert len(list(out.glob("layer-*"))) == LAYERS.index(layer)
+    with pytest.raises(ValueError, match="holds something else: .*source"):
+        run_convert(source, out, resume=True)
+
+
 def test_one_conversion_at_a_time(source, tmp_path):
     class Another(Progress):
         def packing(self, layer):

@@ -47,9 +47,9 @@ class Checkpoint(ABC):
         """Name, file, dtype and shape of every tensor, by name."""
         return MappingProxyType(self._index.tensors)
 
-    def changed(self) -> str | None:
-        """The first file or folder that is no longer as it was read, or None."""
-        return self._index.changed()
+    def changed(self, folders: bool = True) -> str | None:
+        """The first file or, with `folders`, folder that is no longer as it was read, or None."""
+        return self._index.changed(folders)
 
     @abstractmethod
     def layers(self) -> list[int]:

@@ -42,9 +42,12 @@ class Index:
     config_path: str | None = None
     stamps: dict[str, Stamp] = field(default_factory=dict)
 
-    def changed(self) -> str | None:
-        """The first path that is no longer as it was read, or None."""
+    def changed(self, folders: bool = True) -> str | None:
+        """The first path that is no longer as it was read, or None. folders: whether files that
+        came or went in a folder count, too."""
         for path, before in self.stamps.items():
+            if not folders and os.path.isdir(path):
+                continue
             try:
                 if stamp(path) != before:
                     return path

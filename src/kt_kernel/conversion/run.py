@@ -116,6 +116,7 @@ def _write_all(
             for spec in specs:
                 progress.packing(spec.layer)
                 layer = _pack(plan, spec)
+                _refuse_changed(plan)
                 if writing is not None:
                     writing.result()
                 writing = thread.submit(writer.add, layer, wrote)
@@ -127,6 +128,15 @@ def _write_all(
         except BaseException:
             stop.set()
             raise
+
+
+def _refuse_changed(plan: Plan) -> None:
+    """Raises ValueError where layers may be of two models: the input is opened anew for each."""
+    if changed := plan.checkpoint.changed(folders=False):
+        raise ValueError(
+            f"{changed}: changed while it was converted; the layers that were written before are of"
+            " the files as they were"
+        )
 
 
 class _Packer(BaseMoEWrapper):
