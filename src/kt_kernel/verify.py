@@ -41,9 +41,9 @@ class Watcher:
 
 
 def verify(path: str, watcher: Watcher | None = None) -> Verdict:
-    """Checks a packed directory (sizes, headers and checksums of all files) or a Hugging Face
+    """Checks a packed directory (sizes, headers and checksums of all files), a Hugging Face
     checkpoint (every tensor of the index in its file, all headers and sizes; there are no checksums
-    to compare with).
+    to compare with), or another checkpoint (headers, or names, and sizes of its files).
 
     Raises OSError or ValueError where there is nothing to compare with.
     """
@@ -108,7 +108,10 @@ def _verify_checkpoint(path: str) -> Verdict:
         if index:
             verdict.problems += disagreements(index, listed, file, present)
     if not verdict.problems:
-        open_checkpoint(path)  # finds what lies between the files, and a path without any
+        checkpoint = open_checkpoint(path)  # finds what lies between the files, and a path without
+        if not verdict.files:  # in another format than safetensors, and checked by now
+            files = {info.file for info in checkpoint.tensors.values()}
+            verdict.files, verdict.bytes = len(files), sum(map(os.path.getsize, files))
     return verdict
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kt_kernel.cli.main import app
 from kt_kernel.cli.running import run
 
 E, H, I = 2, 32, 64  # noqa: E741
+KT_FOLDER = Path(__file__).parents[1] / "checkpoint" / "data" / "kt_folder"
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +250,10 @@ def test_report_that_cannot_be_made(kt, source, tmp_path):
     failed(kt(*command, "--report", "--text", text), 1, text, "UTF-8")
     failed(kt(*command, "--report", "--report-json", tmp_path / "a" / "b"), 1, "a/b", "no such")
     failed(kt("quant", "--from-kt", source, "-o", out, "--report"), 2, "--report", "--from-kt")
-    assert not out.exists()
+    failed(kt("quant", KT_FOLDER, out, "--quant-method", "int8", "--report"), 2, "kt-kernel")
+    for file in (source / "config.json", out / "report.json"):
+        failed(kt(*command, "--report", "--report-json", file), 2, file, "elsewhere")
+    assert not out.exists() and "qwen3_moe" in (source / "config.json").read_text()
 
 
 def test_report_with_a_text(kt, source, tmp_path, monkeypatch):

@@ -3,15 +3,20 @@
 import json
 import os
 import random
+import re
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from packed_cases import run_convert, save_checkpoint
 from safetensors.torch import load_file, save_file
 
+from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.verify import Watcher, verify
+
+KT_FOLDER = Path(__file__).parents[1] / "checkpoint" / "data" / "kt_folder"
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +136,20 @@ def test_an_index_that_disagrees(source, tmp_path):
     assert "model-1.safetensors: tensor 'more' is missing" in problems
     assert f"model-1.safetensors: holds tensor '{name}', which according to" in problems
     assert "model-9.safetensors: missing, but" in problems
+
+
+def test_other_formats(tmp_path):
+    """Whose files count, too, and are named when something is wrong."""
+    folder = shutil.copytree(KT_FOLDER, tmp_path / "kt")
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    files = list(folder.rglob("*.kt"))
+    assert open_checkpoint(folder).model_type == "qwen3_moe"
+    verdict = verify(folder)
+    assert not verdict.problems and verdict.files == len(files) > 0
+    assert verdict.bytes == sum(file.stat().st_size for file in files)
+    os.truncate(files[0], 3)
+    with pytest.raises(ValueError, match=re.escape(str(files[0]))):
+        verify(folder)
 
 
 def test_between_the_files(tmp_path):

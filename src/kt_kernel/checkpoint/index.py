@@ -72,7 +72,7 @@ def read_index(path: str) -> Index:
         _read_index_file(index, path)
     else:
         _add_file(index, path)
-    _read_config(index)
+    read_config(index)
     return index
 
 
@@ -209,8 +209,8 @@ def _add_file(index: Index, path: str) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _read_config(index: Index) -> None:
-    """config.json of the path itself or, failing that, the only one beside its files."""
+def read_config(index: Index) -> None:
+    """Adds config.json of the path itself or, failing that, the only one beside its files."""
     root = index.path if os.path.isdir(index.path) else os.path.dirname(index.path)
     folders = {os.path.dirname(info.file) for info in index.tensors.values()} - {root}
     for group in ([root], sorted(folders)):

@@ -16,7 +16,7 @@ import torch
 
 from .header import TensorInfo
 from .hugging_face import Files
-from .index import Index, stamp
+from .index import INDEX_SUFFIX, Index, read_config, stamp
 
 _LAYER = re.compile(r"_layer_(0|[1-9][0-9]{0,8})")
 _PART = re.compile(r"_numa_(0|[1-9][0-9]{0,8})")
@@ -36,7 +36,7 @@ def read_kt_folder(path: str) -> Index | None:
         return None
     names = sorted(os.listdir(path))
     layers = [(name, match[1]) for name in names if (match := _LAYER.fullmatch(name))]
-    if not layers or any(name.endswith((".safetensors", ".json")) for name in names):
+    if not layers or any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names):
         return None
     index = Index(path)
     index.stamps[path] = stamp(path)
@@ -48,6 +48,7 @@ def read_kt_folder(path: str) -> Index | None:
                 _read_part(index, os.path.join(folder, part), layer, match[1])
     if not index.tensors:
         raise FileNotFoundError(f"{path}: no .kt file in {layers[0][0]} and its like")
+    read_config(index)
     return index
 
 

@@ -17,7 +17,7 @@ def _group() -> None:  # keeps "verify" a word of its own while it is the only c
 
 @app.command()
 def verify(
-    path: Annotated[str, typer.Argument(help="packed directory, or Hugging Face checkpoint")],
+    path: Annotated[str, typer.Argument(help="packed directory, or checkpoint")],
 ) -> None:
     """Compares a model's files with its manifest (sizes and checksums) or with its index.
 

@@ -31,12 +31,18 @@ class Report:
                 if value is not None:
                     raise typer.BadParameter(f"belongs to {_OPTION}", param_hint=name)
             return
-        if as_it_is:
+        from ..checkpoint import open_checkpoint
+        from ..checkpoint.kt_packed import KtPackedCheckpoint
+
+        if as_it_is or isinstance(open_checkpoint(source), KtPackedCheckpoint):
             raise typer.BadParameter(
-                "compares with the weights before quantisation, which --from-kt does not have",
+                "compares with the weights before quantisation, which --from-kt and other weights"
+                " that kt-kernel converted do not have",
                 param_hint=_OPTION,
             )
         if json_path is not None:
+            for folder in (source, packed):
+                _refuse_inside(folder, json_path)
             open(json_path, "a").close()  # says now if it cannot be written
         if text_path is not None:
             from ..accuracy.loss import WINDOW, windows_of
@@ -61,6 +67,15 @@ class Report:
 
             print(loss_report(self._source, self._packed, method, self._text,
                               threads=self._threads))  # fmt: skip
+
+
+def _refuse_inside(folder: str, path: str) -> None:
+    """The input is never written to, and the output holds layers only."""
+    outer, inner = os.path.realpath(folder), os.path.realpath(path)
+    if os.path.commonpath([outer, inner]) == outer:
+        raise typer.BadParameter(
+            f"{path} is in {folder}; give a file elsewhere", param_hint="--report-json"
+        )
 
 
 def _read(path: str) -> str:
