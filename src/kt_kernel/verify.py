@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from .checkpoint.index import disagreements, listed_files, walk
 from .checkpoint.packed import check_header, check_size, is_packed
 from .checkpoint.paths import check_path
 from .pools import usable_cores
-from .store.atomic import PARTIAL, sha256_of
+from .store.atomic import PARTIAL, sha256_of, until_left
 from .store.manifest import LayerEntry, Manifest, read_manifest
 from .text import ranges
 
@@ -63,8 +63,8 @@ def _verify_packed(folder: str, watcher: Watcher) -> Verdict:
             f"{folder}: layers {ranges(manifest.missing)} are not there; the conversion was not "
             "finished: run kt quant again with --resume"
         )
-    with ThreadPoolExecutor(usable_cores()) as threads:
-        for problem in threads.map(lambda e: _problem(folder, manifest, e, watcher), entries):
+    with ThreadPoolExecutor(usable_cores()) as threads, until_left(watcher.read) as read:
+        for problem in threads.map(lambda e: _problem(folder, manifest, e, read), entries):
             verdict.problems += [problem] if problem else []
     known = {entry.spec.file for entry in entries}
     for name in sorted(os.listdir(folder)):
@@ -73,12 +73,14 @@ def _verify_packed(folder: str, watcher: Watcher) -> Verdict:
     return verdict
 
 
-def _problem(folder: str, manifest: Manifest, entry: LayerEntry, watcher: Watcher) -> str | None:
+def _problem(
+    folder: str, manifest: Manifest, entry: LayerEntry, progress: Callable[[int], None]
+) -> str | None:
     path = os.path.join(folder, entry.spec.file)
     try:
         check_size(path, entry)
         check_header(path, manifest.header(entry.spec))
-        found = sha256_of(path, watcher.read)
+        found = sha256_of(path, progress)
     except ValueError as error:
         return str(error)
     except OSError as error:

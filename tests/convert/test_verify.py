@@ -6,6 +6,8 @@ import random
 import re
 import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ import torch
 from packed_cases import run_convert, save_checkpoint
 from safetensors.torch import load_file, save_file
 
+import kt_kernel.conversion.run
+import kt_kernel.verify
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.verify import Watcher, verify
 
@@ -51,6 +55,31 @@ def test_good(good):
     assert not verdict.problems and not verdict.notes and verdict.files == 2
     size = sum(file.stat().st_size for file in good.glob("layer*"))
     assert verdict.bytes == told.total == told.seen == size
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_interrupt_does_not_wait_for_the_files(source, packed, monkeypatch, resume):
+    """Files of two pieces each; the second is read after the interrupt."""
+    read, begun = [], threading.Event()
+
+    def one_piece(path, progress):
+        begun.set()
+        for piece in range(2):
+            progress(1)
+            read.append((path, piece))
+            time.sleep(0.2)
+
+    def interrupted(threads, function, entries):
+        futures = [threads.submit(function, entry) for entry in entries]
+        begun.wait()
+        raise KeyboardInterrupt(futures)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "map", interrupted)
+    for module in (kt_kernel.verify, kt_kernel.conversion.run):
+        monkeypatch.setattr(module, "sha256_of", one_piece)
+    with pytest.raises(KeyboardInterrupt):
+        run_convert(source, packed, resume=True) if resume else verify(packed)
+    assert all(piece == 0 for _, piece in read)
 
 
 def test_every_flipped_bit(packed):

@@ -16,7 +16,7 @@ from ..base import BaseMoEWrapper
 from ..loading import Expert
 from ..pools import usable_cores
 from ..settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, LayerSettings, check_settings
-from ..store.atomic import sha256_of
+from ..store.atomic import sha256_of, until_left
 from ..store.layer_file import BIASES, LayerSpec
 from ..store.manifest import Manifest
 from ..store.writer import PackedLayer, PackedWriter
@@ -87,11 +87,11 @@ def _damaged(folder: str, manifest: Manifest, progress: Progress) -> set[int]:
     def is_bad(entry: Any) -> bool:
         try:
             path = os.path.join(folder, entry.spec.file)
-            return sha256_of(path, progress.checked) != entry.sha256
+            return sha256_of(path, checked) != entry.sha256
         except FileNotFoundError:
             return True
 
-    with ThreadPoolExecutor(usable_cores()) as threads:
+    with ThreadPoolExecutor(usable_cores()) as threads, until_left(progress.checked) as checked:
         bad = list(threads.map(is_bad, entries))
     return {entry.spec.layer for entry, wrong in zip(entries, bad, strict=True) if wrong}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -88,6 +89,28 @@ def sync_folder(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class _Stopped(Exception):
+    """Ends a checksum that nobody waits for any more."""
+
+
+@contextlib.contextmanager
+def until_left(progress: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
+    """A `progress` for other threads that ends what calls it once the block was left by an error or
+    an interrupt, so that nobody waits for the end of a large file."""
+    left = threading.Event()
+
+    def call(count: int) -> None:
+        if left.is_set():
+            raise _Stopped
+        progress(count)
+
+    try:
+        yield call
+    except BaseException:
+        left.set()
+        raise
 
 
 def sha256_of(path: str, progress: Callable[[int], None] = lambda count: None) -> str:
