@@ -29,8 +29,8 @@ from packed_cases import (
 from safetensors.torch import load_file, save_file
 
 from kt_kernel import _C, KTMoEWrapper
-from kt_kernel.checkpoint import open_checkpoint
-from kt_kernel.conversion import Progress, run
+from kt_kernel.checkpoint import hugging_face, open_checkpoint
+from kt_kernel.conversion import Progress, Request, make_plan, run
 from kt_kernel.conversion.run import check_space
 from kt_kernel.layer import HybridLayer
 from kt_kernel.methods import get_method
@@ -280,6 +280,14 @@ def test_resume_with_something_else(int8, tmp_path, change, words):
 
 
 # ---- refusals
+
+
+def test_planning_reads_no_weights(source, tmp_path, monkeypatch):
+    """For a large model, an expert of each layer takes minutes."""
+    read = []
+    monkeypatch.setattr(hugging_face.Files, "read", lambda *a: read.append(a))
+    make_plan(Request(str(source), str(tmp_path / "out"), "AMXINT8"))
+    assert not read
 
 
 def test_output_that_is_there(source, int8, tmp_path):

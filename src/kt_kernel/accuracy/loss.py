@@ -129,7 +129,8 @@ def replace_experts(model: Any, path: str | os.PathLike[str], method: str, **opt
         raise ValueError(
             f"{type(model).__name__}: no experts modules, or no {' or '.join(_TOP_K)} in its config"
         )
-    for block, number, experts in found:
+    while found:
+        block, number, experts = found.pop(0)  # or all of the model's own would stay in memory
         layer = load_layer(
             path, number, method, top_k=top_k,
             swiglu_limit=getattr(experts, "limit", 0.0) or 0.0,

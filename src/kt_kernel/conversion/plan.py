@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(request: Request) -> Plan:
-    """Reads headers only.
+    """Reads headers, samples for the fingerprint and, with ``input_type``, an expert of each layer.
 
     Raises what `open_checkpoint` and its readers raise for the input, and ValueError for an input
     without experts, of another type, or packed already; for an output in the input, with other
@@ -131,12 +131,13 @@ def _method_of(checkpoint: Checkpoint, layer: int) -> str:
 
 def _spec(checkpoint: Checkpoint, layer: int, method: str, request: Request) -> LayerSpec:
     experts, hidden, inter = checkpoint.sizes(layer)
-    form, name = _stored(checkpoint, layer)
-    if request.input_type not in (None, name):
-        raise ValueError(
-            f"{checkpoint.path}: experts of layer {layer} are {name or form}, but --input-type "
-            f"{request.input_type} was given"
-        )
+    if request.input_type is not None:  # or nothing of an expert need be read
+        form, name = _stored(checkpoint, layer)
+        if request.input_type != name:
+            raise ValueError(
+                f"{checkpoint.path}: experts of layer {layer} are {name or form}, but --input-type "
+                f"{request.input_type} was given"
+            )
     with checkpoint.each_expert(layer, experts, hidden, inter, (), method) as checked:
         made = checked.form or get_method(method).layer_form
     assert made is not None  # methods that quantise by themselves say what they make
