@@ -447,6 +447,10 @@ def test_special_files(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to("nowhere")
     fails(tmp_path, "model.safetensors", error=FileNotFoundError)
+    (tmp_path / "model.safetensors").unlink()
+    raw(tmp_path / "model.safetensors", {"a": A}, bytes(8))
+    os.mkfifo(tmp_path / "config.json")
+    fails(tmp_path, "config.json: not a file")
 
 
 @pytest.mark.parametrize("locked", ["model.safetensors", "config.json", "inner", "."])

@@ -117,6 +117,12 @@ def test_manifests_that_are_wrong(packed, edit, words):
     fails(packed, *words)
 
 
+def test_a_manifest_that_is_a_pipe(packed):
+    (packed / "kt_manifest.json").unlink()
+    os.mkfifo(packed / "kt_manifest.json")
+    fails(packed, "kt_manifest.json: not a file")
+
+
 def test_a_form_that_the_method_does_not_make(packed):
     """All consistent, but int8 tiles named BF16 would be read far past their end."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -225,6 +226,8 @@ def read_config(index: Index) -> None:
 
 def read_json(path: str) -> dict[str, Any]:
     """Returns the JSON object in a file. ValueError naming the file if it is something else."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+        raise ValueError(f"{path}: not a file; expected a JSON object")
     with open(path, "rb") as file:
         data = file.read()
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -131,6 +132,8 @@ def read_manifest(folder: str) -> Manifest:
     converts again.
     """
     path = os.path.join(folder, MANIFEST)
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
+        raise ValueError(f"{path}: not a file; expected a manifest")
     with open(path, "rb") as file:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
