@@ -78,6 +78,20 @@ def test_an_error_comes_in_its_place(bad):
     assert seen == list(range(bad)) and readers() == 0
 
 
+def test_an_error_of_the_keys():
+    """Which would leave the other thread waiting for ever."""
+
+    def keys():
+        yield 0
+        raise ValueError("no key")
+
+    results = read_ahead(keys(), lambda key: key, lambda _: 1)
+    assert next(results) == (0, 0)
+    with pytest.raises(ValueError, match="no key"):
+        next(results)
+    assert readers() == 0
+
+
 @pytest.mark.parametrize("taken", [0, 1, 2])
 def test_closing_waits_for_the_read_under_way(monkeypatch, taken):
     monkeypatch.setattr(ahead, "AHEAD_BYTES", 1)

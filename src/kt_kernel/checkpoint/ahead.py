@@ -81,22 +81,20 @@ class _Reader(Generic[T]):
         return key, result
 
     def _run(self, keys: Iterator[int]) -> None:
-        for key in keys:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._stopped or not self._waiting or self._bytes < AHEAD_BYTES
-                )
-                if self._stopped:
-                    return
-            try:
+        try:
+            for key in keys:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._stopped or not self._waiting or self._bytes < AHEAD_BYTES
+                    )
+                    if self._stopped:
+                        return
                 result = self._read(key)
-                size = self._size(result)
-            except BaseException as error:  # for the other thread
-                self._put(key, error, 0)
-                return
-            self._put(key, result, size)
-            del result
-        self._put(-1, _END, 0)
+                self._put(key, result, self._size(result))
+                del result
+            self._put(-1, _END, 0)
+        except BaseException as error:  # for the other thread, which waits
+            self._put(-1, error, 0)
 
     def _put(self, key: int, result: T | BaseException, size: int) -> None:
         with self._changed:
