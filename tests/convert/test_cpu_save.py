@@ -190,6 +190,16 @@ def test_needs_a_path_and_whole_layers(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_layer_that_no_file_can_be_named_after(tmp_path):
+    """Nor is a checkpoint with one converted: nothing could read the directory any more."""
+    with pytest.raises(ValueError, match="layer 100000: .* 0 to 99999"):
+        save(tmp_path / "out", layer=100000)
+    source = save_checkpoint(tmp_path / "source", layers=(1, 100000))
+    with pytest.raises(ValueError, match="layer 100000: .* 0 to 99999"):
+        run_convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_is_written_otherwise(tmp_path):
     made = wrapper(3, "AMXINT8", tmp_path / "out")
     made.load_weights_from_tensors(**weights(), physical_to_logical_map_cpu=torch.arange(E))

@@ -15,6 +15,7 @@ from ..packed import packed_shape
 
 MATRICES = ("gate", "up", "down")
 BIASES = ("gate_bias", "up_bias", "down_bias")
+MAX_LAYER = 99999  # so that the files' names sort
 METADATA_KEY = "kt_packed"
 _TENSOR = re.compile(rf"layers\.([0-9]{{1,5}})\.experts\.({'|'.join(MATRICES + BIASES)})")
 _ALIGNMENT = 64  # of the data, so that packed tiles can be copied from where they are mapped
@@ -24,7 +25,7 @@ _ALIGNMENT = 64  # of the data, so that packed tiles can be copied from where th
 class LayerSpec:
     """What one layer's file holds.
 
-    biases: which of `BIASES` there are.
+    biases: which of `BIASES` there are. ValueError for a layer above `MAX_LAYER`.
     """
 
     layer: int
@@ -33,6 +34,9 @@ class LayerSpec:
     moe_intermediate_size: int
     form: LayerForm
     biases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_layer(self.layer)
 
     @property
     def file(self) -> str:
@@ -92,6 +96,12 @@ class LayerSpec:
         ).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # the format allows spaces at the end
         return len(text).to_bytes(8, "little") + text
+
+
+def check_layer(layer: int) -> None:
+    """ValueError for a number that no file can have."""
+    if layer > MAX_LAYER:
+        raise ValueError(f"layer {layer}: packed directories have layers 0 to {MAX_LAYER}")
 
 
 def layer_file(layer: int) -> str:

@@ -16,13 +16,12 @@ from typing import Any
 
 from ..methods import FORMAT_NAMES, GROUPED, LayerForm, WeightForm
 from ..variant import native
-from .layer_file import BIASES, MATRICES, LayerSpec, form_entries
+from .layer_file import BIASES, MATRICES, MAX_LAYER, LayerSpec, form_entries
 
 MANIFEST = "kt_manifest.json"
 VERSION = 1  # of the directory's format; that of the packed bytes is the compiled core's
 _MAX_BYTES = 64 << 20  # of the file: no model has so many layers
 _MAX_SIZE = 65536  # of a dimension, and experts
-_MAX_LAYER = 99999  # so that the files' names sort
 _NUMBER = re.compile("0|[1-9][0-9]{0,4}")  # of a layer
 
 # Methods by what `kt quant` calls them.
@@ -185,7 +184,7 @@ def _manifest(path: str, content: dict[str, Any]) -> Manifest:
     expected, layers = content["expected_layers"], content["layers"]
     if expected is not None and not (
         isinstance(expected, list)
-        and all(_is_int(n, 0, _MAX_LAYER) for n in expected)
+        and all(_is_int(n, 0, MAX_LAYER) for n in expected)
         and expected == sorted(set(expected))
     ):
         raise ValueError(f"{path}: expected_layers must be null or ascending layer numbers")

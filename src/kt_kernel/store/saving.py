@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..methods import LayerForm
-from .layer_file import LayerSpec
+from .layer_file import LayerSpec, check_layer
 from .manifest import MANIFEST, Manifest, generator
 from .writer import PackedLayer, PackedWriter, manifest_if_any, refuse_other
 
@@ -28,6 +28,7 @@ def check_target(settings: LayerSettings, weights: Iterable[Any]) -> None:
                 f"{settings.where}: columns in another order (act-order) cannot be saved; pass "
                 "cpu_save=False"
             )
+    check_layer(settings.layer_idx)
     folder = os.path.abspath(settings.weight_path)
     if found := manifest_if_any(folder):
         refuse_other(folder, _model(settings), found)
