@@ -1,5 +1,6 @@
 """Experts of GGUF files: bit for bit what the gguf package says they are, and what is refused."""
 
+import os
 import re
 import shutil
 
@@ -182,6 +183,16 @@ def test_matrices_are_views_that_outlive_the_file(tmp_path):
     assert np.array_equal(
         values_of("Q4_K", found.gate[2].codes.numpy()), model.values(0, "gate")[2]
     )
+
+
+@pytest.mark.parametrize("size", [100, None])
+def test_a_file_that_changes_while_it_is_read(tmp_path, size):
+    path = Model().save(tmp_path / "m.gguf")
+    with open_checkpoint(path).each_expert(0, E, H, I, [0]) as experts:
+        list(experts)
+        os.truncate(path, size) if size else os.utime(path, (1, 1))
+        with pytest.raises(ValueError, match="m.gguf: changed since"):
+            next(iter(experts))
 
 
 def test_tensors_by_name(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -57,7 +58,8 @@ class GgufCheckpoint(Checkpoint):
         info = self._index.tensors.get(name)
         if info is None:
             raise KeyError(f"{self.path}: no tensor {name!r}")
-        data = _Data(self._index).read(info)
+        with _Data(self._index) as files:
+            data = files.read(info)
         if info.dtype in DENSE:
             return to_dense(info, data).view(info.shape)
         return data.view(*info.shape[:-1], row_bytes(info))
@@ -75,8 +77,8 @@ class GgufCheckpoint(Checkpoint):
         check_metadata(self._index.header, sizes)
         form = _form(layer, chosen)
         fields = MATRICES + BIASES if layer.biases else MATRICES
-        data = _Data(self._index)
-        yield LayerReader(fields, form, lambda expert: _read(layer, sizes[0], expert, data))
+        with _Data(self._index) as data:
+            yield LayerReader(fields, form, lambda expert: _read(layer, sizes[0], expert, data))
 
     def _layer(self, layer_idx: int) -> GgufLayer:
         reason = REFUSED.get(self.architecture or "")
@@ -150,26 +152,37 @@ class _Data:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._mapped: dict[str, tuple[mmap.mmap, torch.Tensor]] = {}
+        self._stack = ExitStack()
+        self._open: dict[str, int] = {}  # descriptors of files
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> _Data:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()  # what was given keeps its map
 
     def read(self, info: TensorInfo) -> torch.Tensor:
         """All bytes of a tensor, uint8. ValueError if the file was changed meanwhile."""
         if info.begin == info.end:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
+        file = self._file(info.file)
         if info.name not in self._mapped:
-            self._mapped[info.name] = self._map(info)
-        memory, tensor = self._mapped[info.name]
-        if memory.size() != self._index.stamps[info.file][2]:  # of the file, now
-            raise ValueError(f"{info.file}: changed since the checkpoint was opened")
-        return tensor
+            self._mapped[info.name] = self._map(info, file)
+        return self._mapped[info.name]
 
-    def _map(self, info: TensorInfo) -> tuple[mmap.mmap, torch.Tensor]:
+    def _file(self, path: str) -> int:
+        """Its descriptor. A mapped file that has become shorter would kill the process on access,
+        so each read looks first whether the file is as it was."""
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._stack.callback(os.close, self._open[path])
+        if stamp(self._open[path]) != self._index.stamps[path]:
+            raise ValueError(f"{path}: changed since the checkpoint was opened")
+        return self._open[path]
+
+    def _map(self, info: TensorInfo, file: int) -> torch.Tensor:
         size = info.end - info.begin
         before = info.begin % mmap.ALLOCATIONGRANULARITY
-        with open(info.file, "rb") as file:
-            # A mapped file that has become shorter would kill the process on access.
-            if stamp(file.fileno()) != self._index.stamps[info.file]:
-                raise ValueError(f"{info.file}: changed since the checkpoint was opened")
-            memory = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_COPY,
-                               offset=info.begin - before)  # fmt: skip
-        return memory, torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before)
+        memory = mmap.mmap(file, before + size, access=mmap.ACCESS_COPY, offset=info.begin - before)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -133,19 +133,20 @@ class _LayerFile:
         self._header = checkpoint.manifest.header(entry.spec)
 
     def __enter__(self) -> _LayerFile:
-        # A mapped file that has become shorter would kill the process on access.
-        if stamp(self._path) != self._stamp:
-            raise ValueError(f"{self._path}: changed since the directory was opened")
-        check_header(self._path, self._header)
-        with open(self._path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with ExitStack() as stack:
+            self._file = stack.enter_context(open(self._path, "rb"))
+            self._check_unchanged()
+            check_header(self._path, self._header)
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass  # the map goes with the last array that refers to it
+        self._stack.close()  # the map goes with the last array that refers to it
 
-    def _check_size(self) -> None:
-        if self._map.size() != len(self._map):  # of the file, now
+    def _check_unchanged(self) -> None:
+        # A mapped file that has become shorter would kill the process on access.
+        if stamp(self._file.fileno()) != self._stamp:
             raise ValueError(f"{self._path}: changed since the directory was opened")
 
     def tensor(self, name: str, expert: int | None = None) -> np.ndarray:
@@ -169,7 +170,7 @@ class _LayerFile:
         """The fields of one expert. All of it is asked of the disk at once, rather than page by
         page as it is copied."""
         spec = self._spec
-        self._check_size()
+        self._check_unchanged()
         for name in MATRICES:
             begin, end = self._range(spec.tensor(name), number)
             begin -= begin % mmap.PAGESIZE
