@@ -49,6 +49,12 @@ float multiplier_for(float absmax, int limit) {
   return std::isfinite(m) ? m : 0.0f;
 }
 
+// absmax / limit, or just below where the rounding would make the row's largest weight infinite.
+float row_scale(float absmax, int limit) {
+  const float scale = absmax / float(limit);
+  return std::isfinite(scale * float(limit)) ? scale : std::nextafter(scale, 0.0f);
+}
+
 // What becomes of 32 weights.
 
 // rint as int16: to nearest, ties to even, like the kernels'.
@@ -230,7 +236,7 @@ template <DType kType> class DenseTile {
     const float absmax = row_absmax<kType>(source_, row);
     if (!std::isfinite(absmax)) return PackError::kNotFinite;
     const float multiplier = multiplier_for(absmax, limit);
-    head_.scale[n] = multiplier == 0 ? 0 : absmax / float(limit);
+    head_.scale[n] = multiplier == 0 ? 0 : row_scale(absmax, limit);
     if (limit == 127)
       head_.sum[n] = all(ToInt8{Multiply(multiplier)}).sum();
     else

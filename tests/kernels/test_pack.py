@@ -305,3 +305,15 @@ def test_zero_points_are_needed() -> None:
         layer.load()
     for now, then in zip(layer.unpacked(), before, strict=True):
         np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.parametrize(("format", "limit"), [(core.INT8_ROW, 127), (core.INT4_ROW, 7)])
+@pytest.mark.parametrize("below", range(12))
+def test_the_largest_weights_stay_finite(format: int, limit: int, below: int) -> None:
+    """Found by fuzzing: the scale's rounding made infinities of weights near float32's largest."""
+    w = np.full((1, 64), np.finfo(np.float32).max)
+    w.view(np.uint32)[:] -= below
+    tile = core._C.pack(format, 0, 0, *w.shape, (w.ctypes.data, 0, 0, 1.0))
+    with np.errstate(over="raise"):
+        got = tile[0, :4].view(np.float32)[0] * np.float32(limit)
+    np.testing.assert_allclose(got, w[0, 0], rtol=2**-22)
