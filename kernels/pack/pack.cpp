@@ -13,7 +13,7 @@ bool is_dense(const WeightSource& weights) { return !weights.scale && !weights.b
 PackError check_kind(const MatrixLayout& layout, const MatrixSource& source) {
   if (is_ggml(layout.format))
     return source.weights.blocks ? PackError::kNone : PackError::kNeedsBlocks;
-  const bool dense = is_dense(source.weights), scaled = source.weights.scale != nullptr;
+  const bool dense = is_dense(source.weights), scaled = !dense && !source.weights.blocks;
   switch (layout.format) {
     case WeightFormat::kBF16: return dense ? PackError::kNone : PackError::kNeedsDense;
     case WeightFormat::kInt8Row:
