@@ -1,0 +1,52 @@
+"""The fuzz targets of this folder without a fuzzer: on the corpus, and on some random inputs.
+
+They are linked with the objects of the sanitized build (KT_SANITIZED_MODULE; `make test` builds
+it), so with AddressSanitizer, UndefinedBehaviorSanitizer and the emulated kernels. CONTRIBUTING.md
+says how to search for more with libFuzzer; an input that found a fault goes into corpus/.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "kernels"
+FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread",
+         "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
+         f"-I{KERNELS}", f"-I{KERNELS / 'include'}"]  # fmt: skip
+
+
+def objects() -> list[Path]:
+    """Of the core and its kernels, but for the memory that exact_memory.cpp stands in for."""
+    built = os.environ.get("KT_SANITIZED_MODULE")
+    if not built:
+        pytest.skip("KT_SANITIZED_MODULE is not set (make test sets it)")
+    root = Path(built).parent / "CMakeFiles"
+    core = [
+        p for part in ("isa", "moe", "pack", "sys") for p in root.glob(f"_C_emul.dir/{part}/*.o")
+    ]
+    found = [*core, *root.glob("kt_isa_*.dir/isa/*.o")]
+    assert found, f"no object in {root}"
+    return [p for p in found if p.name != "numa_memory.cpp.o"]
+
+
+@pytest.mark.parametrize(("target", "inputs"), [("pack", 3000), ("layer", 150)])
+def test_corpus_and_random_inputs(tmp_path: Path, target: str, inputs: int) -> None:
+    program = tmp_path / target
+    sources = [HERE / f"fuzz_{target}.cpp", HERE / "run_corpus.cpp", HERE / "exact_memory.cpp"]
+    command = [os.environ.get("CXX", "g++"), *FLAGS, *sources, *objects(), "-o", program]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-4000:]
+    files = sorted((HERE / "corpus" / target).iterdir())
+    assert files
+    done = subprocess.run(
+        [program, str(inputs), "1", *files],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"{len(files)} files, {inputs} inputs" in done.stdout
