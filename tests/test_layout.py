@@ -167,7 +167,7 @@ def test_no_path_of_a_machine() -> None:
     bad = []
     for path in sources(""):
         text = (REPO / path).read_bytes()
-        if b"\0" in text or path.name == "heldout.txt":
+        if b"\0" in text or path.name == "heldout.txt" or "corpus" in path.parts:
             continue
         for number, line in enumerate(text.decode().splitlines(), 1):
             if place.search(line) and path != Path(__file__).relative_to(REPO):

@@ -86,9 +86,6 @@ void check_dense(const MatrixLayout& layout, const MatrixSource& source, const f
       const double error = std::fabs(x - got);
       const double most_error = scale == 0 ? std::fabs(x) : std::max(0.5 * scale, clipped);
       if (!w.search) {
-        if (!(error <= most_error * (1 + 1e-4) + 1e-6 * std::fabs(x)))
-          std::fprintf(stderr, "f%d x %g got %g scale %g most %g cols %ld dtype %d\n",
-                       int(layout.format), x, got, scale, most, long(source.cols), int(w.dtype));
         REQUIRE(error <= most_error * (1 + 1e-4) + 1e-6 * std::fabs(x));
         continue;
       }
