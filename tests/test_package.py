@@ -81,7 +81,7 @@ def test_metadata(metadata: email.message.Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     python = metadata["Requires-Python"]
     assert ">=3.11" in python and "<3.14" in python
-    assert set(metadata.get_all("Provides-Extra")) >= {"sglang", "vllm", "cli", "sft", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) >= {"sglang", "vllm", "sft", "dev"}
 
     base, extras = set(), {}
     for line in metadata.get_all("Requires-Dist"):
