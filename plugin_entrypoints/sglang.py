@@ -188,7 +188,7 @@ def _quantisation(arguments: Any, hf_config: Any) -> str | None:
     settings = getattr(hf_config, "quantization_config", None)
     if isinstance(settings, dict):
         return str(settings.get("quant_method", "an unnamed method"))
-    return arguments.quantization
+    return getattr(arguments, "quantization", None)
 
 
 def _after_add_cli_args(result: Any, parser: Any) -> Any:

@@ -159,7 +159,7 @@ def refuse_unsupported(config: Any, options: KTOptions) -> None:
 
     model = config.model_config
     refuse_class(list(model.architectures or []), TESTED_MODELS, options)
-    refuse_quantised(model.quantization, options)
+    refuse_quantised(getattr(model, "quantization", None), options)
     refuse_values(config, _REFUSED)
     if config.device_config.device_type != "cpu" and not model.enforce_eager:
         raise OptionError(f"CUDA graphs: {_TOGETHER}; add --enforce-eager")

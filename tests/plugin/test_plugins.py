@@ -237,7 +237,12 @@ def error_of(call: Callable[..., Any], *arguments: Any) -> str:
         ("model_config.enable_sleep_mode", True, "--enable-sleep-mode: the cold experts' weights"),
         ("model_config.model_impl", "transformers", "--model-impl transformers: only vLLM's own"),
         ("model_config.model_impl", "terratorch", "--model-impl terratorch: only vLLM's own"),
-        ("model_config.quantization", "fp8", "--quantization fp8: kt-moe takes BF16"),
+        ("model_config.quantization", "fp8", "a model quantised with fp8: name its folder with"),
+        (
+            "model_config.quantization",
+            "awq",
+            "a model quantised with awq: the hot experts' kernels",
+        ),
         ("offload_config.uva.cpu_offload_gb", 0.5, "--cpu-offload-gb 0.5: both decide"),
         ("cache_config.cpu_offload_gb", 4, "--cpu-offload-gb 4: both decide"),
         ("offload_config.prefetch.offload_group_size", 8, "--offload-group-size 8: both decide"),
