@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import buffers
-from .experts import Matrix
+from .experts import BIASES, MATRICES, Matrix, matrix_shapes
 from .forks import give_lock
 from .loading import Expert, LoadRecord, batches, bytes_of
 from .methods import BF16_WEIGHTS, LayerForm, WeightForm
@@ -24,8 +24,6 @@ from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, o
 from .tuning import WORTH_BYTES, layer_tuning
 from .variant import debug, native
 
-_MATRICES = ("gate", "up", "down")
-_BIASES = ("gate_bias", "up_bias", "down_bias")
 _DENSE_FORM = WeightForm(BF16_WEIGHTS)  # of dense weights where the method does not tell
 
 
@@ -164,7 +162,7 @@ class BaseMoEWrapper:
         e, h, i = s.num_experts, s.hidden_size, s.moe_intermediate_size
         form = self._common_form([
             self._check_matrices(name, matrices, *shape)
-            for name, matrices, shape in zip(_MATRICES, (gate, up, down), self._shapes, strict=True)
+            for name, matrices, shape in zip(MATRICES, (gate, up, down), self._shapes, strict=True)
         ])  # fmt: skip
         for name, bias, shape in (
             ("gate_bias", gate_bias, (e, i)), ("up_bias", up_bias, (e, i)),
@@ -172,8 +170,8 @@ class BaseMoEWrapper:
         ):  # fmt: skip
             self._check_bias(name, bias, shape)
         mapping = self._check_map(physical_to_logical_map_cpu)
-        matrices = dict(zip(_MATRICES, (gate, up, down), strict=True))
-        biases = zip(_BIASES, (gate_bias, up_bias, down_bias), strict=True)
+        matrices = dict(zip(MATRICES, (gate, up, down), strict=True))
+        biases = zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
         given = matrices | {name: bias for name, bias in biases if bias is not None}
 
         save = None
@@ -272,7 +270,7 @@ class BaseMoEWrapper:
         s = self._settings
         slot = self._check_slot(slot)
         h, i = s.hidden_size, s.moe_intermediate_size
-        names = [f"{name} of slot {slot}" for name in _MATRICES]
+        names = [f"{name} of slot {slot}" for name in MATRICES]
         form = self._common_form([
             [(name, self._check_matrix(name, matrix, shape))]
             for name, matrix, shape in zip(names, (gate, up, down), self._shapes, strict=True)
@@ -296,7 +294,7 @@ class BaseMoEWrapper:
                 )
             self._arrived.discard(slot)
             expert = {"gate": gate, "up": up, "down": down}
-            expert |= zip(_BIASES, (gate_bias, up_bias, down_bias), strict=True)
+            expert |= zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
             with self._record.timed():
                 self._pack(self._core, [(slot, expert)])
             self._record.source_bytes += bytes_of(expert)
@@ -361,7 +359,7 @@ class BaseMoEWrapper:
             )
             core = whole._core
         biases = {
-            name: on_cpu(given[name], torch.float32).numpy() for name in _BIASES if name in given
+            name: on_cpu(given[name], torch.float32).numpy() for name in BIASES if name in given
         }
         saving.save_layer(s, form, core, biases)
 
@@ -411,14 +409,12 @@ class BaseMoEWrapper:
         given = []
         try:
             for slot, expert in experts:
-                gate, up, down = (expert[name] for name in _MATRICES)
+                gate, up, down = (expert[name] for name in MATRICES)
                 # The columns of down may have an order: gate and up make h in that order.
                 rows = column_order(down)
                 biases = [
                     None if bias is None else in_order(on_cpu(bias, torch.float32), order)
-                    for bias, order in zip(
-                        map(expert.get, _BIASES), (rows, rows, None), strict=True
-                    )
+                    for bias, order in zip(map(expert.get, BIASES), (rows, rows, None), strict=True)
                 ]
                 addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
                 if isinstance(gate, PackedMatrix):
@@ -457,8 +453,8 @@ class BaseMoEWrapper:
     @property
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         """[N, K] of an expert's gate, up and down."""
-        h, i = self._settings.hidden_size, self._settings.moe_intermediate_size
-        return (i, h), (i, h), (h, i)
+        s = self._settings
+        return tuple(matrix_shapes(s.hidden_size, s.moe_intermediate_size).values())
 
     def _check_matrices(
         self, name: str, matrices: Any, rows: int, columns: int

@@ -11,6 +11,15 @@ from .quantised import QuantisedMatrix
 
 Matrix = torch.Tensor | QuantisedMatrix | PackedMatrix
 
+#: Of an expert, by name and in the order of the compiled core.
+MATRICES = ("gate", "up", "down")
+BIASES = ("gate_bias", "up_bias", "down_bias")
+
+
+def matrix_shapes(hidden: int, inter: int) -> dict[str, tuple[int, int]]:
+    """(N, K) of each of `MATRICES`."""
+    return {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+
 
 @dataclass
 class ExpertTensors:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .chain import model_scope
+from .experts import MATRICES, matrix_shapes
 from .forks import give_lock
 from .inference import KTMoEWrapper
 from .loading import LoadRecord
@@ -17,7 +18,6 @@ from .options import KTOptions
 from .routing import hot_routes
 from .text import ranges
 
-MATRICES = ("gate", "up", "down")
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -59,11 +59,7 @@ class HybridLayer:
         self.num_cold = num_experts - self.num_hot
         self.hot_experts = list(range(self.num_hot))
         self.cold_experts = list(range(self.num_hot, num_experts))
-        self._shapes = {
-            "gate": (moe_intermediate_size, hidden_size),
-            "up": (moe_intermediate_size, hidden_size),
-            "down": (hidden_size, moe_intermediate_size),
-        }
+        self._shapes = matrix_shapes(hidden_size, moe_intermediate_size)
         self._arrived: dict[int, dict[str, torch.Tensor]] = {}
         self._packed: set[int] = set()
         give_lock(self, "_lock", threading.Lock)  # engines may load shards from several threads

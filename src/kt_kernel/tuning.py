@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .experts import Matrix
+from .experts import Matrix, matrix_shapes
 from .machine_cache import cache_file, only_process, read_cache, write_cache
 from .methods import (
     BF16_WEIGHTS,
@@ -230,7 +230,7 @@ class _Layer:
 def _random_expert(form: WeightForm) -> list[Matrix]:
     """gate, up and down: bf16 tensors where the core quantises, else with scales of one."""
     hidden, inter = _hidden(form), _inter(form)
-    shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
+    shapes = matrix_shapes(hidden, inter).values()
     if form.format in _DENSE and form.scale_type == 0:
         return [(torch.randn(shape) * shape[1] ** -0.5).bfloat16() for shape in shapes]
     return [_random_matrix(form, *shape) for shape in shapes]

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..checkpoint import open_checkpoint
+from ..experts import MATRICES
 from ..inference import InferenceMoEWrapper
 from .layers import load_layer
-
-MATRICES = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..experts import BIASES, MATRICES, matrix_shapes
 from .arrangement import halves, stacked_shapes
 from .families import Stacked
 from .header import TensorInfo
-from .layout import BIASES, MATRICES, Layout, Parts, PerExpert, StackedExperts
+from .layout import Layout, Parts, PerExpert, StackedExperts
 from .matrix import two_dimensions
 from .parts import Read
 
@@ -59,7 +60,7 @@ def _check(info: TensorInfo, shape: Sequence[int], dtype: str | None) -> None:
 def _check_per_expert(layout: PerExpert, num_experts: int, hidden: int, inter: int) -> None:
     experts = layout.experts
     check_count(layout, num_experts)
-    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+    shapes = matrix_shapes(hidden, inter)
     dtype = experts[0]["gate"]["weight"].dtype
     for expert in experts:
         for matrix, parts in expert.items():

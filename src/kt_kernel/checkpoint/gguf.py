@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ..experts import Matrix
+from ..experts import BIASES, MATRICES, Matrix
 from ..methods import BF16_WEIGHTS, LayerForm, Method, get_method
 from .ahead import will_need
 from .base import Checkpoint, Sizes
@@ -19,7 +19,6 @@ from .gguf_files import GgufIndex
 from .gguf_layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
 from .header import TensorInfo
 from .index import Index, stamp
-from .layout import BIASES, MATRICES
 from .reader import LayerReader, other_model
 
 ANY_TYPE = "LLAMAFILE"  # the method that takes all types

@@ -17,9 +17,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..experts import MATRICES, matrix_shapes
 from .gguf_header import GgufHeader
 from .header import TensorInfo
-from .layout import MATRICES
 
 Sizes = tuple[int, int, int]
 
@@ -88,7 +88,7 @@ class GgufLayer:
     def check(self, experts: int, hidden: int, inter: int) -> None:
         """ValueError naming file and tensor for another shape, or tensors of experts that differ
         in shape or type."""
-        shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+        shapes = matrix_shapes(hidden, inter)
         for rank, sources in ((3, self.matrices), (2, self.biases)):
             for name, source in sources.items():
                 expected = (experts, *shapes[name][: rank - 1])

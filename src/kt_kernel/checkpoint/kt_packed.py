@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..experts import Matrix
+from ..experts import MATRICES, Matrix
 from ..methods import INT4_GROUP, INT4_ROW, INT8_ROW, LayerForm, WeightForm, get_method
 from ..quantised import SCALE_TYPES, QuantisedMatrix
 from .base import Checkpoint, Sizes
@@ -34,7 +34,6 @@ from .header import TensorInfo
 from .index import Index
 from .kt_folder import KtFiles
 from .kt_tiles import COLUMN_UNIT, row_major
-from .layout import MATRICES
 from .parts import Read, check_tensor, float_scales
 from .reader import LayerReader
 

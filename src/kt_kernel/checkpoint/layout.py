@@ -11,11 +11,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..experts import MATRICES
 from .families import FAMILIES, PREFIXES, Family, Stacked
 from .header import TensorInfo
-
-MATRICES = ("gate", "up", "down")
-BIASES = ("gate_bias", "up_bias", "down_bias")
 
 # Projection of "experts.{e}.{projection}.weight" to the field of ExpertTensors.
 _NAMINGS = (

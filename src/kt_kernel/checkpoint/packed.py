@@ -16,10 +16,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..experts import Matrix
+from ..experts import MATRICES, Matrix
 from ..methods import BF16_WEIGHTS, INT4_GROUP, INT4_ROW, LayerForm, Method, get_method
 from ..packed import PackedMatrix
-from ..store.layer_file import MATRICES, LayerSpec, layer_of_tensor
+from ..store.layer_file import LayerSpec, layer_of_tensor
 from ..store.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
 from .base import Checkpoint, Sizes
 from .header import TensorInfo, read_header

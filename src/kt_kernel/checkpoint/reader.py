@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..experts import ExpertTensors, Matrix
+from ..experts import BIASES, MATRICES, ExpertTensors, Matrix, matrix_shapes
 from ..methods import MXFP4, LayerForm, Method, WeightForm, get_method
 from . import bf16, gpt_oss
 from .arrangement import infer_arrangement
 from .formats import identify, is_dense
 from .fp8 import CONVERTED, dequantise
 from .header import TensorInfo
-from .layout import BIASES, MATRICES, Layout, PerExpert, StackedExperts
+from .layout import Layout, PerExpert, StackedExperts
 from .matrix import MatrixFormat
 from .mx import MxFp4
 from .parts import FLOATS, Read, check_tensor
@@ -110,7 +110,7 @@ def _open_quantised(
     method: Method | None,
 ) -> LayerReader:
     num_experts, hidden, inter = sizes
-    shapes = {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+    shapes = matrix_shapes(hidden, inter)
     first = layout.experts[0]
     kind = identify(first["gate"], quantization)
     some = next(iter(first["gate"].values()))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..experts import MATRICES
 from .arrangement import codes_per_element, halves, infer_arrangement, stacked_shapes
 from .families import Stacked
 from .header import TensorInfo
@@ -98,7 +99,7 @@ def single_experts(layout: StackedExperts, sizes: tuple[int, int, int] | None = 
         _explain_sizes(layout, arrangement, sizes)
     fields = [("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", None)]
     if "gate_up" not in layout.tensors:
-        fields = [(matrix, matrix, None) for matrix in ("gate", "up", "down")]
+        fields = [(matrix, matrix, None) for matrix in MATRICES]
     return PerExpert(
         layout.where,
         [

@@ -11,9 +11,10 @@ from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.kt_packed import KtPackedCheckpoint
 from ..checkpoint.packed import PackedCheckpoint
 from ..checkpoint.paths import check_path
+from ..experts import BIASES
 from ..methods import FP8_BLOCK, FP8_ROW, LayerForm, get_method
 from ..settings import check_sizes
-from ..store.layer_file import BIASES, LayerSpec
+from ..store.layer_file import LayerSpec
 from ..store.manifest import Manifest, generator
 from ..store.writer import manifest_if_any, refuse_other
 from .fingerprint import fingerprint

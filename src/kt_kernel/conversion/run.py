@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from ..base import BaseMoEWrapper
+from ..experts import BIASES
 from ..loading import Expert
 from ..pools import usable_cores
 from ..settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, LayerSettings, check_settings
 from ..store.atomic import sha256_of, until_left
-from ..store.layer_file import BIASES, LayerSpec
+from ..store.layer_file import LayerSpec
 from ..store.manifest import Manifest
 from ..store.writer import PackedLayer, PackedWriter
 from ..tensors import on_cpu

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..experts import BIASES, MATRICES, matrix_shapes
 from ..methods import LayerForm
 from ..packed import packed_shape
 
-MATRICES = ("gate", "up", "down")
-BIASES = ("gate_bias", "up_bias", "down_bias")
 MAX_LAYER = 99999  # so that the files' names sort
 METADATA_KEY = "kt_packed"
 _TENSOR = re.compile(rf"layers\.([0-9]{{1,5}})\.experts\.({'|'.join(MATRICES + BIASES)})")
@@ -44,8 +43,8 @@ class LayerSpec:
 
     def matrix_shape(self, matrix: int) -> tuple[int, int]:
         """(N, K) of gate, up (0, 1) or down (2)."""
-        shape = (self.moe_intermediate_size, self.hidden_size)
-        return shape if matrix < 2 else shape[::-1]
+        shapes = matrix_shapes(self.hidden_size, self.moe_intermediate_size)
+        return shapes[MATRICES[matrix]]
 
     def expert_shape(self, matrix: int) -> tuple[int, int]:
         """(tiles, tile bytes) of one expert's matrix."""

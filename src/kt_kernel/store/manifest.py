@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..experts import BIASES, MATRICES
 from ..methods import FORMAT_NAMES, GROUPED, LayerForm, WeightForm
 from ..variant import native
-from .layer_file import BIASES, MATRICES, MAX_LAYER, LayerSpec, form_entries
+from .layer_file import MAX_LAYER, LayerSpec, form_entries
 
 MANIFEST = "kt_manifest.json"
 VERSION = 1  # of the directory's format; that of the packed bytes is the compiled core's

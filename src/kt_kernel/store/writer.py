@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..experts import MATRICES
 from .atomic import PARTIAL, AtomicFile
-from .layer_file import MATRICES, LayerSpec
+from .layer_file import LayerSpec
 from .lock import LOCK, only_writer
 from .manifest import MANIFEST, LayerEntry, Manifest, read_manifest
 
