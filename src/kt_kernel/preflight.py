@@ -12,7 +12,7 @@ import torch
 
 from .checkpoint import open_checkpoint
 from .options import KTOptions, OptionError
-from .settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, check_settings
+from .settings import check_settings
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _ANY_SIZE = 1024  # in place of a size the configuration does not tell: no method refuses it
@@ -89,19 +89,11 @@ def _check_settings(options: KTOptions, config: Any, experts: int, hidden: int, 
             hidden_size=hidden,
             moe_intermediate_size=inter,
             gpu_experts_mask=torch.arange(experts, device="cpu") < options.hot_count(experts),
-            num_gpu_experts=None,
             cpuinfer_threads=options.cpuinfer,
             threadpool_count=options.threadpool_count,
-            numa_nodes=None,
             weight_path=options.weight_path,
-            chunked_prefill_size=None,
-            cpu_save=False,
             max_deferred_experts_per_token=options.max_deferred_experts_per_token,
             method=options.method,
-            group_size=GROUP_SIZE_NOT_GIVEN,
-            swiglu_limit=None,
-            swiglu_alpha=None,
-            **SFT_DEFAULTS,
         )
     except (ImportError, OSError, TypeError, ValueError) as error:
         name = re.match(r"\w*", str(error))[0]

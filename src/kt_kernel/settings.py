@@ -73,8 +73,8 @@ def _number(name: str, value: Any, low: float | None = None) -> float:
 
 
 def _only_for_sft(values: Mapping[str, Any]) -> None:
-    for name, default in SFT_DEFAULTS.items():
-        value = values[name]
+    for name, value in values.items():
+        default = SFT_DEFAULTS[name]
         same_kind = isinstance(value, bool) == isinstance(default, bool)
         if not (same_kind and isinstance(value, numbers.Real) and value == default):
             raise ValueError(
@@ -218,24 +218,24 @@ def check_settings(
     num_experts_per_tok: int,
     hidden_size: int,
     moe_intermediate_size: int,
-    gpu_experts_mask: Any,
-    num_gpu_experts: int | None,
-    cpuinfer_threads: int | None,
-    threadpool_count: int | None,
-    numa_nodes: Sequence[int] | None,
-    weight_path: str | os.PathLike[str] | None,
-    chunked_prefill_size: int | None,
-    cpu_save: bool,
-    max_deferred_experts_per_token: int | None,
     method: str,
-    group_size: int,
-    swiglu_limit: float | None,
-    swiglu_alpha: float | None,
+    gpu_experts_mask: Any = None,
+    num_gpu_experts: int | None = None,
+    cpuinfer_threads: int | None = None,
+    threadpool_count: int | None = None,
+    numa_nodes: Sequence[int] | None = None,
+    weight_path: str | os.PathLike[str] | None = None,
+    chunked_prefill_size: int | None = None,
+    cpu_save: bool = False,
+    max_deferred_experts_per_token: int | None = None,
+    group_size: int = GROUP_SIZE_NOT_GIVEN,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
     **for_sft: Any,
 ) -> LayerSettings:
     """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit.
 
-    ``for_sft``: the arguments in ``SFT_DEFAULTS``.
+    ``for_sft``: of the arguments in ``SFT_DEFAULTS`` those that were given.
     """
     chosen = get_method(method)
     layer_idx = integer("layer_idx", layer_idx, 0)

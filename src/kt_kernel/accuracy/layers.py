@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoint import open_checkpoint
 from ..inference import InferenceMoEWrapper
-from ..settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, check_settings
+from ..settings import check_settings
 from ..variant import KINDS
 
 
@@ -39,20 +39,12 @@ def load_layer(
         num_experts_per_tok=top_k,
         hidden_size=hidden,
         moe_intermediate_size=inter,
-        gpu_experts_mask=None,
-        num_gpu_experts=None,
         cpuinfer_threads=threads,
-        threadpool_count=None,
-        numa_nodes=None,
         weight_path=path,
-        chunked_prefill_size=None,
-        cpu_save=False,
         max_deferred_experts_per_token=max_deferred,
         method=method,
-        group_size=GROUP_SIZE_NOT_GIVEN,
         swiglu_limit=swiglu_limit,
         swiglu_alpha=swiglu_alpha,
-        **SFT_DEFAULTS,
     )
     kind = settings.kind if to_run else KINDS["vector"]
     layer = InferenceMoEWrapper(replace(settings, scale_search=scale_search, kind=kind))

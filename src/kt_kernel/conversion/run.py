@@ -16,7 +16,7 @@ from ..base import BaseMoEWrapper
 from ..experts import BIASES
 from ..loading import Expert
 from ..pools import usable_cores
-from ..settings import GROUP_SIZE_NOT_GIVEN, SFT_DEFAULTS, LayerSettings, check_settings
+from ..settings import LayerSettings, check_settings
 from ..store.atomic import sha256_of, until_left
 from ..store.layer_file import LayerSpec
 from ..store.manifest import Manifest
@@ -172,20 +172,10 @@ def _settings(plan: Plan, spec: LayerSpec) -> LayerSettings:
         num_experts_per_tok=1,
         hidden_size=spec.hidden_size,
         moe_intermediate_size=spec.moe_intermediate_size,
-        gpu_experts_mask=None,
-        num_gpu_experts=None,
         cpuinfer_threads=plan.request.threads or usable_cores(),
-        threadpool_count=None,
-        numa_nodes=None,
         weight_path=plan.checkpoint.path,
         chunked_prefill_size=1,
-        cpu_save=False,
-        max_deferred_experts_per_token=None,
         method=plan.method,
-        group_size=GROUP_SIZE_NOT_GIVEN,
-        swiglu_limit=None,
-        swiglu_alpha=None,
-        **SFT_DEFAULTS,
     )
     # A kind of kernel that is given needs no measurement.
     return replace(settings, kind=KINDS["vector"], scale_search=plan.manifest.scale_search)
