@@ -25,11 +25,15 @@ _END: Any = object()
 def will_need(tensor: torch.Tensor) -> torch.Tensor:
     """Has the memory of a tensor that lies in a mapped file read, all of it at once rather than
     page by page as it is touched. Returns at once, with the tensor."""
-    first = tensor.data_ptr()
-    begin = first - first % mmap.PAGESIZE
-    # Only advice: whether it is taken makes no difference but in time.
-    _MADVISE(begin, first + tensor.nbytes - begin, mmap.MADV_WILLNEED)
+    will_need_bytes(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+def will_need_bytes(address: int, size: int) -> None:
+    """The same of memory."""
+    begin = address - address % mmap.PAGESIZE
+    # Only advice: whether it is taken makes no difference but in time.
+    _MADVISE(begin, address + size - begin, mmap.MADV_WILLNEED)
 
 
 def read_ahead(

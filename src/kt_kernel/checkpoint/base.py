@@ -64,9 +64,17 @@ class Checkpoint(ABC):
     def sizes(self, layer_idx: int) -> Sizes:
         """(num_experts, hidden_size, moe_intermediate_size) as the files have them."""
 
-    @abstractmethod
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Any tensor by its name, on the CPU. KeyError if there is none of that name."""
+        """Any tensor by its name, on the CPU; of a quantised one of GGUF its blocks, uint8 [...,
+        bytes of a row]. KeyError if there is none of that name."""
+        info = self._index.tensors.get(name)
+        if info is None:
+            raise KeyError(f"{self.path}: no tensor {name!r}")
+        return self._read_tensor(info)
+
+    @abstractmethod
+    def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
+        """A tensor of the index."""
 
     @abstractmethod
     def _open_layer(

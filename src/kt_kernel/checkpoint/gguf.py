@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -18,7 +17,8 @@ from .gguf_blocks import DENSE, FORMS, form_of, row_bytes, to_dense, to_matrix
 from .gguf_files import GgufIndex
 from .gguf_layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
 from .header import TensorInfo
-from .index import Index, stamp
+from .index import Index
+from .open_files import OpenFiles
 from .reader import LayerReader, other_model
 
 ANY_TYPE = "LLAMAFILE"  # the method that takes all types
@@ -51,12 +51,8 @@ class GgufCheckpoint(Checkpoint):
     def sizes(self, layer_idx: int) -> Sizes:
         return self._layer(layer_idx).sizes()
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        """As in the other checkpoints; of a quantised one the blocks, uint8 [..., bytes of a
-        row]."""
-        info = self._index.tensors.get(name)
-        if info is None:
-            raise KeyError(f"{self.path}: no tensor {name!r}")
+    def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
+        """Of a quantised one the blocks, uint8 [..., bytes of a row]."""
         with _Data(self._index) as files:
             data = files.read(info)
         if info.dtype in DENSE:
@@ -145,40 +141,22 @@ def _part(
     return info, will_need(part if source.half is None else part.view(2, -1)[source.half])
 
 
-class _Data:
-    """Maps each tensor at most once during one call. Privately, which counts as memory in use
-    before it is, so one by one: a file may be larger than the memory."""
+class _Data(OpenFiles):
+    """Maps each tensor at most once during one call; what was given keeps its map. Privately, which
+    counts as memory in use before it is, so one by one: a file may be larger than the memory."""
 
     def __init__(self, index: Index) -> None:
-        self._index = index
-        self._stack = ExitStack()
-        self._open: dict[str, int] = {}  # descriptors of files
+        super().__init__(index)
         self._mapped: dict[str, torch.Tensor] = {}
-
-    def __enter__(self) -> _Data:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()  # what was given keeps its map
 
     def read(self, info: TensorInfo) -> torch.Tensor:
         """All bytes of a tensor, uint8. ValueError if the file was changed meanwhile."""
         if info.begin == info.end:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        file = self._file(info.file)
+        file = self.descriptor(info.file)
         if info.name not in self._mapped:
             self._mapped[info.name] = self._map(info, file)
         return self._mapped[info.name]
-
-    def _file(self, path: str) -> int:
-        """Its descriptor. A mapped file that has become shorter would kill the process on access,
-        so each read looks first whether the file is as it was."""
-        if path not in self._open:
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._stack.callback(os.close, self._open[path])
-        if stamp(self._open[path]) != self._index.stamps[path]:
-            raise ValueError(f"{path}: changed since the checkpoint was opened")
-        return self._open[path]
 
     def _map(self, info: TensorInfo, file: int) -> torch.Tensor:
         size = info.end - info.begin

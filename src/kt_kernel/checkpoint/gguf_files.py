@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .gguf_header import MAGIC, GgufHeader, read_gguf_header
-from .index import Index, stamp
+from .index import Index, folders, stamp
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
@@ -40,7 +40,7 @@ def is_gguf(path: str) -> bool:
             return False
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
-    files = [name for _, names in _walk(path) for name in names]
+    files = [name for _, _, names in folders(path) for name in names]
     gguf = [name for name in files if name.endswith(SUFFIX)]
     other = [name for name in files if name.endswith(".safetensors")]
     if gguf and other:
@@ -70,7 +70,7 @@ def read_gguf_index(path: str) -> GgufIndex:
     first = path
     if os.path.isdir(path):
         files = []
-        for folder, names in _walk(path):
+        for folder, _, names in folders(path):
             stamps[folder] = stamp(folder)
             files += [os.path.join(folder, name) for name in names if name.endswith(SUFFIX)]
         first = _only_model(path, files, header)
@@ -83,19 +83,6 @@ def read_gguf_index(path: str) -> GgufIndex:
             if other is not info:
                 raise ValueError(f"{info} is also in {other.file}; expected it once")
     return index
-
-
-def _walk(root: str) -> list[tuple[str, list[str]]]:
-    """A folder and those below it, with the names of their files."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    found = []
-    for folder, folders, files in os.walk(root, onerror=fail):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found.append((folder, sorted(files)))
-    return found
 
 
 def _only_model(root: str, files: list[str], header: Callable[[str], GgufHeader]) -> str:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 import struct
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from ..files import need_file
 from .gguf_types import NOT_STORED, TYPES
 from .header import TensorInfo, explain_other_formats
 
@@ -66,8 +66,7 @@ def read_gguf_header(path: str) -> GgufHeader:
     Raises ValueError naming the file and, where there is one, the key or tensor; OSError (with the
     path) when the file cannot be read.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
-        raise ValueError(f"{path}: not a file; expected a GGUF file")
+    need_file(path, "a GGUF file")
     with open(path, "rb") as file:
         cursor = _Cursor(path, file)
         _check_start(path, cursor)

@@ -12,12 +12,12 @@ truncated file would kill the process.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import stat
 from dataclasses import dataclass
 from typing import Any
+
+from ..files import need_file, parse_object
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
@@ -51,8 +51,7 @@ def read_header(path: str) -> dict[str, TensorInfo]:
     Raises ValueError naming the file and, where there is one, the tensor; OSError (with the path)
     when the file cannot be read.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
-        raise ValueError(f"{path}: not a file; expected a safetensors file")
+    need_file(path, "a safetensors file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
@@ -71,7 +70,7 @@ def read_header(path: str) -> dict[str, TensorInfo]:
         text = file.read(length)
     if len(text) < length:
         raise ValueError(f"{path}: header ends after {len(text)} of {length} bytes")
-    entries = _parse(path, text)
+    entries = parse_object(text, f"{path}: header is ", unique=True)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(f"{path}: __metadata__ is not a map of strings")
@@ -88,24 +87,6 @@ def explain_other_formats(path: str, start: bytes) -> None:
         raise ValueError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
     if start.startswith(b"PK\x03\x04"):
         raise ValueError(f"{path}: a PyTorch pickle file is not read; convert it to safetensors")
-
-
-def _parse(path: str, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise ValueError(f"duplicate name {twice!r}")
-        return result
-
-    try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: header is not valid JSON: {error}") from None
-    if not isinstance(entries, dict):
-        raise ValueError(f"{path}: header is {type(entries).__name__}, expected a JSON object")
-    return entries
 
 
 def _is_size(value: Any) -> bool:

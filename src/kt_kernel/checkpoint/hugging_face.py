@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +15,9 @@ from .ahead import will_need
 from .base import Checkpoint, Sizes
 from .families import model_type
 from .header import TensorInfo
-from .index import Index, stamp
+from .index import Index
 from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors
+from .open_files import OpenFiles
 from .quantization import read_quantization
 from .reader import LayerReader, infer_sizes, open_layer
 
@@ -44,10 +44,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def sizes(self, layer_idx: int) -> Sizes:
         return infer_sizes(self._layout(layer_idx), self._quantization)
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        info = self._index.tensors.get(name)
-        if info is None:
-            raise KeyError(f"{self.path}: no tensor {name!r}")
+    def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
         with Files(self._index) as files:
             return files.read(info)
 
@@ -87,23 +84,12 @@ def _stored_bytes(layout: Layout, experts: int, expert: int) -> int:
     return sum(info.end - info.begin for info in layout.tensors.values()) // experts
 
 
-class Files:
-    """Maps each file at most once during one call.
-
-    A mapped file that has become shorter kills the process on access, so each read looks first
-    whether its file is as it was; what is in memory by then may still be cut off afterwards.
-    """
+class Files(OpenFiles):
+    """Maps each file at most once during one call."""
 
     def __init__(self, index: Index) -> None:
-        self._index = index
-        self._stack = ExitStack()
-        self._open: dict[str, tuple[int, Any]] = {}  # file: descriptor, map
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        super().__init__(index)
+        self._maps: dict[str, Any] = {}
 
     def read(self, info: TensorInfo, first: int | None = None) -> torch.Tensor:
         try:
@@ -117,18 +103,8 @@ class Files:
         # The format does not align data; code that takes the pointer expects it aligned.
         return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
-    def check(self, path: str, descriptor: int | None = None) -> None:
-        """ValueError if a file, open as `descriptor` or by its name, was changed."""
-        if stamp(path if descriptor is None else descriptor) != self._index.stamps[path]:
-            raise ValueError(f"{path}: changed since the checkpoint was opened")
-
     def _file(self, path: str) -> Any:
-        descriptor, file = self._open.get(path, (None, None))
-        if descriptor is None:  # held beside the map, since another file may come to have the name
-            descriptor = os.open(path, os.O_RDONLY)
-            self._stack.callback(os.close, descriptor)
-        self.check(path, descriptor)
-        if file is None:
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._open[path] = descriptor, file
-        return file
+        self.descriptor(path)
+        if path not in self._maps:
+            self._maps[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._maps[path]

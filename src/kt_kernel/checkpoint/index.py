@@ -8,14 +8,13 @@ of an earlier version) are left alone. Hidden folders (download caches) are not 
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..files import need_file, parse_object
 from .header import TensorInfo, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -99,25 +98,38 @@ def walk(root: str) -> Iterator[tuple[str, str | None, list[str]]]:
     Raises OSError for a folder that cannot be read, ValueError for one with several indices.
     """
 
-    def fail(error: OSError) -> None:
-        raise error
-
-    for folder, folders, files in os.walk(root, onerror=fail):
+    for folder, below, files in folders(root):
         chosen = _choose_index(folder, files)
-        if not chosen:
+        if chosen:
+            below.clear()
+        else:
             _check_shards(folder, files)
-        folders[:] = sorted(name for name in folders if not chosen and not name.startswith("."))
         yield (
             folder,
             chosen and os.path.join(folder, chosen),
-            [os.path.join(folder, name) for name in sorted(files)],
+            [os.path.join(folder, name) for name in files],
         )
+
+
+def folders(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Each folder from `root` on that is not hidden: its path, and the names of the folders and of
+    the files in it, sorted. Those taken out of the list of folders are left alone.
+
+    Raises OSError for a folder that cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, below, files in os.walk(root, onerror=fail):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        yield folder, below, sorted(files)
 
 
 def _check_shards(folder: str, files: list[str]) -> None:
     """ValueError for shards of two models in a folder that has no index to choose among them."""
     first: dict[str, tuple[str, str]] = {}
-    for name in sorted(files):
+    for name in files:
         match = _SHARD.fullmatch(name)
         if match:
             stem, count = match.groups()
@@ -226,14 +238,6 @@ def read_config(index: Index) -> None:
 
 def read_json(path: str) -> dict[str, Any]:
     """Returns the JSON object in a file. ValueError naming the file if it is something else."""
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
-        raise ValueError(f"{path}: not a file; expected a JSON object")
+    need_file(path, "a JSON object")
     with open(path, "rb") as file:
-        data = file.read()
-    try:
-        content = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: {type(content).__name__}, expected a JSON object")
-    return content
+        return parse_object(file.read(), f"{path}: ")

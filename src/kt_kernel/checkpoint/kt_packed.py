@@ -35,7 +35,7 @@ from .index import Index
 from .kt_folder import KtFiles
 from .kt_tiles import COLUMN_UNIT, row_major
 from .parts import Read, check_tensor, float_scales
-from .reader import LayerReader
+from .reader import LayerReader, in_words
 
 # Experts under names of this kind are packed by a program, not as Hugging Face's models have them.
 _EXPERTS = re.compile(r"blk\.([0-9]{1,9})\.ffn_(gate|up|down|gate_up)(_bwd)?_exps\.(.*)", re.DOTALL)
@@ -99,10 +99,7 @@ class KtPackedCheckpoint(Checkpoint):
     def sizes(self, layer_idx: int) -> Sizes:
         return self._layer(layer_idx).sizes
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        info = self._index.tensors.get(name)
-        if info is None:
-            raise KeyError(f"{self.path}: no tensor {name!r}")
+    def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
         with KtFiles(self._index) as files:
             return files.read(info, None)
 
@@ -122,7 +119,8 @@ class KtPackedCheckpoint(Checkpoint):
         layer = self._layer(layer_idx)
         if layer.sizes != sizes:
             raise ValueError(
-                f"{self.path}: layer {layer_idx} has {_text(layer.sizes)}; expected {_text(sizes)}"
+                f"{self.path}: layer {layer_idx} has {in_words(layer.sizes)};"
+                f" expected {in_words(sizes)}"
             )
         some = next(iter(layer.members.values()))
         accepted = METHODS[layer.bits]
@@ -248,7 +246,3 @@ def open_packed(path: str, layer_idx: int, members: Members) -> PackedLayer:
         else:
             check_tensor(info, ("I8", "U8"), (rows * hidden * bits // 8,))
     return PackedLayer(members, (experts, hidden, rows * parts), parts, bits)
-
-
-def _text(sizes: Sizes) -> str:
-    return "{} experts of hidden size {} and intermediate size {}".format(*sizes)

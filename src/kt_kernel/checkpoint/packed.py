@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -21,10 +21,12 @@ from ..methods import BF16_WEIGHTS, INT4_GROUP, INT4_ROW, LayerForm, Method, get
 from ..packed import PackedMatrix
 from ..store.layer_file import LayerSpec, layer_of_tensor
 from ..store.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
+from .ahead import will_need_bytes
 from .base import Checkpoint, Sizes
 from .header import TensorInfo, read_header
 from .index import Index, stamp
-from .reader import LayerReader
+from .open_files import OpenFiles
+from .reader import LayerReader, in_words
 
 
 class PackedCheckpoint(Checkpoint):
@@ -71,12 +73,10 @@ class PackedCheckpoint(Checkpoint):
     def sizes(self, layer_idx: int) -> Sizes:
         return _sizes(self._entry(layer_idx).spec)
 
-    def read_tensor(self, name: str) -> torch.Tensor:
-        info = self._index.tensors.get(name)
-        if info is None:
-            raise KeyError(f"{self.path}: no tensor {name!r}")
-        with _LayerFile(self, self._entry(layer_of_tensor(name))) as file:
-            return torch.from_numpy(file.tensor(name).copy())
+    def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
+        with _LayerFile(self, self._entry(layer_of_tensor(info.name))) as file:
+            file.map()
+            return torch.from_numpy(file.tensor(info.name).copy())
 
     @contextmanager
     def _open_layer(
@@ -87,10 +87,11 @@ class PackedCheckpoint(Checkpoint):
         form = self._check_method(spec, method)
         if _sizes(spec) != sizes:
             raise ValueError(
-                f"{os.path.join(self.path, spec.file)}: layer {layer_idx} has {_text(_sizes(spec))}"
-                f"; expected are {_text(sizes)}"
+                f"{os.path.join(self.path, spec.file)}: layer {layer_idx} has"
+                f" {in_words(_sizes(spec))}; expected are {in_words(sizes)}"
             )
         with _LayerFile(self, entry) as file:
+            file.map()
             yield LayerReader((*MATRICES, *spec.biases), form, file.expert)
 
     def _entry(self, layer_idx: int) -> LayerEntry:
@@ -123,61 +124,42 @@ class PackedCheckpoint(Checkpoint):
         return spec.form
 
 
-class _LayerFile:
-    """One layer's file, mapped. What is given of it stays valid on its own."""
+class _LayerFile(OpenFiles):
+    """One layer's file. What is given of it stays valid on its own: the map goes with the last
+    array that refers to it."""
 
     def __init__(self, checkpoint: PackedCheckpoint, entry: LayerEntry) -> None:
+        super().__init__(checkpoint._index)
         self._spec = entry.spec
         self._path = os.path.join(checkpoint.path, entry.spec.file)
-        self._stamp = checkpoint._index.stamps[self._path]
         self._header = checkpoint.manifest.header(entry.spec)
 
-    def __enter__(self) -> _LayerFile:
-        with ExitStack() as stack:
-            self._file = stack.enter_context(open(self._path, "rb"))
-            self._check_unchanged()
-            check_header(self._path, self._header)
-            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()  # the map goes with the last array that refers to it
-
-    def _check_unchanged(self) -> None:
-        # A mapped file that has become shorter would kill the process on access.
-        if stamp(self._file.fileno()) != self._stamp:
-            raise ValueError(f"{self._path}: changed since the directory was opened")
+    def map(self) -> None:
+        """Maps the file, which comes before all else, once its header was compared."""
+        descriptor = self.descriptor(self._path)
+        check_header(self._path, self._header)
+        self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
 
     def tensor(self, name: str, expert: int | None = None) -> np.ndarray:
         """A tensor, or one expert's part of it, as the file has it."""
         info = self._spec.tensors[name]
         dtype = np.float32 if info["dtype"] == "F32" else np.uint8
         shape = info["shape"] if expert is None else info["shape"][1:]
-        begin, end = self._range(name, expert)
-        return np.frombuffer(memoryview(self._map)[begin:end], dtype).reshape(shape)
-
-    def _range(self, name: str, expert: int | None) -> tuple[int, int]:
-        """First byte in the file, and the one after the last."""
-        info = self._spec.tensors[name]
         begin, end = (len(self._header) + offset for offset in info["data_offsets"])
-        if expert is None:
-            return begin, end
-        size = (end - begin) // info["shape"][0]
-        return begin + expert * size, begin + (expert + 1) * size
+        if expert is not None:
+            size = (end - begin) // info["shape"][0]
+            begin, end = begin + expert * size, begin + (expert + 1) * size
+        return np.frombuffer(memoryview(self._map)[begin:end], dtype).reshape(shape)
 
     def expert(self, number: int) -> dict[str, Matrix]:
         """The fields of one expert. All of it is asked of the disk at once, rather than page by
         page as it is copied."""
         spec = self._spec
-        self._check_unchanged()
-        for name in MATRICES:
-            begin, end = self._range(spec.tensor(name), number)
-            begin -= begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+        self.descriptor(self._path)  # which is as it was
         fields: dict[str, Matrix] = {}
         for matrix, name in enumerate(MATRICES):
             tiles = self.tensor(spec.tensor(name), number)
+            will_need_bytes(tiles.ctypes.data, tiles.nbytes)
             form = getattr(spec.form, name)
             fields[name] = PackedMatrix(form, spec.matrix_shape(matrix), tiles)
         for name in spec.biases:
@@ -221,10 +203,6 @@ def check_header(path: str, expected: bytes) -> None:
 
 def _sizes(spec: LayerSpec) -> Sizes:
     return spec.num_experts, spec.hidden_size, spec.moe_intermediate_size
-
-
-def _text(sizes: Sizes) -> str:
-    return "{} experts of hidden size {} and intermediate size {}".format(*sizes)
 
 
 def _makes(method: Method, form: LayerForm) -> bool:

@@ -95,11 +95,12 @@ def other_model(infer: Callable[[], tuple[int, int, int]], expected: tuple[int, 
         return ""
     if found == expected:
         return ""
+    return f"; the checkpoint has {in_words(found)} there, expected are {in_words(expected)}"
 
-    def text(sizes: tuple[int, int, int]) -> str:
-        return "{} experts of hidden size {} and intermediate size {}".format(*sizes)
 
-    return f"; the checkpoint has {text(found)} there, expected are {text(expected)}"
+def in_words(sizes: tuple[int, int, int]) -> str:
+    """num_experts, hidden_size and moe_intermediate_size."""
+    return "{} experts of hidden size {} and intermediate size {}".format(*sizes)
 
 
 def _open_quantised(

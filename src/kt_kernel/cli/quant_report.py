@@ -6,6 +6,8 @@ import os
 
 import typer
 
+from ..files import is_inside
+
 _OPTION = "--report"
 
 
@@ -71,8 +73,7 @@ class Report:
 
 def _refuse_inside(folder: str, path: str) -> None:
     """The input is never written to, and the output holds layers only."""
-    outer, inner = os.path.realpath(folder), os.path.realpath(path)
-    if os.path.commonpath([outer, inner]) == outer:
+    if is_inside(folder, path):
         raise typer.BadParameter(
             f"{path} is in {folder}; give a file elsewhere", param_hint="--report-json"
         )

@@ -12,6 +12,7 @@ from ..checkpoint.kt_packed import KtPackedCheckpoint
 from ..checkpoint.packed import PackedCheckpoint
 from ..checkpoint.paths import check_path
 from ..experts import BIASES
+from ..files import is_inside
 from ..methods import FP8_BLOCK, FP8_ROW, LayerForm, get_method
 from ..settings import check_sizes
 from ..store.layer_file import LayerSpec
@@ -109,9 +110,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def _refuse_overlap(source: str, output: str) -> None:
-    folder = os.path.realpath(source if os.path.isdir(source) else os.path.dirname(source))
-    real = os.path.realpath(output)
-    if os.path.commonpath([folder, real]) == folder:
+    if is_inside(source if os.path.isdir(source) else os.path.dirname(source), output):
         raise ValueError(
             f"output {output} is the input's folder or in it; give a folder elsewhere: the input "
             "is never written to"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..experts import BIASES, MATRICES
+from ..files import need_file, parse_object
 from ..methods import FORMAT_NAMES, GROUPED, LayerForm, WeightForm
 from ..variant import native
 from .layer_file import MAX_LAYER, LayerSpec, form_entries
@@ -132,18 +132,12 @@ def read_manifest(folder: str) -> Manifest:
     converts again.
     """
     path = os.path.join(folder, MANIFEST)
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for ever
-        raise ValueError(f"{path}: not a file; expected a manifest")
+    need_file(path, "a manifest")
     with open(path, "rb") as file:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"{path}: more than {_MAX_BYTES} bytes; not a manifest")
-    try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: {type(content).__name__}, expected a JSON object")
+    content = parse_object(text, f"{path}: ", unique=True)
     _check_versions(folder, path, content)
     return _manifest(path, content)
 
@@ -157,13 +151,6 @@ def convert_command(folder: str, method: str) -> str:
         f"convert again: kt quant --input-path CHECKPOINT --output {folder} --quant-method "
         f"{names[0]}, after removing what is there"
     )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key is there twice")
-    return result
 
 
 def _check_versions(folder: str, path: str, content: dict[str, Any]) -> None:
