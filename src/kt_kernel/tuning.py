@@ -186,12 +186,10 @@ def _best_times(runs: list[Callable[[], float]]) -> list[float]:
     return best
 
 
-def _hidden(form: WeightForm) -> int:
-    return -(-_HIDDEN // form.column_unit) * form.column_unit
-
-
-def _inter(form: WeightForm) -> int:
-    return -(-_INTER // form.column_unit) * form.column_unit
+def _sizes(form: WeightForm) -> tuple[int, int]:
+    """H and I that the form's groups divide."""
+    unit = form.column_unit
+    return -(-_HIDDEN // unit) * unit, -(-_INTER // unit) * unit
 
 
 class _Layer:
@@ -200,9 +198,10 @@ class _Layer:
     def __init__(
         self, form: WeightForm, table: str, weights: list[Matrix], rows: int, kind: int, block: int
     ) -> None:
+        hidden, inter = _sizes(form)
         self._core = native().MoeLayer(
             get_team(plan_pools(None, None, None)), num_experts=_EXPERTS, top_k=1,
-            hidden_size=_hidden(form), intermediate_size=_inter(form), forms=[form.core] * 3,
+            hidden_size=hidden, intermediate_size=inter, forms=[form.core] * 3,
             cpu_slots=[True] * _EXPERTS, swiglu_limit=0.0, swiglu_alpha=0.0,
             max_tokens=_EXPERTS * rows, table=table, kind=kind, row_block=block,
         )  # fmt: skip
@@ -212,7 +211,7 @@ class _Layer:
                 slot, *(source.address for source in sources),
                 dtypes=[source.dtype for source in sources],
             )  # fmt: skip
-        self._x = torch.randn(_EXPERTS * rows, _hidden(form)).bfloat16()
+        self._x = torch.randn(_EXPERTS * rows, hidden).bfloat16()
         self._ids = torch.arange(len(self._x)) % _EXPERTS
         self._router = torch.ones(len(self._x))
         self._out = torch.empty_like(self._x)
@@ -229,8 +228,7 @@ class _Layer:
 
 def _random_expert(form: WeightForm) -> list[Matrix]:
     """gate, up and down: bf16 tensors where the core quantises, else with scales of one."""
-    hidden, inter = _hidden(form), _inter(form)
-    shapes = matrix_shapes(hidden, inter).values()
+    shapes = matrix_shapes(*_sizes(form)).values()
     if form.format in _DENSE and form.scale_type == 0:
         return [(torch.randn(shape) * shape[1] ** -0.5).bfloat16() for shape in shapes]
     return [_random_matrix(form, *shape) for shape in shapes]

@@ -5,7 +5,8 @@ hugging_face.py  checkpoints in safetensors files
 packed.py    packed directories, which kt_kernel.store writes
 paths.py     a path given by a user, checked
 header.py    one safetensors file: its header, checked
-index.py     which files make up a checkpoint, which holds which tensor; open_files.py holds them open
+index.py     which files make up a checkpoint, which holds which tensor
+open_files.py  these, held open and looked at before each read
 families.py  where each family of models keeps its experts
 layout.py    the expert tensors of one layer, by name
 quantization.py  what config.json says of quantisation

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 
 from ..conversion import Progress
 from .progress import bytes_bar
@@ -21,13 +20,8 @@ class Shown(Progress):
         self._bar.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._bar.__exit__(*error)
 
     def checking(self, layers: int, total: int) -> None:
         self._task = self._bar.add_task(f"checking {layers} layers", total=total)

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 PARTIAL = ".partial"  # suffix of a file being written
@@ -61,12 +60,7 @@ class AtomicFile:
             os.replace(self._temporary, self.path)
             sync_folder(os.path.dirname(self.path))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hasher.shutdown()
         os.close(self._fd)
         with contextlib.suppress(FileNotFoundError):  # it is in its place
