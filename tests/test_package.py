@@ -88,7 +88,7 @@ def test_metadata(metadata: email.message.Message) -> None:
         name = re.match(r"[\w-]+", line).group()
         extra = re.search(r"extra == ['\"](\w+)['\"]", line)
         (extras.setdefault(extra.group(1), set()) if extra else base).add(name)
-    assert base == {"torch", "numpy", "safetensors"}
+    assert base == {"torch", "numpy", "safetensors", "typer", "rich"}
     assert "sglang" in extras["sglang"]
     assert "vllm" in extras["vllm"]
 
