@@ -9,12 +9,6 @@
 namespace kt {
 namespace {
 
-template <class T> T load(const uint8_t* p) {
-  T x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-
 bool finite_fp16(uint16_t x) { return (x & 0x7c00) != 0x7c00; }
 
 // Bits [shift, shift + bits) of the codes of 32 columns to one lane of `bits` steps.

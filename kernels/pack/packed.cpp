@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "blocks.h"
+#include "scalar.h"
 
 namespace kt {
 namespace {
@@ -37,11 +38,7 @@ int64_t head_values(const MatrixLayout& layout) {
 // The first of n values that is bad, or -1. All are looked at, so that the loop becomes vectors;
 // bad(x) is a T.
 template <class T, class Bad> int64_t first_bad(const uint8_t* p, int64_t n, Bad bad) {
-  const auto value = [&](int64_t i) {
-    T x;
-    std::memcpy(&x, p + i * int64_t(sizeof(T)), sizeof(T));
-    return x;
-  };
+  const auto value = [&](int64_t i) { return load<T>(p + i * int64_t(sizeof(T))); };
   T any = 0;
   for (int64_t i = 0; i < n; ++i) any |= bad(value(i));
   if (!any) return -1;
@@ -220,10 +217,8 @@ void put_columns(const MatrixLayout& columns, const uint8_t* tile, const MatrixL
   std::memcpy(dst + head_begin(whole, col0), tile, size_t(head_values(columns)));
   if (columns.format == WeightFormat::kInt8Row)
     for (int64_t n = 0; n < kTileRows; ++n) {
-      int32_t sum, more;
-      std::memcpy(&sum, dst + kSumsAt + n * 4, 4);
-      std::memcpy(&more, tile + kSumsAt + n * 4, 4);
-      sum += more;
+      const int32_t sum =
+          load<int32_t>(dst + kSumsAt + n * 4) + load<int32_t>(tile + kSumsAt + n * 4);
       std::memcpy(dst + kSumsAt + n * 4, &sum, 4);
     }
   std::memcpy(dst + body_begin(whole, col0), tile + columns.head_bytes(),

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "blocks.h"
+#include "scalar.h"
 
 namespace kt {
 namespace {
@@ -82,8 +83,7 @@ ByteRows zeros_of(const MatrixLayout& layout, const MatrixSource& source, int64_
 template <class T> bool all_below(const ByteRows& rows, T limit, T also = 0) {
   T bad = 0;  // of T, so that the loop becomes vectors
   for (int64_t i = 0; i < rows.bytes; i += int64_t(sizeof(T))) {
-    T x;
-    std::memcpy(&x, rows.first + i, sizeof(T));
+    const T x = load<T>(rows.first + i);
     bad |= T(T(x >= limit) & T(x != also));
   }
   return bad == 0;
@@ -93,8 +93,7 @@ template <class T> bool all_below(const ByteRows& rows, T limit, T also = 0) {
 template <class T> bool all_finite(const ByteRows& rows, T exponent) {
   T bad = 0;
   for (int64_t i = 0; i < rows.bytes; i += int64_t(sizeof(T))) {
-    T x;
-    std::memcpy(&x, rows.first + i, sizeof(T));
+    const T x = load<T>(rows.first + i);
     bad |= T(T(x & exponent) == exponent);
   }
   return bad == 0;

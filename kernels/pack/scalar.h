@@ -10,6 +10,13 @@
 
 namespace kt {
 
+// A number at any address.
+template <class T> inline T load(const void* p) {
+  T x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
 inline float bf16_to_float(uint16_t x) { return std::bit_cast<float>(uint32_t(x) << 16); }
 
 inline float fp16_to_float(uint16_t h) {
@@ -53,16 +60,11 @@ inline float ue8m0_to_float(uint8_t x) {  // 2^(x - 127), at x = 0 a subnormal; 
 }
 
 inline float load_float(const void* p, DType dtype, int64_t i) {
-  uint16_t half;
-  float full;
+  const char* bytes = static_cast<const char*>(p);
   switch (dtype) {
-    case DType::kBF16:
-      std::memcpy(&half, static_cast<const char*>(p) + i * 2, 2);
-      return bf16_to_float(half);
-    case DType::kFP16:
-      std::memcpy(&half, static_cast<const char*>(p) + i * 2, 2);
-      return fp16_to_float(half);
-    default: std::memcpy(&full, static_cast<const char*>(p) + i * 4, 4); return full;
+    case DType::kBF16: return bf16_to_float(load<uint16_t>(bytes + i * 2));
+    case DType::kFP16: return fp16_to_float(load<uint16_t>(bytes + i * 2));
+    default: return load<float>(bytes + i * 4);
   }
 }
 

@@ -6,9 +6,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
+#include <type_traits>
 
 #include "kt/types.h"
+#include "scalar.h"
 
 namespace kt {
 
@@ -54,55 +55,41 @@ constexpr uint32_t kBeyondFinite = kType == DType::kBF16   ? 0x7f80
                                    : kType == DType::kFP16 ? 0x7c00
                                                            : 0x7f800000;
 
-// Largest of eight 16-bit numbers: minpos finds the smallest.
-inline uint32_t largest_half(__m128i x) {
-  const __m128i ones = _mm_set1_epi32(-1);
-  return 0xffff & ~uint32_t(_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(x, ones))));
+// The largest of the numbers in a vector, of 16 bits each.
+inline uint32_t largest(__m256i x, uint16_t) {
+  const __m128i ones = _mm_set1_epi32(-1);  // minpos finds the smallest
+  const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  return 0xffff & ~uint32_t(_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, ones))));
 }
 
-inline uint32_t most_of_halves(const uint8_t* p, int64_t n) {
-  const __m256i mask = _mm256_set1_epi16(0x7fff);
-  __m256i most = _mm256_setzero_si256(), other = most;
-  int64_t k = 0;
-  for (; k + 32 <= n; k += 32) {
-    most = _mm256_max_epu16(most, _mm256_and_si256(load_vector(p + k * 2), mask));
-    other = _mm256_max_epu16(other, _mm256_and_si256(load_vector(p + k * 2 + 32), mask));
-  }
-  most = _mm256_max_epu16(most, other);
-  uint32_t result =
-      largest_half(_mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1)));
-  for (; k < n; ++k) {
-    uint16_t bits;
-    std::memcpy(&bits, p + k * 2, 2);
-    result = std::max(result, uint32_t(bits & 0x7fff));
-  }
-  return result;
-}
-
-inline uint32_t most_of_floats(const uint8_t* p, int64_t n) {
-  const __m256i mask = _mm256_set1_epi32(0x7fffffff);
-  __m256i most = _mm256_setzero_si256(), other = most;
-  int64_t k = 0;
-  for (; k + 16 <= n; k += 16) {
-    most = _mm256_max_epu32(most, _mm256_and_si256(load_vector(p + k * 4), mask));
-    other = _mm256_max_epu32(other, _mm256_and_si256(load_vector(p + k * 4 + 32), mask));
-  }
-  most = _mm256_max_epu32(most, other);
-  __m128i four = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+// Of 32 bits each.
+inline uint32_t largest(__m256i x, uint32_t) {
+  __m128i four = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   four = _mm_max_epu32(four, _mm_srli_si128(four, 8));
   four = _mm_max_epu32(four, _mm_srli_si128(four, 4));
-  uint32_t result = uint32_t(_mm_cvtsi128_si32(four));
-  for (; k < n; ++k) {
-    uint32_t bits;
-    std::memcpy(&bits, p + k * 4, 4);
-    result = std::max(result, bits & 0x7fffffff);
-  }
-  return result;
+  return uint32_t(_mm_cvtsi128_si32(four));
 }
 
 // The bits of the largest magnitude of n elements; kBeyondFinite or more when one is not finite.
-template <DType kType> uint32_t most_of(const uint8_t* p, int64_t n) {
-  return kType == DType::kFP32 ? most_of_floats(p, n) : most_of_halves(p, n);
+// Inlined, since a symbol of code for AVX2 must not serve others.
+template <DType kType> [[gnu::always_inline]] inline uint32_t most_of(const uint8_t* p, int64_t n) {
+  constexpr bool kHalf = kType != DType::kFP32;
+  using Bits = std::conditional_t<kHalf, uint16_t, uint32_t>;
+  constexpr uint32_t kMagnitude = kHalf ? 0x7fff : 0x7fffffff;
+  constexpr int64_t kSize = sizeof(Bits), kAtOnce = 64 / kSize;
+  const __m256i mask = _mm256_set1_epi32(kHalf ? 0x7fff7fff : 0x7fffffff);
+  const auto larger = [](__m256i a, __m256i b) {
+    return kHalf ? _mm256_max_epu16(a, b) : _mm256_max_epu32(a, b);
+  };
+  __m256i most = _mm256_setzero_si256(), other = most;
+  int64_t k = 0;
+  for (; k + kAtOnce <= n; k += kAtOnce) {
+    most = larger(most, _mm256_and_si256(load_vector(p + k * kSize), mask));
+    other = larger(other, _mm256_and_si256(load_vector(p + k * kSize + 32), mask));
+  }
+  uint32_t result = largest(larger(most, other), Bits{});
+  for (; k < n; ++k) result = std::max(result, load<Bits>(p + k * kSize) & kMagnitude);
+  return result;
 }
 
 // Eight magnitudes, by their bits, as float32.

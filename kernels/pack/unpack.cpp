@@ -5,12 +5,6 @@
 namespace kt {
 namespace {
 
-template <class T> T load(const uint8_t* p) {
-  T x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-
 // One packed tile of a matrix.
 struct Tile {
   const MatrixLayout& layout;
