@@ -17,6 +17,11 @@ for _name in (
 ):
     os.environ.pop(_name, None)
 
+# Our GPU kernels run in Triton's interpreter. Triton asks for it where a function is decorated, its
+# own library included, so this comes before anything imports it (transformers does). With
+# TRITON_INTERPRET=0 they are compiled, for a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:

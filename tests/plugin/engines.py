@@ -32,8 +32,9 @@ Answers = dict[str, dict[str, Any]]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of the tests without kt options, and what every engine needs."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KT_")}
+    """That of the tests without kt options, with Triton's compiler, and what every engine needs."""
+    ours = ("KT_", "TRITON_INTERPRET")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return kept | {"HF_HUB_OFFLINE": "1", **more}
 
 
