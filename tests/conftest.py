@@ -23,6 +23,16 @@ for _name in (
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# OpenMP's threads wait by spinning, for milliseconds. Where processes or thread pools share few CPUs,
+# as tests and the engines that they start do, that takes most of the time: here they sleep, and
+# workers of pytest-xdist have their share of threads. Both are read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if _workers > 1:
+    _share = max(1, len(os.sched_getaffinity(0)) // _workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(_share))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
