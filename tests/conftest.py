@@ -23,9 +23,9 @@ for _name in (
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# OpenMP's threads wait by spinning, for milliseconds. Where processes or thread pools share few CPUs,
-# as tests and the engines that they start do, that takes most of the time: here they sleep, and
-# workers of pytest-xdist have their share of threads. Both are read when torch is imported.
+# OpenMP's threads wait by spinning, for milliseconds. Where processes or thread pools share few
+# CPUs, as tests and the engines that they start do, that takes most of the time: here they sleep,
+# and workers of pytest-xdist have their share of threads. Both are read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _workers > 1:

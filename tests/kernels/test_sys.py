@@ -24,9 +24,11 @@ BUILDS = {
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the tests")
 
 
-def build(out: Path, main: str, sources: list[str], flags: list[str]) -> Path:
-    command = ["g++", *FLAGS, *flags, str(CPP / main), *(str(SYS / s) for s in sources)]
-    result = subprocess.run([*command, "-o", str(out)], capture_output=True, text=True)
+def build(out: Path, sources: list[Path], flags: list[str]) -> Path:
+    """A program, or of one source its object if ``out`` says so."""
+    kind = ["-c"] if out.suffix == ".o" else []
+    command = ["g++", *FLAGS, *flags, *kind, *map(str, sources), "-o", str(out)]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode and re.search(r"cannot find \S*lib(tsan|asan|ubsan)", result.stderr):
         pytest.skip(f"{' '.join(flags)}: the sanitizer's library is not installed")
     assert result.returncode == 0, result.stderr
@@ -34,25 +36,27 @@ def build(out: Path, main: str, sources: list[str], flags: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("kind", BUILDS)
-@pytest.mark.parametrize("name", ["team_test", "task_queue_test"])
-def test_threads(tmp_path: Path, name: str, kind: str) -> None:
-    program = build(tmp_path / name, f"{name}.cpp", TEAM_SOURCES, BUILDS[kind])
+def test_threads(tmp_path: Path, kind: str) -> None:
+    flags = BUILDS[kind]
+    shared = [build(tmp_path / f"{s}.o", [SYS / s], flags) for s in TEAM_SOURCES]
     env = {
         **os.environ,
         # The tests fork a process with threads on purpose, and the child starts some.
         "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1",
         "UBSAN_OPTIONS": "halt_on_error=1",
     }
-    result = subprocess.run([program], capture_output=True, text=True, timeout=300, env=env)
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr
+    for name in ("team_test", "task_queue_test"):
+        program = build(tmp_path / name, [CPP / f"{name}.cpp", *shared], flags)
+        result = subprocess.run([program], capture_output=True, text=True, timeout=300, env=env)
+        print(result.stdout)
+        assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"
 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sys") / "sys_probe"
-    sources = sorted(p.name for p in SYS.glob("*.cpp") if not p.name.startswith("cuda"))
-    return build(out, "sys_probe.cpp", sources, ["-O0", "-fsanitize=undefined"])
+    sources = sorted(p for p in SYS.glob("*.cpp") if not p.name.startswith("cuda"))
+    return build(out, [CPP / "sys_probe.cpp", *sources], ["-O0", "-fsanitize=undefined"])
 
 
 def ask(probe: Path, *args: object, topology: str | None = None) -> str:

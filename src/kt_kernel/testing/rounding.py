@@ -128,6 +128,10 @@ def _fixed_point_error(values: torch.Tensor) -> torch.Tensor:
     return error.flatten(-2)[..., :columns]
 
 
+def _folded_error(values: torch.Tensor) -> torch.Tensor:
+    return _FOLDED_ERROR * values.abs()
+
+
 def kernel_errors(
     formats: Collection[int], kind: str, table: str | None
 ) -> list[Callable[[torch.Tensor], torch.Tensor]]:
@@ -137,5 +141,5 @@ def kernel_errors(
     if any(f in _FIXED_POINT for f in formats) and not (kind == "tile" and table in _FLOAT_GEMM):
         errors.append(_fixed_point_error)
     if any(folds_scales(f, kind, table) for f in formats):
-        errors.append(lambda values: _FOLDED_ERROR * values.abs())
+        errors.append(_folded_error)
     return errors
