@@ -2,7 +2,7 @@
 
 KT_EMUL_MODULE names the file of `_C_emul`, built with -DKT_EMULATE=ON (kernels/CMakeLists.txt).
 KT_SMALL_SWEEP, set, makes the sweeps small, for slow builds: the tables that a sanitized module
-has, and one variant of each format.
+has, one variant of each format, and kernels that are asked for.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from .sources import (
 
 Floats = npt.NDArray[np.float32]
 
-AUTO, VECTOR, TILE = KINDS = (0, 1, 2)
+AUTO, VECTOR, TILE = (0, 1, 2)
 ALL_TABLES = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2")
 SMALL_SWEEP = "KT_SMALL_SWEEP" in os.environ
+KINDS = (VECTOR, TILE) if SMALL_SWEEP else (AUTO, VECTOR, TILE)  # AUTO: one of both by expert
 
 FORMAT_NAMES = {
     BF16: "bf16", INT8_ROW: "int8", INT4_ROW: "int4", INT4_GROUP: "int4_group",
