@@ -3,14 +3,18 @@
     sglang_run.py JOB.json RESULT.json
 
 JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, in place of those for
-      the CPU}, "prompts": [[ids]], "steps": n, "runs": [
+      the CPU}, "prompts": [[ids]], "steps": n, "fork": start processes so?, "runs": [
       {"name", "arguments": of the engine, "config": text of KT_CONFIG, "prompts": other ones}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats": content of
           KT_STATS_FILE or null, "plugin": whether it was loaded}]; or {"name", "error"} for a run
           that raised.
+
+SGLang spawns its processes, and each imports everything anew, for 10 s. With "fork" all is imported
+once, and a run's processes are forks of this one, which has no threads yet.
 """
 
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -30,10 +34,11 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
         skip_tokenizer_init=True,
         disable_radix_cache=True,
         disable_overlap_schedule=True,
+        sleep_on_idle=True,
         grammar_backend="none",
         max_total_tokens=1024,
         max_running_requests=16,
-        mem_fraction_static=0.1,
+        mem_fraction_static=0.6,  # of memory, others included: what runs beside may take some
         random_seed=0,
         log_level="info",
         **job.get("device", CPU),
@@ -77,10 +82,46 @@ def _settled(path: str) -> dict | None:
     return last
 
 
+def attempt(job: dict, one: dict, stats_path: str) -> dict:
+    try:
+        return run(job, one, stats_path)
+    except Exception as error:
+        return {"name": one["name"], "error": f"{type(error).__name__}: {error}"}
+
+
+def import_all() -> None:
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda method, force: None
+
+
+def attempt_in_fork(job: dict, one: dict, stats_path: str) -> dict:
+    """An engine leaves threads behind: it does not get the process that is forked for the next."""
+    path = stats_path + ".answer"
+
+    def write() -> None:
+        answer = attempt(job, one, stats_path)
+        with open(path, "w") as file:
+            json.dump(answer, file)
+
+    process = multiprocessing.Process(target=write)
+    process.start()
+    process.join()
+    if not os.path.exists(path):
+        return {"name": one["name"], "error": f"its process ended with {process.exitcode}"}
+    with open(path) as file:
+        return json.load(file)
+
+
 def main() -> None:
     job_path, result_path = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    if job.get("fork"):
+        import_all()
     answers = []
     with tempfile.TemporaryDirectory() as folder:
         for i, one in enumerate(job["runs"]):
@@ -88,11 +129,9 @@ def main() -> None:
             os.environ.pop("KT_CONFIG", None)
             if "config" in one:
                 os.environ["KT_CONFIG"] = one["config"]
-            try:
-                answers.append(run(job, one, stats_path))
-            except Exception as error:
-                answers.append({"name": one["name"], "error": f"{type(error).__name__}: {error}"})
-            print("RUN", one["name"], answers[-1].get("error", "ok"), flush=True)
+            answer = (attempt_in_fork if job.get("fork") else attempt)(job, one, stats_path)
+            answers.append(answer)
+            print("RUN", one["name"], answer.get("error", "ok"), flush=True)
             with open(result_path, "w") as file:
                 json.dump(answers, file)
 

@@ -54,7 +54,9 @@ def _sglang(folder: Path, model: Path, paths: dict[str, Path]) -> Answers:
          "arguments": {"kt_method": FORMATS[name].method, "kt_weight_path": str(path)}}
         for name, path in paths.items()
     ]  # fmt: skip
-    return test_sglang.run(folder, model=str(model), prompts=PROMPTS, steps=STEPS, runs=runs)
+    return test_sglang.run(
+        folder, model=str(model), prompts=PROMPTS, steps=STEPS, runs=runs, fork=True
+    )
 
 
 @pytest.fixture(scope="module")
