@@ -24,6 +24,7 @@
 #include "../sys/bandwidth.h"
 #include "../sys/cpu_features.h"
 #include "../sys/topology.h"
+#include "stream.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -414,4 +415,5 @@ NB_MODULE(KT_MODULE_NAME, m) {
         "down"_a, nb::kw_only(), "activation_format"_a, "skip"_a, "gate_bias"_a = nb::none(),
         "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "swiglu_limit"_a = 0.0,
         "swiglu_alpha"_a = 0.0, "The layer in float64 (kernels/ref).");
+  bind_stream(m);
 }

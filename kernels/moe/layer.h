@@ -207,6 +207,9 @@ class MoeLayer {
   void unpack(int64_t slot, int matrix, float* dst) const;
 
   const LayerConfig& config() const { return state_->config; }
+  // For jobs on this layer that others make.
+  sys::Team& team() const { return *team_; }
+  const std::shared_ptr<LayerState>& state() const { return state_; }
   const LayerStats& stats() const { return state_->stats; }
   Timings& timings() { return state_->timings; }
   int64_t packed_bytes() const;

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <climits>
 #include <cstdint>
+#include <ctime>
 
 namespace kt::sys {
 
@@ -22,9 +23,22 @@ inline void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
   syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
 }
 
+// The same for `time` at most.
+inline void futex_wait_for(std::atomic<uint32_t>* word, uint32_t expected,
+                           std::chrono::nanoseconds time) {
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(time);
+  const timespec limit{seconds.count(), (time - seconds).count()};
+  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, &limit, nullptr, 0);
+}
+
 // Uses the address only, never the memory behind it.
 inline void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+inline int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 // Polls ready() with pauses for about `budget`; returns whether it became true.

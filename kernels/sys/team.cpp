@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -17,7 +16,9 @@
 #include <system_error>
 #include <utility>
 
+#include "sys/fork.h"
 #include "sys/futex.h"
+#include "sys/signals.h"
 #include "sys/topology.h"
 
 namespace kt::sys {
@@ -33,17 +34,6 @@ constexpr nanoseconds kSpin{25'000};
 // With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
 constexpr nanoseconds kSpinOversubscribed{1'000};
 
-// Counts the forks between the first process and this one. A Crew of another count belongs to a
-// parent: its threads do not exist here and its mutex may be held for ever.
-std::atomic<uint32_t> g_forks{0};
-
-// relaxed: the child of a fork has one thread, and starts any other after this.
-void count_fork() { g_forks.fetch_add(1, std::memory_order_relaxed); }
-
-// While the library is loaded, not in a function-local static: a fork during the initialisation
-// of one would leave it locked in the child.
-[[maybe_unused]] const int g_fork_hook = pthread_atfork(nullptr, nullptr, count_fork);
-
 // A counter that one thread at a time advances and others wait for.
 struct alignas(kLine) Gate {
   std::atomic<uint32_t> count{0};
@@ -57,12 +47,18 @@ struct alignas(kLine) Gate {
     if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&count);
   }
 
-  // acquire: sees all that the opener wrote, or saw, before open().
-  void wait_past(uint32_t old, nanoseconds spin) {
-    if (spin_until([&] { return count.load(std::memory_order_acquire) != old; }, spin)) return;
+  // acquire: sees all that the opener wrote, or saw, before open(). Sleeps once `spin` is over and
+  // go_on() false, which is asked now and then.
+  template <class GoOn> void wait_past(uint32_t old, nanoseconds spin, GoOn go_on) {
+    do {
+      if (spin_until([&] { return count.load(std::memory_order_acquire) != old; }, spin)) return;
+    } while (go_on());
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     while (count.load(std::memory_order_seq_cst) == old) futex_wait(&count, old);
     sleepers.fetch_sub(1, std::memory_order_relaxed);  // only a hint for later wake-ups
+  }
+  void wait_past(uint32_t old, nanoseconds spin) {
+    wait_past(old, spin, [] { return false; });
   }
 };
 
@@ -89,25 +85,6 @@ struct Pool {
   std::vector<int> cpus;  // the threads may use; empty: no restriction
 };
 
-class SignalsBlocked {  // for the threads created meanwhile
- public:
-  SignalsBlocked() {
-    sigset_t set;
-    sigfillset(&set);
-    // Faults are raised in the thread itself: blocked, they would kill without a traceback.
-    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) {
-      sigdelset(&set, fault);
-    }
-    pthread_sigmask(SIG_BLOCK, &set, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
-
 // Ignores failure: running on other CPUs is slower, never wrong.
 void restrict_to(const std::vector<int>& cpus) {
   if (cpus.empty()) return;
@@ -130,8 +107,9 @@ class Crew {
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
 
-  bool of_this_process() const { return forks_ == g_forks.load(std::memory_order_relaxed); }
+  bool of_this_process() const { return forks_ == forks(); }
   void submit(std::shared_ptr<Job> job);
+  void expect_until(int64_t time) { expected_until_.store(time, std::memory_order_relaxed); }
   void pool_barrier(const Worker& worker);
   void team_barrier(const Worker& worker);
 
@@ -142,16 +120,21 @@ class Crew {
   void work(Worker& worker);
   void finish(Job* job);
   void publish(Job* job);
+  bool expects_work() const;
 
   const std::vector<PoolSpec> specs_;
-  const uint32_t forks_ = g_forks.load(std::memory_order_relaxed);
-  int busy_pools_ = 0;  // with at least one thread
+  const uint32_t forks_ = forks();  // of another count belongs to a parent
+  int busy_pools_ = 0;              // with at least one thread
   std::unique_ptr<Pool[]> pools_;
   std::vector<Worker> workers_;
 
   // Set by start() before the threads that read them exist.
   nanoseconds spin_ = kSpin, wait_spin_ = kSpin;
   uint32_t first_seen_ = 0;  // openings of job_gate_ that happened before
+  bool cpu_free_ = false;    // while all threads run
+
+  // In nanoseconds of the steady clock. relaxed everywhere: it only says how long to spin.
+  alignas(kLine) std::atomic<int64_t> expected_until_{0};
 
   // Written under mutex_ while every worker is between two jobs, then released by job_gate_.
   Job* current_ = nullptr;  // null tells the workers to leave
@@ -222,7 +205,7 @@ void Crew::publish(Job* job) {
 void Crew::work(Worker& worker) {
   Pool& pool = pools_[static_cast<size_t>(worker.pool)];
   for (uint32_t seen = first_seen_;; ++seen) {
-    job_gate_.wait_past(seen, spin_);
+    job_gate_.wait_past(seen, spin_, [this] { return expects_work(); });
     Job* const job = current_;
     if (!job) return;
     job->run(worker);
@@ -230,9 +213,16 @@ void Crew::work(Worker& worker) {
   }
 }
 
-// By the last worker to leave the job: what all of them wrote is seen by waiters (through
-// state_) and by the next job (through job_gate_).
+// Never with too few CPUs: whoever is to bring the work needs one.
+bool Crew::expects_work() const {
+  const int64_t until = expected_until_.load(std::memory_order_relaxed);
+  return until && cpu_free_ && now_ns() < until;
+}
+
+// By the last worker to leave the job: what all of them wrote is seen by finished(), by waiters
+// (through state_) and by the next job (through job_gate_).
 void Crew::finish(Job* job) {
+  job->finished();
   // release: for the waiters.
   const bool sleepers =
       job->state_.exchange(Job::kDone, std::memory_order_release) == Job::kPendingWithSleepers;
@@ -309,7 +299,8 @@ void Crew::start() {
     }
   }
   spin_ = oversubscribed ? kSpinOversubscribed : kSpin;
-  wait_spin_ = oversubscribed || team == cpus ? kSpinOversubscribed : kSpin;
+  cpu_free_ = !oversubscribed && team < cpus;
+  wait_spin_ = cpu_free_ ? kSpin : kSpinOversubscribed;
 
   // relaxed: only written under mutex_
   first_seen_ = job_gate_.count.load(std::memory_order_relaxed);
@@ -388,6 +379,11 @@ Crew& Team::crew() {
 void Team::submit(std::shared_ptr<Job> job) {
   if (!job) throw std::invalid_argument("a null job");
   crew().submit(std::move(job));
+}
+
+void Team::expect_until(int64_t time) noexcept {
+  Crew* const crew = crew_.load(std::memory_order_acquire);
+  if (crew && crew->of_this_process()) crew->expect_until(time);
 }
 
 }  // namespace kt::sys

@@ -37,6 +37,9 @@ class Job {
  public:
   virtual ~Job() = default;
   virtual void run(Worker& worker) noexcept = 0;
+  // Called once, by the last worker that leaves run, before the job counts as done: sees what all
+  // workers wrote.
+  virtual void finished() noexcept {}
   bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
   void wait();  // spins briefly, then sleeps until every worker has finished the job
  private:
@@ -64,6 +67,11 @@ class Team {
   // Throws std::invalid_argument for a null job, std::system_error where the threads cannot be
   // started; the job is then not queued, and a later submit tries again.
   void submit(std::shared_ptr<Job> job);
+
+  // Until `time` (now_ns, sys/futex.h) the workers wait for the next job without sleeping, where a
+  // CPU is left for whoever submits it. Nothing before the first submit. From any thread, also from
+  // inside a job.
+  void expect_until(int64_t time) noexcept;
   int pools() const { return static_cast<int>(pools_.size()); }
   int threads(int pool) const { return pools_.at(static_cast<size_t>(pool)).threads; }
   int threads() const;

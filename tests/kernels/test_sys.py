@@ -14,7 +14,7 @@ CPP = Path(__file__).resolve().parent / "cpp"
 
 # No -m flags: nothing of kernels/sys may need more than plain x86-64.
 FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread", f"-I{REPO}/kernels"]
-TEAM_SOURCES = ["team.cpp", "topology.cpp", "sysfs.cpp"]
+TEAM_SOURCES = ["team.cpp", "fork.cpp", "topology.cpp", "sysfs.cpp"]
 BUILDS = {
     "plain": ["-O2"],  # the others are at the level that compiles fast
     "thread": ["-O1", "-g", "-fsanitize=thread"],

@@ -1,0 +1,138 @@
+// Streams of batches between a GPU and the layers (kernels/stream), and launches of its kernels.
+#include "stream.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "../moe/layer.h"
+#include "../stream/engine.h"
+#include "../stream/host_buffer.h"
+#include "../stream/side.h"
+#include "../stream/split.h"
+#include "../sys/cuda_driver.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <class T> uintptr_t address(T* p) { return reinterpret_cast<uintptr_t>(p); }
+
+// The value of one parameter, in its low bytes.
+uint64_t parameter(char kind, PyObject* given, size_t i) {
+  if (kind == 'p') {
+    const unsigned long long value = PyLong_AsUnsignedLongLong(given);
+    if (value == ~0ull && PyErr_Occurred()) throw nb::python_error();
+    return value;
+  }
+  const long long value = PyLong_AsLongLong(given);
+  if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+  if (kind == 'i' && value != int32_t(value))
+    throw std::out_of_range("parameter " + std::to_string(i) + " is " + std::to_string(value) +
+                            ", which is no int32");
+  return uint64_t(value);
+}
+
+void launch(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, nb::args given) {
+  const std::string& kinds = kernel.kinds();
+  if (given.size() != kinds.size())
+    throw std::invalid_argument(std::to_string(given.size()) + " arguments for " +
+                                std::to_string(kinds.size()) + " parameters");
+  uint64_t values[kt::sys::KernelLaunch::kMaxParameters];
+  for (size_t i = 0; i < kinds.size(); ++i)
+    values[i] = parameter(kinds[i], PyTuple_GetItem(given.ptr(), Py_ssize_t(i)), i);
+  // A launch waits where the queue is full, perhaps for a host function that needs the GIL.
+  const nb::gil_scoped_release released;
+  kernel.run(grid, stream, values);
+}
+
+using Ids = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Weights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+auto split_deferred(Ids ids, Weights weights, int64_t protected_k, int64_t num_experts) {
+  const size_t tokens = ids.shape(0), top_k = ids.shape(1), routes = tokens * top_k;
+  if (weights.shape(0) != tokens || weights.shape(1) != top_k)
+    throw std::invalid_argument("ids and weights must both be [T, k]");
+  if (num_experts < 1) throw std::invalid_argument("num_experts must be positive");
+  const auto make = [&](int64_t* data) {
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
+    return nb::ndarray<nb::numpy, int64_t>(data, {tokens, top_k}, owner);
+  };
+  auto* const immediate = new int64_t[routes + 1];
+  const auto first = make(immediate);
+  auto* const deferred = new int64_t[routes + 1];
+  const auto second = make(deferred);
+  std::copy_n(ids.data(), routes, immediate);
+  kt::DeferredSplit(num_experts, int64_t(top_k))
+      .run(weights.data(), int64_t(tokens), protected_k, immediate, deferred);
+  return std::pair(first, second);
+}
+
+}  // namespace
+
+void bind_stream(nb::module_& m) {
+  using kt::HostBuffer, kt::StreamEngine, kt::StreamSide;
+
+  nb::class_<HostBuffer>(m, "HostBuffer",
+                         "Zeroed memory for a GPU to be given access to: whoever registers it "
+                         "keeps the object until it is unregistered. Children of a fork do not "
+                         "inherit the memory.")
+      .def(nb::new_([](int64_t nbytes) { return std::make_shared<HostBuffer>(nbytes); }),
+           "nbytes"_a)
+      .def_prop_ro("address", [](const HostBuffer& b) { return address(b.data()); })
+      .def_prop_ro("nbytes", &HostBuffer::bytes);
+
+  nb::class_<StreamSide>(m, "StreamSide",
+                         "One set of buffers (kernels/stream/side.h); dtype: 0 bf16, 1 fp16, 2 "
+                         "float32.")
+      .def(nb::new_([](int64_t capacity, int64_t hidden, int64_t top_k, int dtype, bool partial) {
+             return std::make_shared<StreamSide>(capacity, hidden, top_k, kt::DType(dtype),
+                                                 partial);
+           }),
+           "capacity"_a, "hidden"_a, "top_k"_a, "dtype"_a, "with_partial"_a = false)
+      .def_prop_ro("buffer", [](const StreamSide& s) { return s.buffer(); })
+      .def_prop_ro("capacity", &StreamSide::capacity)
+      .def_prop_ro("tokens_address", [](const StreamSide& s) { return address(s.tokens()); })
+      .def_prop_ro("done_address", [](const StreamSide& s) { return address(s.done()); })
+      .def_prop_ro("x_address", [](const StreamSide& s) { return address(s.x()); })
+      .def_prop_ro("ids_address", [](const StreamSide& s) { return address(s.ids()); })
+      .def_prop_ro("weights_address", [](const StreamSide& s) { return address(s.weights()); })
+      .def_prop_ro("out_address", [](const StreamSide& s) { return address(s.out()); });
+
+  const nb::call_guard<nb::gil_scoped_release> unlocked;
+  nb::class_<StreamEngine>(m, "StreamEngine", nb::is_weak_referenceable(),
+                           "The ring and the thread that serves it (kernels/stream/engine.h).")
+      .def(nb::init<int64_t, double, uint32_t>(), "entries"_a, "watchdog_seconds"_a, "first"_a = 0)
+      .def_prop_ro("buffer", [](const StreamEngine& e) { return e.buffer(); })
+      .def_prop_ro("entries", &StreamEngine::entries)
+      .def_prop_ro("ring_address", [](const StreamEngine& e) { return address(e.ring()); })
+      .def_prop_ro("head_address", [](const StreamEngine& e) { return address(e.head()); })
+      .def("add_slot", &StreamEngine::add_slot, "layer"_a, "where"_a, "side"_a, "chain"_a,
+           "position"_a, "protected_k"_a)
+      .def("drop_slot", &StreamEngine::drop_slot, "slot"_a)
+      .def("raise_error", &StreamEngine::raise_error)
+      .def("pending", &StreamEngine::pending)
+      .def("drain", &StreamEngine::drain, "timeout_s"_a, unlocked)
+      .def("stop", &StreamEngine::stop, unlocked)
+      .def("wake", &StreamEngine::wake)
+      .def("stats", &StreamEngine::stats);
+
+  nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
+                                    "A CUfunction to be launched; kinds: one letter per parameter, "
+                                    "p pointer, i int32, l int64.")
+      .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
+           "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::KernelLaunch::kDriver)
+      .def("run", launch, "grid"_a, "stream"_a, "args"_a);
+
+  m.def("split_deferred", split_deferred, "ids"_a, "weights"_a, "protected_k"_a, "num_experts"_a,
+        "(immediate, deferred) of int64 ids and float32 weights [T, k] (tests).");
+}

@@ -1,0 +1,54 @@
+// A forward pass that a GPU waits for.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "../moe/forward.h"
+#include "side.h"
+
+namespace kt {
+
+// Of one engine; its jobs may outlive it.
+struct StreamProgress {
+  std::atomic<int64_t> pending{0};  // entries taken whose done word was not yet written
+  std::atomic<int64_t> running{0};  // jobs that are not done, and entries being handled
+};
+
+// How long after an entry or a job the next one is likely to come: the team's workers do not sleep
+// for that time.
+constexpr int64_t kExpectNs = 1'000'000;
+
+class StreamJob final : public ForwardJob {
+ public:
+  // What it reads and writes, owned until it is gone.
+  struct Uses {
+    std::shared_ptr<StreamSide> side, added;  // `added`: the side whose partial it adds, or null
+    std::shared_ptr<StreamProgress> progress;
+  };
+  // With a number, the job writes the done word of its side when it is done. The team is the one
+  // that it is submitted to.
+  StreamJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args, Uses uses, sys::Team& team,
+            std::optional<uint32_t> number);
+
+  // Writes the done word, if nobody did so before; returns whether this call did. From any thread.
+  bool ring() noexcept;
+  void finished() noexcept override;
+  StreamSide& side() const { return *uses_.side; }
+
+ private:
+  const Uses uses_;
+  sys::Team& team_;  // alive while one of its workers is in finished()
+  const uint32_t number_;
+  std::atomic<bool> rings_;
+};
+
+// Writes the done word of an entry, which is then no longer pending.
+inline void ring(const StreamSide& side, uint32_t number, StreamProgress& progress) noexcept {
+  side.ring(number);
+  // release: whoever sees that nothing is pending sees what was written for it.
+  progress.pending.fetch_sub(1, std::memory_order_release);
+}
+
+}  // namespace kt

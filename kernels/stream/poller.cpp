@@ -1,0 +1,386 @@
+#include "poller.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "../sys/futex.h"
+#include "../sys/signals.h"
+#include "../sys/topology.h"
+
+namespace kt {
+namespace {
+
+using std::chrono::nanoseconds;
+
+// A decode step rings every few hundred microseconds: spin through one, sleep lightly between
+// requests, deeply without any. Eager callers wake() the poller, so only replayed graphs meet the
+// sleep, and only the first layer of theirs.
+constexpr int64_t kSpinNs = 2'000'000;
+constexpr nanoseconds kNap{50'000};
+constexpr int64_t kNapNs = 1'000'000'000;
+constexpr nanoseconds kSleep{500'000};
+
+std::string seconds(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", double(ns) * 1e-9);
+  return text;
+}
+
+}  // namespace
+
+StreamPoller::StreamPoller(std::shared_ptr<HostBuffer> buffer, uint64_t* ring, uint32_t* head,
+                           uint32_t entries, nanoseconds watchdog, uint32_t first)
+    : buffer_(std::move(buffer)),
+      ring_(ring),
+      head_(head),
+      mask_(entries - 1),
+      watchdog_ns_(watchdog.count()),
+      next_(first + 1) {}
+
+StreamPoller::~StreamPoller() { stop(); }
+
+int64_t StreamPoller::add_slot(std::shared_ptr<MoeLayer> layer, std::string where,
+                               std::shared_ptr<StreamSide> side, int chain, int position,
+                               int64_t protected_k) {
+  std::lock_guard one(thread_mutex_);
+  if (stopping_) throw std::runtime_error("the stream engine was stopped");
+  const LayerConfig& config = layer->config();
+  sys::Team& team = layer->team();
+  const int cpus = std::min(int(sys::allowed_cpus().size()), sys::cpu_quota());
+  if (team.threads() >= cpus) crowded_ = true;
+  if (!thread_.joinable()) {
+    const sys::SignalsBlocked blocked;
+    thread_ = std::thread([this] { run(); });
+  }
+  std::lock_guard lock(mutex_);
+  Carry* const carry = &chains_[chain];
+  StreamSlot added{std::move(where),
+                   std::move(side),
+                   position,
+                   protected_k,
+                   carry,
+                   &team,
+                   DeferredSplit(config.num_experts, config.top_k),
+                   std::move(layer)};
+  need_other_side(added);
+  slots_.push_back(std::move(added));
+  return int64_t(slots_.size()) - 1;
+}
+
+// A layer that defers reads its x until the next one of its chain runs, whose batch must not be
+// written over it.
+void StreamPoller::need_other_side(const StreamSlot& added) const {
+  const auto overwrites = [](const StreamSlot& next, const StreamSlot& slot) {
+    return slot.protected_k < slot.side->top_k() && slot.position + 1 == next.position;
+  };
+  for (const StreamSlot& slot : slots_)
+    if (slot.carry == added.carry && slot.side == added.side && slot.layer &&
+        (overwrites(added, slot) || overwrites(slot, added)))
+      throw std::invalid_argument(added.where + ": its neighbour " + slot.where +
+                                  " has the same side; a layer that defers experts and the next "
+                                  "one need two");
+}
+
+void StreamPoller::drop_slot(int64_t slot) {
+  std::shared_ptr<MoeLayer> dropped;  // goes after the lock
+  std::lock_guard lock(mutex_);
+  if (slot < 0 || slot >= int64_t(slots_.size()))
+    throw std::invalid_argument("slot " + std::to_string(slot) + " of " +
+                                std::to_string(slots_.size()));
+  dropped = std::move(slots_[size_t(slot)].layer);
+}
+
+StreamSlot* StreamPoller::find(uint32_t slot) {
+  std::lock_guard lock(mutex_);
+  return slot < slots_.size() ? &slots_[slot] : nullptr;
+}
+
+// seq_cst on both words, here and in sleep(): either this sees the sleeper, or the sleeper the new
+// count.
+void StreamPoller::wake() {
+  wake_.fetch_add(1);
+  if (asleep_.load()) sys::futex_wake_all(&wake_);
+}
+
+void StreamPoller::stop() {
+  std::lock_guard one(thread_mutex_);
+  stopping_ = true;
+  wake();
+  if (thread_.joinable()) thread_.join();
+}
+
+bool StreamPoller::drain(nanoseconds timeout) {
+  const int64_t end = sys::now_ns() + timeout.count();
+  wake();
+  for (;;) {
+    // In this order: an entry counts as pending and running before head says that it was taken,
+    // and its jobs count as running before it does not.
+    const uint32_t next = std::atomic_ref(*head_).load(std::memory_order_acquire) + 1;
+    const auto entry = std::atomic_ref(ring_[next & mask_]).load(std::memory_order_acquire);
+    if (uint32_t(entry) != next && !progress_->pending.load(std::memory_order_acquire) &&
+        !progress_->running.load(std::memory_order_acquire))
+      return true;
+    if (sys::now_ns() >= end) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+// ---- the thread
+
+void StreamPoller::run() noexcept {
+  pthread_setname_np(pthread_self(), "kt-stream");
+  prctl(PR_SET_TIMERSLACK, 1ul, 0, 0, 0);
+  last_ = sys::now_ns();
+  for (;;) {
+    if (rung()) {
+      take();
+    } else if (stopping_.load(std::memory_order_acquire)) {
+      // What came before stop() was there to be seen; now the next one was looked for after it.
+      if (rung()) continue;
+      if (!progress_->pending.load(std::memory_order_acquire)) return;
+      idle();
+    } else {
+      idle();
+    }
+  }
+}
+
+bool StreamPoller::rung() const {
+  // acquire: what the GPU wrote before it rang is there.
+  return uint32_t(std::atomic_ref(ring_[next_ & mask_]).load(std::memory_order_acquire)) == next_;
+}
+
+void StreamPoller::take() noexcept {
+  const uint64_t entry = std::atomic_ref(ring_[next_ & mask_]).load(std::memory_order_relaxed);
+  const uint32_t number = next_++;
+  last_ = sys::now_ns();
+  stats_.entries.fetch_add(1, std::memory_order_relaxed);
+  progress_->pending.fetch_add(1, std::memory_order_relaxed);
+  progress_->running.fetch_add(1, std::memory_order_relaxed);
+  // At once: the ring needs room, whatever becomes of the entry. release: see drain().
+  std::atomic_ref(*head_).store(number, std::memory_order_release);
+  handle(uint32_t(entry >> 32), number);
+  progress_->running.fetch_sub(1, std::memory_order_release);
+}
+
+void StreamPoller::handle(uint32_t slot, uint32_t number) noexcept {
+  StreamSlot* const found = find(slot);
+  if (!found) {
+    errors_.record({"entry ", std::to_string(number), " of the stream names slot ",
+                    std::to_string(slot), ", which does not exist"});
+    progress_->pending.fetch_sub(1, std::memory_order_release);
+    return;
+  }
+  const Entry entry{*found, number, last_,
+                    std::atomic_ref(*found->side->tokens()).load(std::memory_order_relaxed)};
+  retire();
+  try {
+    start(entry);
+  } catch (const std::exception& error) {
+    fail(entry, Out::kZero, {error.what()});
+  } catch (...) {
+    fail(entry, Out::kZero, {"unknown error"});
+  }
+}
+
+// Throws only where the GPU still waits and no job of this entry was queued.
+void StreamPoller::start(const Entry& entry) {
+  StreamSlot& slot = entry.slot;
+  StreamSide& side = *slot.side;
+  const int64_t tokens = entry.tokens;
+  Carry carry = std::exchange(*slot.carry, {});
+  if (tokens < 1 || tokens > side.capacity())
+    return fail(entry, Out::kLeave,
+                {"a batch of ", std::to_string(tokens), " tokens was rung; 1 to ",
+                 std::to_string(side.capacity()), " fit"});
+  const bool follows = slot.position > 0 && carry.position + 1 == slot.position &&
+                       carry.tokens == tokens && carry.side &&
+                       carry.side->dtype() == side.dtype() && carry.side->hidden() == side.hidden();
+  if (!follows) carry = {};
+  // Jobs of one team run in order; those of another one may still be computing what is added.
+  if (!wait_for(side, entry)) return;
+  if (carry.side && carry.team != slot.team && !wait_for(*carry.side, entry)) return;
+  {
+    // Held while jobs are made and queued, which is short: the layer cannot go meanwhile.
+    std::lock_guard lock(mutex_);
+    if (slot.layer) return submit(entry, *slot.layer, carry);
+  }
+  fail(entry, Out::kZero, {"was freed, but a CUDA graph still calls it"});
+}
+
+void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carry) {
+  StreamSlot& slot = entry.slot;
+  StreamSide& side = *slot.side;
+  StreamSide::Private& priv = side.priv;
+  const int64_t tokens = entry.tokens, routes = tokens * side.top_k();
+  std::copy_n(side.ids(), routes, priv.immediate.data());
+  std::copy_n(side.weights(), routes, priv.weights.data());
+  const bool defers = slot.protected_k < side.top_k();
+  if (defers)
+    slot.split.run(priv.weights.data(), tokens, slot.protected_k, priv.immediate.data(),
+                   priv.deferred.data());
+  const ForwardArgs args{side.x(),
+                         side.dtype(),
+                         tokens,
+                         priv.immediate.data(),
+                         priv.weights.data(),
+                         side.out(),
+                         carry.side ? carry.side->partial() : nullptr,
+                         nullptr};
+  const auto job = std::make_shared<StreamJob>(layer.state(), args,
+                                               StreamJob::Uses{slot.side, carry.side, progress_},
+                                               layer.team(), entry.number);
+  queue(job, entry, layer.team(), true);
+  stats_.immediate_jobs.fetch_add(1, std::memory_order_relaxed);
+  if (carry.side) stats_.carried.fetch_add(1, std::memory_order_relaxed);
+
+  if (defers) defer(entry, layer, args);
+  layer.team().expect_until(sys::now_ns() + kExpectNs);
+}
+
+// Queues what the next layer is to add, if the CPU holds any of it. The GPU does not wait for this.
+void StreamPoller::defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) noexcept {
+  StreamSlot& slot = entry.slot;
+  const std::vector<int64_t>& ids = slot.side->priv.deferred;
+  const std::vector<uint8_t>& here = layer.config().on_cpu;
+  const auto held = [&](int64_t id) { return id >= 0 && here[size_t(id)]; };
+  if (std::none_of(ids.data(), ids.data() + entry.tokens * slot.side->top_k(), held)) return;
+  args.ids = ids.data();
+  args.out = nullptr;
+  args.add = nullptr;
+  args.partial = slot.side->partial();
+  try {
+    const auto job = std::make_shared<StreamJob>(layer.state(), args,
+                                                 StreamJob::Uses{slot.side, nullptr, progress_},
+                                                 layer.team(), std::nullopt);
+    queue(job, entry, layer.team(), false);
+  } catch (const std::exception& error) {
+    errors_.record({slot.where, ": deferred experts are lost: ", error.what()});
+    return;
+  }
+  stats_.deferred_jobs.fetch_add(1, std::memory_order_relaxed);
+  *slot.carry = {slot.position, entry.tokens, slot.side, slot.team};
+}
+
+void StreamPoller::queue(const std::shared_ptr<StreamJob>& job, const Entry& entry, sys::Team& team,
+                         bool watched) {
+  running_.push_back({job, &entry.slot, entry.since, watched});
+  ++job->side().priv.in_flight;
+  progress_->running.fetch_add(1, std::memory_order_relaxed);
+  try {
+    team.submit(job);
+  } catch (...) {
+    running_.pop_back();
+    --job->side().priv.in_flight;
+    progress_->running.fetch_sub(1, std::memory_order_relaxed);
+    throw;
+  }
+}
+
+// For an entry without a job.
+void StreamPoller::fail(const Entry& entry, Out out,
+                        std::initializer_list<std::string_view> why) noexcept {
+  std::string text;
+  try {
+    for (std::string_view part : why) text += part;
+  } catch (const std::exception&) {
+    text.clear();  // out of memory: the place alone
+  }
+  errors_.record({entry.slot.where, ": ", text});
+  const StreamSide& side = *entry.slot.side;
+  if (out == Out::kZero && entry.tokens > 0 && entry.tokens <= side.capacity())
+    side.zero_out(entry.tokens);
+  ring(side, entry.number, *progress_);
+}
+
+// Until the jobs submitted on a side are done. False when that took too long and the entry was
+// given up.
+bool StreamPoller::wait_for(StreamSide& side, const Entry& entry) noexcept {
+  for (int64_t now = 0; side.priv.in_flight; now = sys::now_ns()) {
+    if (now - entry.since > watchdog_ns_) {
+      const std::string age = seconds(now - entry.since);
+      std::fprintf(stderr,
+                   "kt: %s: not started for %s: a batch handed over before in the same buffers is "
+                   "still being computed; the GPU goes on without a result\n",
+                   entry.slot.where.c_str(), age.c_str());
+      stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
+      fail(entry, Out::kLeave,  // which that batch may be writing
+           {"not started for ", age, ": a batch before it is still being computed"});
+      return false;
+    }
+    if (now) watch(now);
+    const auto done = [&] { return retire(), !side.priv.in_flight; };
+    const int64_t waited = now - entry.since;
+    if (sys::spin_until(done, nanoseconds(crowded_ ? 1'000 : 20'000))) break;
+    if (waited > kSpinNs)
+      std::this_thread::sleep_for(kNap);
+    else if (crowded_)
+      sched_yield();
+  }
+  return true;
+}
+
+void StreamPoller::retire() noexcept {
+  std::erase_if(running_, [](const Running& running) {
+    if (!running.job->done()) return false;
+    --running.job->side().priv.in_flight;
+    return true;
+  });
+}
+
+void StreamPoller::watch(int64_t now) noexcept {
+  for (Running& running : running_) {
+    if (!running.watched || now - running.since <= watchdog_ns_) continue;
+    running.watched = false;
+    if (!running.job->ring()) continue;
+    const char* where = running.slot->where.c_str();
+    const std::string age = seconds(now - running.since);
+    std::fprintf(stderr,
+                 "kt: %s: no result for %s: its job still waits for the CPU threads of its layer, "
+                 "or runs on them; the GPU goes on without a result\n",
+                 where, age.c_str());
+    stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
+    errors_.record({where, ": no result for ", age,
+                    ": the job still waits for the CPU threads of the layer, or runs on them"});
+  }
+}
+
+// Between two entries.
+void StreamPoller::idle() noexcept {
+  for (int i = 0; i < 16; ++i) {
+    _mm_pause();
+    if (rung()) return;
+  }
+  const int64_t now = sys::now_ns();
+  if (!running_.empty()) {
+    retire();
+    watch(now);
+  }
+  if (const uint32_t count = wake_.load(); count != woken_) {
+    woken_ = count;
+    last_ = now;
+  }
+  const int64_t quiet = now - last_;
+  if (quiet > kSpinNs)
+    sleep(quiet > kNapNs ? kSleep : kNap);
+  else if (crowded_.load(std::memory_order_relaxed))
+    sched_yield();
+}
+
+void StreamPoller::sleep(nanoseconds time) noexcept {
+  asleep_.store(true);
+  if (wake_.load() == woken_ && !rung()) {
+    stats_.sleeps.fetch_add(1, std::memory_order_relaxed);
+    sys::futex_wait_for(&wake_, woken_, time);
+  }
+  asleep_.store(false, std::memory_order_relaxed);
+}
+
+}  // namespace kt

@@ -1,0 +1,127 @@
+// The thread that takes entries from the ring and starts their passes.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../moe/layer.h"
+#include "errors.h"
+#include "job.h"
+#include "side.h"
+#include "split.h"
+
+namespace kt {
+
+// What the layer before left to be added, of one chain of layers.
+struct Carry {
+  int position = 0;
+  int64_t tokens = 0;
+  std::shared_ptr<StreamSide> side;  // whose partial it is; null: nothing was left
+  const sys::Team* team = nullptr;   // that computes it
+};
+
+struct StreamSlot {
+  std::string where;
+  std::shared_ptr<StreamSide> side;
+  int position;
+  int64_t protected_k;
+  Carry* carry;           // of its chain
+  const sys::Team* team;  // only to be compared
+  DeferredSplit split;
+  // Null once dropped. Python may own it, so that only its threads drop it, never the poller.
+  std::shared_ptr<MoeLayer> layer;
+};
+
+struct StreamStats {
+  std::atomic<int64_t> entries{0}, immediate_jobs{0}, deferred_jobs{0}, carried{0};
+  std::atomic<int64_t> watchdog{0};  // done words written because a job took too long
+  std::atomic<int64_t> sleeps{0};    // of the poller
+};
+
+class StreamPoller {
+ public:
+  // `first` is the number of the entry before the first.
+  StreamPoller(std::shared_ptr<HostBuffer> buffer, uint64_t* ring, uint32_t* head, uint32_t entries,
+               std::chrono::nanoseconds watchdog, uint32_t first);
+  ~StreamPoller();  // stops
+  StreamPoller(const StreamPoller&) = delete;
+  StreamPoller& operator=(const StreamPoller&) = delete;
+
+  // What StreamEngine's functions of these names do.
+  int64_t add_slot(std::shared_ptr<MoeLayer> layer, std::string where,
+                   std::shared_ptr<StreamSide> side, int chain, int position, int64_t protected_k);
+  void drop_slot(int64_t slot);
+  bool drain(std::chrono::nanoseconds timeout);
+  void stop();
+  void wake();
+  Errors& errors() { return errors_; }
+  const StreamProgress& progress() const { return *progress_; }
+  const StreamStats& stats() const { return stats_; }
+
+ private:
+  struct Entry {
+    StreamSlot& slot;
+    uint32_t number;
+    int64_t since, tokens;
+  };
+  struct Running {
+    std::shared_ptr<StreamJob> job;
+    const StreamSlot* slot;
+    int64_t since;
+    bool watched;  // its GPU waits
+  };
+  enum class Out { kLeave, kZero };
+
+  void run() noexcept;
+  bool rung() const;  // whether the next entry is there
+  void take() noexcept;
+  void handle(uint32_t slot, uint32_t number) noexcept;
+  void start(const Entry& entry);
+  void submit(const Entry& entry, MoeLayer& layer, const Carry& carry);
+  void defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) noexcept;
+  void queue(const std::shared_ptr<StreamJob>& job, const Entry& entry, sys::Team& team,
+             bool watched);
+  void fail(const Entry& entry, Out out, std::initializer_list<std::string_view> why) noexcept;
+  bool wait_for(StreamSide& side, const Entry& entry) noexcept;
+  void retire() noexcept;
+  void watch(int64_t now) noexcept;
+  void idle() noexcept;
+  void sleep(std::chrono::nanoseconds time) noexcept;
+  StreamSlot* find(uint32_t slot);
+  void need_other_side(const StreamSlot& added) const;
+
+  const std::shared_ptr<HostBuffer> buffer_;
+  uint64_t* const ring_;
+  uint32_t* const head_;
+  const uint32_t mask_;
+  const int64_t watchdog_ns_;
+
+  // Of the poller's thread.
+  uint32_t next_;
+  int64_t last_ = 0;    // when something came
+  uint32_t woken_ = 0;  // value of wake_ that it has seen
+  std::vector<Running> running_;
+
+  std::atomic<uint32_t> wake_{0};
+  std::atomic<bool> asleep_{false}, stopping_{false};
+  std::atomic<bool> crowded_{false};  // a team leaves no CPU free
+  const std::shared_ptr<StreamProgress> progress_ = std::make_shared<StreamProgress>();
+  StreamStats stats_;
+  Errors errors_;
+
+  std::mutex mutex_;              // guards the next two, and StreamSlot::layer
+  std::deque<StreamSlot> slots_;  // addresses stay
+  std::map<int, Carry> chains_;   // their values belong to the poller
+
+  std::mutex thread_mutex_;
+  std::thread thread_;
+};
+
+}  // namespace kt

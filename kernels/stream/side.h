@@ -1,0 +1,81 @@
+// One set of buffers through which a GPU hands batches over and gets results back.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "host_buffer.h"
+#include "kt/types.h"
+
+namespace kt {
+
+// In one HostBuffer, each part 64-byte aligned and `done` on cache lines of its own:
+//   tokens   int32            of the batch
+//   done     uint32           number of the entry whose result is in `out`
+//   x        dtype[capacity, H]
+//   ids      int32[capacity, k]
+//   weights  float[capacity, k]
+//   out      dtype[capacity, H]
+//   partial  float[capacity, H]   sums handed to the next layer; only with_partial
+//
+// Who may touch what, and why it sees what the other one wrote (engine.h has the ring):
+//   1. GPU: writes tokens, x, ids and weights; system fence; one 8-byte store to the ring.
+//   2. Poller: acquire load of the entry, then reads tokens, ids and weights. The workers get the
+//      job from the team, which orders its submission before their reads of x.
+//   3. Workers: write out and leave the job with acquire-release; the last one writes `done` with
+//      release (on x86 a plain store after plain stores, which PCIe reads in that order).
+//   4. GPU: spins on a volatile load of `done` until it is its entry's number; system fence; reads
+//      out.
+// The GPU writes a side again only after 4, in the order of its stream. Deferred experts still read
+// x then, until the next layer's job: that layer needs another side (add_slot refuses the same),
+// and once it is done the first side is free. A pass that was aborted may break these rules: then x
+// can be torn, but ids and weights are private copies by the time a job reads them, so that nothing
+// is indexed with them that was not checked.
+class StreamSide : public std::enable_shared_from_this<StreamSide> {
+ public:
+  // Throws std::invalid_argument, std::bad_alloc.
+  StreamSide(int64_t capacity, int64_t hidden, int64_t top_k, DType dtype, bool with_partial);
+
+  int64_t capacity() const { return capacity_; }
+  int64_t hidden() const { return hidden_; }
+  int64_t top_k() const { return top_k_; }
+  DType dtype() const { return dtype_; }
+  const std::shared_ptr<HostBuffer>& buffer() const { return buffer_; }
+
+  int32_t* tokens() const { return at<int32_t>(0); }
+  uint32_t* done() const { return at<uint32_t>(done_); }
+  void* x() const { return at<void>(x_); }
+  int32_t* ids() const { return at<int32_t>(ids_); }
+  float* weights() const { return at<float>(weights_); }
+  void* out() const { return at<void>(out_); }
+  float* partial() const { return partial_ ? at<float>(partial_) : nullptr; }  // or null
+
+  void zero_out(int64_t tokens) const;
+  void ring(uint32_t number) const noexcept;  // writes `done`
+
+  // The engine whose poller serves it: the first that asks. False for any other.
+  bool belongs_to(const void* engine);
+
+  // What only the poller touches.
+  struct Private {
+    // [capacity, k], read by the jobs while in_flight > 0.
+    std::vector<int64_t> immediate, deferred;
+    std::vector<float> weights;
+    int in_flight = 0;  // jobs submitted on this side that it has not seen done
+  };
+  Private priv;
+
+ private:
+  template <class T> T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(buffer_->data() + offset);
+  }
+
+  const int64_t capacity_, hidden_, top_k_;
+  const DType dtype_;
+  int64_t done_ = 0, x_ = 0, ids_ = 0, weights_ = 0, out_ = 0, partial_ = 0;  // offsets
+  std::shared_ptr<HostBuffer> buffer_;
+  std::atomic<const void*> engine_{nullptr};
+};
+
+}  // namespace kt

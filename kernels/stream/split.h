@@ -1,0 +1,30 @@
+// Which routes of a batch a layer computes now, and which it leaves to the next one.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace kt {
+
+// select_deferred_experts of src/kt_kernel/routing.py, for a layer's ids. Keeps its scratch memory:
+// a split allocates nothing.
+class DeferredSplit {
+ public:
+  DeferredSplit(int64_t num_experts, int64_t top_k);
+
+  // All arrays are [tokens, top_k]. Per token the protected_k highest weights are protected (equal
+  // ones: the earlier; NaN is the highest). An expert that any token protects is immediate for all:
+  // its routes stay in `ids`, those of others move to `deferred`, and each has -1 where the other
+  // has an id. Ids that are no expert's become -1 in both.
+  void run(const float* weights, int64_t tokens, int64_t protected_k, int64_t* ids,
+           int64_t* deferred);
+
+ private:
+  void protect(const int64_t* ids, const float* weights, int64_t protected_k);
+  bool is_expert(int64_t id) const { return id >= 0 && id < int64_t(protected_.size()); }
+
+  const int64_t top_k_;
+  std::vector<uint8_t> protected_;  // by expert; all 0 between two runs
+  std::vector<int32_t> order_;      // of one token: its weights as integers of the same order
+};
+
+}  // namespace kt

@@ -1,0 +1,70 @@
+#include "sys/cuda_driver.h"
+
+#include <dlfcn.h>
+
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+namespace kt::sys {
+namespace {
+
+void need(bool good, const std::string& what) {
+  if (!good) throw std::invalid_argument(what);
+}
+
+std::string why() {
+  const char* text = dlerror();
+  return text ? text : "unknown error";
+}
+
+template <class F> void find(void* library, const std::string& name, const char* symbol, F& f) {
+  f = reinterpret_cast<F>(dlsym(library, symbol));
+  if (!f) throw std::runtime_error("the CUDA driver " + name + " has no " + symbol + ": " + why());
+}
+
+unsigned count(const char* name, int value, int least) {
+  need(value >= least, std::string(name) + " " + std::to_string(value) + "; " +
+                           std::to_string(least) + " or more is accepted");
+  return unsigned(value);
+}
+
+}  // namespace
+
+KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std::string kinds,
+                           const std::string& name)
+    : function_(function),
+      threads_(count("threads", threads, 1)),
+      shared_bytes_(count("shared_bytes", shared_bytes, 0)),
+      kinds_(std::move(kinds)) {
+  need(function != 0, "function 0; a CUfunction is needed");
+  need(kinds_.size() <= kMaxParameters, std::to_string(kinds_.size()) + " parameters; at most " +
+                                            std::to_string(kMaxParameters) + " are supported");
+  need(kinds_.find_first_not_of("pil") == std::string::npos,
+       "kinds \"" + kinds_ + "\"; p, i and l are accepted");
+  // Never closed: CUDA's own library holds the driver, too.
+  void* const library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library) throw std::runtime_error("the CUDA driver " + name + " cannot be loaded: " + why());
+  find(library, name, "cuLaunchKernel", driver_.launch);
+  find(library, name, "cuGetErrorName", driver_.error_name);
+  find(library, name, "cuGetErrorString", driver_.error_string);
+}
+
+void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values) const {
+  if (grid < 1 || grid > std::numeric_limits<int32_t>::max())
+    throw std::invalid_argument("a grid of " + std::to_string(grid) + " blocks");
+  void* parameters[kMaxParameters];
+  for (size_t i = 0; i < kinds_.size(); ++i) parameters[i] = values + i;
+  const int result =
+      driver_.launch(reinterpret_cast<void*>(function_), unsigned(grid), 1, 1, threads_, 1, 1,
+                     shared_bytes_, reinterpret_cast<void*>(stream), parameters, nullptr);
+  if (result == 0) return;
+  const char *name = nullptr, *text = nullptr;
+  driver_.error_name(result, &name);
+  driver_.error_string(result, &text);
+  throw std::runtime_error("cuLaunchKernel failed: " +
+                           (name ? std::string(name) : "CUresult " + std::to_string(result)) +
+                           (text ? std::string(", ") + text : ""));
+}
+
+}  // namespace kt::sys
