@@ -37,8 +37,8 @@ uint64_t parameter(char kind, PyObject* given, size_t i) {
   const long long value = PyLong_AsLongLong(given);
   if (value == -1 && PyErr_Occurred()) throw nb::python_error();
   if (kind == 'i' && value != int32_t(value))
-    throw std::out_of_range("parameter " + std::to_string(i) + " is " + std::to_string(value) +
-                            ", which is no int32");
+    throw std::overflow_error("parameter " + std::to_string(i) + " is " + std::to_string(value) +
+                              ", which is no int32");
   return uint64_t(value);
 }
 

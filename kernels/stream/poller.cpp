@@ -1,7 +1,6 @@
 #include "poller.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
@@ -26,6 +25,9 @@ constexpr int64_t kSpinNs = 2'000'000;
 constexpr nanoseconds kNap{50'000};
 constexpr int64_t kNapNs = 1'000'000'000;
 constexpr nanoseconds kSleep{500'000};
+// Instead of spinning, where a CPU is wanting.
+constexpr nanoseconds kShortNap{20'000};
+constexpr int64_t kInterruptedNs = 200'000, kCrowdedNs = 50'000'000;
 
 std::string seconds(int64_t ns) {
   char text[32];
@@ -161,6 +163,8 @@ void StreamPoller::take() noexcept {
   const uint64_t entry = std::atomic_ref(ring_[next_ & mask_]).load(std::memory_order_relaxed);
   const uint32_t number = next_++;
   last_ = sys::now_ns();
+  crowded(last_);
+  spun_ = 0;
   stats_.entries.fetch_add(1, std::memory_order_relaxed);
   progress_->pending.fetch_add(1, std::memory_order_relaxed);
   progress_->running.fetch_add(1, std::memory_order_relaxed);
@@ -317,12 +321,11 @@ bool StreamPoller::wait_for(StreamSide& side, const Entry& entry) noexcept {
     }
     if (now) watch(now);
     const auto done = [&] { return retire(), !side.priv.in_flight; };
-    const int64_t waited = now - entry.since;
     if (sys::spin_until(done, nanoseconds(crowded_ ? 1'000 : 20'000))) break;
-    if (waited > kSpinNs)
+    if (crowded_)
+      std::this_thread::sleep_for(kShortNap);
+    else if (now - entry.since > kSpinNs)
       std::this_thread::sleep_for(kNap);
-    else if (crowded_)
-      sched_yield();
   }
   return true;
 }
@@ -368,13 +371,24 @@ void StreamPoller::idle() noexcept {
     last_ = now;
   }
   const int64_t quiet = now - last_;
+  const bool naps = crowded(now);
   if (quiet > kSpinNs)
     sleep(quiet > kNapNs ? kSleep : kNap);
-  else if (crowded_.load(std::memory_order_relaxed))
-    sched_yield();
+  else if (naps)
+    sleep(kShortNap);
+  else
+    spun_ = now;
+}
+
+// Whether a spin would take the CPU from a worker, or be interrupted for long by what else runs
+// here, as this one was.
+bool StreamPoller::crowded(int64_t now) noexcept {
+  if (spun_ && now - spun_ > kInterruptedNs) crowded_until_ = now + kCrowdedNs;
+  return now < crowded_until_ || crowded_.load(std::memory_order_relaxed);
 }
 
 void StreamPoller::sleep(nanoseconds time) noexcept {
+  spun_ = 0;
   asleep_.store(true);
   if (wake_.load() == woken_ && !rung()) {
     stats_.sleeps.fetch_add(1, std::memory_order_relaxed);

@@ -93,6 +93,7 @@ class StreamPoller {
   void retire() noexcept;
   void watch(int64_t now) noexcept;
   void idle() noexcept;
+  bool crowded(int64_t now) noexcept;
   void sleep(std::chrono::nanoseconds time) noexcept;
   StreamSlot* find(uint32_t slot);
   void need_other_side(const StreamSlot& added) const;
@@ -105,8 +106,10 @@ class StreamPoller {
 
   // Of the poller's thread.
   uint32_t next_;
-  int64_t last_ = 0;    // when something came
-  uint32_t woken_ = 0;  // value of wake_ that it has seen
+  int64_t spun_ = 0;           // when it looked at the clock in a spin that still lasts, or 0
+  int64_t crowded_until_ = 0;  // other processes want its CPU
+  int64_t last_ = 0;           // when something came
+  uint32_t woken_ = 0;         // value of wake_ that it has seen
   std::vector<Running> running_;
 
   std::atomic<uint32_t> wake_{0};

@@ -33,6 +33,8 @@ constexpr size_t kLine = 128;
 constexpr nanoseconds kSpin{25'000};
 // With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
 constexpr nanoseconds kSpinOversubscribed{1'000};
+// How long nothing is expected (Team::expect_until) after a spin was interrupted.
+constexpr nanoseconds kCrowded{50'000'000};
 
 // A counter that one thread at a time advances and others wait for.
 struct alignas(kLine) Gate {
@@ -48,14 +50,16 @@ struct alignas(kLine) Gate {
   }
 
   // acquire: sees all that the opener wrote, or saw, before open(). Sleeps once `spin` is over and
-  // go_on() false, which is asked now and then.
-  template <class GoOn> void wait_past(uint32_t old, nanoseconds spin, GoOn go_on) {
+  // go_on() false, which is asked after every spin; returns whether it did.
+  template <class GoOn> bool wait_past(uint32_t old, nanoseconds spin, GoOn go_on) {
     do {
-      if (spin_until([&] { return count.load(std::memory_order_acquire) != old; }, spin)) return;
+      if (spin_until([&] { return count.load(std::memory_order_acquire) != old; }, spin))
+        return false;
     } while (go_on());
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     while (count.load(std::memory_order_seq_cst) == old) futex_wait(&count, old);
     sleepers.fetch_sub(1, std::memory_order_relaxed);  // only a hint for later wake-ups
+    return true;
   }
   void wait_past(uint32_t old, nanoseconds spin) {
     wait_past(old, spin, [] { return false; });
@@ -120,7 +124,7 @@ class Crew {
   void work(Worker& worker);
   void finish(Job* job);
   void publish(Job* job);
-  bool expects_work() const;
+  bool expects_work(int64_t& asked);
 
   const std::vector<PoolSpec> specs_;
   const uint32_t forks_ = forks();  // of another count belongs to a parent
@@ -135,6 +139,7 @@ class Crew {
 
   // In nanoseconds of the steady clock. relaxed everywhere: it only says how long to spin.
   alignas(kLine) std::atomic<int64_t> expected_until_{0};
+  std::atomic<int64_t> crowded_until_{0};  // other processes want the CPUs
 
   // Written under mutex_ while every worker is between two jobs, then released by job_gate_.
   Job* current_ = nullptr;  // null tells the workers to leave
@@ -205,7 +210,9 @@ void Crew::publish(Job* job) {
 void Crew::work(Worker& worker) {
   Pool& pool = pools_[static_cast<size_t>(worker.pool)];
   for (uint32_t seen = first_seen_;; ++seen) {
-    job_gate_.wait_past(seen, spin_, [this] { return expects_work(); });
+    int64_t asked = 0;
+    const bool slept = job_gate_.wait_past(seen, spin_, [&] { return expects_work(asked); });
+    if (asked && !slept) expects_work(asked);  // perhaps the last spin was interrupted
     Job* const job = current_;
     if (!job) return;
     job->run(worker);
@@ -213,10 +220,17 @@ void Crew::work(Worker& worker) {
   }
 }
 
-// Never with too few CPUs: whoever is to bring the work needs one.
-bool Crew::expects_work() const {
+// Asked after every spin of a wait, and when one succeeded; `asked`: when the last time, 0 at
+// first. Never with too few CPUs: whoever is to bring the work needs one. Where the system took the
+// CPU away from a spin, it would also come late to the work; it wakes sleepers sooner.
+bool Crew::expects_work(int64_t& asked) {
   const int64_t until = expected_until_.load(std::memory_order_relaxed);
-  return until && cpu_free_ && now_ns() < until;
+  if (!until || !cpu_free_) return false;
+  const int64_t now = now_ns();
+  if (asked && now - asked > 8 * spin_.count())
+    crowded_until_.store(now + kCrowded.count(), std::memory_order_relaxed);
+  asked = now;
+  return now < until && now >= crowded_until_.load(std::memory_order_relaxed);
 }
 
 // By the last worker to leave the job: what all of them wrote is seen by finished(), by waiters

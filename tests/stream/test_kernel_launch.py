@@ -1,0 +1,120 @@
+"""Launches through the driver, with a library of ours in its place."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_kernel import _C
+
+HERE = Path(__file__).parent
+UINT3 = ctypes.c_uint * 3
+
+
+class Last(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("grid", UINT3),
+        ("block", UINT3), ("shared", ctypes.c_uint), ("has_extra", ctypes.c_int),
+        ("values", ctypes.c_uint64 * 32),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to build the stand-in of the driver")
+    out = tmp_path_factory.mktemp("cuda") / "libfake.so"
+    command = ["gcc", "-shared", "-fPIC", "-O1", str(HERE / "fake_cuda.c"), "-o", str(out)]
+    subprocess.run(command, check=True)
+    return str(out)
+
+
+def state(fake: str, kinds: str) -> tuple[Last, Any]:
+    library = ctypes.CDLL(fake)
+    sizes = (ctypes.c_int * 32).in_dll(library, "sizes")
+    for i in range(32):
+        sizes[i] = {"i": 4}.get(kinds[i], 8) if i < len(kinds) else 0
+    result = ctypes.c_int.in_dll(library, "result")
+    result.value = 0
+    return Last.in_dll(library, "last"), result
+
+
+def test_arguments_arrive(fake: str) -> None:
+    kinds = "pilpi"
+    last, _ = state(fake, kinds)
+    kernel = _C.KernelLaunch(0x1234, 128, 4096, kinds, library=fake)
+    kernel.run(7, 2**48, 2**64 - 1, -(2**31), -(2**63), 0, 2**31 - 1)
+    assert (last.function, last.stream, last.shared, last.has_extra) == (0x1234, 2**48, 4096, 0)
+    assert (list(last.grid), list(last.block)) == ([7, 1, 1], [128, 1, 1])
+    assert list(last.values)[:5] == [2**64 - 1, 2**31, 2**63, 0, 2**31 - 1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 32])
+def test_any_number_of_parameters(fake: str, count: int) -> None:
+    last, _ = state(fake, "l" * count)
+    _C.KernelLaunch(1, 32, 0, "l" * count, library=fake).run(1, 0, *range(100, 100 + count))
+    assert list(last.values) == [*range(100, 100 + count), *[0] * (32 - count)]
+
+
+def test_what_the_driver_says(fake: str) -> None:
+    _, result = state(fake, "")
+    kernel = _C.KernelLaunch(1, 32, 0, "", library=fake)
+    result.value = 700
+    expected = "^cuLaunchKernel failed: CUDA_ERROR_FAKE, something was made up$"
+    with pytest.raises(RuntimeError, match=expected):
+        kernel.run(1, 0)
+    result.value = 999
+    with pytest.raises(RuntimeError, match="^cuLaunchKernel failed: CUresult 999$"):
+        kernel.run(1, 0)
+    result.value = 0
+    kernel.run(1, 0)
+
+
+def test_a_missing_driver(fake: str) -> None:
+    missing = "libkt-no-such-driver.so.1"
+    with pytest.raises(
+        RuntimeError, match=f"^the CUDA driver {missing} cannot be loaded: .*{missing}"
+    ):
+        _C.KernelLaunch(1, 32, 0, "", library=missing)
+    with pytest.raises(RuntimeError, match=r"^the CUDA driver libc.so.6 has no cuLaunchKernel: "):
+        _C.KernelLaunch(1, 32, 0, "", library="libc.so.6")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ((0, 32, 0, ""), "function 0"),
+        ((1, 0, 0, ""), "threads 0; 1 or more"),
+        ((1, 32, -1, ""), "shared_bytes -1; 0 or more"),
+        ((1, 32, 0, "pf"), 'kinds "pf"; p, i and l'),
+        ((1, 32, 0, "p" * 33), "33 parameters; at most 32"),
+    ],
+)
+def test_kernels_that_make_no_sense(fake: str, given: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        _C.KernelLaunch(*given, library=fake)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ((1, 0, 1), ValueError, "1 arguments for 2 parameters"),
+        ((1, 0, 1, 2, 3), ValueError, "3 arguments for 2 parameters"),
+        ((0, 0, 1, 2), ValueError, "a grid of 0 blocks"),
+        ((2**31, 0, 1, 2), ValueError, "a grid of 2147483648 blocks"),
+        ((1, 0, 1, 2**31), OverflowError, "parameter 1 is 2147483648, which is no int32"),
+        ((1, 0, -1, 2), OverflowError, None),
+        ((1, 0, 2**64, 2), OverflowError, None),
+        ((1, 0, 1.5, 2), TypeError, None),
+        ((1, 0, 1, None), TypeError, None),
+    ],
+)
+def test_launches_that_make_no_sense(fake: str, given: Any, error: Any, match: str) -> None:
+    kernel = _C.KernelLaunch(1, 32, 0, "pi", library=fake)
+    with pytest.raises(error, match=match):
+        kernel.run(*given)
