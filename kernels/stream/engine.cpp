@@ -111,6 +111,7 @@ std::map<std::string, int64_t> StreamEngine::stats() const {
   const StreamStats& s = p.stats();
   return {{"entries", s.entries},
           {"immediate_jobs", s.immediate_jobs},
+          {"empty", s.empty},
           {"deferred_jobs", s.deferred_jobs},
           {"carried", s.carried},
           {"running", p.progress().running},

@@ -25,6 +25,8 @@ constexpr int64_t kSpinNs = 2'000'000;
 constexpr nanoseconds kNap{50'000};
 constexpr int64_t kNapNs = 1'000'000'000;
 constexpr nanoseconds kSleep{500'000};
+// Threads that spin beside a team: this one, and the caller's while it waits for the GPU.
+constexpr int kWaiting = 2;
 // Instead of spinning, where a CPU is wanting.
 constexpr nanoseconds kShortNap{20'000};
 constexpr int64_t kInterruptedNs = 200'000, kCrowdedNs = 50'000'000;
@@ -33,6 +35,13 @@ std::string seconds(int64_t ns) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g s", double(ns) * 1e-9);
   return text;
+}
+
+// Whether the CPU has an expert of these routes.
+bool holds_any(const MoeLayer& layer, const int64_t* ids, int64_t routes) {
+  const std::vector<uint8_t>& here = layer.config().on_cpu;
+  return std::any_of(ids, ids + routes,
+                     [&](int64_t id) { return uint64_t(id) < here.size() && here[size_t(id)]; });
 }
 
 }  // namespace
@@ -56,7 +65,7 @@ int64_t StreamPoller::add_slot(std::shared_ptr<MoeLayer> layer, std::string wher
   const LayerConfig& config = layer->config();
   sys::Team& team = layer->team();
   const int cpus = std::min(int(sys::allowed_cpus().size()), sys::cpu_quota());
-  if (team.threads() >= cpus) crowded_ = true;
+  if (team.threads() + kWaiting > cpus) crowded_ = true;
   if (!thread_.joinable()) {
     const sys::SignalsBlocked blocked;
     thread_ = std::thread([this] { run(); });
@@ -71,23 +80,8 @@ int64_t StreamPoller::add_slot(std::shared_ptr<MoeLayer> layer, std::string wher
                    &team,
                    DeferredSplit(config.num_experts, config.top_k),
                    std::move(layer)};
-  need_other_side(added);
   slots_.push_back(std::move(added));
   return int64_t(slots_.size()) - 1;
-}
-
-// A layer that defers reads its x until the next one of its chain runs, whose batch must not be
-// written over it.
-void StreamPoller::need_other_side(const StreamSlot& added) const {
-  const auto overwrites = [](const StreamSlot& next, const StreamSlot& slot) {
-    return slot.protected_k < slot.side->top_k() && slot.position + 1 == next.position;
-  };
-  for (const StreamSlot& slot : slots_)
-    if (slot.carry == added.carry && slot.side == added.side && slot.layer &&
-        (overwrites(added, slot) || overwrites(slot, added)))
-      throw std::invalid_argument(added.where + ": its neighbour " + slot.where +
-                                  " has the same side; a layer that defers experts and the next "
-                                  "one need two");
 }
 
 void StreamPoller::drop_slot(int64_t slot) {
@@ -208,6 +202,10 @@ void StreamPoller::start(const Entry& entry) {
                        carry.tokens == tokens && carry.side &&
                        carry.side->dtype() == side.dtype() && carry.side->hidden() == side.hidden();
   if (!follows) carry = {};
+  // The layer before still reads x for what it deferred when this batch is written over it.
+  if (carry.side == slot.side)
+    return fail(entry, Out::kZero,
+                {"handed over in the buffers of the layer before, which defers"});
   // Jobs of one team run in order; those of another one may still be computing what is added.
   if (!wait_for(side, entry)) return;
   if (carry.side && carry.team != slot.team && !wait_for(*carry.side, entry)) return;
@@ -230,6 +228,16 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
   if (defers)
     slot.split.run(priv.weights.data(), tokens, slot.protected_k, priv.immediate.data(),
                    priv.deferred.data());
+  if (!carry.side && !holds_any(layer, priv.immediate.data(), routes)) {
+    side.zero_out(tokens);
+    ring(side, entry.number, *progress_);
+    stats_.empty.fetch_add(1, std::memory_order_relaxed);
+    if (defers)
+      defer(entry, layer,
+            {side.x(), side.dtype(), tokens, nullptr, priv.weights.data(), nullptr, nullptr,
+             nullptr});
+    return;
+  }
   const ForwardArgs args{side.x(),
                          side.dtype(),
                          tokens,
@@ -253,9 +261,7 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
 void StreamPoller::defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) noexcept {
   StreamSlot& slot = entry.slot;
   const std::vector<int64_t>& ids = slot.side->priv.deferred;
-  const std::vector<uint8_t>& here = layer.config().on_cpu;
-  const auto held = [&](int64_t id) { return id >= 0 && here[size_t(id)]; };
-  if (std::none_of(ids.data(), ids.data() + entry.tokens * slot.side->top_k(), held)) return;
+  if (!holds_any(layer, ids.data(), entry.tokens * slot.side->top_k())) return;
   args.ids = ids.data();
   args.out = nullptr;
   args.add = nullptr;

@@ -41,6 +41,7 @@ struct StreamSlot {
 
 struct StreamStats {
   std::atomic<int64_t> entries{0}, immediate_jobs{0}, deferred_jobs{0}, carried{0};
+  std::atomic<int64_t> empty{0};     // entries without a route to the CPU, answered without a job
   std::atomic<int64_t> watchdog{0};  // done words written because a job took too long
   std::atomic<int64_t> sleeps{0};    // of the poller
 };
@@ -96,7 +97,6 @@ class StreamPoller {
   bool crowded(int64_t now) noexcept;
   void sleep(std::chrono::nanoseconds time) noexcept;
   StreamSlot* find(uint32_t slot);
-  void need_other_side(const StreamSlot& added) const;
 
   const std::shared_ptr<HostBuffer> buffer_;
   uint64_t* const ring_;

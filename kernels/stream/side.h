@@ -28,10 +28,10 @@ namespace kt {
 //   4. GPU: spins on a volatile load of `done` until it is its entry's number; system fence; reads
 //      out.
 // The GPU writes a side again only after 4, in the order of its stream. Deferred experts still read
-// x then, until the next layer's job: that layer needs another side (add_slot refuses the same),
-// and once it is done the first side is free. A pass that was aborted may break these rules: then x
-// can be torn, but ids and weights are private copies by the time a job reads them, so that nothing
-// is indexed with them that was not checked.
+// x then, until the next layer's job: that layer needs another side (an error says so), and once it
+// is done the first side is free. A pass that was aborted may break these rules: then x can be
+// torn, but ids and weights are private copies by the time a job reads them, so that nothing is
+// indexed with them that was not checked.
 class StreamSide : public std::enable_shared_from_this<StreamSide> {
  public:
   // Throws std::invalid_argument, std::bad_alloc.

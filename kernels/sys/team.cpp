@@ -33,6 +33,8 @@ constexpr size_t kLine = 128;
 constexpr nanoseconds kSpin{25'000};
 // With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
 constexpr nanoseconds kSpinOversubscribed{1'000};
+// Threads that spin while work is expected: who brings it, and who waits for what comes of it.
+constexpr int kBringers = 2;
 // How long nothing is expected (Team::expect_until) after a spin was interrupted.
 constexpr nanoseconds kCrowded{50'000'000};
 
@@ -136,6 +138,7 @@ class Crew {
   nanoseconds spin_ = kSpin, wait_spin_ = kSpin;
   uint32_t first_seen_ = 0;  // openings of job_gate_ that happened before
   bool cpu_free_ = false;    // while all threads run
+  bool cpus_free_ = false;   // also for those who bring work, see expects_work()
 
   // In nanoseconds of the steady clock. relaxed everywhere: it only says how long to spin.
   alignas(kLine) std::atomic<int64_t> expected_until_{0};
@@ -221,11 +224,11 @@ void Crew::work(Worker& worker) {
 }
 
 // Asked after every spin of a wait, and when one succeeded; `asked`: when the last time, 0 at
-// first. Never with too few CPUs: whoever is to bring the work needs one. Where the system took the
-// CPU away from a spin, it would also come late to the work; it wakes sleepers sooner.
+// first. Never with too few CPUs: whoever is to bring the work needs them. Where the system took
+// the CPU away from a spin, it would also come late to the work; it wakes sleepers sooner.
 bool Crew::expects_work(int64_t& asked) {
   const int64_t until = expected_until_.load(std::memory_order_relaxed);
-  if (!until || !cpu_free_) return false;
+  if (!until || !cpus_free_) return false;
   const int64_t now = now_ns();
   if (asked && now - asked > 8 * spin_.count())
     crowded_until_.store(now + kCrowded.count(), std::memory_order_relaxed);
@@ -314,6 +317,7 @@ void Crew::start() {
   }
   spin_ = oversubscribed ? kSpinOversubscribed : kSpin;
   cpu_free_ = !oversubscribed && team < cpus;
+  cpus_free_ = !oversubscribed && team + kBringers <= cpus;
   wait_spin_ = cpu_free_ ? kSpin : kSpinOversubscribed;
 
   // relaxed: only written under mutex_

@@ -47,6 +47,29 @@ def test_a_pass_is_that_of_the_layer(dtype: int, tokens: int) -> None:
     assert (stats["entries"], stats["immediate_jobs"], stats["errors"]) == (3, 3, 0)
 
 
+@pytest.mark.parametrize("protected_k", [1, TOP_K])
+def test_a_batch_without_work_takes_no_threads(protected_k: int) -> None:
+    layer = make_layer(cpu_slots=[True] * 3 + [False] * 3)
+    gpu, sides = Gpu(), [Side(), Side()]
+    slots = [gpu.add(layer, side, i, protected_k) for i, side in enumerate(sides)]
+    x, ids, weights = make_batch(5, 1)
+    for nobody in (-1, 3, 5, EXPERTS, 2**31 - 1, -(2**31)):
+        ids[:] = nobody
+        assert not gpu.call(slots[0], sides[0], (x, ids, weights)).any()
+    gpu.drain()
+    stats = gpu.engine.stats()
+    assert (stats["empty"], stats["immediate_jobs"], stats["deferred_jobs"]) == (6, 0, 0)
+    ids[:], ids[2, 1] = -1, 2
+    weights[2, 1] = 0.0  # the least: deferred, unless all are immediate
+    weights[2, 0] = weights[2, 2] = 1.0
+    gpu.call(slots[0], sides[0], (x, ids, weights))
+    gpu.call(slots[1], sides[1], (x, ids, weights))
+    gpu.drain()
+    stats = gpu.engine.stats()
+    assert (stats["deferred_jobs"] == 0) == (protected_k == TOP_K)
+    assert stats["immediate_jobs"] == (2 if protected_k == TOP_K else 1)
+
+
 def one_pass(gpu: Gpu, slots: list[int], sides: list[Side], batches: list[Any]) -> list[Any]:
     outs = []
     for i, (slot, batch) in enumerate(zip(slots, batches, strict=True)):

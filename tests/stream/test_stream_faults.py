@@ -212,13 +212,17 @@ def test_slots_that_do_not_fit() -> None:
     refused("chain -1", chain=-1)
     refused("position -1", position=-1)
     other, side = Gpu(), Side()
-    other.add(make_layer(), side, 1, 0)
-    for position in (0, 2):  # of which the former defers to 1, and 1 to the latter
-        with pytest.raises(ValueError, match="neighbour layer 1 has the same side"):
-            other.add(make_layer(), side, position, 0)
-    other.add(make_layer(), side, 2, 0, chain=1)
-    other.add(make_layer(), side, 0, TOP_K)
+    other.add(make_layer(), side)
     refused("belongs to another engine", side=side)
+
+
+def test_two_layers_in_turn_need_two_sides_to_defer() -> None:
+    gpu, side = Gpu(), Side()
+    first, second = (gpu.add(make_layer(seed=i), side, i, 1 - i or TOP_K) for i in range(2))
+    assert not gpu.call(first, side, make_batch(4, 1)).all()
+    assert not gpu.call(second, side, make_batch(4, 2)).any()
+    with pytest.raises(RuntimeError, match="^layer 1: handed over in the buffers of the layer"):
+        gpu.engine.raise_error()
 
 
 def test_a_layer_that_is_not_loaded() -> None:
