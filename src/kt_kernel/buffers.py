@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import operator
 import os
+import sys
 import threading
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -211,7 +212,9 @@ def clear_buffer_cache() -> int:
     """Frees the buffers that no pending call uses; returns their bytes."""
     reap()
     with _lock:
-        return _free.clear() + _results.clear()
+        freed = _free.clear() + _results.clear()
+    engine = sys.modules.get("kt_kernel.device.engine")  # not loaded before a GPU is used
+    return freed + (engine.clear_banks() if engine is not None else 0)
 
 
 def _finish_all() -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from . import buffers
 from .base import BaseMoEWrapper
 from .chain import join_chain, model_scope
-from .routing import select_deferred_experts
+from .routing import hot_routes, select_deferred_experts
 from .settings import LayerSettings, check_settings
+from .streams import on_stream
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
+
+if TYPE_CHECKING:
+    from .device.layer import Batch, LayerStream
 
 __all__ = ["BaseMoEWrapper", "InferenceMoEWrapper", "KTMoEWrapper", "model_scope"]
 
@@ -22,12 +26,17 @@ _UNSYNCED = 4  # submits of one layer that may wait for their sync
 
 
 class _Pending(NamedTuple):
-    """A submitted forward whose result was not asked for yet."""
+    """A submitted forward whose result was not asked for yet.
+
+    What it needs is either on the CPU, in ``out`` [T, H], once ``call`` is done (None: nothing to
+    compute), or comes to the device with ``batch``.
+    """
 
     key: tuple[Any, ...]  # address, tokens, dtype and device of the hidden states
     tokens: int
-    out: torch.Tensor  # [T, H] on the CPU
-    call: buffers.Call | None  # None: there was nothing to compute
+    out: torch.Tensor | None = None
+    call: buffers.Call | None = None
+    batch: Batch | None = None
 
 
 class InferenceMoEWrapper(BaseMoEWrapper):
@@ -43,6 +52,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         self._pending: list[_Pending] = []
         self._dropped = False  # whether a result was, since nobody asked for it
         self._chain = join_chain(self, s.layer_idx, (s.hidden_size, s.num_experts_per_tok, s.pools))
+        self._checked: Any = None  # what was right about the last batch
+        self._checked_tokens = 0
+        self._streams: dict[torch.device, LayerStream] = {}
 
     select_deferred_experts = staticmethod(select_deferred_experts)
 
@@ -60,13 +72,40 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             topk_ids: [T, k] slots, any integer dtype; ids outside 0 … E-1 and slots on the GPU
                 are skipped.
             topk_weights: [T, k], any float dtype.
-            cuda_stream: handle of the stream on which CUDA tensors are ready; None: the current.
+            cuda_stream: the stream on which CUDA tensors are ready, a handle or a torch stream;
+                None: the current one.
+
+        On CUDA the batch is handed over by a kernel on that stream, without waiting; it may be
+        captured in a graph (by then a batch of that size, or a larger one, must have run once).
 
         Raises:
-            RuntimeError: before loading, or while a CUDA graph is being captured.
+            RuntimeError: before loading, or an earlier batch failed on the CPU, or what a capture
+                needs is not there.
             TypeError, ValueError: wrong types, shapes or dtypes. Nothing was started then.
         """
         self._submit(hidden, topk_ids, topk_weights, cuda_stream, copy=True)
+
+    def submit_and_split(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        cuda_stream: Any = None,
+        *,
+        slot_map: torch.Tensor,
+        cold_slot: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`submit_forward` that returns the routes of the experts on the GPU too.
+
+        They are those of `routing.hot_routes`, slot_map being int32 [E] on the device of hidden; on
+        CUDA the kernel that hands over the batch writes them.
+        """
+        split = slot_map, cold_slot
+        routes = self._submit(hidden, topk_ids, topk_weights, cuda_stream, True, split)
+        if routes is None:
+            with on_stream(topk_ids.device, cuda_stream):
+                routes = hot_routes(topk_ids, topk_weights, *split)
+        return routes
 
     def sync_forward(
         self, hidden: torch.Tensor | None = None, cuda_stream: Any = None
@@ -84,24 +123,51 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         same batch size, dtype and device.
 
         Raises:
-            RuntimeError: without a submit.
+            RuntimeError: without a submit, or an earlier batch failed on the CPU.
             ValueError: no waiting result is that of ``hidden``.
         """
         pending = self._find(hidden)
         self._pending.remove(pending)
+        if pending.batch is not None:
+            return pending.batch.collect(cuda_stream)
         if pending.call is not None:
             pending.call.wait()
         device = pending.key[-1]
         if device.type == "cpu":
             return pending.out
         shape = (pending.tokens, self._settings.hidden_size)
-        with _on_stream(device, cuda_stream):
+        with on_stream(device, cuda_stream):
             result = buffers.device_result(
                 self._buffer_key(pending.tokens, pending.out.dtype, device), shape,
                 pending.out.dtype, device,
             )  # fmt: skip
             result.copy_(pending.out)
         return result
+
+    def sync_and_add(
+        self,
+        hidden: torch.Tensor,
+        hot: torch.Tensor | None = None,
+        cuda_stream: Any = None,
+        *,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """`sync_forward` that adds the sum of the experts on the GPU: scale * (result + hot).
+
+        hot: [T, H], contiguous, in the dtype and on the device of ``hidden``; on CUDA it may be
+        written over and returned. None: there is none. Returns [T, H] that belongs to the caller.
+        """
+        pending = self._find(hidden)
+        if pending.batch is not None:
+            self._pending.remove(pending)
+            return pending.batch.collect_and_add(hot, cuda_stream, scale)
+        total = self.sync_forward(hidden, cuda_stream)
+        with on_stream(pending.key[-1], cuda_stream):
+            if hot is not None:
+                total = hot + total
+            elif total.device.type != "cpu":  # a buffer that serves again
+                total = total.clone()
+            return total if scale == 1.0 else total * scale
 
     def forward(
         self,
@@ -123,7 +189,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         topk_weights: torch.Tensor,
         cuda_stream: Any,
         copy: bool,
-    ) -> None:
+        split: tuple[torch.Tensor, int] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns the routes that ``split`` asks for where a kernel wrote them, else None."""
         s = self._settings
         if not self._loaded:
             raise RuntimeError(
@@ -132,14 +200,27 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             )
         tokens = self._check_inputs(hidden, topk_ids, topk_weights)
         device, dtype = hidden.device, hidden.dtype
-        batch = (tokens, device, buffers.generation())
-        previous = self._chain.take(self, batch)
+        key = (hidden.data_ptr(), tokens, dtype, device)
+        if tokens and device.type == "cuda" and (stream := self._stream_on(device)) is not None:
+            batch, routes = stream.submit(
+                hidden, topk_ids, topk_weights, tokens, cuda_stream, self._chain_place(),
+                deferring=s.max_deferred > 0, split=split,
+            )  # fmt: skip
+            self._remember(_Pending(key, tokens, batch=batch))
+            return routes
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{s.where}: {tokens} tokens on {device}: nothing can be captured in a CUDA graph "
+                "there; start the engine without CUDA graphs (eager mode)"
+            )
+        batch_key = (tokens, device, buffers.generation())
+        previous = self._chain.take(self, batch_key)
         deferring = s.max_deferred > 0 and not self._chain.is_last(self)
         out = torch.empty((tokens, s.hidden_size), dtype=dtype, device="cpu")
         call = None
         if tokens:
             copy = copy or deferring or device.type != "cpu"
-            with _on_stream(device, cuda_stream):
+            with on_stream(device, cuda_stream):
                 x, ids, weights, snapshot = self._inputs(
                     hidden, topk_ids, topk_weights, tokens, copy
                 )
@@ -153,15 +234,46 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 if deferred is not None and bool((deferred >= 0).any()):
                     partial = torch.empty(out.shape, dtype=torch.float32, device="cpu")
                     self._start(x, deferred, weights, snapshot, partial=partial)
-                    self._chain.offer(self, batch, partial)
+                    self._chain.offer(self, batch_key, partial)
             finally:
                 if snapshot is not None:
                     buffers.release_snapshot(snapshot)
-        key = (hidden.data_ptr(), tokens, dtype, device)
-        waiting = [p for p in self._pending if p.key != key]
+        self._remember(_Pending(key, tokens, out, call))
+        return None
+
+    def _remember(self, pending: _Pending) -> None:
+        waiting = [p for p in self._pending if p.key != pending.key]
         self._dropped |= len(waiting) >= _UNSYNCED
         self._pending = waiting[1 - _UNSYNCED :]
-        self._pending.append(_Pending(key, tokens, out, call))
+        self._pending.append(pending)
+
+    def _stream_on(self, device: torch.device) -> LayerStream | None:
+        """The layer's way to a CUDA device; None where batches are copied, see `engine_of`."""
+        stream = self._streams.get(device)
+        if stream is None:
+            from .device.engine import engine_of  # not needed without a GPU, as Triton is not
+
+            engine = engine_of(device)
+            if engine is None:
+                return None
+            from .device.layer import LayerStream
+
+            s = self._settings
+            engine.warn_of_threads(sum(s.pools.threads))
+            stream = self._streams[device] = LayerStream(
+                engine, self._core, s.where, self._chain, experts=s.num_experts,
+                hidden=s.hidden_size, top_k=s.num_experts_per_tok,
+                smallest=max((s.max_tokens, *buffers.get_capture_batch_sizes())),
+            )  # fmt: skip
+            weakref.finalize(self, stream.close).atexit = False
+        return stream
+
+    def _chain_place(self) -> tuple[int, int]:
+        """Position in the chain, and how many routes of a token are not deferred."""
+        s = self._settings
+        deferring = s.max_deferred > 0 and not self._chain.is_last(self)
+        k = s.num_experts_per_tok
+        return self._chain.position(self), max(k - s.max_deferred, 0) if deferring else k
 
     def _start(
         self,
@@ -227,6 +339,16 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         latest = self._pending[-1]
         if hidden is None:
             return latest
+        if type(hidden) is torch.Tensor and not hidden.is_nested:  # the usual case, quickly
+            for pending in reversed(self._pending):
+                address, tokens, dtype, device = pending.key
+                if (
+                    hidden.dtype == dtype and hidden.dim() > 0
+                    and hidden.numel() == tokens * s.hidden_size
+                    and hidden.shape[-1] == s.hidden_size and hidden.device == device
+                    and hidden.data_ptr() == address
+                ):  # fmt: skip
+                    return pending
         need_tensor(f"{s.where}: hidden", hidden)
         tokens = self._check_hidden(hidden)
         key = (hidden.data_ptr(), tokens, hidden.dtype, hidden.device)
@@ -261,6 +383,23 @@ class InferenceMoEWrapper(BaseMoEWrapper):
 
     def _check_inputs(self, hidden: Any, topk_ids: Any, topk_weights: Any) -> int:
         """Checks everything that can be wrong with a batch; returns T."""
+        try:  # a batch like the last one; checking takes longer than starting it
+            seen = (
+                *(type(t) for t in (hidden, topk_ids, topk_weights)),
+                hidden.shape, hidden.dtype, hidden.layout, hidden.device, hidden.is_nested,
+                topk_ids.shape, topk_ids.dtype, topk_ids.layout, topk_ids.device,
+                topk_ids.is_nested, topk_weights.shape, topk_weights.dtype, topk_weights.layout,
+                topk_weights.device, topk_weights.is_nested,
+            )  # fmt: skip
+        except (AttributeError, RuntimeError):  # `_check_each` says what it is
+            seen = None
+        if seen is not None and seen == self._checked:
+            return self._checked_tokens
+        tokens = self._check_each(hidden, topk_ids, topk_weights)
+        self._checked, self._checked_tokens = seen, tokens
+        return tokens
+
+    def _check_each(self, hidden: Any, topk_ids: Any, topk_weights: Any) -> int:
         s = self._settings
         k = s.num_experts_per_tok
         for name, tensor in (
@@ -281,11 +420,6 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         if not topk_weights.is_floating_point():
             raise ValueError(
                 f"{s.where}: topk_weights has dtype {topk_weights.dtype}; accepted: float dtypes"
-            )
-        if hidden.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{s.where}: capture in a CUDA graph is not supported yet; start the engine "
-                "without CUDA graphs (eager mode)"
             )
         return tokens
 
@@ -413,17 +547,3 @@ for _name, _instead in (
     ("update_lora_weights", "inference has no LoRA weights"),
 ):
     setattr(InferenceMoEWrapper, _name, _fine_tuning_only(_name, _instead))
-
-
-def _on_stream(device: torch.device, stream: Any) -> Any:
-    """Makes ``stream`` (a handle, a torch stream or None) current for copies on ``device``.
-
-    Copies to and from pageable host memory wait for the stream, so the host sees their data.
-    """
-    if device.type != "cuda" or stream is None:
-        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    if stream == 0:  # ExternalStream would take 0 for "any stream"
-        stream = torch.cuda.default_stream(device)
-    elif isinstance(stream, int):
-        stream = torch.cuda.ExternalStream(stream, device=device)
-    return torch.cuda.stream(stream)

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .machine_cache import cache_file, read_cache, write_cache
 from .variant import debug, native
 
 MAX_THREADS = 4096
 MAX_POOLS = 64
+SPARE_CORES = 2  # beside a CUDA device: the thread that polls for it, and the engine's own
 _GOOD_ENOUGH = 0.97  # share of the best bandwidth that a thread count must reach
 
 
@@ -35,7 +38,8 @@ def plan_pools(
 
     Args:
         cpuinfer_threads: total over all pools, the remainder to the first ones; None: the count
-            that saturates the read bandwidth, probed once.
+            that saturates the read bandwidth, probed once; where the process uses a CUDA device
+            already, two less than there are cores at most.
         threadpool_count: pools; None: the length of ``numa_nodes``, else one per node in use (at
             most one per thread). More pools than nodes are legal, the nodes are then repeated.
         numa_nodes: node of each pool.
@@ -67,6 +71,8 @@ def plan_pools(
     threads = cpuinfer_threads
     if threads is None:
         threads = max(default_thread_count(), pools)
+        if torch.cuda.is_initialized():  # threads that wait for the device must not be in the way
+            threads = max(min(threads, usable_cores() - SPARE_CORES), pools)
     if threads < pools:
         raise ValueError(
             f"cpuinfer_threads={threads} is less than threadpool_count={pools}; every pool needs "

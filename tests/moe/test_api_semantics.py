@@ -546,21 +546,3 @@ def test_debug_output():
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert "kernel tables" in done.stderr and "layer 0: BF16" in done.stderr
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_tensors_eagerly(loaded):
-    hidden, ids, weights = CASE.batch(4, torch.bfloat16)
-    wanted = loaded.forward(hidden, ids, weights)
-    on_gpu = [t.cuda() for t in (hidden, ids, weights)]
-    stream = torch.cuda.current_stream().cuda_stream
-    first = loaded.forward(*on_gpu, stream)
-    assert first.device == on_gpu[0].device and torch.equal(first.cpu(), wanted)
-    loaded.submit_forward(on_gpu[0] * 2, *on_gpu[1:], stream)
-    second = loaded.sync_forward(None, stream)
-    assert torch.equal(first.cpu(), wanted)  # valid until the next-but-one submit
-    assert loaded.forward(*on_gpu, stream).data_ptr() == first.data_ptr() != second.data_ptr()
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="not supported yet"), torch.cuda.graph(graph):
-        loaded.forward(*on_gpu, torch.cuda.current_stream().cuda_stream)
-    assert torch.equal(loaded.forward(*on_gpu, None).cpu(), wanted)

@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import subprocess
@@ -165,3 +166,16 @@ def test_no_writable_cache(core, tmp_path, monkeypatch):
 
     monkeypatch.setattr(machine_cache.Path, "home", no_home)
     assert probe_again() == 4
+
+
+@pytest.mark.parametrize(
+    ("measured", "threads"), [(1, (1, 1)), (5, (3, 2)), (7, (3, 3)), (8, (3, 3))]
+)
+def test_two_cores_are_left_beside_a_gpu(core, monkeypatch, measured, threads):
+    """Those threads that wait for it would take them from the CPU's."""
+    monkeypatch.setattr(pools, "default_thread_count", functools.cache(lambda: measured))
+    monkeypatch.setattr(pools.torch.cuda, "is_initialized", lambda: True)
+    assert plan_pools(None, 2, None).threads == threads
+    assert sum(plan_pools(8, 2, None).threads) == 8  # what is given counts
+    monkeypatch.setattr(pools.torch.cuda, "is_initialized", lambda: False)
+    assert sum(plan_pools(None, 2, None).threads) == max(measured, 2)

@@ -1,0 +1,63 @@
+"""What the hand-over asks of CUDA: pinned memory, compiled kernels, whether a graph is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..variant import native
+
+_PORTABLE_AND_MAPPED = 0x1 | 0x2  # flags of cudaHostRegister
+_SCRATCH = 2  # pointers that Triton's kernels take after their own arguments; ours need no memory
+
+
+class CudaBackend:
+    """One CUDA device. Raises RuntimeError naming CUDA's error where a call fails."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def pin(self, buffer: Any) -> None:
+        """Lets the device read and write a HostBuffer at the addresses it has on the host."""
+        status = self._runtime("cudaHostRegister", buffer.address, buffer.nbytes)
+        if status != 0:
+            raise RuntimeError(
+                f"{self.device}: {buffer.nbytes / 1e6:.1f} MB of host memory cannot be pinned: "
+                f"{torch.cuda.cudart().cudaGetErrorString(status)} (see ulimit -l, and the memory "
+                "limit of the container)"
+            )
+
+    def unpin(self, buffer: Any) -> None:
+        self._runtime("cudaHostUnregister", buffer.address)
+
+    def _runtime(self, name: str, *arguments: int) -> Any:
+        runtime = torch.cuda.cudart()
+        flags = (_PORTABLE_AND_MAPPED,) if name == "cudaHostRegister" else ()
+        with torch.cuda.device(self.device):
+            return getattr(runtime, name)(*arguments, *flags)
+
+    def compile(
+        self, function: Any, arguments: Sequence[torch.dtype | int], warps: int, **constants: Any
+    ) -> Any:
+        """A KernelLaunch of a Triton kernel: ``run(programs, stream, *addresses and int32s)``.
+
+        arguments: of each parameter that is no constant, the dtype it points to, or 0 for an int32.
+        Every address must be a multiple of 16.
+        """
+        with torch.cuda.device(self.device):
+            kernel = function.warmup(
+                *(argument or 1 for argument in arguments), grid=(1,), num_warps=warps, **constants
+            )
+            kernel._init_handles()  # loads it; nothing may be loaded while a graph is captured
+        kinds = "".join("p" if argument else "i" for argument in arguments) + "p" * _SCRATCH
+        return native().KernelLaunch(
+            kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, kinds
+        )
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)

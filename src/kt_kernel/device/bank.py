@@ -1,0 +1,135 @@
+"""Memory of the batches that go between a device and the CPU, shared by the layers of a model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..tensors import DTYPES
+from ..variant import native
+
+_CELL = 2  # int32 per side in device memory: programs that arrived, number of the last entry
+_CACHE_LINE = 16  # int32
+_KEPT_VIEWS = 512  # tokens
+
+
+class BankKey(NamedTuple):
+    """All that shapes a bank's memory."""
+
+    dtype: torch.dtype
+    hidden: int
+    top_k: int
+    deferring: bool
+    capacity: int = 0  # tokens; 0: any
+
+
+class Side:
+    """Memory of one batch under way: pinned, and a cell of counters on the device."""
+
+    def __init__(self, core: Any, cell: torch.Tensor) -> None:
+        self.core = core  # the compiled core's StreamSide
+        self.cell = cell  # int32 [_CELL]
+        # Addresses in the order in which the kernels take them.
+        self.inputs = (
+            core.x_address, core.ids_address, core.weights_address, core.tokens_address,
+            cell.data_ptr(),
+        )  # fmt: skip
+        self.answer = (core.out_address, core.done_address, cell.data_ptr())
+
+
+class Rows:
+    """Device memory whose first rows are handed out, as the same tensor for the same number."""
+
+    def __init__(self, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):  # or it could not be written outside of it
+            self._whole = torch.empty((capacity, width), dtype=dtype, device=device)
+        self._first: dict[int, torch.Tensor] = {}
+
+    def of(self, tokens: int) -> torch.Tensor:
+        found = self._first.get(tokens)
+        if found is None:
+            found = self._whole[:tokens]
+            if tokens <= _KEPT_VIEWS:  # of decode; prompts have too many sizes
+                self._first[tokens] = found
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return self._whole.nbytes
+
+
+class Bank:
+    """The two sides that the layers of a model use in turns, for batches of up to ``capacity``.
+
+    In turns, so that the next layer's batch is not written where the CPU still computes what the
+    layer before deferred, and so that two submits of one layer may wait for their results.
+    """
+
+    def __init__(self, backend: Any, key: BankKey) -> None:
+        self.key = key
+        self.capacity = key.capacity
+        self.captured = False  # by a graph: the memory must stay where it is for ever
+        self._backend = backend
+        self._turn = 0
+        self._last_position = -1
+        self._results: list[Rows] = []
+        self._routes: dict[tuple[int, torch.dtype], Rows] = {}
+        cells = torch.zeros((2, _CACHE_LINE), dtype=torch.int32, device=backend.device)
+        self.sides: list[Side] = []
+        try:
+            for cell in cells:
+                core = native().StreamSide(
+                    key.capacity, key.hidden, key.top_k, DTYPES[key.dtype], key.deferring
+                )
+                backend.pin(core.buffer)
+                self.sides.append(Side(core, cell[:_CELL]))
+        except BaseException:
+            self.free()
+            raise
+
+    def next_side(self, position: int) -> int:
+        """The side for the batch that the layer at this position of its chain submits now."""
+        if position <= self._last_position:  # a new pass
+            self._turn ^= 1
+        self._last_position = position
+        return (position + self._turn) & 1
+
+    def result(self, tokens: int) -> torch.Tensor:
+        """A device buffer [tokens, hidden], valid until the next call but one."""
+        if not self._results:
+            self._results = [self._rows(self.key.hidden, self.key.dtype) for _ in self.sides]
+        self._results.reverse()
+        return self._results[0].of(tokens)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `result` has its memory already."""
+        return bool(self._results)
+
+    def routes(self, side: int, dtype: torch.dtype, tokens: int) -> torch.Tensor:
+        """A device buffer [tokens, k] for routes, valid until the side's next batch."""
+        rows = self._routes.get((side, dtype))
+        if rows is None:
+            if self._backend.capturing():  # it would lie in the graph's own memory
+                return torch.empty(
+                    (tokens, self.key.top_k), dtype=dtype, device=self._backend.device
+                )
+            rows = self._routes[side, dtype] = self._rows(self.key.top_k, dtype)
+        return rows.of(tokens)
+
+    def _rows(self, width: int, dtype: torch.dtype) -> Rows:
+        return Rows(self.capacity, width, dtype, self._backend.device)
+
+    @property
+    def nbytes(self) -> int:
+        rows = (*self._results, *self._routes.values())
+        return sum(side.core.buffer.nbytes for side in self.sides) + sum(r.nbytes for r in rows)
+
+    def free(self) -> None:
+        """Takes the memory from the device, which must not use it any more."""
+        for side in self.sides:
+            self._backend.unpin(side.core.buffer)
+        self.sides.clear()
+        self._results.clear()
+        self._routes.clear()

@@ -1,0 +1,155 @@
+"""Per device: the compiled core's polling thread with its ring, the kernels, and the banks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import weakref
+from typing import Any
+
+import torch
+
+from ..pools import SPARE_CORES, usable_cores
+from ..variant import native
+from . import backend as cuda
+from .bank import Bank, BankKey
+
+WATCHDOG_VARIABLE = "KT_WATCHDOG_SECONDS"
+_WATCHDOG_SECONDS = 300.0
+_ENTRIES = 4096  # of the ring: a power of two, far above kernels.ROOM_CHECK
+_DRAIN_SECONDS = 5.0
+_SMALLEST_BANK = 16
+
+_logger = logging.getLogger("kt_kernel.device")
+_engines: dict[torch.device, DeviceEngine | None] = {}  # None: this device cannot
+
+
+class DeviceEngine:
+    """What the layers on one device share. ``core`` is the compiled StreamEngine."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.core = native().StreamEngine(_ENTRIES, watchdog_seconds())
+        backend.pin(self.core.buffer)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=backend.device)
+        self.launches: dict[Any, Any] = {}  # compiled kernels, by what they were compiled for
+        # By the number of the chain that uses them, and by their keys without a capacity.
+        self._banks: dict[int, dict[BankKey, list[Bank]]] = {}
+        self._idle: list[Bank] = []  # whose chains are gone
+        self._warned = False
+
+    def banks(self, chain: Any, key: BankKey) -> list[Bank]:
+        """The banks of a chain, smallest first; the list grows with `add_bank`."""
+        kinds = self._banks.get(chain.number)
+        if kinds is None:
+            kinds = self._banks[chain.number] = {}
+            weakref.finalize(chain, self._retire, chain.number).atexit = False
+        return kinds.setdefault(key, [])
+
+    def add_bank(self, banks: list[Bank], key: BankKey, smallest: int, tokens: int) -> Bank:
+        """Adds one for ``tokens`` tokens, more than the others have room for.
+
+        RuntimeError while a graph is captured, or when there is no memory for one.
+        """
+        if self.backend.capturing():
+            raise RuntimeError(
+                f"{self.backend.device}: a batch of {tokens} tokens is captured in a CUDA graph "
+                "but has no memory yet; run a batch of that size once before the capture, or "
+                "announce it with set_capture_batch_sizes before the first batch"
+            )
+        capacity = max(smallest, _SMALLEST_BANK)
+        while capacity < tokens:
+            capacity *= 2
+        wanted = key._replace(capacity=capacity)
+        bank = next((bank for bank in self._idle if bank.key == wanted), None)
+        if bank is not None:
+            self.backend.synchronize()  # its last user may have left something under way
+            self._idle.remove(bank)
+        else:
+            bank = Bank(self.backend, wanted)
+        banks.append(bank)
+        return bank
+
+    def _retire(self, number: int) -> None:
+        # What a graph has captured stays for good, since nobody tells when a graph is gone.
+        for banks in self._banks.pop(number, {}).values():
+            self._idle += [bank for bank in banks if not bank.captured]
+
+    def clear(self) -> int:
+        """Frees the banks that no chain uses and no graph has captured; returns their bytes."""
+        if not self._idle or self.backend.capturing():
+            return 0
+        self.backend.synchronize()
+        idle, self._idle = self._idle, []
+        freed = sum(bank.nbytes for bank in idle)
+        for bank in idle:
+            bank.free()
+        return freed
+
+    def warn_of_threads(self, threads: int) -> None:
+        """Says once that this many CPU threads leave no core to those that wait for the device."""
+        fits = usable_cores() - SPARE_CORES
+        if threads > fits > 0 and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "kt: %d CPU threads on %d cores: the threads that serve %s take cores from them; "
+                "--kt-cpuinfer %d is faster",
+                threads, usable_cores(), self.backend.device, fits,
+            )  # fmt: skip
+
+    def stop(self) -> None:
+        """Ends the polling thread, once all that was announced is answered."""
+        with contextlib.suppress(Exception):
+            self.backend.synchronize()
+        self.core.drain(_DRAIN_SECONDS)
+        self.core.stop()
+
+
+def watchdog_seconds() -> float:
+    """The longest time that a layer may take before it counts as stuck, from KT_WATCHDOG_SECONDS.
+
+    ValueError for anything but a number above 0.
+    """
+    given = os.environ.get(WATCHDOG_VARIABLE, "").strip()
+    try:
+        seconds = float(given) if given else _WATCHDOG_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{WATCHDOG_VARIABLE}={given}; accepted: seconds above 0, or unset")
+    return seconds
+
+
+def engine_of(device: torch.device) -> DeviceEngine | None:
+    """The engine of a CUDA device, made at the first call; None, with a warning, where the device
+    cannot work with the CPU through pinned memory: batches are copied then, without graphs."""
+    if device not in _engines:
+        try:
+            from . import kernels  # noqa: F401 - Triton may be missing
+
+            _engines[device] = DeviceEngine(cuda.CudaBackend(device))
+        except (RuntimeError, ImportError, OSError) as error:
+            _engines[device] = None
+            _logger.warning(
+                "kt: %s: no hand-over through pinned memory (%s); batches are copied, which is "
+                "slower and cannot be captured in CUDA graphs",
+                device, error,
+            )  # fmt: skip
+    return _engines[device]
+
+
+def clear_banks() -> int:
+    """Frees what `DeviceEngine.clear` does on all devices; returns the bytes."""
+    return sum(engine.clear() for engine in _engines.values() if engine is not None)
+
+
+def _stop_all() -> None:
+    for engine in _engines.values():
+        if engine is not None:
+            engine.stop()
+
+
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_engines.clear)

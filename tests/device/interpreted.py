@@ -1,0 +1,73 @@
+"""A stand-in for the CUDA backend: the same kernels, under Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """A tensor over foreign memory, which must outlive it."""
+    size = torch.empty(0, dtype=dtype).element_size() * count
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
+
+
+class Launch:
+    """Runs a kernel on addresses as the compiled core's KernelLaunch does."""
+
+    def __init__(self, function: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
+        self._function, self._arguments, self._constants = function, arguments, constants
+        self._names = list(inspect.signature(function.fn).parameters)
+
+    def run(self, programs: int, stream: int, *values: int) -> None:
+        *values, zero, other = values
+        assert (zero, other) == (0, 0) and len(values) == len(self._arguments)
+        tokens = dict(zip(self._names, values, strict=False))["tokens"]
+        c = self._constants
+        counts = dict.fromkeys(("x", "pinned_x", "pinned_out", "out"), tokens * c["HIDDEN"])
+        counts |= {"hot": tokens * c["HIDDEN"] if c.get("ADD") else 1}
+        routes = tokens * c.get("TOP_K", 0)
+        counts |= dict.fromkeys(("ids", "weights", "pinned_ids", "pinned_weights"), routes)
+        split = c.get("SPLIT")
+        counts |= dict.fromkeys(("hot_ids", "hot_weights"), routes if split else 1)
+        counts |= {"slot_map": c.get("EXPERTS", 0) if split else 1, "cell": 2}
+        counts |= {"ring": c.get("ENTRIES", 0)}
+        given = []
+        for name, value, dtype in zip(self._names, values, self._arguments, strict=False):
+            if dtype == 0:
+                given.append(value)
+            else:
+                assert value % 16 == 0, name
+                given.append(at(value, dtype, counts.get(name, 1)))
+        self._function[(programs,)](*given, **self._constants)
+
+
+class Interpreter:
+    """CudaBackend's interface on the CPU. `pinned` has what is pinned now."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.pinned: set[int] = set()
+        self.in_capture = False
+        self.compiled = 0
+
+    def pin(self, buffer: Any) -> None:
+        self.pinned.add(buffer.address)
+
+    def unpin(self, buffer: Any) -> None:
+        self.pinned.remove(buffer.address)
+
+    def compile(self, function: Any, arguments: Any, warps: int, **constants: Any) -> Launch:
+        self.compiled += 1
+        return Launch(function, arguments, constants)
+
+    def capturing(self) -> bool:
+        return self.in_capture
+
+    def synchronize(self) -> None:
+        pass

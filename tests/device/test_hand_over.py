@@ -1,0 +1,264 @@
+"""The hand-over from end to end on the CPU: the kernels under Triton's interpreter, the compiled
+core's thread, and the layer. What the GPU adds is in tests/gpu."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from interpreted import Interpreter
+
+from kt_kernel import KTMoEWrapper, model_scope
+from kt_kernel.device.engine import DeviceEngine, engine_of, watchdog_seconds
+from kt_kernel.device.layer import LayerStream
+from kt_kernel.routing import hot_routes
+
+E, K, H, INNER, LAYERS = 6, 3, 64, 32, 3
+
+
+@pytest.fixture
+def engine() -> Iterator[DeviceEngine]:
+    made = DeviceEngine(Interpreter())
+    yield made
+    made.stop()
+
+
+def model(d: int = 0, seed: int = 0, hot: int = 2) -> list:
+    g = torch.Generator().manual_seed(seed)
+    layers = []
+    with model_scope():
+        for layer in range(LAYERS):
+            made = KTMoEWrapper(
+                layer, E, K, H, INNER, num_gpu_experts=hot, cpuinfer_threads=2, method="BF16",
+                max_deferred_experts_per_token=d,
+            )  # fmt: skip
+            gate, up = (torch.randn(E, INNER, H, generator=g) * H**-0.5 for _ in range(2))
+            down = torch.randn(E, H, INNER, generator=g) * INNER**-0.5
+            made.load_weights_from_tensors(gate, up, down, torch.arange(E))
+            layers.append(made)
+    return layers
+
+
+def streams(engine: DeviceEngine, layers: list, smallest: int = 8) -> list[LayerStream]:
+    return [
+        LayerStream(engine, layer._core, layer._settings.where, layer._chain, experts=E, hidden=H,
+                    top_k=K, smallest=smallest)
+        for layer in layers
+    ]  # fmt: skip
+
+
+def batch(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple:
+    g = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(tokens, H, generator=g).to(dtype),
+        torch.randint(-1, E + 1, (tokens, K), generator=g).int(),
+        torch.rand(tokens, K, generator=g),
+    )
+
+
+def expected(layers: list, batches: list) -> list[torch.Tensor]:
+    """The path without a device."""
+    out = []
+    for layer, one in zip(layers, batches, strict=True):
+        layer.submit_forward(*one)
+        out.append(layer.sync_forward(one[0]))
+    return out
+
+
+def submit(stream: LayerStream, layer, one: tuple, d: int = 0, split=None):
+    return stream.submit(
+        *one, one[0].shape[0], 0, layer._chain_place(), deferring=d > 0, split=split
+    )
+
+
+@pytest.mark.parametrize("d", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equals_the_path_without_a_device(engine: DeviceEngine, d: int, dtype: torch.dtype) -> None:
+    """Bit for bit, over layers that defer, batch sizes that change, and several passes."""
+    layers, same = model(d), model(d)
+    ways = streams(engine, layers)
+    for number, tokens in enumerate([1, 5, 1, 20, 8, 1]):  # 20: a bank of its own
+        batches = [batch(tokens, 10 * number + i, dtype) for i in range(LAYERS)]
+        want = expected(same, batches)
+        for layer, way, one, y in zip(layers, ways, batches, want, strict=True):
+            handed, _ = submit(way, layer, one, d)
+            assert torch.equal(handed.collect(0), y), (number, tokens)
+    assert engine.core.pending() == 0
+
+
+def test_adds_the_experts_of_the_device(engine: DeviceEngine) -> None:
+    layer, slot_map = model()[0], torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32)
+    [way] = streams(engine, [layer])
+    one = batch(4, 1)
+    handed, routes = submit(way, layer, one, split=(slot_map, -1))
+    for mine, wanted in zip(routes, hot_routes(one[1], one[2], slot_map, -1), strict=True):
+        assert torch.equal(mine, wanted)
+    hot = torch.randn(4, H).bfloat16()
+    cold = layer.forward(*one)
+    want = ((hot.float() + cold.float()) * 0.5).bfloat16()
+    total = handed.collect_and_add(hot, 0, 0.5)
+    assert total.data_ptr() == hot.data_ptr()
+    # The interpreter cuts bf16 off where a GPU rounds.
+    assert ((total.float() - want.float()).abs() <= 2**-7 * want.float().abs()).all()
+    handed, _ = submit(way, layer, one)
+    alone = handed.collect_and_add(None, 0, 1.0)
+    assert torch.equal(alone, cold)
+    with pytest.raises(ValueError, match=r"hot is \[4, 3\]"):
+        handed.collect_and_add(torch.zeros(4, 3).bfloat16(), 0, 1.0)
+
+
+def test_two_submits_may_wait(engine: DeviceEngine) -> None:
+    """Of one layer: a result is valid until the next submit but one."""
+    layer, same = model()[0], model()[0]
+    [way] = streams(engine, [layer])
+    first, second = batch(3, 1), batch(3, 2)
+    waiting = [submit(way, layer, one)[0] for one in (first, second)]
+    found = [handed.collect(0) for handed in waiting]
+    for y, one in zip(found, (first, second), strict=True):
+        assert torch.equal(y, same.forward(*one))
+
+
+@pytest.mark.parametrize("d", [0, 2])
+def test_a_pass_that_ended_early_leaves_nothing(engine: DeviceEngine, d: int) -> None:
+    layers, same = model(d), model(d)
+    ways = streams(engine, layers)
+    for stop in (1, 2, 1, 2):
+        for i in range(stop):
+            submit(ways[i], layers[i], batch(4, i), d)  # nobody collects
+    batches = [batch(4, 50 + i) for i in range(LAYERS)]
+    for layer, way, one, y in zip(layers, ways, batches, expected(same, batches), strict=True):
+        handed, _ = submit(way, layer, one, d)
+        assert torch.equal(handed.collect(0), y)
+
+
+def test_two_models(engine: DeviceEngine) -> None:
+    """Their passes in turns, layer by layer; neither gets what the other deferred."""
+    models = [model(2, seed) for seed in (1, 2)]
+    same = [model(2, seed) for seed in (1, 2)]
+    ways = [streams(engine, layers) for layers in models]
+    for tokens in (2, 7):
+        batches = [[batch(tokens, 10 * m + i) for i in range(LAYERS)] for m in range(2)]
+        want = [expected(s, b) for s, b in zip(same, batches, strict=True)]
+        for i in range(LAYERS):
+            handed = [submit(ways[m][i], models[m][i], batches[m][i], 2)[0] for m in range(2)]
+            for m in range(2):
+                assert torch.equal(handed[m].collect(0), want[m][i])
+
+
+def test_capture_needs_what_is_there_already(engine: DeviceEngine) -> None:
+    layer = model()[0]
+    [way] = streams(engine, [layer])
+    backend = engine.backend
+    backend.in_capture = True
+    with pytest.raises(RuntimeError, match="4 tokens is captured .* run a batch of that size once"):
+        submit(way, layer, batch(4, 0))
+    backend.in_capture = False
+    handed, _ = submit(way, layer, batch(4, 0))
+    backend.in_capture = True
+    with pytest.raises(RuntimeError, match="collect a batch of that size once"):
+        handed.collect(0)
+    with pytest.raises(RuntimeError, match="of another kind"):
+        handed.collect_and_add(None, 0, 2.0)
+    backend.in_capture = False
+    handed.collect(0)
+    compiled = backend.compiled
+    backend.in_capture = True
+    handed, _ = submit(way, layer, batch(7, 1))
+    handed.collect(0)
+    assert backend.compiled == compiled
+
+
+def test_memory_comes_back_unless_a_graph_has_it(engine: DeviceEngine) -> None:
+    backend = engine.backend
+    own = set(backend.pinned)
+    for captured in (False, True):
+        layer = model()[0]
+        [way] = streams(engine, [layer])
+        submit(way, layer, batch(4, 0))[0].collect(0)
+        if captured:
+            backend.in_capture = True
+            submit(way, layer, batch(4, 0))[0].collect(0)
+            backend.in_capture = False
+        assert len(backend.pinned) == len(own) + 2
+        assert engine.clear() == 0  # in use
+        way.close()
+        del way, layer
+        gc.collect()
+        freed = engine.clear()
+        assert (freed == 0) == captured
+        assert (backend.pinned == own) == (not captured)
+    again = model()[0]
+    [way] = streams(engine, [again])
+    submit(way, again, batch(4, 0))[0].collect(0)
+    del again, way
+
+
+def test_banks_serve_the_next_model(engine: DeviceEngine) -> None:
+    for _ in range(3):
+        layer = model()[0]
+        [way] = streams(engine, [layer])
+        submit(way, layer, batch(4, 0))[0].collect(0)
+        way.close()
+        del way, layer
+        gc.collect()
+    assert len(engine.backend.pinned) == 1 + 2
+
+
+def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceEngine) -> None:
+    layers = model()[:2]
+    ways = streams(engine, layers)
+    way, side = ways[0], None
+    handed, _ = submit(way, layers[0], batch(4, 0))
+    handed.collect(0)
+    side, [slot] = handed.side, set(way._slots.values())
+    launch = way._hand_over(torch.bfloat16, torch.int32, torch.float32, None)
+    way.close()
+    one = batch(4, 3)
+    unused = engine.counter.data_ptr()
+    launch.run(1, 0, *(t.data_ptr() for t in one), unused, unused, unused, *side.inputs, unused,
+               engine.core.ring_address, engine.core.head_address, 4, slot, 0, 0)  # fmt: skip
+    assert not handed.collect(0).any()
+    with pytest.raises(RuntimeError, match="layer 0.* was freed, but a CUDA graph still calls it"):
+        submit(ways[1], layers[1], batch(4, 0))
+    handed, _ = submit(ways[1], layers[1], batch(4, 0))  # said once
+    handed.collect(0)
+
+
+def test_too_many_threads_are_told_once(engine: DeviceEngine, caplog, monkeypatch) -> None:
+    monkeypatch.setattr("kt_kernel.device.engine.usable_cores", lambda: 16)
+    engine.warn_of_threads(14)
+    assert not caplog.records
+    for _ in range(2):
+        engine.warn_of_threads(15)
+    [record] = caplog.records
+    assert "15 CPU threads on 16 cores" in record.getMessage()
+    assert "--kt-cpuinfer 14 is faster" in record.getMessage()
+
+
+def test_a_device_that_cannot(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """Says why, once; batches are copied then."""
+
+    class Refuses(Interpreter):
+        def pin(self, buffer) -> None:
+            raise RuntimeError("0.1 MB of host memory cannot be pinned: out of memory")
+
+    device = torch.device("cuda", 99)
+    monkeypatch.setattr("kt_kernel.device.backend.CudaBackend", lambda device: Refuses())
+    monkeypatch.setattr("kt_kernel.device.engine._engines", {})
+    assert engine_of(device) is None and engine_of(device) is None
+    [record] = caplog.records
+    assert "cuda:99: no hand-over through pinned memory (0.1 MB of host" in record.getMessage()
+
+
+@pytest.mark.parametrize("bad", ["x", "0", "-1", "inf", "nan"])
+def test_watchdog_seconds(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KT_WATCHDOG_SECONDS", bad)
+    with pytest.raises(ValueError, match=f"KT_WATCHDOG_SECONDS={bad}"):
+        watchdog_seconds()
+    monkeypatch.setenv("KT_WATCHDOG_SECONDS", "2.5")
+    assert watchdog_seconds() == 2.5
