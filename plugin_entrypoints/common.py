@@ -19,7 +19,7 @@ from . import patches
 # Checkpoints whose weights reach our loaders one by one, as the tests have seen them.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
 QUANTISED_MODEL = "fp8"  # what a served model may be quantised with
-SINGLE_RANK = "kt-moe serves a single rank so far"
+SINGLE_RANK = "of several ranks kt-moe serves those of tensor parallelism only"
 NO_EXCHANGE = "the cold experts' weights cannot be exchanged or put aside"
 
 

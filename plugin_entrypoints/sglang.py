@@ -42,7 +42,6 @@ _LORA = "LoRA is not supported together with kt options yet"
 _BATCHES = "the CPU works on one batch at a time"
 # Checked on the resolved server arguments.
 _REFUSED = (
-    Refusal("tp_size", (1,), SINGLE_RANK),
     Refusal("pp_size", (1,), SINGLE_RANK),
     Refusal("dp_size", (1,), SINGLE_RANK),
     Refusal("ep_size", (1,), SINGLE_RANK),

@@ -78,9 +78,10 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             num_experts=num_experts,
             num_experts_per_tok=layer.top_k,
             hidden_size=hidden_size,
-            moe_intermediate_size=intermediate_size_per_partition,
+            moe_intermediate_size=intermediate_size_per_partition * layer.moe_tp_size,
             activation=runner.activation,
             max_tokens=self.config.max_tokens,
+            has_cpu_part=layer.moe_tp_rank == 0,
         )
         self.num_gpu_experts = self.hybrid.num_hot  # SGLang's layer reads it
         extra["weight_loader"] = self._make_loader(layer)
@@ -170,27 +171,21 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 "supported; add --moe-runner-backend triton"
             )
         x = dispatch_output.hidden_states
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-        self.hybrid.submit(x, topk.topk_ids, topk.topk_weights, stream)
+        slots, weights = self.hybrid.submit(x, topk.topk_ids, topk.topk_weights, cold_slot=-1)
         hot = None
         if self.hybrid.num_hot:
             compute = self._hot_on_device if x.is_cuda else self._hot_on_cpu
-            hot = compute(layer, dispatch_output, topk)
-        total = self.hybrid.collect(x, stream)
-        if hot is not None:
-            total = (hot + total).to(x.dtype)
-        if self.scaling != 1.0:
-            total = total * self.scaling
+            routes = topk._replace(topk_ids=slots, topk_weights=weights)
+            hot = compute(layer, dispatch_output, routes)
+        total = self.hybrid.collect(x, hot, scale=self.scaling).to(x.dtype)
         return StandardCombineInput(hidden_states=total)
 
-    def _hot_on_device(self, layer: Any, dispatch_output: Any, topk: Any) -> torch.Tensor:
-        slots, weights = self.hybrid.hot_routes(topk.topk_ids, topk.topk_weights, cold_slot=-1)
-        masked = topk._replace(topk_ids=slots, topk_weights=weights)
+    def _hot_on_device(self, layer: Any, dispatch_output: Any, routes: Any) -> torch.Tensor:
         return self.gpu_method.apply(
-            layer=layer, dispatch_output=dispatch_output._replace(topk_output=masked)
+            layer=layer, dispatch_output=dispatch_output._replace(topk_output=routes)
         ).hidden_states
 
-    def _hot_on_cpu(self, layer: Any, dispatch_output: Any, topk: Any) -> torch.Tensor:
+    def _hot_on_cpu(self, layer: Any, dispatch_output: Any, routes: Any) -> torch.Tensor:
         """The hot experts' weighted sum, float32.
 
         SGLang's method for the CPU knows no route to skip and wants distinct ids in a row, so it
@@ -198,18 +193,18 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         here as it does them, in float32.
         """
         x = dispatch_output.hidden_states
-        slots, weights = self.hybrid.hot_routes(topk.topk_ids, topk.topk_weights, cold_slot=-1)
+        slots, weights = routes.topk_ids, routes.topk_weights
         token, column = (slots >= 0).nonzero(as_tuple=True)
         out = torch.zeros(*slots.shape, x.shape[1], dtype=torch.float32, device=x.device)
         if token.numel():
-            routes = topk._replace(
+            single = routes._replace(
                 topk_ids=slots[token, column, None],
                 topk_weights=torch.ones_like(weights[token, column, None]),
             )
             rows = self.gpu_method.apply(
                 layer=layer,
                 dispatch_output=dispatch_output._replace(
-                    hidden_states=x[token], topk_output=routes
+                    hidden_states=x[token], topk_output=single
                 ),
             ).hidden_states
             out[token, column] = rows.float() * weights[token, column, None].float()
@@ -289,7 +284,7 @@ def _around_initialize_model(original: Callable, *args: Any, **kwargs: Any) -> A
 def _refuse(layer_idx: int, layer: Any, runner: Any, extra: dict[str, Any]) -> None:
     """What a model asks of its experts that the CPU layer does not do; ValueError names it."""
     for what, present in (
-        ("more than one rank", layer.moe_tp_size > 1 or layer.moe_ep_size > 1),
+        ("expert parallelism", layer.moe_ep_size > 1),
         (f"activation {runner.activation}", runner.activation != "silu" or not runner.is_gated),
         ("expert biases", extra.get("with_bias", False)),
         ("router weight on input", runner.apply_router_weight_on_input),

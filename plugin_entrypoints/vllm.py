@@ -30,7 +30,6 @@ TESTED_MODELS = ("Qwen3MoeForCausalLM",)
 _TOGETHER = "not supported together with kt options yet"
 _PLACES = "both decide where weights are kept"
 _REFUSED = (
-    Refusal("parallel_config.tensor_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.pipeline_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.data_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.prefill_context_parallel_size", (1,), SINGLE_RANK),

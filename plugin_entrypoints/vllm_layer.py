@@ -49,15 +49,17 @@ class HybridExperts(RoutedExperts):
         if options is not None:
             _refuse(layer_name, moe_config, kwargs)
             self.kt_model = _model_of(config, options)
+            ranks = moe_config.moe_parallel_config
             # moe_config's sizes, before vLLM pads them for its kernels.
             self.kt_layer = self.kt_model.add_layer(
                 layer_idx=extract_layer_index(layer_name),
                 num_experts=moe_config.num_experts,
                 num_experts_per_tok=moe_config.experts_per_token,
                 hidden_size=moe_config.hidden_dim,
-                moe_intermediate_size=moe_config.intermediate_size_per_partition,
+                moe_intermediate_size=moe_config.intermediate_size_per_partition * ranks.tp_size,
                 activation=moe_config.activation.value,
                 max_tokens=moe_config.max_num_tokens,
+                has_cpu_part=ranks.tp_rank == 0,
             )
             moe_config.num_local_experts = self.kt_layer.num_hot  # vLLM allocates this many
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **kwargs)
@@ -137,13 +139,9 @@ class HybridExperts(RoutedExperts):
         layer = self.kt_layer
         if layer is None or layer.num_cold == 0:
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-        layer.submit(x, topk_ids, topk_weights, stream)
-        if layer.num_hot == 0:
-            return layer.collect(x, stream)
-        slots, weights = layer.hot_routes(topk_ids, topk_weights)
-        hot = super().forward_modular(x, weights, slots, **shared)
-        return hot + layer.collect(x, stream)
+        slots, weights = layer.submit(x, topk_ids, topk_weights)
+        hot = super().forward_modular(x, weights, slots, **shared) if layer.num_hot else None
+        return layer.collect(x, hot)
 
 
 def install() -> None:
@@ -199,8 +197,8 @@ def _refuse(layer_name: str, moe_config: Any, kwargs: dict[str, Any]) -> None:
         ("fused shared experts", getattr(manager, "num_fused_shared_experts", 0) > 0),
         ("redundant experts", moe_config.num_experts != moe_config.num_logical_experts),
         (
-            "more than one rank",
-            parallel.use_ep or max(parallel.tp_size, parallel.dp_size, parallel.pcp_size) > 1,
+            "expert or data parallelism",
+            parallel.use_ep or max(parallel.dp_size, parallel.pcp_size) > 1,
         ),
         (f"activation {moe_config.activation.value}", moe_config.activation.value != "silu"),
     ):

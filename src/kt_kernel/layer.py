@@ -29,7 +29,10 @@ class HybridLayer:
     model are made by `HybridModel.add_layer`, in the order in which they run.
 
     num_experts_per_tok is k, max_tokens the largest batch expected (-1: not known; it only sizes
-    buffers). Raises OptionError for options that do not fit, and what KTMoEWrapper raises.
+    buffers). Under tensor parallelism one rank computes the cold experts, whole, before the ranks'
+    outputs are summed; on the others ``has_cpu_part`` is False: they take no cold weights, and add
+    nothing. moe_intermediate_size is that of the whole expert. Raises OptionError for options that
+    do not fit, and what KTMoEWrapper raises.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class HybridLayer:
         max_tokens: int = -1,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
+        has_cpu_part: bool = True,
     ) -> None:
         if activation != "silu":
             raise ValueError(
@@ -66,7 +70,7 @@ class HybridLayer:
         self._finished = False
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._wrapper: Any = None
-        if self.num_cold:
+        if self.num_cold and has_cpu_part:
             mask = torch.zeros(num_experts, dtype=torch.bool, device="cpu")
             mask[: self.num_hot] = True
             self._wrapper = KTMoEWrapper(
@@ -88,8 +92,14 @@ class HybridLayer:
 
     @property
     def takes_weights(self) -> bool:
-        """Whether cold weights come through `add_weight` (else from the weight path)."""
-        return self.num_cold > 0 and self.options.weight_path is None
+        """Whether cold weights come through `add_weight` (else from the weight path, or this rank
+        has no use for them)."""
+        return self._wrapper is not None and self.options.weight_path is None
+
+    @property
+    def has_cpu_part(self) -> bool:
+        """Whether there are cold experts and this rank computes them."""
+        return self._wrapper is not None
 
     def slot_of(self, expert_id: int) -> int:
         """Slot of a hot expert in the engine's weights, -1 for a cold one."""
@@ -104,7 +114,7 @@ class HybridLayer:
         """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
 
         which: "gate" or "up" [I, H], or "down" [H, I]. The expert is packed, and the copies freed,
-        when its third matrix arrives. Does nothing when the weights come from --kt-weight-path.
+        when its third matrix arrives. Does nothing where `takes_weights` is False.
         ValueError for a hot expert, a second delivery, or a wrong shape or dtype. RuntimeError once
         loading is finished, see `refuse_reload`.
         """
@@ -156,7 +166,7 @@ class HybridLayer:
 
         ValueError names the matrices that are missing. A second call does nothing.
         """
-        if self._finished or not self.num_cold:
+        if self._finished or self._wrapper is None:
             self._finished = True
             return
         if self.options.weight_path is not None:
@@ -183,33 +193,46 @@ class HybridLayer:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         stream: Any = None,
-    ) -> None:
+        *,
+        cold_slot: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts the cold experts on x [T, H]; ids and router weights are [T, k]. Returns at once.
 
         Ids are global; those of hot experts, negative ones and ones that do not exist are skipped.
+        Returns the router's choice as the engine's hot kernel needs it, slots [T, k] and weights
+        [T, k], dtypes kept: a route to a cold expert, or to none, gets slot ``cold_slot`` and
+        weight 0. stream: of the device, None for the current one; nothing waits on the host.
         """
         self._need_cold("submit")
-        self._wrapper.submit_forward(x, topk_ids, topk_weights, stream)
-
-    def collect(self, x: torch.Tensor, stream: Any = None) -> torch.Tensor:
-        """The cold experts' weighted sum [T, H] in x's dtype, for the last `submit`."""
-        self._need_cold("collect")
-        return self._wrapper.sync_forward(x, stream)
-
-    def hot_routes(
-        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cold_slot: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The router's choice as the engine's hot kernel needs it: slots [T, k] and weights [T, k].
-
-        A route to a cold expert, or to none, gets slot ``cold_slot`` and weight 0. dtypes are kept.
-        """
-        slot_map = self._slot_maps.get(topk_ids.device)
+        slot_map = self._slot_maps.get(x.device)
         if slot_map is None:
-            slot_map = torch.tensor(
-                [self.slot_of(expert) for expert in range(self.num_experts)], device=topk_ids.device
-            )
-            self._slot_maps[topk_ids.device] = slot_map
-        return hot_routes(topk_ids, topk_weights, slot_map, cold_slot)
+            slots = [self.slot_of(expert) for expert in range(self.num_experts)]
+            slot_map = torch.tensor(slots, dtype=torch.int32, device=x.device)
+            self._slot_maps[x.device] = slot_map
+        if self._wrapper is None:
+            return hot_routes(topk_ids, topk_weights, slot_map, cold_slot)
+        return self._wrapper.submit_and_split(
+            x, topk_ids, topk_weights, stream, slot_map=slot_map, cold_slot=cold_slot
+        )
+
+    def collect(
+        self,
+        x: torch.Tensor,
+        hot: torch.Tensor | None = None,
+        stream: Any = None,
+        *,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """scale * (the cold experts' sum + hot) [T, H] in x's dtype, for the last `submit`.
+
+        hot: the engine's sum [T, H], which may be written over; None where no expert is hot.
+        """
+        self._need_cold("collect")
+        if self._wrapper is not None:
+            return self._wrapper.sync_and_add(x, hot, stream, scale=scale)
+        if hot is None:
+            return torch.zeros_like(x)
+        return hot if scale == 1.0 else hot * scale
 
     def stats(self) -> dict[str, int]:
         """Counters of the CPU kernels so far: forwards, tokens, expert_calls and others; {} without
@@ -237,7 +260,7 @@ class HybridLayer:
     def describe_cpu(self) -> str:
         """One line: method, kernels and threads of the CPU part."""
         self._need_cold("describe_cpu")
-        return self._wrapper.describe()
+        return "computed by another rank" if self._wrapper is None else self._wrapper.describe()
 
     @property
     def loaded(self) -> bool:
@@ -245,7 +268,7 @@ class HybridLayer:
         return self._finished
 
     def _need_cold(self, call: str) -> None:
-        if self._wrapper is None:
+        if not self.num_cold:
             raise RuntimeError(
                 f"layer {self.layer_idx}: {call} needs cold experts; all {self.num_experts} are hot"
             )
@@ -275,6 +298,11 @@ class HybridModel:
         """Whether all layers added so far are loaded."""
         return bool(self.layers) and all(layer.loaded for layer in self.layers)
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another rank computes the cold experts."""
+        return any(layer.num_cold and not layer.has_cpu_part for layer in self.layers)
+
     def describe(self) -> str:
         """One line for the log, once loaded: hot and cold experts, memory, method, threads."""
         first = self.layers[0]
@@ -293,8 +321,8 @@ class HybridModel:
 
     def describe_loading(self) -> list[str]:
         """What loading took, once loaded: a line for the model, then one for each layer; none
-        without cold experts."""
-        layers = [layer for layer in self.layers if layer.num_cold]
+        without cold experts here."""
+        layers = [layer for layer in self.layers if layer.has_cpu_part]
         if not layers:
             return []
         total = sum((layer.load_record for layer in layers), LoadRecord())

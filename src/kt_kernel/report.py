@@ -24,11 +24,14 @@ _warned_of: set[str] = set()  # files that could not be written
 
 
 def watch(model: HybridModel, logger: logging.Logger) -> None:
-    """Reports this loaded model's counters from now on, for as long as it exists."""
+    """Reports this loaded model's counters from now on, for as long as it exists; only what it is
+    where another rank's process has the counters."""
     global _started_in
     logger.info(model.describe())
     for number, line in enumerate(model.describe_loading()):
         logger.log(logging.DEBUG if number else logging.INFO, line)
+    if model.elsewhere:
+        return
     _models.add(model)
     _publish(logger)
     if _started_in != os.getpid():  # threads do not survive a fork

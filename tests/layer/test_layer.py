@@ -31,9 +31,9 @@ def shape(**changes: Any) -> dict[str, Any]:
     }
 
 
-def layer_of(hot: int = 2, **options: Any) -> HybridLayer:
+def layer_of(hot: int = 2, has_cpu_part: bool = True, **options: Any) -> HybridLayer:
     given = {"method": "BF16", "num_gpu_experts": hot, "cpuinfer": 1, **options}
-    return HybridLayer(KTOptions.from_mapping(given), **shape())
+    return HybridLayer(KTOptions.from_mapping(given), **shape(), has_cpu_part=has_cpu_part)
 
 
 @pytest.fixture
@@ -84,23 +84,45 @@ def test_hot_and_cold_parts_make_the_whole(weights: dict[str, torch.Tensor]) -> 
     load(layer, weights)
     layer.finish_loading()
     x, ids, router = batch(7)
-    slots, hot_router = layer.hot_routes(ids, router)
+    slots, hot_router = layer.submit(x, ids, router)
     assert slots.dtype == ids.dtype and int(slots.min()) >= 0 and int(slots.max()) < 2
     hot = moe_reference(x, slots, hot_router, *(w[:2] for w in weights.values()))
-    layer.submit(x, ids, router)
-    y = layer.collect(x).double() + hot
-    assert row_error(y, moe_reference(x, ids, router, *weights.values())).max() < 5e-3
+    want = moe_reference(x, ids, router, *weights.values())
+    assert row_error(layer.collect(x, hot, scale=2.0) / 2, want).max() < 5e-3
 
 
-def test_hot_routes() -> None:
+def test_hot_routes(weights: dict[str, torch.Tensor]) -> None:
     layer = layer_of(2)
+    load(layer, weights)
+    layer.finish_loading()
+    x = batch(4)[0]
     ids = torch.tensor([[0, 1], [1, 2], [5, -1], [6, 99]])
     router = torch.ones(4, 2)
-    slots, weights = layer.hot_routes(ids, router, cold_slot=-1)
+    slots, hot_router = layer.submit(x, ids, router, cold_slot=-1)
     assert slots.tolist() == [[0, 1], [1, -1], [-1, -1], [-1, -1]]
-    assert weights.tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]]
+    assert hot_router.tolist() == [[1, 1], [1, 0], [0, 0], [0, 0]]
     assert router.all()
-    assert layer.hot_routes(ids, router)[0].tolist() == [[0, 1], [1, 0], [0, 0], [0, 0]]
+    assert layer.submit(x, ids, router)[0].tolist() == [[0, 1], [1, 0], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("hot", [0, 2])
+def test_a_rank_that_computes_no_cold_experts(hot: int, weights: dict[str, torch.Tensor]) -> None:
+    """Under tensor parallelism one rank does; the others only add their part of the hot ones."""
+    ours, other = layer_of(hot), layer_of(hot, has_cpu_part=False)
+    for layer in (ours, other):
+        load(layer, weights)
+        layer.finish_loading()
+    assert other.loaded and not other.takes_weights and other.packed_bytes == 0
+    assert not other.stats() and "another rank" in other.describe_cpu()
+    x, ids, router = batch(5)
+    for mine, theirs in zip(ours.submit(x, ids, router), other.submit(x, ids, router), strict=True):
+        assert torch.equal(mine, theirs)
+    if hot == 0:
+        assert not other.collect(x).any() and other.collect(x).shape == x.shape
+    else:
+        part = torch.randn_like(x)
+        assert torch.equal(other.collect(x, part.clone(), scale=2.0), part * 2)
+        assert torch.equal(other.collect(x, part.clone()), part)
 
 
 def test_placement() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny_model import EXPERTS, GAP, LAYERS, STEPS, Greedy, Reference, agreement
 
@@ -27,6 +28,13 @@ DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 HOT = 3
 COLD = range(HOT, EXPERTS)
 TIMEOUT = 1800  # seconds for a test: the first one of a module waits for all runs of its engine
+
+# Arguments of the engines on a GPU; the kernels are those that a GPU without more packages has.
+GPU_VLLM = {"attention_backend": "TRITON_ATTN", "moe_backend": "triton",
+            "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}  # fmt: skip
+GPU_SGLANG = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch",
+              "moe_runner_backend": "triton"}  # fmt: skip
+NO_GRAPHS = {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}
 
 Answers = dict[str, dict[str, Any]]
 
@@ -59,6 +67,39 @@ def check_equal(
     assert "error" not in answer, answer
     equal, checked, total = agreement(greedy, answer["tokens"], gap)
     assert checked - equal <= slips and checked >= share * total, (equal, checked, total)
+
+
+def check_logprobs(
+    name: str,
+    answer: dict[str, Any],
+    reference: Reference,
+    prompts: list[list[int]],
+    median: float,
+    mean: float,
+) -> float:
+    """The log-probabilities are near those of the reference on the engine's own text, and far from
+    them without the cold experts. Returns their mean distance."""
+    assert "error" not in answer, answer
+    found = torch.tensor(answer["logprobs"]).flatten()
+    near = (reference.logprobs(prompts, answer["tokens"]) - found).abs()
+
+    def zero(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        down.zero_()
+
+    with reference.changed(zero, COLD):
+        far = (reference.logprobs(prompts, answer["tokens"]) - found).abs()
+    print(f"{name}: median {near.median():.4f} mean {near.mean():.4f} far {far.mean():.3f}")
+    assert near.median() < median and near.mean() < mean
+    assert far.mean() > 10 * near.mean()
+    return float(near.mean())
+
+
+def gpu_python(variable: str) -> str:
+    """A python with an engine for CUDA, and this package; skips where the variable names none."""
+    python = os.environ.get(variable)
+    if python is None:
+        pytest.skip(f"{variable} is not set: a python with the engine for CUDA")
+    return python
 
 
 def check_refused(answer: dict[str, Any], line: str) -> None:

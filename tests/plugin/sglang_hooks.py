@@ -75,7 +75,10 @@ def check_scaling_is_applied_once() -> None:
         method.scaling = 1.0
         method.moe_runner_config = SimpleNamespace(routed_scaling_factor=2.5)
         method.hybrid = SimpleNamespace(
-            num_hot=0, num_cold=1, submit=lambda *routes: None, collect=lambda x, stream: x
+            num_hot=0,
+            num_cold=1,
+            submit=lambda x, ids, weights, cold_slot: (ids, weights),
+            collect=lambda x, hot, scale: x * scale,
         )
         method.settle_scaling(object.__new__(block))
         total = method.apply(None, dispatched).hidden_states

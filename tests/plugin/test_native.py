@@ -7,13 +7,21 @@ KT_VLLM_GPU_PYTHON and KT_SGLANG_GPU_PYTHON name pythons with engines for CUDA, 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import TIMEOUT, environment, run
+from engines import (
+    GPU_SGLANG,
+    GPU_VLLM,
+    NO_GRAPHS,
+    TIMEOUT,
+    check_logprobs,
+    environment,
+    gpu_python,
+    run,
+)
 from expert_weights import HIDDEN, INTERMEDIATE, Weights
 from safetensors.torch import load_file, save_file
 from safetensors_files import FORMATS, expert_tensors
@@ -23,12 +31,6 @@ STEPS = 8
 PROMPTS = [[3 + (5 * i * j + i) % (VOCABULARY - 3) for j in range(4 + 7 * i)] for i in range(1, 5)]
 HOT = [0, 3, EXPERTS]
 SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "head_dim": 64}  # 64: for SGLang's kernels
-VLLM = {"attention_backend": "TRITON_ATTN", "moe_backend": "triton",
-        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}  # fmt: skip
-SGLANG = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch",
-          "moe_runner_backend": "triton", "disable_prefill_cuda_graph": True,
-          "disable_decode_cuda_graph": True}  # fmt: skip
-
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 
@@ -66,38 +68,19 @@ def expected(folder: Path, quantised: tuple[Path, Weights]) -> Reference:
 
 
 def _check(name: str, answer: dict[str, Any], expected: Reference) -> None:
-    """bfloat16 activations, in the hot experts' kernels FP8 ones: near, and far without the cold
-    experts' weights."""
-    assert "error" not in answer, answer
-    found = torch.tensor(answer["logprobs"]).flatten()
-    near = (expected.logprobs(PROMPTS, answer["tokens"]) - found).abs()
-
-    def zero(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        down.zero_()
-
-    with expected.changed(zero, range(3, EXPERTS)):
-        far = (expected.logprobs(PROMPTS, answer["tokens"]) - found).abs()
-    print(f"{name}: median {near.median():.4f} mean {near.mean():.4f} far {far.mean():.3f}")
-    assert near.median() < 0.05 and near.mean() < 0.1
-    assert far.mean() > 10 * near.mean()
-
-
-def _python(name: str) -> str:
-    python = os.environ.get(name)
-    if python is None:
-        pytest.skip(f"{name} is not set: a python with the engine for CUDA")
-    return python
+    """bfloat16 activations, in the hot experts' kernels FP8 ones."""
+    check_logprobs(name, answer, expected, PROMPTS, median=0.05, mean=0.1)
 
 
 def test_vllm(folder: Path, quantised: tuple[Path, Weights], expected: Reference) -> None:
     path = str(quantised[0])
     runs = [
-        {"name": f"{hot} hot", "engine": VLLM,
+        {"name": f"{hot} hot", "engine": GPU_VLLM,
          "kt": {"method": "FP8", "weight_path": path, "num_gpu_experts": hot}}
         for hot in HOT
     ]  # fmt: skip
     job = {"model": path, "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS, "runs": runs}
-    python = _python("KT_VLLM_GPU_PYTHON")
+    python = gpu_python("KT_VLLM_GPU_PYTHON")
     for name, answer in run(python, "vllm_run.py", folder / "vllm", environment(), **job).items():
         _check(f"vLLM {name}", answer, expected)
 
@@ -109,9 +92,9 @@ def test_sglang(folder: Path, quantised: tuple[Path, Weights], expected: Referen
          "arguments": {"kt_method": "FP8", "kt_weight_path": path, "kt_num_gpu_experts": hot}}
         for hot in HOT
     ]  # fmt: skip
-    job = {"model": path, "dtype": "bfloat16", "device": SGLANG, "prompts": PROMPTS,
+    job = {"model": path, "dtype": "bfloat16", "device": GPU_SGLANG | NO_GRAPHS, "prompts": PROMPTS,
            "steps": STEPS, "runs": runs}  # fmt: skip
-    python = _python("KT_SGLANG_GPU_PYTHON")
+    python = gpu_python("KT_SGLANG_GPU_PYTHON")
     for name, answer in run(
         python, "sglang_run.py", folder / "sglang", environment(), **job
     ).items():

@@ -229,7 +229,7 @@ def error_of(call: Callable[..., Any], *arguments: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "line"),
     [
-        ("parallel_config.tensor_parallel_size", 2, "--tensor-parallel-size 2: kt-moe serves a "),
+        ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 2: of several "),
         ("parallel_config.enable_eplb", True, "--enable-eplb: not supported together"),
         ("lora_config", object(), "--enable-lora: not supported together"),
         ("speculative_config", object(), "--speculative-config: not supported together"),
@@ -275,7 +275,7 @@ def test_vllm_accepts() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "line"),
     [
-        ("tp_size", 2, "--tp-size 2: kt-moe serves a single rank so far; accepted: 1"),
+        ("pp_size", 2, "--pp-size 2: of several ranks kt-moe serves those of tensor parallelism"),
         ("enable_lora", True, "--enable-lora: LoRA is not supported"),
         ("lora_paths", ["a=b"], "--lora-paths: LoRA is not supported"),
         ("cpu_offload_gb", 1, "--cpu-offload-gb 1: both decide"),

@@ -23,6 +23,7 @@ from engines import (
     check_counted,
     check_ends_in_one_line,
     check_equal,
+    check_logprobs,
     check_quantised_logprobs,
     check_quantised_tokens,
     check_refused,
@@ -32,7 +33,7 @@ from engines import (
 )
 from engines import environment as shared_environment
 from engines import run as shared_run
-from tiny_model import EXPERTS, LAYERS, STEPS, Greedy, Reference, agreement
+from tiny_model import EXPERTS, LAYERS, STEPS, Greedy, Reference, agreement, make
 
 from kt_kernel.demo import free_port
 
@@ -80,7 +81,7 @@ def answers(folder: Path, model: Path, zeroed: Path, prompts: list[list[int]]) -
         {"name": "environment", "kt": None, "environment": {"KT_CONFIG": json.dumps(some)}},
         {"name": "too many", "kt": {"num_gpu_experts": EXPERTS + 1}},
         {"name": "unknown", "kt": {"gpu_experts": 1}},
-        {"name": "two ranks", "kt": some, "engine": {"tensor_parallel_size": 2}},
+        {"name": "two stages", "kt": some, "engine": {"pipeline_parallel_size": 2}},
         {"name": "lora", "kt": some, "engine": {"enable_lora": True}},
         {"name": "dummy", "kt": some, "engine": {"load_format": "dummy"}},
         {"name": "offload", "kt": some, "engine": {"cpu_offload_gb": 1}},
@@ -179,7 +180,7 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
     [
         ("too many", "--kt-num-gpu-experts 9: the model has 8 experts a layer; 0 to 8"),
         ("unknown", "kt option 'gpu_experts' is unknown"),
-        ("two ranks", "--tensor-parallel-size 2: kt-moe serves a single rank so far"),
+        ("two stages", "--pipeline-parallel-size 2: of several ranks kt-moe serves those of"),
         ("lora", "--enable-lora: not supported together with kt options"),
         ("dummy", "--load-format dummy: the cold experts need their weights one by one"),
         ("offload", "--cpu-offload-gb 1.0: both decide where weights are kept; accepted: 0"),
@@ -190,6 +191,21 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
 )
 def test_refused_from_python(name: str, line: str, answers: Answers) -> None:
     check_refused(answers[name], line)
+
+
+def test_two_ranks(folder: Path, prompts: list[list[int]]) -> None:
+    """Tensor parallel: each rank has its part of the hot experts, the first one all of the cold."""
+    path = make(folder / "wide", intermediate=128)  # vLLM's kernels want 32s in each half
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    runs = [
+        {"name": "some hot", "kt": {"method": "BF16", "num_gpu_experts": HOT}, "engine": ranks,
+         "environment": variables}
+    ]  # fmt: skip
+    answers = run(folder / "ranks", model=str(path), prompts=prompts, steps=STEPS, runs=runs)
+    answer = answers["some hot"]
+    check_logprobs("two ranks", answer, Reference(path), prompts, median=0.005, mean=0.05)
+    assert all(stats["expert_calls"] > 0 for stats in answer["stats"]), answer["stats"]
 
 
 def test_compiled(folder: Path, model: Path, prompts: list[list[int]], greedy: Greedy) -> None:

@@ -3,7 +3,7 @@
     vllm_run.py JOB.json RESULT.json
 
 JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "compile": false,
-      "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM},
+      "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM}, "compile",
                 "environment": {variables}, "reload": load the weights again at the end?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
           "hot_rows", "hybrid": class name of the expert layer}]; {"name", "error"} if it raised.
@@ -30,20 +30,19 @@ def run(job: dict, one: dict) -> dict:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     start = time.monotonic()
-    llm = LLM(
-        job["model"],
-        skip_tokenizer_init=True,
-        dtype=job.get("dtype", "float32"),
-        enforce_eager=not job.get("compile", False),
-        max_model_len=256,
-        max_num_seqs=8,
-        max_num_batched_tokens=256,
-        distributed_executor_backend="uni",
-        seed=0,
-        enable_prefix_caching=False,
-        additional_config={} if one["kt"] is None else {"kt": one["kt"]},
-        **one.get("engine", {}),
-    )
+    arguments = {
+        "skip_tokenizer_init": True,
+        "dtype": job.get("dtype", "float32"),
+        "enforce_eager": not one.get("compile", job.get("compile", False)),
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "distributed_executor_backend": "uni",
+        "seed": 0,
+        "enable_prefix_caching": False,
+        "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
+    }
+    llm = LLM(job["model"], **arguments | one.get("engine", {}))
     started = time.monotonic()
     results = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
