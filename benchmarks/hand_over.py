@@ -1,0 +1,123 @@
+"""Times what a layer costs a CUDA stream beside the experts' work: submit, the CPU, collect.
+
+    python benchmarks/hand_over.py --json FILE
+
+Transfers and routing for the GPU's experts are included. "nothing": the routes name no expert, so
+that the CPU has nothing to compute; "one expert": all name one small expert (I = 64), so that the
+CPU threads start and meet. Medians of event to event: one call eagerly, 16 layers eagerly, and 16
+layers in a replayed CUDA graph, each divided by the layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import about
+
+from kt_kernel import KTMoEWrapper, model_scope
+
+LAYERS, EXPERTS, TOP_K = 16, 4, 8
+WORK = {"nothing": -1, "one expert": 2}
+
+
+def model(hidden: int, threads: int | None) -> list[Any]:
+    with model_scope():
+        layers = [
+            KTMoEWrapper(i, EXPERTS, TOP_K, hidden, 64, cpuinfer_threads=threads, method="BF16",
+                         num_gpu_experts=2)
+            for i in range(LAYERS)
+        ]  # fmt: skip
+    w = torch.zeros(64, hidden, dtype=torch.bfloat16)
+    for layer in layers:
+        for expert in range(2, EXPERTS):
+            layer.load_expert(expert, w, w, w.T.contiguous())
+        layer.finish_loading()
+    return layers
+
+
+def times(call: Callable[[], Any], repetitions: int, share: int = 1) -> dict[str, float]:
+    """Median and 99th percentile of microseconds, of one of the ``share`` layers in a call."""
+    taken = []
+    for _ in range(repetitions):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) * 1e3 / share)
+    taken.sort()
+    return {"median": taken[len(taken) // 2], "p99": taken[int(len(taken) * 0.99)]}
+
+
+def measure(
+    layers: list[Any], hidden: int, tokens: int, expert: int, repetitions: int
+) -> dict[str, Any]:
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    hot = torch.zeros_like(x)
+    ids = torch.full((tokens, TOP_K), expert, dtype=torch.int32, device="cuda")
+    weights = torch.rand(tokens, TOP_K, device="cuda")
+    slot_map = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device="cuda")
+    stream = torch.cuda.Stream()
+
+    def one(layer: Any) -> None:
+        layer.submit_and_split(x, ids, weights, stream, slot_map=slot_map, cold_slot=0)
+        layer.sync_and_add(x, hot, stream)
+
+    def every() -> None:
+        for layer in layers:
+            one(layer)
+
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            every()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            every()
+        eager = times(lambda: one(layers[0]), repetitions)
+        queued = times(every, repetitions // LAYERS + 1, LAYERS)
+        replayed = times(graph.replay, repetitions, LAYERS)
+    return {"hidden": hidden, "tokens": tokens, "eager": eager, "eager, 16 layers": queued,
+            "graph": replayed}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden", nargs="+", type=int, default=[2048, 7168])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 64])
+    parser.add_argument("--threads", type=int, help="default: as kt_kernel chooses")
+    parser.add_argument("--repetitions", type=int, default=1000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **about(), "gpu": torch.cuda.get_device_name(), "rows": [],
+    }  # fmt: skip
+    for hidden in args.hidden:
+        layers = model(hidden, args.threads)
+        for tokens, (work, expert) in itertools.product(args.tokens, WORK.items()):
+            row = {"work": work} | measure(layers, hidden, tokens, expert, args.repetitions)
+            result["rows"].append(row)
+            print(
+                f"H={hidden} T={tokens}, {work}: "
+                + ", ".join(
+                    f"{name} {row[name]['median']:.1f} us (99% {row[name]['p99']:.1f})"
+                    for name in ("eager", "eager, 16 layers", "graph")
+                ),
+                flush=True,
+            )
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
