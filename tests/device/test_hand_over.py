@@ -112,6 +112,34 @@ def test_adds_the_experts_of_the_device(engine: DeviceEngine) -> None:
         handed.collect_and_add(torch.zeros(4, 3).bfloat16(), 0, 1.0)
 
 
+def test_inputs_that_kernels_cannot_read_are_copied(engine: DeviceEngine) -> None:
+    """Transposed, cut out of something wider, not aligned, of a float type without arithmetic."""
+    layer, same = model()[0], model()[0]
+    [way] = streams(engine, [layer])
+    x, ids, weights = batch(4, 1)
+    wide = torch.zeros(4, H + 1).bfloat16()
+    wide[:, 1:] = x
+    odd = torch.zeros(4 * H + 1).bfloat16()
+    odd[1:] = x.flatten()
+    few = weights.to(torch.float8_e5m2)
+    for one in (
+        (x.t().contiguous().t(), ids, weights),
+        (x, ids.t().contiguous().t(), weights.t().contiguous().t()),
+        (wide[:, 1:], ids, weights),
+        (odd[1:].view(4, H), ids, weights),
+        (x.view(2, 2, H), ids, weights),
+        (x.clone().requires_grad_(), ids, weights),
+        (x, ids, few),
+    ):
+        handed, _ = way.submit(*one, 4, 0, layer._chain_place(), deferring=False)
+        want = same.forward(x, ids, one[2].float())
+        assert torch.equal(handed.collect(0), want), [t.stride() for t in one]
+    hot = torch.randn(H, 4).bfloat16().t()
+    total = submit(way, layer, (x, ids, weights))[0].collect_and_add(hot, 0, 1.0)
+    want = (hot.float() + same.forward(x, ids, weights).float()).bfloat16()
+    assert ((total.float() - want.float()).abs() <= 2**-7 * want.float().abs()).all()
+
+
 def test_two_submits_may_wait(engine: DeviceEngine) -> None:
     """Of one layer: a result is valid until the next submit but one."""
     layer, same = model()[0], model()[0]

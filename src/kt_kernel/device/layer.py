@@ -188,7 +188,8 @@ class LayerStream:
         with on_stream(self.backend.device, cuda_stream):
             if tensor.dtype not in _DTYPES:  # float8
                 tensor = tensor.float()
-            return tensor.detach().to(self.backend.device).reshape(tokens, -1).clone()
+            rows = tensor.detach().to(self.backend.device).reshape(tokens, -1)
+            return rows.clone(memory_format=torch.contiguous_format)
 
     def close(self) -> None:
         """Lets go of the weights; a graph that still calls the layer gets zeros and an error."""
