@@ -1,10 +1,13 @@
 #include "errors.h"
 
+#include <cstdio>
 #include <new>
 #include <stdexcept>
 #include <utility>
 
 namespace kt {
+
+constexpr const char* kOutOfMemory = "out of memory";
 
 void Errors::record(std::initializer_list<std::string_view> parts) noexcept {
   std::lock_guard lock(mutex_);
@@ -17,6 +20,8 @@ void Errors::record(std::initializer_list<std::string_view> parts) noexcept {
     text_.clear();
   }
   waiting_.store(true, std::memory_order_release);
+  // A replayed graph makes no call that could raise it.
+  std::fprintf(stderr, "kt: %s\n", text_.empty() ? kOutOfMemory : text_.c_str());
 }
 
 void Errors::raise() {
@@ -28,7 +33,7 @@ void Errors::raise() {
     text = std::move(text_);
     waiting_.store(false, std::memory_order_relaxed);
   }
-  throw std::runtime_error(text.empty() ? "out of memory" : text);
+  throw std::runtime_error(text.empty() ? kOutOfMemory : text);
 }
 
 }  // namespace kt

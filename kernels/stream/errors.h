@@ -12,7 +12,8 @@ namespace kt {
 // From any thread.
 class Errors {
  public:
-  // Keeps the text, parts joined, unless an earlier one still waits to be raised.
+  // Keeps the text, parts joined, and says it on stderr, unless an earlier one still waits to be
+  // raised.
   void record(std::initializer_list<std::string_view> parts) noexcept;
   // Throws std::runtime_error with the first that was not raised yet. One atomic load without.
   void raise();

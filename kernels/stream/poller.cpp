@@ -316,13 +316,11 @@ bool StreamPoller::wait_for(StreamSide& side, const Entry& entry) noexcept {
   for (int64_t now = 0; side.priv.in_flight; now = sys::now_ns()) {
     if (now - entry.since > watchdog_ns_) {
       const std::string age = seconds(now - entry.since);
-      std::fprintf(stderr,
-                   "kt: %s: not started for %s: a batch handed over before in the same buffers is "
-                   "still being computed; the GPU goes on without a result\n",
-                   entry.slot.where.c_str(), age.c_str());
       stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
       fail(entry, Out::kLeave,  // which that batch may be writing
-           {"not started for ", age, ": a batch before it is still being computed"});
+           {"not started for ", age,
+            ": a batch handed over before in the same buffers is still being computed; the GPU "
+            "goes on without a result"});
       return false;
     }
     if (now) watch(now);
@@ -349,15 +347,11 @@ void StreamPoller::watch(int64_t now) noexcept {
     if (!running.watched || now - running.since <= watchdog_ns_) continue;
     running.watched = false;
     if (!running.job->ring()) continue;
-    const char* where = running.slot->where.c_str();
     const std::string age = seconds(now - running.since);
-    std::fprintf(stderr,
-                 "kt: %s: no result for %s: its job still waits for the CPU threads of its layer, "
-                 "or runs on them; the GPU goes on without a result\n",
-                 where, age.c_str());
     stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
-    errors_.record({where, ": no result for ", age,
-                    ": the job still waits for the CPU threads of the layer, or runs on them"});
+    errors_.record({running.slot->where, ": no result for ", age,
+                    ": its job still waits for the CPU threads of its layer, or runs on them; the "
+                    "GPU goes on without a result"});
   }
 }
 

@@ -123,7 +123,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         same batch size, dtype and device.
 
         Raises:
-            RuntimeError: without a submit, or an earlier batch failed on the CPU.
+            RuntimeError: without a submit; on CUDA when a later batch has its buffers already
+                (those of two batches wait, of all layers of the model together).
             ValueError: no waiting result is that of ``hidden``.
         """
         pending = self._find(hidden)

@@ -151,6 +151,18 @@ def test_two_submits_may_wait(engine: DeviceEngine) -> None:
         assert torch.equal(y, same.forward(*one))
 
 
+def test_a_third_submit_takes_the_first_ones_buffers(engine: DeviceEngine) -> None:
+    layer = model()[0]
+    [way] = streams(engine, [layer])
+    waiting = [submit(way, layer, batch(3, i))[0] for i in range(3)]
+    with pytest.raises(RuntimeError, match="layer 0.*at most two batches of a model may wait"):
+        waiting[0].collect(0)
+    with pytest.raises(RuntimeError, match="at most two batches"):
+        waiting[0].collect_and_add(None, 0, 1.0)
+    for handed in waiting[1:]:
+        handed.collect(0)
+
+
 @pytest.mark.parametrize("d", [0, 2])
 def test_a_pass_that_ended_early_leaves_nothing(engine: DeviceEngine, d: int) -> None:
     layers, same = model(d), model(d)

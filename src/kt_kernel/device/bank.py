@@ -30,6 +30,7 @@ class Side:
     def __init__(self, core: Any, cell: torch.Tensor) -> None:
         self.core = core  # the compiled core's StreamSide
         self.cell = cell  # int32 [_CELL]
+        self.batches = 0  # so far
         # Addresses in the order in which the kernels take them.
         self.inputs = (
             core.x_address, core.ids_address, core.weights_address, core.tokens_address,

@@ -31,10 +31,12 @@ class Batch(NamedTuple):
     stream: LayerStream
     bank: Bank
     side: Side
+    number: int  # among the side's batches
     tokens: int
 
     def collect(self, cuda_stream: Any) -> torch.Tensor:
         """Lets the stream wait for the CPU's sum [T, H]; a buffer valid until the next but one."""
+        self._need_side()
         if self.stream.backend.capturing() and not self.bank.has_results:
             raise RuntimeError(
                 f"{self.stream.where}: the result of a batch is captured in a CUDA graph but has "
@@ -46,6 +48,7 @@ class Batch(NamedTuple):
         self, hot: torch.Tensor | None, cuda_stream: Any, scale: float
     ) -> torch.Tensor:
         """Lets the stream wait for scale * (the CPU's sum + hot); written over hot, if given."""
+        self._need_side()
         backend, key = self.stream.backend, self.bank.key
         if hot is None:
             with on_stream(backend.device, cuda_stream):
@@ -60,6 +63,13 @@ class Batch(NamedTuple):
         else:
             out = hot = self.stream._as_kernels_want(hot, self.tokens, cuda_stream)
         return self.stream.collect(self, out, cuda_stream, hot, scale)
+
+    def _need_side(self) -> None:
+        if self.side.batches != self.number:
+            raise RuntimeError(
+                f"{self.stream.where}: the result of a batch is asked for after its buffers went to "
+                "another one; at most two batches of a model may wait for their results"
+            )
 
 
 class _Plan(NamedTuple):
@@ -137,12 +147,13 @@ class LayerStream:
         if plan is None:
             plan = self._plans[key] = self._plan(*key)
         bank.captured |= self.backend.capturing()
+        side.batches += 1
         plan.run(
             min(tokens * self._blocks, _MAX_PROGRAMS), stream, *addresses, *plan.behind,
             tokens, plan.slot, 0, 0,
         )  # fmt: skip
         engine.core.wake()
-        return Batch(self, bank, side, tokens), routes
+        return Batch(self, bank, side, side.batches, tokens), routes
 
     def _plan(
         self, bank: Bank, index: int, place: tuple[int, int], ids: torch.dtype,
