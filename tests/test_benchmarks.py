@@ -274,3 +274,46 @@ def test_plot(tmp_path: Path) -> None:
         str(picture),
     )  # fmt: skip
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_engine_configurations(module: Any) -> None:
+    """The engine's own offload leaves as many bytes on the GPU as ours."""
+    engine = module("engine")
+    common = ["--shape", "16,1024,512,4", "--layers", "3", "--hot", "0", "0.75", "--deferral"]
+    vllm = engine.configurations(engine.parse(["--engine", "vllm", *common, "0", "2"]))
+    assert [one["name"] for one in vllm] == [
+        "stock", "kt 0% hot, d=0", "kt 0% hot, d=2", "offload of 0.141 GiB",
+        "kt 75% hot, d=0", "kt 75% hot, d=2", "offload of 0.0352 GiB",
+    ]  # fmt: skip
+    assert vllm[5]["arguments"]["additional_config"]["kt"] == {
+        "method": "BF16", "num_gpu_experts": 12, "max_deferred_experts_per_token": 2,
+    }  # fmt: skip
+    cold = 3 * 4 * 3 * 1024 * 512 * 2  # layers, experts, matrices
+    assert vllm[6]["arguments"] == {"cpu_offload_gb": cold / 2**30}
+    sglang = engine.configurations(
+        engine.parse(["--engine", "sglang", "--cpuinfer", "3", "--no-stock", *common, "1"])
+    )
+    assert sglang[0]["arguments"] == {
+        "kt_method": "BF16", "kt_num_gpu_experts": 0, "kt_max_deferred_experts_per_token": 1,
+        "kt_cpuinfer": 3,
+    }  # fmt: skip
+    assert sglang[1]["arguments"] == {"cpu_offload_gb": 1}
+    for wrong in (["--hot", "2"], ["--deferral", "5"]):
+        with pytest.raises(SystemExit):
+            engine.parse(["--engine", "vllm", "--shape", "16,1024,512,4", *wrong])
+
+
+def test_synthetic_checkpoints_are_those_of_transformers(tmp_path: Path, module: Any) -> None:
+    """Every tensor is the model's, of its shape; a second call writes nothing."""
+    from transformers import Qwen3MoeForCausalLM
+
+    shape = module("shapes").parse_shape("4,128,64,2")
+    path = module("synthetic").make(tmp_path / "model", shape, 2, 100)
+    model, info = Qwen3MoeForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16
+    experts = model.model.layers[1].mlp.experts
+    assert not torch.equal(experts.down_proj[0], experts.down_proj[3])
+    times = {file: file.stat().st_mtime_ns for file in path.iterdir()}
+    module("synthetic").make(path, shape, 2, 100)
+    assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == times

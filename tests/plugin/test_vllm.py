@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,22 @@ def test_demo_command() -> None:
     assert "hot, in vLLM's kernels:  [0, 1, 2, 3]" in done.stdout
     calls = int(done.stdout.rsplit("for this request: ", 1)[1])
     assert calls > 24
+
+
+def test_the_engine_benchmark_runs(tmp_path: Path) -> None:
+    """benchmarks/engine.py, one configuration. Never how fast: a timing is not a test."""
+    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128,
+                 "max_num_seqs": 4, "distributed_executor_backend": "uni"}  # fmt: skip
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "engine.py"
+    done = subprocess.run(
+        [sys.executable, script, "--engine", "vllm", "--python", PYTHON, "--shape", "8,128,96,2",
+         "--layers", "2", "--vocabulary", "256", "--hot", "0.5", "--deferral", "1", "--no-stock",
+         "--no-offload", "--prefill", "8", "--streams", "1", "2", "--steps", "4", "--context", "4",
+         "--rounds", "1", "--arguments", json.dumps(arguments), "--json", tmp_path / "result.json"],
+        env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert row["name"] == "kt 50% hot, d=1" and "error" not in row, row
+    assert len(row["decode"]["2"]) == 1 and row["first_token_seconds"]["8"] > 0
+    assert "kt 50% hot, d=1" in done.stdout

@@ -67,8 +67,8 @@ class Batch(NamedTuple):
     def _need_side(self) -> None:
         if self.side.batches != self.number:
             raise RuntimeError(
-                f"{self.stream.where}: the result of a batch is asked for after its buffers went to "
-                "another one; at most two batches of a model may wait for their results"
+                f"{self.stream.where}: the result of a batch is asked for after its buffers went "
+                "to another one; at most two batches of a model may wait for their results"
             )
 
 

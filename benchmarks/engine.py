@@ -1,0 +1,156 @@
+"""Serves a synthetic model with a stock engine, ours beside its own ways, and compares.
+
+    python benchmarks/engine.py --engine vllm --python ENV/bin/python --json FILE
+    python benchmarks/engine.py --engine sglang --python ENV/bin/python --hot 0 0.5 --deferral 0 2
+
+The model has the experts of --shape and --layers layers (synthetic.py). Configurations, each in a
+process of its own: "stock" with everything on the GPU; "kt" with a part of the experts hot, and d
+of each token deferred; "offload", the engine's --cpu-offload-gb, which leaves the same bytes of
+weights on the GPU as "kt" with that part hot. engine_run.py times prompts of --prefill tokens to
+their first token, and decoding of --streams requests at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from machine import about
+from shapes import Shape, parse_shape
+from synthetic import config, make
+
+SCRIPT = Path(__file__).parent / "engine_run.py"
+
+
+def expert_bytes(shape: Shape, layers: int) -> int:
+    """Of all experts, in bfloat16."""
+    return 2 * shape.weights * shape.experts * layers
+
+
+def configurations(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Name and arguments of the engine of everything that is compared."""
+    found: list[dict[str, Any]] = [] if args.no_stock else [{"name": "stock", "arguments": {}}]
+    for part in args.hot:
+        hot = round(part * args.shape.experts)
+        for d in args.deferral:
+            kt = {"method": args.method, "num_gpu_experts": hot,
+                  "max_deferred_experts_per_token": d}  # fmt: skip
+            if args.cpuinfer:
+                kt["cpuinfer"] = args.cpuinfer
+            given = (
+                {"additional_config": {"kt": kt}} if args.engine == "vllm"
+                else {f"kt_{name}": value for name, value in kt.items()}
+            )  # fmt: skip
+            found.append({"name": f"kt {part:.0%} hot, d={d}", "hot": part, "deferred": d,
+                          "arguments": given})  # fmt: skip
+        if not args.no_offload:
+            size = expert_bytes(args.shape, args.layers) * (1 - part) / 2**30
+            # SGLang takes whole gigabytes.
+            size = size if args.engine == "vllm" else max(1, round(size))
+            found.append({"name": f"offload of {size:.3g} GiB", "hot": part,
+                          "arguments": {"cpu_offload_gb": size}})  # fmt: skip
+    return found
+
+
+def measure(one: dict[str, Any], args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """Runs one configuration; {"error": the end of its log} where the engine fails."""
+    job = {
+        "engine": args.engine, "model": str(model), "vocabulary": args.vocabulary,
+        "arguments": json.loads(args.arguments) | one["arguments"], "prefill": args.prefill,
+        "streams": args.streams, "steps": args.steps, "context": args.context,
+        "rounds": args.rounds,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, result_file, log_file = (Path(folder) / n for n in ("job", "result", "log"))
+        job_file.write_text(json.dumps(job))
+        with open(log_file, "w") as log:
+            subprocess.run(
+                [args.python, SCRIPT, job_file, result_file],
+                stdout=log, stderr=subprocess.STDOUT, timeout=args.limit, check=False,
+            )  # fmt: skip
+        if not result_file.exists():
+            return {"error": log_file.read_text()[-2000:]}
+        found = json.loads(result_file.read_text())
+    return {
+        "first_token_seconds": {n: median(times) for n, times in found["prefill"].items()},
+        "prefill_tokens_s": {n: int(n) / median(times) for n, times in found["prefill"].items()},
+        "decode_tokens_s": {
+            n: int(n) * args.steps / median(times) for n, times in found["decode"].items()
+        },
+        **found,
+    }
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--engine", required=True, choices=("vllm", "sglang"))
+    add("--python", default=sys.executable, help="of the environment with the engine and kt-moe")
+    add("--shape", default="qwen3-30b-a3b", type=parse_shape, help="a name, or E,H,I,k")
+    add("--layers", type=int, default=8)
+    add("--vocabulary", type=int, default=32768)
+    add("--model", type=Path, help="folder for the checkpoint, kept; default: a temporary one")
+    add("--method", default="BF16")
+    add("--cpuinfer", type=int)
+    add("--hot", nargs="*", type=float, default=[0, 0.25, 0.5, 0.75], help="parts of the experts")
+    add("--deferral", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    add("--no-stock", action="store_true")
+    add("--no-offload", action="store_true")
+    add("--arguments", default="{}", help="more arguments of LLM or Engine, as JSON")
+    add("--prefill", nargs="+", type=int, default=[128, 2048, 8192])
+    add("--streams", nargs="+", type=int, default=[1, 4, 16])
+    add("--steps", type=int, default=64)
+    add("--context", type=int, default=32)
+    add("--rounds", type=int, default=3)
+    add("--limit", type=float, default=900, help="seconds for one configuration")
+    add("--json", type=Path, help="also saved after each configuration")
+    args = parser.parse_args(argv)
+    for name, values in (("--hot", args.hot), ("--deferral", args.deferral)):
+        if not all(0 <= value <= (1 if name == "--hot" else args.shape.top_k) for value in values):
+            parser.error(f"{name} {values}: 0 to {1 if name == '--hot' else args.shape.top_k}")
+    return args
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """A row of the printed table."""
+    if "error" in row:
+        return f"| {name} | failed: {row['error'].strip().splitlines()[-1][:100]} |"
+    gigabytes = "" if row["gpu_bytes"] is None else f"{row['gpu_bytes'] / 1e9:.1f}"
+    cells = [f"{rate:.1f}" for rate in row["decode_tokens_s"].values()]
+    cells += [f"{1e3 * time:.0f}" for time in row["first_token_seconds"].values()]
+    return f"| {name} | {gigabytes} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    args = parse()
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **about(),
+        "engine": args.engine, "shape": args.shape._asdict(), "layers": args.layers,
+        "method": args.method, "steps": args.steps, "context": args.context,
+        "model": config(args.shape, args.layers, args.vocabulary), "rows": [],
+    }  # fmt: skip
+    heads = [f"{n} streams, tokens/s" for n in args.streams]
+    heads += [f"{n} tokens, ms to the first" for n in args.prefill]
+    print("| | GPU GB | " + " | ".join(heads) + " |\n|" + " --- |" * (len(heads) + 2), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(args.model or Path(folder) / "model", args.shape, args.layers, args.vocabulary)
+        for one in configurations(args):
+            row = {key: value for key, value in one.items() if key != "arguments"}
+            row |= measure(one, args, model)
+            result["rows"].append(row)
+            print(line(one["name"], row), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Checkpoints of true width, reduced depth and random weights, for the engine benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from shapes import Shape
+
+SCALE = 0.02  # standard deviation of all weights but the norms
+SEED = 0
+
+
+def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
+    """A Qwen3-MoE model with the experts of ``shape``; its attention has H / 64 heads of 128."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+        "hidden_size": shape.hidden, "intermediate_size": shape.inter,
+        "moe_intermediate_size": shape.inter, "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k, "num_hidden_layers": layers, "head_dim": 128,
+        "num_attention_heads": max(shape.hidden // 64, 4), "num_key_value_heads": 4,
+        "hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "tie_word_embeddings": False, "vocab_size": vocabulary,
+        "bos_token_id": 0, "eos_token_id": 1, "dtype": "bfloat16", "attention_bias": False,
+        "router_aux_loss_coef": 0.0, "initializer_range": SCALE, "use_cache": True,
+    }  # fmt: skip
+
+
+def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Path:
+    """Writes config.json and one shard per layer; does nothing where they are there already.
+
+    An expert's weights are those of the first one, turned: random numbers for hundreds of
+    gigabytes would take longer than all that is measured.
+    """
+    done = folder / "config.json"
+    wanted = json.dumps(config(shape, layers, vocabulary), indent=1)
+    if done.exists() and done.read_text() == wanted:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    random = torch.Generator().manual_seed(SEED)
+
+    def weight(*size: int) -> torch.Tensor:
+        return (torch.randn(size, generator=random) * SCALE).to(torch.bfloat16)
+
+    names: dict[str, str] = {}
+
+    def save(shard: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, folder / shard, {"format": "pt"})
+        names.update(dict.fromkeys(tensors, shard))
+
+    h, c = shape.hidden, config(shape, layers, vocabulary)
+    heads, pairs = c["num_attention_heads"] * 128, c["num_key_value_heads"] * 128
+    ones = torch.ones(h, dtype=torch.bfloat16)
+    save("rest.safetensors", {"model.embed_tokens.weight": weight(vocabulary, h),
+                              "lm_head.weight": weight(vocabulary, h),
+                              "model.norm.weight": ones})  # fmt: skip
+    for layer in range(layers):
+        place = f"model.layers.{layer}"
+        tensors = {
+            f"{place}.input_layernorm.weight": ones.clone(),
+            f"{place}.post_attention_layernorm.weight": ones.clone(),
+            f"{place}.self_attn.q_norm.weight": torch.ones(128, dtype=torch.bfloat16),
+            f"{place}.self_attn.k_norm.weight": torch.ones(128, dtype=torch.bfloat16),
+            f"{place}.self_attn.q_proj.weight": weight(heads, h),
+            f"{place}.self_attn.k_proj.weight": weight(pairs, h),
+            f"{place}.self_attn.v_proj.weight": weight(pairs, h),
+            f"{place}.self_attn.o_proj.weight": weight(h, heads),
+            f"{place}.mlp.gate.weight": weight(shape.experts, h),
+        }
+        first = {"gate_proj": weight(shape.inter, h), "up_proj": weight(shape.inter, h),
+                 "down_proj": weight(h, shape.inter)}  # fmt: skip
+        for expert in range(shape.experts):
+            for name, matrix in first.items():
+                turned = matrix.roll((expert, 7 * expert), (0, 1))
+                tensors[f"{place}.mlp.experts.{expert}.{name}.weight"] = turned
+        save(f"layer-{layer:03}.safetensors", tensors)
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    done.write_text(wanted)
+    return folder
