@@ -205,7 +205,7 @@ def test_two_ranks(folder: Path, prompts: list[list[int]]) -> None:
     ]  # fmt: skip
     answers = run(folder / "ranks", model=str(path), prompts=prompts, steps=STEPS, runs=runs)
     answer = answers["some hot"]
-    check_logprobs("two ranks", answer, Reference(path), prompts, median=0.005, mean=0.05)
+    check_logprobs("two ranks", answer, Reference(path), prompts, median=0.02, mean=0.05)
     assert all(stats["expert_calls"] > 0 for stats in answer["stats"]), answer["stats"]
 
 
