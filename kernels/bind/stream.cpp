@@ -118,7 +118,8 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("head_address", [](const StreamEngine& e) { return address(e.head()); })
       .def("add_slot", &StreamEngine::add_slot, "layer"_a, "where"_a, "side"_a, "chain"_a,
            "position"_a, "protected_k"_a)
-      .def("drop_slot", &StreamEngine::drop_slot, "slot"_a)
+      .def("drop_slot", &StreamEngine::drop_slot, "slot"_a, "forget"_a = false)
+      .def("entries_of", &StreamEngine::entries_of, "slot"_a)
       .def("raise_error", &StreamEngine::raise_error)
       .def("pending", &StreamEngine::pending)
       .def("drain", &StreamEngine::drain, "timeout_s"_a, unlocked)

@@ -95,8 +95,15 @@ int64_t StreamEngine::add_slot(std::shared_ptr<MoeLayer> layer, std::string wher
                          protected_k);
 }
 
-void StreamEngine::drop_slot(int64_t slot) { poller().drop_slot(slot); }
-void StreamEngine::raise_error() { poller().errors().raise(); }
+void StreamEngine::drop_slot(int64_t slot, bool forget) { poller().drop_slot(slot, forget); }
+int64_t StreamEngine::entries_of(int64_t slot) { return poller().entries_of(slot); }
+
+void StreamEngine::raise_error() {
+  StreamPoller& poller = this->poller();
+  if (poller.stopping())
+    throw std::runtime_error("the stream engine was stopped: nothing would answer the GPU");
+  poller.errors().raise();
+}
 
 int64_t StreamEngine::pending() const {
   return poller().progress().pending.load(std::memory_order_acquire);

@@ -46,10 +46,13 @@ class StreamEngine {
   int64_t add_slot(std::shared_ptr<MoeLayer> layer, std::string where,
                    std::shared_ptr<StreamSide> side, int64_t chain, int64_t position,
                    int64_t protected_k);
-  // The layer goes as soon as no job runs; its side stays, since a graph may still ring.
-  void drop_slot(int64_t slot);
+  // The layer goes as soon as no job runs; its side stays, since a graph may still ring, unless
+  // `forget` says that nothing will.
+  void drop_slot(int64_t slot, bool forget = false);
+  int64_t entries_of(int64_t slot);  // that were handled: their layer is not needed for them
 
-  void raise_error();       // throws std::runtime_error with the first not yet raised
+  // Throws std::runtime_error with the first not yet raised, or once the engine was stopped.
+  void raise_error();
   int64_t pending() const;  // entries taken whose done word was not yet written
   // Waits until what was rung is done, deferred experts included; false after the time.
   bool drain(double timeout_seconds);

@@ -8,20 +8,31 @@
 namespace kt {
 
 constexpr const char* kOutOfMemory = "out of memory";
+constexpr int kLines = 100;
 
 void Errors::record(std::initializer_list<std::string_view> parts) noexcept {
   std::lock_guard lock(mutex_);
   count_.fetch_add(1, std::memory_order_relaxed);
-  if (waiting_.load(std::memory_order_relaxed)) return;
-  text_.clear();
+  std::string text;
   try {
-    for (std::string_view part : parts) text_ += part;
+    for (std::string_view part : parts) text += part;
+    if (++lines_ <= kLines)
+      unsaid_ += "kt: " + text + (lines_ < kLines ? "\n" : "; no more of these lines\n");
   } catch (const std::bad_alloc&) {
-    text_.clear();
+    text.clear();
   }
+  if (waiting_.load(std::memory_order_relaxed)) return;
+  text_ = std::move(text);
   waiting_.store(true, std::memory_order_release);
-  // A replayed graph makes no call that could raise it.
-  std::fprintf(stderr, "kt: %s\n", text_.empty() ? kOutOfMemory : text_.c_str());
+}
+
+void Errors::say() noexcept {
+  std::string text;
+  {
+    std::lock_guard lock(mutex_);
+    text.swap(unsaid_);
+  }
+  if (!text.empty()) std::fputs(text.c_str(), stderr);  // may block, where nobody reads it
 }
 
 void Errors::raise() {

@@ -34,6 +34,7 @@ class StreamJob final : public ForwardJob {
 
   // Writes the done word, if nobody did so before; returns whether this call did. From any thread.
   bool ring() noexcept;
+  bool rung() const noexcept { return !rings_.load(std::memory_order_relaxed); }
   void finished() noexcept override;
   StreamSide& side() const { return *uses_.side; }
 

@@ -84,18 +84,42 @@ int64_t StreamPoller::add_slot(std::shared_ptr<MoeLayer> layer, std::string wher
   return int64_t(slots_.size()) - 1;
 }
 
-void StreamPoller::drop_slot(int64_t slot) {
-  std::shared_ptr<MoeLayer> dropped;  // goes after the lock
-  std::lock_guard lock(mutex_);
+StreamSlot& StreamPoller::at(int64_t slot) {
   if (slot < 0 || slot >= int64_t(slots_.size()))
     throw std::invalid_argument("slot " + std::to_string(slot) + " of " +
                                 std::to_string(slots_.size()));
-  dropped = std::move(slots_[size_t(slot)].layer);
+  return slots_[size_t(slot)];
 }
 
-StreamSlot* StreamPoller::find(uint32_t slot) {
+void StreamPoller::drop_slot(int64_t slot, bool forget) {
+  std::shared_ptr<MoeLayer> dropped;  // these go after the lock
+  std::shared_ptr<StreamSide> side;
   std::lock_guard lock(mutex_);
-  return slot < slots_.size() ? &slots_[slot] : nullptr;
+  StreamSlot& found = at(slot);
+  dropped = std::move(found.layer);
+  found.forgotten |= forget;
+  if (found.forgotten && !found.busy) side = std::move(found.side);
+}
+
+int64_t StreamPoller::entries_of(int64_t slot) {
+  std::lock_guard lock(mutex_);
+  return at(slot).entries;
+}
+
+// The slot of an entry, whose side stays until release(). Null: it does not exist, or not any more.
+StreamSlot* StreamPoller::claim(uint32_t slot) {
+  std::lock_guard lock(mutex_);
+  if (slot >= slots_.size() || !slots_[slot].side) return nullptr;
+  slots_[slot].busy = true;
+  return &slots_[slot];
+}
+
+void StreamPoller::release(StreamSlot& slot) {
+  std::shared_ptr<StreamSide> side;  // goes after the lock
+  std::lock_guard lock(mutex_);
+  slot.busy = false;
+  ++slot.entries;
+  if (slot.forgotten) side = std::move(slot.side);
 }
 
 // seq_cst on both words, here and in sleep(): either this sees the sleeper, or the sleeper the new
@@ -169,11 +193,12 @@ void StreamPoller::take() noexcept {
 }
 
 void StreamPoller::handle(uint32_t slot, uint32_t number) noexcept {
-  StreamSlot* const found = find(slot);
+  StreamSlot* const found = claim(slot);
   if (!found) {
     errors_.record({"entry ", std::to_string(number), " of the stream names slot ",
                     std::to_string(slot), ", which does not exist"});
     progress_->pending.fetch_sub(1, std::memory_order_release);
+    errors_.say();
     return;
   }
   const Entry entry{*found, number, last_,
@@ -186,6 +211,7 @@ void StreamPoller::handle(uint32_t slot, uint32_t number) noexcept {
   } catch (...) {
     fail(entry, Out::kZero, {"unknown error"});
   }
+  release(*found);
 }
 
 // Throws only where the GPU still waits and no job of this entry was queued.
@@ -273,6 +299,7 @@ void StreamPoller::defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) 
     queue(job, entry, layer.team(), false);
   } catch (const std::exception& error) {
     errors_.record({slot.where, ": deferred experts are lost: ", error.what()});
+    errors_.say();
     return;
   }
   stats_.deferred_jobs.fetch_add(1, std::memory_order_relaxed);
@@ -308,12 +335,14 @@ void StreamPoller::fail(const Entry& entry, Out out,
   if (out == Out::kZero && entry.tokens > 0 && entry.tokens <= side.capacity())
     side.zero_out(entry.tokens);
   ring(side, entry.number, *progress_);
+  errors_.say();
 }
 
 // Until the jobs submitted on a side are done. False when that took too long and the entry was
 // given up.
 bool StreamPoller::wait_for(StreamSide& side, const Entry& entry) noexcept {
   for (int64_t now = 0; side.priv.in_flight; now = sys::now_ns()) {
+    if (now) watch(now);  // first, so that an older entry of this side is never rung after this one
     if (now - entry.since > watchdog_ns_) {
       const std::string age = seconds(now - entry.since);
       stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
@@ -323,7 +352,6 @@ bool StreamPoller::wait_for(StreamSide& side, const Entry& entry) noexcept {
             "goes on without a result"});
       return false;
     }
-    if (now) watch(now);
     const auto done = [&] { return retire(), !side.priv.in_flight; };
     if (sys::spin_until(done, nanoseconds(crowded_ ? 1'000 : 20'000))) break;
     if (crowded_)
@@ -346,12 +374,14 @@ void StreamPoller::watch(int64_t now) noexcept {
   for (Running& running : running_) {
     if (!running.watched || now - running.since <= watchdog_ns_) continue;
     running.watched = false;
-    if (!running.job->ring()) continue;
+    if (running.job->rung()) continue;
     const std::string age = seconds(now - running.since);
     stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
     errors_.record({running.slot->where, ": no result for ", age,
                     ": its job still waits for the CPU threads of its layer, or runs on them; the "
                     "GPU goes on without a result"});
+    running.job->ring();
+    errors_.say();
   }
 }
 

@@ -37,6 +37,10 @@ struct StreamSlot {
   DeferredSplit split;
   // Null once dropped. Python may own it, so that only its threads drop it, never the poller.
   std::shared_ptr<MoeLayer> layer;
+  // Guarded by the poller's mutex, as layer is, and side once it is forgotten.
+  bool busy = false;       // an entry of it is being handled
+  bool forgotten = false;  // nothing rings it any more: its side may go
+  int64_t entries = 0;     // handled so far
 };
 
 struct StreamStats {
@@ -58,10 +62,12 @@ class StreamPoller {
   // What StreamEngine's functions of these names do.
   int64_t add_slot(std::shared_ptr<MoeLayer> layer, std::string where,
                    std::shared_ptr<StreamSide> side, int chain, int position, int64_t protected_k);
-  void drop_slot(int64_t slot);
+  void drop_slot(int64_t slot, bool forget);
+  int64_t entries_of(int64_t slot);
   bool drain(std::chrono::nanoseconds timeout);
   void stop();
   void wake();
+  bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
   Errors& errors() { return errors_; }
   const StreamProgress& progress() const { return *progress_; }
   const StreamStats& stats() const { return stats_; }
@@ -96,7 +102,9 @@ class StreamPoller {
   void idle() noexcept;
   bool crowded(int64_t now) noexcept;
   void sleep(std::chrono::nanoseconds time) noexcept;
-  StreamSlot* find(uint32_t slot);
+  StreamSlot& at(int64_t slot);  // needs mutex_
+  StreamSlot* claim(uint32_t slot);
+  void release(StreamSlot& slot);
 
   const std::shared_ptr<HostBuffer> buffer_;
   uint64_t* const ring_;

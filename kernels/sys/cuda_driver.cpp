@@ -46,8 +46,13 @@ KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std
   void* const library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) throw std::runtime_error("the CUDA driver " + name + " cannot be loaded: " + why());
   find(library, name, "cuLaunchKernel", driver_.launch);
+  find(library, name, "cuCtxGetCurrent", driver_.get_context);
+  find(library, name, "cuCtxPushCurrent_v2", driver_.push_context);
+  find(library, name, "cuCtxPopCurrent_v2", driver_.pop_context);
   find(library, name, "cuGetErrorName", driver_.error_name);
   find(library, name, "cuGetErrorString", driver_.error_string);
+  check("cuCtxGetCurrent", driver_.get_context(&context_));
+  if (!context_) throw std::runtime_error("no CUDA context is current");
 }
 
 void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values) const {
@@ -55,14 +60,23 @@ void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values) const {
     throw std::invalid_argument("a grid of " + std::to_string(grid) + " blocks");
   void* parameters[kMaxParameters];
   for (size_t i = 0; i < kinds_.size(); ++i) parameters[i] = values + i;
+  void* current = nullptr;
+  check("cuCtxGetCurrent", driver_.get_context(&current));
+  const bool other = current != context_;
+  if (other) check("cuCtxPushCurrent", driver_.push_context(context_));
   const int result =
       driver_.launch(reinterpret_cast<void*>(function_), unsigned(grid), 1, 1, threads_, 1, 1,
                      shared_bytes_, reinterpret_cast<void*>(stream), parameters, nullptr);
+  if (other) driver_.pop_context(&current);
+  check("cuLaunchKernel", result);
+}
+
+void KernelLaunch::check(const char* call, int result) const {
   if (result == 0) return;
   const char *name = nullptr, *text = nullptr;
   driver_.error_name(result, &name);
   driver_.error_string(result, &text);
-  throw std::runtime_error("cuLaunchKernel failed: " +
+  throw std::runtime_error(std::string(call) + " failed: " +
                            (name ? std::string(name) : "CUresult " + std::to_string(result)) +
                            (text ? std::string(", ") + text : ""));
 }

@@ -6,7 +6,8 @@
 
 namespace kt::sys {
 
-// A kernel of a loaded module with the types of its parameters.
+// A kernel of a loaded module with the types of its parameters. It is launched in the context that
+// was current when this was made, whatever is current in the launching thread.
 class KernelLaunch {
  public:
   static constexpr int kMaxParameters = 32;
@@ -25,9 +26,12 @@ class KernelLaunch {
   void run(int64_t grid, uint64_t stream, uint64_t* values) const;
 
  private:
-  struct Driver {  // CUresult is an int, CUfunction and CUstream are pointers
+  struct Driver {  // CUresult is an int; CUfunction, CUstream and CUcontext are pointers
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                   void*, void**, void**);
+    int (*get_context)(void**);
+    int (*push_context)(void*);
+    int (*pop_context)(void**);
     int (*error_name)(int, const char**);
     int (*error_string)(int, const char**);
   };
@@ -36,6 +40,9 @@ class KernelLaunch {
   const unsigned threads_, shared_bytes_;
   const std::string kinds_;
   Driver driver_;
+  void* context_ = nullptr;
+
+  void check(const char* call, int result) const;
 };
 
 }  // namespace kt::sys

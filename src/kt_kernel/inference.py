@@ -76,7 +76,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 None: the current one.
 
         On CUDA the batch is handed over by a kernel on that stream, without waiting; it may be
-        captured in a graph (by then a batch of that size, or a larger one, must have run once).
+        captured in a graph (by then a batch of that size must have run once). A model uses one
+        stream at a time: with another one the device is waited for first.
 
         Raises:
             RuntimeError: before loading, or an earlier batch failed on the CPU, or what a capture
@@ -123,8 +124,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         same batch size, dtype and device.
 
         Raises:
-            RuntimeError: without a submit; on CUDA when a later batch has its buffers already
-                (those of two batches wait, of all layers of the model together).
+            RuntimeError: without a submit; on CUDA also when an earlier batch failed on the CPU,
+                or a later one has the buffers of this one already: of a model two batches may wait
+                for their results, one where experts are deferred.
             ValueError: no waiting result is that of ``hidden``.
         """
         pending = self._find(hidden)
@@ -209,7 +211,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             )  # fmt: skip
             self._remember(_Pending(key, tokens, batch=batch))
             return routes
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if tokens and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{s.where}: {tokens} tokens on {device}: nothing can be captured in a CUDA graph "
                 "there; start the engine without CUDA graphs (eager mode)"

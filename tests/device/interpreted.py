@@ -54,7 +54,7 @@ class Interpreter:
     def __init__(self) -> None:
         self.pinned: set[int] = set()
         self.in_capture = False
-        self.compiled = 0
+        self.compiled = self.synchronized = 0
 
     def pin(self, buffer: Any) -> None:
         self.pinned.add(buffer.address)
@@ -66,8 +66,11 @@ class Interpreter:
         self.compiled += 1
         return Launch(function, arguments, constants)
 
-    def capturing(self) -> bool:
+    def capturing(self, stream: int | None = None) -> bool:
         return self.in_capture
 
+    def idle(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
-        pass
+        self.synchronized += 1

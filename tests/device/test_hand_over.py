@@ -4,6 +4,7 @@ core's thread, and the layer. What the GPU adds is in tests/gpu."""
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from interpreted import Interpreter
+from interpreted import Interpreter, at
 
 from kt_kernel import KTMoEWrapper, model_scope
 from kt_kernel.device.engine import DeviceEngine, engine_of, watchdog_seconds
@@ -155,12 +156,96 @@ def test_a_third_submit_takes_the_first_ones_buffers(engine: DeviceEngine) -> No
     layer = model()[0]
     [way] = streams(engine, [layer])
     waiting = [submit(way, layer, batch(3, i))[0] for i in range(3)]
-    with pytest.raises(RuntimeError, match="layer 0.*at most two batches of a model may wait"):
+    with pytest.raises(RuntimeError, match="layer 0: the result of a batch .* went to another one"):
         waiting[0].collect(0)
-    with pytest.raises(RuntimeError, match="at most two batches"):
+    with pytest.raises(RuntimeError, match="of a model two batches may wait"):
         waiting[0].collect_and_add(None, 0, 1.0)
     for handed in waiting[1:]:
         handed.collect(0)
+
+
+def test_one_batch_waits_where_experts_are_deferred(engine: DeviceEngine) -> None:
+    """The next layer but one writes where the first one's deferred experts may still be read, if
+    the layer between them was not waited for."""
+    layers = model(2)
+    ways = streams(engine, layers)
+    submit(ways[0], layers[0], batch(4, 0), 2)[0].collect(0)
+    between, _ = submit(ways[1], layers[1], batch(4, 1), 2)
+    last, _ = submit(ways[2], layers[2], batch(4, 2), 2)
+    with pytest.raises(RuntimeError, match="layer 1: .* one where experts are deferred"):
+        between.collect(0)
+    last.collect(0)
+
+
+def test_other_streams_wait(engine: DeviceEngine) -> None:
+    """For the hand-over, and for what another stream still does with the buffers."""
+    layer = model()[0]
+    [way] = streams(engine, [layer])
+    handed, _ = submit(way, layer, batch(3, 0))
+    assert engine.backend.synchronized == 0
+    handed.collect(5)
+    assert engine.backend.synchronized == 1
+    for stream, count in ((0, 1), (5, 2), (5, 2), (0, 3)):
+        way.submit(*batch(3, 0), 3, stream, layer._chain_place(), deferring=False)
+        assert engine.backend.synchronized == count, stream
+
+
+def test_results_are_kept_by_size(engine: DeviceEngine) -> None:
+    """Valid until the next but one of as many tokens, whatever other sizes come between."""
+    layer, same = model()[0], model()[0]
+    [way] = streams(engine, [layer])
+    first = submit(way, layer, batch(1, 0))[0].collect(0)
+    for i in range(4):
+        submit(way, layer, batch(2 + i % 2, i))[0].collect(0)
+    assert torch.equal(first, same.forward(*batch(1, 0)))
+    address = first.data_ptr()
+    own = [submit(way, layer, batch(1, i))[0].collect(0).data_ptr() for i in range(4)]
+    assert own[0] != own[1] and own[:2] == own[2:]
+    del first, address
+
+
+def test_results_outlive_their_model(engine: DeviceEngine) -> None:
+    first, second = model(seed=1)[0], model(seed=2)[0]
+    [way] = streams(engine, [first])
+    y = submit(way, first, batch(3, 0))[0].collect(0)
+    want = y.clone()
+    way.close()
+    del first, way
+    gc.collect()
+    [way] = streams(engine, [second])
+    for i in range(4):
+        submit(way, second, batch(3, i))[0].collect(0)
+    assert torch.equal(y, want)
+
+
+def test_errors_of_the_cpu_are_raised_by_the_next_call(engine: DeviceEngine) -> None:
+    layer = model()[0]
+    [way] = streams(engine, [layer])
+    handed, _ = submit(way, layer, batch(3, 0))
+    engine.core.drain(10)
+    engine.counter += 1
+    words = at(engine.core.ring_address, torch.int64, engine.core.entries)
+    words[2] = (999 << 32) | 2  # a slot that does not exist
+    engine.core.drain(10)
+    with pytest.raises(RuntimeError, match="names slot 999, which does not exist"):
+        handed.collect(0)
+    handed.collect(0)
+    engine.stop()
+    with pytest.raises(RuntimeError, match="the stream engine was stopped"):
+        submit(way, layer, batch(3, 0))
+
+
+def test_slot_maps_and_sums_of_another_kind(engine: DeviceEngine) -> None:
+    layer = model()[0]
+    [way] = streams(engine, [layer])
+    good = torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32)
+    for bad in (good.long(), good[:5], good.repeat_interleave(2)[::2], good.to("meta")):
+        with pytest.raises(ValueError, match=r"layer 0: slot_map is \[\d\] torch\.int.*; expected"):
+            submit(way, layer, batch(3, 0), split=(bad, 0))
+    handed, _ = submit(way, layer, batch(3, 0), split=(good, 0))
+    for hot in (torch.zeros(3, H), torch.zeros(3, H, device="meta").bfloat16()):
+        with pytest.raises(ValueError, match="layer 0: hot is"):
+            handed.collect_and_add(hot, 0, 1.0)
 
 
 @pytest.mark.parametrize("d", [0, 2])
@@ -206,11 +291,14 @@ def test_capture_needs_what_is_there_already(engine: DeviceEngine) -> None:
         handed.collect_and_add(None, 0, 2.0)
     backend.in_capture = False
     handed.collect(0)
+    submit(way, layer, batch(7, 1))[0].collect(0)
     compiled = backend.compiled
     backend.in_capture = True
     handed, _ = submit(way, layer, batch(7, 1))
     handed.collect(0)
     assert backend.compiled == compiled
+    with pytest.raises(RuntimeError, match="on another stream than it was submitted"):
+        submit(way, layer, batch(7, 1))[0].collect(5)
 
 
 def test_memory_comes_back_unless_a_graph_has_it(engine: DeviceEngine) -> None:
@@ -224,6 +312,7 @@ def test_memory_comes_back_unless_a_graph_has_it(engine: DeviceEngine) -> None:
             backend.in_capture = True
             submit(way, layer, batch(4, 0))[0].collect(0)
             backend.in_capture = False
+            kept = weakref.ref(way._slots[next(iter(way._slots))].bank)
         assert len(backend.pinned) == len(own) + 2
         assert engine.clear() == 0  # in use
         way.close()
@@ -232,10 +321,7 @@ def test_memory_comes_back_unless_a_graph_has_it(engine: DeviceEngine) -> None:
         freed = engine.clear()
         assert (freed == 0) == captured
         assert (backend.pinned == own) == (not captured)
-    again = model()[0]
-    [way] = streams(engine, [again])
-    submit(way, again, batch(4, 0))[0].collect(0)
-    del again, way
+    assert kept() is not None and kept()._results  # all that the graph writes
 
 
 def test_banks_serve_the_next_model(engine: DeviceEngine) -> None:
@@ -252,20 +338,28 @@ def test_banks_serve_the_next_model(engine: DeviceEngine) -> None:
 def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceEngine) -> None:
     layers = model()[:2]
     ways = streams(engine, layers)
-    way, side = ways[0], None
+    way = ways[0]
     handed, _ = submit(way, layers[0], batch(4, 0))
     handed.collect(0)
-    side, [slot] = handed.side, set(way._slots.values())
-    launch = way._hand_over(torch.bfloat16, torch.int32, torch.float32, None)
+    [slot] = {slot.number for slot in way._slots.values()}
+    launch = way._hand_over(torch.bfloat16, torch.int32, torch.float32, None, False)
+    engine.backend.in_capture = True
+    handed, _ = submit(way, layers[0], batch(4, 1))
+    handed.collect(0)
+    engine.backend.in_capture = False
+    side = handed.side
+    slot = way._slots[handed.bank, handed.bank.sides.index(side), (0, K)].number
     way.close()
     one = batch(4, 3)
     unused = engine.counter.data_ptr()
     launch.run(1, 0, *(t.data_ptr() for t in one), unused, unused, unused, *side.inputs, unused,
                engine.core.ring_address, engine.core.head_address, 4, slot, 0, 0)  # fmt: skip
-    assert not handed.collect(0).any()
+    out = torch.ones(4, H).bfloat16()
+    way.take_back(handed, out, 0, False)
+    assert not out.any()
     with pytest.raises(RuntimeError, match="layer 0.* was freed, but a CUDA graph still calls it"):
         submit(ways[1], layers[1], batch(4, 0))
-    handed, _ = submit(ways[1], layers[1], batch(4, 0))  # said once
+    handed, _ = submit(ways[1], layers[1], batch(4, 0))  # raised once
     handed.collect(0)
 
 
@@ -278,6 +372,19 @@ def test_too_many_threads_are_told_once(engine: DeviceEngine, caplog, monkeypatc
     [record] = caplog.records
     assert "15 CPU threads on 16 cores" in record.getMessage()
     assert "--kt-cpuinfer 14 is faster" in record.getMessage()
+
+
+def test_the_first_batch_of_all_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = Interpreter()
+    capturing.in_capture = True
+    monkeypatch.setattr("kt_kernel.device.backend.CudaBackend", lambda device: capturing)
+    monkeypatch.setattr("kt_kernel.device.engine._engines", {})
+    with pytest.raises(RuntimeError, match="cuda:99: the first batch of all is captured"):
+        engine_of(torch.device("cuda", 99))
+    capturing.in_capture = False
+    made = engine_of(torch.device("cuda", 99))
+    assert made is engine_of(torch.device("cuda", 99)) is not None
+    made.stop()
 
 
 def test_a_device_that_cannot(monkeypatch: pytest.MonkeyPatch, caplog) -> None:

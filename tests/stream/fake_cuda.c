@@ -11,12 +11,36 @@ struct launch {
 struct launch last;
 int sizes[32];  /* bytes to take of each parameter; 0: the end */
 int result;
+extern void *context, *launched_in;
 
 int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                    unsigned bz, unsigned shared, void *stream, void **parameters, void **extra) {
+  launched_in = context;
   last = (struct launch){function, stream, {gx, gy, gz}, {bx, by, bz}, shared, extra != 0, {0}};
   for (int i = 0; i < 32 && sizes[i]; ++i) memcpy(&last.values[i], parameters[i], sizes[i]);
   return result;
+}
+
+void *context = (void *)0x77; /* current in "this thread" */
+void *launched_in;
+int pushes;
+
+int cuCtxGetCurrent(void **found) {
+  *found = context;
+  return 0;
+}
+
+int cuCtxPushCurrent_v2(void *given) {
+  context = given;
+  ++pushes;
+  return 0;
+}
+
+int cuCtxPopCurrent_v2(void **given) {
+  *given = context;
+  context = (void *)0x99;
+  --pushes;
+  return 0;
 }
 
 int cuGetErrorName(int code, const char **text) {

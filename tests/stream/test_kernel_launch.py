@@ -118,3 +118,28 @@ def test_launches_that_make_no_sense(fake: str, given: Any, error: Any, match: s
     kernel = _C.KernelLaunch(1, 32, 0, "pi", library=fake)
     with pytest.raises(error, match=match):
         kernel.run(*given)
+
+
+def test_a_kernel_runs_in_its_own_context(fake: str) -> None:
+    """Whatever is current in the thread that launches it, and that stays so."""
+    state(fake, "")
+    library = ctypes.CDLL(fake)
+    current, launched, pushes = (
+        kind.in_dll(library, name)
+        for kind, name in (
+            (ctypes.c_uint64, "context"),
+            (ctypes.c_uint64, "launched_in"),
+            (ctypes.c_int, "pushes"),
+        )
+    )
+    current.value = 0x77
+    kernel = _C.KernelLaunch(1, 32, 0, "", library=fake)
+    kernel.run(1, 0)
+    assert (launched.value, pushes.value) == (0x77, 0)
+    current.value = 0x99
+    kernel.run(1, 0)
+    assert (launched.value, pushes.value, current.value) == (0x77, 0, 0x99)
+    current.value = 0
+    with pytest.raises(RuntimeError, match="^no CUDA context is current$"):
+        _C.KernelLaunch(1, 32, 0, "", library=fake)
+    current.value = 0x77

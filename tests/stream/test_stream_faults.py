@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -234,6 +235,27 @@ def test_a_layer_that_is_not_loaded() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="^layer 5: expert slot 1 is not loaded$"):
         gpu.engine.add_slot(empty, "layer 5", Side().side, 0, 0, TOP_K)
+
+
+def test_the_memory_of_a_side_goes_once_nothing_rings_it() -> None:
+    layer, gpu = make_layer(), Gpu()
+    gpu.call(gpu.add(layer, first := Side()), first, make_batch(2, 0))
+    before = resident()
+    for _ in range(4):
+        side = core().StreamSide(2**16, HIDDEN, TOP_K, 2, False)
+        slot = gpu.engine.add_slot(layer.layer, "layer 1", side, 0, 1, TOP_K)
+        ctypes.memset(side.buffer.address, 1, side.buffer.nbytes)
+        assert resident() - before > 30 << 20 and gpu.engine.entries_of(slot) == 0
+        del side
+        gpu.engine.drop_slot(slot, forget=True)
+        assert resident() - before < 8 << 20
+    number = gpu.ring(slot)  # not that anybody should
+    gpu.drain()
+    assert gpu.head[0] == number
+    with pytest.raises(RuntimeError, match=f"names slot {slot}, which does not exist"):
+        gpu.engine.raise_error()
+    with pytest.raises(ValueError, match="slot 99 of 5"):
+        gpu.engine.entries_of(99)
 
 
 @pytest.mark.parametrize("entries", [0, 1, 3, -8, 2**21])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..streams import on_stream
 from ..variant import native
 
 _PORTABLE_AND_MAPPED = 0x1 | 0x2  # flags of cudaHostRegister
@@ -56,8 +57,17 @@ class CudaBackend:
             kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, kinds
         )
 
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def capturing(self, stream: int | None = None) -> bool:
+        """Whether a graph is captured on a stream, given by its handle; None: the current one."""
+        if stream in (None, torch.cuda.current_stream(self.device).cuda_stream):
+            return torch.cuda.is_current_stream_capturing()
+        with on_stream(self.device, stream):
+            return torch.cuda.is_current_stream_capturing()
+
+    def idle(self) -> bool:
+        """Whether the device is done with the current and the default stream."""
+        streams = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
+        return all(stream.query() for stream in streams)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 
+from ..buffers import get_capture_batch_sizes
 from ..tensors import DTYPES
 from ..variant import native
 
@@ -74,7 +76,10 @@ class Bank:
         self._backend = backend
         self._turn = 0
         self._last_position = -1
-        self._results: list[Rows] = []
+        self.stream: int | None = None  # handle of the stream of the last batch
+        self.batches = 0  # so far
+        self._results: dict[int, list[Rows]] = {}  # by tokens
+        self._captured_sizes: set[int] = set()
         self._routes: dict[tuple[int, torch.dtype], Rows] = {}
         cells = torch.zeros((2, _CACHE_LINE), dtype=torch.int32, device=backend.device)
         self.sides: list[Side] = []
@@ -96,23 +101,37 @@ class Bank:
         self._last_position = position
         return (position + self._turn) & 1
 
-    def result(self, tokens: int) -> torch.Tensor:
-        """A device buffer [tokens, hidden], valid until the next call but one."""
-        if not self._results:
-            self._results = [self._rows(self.key.hidden, self.key.dtype) for _ in self.sides]
-        self._results.reverse()
-        return self._results[0].of(tokens)
+    def result(self, tokens: int, capturing: bool) -> torch.Tensor | None:
+        """A device buffer [tokens, hidden], valid until the next call but one with as many tokens;
+        None where a graph is captured and there is none yet.
 
-    @property
-    def has_results(self) -> bool:
-        """Whether `result` has its memory already."""
-        return bool(self._results)
+        Those of announced sizes and of captured ones are kept, and those of the latest other.
+        """
+        pair = self._results.get(tokens)
+        if pair is None:
+            if capturing:
+                return None
+            kept = self._captured_sizes.union(get_capture_batch_sizes())
+            for size in self._results.keys() - kept:
+                del self._results[size]
+            pair = self._results[tokens] = [
+                Rows(tokens, self.key.hidden, self.key.dtype, self._backend.device)
+                for _ in self.sides
+            ]
+        if capturing:
+            self._captured_sizes.add(tokens)
+        pair.reverse()
+        return pair[0].of(tokens)
 
-    def routes(self, side: int, dtype: torch.dtype, tokens: int) -> torch.Tensor:
+    def forget_results(self) -> None:
+        """Leaves the results to those who have them: the bank goes to another model."""
+        self._results.clear()
+
+    def routes(self, side: int, dtype: torch.dtype, tokens: int, capturing: bool) -> torch.Tensor:
         """A device buffer [tokens, k] for routes, valid until the side's next batch."""
         rows = self._routes.get((side, dtype))
         if rows is None:
-            if self._backend.capturing():  # it would lie in the graph's own memory
+            if capturing:  # it would lie in the graph's own memory
                 return torch.empty(
                     (tokens, self.key.top_k), dtype=dtype, device=self._backend.device
                 )
@@ -124,7 +143,7 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        rows = (*self._results, *self._routes.values())
+        rows = (*itertools.chain(*self._results.values()), *self._routes.values())
         return sum(side.core.buffer.nbytes for side in self.sides) + sum(r.nbytes for r in rows)
 
     def free(self) -> None:

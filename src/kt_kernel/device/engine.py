@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
+import threading
+import time
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
 
+from ..forks import give_lock
 from ..pools import SPARE_CORES, usable_cores
 from ..variant import native
 from . import backend as cuda
@@ -24,6 +29,7 @@ _SMALLEST_BANK = 16
 
 _logger = logging.getLogger("kt_kernel.device")
 _engines: dict[torch.device, DeviceEngine | None] = {}  # None: this device cannot
+_lock = threading.Lock()
 
 
 class DeviceEngine:
@@ -31,29 +37,36 @@ class DeviceEngine:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
+        self.counter = torch.zeros(1, dtype=torch.int32, device=backend.device)
         self.core = native().StreamEngine(_ENTRIES, watchdog_seconds())
         backend.pin(self.core.buffer)
-        self.counter = torch.zeros(1, dtype=torch.int32, device=backend.device)
         self.launches: dict[Any, Any] = {}  # compiled kernels, by what they were compiled for
         # By the number of the chain that uses them, and by their keys without a capacity.
         self._banks: dict[int, dict[BankKey, list[Bank]]] = {}
+        self._captured: list[Bank] = []  # of any chain, gone or not: kept for ever
+        self._gone: deque[int] = deque()  # chains that are, whose banks are still to be sorted out
         self._idle: list[Bank] = []  # whose chains are gone
+        give_lock(self, "_lock", threading.RLock)
         self._warned = False
 
     def banks(self, chain: Any, key: BankKey) -> list[Bank]:
         """The banks of a chain, smallest first; the list grows with `add_bank`."""
-        kinds = self._banks.get(chain.number)
-        if kinds is None:
-            kinds = self._banks[chain.number] = {}
-            weakref.finalize(chain, self._retire, chain.number).atexit = False
-        return kinds.setdefault(key, [])
+        with self._lock:
+            kinds = self._banks.get(chain.number)
+            if kinds is None:
+                kinds = self._banks[chain.number] = {}
+                # Called by any thread, at any moment: no more than this.
+                weakref.finalize(chain, self._gone.append, chain.number).atexit = False
+            return kinds.setdefault(key, [])
 
-    def add_bank(self, banks: list[Bank], key: BankKey, smallest: int, tokens: int) -> Bank:
+    def add_bank(
+        self, banks: list[Bank], key: BankKey, smallest: int, tokens: int, capturing: bool
+    ) -> Bank:
         """Adds one for ``tokens`` tokens, more than the others have room for.
 
         RuntimeError while a graph is captured, or when there is no memory for one.
         """
-        if self.backend.capturing():
+        if capturing:
             raise RuntimeError(
                 f"{self.backend.device}: a batch of {tokens} tokens is captured in a CUDA graph "
                 "but has no memory yet; run a batch of that size once before the capture, or "
@@ -63,30 +76,41 @@ class DeviceEngine:
         while capacity < tokens:
             capacity *= 2
         wanted = key._replace(capacity=capacity)
-        bank = next((bank for bank in self._idle if bank.key == wanted), None)
-        if bank is not None:
-            self.backend.synchronize()  # its last user may have left something under way
-            self._idle.remove(bank)
-        else:
-            bank = Bank(self.backend, wanted)
-        banks.append(bank)
+        with self._lock:
+            self._sort_out()
+            bank = next((bank for bank in self._idle if bank.key == wanted), None)
+            if bank is not None:
+                self._idle.remove(bank)
+                self.backend.synchronize()  # its last user may have left something under way
+                bank.forget_results()
+            else:
+                bank = Bank(self.backend, wanted)
+            banks.append(bank)
         return bank
 
-    def _retire(self, number: int) -> None:
-        # What a graph has captured stays for good, since nobody tells when a graph is gone.
-        for banks in self._banks.pop(number, {}).values():
-            self._idle += [bank for bank in banks if not bank.captured]
+    def keep_for_ever(self, bank: Bank) -> None:
+        """A graph has captured the bank's addresses, and nobody tells when a graph is gone."""
+        if not bank.captured:
+            bank.captured = True
+            self._captured.append(bank)
+
+    def _sort_out(self) -> None:
+        while self._gone:
+            for banks in self._banks.pop(self._gone.popleft(), {}).values():
+                self._idle += [bank for bank in banks if not bank.captured]
 
     def clear(self) -> int:
         """Frees the banks that no chain uses and no graph has captured; returns their bytes."""
-        if not self._idle or self.backend.capturing():
-            return 0
-        self.backend.synchronize()
-        idle, self._idle = self._idle, []
-        freed = sum(bank.nbytes for bank in idle)
-        for bank in idle:
-            bank.free()
-        return freed
+        with self._lock:
+            self._sort_out()
+            if not self._idle or self.backend.capturing():
+                return 0
+            self.backend.synchronize()
+            idle, self._idle = self._idle, []
+            freed = sum(bank.nbytes for bank in idle)
+            for bank in idle:
+                bank.free()
+            return freed
 
     def warn_of_threads(self, threads: int) -> None:
         """Says once that this many CPU threads leave no core to those that wait for the device."""
@@ -100,11 +124,16 @@ class DeviceEngine:
             )  # fmt: skip
 
     def stop(self) -> None:
-        """Ends the polling thread, once all that was announced is answered."""
+        """Ends the polling thread once all that was launched is answered; where that takes too
+        long, the thread goes on until the process ends."""
+        end = time.monotonic() + _DRAIN_SECONDS
         with contextlib.suppress(Exception):
-            self.backend.synchronize()
-        self.core.drain(_DRAIN_SECONDS)
-        self.core.stop()
+            while not self.backend.idle() and time.monotonic() < end:
+                time.sleep(0.001)
+        if self.core.drain(max(end - time.monotonic(), 0.1)):
+            self.core.stop()
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.core))  # its end would wait
 
 
 def watchdog_seconds() -> float:
@@ -124,19 +153,34 @@ def watchdog_seconds() -> float:
 
 def engine_of(device: torch.device) -> DeviceEngine | None:
     """The engine of a CUDA device, made at the first call; None, with a warning, where the device
-    cannot work with the CPU through pinned memory: batches are copied then, without graphs."""
-    if device not in _engines:
-        try:
-            from . import kernels  # noqa: F401 - Triton may be missing
+    cannot work with the CPU through pinned memory: batches are copied then, without graphs.
 
-            _engines[device] = DeviceEngine(cuda.CudaBackend(device))
-        except (RuntimeError, ImportError, OSError) as error:
-            _engines[device] = None
-            _logger.warning(
-                "kt: %s: no hand-over through pinned memory (%s); batches are copied, which is "
-                "slower and cannot be captured in CUDA graphs",
-                device, error,
-            )  # fmt: skip
+    RuntimeError when the first call is captured in a graph; torch.OutOfMemoryError.
+    """
+    with _lock:
+        return _engines[device] if device in _engines else _make_engine(device)
+
+
+def _make_engine(device: torch.device) -> DeviceEngine | None:
+    backend = cuda.CudaBackend(device)
+    if backend.capturing():
+        raise RuntimeError(
+            f"{device}: the first batch of all is captured in a CUDA graph; run one before the "
+            "capture, which makes the memory and the kernels"
+        )
+    try:
+        from . import kernels  # noqa: F401 - Triton may be missing
+
+        _engines[device] = DeviceEngine(backend)
+    except torch.OutOfMemoryError:
+        raise  # there may be room another time
+    except (RuntimeError, ImportError, OSError) as error:
+        _engines[device] = None
+        _logger.warning(
+            "kt: %s: no hand-over through pinned memory (%s); batches are copied, which is slower "
+            "and cannot be captured in CUDA graphs",
+            device, error,
+        )  # fmt: skip
     return _engines[device]
 
 
@@ -151,5 +195,11 @@ def _stop_all() -> None:
             engine.stop()
 
 
+def _forget_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _engines.clear()
+
+
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_engines.clear)
+os.register_at_fork(after_in_child=_forget_after_fork)

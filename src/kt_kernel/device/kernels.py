@@ -74,7 +74,7 @@ def hand_over(
         tl.store(pinned_ids + route, expert, mask=inside)
         tl.store(pinned_weights + route, weight.to(tl.float32), mask=inside)
 
-    tl.debug_barrier()  # the fence of each thread is of its own stores
+    tl.debug_barrier()  # the fence of one thread is then one of all threads' stores
     arrived = programs - 1
     if programs > 1:
         arrived = tl.atomic_add(cell, _system_fence(tl.cast(1, tl.int32), FENCE), sem="acq_rel")
