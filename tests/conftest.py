@@ -14,14 +14,9 @@ for _name in (
     "KT_CONFIG",
     "KT_STATS_FILE",
     "KT_TOPOLOGY",
+    "KT_WATCHDOG_SECONDS",
 ):
     os.environ.pop(_name, None)
-
-# Our GPU kernels run in Triton's interpreter. Triton asks for it where a function is decorated, its
-# own library included, so this comes before anything imports it (transformers does). With
-# TRITON_INTERPRET=0 they are compiled, for a GPU.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 
 # OpenMP's threads wait by spinning, for milliseconds. Where processes or thread pools share few
 # CPUs, as tests and the engines that they start do, that takes most of the time: here they sleep,
@@ -31,6 +26,13 @@ _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _workers > 1:
     _share = max(1, len(os.sched_getaffinity(0)) // _workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(_share))
+
+import torch  # noqa: E402
+
+# Without a GPU our kernels for it run in Triton's interpreter. Triton asks for it where a function
+# is decorated, its own library included, so this comes before anything imports it (transformers
+# does).
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
