@@ -35,7 +35,17 @@ from .common import (
     refuse_values,
 )
 
-TESTED_MODELS = ("Qwen3MoeForCausalLM",)
+# Those of tests/plugin/test_families.py, and Qwen3-MoE.
+TESTED_MODELS = (
+    "Ernie4_5_MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "PhiMoEForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 
 _PLACES = "both decide where experts are kept"
 _LORA = "LoRA is not supported together with kt options yet"
@@ -168,7 +178,7 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
     refuse_class(list(hf_config.architectures or []), TESTED_MODELS, options)
     refuse_quantised(_quantisation(arguments, hf_config), options)
     refuse_values(arguments, _REFUSED)
-    model = getattr(hf_config, "text_config", None) or hf_config  # of the language model
+    model = _language_model(hf_config)
     check_model(options, model)
     if arguments.device != "cpu" and (options.num_gpu_experts or 0) != num_experts(model):
         graphs = arguments.cuda_graph_config
@@ -228,6 +238,15 @@ def _given_as_fields(server_args: Any) -> dict[str, Any]:
         if option.dest in parameters
         and getattr(server_args, option.dest) != parameters[option.dest].default
     }
+
+
+def text_config(server_args: Any) -> Any:
+    """The configuration of the language model."""
+    return _language_model(_hf_config(server_args))
+
+
+def _language_model(hf_config: Any) -> Any:
+    return getattr(hf_config, "text_config", None) or hf_config
 
 
 def _hf_config(server_args: Any) -> Any:

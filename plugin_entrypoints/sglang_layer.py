@@ -20,7 +20,7 @@ from kt_kernel.layer import HybridLayer, HybridModel
 from kt_kernel.options import OptionError
 from kt_kernel.report import watch
 
-from .sglang import checked_options_of, options_of, resolved
+from .sglang import checked_options_of, options_of, resolved, text_config
 
 _logger = logging.getLogger("sglang.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -35,6 +35,7 @@ class LayerConfig:
     model: HybridModel
     layer_idx: int
     max_tokens: int
+    experts_per_token: int  # of models that do not tell their layer, as OLMoE
 
 
 class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
@@ -76,7 +77,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.hybrid: HybridLayer = self.config.model.add_layer(
             layer_idx=self.config.layer_idx,
             num_experts=num_experts,
-            num_experts_per_tok=layer.top_k,
+            num_experts_per_tok=layer.top_k or self.config.experts_per_token,
             hidden_size=hidden_size,
             moe_intermediate_size=intermediate_size_per_partition * layer.moe_tp_size,
             activation=runner.activation,
@@ -255,6 +256,7 @@ def _create_kt_config(server_args: Any, layer_id: int) -> Any:
         model=_building[-1],
         layer_idx=layer_id,
         max_tokens=resolved(server_args).chunked_prefill_size or -1,
+        experts_per_token=getattr(text_config(server_args), "num_experts_per_tok", 1),
     )
 
 

@@ -25,7 +25,20 @@ from .common import (
 )
 
 CONFIG_KEY = "kt"
-TESTED_MODELS = ("Qwen3MoeForCausalLM",)
+# Those of tests/plugin/test_families.py, and Qwen3-MoE.
+TESTED_MODELS = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "PhiMoEForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+)
 
 _TOGETHER = "not supported together with kt options yet"
 _PLACES = "both decide where weights are kept"

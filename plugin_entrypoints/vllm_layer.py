@@ -165,7 +165,9 @@ def _hook_runner() -> None:
         if getattr(self.routed_experts, "kt_layer", None) is None:
             # A model with an expert class of its own: vLLM did not build ours.
             raise ValueError(
-                f"kt: {self.layer_name}: {type(self.routed_experts).__name__} is not supported"
+                f"kt: {self.layer_name}: {type(self.routed_experts).__name__}, experts with "
+                "loading or computation of the model's own, is not supported together with "
+                "kt options"
             )
         # The opaque operator, which vLLM leaves out on the CPU: torch.compile would trace into the
         # layer, and our kernels are no torch operations.

@@ -1,10 +1,11 @@
-"""Runs inside the SGLang environment: one or more configurations of one model, one after the other.
+"""Runs inside the SGLang environment: one or more configurations, one after the other.
 
     sglang_run.py JOB.json RESULT.json
 
 JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, in place of those for
       the CPU}, "prompts": [[ids]], "steps": n, "fork": start processes so?, "runs": [
-      {"name", "arguments": of the engine, "config": text of KT_CONFIG, "prompts": other ones}]}
+      {"name", "arguments": of the engine, "config": text of KT_CONFIG,
+       "model": another one, "prompts": other ones}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats": content of
           KT_STATS_FILE or null, "plugin": whether it was loaded}]; or {"name", "error"} for a run
           that raised.
@@ -19,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 
 os.environ.update(HF_HUB_OFFLINE="1")
 CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -29,7 +31,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
 
     start = time.monotonic()
     engine = sglang.Engine(
-        model_path=job["model"],
+        model_path=one.get("model", job["model"]),
         dtype=job.get("dtype", "float32"),
         skip_tokenizer_init=True,
         disable_radix_cache=True,
@@ -86,6 +88,7 @@ def attempt(job: dict, one: dict, stats_path: str) -> dict:
     try:
         return run(job, one, stats_path)
     except Exception as error:
+        traceback.print_exc()
         return {"name": one["name"], "error": f"{type(error).__name__}: {error}"}
 
 

@@ -92,7 +92,7 @@ def answers(folder: Path, model: Path, prompts: list[list[int]]) -> Answers:
             "json_model_override_args": '{"quantization_config": {"quant_method": "gptq"}}'}},
         {"name": "compiled", "arguments": {**some, "enable_torch_compile": True}},
         {"name": "class", "arguments": {
-            **some, "json_model_override_args": '{"architectures": ["Qwen2MoeForCausalLM"]}'}},
+            **some, "json_model_override_args": '{"architectures": ["Dots1ForCausalLM"]}'}},
     ]  # fmt: skip
     job = {"model": str(model), "prompts": prompts, "steps": STEPS}
     return run(folder / "spawned", **job, runs=spawned) | run(
@@ -259,7 +259,7 @@ def test_deferral(answers: Answers, reference: Reference, prompts: list[list[int
         ("quantised", "a model quantised with fp8: name its folder with --kt-weight-path too"),
         ("GPTQ", "a model quantised with gptq: the hot experts' kernels were not tried; accepted"),
         ("compiled", "--enable-torch-compile: our kernels are no torch operations; remove it"),
-        ("class", "model class Qwen2MoeForCausalLM: not tested with kt-moe"),
+        ("class", "model class Dots1ForCausalLM: not tested with kt-moe"),
     ],
 )
 def test_refused_from_python(name: str, line: str, answers: Answers) -> None:

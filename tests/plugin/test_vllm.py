@@ -88,7 +88,7 @@ def answers(folder: Path, model: Path, zeroed: Path, prompts: list[list[int]]) -
         {"name": "offload", "kt": some, "engine": {"cpu_offload_gb": 1}},
         {"name": "transformers", "kt": some, "engine": {"model_impl": "transformers"}},
         {"name": "class", "kt": some,
-         "engine": {"hf_overrides": {"architectures": ["Qwen2MoeForCausalLM"]}}},
+         "engine": {"hf_overrides": {"architectures": ["BailingMoeForCausalLM"]}}},
         # The last one: it leaves an engine behind.
         {"name": "reload", "kt": {**some, "weight_path": str(model)}, "reload": True},
     ]  # fmt: skip
@@ -187,7 +187,7 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
         ("offload", "--cpu-offload-gb 1.0: both decide where weights are kept; accepted: 0"),
         ("transformers", "--model-impl transformers: only vLLM's own model code is supported"),
         ("reload", "exchanging weights while serving is not supported"),
-        ("class", "model class Qwen2MoeForCausalLM: not tested with kt-moe"),
+        ("class", "model class BailingMoeForCausalLM: not tested with kt-moe"),
     ],
 )
 def test_refused_from_python(name: str, line: str, answers: Answers) -> None:

@@ -1,10 +1,12 @@
-"""Runs inside the vLLM environment: one or more configurations of one model, one after the other.
+"""Runs inside the vLLM environment: one or more configurations, one after the other.
 
     vllm_run.py JOB.json RESULT.json
 
 JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "compile": false,
+      "inspect_here": look at model classes in this process? vLLM starts one for each, 10 s a class,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM}, "compile",
-                "environment": {variables}, "reload": load the weights again at the end?}]}
+                "environment": {variables}, "model": another one, "prompts": other ones,
+                "reload": load the weights again at the end?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
           "hot_rows", "hybrid": class name of the expert layer}]; {"name", "error"} if it raised.
 """
@@ -14,6 +16,7 @@ import json
 import os
 import sys
 import time
+import traceback
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -42,10 +45,10 @@ def run(job: dict, one: dict) -> dict:
         "enable_prefix_caching": False,
         "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
     }
-    llm = LLM(job["model"], **arguments | one.get("engine", {}))
+    llm = LLM(one.get("model", job["model"]), **arguments | one.get("engine", {}))
     started = time.monotonic()
     results = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in job["prompts"]],
+        [{"prompt_token_ids": prompt} for prompt in one.get("prompts", job["prompts"])],
         SamplingParams(
             temperature=0, max_tokens=job["steps"], ignore_eos=True, detokenize=False, logprobs=1
         ),
@@ -93,12 +96,17 @@ def main() -> None:
     job_path, result_path = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    if job.get("inspect_here"):
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda look: look()
     answers = []
     for one in job["runs"]:
         os.environ.update(one.get("environment", {}))
         try:
             answers.append(run(job, one))
         except Exception as error:
+            traceback.print_exc()
             answers.append({"name": one["name"], "error": f"{type(error).__name__}: {error}"})
         for variable in one.get("environment", {}):
             del os.environ[variable]

@@ -1,0 +1,158 @@
+"""Tiny random models of the classes that the engines serve, beside the Qwen3-MoE in tiny_model.
+
+Weights are BF16 values, as there; what transformers makes of them in float32 is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_model import Reference
+
+LAYERS = 2
+EXPERTS = 8
+TOP_K = 2
+VOCABULARY = 128
+STEPS = 8
+PROMPTS = [[3 + (5 * i * j + i) % (VOCABULARY - 3) for j in range(4 + 3 * i)] for i in range(1, 4)]
+
+COMMON = dict(
+    vocab_size=VOCABULARY, hidden_size=128, intermediate_size=32, moe_intermediate_size=32,
+    num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    max_position_embeddings=512, num_experts=EXPERTS, num_local_experts=EXPERTS,
+    n_routed_experts=EXPERTS, num_experts_per_tok=TOP_K, decoder_sparse_step=1,
+    norm_topk_prob=True, tie_word_embeddings=False, initializer_range=0.15,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+GROUPS = dict(
+    n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, moe_layer_freq=1,
+    routed_scaling_factor=2.5,
+)  # fmt: skip
+# The ranks are those that the engines' attention takes; published models have YaRN, too.
+MLA = dict(
+    q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
+    num_key_value_heads=4, head_dim=64,
+    rope_parameters=dict(
+        rope_type="yarn", rope_theta=10000.0, factor=4.0, mscale=1.0, mscale_all_dim=1.0,
+        original_max_position_embeddings=128, beta_fast=32, beta_slow=1,
+    ),
+)  # fmt: skip
+SHARED = dict(shared_expert_intermediate_size=64)
+LINEAR_ATTENTION = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128,
+    linear_value_head_dim=128, layer_types=["linear_attention", "full_attention"],
+    full_attention_interval=2,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class.
+
+    config: beyond COMMON. vllm, sglang: arguments of the engine that serves it on the CPU; None for
+    one that does not. published: the class's name in published checkpoints, if not transformers'.
+    unset: biases that an engine ignores on the CPU, left at zero. median, mean: how far
+    log-probabilities may be from the reference's.
+    """
+
+    config: dict[str, Any]
+    vllm: dict[str, Any] | None = None
+    sglang: dict[str, Any] | None = None
+    published: str | None = None
+    unset: str = "-"
+    median: float = 0.005
+    mean: float = 0.01
+
+
+# For CPUs with AMX vLLM would take attention that has no float32.
+CPU_MLA = {"attention_backend": "CPU_MLA"}
+
+FAMILIES = {
+    "DeepseekV2ForCausalLM": Family(
+        MLA | GROUPS | dict(topk_method="group_limited_greedy", norm_topk_prob=False), CPU_MLA
+    ),
+    "DeepseekV3ForCausalLM": Family(  # Kimi-K2's class, too
+        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"), CPU_MLA
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        dict(moe_num_experts=EXPERTS, moe_k=TOP_K, moe_layer_start_index=1,
+             moe_num_shared_experts=1), {}, {}, unset="moe_statics",
+    ),
+    "Glm4MoeForCausalLM": Family(GROUPS, {}, {}),
+    "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),
+    "GraniteMoeForCausalLM": Family({}, {}, {}),
+    "MixtralForCausalLM": Family({}, {}, {}),
+    "OlmoeForCausalLM": Family(dict(num_key_value_heads=4, norm_topk_prob=False), {}, {}),
+    "PhimoeForCausalLM": Family(
+        dict(lm_head_bias=True, attention_bias=True),
+        {},
+        {},
+        published="PhiMoEForCausalLM",
+        unset="lm_head.bias",
+    ),
+    "Qwen2MoeForCausalLM": Family(SHARED, {}, {}),
+    # Linear attention of vLLM on the CPU has BF16 only.
+    "Qwen3NextForCausalLM": Family(
+        SHARED | LINEAR_ATTENTION, {"dtype": "bfloat16"}, median=0.03, mean=0.06
+    ),
+}  # fmt: skip
+
+
+def make(name: str, path: Path, seed: int = 0) -> Path:
+    """Writes the checkpoint of a class, as transformers names it, to folder ``path``."""
+    torch.manual_seed(seed)
+    family = FAMILIES[name]
+    config_class = getattr(transformers, name.removesuffix("ForCausalLM") + "Config")
+    model = getattr(transformers, name)(config_class(**COMMON | family.config))
+    for key, tensor in model.state_dict().items():
+        if "bias" in key and family.unset not in key:
+            tensor.normal_(std=0.15)
+    model.to(torch.bfloat16).save_pretrained(path)
+    if family.published:
+        file = path / "config.json"
+        file.write_text(file.read_text().replace(name, family.published))
+    return path
+
+
+class FamilyReference(Reference):
+    """transformers in float32, whatever its class."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.model = getattr(transformers, name).from_pretrained(
+            path, dtype=torch.float32, experts_implementation="eager", attn_implementation="eager"
+        )
+        self.model.eval()
+        pairs = [
+            [getattr(module, name, None) for name in names]
+            for module in self.model.modules()
+            for names in (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
+        ]
+        weights = [[getattr(one, "weight", one) for one in both] for both in pairs]
+        self._experts = [both for both in weights if _stacked(both[0]) and _stacked(both[1])]
+        self.moe_layers = len(self._experts)
+
+    @contextmanager
+    def changed(
+        self, change: Callable[[int, int, torch.Tensor, torch.Tensor], None], experts: range
+    ) -> Iterator[None]:
+        """Within, ``change(layer, expert, gate_up, down)`` has edited these experts in place."""
+        saved = [[weight.data.clone() for weight in both] for both in self._experts]
+        try:
+            for layer, (gate_up, down) in enumerate(self._experts):
+                for expert in experts:
+                    change(layer, expert, gate_up.data[expert], down.data[expert])
+            yield
+        finally:
+            for both, before in zip(self._experts, saved, strict=True):
+                for weight, old in zip(both, before, strict=True):
+                    weight.data.copy_(old)
+
+
+def _stacked(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dim() == 3

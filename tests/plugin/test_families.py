@@ -1,0 +1,144 @@
+"""Every model class on the tested lists, tiny, in the stock engines on the CPU.
+
+Log-probabilities are those of transformers in float32 on the engine's own text, and far from those
+of transformers without the cold experts. One process of an engine serves all of its models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_sglang
+import test_vllm
+from engines import HOT, TIMEOUT, Answers, check_logprobs, check_refused
+from family_models import EXPERTS, FAMILIES, PROMPTS, STEPS, TOP_K, FamilyReference, make
+
+from kt_kernel.plugin_entrypoints import sglang, vllm
+
+MODELS = {
+    "vllm": [name for name, family in FAMILIES.items() if family.vllm is not None],
+    "sglang": [name for name, family in FAMILIES.items() if family.sglang is not None],
+}
+# In it none, some and all experts are hot; in the others some. SGLang starts too slowly for more.
+THOROUGH = ("vllm", "DeepseekV3ForCausalLM")
+RUNS = [
+    (engine, name, hot)
+    for engine, names in MODELS.items()
+    for name in names
+    for hot in ([0, HOT, EXPERTS] if (engine, name) == THOROUGH else [HOT])
+]
+# SGLang compiles its routing, which takes longer than all else, and has some steps as kernels of
+# Triton only, which Triton's interpreter runs on the CPU.
+VARIABLES = {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
+# Served by the engine, but with experts that the hybrid layer does not compute.
+REFUSED = {
+    ("vllm", "GptOssForCausalLM"): "GptOssRoutedExperts, experts with loading or computation of",
+}
+
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> Callable[[str], Path]:
+    """Checkpoint of a class, written when it is first asked for."""
+
+    def of(name: str) -> Path:
+        path = folder / name
+        return path if path.exists() else make(name, path)
+
+    return of
+
+
+def _options(engine: str, name: str, hot: int) -> dict[str, Any]:
+    untested = {"allow_untested": True} if (engine, name) in REFUSED else {}
+    return {"method": "BF16", "num_gpu_experts": hot, **untested}
+
+
+def _job(engine: str, models: Callable[[str], Path]) -> dict[str, Any]:
+    wanted = [run[1:] for run in RUNS if run[0] == engine]
+    wanted += [(name, HOT) for of, name in REFUSED if of == engine]
+    runs = []
+    for name, hot in wanted:
+        options = _options(engine, name, hot)
+        one = {"name": f"{name} {hot}", "model": str(models(name))}
+        family = FAMILIES[name]
+        if engine == "vllm":
+            one |= {"kt": options, "engine": family.vllm or {}}
+        else:
+            one |= {"config": json.dumps(options), "arguments": family.sglang or {}}
+        runs.append(one)
+    job = {"model": runs[0]["model"], "prompts": PROMPTS, "steps": STEPS, "runs": runs}
+    return job | ({"inspect_here": True} if engine == "vllm" else {})
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path, models: Callable[[str], Path]) -> Callable[[str], Answers]:
+    """Of an engine; it runs when it is first asked for."""
+    found: dict[str, Answers] = {}
+
+    def of(engine: str) -> Answers:
+        if os.environ.get(f"KT_{engine.upper()}_PYTHON") is None:
+            pytest.skip(f"KT_{engine.upper()}_PYTHON is not set (make test sets it)")
+        if engine not in found:
+            module = {"vllm": test_vllm, "sglang": test_sglang}[engine]
+            env = module.environment(**VARIABLES if engine == "sglang" else {})
+            found[engine] = module.run(folder / engine, env, **_job(engine, models))
+        return found[engine]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def references(models: Callable[[str], Path]) -> Callable[[str], FamilyReference]:
+    found: dict[str, FamilyReference] = {}
+
+    def of(name: str) -> FamilyReference:
+        return found.get(name) or found.setdefault(name, FamilyReference(name, models(name)))
+
+    return of
+
+
+@pytest.mark.parametrize(("engine", "name", "hot"), RUNS)
+def test_logprobs_are_those_of_transformers(
+    engine: str,
+    name: str,
+    hot: int,
+    answers: Callable[[str], Answers],
+    references: Callable[[str], FamilyReference],
+) -> None:
+    """In float32 but for the activations of cold experts, and for what a class says of itself."""
+    answer, reference, family = answers(engine)[f"{name} {hot}"], references(name), FAMILIES[name]
+    check_logprobs(
+        f"{engine} {name} {hot} hot", answer, reference, PROMPTS, family.median, family.mean
+    )
+    stats = answer["stats"]
+    calls = sum(layer.get("expert_calls", 0) for layer in _layers(engine, stats))
+    tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+    routes = reference.moe_layers * TOP_K * tokens
+    if hot == EXPERTS:
+        assert calls == 0
+    elif hot == 0:
+        assert calls >= routes
+    else:
+        assert calls > routes / 4
+
+
+def _layers(engine: str, stats: Any) -> list[dict[str, Any]]:
+    return stats if engine == "vllm" else stats["models"]
+
+
+@pytest.mark.parametrize(("engine", "name"), REFUSED)
+def test_refused(engine: str, name: str, answers: Callable[[str], Answers]) -> None:
+    check_refused(answers(engine)[f"{name} {HOT}"], REFUSED[engine, name])
+
+
+@pytest.mark.parametrize("plugin", [vllm, sglang], ids=["vllm", "sglang"])
+def test_the_lists_are_those_classes(plugin: Any) -> None:
+    tested = MODELS[plugin.__name__.rpartition(".")[2]]
+    published = {FAMILIES[name].published or name for name in tested}
+    assert set(plugin.TESTED_MODELS) == {"Qwen3MoeForCausalLM", *published}
