@@ -35,7 +35,7 @@ from .common import (
     refuse_values,
 )
 
-# Those of tests/plugin/test_families.py, and Qwen3-MoE.
+# Those of tests/plugin/test_model_classes.py, and Qwen3-MoE.
 TESTED_MODELS = (
     "Ernie4_5_MoeForCausalLM",
     "Glm4MoeForCausalLM",

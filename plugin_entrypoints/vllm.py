@@ -25,7 +25,7 @@ from .common import (
 )
 
 CONFIG_KEY = "kt"
-# Those of tests/plugin/test_families.py, and Qwen3-MoE.
+# Those of tests/plugin/test_model_classes.py, and Qwen3-MoE.
 TESTED_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
