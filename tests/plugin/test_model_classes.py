@@ -32,9 +32,12 @@ RUNS = [
     for name in names
     for hot in ([0, HOT, EXPERTS] if (engine, name) == THOROUGH else [HOT])
 ]
-# SGLang compiles its routing, which takes longer than all else, and has some steps as kernels of
-# Triton only, which Triton's interpreter runs on the CPU.
-VARIABLES = {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
+# The engines compile their routing, which takes longer than all else. SGLang has some steps as
+# kernels of Triton only, which Triton's interpreter runs on the CPU.
+VARIABLES = {
+    "vllm": {"TORCHDYNAMO_DISABLE": "1"},
+    "sglang": {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"},
+}
 # Served by the engine, but with experts that the hybrid layer does not compute.
 REFUSED = {
     ("vllm", "GptOssForCausalLM"): "GptOssRoutedExperts, experts with loading or computation of",
@@ -73,7 +76,7 @@ def _job(engine: str, models: Callable[[str], Path]) -> dict[str, Any]:
             one |= {"config": json.dumps(options), "arguments": family.sglang or {}}
         runs.append(one)
     job = {"model": runs[0]["model"], "prompts": PROMPTS, "steps": STEPS, "runs": runs}
-    return job | ({"inspect_here": True} if engine == "vllm" else {})
+    return job | ({"inspect_here": True} if engine == "vllm" else {"fork": True})
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def answers(folder: Path, models: Callable[[str], Path]) -> Callable[[str], Answ
             pytest.skip(f"KT_{engine.upper()}_PYTHON is not set (make test sets it)")
         if engine not in found:
             module = {"vllm": test_vllm, "sglang": test_sglang}[engine]
-            env = module.environment(**VARIABLES if engine == "sglang" else {})
+            env = module.environment(**VARIABLES[engine])
             found[engine] = module.run(folder / engine, env, **_job(engine, models))
         return found[engine]
 
