@@ -82,7 +82,7 @@ def answers(folder: Path, model: Path, zeroed: Path, prompts: list[list[int]]) -
         {"name": "environment", "kt": None, "environment": {"KT_CONFIG": json.dumps(some)}},
         {"name": "too many", "kt": {"num_gpu_experts": EXPERTS + 1}},
         {"name": "unknown", "kt": {"gpu_experts": 1}},
-        {"name": "two stages", "kt": some, "engine": {"pipeline_parallel_size": 2}},
+        {"name": "parallel", "kt": some, "engine": {"enable_expert_parallel": True}},
         {"name": "lora", "kt": some, "engine": {"enable_lora": True}},
         {"name": "dummy", "kt": some, "engine": {"load_format": "dummy"}},
         {"name": "offload", "kt": some, "engine": {"cpu_offload_gb": 1}},
@@ -181,7 +181,7 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
     [
         ("too many", "--kt-num-gpu-experts 9: the model has 8 experts a layer; 0 to 8"),
         ("unknown", "kt option 'gpu_experts' is unknown"),
-        ("two stages", "--pipeline-parallel-size 2: of several ranks kt-moe serves those of"),
+        ("parallel", "--enable-expert-parallel: not supported together with kt options"),
         ("lora", "--enable-lora: not supported together with kt options"),
         ("dummy", "--load-format dummy: the cold experts need their weights one by one"),
         ("offload", "--cpu-offload-gb 1.0: both decide where weights are kept; accepted: 0"),
