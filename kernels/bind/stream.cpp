@@ -129,7 +129,7 @@ void bind_stream(nb::module_& m) {
 
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
                                     "A CUfunction to be launched; kinds: one letter per parameter, "
-                                    "p pointer, i int32, l int64.")
+                                    "p pointer, i int32.")
       .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
            "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::KernelLaunch::kDriver)
       .def("run", launch, "grid"_a, "stream"_a, "args"_a);

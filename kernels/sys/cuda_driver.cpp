@@ -40,8 +40,8 @@ KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std
   need(function != 0, "function 0; a CUfunction is needed");
   need(kinds_.size() <= kMaxParameters, std::to_string(kinds_.size()) + " parameters; at most " +
                                             std::to_string(kMaxParameters) + " are supported");
-  need(kinds_.find_first_not_of("pil") == std::string::npos,
-       "kinds \"" + kinds_ + "\"; p, i and l are accepted");
+  need(kinds_.find_first_not_of("pi") == std::string::npos,
+       "kinds \"" + kinds_ + "\"; p and i are accepted");
   // Never closed: CUDA's own library holds the driver, too.
   void* const library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) throw std::runtime_error("the CUDA driver " + name + " cannot be loaded: " + why());

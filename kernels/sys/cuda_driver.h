@@ -14,7 +14,7 @@ class KernelLaunch {
   static constexpr const char* kDriver = "libcuda.so.1";
 
   // function: a CUfunction. kinds: one letter per parameter: 'p' a pointer (64 bits, unsigned), 'i'
-  // int32, 'l' int64. Throws std::invalid_argument, and std::runtime_error where the driver cannot
+  // int32. Throws std::invalid_argument, and std::runtime_error where the driver cannot
   // be loaded or lacks an entry point. Another library stands in for the driver in tests.
   KernelLaunch(uint64_t function, int threads, int shared_bytes, std::string kinds,
                const std::string& library = kDriver);

@@ -45,10 +45,10 @@ def state(fake: str, kinds: str) -> tuple[Last, Any]:
 
 
 def test_arguments_arrive(fake: str) -> None:
-    kinds = "pilpi"
+    kinds = "pippi"
     last, _ = state(fake, kinds)
     kernel = _C.KernelLaunch(0x1234, 128, 4096, kinds, library=fake)
-    kernel.run(7, 2**48, 2**64 - 1, -(2**31), -(2**63), 0, 2**31 - 1)
+    kernel.run(7, 2**48, 2**64 - 1, -(2**31), 2**63, 0, 2**31 - 1)
     assert (last.function, last.stream, last.shared, last.has_extra) == (0x1234, 2**48, 4096, 0)
     assert (list(last.grid), list(last.block)) == ([7, 1, 1], [128, 1, 1])
     assert list(last.values)[:5] == [2**64 - 1, 2**31, 2**63, 0, 2**31 - 1]
@@ -56,8 +56,8 @@ def test_arguments_arrive(fake: str) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 32])
 def test_any_number_of_parameters(fake: str, count: int) -> None:
-    last, _ = state(fake, "l" * count)
-    _C.KernelLaunch(1, 32, 0, "l" * count, library=fake).run(1, 0, *range(100, 100 + count))
+    last, _ = state(fake, "p" * count)
+    _C.KernelLaunch(1, 32, 0, "p" * count, library=fake).run(1, 0, *range(100, 100 + count))
     assert list(last.values) == [*range(100, 100 + count), *[0] * (32 - count)]
 
 
@@ -91,7 +91,7 @@ def test_a_missing_driver(fake: str) -> None:
         ((0, 32, 0, ""), "function 0"),
         ((1, 0, 0, ""), "threads 0; 1 or more"),
         ((1, 32, -1, ""), "shared_bytes -1; 0 or more"),
-        ((1, 32, 0, "pf"), 'kinds "pf"; p, i and l'),
+        ((1, 32, 0, "pf"), 'kinds "pf"; p and i'),
         ((1, 32, 0, "p" * 33), "33 parameters; at most 32"),
     ],
 )
