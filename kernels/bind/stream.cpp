@@ -6,7 +6,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
@@ -36,7 +35,7 @@ uint64_t parameter(char kind, PyObject* given, size_t i) {
   }
   const long long value = PyLong_AsLongLong(given);
   if (value == -1 && PyErr_Occurred()) throw nb::python_error();
-  if (kind == 'i' && value != int32_t(value))
+  if (value != int32_t(value))
     throw std::overflow_error("parameter " + std::to_string(i) + " is " + std::to_string(value) +
                               ", which is no int32");
   return uint64_t(value);

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "../pack/pack.h"
+#include "../sys/need.h"
 #include "forward.h"
 #include "pack_job.h"
 #include "packed.h"
@@ -38,10 +39,6 @@ std::vector<PoolPart> split_pools(const sys::Team& team, const LayerConfig& c, i
     parts.push_back(std::move(part));
   }
   return parts;
-}
-
-void need(bool good, const std::string& what) {
-  if (!good) throw std::invalid_argument(what);
 }
 
 void check(const sys::Team& team, const LayerConfig& c) {

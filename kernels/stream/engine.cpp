@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "../sys/fork.h"
+#include "../sys/need.h"
 #include "poller.h"
 
 namespace kt {
@@ -15,10 +16,6 @@ namespace {
 constexpr int64_t kMaxEntries = 1 << 20;
 constexpr int64_t kApart = 128;  // bytes: the ring and head do not share a pair of cache lines
 constexpr double kMaxSeconds = 1e9;
-
-void need(bool good, const std::string& what) {
-  if (!good) throw std::invalid_argument(what);
-}
 
 int64_t checked(int64_t entries, double watchdog_seconds) {
   need(entries >= 2 && entries <= kMaxEntries && std::has_single_bit(uint64_t(entries)),

@@ -14,10 +14,9 @@ StreamJob::StreamJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args,
       number_(number.value_or(0)),
       rings_(number.has_value()) {}
 
-bool StreamJob::ring() noexcept {
-  if (!rings_.exchange(false, std::memory_order_relaxed)) return false;
-  kt::ring(*uses_.side, number_, *uses_.progress);
-  return true;
+void StreamJob::ring() noexcept {
+  if (rings_.exchange(false, std::memory_order_relaxed))
+    kt::ring(*uses_.side, number_, *uses_.progress);
 }
 
 void StreamJob::finished() noexcept {

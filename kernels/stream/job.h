@@ -32,8 +32,8 @@ class StreamJob final : public ForwardJob {
   StreamJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args, Uses uses, sys::Team& team,
             std::optional<uint32_t> number);
 
-  // Writes the done word, if nobody did so before; returns whether this call did. From any thread.
-  bool ring() noexcept;
+  // Writes the done word, if nobody did so before. From any thread.
+  void ring() noexcept;
   bool rung() const noexcept { return !rings_.load(std::memory_order_relaxed); }
   void finished() noexcept override;
   StreamSide& side() const { return *uses_.side; }

@@ -25,8 +25,6 @@ constexpr int64_t kSpinNs = 2'000'000;
 constexpr nanoseconds kNap{50'000};
 constexpr int64_t kNapNs = 1'000'000'000;
 constexpr nanoseconds kSleep{500'000};
-// Threads that spin beside a team: this one, and the caller's while it waits for the GPU.
-constexpr int kWaiting = 2;
 // Instead of spinning, where a CPU is wanting.
 constexpr nanoseconds kShortNap{20'000};
 constexpr int64_t kInterruptedNs = 200'000, kCrowdedNs = 50'000'000;
@@ -64,23 +62,15 @@ int64_t StreamPoller::add_slot(std::shared_ptr<MoeLayer> layer, std::string wher
   if (stopping_) throw std::runtime_error("the stream engine was stopped");
   const LayerConfig& config = layer->config();
   sys::Team& team = layer->team();
-  const int cpus = std::min(int(sys::allowed_cpus().size()), sys::cpu_quota());
-  if (team.threads() + kWaiting > cpus) crowded_ = true;
+  if (team.threads() + sys::kBesideTeam > sys::usable_cpus()) crowded_ = true;
   if (!thread_.joinable()) {
     const sys::SignalsBlocked blocked;
     thread_ = std::thread([this] { run(); });
   }
   std::lock_guard lock(mutex_);
   Carry* const carry = &chains_[chain];
-  StreamSlot added{std::move(where),
-                   std::move(side),
-                   position,
-                   protected_k,
-                   carry,
-                   &team,
-                   DeferredSplit(config.num_experts, config.top_k),
-                   std::move(layer)};
-  slots_.push_back(std::move(added));
+  slots_.push_back({std::move(where), std::move(side), position, protected_k, carry, &team,
+                    DeferredSplit(config.num_experts, config.top_k), std::move(layer)});
   return int64_t(slots_.size()) - 1;
 }
 

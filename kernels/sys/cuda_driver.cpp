@@ -6,12 +6,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "sys/need.h"
+
 namespace kt::sys {
 namespace {
-
-void need(bool good, const std::string& what) {
-  if (!good) throw std::invalid_argument(what);
-}
 
 std::string why() {
   const char* text = dlerror();

@@ -2,7 +2,6 @@
 #pragma once
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace kt::sys {
 
@@ -14,8 +13,8 @@ class KernelLaunch {
   static constexpr const char* kDriver = "libcuda.so.1";
 
   // function: a CUfunction. kinds: one letter per parameter: 'p' a pointer (64 bits, unsigned), 'i'
-  // int32. Throws std::invalid_argument, and std::runtime_error where the driver cannot
-  // be loaded or lacks an entry point. Another library stands in for the driver in tests.
+  // int32. Throws std::invalid_argument, and std::runtime_error where the driver cannot be loaded
+  // or lacks an entry point, or no context is current. Another library stands in for it in tests.
   KernelLaunch(uint64_t function, int threads, int shared_bytes, std::string kinds,
                const std::string& library = kDriver);
 

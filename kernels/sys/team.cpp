@@ -33,8 +33,6 @@ constexpr size_t kLine = 128;
 constexpr nanoseconds kSpin{25'000};
 // With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
 constexpr nanoseconds kSpinOversubscribed{1'000};
-// Threads that spin while work is expected: who brings it, and who waits for what comes of it.
-constexpr int kBringers = 2;
 // How long nothing is expected (Team::expect_until) after a spin was interrupted.
 constexpr nanoseconds kCrowded{50'000'000};
 
@@ -137,8 +135,7 @@ class Crew {
   // Set by start() before the threads that read them exist.
   nanoseconds spin_ = kSpin, wait_spin_ = kSpin;
   uint32_t first_seen_ = 0;  // openings of job_gate_ that happened before
-  bool cpu_free_ = false;    // while all threads run
-  bool cpus_free_ = false;   // also for those who bring work, see expects_work()
+  bool cpus_free_ = false;   // for who is beside the team, while all its threads run
 
   // In nanoseconds of the steady clock. relaxed everywhere: it only says how long to spin.
   alignas(kLine) std::atomic<int64_t> expected_until_{0};
@@ -297,7 +294,7 @@ void* Crew::thread_main(void* argument) {
 void Crew::start() {
   const std::vector<int> allowed = allowed_cpus();
   const int team = static_cast<int>(workers_.size());
-  const int cpus = std::min(static_cast<int>(allowed.size()), cpu_quota());
+  const int cpus = usable_cpus();
   bool oversubscribed = team > cpus;
 
   const auto on_a_node = [](const PoolSpec& spec) { return spec.node >= 0; };
@@ -316,9 +313,8 @@ void Crew::start() {
     }
   }
   spin_ = oversubscribed ? kSpinOversubscribed : kSpin;
-  cpu_free_ = !oversubscribed && team < cpus;
-  cpus_free_ = !oversubscribed && team + kBringers <= cpus;
-  wait_spin_ = cpu_free_ ? kSpin : kSpinOversubscribed;
+  wait_spin_ = oversubscribed || team == cpus ? kSpinOversubscribed : kSpin;
+  cpus_free_ = !oversubscribed && team + kBesideTeam <= cpus;
 
   // relaxed: only written under mutex_
   first_seen_ = job_gate_.count.load(std::memory_order_relaxed);

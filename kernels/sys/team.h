@@ -12,6 +12,10 @@ struct PoolSpec {
   int node;     // NUMA node whose CPUs the threads may use; -1, or one that is not there: any
 };
 
+// Threads that spin beside a team for whose jobs a GPU waits (Team::expect_until): who brings the
+// jobs, and who waits for what comes of them.
+constexpr int kBesideTeam = 2;
+
 class Crew;  // the threads and the queue of one process (team.cpp)
 
 // What a worker knows of itself inside Job::run, and its barriers. A barrier spins for a bounded

@@ -192,4 +192,6 @@ int cpu_quota_below(const std::string& root) {
 
 int cpu_quota() { return cpu_quota_below(""); }
 
+int usable_cpus() { return std::min(static_cast<int>(allowed_cpus().size()), cpu_quota()); }
+
 }  // namespace kt::sys

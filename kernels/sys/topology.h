@@ -24,6 +24,7 @@ int cpu_quota();
 inline constexpr int kNoCpuQuota = 1 << 20;
 
 std::vector<int> allowed_cpus();  // the calling thread's affinity mask, ascending, never empty
+int usable_cpus();                // how many of them the quota leaves
 
 // The same read from below another root directory, without KT_TOPOLOGY: for tests.
 std::vector<Node> topology_below(const std::string& root, const std::vector<int>& allowed);

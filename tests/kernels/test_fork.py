@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import os, sys, threading, time
+import os, threading
 import numpy as np
 from tests.kernels.core import INT8_ROW, Layer
+from tests.kernels.forks import join_child
 
 layers = [Layer(("_C", "avx2"), INT8_ROW, 0, threads=(2,), seed=s) for s in range(3)]
 batches = [layer.batch(5) for layer in layers]
@@ -33,16 +34,7 @@ for turn in range(40):
         fresh = Layer(("_C", "avx2"), INT8_ROW, 0, threads=(2,), hidden=96 + 32 * turn)
         fresh.forward(*fresh.batch(3))
         os._exit(0 if same else 3)
-    end = time.monotonic() + 30
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > end:
-            os.kill(child, 9)
-            print("hung in turn", turn)
-            os._exit(4)
-        time.sleep(0.001)
-    if done[1]:
-        print("child ended with", done[1])
-        os._exit(5)
+    join_child(child, turn, 30)
 stop.set()
 for thread in threads:
     thread.join()

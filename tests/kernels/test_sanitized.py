@@ -21,12 +21,8 @@ def library(name: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["test_products.py", "test_extremes.py", "test_accumulators.py", "test_pack.py",
-     "test_pack_golden.py"],
-)  # fmt: skip
-def test_kernels_under_sanitizers(module: str) -> None:
+def run_sanitized(*arguments: object) -> None:
+    """pytest, on the sanitized build; skips where there is none."""
     built = os.environ.get("KT_SANITIZED_MODULE")
     if not built:
         pytest.skip("KT_SANITIZED_MODULE is not set (make test sets it)")
@@ -39,9 +35,8 @@ def test_kernels_under_sanitizers(module: str) -> None:
         "KT_EMUL_MODULE": built,
         "KT_SMALL_SWEEP": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "_C_emul"]
     done = subprocess.run(
-        [*command, HERE / module],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         cwd=HERE.parents[1],
         env=env,
         capture_output=True,
@@ -50,3 +45,12 @@ def test_kernels_under_sanitizers(module: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["test_products.py", "test_extremes.py", "test_accumulators.py", "test_pack.py",
+     "test_pack_golden.py"],
+)  # fmt: skip
+def test_kernels_under_sanitizers(module: str) -> None:
+    run_sanitized("-k", "_C_emul", HERE / module)

@@ -302,9 +302,10 @@ def test_host_buffers() -> None:
 
 
 FORK = """
-import gc, os, sys, time
+import gc, os, sys
 sys.path[:0] = sys.argv[1:]
 from fake_gpu import *
+from kernels.forks import join_child
 import numpy as np
 
 gpu, layer, side = Gpu(), make_layer(), Side()
@@ -334,16 +335,7 @@ for turn in range(20):
         del side
         gc.collect()
         os._exit(code or (0 if same else 5))
-    end = time.monotonic() + 60
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > end:
-            os.kill(child, 9)
-            print("hung in turn", turn)
-            os._exit(6)
-        time.sleep(0.001)
-    if done[1]:
-        print("child ended with", done[1])
-        os._exit(7)
+    join_child(child, turn, 60)
     assert np.array_equal(side.wait(number), expected)
 gpu.engine.raise_error()
 print("fine")
