@@ -16,6 +16,18 @@ from kt_kernel.options import (
 
 from . import patches
 
+# Model classes that the tests have seen in both engines (tests/plugin/test_model_classes.py, and
+# Qwen3-MoE in the engines' own tests).
+TESTED_MODELS = (
+    "Ernie4_5_MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "MixtralForCausalLM",
+    "OlmoeForCausalLM",
+    "PhiMoEForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 # Checkpoints whose weights reach our loaders one by one, as the tests have seen them.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
 QUANTISED_MODEL = "fp8"  # what a served model may be quantised with

@@ -27,24 +27,13 @@ from .common import (
     LOAD_FORMATS,
     NO_EXCHANGE,
     SINGLE_RANK,
+    TESTED_MODELS,
     Refusal,
     choose,
     install,
     refuse_class,
     refuse_quantised,
     refuse_values,
-)
-
-# Those of tests/plugin/test_model_classes.py, and Qwen3-MoE.
-TESTED_MODELS = (
-    "Ernie4_5_MoeForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GraniteMoeForCausalLM",
-    "MixtralForCausalLM",
-    "OlmoeForCausalLM",
-    "PhiMoEForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
 )
 
 _PLACES = "both decide where experts are kept"

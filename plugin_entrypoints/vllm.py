@@ -12,6 +12,7 @@ from typing import Any
 
 from kt_kernel.options import KTOptions, OptionError, add_arguments, collect, exit_with
 
+from . import common
 from .common import (
     LOAD_FORMATS,
     NO_EXCHANGE,
@@ -25,18 +26,10 @@ from .common import (
 )
 
 CONFIG_KEY = "kt"
-# Those of tests/plugin/test_model_classes.py, and Qwen3-MoE.
 TESTED_MODELS = (
+    *common.TESTED_MODELS,
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GraniteMoeForCausalLM",
-    "MixtralForCausalLM",
-    "OlmoeForCausalLM",
-    "PhiMoEForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
 )
 
