@@ -86,10 +86,11 @@ class _Kept:
     """Buffers for use again, by key.
 
     Batch sizes outside the announced ones come and go: only the latest key with one of them is
-    kept, or this would grow with every prompt length.
+    kept, or this would grow with every prompt length. Keys in ``for_ever`` stay in any case.
     """
 
     def __init__(self) -> None:
+        self.for_ever: set[Hashable] = set()
         self._entries: dict[Hashable, tuple[int, list[Any]]] = {}
         self._last_other: Hashable = None
 
@@ -107,13 +108,16 @@ class _Kept:
     def drop_others(self) -> None:
         for key, (tokens, _) in list(self._entries.items()):
             if tokens not in _capture_batch_sizes and key != self._last_other:
-                del self._entries[key]
+                self._drop(key)
 
     def clear(self) -> int:
-        """Empties it; returns the bytes that were in it."""
-        freed = sum(buffer.nbytes for _, kept in self._entries.values() for buffer in kept)
-        self._entries.clear()
-        return freed
+        """Empties it; returns the bytes that were dropped."""
+        return sum(self._drop(key) for key in list(self._entries))
+
+    def _drop(self, key: Hashable) -> int:
+        if key in self.for_ever:
+            return 0
+        return sum(buffer.nbytes for buffer in self._entries.pop(key)[1])
 
 
 _in_flight: set[Call] = set()
@@ -170,10 +174,22 @@ def _store(snapshot: Snapshot) -> None:
 
 
 def device_result(
-    key: Hashable, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A device buffer [T, H] for a result, valid until the next-but-one call with the same key."""
+    key: Hashable,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    capturing: bool = False,
+) -> torch.Tensor | None:
+    """A device buffer [T, H] for a result, valid until the next-but-one call with the same key.
+
+    capturing: a graph is captured, which writes there whenever it is replayed, so that the pair is
+    kept for ever; None where there is none yet.
+    """
     with _lock:
+        if capturing:
+            if not _results.get(key):
+                return None
+            _results.for_ever.add(key)
         pair = _results.for_adding(key, shape[0])
         if not pair:
             with torch.inference_mode(False):

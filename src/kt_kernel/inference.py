@@ -52,7 +52,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         self._pending: list[_Pending] = []
         self._dropped = False  # whether a result was, since nobody asked for it
         self._chain = join_chain(self, s.layer_idx, (s.hidden_size, s.num_experts_per_tok, s.pools))
-        self._checked: Any = None  # what was right about the last batch
+        # Kinds of the tensors of the last batch that was right: checking one takes longer than
+        # starting it.
+        self._checked: tuple[Any, ...] = ()
         self._checked_tokens = 0
         self._streams: dict[torch.device, LayerStream] = {}
 
@@ -342,16 +344,6 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         latest = self._pending[-1]
         if hidden is None:
             return latest
-        if type(hidden) is torch.Tensor and not hidden.is_nested:  # the usual case, quickly
-            for pending in reversed(self._pending):
-                address, tokens, dtype, device = pending.key
-                if (
-                    hidden.dtype == dtype and hidden.dim() > 0
-                    and hidden.numel() == tokens * s.hidden_size
-                    and hidden.shape[-1] == s.hidden_size and hidden.device == device
-                    and hidden.data_ptr() == address
-                ):  # fmt: skip
-                    return pending
         need_tensor(f"{s.where}: hidden", hidden)
         tokens = self._check_hidden(hidden)
         key = (hidden.data_ptr(), tokens, hidden.dtype, hidden.device)
@@ -374,6 +366,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         )
 
     def _check_hidden(self, hidden: torch.Tensor) -> int:
+        if self._checked and _kind(hidden) == self._checked[0]:
+            return self._checked_tokens
         s = self._settings
         need_dense(f"{s.where}: hidden", hidden)
         if hidden.dtype not in DTYPES:
@@ -386,21 +380,11 @@ class InferenceMoEWrapper(BaseMoEWrapper):
 
     def _check_inputs(self, hidden: Any, topk_ids: Any, topk_weights: Any) -> int:
         """Checks everything that can be wrong with a batch; returns T."""
-        try:  # a batch like the last one; checking takes longer than starting it
-            seen = (
-                *(type(t) for t in (hidden, topk_ids, topk_weights)),
-                hidden.shape, hidden.dtype, hidden.layout, hidden.device, hidden.is_nested,
-                topk_ids.shape, topk_ids.dtype, topk_ids.layout, topk_ids.device,
-                topk_ids.is_nested, topk_weights.shape, topk_weights.dtype, topk_weights.layout,
-                topk_weights.device, topk_weights.is_nested,
-            )  # fmt: skip
-        except (AttributeError, RuntimeError):  # `_check_each` says what it is
-            seen = None
-        if seen is not None and seen == self._checked:
-            return self._checked_tokens
-        tokens = self._check_each(hidden, topk_ids, topk_weights)
-        self._checked, self._checked_tokens = seen, tokens
-        return tokens
+        kinds = tuple(_kind(tensor) for tensor in (hidden, topk_ids, topk_weights))
+        if kinds != self._checked:
+            self._checked_tokens = self._check_each(hidden, topk_ids, topk_weights)
+            self._checked = kinds
+        return self._checked_tokens
 
     def _check_each(self, hidden: Any, topk_ids: Any, topk_weights: Any) -> int:
         s = self._settings
@@ -425,6 +409,13 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 f"{s.where}: topk_weights has dtype {topk_weights.dtype}; accepted: float dtypes"
             )
         return tokens
+
+
+def _kind(tensor: Any) -> Any:
+    """All that the checks of a batch depend on; of no plain tensor itself, equal to no other's."""
+    if type(tensor) is not torch.Tensor or tensor.is_nested:
+        return object()
+    return tensor.shape, tensor.dtype, tensor.layout, tensor.device
 
 
 class KTMoEWrapper:

@@ -22,7 +22,10 @@ class CudaBackend:
 
     def pin(self, buffer: Any) -> None:
         """Lets the device read and write a HostBuffer at the addresses it has on the host."""
-        status = self._runtime("cudaHostRegister", buffer.address, buffer.nbytes)
+        with torch.cuda.device(self.device):
+            status = torch.cuda.cudart().cudaHostRegister(
+                buffer.address, buffer.nbytes, _PORTABLE_AND_MAPPED
+            )
         if status != 0:
             raise RuntimeError(
                 f"{self.device}: {buffer.nbytes / 1e6:.1f} MB of host memory cannot be pinned: "
@@ -31,13 +34,8 @@ class CudaBackend:
             )
 
     def unpin(self, buffer: Any) -> None:
-        self._runtime("cudaHostUnregister", buffer.address)
-
-    def _runtime(self, name: str, *arguments: int) -> Any:
-        runtime = torch.cuda.cudart()
-        flags = (_PORTABLE_AND_MAPPED,) if name == "cudaHostRegister" else ()
         with torch.cuda.device(self.device):
-            return getattr(runtime, name)(*arguments, *flags)
+            torch.cuda.cudart().cudaHostUnregister(buffer.address)
 
     def compile(
         self, function: Any, arguments: Sequence[torch.dtype | int], warps: int, **constants: Any

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
 
-from ..buffers import get_capture_batch_sizes
 from ..tensors import DTYPES
 from ..variant import native
 
@@ -78,8 +76,6 @@ class Bank:
         self._last_position = -1
         self.stream: int | None = None  # handle of the stream of the last batch
         self.batches = 0  # so far
-        self._results: dict[int, list[Rows]] = {}  # by tokens
-        self._captured_sizes: set[int] = set()
         self._routes: dict[tuple[int, torch.dtype], Rows] = {}
         cells = torch.zeros((2, _CACHE_LINE), dtype=torch.int32, device=backend.device)
         self.sides: list[Side] = []
@@ -101,32 +97,6 @@ class Bank:
         self._last_position = position
         return (position + self._turn) & 1
 
-    def result(self, tokens: int, capturing: bool) -> torch.Tensor | None:
-        """A device buffer [tokens, hidden], valid until the next call but one with as many tokens;
-        None where a graph is captured and there is none yet.
-
-        Those of announced sizes and of captured ones are kept, and those of the latest other.
-        """
-        pair = self._results.get(tokens)
-        if pair is None:
-            if capturing:
-                return None
-            kept = self._captured_sizes.union(get_capture_batch_sizes())
-            for size in self._results.keys() - kept:
-                del self._results[size]
-            pair = self._results[tokens] = [
-                Rows(tokens, self.key.hidden, self.key.dtype, self._backend.device)
-                for _ in self.sides
-            ]
-        if capturing:
-            self._captured_sizes.add(tokens)
-        pair.reverse()
-        return pair[0].of(tokens)
-
-    def forget_results(self) -> None:
-        """Leaves the results to those who have them: the bank goes to another model."""
-        self._results.clear()
-
     def routes(self, side: int, dtype: torch.dtype, tokens: int, capturing: bool) -> torch.Tensor:
         """A device buffer [tokens, k] for routes, valid until the side's next batch."""
         rows = self._routes.get((side, dtype))
@@ -135,21 +105,19 @@ class Bank:
                 return torch.empty(
                     (tokens, self.key.top_k), dtype=dtype, device=self._backend.device
                 )
-            rows = self._routes[side, dtype] = self._rows(self.key.top_k, dtype)
+            rows = self._routes[side, dtype] = Rows(
+                self.capacity, self.key.top_k, dtype, self._backend.device
+            )
         return rows.of(tokens)
-
-    def _rows(self, width: int, dtype: torch.dtype) -> Rows:
-        return Rows(self.capacity, width, dtype, self._backend.device)
 
     @property
     def nbytes(self) -> int:
-        rows = (*itertools.chain(*self._results.values()), *self._routes.values())
-        return sum(side.core.buffer.nbytes for side in self.sides) + sum(r.nbytes for r in rows)
+        pinned = sum(side.core.buffer.nbytes for side in self.sides)
+        return pinned + sum(rows.nbytes for rows in self._routes.values())
 
     def free(self) -> None:
         """Takes the memory from the device, which must not use it any more."""
         for side in self.sides:
             self._backend.unpin(side.core.buffer)
         self.sides.clear()
-        self._results.clear()
         self._routes.clear()

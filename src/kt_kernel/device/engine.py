@@ -82,7 +82,6 @@ class DeviceEngine:
             if bank is not None:
                 self._idle.remove(bank)
                 self.backend.synchronize()  # its last user may have left something under way
-                bank.forget_results()
             else:
                 bank = Bank(self.backend, wanted)
             banks.append(bank)

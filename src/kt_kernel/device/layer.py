@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import buffers
 from ..streams import handle_of, on_stream
 from . import kernels
 from .bank import Bank, BankKey, Side
@@ -40,7 +41,11 @@ class Batch(NamedTuple):
     def collect(self, cuda_stream: Any) -> torch.Tensor:
         """Lets the stream wait for the CPU's sum [T, H]; a buffer valid until the next but one."""
         stream, capturing = self._ready(cuda_stream)
-        out = self.bank.result(self.tokens, capturing)
+        key, device = self.bank.key, self.layer.backend.device
+        out = buffers.device_result(
+            (self.layer.chain_number, self.tokens, key.hidden, key.top_k, key.dtype, device),
+            (self.tokens, key.hidden), key.dtype, device, capturing,
+        )  # fmt: skip
         if out is None:
             raise RuntimeError(
                 f"{self.layer.where}: the result of a batch of {self.tokens} tokens is captured in "
@@ -125,6 +130,7 @@ class LayerStream:
         self.engine, self.backend, self.where = engine, engine.backend, where
         self._core = core
         self._chain = weakref.ref(chain)  # whose end frees the banks
+        self.chain_number = chain.number
         self._experts, self._hidden, self._top_k = experts, hidden, top_k
         self._smallest = smallest
         self._banks: dict[tuple[torch.dtype, bool], list[Bank]] = {}
@@ -217,7 +223,7 @@ class LayerStream:
         slot = self._slots.get((bank, index, place))
         if slot is None:
             number = engine.core.add_slot(
-                self._core, self.where, side.core, self._chain().number, *place
+                self._core, self.where, side.core, self.chain_number, *place
             )
             slot = self._slots[bank, index, place] = _Slot(number, bank)
         behind = (
