@@ -39,6 +39,8 @@ from .common import (
 _PLACES = "both decide where experts are kept"
 _LORA = "LoRA is not supported together with kt options yet"
 _BATCHES = "the CPU works on one batch at a time"
+_NO_COMPILER = "our kernels are no torch operations"
+_GRAPHS = ("full", "breakable", "disabled")  # how CUDA graphs are made
 # Checked on the resolved server arguments.
 _REFUSED = (
     Refusal("pp_size", (1,), SINGLE_RANK),
@@ -70,7 +72,7 @@ _REFUSED = (
     Refusal("model_impl", ("auto", "sglang"), "only SGLang's own model code is supported"),
     Refusal("enable_two_batch_overlap", (False,), _BATCHES),
     Refusal("enable_pdmux", (False,), _BATCHES),
-    Refusal("enable_torch_compile", (False,), "our kernels are no torch operations"),
+    Refusal("enable_torch_compile", (False,), _NO_COMPILER),
     Refusal("device", ("cuda", "cpu"), "kt-moe runs beside CUDA devices, or on the CPU alone"),
     Refusal("load_format", LOAD_FORMATS, "the cold experts need their weights one by one"),
     Refusal("startup_weight_load_mode", ("serial",), "the cold experts load with the others"),
@@ -170,14 +172,12 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
     model = _language_model(hf_config)
     check_model(options, model)
     if arguments.device != "cpu" and (options.num_gpu_experts or 0) != num_experts(model):
-        graphs = arguments.cuda_graph_config
         for phase in ("decode", "prefill"):
-            backend = getattr(graphs, phase).backend
-            if backend != "disabled":
+            backend = getattr(arguments.cuda_graph_config, phase).backend
+            if backend not in _GRAPHS:
                 raise OptionError(
-                    f"--cuda-graph-backend-{phase} {backend}: CUDA graphs are not supported "
-                    "together with cold experts yet; add --cuda-graph-backend-decode disabled "
-                    "--cuda-graph-backend-prefill disabled"
+                    f"--cuda-graph-backend-{phase} {backend}: {_NO_COMPILER}; accepted: "
+                    f"{', '.join(_GRAPHS)}"
                 )
 
 

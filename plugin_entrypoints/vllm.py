@@ -166,6 +166,4 @@ def refuse_unsupported(config: Any, options: KTOptions) -> None:
     refuse_class(list(model.architectures or []), TESTED_MODELS, options)
     refuse_quantised(getattr(model, "quantization", None), options)
     refuse_values(config, _REFUSED)
-    if config.device_config.device_type != "cpu" and not model.enforce_eager:
-        raise OptionError(f"CUDA graphs: {_TOGETHER}; add --enforce-eager")
     check_model(options, model.hf_text_config)

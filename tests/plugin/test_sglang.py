@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deferral import check_deferred
 from engines import (
     COLD,
     DEMO_MODEL,
@@ -37,8 +36,6 @@ from engines import run as shared_run
 from tiny_model import EXPERTS, LAYERS, STEPS, TOP_K, Greedy, Reference, agreement
 
 from kt_kernel.demo import free_port
-from kt_kernel.routing import select_deferred_experts
-from kt_kernel.testing import moe_reference
 
 PYTHON = os.environ.get("KT_SGLANG_PYTHON")
 QUANTISED = ("AMXINT8", "INT4_G32")
@@ -183,66 +180,9 @@ def test_quantised_logprobs(
     check_quantised_logprobs(method, answers[method], reference, prompts)
 
 
-@contextmanager
-def deferring(reference: Reference, deferred: int) -> Iterator[None]:
-    """Within, MoE layers postpone cold experts as `KTMoEWrapper` defines deferral."""
-    hot = torch.tensor([expert not in COLD for expert in range(EXPERTS)])
-    carry: list[torch.Tensor | None] = [None]
-
-    def replacement(layer: int, module: torch.nn.Module) -> Callable[..., torch.Tensor]:
-        gate, up = module.gate_up_proj.data.chunk(2, 1)
-        weights = (gate, up, module.down_proj.data)
-
-        def forward(x: torch.Tensor, ids: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-            def cold(ids: torch.Tensor) -> torch.Tensor:
-                return moe_reference(x, ids, router, *weights, gpu_experts_mask=hot)
-
-            y = moe_reference(x, ids, router, *weights, gpu_experts_mask=~hot, rounded=False)
-            before = carry[0] if layer > 0 else None
-            now, later = select_deferred_experts(ids, router, TOP_K - deferred)
-            if layer == LAYERS - 1:
-                now, carry[0] = ids, None
-            else:
-                carry[0] = cold(later)
-            y = y + cold(now)
-            return (y if before is None else y + before).to(x.dtype)
-
-        return forward
-
-    with reference.replacing(replacement):
-        yield
-
-
-@torch.no_grad()
-def stepwise_logits(reference: Reference, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Logits of given tokens [steps, V] in the engine's passes: the prompt, then single tokens."""
-    out = reference.model(torch.tensor([prompt]), use_cache=True)
-    logits = [out.logits[0, -1]]
-    for token in tokens[:-1]:
-        out = reference.model(
-            torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True
-        )
-        logits.append(out.logits[0, -1])
-    return torch.stack(logits)
-
-
 def test_deferral(answers: Answers, reference: Reference, prompts: list[list[int]]) -> None:
     """With one expert late, tokens and log-probabilities are those of the rule in transformers."""
-    answer, prompt = answers["deferred"], prompts[-1]
-    assert "error" not in answer, answer
-    (tokens,) = answer["tokens"]
-    found = torch.tensor(answer["logprobs"][0])
-    index = torch.tensor(tokens)[:, None]
-    with deferring(reference, 1):
-        logits = stepwise_logits(reference, prompt, tokens)
-    top = logits.topk(2)
-    clear = top.values[:, 0] - top.values[:, 1] > 0.1
-    assert clear.sum() >= STEPS / 2
-    assert torch.equal(top.indices[clear, 0], index[clear, 0])
-    late = (logits.log_softmax(-1).gather(-1, index)[:, 0] - found).abs()
-    plain = stepwise_logits(reference, prompt, tokens).log_softmax(-1).gather(-1, index)[:, 0]
-    assert late.mean() < 0.03, late
-    assert (plain - found).abs().mean() > 5 * late.mean()
+    check_deferred(answers["deferred"], reference, prompts[-1], 1, COLD, near=0.03, gap=0.1)
 
 
 @pytest.mark.parametrize(

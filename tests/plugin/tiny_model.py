@@ -173,6 +173,23 @@ class Reference:
             found.append(scores.gather(-1, torch.tensor(row)[:, None])[:, 0])
         return torch.cat(found)
 
+    @contextmanager
+    def watching_routes(self) -> Iterator[list[torch.Tensor]]:
+        """Within, each pass of a layer adds [T]: by how much of its probability the last chosen
+        expert was ahead of the first one that was not. Small ones are decided by rounding."""
+        gaps: list[torch.Tensor] = []
+
+        def look(gate: torch.nn.Module, x: object, out: tuple[torch.Tensor, ...]) -> None:
+            best = out[0].float().softmax(-1).topk(TOP_K + 1).values
+            gaps.append(1 - best[:, TOP_K] / best[:, TOP_K - 1])
+
+        hooks = [layer.mlp.gate.register_forward_hook(look) for layer in self.model.model.layers]
+        try:
+            yield gaps
+        finally:
+            for hook in hooks:
+                hook.remove()
+
 
 def clear_prompts(
     reference: Reference, count: int = 6, tries: int = 384, seed: int = 1
