@@ -30,7 +30,8 @@ def hand_over(x, ids, weights, slot_map, cold_slot, programs, block, number=0, s
         found["ring"], head, tokens, slot,
         HIDDEN=x.shape[1], TOP_K=k, EXPERTS=slot_map.shape[0], ENTRIES=ENTRIES,
         SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0, BLOCK=block,
-        ROUTES=kernels.ROUTES, ROOM_CHECK=kernels.ROOM_CHECK, FENCE=False,
+        ROUTES=kernels.routes_with(-(-x.shape[1] // block), k), ROOM_CHECK=kernels.ROOM_CHECK,
+        FENCE=False,
     )  # fmt: skip
     return found | {"counter": counter}
 
@@ -48,7 +49,7 @@ def batch(tokens, hidden, k, experts, dtype, ids_dtype, weights_dtype, seed=0):
 @pytest.mark.parametrize("tokens", [1, 7, 100])
 @pytest.mark.parametrize(
     ("hidden", "k", "block", "programs"),
-    [(64, 1, 64, 1), (100, 3, 32, 4), (96, 8, 128, 7), (257, 2, 512, 64)],
+    [(64, 1, 64, 1), (100, 3, 32, 4), (96, 8, 128, 7), (257, 2, 512, 64), (32, 600, 16, 3)],
 )
 @pytest.mark.parametrize(
     ("dtype", "ids_dtype", "weights_dtype", "cold_slot"),

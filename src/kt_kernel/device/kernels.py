@@ -1,10 +1,13 @@
 """The two Triton kernels around a layer. Protocol and memory: kernels/stream/ of the compiled core.
 
-Memory ordering. Every program fences its stores at system scope before it counts itself in; the
-last one to arrive therefore knows all of them done, fences once more and publishes the ring's entry
-with one 8-byte store. The other way the CPU stores ``done`` after its results (x86 keeps that
-order), and the kernel reads results only after a fence that follows the ``done`` it waited for,
-past all caches.
+Memory ordering. After a barrier, one thread of each program fences at system scope, which covers
+the stores of all its threads, and counts the program in; the last one to arrive therefore knows all
+of them done, fences once more and publishes the ring's entry with one 8-byte store. The other way
+the CPU stores ``done`` after its results (x86 keeps that order); one thread of each program waits
+for it and fences, and the others read the results, past all caches, after a barrier.
+
+One thread, since a fence at system scope is carried out by every warp that executes it, one after
+the other, and so is a read of the host's memory.
 
 Numbers of entries are 32 bits and wrap; they are compared for equality, or by their difference.
 """
@@ -12,19 +15,58 @@ Numbers of entries are 32 bits and wrap; they are compared for equality, or by t
 import triton
 import triton.language as tl
 
-ROUTES = 256  # routes that a program takes at a time
 ROOM_CHECK = 256  # entries from one look at the CPU's progress to the next
+
+
+def routes_with(blocks: int, top_k: int) -> int:
+    """How many routes a program takes with each of a row's ``blocks``, so that none is left."""
+    return max(256, triton.next_power_of_2(-(-top_k // blocks)))
 
 
 @triton.jit
 def _system_fence(value, FENCE: tl.constexpr):
-    """value, int32, once the CPU can see every store before it, and no later load is early."""
+    """value, int32, once the CPU can see every store of the program before the last barrier."""
     if FENCE:  # Triton's interpreter has no assembler, and needs none
         value = tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False,
-            pack=1,
+            """{
+            .reg .pred first;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first fence.acq_rel.sys;
+            mov.b32 $0, $1;
+            }""",
+            "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     return value
+
+
+@triton.jit
+def _wait_for(word, number, FENCE: tl.constexpr):
+    """Until the CPU has written ``number`` to the word; what it wrote before is there then."""
+    if FENCE:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred other, late;
+            .reg .b32 thread, value;
+            mov.u32 thread, %tid.x;
+            setp.ne.u32 other, thread, 0;
+            @other bra there;
+            again:
+            ld.relaxed.sys.global.b32 value, [$1];
+            setp.ne.b32 late, value, $2;
+            @late bra again;
+            fence.acq_rel.sys;
+            there:
+            mov.b32 $0, $2;
+            }""",
+            "=r,l,r", [tl.cast(word, tl.int64), number], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        answered = tl.load(word, volatile=True)
+        while answered != number:
+            answered = tl.load(word, volatile=True)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["tokens", "slot"])
@@ -42,7 +84,8 @@ def hand_over(
     float type; the pinned ones alike in x's type, int32 (-1 for ids that do not exist) and float32.
     With SPLIT it also writes the routes of the experts on the device, in the types of ids and
     weights: ``slot_map[id]`` (int32 [EXPERTS], -1 for experts on the CPU), or COLD_SLOT with weight
-    0. cell: int32 [2] of this side, see Side; counter: int32, entries so far.
+    0. ROUTES: see `routes_with`. cell: int32 [2] of this side, see Side; counter: int32, entries so
+    far.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -51,12 +94,12 @@ def hand_over(
         number = tl.atomic_add(counter, 1, sem="relaxed") + 1
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     for piece in range(program, tokens * blocks, programs):
+        # All is asked for before anything is stored, so that the waits for memory overlap.
         row = tl.cast(piece // blocks, tl.int64) * HIDDEN
         column = (piece % blocks) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < HIDDEN
-        tl.store(pinned_x + row + column, tl.load(x + row + column, mask=inside), mask=inside)
-    for first in range(program * ROUTES, tokens * TOP_K, programs * ROUTES):
-        route = first + tl.arange(0, ROUTES)
+        in_row = column < HIDDEN
+        values = tl.load(x + row + column, mask=in_row)
+        route = piece * ROUTES + tl.arange(0, ROUTES)
         inside = route < tokens * TOP_K
         given = tl.load(ids + route, mask=inside, other=0)
         weight = tl.load(weights + route, mask=inside, other=0)
@@ -66,18 +109,20 @@ def hand_over(
         expert = tl.where(known, given, -1).to(tl.int32)
         if SPLIT:
             device_slot = tl.load(slot_map + expert, mask=inside & known, other=-1)
+        tl.store(pinned_x + row + column, values, mask=in_row)
+        tl.store(pinned_ids + route, expert, mask=inside)
+        tl.store(pinned_weights + route, weight.to(tl.float32), mask=inside)
+        if SPLIT:
             hot = device_slot >= 0
             slots = tl.where(hot, device_slot, COLD_SLOT).to(hot_ids.dtype.element_ty)
             tl.store(hot_ids + route, slots, mask=inside)
             hot_weight = tl.where(hot, weight, 0).to(hot_weights.dtype.element_ty)
             tl.store(hot_weights + route, hot_weight, mask=inside)
-        tl.store(pinned_ids + route, expert, mask=inside)
-        tl.store(pinned_weights + route, weight.to(tl.float32), mask=inside)
 
-    tl.debug_barrier()  # the fence of one thread is then one of all threads' stores
+    tl.debug_barrier()
     arrived = programs - 1
-    if programs > 1:
-        arrived = tl.atomic_add(cell, _system_fence(tl.cast(1, tl.int32), FENCE), sem="acq_rel")
+    if programs > 1:  # relaxed: between two fences
+        arrived = tl.atomic_add(cell, _system_fence(tl.cast(1, tl.int32), FENCE), sem="relaxed")
     if arrived == programs - 1:
         if programs > 1:
             number = tl.atomic_add(counter, 1, sem="relaxed") + 1
@@ -105,14 +150,9 @@ def take_back(
     out [tokens, HIDDEN] = SCALE * (pinned_out, plus hot with ADD), summed in float32, all of one
     type. out may be hot.
     """
-    number = tl.load(cell + 1)
-    answered = tl.load(done, volatile=True)
-    while answered != number:
-        answered = tl.load(done, volatile=True)
-    tl.debug_barrier()
-    late = _system_fence(answered * 0, FENCE)  # 0, but not before the answer
+    _wait_for(done, tl.load(cell + 1), FENCE)
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    for piece in range(tl.program_id(0) + late, tokens * blocks, tl.num_programs(0)):
+    for piece in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
         row = tl.cast(piece // blocks, tl.int64) * HIDDEN
         column = (piece % blocks) * BLOCK + tl.arange(0, BLOCK)
         inside = column < HIDDEN

@@ -294,7 +294,8 @@ class LayerStream:
                  x, int32, float32, int32, int32, int32, int64, int32, 0, 0),
                 TOP_K=self._top_k, EXPERTS=self._experts, ENTRIES=self.engine.core.entries,
                 SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
-                ROUTES=kernels.ROUTES, ROOM_CHECK=kernels.ROOM_CHECK,
+                ROUTES=kernels.routes_with(self._blocks, self._top_k),
+                ROOM_CHECK=kernels.ROOM_CHECK,
             )  # fmt: skip
         return launch
 

@@ -1,0 +1,51 @@
+"""The kernels compile for real devices, assembler included, which the interpreter skips."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kt_kernel.device import kernels
+
+def compile(function, types, **constants):
+    names = function.arg_names
+    signature = dict.fromkeys(constants, "constexpr")
+    signature |= zip([name for name in names if name not in constants], types, strict=True)
+    source = ASTSource(
+        function, {name: signature[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"},
+    )
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    return triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+
+shape = dict(HIDDEN=2048, BLOCK=2048, FENCE=True)
+for types in ("*bf16 *i32 *fp32", "*fp32 *i64 *bf16", "*fp16 *u8 *fp16"):
+    x, ids, weights = types.split()
+    there = compile(
+        kernels.hand_over,
+        [x, ids, weights, "*i32", ids, weights, x, "*i32", "*fp32", "*i32", "*i32", "*i32", "*i64",
+         "*i32", "i32", "i32"],
+        TOP_K=8, EXPERTS=128, ENTRIES=4096, SPLIT=True, COLD_SLOT=-1, ROUTES=256, ROOM_CHECK=256,
+        **shape,
+    )
+    back = compile(
+        kernels.take_back, [x, "*i32", "*i32", x, x, "i32"], ADD=True, SCALE=2.5, **shape
+    )
+    assert there.count("fence.acq_rel.sys") == 2 and back.count("fence.acq_rel.sys") == 1
+"""
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 100])
+def test_kernels_compile(capability: int, tmp_path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    subprocess.run([sys.executable, "-c", PROGRAM, str(capability)], check=True, env=environment)
