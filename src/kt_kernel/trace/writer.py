@@ -1,0 +1,124 @@
+"""Records into a file for Chrome's and Perfetto's viewers.
+
+The format is Chrome's JSON array, an event a line. Engines' workers are killed rather than ended,
+so every call of `TraceWriter.write` leaves a file that can be opened: the array's end may be
+missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from .clock import Offset
+from .pieces import CPU, LANE_OF, LANES, Piece, pieces_of
+from .records import Record
+
+TRACE_VARIABLE = "KT_TRACE"
+
+_logger = logging.getLogger("kt_kernel.trace")
+_numbers = itertools.count(1)  # of writers: a device is shown as a process of that number
+_writers: Counter[str] = Counter()  # that this process has, by file: several devices share one
+_THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
+
+
+class TraceWriter:
+    """One device's part of a trace. For one thread at a time; never raises for a file that cannot
+    be written: it warns once, naming KT_TRACE, the path and the reason, and stops writing."""
+
+    def __init__(self, path: str | os.PathLike[str], device: str) -> None:
+        """Begins the file anew, unless a writer of this process has it open; device: its name."""
+        self._path, self._process = os.path.abspath(path), next(_numbers)
+        self._offset, self._before = Offset(), None
+        self._layers: dict[int, str] = {}  # names in JSON, by slot
+        self._file = None
+        first = not _writers[self._path]
+        try:
+            if first:
+                open(self._path, "wb").close()
+            # Unbuffered, so that a fork has nothing to write twice; appended to, since it may be
+            # shared.
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - until `close`
+        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+            self._warn(error)
+            return
+        _writers[self._path] += 1
+        self._put(("[\n" if first else ",\n") + ",\n".join(self._names(device)))
+
+    def write(self, records: Sequence[Record], where: Callable[[int], str]) -> None:
+        """Appends a device's records, in the order of their numbers. where: a slot's layer, asked
+        for once.
+
+        The GPU's times are shown in the CPU's clock by an `Offset` of these records; until there is
+        one they are left out. Lengths are those of the clock that they were taken with.
+        """
+        if self._file is None or not records:
+            return
+        self._offset.update(records)
+        lines = []
+        for record in records:
+            name = self._layers.get(record.slot)
+            if name is None:
+                name = self._layers[record.slot] = json.dumps(where(record.slot))
+            about = (
+                f'{{"layer":{name},"position":{record.position},"chain":{record.chain},'
+                f'"entry":{record.number},"tokens":{record.tokens}}}'
+            )
+            for piece in pieces_of(record, self._before):
+                offset = 0 if LANE_OF[piece.name] == CPU else self._offset.value
+                if offset is not None:
+                    lines.append(self._event(piece, offset, about))
+            self._before = record
+        if lines:
+            self._put(",\n" + ",\n".join(lines))
+
+    def close(self) -> None:
+        """Ends the file, unless another device still writes to it. May be called again."""
+        if self._file is None:
+            return
+        if _writers[self._path] == 1:
+            self._put("\n]\n")
+        self._leave()
+
+    def _event(self, piece: Piece, offset: int, about: str) -> str:
+        # By hand: in json.dumps seven of these a layer and token would keep Python's lock too long.
+        return (
+            f'{{"name":"{piece.name}","ph":"X","pid":{self._process},'
+            f'"tid":{_THREADS[LANE_OF[piece.name]]},"ts":{(piece.start + offset) / 1000:.3f},'
+            f'"dur":{(piece.end - piece.start) / 1000:.3f},"args":{about}}}'
+        )
+
+    def _names(self, device: str) -> list[str]:
+        about = [{"name": "process_name", "args": {"name": device}}]
+        for lane, thread in _THREADS.items():
+            about.append({"name": "thread_name", "tid": thread, "args": {"name": lane}})
+            order = {"sort_index": thread}
+            about.append({"name": "thread_sort_index", "tid": thread, "args": order})
+        return [json.dumps({"ph": "M", "pid": self._process, **each}) for each in about]
+
+    def _put(self, text: str) -> None:
+        rest = memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._warn(error)
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+            _writers[self._path] -= 1
+
+    def _warn(self, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or error
+        _logger.warning(
+            "kt: %s %s: nothing more is written: %s", TRACE_VARIABLE, self._path, reason
+        )
