@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from outcome import failed
 from safetensors.torch import save_file
 
 import kt_kernel
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.cli import quant_progress
-from kt_kernel.cli.main import app
-from kt_kernel.cli.running import run
 
 E, H, I = 2, 32, 64  # noqa: E741
 KT_FOLDER = Path(__file__).parents[1] / "checkpoint" / "data" / "kt_folder"
@@ -31,27 +30,6 @@ def source(tmp_path_factory):
     }, folder / "model.safetensors")  # fmt: skip
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     return folder
-
-
-@pytest.fixture
-def kt(capsys):
-    """Runs the command: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        code = run(app, [str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-def failed(result, code, *words):
-    """One line on stderr, beginning as all our errors do."""
-    assert result[0] == code, result
-    assert result[1] == ""
-    assert result[2].startswith("kt: error: ") and result[2].count("\n") == 1, result
-    for word in words:
-        assert str(word).lower() in result[2].lower()
 
 
 @pytest.mark.parametrize("method", ["int8", "int4", "int4_g32", "moe_int8", "moe_int4"])
@@ -113,6 +91,9 @@ def test_resume_and_refusals(kt, source, tmp_path):
         (["nothing"], ["nothing"]),
         (["model", "nothing"], ["nothing"]),
         (["model", "verify"], ["path"]),
+        (["bench", "nothing"], ["nothing"]),
+        (["bench", "trace"], ["file"]),
+        (["bench", "trace", "a", "--tokens", "0"], ["--tokens"]),
     ],
 )  # fmt: skip
 def test_usage(kt, arguments, words):
@@ -120,7 +101,7 @@ def test_usage(kt, arguments, words):
 
 
 def test_help(kt):
-    for arguments in ([], ["model"]):
+    for arguments in ([], ["bench"], ["model"]):
         code, stdout, stderr = kt(*arguments)
         assert code == 2 and "Usage: kt" in stdout and stderr == ""
     code, stdout, _ = kt("quant", "--help")

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from . import model, quant, version
+from . import bench, model, quant, version
 from .running import run
 
 app = typer.Typer(
@@ -15,6 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command("quant")(quant.quant)
+app.add_typer(bench.app, name="bench")
 app.add_typer(model.app, name="model")
 app.command("version")(version.version)
 
