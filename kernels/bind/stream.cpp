@@ -2,10 +2,12 @@
 #include "stream.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
@@ -101,6 +103,7 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("buffer", [](const StreamSide& s) { return s.buffer(); })
       .def_prop_ro("capacity", &StreamSide::capacity)
       .def_prop_ro("tokens_address", [](const StreamSide& s) { return address(s.tokens()); })
+      .def_prop_ro("times_address", [](const StreamSide& s) { return address(s.times()); })
       .def_prop_ro("done_address", [](const StreamSide& s) { return address(s.done()); })
       .def_prop_ro("x_address", [](const StreamSide& s) { return address(s.x()); })
       .def_prop_ro("ids_address", [](const StreamSide& s) { return address(s.ids()); })
@@ -110,7 +113,8 @@ void bind_stream(nb::module_& m) {
   const nb::call_guard<nb::gil_scoped_release> unlocked;
   nb::class_<StreamEngine>(m, "StreamEngine", nb::is_weak_referenceable(),
                            "The ring and the thread that serves it (kernels/stream/engine.h).")
-      .def(nb::init<int64_t, double, uint32_t>(), "entries"_a, "watchdog_seconds"_a, "first"_a = 0)
+      .def(nb::init<int64_t, double, uint32_t, bool>(), "entries"_a, "watchdog_seconds"_a,
+           "first"_a = 0, "traces"_a = false)
       .def_prop_ro("buffer", [](const StreamEngine& e) { return e.buffer(); })
       .def_prop_ro("entries", &StreamEngine::entries)
       .def_prop_ro("ring_address", [](const StreamEngine& e) { return address(e.ring()); })
@@ -124,6 +128,7 @@ void bind_stream(nb::module_& m) {
       .def("drain", &StreamEngine::drain, "timeout_s"_a, unlocked)
       .def("stop", &StreamEngine::stop, unlocked)
       .def("wake", &StreamEngine::wake)
+      .def("take_trace", &StreamEngine::take_trace)
       .def("stats", &StreamEngine::stats);
 
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",

@@ -43,7 +43,7 @@ int small(const char* name, int64_t value) {
 
 }  // namespace
 
-StreamEngine::StreamEngine(int64_t entries, double watchdog_seconds, uint32_t first)
+StreamEngine::StreamEngine(int64_t entries, double watchdog_seconds, uint32_t first, bool traces)
     : entries_(checked(entries, watchdog_seconds)),
       forks_(sys::forks()),
       buffer_(std::make_shared<HostBuffer>(round_up(entries * int64_t(sizeof(uint64_t)), kApart) +
@@ -51,7 +51,7 @@ StreamEngine::StreamEngine(int64_t entries, double watchdog_seconds, uint32_t fi
   std::fill_n(ring(), entries, uint64_t(first));  // no entry's number for a long time
   *head() = first;
   poller_ = std::make_unique<StreamPoller>(buffer_, ring(), head(), uint32_t(entries),
-                                           nanoseconds(watchdog_seconds), first);
+                                           nanoseconds(watchdog_seconds), first, traces);
 }
 
 StreamEngine::~StreamEngine() {
@@ -110,6 +110,11 @@ bool StreamEngine::drain(double timeout) { return poller().drain(nanoseconds(tim
 void StreamEngine::stop() { poller().stop(); }
 void StreamEngine::wake() { poller().wake(); }
 
+std::vector<StreamTrace::Row> StreamEngine::take_trace() {
+  StreamTrace* const trace = poller().trace();
+  return trace ? trace->take() : std::vector<StreamTrace::Row>();
+}
+
 std::map<std::string, int64_t> StreamEngine::stats() const {
   const StreamPoller& p = poller();
   const StreamStats& s = p.stats();
@@ -121,7 +126,8 @@ std::map<std::string, int64_t> StreamEngine::stats() const {
           {"running", p.progress().running},
           {"errors", const_cast<StreamPoller&>(p).errors().count()},
           {"watchdog", s.watchdog},
-          {"sleeps", s.sleeps}};
+          {"sleeps", s.sleeps},
+          {"untraced", p.trace() ? p.trace()->dropped() : 0}};
 }
 
 }  // namespace kt

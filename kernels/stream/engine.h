@@ -4,9 +4,11 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "host_buffer.h"
 #include "side.h"
+#include "trace.h"
 
 namespace kt {
 
@@ -29,7 +31,7 @@ class StreamEngine {
  public:
   // entries: a power of two. `first`: the number before the first entry (tests). Throws
   // std::invalid_argument, std::bad_alloc.
-  StreamEngine(int64_t entries, double watchdog_seconds, uint32_t first);
+  StreamEngine(int64_t entries, double watchdog_seconds, uint32_t first, bool traces);
   ~StreamEngine();  // stops
   StreamEngine(const StreamEngine&) = delete;
   StreamEngine& operator=(const StreamEngine&) = delete;
@@ -59,6 +61,9 @@ class StreamEngine {
   void stop();  // handles what was rung, waits for its done words, ends the thread
   void wake();  // something will be rung at once: ends a sleep of the poller
   std::map<std::string, int64_t> stats() const;
+  // What happened to entries that were not in it before: an entry comes once its side has the next
+  // one, or the engine was stopped. Empty without `traces`.
+  std::vector<StreamTrace::Row> take_trace();
 
  private:
   StreamPoller& poller() const;  // throws in a child

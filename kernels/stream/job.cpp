@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "../sys/futex.h"
-
 namespace kt {
 
 StreamJob::StreamJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args, Uses uses,
@@ -12,14 +10,23 @@ StreamJob::StreamJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args,
       uses_(std::move(uses)),
       team_(team),
       number_(number.value_or(0)),
+      late_(!number.has_value()),
       rings_(number.has_value()) {}
 
 void StreamJob::ring() noexcept {
   if (rings_.exchange(false, std::memory_order_relaxed))
-    kt::ring(*uses_.side, number_, *uses_.progress);
+    kt::ring(*uses_.side, number_, *uses_.progress, uses_.record.get());
+}
+
+void StreamJob::run(sys::Worker& worker) noexcept {
+  if (TraceRecord* record = uses_.record.get(); record && worker.rank == 0)
+    (late_ ? record->late_begun : record->begun) = sys::now_ns();
+  ForwardJob::run(worker);
 }
 
 void StreamJob::finished() noexcept {
+  if (TraceRecord* record = uses_.record.get())
+    (late_ ? record->late_ended : record->ended) = sys::now_ns();
   ring();
   uses_.progress->running.fetch_sub(1, std::memory_order_release);
   team_.expect_until(sys::now_ns() + kExpectNs);

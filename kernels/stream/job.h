@@ -6,7 +6,9 @@
 #include <optional>
 
 #include "../moe/forward.h"
+#include "../sys/futex.h"
 #include "side.h"
+#include "trace.h"
 
 namespace kt {
 
@@ -18,7 +20,7 @@ struct StreamProgress {
 
 // How long after an entry or a job the next one is likely to come: the team's workers do not sleep
 // for that time.
-constexpr int64_t kExpectNs = 1'000'000;
+constexpr int64_t kExpectNs = 5'000'000;
 
 class StreamJob final : public ForwardJob {
  public:
@@ -26,6 +28,7 @@ class StreamJob final : public ForwardJob {
   struct Uses {
     std::shared_ptr<StreamSide> side, added;  // `added`: the side whose partial it adds, or null
     std::shared_ptr<StreamProgress> progress;
+    std::shared_ptr<TraceRecord> record;  // where its times go, or null
   };
   // With a number, the job writes the done word of its side when it is done. The team is the one
   // that it is submitted to.
@@ -34,6 +37,7 @@ class StreamJob final : public ForwardJob {
 
   // Writes the done word, if nobody did so before. From any thread.
   void ring() noexcept;
+  void run(sys::Worker& worker) noexcept override;
   bool rung() const noexcept { return !rings_.load(std::memory_order_relaxed); }
   void finished() noexcept override;
   StreamSide& side() const { return *uses_.side; }
@@ -42,11 +46,15 @@ class StreamJob final : public ForwardJob {
   const Uses uses_;
   sys::Team& team_;  // alive while one of its workers is in finished()
   const uint32_t number_;
+  const bool late_;  // nobody waits for it
   std::atomic<bool> rings_;
 };
 
-// Writes the done word of an entry, which is then no longer pending.
-inline void ring(const StreamSide& side, uint32_t number, StreamProgress& progress) noexcept {
+// Writes the done word of an entry, which is then no longer pending. record: null where nothing is
+// traced.
+inline void ring(const StreamSide& side, uint32_t number, StreamProgress& progress,
+                 TraceRecord* record) noexcept {
+  if (record) record->rung = sys::now_ns();  // before: the GPU cannot have seen it earlier
   side.ring(number);
   // release: whoever sees that nothing is pending sees what was written for it.
   progress.pending.fetch_sub(1, std::memory_order_release);

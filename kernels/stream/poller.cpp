@@ -45,12 +45,13 @@ bool holds_any(const MoeLayer& layer, const int64_t* ids, int64_t routes) {
 }  // namespace
 
 StreamPoller::StreamPoller(std::shared_ptr<HostBuffer> buffer, uint64_t* ring, uint32_t* head,
-                           uint32_t entries, nanoseconds watchdog, uint32_t first)
+                           uint32_t entries, nanoseconds watchdog, uint32_t first, bool traces)
     : buffer_(std::move(buffer)),
       ring_(ring),
       head_(head),
       mask_(entries - 1),
       watchdog_ns_(watchdog.count()),
+      trace_(traces ? std::make_unique<StreamTrace>() : nullptr),
       next_(first + 1) {}
 
 StreamPoller::~StreamPoller() { stop(); }
@@ -69,7 +70,7 @@ int64_t StreamPoller::add_slot(std::shared_ptr<MoeLayer> layer, std::string wher
   }
   std::lock_guard lock(mutex_);
   Carry* const carry = &chains_[chain];
-  slots_.push_back({std::move(where), std::move(side), position, protected_k, carry, &team,
+  slots_.push_back({std::move(where), std::move(side), chain, position, protected_k, carry, &team,
                     DeferredSplit(config.num_experts, config.top_k), std::move(layer)});
   return int64_t(slots_.size()) - 1;
 }
@@ -123,7 +124,10 @@ void StreamPoller::stop() {
   std::lock_guard one(thread_mutex_);
   stopping_ = true;
   wake();
-  if (thread_.joinable()) thread_.join();
+  if (!thread_.joinable()) return;
+  thread_.join();
+  for (StreamSlot& slot : slots_)
+    if (trace_ && slot.side) trace_->add(trace_->next(*slot.side, nullptr));
 }
 
 bool StreamPoller::drain(nanoseconds timeout) {
@@ -194,6 +198,8 @@ void StreamPoller::handle(uint32_t slot, uint32_t number) noexcept {
   const Entry entry{*found, number, last_,
                     std::atomic_ref(*found->side->tokens()).load(std::memory_order_relaxed)};
   retire();
+  std::shared_ptr<TraceRecord> before;
+  if (trace_) before = trace_->next(*found->side, record_of(slot, entry));
   try {
     start(entry);
   } catch (const std::exception& error) {
@@ -201,7 +207,27 @@ void StreamPoller::handle(uint32_t slot, uint32_t number) noexcept {
   } catch (...) {
     fail(entry, Out::kZero, {"unknown error"});
   }
+  if (before) trace_->add(before);  // what was deferred with it is done: see start()
   release(*found);
+}
+
+// Null when there is no memory for it.
+std::shared_ptr<TraceRecord> StreamPoller::record_of(uint32_t slot, const Entry& entry) noexcept {
+  try {
+    const auto record = std::make_shared<TraceRecord>();
+    const StreamTimes& times = *entry.slot.side->times();
+    record->slot = slot;
+    record->number = entry.number;
+    record->position = entry.slot.position;
+    record->chain = entry.slot.chain;
+    record->tokens = entry.tokens;
+    record->hand_start = times.hand_start;
+    record->hand_end = times.hand_end;
+    record->seen = entry.since;
+    return record;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
 
 // Throws only where the GPU still waits and no job of this entry was queued.
@@ -246,7 +272,7 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
                    priv.deferred.data());
   if (!carry.side && !holds_any(layer, priv.immediate.data(), routes)) {
     side.zero_out(tokens);
-    ring(side, entry.number, *progress_);
+    ring(side, entry.number, *progress_, priv.record.get());
     stats_.empty.fetch_add(1, std::memory_order_relaxed);
     if (defers)
       defer(entry, layer,
@@ -262,9 +288,9 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
                          side.out(),
                          carry.side ? carry.side->partial() : nullptr,
                          nullptr};
-  const auto job = std::make_shared<StreamJob>(layer.state(), args,
-                                               StreamJob::Uses{slot.side, carry.side, progress_},
-                                               layer.team(), entry.number);
+  const auto job = std::make_shared<StreamJob>(
+      layer.state(), args, StreamJob::Uses{slot.side, carry.side, progress_, priv.record},
+      layer.team(), entry.number);
   queue(job, entry, layer.team(), true);
   stats_.immediate_jobs.fetch_add(1, std::memory_order_relaxed);
   if (carry.side) stats_.carried.fetch_add(1, std::memory_order_relaxed);
@@ -283,9 +309,9 @@ void StreamPoller::defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) 
   args.add = nullptr;
   args.partial = slot.side->partial();
   try {
-    const auto job = std::make_shared<StreamJob>(layer.state(), args,
-                                                 StreamJob::Uses{slot.side, nullptr, progress_},
-                                                 layer.team(), std::nullopt);
+    const auto job = std::make_shared<StreamJob>(
+        layer.state(), args, StreamJob::Uses{slot.side, nullptr, progress_, slot.side->priv.record},
+        layer.team(), std::nullopt);
     queue(job, entry, layer.team(), false);
   } catch (const std::exception& error) {
     errors_.record({slot.where, ": deferred experts are lost: ", error.what()});
@@ -324,7 +350,7 @@ void StreamPoller::fail(const Entry& entry, Out out,
   const StreamSide& side = *entry.slot.side;
   if (out == Out::kZero && entry.tokens > 0 && entry.tokens <= side.capacity())
     side.zero_out(entry.tokens);
-  ring(side, entry.number, *progress_);
+  ring(side, entry.number, *progress_, side.priv.record.get());
   errors_.say();
 }
 

@@ -16,6 +16,7 @@
 #include "job.h"
 #include "side.h"
 #include "split.h"
+#include "trace.h"
 
 namespace kt {
 
@@ -30,7 +31,7 @@ struct Carry {
 struct StreamSlot {
   std::string where;
   std::shared_ptr<StreamSide> side;
-  int position;
+  int chain, position;
   int64_t protected_k;
   Carry* carry;           // of its chain
   const sys::Team* team;  // only to be compared
@@ -54,7 +55,7 @@ class StreamPoller {
  public:
   // `first` is the number of the entry before the first.
   StreamPoller(std::shared_ptr<HostBuffer> buffer, uint64_t* ring, uint32_t* head, uint32_t entries,
-               std::chrono::nanoseconds watchdog, uint32_t first);
+               std::chrono::nanoseconds watchdog, uint32_t first, bool traces);
   ~StreamPoller();  // stops
   StreamPoller(const StreamPoller&) = delete;
   StreamPoller& operator=(const StreamPoller&) = delete;
@@ -71,6 +72,7 @@ class StreamPoller {
   Errors& errors() { return errors_; }
   const StreamProgress& progress() const { return *progress_; }
   const StreamStats& stats() const { return stats_; }
+  StreamTrace* trace() const { return trace_.get(); }  // null: none is made
 
  private:
   struct Entry {
@@ -102,6 +104,7 @@ class StreamPoller {
   void idle() noexcept;
   bool crowded(int64_t now) noexcept;
   void sleep(std::chrono::nanoseconds time) noexcept;
+  std::shared_ptr<TraceRecord> record_of(uint32_t slot, const Entry& entry) noexcept;
   StreamSlot& at(int64_t slot);  // needs mutex_
   StreamSlot* claim(uint32_t slot);
   void release(StreamSlot& slot);
@@ -111,6 +114,7 @@ class StreamPoller {
   uint32_t* const head_;
   const uint32_t mask_;
   const int64_t watchdog_ns_;
+  const std::unique_ptr<StreamTrace> trace_;
 
   // Of the poller's thread.
   uint32_t next_;

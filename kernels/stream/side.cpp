@@ -31,12 +31,14 @@ StreamSide::StreamSide(int64_t capacity, int64_t hidden, int64_t top_k, DType dt
   check("top_k", top_k, kMaxTopK);
   if (int(dtype) < 0 || int(dtype) > int(DType::kFP32))
     throw std::invalid_argument("unknown dtype " + std::to_string(int(dtype)));
-  int64_t end = kApart;
+  int64_t end = kAlign;
   const auto place = [&](int64_t bytes) {
     const int64_t begin = end;
     end += round_up(bytes, kAlign);
     return begin;
   };
+  times_ = place(kApart - kAlign);
+  static_assert(sizeof(StreamTimes) <= kApart - kAlign);
   done_ = place(kApart);
   x_ = place(capacity * hidden * dtype_bytes(dtype));
   ids_ = place(capacity * top_k * int64_t(sizeof(int32_t)));

@@ -10,8 +10,16 @@
 
 namespace kt {
 
+struct TraceRecord;
+
+// The GPU's clock in nanoseconds. back_number: the entry whose result was taken back at back_*.
+struct StreamTimes {
+  int64_t hand_start, hand_end, back_number, back_start, back_ready, back_end;
+};
+
 // In one HostBuffer, each part 64-byte aligned and `done` on cache lines of its own:
 //   tokens   int32            of the batch
+//   times    StreamTimes      of the kernels, where they are traced
 //   done     uint32           number of the entry whose result is in `out`
 //   x        dtype[capacity, H]
 //   ids      int32[capacity, k]
@@ -44,6 +52,7 @@ class StreamSide : public std::enable_shared_from_this<StreamSide> {
   const std::shared_ptr<HostBuffer>& buffer() const { return buffer_; }
 
   int32_t* tokens() const { return at<int32_t>(0); }
+  StreamTimes* times() const { return at<StreamTimes>(times_); }
   uint32_t* done() const { return at<uint32_t>(done_); }
   void* x() const { return at<void>(x_); }
   int32_t* ids() const { return at<int32_t>(ids_); }
@@ -62,7 +71,8 @@ class StreamSide : public std::enable_shared_from_this<StreamSide> {
     // [capacity, k], read by the jobs while in_flight > 0.
     std::vector<int64_t> immediate, deferred;
     std::vector<float> weights;
-    int in_flight = 0;  // jobs submitted on this side that it has not seen done
+    int in_flight = 0;                    // jobs submitted on this side that it has not seen done
+    std::shared_ptr<TraceRecord> record;  // of the last entry; null where nothing is traced
   };
   Private priv;
 
@@ -73,7 +83,7 @@ class StreamSide : public std::enable_shared_from_this<StreamSide> {
 
   const int64_t capacity_, hidden_, top_k_;
   const DType dtype_;
-  int64_t done_ = 0, x_ = 0, ids_ = 0, weights_ = 0, out_ = 0, partial_ = 0;  // offsets
+  int64_t times_ = 0, done_ = 0, x_ = 0, ids_ = 0, weights_ = 0, out_ = 0, partial_ = 0;  // offsets
   std::shared_ptr<HostBuffer> buffer_;
   std::atomic<const void*> engine_{nullptr};
 };

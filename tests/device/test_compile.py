@@ -27,20 +27,23 @@ def compile(function, types, **constants):
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     return triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
 
-shape = dict(HIDDEN=2048, BLOCK=2048, FENCE=True)
-for types in ("*bf16 *i32 *fp32", "*fp32 *i64 *bf16", "*fp16 *u8 *fp16"):
+for types, trace in (
+    ("*bf16 *i32 *fp32", False), ("*fp32 *i64 *bf16", True), ("*fp16 *u8 *fp16", False)
+):
     x, ids, weights = types.split()
+    shape = dict(HIDDEN=2048, BLOCK=2048, FENCE=True, TRACE=trace)
     there = compile(
         kernels.hand_over,
-        [x, ids, weights, "*i32", ids, weights, x, "*i32", "*fp32", "*i32", "*i32", "*i32", "*i64",
-         "*i32", "i32", "i32"],
+        [x, ids, weights, "*i32", ids, weights, x, "*i32", "*fp32", "*i32", "*i64", "*i32", "*i32",
+         "*i64", "*i32", "i32", "i32"],
         TOP_K=8, EXPERTS=128, ENTRIES=4096, SPLIT=True, COLD_SLOT=-1, ROUTES=256, ROOM_CHECK=256,
         **shape,
     )
     back = compile(
-        kernels.take_back, [x, "*i32", "*i32", x, x, "i32"], ADD=True, SCALE=2.5, **shape
+        kernels.take_back, [x, "*i64", "*i32", "*i32", x, x, "i32"], ADD=True, SCALE=2.5, **shape
     )
     assert there.count("fence.acq_rel.sys") == 2 and back.count("fence.acq_rel.sys") == 1
+    assert there.count("globaltimer") == 2 * trace and back.count("globaltimer") == 3 * trace
 """
 
 

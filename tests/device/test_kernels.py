@@ -23,16 +23,18 @@ def hand_over(x, ids, weights, slot_map, cold_slot, programs, block, number=0, s
         "weights": torch.full((tokens, k), 9.0), "tokens": torch.zeros(1, dtype=torch.int32),
         "cell": torch.zeros(2, dtype=torch.int32), "ring": torch.zeros(ENTRIES, dtype=torch.int64),
     }  # fmt: skip
+    times = torch.full((6,), -1, dtype=torch.int64)
     head = torch.tensor([number], dtype=torch.int32) if head is None else head
     kernels.hand_over[(programs,)](
         x, ids, weights, slot_map, found["hot_ids"], found["hot_weights"],
-        found["x"], found["ids"], found["weights"], found["tokens"], found["cell"], counter,
+        found["x"], found["ids"], found["weights"], found["tokens"], times, found["cell"], counter,
         found["ring"], head, tokens, slot,
         HIDDEN=x.shape[1], TOP_K=k, EXPERTS=slot_map.shape[0], ENTRIES=ENTRIES,
         SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0, BLOCK=block,
         ROUTES=kernels.routes_with(-(-x.shape[1] // block), k), ROOM_CHECK=kernels.ROOM_CHECK,
-        FENCE=False,
+        FENCE=False, TRACE=True,
     )  # fmt: skip
+    assert times.tolist() == [0, 0, -1, -1, -1, -1]
     return found | {"counter": counter}
 
 
@@ -112,12 +114,14 @@ def test_take_back(tokens, hidden, block, programs, dtype, add, scale) -> None:
     want = ((cold.float() + (hot.float() if add else 0)) * scale).to(dtype)
     cell = torch.tensor([0, -3], dtype=torch.int32)
     done = torch.tensor([-3], dtype=torch.int32)
+    times = torch.full((6,), -1, dtype=torch.int64)
     for out in (torch.empty_like(hot), hot.clone()):  # also over hot
         given = hot if out is not hot else out
         kernels.take_back[(programs,)](
-            cold, done, cell, given, out, tokens, HIDDEN=hidden, ADD=add, SCALE=scale, BLOCK=block,
-            FENCE=False,
+            cold, times, done, cell, given, out, tokens, HIDDEN=hidden, ADD=add, SCALE=scale,
+            BLOCK=block, FENCE=False, TRACE=True,
         )  # fmt: skip
+        assert times.tolist() == [-1, -1, 2**32 - 3, 0, 0, 0]
         # The interpreter cuts bf16 off where a GPU rounds; tests/gpu compares bits.
         error = 2**-7 if dtype == torch.bfloat16 else 0
         assert ((out.float() - want.float()).abs() <= error * want.float().abs()).all()

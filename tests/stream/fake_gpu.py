@@ -52,6 +52,7 @@ class Side:
     ) -> None:
         self.side = core().StreamSide(capacity, hidden, TOP_K, dtype, partial)
         self.tokens = at(self.side.tokens_address, np.int32, 1)
+        self.times = at(self.side.times_address, np.int64, 6)
         self.done = at(self.side.done_address, np.uint32, 1)
         self.x = at(self.side.x_address, TYPES[dtype], capacity, hidden)
         self.ids = at(self.side.ids_address, np.int32, capacity, TOP_K)
@@ -76,8 +77,10 @@ class Side:
 class Gpu:
     """One engine, and whoever rings it."""
 
-    def __init__(self, entries: int = 64, watchdog: float = 30.0, first: int = 0) -> None:
-        self.engine = core().StreamEngine(entries, watchdog, first)
+    def __init__(
+        self, entries: int = 64, watchdog: float = 30.0, first: int = 0, traces: bool = False
+    ) -> None:
+        self.engine = core().StreamEngine(entries, watchdog, first, traces)
         self.entries = entries
         self.words = at(self.engine.ring_address, np.uint64, entries)
         self.head = at(self.engine.head_address, np.uint32, 1)

@@ -17,9 +17,11 @@ import torch
 
 from ..forks import give_lock
 from ..pools import SPARE_CORES, usable_cores
+from ..trace.writer import TRACE_VARIABLE
 from ..variant import native
 from . import backend as cuda
 from .bank import Bank, BankKey
+from .tracer import Tracer
 
 WATCHDOG_VARIABLE = "KT_WATCHDOG_SECONDS"
 _WATCHDOG_SECONDS = 300.0
@@ -38,7 +40,9 @@ class DeviceEngine:
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.counter = torch.zeros(1, dtype=torch.int32, device=backend.device)
-        self.core = native().StreamEngine(_ENTRIES, watchdog_seconds())
+        path = os.environ.get(TRACE_VARIABLE)
+        self.core = native().StreamEngine(_ENTRIES, watchdog_seconds(), traces=bool(path))
+        self.tracer = Tracer(self.core, path, backend.device) if path else None
         backend.pin(self.core.buffer)
         self.launches: dict[Any, Any] = {}  # compiled kernels, by what they were compiled for
         # By the number of the chain that uses them, and by their keys without a capacity.
@@ -131,6 +135,8 @@ class DeviceEngine:
                 time.sleep(0.001)
         if self.core.drain(max(end - time.monotonic(), 0.1)):
             self.core.stop()
+            if self.tracer is not None:
+                self.tracer.close()
         else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.core))  # its end would wait
 

@@ -24,6 +24,17 @@ def routes_with(blocks: int, top_k: int) -> int:
 
 
 @triton.jit
+def _clock(FENCE: tl.constexpr):
+    """The GPU's clock in nanoseconds; 0 in Triton's interpreter."""
+    now = tl.cast(0, tl.int64)
+    if FENCE:
+        now = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+    return now
+
+
+@triton.jit
 def _system_fence(value, FENCE: tl.constexpr):
     """value, int32, once the CPU can see every store of the program before the last barrier."""
     if FENCE:  # Triton's interpreter has no assembler, and needs none
@@ -72,11 +83,12 @@ def _wait_for(word, number, FENCE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "slot"])
 def hand_over(
     x, ids, weights, slot_map, hot_ids, hot_weights,
-    pinned_x, pinned_ids, pinned_weights, pinned_tokens, cell, counter, ring, head,
+    pinned_x, pinned_ids, pinned_weights, pinned_tokens, times, cell, counter, ring, head,
     tokens, slot,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ENTRIES: tl.constexpr,
     SPLIT: tl.constexpr, COLD_SLOT: tl.constexpr,
     BLOCK: tl.constexpr, ROUTES: tl.constexpr, ROOM_CHECK: tl.constexpr, FENCE: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """Gives a batch to the CPU: copies it to pinned memory and adds an entry to the ring.
 
@@ -85,8 +97,10 @@ def hand_over(
     With SPLIT it also writes the routes of the experts on the device, in the types of ids and
     weights: ``slot_map[id]`` (int32 [EXPERTS], -1 for experts on the CPU), or COLD_SLOT with weight
     0. ROUTES: see `routes_with`. cell: int32 [2] of this side, see Side; counter: int32, entries so
-    far.
+    far. times: StreamTimes of kernels/stream/side.h, written with TRACE.
     """
+    if TRACE:
+        began = _clock(FENCE)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     number = tl.cast(0, tl.int32)
@@ -133,6 +147,9 @@ def hand_over(
             consumed = tl.load(head, volatile=True)
             while number - consumed > ENTRIES - ROOM_CHECK:
                 consumed = tl.load(head, volatile=True)
+        if TRACE:
+            tl.store(times, began)
+            tl.store(times + 1, _clock(FENCE))
         tl.debug_barrier()
         number = _system_fence(number, FENCE)
         entry = (tl.cast(slot, tl.int64) << 32) | (tl.cast(number, tl.int64) & 0xFFFFFFFF)
@@ -141,16 +158,21 @@ def hand_over(
 
 @triton.jit(do_not_specialize=["tokens"])
 def take_back(
-    pinned_out, done, cell, hot, out, tokens,
+    pinned_out, times, done, cell, hot, out, tokens,
     HIDDEN: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK: tl.constexpr, FENCE: tl.constexpr,
+    BLOCK: tl.constexpr, FENCE: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Waits for the CPU's answer to the side's last entry and takes it to the device.
 
     out [tokens, HIDDEN] = SCALE * (pinned_out, plus hot with ADD), summed in float32, all of one
-    type. out may be hot.
+    type. out may be hot. times: as in `hand_over`; of the first program.
     """
-    _wait_for(done, tl.load(cell + 1), FENCE)
+    number = tl.load(cell + 1)
+    if TRACE:
+        began = _clock(FENCE)
+    _wait_for(done, number, FENCE)
+    if TRACE:
+        ready = _clock(FENCE)
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     for piece in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
         row = tl.cast(piece // blocks, tl.int64) * HIDDEN
@@ -160,3 +182,9 @@ def take_back(
         if ADD:
             total += tl.load(hot + row + column, mask=inside).to(tl.float32)
         tl.store(out + row + column, (total * SCALE).to(out.dtype.element_ty), mask=inside)
+    if TRACE:
+        if tl.program_id(0) == 0:
+            tl.store(times + 2, tl.cast(number, tl.int64) & 0xFFFFFFFF)
+            tl.store(times + 3, began)
+            tl.store(times + 4, ready)
+            tl.store(times + 5, _clock(FENCE))

@@ -226,6 +226,8 @@ class LayerStream:
                 self._core, self.where, side.core, self.chain_number, *place
             )
             slot = self._slots[bank, index, place] = _Slot(number, bank)
+            if engine.tracer is not None:
+                engine.tracer.name(number, self.where)
         behind = (
             *side.inputs, engine.counter.data_ptr(), engine.core.ring_address,
             engine.core.head_address,
@@ -291,7 +293,7 @@ class LayerStream:
             launch = self._compile(
                 key, capturing, kernels.hand_over,
                 (x, ids, weights, int32, ids, weights,
-                 x, int32, float32, int32, int32, int32, int64, int32, 0, 0),
+                 x, int32, float32, int32, int64, int32, int32, int64, int32, 0, 0),
                 TOP_K=self._top_k, EXPERTS=self._experts, ENTRIES=self.engine.core.entries,
                 SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
                 ROUTES=kernels.routes_with(self._blocks, self._top_k),
@@ -305,7 +307,8 @@ class LayerStream:
         if launch is None:
             int32 = torch.int32
             launch = self._compile(
-                key, capturing, kernels.take_back, (dtype, int32, int32, dtype, dtype, 0),
+                key, capturing, kernels.take_back,
+                (dtype, torch.int64, int32, int32, dtype, dtype, 0),
                 ADD=add, SCALE=scale,
             )  # fmt: skip
         return launch
@@ -320,6 +323,7 @@ class LayerStream:
             )
         launch = self.engine.launches[key] = self.backend.compile(
             function, arguments, _WARPS, HIDDEN=self._hidden, BLOCK=self._block,
-            FENCE=self.backend.device.type == "cuda", **constants,
+            FENCE=self.backend.device.type == "cuda", TRACE=self.engine.tracer is not None,
+            **constants,
         )  # fmt: skip
         return launch

@@ -16,6 +16,9 @@ _INTS = ("position", "chain", "entry", "tokens")
 class LayerTimes:
     """Means over a layer's passes, in microseconds per pass; a piece that a pass lacks counts 0.
 
+    Of each the tenth at either end is left out: an engine's first passes, and what a shared machine
+    does now and then, take a hundred times as long as the others.
+
     cpu: experts + deferred experts
     gpu: between layers + hot experts
     transfers: hand over + take back
@@ -148,7 +151,9 @@ def _is_piece(event: dict[str, Any], about: dict[str, Any]) -> bool:
 
 def _layer_times(layer: _Layer, batches: list[Counter[str]]) -> LayerTimes:
     def mean(*pieces: str) -> float:
-        return sum(times[piece] for times in batches for piece in pieces) / len(batches)
+        sums = sorted(sum(times[piece] for piece in pieces) for times in batches)
+        kept = sums[len(sums) // 10 : len(sums) - len(sums) // 10]
+        return sum(kept) / len(kept)
 
     return LayerTimes(
         layer=layer.name,
