@@ -4,10 +4,10 @@
     python benchmarks/engine.py --engine sglang --python ENV/bin/python --hot 0 0.5 --deferral 0 2
 
 The model has the experts of --shape and --layers layers (synthetic.py). Configurations, each in a
-process of its own: "stock" with everything on the GPU; "kt" with a part of the experts hot, and d
-of each token deferred; "offload", the engine's --cpu-offload-gb, which leaves the same bytes of
-weights on the GPU as "kt" with that part hot. engine_run.py times prompts of --prefill tokens to
-their first token, and decoding of --streams requests at once.
+process of its own unless --together: "stock" with everything on the GPU; "kt" with a part of the
+experts hot, and d of each token deferred; "offload", the engine's --cpu-offload-gb, which leaves
+the same bytes of weights on the GPU as "kt" with that part hot. engine_run.py times prompts of
+--prefill tokens to their first token, and decoding of --streams requests at once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,33 +61,62 @@ def configurations(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def measure(one: dict[str, Any], args: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Runs one configuration; {"error": the end of its log} where the engine fails."""
+def measure(
+    configurations: list[dict[str, Any]], args: argparse.Namespace, model: Path
+) -> Iterator[dict[str, Any]]:
+    """Rows of the configurations, as they come; {"error": the end of the log} where one fails, and
+    a new process for those behind it."""
+    rest = configurations
+    while rest:
+        group = rest if args.together else rest[:1]
+        count = 0
+        for found in run([one["arguments"] for one in group], args, model):
+            if "error" not in found:
+                found = {
+                    "first_token_seconds": {n: median(t) for n, t in found["prefill"].items()},
+                    "prefill_tokens_s": {
+                        n: int(n) / median(t) for n, t in found["prefill"].items()
+                    },
+                    "decode_tokens_s": {
+                        n: int(n) * args.steps / median(t) for n, t in found["decode"].items()
+                    },
+                    **found,
+                }
+            named = {key: value for key, value in group[count].items() if key != "arguments"}
+            yield named | found
+            count += 1
+        rest = rest[count:]
+
+
+def run(
+    runs: list[dict[str, Any]], args: argparse.Namespace, model: Path
+) -> Iterator[dict[str, Any]]:
+    """What engine_run.py finds, one process for all; the last is the error of one that failed."""
     job = {
         "engine": args.engine, "model": str(model), "vocabulary": args.vocabulary,
-        "arguments": json.loads(args.arguments) | one["arguments"], "prefill": args.prefill,
+        "runs": [json.loads(args.arguments) | one for one in runs], "prefill": args.prefill,
         "streams": args.streams, "steps": args.steps, "context": args.context,
         "rounds": args.rounds,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        job_file, result_file, log_file = (Path(folder) / n for n in ("job", "result", "log"))
+        job_file, results, log_file = (Path(folder) / n for n in ("job", "results", "log"))
         job_file.write_text(json.dumps(job))
+        results.mkdir()
         with open(log_file, "w") as log:
-            subprocess.run(
-                [args.python, SCRIPT, job_file, result_file],
-                stdout=log, stderr=subprocess.STDOUT, timeout=args.limit, check=False,
-            )  # fmt: skip
-        if not result_file.exists():
-            return {"error": log_file.read_text()[-2000:]}
-        found = json.loads(result_file.read_text())
-    return {
-        "first_token_seconds": {n: median(times) for n, times in found["prefill"].items()},
-        "prefill_tokens_s": {n: int(n) / median(times) for n, times in found["prefill"].items()},
-        "decode_tokens_s": {
-            n: int(n) * args.steps / median(times) for n, times in found["decode"].items()
-        },
-        **found,
-    }
+            process = subprocess.Popen(
+                [args.python, SCRIPT, job_file, results], stdout=log, stderr=subprocess.STDOUT
+            )
+        for i in range(len(runs)):
+            path, end = results / str(i), time.monotonic() + args.limit
+            while not path.exists() and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.2)
+            if not path.exists():
+                process.kill()
+                process.wait()
+                yield {"error": log_file.read_text()[-2000:]}
+                return
+            yield json.loads(path.read_text())
+        process.wait()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -105,6 +136,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--deferral", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     add("--no-stock", action="store_true")
     add("--no-offload", action="store_true")
+    add("--together", action="store_true", help="one process: starts sooner")
     add("--arguments", default="{}", help="more arguments of LLM or Engine, as JSON")
     add("--prefill", nargs="+", type=int, default=[128, 2048, 8192])
     add("--streams", nargs="+", type=int, default=[1, 4, 16])
@@ -143,11 +175,9 @@ def main() -> None:
     print("| | GPU GB | " + " | ".join(heads) + " |\n|" + " --- |" * (len(heads) + 2), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = make(args.model or Path(folder) / "model", args.shape, args.layers, args.vocabulary)
-        for one in configurations(args):
-            row = {key: value for key, value in one.items() if key != "arguments"}
-            row |= measure(one, args, model)
+        for row in measure(configurations(args), args, model):
             result["rows"].append(row)
-            print(line(one["name"], row), flush=True)
+            print(line(row["name"], row), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
 
