@@ -22,8 +22,8 @@ class Hook:
     until: str
 
 
-_VLLM_TRIED = "0.26.0 (GPU, eager), 0.32.0 (CPU)"
-_SGLANG_TRIED = "0.5.17 (GPU, eager), 0.5.23 (CPU)"
+_VLLM_TRIED = "0.26.0 (GPU), 0.32.0 (CPU)"
+_SGLANG_TRIED = "0.5.17 (GPU), 0.5.23 (CPU)"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _SGLANG_ARGUMENTS = "sglang.srt.server_args:ServerArgs"
 _SGLANG_MOE = "sglang.srt.layers.moe"

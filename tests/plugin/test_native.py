@@ -15,7 +15,6 @@ import torch
 from engines import (
     GPU_SGLANG,
     GPU_VLLM,
-    NO_GRAPHS,
     TIMEOUT,
     check_logprobs,
     environment,
@@ -75,7 +74,7 @@ def _check(name: str, answer: dict[str, Any], expected: Reference) -> None:
 def test_vllm(folder: Path, quantised: tuple[Path, Weights], expected: Reference) -> None:
     path = str(quantised[0])
     runs = [
-        {"name": f"{hot} hot", "engine": GPU_VLLM,
+        {"name": f"{hot} hot", "engine": GPU_VLLM, "compile": True,
          "kt": {"method": "FP8", "weight_path": path, "num_gpu_experts": hot}}
         for hot in HOT
     ]  # fmt: skip
@@ -92,7 +91,7 @@ def test_sglang(folder: Path, quantised: tuple[Path, Weights], expected: Referen
          "arguments": {"kt_method": "FP8", "kt_weight_path": path, "kt_num_gpu_experts": hot}}
         for hot in HOT
     ]  # fmt: skip
-    job = {"model": path, "dtype": "bfloat16", "device": GPU_SGLANG | NO_GRAPHS, "prompts": PROMPTS,
+    job = {"model": path, "dtype": "bfloat16", "device": GPU_SGLANG, "prompts": PROMPTS,
            "steps": STEPS, "runs": runs}  # fmt: skip
     python = gpu_python("KT_SGLANG_GPU_PYTHON")
     for name, answer in run(
