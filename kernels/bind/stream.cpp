@@ -126,11 +126,15 @@ void bind_stream(nb::module_& m) {
       .def("wake", &StreamEngine::wake)
       .def("stats", &StreamEngine::stats);
 
+  nb::class_<kt::sys::CudaContext>(m, "CudaContext", "The CUDA context that is current now.")
+      .def(nb::init<const std::string&>(), "library"_a = kt::sys::CudaContext::kDriver)
+      .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a);
+
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
                                     "A CUfunction to be launched; kinds: one letter per parameter, "
                                     "p pointer, i int32.")
       .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
-           "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::KernelLaunch::kDriver)
+           "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::CudaContext::kDriver)
       .def("run", launch, "grid"_a, "stream"_a, "args"_a);
 
   m.def("split_deferred", split_deferred, "ids"_a, "weights"_a, "protected_k"_a, "num_experts"_a,
