@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import shutil
 import subprocess
 from pathlib import Path
@@ -52,6 +53,41 @@ def test_arguments_arrive(fake: str) -> None:
     assert (last.function, last.stream, last.shared, last.has_extra) == (0x1234, 2**48, 4096, 0)
     assert (list(last.grid), list(last.block)) == ([7, 1, 1], [128, 1, 1])
     assert list(last.values)[:5] == [2**64 - 1, 2**31, 2**63, 0, 2**31 - 1]
+
+
+def test_bound_arguments_arrive(fake: str) -> None:
+    """Beside those given at each run, wherever they stand; the kernel lives on with them."""
+    last, _ = state(fake, "pippi")
+    bound = _C.KernelLaunch(0x1234, 128, 4096, "pippi", library=fake).bind(
+        7, 2**64 - 1, None, None, 2**63, 5
+    )
+    gc.collect()
+    for number, address in ((-(2**31), 2**63), (6, 8)):
+        bound.run(2**48, number, address)
+        assert (last.function, last.stream, last.grid[0]) == (0x1234, 2**48, 7)
+        assert list(last.values)[:5] == [2**64 - 1, number % 2**32, address, 2**63, 5]
+    for given, error, match in (
+        ((1,), ValueError, "1 arguments for 2 parameters"),
+        ((1, 2, 3), ValueError, "3 arguments for 2 parameters"),
+        ((2**31, 1), OverflowError, "parameter 1 is 2147483648, which is no int32"),
+        ((1, -1), OverflowError, None),
+        ((1, None), TypeError, None),
+    ):
+        with pytest.raises(error, match=match):
+            bound.run(0, *given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ((1, 1), ValueError, "1 arguments for 2 parameters"),
+        ((1, None, 2**31), OverflowError, "parameter 1 is 2147483648, which is no int32"),
+        ((1, 1.5, None), TypeError, None),
+    ],
+)
+def test_bound_arguments_that_make_no_sense(fake: str, given: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        _C.KernelLaunch(1, 32, 0, "pi", library=fake).bind(*given)
 
 
 @pytest.mark.parametrize("count", [0, 1, 32])
