@@ -221,7 +221,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 hidden, topk_ids, topk_weights, tokens, cuda_stream, self._chain_place(),
                 deferring=s.max_deferred > 0, split=split, kinds=checked.kinds,
             )  # fmt: skip
-            self._remember(_Pending(address, like, batch=batch))
+            self._remember(_Pending(address, like, None, None, batch))
             return routes
         if tokens and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

@@ -62,7 +62,7 @@ class CudaBackend:
             with torch.cuda.device(self.device):
                 torch.cuda.is_current_stream_capturing()  # makes a context current in this thread
                 self._context = native().CudaContext()
-        return self._context.capturing(handle_of(self.device, stream))
+        return self._context.capturing(handle_of(self.device, None) if stream is None else stream)
 
     def idle(self) -> bool:
         """Whether the device is done with the current and the default stream."""
