@@ -10,9 +10,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "../moe/layer.h"
 #include "../stream/engine.h"
@@ -43,17 +45,59 @@ uint64_t parameter(char kind, PyObject* given, size_t i) {
   return uint64_t(value);
 }
 
-void launch(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, nb::args given) {
-  const std::string& kinds = kernel.kinds();
-  if (given.size() != kinds.size())
-    throw std::invalid_argument(std::to_string(given.size()) + " arguments for " +
-                                std::to_string(kinds.size()) + " parameters");
-  uint64_t values[kt::sys::KernelLaunch::kMaxParameters];
-  for (size_t i = 0; i < kinds.size(); ++i)
-    values[i] = parameter(kinds[i], PyTuple_GetItem(given.ptr(), Py_ssize_t(i)), i);
+PyObject* item(const nb::args& given, size_t i) {
+  return PyTuple_GetItem(given.ptr(), Py_ssize_t(i));
+}
+
+void need_count(size_t given, size_t parameters) {
+  if (given != parameters)
+    throw std::invalid_argument(std::to_string(given) + " arguments for " +
+                                std::to_string(parameters) + " parameters");
+}
+
+void run(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, uint64_t* values) {
   // A launch waits where the queue is full, perhaps for a host function that needs the GIL.
   const nb::gil_scoped_release released;
   kernel.run(grid, stream, values);
+}
+
+void launch(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, nb::args given) {
+  const std::string& kinds = kernel.kinds();
+  need_count(given.size(), kinds.size());
+  uint64_t values[kt::sys::KernelLaunch::kMaxParameters];
+  for (size_t i = 0; i < kinds.size(); ++i) values[i] = parameter(kinds[i], item(given, i), i);
+  run(kernel, grid, stream, values);
+}
+
+// A launch whose arguments are known but for some.
+struct BoundLaunch {
+  const kt::sys::KernelLaunch* kernel;
+  int64_t grid;
+  uint64_t values[kt::sys::KernelLaunch::kMaxParameters];
+  std::vector<size_t> open;  // parameters that are given at each run
+};
+
+BoundLaunch bind(const kt::sys::KernelLaunch& kernel, int64_t grid, nb::args given) {
+  need_count(given.size(), kernel.kinds().size());
+  BoundLaunch bound{&kernel, grid, {}, {}};
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i].is_none())
+      bound.open.push_back(i);
+    else
+      bound.values[i] = parameter(kernel.kinds()[i], item(given, i), i);
+  }
+  return bound;
+}
+
+void launch_bound(const BoundLaunch& bound, uint64_t stream, nb::args given) {
+  need_count(given.size(), bound.open.size());
+  uint64_t values[kt::sys::KernelLaunch::kMaxParameters];
+  std::copy(std::begin(bound.values), std::end(bound.values), values);
+  for (size_t i = 0; i < given.size(); ++i) {
+    const size_t at = bound.open[i];
+    values[at] = parameter(bound.kernel->kinds()[at], item(given, i), at);
+  }
+  run(*bound.kernel, bound.grid, stream, values);
 }
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -131,12 +175,21 @@ void bind_stream(nb::module_& m) {
       .def("take_trace", &StreamEngine::take_trace)
       .def("stats", &StreamEngine::stats);
 
+  nb::class_<kt::sys::CudaContext>(m, "CudaContext", "The CUDA context that is current now.")
+      .def(nb::init<const std::string&>(), "library"_a = kt::sys::CudaContext::kDriver)
+      .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a);
+
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
                                     "A CUfunction to be launched; kinds: one letter per parameter, "
                                     "p pointer, i int32.")
       .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
-           "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::KernelLaunch::kDriver)
-      .def("run", launch, "grid"_a, "stream"_a, "args"_a);
+           "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::CudaContext::kDriver)
+      .def("run", launch, "grid"_a, "stream"_a, "args"_a)
+      .def("bind", bind, nb::keep_alive<0, 1>(), "grid"_a, "args"_a,
+           "A BoundLaunch: these arguments, but for those that are None.");
+
+  nb::class_<BoundLaunch>(m, "BoundLaunch", "A KernelLaunch with most of its arguments.")
+      .def("run", launch_bound, "stream"_a, "args"_a, "args: what was None.");
 
   m.def("split_deferred", split_deferred, "ids"_a, "weights"_a, "protected_k"_a, "num_experts"_a,
         "(immediate, deferred) of int64 ids and float32 weights [T, k] (tests).");

@@ -29,21 +29,12 @@ unsigned count(const char* name, int value, int least) {
 
 }  // namespace
 
-KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std::string kinds,
-                           const std::string& name)
-    : function_(function),
-      threads_(count("threads", threads, 1)),
-      shared_bytes_(count("shared_bytes", shared_bytes, 0)),
-      kinds_(std::move(kinds)) {
-  need(function != 0, "function 0; a CUfunction is needed");
-  need(kinds_.size() <= kMaxParameters, std::to_string(kinds_.size()) + " parameters; at most " +
-                                            std::to_string(kMaxParameters) + " are supported");
-  need(kinds_.find_first_not_of("pi") == std::string::npos,
-       "kinds \"" + kinds_ + "\"; p and i are accepted");
+CudaContext::CudaContext(const std::string& name) {
   // Never closed: CUDA's own library holds the driver, too.
   void* const library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) throw std::runtime_error("the CUDA driver " + name + " cannot be loaded: " + why());
   find(library, name, "cuLaunchKernel", driver_.launch);
+  find(library, name, "cuStreamIsCapturing", driver_.is_capturing);
   find(library, name, "cuCtxGetCurrent", driver_.get_context);
   find(library, name, "cuCtxPushCurrent_v2", driver_.push_context);
   find(library, name, "cuCtxPopCurrent_v2", driver_.pop_context);
@@ -53,23 +44,32 @@ KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std
   if (!context_) throw std::runtime_error("no CUDA context is current");
 }
 
-void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values) const {
-  if (grid < 1 || grid > std::numeric_limits<int32_t>::max())
-    throw std::invalid_argument("a grid of " + std::to_string(grid) + " blocks");
-  void* parameters[kMaxParameters];
-  for (size_t i = 0; i < kinds_.size(); ++i) parameters[i] = values + i;
+bool CudaContext::capturing(uint64_t stream) const {
+  int status = 0;  // 0: no
+  within("cuStreamIsCapturing",
+         [&] { return driver_.is_capturing(reinterpret_cast<void*>(stream), &status); });
+  return status != 0;
+}
+
+void CudaContext::launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
+                         uint64_t stream, void** parameters) const {
+  within("cuLaunchKernel", [&] {
+    return driver_.launch(reinterpret_cast<void*>(function), grid, 1, 1, threads, 1, 1,
+                          shared_bytes, reinterpret_cast<void*>(stream), parameters, nullptr);
+  });
+}
+
+template <class Call> void CudaContext::within(const char* name, Call call) const {
   void* current = nullptr;
   check("cuCtxGetCurrent", driver_.get_context(&current));
   const bool other = current != context_;
   if (other) check("cuCtxPushCurrent", driver_.push_context(context_));
-  const int result =
-      driver_.launch(reinterpret_cast<void*>(function_), unsigned(grid), 1, 1, threads_, 1, 1,
-                     shared_bytes_, reinterpret_cast<void*>(stream), parameters, nullptr);
+  const int result = call();
   if (other) driver_.pop_context(&current);
-  check("cuLaunchKernel", result);
+  check(name, result);
 }
 
-void KernelLaunch::check(const char* call, int result) const {
+void CudaContext::check(const char* call, int result) const {
   if (result == 0) return;
   const char *name = nullptr, *text = nullptr;
   driver_.error_name(result, &name);
@@ -77,6 +77,28 @@ void KernelLaunch::check(const char* call, int result) const {
   throw std::runtime_error(std::string(call) + " failed: " +
                            (name ? std::string(name) : "CUresult " + std::to_string(result)) +
                            (text ? std::string(", ") + text : ""));
+}
+
+KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std::string kinds,
+                           const std::string& library)
+    : function_(function),
+      threads_(count("threads", threads, 1)),
+      shared_bytes_(count("shared_bytes", shared_bytes, 0)),
+      kinds_(std::move(kinds)),
+      context_(library) {
+  need(function != 0, "function 0; a CUfunction is needed");
+  need(kinds_.size() <= kMaxParameters, std::to_string(kinds_.size()) + " parameters; at most " +
+                                            std::to_string(kMaxParameters) + " are supported");
+  need(kinds_.find_first_not_of("pi") == std::string::npos,
+       "kinds \"" + kinds_ + "\"; p and i are accepted");
+}
+
+void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values) const {
+  if (grid < 1 || grid > std::numeric_limits<int32_t>::max())
+    throw std::invalid_argument("a grid of " + std::to_string(grid) + " blocks");
+  void* parameters[kMaxParameters];
+  for (size_t i = 0; i < kinds_.size(); ++i) parameters[i] = values + i;
+  context_.launch(function_, unsigned(grid), threads_, shared_bytes_, stream, parameters);
 }
 
 }  // namespace kt::sys

@@ -33,16 +33,19 @@ class ModelChain:
         self.number = next(_numbers)  # tells chains apart for the life of the process
         self.settings = settings
         self.last_layer_idx = -1
+        self.order = object()  # another one whenever positions change
         self._members: list[weakref.ref[Any]] = []
         self._carry: Carry | None = None
 
     def append(self, layer: Any, layer_idx: int) -> None:
         self.last_layer_idx = layer_idx
         self._members.append(weakref.ref(layer, self._forget))
+        self.order = object()
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
         # The carry names positions of before, so it goes too.
         self._members = [member for member in self._members if member is not reference]
+        self.order = object()
         self._carry = None
 
     def position(self, layer: Any) -> int:

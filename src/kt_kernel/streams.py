@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# Takes a tenth of the time of current_stream; torch without CUDA lacks it.
+_current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 
 def on_stream(device: torch.device, stream: Any) -> Any:
     """Makes ``stream`` current for work on ``device``; does nothing on the CPU."""
@@ -26,7 +29,9 @@ def handle_of(device: torch.device, stream: Any) -> int:
     bare handle cannot be checked: CUDA refuses a wrong one at the launch.
     """
     if stream is None:
-        return torch.cuda.current_stream(device).cuda_stream
+        if _current_handle is None:
+            return torch.cuda.current_stream(device).cuda_stream
+        return _current_handle(device.index)
     if type(stream) is int:
         return stream
     handle = getattr(stream, "cuda_stream", None)

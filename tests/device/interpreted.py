@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +45,14 @@ class Launch:
                 assert value % 16 == 0, name
                 given.append(at(value, dtype, counts.get(name, 1)))
         self._function[(programs,)](*given, **self._constants)
+
+    def bind(self, programs: int, *bound: int | None) -> Any:
+        def run(stream: int, *given: int) -> None:
+            rest = iter(given)
+            self.run(programs, stream, *(next(rest) if v is None else v for v in bound))
+            assert not list(rest)
+
+        return SimpleNamespace(run=run)
 
 
 class Interpreter:

@@ -349,8 +349,8 @@ def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceE
     handed, _ = submit(way, layers[0], batch(4, 1))
     handed.collect(0)
     engine.backend.in_capture = False
-    side = handed.side
-    slot = way._slots[handed.bank, handed.bank.sides.index(side), (0, K)].number
+    side = handed.plan.side
+    slot = way._slots[handed.plan.bank, handed.plan.bank.sides.index(side), (0, K)].number
     way.close()
     one = batch(4, 3)
     unused = engine.counter.data_ptr()

@@ -1,4 +1,4 @@
-/* Stands in for the CUDA driver: keeps what the last launch was given. */
+/* Stands in for the CUDA driver: keeps what the last call was given. */
 #include <string.h>
 
 struct launch {
@@ -24,6 +24,16 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
 void *context = (void *)0x77; /* current in "this thread" */
 void *launched_in;
 int pushes;
+
+int capture_status; /* of every stream */
+unsigned long long asked;
+
+int cuStreamIsCapturing(void *stream, int *status) {
+  launched_in = context;
+  asked = (unsigned long long)stream;
+  *status = capture_status;
+  return result;
+}
 
 int cuCtxGetCurrent(void **found) {
   *found = context;

@@ -1,8 +1,9 @@
-"""Launches through the driver, with a library of ours in its place."""
+"""Launches and questions through the driver, with a library of ours in its place."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import shutil
 import subprocess
 from pathlib import Path
@@ -52,6 +53,41 @@ def test_arguments_arrive(fake: str) -> None:
     assert (last.function, last.stream, last.shared, last.has_extra) == (0x1234, 2**48, 4096, 0)
     assert (list(last.grid), list(last.block)) == ([7, 1, 1], [128, 1, 1])
     assert list(last.values)[:5] == [2**64 - 1, 2**31, 2**63, 0, 2**31 - 1]
+
+
+def test_bound_arguments_arrive(fake: str) -> None:
+    """Beside those given at each run, wherever they stand; the kernel lives on with them."""
+    last, _ = state(fake, "pippi")
+    bound = _C.KernelLaunch(0x1234, 128, 4096, "pippi", library=fake).bind(
+        7, 2**64 - 1, None, None, 2**63, 5
+    )
+    gc.collect()
+    for number, address in ((-(2**31), 2**63), (6, 8)):
+        bound.run(2**48, number, address)
+        assert (last.function, last.stream, last.grid[0]) == (0x1234, 2**48, 7)
+        assert list(last.values)[:5] == [2**64 - 1, number % 2**32, address, 2**63, 5]
+    for given, error, match in (
+        ((1,), ValueError, "1 arguments for 2 parameters"),
+        ((1, 2, 3), ValueError, "3 arguments for 2 parameters"),
+        ((2**31, 1), OverflowError, "parameter 1 is 2147483648, which is no int32"),
+        ((1, -1), OverflowError, None),
+        ((1, None), TypeError, None),
+    ):
+        with pytest.raises(error, match=match):
+            bound.run(0, *given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ((1, 1), ValueError, "1 arguments for 2 parameters"),
+        ((1, None, 2**31), OverflowError, "parameter 1 is 2147483648, which is no int32"),
+        ((1, 1.5, None), TypeError, None),
+    ],
+)
+def test_bound_arguments_that_make_no_sense(fake: str, given: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        _C.KernelLaunch(1, 32, 0, "pi", library=fake).bind(*given)
 
 
 @pytest.mark.parametrize("count", [0, 1, 32])
@@ -120,18 +156,16 @@ def test_launches_that_make_no_sense(fake: str, given: Any, error: Any, match: s
         kernel.run(*given)
 
 
+def variables(fake: str, *names: str) -> list[Any]:
+    kinds = {"pushes": ctypes.c_int, "capture_status": ctypes.c_int}
+    library = ctypes.CDLL(fake)
+    return [kinds.get(name, ctypes.c_uint64).in_dll(library, name) for name in names]
+
+
 def test_a_kernel_runs_in_its_own_context(fake: str) -> None:
     """Whatever is current in the thread that launches it, and that stays so."""
     state(fake, "")
-    library = ctypes.CDLL(fake)
-    current, launched, pushes = (
-        kind.in_dll(library, name)
-        for kind, name in (
-            (ctypes.c_uint64, "context"),
-            (ctypes.c_uint64, "launched_in"),
-            (ctypes.c_int, "pushes"),
-        )
-    )
+    current, launched, pushes = variables(fake, "context", "launched_in", "pushes")
     current.value = 0x77
     kernel = _C.KernelLaunch(1, 32, 0, "", library=fake)
     kernel.run(1, 0)
@@ -143,3 +177,43 @@ def test_a_kernel_runs_in_its_own_context(fake: str) -> None:
     with pytest.raises(RuntimeError, match="^no CUDA context is current$"):
         _C.KernelLaunch(1, 32, 0, "", library=fake)
     current.value = 0x77
+
+
+@pytest.mark.parametrize(("status", "captured"), [(0, False), (1, True), (2, True)])
+def test_whether_a_stream_is_captured(fake: str, status: int, captured: bool) -> None:
+    """2: it was until an error."""
+    state(fake, "")
+    given, asked = variables(fake, "capture_status", "asked")
+    given.value = status
+    context = _C.CudaContext(library=fake)
+    for stream in (2**48, 0):
+        assert context.capturing(stream) is captured
+        assert asked.value == stream
+    given.value = 0
+
+
+def test_a_stream_is_asked_in_its_own_context(fake: str) -> None:
+    """The handles 0 to 2 mean another stream in each."""
+    _, result = state(fake, "")
+    current, asked_in, pushes = variables(fake, "context", "launched_in", "pushes")
+    context = _C.CudaContext(library=fake)
+    current.value = 0x99
+    context.capturing(0)
+    assert (asked_in.value, pushes.value, current.value) == (0x77, 0, 0x99)
+    result.value = 906
+    expected = "^cuStreamIsCapturing failed: CUDA_ERROR_FAKE, something was made up$"
+    with pytest.raises(RuntimeError, match=expected):
+        context.capturing(0)
+    assert (pushes.value, current.value) == (0, 0x99)
+    current.value = 0
+    with pytest.raises(RuntimeError, match="^no CUDA context is current$"):
+        _C.CudaContext(library=fake)
+    current.value = 0x77
+
+
+def test_streams_that_make_no_sense(fake: str) -> None:
+    state(fake, "")
+    context = _C.CudaContext(library=fake)
+    for stream in (-1, 2**64, None, 1.5):
+        with pytest.raises(TypeError):
+            context.capturing(stream)

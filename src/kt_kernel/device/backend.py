@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..streams import on_stream
+from ..streams import handle_of
 from ..variant import native
 
 _PORTABLE_AND_MAPPED = 0x1 | 0x2  # flags of cudaHostRegister
@@ -19,6 +19,7 @@ class CudaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._context: Any = None  # the compiled core's CudaContext, made at its first use
 
     def pin(self, buffer: Any) -> None:
         """Lets the device read and write a HostBuffer at the addresses it has on the host."""
@@ -57,10 +58,11 @@ class CudaBackend:
 
     def capturing(self, stream: int | None = None) -> bool:
         """Whether a graph is captured on a stream, given by its handle; None: the current one."""
-        if stream in (None, torch.cuda.current_stream(self.device).cuda_stream):
-            return torch.cuda.is_current_stream_capturing()
-        with on_stream(self.device, stream):
-            return torch.cuda.is_current_stream_capturing()
+        if self._context is None:
+            with torch.cuda.device(self.device):
+                torch.cuda.is_current_stream_capturing()  # makes a context current in this thread
+                self._context = native().CudaContext()
+        return self._context.capturing(handle_of(self.device, None) if stream is None else stream)
 
     def idle(self) -> bool:
         """Whether the device is done with the current and the default stream."""

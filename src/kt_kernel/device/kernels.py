@@ -182,7 +182,7 @@ def take_back(
         if ADD:
             total += tl.load(hot + row + column, mask=inside).to(tl.float32)
         tl.store(out + row + column, (total * SCALE).to(out.dtype.element_ty), mask=inside)
-    if TRACE:
+    if TRACE:  # noqa: SIM102 - known when the kernel is compiled
         if tl.program_id(0) == 0:
             tl.store(times + 2, tl.cast(number, tl.int64) & 0xFFFFFFFF)
             tl.store(times + 3, began)

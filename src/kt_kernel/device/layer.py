@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -28,27 +29,26 @@ _CLOSE_SECONDS = 5.0
 _ALIGNMENT = 16  # bytes, of all addresses: the kernels are compiled for it
 
 
-class Batch(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Batch:
     """A submitted batch."""
 
     layer: LayerStream
-    bank: Bank
-    side: Side
-    number: int  # among the batches of its side, or of its bank where layers defer
-    tokens: int
+    plan: _Plan
+    number: int  # among those of plan.counted
     stream: int  # handle of the stream that it was submitted on
 
     def collect(self, cuda_stream: Any) -> torch.Tensor:
         """Lets the stream wait for the CPU's sum [T, H]; a buffer valid until the next but one."""
         stream, capturing = self._ready(cuda_stream)
-        key, device = self.bank.key, self.layer.backend.device
+        key, shape, device = self.plan.bank.key, self.plan.shape, self.layer.backend.device
         out = buffers.device_result(
-            (self.layer.chain_number, self.tokens, key.hidden, key.top_k, key.dtype, device),
-            (self.tokens, key.hidden), key.dtype, device, capturing,
+            (self.layer.chain_number, *shape, key.top_k, key.dtype, device),
+            shape, key.dtype, device, capturing,
         )  # fmt: skip
         if out is None:
             raise RuntimeError(
-                f"{self.layer.where}: the result of a batch of {self.tokens} tokens is captured in "
+                f"{self.layer.where}: the result of a batch of {shape[0]} tokens is captured in "
                 "a CUDA graph but has no memory yet; collect a batch of that size once before"
             )
         return self.layer.take_back(self, out, stream, capturing)
@@ -57,23 +57,21 @@ class Batch(NamedTuple):
         self, hot: torch.Tensor | None, cuda_stream: Any, scale: float
     ) -> torch.Tensor:
         """Lets the stream wait for scale * (the CPU's sum + hot); written over hot, if given."""
-        device, key = self.layer.backend.device, self.bank.key
+        shape, dtype = self.plan.shape, self.plan.dtype
+        device = self.layer.backend.device
         stream, capturing = self._ready(cuda_stream)
         if hot is None:
             with on_stream(device, cuda_stream):
-                out = torch.empty((self.tokens, key.hidden), dtype=key.dtype, device=device)
-        elif (
-            tuple(hot.shape) != (self.tokens, key.hidden) or hot.dtype != key.dtype
-            or hot.device != device
-        ):  # fmt: skip
+                out = torch.empty(shape, dtype=dtype, device=device)
+        elif hot.shape != shape or hot.dtype != dtype or hot.device != device:
             raise ValueError(
                 f"{self.layer.where}: hot is {list(hot.shape)} {hot.dtype} on {hot.device}; "
-                f"expected [{self.tokens}, {key.hidden}] {key.dtype} on {device}"
+                f"expected {list(shape)} {dtype} on {device}"
             )
         elif hot.is_contiguous() and hot.data_ptr() % _ALIGNMENT == 0:
             out = hot
         else:
-            out = hot = self.layer.copy_for_kernels(hot, self.tokens, cuda_stream)
+            out = hot = self.layer.copy_for_kernels(hot, shape[0], cuda_stream)
         return self.layer.take_back(self, out, stream, capturing, hot, scale)
 
     def _ready(self, cuda_stream: Any) -> tuple[int, bool]:
@@ -81,22 +79,22 @@ class Batch(NamedTuple):
         is not to be had there any more, or something went wrong on the CPU before."""
         layer = self.layer
         layer.engine.core.raise_error()
-        counted = self.bank if self.bank.key.deferring else self.side
-        if counted.batches != self.number:
+        if self.plan.counted.batches != self.number:
             raise RuntimeError(
                 f"{layer.where}: the result of a batch is asked for after its buffers went to "
                 "another one; of a model two batches may wait for their results, one where experts "
                 "are deferred"
             )
-        stream = handle_of(layer.backend.device, cuda_stream)
-        capturing = layer.backend.capturing(stream)
+        backend = layer.backend
+        stream = handle_of(backend.device, cuda_stream)
+        capturing = backend.capturing(stream)
         if stream != self.stream:
             if capturing:
                 raise RuntimeError(
                     f"{layer.where}: a batch is collected on another stream than it was submitted "
                     "on, in a CUDA graph; both must be on one stream there"
                 )
-            layer.backend.synchronize()  # until the batch is handed over
+            backend.synchronize()  # until the batch is handed over
         return stream, capturing
 
 
@@ -107,13 +105,32 @@ class _Slot:
         self.number, self.bank, self.launched = number, bank, 0
 
 
-class _Plan(NamedTuple):
-    """What does not change between two batches alike."""
+@dataclass(slots=True, eq=False)
+class _Plan:
+    """What does not change between two batches of the same kinds, place, side and split."""
 
-    run: Any  # of hand_over
-    behind: tuple[int, ...]  # its arguments behind those of the batch
+    place: tuple[int, int]
+    slot_map: torch.Tensor | None  # kept, since it is compared by its address
+    slot_map_address: int | None
+    cold_slot: int | None
+    bank: Bank
+    side: Side
+    counted: Bank | Side  # its batches: a later one has the buffers
+    shape: tuple[int, int]  # [T, H]
+    dtype: torch.dtype
     slot: _Slot
-    split: tuple[torch.Tensor, int] | None
+    routes: tuple[torch.Tensor, torch.Tensor] | None
+    hand_over: Any  # launches it: stream, addresses of x, ids and weights
+    # The same for take_back: stream, addresses of hot and out; by whether hot is added, and scale.
+    take_back: dict[tuple[bool, float], Any] = field(default_factory=dict)
+
+
+class _Known:
+    """The bank of the last kinds of batch that kernels can read, and a plan for each side."""
+
+    def __init__(self, kinds: Any, bank: Bank) -> None:
+        self.kinds, self.bank = kinds, bank
+        self.plans: list[_Plan | None] = [None, None]
 
 
 class LayerStream:
@@ -138,78 +155,87 @@ class LayerStream:
         self._block = min(_BLOCK, 1 << (hidden - 1).bit_length())
         self._blocks = -(-hidden // self._block)
         self._unused = (engine.counter.data_ptr(),) * 3  # for what a kernel does not look at
-        self._plans: dict[Any, _Plan] = {}
+        self._known: _Known | None = None
 
     def submit(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
         tokens: int, cuda_stream: Any, place: tuple[int, int], *,
-        deferring: bool, split: tuple[torch.Tensor, int] | None = None,
+        deferring: bool, split: tuple[torch.Tensor, int] | None = None, kinds: Any = None,
     ) -> tuple[Batch, tuple[torch.Tensor, torch.Tensor] | None]:  # fmt: skip
         """Hands over hidden [..., H], ids and weights [T, k], T > 0.
 
         place: position in the chain, and how many routes of a token are not deferred (k where the
         layer does not defer); deferring: whether layers of its model do. split: (slot_map, cold
-        slot) asks for the routes of the device's experts, see `kernels.hand_over`. Raises
-        RuntimeError for what went wrong on the CPU before.
+        slot) asks for the routes of the device's experts, see `kernels.hand_over`. kinds: the same
+        object in all calls whose tensors have the same shapes, dtypes and devices, and whose
+        deferring is the same; None: not known. Raises RuntimeError for what went wrong on the CPU
+        before.
         """
-        engine = self.engine
-        engine.core.raise_error()
-        stream = handle_of(self.backend.device, cuda_stream)
-        inputs = hidden, topk_ids, topk_weights
-        addresses = [tensor.data_ptr() for tensor in inputs]
-        for i, tensor in enumerate(inputs):
-            if (
-                addresses[i] % _ALIGNMENT or not tensor.is_contiguous()
-                or tensor.dtype not in _DTYPES or tensor.device != self.backend.device
-            ):  # fmt: skip
-                copies = [self.copy_for_kernels(t, tokens, cuda_stream) for t in inputs]
-                return self.submit(
-                    *copies, tokens, cuda_stream, place, deferring=deferring, split=split
-                )
-        capturing = self.backend.capturing(stream)
-        bank = self._bank(hidden.dtype, deferring, tokens, capturing)
+        engine, backend = self.engine, self.backend
+        core = engine.core
+        core.raise_error()
+        stream = handle_of(backend.device, cuda_stream)
+        x, ids, weights = hidden.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()
+        known = self._known
+        if kinds is None or known is None or known.kinds is not kinds:
+            known = None
+        if (
+            (x | ids | weights) % _ALIGNMENT
+            or not hidden.is_contiguous()
+            or not topk_ids.is_contiguous()
+            or not topk_weights.is_contiguous()
+            or (known is None and not self._readable(hidden, topk_ids, topk_weights))
+        ):
+            copies = [
+                self.copy_for_kernels(t, tokens, cuda_stream)
+                for t in (hidden, topk_ids, topk_weights)
+            ]
+            return self.submit(
+                *copies, tokens, cuda_stream, place, deferring=deferring, split=split
+            )
+        capturing = backend.capturing(stream)
+        if known is None:
+            bank = self._bank(hidden.dtype, deferring, tokens, capturing)
+            known = self._known = _Known(kinds, bank)
+        bank = known.bank
         if capturing:
             engine.keep_for_ever(bank)
         elif stream != bank.stream and bank.stream is not None:
-            self.backend.synchronize()  # the other stream may still use the sides
+            backend.synchronize()  # the other stream may still use the sides
         bank.stream = stream
         index = bank.next_side(place[0])
-        side = bank.sides[index]
-        routes, slot_map = None, None
-        if split is not None:
-            slot_map = split[0].data_ptr()
-            routes = (
-                bank.routes(index, topk_ids.dtype, tokens, capturing),
-                bank.routes(index, topk_weights.dtype, tokens, capturing),
+        slot_map, cold_slot = (None, None) if split is None else (split[0].data_ptr(), split[1])
+        plan = known.plans[index]
+        if (
+            plan is None or plan.slot_map_address != slot_map or plan.cold_slot != cold_slot
+            or plan.place != place
+        ):  # fmt: skip
+            plan = self._plan(
+                bank, index, place, topk_ids.dtype, topk_weights.dtype, tokens, split, capturing
             )
-            addresses += [slot_map, routes[0].data_ptr(), routes[1].data_ptr()]
-        else:
-            addresses += self._unused
-        cold_slot = None if split is None else split[1]
-        key = (bank, index, place, topk_ids.dtype, topk_weights.dtype, cold_slot, slot_map)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(*key[:-1], split, capturing)
-        side.batches += 1
+            if not capturing:  # else its routes may be the graph's
+                known.plans[index] = plan
+        plan.side.batches += 1
         bank.batches += 1
-        plan.run(
-            min(tokens * self._blocks, _MAX_PROGRAMS), stream, *addresses, *plan.behind,
-            tokens, plan.slot.number, 0, 0,
-        )  # fmt: skip
+        plan.hand_over(stream, x, ids, weights)
         if not capturing:
             plan.slot.launched += 1
-        engine.core.wake()
-        number = bank.batches if deferring else side.batches
-        return Batch(self, bank, side, number, tokens, stream), routes
+        core.wake()
+        return Batch(self, plan, plan.counted.batches, stream), plan.routes
+
+    def _readable(self, *tensors: torch.Tensor) -> bool:
+        device = self.backend.device
+        return all(tensor.dtype in _DTYPES and tensor.device == device for tensor in tensors)
 
     def _plan(
         self, bank: Bank, index: int, place: tuple[int, int], ids: torch.dtype,
-        weights: torch.dtype, cold_slot: int | None, split: tuple[torch.Tensor, int] | None,
+        weights: torch.dtype, tokens: int, split: tuple[torch.Tensor, int] | None,
         capturing: bool,
     ) -> _Plan:  # fmt: skip
         engine, side = self.engine, bank.sides[index]
-        if split is not None:
-            slot_map = split[0]
+        slot_map, cold_slot = split if split is not None else (None, None)
+        routes, of_routes = None, self._unused
+        if slot_map is not None:
             if (
                 slot_map.dtype != torch.int32 or slot_map.device != self.backend.device
                 or tuple(slot_map.shape) != (self._experts,) or not slot_map.is_contiguous()
@@ -219,6 +245,11 @@ class LayerStream:
                     f"{slot_map.device}; expected [{self._experts}] torch.int32, contiguous, on "
                     f"{self.backend.device}"
                 )
+            routes = (
+                bank.routes(index, ids, tokens, capturing),
+                bank.routes(index, weights, tokens, capturing),
+            )
+            of_routes = tuple(tensor.data_ptr() for tensor in (slot_map, *routes))
         launch = self._hand_over(bank.key.dtype, ids, weights, cold_slot, capturing)
         slot = self._slots.get((bank, index, place))
         if slot is None:
@@ -228,22 +259,37 @@ class LayerStream:
             slot = self._slots[bank, index, place] = _Slot(number, bank)
             if engine.tracer is not None:
                 engine.tracer.name(number, self.where)
-        behind = (
-            *side.inputs, engine.counter.data_ptr(), engine.core.ring_address,
-            engine.core.head_address,
+        run = launch.bind(
+            self._programs(tokens), None, None, None, *of_routes, *side.inputs,
+            engine.counter.data_ptr(), engine.core.ring_address, engine.core.head_address,
+            tokens, slot.number, 0, 0,
+        ).run  # fmt: skip
+        return _Plan(
+            place, slot_map, None if slot_map is None else of_routes[0], cold_slot, bank, side,
+            bank if bank.key.deferring else side, (tokens, self._hidden), bank.key.dtype, slot,
+            routes, run,
         )  # fmt: skip
-        # slot_map is kept, since its address is part of the key.
-        return _Plan(launch.run, behind, slot, split)
+
+    def _programs(self, tokens: int) -> int:
+        return min(tokens * self._blocks, _MAX_PROGRAMS)
 
     def take_back(
         self, batch: Batch, out: torch.Tensor, stream: int, capturing: bool,
         hot: torch.Tensor | None = None, scale: float = 1.0,
     ) -> torch.Tensor:  # fmt: skip
         """Lets the stream wait for out [T, H] = scale * (the CPU's sum, plus hot); returns it."""
-        self._take_back(out.dtype, hot is not None, scale, capturing).run(
-            min(batch.tokens * self._blocks, _MAX_PROGRAMS), stream, *batch.side.answer,
-            self._unused[0] if hot is None else hot.data_ptr(), out.data_ptr(), batch.tokens, 0, 0,
-        )  # fmt: skip
+        plan, add = batch.plan, hot is not None
+        run = plan.take_back.get((add, scale))
+        if run is None:
+            run = self._take_back(plan.dtype, add, scale, capturing).bind(
+                self._programs(plan.shape[0]), *plan.side.answer, None, None, plan.shape[0], 0, 0
+            ).run  # fmt: skip
+            plan.take_back[add, scale] = run
+        address = out.data_ptr()
+        if hot is out:
+            run(stream, address, address)
+        else:
+            run(stream, hot.data_ptr() if add else self._unused[0], address)
         return out
 
     def _bank(self, dtype: torch.dtype, deferring: bool, tokens: int, capturing: bool) -> Bank:
@@ -272,7 +318,7 @@ class LayerStream:
         """
         core, slots = self.engine.core, list(self._slots.values())
         self._slots.clear()
-        self._plans.clear()
+        self._known = None
         end = time.monotonic() + _CLOSE_SECONDS
         with contextlib.suppress(RuntimeError):  # in a child of a fork
             for slot in slots:
