@@ -12,7 +12,7 @@ from importlib import import_module
 class Hook:
     """engine: "vllm" or "sglang". target: "module:attribute.path" as it is in the engine.
     how: wrapped, subclassed, replaced or read. versions: those it was run with. until: what would
-    let us drop it."""
+    let us drop it. needed: whether a version without the target cannot be served."""
 
     engine: str
     target: str
@@ -20,6 +20,7 @@ class Hook:
     why: str
     versions: str
     until: str
+    needed: bool = True
 
 
 _VLLM_TRIED = "0.26.0 (GPU), 0.32.0 (CPU)"
@@ -92,6 +93,15 @@ HOOKS: list[Hook] = [
         "the same, of a model in FP8",
         "0.26.0 (GPU, eager)",
         "RoutedExperts gets such a call itself",
+    ),
+    Hook(
+        "vllm",
+        f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase.maybe_make_prepare_finalize",
+        "replaced per instance",
+        "without hot experts no kernel of vLLM's is made, not late either",
+        "0.26.0 (GPU)",
+        "the oldest version is one without it",
+        needed=False,
     ),
     Hook(
         "sglang",
@@ -210,8 +220,12 @@ HOOKS: list[Hook] = [
 
 
 def missing(engine: str) -> list[str]:
-    """Targets of one engine's hooks that do not exist in the installed version."""
-    return [hook.target for hook in HOOKS if hook.engine == engine and not _exists(hook.target)]
+    """Needed targets of one engine's hooks that do not exist in the installed version."""
+    return [
+        hook.target
+        for hook in HOOKS
+        if hook.engine == engine and hook.needed and not _exists(hook.target)
+    ]
 
 
 def _exists(target: str) -> bool:

@@ -96,6 +96,9 @@ class HybridExperts(RoutedExperts):
                 watch(self.kt_model, _logger)
 
         self.quant_method.process_weights_after_loading = finish
+        if self.kt_layer.num_hot == 0:
+            # vLLM 0.26 asks for it under tensor parallelism, where loading made no kernel.
+            self.quant_method.maybe_make_prepare_finalize = lambda **given: None
 
     def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
         if self.kt_layer is None:

@@ -62,9 +62,9 @@ def check_deferred(
 ) -> None:  # fmt: skip
     """Of one request: tokens and log-probabilities are those of the rule in transformers.
 
-    near: the largest mean distance of log-probabilities; without the rule it must be ``far`` times
-    the one found. gap: of logits, above which the best token is clear; route_gap: above which the
-    chosen experts are; only clear steps are compared.
+    near: the largest median distance of log-probabilities; without the rule it must be ``far``
+    times the one found. gap: of logits, above which the best token is clear; route_gap: of router
+    probabilities, above which the experts are. Of tokens only clear ones are compared.
     """
     assert "error" not in answer, answer
     (tokens,) = answer["tokens"]
@@ -74,13 +74,12 @@ def check_deferred(
         logits = stepwise_logits(reference, prompt, tokens)
     routes = torch.stack([one[-1] for one in gaps]).view(len(tokens), LAYERS).amin(1)
     top = logits.topk(2)
-    sure = routes > route_gap
-    clear = sure & (top.values[:, 0] - top.values[:, 1] > gap)
-    assert clear.sum() >= len(tokens) / 3, clear
+    clear = (routes > route_gap) & (top.values[:, 0] - top.values[:, 1] > gap)
+    assert clear.sum() >= len(tokens) / 4, clear
     assert torch.equal(top.indices[clear, 0], index[clear, 0])
     late = (logits.log_softmax(-1).gather(-1, index)[:, 0] - found).abs()
     plain = stepwise_logits(reference, prompt, tokens).log_softmax(-1).gather(-1, index)[:, 0]
-    distance, without = late[sure].mean(), (plain - found)[sure].abs().mean()
+    distance, without = late.median(), (plain - found).abs().median()
     print(f"deferral: {distance:.4f}, {without:.4f} from transformers with and without the rule")
     assert distance < near, late
     assert without > far * distance

@@ -175,13 +175,14 @@ class Reference:
 
     @contextmanager
     def watching_routes(self) -> Iterator[list[torch.Tensor]]:
-        """Within, each pass of a layer adds [T]: by how much of its probability the last chosen
-        expert was ahead of the first one that was not. Small ones are decided by rounding."""
+        """Within, each pass of a layer adds [T]: by how much of its probability each of a token's
+        experts, and the best one that it does not have, was behind the one before; the least of
+        them. Rounding decides who is chosen, or deferred, where that is small."""
         gaps: list[torch.Tensor] = []
 
         def look(gate: torch.nn.Module, x: object, out: tuple[torch.Tensor, ...]) -> None:
             best = out[0].float().softmax(-1).topk(TOP_K + 1).values
-            gaps.append(1 - best[:, TOP_K] / best[:, TOP_K - 1])
+            gaps.append((1 - best[:, 1:] / best[:, :-1]).amin(1))
 
         hooks = [layer.mlp.gate.register_forward_hook(look) for layer in self.model.model.layers]
         try:

@@ -6,7 +6,7 @@ JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "comp
       "inspect_here": look at model classes in this process? vLLM starts one for each, 10 s a class,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM}, "compile",
                 "environment": {variables}, "model": another one, "prompts": other ones,
-                "reload": load the weights again at the end?}]}
+                "reload": load the weights again at the end?, "leave": end the process with it?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
           "hot_rows", "hybrid": class name of the expert layer}]; {"name", "error"} if it raised.
 """
@@ -71,6 +71,8 @@ def run(job: dict, one: dict) -> dict:
         "seconds": {"start": started - start, "generate": time.monotonic() - started},
         **found,
     }
+    if one.get("leave"):
+        return answer
     llm.llm_engine.engine_core.shutdown()
     del llm, results
     gc.collect()
@@ -113,6 +115,9 @@ def main() -> None:
         print("RUN", one["name"], answers[-1].get("error", "ok"), flush=True)
         with open(result_path, "w") as file:
             json.dump(answers, file)
+        if one.get("leave"):
+            sys.stdout.flush()
+            os._exit(0)
 
 
 if __name__ == "__main__":
