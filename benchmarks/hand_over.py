@@ -5,7 +5,8 @@
 Transfers and routing for the GPU's experts are included. "nothing": the routes name no expert, so
 that the CPU has nothing to compute; "one expert": all name one small expert (I = 64), so that the
 CPU threads start and meet. Medians of event to event: one call eagerly, 16 layers eagerly, and 16
-layers in a replayed CUDA graph, each divided by the layers.
+layers in a replayed CUDA graph, each divided by the layers; and of the time that a layer's eager
+calls take the host.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import datetime
 import itertools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,22 @@ def times(call: Callable[[], Any], repetitions: int, share: int = 1) -> dict[str
         end.record()
         end.synchronize()
         taken.append(start.elapsed_time(end) * 1e3 / share)
+    return median_and_p99(taken)
+
+
+def on_host(call: Callable[[], Any], repetitions: int) -> dict[str, float]:
+    """Like `times`, of what a call takes its thread; a few at a time, so that no queue fills."""
+    taken = []
+    for i in range(repetitions):
+        start = time.perf_counter()
+        call()
+        taken.append((time.perf_counter() - start) * 1e6)
+        if i % 8 == 7:
+            torch.cuda.synchronize()
+    return median_and_p99(taken)
+
+
+def median_and_p99(taken: list[float]) -> dict[str, float]:
     taken.sort()
     return {"median": taken[len(taken) // 2], "p99": taken[int(len(taken) * 0.99)]}
 
@@ -84,8 +102,9 @@ def measure(
         eager = times(lambda: one(layers[0]), repetitions)
         queued = times(every, repetitions // LAYERS + 1, LAYERS)
         replayed = times(graph.replay, repetitions, LAYERS)
+        host = on_host(lambda: one(layers[0]), repetitions)
     return {"hidden": hidden, "tokens": tokens, "eager": eager, "eager, 16 layers": queued,
-            "graph": replayed}  # fmt: skip
+            "graph": replayed, "host": host}  # fmt: skip
 
 
 def main() -> None:
@@ -111,7 +130,7 @@ def main() -> None:
                 f"H={hidden} T={tokens}, {work}: "
                 + ", ".join(
                     f"{name} {row[name]['median']:.1f} us (99% {row[name]['p99']:.1f})"
-                    for name in ("eager", "eager, 16 layers", "graph")
+                    for name in ("eager", "eager, 16 layers", "graph", "host")
                 ),
                 flush=True,
             )

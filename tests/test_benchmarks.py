@@ -276,6 +276,18 @@ def test_plot(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_engine_plot(tmp_path: Path, module: Any) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    saved = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*-engine-*.json"))
+    assert saved
+    picture = tmp_path / "engines.png"
+    module("engine_plot").main([str(picture), *map(str, saved)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "failed.json").write_text('{"rows": [{"name": "stock", "error": "why"}]}')
+    with pytest.raises(SystemExit, match="nothing to plot"):
+        module("engine_plot").main([str(picture), str(tmp_path / "failed.json")])
+
+
 def test_engine_configurations(module: Any) -> None:
     """The engine's own offload leaves as many bytes on the GPU as ours."""
     engine = module("engine")
