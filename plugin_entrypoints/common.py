@@ -1,6 +1,7 @@
 """What both plugins do alike: registering without silence, choosing options, refusing."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from kt_kernel.options import (
     exit_with,
     from_environment,
 )
+from kt_kernel.trace.writer import TRACE_VARIABLE
 
 from . import patches
 
@@ -110,6 +112,12 @@ def choose(given: Mapping[str, Any] | None, logger: logging.Logger) -> KTOptions
     if fallback not in (None, options):
         logger.warning("kt: %s does not count beside the options given", ENVIRONMENT_VARIABLE)
     return options
+
+
+def warn_of_trace(device: str, logger: logging.Logger) -> None:
+    """Says that a trace that was asked for will not come: the engine's device is the CPU."""
+    if os.environ.get(TRACE_VARIABLE) and device == "cpu":
+        logger.warning("kt: %s: only a GPU's batches are traced; no file is made", TRACE_VARIABLE)
 
 
 def refuse_class(classes: list[str], tested: Iterable[str], options: KTOptions) -> None:

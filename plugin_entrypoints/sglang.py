@@ -34,6 +34,7 @@ from .common import (
     refuse_class,
     refuse_quantised,
     refuse_values,
+    warn_of_trace,
 )
 
 _PLACES = "both decide where experts are kept"
@@ -144,6 +145,7 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
         refuse_unsupported(resolved(server_args), _hf_config(server_args), options)
         setattr(server_args, _CHECKED_KEY, True)
         _logger.info(options.describe())
+        warn_of_trace(resolved(server_args).device, _logger)
     return options
 
 

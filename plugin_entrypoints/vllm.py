@@ -23,6 +23,7 @@ from .common import (
     refuse_class,
     refuse_quantised,
     refuse_values,
+    warn_of_trace,
 )
 
 CONFIG_KEY = "kt"
@@ -119,6 +120,7 @@ def _hook_arguments() -> None:
             if options is not None:
                 refuse_unsupported(config, options)
                 _logger.info(options.describe())
+                warn_of_trace(config.device_config.device_type, _logger)
         except OptionError as error:
             if getattr(self, "kt_command_line", False):
                 raise exit_with(error) from None

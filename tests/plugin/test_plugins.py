@@ -153,6 +153,19 @@ def test_arguments_that_cannot_be_hooked(
         common.install("vLLM", lambda: None, broken, "x", _log)
 
 
+@pytest.mark.parametrize(
+    ("path", "device", "said"),
+    [("t.json", "cpu", True), ("t.json", "cuda", False), ("", "cpu", False)],
+)
+def test_no_trace_of_a_cpu(
+    path: str, device: str, said: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("KT_TRACE", path)
+    common.warn_of_trace(device, _log)
+    assert ("KT_TRACE: only a GPU's batches are traced" in caplog.text) == said
+
+
 def test_missing_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "missing", lambda engine: ["a:b"])
     problem = common.install("SGLang", lambda: None, lambda: None, "c:", _log)

@@ -24,6 +24,7 @@ from engines import (
     check_counted,
     check_ends_in_one_line,
     check_equal,
+    check_logprobs,
     check_quantised_logprobs,
     check_quantised_tokens,
     check_refused,
@@ -33,7 +34,7 @@ from engines import (
 )
 from engines import environment as shared_environment
 from engines import run as shared_run
-from tiny_model import EXPERTS, LAYERS, STEPS, TOP_K, Greedy, Reference, agreement
+from tiny_model import EXPERTS, LAYERS, STEPS, TOP_K, Greedy, Reference, agreement, make
 
 from kt_kernel.demo import free_port
 
@@ -183,6 +184,23 @@ def test_quantised_logprobs(
 def test_deferral(answers: Answers, reference: Reference, prompts: list[list[int]]) -> None:
     """With one expert late, tokens and log-probabilities are those of the rule in transformers."""
     check_deferred(answers["deferred"], reference, prompts[-1], 1, COLD, near=0.03, gap=0.1)
+
+
+def test_tensor_parallel(folder: Path, prompts: list[list[int]]) -> None:
+    """Two ranks with half of each hot expert; the first one computes the cold experts, whole."""
+    # Sizes that SGLang does not pad for two ranks.
+    path = make(folder / "halves", intermediate=128, head_dim=64)
+    runs = [
+        {"name": "some hot",
+         "arguments": {"kt_method": "BF16", "kt_num_gpu_experts": HOT, "tp_size": 2}}
+    ]  # fmt: skip
+    cpus = sorted(os.sched_getaffinity(0))  # one for each rank
+    bound = environment(SGLANG_CPU_OMP_THREADS_BIND=f"{cpus[0]}|{cpus[-1]}")
+    answers = run(folder / "ranks", bound, model=str(path), prompts=prompts, steps=STEPS, runs=runs)
+    answer = answers["some hot"]
+    check_logprobs("two ranks", answer, Reference(path), prompts, median=0.02, mean=0.05)
+    [counted] = answer["stats"]["models"]
+    assert counted["expert_calls"] > 0, counted
 
 
 @pytest.mark.parametrize(
