@@ -14,7 +14,6 @@ from kt_kernel.options import (
     exit_with,
     from_environment,
 )
-from kt_kernel.trace.writer import TRACE_VARIABLE
 
 from . import patches
 
@@ -116,6 +115,8 @@ def choose(given: Mapping[str, Any] | None, logger: logging.Logger) -> KTOptions
 
 def warn_of_trace(device: str, logger: logging.Logger) -> None:
     """Says that a trace that was asked for will not come: the engine's device is the CPU."""
+    from kt_kernel.trace.writer import TRACE_VARIABLE
+
     if os.environ.get(TRACE_VARIABLE) and device == "cpu":
         logger.warning("kt: %s: only a GPU's batches are traced; no file is made", TRACE_VARIABLE)
 

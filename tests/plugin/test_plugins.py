@@ -213,9 +213,7 @@ def test_environment_reaches_the_engine(text: str, monkeypatch: pytest.MonkeyPat
 def vllm_config(path: str = "", value: Any = None) -> SimpleNamespace:
     """What refuse_unsupported reads, with one attribute changed."""
     found = SimpleNamespace(
-        model_config=SimpleNamespace(
-            architectures=CONFIG.architectures, hf_text_config=CONFIG, enforce_eager=True
-        ),
+        model_config=SimpleNamespace(architectures=CONFIG.architectures, hf_text_config=CONFIG),
         device_config=SimpleNamespace(device_type="cuda"),
         **{
             name: SimpleNamespace()
@@ -263,7 +261,6 @@ def error_of(call: Callable[..., Any], *arguments: Any) -> str:
         ("load_config.load_format", "dummy", "--load-format dummy: the cold experts need"),
         ("load_config.load_format", "sharded_state", "--load-format sharded_state: the cold"),
         ("load_config.load_format", "tensorizer", "--load-format tensorizer: the cold experts"),
-        ("model_config.enforce_eager", False, "CUDA graphs: not supported together"),
         ("model_config.architectures", ["Other"], "model class Other: not tested with kt-moe"),
         (
             "model_config.hf_text_config",
@@ -307,6 +304,26 @@ def test_sglang_refuses(field: str, value: Any, line: str) -> None:
     arguments = SimpleNamespace(**{"device": "cpu", field: value})
     error = error_of(sglang.refuse_unsupported, arguments, CONFIG, KTOptions())
     assert error.startswith(line) and "\n" not in error, error
+
+
+def test_sglang_graphs() -> None:
+    """Only those that torch.compile makes are refused, and only with cold experts."""
+
+    def error(decode: str, prefill: str, hot: int = 0) -> str:
+        graphs = SimpleNamespace(
+            decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill)
+        )
+        arguments = SimpleNamespace(device="cuda", cuda_graph_config=graphs)
+        options = KTOptions(weight_path=str(DEMO_MODEL), num_gpu_experts=hot)
+        return error_of(sglang.refuse_unsupported, arguments, CONFIG, options)
+
+    assert error("full", "breakable") == error("disabled", "disabled") == ""
+    assert error("tc_piecewise", "full").startswith(
+        "--cuda-graph-backend-decode tc_piecewise: our kernels are no torch operations; accepted: "
+        "full, breakable, disabled"
+    )
+    assert error("full", "tc_piecewise").startswith("--cuda-graph-backend-prefill tc_piecewise: ")
+    assert error("full", "tc_piecewise", hot=16) == ""
 
 
 def test_sglang_checks_the_model(tmp_path: Path) -> None:
