@@ -126,8 +126,10 @@ void StreamPoller::stop() {
   wake();
   if (!thread_.joinable()) return;
   thread_.join();
+  if (!trace_) return;
+  std::lock_guard lock(mutex_);  // drop_slot() takes sides away, from any thread
   for (StreamSlot& slot : slots_)
-    if (trace_ && slot.side) trace_->add(trace_->next(*slot.side, nullptr));
+    if (slot.side) trace_->add(trace_->next(*slot.side, nullptr));
 }
 
 bool StreamPoller::drain(nanoseconds timeout) {

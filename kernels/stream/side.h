@@ -33,8 +33,8 @@ struct StreamTimes {
 //      job from the team, which orders its submission before their reads of x.
 //   3. Workers: write out and leave the job with acquire-release; the last one writes `done` with
 //      release (on x86 a plain store after plain stores, which PCIe reads in that order).
-//   4. GPU: spins on a volatile load of `done` until it is its entry's number; system fence; reads
-//      out.
+//   4. GPU: one thread of each block spins on a relaxed system load of `done` until it is its
+//      entry's number; system fence; barrier of the block; reads out.
 // The GPU writes a side again only after 4, in the order of its stream. Deferred experts still read
 // x then, until the next layer's job: that layer needs another side (an error says so), and once it
 // is done the first side is free. A pass that was aborted may break these rules: then x can be

@@ -1,5 +1,6 @@
 #include "trace.h"
 
+#include <new>
 #include <utility>
 
 namespace kt {
@@ -16,17 +17,20 @@ std::shared_ptr<TraceRecord> StreamTrace::next(StreamSide& side,
   return before;
 }
 
-void StreamTrace::add(const std::shared_ptr<TraceRecord>& record) {
+void StreamTrace::add(const std::shared_ptr<TraceRecord>& record) noexcept {
   if (!record) return;
   const TraceRecord& r = *record;
   std::lock_guard lock(mutex_);
-  if (rows_.size() >= kMost) {
-    dropped_.fetch_add(1, std::memory_order_relaxed);
-    return;
+  try {
+    if (rows_.size() < kMost) {
+      rows_.push_back({r.slot, r.number, r.position, r.chain, r.tokens, r.hand_start, r.hand_end,
+                       r.seen, r.rung, r.begun, r.ended, r.late_begun, r.late_ended, r.back_start,
+                       r.back_ready, r.back_end});
+      return;
+    }
+  } catch (const std::bad_alloc&) {  // the GPU's results matter more
   }
-  rows_.push_back({r.slot, r.number, r.position, r.chain, r.tokens, r.hand_start, r.hand_end,
-                   r.seen, r.rung, r.begun, r.ended, r.late_begun, r.late_ended, r.back_start,
-                   r.back_ready, r.back_end});
+  dropped_.fetch_add(1, std::memory_order_relaxed);
 }
 
 std::vector<StreamTrace::Row> StreamTrace::take() {

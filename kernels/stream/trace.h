@@ -31,8 +31,8 @@ class StreamTrace {
   // may still run.
   std::shared_ptr<TraceRecord> next(StreamSide& side, std::shared_ptr<TraceRecord> record);
   // Of an entry whose jobs are done. Null: does nothing.
-  void add(const std::shared_ptr<TraceRecord>& record);
-  // What was added since the last call. More than kMost are dropped.
+  void add(const std::shared_ptr<TraceRecord>& record) noexcept;
+  // What was added since the last call. More than kMost, or than there is memory for, are dropped.
   std::vector<Row> take();
   int64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
 

@@ -24,15 +24,41 @@ def test_the_current_stream_of_the_device(raw: bool, monkeypatch: pytest.MonkeyP
     assert streams.handle_of(CUDA, None) == (77 if raw else 71)
 
 
-def test_the_driver_is_asked_in_the_devices_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list = []
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Gets the device that becomes the current one, and "left" when it no longer is."""
+    found: list = []
 
     @contextlib.contextmanager
     def device(wanted: torch.device):
-        steps.append(wanted)
-        yield
-        steps.append("left")
+        found.append(wanted)
+        try:
+            yield
+        finally:
+            found.append("left")
 
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return found
+
+
+def test_a_kernel_is_launched_in_the_devices_context(
+    steps: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another device is the current one of the thread that submits."""
+    kernel = SimpleNamespace(
+        function=9, metadata=SimpleNamespace(num_warps=8, shared=64),
+        _init_handles=lambda: steps.append("loaded"),
+    )  # fmt: skip
+    launches = SimpleNamespace(KernelLaunch=lambda *given: steps.append(given))
+    monkeypatch.setattr(backend, "native", lambda: launches)
+    function = SimpleNamespace(warmup=lambda *given, **constants: kernel)
+    backend.CudaBackend(CUDA).compile(function, (torch.int32, 0), 8)
+    assert steps == [CUDA, "loaded", (9, 256, 64, "pipp"), "left"]
+
+
+def test_the_driver_is_asked_in_the_devices_context(
+    steps: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class CudaContext:
         def __init__(self) -> None:
             steps.append("context")
@@ -40,7 +66,6 @@ def test_the_driver_is_asked_in_the_devices_context(monkeypatch: pytest.MonkeyPa
         def capturing(self, stream: int) -> bool:
             return stream == 5
 
-    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(
         torch.cuda, "is_current_stream_capturing", lambda: steps.append("initialised")
     )

@@ -44,7 +44,7 @@ def check_failed_hooks_are_noticed() -> None:
         assert "built outside SGLang's _initialize_model" in str(error)
 
 
-def check_cuda_graphs_are_refused() -> None:
+def check_compiled_graphs_are_refused() -> None:
     hf_config = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"], num_experts=8)
 
     def refusal(decode: str, prefill: str, hot: int) -> str:
@@ -55,10 +55,14 @@ def check_cuda_graphs_are_refused() -> None:
         options = KTOptions.from_mapping({"num_gpu_experts": hot})
         return error_of(sglang.refuse_unsupported, arguments, hf_config, options)
 
-    assert refusal("full", "disabled", 3).startswith("--cuda-graph-backend-decode full: ")
-    assert refusal("disabled", "breakable", 3).startswith("--cuda-graph-backend-prefill breakable")
-    assert refusal("disabled", "disabled", 3) == ""
-    assert refusal("full", "full", 8) == ""  # nothing is cold
+    for accepted in ("full", "breakable", "disabled"):
+        assert refusal(accepted, accepted, 3) == ""
+        for phase, (decode, prefill) in {
+            "decode": ("tc_piecewise", accepted), "prefill": (accepted, "tc_piecewise")
+        }.items():  # fmt: skip
+            refused = refusal(decode, prefill, 3)
+            assert refused.startswith(f"--cuda-graph-backend-{phase} tc_piecewise: "), refused
+    assert refusal("full", "tc_piecewise", 8) == ""  # nothing is cold
 
 
 def check_scaling_is_applied_once() -> None:
@@ -88,6 +92,6 @@ def check_scaling_is_applied_once() -> None:
 if __name__ == "__main__":
     load_plugins()
     check_failed_hooks_are_noticed()
-    check_cuda_graphs_are_refused()
+    check_compiled_graphs_are_refused()
     check_scaling_is_applied_once()
     print("OK")

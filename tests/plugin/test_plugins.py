@@ -277,6 +277,8 @@ def test_vllm_refuses(path: str, value: Any, line: str) -> None:
 def test_vllm_accepts() -> None:
     options = KTOptions(weight_path=str(DEMO_MODEL), num_gpu_experts=4)
     assert error_of(vllm.refuse_unsupported, vllm_config("x"), options) == ""
+    graphs = vllm_config("model_config.enforce_eager", False)
+    assert error_of(vllm.refuse_unsupported, graphs, options) == ""
     for format in common.LOAD_FORMATS:
         config = vllm_config("load_config.load_format", format)
         assert error_of(vllm.refuse_unsupported, config, options) == ""

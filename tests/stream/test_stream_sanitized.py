@@ -10,4 +10,5 @@ HERE = Path(__file__).parent
 
 
 def test_streams_under_sanitizers() -> None:
-    run_sanitized(*(HERE / name for name in ("test_stream.py", "test_stream_faults.py")))
+    names = ("test_stream.py", "test_stream_faults.py", "test_stream_trace.py")
+    run_sanitized(*(HERE / name for name in names))

@@ -144,6 +144,15 @@ def test_clocks_that_cross_and_records_that_say_little(tmp_path):
     assert offsets == [1000, 1000, 1000, 950, 950, 980, 1000]
 
 
+def test_a_record_that_comes_late_says_nothing_of_now(tmp_path):
+    """As the last prompt's does, with the first decode steps after the next prompt."""
+    path, clock = tmp_path / "t", lambda t: t + t // 10**5  # 10 us in a second
+    (late, _), (now, _) = batch(10**11, clock, number=1), batch(4 * 10**11, clock, number=2)
+    TraceWriter(path, "cuda:0").write([late, now], where)
+    start = nanoseconds(pieces(path)[-1]["ts"])
+    assert abs(start - (4 * 10**11 + 34_000)) < 5000  # of its wait
+
+
 def test_without_any_bound_the_gpu_is_left_out(tmp_path):
     path = tmp_path / "t"
     made = batch(10_000)[0]._replace(seen=0, rung=0)

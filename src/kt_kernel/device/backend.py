@@ -51,10 +51,10 @@ class CudaBackend:
                 *(argument or 1 for argument in arguments), grid=(1,), num_warps=warps, **constants
             )
             kernel._init_handles()  # loads it; nothing may be loaded while a graph is captured
-        kinds = "".join("p" if argument else "i" for argument in arguments) + "p" * _SCRATCH
-        return native().KernelLaunch(
-            kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, kinds
-        )
+            kinds = "".join("p" if argument else "i" for argument in arguments) + "p" * _SCRATCH
+            return native().KernelLaunch(  # launches in the context that is current here
+                kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, kinds
+            )
 
     def capturing(self, stream: int | None = None) -> bool:
         """Whether a graph is captured on a stream, given by its handle; None: the current one."""

@@ -42,8 +42,9 @@ class DeviceEngine:
         self.counter = torch.zeros(1, dtype=torch.int32, device=backend.device)
         path = os.environ.get(TRACE_VARIABLE)
         self.core = native().StreamEngine(_ENTRIES, watchdog_seconds(), traces=bool(path))
-        self.tracer = Tracer(self.core, path, backend.device) if path else None
         backend.pin(self.core.buffer)
+        # Last of what may fail: it has a thread and a file.
+        self.tracer = Tracer(self.core, path, backend.device) if path else None
         self.launches: dict[Any, Any] = {}  # compiled kernels, by what they were compiled for
         # By the number of the chain that uses them, and by their keys without a capacity.
         self._banks: dict[int, dict[BankKey, list[Bank]]] = {}
