@@ -155,7 +155,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def line(name: str, row: dict[str, Any]) -> str:
     """A row of the printed table."""
     if "error" in row:
-        return f"| {name} | failed: {row['error'].strip().splitlines()[-1][:100]} |"
+        return (
+            f"| {name} | failed: {(row['error'].strip() or 'no output').splitlines()[-1][:100]} |"
+        )
     gigabytes = "" if row["gpu_bytes"] is None else f"{row['gpu_bytes'] / 1e9:.1f}"
     cells = [f"{rate:.1f}" for rate in row["decode_tokens_s"].values()]
     cells += [f"{1e3 * time:.0f}" for time in row["first_token_seconds"].values()]

@@ -6,8 +6,9 @@ JOB: {"engine": "vllm" or "sglang", "model": folder, "runs": [{arguments of LLM 
       "vocabulary", "prefill": [tokens of a prompt], "streams": [n], "steps": tokens decoded,
       "context": tokens before them, "rounds": n}
 FOLDER gets a file for each run, named by its number: {"prefill": {tokens: [seconds to the first
-token]}, "decode": {streams: [seconds for ``steps`` tokens of each]}, "gpu_bytes": used on the
-device, or null, "start_seconds"}
+token]}, "decode": {streams: [seconds for ``steps`` tokens of each]}, "gpu_bytes": or null,
+"start_seconds"}. gpu_bytes is of torch's tensors for vLLM, which may share a process with others
+before it, and all that is used on the first device for SGLang: compare within one engine.
 
 Decoding is the time of a generation of ``steps`` + 1 tokens less that of one of a single token, so
 that neither the prompts nor the engine's start are part of it.
@@ -19,6 +20,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 
 os.environ.update(
@@ -74,48 +76,49 @@ def sglang_generator(model: str, arguments: dict):
     engine.shutdown()
 
 
-def timed(job: dict, arguments: dict, choose: random.Random) -> dict:
-    start = time.monotonic()
-    generator = {"vllm": vllm_generator, "sglang": sglang_generator}[job["engine"]]
-    with generator(job["model"], arguments) as (generate, gpu_bytes):
-        started = time.monotonic() - start
+def timed(
+    job: dict, generate: Callable[[list[list[int]], int], None], choose: random.Random
+) -> dict:
+    def seconds(count: int, tokens: int, steps: int) -> float:
+        # New prompts each time: no part of one is in a cache.
+        given = [
+            [choose.randrange(2, job["vocabulary"]) for _ in range(tokens)] for _ in range(count)
+        ]
+        begin = time.monotonic()
+        generate(given, steps)
+        return time.monotonic() - begin
 
-        def seconds(count: int, tokens: int, steps: int) -> float:
-            # New prompts each time: no part of one is in a cache.
-            given = [
-                [choose.randrange(2, job["vocabulary"]) for _ in range(tokens)]
-                for _ in range(count)
-            ]
-            begin = time.monotonic()
-            generate(given, steps)
-            return time.monotonic() - begin
-
-        for count in job["streams"]:  # what is compiled at the first use of a size
-            seconds(count, job["context"], 2)
-        prefill = {tokens: [] for tokens in job["prefill"]}
-        decode = {count: [] for count in job["streams"]}
-        for _ in range(job["rounds"]):
-            for tokens, found in prefill.items():
-                found.append(seconds(1, tokens, 1))
-            for count, found in decode.items():
-                first = seconds(count, job["context"], 1)
-                found.append(seconds(count, job["context"], job["steps"] + 1) - first)
-        return {"prefill": prefill, "decode": decode, "gpu_bytes": gpu_bytes(),
-                "start_seconds": started}  # fmt: skip
+    for count in job["streams"]:  # what is compiled at the first use of a size
+        seconds(count, job["context"], 2)
+    prefill = {tokens: [] for tokens in job["prefill"]}
+    decode = {count: [] for count in job["streams"]}
+    for _ in range(job["rounds"]):
+        for tokens, found in prefill.items():
+            found.append(seconds(1, tokens, 1))
+        for count, found in decode.items():
+            first = seconds(count, job["context"], 1)
+            found.append(seconds(count, job["context"], job["steps"] + 1) - first)
+    return {"prefill": prefill, "decode": decode}
 
 
 def main() -> None:
     job_path, folder = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    generator = {"vllm": vllm_generator, "sglang": sglang_generator}[job["engine"]]
     choose = random.Random(0)
     for number, arguments in enumerate(job["runs"]):
-        found = timed(job, arguments, choose)
-        path = os.path.join(folder, str(number))
-        with open(path + ".part", "w") as file:
-            json.dump(found, file)
-        os.rename(path + ".part", path)
-    os._exit(0)  # engines take long to end, and have nothing left to say
+        start = time.monotonic()
+        with generator(job["model"], arguments) as (generate, gpu_bytes):
+            started = time.monotonic() - start
+            found = timed(job, generate, choose)
+            found |= {"gpu_bytes": gpu_bytes(), "start_seconds": started}
+            path = os.path.join(folder, str(number))
+            with open(path + ".part", "w") as file:
+                json.dump(found, file)
+            os.rename(path + ".part", path)
+            if number + 1 == len(job["runs"]):
+                os._exit(0)  # engines take long to end, and have nothing left to say
 
 
 if __name__ == "__main__":

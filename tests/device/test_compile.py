@@ -27,6 +27,12 @@ def compile(function, types, **constants):
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     return triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
 
+def ordered(ptx, *steps):
+    at = 0
+    for step in steps:
+        at = ptx.find(step, at) + 1
+        assert at, (step, ptx)
+
 for types, trace in (
     ("*bf16 *i32 *fp32", False), ("*fp32 *i64 *bf16", True), ("*fp16 *u8 *fp16", False)
 ):
@@ -42,9 +48,15 @@ for types, trace in (
     back = compile(
         kernels.take_back, [x, "*i64", "*i32", "*i32", x, x, "i32"], ADD=True, SCALE=2.5, **shape
     )
+    ordered(there, "st.global.v4", "bar.sync", "fence.acq_rel.sys", "atom.global", "bar.sync",
+            "fence.acq_rel.sys", "st.global.b64")
+    ordered(back, "ld.relaxed.sys", "fence.acq_rel.sys", "bar.sync", "ld.volatile", "st.global.v4")
     assert there.count("fence.acq_rel.sys") == 2 and back.count("fence.acq_rel.sys") == 1
     assert there.count("globaltimer") == 2 * trace and back.count("globaltimer") == 3 * trace
 """
+
+
+pytest.importorskip("triton", reason="Triton is not installed")
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90, 100])

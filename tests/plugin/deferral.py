@@ -12,6 +12,8 @@ from tiny_model import EXPERTS, LAYERS, TOP_K, Reference
 from kt_kernel.routing import select_deferred_experts
 from kt_kernel.testing import moe_reference
 
+ROUTE_GAP = 0.06  # of a router's probability: a smaller one is not clear in bfloat16
+
 
 @contextmanager
 def deferring(reference: Reference, deferred: int, cold: range) -> Iterator[None]:
@@ -58,13 +60,14 @@ def stepwise_logits(reference: Reference, prompt: list[int], tokens: list[int]) 
 
 def check_deferred(
     answer: dict[str, Any], reference: Reference, prompt: list[int], deferred: int, cold: range,
-    *, near: float, gap: float, route_gap: float = 0, far: float = 5,
+    *, near: float, gap: float, rounded: bool = False, far: float = 5,
 ) -> None:  # fmt: skip
     """Of one request: tokens and log-probabilities are those of the rule in transformers.
 
-    near: the largest median distance of log-probabilities; without the rule it must be ``far``
-    times the one found. gap: of logits, above which the best token is clear; route_gap: of router
-    probabilities, above which the experts are. Of tokens only clear ones are compared.
+    near: the largest mean distance of log-probabilities; without the rule it must be ``far`` times
+    the one found. gap: of logits, above which the best token is clear; half of them must be. With
+    ``rounded`` to bfloat16, single steps may have another expert chosen or deferred: the median
+    counts, and of tokens those whose experts are clear too, a quarter of all.
     """
     assert "error" not in answer, answer
     (tokens,) = answer["tokens"]
@@ -74,12 +77,15 @@ def check_deferred(
         logits = stepwise_logits(reference, prompt, tokens)
     routes = torch.stack([one[-1] for one in gaps]).view(len(tokens), LAYERS).amin(1)
     top = logits.topk(2)
-    clear = (routes > route_gap) & (top.values[:, 0] - top.values[:, 1] > gap)
-    assert clear.sum() >= len(tokens) / 4, clear
+    clear = top.values[:, 0] - top.values[:, 1] > gap
+    if rounded:
+        clear &= routes > ROUTE_GAP
+    assert clear.sum() >= len(tokens) / (4 if rounded else 2), clear
     assert torch.equal(top.indices[clear, 0], index[clear, 0])
     late = (logits.log_softmax(-1).gather(-1, index)[:, 0] - found).abs()
     plain = stepwise_logits(reference, prompt, tokens).log_softmax(-1).gather(-1, index)[:, 0]
-    distance, without = late.median(), (plain - found).abs().median()
+    middle = torch.median if rounded else torch.mean
+    distance, without = middle(late), middle((plain - found).abs())
     print(f"deferral: {distance:.4f}, {without:.4f} from transformers with and without the rule")
     assert distance < near, late
     assert without > far * distance

@@ -151,7 +151,7 @@ def _judge(engine: str, answers: Answers, reference: Reference) -> None:
         if kind.deferred:
             cold = range(kind.hot, EXPERTS)
             check_deferred(answer, reference, DEFERRED_PROMPT, kind.deferred, cold,
-                           near=0.05, gap=0.2, route_gap=0.06)  # fmt: skip
+                           near=0.05, gap=0.2, rounded=True)  # fmt: skip
             continue
         error = check_logprobs(f"{engine} {name}", answer, reference, PROMPTS, 0.05, MEAN)
         if kind.hot is None:

@@ -308,26 +308,6 @@ def test_sglang_refuses(field: str, value: Any, line: str) -> None:
     assert error.startswith(line) and "\n" not in error, error
 
 
-def test_sglang_graphs() -> None:
-    """Only those that torch.compile makes are refused, and only with cold experts."""
-
-    def error(decode: str, prefill: str, hot: int = 0) -> str:
-        graphs = SimpleNamespace(
-            decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill)
-        )
-        arguments = SimpleNamespace(device="cuda", cuda_graph_config=graphs)
-        options = KTOptions(weight_path=str(DEMO_MODEL), num_gpu_experts=hot)
-        return error_of(sglang.refuse_unsupported, arguments, CONFIG, options)
-
-    assert error("full", "breakable") == error("disabled", "disabled") == ""
-    assert error("tc_piecewise", "full").startswith(
-        "--cuda-graph-backend-decode tc_piecewise: our kernels are no torch operations; accepted: "
-        "full, breakable, disabled"
-    )
-    assert error("full", "tc_piecewise").startswith("--cuda-graph-backend-prefill tc_piecewise: ")
-    assert error("full", "tc_piecewise", hot=16) == ""
-
-
 def test_sglang_checks_the_model(tmp_path: Path) -> None:
     arguments = SimpleNamespace(device="cpu")
 

@@ -136,10 +136,10 @@ class DeviceEngine:
                 time.sleep(0.001)
         if self.core.drain(max(end - time.monotonic(), 0.1)):
             self.core.stop()
-            if self.tracer is not None:
-                self.tracer.close()
         else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.core))  # its end would wait
+        if self.tracer is not None:
+            self.tracer.close()
 
 
 def watchdog_seconds() -> float:

@@ -30,7 +30,7 @@ class Tracer:
         self._names[slot] = where
 
     def close(self) -> None:
-        """Writes the rest; the core was stopped."""
+        """Writes the rest: all of it if the core was stopped."""
         self._ending.set()
         self._thread.join()
         self._write()
