@@ -27,7 +27,6 @@ constexpr int64_t kNapNs = 1'000'000'000;
 constexpr nanoseconds kSleep{500'000};
 // Instead of spinning, where a CPU is wanting.
 constexpr nanoseconds kShortNap{20'000};
-constexpr int64_t kInterruptedNs = 200'000, kCrowdedNs = 50'000'000;
 
 std::string seconds(int64_t ns) {
   char text[32];
@@ -431,8 +430,8 @@ void StreamPoller::idle() noexcept {
 // Whether a spin would take the CPU from a worker, or be interrupted for long by what else runs
 // here, as this one was.
 bool StreamPoller::crowded(int64_t now) noexcept {
-  if (spun_ && now - spun_ > kInterruptedNs) crowded_until_ = now + kCrowdedNs;
-  return now < crowded_until_ || crowded_.load(std::memory_order_relaxed);
+  if (spun_) crowding_.spun(spun_, now);
+  return crowding_.at(now) || crowded_.load(std::memory_order_relaxed);
 }
 
 void StreamPoller::sleep(nanoseconds time) noexcept {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../moe/layer.h"
+#include "../sys/crowding.h"
 #include "errors.h"
 #include "job.h"
 #include "side.h"
@@ -118,10 +119,10 @@ class StreamPoller {
 
   // Of the poller's thread.
   uint32_t next_;
-  int64_t spun_ = 0;           // when it looked at the clock in a spin that still lasts, or 0
-  int64_t crowded_until_ = 0;  // other processes want its CPU
-  int64_t last_ = 0;           // when something came
-  uint32_t woken_ = 0;         // value of wake_ that it has seen
+  int64_t spun_ = 0;    // when it looked at the clock in a spin that still lasts, or 0
+  int64_t last_ = 0;    // when something came
+  uint32_t woken_ = 0;  // value of wake_ that it has seen
+  sys::Crowding crowding_;
   std::vector<Running> running_;
 
   std::atomic<uint32_t> wake_{0};

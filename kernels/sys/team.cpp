@@ -16,6 +16,7 @@
 #include <system_error>
 #include <utility>
 
+#include "sys/crowding.h"
 #include "sys/fork.h"
 #include "sys/futex.h"
 #include "sys/signals.h"
@@ -33,8 +34,6 @@ constexpr size_t kLine = 128;
 constexpr nanoseconds kSpin{25'000};
 // With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
 constexpr nanoseconds kSpinOversubscribed{1'000};
-// How long nothing is expected (Team::expect_until) after a spin was interrupted.
-constexpr nanoseconds kCrowded{50'000'000};
 
 // A counter that one thread at a time advances and others wait for.
 struct alignas(kLine) Gate {
@@ -139,7 +138,7 @@ class Crew {
 
   // In nanoseconds of the steady clock. relaxed everywhere: it only says how long to spin.
   alignas(kLine) std::atomic<int64_t> expected_until_{0};
-  std::atomic<int64_t> crowded_until_{0};  // other processes want the CPUs
+  Crowding crowding_;
 
   // Written under mutex_ while every worker is between two jobs, then released by job_gate_.
   Job* current_ = nullptr;  // null tells the workers to leave
@@ -227,10 +226,9 @@ bool Crew::expects_work(int64_t& asked) {
   const int64_t until = expected_until_.load(std::memory_order_relaxed);
   if (!until || !cpus_free_) return false;
   const int64_t now = now_ns();
-  if (asked && now - asked > 8 * spin_.count())
-    crowded_until_.store(now + kCrowded.count(), std::memory_order_relaxed);
+  if (asked) crowding_.spun(asked, now);
   asked = now;
-  return now < until && now >= crowded_until_.load(std::memory_order_relaxed);
+  return now < until && !crowding_.at(now);
 }
 
 // By the last worker to leave the job: what all of them wrote is seen by finished(), by waiters
