@@ -405,6 +405,7 @@ NB_MODULE(KT_MODULE_NAME, m) {
       "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a,
       "(tiles, bytes of a tile) of a packed matrix [n, k].");
   m.attr("layout_version") = kt::kLayoutVersion;
+  m.attr("beside_team") = kt::sys::kBesideTeam;
   m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
         "dtype"_a = 2, "scale_search"_a = false,
         "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "

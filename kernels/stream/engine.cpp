@@ -14,7 +14,6 @@ namespace kt {
 namespace {
 
 constexpr int64_t kMaxEntries = 1 << 20;
-constexpr int64_t kApart = 128;  // bytes: the ring and head do not share a pair of cache lines
 constexpr double kMaxSeconds = 1e9;
 
 int64_t checked(int64_t entries, double watchdog_seconds) {
@@ -116,7 +115,7 @@ std::vector<StreamTrace::Row> StreamEngine::take_trace() {
 }
 
 std::map<std::string, int64_t> StreamEngine::stats() const {
-  const StreamPoller& p = poller();
+  StreamPoller& p = poller();
   const StreamStats& s = p.stats();
   return {{"entries", s.entries},
           {"immediate_jobs", s.immediate_jobs},
@@ -124,7 +123,7 @@ std::map<std::string, int64_t> StreamEngine::stats() const {
           {"deferred_jobs", s.deferred_jobs},
           {"carried", s.carried},
           {"running", p.progress().running},
-          {"errors", const_cast<StreamPoller&>(p).errors().count()},
+          {"errors", p.errors().count()},
           {"watchdog", s.watchdog},
           {"sleeps", s.sleeps},
           {"untraced", p.trace() ? p.trace()->dropped() : 0}};

@@ -2,19 +2,17 @@
 
 #include <sys/mman.h>
 
-#include <new>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "../sys/fork.h"
+#include "../sys/need.h"
 
 namespace kt {
 namespace {
 
 sys::Mapping map(int64_t bytes) {
-  if (bytes < 1)
-    throw std::invalid_argument("a buffer of " + std::to_string(bytes) + " bytes; 1 or more");
+  need(bytes >= 1, "a buffer of " + std::to_string(bytes) + " bytes; 1 or more");
   return sys::Mapping(size_t(bytes));
 }
 

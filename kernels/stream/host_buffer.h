@@ -7,6 +7,10 @@
 
 namespace kt {
 
+// Bytes: what one of GPU and CPU writes and the other polls has a prefetched pair of cache lines
+// for itself.
+constexpr int64_t kApart = 128;
+
 // Zeroed, page-aligned memory of its own. Whoever registers it with CUDA does so by its address,
 // and keeps the buffer until it is no longer registered.
 //

@@ -2,23 +2,20 @@
 
 #include <cstring>
 #include <limits>
-#include <stdexcept>
 #include <string>
 
+#include "../sys/need.h"
 #include "kt/format.h"
 
 namespace kt {
 namespace {
 
 constexpr int64_t kAlign = 64;
-// What is written by one side and polled by the other has the prefetched pair of lines for itself.
-constexpr int64_t kApart = 128;
 constexpr int64_t kMaxTopK = 1 << 16;
 
 void check(const char* name, int64_t value, int64_t most) {
-  if (value < 1 || value > most)
-    throw std::invalid_argument(std::string(name) + " " + std::to_string(value) + "; 1 to " +
-                                std::to_string(most) + " is accepted");
+  need(value >= 1 && value <= most, std::string(name) + " " + std::to_string(value) + "; 1 to " +
+                                        std::to_string(most) + " is accepted");
 }
 
 }  // namespace
@@ -29,8 +26,8 @@ StreamSide::StreamSide(int64_t capacity, int64_t hidden, int64_t top_k, DType dt
   check("capacity", capacity, std::numeric_limits<int32_t>::max());
   check("hidden", hidden, kMaxColumns);
   check("top_k", top_k, kMaxTopK);
-  if (int(dtype) < 0 || int(dtype) > int(DType::kFP32))
-    throw std::invalid_argument("unknown dtype " + std::to_string(int(dtype)));
+  need(int(dtype) >= 0 && int(dtype) <= int(DType::kFP32),
+       "unknown dtype " + std::to_string(int(dtype)));
   int64_t end = kAlign;
   const auto place = [&](int64_t bytes) {
     const int64_t begin = end;

@@ -17,7 +17,6 @@ from .variant import debug, native
 
 MAX_THREADS = 4096
 MAX_POOLS = 64
-SPARE_CORES = 2  # beside a CUDA device: the thread that polls for it, and the engine's own
 _GOOD_ENOUGH = 0.97  # share of the best bandwidth that a thread count must reach
 
 
@@ -72,7 +71,7 @@ def plan_pools(
     if threads is None:
         threads = max(default_thread_count(), pools)
         if torch.cuda.is_initialized():  # threads that wait for the device must not be in the way
-            threads = max(min(threads, usable_cores() - SPARE_CORES), pools)
+            threads = max(min(threads, usable_cores() - native().beside_team), pools)
     if threads < pools:
         raise ValueError(
             f"cpuinfer_threads={threads} is less than threadpool_count={pools}; every pool needs "

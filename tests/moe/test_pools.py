@@ -14,6 +14,8 @@ from kt_kernel.pools import plan_pools
 class FakeCore:
     """Two nodes of four cores; counts its probes."""
 
+    beside_team = 2
+
     def __init__(self):
         self.probes = 0
 

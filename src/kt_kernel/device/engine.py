@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..forks import give_lock
-from ..pools import SPARE_CORES, usable_cores
+from ..pools import usable_cores
 from ..trace.writer import TRACE_VARIABLE
 from ..variant import native
 from . import backend as cuda
@@ -118,7 +118,7 @@ class DeviceEngine:
 
     def warn_of_threads(self, threads: int) -> None:
         """Says once that this many CPU threads leave no core to those that wait for the device."""
-        fits = usable_cores() - SPARE_CORES
+        fits = usable_cores() - native().beside_team
         if threads > fits > 0 and not self._warned:
             self._warned = True
             _logger.warning(
