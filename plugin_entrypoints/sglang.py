@@ -142,10 +142,11 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
         from . import sglang_layer
 
         sglang_layer.verify_hooks()
-        refuse_unsupported(resolved(server_args), _hf_config(server_args), options)
+        arguments = resolved(server_args)
+        refuse_unsupported(arguments, _hf_config(server_args), options)
         setattr(server_args, _CHECKED_KEY, True)
         _logger.info(options.describe())
-        warn_of_trace(resolved(server_args).device, _logger)
+        warn_of_trace(arguments.device, _logger)
     return options
 
 

@@ -174,17 +174,19 @@ def _store(snapshot: Snapshot) -> None:
 
 
 def device_result(
-    key: Hashable,
+    owner: Hashable,
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
     capturing: bool = False,
 ) -> torch.Tensor | None:
-    """A device buffer [T, H] for a result, valid until the next-but-one call with the same key.
+    """A device buffer [T, H] for a result of ``owner``, valid until the next-but-one call with the
+    same arguments.
 
     capturing: a graph is captured, which writes there whenever it is replayed, so that the pair is
     kept for ever; None where there is none yet.
     """
+    key = owner, shape, dtype, device
     with _lock:
         if capturing:
             if not _results.get(key):

@@ -153,9 +153,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             return pending.out
         shape = (tokens, self._settings.hidden_size)
         with on_stream(device, cuda_stream):
-            result = buffers.device_result(
-                self._buffer_key(tokens, dtype, device), shape, dtype, device
-            )
+            result = buffers.device_result(self._chain.number, shape, dtype, device)
             result.copy_(pending.out)
         return result
 
@@ -230,7 +228,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             )
         batch_key = (tokens, device, buffers.generation())
         previous = self._chain.take(self, batch_key)
-        deferring = s.max_deferred > 0 and not self._chain.is_last(self)
+        _, protected_k = self._chain_place()
+        deferring = protected_k < s.num_experts_per_tok
         out = torch.empty((tokens, s.hidden_size), dtype=dtype, device="cpu")
         call = None
         if tokens:
@@ -242,9 +241,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             try:
                 deferred = None
                 if deferring:
-                    ids, deferred = select_deferred_experts(
-                        ids, weights, s.num_experts_per_tok - s.max_deferred
-                    )
+                    ids, deferred = select_deferred_experts(ids, weights, protected_k)
                 call = self._start(x, ids, weights, snapshot, out=out, add=previous)
                 if deferred is not None and bool((deferred >= 0).any()):
                     partial = torch.empty(out.shape, dtype=torch.float32, device="cpu")
@@ -339,9 +336,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             return (
                 on_cpu(x), on_cpu(ids, torch.int64), on_cpu(weights, torch.float32), None,
             )  # fmt: skip
-        snapshot = buffers.take_snapshot(
-            self._buffer_key(tokens, x.dtype, x.device), tokens, h, k, x.dtype
-        )
+        key = (self._chain.number, tokens, h, k, x.dtype, x.device)
+        snapshot = buffers.take_snapshot(key, tokens, h, k, x.dtype)
         try:
             snapshot.x.copy_(x)
             snapshot.ids.copy_(ids)
@@ -350,10 +346,6 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             buffers.release_snapshot(snapshot)
             raise
         return snapshot.x, snapshot.ids, snapshot.weights, snapshot
-
-    def _buffer_key(self, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-        s = self._settings
-        return (self._chain.number, tokens, s.hidden_size, s.num_experts_per_tok, dtype, device)
 
     def _find(self, hidden: Any) -> _Pending:
         s = self._settings

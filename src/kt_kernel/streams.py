@@ -13,8 +13,10 @@ _current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def on_stream(device: torch.device, stream: Any) -> Any:
     """Makes ``stream`` current for work on ``device``; does nothing on the CPU."""
-    if device.type != "cuda" or stream is None:
-        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    if stream is None:
+        return torch.cuda.device(device)
     if stream == 0:  # ExternalStream would take 0 for "any stream"
         stream = torch.cuda.default_stream(device)
     elif isinstance(stream, int):

@@ -41,7 +41,8 @@ class CudaBackend:
     def compile(
         self, function: Any, arguments: Sequence[torch.dtype | int], warps: int, **constants: Any
     ) -> Any:
-        """A KernelLaunch of a Triton kernel: ``run(programs, stream, *addresses and int32s)``.
+        """A KernelLaunch of a Triton kernel: its parameters are addresses and int32s, and _SCRATCH
+        addresses of 0.
 
         arguments: of each parameter that is no constant, the dtype it points to, or 0 for an int32.
         Every address must be a multiple of 16.

@@ -41,17 +41,16 @@ class Batch:
     def collect(self, cuda_stream: Any) -> torch.Tensor:
         """Lets the stream wait for the CPU's sum [T, H]; a buffer valid until the next but one."""
         stream, capturing = self._ready(cuda_stream)
-        key, shape, device = self.plan.bank.key, self.plan.shape, self.layer.backend.device
+        layer, plan = self.layer, self.plan
         out = buffers.device_result(
-            (self.layer.chain_number, *shape, key.top_k, key.dtype, device),
-            shape, key.dtype, device, capturing,
-        )  # fmt: skip
+            layer.chain_number, plan.shape, plan.dtype, layer.backend.device, capturing
+        )
         if out is None:
             raise RuntimeError(
-                f"{self.layer.where}: the result of a batch of {shape[0]} tokens is captured in "
+                f"{layer.where}: the result of a batch of {plan.shape[0]} tokens is captured in "
                 "a CUDA graph but has no memory yet; collect a batch of that size once before"
             )
-        return self.layer.take_back(self, out, stream, capturing)
+        return layer.take_back(self, out, stream, capturing)
 
     def collect_and_add(
         self, hot: torch.Tensor | None, cuda_stream: Any, scale: float
