@@ -5,22 +5,20 @@ Weights are BF16 values, as there; what transformers makes of them in float32 is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tiny_model import Reference
+from tiny_model import Reference, spread_prompts
 
 LAYERS = 2
 EXPERTS = 8
 TOP_K = 2
 VOCABULARY = 128
 STEPS = 8
-PROMPTS = [[3 + (5 * i * j + i) % (VOCABULARY - 3) for j in range(4 + 3 * i)] for i in range(1, 4)]
+PROMPTS = spread_prompts(3, VOCABULARY, growth=3)
 
 COMMON = dict(
     vocab_size=VOCABULARY, hidden_size=128, intermediate_size=32, moe_intermediate_size=32,
@@ -137,21 +135,8 @@ class FamilyReference(Reference):
         self._experts = [both for both in weights if _stacked(both[0]) and _stacked(both[1])]
         self.moe_layers = len(self._experts)
 
-    @contextmanager
-    def changed(
-        self, change: Callable[[int, int, torch.Tensor, torch.Tensor], None], experts: range
-    ) -> Iterator[None]:
-        """Within, ``change(layer, expert, gate_up, down)`` has edited these experts in place."""
-        saved = [[weight.data.clone() for weight in both] for both in self._experts]
-        try:
-            for layer, (gate_up, down) in enumerate(self._experts):
-                for expert in experts:
-                    change(layer, expert, gate_up.data[expert], down.data[expert])
-            yield
-        finally:
-            for both, before in zip(self._experts, saved, strict=True):
-                for weight, old in zip(both, before, strict=True):
-                    weight.data.copy_(old)
+    def stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(gate_up.data, down.data) for gate_up, down in self._experts]
 
 
 def _stacked(weight: Any) -> bool:

@@ -18,12 +18,12 @@ import torch
 from engines import TIMEOUT, Answers
 from expert_weights import HIDDEN, INTERMEDIATE, Weights
 from format_files import FORMATS
-from tiny_model import EXPERTS, LAYERS, TOP_K, VOCABULARY, Reference, make
+from tiny_model import EXPERTS, LAYERS, TOP_K, Reference, make, spread_prompts
 
 from kt_kernel.methods import BF16_ACTIVATIONS, get_method
 
 STEPS = 8
-PROMPTS = [[3 + (7 * i * j + i) % (VOCABULARY - 3) for j in range(4 + 9 * i)] for i in range(1, 5)]
+PROMPTS = spread_prompts(4, step=7, growth=9)
 ENGINES = ["vllm", "sglang"]
 
 pytestmark = pytest.mark.timeout(TIMEOUT)

@@ -28,7 +28,7 @@ from engines import (
     gpu_python,
     run,
 )
-from tiny_model import EXPERTS, VOCABULARY, Reference, make
+from tiny_model import EXPERTS, Reference, make, spread_prompts
 
 
 class Kind(NamedTuple):
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
 STEPS = 16
 CPU_THREADS = 2  # several engines share the machine
-PROMPTS = [[3 + (5 * i * j + i) % (VOCABULARY - 3) for j in range(4 + 7 * i)] for i in range(1, 7)]
+PROMPTS = spread_prompts(6)
 # With experts deferred a token's output depends on those beside it: one request, of a size that is
 # not padded for a graph. Of a hundred random ones the farthest from ties.
 DEFERRED_PROMPT = [226, 160, 49, 55, 14, 77, 95, 247, 5, 137, 82, 28, 108, 95, 161, 23]

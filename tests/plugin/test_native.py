@@ -24,10 +24,10 @@ from engines import (
 from expert_weights import HIDDEN, INTERMEDIATE, Weights
 from safetensors.torch import load_file, save_file
 from safetensors_files import FORMATS, expert_tensors
-from tiny_model import EXPERTS, LAYERS, VOCABULARY, Reference, make
+from tiny_model import EXPERTS, LAYERS, Reference, make, spread_prompts
 
 STEPS = 8
-PROMPTS = [[3 + (5 * i * j + i) % (VOCABULARY - 3) for j in range(4 + 7 * i)] for i in range(1, 5)]
+PROMPTS = spread_prompts(4)
 HOT = [0, 3, EXPERTS]
 SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "head_dim": 64}  # 64: for SGLang's kernels
 pytestmark = pytest.mark.timeout(TIMEOUT)

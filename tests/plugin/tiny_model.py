@@ -101,33 +101,26 @@ class Reference:
                     found.gaps[i].append(float(values[0] - values[1]))
         return found
 
+    def stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """gate_up [E, 2I, H] and down [E, H, I] of each MoE layer."""
+        modules = [self.experts(layer) for layer in range(LAYERS)]
+        return [(module.gate_up_proj.data, module.down_proj.data) for module in modules]
+
     @contextmanager
     def changed(
         self, change: Callable[[int, int, torch.Tensor, torch.Tensor], None], experts: range
     ) -> Iterator[None]:
         """Within, ``change(layer, expert, gate_up, down)`` has edited these experts in place."""
-        saved = [
-            (
-                self.experts(layer).gate_up_proj.data.clone(),
-                self.experts(layer).down_proj.data.clone(),
-            )
-            for layer in range(LAYERS)
-        ]
+        saved = [(gate_up.clone(), down.clone()) for gate_up, down in self.stacks()]
         try:
-            for layer in range(LAYERS):
-                module = self.experts(layer)
+            for layer, (gate_up, down) in enumerate(self.stacks()):
                 for expert in experts:
-                    change(
-                        layer,
-                        expert,
-                        module.gate_up_proj.data[expert],
-                        module.down_proj.data[expert],
-                    )
+                    change(layer, expert, gate_up[expert], down[expert])
             yield
         finally:
-            for layer, (gate_up, down) in enumerate(saved):
-                self.experts(layer).gate_up_proj.data.copy_(gate_up)
-                self.experts(layer).down_proj.data.copy_(down)
+            for now, before in zip(self.stacks(), saved, strict=True):
+                for weight, old in zip(now, before, strict=True):
+                    weight.copy_(old)
 
     @contextmanager
     def replacing(
@@ -190,6 +183,16 @@ class Reference:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def spread_prompts(
+    count: int, vocabulary: int = VOCABULARY, step: int = 5, growth: int = 7
+) -> list[list[int]]:
+    """Prompts of 4 + ``growth``, 4 + 2 ``growth`` … words from all over the vocabulary."""
+    return [
+        [3 + (step * i * j + i) % (vocabulary - 3) for j in range(4 + growth * i)]
+        for i in range(1, count + 1)
+    ]
 
 
 def clear_prompts(
