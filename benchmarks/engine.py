@@ -52,12 +52,12 @@ def configurations(args: argparse.Namespace) -> list[dict[str, Any]]:
             )  # fmt: skip
             found.append({"name": f"kt {part:.0%} hot, d={d}", "hot": part, "deferred": d,
                           "arguments": given})  # fmt: skip
-        if not args.no_offload:
-            size = expert_bytes(args.shape, args.layers) * (1 - part) / 2**30
-            # SGLang takes whole gigabytes.
-            size = size if args.engine == "vllm" else max(1, round(size))
-            found.append({"name": f"offload of {size:.3g} GiB", "hot": part,
-                          "arguments": {"cpu_offload_gb": size}})  # fmt: skip
+    for part in args.offload:
+        size = expert_bytes(args.shape, args.layers) * (1 - part) / 2**30
+        # SGLang takes whole gigabytes.
+        size = size if args.engine == "vllm" else max(1, round(size))
+        found.append({"name": f"offload of {size:.3g} GiB", "hot": part,
+                      "arguments": {"cpu_offload_gb": size}})  # fmt: skip
     return found
 
 
@@ -135,7 +135,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--hot", nargs="*", type=float, default=[0, 0.25, 0.5, 0.75], help="parts of the experts")
     add("--deferral", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     add("--no-stock", action="store_true")
-    add("--no-offload", action="store_true")
+    add("--offload", nargs="*", type=float, help="the engine's own, by the same parts; as --hot")
     add("--together", action="store_true", help="one process: starts sooner")
     add("--arguments", default="{}", help="more arguments of LLM or Engine, as JSON")
     add("--prefill", nargs="+", type=int, default=[128, 2048, 8192])
@@ -146,9 +146,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--limit", type=float, default=900, help="seconds for one configuration")
     add("--json", type=Path, help="also saved after each configuration")
     args = parser.parse_args(argv)
-    for name, values in (("--hot", args.hot), ("--deferral", args.deferral)):
-        if not all(0 <= value <= (1 if name == "--hot" else args.shape.top_k) for value in values):
-            parser.error(f"{name} {values}: 0 to {1 if name == '--hot' else args.shape.top_k}")
+    if args.offload is None:
+        args.offload = args.hot
+    for name, values, most in (
+        ("--hot", args.hot, 1), ("--offload", args.offload, 1),
+        ("--deferral", args.deferral, args.shape.top_k),
+    ):  # fmt: skip
+        if not all(0 <= value <= most for value in values):
+            parser.error(f"{name} {values}: 0 to {most}")
     return args
 
 

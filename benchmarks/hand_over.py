@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    torch.cuda.init()  # before the layers: they leave cores to a process that uses a GPU
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **about(), "gpu": torch.cuda.get_device_name(), "rows": [],
