@@ -58,7 +58,7 @@ def _speeds(axes: Axes, rows: list[Row], key: str, unit: str) -> None:
     names = list(rows[0][key])
     for number, name in enumerate(names):
         colour = f"C{number}"
-        for row in rows:
+        for row in (row for row in rows if name in row[key]):  # else not timed
             kind = row["name"].split()[0]
             axes.plot(
                 row["gpu_bytes"] / 1e9, row[key][name], MARKERS[kind], color=colour,

@@ -91,7 +91,7 @@ HOOKS: list[Hook] = [
         "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod.process_weights_after_loading",
         "wrapped per instance",
         "the same, of a model in FP8",
-        "0.26.0 (GPU, eager)",
+        "0.26.0 (GPU)",
         "RoutedExperts gets such a call itself",
     ),
     Hook(
@@ -205,7 +205,7 @@ HOOKS: list[Hook] = [
         "sglang.srt.layers.quantization.fp8:Fp8MoEMethod",
         "read",
         "a method of hot experts that is tested; others are refused",
-        "0.5.17 (GPU, eager)",
+        "0.5.17 (GPU)",
         "stays",
     ),
     Hook(
