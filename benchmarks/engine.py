@@ -96,7 +96,7 @@ def run(
         "engine": args.engine, "model": str(model), "vocabulary": args.vocabulary,
         "runs": [json.loads(args.arguments) | one for one in runs], "prefill": args.prefill,
         "streams": args.streams, "steps": args.steps, "context": args.context,
-        "rounds": args.rounds,
+        "rounds": args.rounds, "settle": args.settle,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         job_file, results, log_file = (Path(folder) / n for n in ("job", "results", "log"))
@@ -143,6 +143,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=64)
     add("--context", type=int, default=32)
     add("--rounds", type=int, default=3)
+    add(
+        "--settle",
+        type=float,
+        default=12,
+        help="seconds that a started engine decodes before anything is timed",
+    )
     add("--limit", type=float, default=900, help="seconds for one configuration")
     add("--json", type=Path, help="also saved after each configuration")
     args = parser.parse_args(argv)
@@ -175,6 +181,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **about(),
         "engine": args.engine, "shape": args.shape._asdict(), "layers": args.layers,
         "method": args.method, "steps": args.steps, "context": args.context,
+        "rounds": args.rounds, "settle": args.settle,
         "model": config(args.shape, args.layers, args.vocabulary), "rows": [],
     }  # fmt: skip
     heads = [f"{n} streams, tokens/s" for n in args.streams]

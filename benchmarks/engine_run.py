@@ -4,7 +4,7 @@
 
 JOB: {"engine": "vllm" or "sglang", "model": folder, "runs": [{arguments of LLM or Engine}],
       "vocabulary", "prefill": [tokens of a prompt], "streams": [n], "steps": tokens decoded,
-      "context": tokens before them, "rounds": n}
+      "context": tokens before them, "rounds": n, "settle": seconds of decoding before}
 FOLDER gets a file for each run, named by its number: {"prefill": {tokens: [seconds to the first
 token]}, "decode": {streams: [seconds for ``steps`` tokens of each]}, "gpu_bytes": or null,
 "start_seconds"}. gpu_bytes is of torch's tensors for vLLM, which may share a process with others
@@ -90,8 +90,12 @@ def timed(
 
     for tokens in job["prefill"]:  # what is compiled at the first use of a size
         seconds(1, tokens, 1)
-    for count in job["streams"]:
-        seconds(count, job["context"], 2)
+    end = time.monotonic() + job["settle"]  # SGLang's processes are busy for a while
+    while True:
+        for count in job["streams"]:
+            seconds(count, job["context"], 16)
+        if time.monotonic() > end:
+            break
     prefill = {tokens: [] for tokens in job["prefill"]}
     decode = {count: [] for count in job["streams"]}
     for _ in range(job["rounds"]):
