@@ -143,12 +143,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=64)
     add("--context", type=int, default=32)
     add("--rounds", type=int, default=3)
-    add(
-        "--settle",
-        type=float,
-        default=12,
-        help="seconds that a started engine decodes before anything is timed",
-    )
+    add("--settle", type=float, default=12, help="seconds of decoding before anything is timed")
     add("--limit", type=float, default=900, help="seconds for one configuration")
     add("--json", type=Path, help="also saved after each configuration")
     args = parser.parse_args(argv)

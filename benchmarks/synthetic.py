@@ -12,6 +12,7 @@ from shapes import Shape
 
 SCALE = 0.02  # standard deviation of all weights but the norms
 SEED = 0
+SHARD_BYTES = 4 << 30  # of a shard about: writing one takes its size in memory twice
 
 
 def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
 
 
 def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Path:
-    """Writes config.json and one shard per layer; does nothing where they are there already.
+    """Writes config.json and the shards of each layer; does nothing where they are there already.
 
     An expert's weights are those of the first one, turned: random numbers for hundreds of
     gigabytes would take longer than all that is measured.
@@ -79,8 +80,14 @@ def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Pa
             for name, matrix in first.items():
                 turned = matrix.roll((expert, 7 * expert), (0, 1))
                 tensors[f"{place}.mlp.experts.{expert}.{name}.weight"] = turned
-        save(f"layer-{layer:03}.safetensors", tensors)
+            if expert + 1 == shape.experts or _bytes(tensors) > SHARD_BYTES:
+                save(f"layer-{layer:03}-{expert:04}.safetensors", tensors)
+                tensors = {}
     index = {"metadata": {}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     done.write_text(wanted)
     return folder
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
