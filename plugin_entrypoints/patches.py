@@ -184,6 +184,19 @@ HOOKS: list[Hook] = [
         _SGLANG_TRIED,
         "stays",
     ),
+    *(
+        Hook(
+            "sglang",
+            f"sglang.srt.models.{model}:KTEPWrapperMethod",
+            "replaced by a class without instances",
+            "these models multiply what such a layer returns by routed_scaling_factor, two of them "
+            "in one of two ways through their layer only",
+            _SGLANG_TRIED,
+            "models leave the factor to the layer",
+            needed=False,
+        )
+        for model in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")
+    ),
     Hook(
         "sglang",
         "sglang.srt.plugins.hook_registry:HookRegistry.register",

@@ -38,10 +38,14 @@ class LayerConfig:
     experts_per_token: int  # of models that do not tell their layer, as OLMoE
 
 
+class NotSeen:
+    """What models find in place of KTEPWrapperMethod, see `KTEPWrapperMethod.settle_scaling`."""
+
+
 class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
     """SGLang's slot for such a plugin: wraps the method that computes a layer's hot experts.
 
-    The name and the base class stay: SGLang's layers and models test for both. The hot experts keep
+    The name and the base class stay: SGLang's layers test for both. The hot experts keep
     SGLang's kernels and weights; a cold expert's weights go to a HybridLayer and never to the
     device. With all experts hot it hands every call on.
     """
@@ -146,17 +150,17 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.gpu_method.create_moe_runner(layer, moe_runner_config)
 
     def settle_scaling(self, caller: Any) -> None:
-        """Decides who multiplies by routed_scaling_factor; caller is the module around the layer.
+        """Has routed_scaling_factor applied once; caller: the module around the layer.
 
         On CUDA SGLang leaves it to the expert kernel, which sees only the hot half here, so `apply`
-        does it; except for models that know KTEPWrapperMethod: they multiply the sum themselves. On
-        the CPU the kernel does not scale, and models do.
+        does it. Models that find KTEPWrapperMethod multiply too, GLM-4 MoE in one of two ways
+        through its layer only, so that none may find it. On the CPU models always multiply.
         """
-        knows_us = any(
-            hasattr(sys.modules[part.__module__], KTEPWrapperMethod.__name__)
-            for part in type(caller).__mro__
-        )
-        if self.hybrid.num_cold and not knows_us and not is_cpu():
+        for part in type(caller).__mro__:
+            module = sys.modules[part.__module__]
+            if hasattr(module, KTEPWrapperMethod.__name__):
+                setattr(module, KTEPWrapperMethod.__name__, NotSeen)
+        if not is_cpu():
             self.scaling = self.moe_runner_config.routed_scaling_factor or 1.0
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:

@@ -4,6 +4,7 @@ Prints OK at the end; an assertion names what is wrong.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,27 +67,58 @@ def check_compiled_graphs_are_refused() -> None:
 
 
 def check_scaling_is_applied_once() -> None:
-    """On CUDA: by us, except in models that multiply when they see KTEPWrapperMethod."""
+    """On CUDA: by our layer where it has cold experts, by SGLang's kernel where it has none; never
+    by the model, whichever way it takes through its layer."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput
-    from sglang.srt.models.glm4_moe import Glm4MoeSparseMoeBlock
-    from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+    from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite, qwen3_moe
 
-    routes = StandardTopKOutput(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), None)
-    dispatched = SimpleNamespace(hidden_states=torch.ones(2, 4), topk_output=routes)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    torch.cuda.current_stream, torch.cuda.stream = (lambda: stream), (lambda s: nullcontext())
     sglang_layer.is_cpu = lambda: False
-    for block, factor in ((Qwen3MoeSparseMoeBlock, 2.5), (Glm4MoeSparseMoeBlock, 1.0)):
-        method = object.__new__(sglang_layer.KTEPWrapperMethod)
-        method.scaling = 1.0
-        method.moe_runner_config = SimpleNamespace(routed_scaling_factor=2.5)
-        method.hybrid = SimpleNamespace(
-            num_hot=0,
-            num_cold=1,
-            submit=lambda x, ids, weights, cold_slot: (ids, weights),
-            collect=lambda x, hot, scale: x * scale,
-        )
-        method.settle_scaling(object.__new__(block))
-        total = method.apply(None, dispatched).hidden_states
-        assert torch.equal(total, torch.full((2, 4), factor)), (block, total)
+    routes = StandardTopKOutput(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), None)
+    x = torch.ones(2, 4)
+    for module, name in (
+        (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
+        (deepseek_v2, "DeepseekV2MoE"),
+        (glm4_moe, "Glm4MoeSparseMoeBlock"),
+        (glm4_moe_lite, "Glm4MoeLiteSparseMoeBlock"),
+    ):
+        for cold in (1, 0):
+            method = object.__new__(sglang_layer.KTEPWrapperMethod)
+            method.scaling = 1.0
+            method.moe_runner_config = SimpleNamespace(routed_scaling_factor=2.5)
+            method.gpu_method = SimpleNamespace(  # a kernel that multiplies
+                apply=lambda layer, dispatch_output: SimpleNamespace(hidden_states=2.5 * x)
+            )
+            method.hybrid = SimpleNamespace(
+                num_hot=0,
+                num_cold=cold,
+                submit=lambda x, ids, weights, cold_slot: (ids, weights),
+                collect=lambda x, hot, scale: x * scale,
+            )
+            block = getattr(module, name)
+            method.settle_scaling(object.__new__(block))
+            dispatched = SimpleNamespace(hidden_states=x, topk_output=routes)
+            total = method.apply(None, dispatched).hidden_states
+            assert torch.equal(total, 2.5 * x), (block, cold, total)
+            seen = getattr(module, "KTEPWrapperMethod", None)
+            assert seen is None or not isinstance(method, seen), block
+            if module not in (glm4_moe, glm4_moe_lite):
+                continue
+
+            def experts(hidden_states: Any, topk_output: Any, total: Any = total) -> torch.Tensor:
+                return total.clone()
+
+            experts.quant_method = method
+            layer = object.__new__(block)
+            torch.nn.Module.__init__(layer)
+            layer.experts, layer.alt_stream, layer.routed_scaling_factor = experts, stream, 2.5
+            layer.gate = layer.topk = lambda *given: routes
+            layer.tp_size, layer._forward_shared_experts = 1, lambda x: 7.0 * x
+            module._is_cuda, module.is_allocation_symmetric = True, lambda: False
+            module.get_parallel = lambda: SimpleNamespace(tp_group=None)
+            for forward in (layer.forward_normal, layer.forward_normal_dual_stream):
+                assert torch.equal(forward(x), 9.5 * x), (forward, cold)
 
 
 if __name__ == "__main__":
