@@ -184,6 +184,32 @@ HOOKS: list[Hook] = [
         _SGLANG_TRIED,
         "stays",
     ),
+    Hook(
+        "sglang",
+        "sglang.srt.runtime_context:get_context",
+        "called",
+        "whether, and where, processes read arguments that were decided on",
+        _SGLANG_TRIED,
+        "SGLang calls plugins with the finished arguments",
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_ARGUMENTS}.override",
+        "called",
+        "records that shared experts are not fused, with SGLang's own decisions",
+        "0.5.17 (GPU)",
+        "the oldest version is one without it",
+        needed=False,
+    ),
+    Hook(
+        "sglang",
+        "sglang.srt.arg_groups.overrides:declare_resolution",
+        "called",
+        "the same, in newer versions",
+        "0.5.23 (CPU)",
+        "a layer of SGLang's says itself that it takes no fused shared experts",
+        needed=False,
+    ),
     *(
         Hook(
             "sglang",

@@ -42,6 +42,7 @@ _LORA = "LoRA is not supported together with kt options yet"
 _BATCHES = "the CPU works on one batch at a time"
 _NO_COMPILER = "our kernels are no torch operations"
 _GRAPHS = ("full", "breakable", "disabled")  # how CUDA graphs are made
+_SOURCE = "kt"  # who decided, in SGLang's records of decisions
 # Checked on the resolved server arguments.
 _REFUSED = (
     Refusal("pp_size", (1,), SINGLE_RANK),
@@ -81,6 +82,14 @@ _REFUSED = (
     Refusal("custom_weight_loader", (None, []), NO_EXCHANGE),
     Refusal("enable_memory_saver", (False,), NO_EXCHANGE),
     Refusal("enable_weights_cpu_backup", (False,), NO_EXCHANGE),
+)
+# Checked where some experts are cold.
+_REFUSED_BESIDE_COLD = (
+    Refusal(
+        "enforce_shared_experts_fusion",
+        (False,),
+        "a shared expert among the routed ones has no place beside cold experts",
+    ),
 )
 
 _OPTIONS_KEY = "_kt_options"  # checked options as a mapping; None: SGLang runs as it is
@@ -142,8 +151,10 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
         from . import sglang_layer
 
         sglang_layer.verify_hooks()
-        arguments = resolved(server_args)
-        refuse_unsupported(arguments, _hf_config(server_args), options)
+        arguments, hf_config = resolved(server_args), _hf_config(server_args)
+        refuse_unsupported(arguments, hf_config, options)
+        if _some_are_cold(hf_config, options):
+            _separate_shared_experts(server_args, arguments)
         setattr(server_args, _CHECKED_KEY, True)
         _logger.info(options.describe())
         warn_of_trace(arguments.device, _logger)
@@ -167,14 +178,16 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
 
     arguments: resolved server arguments; hf_config: the model's configuration.
     """
-    from kt_kernel.preflight import check_model, num_experts
+    from kt_kernel.preflight import check_model
 
     refuse_class(list(hf_config.architectures or []), TESTED_MODELS, options)
     refuse_quantised(_quantisation(arguments, hf_config), options)
     refuse_values(arguments, _REFUSED)
-    model = _language_model(hf_config)
-    check_model(options, model)
-    if arguments.device != "cpu" and (options.num_gpu_experts or 0) != num_experts(model):
+    check_model(options, language_model(hf_config))
+    if not _some_are_cold(hf_config, options):
+        return
+    refuse_values(arguments, _REFUSED_BESIDE_COLD)
+    if arguments.device != "cpu":
         for phase in ("decode", "prefill"):
             backend = getattr(arguments.cuda_graph_config, phase).backend
             if backend not in _GRAPHS:
@@ -182,6 +195,43 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
                     f"--cuda-graph-backend-{phase} {backend}: {_NO_COMPILER}; accepted: "
                     f"{', '.join(_GRAPHS)}"
                 )
+
+
+def _some_are_cold(hf_config: Any, options: KTOptions) -> bool:
+    from kt_kernel.preflight import num_experts
+
+    experts = num_experts(language_model(hf_config))
+    return options.hot_count(experts) < experts
+
+
+def _separate_shared_experts(server_args: Any, arguments: Any) -> None:
+    """Keeps SGLang from fusing a model's shared experts into the routed ones, as it does on GPUs:
+    apart, the device computes them while the CPU is at the cold experts."""
+    if getattr(arguments, "disable_shared_experts_fusion", False):
+        return
+    _decide(server_args, disable_shared_experts_fusion=True)
+    _logger.info(
+        "kt: --disable-shared-experts-fusion is set: shared experts, in models that have them, "
+        "stay apart from the routed ones, and the device computes them beside the cold experts"
+    )
+
+
+def _decide(server_args: Any, **fields: Any) -> None:
+    """Records values of SGLang's arguments that we decide, as this version records its own."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.runtime_context import get_context
+
+    context = get_context()
+    try:
+        published = context.server_args is server_args
+    except ValueError:  # none are
+        published = False
+    if published:  # a process without SGLang's own checks: what it read from them counts
+        context.override(_SOURCE, **fields)
+    elif hasattr(overrides, "declare_resolution"):
+        overrides.declare_resolution(server_args, _SOURCE, **fields)
+    else:
+        server_args.override(_SOURCE, **fields)
 
 
 def _quantisation(arguments: Any, hf_config: Any) -> str | None:
@@ -234,10 +284,11 @@ def _given_as_fields(server_args: Any) -> dict[str, Any]:
 
 def text_config(server_args: Any) -> Any:
     """The configuration of the language model."""
-    return _language_model(_hf_config(server_args))
+    return language_model(_hf_config(server_args))
 
 
-def _language_model(hf_config: Any) -> Any:
+def language_model(hf_config: Any) -> Any:
+    """The part of a model's configuration that describes its language model."""
     return getattr(hf_config, "text_config", None) or hf_config
 
 

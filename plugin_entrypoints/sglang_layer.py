@@ -77,10 +77,13 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
     ) -> None:
         """Allocates the hot experts on the engine's device and the cold layer on the CPU."""
         runner = layer.moe_runner_config
-        _refuse(self.config.layer_idx, layer, runner, extra)
+        fused = layer.num_fused_shared_experts  # behind the routed ones
+        routed = num_experts - fused
+        all_hot = self.config.model.options.hot_count(routed) == routed
+        _refuse(self.config.layer_idx, layer, runner, extra, fused > 0 and not all_hot)
         self.hybrid: HybridLayer = self.config.model.add_layer(
             layer_idx=self.config.layer_idx,
-            num_experts=num_experts,
+            num_experts=routed,
             num_experts_per_tok=layer.top_k or self.config.experts_per_token,
             hidden_size=hidden_size,
             moe_intermediate_size=intermediate_size_per_partition * layer.moe_tp_size,
@@ -88,11 +91,13 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             max_tokens=self.config.max_tokens,
             has_cpu_part=layer.moe_tp_rank == 0,
         )
-        self.num_gpu_experts = self.hybrid.num_hot  # SGLang's layer reads it
-        extra["weight_loader"] = self._make_loader(layer)
+        self.num_gpu_experts = -1  # SGLang's layer reads it: its loader leaves none out
+        if not all_hot:
+            self.num_gpu_experts = num_experts = self.hybrid.num_hot
+            extra["weight_loader"] = self._make_loader(layer)
         self.gpu_method.create_weights(
             layer=layer,
-            num_experts=self.hybrid.num_hot,
+            num_experts=num_experts,
             hidden_size=hidden_size,
             intermediate_size_per_partition=intermediate_size_per_partition,
             params_dtype=params_dtype,
@@ -269,10 +274,11 @@ def _around_initialize_model(original: Callable, *args: Any, **kwargs: Any) -> A
     options = checked_options_of(get_server_args())
     if options is None:
         return original(*args, **kwargs)
-    _building.append(HybridModel(options))
+    hybrid = HybridModel(options)
+    _building.append(hybrid)
     try:
         model = original(*args, **kwargs)
-        if not _building[-1].layers:
+        if not hybrid.layers:
             raise OptionError(
                 f"model class {type(model).__name__}: it has no FusedMoE layer of SGLang; remove "
                 "the kt options"
@@ -287,7 +293,9 @@ def _around_initialize_model(original: Callable, *args: Any, **kwargs: Any) -> A
     return model
 
 
-def _refuse(layer_idx: int, layer: Any, runner: Any, extra: dict[str, Any]) -> None:
+def _refuse(
+    layer_idx: int, layer: Any, runner: Any, extra: dict[str, Any], fused_beside_cold: bool
+) -> None:
     """What a model asks of its experts that the CPU layer does not do; ValueError names it."""
     for what, present in (
         ("expert parallelism", layer.moe_ep_size > 1),
@@ -298,8 +306,8 @@ def _refuse(layer_idx: int, layer: Any, runner: Any, extra: dict[str, Any]) -> N
         ("a SwiGLU limit", bool(runner.swiglu_limit or runner.gemm1_clamp_limit)),
         ("a SwiGLU alpha or beta", bool(runner.gemm1_alpha or getattr(runner, "gemm1_beta", 0))),
         (
-            "fusing shared experts (--disable-shared-experts-fusion avoids it)",
-            layer.num_fused_shared_experts > 0,
+            "fusing shared experts (in spite of --disable-shared-experts-fusion)",
+            fused_beside_cold,
         ),
         (
             "a stacked checkpoint",

@@ -199,7 +199,10 @@ def _refuse(layer_name: str, moe_config: Any, kwargs: dict[str, Any]) -> None:
         ("router weight on input", kwargs.get("apply_router_weight_on_input", False)),
         ("a SwiGLU limit", bool(kwargs.get("swiglu_limit"))),
         ("a SwiGLU alpha", bool(kwargs.get("swiglu_alpha"))),
-        ("fused shared experts", getattr(manager, "num_fused_shared_experts", 0) > 0),
+        (
+            "fusing shared experts (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0 avoids it)",
+            getattr(manager, "num_fused_shared_experts", 0) > 0,
+        ),
         ("redundant experts", moe_config.num_experts != moe_config.num_logical_experts),
         (
             "expert or data parallelism",

@@ -102,12 +102,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make(name: str, path: Path, seed: int = 0) -> Path:
-    """Writes the checkpoint of a class, as transformers names it, to folder ``path``."""
+def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
+    """Writes the checkpoint of a class, as transformers names it, to folder ``path``; changed: of
+    its configuration."""
     torch.manual_seed(seed)
     family = FAMILIES[name]
     config_class = getattr(transformers, name.removesuffix("ForCausalLM") + "Config")
-    model = getattr(transformers, name)(config_class(**COMMON | family.config))
+    model = getattr(transformers, name)(config_class(**COMMON | family.config | changed))
     for key, tensor in model.state_dict().items():
         if "bias" in key and family.unset not in key:
             tensor.normal_(std=0.15)

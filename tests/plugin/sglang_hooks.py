@@ -3,16 +3,30 @@
 Prints OK at the end; an assertion names what is wrong.
 """
 
+import logging
+import os
+import pickle
+from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.moe.utils import resolve_shared_experts_config
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_exec, get_server_args, publish
+from sglang.srt.server_args import ServerArgs
 
+import kt_kernel
+from kt_kernel.layer import HybridModel
 from kt_kernel.options import KTOptions, OptionError
 from kt_kernel.plugin_entrypoints import sglang, sglang_layer
+
+DEMO_MODEL = str(Path(kt_kernel.__file__).parent / "demo_model")
+DEMO_EXPERTS = 16
+BASE = ("--model-path", DEMO_MODEL, "--device", "cpu")
 
 
 def error_of(call: Callable[..., Any], *args: Any) -> str:
@@ -121,9 +135,118 @@ def check_scaling_is_applied_once() -> None:
                 assert torch.equal(forward(x), 9.5 * x), (forward, cold)
 
 
+def check_shared_experts_stay_apart() -> None:
+    """With cold experts SGLang does not fuse shared experts into the routed ones, and our log says
+    so once: in the worker's copy of the arguments, however options and arguments were given, and in
+    a process that reads the arguments before any check. Else it is left as given."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("sglang.kt").addHandler(handler)
+    logging.getLogger("sglang.kt").setLevel(logging.INFO)
+
+    def arguments(flags: tuple[str, ...]) -> ServerArgs:
+        parser = ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        return ServerArgs.from_cli_args(parser.parse_args([*BASE, *flags]))
+
+    def outcome(server_args: ServerArgs) -> tuple[bool, int]:
+        """Whether the worker's model may fuse, and how many lines were logged about it."""
+        lines.clear()
+        server_args.resolve_once()
+        server_args.check_server_args()
+        publish(pickle.loads(pickle.dumps(server_args)), role="scheduler")
+        assert sglang.checked_options_of(get_server_args()) == sglang.options_of(server_args)
+        return may_fuse(), sum("--disable-shared-experts-fusion is set" in line for line in lines)
+
+    def may_fuse() -> bool:
+        config = resolve_shared_experts_config(Fusing, None, None)
+        assert config.fusion_disabled == get_exec().moe.disable_shared_experts_fusion
+        return config.num_fused_shared_experts == 1
+
+    off = "--disable-shared-experts-fusion"
+    for hot, flags, expected in (
+        (None, (), (True, 0)),
+        (None, (off,), (False, 0)),
+        (3, (), (False, 1)),
+        (3, (off,), (False, 0)),
+        (DEMO_EXPERTS, (), (True, 0)),
+        (DEMO_EXPERTS, (off,), (False, 0)),
+        (DEMO_EXPERTS, ("--enforce-shared-experts-fusion",), (True, 0)),
+    ):
+        given = () if hot is None else ("--kt-num-gpu-experts", str(hot))
+        assert outcome(arguments((*given, *flags))) == expected, (hot, flags)
+        fields = {} if hot is None else {"kt_num_gpu_experts": hot}
+        fields |= {flag[2:].replace("-", "_"): True for flag in flags}
+        assert outcome(ServerArgs(DEMO_MODEL, device="cpu", **fields)) == expected, fields
+        if hot is not None:
+            os.environ["KT_CONFIG"] = f'{{"num_gpu_experts": {hot}}}'
+            assert outcome(arguments(flags)) == expected, (hot, flags)
+            del os.environ["KT_CONFIG"]
+
+    unchecked = arguments(("--kt-num-gpu-experts", "3"))
+    unchecked.resolve_once()
+    publish(unchecked, role="scheduler")
+    assert may_fuse()
+    sglang.checked_options_of(get_server_args())
+    assert not may_fuse()
+
+    enforced = arguments(("--kt-num-gpu-experts", "3", "--enforce-shared-experts-fusion"))
+    enforced.resolve_once()
+    line = error_of(sglang.checked_options_of, enforced)
+    assert line.startswith("--enforce-shared-experts-fusion: a shared expert among"), line
+
+
+class Fusing:
+    """A model class that always fuses its shared expert if it may."""
+
+    @staticmethod
+    def shared_experts_fusion_disable_reason(hf_config: Any, quant_config: Any) -> None:
+        return None
+
+    @staticmethod
+    def num_fusable_shared_experts(hf_config: Any) -> int:
+        return 1
+
+
+def check_all_hot_may_fuse() -> None:
+    """With no expert cold SGLang's method gets the fused experts, and its own loader, as they are;
+    with some it is refused."""
+    made: dict[str, Any] = {}
+    layer = SimpleNamespace(
+        num_fused_shared_experts=1, top_k=3, moe_tp_size=1, moe_tp_rank=0, moe_ep_size=1,
+        moe_runner_config=SimpleNamespace(
+            activation="silu", is_gated=True, apply_router_weight_on_input=False, no_combine=False,
+            swiglu_limit=None, gemm1_clamp_limit=None, gemm1_alpha=None,
+        ),
+    )  # fmt: skip
+
+    def create(hot: int) -> sglang_layer.KTEPWrapperMethod:
+        method = object.__new__(sglang_layer.KTEPWrapperMethod)
+        method.gpu_method = SimpleNamespace(create_weights=lambda **given: made.update(given))
+        method.config = sglang_layer.LayerConfig(
+            HybridModel(KTOptions.from_mapping({"num_gpu_experts": hot})), 0, 16, 2
+        )
+        method.create_weights(layer, 9, 64, 32, torch.float32, weight_loader=create)
+        return method
+
+    method = create(8)
+    assert (
+        method.num_gpu_experts == -1 and method.hybrid.num_hot == 8 and not method.hybrid.num_cold
+    )
+    assert made["num_experts"] == 9 and made["weight_loader"] is create, made
+    try:
+        create(3)
+        raise AssertionError("a fused shared expert was accepted")
+    except ValueError as error:
+        assert "layer 0: fusing shared experts" in str(error)
+
+
 if __name__ == "__main__":
     load_plugins()
     check_failed_hooks_are_noticed()
     check_compiled_graphs_are_refused()
+    check_shared_experts_stay_apart()
+    check_all_hot_may_fuse()
     check_scaling_is_applied_once()
     print("OK")

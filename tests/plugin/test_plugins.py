@@ -308,6 +308,50 @@ def test_sglang_refuses(field: str, value: Any, line: str) -> None:
     assert error.startswith(line) and "\n" not in error, error
 
 
+@pytest.mark.parametrize("way", ["declared", "overridden", "published"])
+@pytest.mark.parametrize("given", [False, True])
+def test_shared_experts_stay_apart(
+    way: str, given: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decided in the way of each version of SGLang, and only if it was not given."""
+    decided: list[Any] = []
+
+    def record(*arguments: Any, **fields: Any) -> None:
+        decided.append((arguments, fields))
+
+    class Context:
+        override = staticmethod(record)
+
+        @property
+        def server_args(self) -> Any:
+            if way != "published":
+                raise ValueError("not set yet")
+            return server_args
+
+    server_args = SimpleNamespace(disable_shared_experts_fusion=given, override=record)
+    overrides = SimpleNamespace(**{"declare_resolution": record} if way == "declared" else {})
+    for name, module in {
+        "sglang.srt.arg_groups": SimpleNamespace(overrides=overrides),
+        "sglang.srt.runtime_context": SimpleNamespace(get_context=Context),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    caplog.set_level(logging.INFO)
+    sglang._separate_shared_experts(server_args, server_args)
+    arguments = (server_args, "kt") if way == "declared" else ("kt",)
+    found = [] if given else [(arguments, {"disable_shared_experts_fusion": True})]
+    assert decided == found
+    assert caplog.text.count("--disable-shared-experts-fusion is set") == len(found)
+
+
+@pytest.mark.parametrize(("hot", "refused"), [(0, True), (4, True), (16, False)])
+def test_fusion_is_not_enforced_beside_cold_experts(hot: int, refused: bool) -> None:
+    arguments = SimpleNamespace(device="cpu", enforce_shared_experts_fusion=True)
+    options = KTOptions(num_gpu_experts=hot)
+    error = error_of(sglang.refuse_unsupported, arguments, CONFIG, options)
+    assert error.startswith("--enforce-shared-experts-fusion: a shared expert") == refused, error
+    assert refused or not error
+
+
 def test_sglang_checks_the_model(tmp_path: Path) -> None:
     arguments = SimpleNamespace(device="cpu")
 
