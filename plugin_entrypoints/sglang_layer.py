@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,19 +20,24 @@ from kt_kernel.layer import HybridLayer, HybridModel
 from kt_kernel.options import OptionError
 from kt_kernel.report import watch
 
-from .sglang import checked_options_of, options_of, resolved, text_config
+from .sglang import checked_options_of, language_model, options_of, resolved, text_config
 
 _logger = logging.getLogger("sglang.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
 _PROBE = object()  # asks create_kt_config_from_server_args whether it is ours
-_building: list[HybridModel] = []  # the models under construction, innermost last
+# The models under construction, innermost last, with the sizes that SGLang padded.
+_building: list[tuple[HybridModel, Mapping[int, int]]] = []
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What create_kt_config_from_server_args hands to KTEPWrapperMethod for one layer."""
+    """What create_kt_config_from_server_args hands to KTEPWrapperMethod for one layer.
+
+    unpadded: an expert's intermediate size as the layer is told it -> as the checkpoint has it.
+    """
 
     model: HybridModel
+    unpadded: Mapping[int, int]
     layer_idx: int
     max_tokens: int
     experts_per_token: int  # of models that do not tell their layer, as OLMoE
@@ -81,12 +86,13 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         routed = num_experts - fused
         all_hot = self.config.model.options.hot_count(routed) == routed
         _refuse(self.config.layer_idx, layer, runner, extra, fused > 0 and not all_hot)
+        size = intermediate_size_per_partition * layer.moe_tp_size
         self.hybrid: HybridLayer = self.config.model.add_layer(
             layer_idx=self.config.layer_idx,
             num_experts=routed,
             num_experts_per_tok=layer.top_k or self.config.experts_per_token,
             hidden_size=hidden_size,
-            moe_intermediate_size=intermediate_size_per_partition * layer.moe_tp_size,
+            moe_intermediate_size=self.config.unpadded.get(size, size),
             activation=runner.activation,
             max_tokens=self.config.max_tokens,
             has_cpu_part=layer.moe_tp_rank == 0,
@@ -261,23 +267,27 @@ def _create_kt_config(server_args: Any, layer_id: int) -> Any:
             f"kt: layer {layer_id}: built outside SGLang's _initialize_model; the hook on that is "
             "not in effect, SGLang's log says why"
         )
+    model, unpadded = _building[-1]
     return LayerConfig(
-        model=_building[-1],
+        model=model,
+        unpadded=unpadded,
         layer_idx=layer_id,
         max_tokens=resolved(server_args).chunked_prefill_size or -1,
         experts_per_token=getattr(text_config(server_args), "num_experts_per_tok", 1),
     )
 
 
-def _around_initialize_model(original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _around_initialize_model(
+    original: Callable, model_config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Around the construction of a model: its layers, in order, belong to one HybridModel."""
     options = checked_options_of(get_server_args())
     if options is None:
-        return original(*args, **kwargs)
+        return original(model_config, *args, **kwargs)
     hybrid = HybridModel(options)
-    _building.append(hybrid)
+    _building.append((hybrid, unpadded_sizes(language_model(model_config.hf_config))))
     try:
-        model = original(*args, **kwargs)
+        model = original(model_config, *args, **kwargs)
         if not hybrid.layers:
             raise OptionError(
                 f"model class {type(model).__name__}: it has no FusedMoE layer of SGLang; remove "
@@ -291,6 +301,20 @@ def _around_initialize_model(original: Callable, *args: Any, **kwargs: Any) -> A
             if isinstance(method, KTEPWrapperMethod):
                 method.settle_scaling(caller)
     return model
+
+
+def unpadded_sizes(config: Any) -> dict[int, int]:
+    """Intermediate sizes of experts -> what they are in the checkpoint.
+
+    For its kernels on the CPU SGLang pads them in the model's configuration, and keeps what they
+    were.
+    """
+    names = ("intermediate_size", "moe_intermediate_size")  # the second one where there are both
+    return {
+        getattr(config, name): getattr(config, f"original_{name}", getattr(config, name))
+        for name in names
+        if isinstance(getattr(config, name, None), int)
+    }
 
 
 def _refuse(

@@ -225,7 +225,7 @@ def check_all_hot_may_fuse() -> None:
         method = object.__new__(sglang_layer.KTEPWrapperMethod)
         method.gpu_method = SimpleNamespace(create_weights=lambda **given: made.update(given))
         method.config = sglang_layer.LayerConfig(
-            HybridModel(KTOptions.from_mapping({"num_gpu_experts": hot})), 0, 16, 2
+            HybridModel(KTOptions.from_mapping({"num_gpu_experts": hot})), {}, 0, 16, 2
         )
         method.create_weights(layer, 9, 64, 32, torch.float32, weight_loader=create)
         return method

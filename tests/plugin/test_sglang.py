@@ -187,9 +187,9 @@ def test_deferral(answers: Answers, reference: Reference, prompts: list[list[int
 
 
 def test_tensor_parallel(folder: Path, prompts: list[list[int]]) -> None:
-    """Two ranks with half of each hot expert; the first one computes the cold experts, whole."""
-    # Sizes that SGLang does not pad for two ranks.
-    path = make(folder / "halves", intermediate=128, head_dim=64)
+    """Two ranks with half of each hot expert; the first one computes the cold experts, whole. The
+    experts' size is one that SGLang pads for two ranks."""
+    path = make(folder / "halves", intermediate=96, head_dim=64)
     runs = [
         {"name": "some hot",
          "arguments": {"kt_method": "BF16", "kt_num_gpu_experts": HOT, "tp_size": 2}}
