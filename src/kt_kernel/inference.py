@@ -13,7 +13,7 @@ import torch
 from . import buffers
 from .base import BaseMoEWrapper
 from .chain import join_chain, model_scope
-from .routing import hot_routes, select_deferred_experts
+from .routing import hot_routes, need_padding, select_deferred_experts, without_padding
 from .settings import LayerSettings, check_settings
 from .streams import on_stream
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
@@ -108,17 +108,21 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         *,
         slot_map: torch.Tensor,
         cold_slot: int,
+        padding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`submit_forward` that returns the routes of the experts on the GPU too.
 
         They are those of `routing.hot_routes`, slot_map being int32 [E] on the device of hidden; on
         CUDA the kernel that hands over the batch writes them.
+
+        padding: rows of the batch that are no tokens, see `routing.need_padding`; nothing is
+        computed for them, here or there. In a graph it is read anew at each replay.
         """
         split = slot_map, cold_slot
-        routes = self._submit(hidden, topk_ids, topk_weights, cuda_stream, True, split)
+        routes = self._submit(hidden, topk_ids, topk_weights, cuda_stream, True, split, padding)
         if routes is None:
             with on_stream(topk_ids.device, cuda_stream):
-                routes = hot_routes(topk_ids, topk_weights, *split)
+                routes = hot_routes(topk_ids, topk_weights, *split, padding)
         return routes
 
     def sync_forward(
@@ -203,6 +207,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         cuda_stream: Any,
         copy: bool,
         split: tuple[torch.Tensor, int] | None = None,
+        padding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns the routes that ``split`` asks for where a kernel wrote them, else None."""
         s = self._settings
@@ -213,11 +218,13 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             )
         checked = self._check_inputs(hidden, topk_ids, topk_weights)
         like = tokens, dtype, device = checked.like
+        if padding is not None:
+            need_padding(s.where, padding, tokens, device)
         address = hidden.data_ptr()
         if checked.stream is not None:
             batch, routes = checked.stream.submit(
                 hidden, topk_ids, topk_weights, tokens, cuda_stream, self._chain_place(),
-                deferring=s.max_deferred > 0, split=split, kinds=checked.kinds,
+                deferring=s.max_deferred > 0, split=split, padding=padding, kinds=checked.kinds,
             )  # fmt: skip
             self._remember(_Pending(address, like, None, None, batch))
             return routes
@@ -235,6 +242,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         if tokens:
             copy = copy or deferring or device.type != "cpu"
             with on_stream(device, cuda_stream):
+                if padding is not None:
+                    topk_ids = without_padding(topk_ids, padding)
                 x, ids, weights, snapshot = self._inputs(
                     hidden, topk_ids, topk_weights, tokens, copy
                 )

@@ -15,7 +15,7 @@ from .forks import give_lock
 from .inference import KTMoEWrapper
 from .loading import LoadRecord
 from .options import KTOptions
-from .routing import hot_routes
+from .routing import hot_routes, need_padding
 from .text import ranges
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -195,6 +195,7 @@ class HybridLayer:
         stream: Any = None,
         *,
         cold_slot: int = 0,
+        padding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts the cold experts on x [T, H]; ids and router weights are [T, k]. Returns at once.
 
@@ -202,6 +203,7 @@ class HybridLayer:
         Returns the router's choice as the engine's hot kernel needs it, slots [T, k] and weights
         [T, k], dtypes kept: a route to a cold expert, or to none, gets slot ``cold_slot`` and
         weight 0. stream: of the device, None for the current one; nothing waits on the host.
+        padding: rows that are no tokens, whose routes are to none, see `routing.need_padding`.
         """
         self._need_cold("submit")
         slot_map = self._slot_maps.get(x.device)
@@ -210,10 +212,13 @@ class HybridLayer:
             slot_map = torch.tensor(slots, dtype=torch.int32, device=x.device)
             self._slot_maps[x.device] = slot_map
         if self._wrapper is None:
-            return hot_routes(topk_ids, topk_weights, slot_map, cold_slot)
+            if padding is not None:
+                need_padding(f"layer {self.layer_idx}", padding, x.shape[0], x.device)
+            return hot_routes(topk_ids, topk_weights, slot_map, cold_slot, padding)
         return self._wrapper.submit_and_split(
-            x, topk_ids, topk_weights, stream, slot_map=slot_map, cold_slot=cold_slot
-        )
+            x, topk_ids, topk_weights, stream, slot_map=slot_map, cold_slot=cold_slot,
+            padding=padding,
+        )  # fmt: skip
 
     def collect(
         self,

@@ -6,10 +6,11 @@ None of them synchronises with the device or allocates by data, so they can be c
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 
-from .tensors import is_integer, need_tensor
+from .tensors import is_integer, need_dense, need_tensor
 
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
@@ -64,11 +65,42 @@ def select_deferred_experts(
     return torch.where(immediate, ids, nothing), torch.where(immediate, nothing, ids)
 
 
+def need_padding(place: str, padding: Any, tokens: int, device: torch.device) -> None:
+    """Raises, naming ``place``, for anything but a mask of the rows that are padding.
+
+    It is [tokens] on the device, contiguous: bool, True for padding; or int64, negative for padding
+    (an engine's mapping of tokens to slots of its KV cache). TypeError for no tensor, else
+    ValueError.
+    """
+    place = f"{place}: padding"
+    need_tensor(place, padding)
+    need_dense(place, padding)
+    if (
+        padding.dtype not in (torch.bool, torch.int64) or padding.device != device
+        or padding.shape != (tokens,) or not padding.is_contiguous()
+    ):  # fmt: skip
+        raise ValueError(
+            f"{place} is {list(padding.shape)} {padding.dtype} of strides {padding.stride()} on "
+            f"{padding.device}; accepted: [{tokens}] torch.bool or torch.int64, contiguous, on "
+            f"{device}"
+        )
+
+
+def without_padding(topk_ids: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """topk_ids [..., k] as int64, -1 in the rows that are padding, see `need_padding`."""
+    ids = topk_ids.long()
+    if padding is None:
+        return ids
+    rows = padding if padding.dtype == torch.bool else padding < 0
+    return ids.masked_fill(rows.to(ids.device).reshape(*ids.shape[:-1], 1), -1)
+
+
 def hot_routes(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     slot_map: torch.Tensor,
     cold_slot: int,
+    padding: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewrites routes for a device kernel that holds only the hot experts.
 
@@ -79,12 +111,13 @@ def hot_routes(
         slot_map: [E] on the same device: the device slot of a hot expert, -1 for a cold one.
         cold_slot: what a cold route points at: -1 where the kernel skips it, 0 where every route
             must name a real slot (its weight is 0 then).
+        padding: rows whose routes all count as cold, see `need_padding`.
 
     Returns:
         (slots [T, k] in the dtype of ``topk_ids``, weights [T, k] with cold routes at 0).
     """
     experts = slot_map.shape[0]
-    ids = topk_ids.long()
+    ids = without_padding(topk_ids, padding)
     valid = (ids >= 0) & (ids < experts)
     slots = slot_map[ids.clamp(0, max(experts - 1, 0))].long()
     cold = ~valid | (slots < 0)

@@ -35,6 +35,7 @@ class Launch:
         counts |= dict.fromkeys(("ids", "weights", "pinned_ids", "pinned_weights"), routes)
         split = c.get("SPLIT")
         counts |= dict.fromkeys(("hot_ids", "hot_weights"), routes if split else 1)
+        counts |= {"padding": tokens if c.get("PADDED") else 1}
         counts |= {"slot_map": c.get("EXPERTS", 0) if split else 1, "cell": 2}
         counts |= {"ring": c.get("ENTRIES", 0)}
         given = []
@@ -42,7 +43,7 @@ class Launch:
             if dtype == 0:
                 given.append(value)
             else:
-                assert value % 16 == 0, name
+                assert value % 16 == 0 or name == "padding", name
                 given.append(at(value, dtype, counts.get(name, 1)))
         self._function[(programs,)](*given, **self._constants)
 

@@ -22,7 +22,8 @@ def compile(function, types, **constants):
     source = ASTSource(
         function, {name: signature[name] for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"},
+        {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+         if signature[n][0] == "*" and n != "padding"},
     )
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     return triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
@@ -33,21 +34,24 @@ def ordered(ptx, *steps):
         at = ptx.find(step, at) + 1
         assert at, (step, ptx)
 
-for types, trace in (
-    ("*bf16 *i32 *fp32", False), ("*fp32 *i64 *bf16", True), ("*fp16 *u8 *fp16", False)
+for types, trace, padding in (
+    ("*bf16 *i32 *fp32", False, "*i64"), ("*fp32 *i64 *bf16", True, "*u8"),
+    ("*fp16 *u8 *fp16", False, None)
 ):
     x, ids, weights = types.split()
     shape = dict(HIDDEN=2048, BLOCK=2048, FENCE=True, TRACE=trace)
     there = compile(
         kernels.hand_over,
-        [x, ids, weights, "*i32", ids, weights, x, "*i32", "*fp32", "*i32", "*i64", "*i32", "*i32",
-         "*i64", "*i32", "i32", "i32"],
-        TOP_K=8, EXPERTS=128, ENTRIES=4096, SPLIT=True, COLD_SLOT=-1, ROUTES=256, ROOM_CHECK=256,
-        **shape,
+        [x, ids, weights, padding or "*i32", "*i32", ids, weights, x, "*i32", "*fp32", "*i32",
+         "*i64", "*i32", "*i32", "*i64", "*i32", "i32", "i32"],
+        TOP_K=8, EXPERTS=128, ENTRIES=4096, PADDED=padding is not None, SPLIT=True, COLD_SLOT=-1,
+        ROUTES=256, ROOM_CHECK=256, **shape,
     )
     back = compile(
         kernels.take_back, [x, "*i64", "*i32", "*i32", x, x, "i32"], ADD=True, SCALE=2.5, **shape
     )
+    copies = there[there.find("ld.global") :].split("bar.sync")[0]
+    assert copies.rfind("ld.global") < copies.find("st.global")  # all is asked for first
     ordered(there, "st.global.v4", "bar.sync", "fence.acq_rel.sys", "atom.global", "bar.sync",
             "fence.acq_rel.sys", "st.global.b64")
     ordered(back, "ld.relaxed.sys", "fence.acq_rel.sys", "bar.sync", "ld.volatile", "st.global.v4")

@@ -344,7 +344,7 @@ def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceE
     handed, _ = submit(way, layers[0], batch(4, 0))
     handed.collect(0)
     [slot] = {slot.number for slot in way._slots.values()}
-    launch = way._hand_over(torch.bfloat16, torch.int32, torch.float32, None, False)
+    launch = way._hand_over(torch.bfloat16, torch.int32, torch.float32, None, None, False)
     engine.backend.in_capture = True
     handed, _ = submit(way, layers[0], batch(4, 1))
     handed.collect(0)
@@ -354,7 +354,7 @@ def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceE
     way.close()
     one = batch(4, 3)
     unused = engine.counter.data_ptr()
-    launch.run(1, 0, *(t.data_ptr() for t in one), unused, unused, unused, *side.inputs, unused,
+    launch.run(1, 0, *(t.data_ptr() for t in one), *[unused] * 4, *side.inputs, unused,
                engine.core.ring_address, engine.core.head_address, 4, slot, 0, 0)  # fmt: skip
     out = torch.ones(4, H).bfloat16()
     way.take_back(handed, out, 0, False)

@@ -13,9 +13,14 @@ pytest.importorskip("triton")
 ENTRIES = 1024
 
 
-def hand_over(x, ids, weights, slot_map, cold_slot, programs, block, number=0, slot=5, head=None):
+def hand_over(
+    x, ids, weights, slot_map, cold_slot, programs, block, number=0, slot=5, head=None, padding=None
+):
     """What one launch writes, by name."""
     tokens, k = ids.shape
+    read = padding.view(torch.uint8) if padding is not None and padding.dtype == torch.bool else (
+        slot_map if padding is None else padding
+    )  # fmt: skip
     counter = torch.tensor([number], dtype=torch.int32)
     found = {
         "hot_ids": torch.full_like(ids, 77), "hot_weights": torch.full_like(weights, 7),
@@ -26,11 +31,12 @@ def hand_over(x, ids, weights, slot_map, cold_slot, programs, block, number=0, s
     times = torch.full((6,), -1, dtype=torch.int64)
     head = torch.tensor([number], dtype=torch.int32) if head is None else head
     kernels.hand_over[(programs,)](
-        x, ids, weights, slot_map, found["hot_ids"], found["hot_weights"],
+        x, ids, weights, read, slot_map, found["hot_ids"], found["hot_weights"],
         found["x"], found["ids"], found["weights"], found["tokens"], times, found["cell"], counter,
         found["ring"], head, tokens, slot,
         HIDDEN=x.shape[1], TOP_K=k, EXPERTS=slot_map.shape[0], ENTRIES=ENTRIES,
-        SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0, BLOCK=block,
+        PADDED=padding is not None, SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
+        BLOCK=block,
         ROUTES=kernels.routes_with(-(-x.shape[1] // block), k), ROOM_CHECK=kernels.ROOM_CHECK,
         FENCE=False, TRACE=True,
     )  # fmt: skip
@@ -87,6 +93,46 @@ def test_hand_over(
         slots, hot_weights = hot_routes(ids, weights, slot_map, cold_slot)
         assert found["hot_ids"].dtype == ids_dtype and torch.equal(found["hot_ids"], slots)
         assert torch.equal(found["hot_weights"], hot_weights)
+
+
+def masks(tokens: int) -> dict[str, torch.Tensor | None]:
+    """Of padding: what an engine gives, at the end, all rows or none, anywhere, not aligned."""
+    g = torch.Generator().manual_seed(tokens)
+    anywhere = torch.rand(tokens + 1, generator=g) < 0.5
+    slots = torch.randint(0, 2**40, (tokens + 1,), generator=g)
+    at_end = torch.arange(tokens) >= (tokens + 1) // 2
+    return {
+        "end": at_end, "all": torch.ones(tokens, dtype=torch.bool),
+        "none": torch.zeros(tokens, dtype=torch.bool), "anywhere": anywhere[1:],
+        "slots, end": torch.where(at_end, -1, slots[1:]), "slots, none": slots[1:],
+        "slots, all": torch.full((tokens,), -1),
+        "slots, anywhere": torch.where(anywhere, -(slots + 1), slots)[1:],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 13])
+@pytest.mark.parametrize(
+    ("hidden", "k", "block", "programs", "cold_slot"),
+    [(64, 1, 64, 1, None), (100, 3, 32, 4, 0), (32, 300, 16, 3, -1)],
+)
+@pytest.mark.parametrize("name", masks(1))
+def test_padding_is_routed_nowhere(tokens, hidden, k, block, programs, cold_slot, name) -> None:
+    """All else is as without it."""
+    padding = masks(tokens)[name]
+    rows = padding if padding.dtype == torch.bool else padding < 0
+    given = batch(tokens, hidden, k, 10, torch.bfloat16, torch.int32, torch.float32, seed=tokens)
+    kept = padding.clone()
+    found = hand_over(*given, cold_slot, programs, block, padding=padding)
+    want = hand_over(*given, cold_slot, programs, block)
+    want["ids"][rows] = -1
+    if cold_slot is not None:
+        want["hot_ids"][rows], want["hot_weights"][rows] = cold_slot, 0
+        routes = hot_routes(*given[1:], cold_slot, padding)
+        assert torch.equal(found["hot_ids"], routes[0])
+        assert torch.equal(found["hot_weights"], routes[1])
+    for what, tensor in want.items():
+        assert torch.equal(found[what], tensor), what
+    assert torch.equal(padding, kept)
 
 
 @pytest.mark.parametrize("number", [1, 2**31 - 2, 2**31 - 1, -2, -1, 1023, 1024])

@@ -144,3 +144,98 @@ def test_layers_that_go_and_come() -> None:
     later = model(2)[0]
     layers[0]._chain.append(later, 9)
     assert layers[0]._chain_place() == (0, K - 2)
+
+
+def masks(tokens: int, seed: int) -> list[torch.Tensor | None]:
+    """Of padding, in turns of all kinds; the last one not aligned."""
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.rand(tokens + 1, generator=g) < 0.4
+    slots = torch.randint(0, 2**40, (tokens + 1,), generator=g)
+    mixed = torch.where(rows, -1 - slots, slots)
+    return [None, rows[:tokens], mixed[:tokens], None, torch.full((tokens,), -1), mixed[1:]]
+
+
+@pytest.mark.parametrize("d", [0, 2])
+def test_padding_that_changes(engine: DeviceEngine, d: int) -> None:
+    """It costs nothing, and rows that are none get what they get without those that are."""
+    layers, same = on_device(engine, model(d)), model(d)
+    for number, tokens in enumerate([4, 1, 20]):
+        for turn, mask in enumerate(masks(tokens, number)):
+            real = torch.ones(tokens, dtype=torch.bool)
+            if mask is not None:
+                real = ~mask if mask.dtype == torch.bool else mask >= 0
+            for i in range(LAYERS):
+                x, ids, weights = one = batch(tokens, 100 * number + 10 * turn + i)
+                before = layers[i].stats()["expert_calls"], same[i].stats()["expert_calls"]
+                # Where experts are deferred a row has to do with those beside it.
+                same[i].submit_forward(x, ids.where(real[:, None], -1), weights)
+                want = same[i].sync_forward(x)
+                routes = layers[i].submit_and_split(
+                    *one, 0, slot_map=SLOT_MAP, cold_slot=-1, padding=mask
+                )
+                theirs = hot_routes(*one[1:], SLOT_MAP, -1, mask)
+                assert all(map(torch.equal, routes, theirs))
+                assert (routes[0][~real] == -1).all() and not routes[1][~real].any()
+                assert torch.equal(layers[i].sync_and_add(x, None, 0), want), (tokens, turn, i)
+                if d == 0:
+                    calls = [
+                        layer.stats()["expert_calls"] - b
+                        for layer, b in zip((layers[i], same[i]), before, strict=True)
+                    ]
+                    cold = int(((ids[real] >= 2) & (ids[real] < 6)).sum())
+                    assert calls == [cold, cold]
+                    alone = same[i].forward(x[real], ids[real], weights[real])
+                    assert torch.equal(want[real], alone) and not want[~real].any()
+
+
+def test_padding_of_a_batch_that_is_copied(engine: DeviceEngine) -> None:
+    [layer, *_] = on_device(engine, model())
+    x, ids, weights = batch(4, 1)
+    mask = torch.tensor([3, -1, 0, -1])
+    want = model()[0].forward(x, ids.where(mask[:, None] >= 0, -1), weights)
+    for _ in range(2):
+        turned = x.t().contiguous().t()
+        layer.submit_and_split(turned, ids, weights, 0, slot_map=SLOT_MAP, cold_slot=0,
+                               padding=mask)  # fmt: skip
+        assert torch.equal(layer.sync_and_add(turned, None, 0), want)
+
+
+@pytest.mark.parametrize("way", ["device", "CPU"])
+def test_padding_that_is_wrong(engine: DeviceEngine, way: str) -> None:
+    [layer, *_] = on_device(engine, model()) if way == "device" else model()
+    one = batch(4, 1)
+    for padding, problem in (
+        (
+            torch.zeros(3).bool(),
+            r"padding is \[3\] torch.bool .* on cpu; accepted: \[4\] torch.bool",
+        ),
+        (torch.zeros(4).int(), r"padding is \[4\] torch.int32 .* torch.bool or torch.int64"),
+        (torch.zeros(4, 1).long(), r"padding is \[4, 1\] torch.int64"),
+        (torch.zeros(8).long()[::2], r"padding is .* of strides \(2,\) .* contiguous"),
+        (torch.zeros(4, dtype=torch.bool, device="meta"), "padding .* it is on meta"),
+    ):
+        with pytest.raises(ValueError, match=f"layer 0: {problem}"):
+            layer.submit_and_split(*one, 0, slot_map=SLOT_MAP, cold_slot=0, padding=padding)
+    with pytest.raises(TypeError, match="layer 0: padding must be a tensor, got int"):
+        layer.submit_and_split(*one, 0, slot_map=SLOT_MAP, cold_slot=0, padding=3)
+    with pytest.raises(RuntimeError, match="without submit_forward"):
+        layer.sync_and_add(one[0], None, 0)
+
+
+def test_padding_in_a_capture(engine: DeviceEngine) -> None:
+    """Its kernels are compiled by a batch before, of the same kind of mask."""
+    [layer, *_], backend = on_device(engine, model()), engine.backend
+    one, slots = batch(4, 1), torch.tensor([1, 2, 3, -1])
+    call(layer, one)
+    for mask in (slots, slots < 0):
+        given = dict(slot_map=SLOT_MAP, cold_slot=0, padding=mask)
+        backend.in_capture = True
+        with pytest.raises(RuntimeError, match="of another kind"):
+            layer.submit_and_split(*one, 0, **given)
+        backend.in_capture = False
+        layer.submit_and_split(*one, 0, **given)
+        want = layer.sync_and_add(one[0], None, 0).clone()
+        backend.in_capture = True
+        layer.submit_and_split(*one, 0, **given)
+        assert torch.equal(layer.sync_and_add(one[0], None, 0), want)
+        backend.in_capture = False

@@ -120,6 +120,62 @@ def test_graph(d: int, tokens: int) -> None:
     assert wrong == 0
 
 
+@pytest.mark.parametrize("d", [0, 2])
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
+def test_padding_in_a_graph(d: int, kind: torch.dtype) -> None:
+    """A buffer says which rows of a graph's batch are padding: read anew at each replay. They cost
+    nothing, and the others are as without them."""
+    tokens, layers, same = 8, model(d), model(d)
+    inputs = [on_gpu(batch(tokens, i)) for i in range(LAYERS)]
+    slot_map = torch.full((E,), -1, dtype=torch.int32, device=CUDA)
+    slot_map[:3] = torch.arange(3, dtype=torch.int32)
+    whole = torch.zeros(tokens + 1, dtype=kind, device=CUDA)
+    # The engine's buffer begins at an aligned address; a view may not.
+    padding = whole[1:] if d else whole[:tokens]
+
+    def run() -> list[tuple[torch.Tensor, ...]]:
+        found = []
+        for layer, one in zip(layers, inputs, strict=True):
+            routes = layer.submit_and_split(*one, slot_map=slot_map, cold_slot=0, padding=padding)
+            kept = [route.clone() for route in routes]
+            found.append((layer.sync_and_add(one[0]), *kept))
+        return found
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    torch.cuda.synchronize()
+    for number, real in enumerate([8, 3, 0, 1, 7, 8, 5] * 20):
+        batches = [batch(tokens, 100 + number * LAYERS + i) for i in range(LAYERS)]
+        for given, one in zip(inputs, batches, strict=True):
+            for target, source in zip(given, one, strict=True):
+                target.copy_(source)
+        is_token = torch.arange(tokens) < real
+        if number % 2:
+            is_token = is_token[torch.randperm(tokens)]
+        if kind == torch.bool:
+            padding.copy_(~is_token)
+        else:
+            padding.copy_(torch.where(is_token, 2**33 + torch.arange(tokens), -1))
+        before = [layer.stats()["expert_calls"] for layer in layers]
+        graph.replay()
+        torch.cuda.synchronize()
+        left = [(x, ids.where(is_token[:, None], -1), w) for x, ids, w in batches]
+        want = expected(same, left)
+        for i, (out, slots, weights) in enumerate(outputs):
+            assert torch.equal(out.cpu(), want[i]), (number, i)
+            x, ids, w = batches[i]
+            routes = hot_routes(ids, w, slot_map.cpu(), 0, ~is_token)
+            assert torch.equal(slots.cpu(), routes[0]) and torch.equal(weights.cpu(), routes[1])
+            if d == 0:
+                cold = int((ids[is_token] >= 3).sum())
+                assert layers[i].stats()["expert_calls"] - before[i] == cold, (number, i)
+                if real:
+                    alone = same[i].forward(x[is_token], ids[is_token], w[is_token])
+                    assert torch.equal(out.cpu()[is_token], alone), (number, i)
+
+
 def test_two_models() -> None:
     """In turns, on two streams at once, eager and captured."""
     models, same = [model(2, s) for s in (1, 2)], [model(2, s) for s in (1, 2)]

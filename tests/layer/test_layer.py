@@ -105,6 +105,34 @@ def test_hot_routes(weights: dict[str, torch.Tensor]) -> None:
     assert layer.submit(x, ids, router)[0].tolist() == [[0, 1], [1, 0], [0, 0], [0, 0]]
 
 
+@pytest.mark.parametrize("cold_slot", [-1, 0])
+@pytest.mark.parametrize(
+    "padding",
+    [torch.tensor([False, True, False, True, True]), torch.tensor([0, -1, 7, -1, -9])],
+    ids=["mask", "slots"],
+)
+def test_padding_costs_nothing(
+    padding: torch.Tensor, cold_slot: int, weights: dict[str, torch.Tensor]
+) -> None:
+    layer, elsewhere = layer_of(2), layer_of(2, has_cpu_part=False)
+    load(layer, weights)
+    for made in (layer, elsewhere):
+        made.finish_loading()
+    x, ids, router = batch(5)
+    routes = layer.submit(x, ids, router, cold_slot=cold_slot, padding=padding)
+    y, real = layer.collect(x), torch.tensor([0, 2])
+    assert layer.stats()["expert_calls"] == int((ids[real] >= 2).sum())
+    whole = layer.submit(x, ids, router, cold_slot=cold_slot)
+    assert torch.equal(y[real], layer.collect(x)[real]) and not y[[1, 3, 4]].any()
+    for part, all_rows, nothing in zip(routes, whole, (cold_slot, 0), strict=True):
+        assert torch.equal(part[real], all_rows[real]) and (part[[1, 3, 4]] == nothing).all()
+    other = elsewhere.submit(x, ids, router, cold_slot=cold_slot, padding=padding)
+    assert all(map(torch.equal, other, routes))
+    for made in (layer, elsewhere):
+        with pytest.raises(ValueError, match=r"layer 3: padding is \[4\] .* accepted: \[5\]"):
+            made.submit(x, ids, router, padding=padding[:4])
+
+
 @pytest.mark.parametrize("hot", [0, 2])
 def test_a_rank_that_computes_no_cold_experts(hot: int, weights: dict[str, torch.Tensor]) -> None:
     """Under tensor parallelism one rank does; the others only add their part of the hot ones."""

@@ -80,13 +80,14 @@ def _wait_for(word, number, FENCE: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["tokens", "slot"])
+# padding may begin at any row of a tensor, where the other addresses are aligned.
+@triton.jit(do_not_specialize=["tokens", "slot"], do_not_specialize_on_alignment=["padding"])
 def hand_over(
-    x, ids, weights, slot_map, hot_ids, hot_weights,
+    x, ids, weights, padding, slot_map, hot_ids, hot_weights,
     pinned_x, pinned_ids, pinned_weights, pinned_tokens, times, cell, counter, ring, head,
     tokens, slot,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ENTRIES: tl.constexpr,
-    SPLIT: tl.constexpr, COLD_SLOT: tl.constexpr,
+    PADDED: tl.constexpr, SPLIT: tl.constexpr, COLD_SLOT: tl.constexpr,
     BLOCK: tl.constexpr, ROUTES: tl.constexpr, ROOM_CHECK: tl.constexpr, FENCE: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
@@ -94,6 +95,8 @@ def hand_over(
 
     x [tokens, HIDDEN], ids and weights [tokens, TOP_K] on the device, contiguous, any integer and
     float type; the pinned ones alike in x's type, int32 (-1 for ids that do not exist) and float32.
+    With PADDED a row's routes are to no expert where padding [tokens] says so: an int64 below 0, a
+    byte other than 0.
     With SPLIT it also writes the routes of the experts on the device, in the types of ids and
     weights: ``slot_map[id]`` (int32 [EXPERTS], -1 for experts on the CPU), or COLD_SLOT with weight
     0. ROUTES: see `routes_with`. cell: int32 [2] of this side, see Side; counter: int32, entries so
@@ -117,9 +120,16 @@ def hand_over(
         inside = route < tokens * TOP_K
         given = tl.load(ids + route, mask=inside, other=0)
         weight = tl.load(weights + route, mask=inside, other=0)
+        if PADDED:
+            pads = tl.load(padding + route // TOP_K, mask=inside, other=0)
         # int64 first, since an unsigned type cannot hold -1.
         given = tl.cast(given, tl.int64)
         known = (given >= 0) & (given < EXPERTS)
+        if PADDED:
+            if padding.dtype.element_ty == tl.int64:
+                known = known & (pads >= 0)
+            else:
+                known = known & (pads == 0)
         expert = tl.where(known, given, -1).to(tl.int32)
         if SPLIT:
             device_slot = tl.load(slot_map + expert, mask=inside & known, other=-1)

@@ -25,8 +25,10 @@ _DTYPES = {
     torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 }  # fmt: skip
+# What the kernel reads of masks of padding.
+_PADDING = {torch.bool: torch.uint8, torch.int64: torch.int64, None: torch.int32}
 _CLOSE_SECONDS = 5.0
-_ALIGNMENT = 16  # bytes, of all addresses: the kernels are compiled for it
+_ALIGNMENT = 16  # bytes, of all addresses but padding's: the kernels are compiled for it
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +114,7 @@ class _Plan:
     slot_map: torch.Tensor | None  # kept, since it is compared by its address
     slot_map_address: int | None
     cold_slot: int | None
+    padding: torch.dtype | None
     bank: Bank
     side: Side
     counted: Bank | Side  # its batches: a later one has the buffers
@@ -119,7 +122,7 @@ class _Plan:
     dtype: torch.dtype
     slot: _Slot
     routes: tuple[torch.Tensor, torch.Tensor] | None
-    hand_over: Any  # launches it: stream, addresses of x, ids and weights
+    hand_over: Any  # launches it: stream, addresses of x, ids, weights and padding
     # The same for take_back: stream, addresses of hot and out; by whether hot is added, and scale.
     take_back: dict[tuple[bool, float], Any] = field(default_factory=dict)
 
@@ -159,13 +162,15 @@ class LayerStream:
     def submit(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
         tokens: int, cuda_stream: Any, place: tuple[int, int], *,
-        deferring: bool, split: tuple[torch.Tensor, int] | None = None, kinds: Any = None,
+        deferring: bool, split: tuple[torch.Tensor, int] | None = None,
+        padding: torch.Tensor | None = None, kinds: Any = None,
     ) -> tuple[Batch, tuple[torch.Tensor, torch.Tensor] | None]:  # fmt: skip
         """Hands over hidden [..., H], ids and weights [T, k], T > 0.
 
         place: position in the chain, and how many routes of a token are not deferred (k where the
         layer does not defer); deferring: whether layers of its model do. split: (slot_map, cold
-        slot) asks for the routes of the device's experts, see `kernels.hand_over`. kinds: the same
+        slot) asks for the routes of the device's experts, see `kernels.hand_over`. padding: a mask
+        as `routing.need_padding` takes it, on the device. kinds: the same
         object in all calls whose tensors have the same shapes, dtypes and devices, and whose
         deferring is the same; None: not known. Raises RuntimeError for what went wrong on the CPU
         before.
@@ -190,8 +195,9 @@ class LayerStream:
                 for t in (hidden, topk_ids, topk_weights)
             ]
             return self.submit(
-                *copies, tokens, cuda_stream, place, deferring=deferring, split=split
-            )
+                *copies, tokens, cuda_stream, place, deferring=deferring, split=split,
+                padding=padding,
+            )  # fmt: skip
         capturing = backend.capturing(stream)
         if known is None:
             bank = self._bank(hidden.dtype, deferring, tokens, capturing)
@@ -204,19 +210,23 @@ class LayerStream:
         bank.stream = stream
         index = bank.next_side(place[0])
         slot_map, cold_slot = (None, None) if split is None else (split[0].data_ptr(), split[1])
+        masked, pads = None, self._unused[0]
+        if padding is not None:
+            masked, pads = padding.dtype, padding.data_ptr()
         plan = known.plans[index]
         if (
             plan is None or plan.slot_map_address != slot_map or plan.cold_slot != cold_slot
-            or plan.place != place
+            or plan.place != place or plan.padding is not masked
         ):  # fmt: skip
             plan = self._plan(
-                bank, index, place, topk_ids.dtype, topk_weights.dtype, tokens, split, capturing
-            )
+                bank, index, place, topk_ids.dtype, topk_weights.dtype, tokens, split, masked,
+                capturing,
+            )  # fmt: skip
             if not capturing:  # else its routes may be the graph's
                 known.plans[index] = plan
         plan.side.batches += 1
         bank.batches += 1
-        plan.hand_over(stream, x, ids, weights)
+        plan.hand_over(stream, x, ids, weights, pads)
         if not capturing:
             plan.slot.launched += 1
         core.wake()
@@ -229,7 +239,7 @@ class LayerStream:
     def _plan(
         self, bank: Bank, index: int, place: tuple[int, int], ids: torch.dtype,
         weights: torch.dtype, tokens: int, split: tuple[torch.Tensor, int] | None,
-        capturing: bool,
+        padding: torch.dtype | None, capturing: bool,
     ) -> _Plan:  # fmt: skip
         engine, side = self.engine, bank.sides[index]
         slot_map, cold_slot = split if split is not None else (None, None)
@@ -249,7 +259,7 @@ class LayerStream:
                 bank.routes(index, weights, tokens, capturing),
             )
             of_routes = tuple(tensor.data_ptr() for tensor in (slot_map, *routes))
-        launch = self._hand_over(bank.key.dtype, ids, weights, cold_slot, capturing)
+        launch = self._hand_over(bank.key.dtype, ids, weights, padding, cold_slot, capturing)
         slot = self._slots.get((bank, index, place))
         if slot is None:
             number = engine.core.add_slot(
@@ -259,14 +269,14 @@ class LayerStream:
             if engine.tracer is not None:
                 engine.tracer.name(number, self.where)
         run = launch.bind(
-            self._programs(tokens), None, None, None, *of_routes, *side.inputs,
+            self._programs(tokens), None, None, None, None, *of_routes, *side.inputs,
             engine.counter.data_ptr(), engine.core.ring_address, engine.core.head_address,
             tokens, slot.number, 0, 0,
         ).run  # fmt: skip
         return _Plan(
-            place, slot_map, None if slot_map is None else of_routes[0], cold_slot, bank, side,
-            bank if bank.key.deferring else side, (tokens, self._hidden), bank.key.dtype, slot,
-            routes, run,
+            place, slot_map, None if slot_map is None else of_routes[0], cold_slot, padding, bank,
+            side, bank if bank.key.deferring else side, (tokens, self._hidden), bank.key.dtype,
+            slot, routes, run,
         )  # fmt: skip
 
     def _programs(self, tokens: int) -> int:
@@ -328,19 +338,22 @@ class LayerStream:
     # ---- kernels ----------------------------------------------------------------------------
 
     def _hand_over(
-        self, x: torch.dtype, ids: torch.dtype, weights: torch.dtype, cold_slot: int | None,
-        capturing: bool,
+        self, x: torch.dtype, ids: torch.dtype, weights: torch.dtype, padding: torch.dtype | None,
+        cold_slot: int | None, capturing: bool,
     ) -> Any:  # fmt: skip
-        key = ("hand_over", x, ids, weights, self._hidden, self._top_k, self._experts, cold_slot)
+        key = (
+            "hand_over", x, ids, weights, padding, self._hidden, self._top_k, self._experts,
+            cold_slot,
+        )  # fmt: skip
         launch = self.engine.launches.get(key)
         if launch is None:
             int32, int64, float32 = torch.int32, torch.int64, torch.float32
             launch = self._compile(
                 key, capturing, kernels.hand_over,
-                (x, ids, weights, int32, ids, weights,
+                (x, ids, weights, _PADDING[padding], int32, ids, weights,
                  x, int32, float32, int32, int64, int32, int32, int64, int32, 0, 0),
                 TOP_K=self._top_k, EXPERTS=self._experts, ENTRIES=self.engine.core.entries,
-                SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
+                PADDED=padding is not None, SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
                 ROUTES=kernels.routes_with(self._blocks, self._top_k),
                 ROOM_CHECK=kernels.ROOM_CHECK,
             )  # fmt: skip
