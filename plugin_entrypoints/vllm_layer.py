@@ -23,6 +23,7 @@ from kt_kernel.options import KTOptions
 from kt_kernel.report import watch
 
 from .vllm import options_of
+from .vllm_padding import Padding
 
 _logger = logging.getLogger("vllm.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -46,9 +47,10 @@ class HybridExperts(RoutedExperts):
         options = options_of(config)
         self.kt_model: HybridModel | None = None
         self.kt_layer: HybridLayer | None = None
+        self.kt_padding: Padding | None = None
         if options is not None:
             _refuse(layer_name, moe_config, kwargs)
-            self.kt_model = _model_of(config, options)
+            self.kt_model, self.kt_padding = _model_of(config, options)
             ranks = moe_config.moe_parallel_config
             # moe_config's sizes, before vLLM pads them for its kernels.
             self.kt_layer = self.kt_model.add_layer(
@@ -142,7 +144,8 @@ class HybridExperts(RoutedExperts):
         layer = self.kt_layer
         if layer is None or layer.num_cold == 0:
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
-        slots, weights = layer.submit(x, topk_ids, topk_weights)
+        padding = self.kt_padding.of(x)
+        slots, weights = layer.submit(x, topk_ids, topk_weights, padding=padding)
         hot = super().forward_modular(x, weights, slots, **shared) if layer.num_hot else None
         return layer.collect(x, hot)
 
@@ -180,13 +183,14 @@ def _hook_runner() -> None:
     MoERunner._select_forward = select_forward_with_kt
 
 
-def _model_of(config: Any, options: KTOptions) -> HybridModel:
+def _model_of(config: Any, options: KTOptions) -> tuple[HybridModel, Padding]:
     """The model under construction: that of this configuration's earlier layers, or a new one."""
     for runner in config.compilation_config.static_forward_context.values():
-        model = getattr(getattr(runner, "routed_experts", None), "kt_model", None)
+        experts = getattr(runner, "routed_experts", None)
+        model = getattr(experts, "kt_model", None)
         if model is not None:
-            return model
-    return HybridModel(options)
+            return model, experts.kt_padding
+    return HybridModel(options), Padding(config)
 
 
 def _refuse(layer_name: str, moe_config: Any, kwargs: dict[str, Any]) -> None:

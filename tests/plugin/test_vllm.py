@@ -18,6 +18,7 @@ import torch
 from engines import (
     COLD,
     DEMO_MODEL,
+    HERE,
     HOT,
     TIMEOUT,
     Answers,
@@ -149,6 +150,7 @@ def test_cold_experts_are_ours_alone(
         assert stats["tokens"] >= tokens
         if hot == 0:
             assert stats["expert_calls"] == 2 * stats["tokens"]
+            assert answer["expert_calls"] == [2 * tokens] * LAYERS
         else:
             assert 0 < stats["expert_calls"] < 2 * stats["tokens"]
 
@@ -250,6 +252,14 @@ def test_a_hook_that_is_gone_stops_the_start(model: Path) -> None:
     assert done.returncode != 0
     assert "STOCK STARTS" in done.stdout and "HYBRID STARTS" not in done.stdout
     assert "this vLLM lacks vllm.engine.arg_utils:Renamed, which the plugin needs" in done.stderr
+
+
+def test_hooks() -> None:
+    done = subprocess.run(
+        [PYTHON, HERE / "vllm_hooks.py"],
+        capture_output=True, text=True, env=environment(), timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.strip().endswith("OK"), done.stdout + done.stderr
 
 
 # ---- the server

@@ -8,6 +8,7 @@ JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "comp
                 "environment": {variables}, "model": another one, "prompts": other ones,
                 "reload": load the weights again at the end?, "leave": end the process with it?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
+          "expert_calls": of each layer, for the prompts alone,
           "hot_rows", "hybrid": class name of the expert layer}]; {"name", "error"} if it raised.
 """
 
@@ -46,6 +47,7 @@ def run(job: dict, one: dict) -> dict:
         "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
     }
     llm = LLM(one.get("model", job["model"]), **arguments | one.get("engine", {}))
+    before = llm.apply_model(_inspect)[0]["stats"]  # what starting took
     started = time.monotonic()
     results = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in one.get("prompts", job["prompts"])],
@@ -69,6 +71,10 @@ def run(job: dict, one: dict) -> dict:
             for output in outputs
         ],
         "seconds": {"start": started - start, "generate": time.monotonic() - started},
+        "expert_calls": [
+            now.get("expert_calls", 0) - then.get("expert_calls", 0)
+            for now, then in zip(found["stats"], before, strict=True)
+        ],
         **found,
     }
     if one.get("leave"):
