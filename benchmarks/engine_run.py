@@ -90,7 +90,7 @@ def timed(
 
     for tokens in job["prefill"]:  # what is compiled at the first use of a size
         seconds(1, tokens, 1)
-    end = time.monotonic() + job["settle"]  # SGLang's processes are busy for a while
+    end = time.monotonic() + job["settle"]  # engines are slower for a while after their start
     while True:
         for count in job["streams"]:
             seconds(count, job["context"], 16)

@@ -24,7 +24,7 @@ class Hook:
 
 
 _VLLM_TRIED = "0.26.0 (GPU), 0.32.0 (CPU)"
-_VLLM_READ = "looked up in 0.26.0 (GPU) and 0.32.0 (CPU), of no use on a CPU"
+_VLLM_PADDING = "0.26.0 (GPU), 0.32.0 (CPU, looked up)"  # batches are not padded on a CPU
 _SGLANG_TRIED = "0.5.17 (GPU), 0.5.23 (CPU)"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _SGLANG_ARGUMENTS = "sglang.srt.server_args:ServerArgs"
@@ -109,7 +109,7 @@ HOOKS: list[Hook] = [
         "vllm.forward_context:get_forward_context",
         "called",
         "leads to the slots in the KV cache (slot_mapping, no_compile_layers): padding has none",
-        _VLLM_READ,
+        _VLLM_PADDING,
         "the oldest version tells which rows are padding",
     ),
     Hook(
@@ -117,7 +117,7 @@ HOOKS: list[Hook] = [
         "vllm.forward_context:ForwardContext.is_padding",
         "read",
         "tells padding from tokens where the model runner sets it",
-        _VLLM_READ,
+        _VLLM_PADDING,
         "vLLM's router marks padding by itself, always",
         needed=False,
     ),
@@ -126,7 +126,7 @@ HOOKS: list[Hook] = [
         "vllm.model_executor.layers.attention:Attention",
         "read",
         "a layer in whose KV cache each token has a slot",
-        _VLLM_READ,
+        _VLLM_PADDING,
         "the oldest version tells which rows are padding",
         needed=False,
     ),
@@ -135,7 +135,7 @@ HOOKS: list[Hook] = [
         "vllm.model_executor.layers.attention:MLAAttention",
         "read",
         "the same, of DeepSeek's models",
-        _VLLM_READ,
+        _VLLM_PADDING,
         "the oldest version tells which rows are padding",
         needed=False,
     ),
@@ -144,7 +144,7 @@ HOOKS: list[Hook] = [
         "vllm.config:CacheConfig.kv_sharing_fast_prefill",
         "read",
         "with it a layer's rows are not those of the batch",
-        _VLLM_READ,
+        _VLLM_PADDING,
         "vLLM drops the option",
         needed=False,
     ),
@@ -153,7 +153,7 @@ HOOKS: list[Hook] = [
         "vllm.config:ParallelConfig.decode_context_parallel_size",
         "read",
         "with more than one rank a token has no slot on the others",
-        _VLLM_READ,
+        _VLLM_PADDING,
         "the oldest version tells which rows are padding",
         needed=False,
     ),
