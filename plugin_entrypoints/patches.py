@@ -123,6 +123,15 @@ HOOKS: list[Hook] = [
     ),
     Hook(
         "vllm",
+        "vllm.envs:VLLM_MOE_SKIP_PADDING",
+        "read",
+        "whether model runners keep is_padding up: without it one leaves it as it was",
+        _VLLM_PADDING,
+        "is_padding is always kept up, or gone",
+        needed=False,
+    ),
+    Hook(
+        "vllm",
         "vllm.model_executor.layers.attention:Attention",
         "read",
         "a layer in whose KV cache each token has a slot",

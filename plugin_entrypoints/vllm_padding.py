@@ -2,13 +2,14 @@
 
 For a captured graph vLLM pads a batch up to the graph's size, and routes the padding's leftovers
 like tokens. What tells them apart lies in its forward context, in buffers that stay where they are,
-so a graph reads them anew at each replay: ``is_padding`` where the model runner sets it, else the
-slots in the KV cache, which only tokens have.
+so a graph reads them anew at each replay: ``is_padding`` where the model runner keeps it up, else
+the slots in the KV cache, which only tokens have.
 """
 
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.forward_context import get_forward_context
 
 
@@ -24,6 +25,9 @@ class Padding:
         # Else tokens whose keys another rank keeps have no slot here.
         ranks = getattr(config.parallel_config, "decode_context_parallel_size", None)
         self._all_slots = ranks == 1
+        # Without it vLLM 0.26's second model runner still gives is_padding, but leaves in it what
+        # the last dummy run did: all rows are padding.
+        self._marked = bool(getattr(envs, "VLLM_MOE_SKIP_PADDING", False))
         self._layer: str | None = None  # whose slots are looked at; "": none has any
 
     def of(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -32,7 +36,9 @@ class Padding:
         if not x.is_cuda or not self._all_rows:
             return None
         context = get_forward_context()
-        found, dtype = getattr(context, "is_padding", None), torch.bool
+        found, dtype = None, torch.bool
+        if self._marked:
+            found = getattr(context, "is_padding", None)
         if found is None:
             found, dtype = self._slots(context), torch.int64
         if (
@@ -45,11 +51,11 @@ class Padding:
     def _slots(self, context: Any) -> Any:
         """Each row's slot in the KV cache, -1 for padding. There are none in the profile run, and
         a dummy batch has no slot at all."""
-        mappings = context.slot_mapping
+        mappings = getattr(context, "slot_mapping", None)
         if not self._all_slots or not isinstance(mappings, dict) or not mappings:
             return None
         if self._layer is None:
-            layers = context.no_compile_layers
+            layers = getattr(context, "no_compile_layers", {})
             self._layer = next((name for name in mappings if _keeps(layers.get(name))), "")
         return mappings.get(self._layer)
 

@@ -187,6 +187,27 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
             assert answer["expert_calls"] == [TOP_K * tokens] * LAYERS, (name, tokens)
 
 
+@pytest.mark.parametrize("marks", ["0", "1"])
+def test_vllm_second_model_runner(
+    folder: Path, plain: Path, transformers: Reference, marks: str
+) -> None:
+    """0.26's default for Qwen2-MoE, Granite-MoE and DeepSeek-V2. It always gives is_padding, which
+    it keeps up only with VLLM_MOE_SKIP_PADDING; no token may be taken for padding without."""
+    kt = {"method": "BF16", "num_gpu_experts": 0, "cpuinfer": CPU_THREADS}
+    one = {"name": "none hot", "engine": GPU_VLLM, "kt": kt, "compile": True}
+    variables = environment(
+        VLLM_USE_V2_MODEL_RUNNER="1", VLLM_MOE_SKIP_PADDING=marks,
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    )  # fmt: skip
+    answers = run(
+        gpu_python("KT_VLLM_GPU_PYTHON"), "vllm_run.py", folder / f"second {marks}", variables,
+        **_job(plain), runs=[one],
+    )  # fmt: skip
+    check_logprobs("vLLM", answers["none hot"], transformers, PROMPTS, 0.05, MEAN)
+    tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+    assert answers["none hot"]["expert_calls"] == [TOP_K * tokens] * LAYERS
+
+
 def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
     python = gpu_python("KT_SGLANG_GPU_PYTHON")
     runs = [

@@ -3,6 +3,7 @@
 Prints OK at the end; an assertion names what is wrong.
 """
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from kt_kernel.plugin_entrypoints import patches, vllm_layer, vllm_padding
 
+SKIP = "VLLM_MOE_SKIP_PADDING"
 TOKENS = 4
 X = SimpleNamespace(is_cuda=True, shape=torch.Size([TOKENS, 8]), device=torch.device("cpu"))
 SLOTS = torch.tensor([5, 6, -1, -1])
@@ -79,10 +81,16 @@ def check_slots() -> None:
 
 
 def check_what_the_runner_marks() -> None:
-    """It comes first, whoever keeps the slots."""
+    """It comes first, whoever keeps the slots; but not where the runner does not keep it up."""
     mappings = {"attention": NO_SLOTS}
     for given in (config(), config(ranks=2)):
         assert found(vllm_padding.Padding(given), mappings, IS_PADDING) is IS_PADDING
+    os.environ[SKIP] = "0"
+    stale = torch.ones(TOKENS, dtype=torch.bool)
+    assert found(vllm_padding.Padding(config()), {"attention": SLOTS}, stale) is SLOTS
+    for given in (config(), config(ranks=2)):
+        assert found(vllm_padding.Padding(given), None, stale) is None
+    os.environ[SKIP] = "1"
 
 
 def check_what_is_not_taken() -> None:
@@ -132,6 +140,7 @@ def check_what_is_read_is_there() -> None:
 
 
 if __name__ == "__main__":
+    os.environ[SKIP] = "1"  # 0.26 has "0" by default
     check_slots()
     check_what_the_runner_marks()
     check_what_is_not_taken()

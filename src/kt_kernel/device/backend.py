@@ -45,7 +45,7 @@ class CudaBackend:
         addresses of 0.
 
         arguments: of each parameter that is no constant, the dtype it points to, or 0 for an int32.
-        Every address must be a multiple of 16.
+        Every address must be a multiple of 16, but of parameters that the kernel exempts.
         """
         with torch.cuda.device(self.device):
             kernel = function.warmup(
