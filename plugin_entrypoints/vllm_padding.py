@@ -1,15 +1,13 @@
 """vLLM plugin: which rows of a batch are no tokens. Imported only inside vLLM.
 
 For a captured graph vLLM pads a batch up to the graph's size, and routes the padding's leftovers
-like tokens. What tells them apart lies in its forward context, in buffers that stay where they are,
-so a graph reads them anew at each replay: ``is_padding`` where the model runner keeps it up, else
-the slots in the KV cache, which only tokens have.
+like tokens. What tells them apart lies in its forward context: the slots in the KV cache, which
+only tokens have, in a buffer that stays where it is, so that a graph reads it anew at each replay.
 """
 
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.forward_context import get_forward_context
 
 
@@ -20,39 +18,37 @@ class Padding:
     """
 
     def __init__(self, config: Any) -> None:
-        # With it layers see some of the batch's rows. An attribute that is gone tells nothing.
-        self._all_rows = getattr(config.cache_config, "kv_sharing_fast_prefill", None) is False
-        # Else tokens whose keys another rank keeps have no slot here.
-        ranks = getattr(config.parallel_config, "decode_context_parallel_size", None)
-        self._all_slots = ranks == 1
-        # Without it vLLM 0.26's second model runner still gives is_padding, but leaves in it what
-        # the last dummy run did: all rows are padding.
-        self._marked = bool(getattr(envs, "VLLM_MOE_SKIP_PADDING", False))
+        # An attribute that is gone tells nothing. With the first, layers see some of the batch's
+        # rows; with the second, tokens whose keys another rank keeps have no slot here.
+        self._complete = (
+            getattr(config.cache_config, "kv_sharing_fast_prefill", None) is False
+            and getattr(config.parallel_config, "decode_context_parallel_size", None) == 1
+        )
         self._layer: str | None = None  # whose slots are looked at; "": none has any
 
     def of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The mask, as `HybridLayer.submit` takes it, of the batch x [T, H] of the pass under way;
         None where it is not known, and on the CPU, where vLLM pads nothing."""
-        if not x.is_cuda or not self._all_rows:
+        if not x.is_cuda or not self._complete:
             return None
         context = get_forward_context()
-        found, dtype = None, torch.bool
-        if self._marked:
-            found = getattr(context, "is_padding", None)
-        if found is None:
-            found, dtype = self._slots(context), torch.int64
+        # Model runners that give is_padding were not tried. Newer versions' routers drop padding by
+        # it; the second runner of 0.26 leaves in it what the last dummy batch did: all are padding.
+        if getattr(context, "is_padding", None) is not None:
+            return None
+        slots = self._slots(context)
         if (
-            not isinstance(found, torch.Tensor) or found.dtype != dtype or found.device != x.device
-            or found.shape != x.shape[:1] or not found.is_contiguous()
+            not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64
+            or slots.device != x.device or slots.shape != x.shape[:1] or not slots.is_contiguous()
         ):  # fmt: skip
             return None
-        return found
+        return slots
 
     def _slots(self, context: Any) -> Any:
         """Each row's slot in the KV cache, -1 for padding. There are none in the profile run, and
         a dummy batch has no slot at all."""
         mappings = getattr(context, "slot_mapping", None)
-        if not self._all_slots or not isinstance(mappings, dict) or not mappings:
+        if not isinstance(mappings, dict) or not mappings:
             return None
         if self._layer is None:
             layers = getattr(context, "no_compile_layers", {})
