@@ -294,10 +294,10 @@ def test_engine_configurations(module: Any) -> None:
     common = ["--shape", "16,1024,512,4", "--layers", "3", "--hot", "0", "0.75", "--deferral"]
     vllm = engine.configurations(engine.parse(["--engine", "vllm", *common, "0", "2"]))
     assert [one["name"] for one in vllm] == [
-        "stock", "kt 0% hot, d=0", "kt 0% hot, d=2", "offload of 0.141 GiB",
-        "kt 75% hot, d=0", "kt 75% hot, d=2", "offload of 0.0352 GiB",
+        "stock", "kt 0% hot, d=0", "kt 0% hot, d=2", "kt 75% hot, d=0", "kt 75% hot, d=2",
+        "offload of 0.141 GiB", "offload of 0.0352 GiB",
     ]  # fmt: skip
-    assert vllm[5]["arguments"]["additional_config"]["kt"] == {
+    assert vllm[4]["arguments"]["additional_config"]["kt"] == {
         "method": "BF16", "num_gpu_experts": 12, "max_deferred_experts_per_token": 2,
     }  # fmt: skip
     cold = 3 * 4 * 3 * 1024 * 512 * 2  # layers, experts, matrices
@@ -309,18 +309,27 @@ def test_engine_configurations(module: Any) -> None:
         "kt_method": "BF16", "kt_num_gpu_experts": 0, "kt_max_deferred_experts_per_token": 1,
         "kt_cpuinfer": 3,
     }  # fmt: skip
-    assert sglang[1]["arguments"] == {"cpu_offload_gb": 1}
-    for wrong in (["--hot", "2"], ["--deferral", "5"]):
+    assert sglang[2]["arguments"] == {"cpu_offload_gb": 1}
+    for parts, names in (([], []), (["0.5"], ["offload of 0.0703 GiB"])):
+        given = ["--engine", "vllm", "--no-stock", *common, "0", "--offload", *parts]
+        found = [one["name"] for one in engine.configurations(engine.parse(given))]
+        assert found == ["kt 0% hot, d=0", "kt 75% hot, d=0", *names]
+    for wrong in (["--hot", "2"], ["--offload", "-1"], ["--deferral", "5"]):
         with pytest.raises(SystemExit):
             engine.parse(["--engine", "vllm", "--shape", "16,1024,512,4", *wrong])
 
 
-def test_synthetic_checkpoints_are_those_of_transformers(tmp_path: Path, module: Any) -> None:
+@pytest.mark.parametrize(("shard_bytes", "shards"), [(4 << 30, 3), (1, 9)])
+def test_synthetic_checkpoints_are_those_of_transformers(
+    shard_bytes: int, shards: int, tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every tensor is the model's, of its shape; a second call writes nothing."""
     from transformers import Qwen3MoeForCausalLM
 
+    monkeypatch.setattr(module("synthetic"), "SHARD_BYTES", shard_bytes)
     shape = module("shapes").parse_shape("4,128,64,2")
     path = module("synthetic").make(tmp_path / "model", shape, 2, 100)
+    assert len(list(path.glob("*.safetensors"))) == shards  # one is the rest
     model, info = Qwen3MoeForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == torch.bfloat16
