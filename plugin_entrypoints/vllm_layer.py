@@ -50,7 +50,8 @@ class HybridExperts(RoutedExperts):
         self.kt_padding: Padding | None = None
         if options is not None:
             _refuse(layer_name, moe_config, kwargs)
-            self.kt_model, self.kt_padding = _model_of(config, options)
+            self.kt_model = _model_of(config, options)
+            self.kt_padding = Padding(config)
             ranks = moe_config.moe_parallel_config
             # moe_config's sizes, before vLLM pads them for its kernels.
             self.kt_layer = self.kt_model.add_layer(
@@ -183,14 +184,13 @@ def _hook_runner() -> None:
     MoERunner._select_forward = select_forward_with_kt
 
 
-def _model_of(config: Any, options: KTOptions) -> tuple[HybridModel, Padding]:
+def _model_of(config: Any, options: KTOptions) -> HybridModel:
     """The model under construction: that of this configuration's earlier layers, or a new one."""
     for runner in config.compilation_config.static_forward_context.values():
-        experts = getattr(runner, "routed_experts", None)
-        model = getattr(experts, "kt_model", None)
+        model = getattr(getattr(runner, "routed_experts", None), "kt_model", None)
         if model is not None:
-            return model, experts.kt_padding
-    return HybridModel(options), Padding(config)
+            return model
+    return HybridModel(options)
 
 
 def _refuse(layer_name: str, moe_config: Any, kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 
 
 class Padding:
-    """Of one model's layers; config is vLLM's configuration.
+    """Of one layer's batches; config is vLLM's configuration.
 
     Where vLLM does not tell, or a version tells it another way, padding is computed like tokens.
     """
