@@ -8,17 +8,11 @@ version is in constraints.txt).
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-try:
-    import matplotlib
-except ImportError:
-    raise SystemExit("plots need matplotlib: pip install -c constraints.txt matplotlib") from None
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from figures import draw_saved, plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -85,9 +79,7 @@ def _speeds(axes: Axes, rows: list[Row], key: str, unit: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) < 2:
-        raise SystemExit(__doc__)
-    plot([json.loads(Path(name).read_text()) for name in arguments[1:]], Path(arguments[0]))
+    draw_saved(plot, arguments, __doc__)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,11 @@ One line of panels per kernel table. Needs matplotlib (its version is in constra
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-try:
-    import matplotlib
-except ImportError:
-    raise SystemExit("plots need matplotlib: pip install -c constraints.txt matplotlib") from None
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from figures import draw_saved, plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, PercentFormatter
@@ -151,6 +145,4 @@ def _legend(rows: list[Row]) -> list[Line2D]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        raise SystemExit(__doc__)
-    plot([json.loads(Path(name).read_text()) for name in sys.argv[2:]], Path(sys.argv[1]))
+    draw_saved(plot, sys.argv[1:], __doc__)
