@@ -95,7 +95,7 @@ def test_hand_over(
         assert torch.equal(found["hot_weights"], hot_weights)
 
 
-def masks(tokens: int) -> dict[str, torch.Tensor | None]:
+def masks(tokens: int) -> dict[str, torch.Tensor]:
     """Of padding: what an engine gives, at the end, all rows or none, anywhere, not aligned."""
     g = torch.Generator().manual_seed(tokens)
     anywhere = torch.rand(tokens + 1, generator=g) < 0.5

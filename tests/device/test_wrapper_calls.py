@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from interpreted import Interpreter
 from test_hand_over import LAYERS, H, K, batch, model, streams
+from test_kernels import masks
 
 from kt_kernel.device.engine import DeviceEngine
 from kt_kernel.routing import hot_routes
@@ -146,21 +147,12 @@ def test_layers_that_go_and_come() -> None:
     assert layers[0]._chain_place() == (0, K - 2)
 
 
-def masks(tokens: int, seed: int) -> list[torch.Tensor | None]:
-    """Of padding, in turns of all kinds; the last one not aligned."""
-    g = torch.Generator().manual_seed(seed)
-    rows = torch.rand(tokens + 1, generator=g) < 0.4
-    slots = torch.randint(0, 2**40, (tokens + 1,), generator=g)
-    mixed = torch.where(rows, -1 - slots, slots)
-    return [None, rows[:tokens], mixed[:tokens], None, torch.full((tokens,), -1), mixed[1:]]
-
-
 @pytest.mark.parametrize("d", [0, 2])
 def test_padding_that_changes(engine: DeviceEngine, d: int) -> None:
     """It costs nothing, and rows that are none get what they get without those that are."""
     layers, same = on_device(engine, model(d)), model(d)
     for number, tokens in enumerate([4, 1, 20]):
-        for turn, mask in enumerate(masks(tokens, number)):
+        for turn, mask in enumerate([None, *masks(tokens).values(), None]):
             real = torch.ones(tokens, dtype=torch.bool)
             if mask is not None:
                 real = ~mask if mask.dtype == torch.bool else mask >= 0

@@ -18,7 +18,15 @@ import torch
 from engines import TIMEOUT, Answers
 from expert_weights import HIDDEN, INTERMEDIATE, Weights
 from format_files import FORMATS
-from tiny_model import EXPERTS, LAYERS, TOP_K, Reference, make, spread_prompts
+from tiny_model import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Reference,
+    computed_tokens,
+    make,
+    spread_prompts,
+)
 
 from kt_kernel.methods import BF16_ACTIVATIONS, get_method
 
@@ -117,5 +125,5 @@ def test_logprobs_are_those_of_transformers(
     assert near.median() < 0.005 * error, near.median()
     assert near.mean() < 0.01 * error, near.mean()
     assert far.mean() > 100 / error * near.mean(), (far.mean(), near.mean())
-    tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+    tokens = computed_tokens(PROMPTS, STEPS)
     assert _calls(engine, answer) >= LAYERS * TOP_K * tokens  # all of them in our kernels

@@ -28,7 +28,15 @@ from engines import (
     gpu_python,
     run,
 )
-from tiny_model import EXPERTS, LAYERS, TOP_K, Reference, make, spread_prompts
+from tiny_model import (
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Reference,
+    computed_tokens,
+    make,
+    spread_prompts,
+)
 
 
 class Kind(NamedTuple):
@@ -183,7 +191,7 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
             assert all(layer["expert_calls"] > 0 for layer in answer["stats"]), answer["stats"]
         if hot == 0 and not RUNS[name].deferred:
             # Of tokens alone, though in graphs six make a batch of eight.
-            tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+            tokens = computed_tokens(PROMPTS, STEPS)
             assert answer["expert_calls"] == [TOP_K * tokens] * LAYERS, (name, tokens)
 
 
@@ -204,7 +212,7 @@ def test_vllm_second_model_runner(
         **_job(plain), runs=[one],
     )  # fmt: skip
     check_logprobs("vLLM", answers["none hot"], transformers, PROMPTS, 0.05, MEAN)
-    tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+    tokens = computed_tokens(PROMPTS, STEPS)
     assert min(answers["none hot"]["expert_calls"]) >= TOP_K * tokens
 
 

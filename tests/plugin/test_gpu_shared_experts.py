@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from engines import GPU_SGLANG, HOT, TIMEOUT, check_logprobs, environment, gpu_python, run
 from family_models import EXPERTS, PROMPTS, STEPS, FamilyReference, make
+from test_gpu import CPU_THREADS, MEAN
 
 MODEL = "Glm4MoeForCausalLM"
 # One group as in published models, and sizes that SGLang's kernels take.
 SIZES = {"n_group": 1, "moe_intermediate_size": 128, "intermediate_size": 128, "head_dim": 128}
 HOT_EXPERTS = {"stock": None, "some hot": HOT, "none hot": 0, "all hot": EXPERTS}
-MEAN = 0.15  # as in test_gpu.py
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
@@ -26,7 +26,7 @@ def test_shared_experts(folder: Path) -> None:
     path = make(MODEL, folder / "model", seed=1, **SIZES)  # far from ties
     runs = [
         {"name": name, "arguments": {} if hot is None else {
-            "kt_method": "BF16", "kt_num_gpu_experts": hot, "kt_cpuinfer": 2}}
+            "kt_method": "BF16", "kt_num_gpu_experts": hot, "kt_cpuinfer": CPU_THREADS}}
         for name, hot in HOT_EXPERTS.items()
     ]  # fmt: skip
     # SGLang compiles its routing of fused experts, which takes longer than all else.

@@ -17,6 +17,7 @@ import test_sglang
 import test_vllm
 from engines import HOT, TIMEOUT, Answers, check_logprobs, check_refused
 from family_models import EXPERTS, FAMILIES, PROMPTS, STEPS, TOP_K, FamilyReference, make
+from tiny_model import computed_tokens
 
 from kt_kernel.plugin_entrypoints import sglang, vllm
 
@@ -121,7 +122,7 @@ def test_logprobs_are_those_of_transformers(
     )
     stats = answer["stats"]
     calls = sum(layer.get("expert_calls", 0) for layer in _layers(engine, stats))
-    tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+    tokens = computed_tokens(PROMPTS, STEPS)
     routes = reference.moe_layers * TOP_K * tokens
     if hot == EXPERTS:
         assert calls == 0

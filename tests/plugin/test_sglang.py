@@ -34,7 +34,17 @@ from engines import (
 )
 from engines import environment as shared_environment
 from engines import run as shared_run
-from tiny_model import EXPERTS, LAYERS, STEPS, TOP_K, Greedy, Reference, agreement, make
+from tiny_model import (
+    EXPERTS,
+    LAYERS,
+    STEPS,
+    TOP_K,
+    Greedy,
+    Reference,
+    agreement,
+    computed_tokens,
+    make,
+)
 
 from kt_kernel.demo import free_port
 
@@ -152,7 +162,7 @@ def test_every_cold_call_is_ours(
 ) -> None:
     (counted,) = answers[name]["stats"]["models"]
     assert [layer["hot_experts"] for layer in counted["layers"]] == [list(range(hot))] * LAYERS
-    tokens = sum(len(prompt) + STEPS - 1 for prompt in prompts)
+    tokens = computed_tokens(prompts, STEPS)
     routes = LAYERS * TOP_K * tokens
     if hot == EXPERTS:
         assert "expert_calls" not in counted

@@ -35,7 +35,16 @@ from engines import (
 )
 from engines import environment as shared_environment
 from engines import run as shared_run
-from tiny_model import EXPERTS, LAYERS, STEPS, Greedy, Reference, agreement, make
+from tiny_model import (
+    EXPERTS,
+    LAYERS,
+    STEPS,
+    Greedy,
+    Reference,
+    agreement,
+    computed_tokens,
+    make,
+)
 
 from kt_kernel.demo import free_port
 
@@ -145,7 +154,7 @@ def test_cold_experts_are_ours_alone(
     if hot == EXPERTS:
         assert answer["stats"] == [{}] * LAYERS
         return
-    tokens = sum(len(prompt) + STEPS - 1 for prompt in prompts)
+    tokens = computed_tokens(prompts, STEPS)
     for stats in answer["stats"]:
         assert stats["tokens"] >= tokens
         if hot == 0:

@@ -195,6 +195,11 @@ def spread_prompts(
     ]
 
 
+def computed_tokens(prompts: list[list[int]], steps: int) -> int:
+    """How many an engine runs through its layers for ``steps`` more of each: not the last ones."""
+    return sum(len(prompt) + steps - 1 for prompt in prompts)
+
+
 def clear_prompts(
     reference: Reference, count: int = 6, tries: int = 384, seed: int = 1
 ) -> list[list[int]]:
