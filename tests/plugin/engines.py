@@ -59,6 +59,14 @@ def run(python: str, script: str, folder: Path, env: dict[str, str], **job: Any)
     return {answer["name"]: answer for answer in json.loads((folder / "result.json").read_text())}
 
 
+def check_hooks(python: str, script: str, env: dict[str, str]) -> None:
+    """A script of checks inside an engine's environment ends with OK."""
+    done = subprocess.run(
+        [python, HERE / script], capture_output=True, text=True, env=env, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.strip().endswith("OK"), done.stdout + done.stderr
+
+
 def check_equal(
     greedy: Greedy, answer: dict[str, Any], share: float = 0.9, gap: float = GAP, slips: int = 0
 ) -> None:

@@ -7,7 +7,6 @@ process serves many configurations and each test looks at one of them.
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from engines import (
     check_counted,
     check_ends_in_one_line,
     check_equal,
+    check_hooks,
     check_logprobs,
     check_quantised_logprobs,
     check_quantised_tokens,
@@ -235,11 +235,7 @@ def test_refused_from_python(name: str, line: str, answers: Answers) -> None:
 
 
 def test_hooks() -> None:
-    done = subprocess.run(
-        [PYTHON, HERE / "sglang_hooks.py"],
-        capture_output=True, text=True, env=environment(), timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip().endswith("OK"), done.stdout + done.stderr
+    check_hooks(PYTHON, "sglang_hooks.py", environment())
 
 
 # ---- the server

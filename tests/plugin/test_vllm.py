@@ -18,13 +18,13 @@ import torch
 from engines import (
     COLD,
     DEMO_MODEL,
-    HERE,
     HOT,
     TIMEOUT,
     Answers,
     check_counted,
     check_ends_in_one_line,
     check_equal,
+    check_hooks,
     check_logprobs,
     check_quantised_logprobs,
     check_quantised_tokens,
@@ -264,11 +264,7 @@ def test_a_hook_that_is_gone_stops_the_start(model: Path) -> None:
 
 
 def test_hooks() -> None:
-    done = subprocess.run(
-        [PYTHON, HERE / "vllm_hooks.py"],
-        capture_output=True, text=True, env=environment(), timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout.strip().endswith("OK"), done.stdout + done.stderr
+    check_hooks(PYTHON, "vllm_hooks.py", environment())
 
 
 # ---- the server
