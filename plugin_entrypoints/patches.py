@@ -29,6 +29,7 @@ _SGLANG_TRIED = "0.5.17 (GPU), 0.5.23 (CPU)"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _SGLANG_ARGUMENTS = "sglang.srt.server_args:ServerArgs"
 _SGLANG_MOE = "sglang.srt.layers.moe"
+_SGLANG_RUN = "sglang.srt.model_executor"
 
 HOOKS: list[Hook] = [
     Hook(
@@ -276,6 +277,30 @@ HOOKS: list[Hook] = [
             needed=False,
         )
         for model in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")
+    ),
+    Hook(
+        "sglang",
+        f"{_SGLANG_RUN}.cuda_graph_buffer_registry:CudaGraphBufferRegistry.fill_from",
+        "hooked around",
+        "is told how many rows of a graph's batch are tokens, which decides what padding costs",
+        _SGLANG_TRIED,
+        "a layer is told which rows are padding",
+        needed=False,
+    ),
+    *(
+        Hook(
+            "sglang",
+            f"{_SGLANG_RUN}.runner.{module}:{runner}.capture",
+            "hooked around",
+            "batches are dummies meanwhile, of which the CPU is to compute nothing",
+            _SGLANG_TRIED,
+            "a layer is told which rows are padding",
+            needed=False,
+        )
+        for module, runner in (
+            ("decode_cuda_graph_runner", "DecodeCudaGraphRunner"),
+            ("prefill_cuda_graph_runner", "PrefillCudaGraphRunner"),
+        )
     ),
     Hook(
         "sglang",

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.utils import resolve_shared_experts_config
+from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_exec, get_server_args, publish
 from sglang.srt.server_args import ServerArgs
@@ -22,7 +25,7 @@ from sglang.srt.server_args import ServerArgs
 import kt_kernel
 from kt_kernel.layer import HybridModel
 from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.plugin_entrypoints import sglang, sglang_layer
+from kt_kernel.plugin_entrypoints import sglang, sglang_layer, sglang_padding
 
 DEMO_MODEL = str(Path(kt_kernel.__file__).parent / "demo_model")
 DEMO_EXPERTS = 16
@@ -107,7 +110,7 @@ def check_scaling_is_applied_once() -> None:
             method.hybrid = SimpleNamespace(
                 num_hot=0,
                 num_cold=cold,
-                submit=lambda x, ids, weights, cold_slot: (ids, weights),
+                submit=lambda x, ids, weights, **given: (ids, weights),
                 collect=lambda x, hot, scale: x * scale,
             )
             block = getattr(module, name)
@@ -242,8 +245,73 @@ def check_all_hot_may_fuse() -> None:
         assert "layer 0: fusing shared experts" in str(error)
 
 
+def check_padding() -> None:
+    """Masks are made while graphs are captured, all padding then, and filled with each batch."""
+    masks = sglang_padding.masks
+    registry = CudaGraphBufferRegistry(device=torch.device("cpu"), max_bs=8, max_num_tokens=8)
+    kept: dict[int, torch.Tensor] = {}
+
+    def fill(tokens: int, rows: int) -> list[list[int]]:
+        """Numbers of the rows that the masks of 8, 4 and 2 then call padding."""
+        registry.fill_from(
+            SimpleNamespace(), raw_bs=tokens, padded_bs=rows,
+            raw_num_tokens=tokens, padded_num_tokens=rows,
+        )  # fmt: skip
+        return padding()
+
+    def padding() -> list[list[int]]:
+        return [kept[rows].nonzero().flatten().tolist() for rows in (8, 4, 2)]
+
+    def capture(runner: Any) -> str:
+        for rows in (8, 4, 2):
+            x = torch.empty(rows, 16)
+            mask = masks.of(x)
+            assert mask.dtype == torch.bool and mask.shape == (rows,) and mask.all()
+            assert kept.setdefault(rows, mask) is mask
+            sglang_padding._in_graph = lambda x: True
+            assert masks.of(x) is mask  # the graph's address is that of all replays
+            assert masks.of(torch.empty(7, 16)) is None
+            sglang_padding._in_graph = in_graph
+        return "captured"
+
+    in_graph = sglang_padding._in_graph
+    assert sglang_padding._fills()
+    assert masks.of(torch.empty(4, 16)) is None  # outside of captures
+    for runner in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):
+        assert runner.capture.__wrapped__.__name__ == "capture"  # hooked
+        assert sglang_padding._around_capture(capture, runner) == "captured"
+        assert not masks.capturing and padding() == [[*range(8)], [*range(4)], [0, 1]]
+        assert fill(5, 8) == [[5, 6, 7], [], []]
+        assert fill(5, 8) == [[5, 6, 7], [], []]
+        assert fill(6, 8) == [[6, 7], [], []]
+        assert fill(3, 4) == [[], [3], []]
+        assert fill(4, 4) == [[], [], []]
+        assert fill(3, 3) == [[], [], []]
+        assert fill(3, 4) == [[], [3], []]
+        assert fill(11, 16) == [[], [], []]  # of a graph whose layers see other rows
+    sglang_padding._around_capture(capture, None)
+    assert fill(5, 8) == [[5, 6, 7], [], []]
+
+    def failing(runner: Any) -> None:
+        raise RuntimeError("no memory")
+
+    try:
+        sglang_padding._around_capture(failing, None)
+        raise AssertionError("the error was lost")
+    except RuntimeError:
+        assert not masks.capturing
+    hooked = CudaGraphBufferRegistry.fill_from
+    CudaGraphBufferRegistry.fill_from = hooked.__wrapped__
+    assert not sglang_padding._fills()
+    masks.capturing = True
+    assert masks.of(torch.empty(4, 16)) is None  # no mask rather than one that nobody fills
+    masks.capturing = False
+    CudaGraphBufferRegistry.fill_from = hooked
+
+
 if __name__ == "__main__":
     load_plugins()
+    check_padding()
     check_failed_hooks_are_noticed()
     check_compiled_graphs_are_refused()
     check_shared_experts_stay_apart()

@@ -226,3 +226,9 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
     job = _job(plain) | {"device": GPU_SGLANG}
     answers = _answers(python, "sglang_run.py", folder / "sglang", runs, job)
     _judge("SGLang", answers, transformers)
+    for name, answer in answers.items():
+        if RUNS[name].hot == 0 and RUNS[name].graphs and not RUNS[name].deferred:
+            # Captures take nothing, and padding neither.
+            [counted] = answer["stats"]["models"]
+            tokens = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+            assert counted["expert_calls"] == TOP_K * tokens * LAYERS, (name, tokens)
