@@ -3,6 +3,8 @@
 For a captured graph vLLM pads a batch up to the graph's size, and routes the padding's leftovers
 like tokens. What tells them apart lies in its forward context: the slots in the KV cache, which
 only tokens have, in a buffer that stays where it is, so that a graph reads it anew at each replay.
+(The context's is_padding does not: the second model runner of 0.26 leaves in it what the last dummy
+batch did, that all rows are padding, unless VLLM_MOE_SKIP_PADDING is set.)
 """
 
 from typing import Any
@@ -19,10 +21,12 @@ class Padding:
 
     def __init__(self, config: Any) -> None:
         # An attribute that is gone tells nothing. With the first, layers see some of the batch's
-        # rows; with the second, tokens whose keys another rank keeps have no slot here.
-        self._complete = (
-            getattr(config.cache_config, "kv_sharing_fast_prefill", None) is False
-            and getattr(config.parallel_config, "decode_context_parallel_size", None) == 1
+        # rows; with the others, tokens whose keys another rank keeps have no slot here.
+        self._complete = getattr(
+            config.cache_config, "kv_sharing_fast_prefill", None
+        ) is False and all(
+            getattr(config.parallel_config, f"{phase}_context_parallel_size", None) == 1
+            for phase in ("decode", "prefill")
         )
         self._layer: str | None = None  # whose slots are looked at; "": none has any
 
@@ -31,12 +35,7 @@ class Padding:
         None where it is not known, and on the CPU, where vLLM pads nothing."""
         if not x.is_cuda or not self._complete:
             return None
-        context = get_forward_context()
-        # Model runners that give is_padding were not tried. Newer versions' routers drop padding by
-        # it; the second runner of 0.26 leaves in it what the last dummy batch did: all are padding.
-        if getattr(context, "is_padding", None) is not None:
-            return None
-        slots = self._slots(context)
+        slots = self._slots(get_forward_context())
         if (
             not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64
             or slots.device != x.device or slots.shape != x.shape[:1] or not slots.is_contiguous()

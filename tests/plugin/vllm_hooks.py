@@ -50,10 +50,13 @@ LAYERS = {
 }
 
 
-def config(fast_prefill: bool = False, ranks: int = 1) -> VllmConfig:
-    parallel = ParallelConfig(tensor_parallel_size=ranks, decode_context_parallel_size=ranks)
+def config(fast_prefill: bool = False, decode_ranks: int = 1, prefill_ranks: int = 1) -> VllmConfig:
+    parallel = ParallelConfig(
+        tensor_parallel_size=decode_ranks, decode_context_parallel_size=decode_ranks
+    )
     made = VllmConfig(parallel_config=parallel, cache_config=CacheConfig())
     made.cache_config.kv_sharing_fast_prefill = fast_prefill
+    parallel.prefill_context_parallel_size = prefill_ranks
     made.compilation_config.static_forward_context.update(LAYERS)
     return made
 
@@ -79,10 +82,10 @@ def check_slots() -> None:
 
 
 def check_what_the_runner_marks() -> None:
-    """Is left alone: one runner of 0.26 calls all rows padding, and does not mean it."""
+    """Is not looked at: one runner of 0.26 calls all rows padding, and does not mean it."""
     for marks in (IS_PADDING, torch.ones(TOKENS, dtype=torch.bool)):
-        for mappings in ({"attention": SLOTS}, None):
-            assert found(vllm_padding.Padding(config()), mappings, marks) is None
+        assert found(vllm_padding.Padding(config()), {"attention": SLOTS}, marks) is SLOTS
+        assert found(vllm_padding.Padding(config()), None, marks) is None
 
 
 def check_what_is_not_taken() -> None:
@@ -97,7 +100,8 @@ def check_what_is_not_taken() -> None:
         {"attention": None}, [fits, fits],
     ):  # fmt: skip
         assert found(vllm_padding.Padding(config()), mappings) is None, mappings
-    assert found(vllm_padding.Padding(config(ranks=2)), fits) is None
+    assert found(vllm_padding.Padding(config(decode_ranks=2)), fits) is None
+    assert found(vllm_padding.Padding(config(prefill_ranks=2)), fits) is None
     assert found(vllm_padding.Padding(config(fast_prefill=True)), fits) is None
     assert found(vllm_padding.Padding(config()), fits, x=torch.ones(TOKENS, 8)) is None
     gone = SimpleNamespace(cache_config=SimpleNamespace(), parallel_config=config().parallel_config)
