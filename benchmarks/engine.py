@@ -36,7 +36,7 @@ def expert_bytes(shape: Shape, layers: int) -> int:
     return 2 * shape.weights * shape.experts * layers
 
 
-def configurations(args: argparse.Namespace) -> list[dict[str, Any]]:
+def configurations(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
     """Name and arguments of the engine of everything that is compared."""
     found: list[dict[str, Any]] = [] if args.no_stock else [{"name": "stock", "arguments": {}}]
     for part in args.hot:
@@ -46,6 +46,8 @@ def configurations(args: argparse.Namespace) -> list[dict[str, Any]]:
                   "max_deferred_experts_per_token": d}  # fmt: skip
             if args.cpuinfer:
                 kt["cpuinfer"] = args.cpuinfer
+            if args.weight_path:
+                kt["weight_path"] = str(model)
             given = (
                 {"additional_config": {"kt": kt}} if args.engine == "vllm"
                 else {f"kt_{name}": value for name, value in kt.items()}
@@ -132,6 +134,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", type=Path, help="folder for the checkpoint, kept; default: a temporary one")
     add("--method", default="BF16")
     add("--cpuinfer", type=int)
+    add(
+        "--weight-path",
+        action="store_true",
+        help="kt reads cold experts from the checkpoint itself, on all of its threads, rather than "
+        "take them from the engine one by one; large models start sooner",
+    )
     add("--hot", nargs="*", type=float, default=[0, 0.25, 0.5, 0.75], help="parts of the experts")
     add("--deferral", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     add("--no-stock", action="store_true")
@@ -176,7 +184,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **about(),
         "engine": args.engine, "shape": args.shape._asdict(), "layers": args.layers,
         "method": args.method, "steps": args.steps, "context": args.context,
-        "rounds": args.rounds, "settle": args.settle,
+        "rounds": args.rounds, "settle": args.settle, "weight_path": args.weight_path,
         "model": config(args.shape, args.layers, args.vocabulary), "rows": [],
     }  # fmt: skip
     heads = [f"{n} streams, tokens/s" for n in args.streams]
@@ -184,7 +192,7 @@ def main() -> None:
     print("| | GPU GB | " + " | ".join(heads) + " |\n|" + " --- |" * (len(heads) + 2), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = make(args.model or Path(folder) / "model", args.shape, args.layers, args.vocabulary)
-        for row in measure(configurations(args), args, model):
+        for row in measure(configurations(args, model), args, model):
             result["rows"].append(row)
             print(line(row["name"], row), flush=True)
             if args.json:

@@ -292,7 +292,8 @@ def test_engine_configurations(module: Any) -> None:
     """The engine's own offload leaves as many bytes on the GPU as ours."""
     engine = module("engine")
     common = ["--shape", "16,1024,512,4", "--layers", "3", "--hot", "0", "0.75", "--deferral"]
-    vllm = engine.configurations(engine.parse(["--engine", "vllm", *common, "0", "2"]))
+    model = Path("model")
+    vllm = engine.configurations(engine.parse(["--engine", "vllm", *common, "0", "2"]), model)
     assert [one["name"] for one in vllm] == [
         "stock", "kt 0% hot, d=0", "kt 0% hot, d=2", "kt 75% hot, d=0", "kt 75% hot, d=2",
         "offload of 0.141 GiB", "offload of 0.0352 GiB",
@@ -303,16 +304,19 @@ def test_engine_configurations(module: Any) -> None:
     cold = 3 * 4 * 3 * 1024 * 512 * 2  # layers, experts, matrices
     assert vllm[6]["arguments"] == {"cpu_offload_gb": cold / 2**30}
     sglang = engine.configurations(
-        engine.parse(["--engine", "sglang", "--cpuinfer", "3", "--no-stock", *common, "1"])
+        engine.parse(
+            ["--engine", "sglang", "--cpuinfer", "3", "--weight-path", "--no-stock", *common, "1"]
+        ),
+        model,
     )
     assert sglang[0]["arguments"] == {
         "kt_method": "BF16", "kt_num_gpu_experts": 0, "kt_max_deferred_experts_per_token": 1,
-        "kt_cpuinfer": 3,
+        "kt_cpuinfer": 3, "kt_weight_path": "model",
     }  # fmt: skip
     assert sglang[2]["arguments"] == {"cpu_offload_gb": 1}
     for parts, names in (([], []), (["0.5"], ["offload of 0.0703 GiB"])):
         given = ["--engine", "vllm", "--no-stock", *common, "0", "--offload", *parts]
-        found = [one["name"] for one in engine.configurations(engine.parse(given))]
+        found = [one["name"] for one in engine.configurations(engine.parse(given), model)]
         assert found == ["kt 0% hot, d=0", "kt 75% hot, d=0", *names]
     for wrong in (["--hot", "2"], ["--offload", "-1"], ["--deferral", "5"]):
         with pytest.raises(SystemExit):
