@@ -201,6 +201,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         return StandardCombineInput(hidden_states=total)
 
     def _hot_on_device(self, layer: Any, dispatch_output: Any, routes: Any) -> torch.Tensor:
+        # Some models' routing is int64, and SGLang's kernels that can skip a route are not.
+        routes = routes._replace(topk_ids=routes.topk_ids.to(torch.int32))
         return self.gpu_method.apply(
             layer=layer, dispatch_output=dispatch_output._replace(topk_output=routes)
         ).hidden_states

@@ -212,6 +212,29 @@ class Fusing:
         return 1
 
 
+def check_hot_routes_are_int32() -> None:
+    """SGLang's kernels for GPUs that skip routes take nothing else; Phi-MoE's routing is int64."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    given: list[Any] = []
+
+    def apply(layer: Any, dispatch_output: Any) -> Any:
+        given.append(dispatch_output)
+        return SimpleNamespace(hidden_states=dispatch_output.hidden_states)
+
+    method = object.__new__(sglang_layer.KTEPWrapperMethod)
+    method.gpu_method = SimpleNamespace(apply=apply)
+    x, slots, weights = torch.ones(2, 4), torch.tensor([[0, -1], [1, 0]]), torch.rand(2, 2)
+    for dtype in (torch.int64, torch.int32):
+        routes = StandardTopKOutput(weights, slots.to(dtype), None)
+        output = StandardDispatchOutput(x, None, routes)
+        assert method._hot_on_device(None, output, routes) is x
+        passed = given.pop().topk_output
+        assert passed.topk_ids.dtype == torch.int32 and torch.equal(passed.topk_ids.long(), slots)
+        assert passed.topk_weights is weights
+
+
 def check_all_hot_may_fuse() -> None:
     """With no expert cold SGLang's method gets the fused experts, and its own loader, as they are;
     with some it is refused."""
@@ -312,6 +335,7 @@ def check_padding() -> None:
 if __name__ == "__main__":
     load_plugins()
     check_padding()
+    check_hot_routes_are_int32()
     check_failed_hooks_are_noticed()
     check_compiled_graphs_are_refused()
     check_shared_experts_stay_apart()
