@@ -21,12 +21,11 @@ class Padding:
 
     def __init__(self, config: Any) -> None:
         # An attribute that is gone tells nothing. With the first, layers see some of the batch's
-        # rows; with the others, tokens whose keys another rank keeps have no slot here.
-        self._complete = getattr(
-            config.cache_config, "kv_sharing_fast_prefill", None
-        ) is False and all(
-            getattr(config.parallel_config, f"{phase}_context_parallel_size", None) == 1
-            for phase in ("decode", "prefill")
+        # rows; with the others, tokens whose keys another rank, or the host, keeps have no slot.
+        self._complete = (
+            getattr(config.cache_config, "kv_sharing_fast_prefill", None) is False
+            and getattr(config.parallel_config, "decode_context_parallel_size", None) == 1
+            and getattr(config.attention_config, "hisparse_config", None) is None  # 0.32
         )
         self._layer: str | None = None  # whose slots are looked at; "": none has any
 

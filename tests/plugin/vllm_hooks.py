@@ -12,7 +12,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: F401
 
 # isort: split
-from vllm.config import CacheConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, HiSparseConfig, ParallelConfig, VllmConfig
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.model_executor.layers.attention import Attention, CrossAttention, MLAAttention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -50,13 +50,10 @@ LAYERS = {
 }
 
 
-def config(fast_prefill: bool = False, decode_ranks: int = 1, prefill_ranks: int = 1) -> VllmConfig:
-    parallel = ParallelConfig(
-        tensor_parallel_size=decode_ranks, decode_context_parallel_size=decode_ranks
-    )
+def config(fast_prefill: bool = False, ranks: int = 1) -> VllmConfig:
+    parallel = ParallelConfig(tensor_parallel_size=ranks, decode_context_parallel_size=ranks)
     made = VllmConfig(parallel_config=parallel, cache_config=CacheConfig())
     made.cache_config.kv_sharing_fast_prefill = fast_prefill
-    parallel.prefill_context_parallel_size = prefill_ranks
     made.compilation_config.static_forward_context.update(LAYERS)
     return made
 
@@ -100,9 +97,11 @@ def check_what_is_not_taken() -> None:
         {"attention": None}, [fits, fits],
     ):  # fmt: skip
         assert found(vllm_padding.Padding(config()), mappings) is None, mappings
-    assert found(vllm_padding.Padding(config(decode_ranks=2)), fits) is None
-    assert found(vllm_padding.Padding(config(prefill_ranks=2)), fits) is None
+    assert found(vllm_padding.Padding(config(ranks=2)), fits) is None
     assert found(vllm_padding.Padding(config(fast_prefill=True)), fits) is None
+    on_host = config()
+    on_host.attention_config.hisparse_config = HiSparseConfig()
+    assert found(vllm_padding.Padding(on_host), fits) is None
     assert found(vllm_padding.Padding(config()), fits, x=torch.ones(TOKENS, 8)) is None
     gone = SimpleNamespace(cache_config=SimpleNamespace(), parallel_config=config().parallel_config)
     assert found(vllm_padding.Padding(gone), fits) is None
