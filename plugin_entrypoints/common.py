@@ -17,9 +17,11 @@ from kt_kernel.options import (
 
 from . import patches
 
-# Model classes that the tests have seen in both engines (tests/plugin/test_model_classes.py, and
-# Qwen3-MoE in the engines' own tests).
+# Model classes that the tests have seen in both engines: tests/plugin/test_model_classes.py on the
+# CPU, test_gpu_classes.py on a GPU, and Qwen3-MoE in the engines' own tests.
 TESTED_MODELS = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "Glm4MoeForCausalLM",
     "GraniteMoeForCausalLM",
@@ -28,6 +30,7 @@ TESTED_MODELS = (
     "PhiMoEForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 # Checkpoints whose weights reach our loaders one by one, as the tests have seen them.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
@@ -121,12 +124,12 @@ def warn_of_trace(device: str, logger: logging.Logger) -> None:
         logger.warning("kt: %s: only a GPU's batches are traced; no file is made", TRACE_VARIABLE)
 
 
-def refuse_class(classes: list[str], tested: Iterable[str], options: KTOptions) -> None:
+def refuse_class(classes: list[str], options: KTOptions) -> None:
     """OptionError for a model class that is not tested, unless --kt-allow-untested is given."""
-    if not options.allow_untested and not set(classes) <= set(tested):
+    if not options.allow_untested and not set(classes) <= set(TESTED_MODELS):
         raise OptionError(
             f"model class {', '.join(classes)}: not tested with kt-moe; tested: "
-            f"{', '.join(tested)}; --kt-allow-untested serves it all the same"
+            f"{', '.join(TESTED_MODELS)}; --kt-allow-untested serves it all the same"
         )
 
 

@@ -27,7 +27,6 @@ from .common import (
     LOAD_FORMATS,
     NO_EXCHANGE,
     SINGLE_RANK,
-    TESTED_MODELS,
     Refusal,
     choose,
     install,
@@ -180,7 +179,7 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
     """
     from kt_kernel.preflight import check_model
 
-    refuse_class(list(hf_config.architectures or []), TESTED_MODELS, options)
+    refuse_class(list(hf_config.architectures or []), options)
     refuse_quantised(_quantisation(arguments, hf_config), options)
     refuse_values(arguments, _REFUSED)
     check_model(options, language_model(hf_config))

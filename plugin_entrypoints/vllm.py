@@ -12,7 +12,6 @@ from typing import Any
 
 from kt_kernel.options import KTOptions, OptionError, add_arguments, collect, exit_with
 
-from . import common
 from .common import (
     LOAD_FORMATS,
     NO_EXCHANGE,
@@ -27,12 +26,6 @@ from .common import (
 )
 
 CONFIG_KEY = "kt"
-TESTED_MODELS = (
-    *common.TESTED_MODELS,
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Qwen3NextForCausalLM",
-)
 
 _TOGETHER = "not supported together with kt options yet"
 _PLACES = "both decide where weights are kept"
@@ -165,7 +158,7 @@ def refuse_unsupported(config: Any, options: KTOptions) -> None:
     from kt_kernel.preflight import check_model
 
     model = config.model_config
-    refuse_class(list(model.architectures or []), TESTED_MODELS, options)
+    refuse_class(list(model.architectures or []), options)
     refuse_quantised(getattr(model, "quantization", None), options)
     refuse_values(config, _REFUSED)
     check_model(options, model.hf_text_config)

@@ -77,16 +77,11 @@ def check_equal(
     assert checked - equal <= slips and checked >= share * total, (equal, checked, total)
 
 
-def check_logprobs(
-    name: str,
-    answer: dict[str, Any],
-    reference: Reference,
-    prompts: list[list[int]],
-    median: float,
-    mean: float,
-) -> float:
-    """The log-probabilities are near those of the reference on the engine's own text, and far from
-    them without the cold experts. Returns their mean distance."""
+def logprob_distances(
+    name: str, answer: dict[str, Any], reference: Reference, prompts: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all log-probabilities from those of the reference on the engine's own text, with and
+    without the cold experts; printed."""
     assert "error" not in answer, answer
     found = torch.tensor(answer["logprobs"]).flatten()
     near = (reference.logprobs(prompts, answer["tokens"]) - found).abs()
@@ -97,6 +92,20 @@ def check_logprobs(
     with reference.changed(zero, COLD):
         far = (reference.logprobs(prompts, answer["tokens"]) - found).abs()
     print(f"{name}: median {near.median():.4f} mean {near.mean():.4f} far {far.mean():.3f}")
+    return near, far
+
+
+def check_logprobs(
+    name: str,
+    answer: dict[str, Any],
+    reference: Reference,
+    prompts: list[list[int]],
+    median: float,
+    mean: float,
+) -> float:
+    """The log-probabilities are near those of the reference on the engine's own text, and far from
+    them without the cold experts. Returns their mean distance."""
+    near, far = logprob_distances(name, answer, reference, prompts)
     assert near.median() < median and near.mean() < mean
     assert far.mean() > 10 * near.mean()
     return float(near.mean())

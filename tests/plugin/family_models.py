@@ -54,14 +54,15 @@ class Family:
     """A model class.
 
     config: beyond COMMON. vllm, sglang: arguments of the engine that serves it on the CPU; None for
-    one that does not. published: the class's name in published checkpoints, if not transformers'.
-    unset: biases that an engine ignores on the CPU, left at zero. median, mean: how far
-    log-probabilities may be from the reference's.
+    one that does not. gpu: engines that serve it with a GPU only. published: the class's name in
+    published checkpoints, if not transformers'. unset: biases that an engine ignores on the CPU,
+    left at zero. median, mean: how far log-probabilities may be from the reference's.
     """
 
     config: dict[str, Any]
     vllm: dict[str, Any] | None = None
     sglang: dict[str, Any] | None = None
+    gpu: tuple[str, ...] = ()
     published: str | None = None
     unset: str = "-"
     median: float = 0.005
@@ -73,10 +74,13 @@ CPU_MLA = {"attention_backend": "CPU_MLA"}
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
-        MLA | GROUPS | dict(topk_method="group_limited_greedy", norm_topk_prob=False), CPU_MLA
+        MLA | GROUPS | dict(
+            topk_method="group_limited_greedy", norm_topk_prob=False, scoring_func="softmax"
+        ), CPU_MLA, gpu=("sglang",),
     ),
     "DeepseekV3ForCausalLM": Family(  # Kimi-K2's class, too
-        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"), CPU_MLA
+        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"), CPU_MLA,
+        gpu=("sglang",),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         dict(moe_num_experts=EXPERTS, moe_k=TOP_K, moe_layer_start_index=1,
@@ -97,7 +101,7 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family(SHARED, {}, {}),
     # Linear attention of vLLM on the CPU has BF16 only.
     "Qwen3NextForCausalLM": Family(
-        SHARED | LINEAR_ATTENTION, {"dtype": "bfloat16"}, median=0.03, mean=0.06
+        SHARED | LINEAR_ATTENTION, {"dtype": "bfloat16"}, gpu=("sglang",), median=0.03, mean=0.06
     ),
 }  # fmt: skip
 
@@ -110,7 +114,8 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
     config_class = getattr(transformers, name.removesuffix("ForCausalLM") + "Config")
     model = getattr(transformers, name)(config_class(**COMMON | family.config | changed))
     for key, tensor in model.state_dict().items():
-        if "bias" in key and family.unset not in key:
+        gate = key.endswith(".gate.weight") and not tensor.any()  # or every token's experts tie
+        if gate or ("bias" in key and family.unset not in key):
             tensor.normal_(std=0.15)
     model.to(torch.bfloat16).save_pretrained(path)
     if family.published:

@@ -99,10 +99,9 @@ def _chosen() -> dict[str, Kind]:
     return {name: RUNS[name] for name in names}
 
 
-def answers_of(
-    python: str, script: str, folder: Path, env: dict[str, str], runs: list[dict[str, Any]],
-    job: dict[str, Any],
-) -> Answers:  # fmt: skip
+def _answers(
+    python: str, script: str, folder: Path, runs: list[dict[str, Any]], job: dict[str, Any]
+) -> Answers:
     """The runs, as many at a time as KT_GPU_PROCESSES says."""
     count = int(os.environ.get("KT_GPU_PROCESSES", "1"))
     last = [run for run in runs if run.get("leave")]  # each ends its process
@@ -111,7 +110,7 @@ def answers_of(
     folder.mkdir()
 
     def answers(i: int) -> Answers:
-        return run(python, script, folder / str(i), env, **job, runs=parts[i])
+        return run(python, script, folder / str(i), environment(), **job, runs=parts[i])
 
     with ThreadPoolExecutor(count) as pool:
         found = {
@@ -184,7 +183,7 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
          "environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}  # to look at ranks' counters
         for one, kind, kt in _runs()
     ]  # fmt: skip
-    answers = answers_of(python, "vllm_run.py", folder / "vllm", environment(), runs, _job(plain))
+    answers = _answers(python, "vllm_run.py", folder / "vllm", runs, _job(plain))
     _judge("vLLM", answers, transformers)
     for name, answer in answers.items():
         hot = RUNS[name].hot
@@ -225,7 +224,7 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
         for one, kind, kt in _runs()
     ]  # fmt: skip
     job = _job(plain) | {"device": GPU_SGLANG}
-    answers = answers_of(python, "sglang_run.py", folder / "sglang", environment(), runs, job)
+    answers = _answers(python, "sglang_run.py", folder / "sglang", runs, job)
     _judge("SGLang", answers, transformers)
     for name, answer in answers.items():
         if RUNS[name].hot == 0 and RUNS[name].graphs and not RUNS[name].deferred:

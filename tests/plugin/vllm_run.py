@@ -3,6 +3,7 @@
     vllm_run.py JOB.json RESULT.json
 
 JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "compile": false,
+      "modules": to import first,
       "inspect_here": look at model classes in this process? vLLM starts one for each, 10 s a class,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM}, "compile",
                 "environment": {variables}, "model": another one, "prompts": other ones,
@@ -13,6 +14,7 @@ RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds",
 """
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -104,6 +106,8 @@ def main() -> None:
     job_path, result_path = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    for module in job.get("modules", []):
+        importlib.import_module(module)
     if job.get("inspect_here"):
         from vllm.model_executor.models import registry
 
