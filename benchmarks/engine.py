@@ -185,6 +185,7 @@ def main() -> None:
         "engine": args.engine, "shape": args.shape._asdict(), "layers": args.layers,
         "method": args.method, "steps": args.steps, "context": args.context,
         "rounds": args.rounds, "settle": args.settle, "weight_path": args.weight_path,
+        "arguments": json.loads(args.arguments),
         "model": config(args.shape, args.layers, args.vocabulary), "rows": [],
     }  # fmt: skip
     heads = [f"{n} streams, tokens/s" for n in args.streams]

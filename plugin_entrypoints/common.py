@@ -18,7 +18,7 @@ from kt_kernel.options import (
 from . import patches
 
 # Model classes that the tests have seen in both engines: tests/plugin/test_model_classes.py on the
-# CPU, test_gpu_classes.py on a GPU, and Qwen3-MoE in the engines' own tests.
+# CPU, or test_gpu_classes.py on a GPU, and Qwen3-MoE in the engines' own tests.
 TESTED_MODELS = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",

@@ -49,6 +49,9 @@ _REFUSED = (
     Refusal("ep_size", (1,), SINGLE_RANK),
     Refusal("attn_dp_size", (1, None), SINGLE_RANK),
     Refusal("enable_dp_attention", (False,), SINGLE_RANK),
+    Refusal("attn_cp_size", (1, None), SINGLE_RANK),  # rows come to a layer in another order
+    Refusal("moe_dp_size", (1,), SINGLE_RANK),
+    Refusal("enable_prefill_cp", (False,), SINGLE_RANK),
     Refusal(
         "moe_a2a_backend", ("none", None), "expert-parallel dispatch does not know CPU experts"
     ),

@@ -7,7 +7,9 @@ replay. While graphs are captured all batches are dummies, hundreds of thousands
 call them padding, or a large model's start would take the CPU minutes.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,19 +23,34 @@ class Masks:
     """Of one process, whose passes come one after the other.
 
     At most the mask of the last batch's rows says that there is padding: a layer that is given some
-    of a graph's rows has the mask of another batch, which must not.
+    of a graph's rows has the mask of another batch, which must not. A layer that is given all rows
+    has them in the batch's order; parallelism that changes it is refused.
     """
 
     def __init__(self) -> None:
         self._masks: dict[int, torch.Tensor] = {}  # by rows: bool, True for padding
         self._padded: set[int] = set()  # whose masks have a True
-        self._last: tuple[int, int] | None = None  # what was filled in
-        self.capturing = False
+        self._last: Any = None  # numbers filled in; while they stay, nothing is launched
+        self._capturing = False
+
+    @contextmanager
+    def dummies(self) -> Iterator[None]:
+        """Within, batches are dummies, which graphs are captured with."""
+        self._clear()
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    @property
+    def used(self) -> bool:
+        return bool(self._masks)
 
     def of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The mask [T] of a batch x [T, H] that is captured, or run before its capture; None for
         those that are in no graph, which SGLang does not pad."""
-        if not self.capturing or not _fills():
+        if not self._capturing or not _fills():
             return None
         rows = x.shape[0]
         if not _in_graph(x):
@@ -50,20 +67,25 @@ class Masks:
         """A batch of ``tokens`` goes to a graph of ``rows``; on the stream that replays it."""
         if self._last == (tokens, rows):
             return
+        self._clear()
         self._last = tokens, rows
-        for padded in self._padded:
-            self._masks[padded].fill_(False)
-        self._padded.clear()
         if tokens < rows and rows in self._masks:
             self._masks[rows][tokens:] = True
             self._padded.add(rows)
+
+    def _clear(self) -> None:
+        for padded in self._padded:
+            self._masks[padded].fill_(False)
+        self._padded.clear()
+        self._last = None
 
 
 masks = Masks()
 
 
 def hooks() -> list[tuple[str, Callable, str]]:
-    """As `sglang_layer.hooks`; all of them, or none, have an effect."""
+    """As `sglang_layer.hooks`. Without the first there is no mask; without another one the CPU
+    computes the dummies of its runner, and what pads its graphs."""
     return [
         (f"{_REGISTRY}.fill_from", _around_fill_from, "AROUND"),
         (f"{_RUNNER}.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
@@ -77,24 +99,30 @@ def _around_fill_from(original: Callable, registry: Any, *args: Any, **given: An
     if registry is _PROBE:
         return _PROBE
     result = original(registry, *args, **given)
-    masks.fill(given["raw_num_tokens"], given["padded_num_tokens"])
+    if masks.used:  # only by kt's layers, and where the numbers have these names
+        masks.fill(given["raw_num_tokens"], given["padded_num_tokens"])
     return result
 
 
-def _around_capture(original: Callable, runner: Any) -> Any:
-    masks.capturing = True
-    try:
-        return original(runner)
-    finally:
-        masks.capturing = False
+def _around_capture(original: Callable, runner: Any, *args: Any, **given: Any) -> Any:
+    with masks.dummies():
+        return original(runner, *args, **given)
 
 
 def _fills() -> bool:
-    """Whether the hook on fill_from is in effect: SGLang only logs it when one fails."""
+    """Whether the hook on fill_from is in effect, since SGLang only logs it when one fails, and is
+    told what it looks for."""
     from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 
+    fill_from = CudaGraphBufferRegistry.fill_from
+    parameters = inspect.signature(fill_from).parameters
+    if any(
+        name not in parameters or parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
+        for name in ("raw_num_tokens", "padded_num_tokens")
+    ):
+        return False
     try:
-        return CudaGraphBufferRegistry.fill_from(_PROBE) is _PROBE
+        return fill_from(_PROBE) is _PROBE
     except Exception:  # SGLang's own function cannot take the probe
         return False
 

@@ -36,6 +36,7 @@ _REFUSED = (
     Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),
     Refusal("parallel_config.enable_eplb", (False,), _TOGETHER),
     Refusal("parallel_config.enable_dbo", (False,), _TOGETHER),
+    Refusal("parallel_config.ubatch_size", (0, 1), _TOGETHER),
     Refusal("lora_config", (None,), _TOGETHER, "--enable-lora"),
     Refusal("speculative_config", (None,), _TOGETHER),
     Refusal("weight_transfer_config", (None,), NO_EXCHANGE),

@@ -25,7 +25,8 @@ class Padding:
         self._complete = (
             getattr(config.cache_config, "kv_sharing_fast_prefill", None) is False
             and getattr(config.parallel_config, "decode_context_parallel_size", None) == 1
-            and getattr(config.attention_config, "hisparse_config", None) is None  # 0.32
+            and getattr(config, "attention_config", None) is not None
+            and getattr(config.attention_config, "hisparse_config", None) is None  # from 0.32
         )
         self._layer: str | None = None  # whose slots are looked at; "": none has any
 

@@ -83,7 +83,7 @@ def logprob_distances(
     """Of all log-probabilities from those of the reference on the engine's own text, with and
     without the cold experts; printed."""
     assert "error" not in answer, answer
-    found = torch.tensor(answer["logprobs"]).flatten()
+    found = torch.tensor([value for row in answer["logprobs"] for value in row])
     near = (reference.logprobs(prompts, answer["tokens"]) - found).abs()
 
     def zero(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:

@@ -3,6 +3,8 @@
 Prints OK at the end; an assertion names what is wrong.
 """
 
+import functools
+import inspect
 import logging
 import os
 import pickle
@@ -303,7 +305,11 @@ def check_padding() -> None:
     for runner in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):
         assert runner.capture.__wrapped__.__name__ == "capture"  # hooked
         assert sglang_padding._around_capture(capture, runner) == "captured"
-        assert not masks.capturing and padding() == [[*range(8)], [*range(4)], [0, 1]]
+        assert masks.of(torch.empty(8, 16)) is None and padding() == [
+            [*range(8)],
+            [*range(4)],
+            [0, 1],
+        ]
         assert fill(5, 8) == [[5, 6, 7], [], []]
         assert fill(5, 8) == [[5, 6, 7], [], []]
         assert fill(6, 8) == [[6, 7], [], []]
@@ -312,8 +318,12 @@ def check_padding() -> None:
         assert fill(3, 3) == [[], [], []]
         assert fill(3, 4) == [[], [3], []]
         assert fill(11, 16) == [[], [], []]  # of a graph whose layers see other rows
-    sglang_padding._around_capture(capture, None)
     assert fill(5, 8) == [[5, 6, 7], [], []]
+    sglang_padding._around_capture(capture, None)  # again, beside a batch's mask
+    assert padding() == [[*range(8)], [*range(4)], [0, 1]]
+    assert fill(5, 8) == [[5, 6, 7], [], []]
+    assert sglang_padding._around_capture(lambda runner, more: more, None, more=7) == 7
+    assert padding() == [[], [], []] and fill(5, 8) == [[5, 6, 7], [], []]
 
     def failing(runner: Any) -> None:
         raise RuntimeError("no memory")
@@ -322,19 +332,34 @@ def check_padding() -> None:
         sglang_padding._around_capture(failing, None)
         raise AssertionError("the error was lost")
     except RuntimeError:
-        assert not masks.capturing
+        assert masks.of(torch.empty(8, 16)) is None
+    for runner in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):  # before each replay
+        assert "buffer_registry.fill_from(" in inspect.getsource(runner.load_batch)
+
+
+def check_no_mask_that_nobody_fills() -> None:
+    def others(registry: Any, numbers: tuple[int, int]) -> None:
+        """Of a version that says it another way."""
+
     hooked = CudaGraphBufferRegistry.fill_from
-    CudaGraphBufferRegistry.fill_from = hooked.__wrapped__
-    assert not sglang_padding._fills()
-    masks.capturing = True
-    assert masks.of(torch.empty(4, 16)) is None  # no mask rather than one that nobody fills
-    masks.capturing = False
+    renamed = functools.partial(sglang_padding._around_fill_from, others)
+    functools.update_wrapper(renamed, others)
+    for function in (hooked.__wrapped__, renamed):
+        masks = sglang_padding.Masks()
+        CudaGraphBufferRegistry.fill_from = function
+        assert not sglang_padding._fills()
+        with masks.dummies():
+            assert masks.of(torch.empty(4, 16)) is None and not masks.used
     CudaGraphBufferRegistry.fill_from = hooked
+    kept, sglang_padding.masks = sglang_padding.masks, sglang_padding.Masks()
+    renamed(None, (3, 4))  # stock SGLang of such a version is served
+    sglang_padding.masks = kept
 
 
 if __name__ == "__main__":
     load_plugins()
     check_padding()
+    check_no_mask_that_nobody_fills()
     check_hot_routes_are_int32()
     check_failed_hooks_are_noticed()
     check_compiled_graphs_are_refused()

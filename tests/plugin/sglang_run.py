@@ -3,9 +3,9 @@
     sglang_run.py JOB.json RESULT.json
 
 JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, in place of those for
-      the CPU}, "prompts": [[ids]], "steps": n, "fork": start processes so?, "runs": [
-      {"name", "arguments": of the engine, "config": text of KT_CONFIG,
-       "model": another one, "prompts": other ones}]}
+      the CPU}, "prompts": [[ids]], "steps": n or [of each prompt], "fork": start processes so?,
+      "runs": [{"name", "arguments": of the engine, "config": text of KT_CONFIG,
+                "overlap": SGLang's own schedule?, "model", "prompts", "steps": other ones}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats": content of
           KT_STATS_FILE or null, "plugin": whether it was loaded}]; or {"name", "error"} for a run
           that raised.
@@ -35,7 +35,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
         dtype=job.get("dtype", "float32"),
         skip_tokenizer_init=True,
         disable_radix_cache=True,
-        disable_overlap_schedule=True,
+        disable_overlap_schedule=not one.get("overlap", False),
         sleep_on_idle=True,
         grammar_backend="none",
         max_total_tokens=1024,
@@ -47,11 +47,15 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
         **one.get("arguments", {}),
     )
     try:
+        prompts, steps = one.get("prompts", job["prompts"]), one.get("steps", job["steps"])
         started = time.monotonic()
         results = engine.generate(
-            input_ids=one.get("prompts", job["prompts"]),
+            input_ids=prompts,
             return_logprob=True,
-            sampling_params={"temperature": 0, "max_new_tokens": job["steps"], "ignore_eos": True},
+            sampling_params=[
+                {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+                for count in (steps if isinstance(steps, list) else [steps] * len(prompts))
+            ],
         )
         generated = time.monotonic()
         return {

@@ -8,6 +8,7 @@ names some of the runs, separated by semicolons, and KT_GPU_PROCESSES how many g
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -232,3 +233,33 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
             [counted] = answer["stats"]["models"]
             tokens = computed_tokens(PROMPTS, STEPS)
             assert counted["expert_calls"] == TOP_K * tokens * LAYERS, (name, tokens)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_requests_end_one_by_one(
+    engine: str, folder: Path, plain: Path, transformers: Reference
+) -> None:
+    """Whose batch becomes smaller, in graphs of 8, 4, 2 and 1, with the engine's own schedule: that
+    of SGLang is a step ahead, and may compute a request for a token more than it asked for."""
+    kt = {"method": "BF16", "num_gpu_experts": 0, "cpuinfer": CPU_THREADS}
+    steps = list(range(STEPS, 0, -3))
+    if engine == "vllm":
+        job: dict[str, Any] = {}
+        one = {"kt": kt, "engine": GPU_VLLM, "compile": True,
+               "environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}  # fmt: skip
+    else:
+        job = {"device": GPU_SGLANG}
+        one = {"config": json.dumps(kt), "overlap": True}
+    python = gpu_python(f"KT_{engine.upper()}_GPU_PYTHON")
+    [answer] = run(
+        python, f"{engine}_run.py", folder / f"{engine} ends", environment(), **job, **_job(plain),
+        runs=[{"name": "none hot", "steps": steps, **one}],
+    ).values()  # fmt: skip
+    check_logprobs(f"{engine}, ending", answer, transformers, PROMPTS, 0.05, MEAN)
+    assert [len(row) for row in answer["tokens"]] == steps
+    if engine == "vllm":
+        [calls] = {*answer["expert_calls"]}
+    else:
+        calls = answer["stats"]["models"][0]["expert_calls"] / LAYERS
+    tokens = sum(len(p) + count - 1 for p, count in zip(PROMPTS, steps, strict=True))
+    assert TOP_K * tokens <= calls <= TOP_K * (tokens + len(PROMPTS))

@@ -1,7 +1,7 @@
 """Every model class that an engine serves on a GPU, tiny, in CUDA graphs, some experts hot.
 
 Log-probabilities are as near to those of transformers in float32, on the engine's own text, as the
-stock engine's, and far from those of transformers without the cold experts. KT_GPU_CLASSES names
+stock engine's, and nearer than those without the cold experts. KT_GPU_CLASSES names
 some of the classes, separated by commas; KT_GPU_PROCESSES: how many engines run side by side.
 """
 
@@ -38,8 +38,11 @@ SIZES = {"hidden_size": 512, "moe_intermediate_size": 128, "intermediate_size": 
 HEADS = {"head_dim": 128}
 LATENT_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}
 MEDIAN = 0.06  # that of bfloat16 in transformers is up to 0.034
+EXCESS = 0.03  # of our mean over the stock engine's; a row of three without its experts makes 0.1
 MLA = {"attention_backend": "TRITON_MLA", "attention_config": {"mla_prefill_backend": "CUSTOM"}}
 KINDS = ("stock", "ours")
+# What the stock engine lacks on a machine without it.
+LACKS = {("vllm", "Qwen3NextForCausalLM"): "No module named 'flashinfer'"}
 CLASSES = {
     engine: [*names, *(name for name in FAMILIES if engine in FAMILIES[name].gpu)]
     for engine, names in MODELS.items()
@@ -72,22 +75,21 @@ def answers(folder: Path) -> Callable[[str], dict[str, Answers]]:
 def test_class(
     engine: str, name: str, folder: Path, answers: Callable[[str], dict[str, Answers]]
 ) -> None:
-    """By medians: a route that rounding turns moves one token, and so the mean, by up to 4."""
+    """A route that rounding turns moves a token by up to 4, in the stock engine mostly the same."""
     if not _wanted(name):
         pytest.skip(f"not in KT_GPU_CLASSES={WANTED}")
     found = answers(engine)[name]
-    if "error" in found["stock"]:
-        pytest.skip(f"the stock engine does not serve it here: {found['stock']['error'][-300:]}")
+    lacks = LACKS.get((engine, name))
+    if lacks and lacks in found["stock"].get("error", ""):
+        pytest.skip(f"the stock engine does not serve it here: {lacks}")
     reference = FamilyReference(name, folder / engine / name)
-    near, far = {}, {}
+    near = {}
     for kind in KINDS:
         title = f"{engine} {name}, {kind}"
-        distances = logprob_distances(title, found[kind], reference, PROMPTS)
-        near[kind], far[kind] = float(distances[0].median()), float(distances[1].mean())
-    for kind in KINDS:
-        assert near[kind] < MEDIAN, (kind, near)
-        assert far[kind] > 5 * near[kind], (kind, near, far)
-    assert near["ours"] < 2 * near["stock"] + 0.01, near
+        near[kind], far = logprob_distances(title, found[kind], reference, PROMPTS)
+        assert near[kind].median() < MEDIAN
+        assert far.mean() > 3 * near[kind].mean()
+    assert near["ours"].mean() < near["stock"].mean() + EXCESS
 
 
 def _wanted(name: str) -> bool:

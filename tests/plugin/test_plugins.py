@@ -242,6 +242,7 @@ def error_of(call: Callable[..., Any], *arguments: Any) -> str:
     [
         ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 2: of several "),
         ("parallel_config.enable_eplb", True, "--enable-eplb: not supported together"),
+        ("parallel_config.ubatch_size", 2, "--ubatch-size 2: not supported together"),
         ("lora_config", object(), "--enable-lora: not supported together"),
         ("speculative_config", object(), "--speculative-config: not supported together"),
         ("weight_transfer_config", object(), "--weight-transfer-config: the cold experts'"),
@@ -288,6 +289,9 @@ def test_vllm_accepts() -> None:
     ("field", "value", "line"),
     [
         ("pp_size", 2, "--pp-size 2: of several ranks kt-moe serves those of tensor parallelism"),
+        ("attn_cp_size", 2, "--attn-cp-size 2: of several ranks"),
+        ("moe_dp_size", 2, "--moe-dp-size 2: of several ranks"),
+        ("enable_prefill_cp", True, "--enable-prefill-cp: of several ranks"),
         ("enable_lora", True, "--enable-lora: LoRA is not supported"),
         ("lora_paths", ["a=b"], "--lora-paths: LoRA is not supported"),
         ("cpu_offload_gb", 1, "--cpu-offload-gb 1: both decide"),

@@ -103,8 +103,16 @@ def check_what_is_not_taken() -> None:
     on_host.attention_config.hisparse_config = HiSparseConfig()
     assert found(vllm_padding.Padding(on_host), fits) is None
     assert found(vllm_padding.Padding(config()), fits, x=torch.ones(TOKENS, 8)) is None
-    gone = SimpleNamespace(cache_config=SimpleNamespace(), parallel_config=config().parallel_config)
-    assert found(vllm_padding.Padding(gone), fits) is None
+    for part, kept in (
+        ("cache_config", SimpleNamespace()),
+        ("parallel_config", SimpleNamespace()),
+        ("attention_config", None),
+    ):
+        names = ("cache_config", "parallel_config", "attention_config")
+        other = SimpleNamespace(**{name: getattr(config(), name) for name in names})
+        assert found(vllm_padding.Padding(other), fits) is SLOTS
+        setattr(other, part, kept)
+        assert found(vllm_padding.Padding(other), fits) is None
 
 
 def check_layers_pass_it_on() -> None:

@@ -2,11 +2,12 @@
 
     vllm_run.py JOB.json RESULT.json
 
-JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n, "compile": false,
+JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n or [of each prompt],
+      "compile": false,
       "modules": to import first,
       "inspect_here": look at model classes in this process? vLLM starts one for each, 10 s a class,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM}, "compile",
-                "environment": {variables}, "model": another one, "prompts": other ones,
+                "environment": {variables}, "model", "prompts", "steps": other ones,
                 "reload": load the weights again at the end?, "leave": end the process with it?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
           "expert_calls": of each layer, for the prompts alone,
@@ -50,12 +51,16 @@ def run(job: dict, one: dict) -> dict:
     }
     llm = LLM(one.get("model", job["model"]), **arguments | one.get("engine", {}))
     before = llm.apply_model(_inspect)[0]["stats"]  # what starting took
+    prompts, steps = one.get("prompts", job["prompts"]), one.get("steps", job["steps"])
     started = time.monotonic()
     results = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in one.get("prompts", job["prompts"])],
-        SamplingParams(
-            temperature=0, max_tokens=job["steps"], ignore_eos=True, detokenize=False, logprobs=1
-        ),
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [
+            SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=1
+            )
+            for count in (steps if isinstance(steps, list) else [steps] * len(prompts))
+        ],
         use_tqdm=False,
     )
     outputs = [result.outputs[0] for result in results]
