@@ -5,7 +5,8 @@
 JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, in place of those for
       the CPU}, "prompts": [[ids]], "steps": n or [of each prompt], "fork": start processes so?,
       "runs": [{"name", "arguments": of the engine, "config": text of KT_CONFIG,
-                "overlap": SGLang's own schedule?, "model", "prompts", "steps": other ones}]}
+                "overlap": SGLang's own schedule?, "model", "prompts", "steps": other ones,
+                "before": prompts served first, of 1, 2, 3 and more steps; only "stats" knows}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats": content of
           KT_STATS_FILE or null, "plugin": whether it was loaded}]; or {"name", "error"} for a run
           that raised.
@@ -48,15 +49,21 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
     )
     try:
         prompts, steps = one.get("prompts", job["prompts"]), one.get("steps", job["steps"])
+
+        def generate(prompts: list[list[int]], steps: list[int]) -> list:
+            return engine.generate(
+                input_ids=prompts,
+                return_logprob=True,
+                sampling_params=[
+                    {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+                    for count in steps
+                ],
+            )
+
+        if "before" in one:
+            generate(one["before"], [*range(1, len(one["before"]) + 1)])
         started = time.monotonic()
-        results = engine.generate(
-            input_ids=prompts,
-            return_logprob=True,
-            sampling_params=[
-                {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-                for count in (steps if isinstance(steps, list) else [steps] * len(prompts))
-            ],
-        )
+        results = generate(prompts, steps if isinstance(steps, list) else [steps] * len(prompts))
         generated = time.monotonic()
         return {
             "name": one["name"],

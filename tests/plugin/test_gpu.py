@@ -236,25 +236,30 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_requests_end_one_by_one(
+def test_requests_come_and_go(
     engine: str, folder: Path, plain: Path, transformers: Reference
 ) -> None:
-    """Whose batch becomes smaller, in graphs of 8, 4, 2 and 1, with the engine's own schedule: that
-    of SGLang is a step ahead, and may compute a request for a token more than it asked for."""
-    kt = {"method": "BF16", "num_gpu_experts": 0, "cpuinfer": CPU_THREADS}
+    """In batches that become smaller, in graphs of 8, 4, 2 and 1, with the engine's own schedule:
+    that of SGLang is a step ahead, and may compute a request for a token more than it asked for.
+    Nothing that is deferred comes to a request from those before it."""
     steps = list(range(STEPS, 0, -3))
-    if engine == "vllm":
-        job: dict[str, Any] = {}
-        one = {"kt": kt, "engine": GPU_VLLM, "compile": True,
-               "environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}  # fmt: skip
-    else:
-        job = {"device": GPU_SGLANG}
-        one = {"config": json.dumps(kt), "overlap": True}
+    runs: list[dict[str, Any]] = [
+        {"name": "none hot", "steps": steps},
+        {"name": "deferred", "before": PROMPTS, "prompts": [DEFERRED_PROMPT]},
+    ]
+    job = _job(plain) | {"runs": runs}
+    for one, hot, deferred in zip(runs, (0, HOT), (0, 1), strict=True):
+        kt = {"method": "BF16", "num_gpu_experts": hot, "cpuinfer": CPU_THREADS,
+              "max_deferred_experts_per_token": deferred}  # fmt: skip
+        if engine == "vllm":
+            one |= {"kt": kt, "engine": GPU_VLLM, "compile": True,
+                    "environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}  # fmt: skip
+        else:
+            one |= {"config": json.dumps(kt), "overlap": True}
+            job["device"] = GPU_SGLANG
     python = gpu_python(f"KT_{engine.upper()}_GPU_PYTHON")
-    [answer] = run(
-        python, f"{engine}_run.py", folder / f"{engine} ends", environment(), **job, **_job(plain),
-        runs=[{"name": "none hot", "steps": steps, **one}],
-    ).values()  # fmt: skip
+    answers = run(python, f"{engine}_run.py", folder / f"{engine} ends", environment(), **job)
+    answer = answers["none hot"]
     check_logprobs(f"{engine}, ending", answer, transformers, PROMPTS, 0.05, MEAN)
     assert [len(row) for row in answer["tokens"]] == steps
     if engine == "vllm":
@@ -263,3 +268,5 @@ def test_requests_end_one_by_one(
         calls = answer["stats"]["models"][0]["expert_calls"] / LAYERS
     tokens = sum(len(p) + count - 1 for p, count in zip(PROMPTS, steps, strict=True))
     assert TOP_K * tokens <= calls <= TOP_K * (tokens + len(PROMPTS))
+    check_deferred(answers["deferred"], transformers, DEFERRED_PROMPT, 1, range(HOT, EXPERTS),
+                   near=0.05, gap=0.2, rounded=True)  # fmt: skip

@@ -8,6 +8,7 @@ JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n or [of
       "inspect_here": look at model classes in this process? vLLM starts one for each, 10 s a class,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM}, "compile",
                 "environment": {variables}, "model", "prompts", "steps": other ones,
+                "before": prompts served first, of 1, 2, 3 and more steps; nothing of them is told,
                 "reload": load the weights again at the end?, "leave": end the process with it?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
           "expert_calls": of each layer, for the prompts alone,
@@ -33,7 +34,7 @@ os.environ.update(
 
 
 def run(job: dict, one: dict) -> dict:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     start = time.monotonic()
@@ -50,19 +51,12 @@ def run(job: dict, one: dict) -> dict:
         "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
     }
     llm = LLM(one.get("model", job["model"]), **arguments | one.get("engine", {}))
+    if "before" in one:
+        _generate(llm, one["before"], [*range(1, len(one["before"]) + 1)])
     before = llm.apply_model(_inspect)[0]["stats"]  # what starting took
     prompts, steps = one.get("prompts", job["prompts"]), one.get("steps", job["steps"])
     started = time.monotonic()
-    results = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        [
-            SamplingParams(
-                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=1
-            )
-            for count in (steps if isinstance(steps, list) else [steps] * len(prompts))
-        ],
-        use_tqdm=False,
-    )
+    results = _generate(llm, prompts, steps if isinstance(steps, list) else [steps] * len(prompts))
     outputs = [result.outputs[0] for result in results]
     found = llm.apply_model(_inspect)[0]
     if one.get("reload"):
@@ -91,6 +85,21 @@ def run(job: dict, one: dict) -> dict:
     gc.collect()
     cleanup_dist_env_and_memory()
     return answer
+
+
+def _generate(llm, prompts: list[list[int]], steps: list[int]) -> list:
+    from vllm import SamplingParams
+
+    return llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [
+            SamplingParams(
+                temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=1
+            )
+            for count in steps
+        ],
+        use_tqdm=False,
+    )
 
 
 def _inspect(model) -> dict:
