@@ -96,7 +96,7 @@ def run(
     """What engine_run.py finds, one process for all; the last is the error of one that failed."""
     job = {
         "engine": args.engine, "model": str(model), "vocabulary": args.vocabulary,
-        "runs": [json.loads(args.arguments) | one for one in runs], "prefill": args.prefill,
+        "runs": [args.arguments | one for one in runs], "prefill": args.prefill,
         "streams": args.streams, "steps": args.steps, "context": args.context,
         "rounds": args.rounds, "settle": args.settle,
     }  # fmt: skip
@@ -145,7 +145,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-stock", action="store_true")
     add("--offload", nargs="*", type=float, help="the engine's own, by the same parts; as --hot")
     add("--together", action="store_true", help="one process: starts sooner")
-    add("--arguments", default="{}", help="more arguments of LLM or Engine, as JSON")
+    add(
+        "--arguments",
+        default="{}",
+        type=json.loads,
+        help="more arguments of LLM or Engine, as JSON",
+    )
     add("--prefill", nargs="+", type=int, default=[128, 2048, 8192])
     add("--streams", nargs="+", type=int, default=[1, 4, 16])
     add("--steps", type=int, default=64)
@@ -185,7 +190,7 @@ def main() -> None:
         "engine": args.engine, "shape": args.shape._asdict(), "layers": args.layers,
         "method": args.method, "steps": args.steps, "context": args.context,
         "rounds": args.rounds, "settle": args.settle, "weight_path": args.weight_path,
-        "arguments": json.loads(args.arguments),
+        "arguments": args.arguments,
         "model": config(args.shape, args.layers, args.vocabulary), "rows": [],
     }  # fmt: skip
     heads = [f"{n} streams, tokens/s" for n in args.streams]

@@ -31,17 +31,17 @@ class Masks:
         self._masks: dict[int, torch.Tensor] = {}  # by rows: bool, True for padding
         self._padded: set[int] = set()  # whose masks have a True
         self._last: Any = None  # numbers filled in; while they stay, nothing is launched
-        self._capturing = False
+        self._given = False  # to layers, whose batches are dummies now
 
     @contextmanager
     def dummies(self) -> Iterator[None]:
         """Within, batches are dummies, which graphs are captured with."""
         self._clear()
-        self._capturing = True
+        self._given = _fills()
         try:
             yield
         finally:
-            self._capturing = False
+            self._given = False
 
     @property
     def used(self) -> bool:
@@ -50,7 +50,7 @@ class Masks:
     def of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The mask [T] of a batch x [T, H] that is captured, or run before its capture; None for
         those that are in no graph, which SGLang does not pad."""
-        if not self._capturing or not _fills():
+        if not self._given:
             return None
         rows = x.shape[0]
         if not _in_graph(x):

@@ -180,8 +180,7 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
     python = gpu_python("KT_VLLM_GPU_PYTHON")
     runs = [
         {**one, "engine": GPU_VLLM | (VLLM_RANKS if kind.gpus > 1 else {}), "kt": kt or None,
-         "compile": kind.graphs, "leave": kind.gpus > 1,  # vLLM does not end its ranks
-         "environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}  # to look at ranks' counters
+         "compile": kind.graphs, "leave": kind.gpus > 1}  # vLLM does not end its ranks
         for one, kind, kt in _runs()
     ]  # fmt: skip
     answers = _answers(python, "vllm_run.py", folder / "vllm", runs, _job(plain))
@@ -204,10 +203,7 @@ def test_vllm_second_model_runner(
     it keeps up only with VLLM_MOE_SKIP_PADDING: padding and tokens are told apart without, too."""
     kt = {"method": "BF16", "num_gpu_experts": 0, "cpuinfer": CPU_THREADS}
     one = {"name": "none hot", "engine": GPU_VLLM, "kt": kt, "compile": True}
-    variables = environment(
-        VLLM_USE_V2_MODEL_RUNNER="1", VLLM_MOE_SKIP_PADDING=marks,
-        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-    )  # fmt: skip
+    variables = environment(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_MOE_SKIP_PADDING=marks)
     answers = run(
         gpu_python("KT_VLLM_GPU_PYTHON"), "vllm_run.py", folder / f"second {marks}", variables,
         **_job(plain), runs=[one],
@@ -252,8 +248,7 @@ def test_requests_come_and_go(
         kt = {"method": "BF16", "num_gpu_experts": hot, "cpuinfer": CPU_THREADS,
               "max_deferred_experts_per_token": deferred}  # fmt: skip
         if engine == "vllm":
-            one |= {"kt": kt, "engine": GPU_VLLM, "compile": True,
-                    "environment": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}}  # fmt: skip
+            one |= {"kt": kt, "engine": GPU_VLLM, "compile": True}
         else:
             one |= {"config": json.dumps(kt), "overlap": True}
             job["device"] = GPU_SGLANG
@@ -266,7 +261,7 @@ def test_requests_come_and_go(
         [calls] = {*answer["expert_calls"]}
     else:
         calls = answer["stats"]["models"][0]["expert_calls"] / LAYERS
-    tokens = sum(len(p) + count - 1 for p, count in zip(PROMPTS, steps, strict=True))
+    tokens = computed_tokens(PROMPTS, steps)
     assert TOP_K * tokens <= calls <= TOP_K * (tokens + len(PROMPTS))
     check_deferred(answers["deferred"], transformers, DEFERRED_PROMPT, 1, range(HOT, EXPERTS),
                    near=0.05, gap=0.2, rounded=True)  # fmt: skip

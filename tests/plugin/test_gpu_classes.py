@@ -29,7 +29,7 @@ from engines import (
 )
 from family_models import FAMILIES, PROMPTS, STEPS, FamilyReference, make
 from test_gpu import CPU_THREADS
-from test_model_classes import MODELS
+from test_model_classes import CLASSES
 
 # Sizes that the engines' kernels take, the same for engines that go by head_dim and those that go
 # by hidden_size / num_attention_heads.
@@ -43,10 +43,6 @@ MLA = {"attention_backend": "TRITON_MLA", "attention_config": {"mla_prefill_back
 KINDS = ("stock", "ours")
 # What the stock engine lacks on a machine without it.
 LACKS = {("vllm", "Qwen3NextForCausalLM"): "No module named 'flashinfer'"}
-CLASSES = {
-    engine: [*names, *(name for name in FAMILIES if engine in FAMILIES[name].gpu)]
-    for engine, names in MODELS.items()
-}
 WANTED = os.environ.get("KT_GPU_CLASSES")
 
 pytestmark = pytest.mark.timeout(TIMEOUT)

@@ -25,6 +25,11 @@ MODELS = {
     "vllm": [name for name, family in FAMILIES.items() if family.vllm is not None],
     "sglang": [name for name, family in FAMILIES.items() if family.sglang is not None],
 }
+# And those that are served with a GPU only, see test_gpu_classes.py.
+CLASSES = {
+    engine: [*names, *(name for name in FAMILIES if engine in FAMILIES[name].gpu)]
+    for engine, names in MODELS.items()
+}
 # In it none, some and all experts are hot; in the others some. SGLang starts too slowly for more.
 THOROUGH = ("vllm", "DeepseekV3ForCausalLM")
 RUNS = [
@@ -141,9 +146,7 @@ def test_refused(engine: str, name: str, answers: Callable[[str], Answers]) -> N
     check_refused(answers(engine)[f"{name} {HOT}"], REFUSED[engine, name])
 
 
-@pytest.mark.parametrize("engine", MODELS)
+@pytest.mark.parametrize("engine", CLASSES)
 def test_the_list_is_those_classes(engine: str) -> None:
-    """And those of test_gpu_classes.py."""
-    tested = [*MODELS[engine], *(name for name in FAMILIES if engine in FAMILIES[name].gpu)]
-    published = {FAMILIES[name].published or name for name in tested}
+    published = {FAMILIES[name].published or name for name in CLASSES[engine]}
     assert set(TESTED_MODELS) == {"Qwen3MoeForCausalLM", *published}

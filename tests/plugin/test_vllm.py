@@ -210,10 +210,7 @@ def test_two_ranks(folder: Path, prompts: list[list[int]]) -> None:
     path = make(folder / "wide", intermediate=128)  # vLLM's kernels want 32s in each half
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     cpus = sorted(os.sched_getaffinity(0))  # one for each rank
-    variables = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    }
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}
     runs = [
         {"name": "some hot", "kt": {"method": "BF16", "num_gpu_experts": HOT}, "engine": ranks,
          "environment": variables}

@@ -195,9 +195,11 @@ def spread_prompts(
     ]
 
 
-def computed_tokens(prompts: list[list[int]], steps: int) -> int:
-    """How many an engine runs through its layers for ``steps`` more of each: not the last ones."""
-    return sum(len(prompt) + steps - 1 for prompt in prompts)
+def computed_tokens(prompts: list[list[int]], steps: int | list[int]) -> int:
+    """How many an engine runs through its layers for ``steps`` more of each (or so many of each):
+    not the last ones."""
+    counts = steps if isinstance(steps, list) else [steps] * len(prompts)
+    return sum(len(prompt) + count - 1 for prompt, count in zip(prompts, counts, strict=True))
 
 
 def clear_prompts(
