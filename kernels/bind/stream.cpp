@@ -55,10 +55,11 @@ void need_count(size_t given, size_t parameters) {
                                 std::to_string(parameters) + " parameters");
 }
 
-void run(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, uint64_t* values) {
+void run(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, uint64_t* values,
+         uint64_t wait_address) {
   // A launch waits where the queue is full, perhaps for a host function that needs the GIL.
   const nb::gil_scoped_release released;
-  kernel.run(grid, stream, values);
+  kernel.run(grid, stream, values, wait_address);
 }
 
 void launch(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, nb::args given) {
@@ -66,20 +67,22 @@ void launch(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, 
   need_count(given.size(), kinds.size());
   uint64_t values[kt::sys::KernelLaunch::kMaxParameters];
   for (size_t i = 0; i < kinds.size(); ++i) values[i] = parameter(kinds[i], item(given, i), i);
-  run(kernel, grid, stream, values);
+  run(kernel, grid, stream, values, 0);
 }
 
 // A launch whose arguments are known but for some.
 struct BoundLaunch {
   const kt::sys::KernelLaunch* kernel;
   int64_t grid;
+  uint64_t wait_address;  // see KernelLaunch::run
   uint64_t values[kt::sys::KernelLaunch::kMaxParameters];
   std::vector<size_t> open;  // parameters that are given at each run
 };
 
-BoundLaunch bind(const kt::sys::KernelLaunch& kernel, int64_t grid, nb::args given) {
+BoundLaunch bind(const kt::sys::KernelLaunch& kernel, int64_t grid, nb::args given,
+                 uint64_t wait_address) {
   need_count(given.size(), kernel.kinds().size());
-  BoundLaunch bound{&kernel, grid, {}, {}};
+  BoundLaunch bound{&kernel, grid, wait_address, {}, {}};
   for (size_t i = 0; i < given.size(); ++i) {
     if (given[i].is_none())
       bound.open.push_back(i);
@@ -97,7 +100,7 @@ void launch_bound(const BoundLaunch& bound, uint64_t stream, nb::args given) {
     const size_t at = bound.open[i];
     values[at] = parameter(bound.kernel->kinds()[at], item(given, i), at);
   }
-  run(*bound.kernel, bound.grid, stream, values);
+  run(*bound.kernel, bound.grid, stream, values, bound.wait_address);
 }
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -149,6 +152,7 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("tokens_address", [](const StreamSide& s) { return address(s.tokens()); })
       .def_prop_ro("times_address", [](const StreamSide& s) { return address(s.times()); })
       .def_prop_ro("done_address", [](const StreamSide& s) { return address(s.done()); })
+      .def_prop_ro("ready_address", [](const StreamSide& s) { return address(s.ready()); })
       .def_prop_ro("x_address", [](const StreamSide& s) { return address(s.x()); })
       .def_prop_ro("ids_address", [](const StreamSide& s) { return address(s.ids()); })
       .def_prop_ro("weights_address", [](const StreamSide& s) { return address(s.weights()); })
@@ -177,7 +181,10 @@ void bind_stream(nb::module_& m) {
 
   nb::class_<kt::sys::CudaContext>(m, "CudaContext", "The CUDA context that is current now.")
       .def(nb::init<const std::string&>(), "library"_a = kt::sys::CudaContext::kDriver)
-      .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a);
+      .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a)
+      .def("wait", &kt::sys::CudaContext::wait, "stream"_a, "address"_a, "value"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Has a stream wait until the 32-bit word at the address is value.");
 
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
                                     "A CUfunction to be launched; kinds: one letter per parameter, "
@@ -185,8 +192,9 @@ void bind_stream(nb::module_& m) {
       .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
            "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::CudaContext::kDriver)
       .def("run", launch, "grid"_a, "stream"_a, "args"_a)
-      .def("bind", bind, nb::keep_alive<0, 1>(), "grid"_a, "args"_a,
-           "A BoundLaunch: these arguments, but for those that are None.");
+      .def("bind", bind, nb::keep_alive<0, 1>(), "grid"_a, "args"_a, "wait_address"_a = 0,
+           "A BoundLaunch: these arguments, but for those that are None. wait_address: of a 32-bit "
+           "word that the stream waits for to be 1 before each launch; 0: it does not wait.");
 
   nb::class_<BoundLaunch>(m, "BoundLaunch", "A KernelLaunch with most of its arguments.")
       .def("run", launch_bound, "stream"_a, "args"_a, "args: what was None.");

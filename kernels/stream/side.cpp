@@ -54,7 +54,8 @@ void StreamSide::zero_out(int64_t tokens) const {
 }
 
 void StreamSide::ring(uint32_t number) const noexcept {
-  std::atomic_ref(*done()).store(number, std::memory_order_release);
+  constexpr uint64_t kReady = uint64_t(1) << 32;
+  std::atomic_ref(*at<uint64_t>(done_)).store(kReady | number, std::memory_order_release);
 }
 
 bool StreamSide::belongs_to(const void* engine) {

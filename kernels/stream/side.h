@@ -21,6 +21,9 @@ struct StreamTimes {
 //   tokens   int32            of the batch
 //   times    StreamTimes      of the kernels, where they are traced
 //   done     uint32           number of the entry whose result is in `out`
+//   ready    uint32           1 from then on until the GPU hands over the next batch, else 0;
+//   beside
+//                             `done`, written with it
 //   x        dtype[capacity, H]
 //   ids      int32[capacity, k]
 //   weights  float[capacity, k]
@@ -28,13 +31,18 @@ struct StreamTimes {
 //   partial  float[capacity, H]   sums handed to the next layer; only with_partial
 //
 // Who may touch what, and why it sees what the other one wrote (engine.h has the ring):
-//   1. GPU: writes tokens, x, ids and weights; system fence; one 8-byte store to the ring.
+//   1. GPU: sets ready to 0; writes tokens, x, ids and weights; system fence; one 8-byte store to
+//      the ring.
 //   2. Poller: acquire load of the entry, then reads tokens, ids and weights. The workers get the
 //      job from the team, which orders its submission before their reads of x.
-//   3. Workers: write out and leave the job with acquire-release; the last one writes `done` with
-//      release (on x86 a plain store after plain stores, which PCIe reads in that order).
-//   4. GPU: one thread of each block spins on a relaxed system load of `done` until it is its
-//      entry's number; system fence; barrier of the block; reads out.
+//   3. Workers: write out and leave the job with acquire-release; the last one writes `done` and
+//      `ready` with one release store (on x86 a plain store after plain stores, which PCIe reads in
+//      that order).
+//   4. GPU: its stream waits until ready is 1, which takes no time of the GPU from other processes.
+//      Then one thread of each block spins on a relaxed system load of `done` until it is its
+//      entry's number; system fence; barrier of the block; reads out. The number decides: ready is
+//      also set by the answer to an earlier batch that nobody collected, and the value that a
+//      captured wait compares with is a constant. Where streams cannot wait, threads only spin.
 // The GPU writes a side again only after 4, in the order of its stream. Deferred experts still read
 // x then, until the next layer's job: that layer needs another side (an error says so), and once it
 // is done the first side is free. A pass that was aborted may break these rules: then x can be
@@ -54,6 +62,7 @@ class StreamSide : public std::enable_shared_from_this<StreamSide> {
   int32_t* tokens() const { return at<int32_t>(0); }
   StreamTimes* times() const { return at<StreamTimes>(times_); }
   uint32_t* done() const { return at<uint32_t>(done_); }
+  uint32_t* ready() const { return done() + 1; }
   void* x() const { return at<void>(x_); }
   int32_t* ids() const { return at<int32_t>(ids_); }
   float* weights() const { return at<float>(weights_); }
@@ -61,7 +70,7 @@ class StreamSide : public std::enable_shared_from_this<StreamSide> {
   float* partial() const { return partial_ ? at<float>(partial_) : nullptr; }  // or null
 
   void zero_out(int64_t tokens) const;
-  void ring(uint32_t number) const noexcept;  // writes `done`
+  void ring(uint32_t number) const noexcept;  // writes `done` and `ready`
 
   // The engine whose poller serves it: the first that asks. False for any other.
   bool belongs_to(const void* engine);

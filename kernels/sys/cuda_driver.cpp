@@ -35,6 +35,7 @@ CudaContext::CudaContext(const std::string& name) {
   if (!library) throw std::runtime_error("the CUDA driver " + name + " cannot be loaded: " + why());
   find(library, name, "cuLaunchKernel", driver_.launch);
   find(library, name, "cuStreamIsCapturing", driver_.is_capturing);
+  find(library, name, "cuStreamWaitValue32_v2", driver_.wait_value);  // drivers since CUDA 11.7
   find(library, name, "cuCtxGetCurrent", driver_.get_context);
   find(library, name, "cuCtxPushCurrent_v2", driver_.push_context);
   find(library, name, "cuCtxPopCurrent_v2", driver_.pop_context);
@@ -49,6 +50,13 @@ bool CudaContext::capturing(uint64_t stream) const {
   within("cuStreamIsCapturing",
          [&] { return driver_.is_capturing(reinterpret_cast<void*>(stream), &status); });
   return status != 0;
+}
+
+void CudaContext::wait(uint64_t stream, uint64_t address, uint32_t value) const {
+  constexpr unsigned kUntilEqual = 1;  // CU_STREAM_WAIT_VALUE_EQ
+  within("cuStreamWaitValue32", [&] {
+    return driver_.wait_value(reinterpret_cast<void*>(stream), address, value, kUntilEqual);
+  });
 }
 
 void CudaContext::launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
@@ -93,11 +101,13 @@ KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std
        "kinds \"" + kinds_ + "\"; p and i are accepted");
 }
 
-void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values) const {
+void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values,
+                       uint64_t wait_address) const {
   if (grid < 1 || grid > std::numeric_limits<int32_t>::max())
     throw std::invalid_argument("a grid of " + std::to_string(grid) + " blocks");
   void* parameters[kMaxParameters];
   for (size_t i = 0; i < kinds_.size(); ++i) parameters[i] = values + i;
+  if (wait_address) context_.wait(stream, wait_address, 1);
   context_.launch(function_, unsigned(grid), threads_, shared_bytes_, stream, parameters);
 }
 

@@ -19,6 +19,10 @@ class CudaContext {
   // the capture. Throws std::runtime_error with the driver's words.
   bool capturing(uint64_t stream) const;
 
+  // Has a stream wait, without occupying the GPU, until the 32-bit word at an address that the GPU
+  // can read is `value`. Throws the same, also where the driver cannot.
+  void wait(uint64_t stream, uint64_t address, uint32_t value) const;
+
   // Queues `grid` blocks of a CUfunction on a stream. Throws the same.
   void launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
               uint64_t stream, void** parameters) const;
@@ -28,6 +32,7 @@ class CudaContext {
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                   void*, void**, void**);
     int (*is_capturing)(void*, int*);
+    int (*wait_value)(void*, uint64_t, uint32_t, unsigned);
     int (*get_context)(void**);
     int (*push_context)(void*);
     int (*pop_context)(void**);
@@ -54,9 +59,10 @@ class KernelLaunch {
 
   const std::string& kinds() const { return kinds_; }
 
-  // Queues `grid` blocks on a stream. values: one per parameter, in its low bytes. Throws
-  // std::runtime_error with the driver's words.
-  void run(int64_t grid, uint64_t stream, uint64_t* values) const;
+  // Queues `grid` blocks on a stream, after a wait until the word at wait_address is 1 unless that
+  // is 0. values: one per parameter, in its low bytes. Throws std::runtime_error with the driver's
+  // words.
+  void run(int64_t grid, uint64_t stream, uint64_t* values, uint64_t wait_address = 0) const;
 
  private:
   const uint64_t function_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,15 @@ def at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
     """A tensor over foreign memory, which must outlive it."""
     size = torch.empty(0, dtype=dtype).element_size() * count
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
+
+
+def wait_for(address: int, value: int) -> None:
+    """As a stream does; an error after some seconds, where a stream would wait for ever."""
+    word = at(address, torch.int32, 1)
+    end = time.monotonic() + 10
+    while word.item() != value:
+        assert time.monotonic() < end, f"the word at {address:#x} is {word.item()}, not {value}"
+        time.sleep(1e-5)
 
 
 class Launch:
@@ -36,7 +46,7 @@ class Launch:
         split = c.get("SPLIT")
         counts |= dict.fromkeys(("hot_ids", "hot_weights"), routes if split else 1)
         counts |= {"padding": tokens if c.get("PADDED") else 1}
-        counts |= {"slot_map": c.get("EXPERTS", 0) if split else 1, "cell": 2}
+        counts |= {"slot_map": c.get("EXPERTS", 0) if split else 1, "cell": 2, "done": 2}
         counts |= {"ring": c.get("ENTRIES", 0)}
         given = []
         for name, value, dtype in zip(self._names, values, self._arguments, strict=False):
@@ -47,8 +57,10 @@ class Launch:
                 given.append(at(value, dtype, counts.get(name, 1)))
         self._function[(programs,)](*given, **self._constants)
 
-    def bind(self, programs: int, *bound: int | None) -> Any:
+    def bind(self, programs: int, *bound: int | None, wait_address: int = 0) -> Any:
         def run(stream: int, *given: int) -> None:
+            if wait_address:
+                wait_for(wait_address, 1)
             rest = iter(given)
             self.run(programs, stream, *(next(rest) if v is None else v for v in bound))
             assert not list(rest)
@@ -78,6 +90,9 @@ class Interpreter:
 
     def capturing(self, stream: int | None = None) -> bool:
         return self.in_capture
+
+    def wait(self, address: int, value: int) -> None:
+        wait_for(address, value)
 
     def idle(self) -> bool:
         return True

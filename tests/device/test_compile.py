@@ -43,7 +43,7 @@ for types, trace, padding in (
     there = compile(
         kernels.hand_over,
         [x, ids, weights, padding or "*i32", "*i32", ids, weights, x, "*i32", "*fp32", "*i32",
-         "*i64", "*i32", "*i32", "*i64", "*i32", "i32", "i32"],
+         "*i64", "*i32", "*i32", "*i32", "*i64", "*i32", "i32", "i32"],
         TOP_K=8, EXPERTS=128, ENTRIES=4096, PADDED=padding is not None, SPLIT=True, COLD_SLOT=-1,
         ROUTES=256, ROOM_CHECK=256, **shape,
     )

@@ -337,6 +337,41 @@ def test_banks_serve_the_next_model(engine: DeviceEngine) -> None:
     assert len(engine.backend.pinned) == 1 + 2
 
 
+def test_a_stream_waits_for_the_answer(engine: DeviceEngine) -> None:
+    """Until the ready word is set. Then `done` decides, since the word may have been set by the
+    answer to an earlier batch on the same side, which nobody collected."""
+    layers, same = model()[:1], model()[:1]
+    [way] = streams(engine, layers)
+    batches = [batch(4, seed) for seed in range(4)]
+    want = [expected(same, [one])[0] for one in batches]
+    assert engine.waits
+    handed = [submit(way, layers[0], one)[0] for one in batches]
+    for side in handed[-1].plan.bank.sides:
+        words = at(side.core.done_address, torch.int32, 2)
+        assert side.core.ready_address == side.core.done_address + 4
+        engine.core.drain(10)
+        assert words[1] == 1
+    for one, y in zip(handed[2:], want[2:], strict=True):
+        assert torch.equal(one.collect(0), y)
+
+
+def test_a_stream_that_cannot_wait(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """The kernels wait instead, with a warning; results are the same."""
+
+    def refuse(self: Interpreter, address: int, value: int) -> None:
+        raise RuntimeError("cuStreamWaitValue32 failed: CUDA_ERROR_NOT_SUPPORTED")
+
+    monkeypatch.setattr(Interpreter, "wait", refuse)
+    engine = DeviceEngine(Interpreter())
+    assert not engine.waits and "streams cannot wait for the CPU" in caplog.text
+    layers = model()[:1]
+    [way] = streams(engine, layers)
+    one = batch(4, 0)
+    handed, _ = submit(way, layers[0], one)
+    assert torch.equal(handed.collect(0), expected(layers, [one])[0])
+    engine.stop()
+
+
 def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceEngine) -> None:
     layers = model()[:2]
     ways = streams(engine, layers)

@@ -29,11 +29,12 @@ def hand_over(
         "cell": torch.zeros(2, dtype=torch.int32), "ring": torch.zeros(ENTRIES, dtype=torch.int64),
     }  # fmt: skip
     times = torch.full((6,), -1, dtype=torch.int64)
+    done = torch.tensor([6, 1], dtype=torch.int32)  # and ready, as an earlier answer left them
     head = torch.tensor([number], dtype=torch.int32) if head is None else head
     kernels.hand_over[(programs,)](
         x, ids, weights, read, slot_map, found["hot_ids"], found["hot_weights"],
-        found["x"], found["ids"], found["weights"], found["tokens"], times, found["cell"], counter,
-        found["ring"], head, tokens, slot,
+        found["x"], found["ids"], found["weights"], found["tokens"], times, done, found["cell"],
+        counter, found["ring"], head, tokens, slot,
         HIDDEN=x.shape[1], TOP_K=k, EXPERTS=slot_map.shape[0], ENTRIES=ENTRIES,
         PADDED=padding is not None, SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
         BLOCK=block,
@@ -41,6 +42,7 @@ def hand_over(
         FENCE=False, TRACE=True,
     )  # fmt: skip
     assert times.tolist() == [0, 0, -1, -1, -1, -1]
+    assert done.tolist() == [6, 0]
     return found | {"counter": counter}
 
 

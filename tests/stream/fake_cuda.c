@@ -35,6 +35,21 @@ int cuStreamIsCapturing(void *stream, int *status) {
   return result;
 }
 
+struct wait {
+  void *stream;
+  unsigned long long address;
+  unsigned value, flags;
+};
+
+struct wait waited; /* before the last launch */
+
+int cuStreamWaitValue32_v2(void *stream, unsigned long long address, unsigned value,
+                           unsigned flags) {
+  launched_in = context;
+  waited = (struct wait){stream, address, value, flags};
+  return result;
+}
+
 int cuCtxGetCurrent(void **found) {
   *found = context;
   return 0;

@@ -97,6 +97,31 @@ def test_any_number_of_parameters(fake: str, count: int) -> None:
     assert list(last.values) == [*range(100, 100 + count), *[0] * (32 - count)]
 
 
+class Wait(ctypes.Structure):
+    _fields_ = [("stream", ctypes.c_uint64), ("address", ctypes.c_uint64),
+                ("value", ctypes.c_uint), ("flags", ctypes.c_uint)]  # fmt: skip
+
+
+def test_a_launch_waits_first(fake: str) -> None:
+    """Only where an address is given; the wait is for equality, on the launch's stream."""
+    last, result = state(fake, "i")
+    waited = Wait.in_dll(ctypes.CDLL(fake), "waited")
+    ctypes.memset(ctypes.addressof(waited), 0, ctypes.sizeof(waited))
+    kernel = _C.KernelLaunch(1, 32, 0, "i", library=fake)
+    kernel.bind(1, None).run(2**48, 5)
+    assert waited.address == 0
+    kernel.bind(1, None, wait_address=0x1004).run(2**48, 6)
+    assert (waited.stream, waited.address, waited.value, waited.flags) == (2**48, 0x1004, 1, 1)
+    assert last.values[0] == 6
+    result.value = 801
+    with pytest.raises(RuntimeError, match="^cuStreamWaitValue32 failed: CUDA_ERROR_FAKE"):
+        kernel.bind(1, None, wait_address=0x1004).run(0, 7)
+    assert last.values[0] == 6  # not launched
+    result.value = 0
+    _C.CudaContext(library=fake).wait(2**48, 0x2008, 3)
+    assert (waited.address, waited.value) == (0x2008, 3)
+
+
 def test_what_the_driver_says(fake: str) -> None:
     _, result = state(fake, "")
     kernel = _C.KernelLaunch(1, 32, 0, "", library=fake)

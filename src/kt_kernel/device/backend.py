@@ -59,11 +59,21 @@ class CudaBackend:
 
     def capturing(self, stream: int | None = None) -> bool:
         """Whether a graph is captured on a stream, given by its handle; None: the current one."""
+        return self._own_context().capturing(
+            handle_of(self.device, None) if stream is None else stream
+        )
+
+    def wait(self, address: int, value: int) -> None:
+        """Has the current stream wait until the 32-bit word at an address in pinned memory is
+        ``value``."""
+        self._own_context().wait(handle_of(self.device, None), address, value)
+
+    def _own_context(self) -> Any:
         if self._context is None:
             with torch.cuda.device(self.device):
                 torch.cuda.is_current_stream_capturing()  # makes a context current in this thread
                 self._context = native().CudaContext()
-        return self._context.capturing(handle_of(self.device, None) if stream is None else stream)
+        return self._context
 
     def idle(self) -> bool:
         """Whether the device is done with the current and the default stream."""

@@ -34,7 +34,7 @@ class Side:
         # Addresses in the order in which the kernels take them.
         self.inputs = (
             core.x_address, core.ids_address, core.weights_address, core.tokens_address,
-            core.times_address, cell.data_ptr(),
+            core.times_address, core.done_address, cell.data_ptr(),
         )  # fmt: skip
         self.answer = (
             core.out_address, core.times_address, core.done_address, cell.data_ptr()

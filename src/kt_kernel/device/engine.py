@@ -43,6 +43,8 @@ class DeviceEngine:
         path = os.environ.get(TRACE_VARIABLE)
         self.core = native().StreamEngine(_ENTRIES, watchdog_seconds(), traces=bool(path))
         backend.pin(self.core.buffer)
+        # A trace has the time for which the kernel waits; otherwise the stream waits before it.
+        self.waits = not path and self._stream_waits()
         # Last of what may fail: it has a thread and a file.
         self.tracer = Tracer(self.core, path, backend.device) if path else None
         self.launches: dict[Any, Any] = {}  # compiled kernels, by what they were compiled for
@@ -53,6 +55,20 @@ class DeviceEngine:
         self._idle: list[Bank] = []  # whose chains are gone
         give_lock(self, "_lock", threading.RLock)
         self._warned = False
+
+    def _stream_waits(self) -> bool:
+        """Whether the device's streams can wait for a word in pinned memory; a warning if not."""
+        try:
+            self.backend.wait(self.core.head_address, 0)  # which it is: nothing was taken yet
+        except RuntimeError as error:
+            _logger.warning(
+                "kt: %s: streams cannot wait for the CPU (%s); kernels do, and while this process "
+                "is stopped, they slow down other processes on the GPU",
+                self.backend.device,
+                error,
+            )
+            return False
+        return True
 
     def banks(self, chain: Any, key: BankKey) -> list[Bank]:
         """The banks of a chain, smallest first; the list grows with `add_bank`."""

@@ -4,7 +4,9 @@ Memory ordering. After a barrier, one thread of each program fences at system sc
 the stores of all its threads, and counts the program in; the last one to arrive therefore knows all
 of them done, fences once more and publishes the ring's entry with one 8-byte store. The other way
 the CPU stores ``done`` after its results (x86 keeps that order); one thread of each program waits
-for it and fences, and the others read the results, past all caches, after a barrier.
+for it and fences, and the others read the results, past all caches, after a barrier. Before
+`take_back` the stream itself waits for the ``ready`` word beside ``done``, where it can: a kernel
+that spins takes its share of the GPU from other processes for as long as this one is stopped.
 
 One thread, since a fence at system scope is carried out by every warp that executes it, one after
 the other, and so is a read of the host's memory.
@@ -84,7 +86,7 @@ def _wait_for(word, number, FENCE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "slot"], do_not_specialize_on_alignment=["padding"])
 def hand_over(
     x, ids, weights, padding, slot_map, hot_ids, hot_weights,
-    pinned_x, pinned_ids, pinned_weights, pinned_tokens, times, cell, counter, ring, head,
+    pinned_x, pinned_ids, pinned_weights, pinned_tokens, times, done, cell, counter, ring, head,
     tokens, slot,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ENTRIES: tl.constexpr,
     PADDED: tl.constexpr, SPLIT: tl.constexpr, COLD_SLOT: tl.constexpr,
@@ -153,6 +155,7 @@ def hand_over(
             tl.store(cell, 0)
         tl.store(cell + 1, number)
         tl.store(pinned_tokens, tokens)
+        tl.store(done + 1, 0)  # the side's ready word
         if number % ROOM_CHECK == 0:  # nobody can be so far ahead of the CPU, unless on purpose
             consumed = tl.load(head, volatile=True)
             while number - consumed > ENTRIES - ROOM_CHECK:

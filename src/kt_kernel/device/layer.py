@@ -291,7 +291,8 @@ class LayerStream:
         run = plan.take_back.get((add, scale))
         if run is None:
             run = self._take_back(plan.dtype, add, scale, capturing).bind(
-                self._programs(plan.shape[0]), *plan.side.answer, None, None, plan.shape[0], 0, 0
+                self._programs(plan.shape[0]), *plan.side.answer, None, None, plan.shape[0], 0, 0,
+                wait_address=plan.side.core.ready_address if self.engine.waits else 0,
             ).run  # fmt: skip
             plan.take_back[add, scale] = run
         address = out.data_ptr()
@@ -351,7 +352,7 @@ class LayerStream:
             launch = self._compile(
                 key, capturing, kernels.hand_over,
                 (x, ids, weights, _PADDING[padding], int32, ids, weights,
-                 x, int32, float32, int32, int64, int32, int32, int64, int32, 0, 0),
+                 x, int32, float32, int32, int64, int32, int32, int32, int64, int32, 0, 0),
                 TOP_K=self._top_k, EXPERTS=self._experts, ENTRIES=self.engine.core.entries,
                 PADDED=padding is not None, SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
                 ROUTES=kernels.routes_with(self._blocks, self._top_k),
