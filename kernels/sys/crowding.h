@@ -1,24 +1,37 @@
 // Whether other processes want the CPUs on which threads of ours spin.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
 namespace kt::sys {
 
+// Spins that the system interrupts are replaced by sleeps for a while: 1 ms after an interruption,
+// twice as long with each further one that comes soon after, 50 ms at most. Some thread always
+// interrupts a spin now and then, which is not worth many sleeps: a virtual CPU that sleeps may
+// take far longer to come back than a futex call takes.
+//
 // From any thread. relaxed everywhere: it only says how to wait.
 class Crowding {
  public:
-  // Of a spin that looked at the clock (now_ns, futex.h) at `before` and again now. Where the
-  // system took the CPU from it meanwhile, spins will be interrupted for a while.
+  // Of a spin that looked at the clock (now_ns, futex.h) at `before` and again now.
   void spun(int64_t before, int64_t now) {
-    if (now - before > kInterruptedNs) until_.store(now + kCrowdedNs, std::memory_order_relaxed);
+    if (now - before <= kInterruptedNs) return;
+    const int64_t until = until_.load(std::memory_order_relaxed);
+    if (now < until) return;
+    const int64_t last = length_.load(std::memory_order_relaxed);
+    const bool again = last != 0 && now - until < kSoon * last;
+    const int64_t length = again ? std::min(2 * last, kLongestNs) : kShortestNs;
+    length_.store(length, std::memory_order_relaxed);
+    until_.store(now + length, std::memory_order_relaxed);
   }
   bool at(int64_t now) const { return now < until_.load(std::memory_order_relaxed); }
 
  private:
   static constexpr int64_t kInterruptedNs = 200'000;  // far longer than between two looks
-  static constexpr int64_t kCrowdedNs = 50'000'000;
-  std::atomic<int64_t> until_{0};
+  static constexpr int64_t kShortestNs = 1'000'000, kLongestNs = 50'000'000;
+  static constexpr int64_t kSoon = 8;  // times the last while
+  std::atomic<int64_t> until_{0}, length_{0};
 };
 
 }  // namespace kt::sys

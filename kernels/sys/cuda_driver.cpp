@@ -47,34 +47,46 @@ CudaContext::CudaContext(const std::string& name) {
 
 bool CudaContext::capturing(uint64_t stream) const {
   int status = 0;  // 0: no
-  within("cuStreamIsCapturing",
-         [&] { return driver_.is_capturing(reinterpret_cast<void*>(stream), &status); });
+  within([&] {
+    check("cuStreamIsCapturing", driver_.is_capturing(reinterpret_cast<void*>(stream), &status));
+  });
   return status != 0;
 }
 
 void CudaContext::wait(uint64_t stream, uint64_t address, uint32_t value) const {
-  constexpr unsigned kUntilEqual = 1;  // CU_STREAM_WAIT_VALUE_EQ
-  within("cuStreamWaitValue32", [&] {
-    return driver_.wait_value(reinterpret_cast<void*>(stream), address, value, kUntilEqual);
-  });
+  within([&] { queue_wait(stream, address, value); });
 }
 
 void CudaContext::launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
-                         uint64_t stream, void** parameters) const {
-  within("cuLaunchKernel", [&] {
-    return driver_.launch(reinterpret_cast<void*>(function), grid, 1, 1, threads, 1, 1,
-                          shared_bytes, reinterpret_cast<void*>(stream), parameters, nullptr);
+                         uint64_t stream, void** parameters, uint64_t wait_address) const {
+  within([&] {
+    if (wait_address) queue_wait(stream, wait_address, 1);
+    check("cuLaunchKernel",
+          driver_.launch(reinterpret_cast<void*>(function), grid, 1, 1, threads, 1, 1, shared_bytes,
+                         reinterpret_cast<void*>(stream), parameters, nullptr));
   });
 }
 
-template <class Call> void CudaContext::within(const char* name, Call call) const {
+void CudaContext::queue_wait(uint64_t stream, uint64_t address, uint32_t value) const {
+  constexpr unsigned kUntilEqual = 1;  // CU_STREAM_WAIT_VALUE_EQ
+  check("cuStreamWaitValue32",
+        driver_.wait_value(reinterpret_cast<void*>(stream), address, value, kUntilEqual));
+}
+
+// Calls in the own context, and leaves the thread the one that is current in it.
+template <class Call> void CudaContext::within(Call call) const {
   void* current = nullptr;
   check("cuCtxGetCurrent", driver_.get_context(&current));
-  const bool other = current != context_;
-  if (other) check("cuCtxPushCurrent", driver_.push_context(context_));
-  const int result = call();
-  if (other) driver_.pop_context(&current);
-  check(name, result);
+  if (current == context_) return call();
+  check("cuCtxPushCurrent", driver_.push_context(context_));
+  struct Pop {
+    const Driver& driver;
+    ~Pop() {
+      void* popped = nullptr;
+      driver.pop_context(&popped);
+    }
+  } const pop{driver_};
+  call();
 }
 
 void CudaContext::check(const char* call, int result) const {
@@ -107,8 +119,8 @@ void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values,
     throw std::invalid_argument("a grid of " + std::to_string(grid) + " blocks");
   void* parameters[kMaxParameters];
   for (size_t i = 0; i < kinds_.size(); ++i) parameters[i] = values + i;
-  if (wait_address) context_.wait(stream, wait_address, 1);
-  context_.launch(function_, unsigned(grid), threads_, shared_bytes_, stream, parameters);
+  context_.launch(function_, unsigned(grid), threads_, shared_bytes_, stream, parameters,
+                  wait_address);
 }
 
 }  // namespace kt::sys

@@ -23,9 +23,10 @@ class CudaContext {
   // can read is `value`. Throws the same, also where the driver cannot.
   void wait(uint64_t stream, uint64_t address, uint32_t value) const;
 
-  // Queues `grid` blocks of a CUfunction on a stream. Throws the same.
+  // Queues `grid` blocks of a CUfunction on a stream. wait_address: unless it is 0, the stream
+  // first waits for 1 there. Throws the same.
   void launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
-              uint64_t stream, void** parameters) const;
+              uint64_t stream, void** parameters, uint64_t wait_address) const;
 
  private:
   struct Driver {  // CUresult and enums are ints; CUfunction, CUstream and CUcontext are pointers
@@ -43,7 +44,8 @@ class CudaContext {
   Driver driver_;
   void* context_ = nullptr;
 
-  template <class Call> void within(const char* name, Call call) const;
+  void queue_wait(uint64_t stream, uint64_t address, uint32_t value) const;
+  template <class Call> void within(Call call) const;
   void check(const char* call, int result) const;
 };
 

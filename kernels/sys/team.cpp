@@ -32,6 +32,9 @@ constexpr size_t kLine = 128;
 
 // About what a futex sleep and wake-up costs: never lose more than twice the better choice.
 constexpr nanoseconds kSpin{25'000};
+// At a barrier, where CPUs are free for who is beside the team: a worker that comes late was
+// interrupted. The others must not be late, too, because they went to sleep meanwhile.
+constexpr nanoseconds kSpinAtBarrier{200'000};
 // With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
 constexpr nanoseconds kSpinOversubscribed{1'000};
 
@@ -132,7 +135,7 @@ class Crew {
   std::vector<Worker> workers_;
 
   // Set by start() before the threads that read them exist.
-  nanoseconds spin_ = kSpin, wait_spin_ = kSpin;
+  nanoseconds spin_ = kSpin, barrier_spin_ = kSpin, wait_spin_ = kSpin;
   uint32_t first_seen_ = 0;  // openings of job_gate_ that happened before
   bool cpus_free_ = false;   // for who is beside the team, while all its threads run
 
@@ -260,7 +263,7 @@ void Crew::pool_barrier(const Worker& worker) {
   if (pool.in_pool.last_of(pool.threads)) {
     pool.pool_gate.open();
   } else {
-    pool.pool_gate.wait_past(seen, spin_);
+    pool.pool_gate.wait_past(seen, barrier_spin_);
   }
 }
 
@@ -270,7 +273,7 @@ void Crew::team_barrier(const Worker& worker) {
   if (pool.in_team.last_of(pool.threads) && pools_in_team_.last_of(busy_pools_)) {
     for (size_t p = 0; p < specs_.size(); ++p) pools_[p].team_gate.open();
   } else {
-    pool.team_gate.wait_past(seen, spin_);
+    pool.team_gate.wait_past(seen, barrier_spin_);
   }
 }
 
@@ -313,6 +316,7 @@ void Crew::start() {
   spin_ = oversubscribed ? kSpinOversubscribed : kSpin;
   wait_spin_ = oversubscribed || team == cpus ? kSpinOversubscribed : kSpin;
   cpus_free_ = !oversubscribed && team + kBesideTeam <= cpus;
+  barrier_spin_ = cpus_free_ ? kSpinAtBarrier : spin_;
 
   // relaxed: only written under mutex_
   first_seen_ = job_gate_.count.load(std::memory_order_relaxed);

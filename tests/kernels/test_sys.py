@@ -288,3 +288,9 @@ def test_bandwidth_refuses_no_threads(probe: Path) -> None:
     result = subprocess.run([probe, "bandwidth", "0"], capture_output=True, text=True)
     assert result.returncode == 2
     assert "max_threads = 0" in result.stderr
+
+
+def test_how_long_spins_are_left_out(tmp_path: Path) -> None:
+    program = build(tmp_path / "crowding_test", [CPP / "crowding_test.cpp"], ["-O0"])
+    result = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout
