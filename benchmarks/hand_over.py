@@ -86,7 +86,7 @@ def measure(
 
     def one(layer: Any) -> None:
         layer.submit_and_split(x, ids, weights, stream, slot_map=slot_map, cold_slot=0)
-        layer.sync_and_add(x, hot, stream)
+        layer.sync_and_add(x, stream, hot=hot)
 
     def every() -> None:
         for layer in layers:

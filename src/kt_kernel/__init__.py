@@ -18,7 +18,13 @@ with _conflict.told_to_engines():
 
 if TYPE_CHECKING:
     from kt_kernel.chain import model_scope
-    from kt_kernel.inference import BaseMoEWrapper, InferenceMoEWrapper, KTMoEWrapper
+    from kt_kernel.experts import (
+        AMXMoEWrapper,
+        BaseMoEWrapper,
+        InferenceMoEWrapper,
+        KExpertsCPUBuffer,
+        KTMoEWrapper,
+    )
     from kt_kernel.methods import INFERENCE_METHODS, SFT_METHODS
     from kt_kernel.placement import generate_gpu_experts_masks
     from kt_kernel.variant import cpu_features
@@ -30,8 +36,10 @@ if TYPE_CHECKING:
 __all__ = [
     "INFERENCE_METHODS",
     "SFT_METHODS",
+    "AMXMoEWrapper",
     "BaseMoEWrapper",
     "InferenceMoEWrapper",
+    "KExpertsCPUBuffer",
     "KTMoEWrapper",
     "__cpu_kernel__",
     "__cpu_variant__",
@@ -42,9 +50,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BaseMoEWrapper": "inference",
-    "InferenceMoEWrapper": "inference",
-    "KTMoEWrapper": "inference",
+    "AMXMoEWrapper": "experts",
+    "BaseMoEWrapper": "experts",
+    "InferenceMoEWrapper": "experts",
+    "KExpertsCPUBuffer": "experts",
+    "KTMoEWrapper": "experts",
     "INFERENCE_METHODS": "methods",
     "SFT_METHODS": "methods",
     "generate_gpu_experts_masks": "placement",
@@ -58,7 +68,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"kt_kernel.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
-    # The next three are asked for anew each time: the environment may lower the instruction set.
+    # Both are asked for anew each time: the environment may lower the instruction set.
     if name == "__cpu_variant__":
         return importlib.import_module("kt_kernel.variant").cpu_variant()
     if name == "__cpu_kernel__":

@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from . import buffers
-from .experts import BIASES, MATRICES, Matrix, matrix_shapes
+from .arguments import WrapperArguments
+from .cpu_buffer import KExpertsCPUBuffer
+from .expert_tensors import BIASES, MATRICES, Matrix
 from .forks import give_lock
 from .loading import Expert, LoadRecord, batches, bytes_of
-from .methods import BF16_WEIGHTS, LayerForm, WeightForm
+from .methods import LayerForm
 from .packed import PackedMatrix
 from .pools import get_team
-from .quantised import CoreSource, QuantisedMatrix, check_matrix, column_order, in_order
-from .settings import LayerSettings, check_sizes, integer
+from .quantised import CoreSource, column_order, in_order
+from .settings import LayerSettings, check_sizes
 from .store import saving
-from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
+from .tensors import on_cpu
 from .tuning import WORTH_BYTES, layer_tuning
 from .variant import debug, native
+from .weight_checks import DENSE_FORM, WeightChecks
 
-_DENSE_FORM = WeightForm(BF16_WEIGHTS)  # of dense weights where the method does not tell
+
+@contextmanager
+def naming_path(where: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """A ValueError from inside names the layer and the path that is read."""
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error).removeprefix(f"{where}: ")
+        raise ValueError(f"{where}: weight_path {path}: {problem}") from error
 
 
-class BaseMoEWrapper:
+class BaseMoEWrapper(WrapperArguments):
     """One MoE layer: its settings, and the loading of its experts on the CPU."""
 
     def __init__(self, settings: LayerSettings) -> None:
         self._settings = settings
+        self._checks = WeightChecks(settings)
         self._core: Any = None  # the compiled layer, from the first weights on
         self._form: LayerForm | None = None  # of its weights
         self._loaded = False
@@ -41,31 +55,6 @@ class BaseMoEWrapper:
         give_lock(self, "_load_lock", threading.RLock)
 
     # ---- what it is -------------------------------------------------------------------------
-
-    @property
-    def layer_idx(self) -> int:
-        """As given to the constructor."""
-        return self._settings.layer_idx
-
-    @property
-    def num_experts(self) -> int:
-        """E, experts of the layer on both sides."""
-        return self._settings.num_experts
-
-    @property
-    def num_gpu_experts(self) -> int:
-        """How many experts the mask puts on the GPU."""
-        return int(self._settings.gpu_experts_mask.sum())
-
-    @property
-    def gpu_experts_mask(self) -> torch.Tensor:
-        """A copy of the mask: bool [E], True = on the GPU."""
-        return self._settings.gpu_experts_mask.clone()
-
-    @property
-    def method(self) -> str:
-        """As given to the constructor."""
-        return self._settings.method.name
 
     @property
     def loaded(self) -> bool:
@@ -101,9 +90,13 @@ class BaseMoEWrapper:
     # ---- buffers ----------------------------------------------------------------------------
 
     @staticmethod
-    def set_capture_batch_sizes(sizes: Sequence[int]) -> None:
-        """Announces the batch sizes to be captured in CUDA graphs; their buffers are kept."""
-        buffers.set_capture_batch_sizes(sizes)
+    def set_capture_batch_sizes(capture_bs: Sequence[int]) -> None:
+        """Announces the batch sizes to be captured in CUDA graphs; their buffers are kept.
+
+        Raises:
+            ValueError: a size that is not a positive integer.
+        """
+        buffers.set_capture_batch_sizes(capture_bs)
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:
@@ -112,21 +105,22 @@ class BaseMoEWrapper:
 
     @staticmethod
     def clear_buffer_cache() -> int:
-        """Frees the inference buffers that no pending call uses; returns their bytes."""
-        return buffers.clear_buffer_cache()
+        """Frees the inference buffers that no captured graph or pending call refers to; returns
+        their bytes."""
+        return buffers.clear_buffer_cache() + KExpertsCPUBuffer.clear()
 
     @staticmethod
     def clear_sft_buffer_cache() -> int:
-        """Frees the fine-tuning buffers that no pending call uses; returns their bytes."""
-        return 0  # no fine-tuning call exists that could have made any
+        """Frees the fine-tuning buffers that no pending call refers to; returns their bytes."""
+        return 0  # there are none before fine-tuning exists
 
     # ---- loading ----------------------------------------------------------------------------
 
     def load_weights_from_tensors(
         self,
-        gate: torch.Tensor | Sequence[Matrix],
-        up: torch.Tensor | Sequence[Matrix],
-        down: torch.Tensor | Sequence[Matrix],
+        gate_proj: torch.Tensor | Sequence[Matrix],
+        up_proj: torch.Tensor | Sequence[Matrix],
+        down_proj: torch.Tensor | Sequence[Matrix],
         physical_to_logical_map_cpu: torch.Tensor,
         *,
         gate_bias: torch.Tensor | None = None,
@@ -136,10 +130,10 @@ class BaseMoEWrapper:
         """Packs the experts of this layer that are on the CPU. They may be freed afterwards.
 
         Args:
-            gate, up: [E, I, H], down: [E, H, I], logical order; bf16, fp16 or fp32, any device.
-                For a method that takes quantised weights (``methods.Method.takes_quantised``): E
-                matrices [I, H], [I, H] and [H, I], all of one form; LLAMAFILE: the gates, the ups
-                and the downs each of one form, or dense.
+            gate_proj, up_proj: [E, I, H], down_proj: [E, H, I], logical order; bf16, fp16 or fp32,
+                any device. For a method that takes quantised weights
+                (``methods.Method.takes_quantised``): E matrices [I, H], [I, H] and [H, I], all of
+                one form; LLAMAFILE: the gates, the ups and the downs each of one form, or dense.
             physical_to_logical_map_cpu: [E] integers on the CPU: slot p holds logical expert
                 ``map[p]``; repeats are legal.
             gate_bias, up_bias: [E, I], down_bias: [E, H]; any float dtype.
@@ -151,7 +145,8 @@ class BaseMoEWrapper:
 
         Raises:
             TypeError: not tensors.
-            OSError: ``cpu_save=True``, and the layer could not be written; names the file.
+            OSError: ``cpu_save=True``, and the layer cannot be written; names folder or file. What
+                can be known before packing is raised before.
             ValueError: wrong shape or dtype, a map that is wrong, a weight that is not finite
                 (integer and FP8 methods) or a scale that is negative or not finite;
                 ``cpu_save=True``, and ``weight_path`` holds something else.
@@ -159,21 +154,11 @@ class BaseMoEWrapper:
         if self._loaded:
             return
         s = self._settings
-        e, h, i = s.num_experts, s.hidden_size, s.moe_intermediate_size
-        form = self._common_form([
-            self._check_matrices(name, matrices, *shape)
-            for name, matrices, shape in zip(MATRICES, (gate, up, down), self._shapes, strict=True)
-        ])  # fmt: skip
-        for name, bias, shape in (
-            ("gate_bias", gate_bias, (e, i)), ("up_bias", up_bias, (e, i)),
-            ("down_bias", down_bias, (e, h)),
-        ):  # fmt: skip
-            self._check_bias(name, bias, shape)
-        mapping = self._check_map(physical_to_logical_map_cpu)
-        matrices = dict(zip(MATRICES, (gate, up, down), strict=True))
         biases = zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
-        given = matrices | {name: bias for name, bias in biases if bias is not None}
-
+        given: dict[str, Any] = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
+        given |= {name: bias for name, bias in biases if bias is not None}
+        form = self._checks.layer(given)
+        mapping = self._checks.mapping(physical_to_logical_map_cpu)
         save = None
         if s.cpu_save:
             saving.check_target(s, given.values())
@@ -190,8 +175,9 @@ class BaseMoEWrapper:
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
         """Reads this layer's experts from ``weight_path`` and packs those on the CPU.
 
-        With ``cpu_save=True`` ``weight_path`` must be a packed directory, from which the layer is
-        loaded as it is: nothing is written beside a checkpoint.
+        With ``cpu_save=True`` the layer is loaded from a packed directory: ``weight_path`` itself
+        if it is one, else its subfolder ``kt-packed`` (of a file, the subfolder of its folder). If
+        the layer is not there yet, all of its experts are quantised and written there first.
 
         Args:
             physical_to_logical_map_cpu: as in ``load_weights_from_tensors``.
@@ -200,21 +186,28 @@ class BaseMoEWrapper:
         the wrapper is as unloaded as before.
 
         Raises:
-            ValueError: no ``weight_path``, a wrong map, or a checkpoint that does not fit; names
-                file, tensor, expected and found sizes.
+            RuntimeError: no ``weight_path`` was given.
+            ValueError: a wrong map, or a checkpoint that does not fit; names file, tensor, expected
+                and found sizes. ``cpu_save=True``: ``kt-packed`` was made of another checkpoint,
+                for another method, or is no packed directory.
             FileNotFoundError, PermissionError: nothing to read.
+            OSError: ``cpu_save=True``, and the layer cannot be written; names folder or file. What
+                can be known before quantising is raised before.
         """
         if self._loaded:
             return
         s = self._settings
         if s.weight_path is None:
-            raise ValueError(
+            raise RuntimeError(
                 f"{s.where}: load_weights needs weight_path, which was not given; pass it to the "
                 "constructor, or pass tensors to load_weights_from_tensors"
             )
+        mapping = self._checks.mapping(physical_to_logical_map_cpu)
+        path, saved = s.weight_path, None
         if s.cpu_save:
-            saving.check_source(s)
-        mapping = self._check_map(physical_to_logical_map_cpu)
+            from .whole import packed_copy  # which uses a wrapper
+
+            path, saved = packed_copy(s)
         slots: dict[int, list[int]] = {}  # by logical expert
         for slot in self._cpu_slots():
             slots.setdefault(mapping[slot], []).append(slot)
@@ -224,30 +217,33 @@ class BaseMoEWrapper:
         from .checkpoint import open_checkpoint  # the readers are not needed without a path
 
         # Few at a time: what has to be transposed or converted is not in memory twice for all.
-        try:
-            with open_checkpoint(s.weight_path).each_expert(
+        with (
+            naming_path(s.where, path),
+            open_checkpoint(path).each_expert(
                 s.layer_idx,
                 s.num_experts,
                 s.hidden_size,
                 s.moe_intermediate_size,
                 slots,
                 method=s.method.name,
-            ) as experts:
-                self._load_all(
-                    experts.form or s.method.layer_form or LayerForm.same(_DENSE_FORM),
-                    ((slot, tensors) for logical, tensors in experts for slot in slots[logical]),
-                    stored_bytes=lambda: experts.stored_bytes,
-                )
-        except ValueError as error:
-            problem = str(error).removeprefix(f"{s.where}: ")
-            raise ValueError(f"{s.where}: weight_path {s.weight_path}: {problem}") from error
+            ) as experts,
+        ):
+            self._load_all(
+                experts.form or s.method.layer_form or LayerForm.same(DENSE_FORM),
+                ((slot, tensors) for logical, tensors in experts for slot in slots[logical]),
+                stored_bytes=lambda: experts.stored_bytes,
+            )
+        if saved is not None:
+            self._record.source_bytes = saved.source_bytes
+            self._record.seconds += saved.seconds
 
     def load_expert(
         self,
         slot: int,
-        gate: Matrix,
-        up: Matrix,
-        down: Matrix,
+        gate_proj: Matrix,
+        up_proj: Matrix,
+        down_proj: Matrix,
+        *,
         gate_bias: torch.Tensor | None = None,
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
@@ -257,8 +253,8 @@ class BaseMoEWrapper:
         Args:
             slot: 0 … E-1, a slot on the CPU. A slot given twice keeps what is given later, of
                 biases too: none then means none.
-            gate, up: [I, H], down: [H, I]; bf16, fp16 or fp32, any device. For a method that takes
-                quantised weights: of the form that the first expert's had.
+            gate_proj, up_proj: [I, H], down_proj: [H, I]; bf16, fp16 or fp32, any device. For a
+                method that takes quantised weights: of the form that the first expert's had.
             gate_bias, up_bias: [I], down_bias: [H].
 
         After an error while packing, the slot counts as not loaded.
@@ -268,16 +264,10 @@ class BaseMoEWrapper:
             TypeError, ValueError: as ``load_weights_from_tensors``, or a slot on the GPU.
         """
         s = self._settings
-        slot = self._check_slot(slot)
-        h, i = s.hidden_size, s.moe_intermediate_size
-        names = [f"{name} of slot {slot}" for name in MATRICES]
-        form = self._common_form([
-            [(name, self._check_matrix(name, matrix, shape))]
-            for name, matrix, shape in zip(names, (gate, up, down), self._shapes, strict=True)
-        ])  # fmt: skip
-        self._check_bias("gate_bias", gate_bias, (i,), slot)
-        self._check_bias("up_bias", up_bias, (i,), slot)
-        self._check_bias("down_bias", down_bias, (h,), slot)
+        slot = self._checks.slot(slot)
+        expert: Expert = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
+        expert |= zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
+        form = self._checks.expert(slot, expert)
         if s.cpu_save:
             raise ValueError(
                 f"{s.where}: cpu_save=True writes whole layers, and load_expert gives the experts "
@@ -293,8 +283,6 @@ class BaseMoEWrapper:
                     f"{s.where}: slot {slot} is {form}; slots loaded before are {self._form}"
                 )
             self._arrived.discard(slot)
-            expert = {"gate": gate, "up": up, "down": down}
-            expert |= zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
             with self._record.timed():
                 self._pack(self._core, [(slot, expert)])
             self._record.source_bytes += bytes_of(expert)
@@ -316,7 +304,7 @@ class BaseMoEWrapper:
                     f"{missing}"
                 )
             if self._core is None:  # no expert is on the CPU, so any form will do
-                any_form = self._settings.method.layer_form or LayerForm.same(_DENSE_FORM)
+                any_form = self._settings.method.layer_form or LayerForm.same(DENSE_FORM)
                 self._core = self._make_core(any_form)
             self._loaded = True
             debug(f"{self.describe()}; {self.load_record.describe()}")
@@ -350,27 +338,21 @@ class BaseMoEWrapper:
 
     def _save(self, form: LayerForm, given: dict[str, Any], mapping: list[int], core: Any) -> None:
         """Writes the layer: all experts, in logical order."""
+        from .whole import WholeLayer  # which is a wrapper
+
         s = self._settings
-        if not all(s.cpu_slots) or mapping != list(range(s.num_experts)):
-            nothing = torch.zeros_like(s.gpu_experts_mask)
-            whole = BaseMoEWrapper(replace(s, gpu_experts_mask=nothing, cpu_save=False))
-            whole.load_weights_from_tensors(
-                **given, physical_to_logical_map_cpu=torch.arange(s.num_experts, device="cpu")
-            )
-            core = whole._core
-        biases = {
-            name: on_cpu(given[name], torch.float32).numpy() for name in BIASES if name in given
-        }
-        saving.save_layer(s, form, core, biases)
+        if all(s.cpu_slots) and mapping == list(range(s.num_experts)):
+            biases = {
+                name: on_cpu(given[name], torch.float32).numpy() for name in BIASES if name in given
+            }
+            layer = saving.packed_layer(s, form, core, biases)
+        else:
+            layer = WholeLayer(s).load_from_tensors(given)
+        saving.save_layer(s, layer)
 
     def _make_core(self, form: LayerForm) -> Any:
         s = self._settings
         check_sizes(form, s.method.name, s.hidden_size, s.moe_intermediate_size, s.where)
-        if s.group_size not in (None, form.gate.group_size):  # no method that has it mixes forms
-            raise ValueError(
-                f"{s.where}: group_size={s.group_size} was given, but the weights have groups of "
-                f"{form.gate.group_size}"
-            )
         tuning = self._tuning(form)
         try:
             return native().MoeLayer(
@@ -437,108 +419,3 @@ class BaseMoEWrapper:
 
     def _cpu_slots(self) -> list[int]:
         return [slot for slot, here in enumerate(self._settings.cpu_slots) if here]
-
-    def _check_slot(self, slot: Any) -> int:
-        s = self._settings
-        slot = integer(f"{s.where}: slot", slot, 0, s.num_experts - 1)
-        if s.gpu_experts_mask[slot]:
-            raise ValueError(
-                f"{s.where}: slot {slot} is on the GPU; on the CPU: {self._cpu_slots()}"
-            )
-        return slot
-
-    def _place(self, name: str, slot: int | None) -> str:
-        return f"{self._settings.where}: {name}" + ("" if slot is None else f" of slot {slot}")
-
-    @property
-    def _shapes(self) -> tuple[tuple[int, int], ...]:
-        """[N, K] of an expert's gate, up and down."""
-        s = self._settings
-        return tuple(matrix_shapes(s.hidden_size, s.moe_intermediate_size).values())
-
-    def _check_matrices(
-        self, name: str, matrices: Any, rows: int, columns: int
-    ) -> list[tuple[str, WeightForm]]:
-        """Names and forms of all experts' matrices; a single one for a tensor [E, N, K]."""
-        s = self._settings
-        is_tensor = isinstance(matrices, torch.Tensor)
-        if not s.method.takes_quantised or (is_tensor and s.method.takes_dense):
-            return [(name, self._check_weight(name, matrices, (s.num_experts, rows, columns)))]
-        if is_tensor or not isinstance(matrices, Sequence):
-            kinds = "tensors or QuantisedMatrix" if s.method.takes_dense else "QuantisedMatrix"
-            raise TypeError(
-                f"{s.where}: {name} must be a sequence of {s.num_experts} {kinds} for "
-                f"method {s.method.name}, got {type(matrices).__name__}"
-            )
-        if len(matrices) != s.num_experts:
-            raise ValueError(
-                f"{s.where}: {name} must have {s.num_experts} matrices, got {len(matrices)}"
-            )
-        places = [f"{name}[{expert}]" for expert in range(s.num_experts)]
-        return [
-            (place, self._check_matrix(place, matrix, (rows, columns)))
-            for place, matrix in zip(places, matrices, strict=True)
-        ]
-
-    def _check_matrix(self, name: str, matrix: Any, shape: tuple[int, int]) -> WeightForm:
-        """The form that one expert's matrix has or gets, once its shape and dtype are right."""
-        s = self._settings
-        is_quantised = isinstance(matrix, QuantisedMatrix)
-        if not s.method.takes_dense or (is_quantised and s.method.takes_quantised):
-            return check_matrix(f"{s.where}: {name}", matrix, s.method.formats, *shape)
-        return self._check_weight(name, matrix, shape)
-
-    def _common_form(self, matrices: Sequence[Sequence[tuple[str, WeightForm]]]) -> LayerForm:
-        """The form of a layer whose gates, ups and downs have these names and forms."""
-        s = self._settings
-        every = [each[0] for each in matrices] if s.method.mixed else [matrices[0][0]] * 3
-        for (first, expected), each in zip(every, matrices, strict=True):
-            for name, form in each:
-                if form != expected:
-                    raise ValueError(f"{s.where}: {name} is {form}; {first} is {expected}")
-        return LayerForm(*(form for _, form in every))
-
-    def _check_weight(self, name: str, tensor: Any, shape: tuple[int, ...]) -> WeightForm:
-        """The form that dense weights get."""
-        method, place = self._settings.method, self._place(name, None)
-        if method.takes_quantised and not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"{place} must be a tensor or a QuantisedMatrix, got {type(tensor).__name__}"
-            )
-        need_tensor(place, tensor)
-        need_dense(place, tensor)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: {DTYPE_NAMES}")
-        return method.form or _DENSE_FORM
-
-    def _check_bias(
-        self, name: str, tensor: Any, shape: tuple[int, ...], slot: int | None = None
-    ) -> None:
-        if tensor is None:
-            return
-        place = self._place(name, slot)
-        need_tensor(place, tensor)
-        need_dense(place, tensor)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: float dtypes")
-
-    def _check_map(self, mapping: Any) -> list[int]:
-        s = self._settings
-        place = f"{s.where}: physical_to_logical_map_cpu"
-        need_tensor(place, mapping)
-        if mapping.device.type != "cpu":
-            raise ValueError(f"{place} must be on the CPU, it is on {mapping.device}")
-        need_dense(place, mapping)
-        if not is_integer(mapping):
-            raise ValueError(f"{place} has dtype {mapping.dtype}; accepted: integer dtypes")
-        if tuple(mapping.shape) != (s.num_experts,):
-            raise ValueError(f"{place} must be [{s.num_experts}], got {list(mapping.shape)}")
-        logical = [int(value) for value in mapping.tolist()]
-        for slot, value in enumerate(logical):
-            if not 0 <= value < s.num_experts:
-                raise ValueError(f"{place}[{slot}] = {value}; accepted: 0 to {s.num_experts - 1}")
-        return logical

@@ -1,48 +1,192 @@
-"""The one shape in which expert weights travel: every reader makes it, packing takes it."""
+"""The published interface: `KTMoEWrapper`, the factory of the layers' wrappers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from .packed import PackedMatrix
-from .quantised import QuantisedMatrix
+from .base import BaseMoEWrapper
+from .cpu_buffer import KExpertsCPUBuffer
+from .inference import InferenceMoEWrapper
+from .methods import INFERENCE_METHODS, SFT_METHODS, check_sft_method
+from .routing import select_deferred_experts
+from .settings import check_settings
 
-Matrix = torch.Tensor | QuantisedMatrix | PackedMatrix
+__all__ = [
+    "INFERENCE_METHODS",
+    "SFT_METHODS",
+    "AMXMoEWrapper",
+    "BaseMoEWrapper",
+    "InferenceMoEWrapper",
+    "KExpertsCPUBuffer",
+    "KTMoEWrapper",
+]
 
-#: Of an expert, by name and in the order of the compiled core.
-MATRICES = ("gate", "up", "down")
-BIASES = ("gate_bias", "up_bias", "down_bias")
+_BEFORE_MODE = 13  # positional parameters of the constructor before ``mode``
+# What follows there in kt-kernel 0.7.2.
+_OLDER_ORDER = (
+    "numa_nodes",
+    "mode",
+    "num_gpu_experts",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "max_cache_depth",
+    "group_size",
+    "zero_point",
+    "full_weight_grad",
+    "swiglu_limit",
+    "swiglu_alpha",
+)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-def matrix_shapes(hidden: int, inter: int) -> dict[str, tuple[int, int]]:
-    """(N, K) of each of `MATRICES`."""
-    return {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+def _takes_older_order(
+    new: Callable[Concatenate[type, _P], _T],
+) -> Callable[Concatenate[type, _P], _T]:
+    """Also accepts positional arguments in the order of kt-kernel 0.7.2, which has ``numa_nodes``
+    in the place of ``mode``: a list or None there tells them apart."""
+
+    @functools.wraps(new)
+    def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
+        given = args[_BEFORE_MODE:]
+        if given and (given[0] is None or _is_list(given[0])):
+            if len(given) > len(_OLDER_ORDER):
+                raise TypeError(
+                    f"KTMoEWrapper takes at most {_BEFORE_MODE + len(_OLDER_ORDER)} positional "
+                    f"arguments with numa_nodes before mode, got {len(args)}"
+                )
+            older = dict(zip(_OLDER_ORDER, given, strict=False))
+            for name in older.keys() & kwargs.keys():
+                raise TypeError(f"KTMoEWrapper got multiple values for argument {name!r}")
+            args, kwargs = args[:_BEFORE_MODE], kwargs | older
+        return new(cls, *args, **kwargs)
+
+    return construct
 
 
-@dataclass
-class ExpertTensors:
-    """Weights of the experts of one MoE layer, one list entry per expert, in logical order.
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
 
-    gate, up: [I, H]; down: [H, I]. Contiguous CPU tensors, bfloat16, float16 or float32; or, from
-    quantised checkpoints, a QuantisedMatrix each; or, from packed directories, a PackedMatrix each.
-    All gates are of one dtype or form, and so are all ups and all downs; the three are of the same
-    one except in checkpoints that mix them.
-    An entry is None where that expert was not asked for. Biases are float32, [I], [I] and [H]; the
-    lists are None for models without biases.
 
-    Entries may be views into a memory-mapped file: treat them as read-only, and expect pages to be
-    read on first use.
+class KTMoEWrapper:
+    """Makes the object that computes one MoE layer's experts on the CPU.
+
+    Every argument is a read-only attribute of that object: as given or, where None was given or the
+    argument was left out, what was chosen instead.
+
+    Args:
+        layer_idx: number of the layer; names the checkpoint's tensors and orders deferral.
+        num_experts: E. num_experts_per_tok: k. hidden_size: H. moe_intermediate_size: I.
+        gpu_experts_mask: bool [E], True = on the GPU (skipped here). An int is taken as
+            ``num_gpu_experts``.
+        cpuinfer_threads: threads over all pools; None: what saturates the read bandwidth.
+        threadpool_count: pools; None: one per NUMA node in use.
+        weight_path: checkpoint file, folder or packed directory for ``load_weights``. An empty
+            string counts as not given.
+        chunked_prefill_size: largest batch expected; only sizes buffers, and more than is worth
+            its memory counts as less. -1: not known.
+        cpu_save: also write the packed layer to disk, all of its experts. Weights from tensors go
+            to ``weight_path``, a packed directory that is made if it is not there. Weights from a
+            checkpoint go to the subfolder ``kt-packed`` of ``weight_path`` (of a file: of its
+            folder), and are loaded from there the next time.
+        max_deferred_experts_per_token: d, experts per token that a layer may hand to the next.
+        method: weight format, one of ``INFERENCE_METHODS`` (of ``SFT_METHODS`` with mode="sft").
+        mode: "inference" or "sft". A list or None here, by position, is taken as ``numa_nodes``,
+            and what follows by position as kt-kernel 0.7.2 has it.
+        num_gpu_experts: n puts slots 0 … n-1 on the GPU; with a mask the two must agree.
+        numa_nodes: NUMA node of each pool.
+        swiglu_limit: > 0 clamps gate from above and up to ±limit.
+        swiglu_alpha: != 0 uses ``gate * sigmoid(alpha * gate) * (up + 1)``.
+        lora_rank, lora_alpha, lora_dropout, max_cache_depth, group_size, zero_point,
+            full_weight_grad: for mode="sft"; inference ignores them.
+
+    Returns:
+        An ``InferenceMoEWrapper``.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; names it, its value and what is accepted.
+        NotImplementedError: mode="sft" with a fine-tuning method.
     """
 
-    gate: list[Matrix | None]
-    up: list[Matrix | None]
-    down: list[Matrix | None]
-    gate_bias: list[torch.Tensor | None] | None = None
-    up_bias: list[torch.Tensor | None] | None = None
-    down_bias: list[torch.Tensor | None] | None = None
+    @_takes_older_order
+    def __new__(  # type: ignore[misc]
+        cls,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        gpu_experts_mask: torch.Tensor | int | None = None,
+        cpuinfer_threads: int | None = None,
+        threadpool_count: int | None = None,
+        weight_path: str | os.PathLike[str] | None = None,
+        chunked_prefill_size: int | None = -1,
+        cpu_save: bool = False,
+        max_deferred_experts_per_token: int | None = None,
+        method: str = "AMXINT4",
+        mode: str = "inference",
+        num_gpu_experts: int | None = None,
+        lora_rank: int = 16,
+        lora_alpha: float = 32.0,
+        max_cache_depth: int = 1,
+        group_size: int = 128,
+        zero_point: bool = True,
+        *,
+        numa_nodes: Sequence[int] | None = None,
+        lora_dropout: float = 0.0,
+        full_weight_grad: bool = False,
+        swiglu_limit: float | None = 0.0,
+        swiglu_alpha: float | None = 0.0,
+    ) -> InferenceMoEWrapper:
+        if mode == "sft":
+            check_sft_method(method)
+            raise NotImplementedError("mode='sft' is not supported yet; supported: 'inference'")
+        if mode != "inference":
+            raise ValueError(f"unknown mode {mode!r}; accepted: 'inference', 'sft'")
+        return InferenceMoEWrapper(
+            check_settings(
+                layer_idx=layer_idx,
+                num_experts=num_experts,
+                num_experts_per_tok=num_experts_per_tok,
+                hidden_size=hidden_size,
+                moe_intermediate_size=moe_intermediate_size,
+                gpu_experts_mask=gpu_experts_mask,
+                num_gpu_experts=num_gpu_experts,
+                cpuinfer_threads=cpuinfer_threads,
+                threadpool_count=threadpool_count,
+                numa_nodes=numa_nodes,
+                weight_path=weight_path,
+                chunked_prefill_size=chunked_prefill_size,
+                cpu_save=cpu_save,
+                max_deferred_experts_per_token=max_deferred_experts_per_token,
+                method=method,
+                swiglu_limit=swiglu_limit,
+                swiglu_alpha=swiglu_alpha,
+                sft={
+                    "lora_rank": lora_rank,
+                    "lora_alpha": lora_alpha,
+                    "lora_dropout": lora_dropout,
+                    "max_cache_depth": max_cache_depth,
+                    "group_size": group_size,
+                    "zero_point": zero_point,
+                    "full_weight_grad": full_weight_grad,
+                },
+            )
+        )
 
-    @property
-    def num_experts(self) -> int:
-        return len(self.gate)
+    set_capture_batch_sizes = staticmethod(BaseMoEWrapper.set_capture_batch_sizes)
+    get_capture_batch_sizes = staticmethod(BaseMoEWrapper.get_capture_batch_sizes)
+    clear_buffer_cache = staticmethod(BaseMoEWrapper.clear_buffer_cache)
+    clear_sft_buffer_cache = staticmethod(BaseMoEWrapper.clear_sft_buffer_cache)
+    select_deferred_experts = staticmethod(select_deferred_experts)
+
+
+#: The name that code written for kt-kernel uses where it wants AMXINT4 or AMXINT8.
+AMXMoEWrapper = KTMoEWrapper

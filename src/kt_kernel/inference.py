@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,16 +11,14 @@ import torch
 
 from . import buffers
 from .base import BaseMoEWrapper
-from .chain import join_chain, model_scope
+from .chain import join_chain
 from .routing import hot_routes, need_padding, select_deferred_experts, without_padding
-from .settings import LayerSettings, check_settings
+from .settings import LayerSettings
 from .streams import on_stream
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
 
 if TYPE_CHECKING:
     from .device.layer import Batch, LayerStream
-
-__all__ = ["BaseMoEWrapper", "InferenceMoEWrapper", "KTMoEWrapper", "model_scope"]
 
 _UNSYNCED = 4  # submits of one layer that may wait for their sync
 
@@ -73,7 +70,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
 
     def submit_forward(
         self,
-        hidden: torch.Tensor,
+        hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         cuda_stream: Any = None,
@@ -81,7 +78,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         """Starts the CPU experts on a batch and returns at once. The inputs are copied.
 
         Args:
-            hidden: [..., H], bf16, fp16 or fp32, any device; leading dimensions make up T.
+            hidden_states: [..., H], bf16, fp16 or fp32, any device; leading dimensions make up T.
             topk_ids: [T, k] slots, any integer dtype; ids outside 0 … E-1 and slots on the GPU
                 are skipped.
             topk_weights: [T, k], any float dtype.
@@ -97,11 +94,11 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 needs is not there.
             TypeError, ValueError: wrong types, shapes or dtypes. Nothing was started then.
         """
-        self._submit(hidden, topk_ids, topk_weights, cuda_stream, copy=True)
+        self._submit(hidden_states, topk_ids, topk_weights, cuda_stream, copy=True)
 
     def submit_and_split(
         self,
-        hidden: torch.Tensor,
+        hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         cuda_stream: Any = None,
@@ -110,28 +107,30 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         cold_slot: int,
         padding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`submit_forward` that returns the routes of the experts on the GPU too.
+        """`submit_forward` that also returns the routes of the experts on the GPU.
 
-        They are those of `routing.hot_routes`, slot_map being int32 [E] on the device of hidden; on
-        CUDA the kernel that hands over the batch writes them.
+        They are those of `routing.hot_routes`, with slot_map int32 [E] on the device of
+        ``hidden_states``. On CUDA the kernel that hands over the batch writes them.
 
         padding: rows of the batch that are no tokens, see `routing.need_padding`; nothing is
         computed for them, here or there. In a graph it is read anew at each replay.
         """
         split = slot_map, cold_slot
-        routes = self._submit(hidden, topk_ids, topk_weights, cuda_stream, True, split, padding)
+        routes = self._submit(
+            hidden_states, topk_ids, topk_weights, cuda_stream, True, split, padding
+        )
         if routes is None:
             with on_stream(topk_ids.device, cuda_stream):
                 routes = hot_routes(topk_ids, topk_weights, *split, padding)
         return routes
 
     def sync_forward(
-        self, hidden: torch.Tensor | None = None, cuda_stream: Any = None
+        self, hidden_states: torch.Tensor | None = None, cuda_stream: Any = None
     ) -> torch.Tensor:
         """Waits for a submitted batch and returns its result [T, H].
 
-        ``hidden`` is the tensor given to ``submit_forward``; it says which result is meant where
-        several wait (the latest of that tensor), its contents are not read. None: the latest.
+        ``hidden_states`` is the tensor given to ``submit_forward``. It says which result is meant
+        where several wait (the latest of that tensor); its contents are not read. None: the latest.
         Another tensor of the same shape, dtype and device (a copy) will do only while exactly one
         result waits and none was ever dropped.
 
@@ -144,9 +143,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             RuntimeError: without a submit; on CUDA also when an earlier batch failed on the CPU,
                 or a later one has the buffers of this one already: of a model two batches may wait
                 for their results, one where experts are deferred.
-            ValueError: no waiting result is that of ``hidden``.
+            ValueError: no waiting result is that of ``hidden_states``.
         """
-        pending = self._find(hidden)
+        pending = self._find(hidden_states)
         self._pending.remove(pending)
         if pending.batch is not None:
             return pending.batch.collect(cuda_stream)
@@ -163,22 +162,23 @@ class InferenceMoEWrapper(BaseMoEWrapper):
 
     def sync_and_add(
         self,
-        hidden: torch.Tensor,
-        hot: torch.Tensor | None = None,
+        hidden_states: torch.Tensor,
         cuda_stream: Any = None,
         *,
+        hot: torch.Tensor | None = None,
         scale: float = 1.0,
     ) -> torch.Tensor:
         """`sync_forward` that adds the sum of the experts on the GPU: scale * (result + hot).
 
-        hot: [T, H], contiguous, in the dtype and on the device of ``hidden``; on CUDA it may be
-        written over and returned. None: there is none. Returns [T, H] that belongs to the caller.
+        hot: [T, H], contiguous, in the dtype and on the device of ``hidden_states``; on CUDA it may
+        be written over and returned. None: there is none. Returns [T, H] that belongs to the
+        caller.
         """
-        pending = self._find(hidden)
+        pending = self._find(hidden_states)
         if pending.batch is not None:
             self._pending.remove(pending)
             return pending.batch.collect_and_add(hot, cuda_stream, scale)
-        total = self.sync_forward(hidden, cuda_stream)
+        total = self.sync_forward(hidden_states, cuda_stream)
         with on_stream(pending.like[2], cuda_stream):
             if hot is not None:
                 total = hot + total
@@ -188,20 +188,23 @@ class InferenceMoEWrapper(BaseMoEWrapper):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         cuda_stream: Any = None,
     ) -> torch.Tensor:
-        """``submit_forward`` and ``sync_forward`` in one: [T, H] in the dtype of ``hidden``."""
-        self._submit(hidden, topk_ids, topk_weights, cuda_stream, copy=False)
-        return self.sync_forward(hidden, cuda_stream)
+        """``submit_forward`` and ``sync_forward`` in one.
+
+        Returns [T, H] in the dtype of ``hidden_states``.
+        """
+        self._submit(hidden_states, topk_ids, topk_weights, cuda_stream, copy=False)
+        return self.sync_forward(hidden_states, cuda_stream)
 
     # ---- how --------------------------------------------------------------------------------
 
     def _submit(
         self,
-        hidden: torch.Tensor,
+        hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         cuda_stream: Any,
@@ -216,14 +219,14 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 f"{s.where}: forward before loading; call load_weights, "
                 "load_weights_from_tensors or finish_loading first"
             )
-        checked = self._check_inputs(hidden, topk_ids, topk_weights)
+        checked = self._check_inputs(hidden_states, topk_ids, topk_weights)
         like = tokens, dtype, device = checked.like
         if padding is not None:
             need_padding(s.where, padding, tokens, device)
-        address = hidden.data_ptr()
+        address = hidden_states.data_ptr()
         if checked.stream is not None:
             batch, routes = checked.stream.submit(
-                hidden, topk_ids, topk_weights, tokens, cuda_stream, self._chain_place(),
+                hidden_states, topk_ids, topk_weights, tokens, cuda_stream, self._chain_place(),
                 deferring=s.max_deferred > 0, split=split, padding=padding, kinds=checked.kinds,
             )  # fmt: skip
             self._remember(_Pending(address, like, None, None, batch))
@@ -245,7 +248,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 if padding is not None:
                     topk_ids = without_padding(topk_ids, padding)
                 x, ids, weights, snapshot = self._inputs(
-                    hidden, topk_ids, topk_weights, tokens, copy
+                    hidden_states, topk_ids, topk_weights, tokens, copy
                 )
             try:
                 deferred = None
@@ -329,7 +332,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
 
     def _inputs(
         self,
-        hidden: torch.Tensor,
+        hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         tokens: int,
@@ -338,7 +341,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         """x, ids and weights on the CPU as the core wants them; copied, or used where they are."""
         s = self._settings
         h, k = s.hidden_size, s.num_experts_per_tok
-        x = hidden.detach().reshape(tokens, h)
+        x = hidden_states.detach().reshape(tokens, h)
         ids = topk_ids.detach().reshape(tokens, k)
         weights = topk_weights.detach().reshape(tokens, k)
         if not copy:
@@ -356,15 +359,15 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             raise
         return snapshot.x, snapshot.ids, snapshot.weights, snapshot
 
-    def _find(self, hidden: Any) -> _Pending:
+    def _find(self, hidden_states: Any) -> _Pending:
         s = self._settings
         if not self._pending:
             raise RuntimeError(f"{s.where}: sync_forward without submit_forward")
         latest = self._pending[-1]
-        if hidden is None:
+        if hidden_states is None:
             return latest
-        like = self._check_hidden(hidden)
-        address = hidden.data_ptr()
+        like = self._check_hidden(hidden_states)
+        address = hidden_states.data_ptr()
         for pending in reversed(self._pending):
             if pending.address == address and pending.like == like:
                 return pending
@@ -373,52 +376,55 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             return latest  # a copy of what was submitted
         if alike:
             raise ValueError(
-                f"{s.where}: hidden is not one of the {len(self._pending)} tensors whose results "
-                f"wait (a result is dropped after {_UNSYNCED} more submits); pass the tensor that "
-                "was given to submit_forward, or None for the latest"
+                f"{s.where}: hidden_states is not one of the {len(self._pending)} tensors whose "
+                f"results wait (a result is dropped after {_UNSYNCED} more submits); pass the "
+                "tensor that was given to submit_forward, or None for the latest"
             )
         tokens, dtype, device = latest.like
         raise ValueError(
             f"{s.where}: the pending result is [{tokens}, {s.hidden_size}] {dtype} on {device}; "
-            f"hidden is {list(hidden.shape)} {hidden.dtype} on {hidden.device}"
+            f"hidden_states is {list(hidden_states.shape)} {like[1]} on {like[2]}"
         )
 
-    def _check_hidden(self, hidden: Any) -> tuple[int, torch.dtype, torch.device]:
+    def _check_hidden(self, hidden_states: Any) -> tuple[int, torch.dtype, torch.device]:
         """Returns T, dtype and device."""
         checked = self._checked
-        if checked is not None and _kind(hidden) == checked.hidden_kind:
+        if checked is not None and _kind(hidden_states) == checked.hidden_kind:
             return checked.like
         s = self._settings
-        need_tensor(f"{s.where}: hidden", hidden)
-        need_dense(f"{s.where}: hidden", hidden)
-        if hidden.dtype not in DTYPES:
-            raise ValueError(f"{s.where}: hidden has dtype {hidden.dtype}; accepted: {DTYPE_NAMES}")
-        if hidden.dim() < 1 or hidden.shape[-1] != s.hidden_size:
-            raise ValueError(
-                f"{s.where}: hidden must be [..., {s.hidden_size}], got {list(hidden.shape)}"
-            )
-        return hidden.numel() // s.hidden_size, hidden.dtype, hidden.device
+        place = f"{s.where}: hidden_states"
+        need_tensor(place, hidden_states)
+        need_dense(place, hidden_states)
+        dtype, shape = hidden_states.dtype, hidden_states.shape
+        if dtype not in DTYPES:
+            raise ValueError(f"{place} has dtype {dtype}; accepted: {DTYPE_NAMES}")
+        if not shape or shape[-1] != s.hidden_size:
+            raise ValueError(f"{place} must be [..., {s.hidden_size}], got {list(shape)}")
+        return hidden_states.numel() // s.hidden_size, dtype, hidden_states.device
 
-    def _check_inputs(self, hidden: Any, topk_ids: Any, topk_weights: Any) -> _Checked:
+    def _check_inputs(self, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> _Checked:
         """Checks everything that can be wrong with a batch."""
-        kinds = _kinds(hidden, topk_ids, topk_weights)
+        kinds = _kinds(hidden_states, topk_ids, topk_weights)
         checked = self._checked
         if checked is None or kinds != checked.kinds:
-            like = self._check_each(hidden, topk_ids, topk_weights)
+            like = self._check_each(hidden_states, topk_ids, topk_weights)
             stream = self._stream_on(like[2]) if like[0] else None
-            checked = self._checked = _Checked(kinds, _kind(hidden), like, stream)
+            checked = self._checked = _Checked(kinds, _kind(hidden_states), like, stream)
         return checked
 
     def _check_each(
-        self, hidden: Any, topk_ids: Any, topk_weights: Any
+        self, hidden_states: Any, topk_ids: Any, topk_weights: Any
     ) -> tuple[int, torch.dtype, torch.device]:
         s = self._settings
         k = s.num_experts_per_tok
-        for name, tensor in (
-            ("hidden", hidden), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
-        ):  # fmt: skip
+        given = {
+            "hidden_states": hidden_states,
+            "topk_ids": topk_ids,
+            "topk_weights": topk_weights,
+        }
+        for name, tensor in given.items():
             need_tensor(f"{s.where}: {name}", tensor)
-        like = self._check_hidden(hidden)
+        like = self._check_hidden(hidden_states)
         tokens = like[0]
         for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
             need_dense(f"{s.where}: {name}", tensor)
@@ -455,108 +461,6 @@ def _kinds(a: Any, b: Any, c: Any) -> Any:
         a.shape, a.dtype, a.layout, a.device, b.shape, b.dtype, b.layout, b.device,
         c.shape, c.dtype, c.layout, c.device,
     )  # fmt: skip
-
-
-class KTMoEWrapper:
-    """Factory of the object that computes one MoE layer's experts on the CPU.
-
-    Args:
-        layer_idx: number of the layer; names the checkpoint's tensors and orders deferral.
-        num_experts: E. num_experts_per_tok: k. hidden_size: H. moe_intermediate_size: I.
-        gpu_experts_mask: bool [E], True = on the GPU (skipped here). An int is taken as
-            ``num_gpu_experts``.
-        cpuinfer_threads: threads over all pools; None: what saturates the read bandwidth.
-        threadpool_count: pools; None: one per NUMA node in use.
-        weight_path: checkpoint file, folder or packed directory for ``load_weights``.
-        chunked_prefill_size: largest batch expected; only sizes buffers, and more than is worth
-            its memory counts as less. -1: not known.
-        cpu_save: also write the packed layer to ``weight_path``, a packed directory that is made
-            if it is not there, when weights come through ``load_weights_from_tensors``.
-        max_deferred_experts_per_token: d, experts per token that a layer may hand to the next.
-        method: weight format, see ``INFERENCE_METHODS``.
-        numa_nodes: NUMA node of each pool.
-        mode: "inference".
-        num_gpu_experts: n puts slots 0 … n-1 on the GPU; with a mask the two must agree.
-        group_size: fixed by the method's name; another than that or the default is refused.
-        swiglu_limit: > 0 clamps gate from above and up to ±limit.
-        swiglu_alpha: != 0 uses ``gate * sigmoid(alpha * gate) * (up + 1)``.
-        lora_rank, lora_alpha, lora_dropout, max_cache_depth, zero_point, full_weight_grad: for
-            mode="sft"; other values than the defaults are refused in mode="inference".
-
-    Returns:
-        An ``InferenceMoEWrapper``.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong; names it, its value and what is accepted.
-        NotImplementedError: mode="sft".
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls,
-        layer_idx: int,
-        num_experts: int,
-        num_experts_per_tok: int,
-        hidden_size: int,
-        moe_intermediate_size: int,
-        gpu_experts_mask: torch.Tensor | int | None = None,
-        cpuinfer_threads: int | None = None,
-        threadpool_count: int | None = None,
-        weight_path: str | os.PathLike[str] | None = None,
-        chunked_prefill_size: int | None = -1,
-        cpu_save: bool = False,
-        max_deferred_experts_per_token: int | None = None,
-        method: str = "AMXINT4",
-        numa_nodes: Sequence[int] | None = None,
-        mode: str = "inference",
-        num_gpu_experts: int | None = None,
-        lora_rank: int = 16,
-        lora_alpha: float = 32.0,
-        lora_dropout: float = 0.0,
-        max_cache_depth: int = 1,
-        group_size: int = 128,
-        zero_point: bool = True,
-        full_weight_grad: bool = False,
-        swiglu_limit: float | None = 0.0,
-        swiglu_alpha: float | None = 0.0,
-    ) -> InferenceMoEWrapper:
-        if mode == "sft":
-            raise NotImplementedError("mode='sft' is not supported yet; supported: 'inference'")
-        if mode != "inference":
-            raise ValueError(f"unknown mode {mode!r}; supported: 'inference'")
-        return InferenceMoEWrapper(
-            check_settings(
-                layer_idx=layer_idx,
-                num_experts=num_experts,
-                num_experts_per_tok=num_experts_per_tok,
-                hidden_size=hidden_size,
-                moe_intermediate_size=moe_intermediate_size,
-                gpu_experts_mask=gpu_experts_mask,
-                num_gpu_experts=num_gpu_experts,
-                cpuinfer_threads=cpuinfer_threads,
-                threadpool_count=threadpool_count,
-                numa_nodes=numa_nodes,
-                weight_path=weight_path,
-                chunked_prefill_size=chunked_prefill_size,
-                cpu_save=cpu_save,
-                max_deferred_experts_per_token=max_deferred_experts_per_token,
-                method=method,
-                group_size=group_size,
-                swiglu_limit=swiglu_limit,
-                swiglu_alpha=swiglu_alpha,
-                lora_rank=lora_rank,
-                lora_alpha=lora_alpha,
-                lora_dropout=lora_dropout,
-                max_cache_depth=max_cache_depth,
-                zero_point=zero_point,
-                full_weight_grad=full_weight_grad,
-            )
-        )
-
-    set_capture_batch_sizes = staticmethod(BaseMoEWrapper.set_capture_batch_sizes)
-    get_capture_batch_sizes = staticmethod(BaseMoEWrapper.get_capture_batch_sizes)
-    clear_buffer_cache = staticmethod(BaseMoEWrapper.clear_buffer_cache)
-    clear_sft_buffer_cache = staticmethod(BaseMoEWrapper.clear_sft_buffer_cache)
-    select_deferred_experts = staticmethod(select_deferred_experts)
 
 
 def _fine_tuning_only(name: str, instead: str) -> Callable[..., NoReturn]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from .chain import model_scope
-from .experts import MATRICES, matrix_shapes
+from .expert_tensors import MATRICES, matrix_shapes
+from .experts import KTMoEWrapper
 from .forks import give_lock
-from .inference import KTMoEWrapper
 from .loading import LoadRecord
 from .options import KTOptions
 from .routing import hot_routes, need_padding
@@ -234,7 +234,7 @@ class HybridLayer:
         """
         self._need_cold("collect")
         if self._wrapper is not None:
-            return self._wrapper.sync_and_add(x, hot, stream, scale=scale)
+            return self._wrapper.sync_and_add(x, stream, hot=hot, scale=scale)
         if hot is None:
             return torch.zeros_like(x)
         return hot if scale == 1.0 else hot * scale

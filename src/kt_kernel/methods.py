@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 # Weight formats and activation formats, numbered as the compiled core numbers them.
@@ -161,7 +161,8 @@ class Method:
         return self.column_unit, self.column_unit
 
 
-_METHODS = {
+#: The inference methods by name, in the order in which messages list them.
+METHODS = {
     method.name: method
     for method in (
         Method("BF16", (BF16_WEIGHTS,)),
@@ -183,20 +184,29 @@ _METHODS = {
     )
 }
 
-#: Every inference method of the interface.
-INFERENCE_METHODS: tuple[str, ...] = tuple(_METHODS)
+#: Names of the inference methods.
+INFERENCE_METHODS = frozenset(METHODS)
 
 _SFT_BASES = (
-    "AMXBF16_SFT", "AMXINT8_SFT", "AMXINT4_SFT", "AMXINT4_1_SFT", "AMXINT4_KGroup_SFT",
+    "AMXBF16_SFT",
+    "AMXINT8_SFT",
+    "AMXINT4_SFT",
+    "AMXINT4_1_SFT",
+    "AMXINT4_KGroup_SFT",
     "AMXINT4_1KGroup_SFT",
-)  # fmt: skip
-
-#: Every fine-tuning method of the interface.
-SFT_METHODS: tuple[str, ...] = (
+)
+_SFT_NAMES = (
     *_SFT_BASES,
     *(base + "_SkipLoRA" for base in _SFT_BASES),
-    "FP8_SFT", "AMXFP8_SFT", "INT8_SFT", "RAWINT4_SFT", "MXFP4_SFT",
-)  # fmt: skip
+    "FP8_SFT",
+    "AMXFP8_SFT",
+    "INT8_SFT",
+    "RAWINT4_SFT",
+    "MXFP4_SFT",
+)
+
+#: Names of the fine-tuning methods.
+SFT_METHODS = frozenset(_SFT_NAMES)
 
 
 def get_method(name: str) -> Method:
@@ -206,13 +216,25 @@ def get_method(name: str) -> Method:
         TypeError: ``name`` is not a string.
         ValueError: no such method, or a fine-tuning method.
     """
+    _check_method(name, METHODS, "inference", _SFT_NAMES, "sft")
+    return METHODS[name]
+
+
+def check_sft_method(name: str) -> None:
+    """Raises what `get_method` raises for anything but a fine-tuning method."""
+    _check_method(name, _SFT_NAMES, "sft", METHODS, "inference")
+
+
+def _check_method(
+    name: str, names: Collection[str], mode: str, others: Collection[str], other_mode: str
+) -> None:
     if not isinstance(name, str):
         raise TypeError(f"method must be a string, got {type(name).__name__}")
-    if name in _METHODS:
-        return _METHODS[name]
-    supported = ", ".join(INFERENCE_METHODS)
-    if name in SFT_METHODS:
+    if name in names:
+        return
+    supported = ", ".join(names)
+    if name in others:
         raise ValueError(
-            f"method {name!r} is for mode='sft'; mode='inference' supports: {supported}"
+            f"method {name!r} is for mode={other_mode!r}; mode={mode!r} supports: {supported}"
         )
     raise ValueError(f"unknown method {name!r}; supported: {supported}")

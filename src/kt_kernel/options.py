@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .methods import INFERENCE_METHODS, get_method
+from .methods import METHODS, get_method
 
 ENVIRONMENT_VARIABLE = "KT_CONFIG"
 DEFAULT_METHOD = "AMXINT4"
@@ -323,10 +323,8 @@ def _checked(option: Option, value: Any) -> Any:
     text = os.fspath(value)
     if option.kind == "path":
         _check_exists(flag, text)
-    if option.kind == "method" and text not in INFERENCE_METHODS:
-        raise OptionError(
-            f"{flag} {text}: this method is unknown; accepted: " + ", ".join(INFERENCE_METHODS)
-        )
+    if option.kind == "method" and text not in METHODS:
+        raise OptionError(f"{flag} {text}: this method is unknown; accepted: " + ", ".join(METHODS))
     return text
 
 

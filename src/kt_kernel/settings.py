@@ -23,16 +23,16 @@ MAX_EXPERTS = 65536
 _MAX_CHUNK = 1024  # tokens per chunk; more gain nothing
 _MAX_CHUNK_PAIRS = 65536  # token-expert pairs per chunk
 
-# Arguments of the interface that only mode="sft" reads, and their defaults there.
+#: The arguments that only mode="sft" reads, and their defaults. Inference keeps them as given.
 SFT_DEFAULTS: dict[str, Any] = {
     "lora_rank": 16,
     "lora_alpha": 32.0,
     "lora_dropout": 0.0,
     "max_cache_depth": 1,
+    "group_size": 128,
     "zero_point": True,
     "full_weight_grad": False,
 }
-GROUP_SIZE_NOT_GIVEN = 128  # the default of the interface's group_size argument
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -72,37 +72,6 @@ def _number(name: str, value: Any, low: float | None = None) -> float:
     return number
 
 
-def _only_for_sft(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        default = SFT_DEFAULTS[name]
-        same_kind = isinstance(value, bool) == isinstance(default, bool)
-        if not (same_kind and isinstance(value, numbers.Real) and value == default):
-            raise ValueError(
-                f"{name}={value!r} is for mode='sft'; accepted in mode='inference': {default}"
-            )
-
-
-def _group_size(method: Method, given: Any) -> int | None:
-    """The group size that the weights must have, where it is not part of the method's name: there
-    what is given may only agree. The default of the interface counts as not given: None."""
-    given = integer("group_size", given, 1, MAX_DIMENSION)
-    if given in (method.group_size, GROUP_SIZE_NOT_GIVEN):
-        return None
-    unit = method.column_unit
-    if method.groups_of_source and given % unit == 0:
-        return given
-    if method.groups_of_source:
-        has, accepted = f"has groups of multiples of {unit}", f"multiples of {unit}, or "
-    elif method.group_size:
-        has, accepted = f"has group_size={method.group_size}", f"{method.group_size}, or "
-    else:
-        has, accepted = "has no groups", ""
-    raise ValueError(
-        f"method {method.name} {has}, got group_size={given}; accepted: {accepted}"
-        f"the default {GROUP_SIZE_NOT_GIVEN}"
-    )
-
-
 def check_sizes(
     form: Method | LayerForm, method: str, hidden_size: int, intermediate: int, where: str = ""
 ) -> None:
@@ -116,21 +85,27 @@ def check_sizes(
             )
 
 
-def _weight_path(path: Any) -> str | None:
-    if path is None:
+def _weight_path(path: Any) -> str | os.PathLike[str] | None:
+    """``path`` as given, checked; None for an empty string, which counts as not given."""
+    if path is None or (isinstance(path, str) and not path):
         return None
     from .checkpoint.paths import check_path  # the readers are not needed without a path
 
-    return check_path("weight_path", path)
+    check_path("weight_path", path)
+    return path
 
 
-def _chunk_tokens(chunked_prefill_size: Any, k: int) -> int:
-    """Tokens per chunk: no results depend on it, so no more than is worth its memory."""
-    given = -1 if chunked_prefill_size is None else chunked_prefill_size
-    given = integer("chunked_prefill_size", given, -1)
-    if given == 0:
+def _chunked_prefill_size(given: Any) -> int:
+    size = integer("chunked_prefill_size", -1 if given is None else given, -1)
+    if size == 0:
         raise ValueError("chunked_prefill_size=0; accepted: -1 (not known), 1 or more")
-    return max(1, min(given if given > 0 else _MAX_CHUNK, _MAX_CHUNK, _MAX_CHUNK_PAIRS // k))
+    return size
+
+
+def _chunk_tokens(chunked_prefill_size: int, k: int) -> int:
+    """Tokens per chunk. No result depends on it, so it is no larger than is worth its memory."""
+    given = chunked_prefill_size if chunked_prefill_size > 0 else _MAX_CHUNK
+    return max(1, min(given, _MAX_CHUNK, _MAX_CHUNK_PAIRS // k))
 
 
 def gpu_mask(mask: Any, num_gpu_experts: int | None, num_experts: int) -> torch.Tensor:
@@ -178,7 +153,17 @@ def gpu_mask(mask: Any, num_gpu_experts: int | None, num_experts: int) -> torch.
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """One MoE layer for inference, all values checked. See ``KTMoEWrapper``."""
+    """One MoE layer for inference, all values checked. See ``KTMoEWrapper``.
+
+    Attributes beyond its arguments:
+        max_tokens: tokens per chunk.
+        max_deferred: ``max_deferred_experts_per_token``, 0 for None.
+        table, kind: the kernels to use, see `variant`.
+        sft: the arguments of ``SFT_DEFAULTS`` as given.
+        scale_search: whether scales of INT4_G32 and INT4_G128 are searched for the least error when
+            weights are quantised, rather than absmax / 7. It takes several times as long and is for
+            conversions.
+    """
 
     layer_idx: int
     num_experts: int
@@ -187,18 +172,17 @@ class LayerSettings:
     moe_intermediate_size: int
     gpu_experts_mask: torch.Tensor
     pools: PoolPlan
-    weight_path: str | None
-    cpu_save: bool  # whether weights given as tensors are also written to weight_path
+    weight_path: str | os.PathLike[str] | None
+    chunked_prefill_size: int
+    cpu_save: bool
     max_tokens: int
     max_deferred: int
     method: Method
-    group_size: int | None  # that the weights must have; None: any, or told by the method
     table: str
     kind: int
     swiglu_limit: float
     swiglu_alpha: float
-    # Whether scales of INT4_G32 and INT4_G128 are searched for the least error when the weights are
-    # quantised, rather than absmax / 7. For conversions: it takes several times as long.
+    sft: Mapping[str, Any]
     scale_search: bool = False
 
     @property
@@ -228,14 +212,13 @@ def check_settings(
     chunked_prefill_size: int | None = None,
     cpu_save: bool = False,
     max_deferred_experts_per_token: int | None = None,
-    group_size: int = GROUP_SIZE_NOT_GIVEN,
     swiglu_limit: float | None = None,
     swiglu_alpha: float | None = None,
-    **for_sft: Any,
+    sft: Mapping[str, Any] | None = None,
 ) -> LayerSettings:
     """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit.
 
-    ``for_sft``: of the arguments in ``SFT_DEFAULTS`` those that were given.
+    ``sft`` has those of the arguments in ``SFT_DEFAULTS`` that were given; they are not checked.
     """
     chosen = get_method(method)
     layer_idx = integer("layer_idx", layer_idx, 0)
@@ -243,13 +226,13 @@ def check_settings(
     k = integer("num_experts_per_tok", num_experts_per_tok, 1, MAX_EXPERTS)
     hidden_size = integer("hidden_size", hidden_size, 1, MAX_DIMENSION)
     intermediate = integer("moe_intermediate_size", moe_intermediate_size, 1, MAX_DIMENSION)
-    group = _group_size(chosen, group_size)
     check_sizes(chosen, method, hidden_size, intermediate)
     if not isinstance(cpu_save, bool):
         raise TypeError(f"cpu_save must be True or False, got {cpu_save!r}")
-    if cpu_save and weight_path is None:
+    path = _weight_path(weight_path)
+    if cpu_save and path is None:
         raise ValueError("cpu_save=True needs weight_path, the folder to write the packed layer to")
-    _only_for_sft(for_sft)
+    chunked_prefill_size = _chunked_prefill_size(chunked_prefill_size)
     if threadpool_count is not None:
         threadpool_count = integer("threadpool_count", threadpool_count, 1)
     if cpuinfer_threads is not None:
@@ -269,14 +252,15 @@ def check_settings(
         max_deferred=0
         if deferred is None
         else integer("max_deferred_experts_per_token", deferred, 0),
-        weight_path=_weight_path(weight_path),
+        weight_path=path,
+        chunked_prefill_size=chunked_prefill_size,
         cpu_save=cpu_save,
         max_tokens=_chunk_tokens(chunked_prefill_size, k),
         method=chosen,
-        group_size=group,
         swiglu_limit=_number("swiglu_limit", swiglu_limit, 0.0),
         swiglu_alpha=_number("swiglu_alpha", swiglu_alpha),
         kind=kernel_kind(),
         table=kernel_table(),
         pools=plan_pools(cpuinfer_threads, threadpool_count, numa_nodes),
+        sft=SFT_DEFAULTS | dict(sft or {}),
     )

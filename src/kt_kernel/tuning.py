@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .experts import Matrix, matrix_shapes
+from .expert_tensors import Matrix, matrix_shapes
 from .machine_cache import cache_file, only_process, read_cache, write_cache
 from .methods import (
     BF16_WEIGHTS,
@@ -37,15 +37,14 @@ from .methods import (
     FP8_ROW,
     GGML_BLOCKS,
     GROUPED,
-    INFERENCE_METHODS,
     INT4_GROUP,
     INT4_ROW,
     INT4_ZERO,
     INT8_ROW,
+    METHODS,
     NVFP4,
     LayerForm,
     WeightForm,
-    get_method,
 )
 from .pools import get_team, plan_pools
 from .quantised import SCALE_TYPES, CoreSource, QuantisedMatrix
@@ -260,8 +259,7 @@ def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:
 def _forms() -> list[WeightForm]:
     """The forms of all methods; for those whose source decides, groups of 32 and 128."""
     forms: dict[WeightForm, None] = {}
-    for name in INFERENCE_METHODS:
-        method = get_method(name)
+    for method in METHODS.values():
         if method.form is not None:
             forms[method.form] = None
             continue

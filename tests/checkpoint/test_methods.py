@@ -13,7 +13,7 @@ from quantised_files import E, H, I, fails, make_experts, save
 from safetensors.torch import save_file
 
 from kt_kernel.checkpoint import open_checkpoint, read_experts
-from kt_kernel.methods import INFERENCE_METHODS, get_method
+from kt_kernel.methods import METHODS, get_method
 from kt_kernel.quantised import QuantisedMatrix, check_matrix
 from kt_kernel.testing import values_of
 from kt_kernel.utils.loader import BF16SafeTensorLoader, SafeTensorLoader
@@ -29,7 +29,7 @@ CHECKPOINTS = {
     "NVFP4": (test_nvfp4.MODELOPT, {"quant_method": "modelopt"}),
     "MXFP8": (test_mxfp8.make_with("weight_scale"), {"quant_method": "mxfp8"}),
 }
-QUANTISED = [name for name in INFERENCE_METHODS if get_method(name).quantised]
+QUANTISED = [name for name, method in METHODS.items() if method.quantised]
 
 
 def dense(rows, columns):
@@ -51,7 +51,7 @@ def test_there_is_a_reader_for_every_method():
 
 
 @pytest.mark.parametrize("stored", CHECKPOINTS)
-@pytest.mark.parametrize("method", INFERENCE_METHODS)
+@pytest.mark.parametrize("method", list(METHODS))
 def test_every_method_with_every_checkpoint(checkpoints, stored, method):
     """Taken over by its own method; FP8 is quantised anew by those that do so; else both named."""
     path, chosen = checkpoints[stored], get_method(method)

@@ -38,7 +38,7 @@ def call(layer, one: tuple, slot_map: torch.Tensor = SLOT_MAP, cold_slot: int = 
     routes = layer.submit_and_split(*one, 0, slot_map=slot_map, cold_slot=cold_slot)
     for mine, theirs in zip(routes, hot_routes(*one[1:], slot_map, cold_slot), strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-    return layer.sync_and_add(one[0], None, 0)
+    return layer.sync_and_add(one[0], 0)
 
 
 @pytest.mark.parametrize("d", [0, 2])
@@ -97,14 +97,14 @@ def test_another_tensor_at_the_same_address(engine: DeviceEngine) -> None:
         call(layer, one)
         layer.submit_forward(*one, 0)
         with pytest.raises(ValueError, match=r"the pending result is \[4, 64\] torch.bfloat16"):
-            layer.sync_and_add(x[:2], None, 0)
-        with pytest.raises(ValueError, match=r"hidden is \[4, 64\] torch.float16 on cpu"):
-            layer.sync_and_add(x.view(torch.float16), None, 0)
-        with pytest.raises(ValueError, match=r"hidden must be \[..., 64\]"):
-            layer.sync_and_add(x.view(2, 2 * H), None, 0)
-        with pytest.raises(TypeError, match="hidden must be a tensor"):
-            layer.sync_and_add(x.data_ptr(), None, 0)
-        assert torch.equal(layer.sync_and_add(x.view(2, 2, H), None, 0), want)
+            layer.sync_and_add(x[:2], 0)
+        with pytest.raises(ValueError, match=r"hidden_states is \[4, 64\] torch.float16 on cpu"):
+            layer.sync_and_add(x.view(torch.float16), 0)
+        with pytest.raises(ValueError, match=r"hidden_states must be \[..., 64\]"):
+            layer.sync_and_add(x.view(2, 2 * H), 0)
+        with pytest.raises(TypeError, match="hidden_states must be a tensor"):
+            layer.sync_and_add(x.data_ptr(), 0)
+        assert torch.equal(layer.sync_and_add(x.view(2, 2, H), 0), want)
         with pytest.raises(ValueError, match=r"topk_ids must be \[4, 3\]"):
             layer.submit_forward(x, ids[:2], weights, 0)
 
@@ -117,7 +117,7 @@ def test_captures_of_what_is_known(engine: DeviceEngine) -> None:
     for _ in range(2):
         layer.forward(*one, 0)
     layer.submit_forward(*one, 0)
-    layer.sync_and_add(one[0], None, 0)
+    layer.sync_and_add(one[0], 0)
     with pytest.raises(RuntimeError, match="of another kind"):
         backend.in_capture = True
         call(layer, one)
@@ -168,7 +168,7 @@ def test_padding_that_changes(engine: DeviceEngine, d: int) -> None:
                 theirs = hot_routes(*one[1:], SLOT_MAP, -1, mask)
                 assert all(map(torch.equal, routes, theirs))
                 assert (routes[0][~real] == -1).all() and not routes[1][~real].any()
-                assert torch.equal(layers[i].sync_and_add(x, None, 0), want), (tokens, turn, i)
+                assert torch.equal(layers[i].sync_and_add(x, 0), want), (tokens, turn, i)
                 if d == 0:
                     calls = [
                         layer.stats()["expert_calls"] - b
@@ -189,7 +189,7 @@ def test_padding_of_a_batch_that_is_copied(engine: DeviceEngine) -> None:
         turned = x.t().contiguous().t()
         layer.submit_and_split(turned, ids, weights, 0, slot_map=SLOT_MAP, cold_slot=0,
                                padding=mask)  # fmt: skip
-        assert torch.equal(layer.sync_and_add(turned, None, 0), want)
+        assert torch.equal(layer.sync_and_add(turned, 0), want)
 
 
 @pytest.mark.parametrize("way", ["device", "CPU"])
@@ -211,7 +211,7 @@ def test_padding_that_is_wrong(engine: DeviceEngine, way: str) -> None:
     with pytest.raises(TypeError, match="layer 0: padding must be a tensor, got int"):
         layer.submit_and_split(*one, 0, slot_map=SLOT_MAP, cold_slot=0, padding=3)
     with pytest.raises(RuntimeError, match="without submit_forward"):
-        layer.sync_and_add(one[0], None, 0)
+        layer.sync_and_add(one[0], 0)
 
 
 def test_padding_in_a_capture(engine: DeviceEngine) -> None:
@@ -226,8 +226,8 @@ def test_padding_in_a_capture(engine: DeviceEngine) -> None:
             layer.submit_and_split(*one, 0, **given)
         backend.in_capture = False
         layer.submit_and_split(*one, 0, **given)
-        want = layer.sync_and_add(one[0], None, 0).clone()
+        want = layer.sync_and_add(one[0], 0).clone()
         backend.in_capture = True
         layer.submit_and_split(*one, 0, **given)
-        assert torch.equal(layer.sync_and_add(one[0], None, 0), want)
+        assert torch.equal(layer.sync_and_add(one[0], 0), want)
         backend.in_capture = False

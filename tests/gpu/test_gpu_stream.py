@@ -81,7 +81,7 @@ def test_kinds_of_inputs(ids_dtype, weights_dtype, hidden) -> None:
             assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
         hot = torch.randn(tokens, hidden, device=CUDA).bfloat16()
         total = (hot.cpu().float() + want.float()).bfloat16()
-        assert torch.equal(layer.sync_and_add(x, hot).cpu(), total)
+        assert torch.equal(layer.sync_and_add(x, hot=hot).cpu(), total)
         # Not contiguous, not aligned, with a dimension more, or with gradients.
         wide = torch.zeros(tokens, hidden + 1, dtype=x.dtype, device=CUDA)
         wide[:, 1:] = x

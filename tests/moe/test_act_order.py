@@ -75,10 +75,10 @@ CASE = Case(method="GPTQ_INT4", inter=64)
 @pytest.mark.parametrize(
     ("order", "text"),
     [
-        (torch.arange(63, dtype=torch.int32), "up of slot 1.order must be [64], got [63]"),
-        (torch.arange(64), "up of slot 1.order has dtype torch.int64; accepted: int32"),
+        (torch.arange(63, dtype=torch.int32), "up_proj of slot 1.order must be [64], got [63]"),
+        (torch.arange(64), "up_proj of slot 1.order has dtype torch.int64; accepted: int32"),
         (torch.arange(64, dtype=torch.int32) - 1,
-         "up of slot 1.order must have every column from 0 to 63 once; 0 is missing"),
+         "up_proj of slot 1.order must have every column from 0 to 63 once; 0 is missing"),
         (torch.arange(64, dtype=torch.int32).clamp(max=62),
          "order must have every column from 0 to 63 once; 63 is missing or comes again"),
         (torch.full((64,), 2**31 - 1, dtype=torch.int32), "every column from 0 to 63 once"),
@@ -94,5 +94,5 @@ def test_formats_without_groups_have_no_order():
     case = Case(method="MXFP4")
     gate, up, down = (every[1] for every in case.sources)
     up = dataclasses.replace(up, order=torch.arange(64, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"up of slot 1.order must be None for MXFP4"):
+    with pytest.raises(ValueError, match=r"up_proj of slot 1.order must be None for MXFP4"):
         case.wrapper(load=False).load_expert(1, gate, up, down)

@@ -20,9 +20,12 @@ CASE = Case(method="AMXINT8")
 BIASED = Case(biases=True)
 
 
-def expert(case, index, biases=False):
-    given = [matrix[index] for matrix in (case.gate, case.up, case.down)]
-    return given + ([bias[index] for bias in case.bias.values()] if biases else [])
+def expert(case, index):
+    return [matrix[index] for matrix in (case.gate, case.up, case.down)]
+
+
+def biases(case, index, given=True):
+    return {name: bias[index] for name, bias in case.bias.items() if given}
 
 
 def test_a_failed_delivery_counts_as_none():
@@ -35,7 +38,7 @@ def test_a_failed_delivery_counts_as_none():
         wrapper.load_expert(4, CASE.up[0], CASE.up[1], bad)
     with pytest.raises(ValueError, match=r"1 CPU experts were not loaded: slots \[4\]"):
         wrapper.finish_loading()
-    with pytest.raises(ValueError, match="gate of slot 5"):  # refused before anything happens
+    with pytest.raises(ValueError, match="gate_proj of slot 5"):  # refused before anything happens
         wrapper.load_expert(5, CASE.down[5], CASE.up[5], CASE.down[5])
     wrapper.load_expert(4, *expert(CASE, 4))
     wrapper.finish_loading()
@@ -43,25 +46,24 @@ def test_a_failed_delivery_counts_as_none():
     assert torch.equal(wrapper.forward(*batch), CASE.wrapper().forward(*batch))
 
 
-@pytest.mark.parametrize("first", ["with", "without"])
-def test_a_second_delivery_replaces_biases_too(first):
+@pytest.mark.parametrize("biased_deliveries", [(True, False), (False, True)])
+def test_a_second_delivery_replaces_biases_too(biased_deliveries):
     wrapper = BIASED.wrapper(load=False)
-    for slot in range(6):
-        wrapper.load_expert(slot, *expert(BIASED, slot, biases=first == "with"))
-    for slot in range(6):
-        wrapper.load_expert(slot, *expert(BIASED, slot, biases=first != "with"))
+    for biased in biased_deliveries:
+        for slot in range(6):
+            wrapper.load_expert(slot, *expert(BIASED, slot), **biases(BIASED, slot, biased))
     wrapper.finish_loading()
     batch = BIASED.batch(5)
     wanted = BIASED.wrapper(load=False)
-    biases = BIASED.bias if first != "with" else {}
-    wanted.load_weights_from_tensors(BIASED.gate, BIASED.up, BIASED.down, BIASED.mapping, **biases)
+    last = BIASED.bias if biased_deliveries[1] else {}
+    wanted.load_weights_from_tensors(BIASED.gate, BIASED.up, BIASED.down, BIASED.mapping, **last)
     assert torch.equal(wrapper.forward(*batch), wanted.forward(*batch))
 
 
 def test_an_expert_without_biases_among_ones_with():
     wrapper = BIASED.wrapper(load=False)
     for slot in range(6):
-        wrapper.load_expert(slot, *expert(BIASED, slot, biases=slot != 2))
+        wrapper.load_expert(slot, *expert(BIASED, slot), **biases(BIASED, slot, slot != 2))
     wrapper.finish_loading()
     zeroed = Case(biases=True)
     for bias in zeroed.bias.values():
@@ -89,7 +91,9 @@ def test_weights_without_data(which):
         given = expert(CASE, 1)
         given[which] = replaced(given[which])
         name = ("gate", "up", "down")[which]
-        with pytest.raises(ValueError, match=f"layer 0: {name} of slot 1 must be a dense.*{text}"):
+        with pytest.raises(
+            ValueError, match=f"layer 0: {name}_proj of slot 1 must be a dense.*{text}"
+        ):
             wrapper.load_expert(1, *given)
 
 

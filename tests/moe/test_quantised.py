@@ -103,12 +103,12 @@ def other(matrix, **changes):
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        (lambda m: CASE.up[1], TypeError, "up of slot 1 must be a QuantisedMatrix, got Tensor"),
+        (lambda m: CASE.up[1], TypeError, "up_proj of slot 1 must be a QuantisedMatrix, got Ten"),
         (lambda m: other(m, format=FP8_ROW), ValueError,
-         "up of slot 1 is FP8 with row scales; accepted: int4 with group scales or int4 with"),
+         "up_proj of slot 1 is FP8 with row scales; accepted: int4 with group scales or int4 with"),
         (lambda m: other(m, format=99), ValueError, "is format 99; accepted"),
         (lambda m: other(m, codes=m.codes[:, 1:]), ValueError,
-         "up of slot 1.codes must be [32, 32]"),
+         "up_proj of slot 1.codes must be [32, 32]"),
         (lambda m: other(m, codes=m.codes.int()), ValueError,
          "has dtype torch.int32; accepted: uint8"),
         (lambda m: other(m, codes=None), TypeError, "codes must be a tensor, got NoneType"),
@@ -118,7 +118,7 @@ def other(matrix, **changes):
         (lambda m: other(m, scale=m.scale.repeat(1, 2)), ValueError, "got [32, 4]"),
         (lambda m: other(m, zero=m.codes), ValueError, "zero must be None for int4 with group"),
         (lambda m: quantise(CASE.up[1], WeightForm(INT4_GROUP, 64, 1)), ValueError,
-         "up of slot 1 is int4 with group scales (bfloat16, group size 64); gate of slot 1 is"),
+         "up_proj of slot 1 is int4 with group scales (bfloat16, group size 64); gate_proj of"),
         (lambda m: quantise(CASE.up[1], form_of_case("RAWINT4:zero")), ValueError, "zero points"),
         (lambda m: other(m, scale=m.scale * torch.inf), ValueError,
          "expert slot 1, up row 0: a scale is NaN"),
@@ -148,26 +148,16 @@ def test_lists_of_matrices():
     wrapper = CASE.wrapper(load=False)
     gate, up, down = CASE.sources
     with pytest.raises(
-        TypeError, match="gate must be a sequence of 6 QuantisedMatrix for method R"
+        TypeError, match="gate_proj must be a sequence of 6 QuantisedMatrix for method R"
     ):
         wrapper.load_weights_from_tensors(CASE.gate, up, down, CASE.mapping)
-    with pytest.raises(ValueError, match="down must have 6 matrices, got 5"):
+    with pytest.raises(ValueError, match="down_proj must have 6 matrices, got 5"):
         wrapper.load_weights_from_tensors(gate, up, down[:5], CASE.mapping)
-    with pytest.raises(TypeError, match="gate must be a tensor, got list"):
+    with pytest.raises(TypeError, match="gate_proj must be a tensor, got list"):
         Case(method="INT4_G32").wrapper(load=False).load_weights_from_tensors(
             gate, up, down, CASE.mapping
         )
     assert not wrapper.loaded
-
-
-def test_group_size_that_was_asked_for():
-    case = Case(method="RAWINT4")
-    assert case.wrapper(group_size=32).loaded
-    with pytest.raises(ValueError, match="group_size=64 was given, but .* groups of 32"):
-        case.wrapper(group_size=64)
-    text = "RAWINT4 has groups of multiples of 32, got group_size=48; accepted: multiples of 32, or"
-    with pytest.raises(ValueError, match=text):
-        case.wrapper(load=False, group_size=48)
 
 
 def test_sizes_that_the_format_does_not_divide():

@@ -8,7 +8,7 @@ import torch
 from moe_cases import Case
 
 from kt_kernel import base, machine_cache, tuning
-from kt_kernel.methods import GROUPED, INFERENCE_METHODS, INT4_GROUP, WeightForm, get_method
+from kt_kernel.methods import GROUPED, INT4_GROUP, METHODS, WeightForm, get_method
 from kt_kernel.tuning import NEVER, TRIED_BLOCKS, TRIED_ROWS, Tuning
 from kt_kernel.variant import kernel_table
 
@@ -101,7 +101,7 @@ def test_machine_files_come_first(own_cache, measured, tmp_path):
     assert again() == Tuning(3, 64) and len(measured) == 1
 
 
-@pytest.mark.parametrize("method", [m for m in INFERENCE_METHODS if not m.startswith("MOE")])
+@pytest.mark.parametrize("method", [m for m in METHODS if not m.startswith("MOE")])
 def test_every_method_can_be_measured(method, monkeypatch):
     monkeypatch.setattr(tuning, "TRIED_ROWS", (2, 5))
     monkeypatch.setattr(tuning, "_EXPERTS", 2)

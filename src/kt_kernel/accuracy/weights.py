@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..checkpoint import open_checkpoint
-from ..experts import MATRICES
+from ..expert_tensors import MATRICES
 from ..inference import InferenceMoEWrapper
 from .layers import load_layer
 

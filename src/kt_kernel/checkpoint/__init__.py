@@ -6,6 +6,7 @@ packed.py    packed directories, which kt_kernel.store writes
 paths.py     a path given by a user, checked
 header.py    one safetensors file: its header, checked
 index.py     which files make up a checkpoint, which holds which tensor
+fingerprint.py  tells one checkpoint from another without reading all of it
 open_files.py  these, held open and looked at before each read
 families.py  where each family of models keeps its experts
 layout.py    the expert tensors of one layer, by name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ..experts import ExpertTensors, Matrix
+from ..expert_tensors import ExpertTensors, Matrix
 from ..loading import bytes_of
 from ..methods import LayerForm
 from ..text import ranges
 from .ahead import read_ahead
+from .fingerprint import fingerprint
 from .header import TensorInfo
 from .index import Index
 from .reader import LayerReader
@@ -46,6 +48,11 @@ class Checkpoint(ABC):
     def tensors(self) -> MappingProxyType[str, TensorInfo]:
         """Name, file, dtype and shape of every tensor, by name."""
         return MappingProxyType(self._index.tensors)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """See `kt_kernel.checkpoint.fingerprint`; computed once."""
+        return fingerprint(self)
 
     def changed(self, folders: bool = True) -> str | None:
         """The first file or, with `folders`, folder that is no longer as it was read, or None."""

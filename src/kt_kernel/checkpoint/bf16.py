@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..experts import BIASES, MATRICES, matrix_shapes
+from ..expert_tensors import BIASES, MATRICES, matrix_shapes
 from .arrangement import halves, stacked_shapes
 from .families import Stacked
 from .header import TensorInfo

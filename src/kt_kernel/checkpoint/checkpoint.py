@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterable
 
-from ..experts import ExpertTensors
+from ..expert_tensors import ExpertTensors
 from ..store.manifest import MANIFEST
 from .base import Checkpoint
 from .gguf import GgufCheckpoint

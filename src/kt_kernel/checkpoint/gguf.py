@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..experts import BIASES, MATRICES, Matrix
+from ..expert_tensors import BIASES, MATRICES, Matrix
 from ..methods import BF16_WEIGHTS, LayerForm, Method, get_method
 from .ahead import will_need
 from .base import Checkpoint, Sizes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..experts import Matrix
+from ..expert_tensors import Matrix
 from ..methods import BF16_WEIGHTS, FORMAT_NAMES, GGML_BLOCKS, INT4_GROUP, MXFP4, WeightForm
 from ..quantised import QuantisedMatrix
 from .gguf_types import BY_NAME

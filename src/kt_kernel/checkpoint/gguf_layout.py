@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..experts import MATRICES, matrix_shapes
+from ..expert_tensors import MATRICES, matrix_shapes
 from .gguf_header import GgufHeader
 from .header import TensorInfo
 

@@ -7,7 +7,7 @@ nibble comes first.
 
 from __future__ import annotations
 
-from ..experts import Matrix
+from ..expert_tensors import Matrix
 from .arrangement import halves
 from .families import Stacked
 from .layout import StackedExperts

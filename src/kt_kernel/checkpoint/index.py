@@ -3,7 +3,8 @@
 A path is a safetensors file, an index (`*.safetensors.index.json`), or a folder, which is searched
 recursively. The index of a folder decides alone which files of that folder and of those below it
 count, as everywhere in the ecosystem: other files there (another format of the same model, shards
-of an earlier version) are left alone. Hidden folders (download caches) are not searched.
+of an earlier version) are left alone. Hidden folders (download caches) are not searched, nor are
+packed copies (`kt-packed`), which are made of the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..files import need_file, parse_object
+from ..store.manifest import PACKED_COPY
 from .header import TensorInfo, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -112,7 +114,7 @@ def walk(root: str) -> Iterator[tuple[str, str | None, list[str]]]:
 
 
 def folders(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each folder from `root` on that is not hidden: its path, and the names of the folders and of
+    """Each folder from `root` on that is searched: its path, and the names of the folders and of
     the files in it, sorted. Those taken out of the list of folders are left alone.
 
     Raises OSError for a folder that cannot be read.
@@ -122,7 +124,7 @@ def folders(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
         raise error
 
     for folder, below, files in os.walk(root, onerror=fail):
-        below[:] = sorted(name for name in below if not name.startswith("."))
+        below[:] = sorted(n for n in below if not n.startswith(".") and n != PACKED_COPY)
         yield folder, below, sorted(files)
 
 
@@ -159,7 +161,9 @@ def _explain_nothing(root: str, others: list[str]) -> None:
         for name in others:
             if name.endswith(suffixes):
                 raise ValueError(f"{root}: {reason} (found {name}); expected safetensors")
-    raise FileNotFoundError(f"{root}: no *.safetensors file in this folder or below it")
+    copy = os.path.join(root, PACKED_COPY)
+    hint = f"; {copy} is searched only if it is named" if os.path.isdir(copy) else ""
+    raise FileNotFoundError(f"{root}: no *.safetensors file in this folder or below it{hint}")
 
 
 def _read_index_file(index: Index, path: str) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..experts import MATRICES, Matrix
+from ..expert_tensors import MATRICES, Matrix
 from ..methods import INT4_GROUP, INT4_ROW, INT8_ROW, LayerForm, WeightForm, get_method
 from ..quantised import SCALE_TYPES, QuantisedMatrix
 from .base import Checkpoint, Sizes

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..experts import MATRICES
+from ..expert_tensors import MATRICES
 from .families import FAMILIES, PREFIXES, Family, Stacked
 from .header import TensorInfo
 

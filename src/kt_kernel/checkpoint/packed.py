@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..experts import MATRICES, Matrix
+from ..expert_tensors import MATRICES, Matrix
 from ..methods import BF16_WEIGHTS, INT4_GROUP, INT4_ROW, LayerForm, Method, get_method
 from ..packed import PackedMatrix
 from ..store.layer_file import LayerSpec, layer_of_tensor

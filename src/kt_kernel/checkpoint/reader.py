@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..experts import BIASES, MATRICES, ExpertTensors, Matrix, matrix_shapes
+from ..expert_tensors import BIASES, MATRICES, ExpertTensors, Matrix, matrix_shapes
 from ..methods import MXFP4, LayerForm, Method, WeightForm, get_method
 from . import bf16, gpt_oss
 from .arrangement import infer_arrangement

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..experts import MATRICES
+from ..expert_tensors import MATRICES
 from .arrangement import codes_per_element, halves, infer_arrangement, stacked_shapes
 from .families import Stacked
 from .header import TensorInfo

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .. import _C
-from ..methods import FORMAT_NAMES, GGML_BLOCKS, INFERENCE_METHODS, INT4_GROUP, get_method
+from ..methods import FORMAT_NAMES, GGML_BLOCKS, INT4_GROUP, METHODS, get_method
 from ..store.manifest import QUANT_METHODS
 from .families import FAMILIES, PREFIXES, Family, Stacked
 from .formats import FORMATS
@@ -20,8 +20,7 @@ from .gguf_blocks import FORMS as GGUF_FORMS
 from .kt_packed import METHODS as KT_METHODS
 from .mx import MxFp4
 
-_METHODS = [get_method(name) for name in INFERENCE_METHODS]
-_QUANTISING = [m.name for m in _METHODS if not m.quantised and not m.mixed]
+_QUANTISING = [m.name for m in METHODS.values() if not m.quantised and not m.mixed]
 _DENSE_FORMATS = tuple(dict.fromkeys(get_method(name).format for name in _QUANTISING))
 
 
@@ -62,7 +61,7 @@ def rows() -> Iterator[Row]:
 def _gguf_rows() -> Iterator[Row]:
     """One for the types that are kept as they are, one for each of the others."""
     tensors = "`blk.{L}.ffn_{gate,up,down}_exps.weight` [E, N, K] and other names of llama.cpp's"
-    mixed = tuple(method.name for method in _METHODS if method.mixed)
+    mixed = tuple(method.name for method in METHODS.values() if method.mixed)
     dense = ", ".join(GGUF_DENSE)
     yield Row(f"GGUF {dense}", tensors, True, (*mixed, *_QUANTISING), _DENSE_FORMATS)
     own = {name: f.format for name, f in GGUF_FORMS.items() if FORMAT_NAMES[f.format] == name}

@@ -1,8 +1,7 @@
 """Converts a checkpoint's experts to a packed directory.
 
-fingerprint.py  tells one checkpoint from another without reading all of it
-plan.py         what is to be converted, checked before anything is written
-run.py          the conversion, layer after layer, resumable
+plan.py  what is to be converted, checked before anything is written
+run.py   the conversion, layer after layer, resumable
 """
 
 from .plan import Plan, Request, make_plan

@@ -11,14 +11,13 @@ from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.kt_packed import KtPackedCheckpoint
 from ..checkpoint.packed import PackedCheckpoint
 from ..checkpoint.paths import check_path
-from ..experts import BIASES
+from ..expert_tensors import BIASES
 from ..files import is_inside
 from ..methods import FP8_BLOCK, FP8_ROW, LayerForm, get_method
 from ..settings import check_sizes
 from ..store.layer_file import LayerSpec
 from ..store.manifest import Manifest, generator
 from ..store.writer import manifest_if_any, refuse_other
-from .fingerprint import fingerprint
 
 _DENSE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -95,7 +94,7 @@ def make_plan(request: Request) -> Plan:
         hidden_size=hidden,
         generator=generator(),
         scale_search=request.scale_search and get_method(method).group_size > 0,
-        source=fingerprint(checkpoint),
+        source=checkpoint.fingerprint,
         expected=tuple(layers),
     )
     found = manifest_if_any(output)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-
-from ..base import BaseMoEWrapper
-from ..experts import BIASES
-from ..loading import Expert
 from ..pools import usable_cores
 from ..settings import LayerSettings, check_settings
-from ..store.atomic import sha256_of, until_left
+from ..store.atomic import nearest_existing, sha256_of, until_left
 from ..store.layer_file import LayerSpec
 from ..store.manifest import Manifest
 from ..store.writer import PackedLayer, PackedWriter
-from ..tensors import on_cpu
 from ..variant import KINDS
+from ..whole import WholeLayer
 from .plan import Plan
 
 
@@ -69,10 +63,7 @@ def convert(plan: Plan, progress: Progress | None = None) -> None:
 
 def check_space(folder: str, needed: int) -> None:
     """Raises OSError where the file system of `folder`, which need not exist, lacks the space."""
-    existing = os.path.abspath(folder)
-    while not os.path.exists(existing):
-        existing = os.path.dirname(existing)
-    status = os.statvfs(existing)
+    status = os.statvfs(nearest_existing(folder))
     free = status.f_bavail * status.f_frsize
     if free < needed:
         raise OSError(
@@ -140,29 +131,8 @@ def _refuse_changed(plan: Plan) -> None:
         )
 
 
-class _Packer(BaseMoEWrapper):
-    """Keeps the experts' biases, which the compiled layer does not give back."""
-
-    def __init__(self, settings: LayerSettings, biases: dict[str, np.ndarray]) -> None:
-        super().__init__(settings)
-        self.biases = biases
-
-    def _pack(self, core: Any, experts: Sequence[tuple[int, Expert]]) -> None:
-        super()._pack(core, experts)
-        for name, rows in self.biases.items():
-            for slot, expert in experts:
-                rows[slot] = on_cpu(expert[name], torch.float32).numpy()
-
-
 def _pack(plan: Plan, spec: LayerSpec) -> PackedLayer:
-    biases = {
-        name: np.empty((spec.num_experts, spec.bias_width(name)), np.float32)
-        for name in BIASES
-        if name in spec.biases
-    }
-    packer = _Packer(_settings(plan, spec), biases)
-    packer.load_weights(torch.arange(spec.num_experts, device="cpu"))
-    return PackedLayer(spec, packer._core, biases)
+    return WholeLayer(_settings(plan, spec)).load_from_files()
 
 
 def _settings(plan: Plan, spec: LayerSpec) -> LayerSettings:

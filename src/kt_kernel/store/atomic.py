@@ -76,6 +76,14 @@ def named(path: str) -> Iterator[None]:
         raise type(error)(error.errno, error.strerror, path) from error
 
 
+def nearest_existing(path: str) -> str:
+    """The path itself or the nearest folder above it that exists."""
+    path = os.path.abspath(path)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def sync_folder(path: str) -> None:
     """Makes the names in a folder last."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..experts import BIASES, MATRICES, matrix_shapes
+from ..expert_tensors import BIASES, MATRICES, matrix_shapes
 from ..methods import LayerForm
 from ..packed import packed_shape
 

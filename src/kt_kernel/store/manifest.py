@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..experts import BIASES, MATRICES
+from ..expert_tensors import BIASES, MATRICES
 from ..files import need_file, parse_object
 from ..methods import FORMAT_NAMES, GROUPED, LayerForm, WeightForm
 from ..variant import native
 from .layer_file import MAX_LAYER, LayerSpec, form_entries
 
 MANIFEST = "kt_manifest.json"
+PACKED_COPY = "kt-packed"  # subfolder of a checkpoint, no part of it, that ``cpu_save`` writes to
 VERSION = 1  # of the directory's format; that of the packed bytes is the compiled core's
 _MAX_BYTES = 64 << 20  # of the file: no model has so many layers
 _MAX_SIZE = 65536  # of a dimension, and experts

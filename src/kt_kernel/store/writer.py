@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..experts import MATRICES
+from ..expert_tensors import MATRICES
 from .atomic import PARTIAL, AtomicFile
 from .layer_file import LayerSpec
 from .lock import LOCK, only_writer

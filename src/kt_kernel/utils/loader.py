@@ -13,7 +13,7 @@ import torch
 
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.kt_packed import KtPackedCheckpoint
-from ..experts import BIASES, MATRICES
+from ..expert_tensors import BIASES, MATRICES
 from ..packed import PackedMatrix
 from ..quantised import QuantisedMatrix
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from typing import TYPE_CHECKING
 
-from ..checkpoint import Checkpoint
+if TYPE_CHECKING:
+    from .base import Checkpoint
 
 _SAMPLE = 4096  # bytes
 _SAMPLES = 16  # per file, evenly spaced, the first and the last bytes among them

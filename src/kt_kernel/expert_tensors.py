@@ -1,0 +1,48 @@
+"""The one shape in which expert weights travel: every reader makes it, packing takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .packed import PackedMatrix
+from .quantised import QuantisedMatrix
+
+Matrix = torch.Tensor | QuantisedMatrix | PackedMatrix
+
+#: Of an expert, by name and in the order of the compiled core.
+MATRICES = ("gate", "up", "down")
+BIASES = ("gate_bias", "up_bias", "down_bias")
+
+
+def matrix_shapes(hidden: int, inter: int) -> dict[str, tuple[int, int]]:
+    """(N, K) of each of `MATRICES`."""
+    return {"gate": (inter, hidden), "up": (inter, hidden), "down": (hidden, inter)}
+
+
+@dataclass
+class ExpertTensors:
+    """Weights of the experts of one MoE layer, one list entry per expert, in logical order.
+
+    gate, up: [I, H]; down: [H, I]. Contiguous CPU tensors, bfloat16, float16 or float32; or, from
+    quantised checkpoints, a QuantisedMatrix each; or, from packed directories, a PackedMatrix each.
+    All gates are of one dtype or form, and so are all ups and all downs; the three are of the same
+    one except in checkpoints that mix them.
+    An entry is None where that expert was not asked for. Biases are float32, [I], [I] and [H]; the
+    lists are None for models without biases.
+
+    Entries may be views into a memory-mapped file: treat them as read-only, and expect pages to be
+    read on first use.
+    """
+
+    gate: list[Matrix | None]
+    up: list[Matrix | None]
+    down: list[Matrix | None]
+    gate_bias: list[torch.Tensor | None] | None = None
+    up_bias: list[torch.Tensor | None] | None = None
+    down_bias: list[torch.Tensor | None] | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.gate)
