@@ -1,6 +1,7 @@
 """Mixture-of-Experts inference with experts on the CPU, next to a GPU engine.
 
-Names are loaded at first use, so that reading options in an engine's start-up stays cheap.
+Names are loaded at first use, so that reading options in an engine's start-up stays cheap. What is
+checked at import: the platform, the files of the package, and the variables that choose kernels.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 from kt_kernel import _conflict
 
 with _conflict.told_to_engines():
-    from kt_kernel.variant import check_platform
+    from kt_kernel import variant
 
-    check_platform()
+    variant.check_platform()
     _conflict.check()
+    # An engine swallows errors of plugins. Where its kt options, if there are any, are not seen
+    # yet, they are checked together with the variables.
+    if _conflict.options_visible() or not _conflict.in_engine():
+        variant.check_environment()
 
 if TYPE_CHECKING:
     from kt_kernel.chain import model_scope

@@ -73,9 +73,15 @@ def options_visible() -> bool:
     )
 
 
+def in_engine() -> bool:
+    """Whether an engine that loads plugins is in this process."""
+    return any(name in sys.modules for name in _LOADERS)
+
+
 @contextmanager
 def told_to_engines() -> Iterator[None]:
-    """Within, an ImportError ends a process in which an engine loads us and kt options are visible.
+    """Within, an ImportError ends the process with one line where an engine loads us and kt options
+    are visible, and in the command `kt`.
 
     The engines log an exception of a plugin and serve without it; SystemExit passes. Everywhere
     else the ImportError is raised as it is.
@@ -83,6 +89,7 @@ def told_to_engines() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if options_visible() and any(name in sys.modules for name in _LOADERS):
+        in_command = Path(next(iter(getattr(sys, "argv", ())), "")).name == "kt"
+        if in_command or (in_engine() and options_visible()):
             raise SystemExit("kt: error: " + " ".join(str(error).split())) from error
         raise

@@ -21,9 +21,14 @@ KINDS: dict[str, int] = {"vector": 1, "tile": 2}
 _FLOOR = ("avx2", "fma", "f16c", "bmi2")
 
 
+def debugging() -> bool:
+    """Whether KT_KERNEL_DEBUG=1."""
+    return os.environ.get("KT_KERNEL_DEBUG") == "1"
+
+
 def debug(message: str) -> None:
     """Prints a line to stderr when KT_KERNEL_DEBUG=1."""
-    if os.environ.get("KT_KERNEL_DEBUG") == "1":
+    if debugging():
         print(f"kt_kernel: {message}", file=sys.stderr, flush=True)
 
 
@@ -48,6 +53,29 @@ def check_platform() -> None:
         )
 
 
+def check_environment() -> None:
+    """Checks KT_KERNEL_CPU_VARIANT and KT_KERNEL_KIND, and prints detection and choices when
+    KT_KERNEL_DEBUG=1. Called at import.
+
+    With none of them set, the compiled core is not loaded: engines import this package in every
+    process, whether it is used or not.
+
+    Raises:
+        ImportError: a variable has a value that is not accepted; one line that names both.
+    """
+    variables = ("KT_KERNEL_CPU_VARIANT", "KT_KERNEL_KIND")
+    given = {name: os.environ[name] for name in variables if os.environ.get(name, "").strip()}
+    if not given and not debugging():
+        return
+    try:
+        table, kind = kernel_table(), kernel_kind()
+    except ValueError as error:
+        raise ImportError(str(error)) from None
+    kinds = next((name for name, number in KINDS.items() if number == kind), "vector and tile")
+    chosen = ", ".join(f"{name}={value}" for name, value in given.items()) or "by itself"
+    debug(f"chose {table} kernels, {kinds} ({chosen})")
+
+
 @functools.cache
 def native() -> ModuleType:
     """The compiled core, imported at first use so that option parsing does not need it."""
@@ -57,10 +85,11 @@ def native() -> ModuleType:
         raise ImportError(
             f"kt-moe needs a CPU with AVX2, FMA, F16C and BMI2; this is {_C.cpu_brand()}"
         )
-    debug(
-        f"{_C.cpu_brand()}; kernel tables {', '.join(_C.kernel_tables())}; NUMA (node, CPUs, "
-        f"cores) {_C.topology()}; quota {_C.cpu_quota()} CPUs"
-    )
+    if debugging():
+        debug(
+            f"{_C.cpu_brand()}; kernel tables {', '.join(_C.kernel_tables())}; NUMA (node, CPUs, "
+            f"cores) {_C.topology()}; quota {_C.cpu_quota()} CPUs"
+        )
     return _C
 
 
