@@ -1,7 +1,7 @@
 """Headers of GGUF files: read as the gguf package reads them, and everything that can be wrong."""
 
 import struct
-import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf_bytes import ARRAY, STRING, U32, array, gguf, key, number, tensor, text
 from gguf_models import SUPPORTED, Model, write
 
+from kt_kernel.checkpoint import gguf_header
 from kt_kernel.checkpoint.gguf_header import MAX_DEPTH, MAX_HEADER_BYTES, read_gguf_header
 from kt_kernel.checkpoint.gguf_types import NOT_STORED, TYPES
 
@@ -38,12 +39,19 @@ def test_as_the_package_reads_it(tmp_path, kind, alignment):
         assert (info.begin, info.end - info.begin) == (tensor_.data_offset, tensor_.n_bytes)
 
 
-def test_keys(tmp_path):
-    metadata = {"a": 7, "b": "text", "c": [1, 2], "d": ["x", "y" * 70000, ""], "e": "z" * 5000,
-                "f": [[1], [2, 3]], "g": 8}  # fmt: skip
+def test_only_keys_that_are_used_are_kept(tmp_path):
+    metadata = {"general.name": "text", "c": [1, 2], "d": ["x", "y" * 70000, ""], "e": "z" * 5000,
+                "f": [[1], [2, 3]], "general.type": "model", "split.count": 1, "a.expert_count": 7,
+                "qwen3moe.embedding_length": 8, "qwen3moe.expert_feed_forward_length": [1, 2],
+                "a.b.expert_count": 9, "qwen3moe.expert_used_count": 2}  # fmt: skip
     path = write(tmp_path / "m.gguf", {"t": ("F32", np.ones(4, "f"))}, metadata)
-    found = read_gguf_header(str(path)).metadata
-    assert found == {"general.architecture": "qwen3moe", "a": 7, "b": "text", "g": 8}
+    assert read_gguf_header(str(path)).metadata == {
+        "general.architecture": "qwen3moe", "general.type": "model", "split.count": 1,
+        "a.expert_count": 7, "qwen3moe.embedding_length": 8,
+    }  # fmt: skip
+
+
+LAST = number("split.count", 1)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +61,9 @@ def test_keys(tmp_path):
 )  # fmt: skip
 def test_every_kind_of_number(tmp_path, kind, code, value):
     path = tmp_path / "m.gguf"
-    path.write_bytes(gguf([key("k", kind, struct.pack("<" + code, value)), number("last", 1)]))
-    assert read_gguf_header(str(path)).metadata == {"k": value, "last": 1}
+    data = struct.pack("<" + code, value)
+    path.write_bytes(gguf([key("a.expert_count", kind, data), key("other", kind, data), LAST]))
+    assert read_gguf_header(str(path)).metadata == {"a.expert_count": value, "split.count": 1}
 
 
 def test_version_2(tmp_path):
@@ -68,8 +77,8 @@ def test_arrays_in_arrays(tmp_path):
     for _ in range(MAX_DEPTH - 1):
         value = array(ARRAY, 1, value)
     path = tmp_path / "m.gguf"
-    path.write_bytes(gguf([key("k", ARRAY, value), number("last", 1)]))
-    assert read_gguf_header(str(path)).metadata == {"last": 1}
+    path.write_bytes(gguf([key("k", ARRAY, value), LAST]))
+    assert read_gguf_header(str(path)).metadata == {"split.count": 1}
 
 
 TWO = [tensor("a", (32,)), tensor("b", (32,), offset=128)]
@@ -84,13 +93,12 @@ BAD = {
     "big-endian 1": (gguf(version=0x01000000), "big-endian"),
     "tensors": (gguf(tensor_count=HUGE), f"{HUGE} tensors do not fit"),
     "keys": (gguf(key_count=2**40), f"{2**40} keys do not fit"),
-    "no keys": (gguf(key_count=1) + bytes(13), "name of a key after number of keys: 0 bytes"),
+    "no keys": (gguf(key_count=1) + bytes(14), "name of a key after number of keys: 0 bytes"),
     "long key": (gguf([text("k", 70000)], data=100000), "70000 bytes; accepted: 1 to 65535"),
     "lying key": (gguf([text("k", 900)], data=100), "900 bytes from byte"),
     "key that is no text": (gguf([key(b"\xff\xfe", U32, bytes(4))]), "not UTF-8"),
-    "same key": (gguf([number("k", 1), number("k", 2)]), "key 'k' is there twice"),
+    "same key": (gguf([LAST, LAST]), "key 'split.count' is there twice"),
     "unknown value": (gguf([key("k", 13, bytes(8))]), "key 'k' has a value of type 13"),
-    "bool": (gguf([key("k", 7, b"\2")]), "key 'k' is 2, a bool is 0 or 1"),
     "lying string": (gguf([key("k", STRING, text("x", HUGE))]), f"key 'k': {HUGE} bytes"),
     "lying long string": (gguf([key("k", STRING, text("x", 9000))]), "key 'k': 9000 bytes"),
     "lying array": (gguf([key("k", ARRAY, array(U32, HUGE))]), "key 'k'", "truncated"),
@@ -106,6 +114,7 @@ BAD = {
     "alignment 24": (gguf([number("general.alignment", 24)]), "general.alignment' is 24"),
     "alignment text": (gguf([key("general.alignment", STRING, text("32"))]), "is '32'"),
     "alignment u64": (gguf([key("general.alignment", 10, struct.pack("<Q", 32))]), "uint32"),
+    "long name": (gguf(tensors=[tensor("t" * 300)], data=128), "300 bytes; accepted: 1 to 256"),
     "no name": (gguf(tensors=[tensor("")], data=128), "name of a tensor", "0 bytes"),
     "rank 0": (gguf(tensors=[tensor("t", ())], data=128), "'t' has 0 dimensions"),
     "rank 5": (gguf(tensors=[tensor("t", (1,) * 5)], data=128), "'t' has 5 dimensions; accepted"),
@@ -158,13 +167,83 @@ def test_truncated_at_every_length(tmp_path):
     assert len(read_gguf_header(str(path)).tensors) == 2
 
 
-def test_a_large_vocabulary_costs_little(tmp_path):
-    words = b"".join(text(f"token{n}") for n in range(400_000))
+@pytest.fixture
+def cost(monkeypatch):
+    """Reads a header; returns it, or the error, the bytes that were read, and the most memory."""
+
+    def measured(path):
+        count = 0
+
+        class Counting:
+            def __init__(self, *arguments):
+                self._file = open(*arguments)  # noqa: SIM115 - until __exit__
+                self.fileno, self.seek = self._file.fileno, self._file.seek
+
+            def read(self, size):
+                nonlocal count
+                data = self._file.read(size)
+                count += len(data)
+                return data
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                self._file.close()
+
+        monkeypatch.setattr(gguf_header, "open", Counting, raising=False)
+        tracemalloc.start()
+        try:
+            result = read_gguf_header(str(path))
+        except ValueError as error:
+            result = error
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        return result, count, peak
+
+    return measured
+
+
+MANY = {
+    "number of keys": ("keys", "MAX_KEYS", 14, lambda n: gguf([key(b"k", 0, b"\1")] * n)),
+    "number of tensors": ("tensors", "MAX_TENSORS", 36, lambda n: gguf(
+        tensors=[tensor(f"{i:04x}", (0,)) for i in range(n)])),
+    "key 'k'": ("strings in arrays", "MAX_STRINGS", 8, lambda n: gguf(
+        [key("k", ARRAY, array(STRING, m, bytes(8 * m))) for m in (1, n - 1)])),
+    "key 'a'": ("arrays in arrays", "MAX_ARRAYS", 12, lambda n: gguf(
+        [key("a", ARRAY, array(ARRAY, 1, array(ARRAY, n - 1, array(U32, 0) * (n - 1))))])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", MANY)
+def test_more_than_any_model_needs(tmp_path, cost, monkeypatch, where):
+    """Is refused before it is read; what is just allowed is read once, and not kept."""
+    things, name, size, build = MANY[where]
+    most = getattr(gguf_header, name)
     path = tmp_path / "m.gguf"
-    path.write_bytes(gguf([key("tokens", ARRAY, array(STRING, 400_000, words)), number("k", 1)]))
-    begin = time.perf_counter()
-    assert read_gguf_header(str(path)).metadata == {"k": 1}
-    assert time.perf_counter() - begin < 5  # 0.1 s where nothing else runs
+    for allowed in (most, 2000):
+        data = build(allowed + 1)
+        path.write_bytes(data)
+        monkeypatch.setattr(gguf_header, name, allowed)
+        error, read, peak = cost(path)
+        assert f"{where}: " in str(error) and f" {things}; accepted: up to " in str(error)
+        assert read <= 1 << 16 and peak < 1 << 19
+    path.write_bytes(build(2000))
+    found, read, peak = cost(path)
+    assert len(found.tensors) == (2000 if things == "tensors" else 0) and not found.metadata
+    assert size * 2000 <= read <= len(data) + (1 << 16)
+    assert peak < len(found.tensors) * 600 + (1 << 19)
+
+
+def test_a_vocabulary_is_passed_over(tmp_path, cost):
+    words = b"".join(text(f"token{n}") for n in range(200_000))
+    path = tmp_path / "m.gguf"
+    values = array(STRING, 200_000, words), array(6, 3_000_000, bytes(12_000_000))
+    path.write_bytes(gguf([key("tokens", ARRAY, v) for v in values] + [LAST]))
+    found, read, peak = cost(path)
+    assert found.metadata == {"split.count": 1}
+    assert read < len(words) + (1 << 18) and peak < 1 << 19
 
 
 def test_a_lying_header_ends_soon(tmp_path):

@@ -12,12 +12,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .gguf_header import MAGIC, GgufHeader, read_gguf_header
+from .gguf_header import MAGIC, SPLIT, TYPE, GgufHeader, read_gguf_header
 from .index import Index, folders, stamp
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
-_SPLIT = ("split.no", "split.count", "split.tensors.count")
 # Files beside a model that are none: projectors, adapters, statistics.
 _SIDECAR_TYPES = ("adapter", "imatrix", "mmproj")
 _SIDECAR_ARCHITECTURES = ("clip", "mmproj")
@@ -102,8 +101,7 @@ def _only_model(root: str, files: list[str], header: Callable[[str], GgufHeader]
 
 def _is_sidecar(header: GgufHeader) -> bool:
     return (
-        header.metadata.get("general.type") in _SIDECAR_TYPES
-        or header.architecture in _SIDECAR_ARCHITECTURES
+        header.metadata.get(TYPE) in _SIDECAR_TYPES or header.architecture in _SIDECAR_ARCHITECTURES
     )
 
 
@@ -137,8 +135,8 @@ def _check_parts(parts: list[GgufHeader]) -> None:
     total = _split_number(first, "split.tensors.count", -1)
     for number, part in enumerate(parts):
         expected = (number, len(parts), total)
-        found = tuple(_split_number(part, key, -1) for key in _SPLIT)
-        for key, value, wanted in zip(_SPLIT, found, expected, strict=True):
+        found = tuple(_split_number(part, key, -1) for key in SPLIT)
+        for key, value, wanted in zip(SPLIT, found, expected, strict=True):
             if value != wanted:
                 raise ValueError(
                     f"{part.path}: {key} is {value if value >= 0 else 'missing'}; expected {wanted}"

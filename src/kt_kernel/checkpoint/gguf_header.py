@@ -9,34 +9,52 @@ values. (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
 
 The checks are ours rather than a library's so that every problem is a ValueError that names the
 file and the key or tensor, comes before anything is mapped or allocated, and costs little time.
+Only the keys that are used are kept. The others, vocabularies among them, are skipped over, and a
+header with more parts than any model needs is refused before they are read.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from ..files import need_file
-from .gguf_types import NOT_STORED, TYPES
+from .gguf_types import NOT_STORED, TYPES, GgmlType
 from .header import TensorInfo, explain_other_formats
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-#: A limit for time and memory: the largest vocabularies make headers of about 20 MB.
-MAX_HEADER_BYTES = 1 << 27
-MAX_NAME_BYTES = 65535  # of keys, by the specification
-MAX_KEPT_BYTES = 4096  # of strings; longer values are not needed
+ARCHITECTURE, TYPE, ALIGNMENT = "general.architecture", "general.type", "general.alignment"
+#: Number of a part, how many parts there are, and how many tensors they have together.
+SPLIT = ("split.no", "split.count", "split.tensors.count")
+#: E, H and I, after the architecture's name and a dot.
+SIZES = ("expert_count", "embedding_length", "expert_feed_forward_length")
+_USED = {ARCHITECTURE, TYPE, ALIGNMENT, *SPLIT}
+_USED_SIZES = re.compile(rf"[^.]{{1,64}}\.({'|'.join(SIZES)})")
+
+# Limits for time and memory.
+MAX_HEADER_BYTES = 1 << 27  # the largest vocabularies make headers of about 20 MB
+MAX_KEYS = 1 << 14  # models have about a hundred
+MAX_TENSORS = 1 << 17  # of a file; Kimi-K2 would have 70,000 if its experts were not stacked
+MAX_STRINGS = 1 << 21  # in all arrays together; the largest vocabularies have 300,000, and merges
+MAX_ARRAYS = 1 << 14  # in arrays, all together; no model has any
 MAX_DEPTH = 4  # of arrays in arrays
+MAX_KEY_BYTES = 65535  # of a key, by the specification
+MAX_NAME_BYTES = 256  # of a tensor's name; the specification allows 64
+MAX_KEPT_BYTES = 4096  # of strings; longer values are not needed
+MAX_RANK = 4
 DEFAULT_ALIGNMENT = 32
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
             12: "d"}  # fmt: skip
 _CODES = {number: struct.Struct("<" + code) for number, code in _SCALARS.items()}
-_STRING, _ARRAY, _BOOL, _UINT32 = 8, 9, 7, 4
+_STRING, _ARRAY, _UINT32 = 8, 9, 4
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_TENSOR = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_RANK + 1)}  # after the rank
 _WINDOW = 1 << 16  # bytes read at a time
 # Files of llama.cpp before GGUF, by how they begin.
 _OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg")
@@ -47,7 +65,7 @@ Value = int | float | bool | str
 @dataclass(frozen=True)
 class GgufHeader:
     """tensors: by name, in the order of the header; begin and end are bytes of the file. metadata:
-    the keys that are numbers, bools or short strings; of other values nothing is kept."""
+    of the keys that are used, those that are numbers, bools or short strings."""
 
     path: str
     tensors: dict[str, TensorInfo]
@@ -56,7 +74,7 @@ class GgufHeader:
     @property
     def architecture(self) -> str | None:
         """What the file calls its kind of model: "qwen3moe"."""
-        name = self.metadata.get("general.architecture")
+        name = self.metadata.get(ARCHITECTURE)
         return name if isinstance(name, str) else None
 
 
@@ -71,13 +89,13 @@ def read_gguf_header(path: str) -> GgufHeader:
         cursor = _Cursor(path, file)
         _check_start(path, cursor)
         tensors = cursor.u64("number of tensors")
-        cursor.check_count(tensors, 32, "tensors")
+        cursor.check_count(tensors, 33, "tensors", MAX_TENSORS)
         keys = cursor.u64("number of keys")
-        cursor.check_count(keys, 13, "keys")
+        cursor.check_count(keys, 14, "keys", MAX_KEYS)
         metadata, alignment = _read_metadata(cursor, keys)
-        infos = [_read_tensor(cursor) for _ in range(tensors)]
+        entries = [_read_tensor(cursor) for _ in range(tensors)]
     start = -(-cursor.position // alignment) * alignment
-    return GgufHeader(path, _place(path, infos, start, alignment, cursor.size), metadata)
+    return GgufHeader(path, _place(path, entries, start, alignment, cursor.size), metadata)
 
 
 class _Cursor:
@@ -90,6 +108,7 @@ class _Cursor:
         self.what = "header"
         self._limit = min(self.size, MAX_HEADER_BYTES)
         self._window, self._start = b"", 0
+        self._strings, self._arrays = MAX_STRINGS, MAX_ARRAYS  # that may still come in arrays
 
     def need(self, count: int) -> None:
         """ValueError unless there are `count` more bytes."""
@@ -102,14 +121,17 @@ class _Cursor:
                 f"{self.path}: {self.what}: {count} bytes from byte {self.position}, but {problem}"
             )
 
-    def check_count(self, count: int, least: int, things: str) -> None:
-        """ValueError unless so many things of at least so many bytes can follow."""
+    def check_count(self, count: int, least: int, things: str, most: int) -> None:
+        """ValueError unless so many things of at least so many bytes can follow, and are no more
+        than `most`."""
         if count > (self._limit - self.position) // least:
             raise ValueError(
                 f"{self.path}: {self.what}: {count} {things} do not fit into the"
                 f" {self._limit - self.position} bytes that can follow (truncated, or a number that"
                 " lies)"
             )
+        if count > most:
+            raise ValueError(f"{self.path}: {self.what}: {count} {things}; accepted: up to {most}")
 
     def take(self, count: int) -> bytes:
         self.need(count)
@@ -129,7 +151,8 @@ class _Cursor:
 
     def skip_strings(self, count: int) -> None:
         """A vocabulary has hundreds of thousands, so this is written out."""
-        self.check_count(count, 8, "strings")
+        self.check_count(count, 8, "strings in arrays", self._strings)
+        self._strings -= count
         position, limit, unpack = self.position, self._limit, _U64.unpack_from
         window, start = self._window, self._start
         for _ in range(count):
@@ -144,6 +167,11 @@ class _Cursor:
                 self.need(position - limit)
         self.position = position
 
+    def begin_arrays(self, count: int) -> None:
+        """ValueError unless so many arrays can follow in another one."""
+        self.check_count(count, 12, "arrays in arrays", self._arrays)
+        self._arrays -= count
+
     def u32(self) -> int:
         return _U32.unpack(self.take(4))[0]
 
@@ -151,14 +179,13 @@ class _Cursor:
         self.what = what or self.what
         return _U64.unpack(self.take(8))[0]
 
-    def name(self, kind: str) -> str:
-        """A key, or a tensor's name."""
+    def name(self, kind: str, most: int) -> str:
+        """A key, or a tensor's name, of so many bytes at most."""
         before, self.what = self.what, f"name of a {kind}"
         length = self.u64()
-        if not 0 < length <= MAX_NAME_BYTES:
+        if not 0 < length <= most:
             raise ValueError(
-                f"{self.path}: {self.what} after {before}: {length} bytes; accepted: 1 to"
-                f" {MAX_NAME_BYTES}"
+                f"{self.path}: {self.what} after {before}: {length} bytes; accepted: 1 to {most}"
             )
         text = self.take(length)
         try:
@@ -189,18 +216,21 @@ def _check_start(path: str, cursor: _Cursor) -> None:
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Value], int]:
-    """The keys, and the alignment."""
+    """The keys that are used, and the alignment."""
     metadata: dict[str, Value] = {}
     seen: set[str] = set()
     alignment = DEFAULT_ALIGNMENT
     for _ in range(count):
-        key = cursor.name("key")
+        key = cursor.name("key", MAX_KEY_BYTES)
+        kind = cursor.u32()
+        if key not in _USED and not _USED_SIZES.fullmatch(key):
+            _skip_value(cursor, kind)
+            continue
         if key in seen:
             raise ValueError(f"{cursor.path}: key {key!r} is there twice")
         seen.add(key)
-        kind = cursor.u32()
         value = _read_value(cursor, kind)
-        if key == "general.alignment":
+        if key == ALIGNMENT:
             if kind != _UINT32 or not isinstance(value, int) or value.bit_count() != 1:
                 raise ValueError(
                     f"{cursor.path}: key {key!r} is {value!r}; accepted: a power of two as uint32"
@@ -212,21 +242,28 @@ def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Value], int]:
 
 
 def _read_value(cursor: _Cursor, kind: int) -> Value | None:
+    """None for an array, and for a long string."""
     if kind in _CODES:
-        data = cursor.take(_CODES[kind].size)
-        if kind == _BOOL and data[0] > 1:
-            raise ValueError(f"{cursor.path}: {cursor.what} is {data[0]}, a bool is 0 or 1")
-        return _CODES[kind].unpack(data)[0]
-    if kind == _ARRAY:
-        _skip_array(cursor, MAX_DEPTH)
-        return None
+        return _CODES[kind].unpack(cursor.take(_CODES[kind].size))[0]
     if kind != _STRING:
-        raise _unknown_type(cursor, kind)
+        _skip_value(cursor, kind)
+        return None
     length = cursor.u64()
     if length > MAX_KEPT_BYTES:
         cursor.skip(length)
         return None
     return cursor.take(length).decode("utf-8", "replace")
+
+
+def _skip_value(cursor: _Cursor, kind: int) -> None:
+    if kind in _CODES:
+        cursor.skip(_CODES[kind].size)
+    elif kind == _STRING:
+        cursor.skip(cursor.u64())
+    elif kind == _ARRAY:
+        _skip_array(cursor, MAX_DEPTH)
+    else:
+        raise _unknown_type(cursor, kind)
 
 
 def _skip_array(cursor: _Cursor, depth: int) -> None:
@@ -240,7 +277,7 @@ def _skip_array(cursor: _Cursor, depth: int) -> None:
             raise ValueError(
                 f"{cursor.path}: {cursor.what}: arrays in arrays; accepted: up to {MAX_DEPTH} deep"
             )
-        cursor.check_count(count, 12, "arrays")
+        cursor.begin_arrays(count)
         for _ in range(count):
             _skip_array(cursor, depth - 1)
     else:
@@ -253,15 +290,25 @@ def _unknown_type(cursor: _Cursor, kind: int) -> ValueError:
     )
 
 
-def _read_tensor(cursor: _Cursor) -> TensorInfo:
-    """A tensor whose begin is still relative to the data."""
-    name = cursor.name("tensor")
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor as the header has it: begin is relative to the data."""
+
+    name: str
+    kind: GgmlType
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+def _read_tensor(cursor: _Cursor) -> _Entry:
+    name = cursor.name("tensor", MAX_NAME_BYTES)
     where = f"{cursor.path}: tensor {name!r}"
     rank = cursor.u32()
-    if not 1 <= rank <= 4:
-        raise ValueError(f"{where} has {rank} dimensions; accepted: 1 to 4")
-    shape = tuple(cursor.u64() for _ in range(rank))[::-1]
-    number, begin = cursor.u32(), cursor.u64()
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"{where} has {rank} dimensions; accepted: 1 to {MAX_RANK}")
+    *dims, number, begin = _TENSOR[rank].unpack(cursor.take(_TENSOR[rank].size))
+    shape = tuple(dims[::-1])
     kind = TYPES.get(number)
     if kind is None:
         known = ", ".join(kind.name for kind in TYPES.values())
@@ -275,31 +322,29 @@ def _read_tensor(cursor: _Cursor) -> TensorInfo:
             f"{where} has rows of {shape[-1]} columns; {kind.name} has them in blocks of"
             f" {kind.columns}"
         )
-    size = math.prod(shape) // kind.columns * kind.size
-    return TensorInfo(name, cursor.path, kind.name, shape, begin, begin + size)
+    return _Entry(name, kind, shape, begin, math.prod(shape) // kind.columns * kind.size)
 
 
 def _place(
-    path: str, infos: list[TensorInfo], start: int, alignment: int, size: int
+    path: str, entries: list[_Entry], start: int, alignment: int, size: int
 ) -> dict[str, TensorInfo]:
     """The tensors by name, placed in the file and checked against it and each other."""
     tensors: dict[str, TensorInfo] = {}
-    for info in infos:
+    for entry in entries:
+        begin = start + entry.begin
+        info = TensorInfo(entry.name, path, entry.kind.name, entry.shape, begin, begin + entry.size)
         if info.name in tensors:
             raise ValueError(f"{info} is there twice")
-        if info.begin % alignment:
+        if entry.begin % alignment:
             raise ValueError(
-                f"{info} begins at byte {info.begin} of the data; expected a multiple of the"
+                f"{info} begins at byte {entry.begin} of the data; expected a multiple of the"
                 f" alignment, {alignment}"
             )
-        end = start + info.end
-        if end > size:
+        if info.end > size:
             raise ValueError(
-                f"{info} ends at byte {end}, but the file has only {size} (truncated file)"
+                f"{info} ends at byte {info.end}, but the file has only {size} (truncated file)"
             )
-        tensors[info.name] = TensorInfo(
-            info.name, path, info.dtype, info.shape, start + info.begin, end
-        )
+        tensors[info.name] = info
     before: TensorInfo | None = None
     for info in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
         if before is not None and info.begin < before.end:

@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 
 from ..expert_tensors import MATRICES, matrix_shapes
-from .gguf_header import GgufHeader
+from .gguf_header import SIZES, GgufHeader
 from .header import TensorInfo
 
 Sizes = tuple[int, int, int]
@@ -191,8 +191,7 @@ def _of_each(
 
 def check_metadata(header: GgufHeader, sizes: Sizes) -> None:
     """ValueError naming the key if the model's own description has other sizes."""
-    keys = ("expert_count", "embedding_length", "expert_feed_forward_length")
-    for key, size in zip(keys, sizes, strict=True):
+    for key, size in zip(SIZES, sizes, strict=True):
         name = f"{header.architecture}.{key}"
         value = header.metadata.get(name)  # some models have a list, one for each layer
         if isinstance(value, int) and not isinstance(value, bool) and value != size:
