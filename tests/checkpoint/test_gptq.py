@@ -1,5 +1,7 @@
 """GPTQ checkpoints, against the maths of the format's own documentation, code by code."""
 
+import json
+
 import pytest
 import torch
 from quantised_files import H, I, check_bad_parts, check_values, fails, make_experts, save
@@ -169,6 +171,20 @@ def test_auto_round(tmp_path):
 def test_needs_its_config(tmp_path):
     path = save(tmp_path, make_experts(make_with()))
     fails(path, "GPTQ_INT4", "qweight", "quantization_config", "checkpoint_format")
+
+
+def test_an_empty_config_says_nothing(tmp_path):
+    """It neither counts as one nor hides the one of the language model."""
+    path = save(tmp_path, make_experts(make_with(zero=7)), {})
+    fails(path, "GPTQ_INT4", "qweight", "quantization_config", "checkpoint_format")
+    both = {
+        "model_type": "qwen3_moe",
+        "quantization_config": {},
+        "compression_config": {},
+        "text_config": {"model_type": "qwen3_moe", "quantization_config": config()},
+    }
+    (path / "config.json").write_text(json.dumps(both))
+    check_values(path, make_experts(make_with(zero=7)), "GPTQ_INT4", reference(1))
 
 
 def test_bad_parts(tmp_path):
