@@ -6,16 +6,18 @@ The distribution kt-kernel installs the same import package over ours. What it r
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 _MARKER = "_kt_moe_marker"  # a file no other distribution has
-_REPAIR = "pip uninstall kt-kernel && pip install --force-reinstall --no-deps kt-moe"
 _LOADERS = ("vllm.plugins", "sglang.srt.plugins")  # the engines' modules that import plugins
 
 
@@ -30,7 +32,7 @@ def overwritten() -> str | None:
         return None
     return (
         f"the files of kt-moe in {folder} were replaced or removed by another distribution "
-        f"(kt-kernel uses the same import name, kt_kernel); to repair: {_REPAIR}"
+        f"(kt-kernel uses the same import name, kt_kernel); to repair: {_repair()}"
     )
 
 
@@ -42,8 +44,32 @@ def both_installed() -> str | None:
         return None
     return (
         f"kt-kernel {version} is installed next to kt-moe and writes to the same import package, "
-        f"kt_kernel; uninstall kt-kernel: {_REPAIR}"
+        f"kt_kernel; uninstall kt-kernel: {_repair()}"
     )
+
+
+def _repair() -> str:
+    """What removes kt-kernel and puts our files back, which its removal takes away."""
+    path = _installed_from()
+    again = "pip install --force-reinstall --no-deps"
+    if path is None:
+        return (
+            "pip uninstall kt-kernel, then install kt-moe again from the checkout or wheel that it "
+            f"came from: {again} PATH"
+        )
+    return f"pip uninstall kt-kernel && {again} {shlex.quote(path)}"
+
+
+def _installed_from() -> str | None:
+    """The checkout or wheel on this machine that kt-moe was installed from, if it is still there
+    (direct_url.json of the Direct URL specification of the Python Packaging User Guide)."""
+    try:
+        text = metadata.distribution("kt-moe").read_text("direct_url.json")
+        url = urlsplit(str(json.loads(text or "{}")["url"]))
+    except (metadata.PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
+        return None
+    path = unquote(url.path)
+    return path if url.scheme == "file" and os.path.exists(path) else None
 
 
 def check() -> None:
