@@ -288,16 +288,25 @@ def test_two_devices_in_one_file(tmp_path):
         ("", "Is a directory"),
         ("a\0b", "null"),
         ("/dev/full", "No space left on device"),
+        ("pipe", "No such device or address"),  # rather than wait until somebody reads it
+        ("read pipe", "Is a pipe"),
     ],
 )
 def test_a_file_that_cannot_be_written(tmp_path, caplog, name, reason):
     path = os.path.join(tmp_path, name)
+    reader = None
+    if "pipe" in name:
+        os.mkfifo(path)
+        if "read" in name:
+            reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with caplog.at_level(logging.WARNING, "kt_kernel.trace"):
         filled(path)
     (warning,) = caplog.records
     assert warning.name == "kt_kernel.trace"
     for word in ("KT_TRACE", os.path.normpath(path), reason):
         assert word in warning.getMessage()
+    if reader is not None:
+        os.close(reader)
 
 
 def test_a_file_that_was_full_once(tmp_path, caplog, monkeypatch):

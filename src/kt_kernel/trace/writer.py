@@ -8,10 +8,13 @@ missing.
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import itertools
 import json
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -39,11 +42,7 @@ class TraceWriter:
         self._file = None
         first = not _writers[self._path]
         try:
-            if first:
-                open(self._path, "wb").close()
-            # Unbuffered, so that a fork has nothing to write twice; appended to, since it may be
-            # shared.
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - until `close`
+            self._file = _open(self._path, first)
         except (OSError, ValueError) as error:  # ValueError: a path that no file can have
             self._warn(error)
             return
@@ -122,3 +121,18 @@ class TraceWriter:
         _logger.warning(
             "kt: %s %s: nothing more is written: %s", TRACE_VARIABLE, self._path, reason
         )
+
+
+def _open(path: str, anew: bool) -> io.FileIO:
+    """The file, to append to: devices may share it. Unbuffered, so that a fork has nothing to write
+    twice. Raises OSError for a pipe: opening one would wait for a reader."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(path, flags | (os.O_TRUNC if anew else 0), 0o666)
+    try:
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Is a pipe", path)
+        os.set_blocking(fd, True)
+        return io.FileIO(fd, "a")
+    except BaseException:
+        os.close(fd)
+        raise
