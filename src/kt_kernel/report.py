@@ -4,7 +4,6 @@ The engines run the model in a process of their own, often killed rather than en
 are published while it runs: a daemon thread looks twice a second and reports what has changed.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -12,6 +11,7 @@ import threading
 import time
 import weakref
 
+from .files import replace_file
 from .layer import HybridModel
 
 STATS_FILE_VARIABLE = "KT_STATS_FILE"  # the counters as JSON go to this file, replaced atomically
@@ -86,12 +86,4 @@ def _write(path: str) -> None:
         }
         for model in list(_models)
     ]
-    temporary = f"{path}.{os.getpid()}"
-    try:
-        with open(temporary, "w") as file:
-            json.dump({"pid": os.getpid(), "models": models}, file)
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    replace_file(path, json.dumps({"pid": os.getpid(), "models": models}))

@@ -12,8 +12,9 @@ from .checkpoint.header import read_header
 from .checkpoint.index import disagreements, listed_files, walk
 from .checkpoint.packed import check_header, check_size, is_packed
 from .checkpoint.paths import check_path
+from .files import PARTIAL
 from .pools import usable_cores
-from .store.atomic import PARTIAL, sha256_of, until_left
+from .store.atomic import sha256_of, until_left
 from .store.manifest import LayerEntry, Manifest, read_manifest
 from .text import ranges
 

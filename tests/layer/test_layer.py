@@ -348,6 +348,35 @@ def test_stats_file_that_cannot_be_written(
     assert list(tmp_path.iterdir()) == [] and list(tmp_path.parent.glob("*.[0-9]*")) == []
 
 
+def test_stats_file_in_a_folder_of_others(
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A link at the name that a temporary file could have is not followed, everybody who may read
+    the folder's files may read this one, and a pipe is not taken away."""
+    victim, path, pipe = tmp_path / "victim", tmp_path / "stats.json", tmp_path / "pipe"
+    victim.write_text("precious")
+    for suffix in (f".{os.getpid()}", ".partial", ".tmp"):
+        Path(f"{path}{suffix}").symlink_to(victim)
+    monkeypatch.setenv(report.STATS_FILE_VARIABLE, str(path))
+    model = model_of(1, weights)
+    model.layers[0].finish_loading()
+    umask = os.umask(0o022)
+    try:
+        report.watch(model, logging.getLogger("test"))
+    finally:
+        os.umask(umask)
+    assert victim.read_text() == "precious"
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert path.stat().st_mode & 0o777 == 0o644
+    os.mkfifo(pipe)
+    monkeypatch.setenv(report.STATS_FILE_VARIABLE, str(pipe))
+    report.watch(model, logging.getLogger("test"))
+    assert pipe.is_fifo() and "not a regular file" in caplog.text
+
+
 def test_a_child_forked_while_weights_arrive_can_load_on(weights: dict[str, torch.Tensor]) -> None:
     """The lock is held by a thread of the parent when it forks; the child must not wait for it."""
     layer = layer_of()

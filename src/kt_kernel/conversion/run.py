@@ -11,7 +11,8 @@ from typing import Any
 
 from ..pools import usable_cores
 from ..settings import LayerSettings, check_settings
-from ..store.atomic import nearest_existing, sha256_of, until_left
+from ..files import nearest_existing
+from ..store.atomic import sha256_of, until_left
 from ..store.layer_file import LayerSpec
 from ..store.manifest import Manifest
 from ..store.writer import PackedLayer, PackedWriter

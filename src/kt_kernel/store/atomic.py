@@ -1,51 +1,33 @@
-"""Files that are there whole or not at all, also after a crash or a loss of power."""
+"""Files with a checksum that are there whole or not at all, also after a loss of power."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-PARTIAL = ".partial"  # suffix of a file being written
+from ..files import PARTIAL, Replacement, named
 
 
-class AtomicFile:
-    """Writes `path` under a temporary name beside it; `commit` puts it in place.
-
-        with AtomicFile(path) as file:
-            file.write(data)
-            file.commit()
-
-    Leaving without `commit` removes what was written. Every OSError names the file. Only one
-    writer at a time may use a path.
-    """
+class AtomicFile(Replacement):
+    """A `Replacement` that lasts, with its size and checksum. It is written as `path`.partial, so
+    only one writer at a time may use a path."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self._temporary = path + PARTIAL
+        super().__init__(path, durable=True, partial=path + PARTIAL)
         self._hash = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(1, "kt-hash")  # takes as long as writing: beside it
         self.bytes = 0
 
-    def __enter__(self) -> AtomicFile:
-        self._fd = os.open(
-            self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
-        )
-        return self
-
     def write(self, data: Any) -> None:
-        """Appends a bytes-like object."""
-        rest = memoryview(data).cast("B")
-        self.bytes += len(rest)
-        hashed = self._hasher.submit(self._hash.update, rest)
+        view = memoryview(data).cast("B")
+        self.bytes += len(view)
+        hashed = self._hasher.submit(self._hash.update, view)
         try:
-            while len(rest):
-                with named(self.path):
-                    rest = rest[os.write(self._fd, rest) :]
+            super().write(view)
         finally:
             hashed.result()  # the caller may use the memory again
 
@@ -54,43 +36,9 @@ class AtomicFile:
         """Of what was written so far."""
         return self._hash.hexdigest()
 
-    def commit(self) -> None:
-        with named(self.path):
-            os.fsync(self._fd)
-            os.replace(self._temporary, self.path)
-            sync_folder(os.path.dirname(self.path))
-
     def __exit__(self, *error: object) -> None:
         self._hasher.shutdown()
-        os.close(self._fd)
-        with contextlib.suppress(FileNotFoundError):  # it is in its place
-            os.unlink(self._temporary)
-
-
-@contextlib.contextmanager
-def named(path: str) -> Iterator[None]:
-    """OSErrors from inside name `path`, which those of open files do not."""
-    try:
-        yield
-    except OSError as error:
-        raise type(error)(error.errno, error.strerror, path) from error
-
-
-def nearest_existing(path: str) -> str:
-    """The path itself or the nearest folder above it that exists."""
-    path = os.path.abspath(path)
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path
-
-
-def sync_folder(path: str) -> None:
-    """Makes the names in a folder last."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        super().__exit__(*error)
 
 
 class _Stopped(Exception):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import named, nearest_existing
 from ..methods import LayerForm
-from .atomic import named, nearest_existing
 from .layer_file import LayerSpec, check_layer
 from .manifest import PACKED_COPY, Manifest, generator
 from .writer import PackedLayer, PackedWriter, manifest_if_any, refuse_other

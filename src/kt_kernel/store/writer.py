@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..expert_tensors import MATRICES
-from .atomic import PARTIAL, AtomicFile
+from ..files import PARTIAL
+from .atomic import AtomicFile
 from .layer_file import LayerSpec
 from .lock import LOCK, only_writer
 from .manifest import MANIFEST, LayerEntry, Manifest, read_manifest
