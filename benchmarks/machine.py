@@ -14,6 +14,7 @@ import torch
 
 import kt_kernel
 from kt_kernel import _C
+from kt_kernel.machine import allowed_cpus
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 
@@ -21,7 +22,7 @@ CPU_FOLDER = Path("/sys/devices/system/cpu")
 def last_level_cache() -> int:
     """Bytes of all caches of the highest level that the allowed CPUs use; 0 if unknown."""
     found: dict[tuple[int, str], int] = {}  # (level, CPUs that share it): bytes
-    for cpu in os.sched_getaffinity(0):
+    for cpu in allowed_cpus():
         for cache in CPU_FOLDER.glob(f"cpu{cpu}/cache/index*"):
             try:
                 size = (cache / "size").read_text().strip()
@@ -51,7 +52,7 @@ def anonymous_memory() -> int:
 def about() -> dict[str, Any]:
     return {
         "kt_moe": kt_kernel.__version__, "python": platform.python_version(),
-        "torch": torch.__version__, "cpu": _C.cpu_brand(), "cpus": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__, "cpu": _C.cpu_brand(), "cpus": len(allowed_cpus()),
         "cpu_quota": _C.cpu_quota(), "features": [f for f, on in _C.cpu_features().items() if on],
         "nodes": _C.topology(), "last_level_cache": last_level_cache(),
         "load_average": os.getloadavg()[0],

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import sys
 import time
 from contextlib import ExitStack
@@ -36,6 +35,7 @@ from setups import ROWS, NotMeasured, Setup, setups
 from shapes import SHAPES, TOKENS, parse_shape
 
 from kt_kernel import _C
+from kt_kernel.machine import allowed_cpus
 
 ROUTINES = ("layer", "gemv", "gemm", "pack", "load")
 
@@ -93,7 +93,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.beside = ["", *(["torch"] if args.torch_pool else []),
                    *(f"{n} foreign" for n in args.foreign)]  # fmt: skip
     args.working_set = args.working_set and args.working_set << 20
-    args.cpus = min(len(os.sched_getaffinity(0)), _C.cpu_quota())
+    args.cpus = min(len(allowed_cpus()), _C.cpu_quota())
     return args
 
 

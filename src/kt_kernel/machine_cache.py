@@ -1,67 +1,166 @@
-"""What was measured on this machine, as small JSON files in the user's cache folder."""
+"""What was measured on this machine, as small JSON files in the user's cache folder.
+
+    kt cache            # shows all of it
+    kt cache --clear    # removes it
+
+A measurement is kept under a key that names all that it depends on, unless the machine was busy or
+the measurement says that it cannot be trusted. Whatever else lies in the folder, whoever else uses
+it, and whether it can be written to, makes no difference but that something is measured again.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import tempfile
-from collections.abc import Iterator
+import stat
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from .file_lock import FileLock
+from .files import replace_file
+from .machine import allowed_cpus, cpu_times, disturbance
 from .variant import debug
 
+FILES = ("threads.json", "tuning.json")
+_LOCK = "lock"
+_MOST_ENTRIES = 256  # in a file: containers may get other CPUs at each start
+_MOST_BYTES = 1 << 20
 
-def cache_file(name: str) -> Path | None:
-    """``$XDG_CACHE_HOME/kt-moe/name``, else under ``~/.cache``; None where there is no home."""
+T = TypeVar("T")
+
+_known: dict[tuple[Path | None, str], Any] = {}  # what this process uses, kept or not
+_one_thread = threading.RLock()
+_locked = False  # whether this process has the lock on the folder
+_lock_seconds = 60.0  # to wait for it: far longer than a measurement
+_unwritable = False  # whether it was told that nothing can be kept
+
+
+def cache_folder() -> Path | None:
+    """``$XDG_CACHE_HOME/kt-moe``, else ``~/.cache/kt-moe``; None where there is no home."""
     base = os.environ.get("XDG_CACHE_HOME")
     if base and os.path.isabs(base):  # the XDG specification ignores relative paths
-        return Path(base) / "kt-moe" / name
+        return Path(base) / "kt-moe"
     try:
-        return Path.home() / ".cache" / "kt-moe" / name
+        return Path.home() / ".cache" / "kt-moe"
     except RuntimeError:  # no home folder
         return None
 
 
+def measured_once(
+    name: str,
+    key: str,
+    accept: Callable[[Any], T | None],
+    measure: Callable[[], tuple[Any, str | None]],
+) -> T:
+    """What the file ``name`` of the cache folder has for ``key``, measured where it has nothing.
+
+    accept: what an entry, any JSON value, stands for; None for one that is not valid.
+    measure: returns an entry, and None or why it should not be kept: this process uses it anyway.
+
+    One process and thread at a time measures; the others wait, and use what was kept.
+    """
+    folder = cache_folder()
+    path = None if folder is None else folder / name
+    with _one_thread:
+        if (path, key) not in _known:
+            entry = read_cache(path).get(key)
+            if accept(entry) is None:
+                with _lock_on(folder):
+                    entry = read_cache(path).get(key)
+                    if accept(entry) is None:
+                        entry = _measure(path, key, measure)
+            debug(f"{key}: {entry}")
+            _known[path, key] = accept(entry)
+        return _known[path, key]
+
+
+def _measure(path: Path | None, key: str, measure: Callable[[], tuple[Any, str | None]]) -> Any:
+    before = cpu_times()
+    entry, doubt = measure()
+    doubt = doubt or disturbance(before, cpu_times(), len(allowed_cpus()))
+    debug(f"measured, {f'not kept: {doubt}' if doubt else 'to be kept'}")
+    if path is not None and doubt is None:
+        stored = {name: value for name, value in read_cache(path).items() if name != key}
+        newest = dict([*stored.items(), (key, entry)][-_MOST_ENTRIES:])
+        try:
+            replace_file(path, json.dumps(newest, indent=1) + "\n")
+        except OSError as error:
+            _cannot_keep(error)
+    return entry
+
+
 def read_cache(path: Path | None) -> dict[str, Any]:
-    """The file's object; empty where it is absent, unreadable or corrupt: measure again."""
+    """The file's object; empty where it is absent, unreadable or something else."""
     if path is None:
         return {}
     try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+            return {}
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return stored if isinstance(stored, dict) else {}
 
 
-def write_cache(path: Path | None, content: dict[str, Any]) -> None:
-    """Replaces the file in one step. Failure only costs the next process a measurement."""
-    if path is None:
-        return
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(temporary, path)
-    except OSError as error:  # a read-only home, say
-        debug(f"could not write {path}: {error}")
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+def entries() -> Iterator[tuple[Path, str, Any]]:
+    """File, key and entry of all that is kept."""
+    folder = cache_folder()
+    for name in FILES if folder is not None else ():
+        for key, entry in read_cache(folder / name).items():
+            yield folder / name, key, entry
+
+
+def clear() -> list[Path]:
+    """Removes what is kept, and what killed processes left; returns the files. Raises OSError
+    naming one that cannot be removed. Processes that run go on with what they know."""
+    folder, removed = cache_folder(), []
+    for name in FILES if folder is not None else ():
+        for path in (folder / name, *folder.glob(f"{name}.*")):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()
+                removed.append(path)
+    return removed
 
 
 @contextlib.contextmanager
-def only_process(path: Path | None) -> Iterator[None]:
-    """Holds a lock beside the file, so that one process measures and the others find its result.
-    Where it cannot be had, as in a read-only home, every process goes on by itself."""
-    with contextlib.ExitStack() as stack:
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(open(f"{path}.lock", "w", encoding="utf-8"))
-                fcntl.flock(file, fcntl.LOCK_EX)
+def _lock_on(folder: Path | None) -> Iterator[None]:
+    """Holds the lock on the folder, which is made if it is not there. Where it cannot be had, as in
+    a read-only home, this process goes on by itself."""
+    global _locked, _lock_seconds
+    lock = None
+    if folder is not None and not _locked:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(str(folder / _LOCK))
+            _locked = lock.acquire(_lock_seconds)
+            if not _locked:
+                _lock_seconds = 0.0  # its holder is stuck: one wait is enough
+        except OSError as error:
+            _cannot_keep(error)
+    if lock is None or not _locked:
         yield
+        return
+    try:
+        yield
+    finally:
+        _locked = False
+        lock.release()
+
+
+def _cannot_keep(error: OSError) -> None:
+    global _unwritable
+    if not _unwritable:
+        _unwritable = True
+        debug(f"measurements are not kept: {error}")
+
+
+def _renew_after_fork() -> None:
+    global _one_thread, _locked
+    _one_thread, _locked = threading.RLock(), False
+
+
+os.register_at_fork(after_in_child=_renew_after_fork)

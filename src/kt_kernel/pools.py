@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import os
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +14,16 @@ from typing import Any
 
 import torch
 
-from .machine_cache import cache_file, read_cache, write_cache
+from .machine import machine_key, usable_cores
+from .machine_cache import measured_once
 from .variant import debug, native
 
 MAX_THREADS = 4096
 MAX_POOLS = 64
-_GOOD_ENOUGH = 0.97  # share of the best bandwidth that a thread count must reach
+# Shares of a bandwidth:
+_GOOD_ENOUGH = 0.97  # of the best one, that a thread count must reach
+_COULD_BE_CHOSEN = 0.85  # of the best one, below which noise does not decide
+_SAME = 0.90  # of one pass, that another one must reach
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ def plan_pools(
     Args:
         cpuinfer_threads: total over all pools, the remainder to the first ones; None: the count
             that saturates the read bandwidth, probed once; where the process uses a CUDA device
-            already, two less than there are cores at most.
+            already, at most two less than there are cores.
         threadpool_count: pools; None: the length of ``numa_nodes``, else one per node in use (at
             most one per thread). More pools than nodes are legal, the nodes are then repeated.
         numa_nodes: node of each pool.
@@ -46,8 +52,12 @@ def plan_pools(
     Raises:
         ValueError: a count out of range, fewer threads than pools, a node that does not exist,
             or as many nodes as there are not pools.
+
+    Warns:
+        RuntimeWarning: more threads than usable cores, once per process for each number.
     """
-    available = [node for node, _, _ in native().topology()]
+    nodes = native().topology()
+    available, cores = [node for node, _, _ in nodes], usable_cores(nodes)
     if numa_nodes is not None:
         numa_nodes = list(numa_nodes)
         for node in numa_nodes:
@@ -64,19 +74,17 @@ def plan_pools(
     _check("cpuinfer_threads", cpuinfer_threads, MAX_THREADS)
     pools = threadpool_count
     if pools is None:
-        pools = len(available)
-        if cpuinfer_threads is not None:
-            pools = min(pools, cpuinfer_threads)
+        pools = min(len(available), cpuinfer_threads or cores)
     threads = cpuinfer_threads
     if threads is None:
-        threads = max(default_thread_count(), pools)
-        if torch.cuda.is_initialized():  # threads that wait for the device must not be in the way
-            threads = max(min(threads, usable_cores() - native().beside_team), pools)
+        threads = max(min(default_thread_count(cores), cores - _reserved()), pools)
     if threads < pools:
         raise ValueError(
             f"cpuinfer_threads={threads} is less than threadpool_count={pools}; every pool needs "
             "a thread"
         )
+    if threads > cores:
+        _warn(too_many_threads(threads, pools, _reserved()))
     share, rest = divmod(threads, pools)
     return PoolPlan(
         threads=tuple(share + (pool < rest) for pool in range(pools)),
@@ -87,6 +95,66 @@ def plan_pools(
 def _check(name: str, count: int | None, most: int) -> None:
     if count is not None and not 1 <= count <= most:
         raise ValueError(f"{name}={count}; accepted: 1 to {most}, or None")
+
+
+def too_many_threads(threads: int, pools: int = 1, reserved: int = 0) -> str | None:
+    """One line on so many threads if they do not fit the usable cores, else None.
+
+    reserved: cores that other threads of this process need, to serve a GPU.
+    """
+    cores = usable_cores()
+    fits = cores - reserved if cores > reserved else cores
+    if threads <= fits:
+        return None
+    names = "--kt-cpuinfer (cpuinfer_threads)"
+    if pools > fits:
+        names += " and with --kt-threadpool-count (threadpool_count)"
+    harm = (
+        "wait for each other, and a step may take many times as long"
+        if threads > cores
+        else "leave too few for the threads that serve the GPU, which makes steps slower"
+    )
+    return (
+        f"{threads} CPU threads on {cores} usable core{'s' * (cores > 1)} {harm}; give at most "
+        f"{fits} with {names}, or leave it out"
+    )
+
+
+_warned: set[str] = set()
+_logged = False
+
+
+def _warn(line: str | None) -> None:
+    """A RuntimeWarning at the caller of this package. Only once, although layers are made one by
+    one: Python forgets what it has shown whenever any code changes the filters."""
+    if line is None or line in _warned:
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(line, RuntimeWarning, stacklevel=level)
+    _warned.add(line)  # not where a filter made it an error
+
+
+def log_once(logger: logging.Logger, line: str | None) -> None:
+    """Logs what `too_many_threads` says, once per process."""
+    global _logged
+    if line is not None and not _logged:
+        _logged = True
+        logger.warning("kt: %s", line)
+
+
+def log_crowding(logger: logging.Logger) -> None:
+    """Logs, once per process, that the teams in use have more threads than fit the cores."""
+    with _teams_lock:
+        plans = list(_teams)
+    for plan in plans:
+        log_once(logger, too_many_threads(sum(plan.threads), len(plan.threads), _reserved()))
+
+
+def _reserved() -> int:
+    """Cores for the threads that serve a GPU, if this process uses one."""
+    return native().beside_team if torch.cuda.is_initialized() else 0
 
 
 _teams: weakref.WeakValueDictionary[PoolPlan, Any] = weakref.WeakValueDictionary()
@@ -112,35 +180,35 @@ def _renew_lock_after_fork() -> None:
 os.register_at_fork(after_in_child=_renew_lock_after_fork)
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on, bounded by its CPU quota."""
-    core = native()
-    return max(1, min(sum(cores for _, _, cores in core.topology()), core.cpu_quota()))
+def default_thread_count(limit: int) -> int:
+    """Fewest threads, 1 to ``limit``, that read memory within 3% of the best bandwidth.
 
-
-@functools.cache
-def default_thread_count() -> int:
-    """Fewest threads within 3% of the best read bandwidth, bounded by cores and CPU quota.
-
-    The probe takes about half a second; its result is kept in the user's cache folder, per CPU
-    model and allowed CPUs.
+    The probe takes about a second; `machine_cache` keeps its result.
     """
-    core = native()
-    limit = usable_cores()
     if limit == 1:
         return 1
-    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    key = f"{core.cpu_brand()}|{cpus}|{limit}"
-    path = cache_file("threads.json")
-    stored = read_cache(path)
-    threads = stored.get(key)
-    if isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= limit:
-        debug(f"{threads} threads saturate the read bandwidth (from {path})")
-        return threads
-    threads = fewest_threads(core.probe_read_bandwidth(limit))
-    debug(f"{threads} threads saturate the read bandwidth (measured)")
-    write_cache(path, {**stored, key: threads})
-    return threads
+    return measured_once(
+        "threads.json",
+        machine_key(),
+        lambda entry: entry if type(entry) is int and 1 <= entry <= limit else None,
+        lambda: _probe(limit),
+    )
+
+
+def _probe(limit: int) -> tuple[int, str | None]:
+    """The thread count of two passes together, and where they disagree."""
+    one, other = (dict(native().probe_read_bandwidth(limit)) for _ in range(2))
+    together = {count: max(one[count], other[count]) for count in one}  # noise only slows down
+    top = max(together.values())
+    doubt = None
+    for count, bandwidth in together.items():
+        slower = min(one[count], other[count])
+        if bandwidth >= _COULD_BE_CHOSEN * top and slower < _SAME * bandwidth:
+            doubt = (
+                f"{count} threads read {slower / 1e9:.1f} GB/s in one pass and "
+                f"{bandwidth / 1e9:.1f} GB/s in another"
+            )
+    return fewest_threads(list(together.items())), doubt
 
 
 def fewest_threads(bandwidths: Sequence[tuple[int, float]]) -> int:

@@ -13,6 +13,7 @@ import weakref
 
 from .files import replace_file
 from .layer import HybridModel
+from .pools import log_crowding
 
 STATS_FILE_VARIABLE = "KT_STATS_FILE"  # the counters as JSON go to this file, replaced atomically
 LOOK_SECONDS = 0.5
@@ -32,6 +33,7 @@ def watch(model: HybridModel, logger: logging.Logger) -> None:
         logger.log(logging.DEBUG if number else logging.INFO, line)
     if model.elsewhere:
         return
+    log_crowding(logger)
     _models.add(model)
     _publish(logger)
     if _started_in != os.getpid():  # threads do not survive a fork

@@ -7,18 +7,20 @@ A GEMV kernel streams an expert's weights for a few rows; a GEMM kernel unpacks 
 for many. From how many rows on the second is the faster one, and over how many rows it should use
 what it has unpacked, depends on the machine. The answer is looked for in the files of
 ``configs/machines`` (installed as ``kt_kernel/machines``), then in the user's cache folder, and is
-measured otherwise, in about a second per weight format, by one process at a time. The first
-measurement on a machine holds from then on, whatever the number of threads. In formats with float
-products it decides the last bits of results: ``KT_KERNEL_KIND`` leaves no choice, and a file in
+measured otherwise, in about a second per weight format, by one process at a time. A measurement on
+a quiet machine is kept (`machine_cache`) and holds for the same CPUs from then on, whatever the
+number of threads; one that was disturbed holds for the process. In formats with float products it
+decides the last bits of results: ``KT_KERNEL_KIND`` leaves no choice, and a file in
 ``configs/machines`` makes it the same on every machine of a kind.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
+import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +30,9 @@ from typing import Any
 import torch
 
 from .expert_tensors import Matrix, matrix_shapes
-from .machine_cache import cache_file, only_process, read_cache, write_cache
+from .files import replace_file
+from .machine import cpu_model, machine_key
+from .machine_cache import measured_once, read_cache
 from .methods import (
     BF16_WEIGHTS,
     BYTE_CODES,
@@ -57,8 +61,11 @@ TRIED_ROWS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # rows of an expert
 TRIED_BLOCKS = (64, 128, 256)
 NEVER = 64  # gemm_min_rows where GEMM was slower at the largest of TRIED_ROWS
 _EXPERTS, _HIDDEN, _INTER = 16, 2048, 512
-_ROUNDS = 4
+_ROUNDS = 2  # of each of the two passes
 _NOISE = 1.03  # times of one kernel differ by as much
+# Two passes agree if the times of a run typically differ by less than this factor, and the row
+# counts that they choose are at most so many steps of TRIED_ROWS apart.
+_SAME_TIME, _SAME_ROWS = 1.15, 2
 _MACHINES = Path(__file__).with_name("machines")
 _DENSE = (BF16_WEIGHTS, INT8_ROW, INT4_ROW, INT4_GROUP)  # formats that the core quantises itself
 
@@ -78,7 +85,17 @@ class Tuning:
 
 def tuning_for(form: WeightForm, table: str) -> Tuning:
     """What was measured for weights of ``form`` with this kernel table on this machine."""
-    return _tuning(form, table, _key(form, table))
+    found = _sensible(_saved().get(_key(form, table)))
+    if found is not None:
+        debug(f"{_key(form, table)}: {found} (configs/machines)")
+        return found
+    key = f"{machine_key()}, {table}: {_name(form)}"
+    return measured_once("tuning.json", key, _sensible, lambda: _entry(form, table))
+
+
+def _entry(form: WeightForm, table: str) -> tuple[dict[str, int], str | None]:
+    found, doubt = measure(form, table)
+    return asdict(found), doubt
 
 
 def layer_tuning(form: LayerForm, table: str) -> dict[str, Any]:
@@ -92,40 +109,13 @@ def layer_tuning(form: LayerForm, table: str) -> dict[str, Any]:
 
 
 def _key(form: WeightForm, table: str) -> str:
+    """In the files of ``configs/machines``, which are for all machines with such a CPU."""
+    return f"{cpu_model()}, {table}: {_name(form)}"
+
+
+def _name(form: WeightForm) -> str:
     group = f" g{form.group_size}" if form.group_size else ""
-    return f"{_cpu()}, {table}: {FORMAT_NAMES[form.format]}{group}"
-
-
-@functools.cache
-def _cpu() -> str:
-    """The CPU's name, family, model and stepping: the name of a virtual one says little."""
-    numbers = {}
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii") as file:
-        for line in file:
-            name, _, value = line.partition(":")
-            if not name.strip():
-                break  # the first processor is like the others
-            numbers[name.strip()] = value.strip()
-    version = "-".join(numbers.get(n, "") for n in ("cpu family", "model", "stepping"))
-    return f"{native().cpu_brand()} {version}"
-
-
-@functools.cache
-def _tuning(form: WeightForm, table: str, key: str) -> Tuning:
-    found = _sensible(_saved().get(key))
-    origin = "configs/machines"
-    if found is None:
-        path = cache_file("tuning.json")
-        origin = str(path)
-        with only_process(path):
-            stored = read_cache(path)
-            found = _sensible(stored.get(key))
-            if found is None:
-                found = measure(form, table)
-                origin = "measured"
-                write_cache(path, {**stored, key: asdict(found)})
-    debug(f"{key}: {found} ({origin})")
-    return found
+    return f"{FORMAT_NAMES[form.format]}{group}"
 
 
 def _sensible(entry: Any) -> Tuning | None:
@@ -163,26 +153,51 @@ def first_row_count(gemv: Sequence[float], gemm: Sequence[float]) -> int:
     return best
 
 
-def measure(form: WeightForm, table: str) -> Tuning:
-    """Times a synthetic layer of these weights: both kinds of kernels, and several row blocks."""
+def measure(form: WeightForm, table: str) -> tuple[Tuning, str | None]:
+    """Times a synthetic layer of these weights: both kinds of kernels, and several row blocks.
+
+    Returns the result of two passes together, and where they disagree, if they do.
+    """
     rows = max(*TRIED_ROWS, *TRIED_BLOCKS)
     make = functools.partial(_Layer, form, table, _random_expert(form), rows)
     gemms = [make(KINDS["tile"], block) for block in TRIED_BLOCKS]
-    times = _best_times([functools.partial(layer.run, rows) for layer in gemms])
+    times = _together(_two_passes([functools.partial(layer.run, rows) for layer in gemms]))
     best = times.index(min(times))
     layers = make(KINDS["vector"], TRIED_BLOCKS[best]), gemms[best]
-    times = _best_times([functools.partial(layer.run, n) for layer in layers for n in TRIED_ROWS])
+    runs = [functools.partial(layer.run, n) for layer in layers for n in TRIED_ROWS]
+    passes = _two_passes(runs)
+    return Tuning(_first_rows(_together(passes)), TRIED_BLOCKS[best]), _disagreement(*passes)
+
+
+def _first_rows(times: list[float]) -> int:
+    """`first_row_count` of the times of GEMV and then GEMM."""
     half = len(TRIED_ROWS)
-    return Tuning(first_row_count(times[:half], times[half:]), TRIED_BLOCKS[best])
+    return first_row_count(times[:half], times[half:])
 
 
-def _best_times(runs: list[Callable[[], float]]) -> list[float]:
-    """Seconds of each, taken in turn, so that what disturbs the machine disturbs all alike."""
-    best = [float("inf")] * len(runs)
-    for _ in range(_ROUNDS):
-        for i, run in enumerate(runs):
-            best[i] = min(best[i], run())
-    return best
+def _two_passes(runs: list[Callable[[], float]]) -> tuple[list[float], list[float]]:
+    """Seconds of each, the best of some rounds. Taken in turn, so that what disturbs the machine
+    for a moment disturbs all alike."""
+    one, other = (
+        list(map(min, *([run() for run in runs] for _ in range(_ROUNDS)))) for _ in range(2)
+    )
+    return one, other
+
+
+def _together(passes: tuple[list[float], list[float]]) -> list[float]:
+    return list(map(min, *passes))
+
+
+def _disagreement(one: list[float], other: list[float]) -> str | None:
+    """How two passes over GEMV and GEMM differ, in words; None if they agree."""
+    factor = statistics.median(max(pair) / min(pair) for pair in zip(one, other, strict=True))
+    if factor > _SAME_TIME:
+        return f"times of one pass are {factor:.2f} times those of another"
+    rows = _first_rows(one), _first_rows(other)
+    steps = [[*TRIED_ROWS, NEVER].index(count) for count in rows]
+    if abs(steps[0] - steps[1]) > _SAME_ROWS:
+        return f"one pass says {rows[0]} rows and another {rows[1]}"
+    return None
 
 
 def _sizes(form: WeightForm) -> tuple[int, int]:
@@ -279,10 +294,15 @@ def main() -> None:
     table = kernel_table()
     result: dict[str, dict[str, int]] = {}
     for form in _forms():
-        found = result[_key(form, table)] = asdict(measure(form, table))
-        print(f"{_key(form, table)}: {found}", flush=True)
+        key = _key(form, table)
+        found, doubt = measure(form, table)
+        print(f"{key}: {asdict(found)}", flush=True)
+        if doubt is None:
+            result[key] = asdict(found)
+        else:
+            print(f"{key}: disturbed, not saved: {doubt}", file=sys.stderr, flush=True)
     if args.save:
-        args.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        replace_file(args.save, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

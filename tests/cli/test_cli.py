@@ -186,6 +186,36 @@ def test_as_a_module(source, tmp_path):
     assert run_it.returncode == 2 and run_it.stderr.startswith("kt: error: ")
 
 
+# --- kt cache
+
+
+def test_cache(kt, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "kt-moe"
+    assert kt("cache") == (0, f"kt: nothing is kept in {folder}\n", "")
+    folder.mkdir()
+    (folder / "envs").mkdir()
+    threads, tuning = folder / "threads.json", folder / "tuning.json"
+    threads.write_text(json.dumps({"this CPU": 14, "that CPU": 3}))
+    tuning.write_text(json.dumps({"this CPU, amx: BF16": {"gemm_min_rows": 7, "row_block": 64}}))
+    code, stdout, stderr = kt("cache")
+    assert (code, stderr) == (0, "")
+    assert stdout.splitlines() == [
+        str(threads), "  this CPU: 14", "  that CPU: 3",
+        str(tuning), '  this CPU, amx: BF16: {"gemm_min_rows": 7, "row_block": 64}',
+    ]  # fmt: skip
+    left = folder / "tuning.json.0123.partial"
+    left.touch()
+    code, stdout, _ = kt("cache", "--clear")
+    assert code == 0 and stdout.splitlines() == [
+        f"kt: removed {f}" for f in (threads, tuning, left)
+    ]
+    assert os.listdir(folder) == ["envs"]
+    assert kt("cache", "--clear") == (0, f"kt: nothing is kept in {folder}\n", "")
+    threads.mkdir()
+    failed(kt("cache", "--clear"), 1, threads)
+
+
 # --- kt quant --report
 
 

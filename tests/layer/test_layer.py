@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kt_kernel import report
+from kt_kernel import pools, report
 from kt_kernel.layer import MATRICES, HybridLayer, HybridModel
 from kt_kernel.options import KTOptions, OptionError
 from kt_kernel.testing import moe_reference, row_error
@@ -375,6 +375,27 @@ def test_stats_file_in_a_folder_of_others(
     monkeypatch.setenv(report.STATS_FILE_VARIABLE, str(pipe))
     report.watch(model, logging.getLogger("test"))
     assert pipe.is_fifo() and "not a regular file" in caplog.text
+
+
+def test_too_many_threads_are_told_in_the_log_once(
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever filter an engine has for Python's warnings, and for however many layers."""
+    many = pools.usable_cores() + 3
+    monkeypatch.setattr(pools, "_warned", set())
+    monkeypatch.setattr(pools, "_logged", False)
+    with pytest.warns(RuntimeWarning) as seen:
+        models = [model_of(3, weights, cpuinfer=many) for _ in range(2)]
+    assert len(seen) == 1 and "--kt-cpuinfer" in str(seen[0].message)
+    for model in models:
+        for layer in model.layers:
+            layer.finish_loading()
+        report.watch(model, logging.getLogger("test"))
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1 and warnings[0].startswith(f"kt: {many} CPU threads on ")
+    assert f"at most {pools.usable_cores()} with --kt-cpuinfer" in warnings[0]
 
 
 def test_a_child_forked_while_weights_arrive_can_load_on(weights: dict[str, torch.Tensor]) -> None:

@@ -1,13 +1,13 @@
-import functools
-import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 
 import pytest
 
-from kt_kernel import machine_cache, pools
+from kt_kernel import machine, machine_cache, pools
 from kt_kernel.pools import plan_pools
 
 
@@ -18,6 +18,7 @@ class FakeCore:
 
     def __init__(self):
         self.probes = 0
+        self.bandwidths = [{1: 10e9, 2: 19e9, 4: 29.5e9, 8: 30e9}]  # of the passes, in turn
 
     def topology(self):
         return [(0, 8, 4), (2, 8, 4)]
@@ -30,7 +31,8 @@ class FakeCore:
 
     def probe_read_bandwidth(self, most):
         self.probes += 1
-        return [(1, 10.0), (2, 19.0), (4, 29.5), (most, 30.0)]
+        found = self.bandwidths[self.probes % len(self.bandwidths)]
+        return [(count, bandwidth) for count, bandwidth in found.items() if count <= most]
 
     class Team:
         def __init__(self, threads, nodes):
@@ -38,14 +40,16 @@ class FakeCore:
 
 
 @pytest.fixture
-def core(monkeypatch, tmp_path):
+def core(monkeypatch, tmp_path, forget):
     made = FakeCore()
     monkeypatch.setattr(pools, "native", lambda: made)
+    monkeypatch.setattr(machine, "native", lambda: made)
     monkeypatch.setattr(pools, "_teams", weakref.WeakValueDictionary())
+    monkeypatch.setattr(pools, "_warned", set())
+    monkeypatch.setattr(pools, "_logged", False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    pools.default_thread_count.cache_clear()
-    yield made
-    pools.default_thread_count.cache_clear()
+    monkeypatch.setattr(machine_cache, "disturbance", lambda *times: None)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,66 @@ def core(monkeypatch, tmp_path):
 def test_plans(core, threads, count, nodes, want_threads, want_nodes):
     plan = plan_pools(threads, count, nodes)
     assert (plan.threads, plan.nodes) == (want_threads, want_nodes)
+
+
+def test_not_two_pools_on_one_cpu(core, monkeypatch):
+    """Two nodes, of which the quota leaves one CPU."""
+    monkeypatch.setattr(core, "cpu_quota", lambda: 1)
+    plan = plan_pools(None, None, None)
+    assert (plan.threads, plan.nodes) == ((1,), (0,))
+
+
+MANY = r"9 CPU threads on 8 usable cores wait for each other.*at most 8 with --kt-cpuinfer \(cpui"
+
+
+def test_more_threads_than_cores_warn(core, caplog):
+    """Once for all layers, also if the filters change between them; a line in the log as well."""
+    with pytest.warns(RuntimeWarning, match=MANY) as seen:
+        for _ in range(48):
+            plan = plan_pools(9, 1, None)
+            warnings.simplefilter("always")
+    assert len(seen) == 1 and seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_pools(8, None, None)
+        team = pools.get_team(plan)
+    for _ in range(2):
+        pools.log_crowding(logging.getLogger("test"))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "kt: 9 CPU threads on 8 usable" in record.getMessage()
+    assert team is pools.get_team(plan)
+
+
+def test_more_pools_than_cores_warn(core, monkeypatch):
+    monkeypatch.setattr(core, "cpu_quota", lambda: 2)
+    with pytest.warns(RuntimeWarning, match=r"3 CPU.*2 usable.*and with --kt-threadpool-count"):
+        plan_pools(None, 3, None)
+
+
+def test_a_warning_that_is_an_error_is_not_forgotten(core):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(RuntimeWarning, match=MANY):
+                plan_pools(9, None, None)
+
+
+def test_nothing_is_logged_of_teams_that_fit(core, caplog):
+    team = pools.get_team(plan_pools(8, None, None))
+    pools.log_crowding(logging.getLogger("test"))
+    assert not caplog.records and team is not None
+
+
+def test_affinity_that_cannot_be_asked_for(core, monkeypatch):
+    """A sandbox may forbid it: all CPUs count, as in the compiled core."""
+
+    def denied(pid):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_getaffinity", denied)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert machine.allowed_cpus() == [0, 1, 2]
+    assert sum(plan_pools(None, None, None).threads) == 4
 
 
 @pytest.mark.parametrize(
@@ -127,55 +191,49 @@ def test_fewest_threads_within_three_percent():
     assert pools.fewest_threads([(1, 50.0), (2, 96.9), (4, 100.0)]) == 4
 
 
-def probe_again():
-    pools.default_thread_count.cache_clear()
-    return pools.default_thread_count()
-
-
-def test_probe_is_cached_in_a_file(core, tmp_path):
-    assert pools.default_thread_count() == 4
-    file = tmp_path / "kt-moe" / "threads.json"
-    assert [*json.loads(file.read_text()).values()] == [4]
-    assert probe_again() == 4 and core.probes == 1
-    assert os.listdir(file.parent) == ["threads.json"]  # no temporary file stays
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1]", "\xff", "[" * 100000])
-def test_corrupt_cache_is_rewritten(core, tmp_path, content):
-    file = tmp_path / "kt-moe" / "threads.json"
-    file.parent.mkdir()
-    file.write_bytes(content.encode("latin-1"))
-    assert pools.default_thread_count() == 4
-    assert probe_again() == 4 and core.probes == 1
+def test_probe_is_kept(core, forget):
+    assert pools.default_thread_count(8) == 4 and core.probes == 2
+    forget()
+    assert pools.default_thread_count(8) == 4 and core.probes == 2
 
 
 @pytest.mark.parametrize("value", [0, 99, True, "4", None, 2.0])
-def test_absurd_cached_value_is_probed_again(core, tmp_path, value):
-    pools.default_thread_count()
-    file = tmp_path / "kt-moe" / "threads.json"
-    file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()), value)))
-    assert probe_again() == 4 and core.probes == 2
+def test_absurd_kept_counts_are_probed_again(core, forget, tmp_path, value):
+    pools.default_thread_count(8)
+    (key,) = machine_cache.read_cache(tmp_path / "kt-moe" / "threads.json")
+    machine_cache.replace_file(
+        tmp_path / "kt-moe" / "threads.json", machine_cache.json.dumps({key: value})
+    )
+    forget()
+    assert pools.default_thread_count(8) == 4 and core.probes == 4
 
 
-def test_no_writable_cache(core, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert pools.default_thread_count() == 4
-    monkeypatch.delenv("XDG_CACHE_HOME")
-
-    def no_home():
-        raise RuntimeError
-
-    monkeypatch.setattr(machine_cache.Path, "home", no_home)
-    assert probe_again() == 4
+@pytest.mark.parametrize(
+    ("change", "threads", "kept"),
+    [
+        ({4: 27e9}, 4, True),  # 8% less
+        ({4: 25e9}, 4, False),
+        ({8: 26e9}, 4, False),
+        ({8: 33e9}, 8, True),  # near enough, although each pass alone says another count
+        ({1: 2e9}, 4, True),  # far from being chosen either way
+    ],
+)
+def test_a_probe_that_disagrees_with_itself_is_not_kept(core, forget, change, threads, kept):
+    """The better pass counts for this process: a busy machine is slower, never faster."""
+    core.bandwidths = [core.bandwidths[0], core.bandwidths[0] | change]
+    assert pools.default_thread_count(8) == threads == pools.default_thread_count(8)
+    assert core.probes == 2
+    forget()
+    assert pools.default_thread_count(8) == threads
+    assert core.probes == (2 if kept else 4)
 
 
 @pytest.mark.parametrize(
     ("measured", "threads"), [(1, (1, 1)), (5, (3, 2)), (7, (3, 3)), (8, (3, 3))]
 )
 def test_two_cores_are_left_beside_a_gpu(core, monkeypatch, measured, threads):
-    """Those threads that wait for it would take them from the CPU's."""
-    monkeypatch.setattr(pools, "default_thread_count", functools.cache(lambda: measured))
+    """The threads that wait for it would take them from the CPU's."""
+    monkeypatch.setattr(pools, "default_thread_count", lambda limit: measured)
     monkeypatch.setattr(pools.torch.cuda, "is_initialized", lambda: True)
     assert plan_pools(None, 2, None).threads == threads
     assert sum(plan_pools(8, 2, None).threads) == 8  # what is given counts

@@ -1,13 +1,12 @@
 """What is measured once per machine: the choice, where it is kept, and layers made with it."""
 
 import json
-import threading
 
 import pytest
 import torch
 from moe_cases import Case
 
-from kt_kernel import base, machine_cache, tuning
+from kt_kernel import base, machine_cache, pools, tuning
 from kt_kernel.methods import GROUPED, INT4_GROUP, METHODS, WeightForm, get_method
 from kt_kernel.tuning import NEVER, TRIED_BLOCKS, TRIED_ROWS, Tuning
 from kt_kernel.variant import kernel_table
@@ -16,14 +15,12 @@ BF16 = WeightForm(0)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def own_cache(tmp_path, monkeypatch, forget):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "_MACHINES", tmp_path / "machines")
-    for cached in (tuning._tuning, tuning._saved):
-        cached.cache_clear()
-    yield tmp_path / "kt-moe" / "tuning.json"
-    for cached in (tuning._tuning, tuning._saved):
-        cached.cache_clear()
+    monkeypatch.setattr(machine_cache, "disturbance", lambda *times: None)
+    monkeypatch.setattr(pools, "default_thread_count", lambda limit: limit)
+    return tmp_path / "kt-moe" / "tuning.json"
 
 
 @pytest.fixture
@@ -33,15 +30,21 @@ def measured(monkeypatch):
 
     def measure(form, table):
         calls.append((form, table))
-        return Tuning(7, 128)
+        return Tuning(7, 128), None
 
     monkeypatch.setattr(tuning, "measure", measure)
     return calls
 
 
-def again(form=BF16):
-    tuning._tuning.cache_clear()
-    return tuning.tuning_for(form, kernel_table())
+@pytest.fixture
+def again(forget):
+    """Asks as a new process does."""
+
+    def ask(form=BF16):
+        forget()
+        return tuning.tuning_for(form, kernel_table())
+
+    return ask
 
 
 def test_first_row_count():
@@ -54,7 +57,7 @@ def test_first_row_count():
     assert tuning.first_row_count([1.5] * n, gemm) == TRIED_ROWS[-1]
 
 
-def test_measured_once_and_kept_in_a_file(own_cache, measured):
+def test_measured_once_and_kept_in_a_file(own_cache, measured, again):
     assert again() == again() == Tuning(7, 128)
     assert len(measured) == 1
     (entry,) = json.loads(own_cache.read_text()).values()
@@ -63,20 +66,67 @@ def test_measured_once_and_kept_in_a_file(own_cache, measured):
     assert len(measured) == 2 and len(json.loads(own_cache.read_text())) == 2
 
 
-def test_processes_measure_one_at_a_time(own_cache, monkeypatch):
-    """One that waits for another's measurement takes its result."""
-    measured = []
-    monkeypatch.setattr(tuning, "measure", lambda form, table: measured.append(form))
-    with machine_cache.only_process(own_cache):
-        waiting = threading.Thread(target=again)
-        waiting.start()
-        waiting.join(0.3)
-        assert waiting.is_alive() and not measured
-        entry = {tuning._key(BF16, kernel_table()): {"gemm_min_rows": 9, "row_block": 64}}
-        own_cache.write_text(json.dumps(entry))
-    waiting.join(30)
-    assert not waiting.is_alive() and not measured
-    assert again() == Tuning(9, 64)
+def test_other_cpus_are_another_machine(measured, again, monkeypatch):
+    again()
+    monkeypatch.setattr(tuning, "machine_key", lambda: "the same, with fewer CPUs")
+    again()
+    assert len(measured) == 2
+
+
+N = len(TRIED_ROWS)
+
+
+def times_of(first):
+    """Of GEMV, then GEMM, which pays from so many of TRIED_ROWS on."""
+    return [1.0] * N + [2.0] * first + [0.5] * (N - first)
+
+
+QUIET = times_of(4)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (QUIET, None),
+        ([1.1 * t for t in QUIET], None),
+        ([1.2 * t for t in QUIET], "1.20 times"),
+        ([1.2 * t for t in QUIET[:4]] + QUIET[4:], None),  # a moment of something else
+        (times_of(6), None),
+        (times_of(7), f"{TRIED_ROWS[4]} rows and another {TRIED_ROWS[7]}"),
+        (times_of(N), f"{TRIED_ROWS[4]} rows and another {NEVER}"),
+    ],
+)
+def test_passes_that_disagree(other, words):
+    for pair in ((QUIET, other), (other, QUIET)):
+        found = tuning._disagreement(*pair)
+        assert found is None if words is None else "pass" in found
+    assert words is None or words in tuning._disagreement(QUIET, other)
+
+
+def test_a_measurement_that_disagrees_with_itself_is_not_kept(own_cache, again, monkeypatch):
+    """The kernels' times: those of the second pass are half as long again."""
+    monkeypatch.setattr(tuning, "_random_expert", lambda form: [])
+    calls = []
+
+    class Layer:
+        def __init__(self, form, table, weights, rows, kind, block):
+            self.kind, self.block, self.runs = kind, block, {}
+
+        def run(self, rows):
+            calls.append(rows)
+            self.runs[rows] = self.runs.get(rows, 0) + 1
+            slow = 1.5 if self.runs[rows] > tuning._ROUNDS and self.kind == 1 else 1.0
+            return slow * (rows if self.kind == 1 else 5 + rows / 10) + abs(self.block - 128)
+
+    monkeypatch.setattr(tuning, "_Layer", Layer)
+    found, doubt = tuning.measure(BF16, kernel_table())
+    assert found == Tuning(6, 128) and "pass" in doubt
+    for _ in range(2):
+        calls.clear()
+        assert again() == found and calls
+        calls.clear()
+        assert tuning.tuning_for(BF16, kernel_table()) == found and not calls
+    assert not own_cache.exists()
 
 
 @pytest.mark.parametrize(
@@ -84,20 +134,17 @@ def test_processes_measure_one_at_a_time(own_cache, monkeypatch):
     [None, 7, {}, {"gemm_min_rows": 0, "row_block": 128}, {"gemm_min_rows": 5, "row_block": 100},
      {"gemm_min_rows": True, "row_block": 128}, {"gemm_min_rows": "5", "row_block": 128}],
 )  # fmt: skip
-def test_entries_that_are_none_are_measured_again(own_cache, measured, entry):
+def test_entries_that_are_none_are_measured_again(own_cache, measured, again, entry):
     again()
     own_cache.write_text(json.dumps(dict.fromkeys(json.loads(own_cache.read_text()), entry)))
     assert again() == Tuning(7, 128) and len(measured) == 2
 
 
-def test_machine_files_come_first(own_cache, measured, tmp_path):
+def test_machine_files_come_first(measured, again, tmp_path):
     again()
     (tmp_path / "machines").mkdir()
-    known = {
-        key: {"gemm_min_rows": 3, "row_block": 64} for key in json.loads(own_cache.read_text())
-    }
+    known = {tuning._key(BF16, kernel_table()): {"gemm_min_rows": 3, "row_block": 64}}
     (tmp_path / "machines" / "this.json").write_text(json.dumps(known))
-    tuning._saved.cache_clear()
     assert again() == Tuning(3, 64) and len(measured) == 1
 
 
@@ -111,13 +158,13 @@ def test_every_method_can_be_measured(method, monkeypatch):
     groups = (96, 128, 768)  # some divide neither size
     forms = [WeightForm(f, g) for f in chosen.formats for g in (groups if f in GROUPED else [0])]
     for form in [chosen.form] if chosen.form else forms:
-        found = tuning.measure(form, kernel_table())
+        found, _ = tuning.measure(form, kernel_table())
         assert found.gemm_min_rows in (2, 5, NEVER) and found.row_block in TRIED_BLOCKS
 
 
 @pytest.mark.parametrize(("min_rows", "tiles"), [(2, 6), (NEVER, 0)])
 def test_large_layers_are_made_with_it(min_rows, tiles, monkeypatch):
-    monkeypatch.setattr(tuning, "measure", lambda form, table: Tuning(min_rows, 64))
+    monkeypatch.setattr(tuning, "measure", lambda form, table: (Tuning(min_rows, 64), None))
     case = Case(method="AMXINT8", k=1)
     hidden = torch.randn(case.experts * 4, case.hidden, dtype=torch.bfloat16)
     ids = torch.arange(len(hidden)).remainder(case.experts)[:, None]

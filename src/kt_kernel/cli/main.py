@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from . import bench, model, quant, version
+from . import bench, cache, model, quant, version
 from .running import run
 
 app = typer.Typer(
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("quant")(quant.quant)
 app.add_typer(bench.app, name="bench")
+app.command("cache")(cache.cache)
 app.add_typer(model.app, name="model")
 app.command("version")(version.version)
 

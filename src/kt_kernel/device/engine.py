@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..forks import give_lock
-from ..pools import usable_cores
+from ..pools import log_once, too_many_threads
 from ..trace.writer import TRACE_VARIABLE
 from ..variant import native
 from . import backend as cuda
@@ -54,7 +54,6 @@ class DeviceEngine:
         self._gone: deque[int] = deque()  # chains that are, whose banks are still to be sorted out
         self._idle: list[Bank] = []  # whose chains are gone
         give_lock(self, "_lock", threading.RLock)
-        self._warned = False
 
     def _stream_waits(self) -> bool:
         """Whether the device's streams can wait for a word in pinned memory; a warning if not."""
@@ -133,15 +132,8 @@ class DeviceEngine:
             return freed
 
     def warn_of_threads(self, threads: int) -> None:
-        """Says once that this many CPU threads leave no core to those that wait for the device."""
-        fits = usable_cores() - native().beside_team
-        if threads > fits > 0 and not self._warned:
-            self._warned = True
-            _logger.warning(
-                "kt: %d CPU threads on %d cores: the threads that serve %s take cores from them; "
-                "--kt-cpuinfer %d is faster",
-                threads, usable_cores(), self.backend.device, fits,
-            )  # fmt: skip
+        """Logs once that this many CPU threads leave no core to those that wait for the device."""
+        log_once(_logger, too_many_threads(threads, reserved=native().beside_team))
 
     def stop(self) -> None:
         """Ends the polling thread once all that was launched is answered; where that takes too

@@ -1,0 +1,31 @@
+"""``kt cache``: what was measured on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def cache(
+    clear: Annotated[
+        bool, typer.Option("--clear", help="remove all of it, to be measured again")
+    ] = False,
+) -> None:
+    """Shows what was measured on this machine and kept in the user's cache folder."""
+    from .. import machine_cache
+
+    folder = machine_cache.cache_folder()
+    shown = None
+    if clear:
+        for shown in machine_cache.clear():
+            print(f"kt: removed {shown}")
+    else:
+        for path, key, entry in machine_cache.entries():
+            if path != shown:
+                print(path)
+            shown = path
+            print(f"  {key}: {json.dumps(entry)}")
+    if shown is None:
+        print(f"kt: nothing is kept in {folder}" if folder else "kt: no home folder: nothing kept")

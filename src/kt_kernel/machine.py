@@ -1,0 +1,121 @@
+"""What this process may use of the machine, and how busy others keep it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from .text import ranges
+from .variant import native
+
+# Shares of the time of all allowed CPUs.
+_MOST_BUSY = 0.10  # that other processes may take from a measurement
+_MOST_STOLEN = 0.02  # that the host of a virtual machine may take
+_TICK = 0.01  # seconds in which /proc/stat counts
+
+
+def allowed_cpus() -> list[int]:
+    """Numbers of the CPUs in this thread's affinity mask, ascending; all CPUs where a sandbox
+    forbids the question, as in the compiled core."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except OSError:
+        return list(range(os.cpu_count() or 1))
+
+
+def usable_cores(nodes: Sequence[tuple[int, int, int]] | None = None) -> int:
+    """Cores that this process may run on, bounded by its CPU quota.
+
+    nodes: (NUMA node, allowed CPUs, allowed cores), where they are known already.
+    """
+    core = native()
+    if nodes is None:
+        nodes = core.topology()
+    return max(1, min(sum(cores for _, _, cores in nodes), core.cpu_quota()))
+
+
+@functools.cache
+def cpu_model() -> str:
+    """The CPU's name, family, model and stepping: the name of a virtual one says little."""
+    numbers = {}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if not name.strip():
+                break  # the first processor is like the others
+            numbers[name.strip()] = value.strip()
+    version = "-".join(numbers.get(n, "") for n in ("cpu family", "model", "stepping"))
+    return f"{native().cpu_brand()} {version}"
+
+
+def machine_key() -> str:
+    """All that measurements depend on: this package's version, the CPU, the NUMA nodes with their
+    allowed CPUs and cores, which CPUs are allowed, and the CPU quota."""
+    return _machine_key(tuple(allowed_cpus()), os.environ.get("KT_TOPOLOGY"))
+
+
+@functools.cache
+def _machine_key(cpus: tuple[int, ...], topology: str | None) -> str:
+    """topology: what decides native().topology() beside the CPUs."""
+    core = native()
+    found = core.topology()
+    nodes = " ".join(f"{node}:{count}/{cores}" for node, count, cores in found)
+    quota = min(core.cpu_quota(), sum(count for _, count, _ in found))
+    return f"kt-moe {_version()}, {cpu_model()}, CPUs {ranges(cpus)}, nodes {nodes}, quota {quota}"
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return metadata.version("kt-moe")
+    except metadata.PackageNotFoundError:  # a source tree on the path, not installed
+        return "uninstalled"
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Seconds since the system started, summed over the allowed CPUs: busy, and taken away by the
+    host of a virtual machine. own: what this process used of them. at: the time on the clock."""
+
+    busy: float
+    stolen: float
+    own: float
+    at: float
+
+
+def cpu_times() -> CpuTimes:
+    """The times until now; zeros where the system does not tell."""
+    busy, stolen = 0.0, 0.0
+    with contextlib.suppress(OSError, ValueError), open("/proc/stat", encoding="ascii") as file:
+        busy, stolen = sum_times(file, allowed_cpus())
+    return CpuTimes(busy, stolen, time.process_time(), time.monotonic())
+
+
+def sum_times(lines: Iterable[str], cpus: Sequence[int]) -> tuple[float, float]:
+    """(busy, stolen) of the CPUs in seconds, from the lines of /proc/stat (proc_stat(5))."""
+    names, busy, stolen = {f"cpu{number}" for number in cpus}, 0, 0
+    for line in lines:
+        name, *fields = line.split()
+        if name in names:
+            user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+            busy += user + nice + system + irq + softirq
+            stolen += steal
+    return busy * _TICK, stolen * _TICK
+
+
+def disturbance(before: CpuTimes, after: CpuTimes, cpus: int) -> str | None:
+    """What others did on so many CPUs between two times, in words; None if it was little."""
+    available = cpus * (after.at - before.at)
+    uncertain = 2 * cpus * _TICK  # each counter may be a tick off at either end
+    others = after.busy - before.busy - (after.own - before.own)
+    stolen = after.stolen - before.stolen
+    if others > _MOST_BUSY * available + uncertain:
+        return f"other processes used {others / available:.0%} of the CPUs meanwhile"
+    if stolen > _MOST_STOLEN * available + uncertain:
+        return f"the host took {stolen / available:.0%} of the CPUs away meanwhile"
+    return None
