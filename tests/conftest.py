@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -37,4 +38,11 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    """With the default number of threads in it: tests keep the machine busy, so every process that
+    they start would measure it, and keep nothing."""
+    from kt_kernel.machine import machine_key, usable_cores
+
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "kt-moe").mkdir()
+    (folder / "kt-moe" / "threads.json").write_text(json.dumps({machine_key(): usable_cores()}))
+    os.environ["XDG_CACHE_HOME"] = str(folder)

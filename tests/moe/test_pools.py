@@ -197,6 +197,16 @@ def test_probe_is_kept(core, forget):
     assert pools.default_thread_count(8) == 4 and core.probes == 2
 
 
+def test_this_machine(tmp_path, monkeypatch, forget):
+    """The real probe; whether its result is kept depends on what else runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cores = pools.usable_cores()
+    found = pools.default_thread_count(cores)
+    assert 1 <= found <= cores
+    for _, key, entry in machine_cache.entries():
+        assert (key, entry) == (machine.machine_key(), found)
+
+
 @pytest.mark.parametrize("value", [0, 99, True, "4", None, 2.0])
 def test_absurd_kept_counts_are_probed_again(core, forget, tmp_path, value):
     pools.default_thread_count(8)
