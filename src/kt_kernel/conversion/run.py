@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from ..files import nearest_existing
 from ..pools import usable_cores
 from ..settings import LayerSettings, check_settings
-from ..files import nearest_existing
 from ..store.atomic import sha256_of, until_left
 from ..store.layer_file import LayerSpec
 from ..store.manifest import Manifest
