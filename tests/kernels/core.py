@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,10 +40,19 @@ from .sources import (
 
 Floats = npt.NDArray[np.float32]
 
-AUTO, VECTOR, TILE = (0, 1, 2)
+
+class Kind(IntEnum):
+    """Which kernels compute: of AUTO, one or the other for each expert, by its rows."""
+
+    AUTO = 0
+    VECTOR = 1
+    TILE = 2
+
+
+AUTO, VECTOR, TILE = Kind
 ALL_TABLES = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2")
 SMALL_SWEEP = "KT_SMALL_SWEEP" in os.environ
-KINDS = (VECTOR, TILE) if SMALL_SWEEP else (AUTO, VECTOR, TILE)  # AUTO: one of both by expert
+KINDS = (VECTOR, TILE) if SMALL_SWEEP else (AUTO, VECTOR, TILE)
 
 FORMAT_NAMES = {
     BF16: "bf16", INT8_ROW: "int8", INT4_ROW: "int4", INT4_GROUP: "int4_group",
@@ -73,16 +83,20 @@ class Format(NamedTuple):
         return self.code, self.group, self.scale_type or 0
 
     @property
+    def column_unit(self) -> int:
+        """What a number of columns is a multiple of."""
+        return sources.column_unit(self.code, self.group)
+
+    @property
     def pool_unit(self) -> int:
         """What a pool's part of I is a multiple of."""
         if self.group or self.code in ggml.GGML:
-            return sources.column_unit(self.code, self.group)
+            return self.column_unit
         return {FP8_BLOCK: 128, BF16: 32, NVFP4: 32}.get(self.code, 64)
 
     def fit(self, *sizes: int) -> tuple[int, ...]:
         """Numbers of columns, rounded up to what the format accepts."""
-        unit = sources.column_unit(self.code, self.group)
-        return tuple(-(-size // unit) * unit for size in sizes)
+        return tuple(-(-size // self.column_unit) * self.column_unit for size in sizes)
 
 
 DENSE = [
@@ -117,24 +131,52 @@ def module(name: str) -> ModuleType | None:
     return loaded
 
 
+class Variant(NamedTuple):
+    """A kernel table of one of the two modules."""
+
+    module: str
+    table: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}-{self.table}"
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot run here."""
+        core = module(self.module)
+        if core is None:
+            return "KT_EMUL_MODULE is not set: the emulated kernels were not built"
+        if self.table not in core.kernel_tables():
+            return f"this CPU cannot run the {self.table} kernels"
+        return None
+
+
 def core_with(name: str, table: str) -> ModuleType:
     """The module, or a visible skip where this table cannot run in it."""
+    if reason := Variant(name, table).missing:
+        pytest.skip(reason)
     core = module(name)
-    if core is None:
-        pytest.skip("KT_EMUL_MODULE is not set: the emulated kernels were not built")
-    if table not in core.kernel_tables():
-        pytest.skip(f"this CPU cannot run the {table} kernels")
+    assert core is not None
     return core
 
 
-# (module, table): real instructions where the CPU has them, emulated ones everywhere.
+# Real instructions where the CPU has them, emulated ones everywhere.
 if SMALL_SWEEP:
-    VARIANTS = [("_C_emul", t) for t in ("amx", "avx512_vnni", "avx2")]
+    VARIANTS = [Variant("_C_emul", t) for t in ("amx", "avx512_vnni", "avx2")]
 else:
-    VARIANTS = [("_C", t) for t in ALL_TABLES]
-    VARIANTS += [("_C_emul", t) for t in ALL_TABLES if t != "avx2"]
+    VARIANTS = [Variant("_C", t) for t in ALL_TABLES]
+    VARIANTS += [Variant("_C_emul", t) for t in ALL_TABLES if t != "avx2"]
 
-variants = pytest.mark.parametrize("variant", VARIANTS, ids=[f"{m}-{t}" for m, t in VARIANTS])
+# The same of what no kernel takes part in: packing.
+MODULES = [Variant("_C_emul", "avx2")]
+if not SMALL_SWEEP:
+    MODULES.insert(0, Variant("_C", "avx2"))
+
+
+def kernel(case: Any) -> tuple[Variant, Format, Kind]:
+    """A goal of grids (tests/grid.py): every kernel of every format."""
+    return case.variant, case.format, case.kind
 
 
 def formats(chosen: list[Format]) -> pytest.MarkDecorator:
@@ -251,7 +293,7 @@ class Layer:
         biases = dict(zip(names, [b.astype(float) for b in self.bias], strict=True))
         return _C.reference_forward(
             x.astype(float), np.ascontiguousarray(ids, np.int64), weights.astype(float),
-            *[w.astype(float) for w in unpacked or self.unpacked()],
+            *[w.astype(float, copy=False) for w in unpacked or self.unpacked()],
             activation_format=int(self.format in INTEGER),
             skip=[not s for s in self.slots], swiglu_limit=self.limit, swiglu_alpha=self.alpha,
             **biases,

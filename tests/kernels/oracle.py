@@ -62,12 +62,17 @@ def bounds(layer: Layer) -> tuple[float, float]:
     return FIXED if fixed_point(table, code, layer.kind) else SUMS, LIMIT
 
 
+def weights_of(layer: Layer) -> list[Doubles]:
+    """gate, up and down [E, N, K], as the layer's kernels multiply with them."""
+    unpacked = layer.unpacked()
+    if layer.kind == TILE and rounds_weights(layer.variant[1], layer.format):
+        return [sources.bf16_values(bf16_bits(w)) for w in unpacked]
+    return [w.astype(float) for w in unpacked]
+
+
 def reference(layer: Layer, x: Floats, ids: Any, weights: Floats) -> Doubles:
     """The oracle's y, from the weights that the layer's kernels multiply with."""
-    unpacked: list[Any] = layer.unpacked()
-    if layer.kind == TILE and rounds_weights(layer.variant[1], layer.format):
-        unpacked = [sources.bf16_values(bf16_bits(w)) for w in unpacked]
-    return layer.reference(x, ids, weights, unpacked)
+    return layer.reference(x, ids, weights, weights_of(layer))
 
 
 def check_errors(layer: Layer, errors: Doubles) -> None:
@@ -83,5 +88,6 @@ def check(layer: Layer, *tokens: int) -> None:
 
 
 def check_batches(layer: Layer, batches: Iterable[tuple[Floats, Any, Floats]]) -> None:
-    errors = [row_errors(layer.forward(*b), reference(layer, *b)) for b in batches]
+    unpacked = weights_of(layer)
+    errors = [row_errors(layer.forward(*b), layer.reference(*b, unpacked)) for b in batches]
     check_errors(layer, np.concatenate(errors))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from grid import grid
 
 from . import core
 from .core import (
@@ -16,40 +17,35 @@ from .core import (
     VARIANTS,
     VECTOR,
     Format,
+    Kind,
     Layer,
+    Variant,
     formats,
-    variants,
 )
 
-Variant = tuple[str, str]
+
+@grid(variant=VARIANTS, format=ONE_OF_EACH, kind=KINDS)
+def test_same_bits_for_any_threads(variant: Variant, format: Format, kind: Kind) -> None:
+    outputs = []
+    for threads in (1, 2, 3, 7):
+        layer = Layer.of(
+            variant, format, 5, 3, *format.fit(100, 200), kind=kind, threads=(threads,)
+        )
+        outputs.append(layer.forward(*layer.batch(37)))
+    for other in outputs[1:]:
+        np.testing.assert_array_equal(outputs[0], other)
 
 
-@variants
-@formats(ONE_OF_EACH)
-def test_same_bits_for_any_threads(variant: Variant, format: Format) -> None:
-    for kind in KINDS:
-        outputs = []
-        for threads in (1, 2, 3, 7):
-            layer = Layer.of(
-                variant, format, 5, 3, *format.fit(100, 200), kind=kind, threads=(threads,)
-            )
-            outputs.append(layer.forward(*layer.batch(37)))
-        for other in outputs[1:]:
-            np.testing.assert_array_equal(outputs[0], other)
-
-
-@variants
-@formats(ONE_OF_EACH)
-def test_same_bits_for_any_batch(variant: Variant, format: Format) -> None:
-    for kind in (VECTOR, TILE):
-        layer = Layer.of(variant, format, 4, 2, *format.fit(100, 72), kind=kind, max_tokens=16)
-        x, expert_ids, weights = layer.batch(40)
-        whole = layer.forward(x, expert_ids, weights)
-        for first, last in ((0, 1), (1, 4), (3, 20), (20, 40)):
-            part = slice(first, last)
-            np.testing.assert_array_equal(
-                layer.forward(x[part], expert_ids[part], weights[part]), whole[part]
-            )
+@grid(variant=VARIANTS, format=ONE_OF_EACH, kind=[VECTOR, TILE])
+def test_same_bits_for_any_batch(variant: Variant, format: Format, kind: Kind) -> None:
+    layer = Layer.of(variant, format, 4, 2, *format.fit(100, 72), kind=kind, max_tokens=16)
+    x, expert_ids, weights = layer.batch(40)
+    whole = layer.forward(x, expert_ids, weights)
+    for first, last in ((0, 1), (1, 4), (3, 20), (20, 40)):
+        part = slice(first, last)
+        np.testing.assert_array_equal(
+            layer.forward(x[part], expert_ids[part], weights[part]), whole[part]
+        )
 
 
 @formats([f for f in DENSE if f.code in INTEGER])

@@ -6,10 +6,21 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
+from grid import grid
 
 from . import ggml, sources
-from .core import INTEGER, ONE_OF_EACH, TILE, VECTOR, Format, Layer, formats, variants
+from .core import (
+    INTEGER,
+    ONE_OF_EACH,
+    TILE,
+    VARIANTS,
+    VECTOR,
+    Format,
+    Kind,
+    Layer,
+    Variant,
+    kernel,
+)
 from .oracle import check, check_batches, integers, reference
 from .sources import (
     BFLOAT16,
@@ -24,7 +35,7 @@ from .sources import (
     Source,
 )  # fmt: skip
 
-Variant = tuple[str, str]
+PINNED = (VECTOR, TILE)
 
 # (code of the largest weight, of the smallest), their magnitude under a power of two.
 LARGEST = {
@@ -82,10 +93,14 @@ def extreme_weights(format: Format, n: int, k: int, signs: str, rng: Any) -> Any
     return made
 
 
-@variants
-@formats(ONE_OF_EACH)
-@pytest.mark.parametrize("signs", ["same", "random"])
-def test_saturating_corners(variant: Variant, format: Format, signs: str) -> None:
+@grid(
+    variant=VARIANTS,
+    format=ONE_OF_EACH,
+    kind=PINNED,
+    signs=["same", "random"],
+    goals=[kernel],
+)
+def test_saturating_corners(variant: Variant, format: Format, kind: Kind, signs: str) -> None:
     """All weights and activations at their extremes, where narrow intermediates would saturate:
     253 / 64 has both digits of fixed point at theirs (test_quantised_gemv.py)."""
     hidden, inter = format.fit(256, 128)
@@ -95,29 +110,31 @@ def test_saturating_corners(variant: Variant, format: Format, signs: str) -> Non
     ids, router = np.tile([0, 1], (6, 1)), np.ones((6, 2), np.float32)
     rows = [[v] * hidden for v in (4, -4, 253 / 64, -253 / 64)]
     rows += [[4, -4] * (hidden // 2), [253 / 64, -253 / 64] * (hidden // 2)]
-    for kind in (VECTOR, TILE):
-        layer = Layer.of(variant, format, 2, 2, hidden, inter, kind=kind, weights=weights)
-        check_batches(layer, [(np.array(rows, np.float32), ids, router)])
+    layer = Layer.of(variant, format, 2, 2, hidden, inter, kind=kind, weights=weights)
+    check_batches(layer, [(np.array(rows, np.float32), ids, router)])
 
 
-@variants
-@formats(ONE_OF_EACH)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_bad_row_stays_alone(variant: Variant, format: Format, bad: float) -> None:
-    for kind in (VECTOR, TILE):
-        layer = Layer.of(variant, format, 3, 2, *format.fit(70, 40), kind=kind)
-        x, ids, weights = layer.batch(18)
-        ids = np.abs(ids) % 3
-        clean = layer.forward(x, ids, weights)
-        x[5, 7] = bad
-        y = layer.forward(x, ids, weights)
-        if np.isnan(bad) or integers(variant[1], format.code, kind):
-            assert np.all(np.isnan(y[5]))
-        else:  # an infinity goes through the float kernels as arithmetic says
-            expected = reference(layer, x, ids, weights)[5]
-            np.testing.assert_array_equal(np.isnan(y[5]), np.isnan(expected))
-        others = np.arange(18) != 5
-        np.testing.assert_array_equal(y[others], clean[others])
+@grid(
+    variant=VARIANTS,
+    format=ONE_OF_EACH,
+    kind=PINNED,
+    bad=[np.nan, np.inf, -np.inf],
+    goals=[kernel],
+)
+def test_a_bad_row_stays_alone(variant: Variant, format: Format, kind: Kind, bad: float) -> None:
+    layer = Layer.of(variant, format, 3, 2, *format.fit(70, 40), kind=kind)
+    x, ids, weights = layer.batch(18)
+    ids = np.abs(ids) % 3
+    clean = layer.forward(x, ids, weights)
+    x[5, 7] = bad
+    y = layer.forward(x, ids, weights)
+    if np.isnan(bad) or integers(variant.table, format.code, kind):
+        assert np.all(np.isnan(y[5]))
+    else:  # an infinity goes through the float kernels as arithmetic says
+        expected = reference(layer, x, ids, weights)[5]
+        np.testing.assert_array_equal(np.isnan(y[5]), np.isnan(expected))
+    others = np.arange(18) != 5
+    np.testing.assert_array_equal(y[others], clean[others])
 
 
 def constant_weights(format: Format, n: int, k: int) -> Any:
@@ -141,84 +158,83 @@ def constant_weights(format: Format, n: int, k: int) -> Any:
     return made
 
 
-@variants
-@formats(ONE_OF_EACH)
-def test_an_infinity_does_not_meet_padding(variant: Variant, format: Format) -> None:
+@grid(
+    variant=VARIANTS,
+    format=ONE_OF_EACH,
+    kind=PINNED,
+    size=[40, 64],
+    limit=[7.0, 0.0],
+    where=lambda c: not integers(c.variant.table, c.format.code, c.kind),
+    goals=[kernel],
+)
+def test_an_infinity_does_not_meet_padding(
+    variant: Variant, format: Format, kind: Kind, size: int, limit: float
+) -> None:
     """H and I are no multiples of 64 and 32: what lies past them must not turn a finite or
     infinite row to NaN."""
-    for (size, limit), kind in itertools.product(((40, 7.0), (40, 0.0), (64, 7.0)), (VECTOR, TILE)):
-        if integers(variant[1], format.code, kind):
-            continue
-        hidden, inter = format.fit(96, size)
-        shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
-        layer = Layer.of(
-            variant, format, 2, 1, hidden, inter, kind=kind, limit=limit,
-            weights=[constant_weights(format, *shape) for shape in shapes],
-        )  # fmt: skip
-        x = np.ones((3, hidden), np.float32)
-        x[1, 5] = np.inf
-        batch = (x, np.zeros((3, 1)), np.ones((3, 1), np.float32))
-        expected = reference(layer, *batch)
-        assert not np.any(np.isnan(expected))
-        np.testing.assert_allclose(layer.forward(*batch), expected, rtol=1e-2)
+    hidden, inter = format.fit(96, size)
+    shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
+    layer = Layer.of(
+        variant, format, 2, 1, hidden, inter, kind=kind, limit=limit,
+        weights=[constant_weights(format, *shape) for shape in shapes],
+    )  # fmt: skip
+    x = np.ones((3, hidden), np.float32)
+    x[1, 5] = np.inf
+    batch = (x, np.zeros((3, 1)), np.ones((3, 1), np.float32))
+    expected = reference(layer, *batch)
+    assert not np.any(np.isnan(expected))
+    np.testing.assert_allclose(layer.forward(*batch), expected, rtol=1e-2)
 
 
-@variants
-@formats(ONE_OF_EACH)
-def test_zero_scales(variant: Variant, format: Format) -> None:
+@grid(variant=VARIANTS, format=ONE_OF_EACH, kind=PINNED)
+def test_zero_scales(variant: Variant, format: Format, kind: Kind) -> None:
     """Of every second row, group or block; the sign of a zero does not matter. MX scales have no
     zero, but 2^-127."""
     rng = np.random.default_rng(4)
-    layers = [
-        Layer.of(variant, format, 3, 2, *format.fit(160, 96), kind=kind) for kind in (VECTOR, TILE)
-    ]
-    for layer in layers:
-        for w, slot in itertools.product(layer.weights, range(layer.experts)):
-            if format.scale_type is None:
-                w[slot][rng.random(len(w[slot])) < 0.5] = 0
-                continue
-            if format.code in ggml.GGML:
-                for which in range(len(ggml.HALVES[format.code])):
-                    half = w[slot].halves(which)
-                    zeros = rng.choice(np.array([0, 0x8000], np.uint16), half.shape)
-                    w[slot].set_halves(which, np.where(rng.random(half.shape) < 0.5, zeros, half))
-                continue
-            scale = w[slot].scale
-            zero = np.array(0, scale.dtype)
-            scale[rng.random(scale.shape) < 0.5] = zero
-            if format.code in (INT4_GROUP, INT4_ZERO) or scale.dtype == np.float32:
-                minus = 0x8000 if scale.dtype == np.uint16 else np.array(-0.0, scale.dtype)
-                scale[(scale == 0) & (rng.random(scale.shape) < 0.5)] = minus
-        for slot in range(layer.experts):
-            layer.load(slot)
-        check(layer, 20)
+    layer = Layer.of(variant, format, 3, 2, *format.fit(160, 96), kind=kind)
+    for w, slot in itertools.product(layer.weights, range(layer.experts)):
+        if format.scale_type is None:
+            w[slot][rng.random(len(w[slot])) < 0.5] = 0
+            continue
+        if format.code in ggml.GGML:
+            for which in range(len(ggml.HALVES[format.code])):
+                half = w[slot].halves(which)
+                zeros = rng.choice(np.array([0, 0x8000], np.uint16), half.shape)
+                w[slot].set_halves(which, np.where(rng.random(half.shape) < 0.5, zeros, half))
+            continue
+        scale = w[slot].scale
+        zero = np.array(0, scale.dtype)
+        scale[rng.random(scale.shape) < 0.5] = zero
+        if format.code in (INT4_GROUP, INT4_ZERO) or scale.dtype == np.float32:
+            minus = 0x8000 if scale.dtype == np.uint16 else np.array(-0.0, scale.dtype)
+            scale[(scale == 0) & (rng.random(scale.shape) < 0.5)] = minus
+    for slot in range(layer.experts):
+        layer.load(slot)
+    check(layer, 20)
 
 
-@variants
-@formats(ONE_OF_EACH)
-def test_zero_and_tiny_weights(variant: Variant, format: Format) -> None:
+@grid(variant=VARIANTS, format=ONE_OF_EACH, kind=PINNED, value=[0.0, 1e-30, 1e-40])
+def test_zero_and_tiny_weights(variant: Variant, format: Format, kind: Kind, value: float) -> None:
     shapes = Layer.of(variant, format, 2, 1, *format.fit(64, 64)).shapes
-    for value, kind in itertools.product((0.0, 1e-30, 1e-40), (VECTOR, TILE)):
-        weights: list[Any] = [np.full((2, *s), np.float32(value)) for s in shapes]
-        if format.code in ggml.GGML:  # whose smallest d is far from the smallest float32
-            weights = [[ggml.make(format.code, *s)] * 2 for s in shapes]
-            for which, w in itertools.product(range(len(ggml.HALVES[format.code])), weights):
-                w[0].set_halves(which, 0)
-        elif format.scale_type is not None:
-            weights = [
-                [sources.make(format.code, *s, format.group, format.scale_type)] * 2 for s in shapes
-            ]
-            for source in (w[0] for w in weights):
-                # The smallest scale there is, subnormal where there are such; or zero.
-                source.scale.view(f"u{source.scale.itemsize}")[:] = value > 0
-                source.global_scale = 2.0**-100
-        layer = Layer.of(variant, format, 2, 1, *format.fit(64, 64), kind=kind, weights=weights)
-        y = layer.forward(*layer.batch(9))
-        assert np.all(np.abs(y) <= (1e-13 if value else 0))
+    weights: list[Any] = [np.full((2, *s), np.float32(value)) for s in shapes]
+    if format.code in ggml.GGML:  # whose smallest d is far from the smallest float32
+        weights = [[ggml.make(format.code, *s)] * 2 for s in shapes]
+        for which, w in itertools.product(range(len(ggml.HALVES[format.code])), weights):
+            w[0].set_halves(which, 0)
+    elif format.scale_type is not None:
+        weights = [
+            [sources.make(format.code, *s, format.group, format.scale_type)] * 2 for s in shapes
+        ]
+        for source in (w[0] for w in weights):
+            # The smallest scale there is, subnormal where there are such; or zero.
+            source.scale.view(f"u{source.scale.itemsize}")[:] = value > 0
+            source.global_scale = 2.0**-100
+    layer = Layer.of(variant, format, 2, 1, *format.fit(64, 64), kind=kind, weights=weights)
+    y = layer.forward(*layer.batch(9))
+    assert np.all(np.abs(y) <= (1e-13 if value else 0))
 
 
-@variants
-@formats([f for f in ONE_OF_EACH if f.code in INTEGER])
+@grid(variant=VARIANTS, format=[f for f in ONE_OF_EACH if f.code in INTEGER])
 def test_rows_too_small_to_scale(variant: Variant, format: Format) -> None:
     """The inverse scale of int8 activations is no float32 below 127 / FLT_MAX: taken as zeros."""
     layer = Layer.of(variant, format, 2, 1)

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
+from grid import grid
 
 from . import core, sources
 from .core import (
@@ -21,15 +22,15 @@ from .core import (
     VARIANTS,
     Floats,
     Format,
+    Kind,
     Layer,
+    Variant,
     row_errors,
-    variants,
 )
 from .layout_writer import bf16_bits
 from .oracle import FIXED, LIMIT, LIMIT_ROUNDED, ROUNDED, SUMS, fixed_point, rounds_weights
 
 Doubles = npt.NDArray[np.float64]
-Variant = tuple[str, str]
 Mix = tuple[Format, Format, Format]
 
 
@@ -98,22 +99,18 @@ def check(layer: Layer, *tokens: int) -> None:
     assert np.quantile(errors, 0.75) <= most, np.quantile(errors, 0.75)
 
 
-@variants
-@pytest.mark.parametrize("number", range(len(mixes())))
-def test_mixed_forms(variant: Variant, number: int) -> None:
-    mix = mixes()[number]
-    for kind in KINDS:
-        check(mixed(variant, mix, 70, 90, kind=kind), 1, 3, 20)
+@grid(variant=VARIANTS, mix=mixes(), kind=KINDS)
+def test_mixed_forms(variant: Variant, mix: Mix, kind: Kind) -> None:
+    check(mixed(variant, mix, 70, 90, kind=kind), 1, 3, 20)
 
 
-@variants
-def test_pools_biases_and_masks(variant: Variant) -> None:
-    for mix in mixes()[-3:]:
-        layer = mixed(
-            variant, mix, 96, 2 * unit_of(mix) + 64, threads=(1, 2), biases=True,
-            cpu_slots=[True, False, True, True],
-        )  # fmt: skip
-        check(layer, 2, 33)
+@grid(variant=VARIANTS, mix=mixes()[-3:])
+def test_pools_biases_and_masks(variant: Variant, mix: Mix) -> None:
+    layer = mixed(
+        variant, mix, 96, 2 * unit_of(mix) + 64, threads=(1, 2), biases=True,
+        cpu_slots=[True, False, True, True],
+    )  # fmt: skip
+    check(layer, 2, 33)
 
 
 @pytest.mark.skipif(SMALL_SWEEP, reason="one table is enough, and that one is not built")

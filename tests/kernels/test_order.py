@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from grid import grid
 
 from . import core
-from .core import INT4_GROUP, KINDS, Format, Layer, variants
+from .core import INT4_GROUP, KINDS, VARIANTS, Format, Kind, Layer, Variant
 from .oracle import check
 from .sources import FP16, INT4_ZERO, MXFP4
 from .test_mixed_products import check as check_mixed
@@ -34,7 +35,7 @@ class OrderedLayer(Layer):
         )  # fmt: skip
 
 
-def ordered(variant: tuple[str, str], format: Format, *sizes: int, **rest: object) -> OrderedLayer:
+def ordered(variant: Variant, format: Format, *sizes: int, **rest: object) -> OrderedLayer:
     layer = OrderedLayer.of(variant, format, *sizes, **rest)
     assert isinstance(layer, OrderedLayer)
     return layer
@@ -52,17 +53,15 @@ def expected_weights(layer: OrderedLayer, matrix: int) -> np.ndarray:
     return np.stack(result)
 
 
-@variants
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_against_the_oracle(variant: tuple[str, str], format: Format) -> None:
+@grid(variant=VARIANTS, format=FORMATS, kind=KINDS)
+def test_against_the_oracle(variant: Variant, format: Format, kind: Kind) -> None:
     """The oracle multiplies with W as it is; its weights are the layer's, which come first."""
-    for kind in KINDS:
-        layer = ordered(
-            variant, format, 5, 2, *format.fit(90, 130), kind=kind, threads=(1, 2), biases=True
-        )
-        for matrix, got in enumerate(layer.unpacked()):
-            np.testing.assert_array_equal(got, expected_weights(layer, matrix))
-        check(layer, 1, 4, 5, 40, 300)
+    layer = ordered(
+        variant, format, 5, 2, *format.fit(90, 130), kind=kind, threads=(1, 2), biases=True
+    )
+    for matrix, got in enumerate(layer.unpacked()):
+        np.testing.assert_array_equal(got, expected_weights(layer, matrix))
+    check(layer, 1, 4, 5, 40, 300)
 
 
 def test_rows_of_other_types() -> None:
@@ -100,13 +99,17 @@ def test_one_that_goes_on_having_no_order() -> None:
     np.testing.assert_array_equal(layer.forward(*batch), expected)
 
 
-@variants
-def test_rows_of_two_kinds(variant: tuple[str, str]) -> None:
+MIXES = [
+    (Format(core.BF16), FORMATS[0], FORMATS[1]),
+    (FORMATS[1], Format(MXFP4, 0, 0), FORMATS[1]),
+]
+
+
+@grid(variant=VARIANTS, mix=MIXES, kind=KINDS)
+def test_rows_of_two_kinds(variant: Variant, mix: tuple[Format, ...], kind: Kind) -> None:
     """gate and up want other activations, and have orders of their own."""
-    for mix in ((Format(core.BF16), FORMATS[0], FORMATS[1]), (FORMATS[1], Format(MXFP4, 0, 0)) * 2):
-        for kind in KINDS:
-            layer = OrderedLayer(variant, 0, 0, 4, 2, 128, 64, mixed=mix[:3], kind=kind)
-            check_mixed(layer, 1, 3, 40)
+    layer = OrderedLayer(variant, 0, 0, 4, 2, 128, 64, mixed=mix, kind=kind)
+    check_mixed(layer, 1, 3, 40)
 
 
 def test_packed_weights_cannot_tell_an_order() -> None:

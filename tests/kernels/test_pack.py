@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from grid import examples, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from . import core, ggml, sources
-from .core import BF16, INT4_GROUP
+from .core import ALL_BLOCKS, BF16, INT4_GROUP, MODULES, QUANTISED, Format, Variant
 from .sources import (
     BFLOAT16,
     E4M3_CODES,
@@ -27,9 +29,7 @@ from .sources import (
     Source,
 )  # fmt: skip
 
-modules = pytest.mark.parametrize("module", ["_C", "_C_emul"])
-variants = pytest.mark.parametrize("variant", sources.VARIANTS, ids=str)
-Variant = tuple[int, int, int]
+Form = tuple[int, int, int]
 
 # (I, H): within one tile and block, ragged in both, whole blocks, several blocks with tails.
 SHAPES = [(1, 1), (45, 33), (32, 64), (129, 257), (300, 200), (256, 384)]
@@ -42,10 +42,10 @@ class QuantisedLayer:
     """Two experts of which slot 1 is held: what was loaded, and the layer that holds it."""
 
     def __init__(
-        self, module: str, variant: Variant, inter: int, hidden: int, threads: tuple[int, ...],
+        self, module: str, form: Form, inter: int, hidden: int, threads: tuple[int, ...],
         seed: int = 0, edges: bool = True,
     ) -> None:  # fmt: skip
-        format, group, scale_type = variant
+        format, group, scale_type = form
         unit = sources.column_unit(format, group)
         inter, hidden = (-(-size // unit) * unit for size in (inter, hidden))
         shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
@@ -55,7 +55,7 @@ class QuantisedLayer:
         ]
         self.layer = core.core_with(module, "avx2").MoeLayer(
             core.team(module, threads), num_experts=2, top_k=1, hidden_size=hidden,
-            intermediate_size=inter, forms=[variant] * 3, cpu_slots=[False, True], swiglu_limit=0.0,
+            intermediate_size=inter, forms=[form] * 3, cpu_slots=[False, True], swiglu_limit=0.0,
             swiglu_alpha=0.0, max_tokens=4, table="avx2", kind=0,
         )  # fmt: skip
 
@@ -78,29 +78,37 @@ class QuantisedLayer:
             np.testing.assert_array_equal(got, expected)
 
 
-@modules
-@variants
-def test_round_trip(module: str, variant: Variant) -> None:
-    for shape in SHAPES:
-        for threads in POOLS:
-            for edges in (True,) if core.SMALL_SWEEP else (False, True):
-                layer = QuantisedLayer(module, variant, *shape, threads, edges=edges)
-                layer.load()
-                layer.check()
+@grid(
+    module=MODULES,
+    format=[*QUANTISED, *ALL_BLOCKS],
+    shape=SHAPES,
+    threads=POOLS,
+    scales=["edges"] if core.SMALL_SWEEP else ["usual", "edges"],
+)
+def test_round_trip(
+    module: Variant,
+    format: Format,
+    shape: tuple[int, int],
+    threads: tuple[int, ...],
+    scales: str,
+) -> None:
+    layer = QuantisedLayer(module.module, format.form, *shape, threads, edges=scales == "edges")
+    layer.load()
+    layer.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
-    variant=st.sampled_from(sources.VARIANTS),
+    form=st.sampled_from(sources.VARIANTS),
     inter=st.integers(1, 300),
     hidden=st.integers(1, 300),
     threads=st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any).map(tuple),
     seed=st.integers(0, 100),
 )
 def test_any_shape_and_pools(
-    variant: Variant, inter: int, hidden: int, threads: tuple[int, ...], seed: int
+    form: Form, inter: int, hidden: int, threads: tuple[int, ...], seed: int
 ) -> None:
-    layer = QuantisedLayer("_C", variant, inter, hidden, threads, seed)
+    layer = QuantisedLayer("_C", form, inter, hidden, threads, seed)
     layer.load()
     layer.check()
 
@@ -129,12 +137,12 @@ def test_groups_of_other_sizes(format: int, group: int) -> None:
         layer.check()
 
 
-@pytest.mark.parametrize("variant", sources.SCALED_VARIANTS, ids=str)
-def test_sources_hold_every_code(variant: Variant) -> None:
+@core.formats(QUANTISED)
+def test_sources_hold_every_code(format: Format) -> None:
     """What the round trips rest on."""
-    format, group, scale_type = variant
-    source = sources.make_scaled(format, 256, 256, group, scale_type, edges=True)
-    codes = sources.E4M3_FINITE if format in E4M3_CODES else np.arange(16)
+    code, group, scale_type = format.form
+    source = sources.make_scaled(code, 256, 256, group, scale_type, edges=True)
+    codes = sources.E4M3_FINITE if code in E4M3_CODES else np.arange(16)
     assert set(np.unique(source.codes)) == set(codes)
     if source.zero is not None:
         assert set(np.unique(source.zero)) == set(range(17))
@@ -204,7 +212,7 @@ BAD_GLOBAL = r": the global scale is NaN, infinite or negative"
 BAD_BF16 = (0x7F80, 0x7F81, 0xFF80, 0xFFC0)
 NO_NUMBERS = (np.nan, -np.nan, np.inf, -np.inf)
 NEGATIVE = (-1.0, np.float32(-1e-45))
-WRONG: list[tuple[Variant, Change, str]] = [
+WRONG: list[tuple[Form, Change, str]] = [
     *[((f, 0, FP16), code(c), NAN_CODE) for f in E4M3_CODES for c in (0x7F, 0xFF)],
     *[
         ((f, 0, FP16), scale(x), BAD_SCALE)
@@ -236,22 +244,23 @@ WRONG: list[tuple[Variant, Change, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)))
-@pytest.mark.parametrize("matrix", range(3), ids=["gate", "up", "down"])
-def test_what_cannot_be_used_is_refused(number: int, matrix: int) -> None:
+def test_what_cannot_be_used_is_refused(number: int) -> None:
     """The last column of a row in the second pool's part (gate and up), or in both parts' rows."""
-    variant, change, message = WRONG[number]
-    layer = QuantisedLayer("_C", variant, 300, 200, (1, 2), edges=False)
+    form, change, message = WRONG[number]
+    layer = QuantisedLayer("_C", form, 300, 200, (1, 2), edges=False)
     layer.load()
     before = layer.unpacked()
-    layer.matrices = [sources.make(m.format, *m.shape, m.group, m.scale_type, seed=9)
-                      for m in layer.matrices]  # fmt: skip
-    row = 197 if variant[0] != FP8_BLOCK else 128  # a block's scale shows at its first row
-    change(layer.matrices[matrix], row)
-    name = ("gate", "up", "down")[matrix]
-    with pytest.raises(ValueError, match=f"^expert slot 1, {name}" + message.format(row=row)):
-        layer.load()
-    for now, then in zip(layer.unpacked(), before, strict=True):
-        np.testing.assert_array_equal(now, then)
+    others = [sources.make(m.format, *m.shape, m.group, m.scale_type, seed=9)
+              for m in layer.matrices]  # fmt: skip
+    row = 197 if form[0] != FP8_BLOCK else 128  # a block's scale shows at its first row
+    for matrix, name in enumerate(("gate", "up", "down")):
+        layer.matrices = [*others]
+        layer.matrices[matrix] = copy.deepcopy(others[matrix])
+        change(layer.matrices[matrix], row)
+        with pytest.raises(ValueError, match=f"^expert slot 1, {name}" + message.format(row=row)):
+            layer.load()
+        for now, then in zip(layer.unpacked(), before, strict=True):
+            np.testing.assert_array_equal(now, then)
 
 
 def load_dense(layer: QuantisedLayer, dtype: int = 2) -> None:
@@ -259,12 +268,12 @@ def load_dense(layer: QuantisedLayer, dtype: int = 2) -> None:
     layer.layer.load(1, *[sources.address_of(w)] * 3, dtypes=[dtype] * 3)
 
 
-@pytest.mark.parametrize("variant", [v for v in sources.VARIANTS if v[0] != INT4_GROUP], ids=str)
-def test_dense_weights_for_quantised_formats_are_refused(variant: Variant) -> None:
-    layer = QuantisedLayer("_C", variant, 64, 64, (1,))
+@pytest.mark.parametrize("form", [v for v in sources.VARIANTS if v[0] != INT4_GROUP], ids=str)
+def test_dense_weights_for_quantised_formats_are_refused(form: Form) -> None:
+    layer = QuantisedLayer("_C", form, 64, 64, (1,))
     layer.load()
     message = "slot 1, gate: the weights have no scales; this weight format takes quantised"
-    if variant[0] in ggml.GGML:
+    if form[0] in ggml.GGML:
         message = "slot 1, gate: the weights are no ggml blocks; this weight format takes ggml's"
     with pytest.raises(ValueError, match=message):
         load_dense(layer)
@@ -287,9 +296,9 @@ def test_scales_for_dense_formats_are_refused() -> None:
         layer.layer.load(1, *[source.address] * 3)
 
 
-@pytest.mark.parametrize("variant", [(core.BF16, 0, 0), *sources.SCALED_VARIANTS], ids=str)
-def test_blocks_for_other_formats_are_refused(variant: Variant) -> None:
-    format, group, scale_type = variant
+@pytest.mark.parametrize("form", [(core.BF16, 0, 0), *sources.SCALED_VARIANTS], ids=str)
+def test_blocks_for_other_formats_are_refused(form: Form) -> None:
+    format, group, scale_type = form
     layer = core.Layer(("_C", "avx2"), format, group, hidden=256, inter=256, scale_type=scale_type
                        if format else None)  # fmt: skip
     source = ggml.make(ggml.Q4_K, 256, 256)

@@ -10,30 +10,29 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
+from grid import grid
 
 from . import core, ggml, sources
-from .core import VARIANTS
+from .core import ALL_BLOCKS, QUANTISED, VARIANTS, Format, Variant
 from .ggml import GGML, GgmlSource
 from .sources import E2M1, E4M3, E4M3_CODES, INT4_GROUP, INT4_ZERO, NVFP4, Source
 
-tables = pytest.mark.parametrize("name,table", VARIANTS, ids=[f"{m}-{t}" for m, t in VARIANTS])
-formats = pytest.mark.parametrize(
-    "format,group,scale_type",
-    sources.VARIANTS,
-    ids=["-".join(map(str, v)) for v in sources.VARIANTS],
-)
+FORMATS = [*QUANTISED, *ALL_BLOCKS]
 # Activations as kInt16Group.
 SCALED_FIXED_POINT = (INT4_GROUP, INT4_ZERO, sources.MXFP4, NVFP4)
 FIXED_POINT = (*SCALED_FIXED_POINT, *GGML)
 
 
-def product(name: str, table: str, w: Source | GgmlSource, x: Any) -> core.Floats:
+def make(format: Format, n: int, k: int, **options: Any) -> Any:
+    return sources.make(format.code, n, k, format.group, format.form[2], **options)
+
+
+def product(variant: Variant, w: Source | GgmlSource, x: Any) -> core.Floats:
     """x [m, k] times the transpose of w [n, k]; rows past n must be zeros where x is finite."""
-    module = core.core_with(name, table)
+    module = core.core_with(*variant)
     n = w.shape[0]
     y = module.product_quantised(
-        table, False, w.format, w.group, w.scale_type, n, w.address,
+        variant.table, False, w.format, w.group, w.scale_type, n, w.address,
         np.ascontiguousarray(x, np.float32),
     )  # fmt: skip
     finite = np.all(np.isfinite(x), axis=1)
@@ -66,50 +65,43 @@ def with_few_bits(w: Any, rng: Any) -> Any:
     return w
 
 
-def shapes(format: int, group: int) -> list[tuple[int, int]]:
-    unit = sources.column_unit(format, group)
-    columns = {-(-k // unit) * unit for k in (1, 48, 63, 96, 128, 200, 300, 512)}
+def shapes(format: Format) -> list[tuple[int, int]]:
+    columns = set(format.fit(1, 48, 63, 96, 128, 200, 300, 512))
     return list(zip(itertools.cycle((1, 33, 32, 70)), sorted(columns), strict=False))
 
 
-@tables
-@formats
-def test_sums_are_exact(name: str, table: str, format: int, group: int, scale_type: int) -> None:
-    rng = np.random.default_rng(format)
-    for n, k in shapes(format, group):
-        w = with_few_bits(sources.make(format, n, k, group, scale_type, seed=k), rng)
+@grid(variant=VARIANTS, format=FORMATS)
+def test_sums_are_exact(variant: Variant, format: Format) -> None:
+    rng = np.random.default_rng(format.code)
+    for n, k in shapes(format):
+        w = with_few_bits(make(format, n, k, seed=k), rng)
         for rows in (1, 2, 3, 4, 5, 8, 11):
             x = rng.integers(-15, 16, (rows, k)).astype(np.float32)
-            np.testing.assert_array_equal(product(name, table, w, x), x @ w.values.T)
+            np.testing.assert_array_equal(product(variant, w, x), x @ w.values.T)
 
 
-@tables
-@formats
-@pytest.mark.parametrize("edges", [False, True], ids=["usual", "edges"])
-def test_every_code_scale_and_column(
-    name: str, table: str, format: int, group: int, scale_type: int, edges: bool
-) -> None:
+@grid(variant=VARIANTS, format=FORMATS, scales=["usual", "edges"])
+def test_every_code_scale_and_column(variant: Variant, format: Format, scales: str) -> None:
     """One nonzero activation gives one weight back, rounded once: codes, their order in the packed
     steps, zeros, subnormal and huge scales."""
     n, k = 33, 256
-    w = sources.make(format, n, k, group, scale_type, seed=7, edges=edges)
+    w = make(format, n, k, seed=7, edges=scales == "edges")
     values = [1.0, -3.0 * 2**-20]
     if isinstance(w, GgmlSource):
-        assert len(np.unique(ggml.parts_of(w).codes)) == 1 << ggml.CODE_BITS[format]
+        assert len(np.unique(ggml.parts_of(w).codes)) == 1 << ggml.CODE_BITS[format.code]
         values = [1.0, -(2.0**-20)]  # w is rounded once already, where there is a minimum
     else:
-        codes = E4M3 if format in E4M3_CODES else E2M1
+        codes = E4M3 if format.code in E4M3_CODES else E2M1
         assert len(np.unique(w.codes)) >= len(codes) - 2, "NaN codes are the only ones left out"
     for value in values:
         with np.errstate(over="ignore"):
             expected = (w.values.T * value).astype(np.float32)
-        y = product(name, table, w, np.eye(k) * value)
+        y = product(variant, w, np.eye(k) * value)
         np.testing.assert_array_equal(y, expected)
 
 
-@tables
-@pytest.mark.parametrize("format", SCALED_FIXED_POINT)
-def test_extremes_of_fixed_point(name: str, table: str, format: int) -> None:
+@grid(variant=VARIANTS, format=SCALED_FIXED_POINT)
+def test_extremes_of_fixed_point(variant: Variant, format: int) -> None:
     """Largest codes of both signs with the largest digits: 253 and -253 are 127 * 256 - 128 and
     -126 * 256 - 128 in units of 2^-7, 254 is 127 * 256. No sum in 16 bits may overflow."""
     group = 128 if format in sources.GROUP_FORMATS else 0
@@ -119,46 +111,42 @@ def test_extremes_of_fixed_point(name: str, table: str, format: int) -> None:
         w.codes = np.full_like(w.codes, code)
         w.zero = None if w.zero is None else np.full_like(w.zero, zero)
         w = with_few_bits(w, np.random.default_rng(0))
-        check_extreme_rows(name, table, w)
+        check_extreme_rows(variant, w)
 
 
-def check_extreme_rows(name: str, table: str, w: Any) -> None:
+def check_extreme_rows(variant: Variant, w: Any) -> None:
     k = w.shape[1]
     for value in (253.0, -253.0, 254.0, -254.0):
         for x in (np.full((4, k), value), np.tile([value, -value], (4, k // 2))):
-            np.testing.assert_array_equal(product(name, table, w, x), x @ w.values.T)
+            np.testing.assert_array_equal(product(variant, w, x), x @ w.values.T)
 
 
-@tables
-@pytest.mark.parametrize("format", GGML)
-def test_extremes_of_fixed_point_in_blocks(name: str, table: str, format: int) -> None:
+@grid(variant=VARIANTS, format=ALL_BLOCKS)
+def test_extremes_of_fixed_point_in_blocks(variant: Variant, format: Format) -> None:
     """The same for ggml's formats: codes and scales of all bits, of none, int8 -128 and 127."""
     for fill in (0, 0xFF, 0x80, 0x7F):
-        w = ggml.make(format, 32, 256)
+        w = ggml.make(format.code, 32, 256)
         w.blocks[:] = fill
-        check_extreme_rows(name, table, with_few_bits(w, np.random.default_rng(0)))
+        check_extreme_rows(variant, with_few_bits(w, np.random.default_rng(0)))
 
 
-@tables
-@formats
-def test_rows_are_independent(
-    name: str, table: str, format: int, group: int, scale_type: int
-) -> None:
+@grid(variant=VARIANTS, format=FORMATS)
+def test_rows_are_independent(variant: Variant, format: Format) -> None:
     """A batch has the bits of single rows, whatever its size, also beside a row with NaN or inf."""
     rng = np.random.default_rng(3)
     k = 512
-    w = sources.make(format, 40, k, group, scale_type, seed=3)
+    w = make(format, 40, k, seed=3)
     x = rng.standard_normal((9, k)) * 2.0 ** rng.integers(-20, 20, (9, 1))
-    alone = np.concatenate([product(name, table, w, row[None]) for row in x])
+    alone = np.concatenate([product(variant, w, row[None]) for row in x])
     assert np.all(np.isfinite(alone))
     for rows in range(1, 10):
-        np.testing.assert_array_equal(product(name, table, w, x[:rows]), alone[:rows])
+        np.testing.assert_array_equal(product(variant, w, x[:rows]), alone[:rows])
     for bad in (np.nan, np.inf):
         spoilt = x.copy()
         spoilt[2, k // 2] = bad
-        y = product(name, table, w, spoilt)
+        y = product(variant, w, spoilt)
         np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(alone, 2, 0))
-        if np.isnan(bad) or format in FIXED_POINT:
+        if np.isnan(bad) or format.code in FIXED_POINT:
             assert np.all(np.isnan(y[2]))
         else:  # infinite with the weight's sign; zero times infinity is NaN
             weight = w.values[:, k // 2]
@@ -166,15 +154,14 @@ def test_rows_are_independent(
                 np.testing.assert_array_equal(y[2], weight * bad)
 
 
-@tables
-@formats
-def test_random_products(name: str, table: str, format: int, group: int, scale_type: int) -> None:
+@grid(variant=VARIANTS, format=FORMATS)
+def test_random_products(variant: Variant, format: Format) -> None:
     """Near the float64 product: float32 sums, and for fixed point 2^-15 of a group's largest."""
     rng = np.random.default_rng(5)
-    w = sources.make(format, 64, 512, group, scale_type, seed=5)
+    w = make(format, 64, 512, seed=5)
     x = bf16(rng.standard_normal((4, 512)))
-    y = product(name, table, w, x)
-    limit = 2e-5 if format in FIXED_POINT else 1e-6
+    y = product(variant, w, x)
+    limit = 2e-5 if format.code in FIXED_POINT else 1e-6
     error = np.abs(y - x @ w.values.T)
     assert np.all(error <= limit * (np.abs(x) @ np.abs(w.values).T))
 

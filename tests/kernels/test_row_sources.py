@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from grid import examples, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from . import core
-from .core import INT4_ROW, INT8_ROW, VARIANTS, Layer, formats, variants
-from .core import Format as CoreFormat
+from .core import INT4_ROW, INT8_ROW, TILE, VARIANTS, VECTOR, Format, Kind, Layer, Variant, formats
 
 Bytes = npt.NDArray[np.uint8]
 LOWEST = {INT8_ROW: -128, INT4_ROW: -8}
-both = pytest.mark.parametrize("format", [INT8_ROW, INT4_ROW], ids=["int8", "int4"])
+FORMATS = [Format(INT8_ROW), Format(INT4_ROW)]
 
 
 class RowSource:
@@ -43,7 +43,7 @@ def pack(format: int, n: int, k: int, address: tuple[int, int, int, float]) -> B
     return core._C.pack(format, 0, 0, n, k, address)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     format=st.sampled_from([INT8_ROW, INT4_ROW]), n=st.integers(1, 70), k=st.integers(1, 150),
     seed=st.integers(0, 99),
@@ -57,29 +57,30 @@ def test_packed_like_the_weights_they_stand_for(format: int, n: int, k: int, see
     np.testing.assert_array_equal(pack(format, n, k, source.address), expected)
 
 
-@variants
-@both
-@pytest.mark.parametrize("gemm", [False, True], ids=["gemv", "gemm"])
-def test_every_code_is_exact(variant: tuple[str, str], format: int, gemm: bool) -> None:
+@grid(variant=VARIANTS, format=FORMATS, kind=[VECTOR, TILE], goals=[core.kernel])
+def test_every_code_is_exact(variant: Variant, format: Format, kind: Kind) -> None:
     """-128 and -8 too, which no quantiser of ours writes; sums that nearly fill 32 bits."""
     module = core.core_with(*variant)
     rng = np.random.default_rng(0)
     for n, k in ((40, 64), (33, 46), (32, 4096), (32, 65536)):
-        lowest = np.full((n, k), LOWEST[format])
-        ends = rng.choice([LOWEST[format], -LOWEST[format] - 1], (n, k))
+        least = LOWEST[format.code]
+        lowest = np.full((n, k), least)
+        ends = rng.choice([least, -least - 1], (n, k))
         x = rng.choice(np.array([-1, 1], np.float32), (5, k))
         x[1:3] = [[-1], [1]]
         for q in (lowest, ends):
-            source = RowSource(format, q, np.ones(n))
-            y = module.product_quantised(variant[1], gemm, format, 0, 0, n, source.address, x)
+            source = RowSource(format.code, q, np.ones(n))
+            y = module.product_quantised(
+                variant.table, kind == TILE, *format.form, n, source.address, x
+            )
             exact = (x * 127).astype(np.int64) @ q.T
             expected = exact.astype(np.float32) * (np.float32(1) / np.float32(127))
             np.testing.assert_array_equal(y[:, :n], expected)
 
 
-@formats([CoreFormat(INT8_ROW), CoreFormat(INT4_ROW)])
+@formats(FORMATS)
 @pytest.mark.parametrize("threads", [(2,), (1, 2), (1, 1, 1)], ids=str)
-def test_in_a_layer_beside_dense_weights(format: CoreFormat, threads: tuple[int, ...]) -> None:
+def test_in_a_layer_beside_dense_weights(format: Format, threads: tuple[int, ...]) -> None:
     """The same bits whether a matrix comes quantised or dense, on any number of pools."""
     table = VARIANTS[0][1] if VARIANTS[0][0] == "_C" else "avx2"
     layer = Layer.of(("_C", table), format, 2, 2, 96, 160, threads=threads)
@@ -100,10 +101,10 @@ def test_in_a_layer_beside_dense_weights(format: CoreFormat, threads: tuple[int,
         np.testing.assert_array_equal(result, results[0])
 
 
-@both
+@formats(FORMATS)
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
-def test_scales_that_cannot_be(format: int, scale: float) -> None:
-    source = random_source(format, 64, 64)
+def test_scales_that_cannot_be(format: Format, scale: float) -> None:
+    source = random_source(format.code, 64, 64)
     source.scale[37] = scale
     with pytest.raises(ValueError, match="row 37: a scale is NaN, infinite or negative"):
-        pack(format, 64, 64, source.address)
+        pack(format.code, 64, 64, source.address)

@@ -10,27 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grid import grid
 
 from . import core
-from .core import AUTO, BF16, INT4_GROUP, INT8_ROW, TILE, VECTOR, Layer
+from .core import AUTO, BF16, INT4_GROUP, INT8_ROW, TILE, VECTOR, Format, Kind, Layer, Variant
 
-FORMATS = [(BF16, 0), (INT8_ROW, 0), (INT4_GROUP, 32)]
-formats = pytest.mark.parametrize("format,group", FORMATS)
+FORMATS = [Format(BF16), Format(INT8_ROW), Format(INT4_GROUP, 32)]
+VARIANTS = [Variant("_C", table) for table in ("amx", "avx512_vnni", "avx2")]
+BEST = next(variant for variant in VARIANTS if not variant.missing)
 
 # Tokens of the cases: own plan, a few pairs (up to 512), many, several chunks (max_tokens = 256).
 TOKENS = [1, 3, 4, 5, 40, 170, 171, 256, 700]
 
 
-def tables() -> list[str]:
-    return [t for t in ("amx", "avx512_vnni", "avx2") if t in core._C.kernel_tables()]
-
-
-KINDS = [VECTOR, TILE]
-
-
-def exact_kinds(format: int) -> list[int]:
+def is_exact(format: Format, kind: Kind) -> bool:
     """Whose products round as the oracle does: GEMM of group formats may round weights to bf16."""
-    return [VECTOR] if format == INT4_GROUP else [AUTO, VECTOR, TILE]
+    return format.code != INT4_GROUP or kind == VECTOR
 
 
 def batch(layer: Layer, routing: str, tokens: int) -> tuple[Any, Any, Any]:
@@ -60,59 +55,58 @@ ROUTINGS = [
 ]
 
 
-@formats
-@pytest.mark.parametrize("table", tables())
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_bits_do_not_depend_on_threads(table: str, format: int, group: int, routing: str) -> None:
-    for kind in KINDS:
-        first = {}
-        for threads in (1, 2, 3, 5, 9):
-            layer = Layer(
-                ("_C", table), format, group, 11, 3, 96, 160, kind=kind, threads=(threads,),
-                biases=True,
-            )  # fmt: skip
-            for tokens in TOKENS:
-                y = layer.forward(*batch(layer, routing, tokens))
-                np.testing.assert_array_equal(y, first.setdefault(tokens, y))
+@grid(variant=VARIANTS, format=FORMATS, kind=[VECTOR, TILE], routing=ROUTINGS)
+def test_bits_do_not_depend_on_threads(
+    variant: Variant, format: Format, kind: Kind, routing: str
+) -> None:
+    first = {}
+    for threads in (1, 2, 3, 5, 9):
+        layer = Layer.of(
+            variant, format, 11, 3, 96, 160, kind=kind, threads=(threads,), biases=True
+        )
+        for tokens in TOKENS:
+            y = layer.forward(*batch(layer, routing, tokens))
+            np.testing.assert_array_equal(y, first.setdefault(tokens, y))
 
 
-@formats
-@pytest.mark.parametrize("table", tables())
-def test_bits_do_not_depend_on_tokens(table: str, format: int, group: int) -> None:
+@grid(variant=VARIANTS, format=FORMATS, kind=[VECTOR, TILE])
+def test_bits_do_not_depend_on_tokens(variant: Variant, format: Format, kind: Kind) -> None:
     """Sums over pairs and over groups, own and shared plans: one order of additions."""
-    for kind in KINDS:
-        layer = Layer(("_C", table), format, group, 11, 3, 96, 160, kind=kind, max_tokens=300)
-        x, ids, weights = layer.batch(700)
-        whole = layer.forward(x, ids, weights)
-        for tokens in TOKENS[:-1]:
-            for first in (0, 250):
-                part = slice(first, first + tokens)
-                y = layer.forward(x[part], ids[part], weights[part])
-                np.testing.assert_array_equal(y, whole[part])
+    layer = Layer.of(variant, format, 11, 3, 96, 160, kind=kind, max_tokens=300)
+    x, ids, weights = layer.batch(700)
+    whole = layer.forward(x, ids, weights)
+    for tokens in TOKENS[:-1]:
+        for first in (0, 250):
+            part = slice(first, first + tokens)
+            y = layer.forward(x[part], ids[part], weights[part])
+            np.testing.assert_array_equal(y, whole[part])
 
 
-@formats
-@pytest.mark.parametrize("table", tables())
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_routings_against_the_oracle(table: str, format: int, group: int, routing: str) -> None:
-    for kind in exact_kinds(format):
-        layer = Layer(("_C", table), format, group, 11, 3, 96, 160, kind=kind, threads=(3,))
-        for tokens in (0, 1, 40, 300):
-            b = batch(layer, routing, tokens)
-            errors = core.row_errors(layer.forward(*b), layer.reference(*b))
-            assert np.all(errors <= 5e-3)
+@grid(
+    variant=VARIANTS,
+    format=FORMATS,
+    kind=[AUTO, VECTOR, TILE],
+    routing=ROUTINGS,
+    where=lambda c: is_exact(c.format, c.kind),
+)
+def test_routings_against_the_oracle(
+    variant: Variant, format: Format, kind: Kind, routing: str
+) -> None:
+    layer = Layer.of(variant, format, 11, 3, 96, 160, kind=kind, threads=(3,))
+    for tokens in (0, 1, 40, 300):
+        b = batch(layer, routing, tokens)
+        errors = core.row_errors(layer.forward(*b), layer.reference(*b))
+        assert np.all(errors <= 5e-3)
 
 
-@formats
-def test_pools_sum_in_one_order(format: int, group: int) -> None:
+@core.formats(FORMATS)
+def test_pools_sum_in_one_order(format: Format) -> None:
     """As many pools, other threads in them, pools with and without work: the same bits."""
     for pools in ([(2, 2), (1, 1), (4, 4)], [(1, 3), (2, 6)], [(1, 0, 1), (3, 0, 3)]):
         first = {}
         for threads in pools:
-            layer = Layer(
-                ("_C", tables()[0]), format, group, 11, 3, 96, 160, threads=threads,
-                kind=exact_kinds(format)[0],
-            )  # fmt: skip
+            kind = AUTO if is_exact(format, AUTO) else VECTOR
+            layer = Layer.of(BEST, format, 11, 3, 96, 160, threads=threads, kind=kind)
             for tokens in (2, 40, 300):
                 y = layer.forward(*layer.batch(tokens))
                 np.testing.assert_array_equal(y, first.setdefault(tokens, y))
@@ -151,11 +145,11 @@ def test_one_thread_has_nobody_to_take_from() -> None:
 
 
 def tuned(**tuning: Any) -> Layer:
-    layer = Layer(("_C", tables()[0]), INT8_ROW, 0, 6, 3, 96, 160)
+    layer = Layer(BEST, INT8_ROW, 0, 6, 3, 96, 160)
     layer.layer = core._C.MoeLayer(
         core.team("_C", (2,)), num_experts=6, top_k=3, hidden_size=96, intermediate_size=160,
         forms=[(INT8_ROW, 0, 0)] * 3, cpu_slots=[True] * 6, swiglu_limit=0.0, swiglu_alpha=0.0,
-        max_tokens=256, table=tables()[0], kind=AUTO, **tuning,
+        max_tokens=256, table=BEST.table, kind=AUTO, **tuning,
     )  # fmt: skip
     for slot in range(6):
         layer.load(slot)

@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from grid import examples, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import ALL_METHODS, KERNEL_METHODS, Case, form_of_case, within
@@ -60,17 +61,23 @@ def problem(method, shape, kind="auto", table=None):
     return case, batch, _answers[key]
 
 
-CASES = [(method, shape) for method in ALL_METHODS for shape in shapes_of(method)]
 # The best table and the least. The others have parts of their kernels: for them the kinds are
 # enough, and for the other names and forms of a format the best table is.
 WHOLE = (TABLES[0], "avx2")
-RUNS = [
-    pytest.param(method, shape, table, kind, id=f"{method}-{shape[0]}x{shape[1]}-{table}-{kind}")
-    for method, shape in CASES
-    for table in (TABLES if method in KERNEL_METHODS else TABLES[:1])
-    for kind in ("vector", "tile", "auto")
-    if table in WHOLE or kind != "auto"
-]
+ALL_SHAPES = sorted({shape for shapes in SHAPES.values() for shape in shapes})
+
+
+def is_run(case):
+    return (
+        case.shape in shapes_of(case.method)
+        and (case.method in KERNEL_METHODS or case.table == TABLES[0])
+        and (case.table in WHOLE or case.kind != "auto")
+    )
+
+
+def kernel(case):
+    """Every method with every kernel it has, in a shape or other."""
+    return case.method, case.table, case.kind
 
 
 def pinned(monkeypatch, table, kind):
@@ -78,7 +85,14 @@ def pinned(monkeypatch, table, kind):
     monkeypatch.setenv("KT_KERNEL_KIND", "" if kind == "auto" else kind)
 
 
-@pytest.mark.parametrize(("method", "shape", "table", "kind"), RUNS)
+@grid(
+    method=ALL_METHODS,
+    shape=ALL_SHAPES,
+    table=TABLES,
+    kind=["vector", "tile", "auto"],
+    where=is_run,
+    goals=[kernel],
+)
 def test_against_the_oracle(method, shape, table, kind, monkeypatch):
     pinned(monkeypatch, table, kind)
     case, (hidden, ids, weights), (reference, noise) = problem(method, shape, kind, table)
@@ -139,23 +153,26 @@ def test_packed_weights_are_those_of_the_rules(method, dtype):
                     assert torch.equal(unpacked, wanted)
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("method", KERNEL_METHODS)
-def test_same_bits_for_any_number_of_threads(method, table, monkeypatch):
+@grid(
+    method=KERNEL_METHODS,
+    shape=ALL_SHAPES,
+    table=TABLES,
+    where=lambda case: case.shape in shapes_of(case.method)[:2],
+)
+def test_same_bits_for_any_number_of_threads(method, shape, table, monkeypatch):
     pinned(monkeypatch, table, "auto")
-    for shape in shapes_of(method)[:2]:
-        case, batch, (reference, noise) = problem(method, shape)
-        outputs = [case.wrapper(cpuinfer_threads=n).forward(*batch) for n in (1, 2, 3, 7)]
-        for output in outputs[1:]:
-            assert torch.equal(output, outputs[0])
-        for pools in (2, 3):  # more pools than this machine may have nodes
-            parts = [
-                case.wrapper(cpuinfer_threads=n, threadpool_count=pools).forward(*batch)
-                for n in (pools, pools, 7)
-            ]
-            assert torch.equal(parts[0], parts[1])
-            for part in parts:
-                assert within(part, reference, noise)
+    case, batch, (reference, noise) = problem(method, shape)
+    outputs = [case.wrapper(cpuinfer_threads=n).forward(*batch) for n in (1, 2, 3, 7)]
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+    for pools in (2, 3):  # more pools than this machine may have nodes
+        parts = [
+            case.wrapper(cpuinfer_threads=n, threadpool_count=pools).forward(*batch)
+            for n in (pools, pools, 7)
+        ]
+        assert torch.equal(parts[0], parts[1])
+        for part in parts:
+            assert within(part, reference, noise)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -179,7 +196,7 @@ def test_layers_that_share_buffers_leave_nothing_in_them(table, monkeypatch):
                 assert torch.equal(wrappers[j].forward(*batches[j]), alone[j]), (i, j)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_any_layer(data):
     draw = data.draw
