@@ -65,7 +65,9 @@ def name_of(value: Any) -> str:
     name = getattr(value, "name", None)
     if name is not None:
         return str(name)
-    return "x".join(map(name_of, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return "x".join(map(name_of, value))
+    return str(value).removeprefix("torch.")
 
 
 def _missing(value: Any) -> str | None:

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from grid import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
@@ -51,7 +52,9 @@ def attempt(path):
 
 # A fresh file for each example would cost more than the example.
 many = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

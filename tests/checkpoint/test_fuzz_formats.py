@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grid import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import CHANGES, write
@@ -47,7 +48,7 @@ def attempt(folder, sample, chosen):
 
 @pytest.mark.parametrize("name", SAMPLES)
 @settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a new folder costs more
 )

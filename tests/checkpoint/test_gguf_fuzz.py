@@ -6,6 +6,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from gguf_bytes import ARRAY, STRING, U32, array, gguf, key, number, tensor, text
+from grid import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +99,9 @@ def edited(edits, length):
 
 # A fresh file for each example would cost more than the example.
 many = settings(
-    max_examples=1200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(400, full=24_000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 lengths = st.none() | st.integers(0, len(VALID) + 40)
 

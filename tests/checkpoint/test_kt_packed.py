@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from grid import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kt_cases import FOLDER, LARGE, MATRICES, SMALL, Case, source
@@ -109,7 +110,7 @@ def test_what_the_wheel_wrote(case):
             assert (np.abs(values - original) <= bound * (1 + 1e-5)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from([8, 4]), st.integers(1, 9), st.sampled_from([1, 2, 27, 28, 29, 56, 57, 60]),
        st.integers(0, 2**31))  # fmt: skip
 def test_all_codes_in_all_shapes(bits, n, k, seed):

@@ -9,6 +9,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from grid import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packed_cases import E, H, I, contents, forward, loaded, run_convert, save_checkpoint, wrapper
@@ -259,7 +260,7 @@ def places(content, path=()):
         yield from places(value, (*path, key))
 
 
-@settings(max_examples=400, deadline=None,
+@settings(max_examples=examples(400), deadline=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 @given(st.data())
 def test_changed_manifests_never_give_other_weights(good, tmp_path_factory, data):
@@ -294,7 +295,7 @@ def test_changed_manifests_never_give_other_weights(good, tmp_path_factory, data
         shutil.rmtree(folder)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_changed_bytes_of_a_manifest(good, tmp_path_factory, data):
     text = bytearray((good / "kt_manifest.json").read_bytes())

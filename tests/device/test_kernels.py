@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grid import grid
 
 from kt_kernel.device import kernels
 from kt_kernel.routing import hot_routes
@@ -56,23 +57,21 @@ def batch(tokens, hidden, k, experts, dtype, ids_dtype, weights_dtype, seed=0):
     return x, ids, torch.rand(tokens, k, generator=g).to(weights_dtype), slot_map
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 100])
-@pytest.mark.parametrize(
-    ("hidden", "k", "block", "programs"),
-    [(64, 1, 64, 1), (100, 3, 32, 4), (96, 8, 128, 7), (257, 2, 512, 64), (32, 600, 16, 3)],
-)
-@pytest.mark.parametrize(
-    ("dtype", "ids_dtype", "weights_dtype", "cold_slot"),
-    [
+@grid(
+    tokens=[1, 7, 100],
+    # hidden, k, block, programs
+    shape=[(64, 1, 64, 1), (100, 3, 32, 4), (96, 8, 128, 7), (257, 2, 512, 64), (32, 600, 16, 3)],
+    # of x, ids and router weights, and the cold slot
+    kind=[
         (torch.bfloat16, torch.int32, torch.float32, -1),
         (torch.float32, torch.int64, torch.bfloat16, None),
         (torch.float16, torch.int16, torch.float64, 0),
         (torch.bfloat16, torch.uint8, torch.float16, 0),
     ],
 )
-def test_hand_over(
-    tokens, hidden, k, block, programs, dtype, ids_dtype, weights_dtype, cold_slot
-) -> None:
+def test_hand_over(tokens, shape, kind) -> None:
+    hidden, k, block, programs = shape
+    dtype, ids_dtype, weights_dtype, cold_slot = kind
     experts = 10
     x, ids, weights, slot_map = batch(
         tokens, hidden, k, experts, dtype, ids_dtype, weights_dtype, seed=tokens
@@ -112,14 +111,15 @@ def masks(tokens: int) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("tokens", [1, 13])
-@pytest.mark.parametrize(
-    ("hidden", "k", "block", "programs", "cold_slot"),
-    [(64, 1, 64, 1, None), (100, 3, 32, 4, 0), (32, 300, 16, 3, -1)],
+@grid(
+    tokens=[1, 13],
+    # hidden, k, block, programs, cold slot
+    shape=[(64, 1, 64, 1, None), (100, 3, 32, 4, 0), (32, 300, 16, 3, -1)],
+    name=list(masks(1)),
 )
-@pytest.mark.parametrize("name", masks(1))
-def test_padding_is_routed_nowhere(tokens, hidden, k, block, programs, cold_slot, name) -> None:
+def test_padding_is_routed_nowhere(tokens, shape, name) -> None:
     """All else is as without it."""
+    hidden, k, block, programs, cold_slot = shape
     padding = masks(tokens)[name]
     rows = padding if padding.dtype == torch.bool else padding < 0
     given = batch(tokens, hidden, k, 10, torch.bfloat16, torch.int32, torch.float32, seed=tokens)
@@ -149,13 +149,15 @@ def test_numbers_of_entries_wrap(number: int) -> None:
     assert torch.count_nonzero(found["ring"]) == 1
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 50])
-@pytest.mark.parametrize(
-    ("hidden", "block", "programs"), [(64, 64, 1), (100, 32, 5), (257, 512, 64)]
+@grid(
+    tokens=[1, 3, 50],
+    shape=[(64, 64, 1), (100, 32, 5), (257, 512, 64)],  # hidden, block, programs
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    merge=[(False, 1.0), (True, 1.0), (True, 2.5)],  # whether hot sums are added, and their scale
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("add", "scale"), [(False, 1.0), (True, 1.0), (True, 2.5)])
-def test_take_back(tokens, hidden, block, programs, dtype, add, scale) -> None:
+def test_take_back(tokens, shape, dtype, merge) -> None:
+    hidden, block, programs = shape
+    add, scale = merge
     g = torch.Generator().manual_seed(tokens)
     cold = torch.randn(tokens, hidden, generator=g).to(dtype)
     hot = torch.randn(tokens, hidden, generator=g).to(dtype)

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from grid import examples
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -32,7 +33,11 @@ def objects() -> list[Path]:
     return [p for p in found if p.name != "numa_memory.cpp.o"]
 
 
-@pytest.mark.parametrize(("target", "inputs"), [("pack", 3000), ("layer", 150)])
+@pytest.mark.parametrize(
+    ("target", "inputs"),
+    [("pack", examples(3000, full=300_000)), ("layer", examples(150, full=30_000))],
+    ids=["pack", "layer"],
+)
 def test_corpus_and_random_inputs(tmp_path: Path, target: str, inputs: int) -> None:
     program = tmp_path / target
     sources = [HERE / f"fuzz_{target}.cpp", HERE / "run_corpus.cpp", HERE / "exact_memory.cpp"]
@@ -45,7 +50,7 @@ def test_corpus_and_random_inputs(tmp_path: Path, target: str, inputs: int) -> N
         [program, str(inputs), "1", *files],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=examples(300, full=3600),
         env={**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]

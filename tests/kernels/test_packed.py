@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from grid import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +86,7 @@ def test_saved_and_loaded(format: Format) -> None:
             np.testing.assert_array_equal(empty.forward(*batch), wanted)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     format=st.sampled_from(FORMATS), hidden=st.integers(1, 200), inter=st.integers(1, 400),
     threads=st.lists(st.integers(0, 2), min_size=1, max_size=4).filter(any).map(tuple),
@@ -212,7 +213,7 @@ def test_sums_of_codes_are_not_believed() -> None:
             np.testing.assert_array_equal(got, wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(format=st.sampled_from(FORMATS), seed=st.integers(0, 1 << 30), few=st.booleans())
 def test_any_bytes_are_refused_or_computed_with(format: Format, seed: int, few: bool) -> None:
     layer = layer_of(format, (1, 1))

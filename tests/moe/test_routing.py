@@ -1,5 +1,6 @@
 import pytest
 import torch
+from grid import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ def plain_selection(ids, scores, protected_k):
     return immediate, deferred
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 5), st.integers(1, 6), st.integers(-1, 7), st.randoms(use_true_random=False))
 def test_selection_follows_its_definition(tokens, k, protected_k, random):
     ids = torch.tensor(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import EXPERTS, HIDDEN, TOP_K, Gpu, Side, by_hand, core, make_batch, make_layer
+from grid import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.core import SMALL_SWEEP, row_errors
@@ -227,7 +228,7 @@ def test_sleeping_and_waking() -> None:
     gpu.call(slot, side, batch)
 
 
-@settings(deadline=None, max_examples=100 if SMALL_SWEEP else 400)
+@settings(deadline=None, max_examples=examples(100 if SMALL_SWEEP else 400))
 @given(data=st.data())
 def test_split_is_that_of_python(data: st.DataObject) -> None:
     tokens, k = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 9))
