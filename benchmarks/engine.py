@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,8 @@ from typing import Any
 from machine import about
 from shapes import Shape, parse_shape
 from synthetic import config, make
+
+from kt_kernel.server_process import process_group
 
 SCRIPT = Path(__file__).parent / "engine_run.py"
 
@@ -104,21 +105,16 @@ def run(
         job_file, results, log_file = (Path(folder) / n for n in ("job", "results", "log"))
         job_file.write_text(json.dumps(job))
         results.mkdir()
-        with open(log_file, "w") as log:
-            process = subprocess.Popen(
-                [args.python, SCRIPT, job_file, results], stdout=log, stderr=subprocess.STDOUT
-            )
-        for i in range(len(runs)):
-            path, end = results / str(i), time.monotonic() + args.limit
-            while not path.exists() and process.poll() is None and time.monotonic() < end:
-                time.sleep(0.2)
-            if not path.exists():
-                process.kill()
-                process.wait()
-                yield {"error": log_file.read_text()[-2000:]}
-                return
-            yield json.loads(path.read_text())
-        process.wait()
+        with process_group([args.python, SCRIPT, job_file, results], log_file) as process:
+            for i in range(len(runs)):
+                path, end = results / str(i), time.monotonic() + args.limit
+                while not path.exists() and process.poll() is None and time.monotonic() < end:
+                    time.sleep(0.2)
+                if not path.exists():
+                    yield {"error": log_file.read_text()[-2000:]}
+                    return
+                yield json.loads(path.read_text())
+            process.wait()
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

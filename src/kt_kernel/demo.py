@@ -6,28 +6,22 @@ Runs in an environment where vLLM and this package are installed: ``python -m kt
 import argparse
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .options import OptionError, exit_with
 from .report import STATS_FILE_VARIABLE
+from .server_process import ServerFailed, free_port, local_http, process_group, wait_until_healthy
 
 MODEL = Path(__file__).parent / "demo_model"
 PROMPT = "In the beginning God created the heaven and the earth. And "
 LOG_LINES = 25  # shown when the server does not start
-# The server is on this machine: a proxy named in the environment has no business with it.
-local_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         stats, log = Path(folder) / "stats.json", Path(folder) / "server.log"
         command = _command(args, port)
         print("$ vllm " + " ".join(command[3:]), flush=True)
-        with _server(command, stats, log) as server:
+        with process_group(command, log, _environment(stats)) as server:
             url = f"http://127.0.0.1:{port}"
             if not _wait(server, url, log, args.timeout):
                 return 1
@@ -80,9 +74,7 @@ def _command(args: argparse.Namespace, port: int) -> list[str]:
             "--kt-method", args.method, "--kt-num-gpu-experts", str(args.hot)]  # fmt: skip
 
 
-@contextmanager
-def _server(command: list[str], stats: Path, log: Path) -> Iterator[subprocess.Popen]:
-    """The server in a process group of its own, which is gone afterwards whatever happens."""
+def _environment(stats: Path) -> dict[str, str]:
     environment = os.environ | {
         STATS_FILE_VARIABLE: str(stats),
         "HF_HUB_OFFLINE": "1",
@@ -90,62 +82,26 @@ def _server(command: list[str], stats: Path, log: Path) -> Iterator[subprocess.P
         "DO_NOT_TRACK": "1",
     }
     environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    with open(log, "wb") as output:
-        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            yield server
-        finally:
-            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C has to wait
-            _stop(server)
-            signal.signal(signal.SIGINT, interrupt)
-            signal.signal(signal.SIGTERM, previous)
+    return environment
 
 
-def _stop(server: subprocess.Popen) -> None:
-    for number, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-        try:
-            os.killpg(server.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            server.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-        # The leader is gone; its engine process may need the stronger signal.
-        time.sleep(0.5)
-
-
-def _wait(server: subprocess.Popen, url: str, log: Path, timeout: float) -> bool:
+def _wait(server: subprocess.Popen[bytes], url: str, log: Path, timeout: float) -> bool:
     """True when the server answers; False, with the end of its log shown, when it does not."""
-    start = time.monotonic()
     if not sys.stdout.isatty():
         print("waiting for the server (a minute or two)", flush=True)
-    while True:
-        elapsed = time.monotonic() - start
-        if server.poll() is not None:
-            problem = f"the server ended with code {server.returncode}"
-        elif elapsed > timeout:
-            problem = f"the server did not answer within {timeout:.0f} s"
-        else:
-            problem = ""
-        if problem:
-            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-            print(f"\nkt: error: {problem}; the end of its log:", file=sys.stderr)
-            print("\n".join(lines), file=sys.stderr)
-            return False
-        try:
-            with local_http.open(f"{url}/health", timeout=2) as response:
-                if response.status == 200:
-                    _progress(f"server ready after {elapsed:.0f} s", end="\n")
-                    return True
-        except (urllib.error.URLError, OSError):
-            pass
-        _progress(f"waiting for the server: {elapsed:.0f} s")
-        time.sleep(1)
+
+    def waiting(seconds: float) -> None:
+        _progress(f"waiting for the server: {seconds:.0f} s")
+
+    try:
+        seconds = wait_until_healthy(server, url, timeout, waiting)
+    except ServerFailed as problem:
+        lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        print(f"\nkt: error: {problem}; the end of its log:", file=sys.stderr)
+        print("\n".join(lines), file=sys.stderr)
+        return False
+    _progress(f"server ready after {seconds:.0f} s", end="\n")
+    return True
 
 
 def _progress(text: str, end: str = "") -> None:
@@ -154,13 +110,6 @@ def _progress(text: str, end: str = "") -> None:
         print(f"\r{text}\033[K", end=end, flush=True)
     elif end:
         print(text, flush=True)
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody uses just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _complete(url: str, prompt: str, max_tokens: int) -> dict[str, Any]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,12 @@ import torch
 from tiny_model import EXPERTS, GAP, LAYERS, STEPS, Greedy, Reference, agreement
 
 import kt_kernel
-from kt_kernel.demo import local_http
+from kt_kernel.server_process import (
+    ServerFailed,
+    local_http,
+    process_group,
+    wait_until_healthy,
+)
 from kt_kernel.testing import quantise_weights
 from kt_kernel.variant import kernel_table
 
@@ -50,12 +53,10 @@ def run(python: str, script: str, folder: Path, env: dict[str, str], **job: Any)
     """Runs a job of vllm_run.py or sglang_run.py in a new folder; returns its answers by name."""
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(job))
-    with open(folder / "log", "w") as log:
-        done = subprocess.run(
-            [python, HERE / script, folder / "job.json", folder / "result.json"],
-            stdout=log, stderr=subprocess.STDOUT, env=env, timeout=TIMEOUT - 300,
-        )  # fmt: skip
-    assert done.returncode == 0, (folder / "log").read_text()[-4000:]
+    command = [python, HERE / script, folder / "job.json", folder / "result.json"]
+    with process_group(command, folder / "log", env) as process:
+        code = process.wait(TIMEOUT - 300)
+    assert code == 0, (folder / "log").read_text()[-4000:]
     return {answer["name"]: answer for answer in json.loads((folder / "result.json").read_text())}
 
 
@@ -178,32 +179,13 @@ def check_ends_in_one_line(command: list[str], env: dict[str, str], line: str) -
 @contextlib.contextmanager
 def serving(command: list[str], env: dict[str, str], port: int, log: Path) -> Iterator[str]:
     """Within, the server runs and answers at the URL given; afterwards its processes are gone."""
-    with open(log, "w") as output:
-        server = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=env
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(server, url, log)
+    url = f"http://127.0.0.1:{port}"
+    with process_group(command, log, env) as server:
+        try:
+            wait_until_healthy(server, url, timeout=600)
+        except ServerFailed as problem:
+            pytest.fail(f"{problem}: {log.read_text()[-4000:]}")
         yield url
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(30)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-
-
-def _wait_until_healthy(server: subprocess.Popen, url: str, log: Path) -> None:
-    for _ in range(400):
-        assert server.poll() is None, log.read_text()[-4000:]
-        try:
-            with local_http.open(f"{url}/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    raise AssertionError(log.read_text()[-4000:])
 
 
 def post(url: str, body: dict[str, Any]) -> Any:

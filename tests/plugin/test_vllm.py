@@ -46,7 +46,7 @@ from tiny_model import (
     make,
 )
 
-from kt_kernel.demo import free_port
+from kt_kernel.server_process import free_port
 
 PYTHON = os.environ.get("KT_VLLM_PYTHON")
 QUANTISED = ("AMXINT8", "AMXINT4", "INT4_G32")

@@ -1,0 +1,133 @@
+"""Processes of an engine: started in a group of their own, waited for, and ended all together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+# The servers are on this machine: a proxy named in the environment is not asked.
+local_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class ServerFailed(Exception):
+    """A server ended, or did not answer in time."""
+
+
+@contextmanager
+def process_group(
+    command: Sequence[str | os.PathLike[str]],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    patience: float = 15,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a command whose output goes to ``log``; when the block ends none of its processes runs.
+
+    Engines start processes which may outlive the first one, so the group is what is ended: asked to
+    end with SIGTERM, and killed after ``patience`` seconds. In the main thread, SIGTERM to this
+    process leaves the block with SystemExit, and SIGINT does not interrupt the end of the group.
+    """
+    catches = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, _exit) if catches else None
+    try:
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN) if catches else None
+            end_group(process, patience)
+            if catches:
+                signal.signal(signal.SIGINT, interrupt)
+    finally:
+        if catches:
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def end_group(process: subprocess.Popen[bytes], patience: float = 15) -> None:
+    """Ends the process group that ``process`` leads.
+
+    SIGTERM first, SIGKILL to what still runs after ``patience`` seconds. Returns when nothing of it
+    runs; RuntimeError if that takes 15 more seconds, as with a process that waits for a device.
+    """
+    for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 15)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        end = time.monotonic() + seconds
+        while _runs(process.pid):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        else:
+            process.wait()
+            return
+    raise RuntimeError(f"process group {process.pid} cannot be killed")
+
+
+def _runs(group: int) -> bool:
+    """Whether a process of the group runs. Zombies do not; their parents may never look at them."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue  # it has just ended
+        # proc(5): pid (name) state ppid pgrp; the name may hold any character
+        state, _, pgrp = text.rpartition(")")[2].split()[:3]
+        if int(pgrp) == group and state not in "ZX":
+            return True
+    return False
+
+
+def wait_until_healthy(
+    server: subprocess.Popen[bytes],
+    url: str,
+    timeout: float,
+    waiting: Callable[[float], None] = lambda seconds: None,
+) -> float:
+    """Waits until ``url``/health answers with status 200; returns the seconds that took.
+
+    ``waiting`` is called about once a second with the seconds so far. ServerFailed if the process
+    ends before, or after ``timeout`` seconds without an answer.
+    """
+    start = time.monotonic()
+    while True:
+        elapsed = time.monotonic() - start
+        if server.poll() is not None:
+            raise ServerFailed(f"the server ended with code {server.returncode}")
+        if elapsed > timeout:
+            raise ServerFailed(f"the server did not answer within {timeout:.0f} s")
+        with (
+            suppress(urllib.error.URLError, OSError),
+            local_http.open(f"{url}/health", timeout=2) as response,
+        ):
+            if response.status == 200:
+                return elapsed
+        waiting(elapsed)
+        time.sleep(1)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,158 @@
+"""Process groups end with everything in them, and servers are waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from kt_kernel.server_process import (
+    ServerFailed,
+    free_port,
+    local_http,
+    process_group,
+    wait_until_healthy,
+)
+
+# Starts two processes, of which one ignores SIGTERM, says who they are, and waits or ends.
+FAMILY = """
+import os, signal, subprocess, sys, time
+children = [subprocess.Popen([sys.executable, "-c", program]) for program in (
+    "import time; time.sleep(600)",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('deaf', flush=True); time.sleep(600)",
+)]
+print("family", os.getpid(), *(child.pid for child in children), flush=True)
+if sys.argv[1] == "waits":
+    time.sleep(600)
+"""
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def family(log: Path) -> list[int]:
+    """The processes, once all of them are up."""
+    for _ in range(600):
+        lines = log.read_text().splitlines() if log.exists() else []
+        if len(lines) == 2:
+            [found] = [line for line in lines if line.startswith("family")]
+            return [int(number) for number in found.split()[1:]]
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("leader", ["waits", "ends"])
+def test_nothing_of_a_group_is_left(leader: str, tmp_path: Path) -> None:
+    """Neither of a group whose first process is gone already, nor of one that was told to stay."""
+    log = tmp_path / "log"
+    with process_group([sys.executable, "-c", FAMILY, leader], log, patience=1) as process:
+        everyone = family(log)
+        assert everyone[0] == process.pid and running(everyone[2])
+        if leader == "ends":
+            process.wait(30)
+    assert not any(map(running, everyone))
+
+
+def test_a_group_ends_with_an_exception(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        process_group(SLEEP, tmp_path / "log") as process,
+    ):
+        _ = 1 / 0
+    assert process.returncode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from kt_kernel.server_process import process_group
+
+with process_group([sys.executable, "-c", sys.argv[1], "waits"], Path(sys.argv[2]), patience=1):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_a_group_ends_with_its_parent(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, FAMILY, str(log)], stderr=subprocess.DEVNULL
+    )
+    everyone = family(log)
+    os.kill(parent.pid, number)
+    assert parent.wait(30) == code
+    assert not any(map(running, everyone))
+
+
+@contextmanager
+def server(*statuses: int) -> Iterator[str]:
+    """Answers with these, the last one again and again; requests for other paths get a 404."""
+    left = [*statuses]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    found = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=found.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{found.server_port}"
+    finally:
+        found.shutdown()
+        thread.join()
+        found.server_close()
+
+
+def test_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the status is 200; a proxy is not asked."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    told: list[float] = []
+    with process_group(SLEEP, tmp_path / "log") as process, server(503, 204, 200) as url:
+        assert wait_until_healthy(process, url, 30, told.append) >= told[-1]
+    assert len(told) == 2
+
+
+def test_waiting_in_vain(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        process_group(SLEEP, tmp_path / "log") as process,
+        pytest.raises(ServerFailed, match="did not answer within 0 s"),
+    ):
+        wait_until_healthy(process, url, 0)
+    with (
+        process_group([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log") as process,
+        pytest.raises(ServerFailed, match="ended with code 3"),
+    ):
+        wait_until_healthy(process, url, 60)
+
+
+def test_local_http_takes_other_paths() -> None:
+    with server(200) as url, pytest.raises(OSError, match="404"):
+        local_http.open(f"{url}/elsewhere", timeout=10)
