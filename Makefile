@@ -1,7 +1,7 @@
 # Environments are made on first use, outside the checkout, and reused: see .ci/env.sh.
 # ARGS is passed on: make test-core ARGS="-k placement -x", make demo ARGS=--help
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-engines lint format wheel bench clean
+.PHONY: help demo test test-core test-engines test-full lint format wheel bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
@@ -17,6 +17,9 @@ test-core: ## the tests that need no engine
 
 test-engines: ## the tests that run vLLM and SGLang
 	@.ci/test engines $(ARGS)
+
+test-full: ## all tests, with whole grids of cases and long fuzzing: before a release, half an hour and more
+	@.ci/test full $(ARGS)
 
 lint: ## ruff, clang-format, import rules
 	@.ci/lint

@@ -5,7 +5,7 @@ shape. The selection is a covering array of strength two: every pair of values o
 least one case. A test that needs more than pairs names goals. `make test-full` runs whole grids.
 A case has the same name in both, so any case of a grid can be run by its name:
 
-    make test-full ARGS="tests/kernels/test_products.py -k avx2-bf16-VECTOR-4x2x33x45"
+    KT_FULL=1 make test-core ARGS="-k avx2-bf16-VECTOR-4x2x33x45"
 """
 
 from __future__ import annotations
