@@ -52,7 +52,8 @@ def process_group(
             yield process
         finally:
             interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN) if catches else None
-            end_group(process, patience)
+            end_group(process.pid, patience)
+            process.wait()
             if catches:
                 signal.signal(signal.SIGINT, interrupt)
     finally:
@@ -64,24 +65,23 @@ def _exit(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def end_group(process: subprocess.Popen[bytes], patience: float = 15) -> None:
-    """Ends the process group that ``process`` leads.
+def end_group(group: int, patience: float = 15) -> None:
+    """Ends all processes of a group.
 
     SIGTERM first, SIGKILL to what still runs after ``patience`` seconds. Returns when nothing of it
     runs; RuntimeError if that takes 15 more seconds, as with a process that waits for a device.
     """
     for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 15)):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.killpg(group, number)
         end = time.monotonic() + seconds
-        while _runs(process.pid):
+        while _runs(group):
             if time.monotonic() > end:
                 break
             time.sleep(0.05)
         else:
-            process.wait()
             return
-    raise RuntimeError(f"process group {process.pid} cannot be killed")
+    raise RuntimeError(f"process group {group} cannot be killed")
 
 
 def _runs(group: int) -> bool:

@@ -23,6 +23,8 @@ import tempfile
 import time
 import traceback
 
+from heap import freeze
+
 os.environ.update(HF_HUB_OFFLINE="1")
 CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
 
@@ -108,6 +110,7 @@ def import_all() -> None:
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
 
+    freeze()
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda method, force: None
 
