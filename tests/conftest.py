@@ -28,12 +28,13 @@ if _workers > 1:
     _share = max(1, len(os.sched_getaffinity(0)) // _workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(_share))
 
-import torch  # noqa: E402
-
 # Without a GPU our kernels for it run in Triton's interpreter. Triton asks for it where a function
 # is decorated, its own library included, so this comes before anything imports it (transformers
-# does).
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+# does). Processes that tests start know it already: those that need no torch start sooner.
+if "TRITON_INTERPRET" not in os.environ:
+    import torch
+
+    os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
