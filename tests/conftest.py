@@ -1,9 +1,11 @@
-"""Shared by all tests: nothing from the user's environment or cache gets in, nothing out."""
+"""Shared by all tests: nothing from the user's environment or cache gets in, nothing out; and which
+tests run beside which."""
 
 from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 
@@ -47,3 +49,46 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     (folder / "kt-moe").mkdir()
     (folder / "kt-moe" / "threads.json").write_text(json.dumps({machine_key(): usable_cores()}))
     os.environ["XDG_CACHE_HOME"] = str(folder)
+
+
+# ---- the order of the tests, and what runs side by side
+
+ENGINES = ("vllm", "sglang")
+LONGEST = ("test_benchmarks.py", "test_sanitized.py", "test_stream_sanitized.py", "test_sys.py")
+
+
+def engine_of(nodeid: str) -> str | None:
+    """The engine that a test starts, by the test's name."""
+    if "tests/plugin/" in nodeid:
+        for engine in ENGINES:
+            if f"test_{engine}" in nodeid or f"[{engine}-" in nodeid:
+                return engine
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, or it would be left over when all else is done."""
+
+    def rank(item: pytest.Item) -> int:
+        if engine_of(item.nodeid):
+            return 0
+        return 1 if item.path.name in LONGEST else 2
+
+    items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadgroup, the tests of a file run in one worker, and all that start an engine of
+    one kind too, one after the other: when engines start they look for free ports, which another of
+    their kind may find as well."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneOfEachEngine(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return engine_of(nodeid) or nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+    return OneOfEachEngine(config, log)

@@ -1,32 +1,11 @@
-"""The model both engines serve, and what transformers makes of it; and who runs beside whom."""
+"""The model both engines serve, and what transformers makes of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_model import Greedy, Reference, clear_prompts, make
-
-ENGINES = ("vllm", "sglang")
-
-
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadgroup, engines of one kind run one after the other, in one worker: when they
-    start they look for free ports, which another of their kind may find as well."""
-    if config.getoption("dist") != "loadgroup":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class OneOfEachEngine(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            for engine in ENGINES:
-                if f"test_{engine}" in nodeid or f"[{engine}-" in nodeid:
-                    return engine
-            return nodeid
-
-    return OneOfEachEngine(config, log)
 
 
 @pytest.fixture(scope="module")
