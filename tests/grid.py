@@ -42,9 +42,9 @@ def grid(
 
     ``axes`` are the values of each parameter, which must be hashable. The name of a value in the
     name of a case is its attribute ``name``, or the value itself; the parts of a tuple are joined
-    with "x". A value whose attribute ``missing`` is a text cannot run on this machine. It gets one
-    case, which is skipped with that text, and the cases of the other values cover all pairs and
-    goals without it.
+    with "x", and spaces become "_". A value whose attribute ``missing`` is a text cannot run on
+    this machine. It gets one case, which is skipped with that text, and the cases of the other
+    values cover all pairs and goals without it.
 
     ``where`` and ``goals`` are called with a case, whose values are its attributes. A case for
     which ``where`` is false is left out. What a goal returns, unless it is None, is covered too:
@@ -67,7 +67,7 @@ def name_of(value: Any) -> str:
         return str(name)
     if isinstance(value, tuple):
         return "x".join(map(name_of, value))
-    return str(value).removeprefix("torch.")
+    return str(value).removeprefix("torch.").replace(" ", "_")
 
 
 def _missing(value: Any) -> str | None:

@@ -121,7 +121,7 @@ def test_what_is_missing_is_seen() -> None:
         (core.TILE, "TILE"),
         ((4, 2, 33), "4x2x33"),
         (0.5, "0.5"),
-        ("one expert", "one expert"),
+        ("one expert", "one_expert"),
     ],
 )
 def test_names(value: Any, name: str) -> None:
