@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kernels import core, test_products
 
-LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
 def pairs(cases: Sequence[grid.Case]) -> set[Any]:
