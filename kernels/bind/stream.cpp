@@ -28,7 +28,13 @@ using namespace nb::literals;
 
 namespace {
 
-template <class T> uintptr_t address(T* p) { return reinterpret_cast<uintptr_t>(p); }
+// Of what lies in a buffer. Throws std::runtime_error in a child of the process that made it.
+template <class T> uintptr_t address(const kt::HostBuffer& buffer, T* p) {
+  if (!buffer.here())
+    throw std::runtime_error(
+        "this memory belongs to the parent process and does not exist in a child made by fork");
+  return reinterpret_cast<uintptr_t>(p);
+}
 
 // The value of one parameter, in its low bytes.
 uint64_t parameter(char kind, PyObject* given, size_t i) {
@@ -136,7 +142,7 @@ void bind_stream(nb::module_& m) {
                          "inherit the memory.")
       .def(nb::new_([](int64_t nbytes) { return std::make_shared<HostBuffer>(nbytes); }),
            "nbytes"_a)
-      .def_prop_ro("address", [](const HostBuffer& b) { return address(b.data()); })
+      .def_prop_ro("address", [](const HostBuffer& b) { return address(b, b.data()); })
       .def_prop_ro("nbytes", &HostBuffer::bytes);
 
   nb::class_<StreamSide>(m, "StreamSide",
@@ -149,14 +155,20 @@ void bind_stream(nb::module_& m) {
            "capacity"_a, "hidden"_a, "top_k"_a, "dtype"_a, "with_partial"_a = false)
       .def_prop_ro("buffer", [](const StreamSide& s) { return s.buffer(); })
       .def_prop_ro("capacity", &StreamSide::capacity)
-      .def_prop_ro("tokens_address", [](const StreamSide& s) { return address(s.tokens()); })
-      .def_prop_ro("times_address", [](const StreamSide& s) { return address(s.times()); })
-      .def_prop_ro("done_address", [](const StreamSide& s) { return address(s.done()); })
-      .def_prop_ro("ready_address", [](const StreamSide& s) { return address(s.ready()); })
-      .def_prop_ro("x_address", [](const StreamSide& s) { return address(s.x()); })
-      .def_prop_ro("ids_address", [](const StreamSide& s) { return address(s.ids()); })
-      .def_prop_ro("weights_address", [](const StreamSide& s) { return address(s.weights()); })
-      .def_prop_ro("out_address", [](const StreamSide& s) { return address(s.out()); });
+      .def_prop_ro("tokens_address",
+                   [](const StreamSide& s) { return address(*s.buffer(), s.tokens()); })
+      .def_prop_ro("times_address",
+                   [](const StreamSide& s) { return address(*s.buffer(), s.times()); })
+      .def_prop_ro("done_address",
+                   [](const StreamSide& s) { return address(*s.buffer(), s.done()); })
+      .def_prop_ro("ready_address",
+                   [](const StreamSide& s) { return address(*s.buffer(), s.ready()); })
+      .def_prop_ro("x_address", [](const StreamSide& s) { return address(*s.buffer(), s.x()); })
+      .def_prop_ro("ids_address", [](const StreamSide& s) { return address(*s.buffer(), s.ids()); })
+      .def_prop_ro("weights_address",
+                   [](const StreamSide& s) { return address(*s.buffer(), s.weights()); })
+      .def_prop_ro("out_address",
+                   [](const StreamSide& s) { return address(*s.buffer(), s.out()); });
 
   const nb::call_guard<nb::gil_scoped_release> unlocked;
   nb::class_<StreamEngine>(m, "StreamEngine", nb::is_weak_referenceable(),
@@ -165,8 +177,10 @@ void bind_stream(nb::module_& m) {
            "first"_a = 0, "traces"_a = false)
       .def_prop_ro("buffer", [](const StreamEngine& e) { return e.buffer(); })
       .def_prop_ro("entries", &StreamEngine::entries)
-      .def_prop_ro("ring_address", [](const StreamEngine& e) { return address(e.ring()); })
-      .def_prop_ro("head_address", [](const StreamEngine& e) { return address(e.head()); })
+      .def_prop_ro("ring_address",
+                   [](const StreamEngine& e) { return address(*e.buffer(), e.ring()); })
+      .def_prop_ro("head_address",
+                   [](const StreamEngine& e) { return address(*e.buffer(), e.head()); })
       .def("add_slot", &StreamEngine::add_slot, "layer"_a, "where"_a, "side"_a, "chain"_a,
            "position"_a, "protected_k"_a)
       .def("drop_slot", &StreamEngine::drop_slot, "slot"_a, "forget"_a = false)

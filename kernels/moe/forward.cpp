@@ -13,7 +13,9 @@ constexpr int64_t kRowTask = 8;  // rows per task of the phases that only conver
 }  // namespace
 
 ForwardJob::ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args)
-    : layer_(std::move(layer)), args_(args) {}
+    : layer_(std::move(layer)), args_(args) {
+  layer_->workspace->renew_after_fork();
+}
 
 void ForwardJob::run(sys::Worker& worker) noexcept { ForwardPass(*layer_, args_, worker).run(); }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 #include "../pack/pack.h"
 #include "../sys/need.h"
@@ -67,6 +68,28 @@ void need_matrix(int matrix) {
        "matrix " + std::to_string(matrix) + "; 0 to 2 is accepted");
 }
 
+// Slots that are being written: not loaded, since a child forked meanwhile has parts of them. Then
+// they are as before, or loaded.
+class Unloaded {
+ public:
+  Unloaded(std::vector<uint8_t>& loaded, const std::vector<SlotSource>& experts)
+      : loaded_(loaded), experts_(experts) {
+    for (const SlotSource& expert : experts)
+      then_.push_back(std::exchange(loaded_[size_t(expert.slot)], 0));
+  }
+  ~Unloaded() {
+    for (size_t i = 0; i < then_.size(); ++i) loaded_[size_t(experts_[i].slot)] = then_[i];
+  }
+  Unloaded(const Unloaded&) = delete;
+  Unloaded& operator=(const Unloaded&) = delete;
+  void succeeded() { std::fill(then_.begin(), then_.end(), 1); }
+
+ private:
+  std::vector<uint8_t>& loaded_;
+  const std::vector<SlotSource>& experts_;
+  std::vector<uint8_t> then_;
+};
+
 // Tasks of a chunk are numbered (kernels/sys/task_queue.h).
 void check_tasks(const LayerConfig& c) {
   const int64_t pairs = c.max_tokens * c.top_k;
@@ -124,12 +147,12 @@ void LayerState::keep_rest(int64_t slot, const ByMatrix<const float*>& source,
   for (int m = 0; m < kMatrices; ++m) {
     BiasTable& table = bias[m];
     if (!source[m] && !table.any) continue;
+    table.any = true;  // first: a child forked in the middle of the copy must write the row again
     float* row = table.row(position[size_t(slot)]);
     if (source[m])
       std::copy_n(source[m], table.width, row);
     else
       std::fill_n(row, table.width, 0.0f);
-    table.any = true;
   }
 }
 
@@ -169,16 +192,18 @@ void MoeLayer::load(const std::vector<SlotSource>& experts) {
     twice = 1;
   }
   const auto job = std::make_shared<PackJob>(state_, experts, *team_);
+  Unloaded meanwhile(state_->loaded, experts);
   team_->submit(job);
   job->wait();
   need(job->problem().empty(), job->problem());
-  for (const SlotSource& expert : experts) state_->loaded[size_t(expert.slot)] = 1;
+  meanwhile.succeeded();
 }
 
 void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
                            const ByMatrix<const float*>& bias) {
   need_slot(slot);
   const auto job = std::make_shared<PackedLoad>(state_, slot, tiles, bias, team_->threads());
+  state_->loaded[size_t(slot)] = 0;
   team_->submit(job);
   job->wait();
   const std::string problem = job->problem();

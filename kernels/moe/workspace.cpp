@@ -139,6 +139,16 @@ Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
   for (int i = 0; i < threads; ++i) thread.push_back(thread_space(c, threads));
 }
 
+void Workspace::renew_after_fork() {
+  process.ensure([this] {
+    // relaxed: every thread of this process's passes is handed them after this.
+    for (sys::TaskSlot& slot : slots) slot.word.store(0, std::memory_order_relaxed);
+    for (int64_t i = 0; i < ceil_div(capacity.hidden, kTileRows); ++i)
+      sums_done[size_t(i)].store(0, std::memory_order_relaxed);
+    phase = 0;
+  });
+}
+
 void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row) {
   uint8_t* dst = blocked_row(rows, stride, row);
   for (int64_t i = 0; i < stride; i += kChunkBytes, dst += kBlockRows * kChunkBytes)

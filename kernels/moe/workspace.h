@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "../sys/fork.h"
 #include "../sys/numa_memory.h"
 #include "../sys/task_queue.h"
 #include "../sys/team.h"
@@ -74,6 +75,10 @@ struct Workspace {
   // Throws std::bad_alloc for sizes that no memory holds.
   Workspace(const WorkspaceCapacity& capacity, int pools, int threads);
 
+  // Before a pass is queued. In a child, the first call resets what a pass of the parent's left
+  // half done.
+  void renew_after_fork();
+
   WorkspaceCapacity capacity;
   int threads;
   Plan plan;
@@ -88,6 +93,7 @@ struct Workspace {
   std::vector<ActBuffer> h;           // per pool: of the pairs
   std::vector<sys::Mapping> results;  // per pool, few pairs: [expert][tiles(H)][its pairs][32]
   std::vector<sys::Mapping> sum;      // per pool: [tiles(H)][groups][tokens][32]
+  sys::PerProcess process{true};      // guards slots, sums_done and phase, which passes hand on
 };
 
 // A workspace for the team that holds at least `size`: the team's present one where it does.

@@ -54,7 +54,7 @@ StreamEngine::StreamEngine(int64_t entries, double watchdog_seconds, uint32_t fi
 }
 
 StreamEngine::~StreamEngine() {
-  if (sys::forks() != forks_) poller_.release();
+  if (sys::forks() != forks_) poller_.release()->leave_behind();
 }
 
 uint32_t* StreamEngine::head() const {
@@ -86,6 +86,8 @@ int64_t StreamEngine::add_slot(std::shared_ptr<MoeLayer> layer, std::string wher
     need(!config.on_cpu[size_t(slot)] || state.loaded[size_t(slot)],
          where + ": expert slot " + std::to_string(slot) + " is not loaded");
   const int in_chain = small("chain", chain), at = small("position", position);
+  need(side->buffer()->here(),
+       where + ": the side belongs to the parent process; its memory does not exist here");
   need(side->belongs_to(this), where + ": the side belongs to another engine");
   return poller.add_slot(std::move(layer), std::move(where), std::move(side), in_chain, at,
                          protected_k);

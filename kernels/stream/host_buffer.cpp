@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <string>
-#include <utility>
 
 #include "../sys/fork.h"
 #include "../sys/need.h"
@@ -24,7 +23,9 @@ HostBuffer::HostBuffer(int64_t bytes) : memory_(map(bytes)), forks_(sys::forks()
 
 HostBuffer::~HostBuffer() {
   // In a child something else may be mapped there by now.
-  if (sys::forks() != forks_) new sys::Mapping(std::move(memory_));  // left behind
+  if (!here()) memory_.leave_behind();
 }
+
+bool HostBuffer::here() const { return sys::forks() == forks_; }
 
 }  // namespace kt

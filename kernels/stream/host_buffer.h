@@ -14,8 +14,8 @@ constexpr int64_t kApart = 128;
 // Zeroed, page-aligned memory of its own. Whoever registers it with CUDA does so by its address,
 // and keeps the buffer until it is no longer registered.
 //
-// A child of a fork does not inherit it: with copy-on-write, the parent's next write could move a
-// page that the GPU knows by its place. The object exists there, its memory does not.
+// A forked child does not inherit it: with copy-on-write, the parent's next write could move a page
+// that the GPU knows by its place. The object exists there, its memory does not: see here().
 //
 // enable_shared_from_this here and in StreamSide: Python's references then count in the same place
 // as those of jobs, which so never need the GIL to drop one.
@@ -26,6 +26,7 @@ class HostBuffer : public std::enable_shared_from_this<HostBuffer> {
   HostBuffer(const HostBuffer&) = delete;
   HostBuffer& operator=(const HostBuffer&) = delete;
   uint8_t* data() const { return memory_.data(); }
+  bool here() const;  // false in a child of the process that made it
   int64_t bytes() const { return int64_t(memory_.size()); }
 
  private:

@@ -131,6 +131,12 @@ void StreamPoller::stop() {
     if (slot.side) trace_->add(trace_->next(*slot.side, nullptr));
 }
 
+void StreamPoller::leave_behind() {
+  if (!mutex_.try_lock()) return;  // held at the fork: slots_ may be in the middle of a change
+  slots_.clear();
+  mutex_.unlock();
+}
+
 bool StreamPoller::drain(nanoseconds timeout) {
   const int64_t end = sys::now_ns() + timeout.count();
   wake();

@@ -69,6 +69,9 @@ class StreamPoller {
   bool drain(std::chrono::nanoseconds timeout);
   void stop();
   void wake();
+  // In a child, the only call for a parent's poller: lets go of layers and sides. The rest stays
+  // for ever, since the thread may have stopped in the middle of a change.
+  void leave_behind();
   bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
   Errors& errors() { return errors_; }
   const StreamProgress& progress() const { return *progress_; }

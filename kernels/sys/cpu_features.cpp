@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 namespace kt::sys {
@@ -72,11 +73,19 @@ uint32_t detect() {
   return features;
 }
 
+// Not a local static: a fork while another thread initialises one leaves it locked in the child.
+constexpr uint64_t kUnknown = ~uint64_t{0};
+std::atomic<uint64_t> g_features{kUnknown};
+
 }  // namespace
 
 uint32_t cpu_features() {
-  static const uint32_t features = detect();
-  return features;
+  uint64_t features = g_features.load(std::memory_order_relaxed);
+  if (features == kUnknown) {
+    features = detect();
+    g_features.store(features, std::memory_order_relaxed);
+  }
+  return static_cast<uint32_t>(features);
 }
 
 std::string cpu_brand() {

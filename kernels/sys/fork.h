@@ -1,12 +1,58 @@
-// Forks counted, so that what belongs to the threads of a parent is not touched in its child.
+// Forks, and state that a forked child renews before it uses it.
 #pragma once
+#include <sched.h>
+
+#include <atomic>
 #include <cstdint>
 
 namespace kt::sys {
 
-// Forks between the first process of the library and this one: whoever keeps the number of his own
-// process sees by another one that his threads do not exist here, and that his mutexes may be held
-// for ever.
+// The number of forks between the first process that loaded the library and this one. Whatever was
+// made under another number belongs to threads that do not exist here; its mutexes may be held for
+// ever.
 uint32_t forks();
+
+// Guards state that several threads change in steps. A child has its parent's state as it was at
+// the fork, perhaps in the middle of a step that nobody will complete. Each process therefore
+// renews it before its first use.
+//
+// A mutex would not do: a fork could leave it locked in the child.
+class PerProcess {
+ public:
+  // ready: the state is good for the process that constructs it. Otherwise the first ensure() of
+  // that process renews it, too.
+  explicit PerProcess(bool ready) : mark_(ready ? done() : kNever) {}
+
+  // Whether ensure() has returned in this process, or the state was ready from the start.
+  bool ready() const { return mark_.load(std::memory_order_acquire) == done(); }
+
+  // Calls renew() unless the state is ready; other threads wait until it has returned, and see what
+  // it wrote. Where it throws, the next caller tries again.
+  template <class Renew> void ensure(Renew renew) {
+    while (!ready()) {
+      uint32_t mark = mark_.load(std::memory_order_relaxed);
+      // A mark of another process, busy or done, says nothing here.
+      if (mark == busy()) {
+        sched_yield();
+      } else if (mark != done() &&
+                 mark_.compare_exchange_strong(mark, busy(), std::memory_order_acquire)) {
+        try {
+          renew();
+        } catch (...) {
+          mark_.store(kNever, std::memory_order_release);
+          throw;
+        }
+        mark_.store(done(), std::memory_order_release);
+      }
+    }
+  }
+
+ private:
+  static constexpr uint32_t kNever = 0;
+  static uint32_t busy() { return 2 * forks() + 1; }
+  static uint32_t done() { return 2 * forks() + 2; }
+
+  std::atomic<uint32_t> mark_;
+};
 
 }  // namespace kt::sys

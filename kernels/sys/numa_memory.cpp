@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <limits>
 #include <new>
 #include <utility>
@@ -20,13 +21,18 @@ constexpr size_t kSmallPage = 4096;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+// Not a local static: a fork while another thread initialises one leaves it locked in the child.
+std::atomic<int> g_several_nodes{-1};  // -1: not known yet
+
 bool has_several_nodes() {
-  static const bool several = [] {
+  int several = g_several_nodes.load(std::memory_order_relaxed);
+  if (several < 0) {
     const auto text = read_text("/sys/devices/system/node/online");
     const auto nodes = text ? parse_list(*text) : std::nullopt;
-    return nodes && nodes->size() > 1;
-  }();
-  return several;
+    several = nodes && nodes->size() > 1;
+    g_several_nodes.store(several, std::memory_order_relaxed);
+  }
+  return several != 0;
 }
 
 // By raw syscall, to do without libnuma. Failure is ignored: the policy is only a preference, is

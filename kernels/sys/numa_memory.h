@@ -15,6 +15,7 @@ class Mapping {
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;
   uint8_t* data() const { return data_; }
+  void leave_behind() { data_ = nullptr; }  // it stays mapped
   size_t size() const { return size_; }
 
  private:

@@ -113,7 +113,8 @@ class Crew {
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
 
-  bool of_this_process() const { return forks_ == forks(); }
+  // In a child, deletes a parent's crew.
+  static void leave_behind(Crew* crew);
   void submit(std::shared_ptr<Job> job);
   void expect_until(int64_t time) { expected_until_.store(time, std::memory_order_relaxed); }
   void pool_barrier(const Worker& worker);
@@ -129,8 +130,7 @@ class Crew {
   bool expects_work(int64_t& asked);
 
   const std::vector<PoolSpec> specs_;
-  const uint32_t forks_ = forks();  // of another count belongs to a parent
-  int busy_pools_ = 0;              // with at least one thread
+  int busy_pools_ = 0;  // with at least one thread
   std::unique_ptr<Pool[]> pools_;
   std::vector<Worker> workers_;
 
@@ -188,12 +188,22 @@ Crew::~Crew() {
   join();
 }
 
+// Frees the jobs that were queued, and what they own. A thread that held the mutex at the fork may
+// have left the queue in the middle of a change: then all of it stays.
+void Crew::leave_behind(Crew* crew) {
+  if (!crew || !crew->mutex_.try_lock()) return;
+  crew->mutex_.unlock();
+  crew->threads_.clear();  // they do not exist here
+  delete crew;
+}
+
 void Crew::submit(std::shared_ptr<Job> job) {
   std::lock_guard lock(mutex_);
   if (threads_.empty()) start();
   queue_.push_back(std::move(job));
   Job* const queued = queue_.back().get();
   queued->wait_spin_ns_.store(static_cast<uint32_t>(wait_spin_.count()), std::memory_order_relaxed);
+  queued->forks_.store(forks(), std::memory_order_relaxed);
   // A state other than kDone may already carry sleepers. relaxed: the workers get the job
   // through job_gate_, other threads through whatever handed them the pointer.
   uint32_t done = Job::kDone;
@@ -345,6 +355,9 @@ void Worker::pool_barrier() { crew_->pool_barrier(*this); }
 void Worker::team_barrier() { crew_->team_barrier(*this); }
 
 void Job::wait() {
+  // relaxed: the caller has the job from a thread of this process, or from before the fork.
+  if (!done() && forks_.load(std::memory_order_relaxed) != forks())
+    throw std::runtime_error("this job was submitted before the process forked and is lost");
   const nanoseconds spin{wait_spin_ns_.load(std::memory_order_relaxed)};  // a hint
   if (spin_until([this] { return done(); }, spin)) return;
   // acquire wherever kDone may be read: see Crew::finish.
@@ -370,9 +383,10 @@ Team::Team(std::vector<PoolSpec> pools) : pools_(std::move(pools)) {
 }
 
 Team::~Team() {
-  Crew* const crew = crew_.load(std::memory_order_acquire);
-  // A parent's crew is left behind: its mutex and queue stopped in the middle of anything.
-  if (crew && crew->of_this_process()) delete crew;
+  if (process_.ready())
+    delete crew_;
+  else
+    Crew::leave_behind(crew_);
 }
 
 int Team::threads() const {
@@ -381,15 +395,12 @@ int Team::threads() const {
   return sum;
 }
 
-// Without a lock, which a fork could leave held: of several threads that come first, one wins.
 Crew& Team::crew() {
-  Crew* current = crew_.load(std::memory_order_acquire);  // pairs with the exchange below
-  if (current && current->of_this_process()) return *current;
-  auto fresh = std::make_unique<Crew>(pools_);
-  if (crew_.compare_exchange_strong(current, fresh.get(), std::memory_order_acq_rel)) {
-    return *fresh.release();
-  }
-  return *current;
+  process_.ensure([this] {
+    auto fresh = std::make_unique<Crew>(pools_);
+    Crew::leave_behind(std::exchange(crew_, fresh.release()));
+  });
+  return *crew_;
 }
 
 void Team::submit(std::shared_ptr<Job> job) {
@@ -398,8 +409,7 @@ void Team::submit(std::shared_ptr<Job> job) {
 }
 
 void Team::expect_until(int64_t time) noexcept {
-  Crew* const crew = crew_.load(std::memory_order_acquire);
-  if (crew && crew->of_this_process()) crew->expect_until(time);
+  if (process_.ready()) crew_->expect_until(time);
 }
 
 }  // namespace kt::sys

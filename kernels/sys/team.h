@@ -5,6 +5,8 @@
 #include <memory>
 #include <vector>
 
+#include "sys/fork.h"
+
 namespace kt::sys {
 
 struct PoolSpec {
@@ -45,18 +47,22 @@ class Job {
   // workers wrote.
   virtual void finished() noexcept {}
   bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
-  void wait();  // spins briefly, then sleeps until every worker has finished the job
+  // Spins briefly, then sleeps until every worker has finished the job. Throws std::runtime_error
+  // in a child of the process that submitted it, where nobody will finish it.
+  void wait();
+
  private:
   friend class Crew;
   static constexpr uint32_t kPending = 0, kDone = 1, kPendingWithSleepers = 2;
   std::atomic<uint32_t> state_{kPending};
   std::atomic<uint32_t> wait_spin_ns_{0};  // how long wait() spins; the team knows if CPUs are free
+  std::atomic<uint32_t> forks_{forks()};   // of the process that submitted it last
 };
 
 // Jobs run one at a time in the order of submission, by any number of submitting threads: what
 // one job wrote, every worker of the next one sees. The workers themselves take jobs from the
-// queue: no further thread exists. Threads start at the first submit, and after fork() the child
-// starts its own at its first submit; jobs pending at the fork are lost to it (never done).
+// queue: no further thread exists. Threads start at the first submit. After fork() the child starts
+// its own at its first submit. The jobs that were pending at the fork are lost to it.
 class Team {
  public:
   // Throws std::invalid_argument for a negative number of threads, or none in the whole team.
@@ -85,7 +91,8 @@ class Team {
   Crew& crew();
 
   const std::vector<PoolSpec> pools_;
-  std::atomic<Crew*> crew_{nullptr};  // owned; null until the first submit
+  PerProcess process_{false};  // guards crew_
+  Crew* crew_ = nullptr;       // owned; null until the first submit, a parent's until the child's
 };
 
 }  // namespace kt::sys
