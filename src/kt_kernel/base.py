@@ -16,7 +16,7 @@ from . import buffers
 from .arguments import WrapperArguments
 from .cpu_buffer import KExpertsCPUBuffer
 from .expert_tensors import BIASES, MATRICES, Matrix
-from .forks import give_lock
+from .forks import per_process
 from .loading import Expert, LoadRecord, batches, bytes_of
 from .methods import LayerForm
 from .packed import PackedMatrix
@@ -52,7 +52,7 @@ class BaseMoEWrapper(WrapperArguments):
         self._record = LoadRecord()
         self._arrived: set[int] = set()
         # Another thread of a parent may load while it forks; to the child that is not loaded.
-        give_lock(self, "_load_lock", threading.RLock)
+        per_process(self, "_load_lock", threading.RLock)
 
     # ---- what it is -------------------------------------------------------------------------
 

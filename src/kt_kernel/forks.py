@@ -1,4 +1,4 @@
-"""Locks that a forked child finds open, whatever another thread of the parent was doing."""
+"""What a forked child must not take over from its parent, whose other threads it does not have."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-_owners: weakref.WeakKeyDictionary[Any, tuple[str, Callable[[], Any]]] = weakref.WeakKeyDictionary()
+_renewed: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], Any]]] = weakref.WeakKeyDictionary()
 
 
-def give_lock(owner: Any, attribute: str, make: Callable[[], Any]) -> None:
-    """Sets ``owner.attribute`` to a new lock, and to another one in every forked child."""
+def per_process(owner: Any, attribute: str, make: Callable[[], Any]) -> None:
+    """Sets ``owner.attribute`` to ``make()``, now and again in every forked child.
+
+    For locks, which another thread of the parent may hold at the fork, and for whatever describes
+    work that only the parent completes.
+    """
     setattr(owner, attribute, make())
-    _owners[owner] = (attribute, make)
+    _renewed.setdefault(owner, {})[attribute] = make
 
 
-def _renew_after_fork() -> None:
-    for owner, (attribute, make) in list(_owners.items()):
-        setattr(owner, attribute, make())
+def _after_fork() -> None:
+    for owner, attributes in list(_renewed.items()):
+        for attribute, make in attributes.items():
+            setattr(owner, attribute, make())
 
 
-os.register_at_fork(after_in_child=_renew_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -12,6 +12,7 @@ import torch
 from . import buffers
 from .base import BaseMoEWrapper
 from .chain import join_chain
+from .forks import per_process
 from .routing import hot_routes, need_padding, select_deferred_experts, without_padding
 from .settings import LayerSettings
 from .streams import on_stream
@@ -59,8 +60,10 @@ class InferenceMoEWrapper(BaseMoEWrapper):
     def __init__(self, settings: LayerSettings) -> None:
         super().__init__(settings)
         s = settings
-        self._pending: list[_Pending] = []
-        self._dropped = False  # whether a result was, since nobody asked for it
+        self._pending: list[_Pending]
+        per_process(self, "_pending", list)
+        self._dropped: bool  # whether a result was, since nobody asked for it
+        per_process(self, "_dropped", bool)
         self._chain = join_chain(self, s.layer_idx, (s.hidden_size, s.num_experts_per_tok, s.pools))
         self._in_chain: tuple[Any, tuple[int, int]] = (None, (0, 0))  # the chain's order, and in it
         self._checked: _Checked | None = None  # the last one
@@ -362,7 +365,11 @@ class InferenceMoEWrapper(BaseMoEWrapper):
     def _find(self, hidden_states: Any) -> _Pending:
         s = self._settings
         if not self._pending:
-            raise RuntimeError(f"{s.where}: sync_forward without submit_forward")
+            lost = "; what was submitted before the process forked is lost in the child"
+            raise RuntimeError(
+                f"{s.where}: sync_forward without submit_forward"
+                + (lost if buffers.generation() else "")
+            )
         latest = self._pending[-1]
         if hidden_states is None:
             return latest

@@ -12,7 +12,7 @@ import torch
 from .chain import model_scope
 from .expert_tensors import MATRICES, matrix_shapes
 from .experts import KTMoEWrapper
-from .forks import give_lock
+from .forks import per_process
 from .loading import LoadRecord
 from .options import KTOptions
 from .routing import hot_routes, need_padding
@@ -66,7 +66,7 @@ class HybridLayer:
         self._shapes = matrix_shapes(hidden_size, moe_intermediate_size)
         self._arrived: dict[int, dict[str, torch.Tensor]] = {}
         self._packed: set[int] = set()
-        give_lock(self, "_lock", threading.Lock)  # engines may load shards from several threads
+        per_process(self, "_lock", threading.Lock)  # engines may load shards from several threads
         self._finished = False
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._wrapper: Any = None
@@ -148,9 +148,11 @@ class HybridLayer:
                 raise ValueError(f"{place}: arrived twice")
             matrices[which] = copy
             if len(matrices) == len(MATRICES):
+                # First: where packing fails, or a child is forked meanwhile, all three must come
+                # again.
+                del self._arrived[expert_id]
                 self._wrapper.load_expert(expert_id, *(matrices[name] for name in MATRICES))
                 self._packed.add(expert_id)
-                del self._arrived[expert_id]
 
     def refuse_reload(self, place: str) -> None:
         """RuntimeError when loading is finished and some experts are cold: an engine that exchanges

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..forks import give_lock
+from ..forks import per_process
 from ..pools import log_once, too_many_threads
 from ..trace.writer import TRACE_VARIABLE
 from ..variant import native
@@ -53,7 +53,7 @@ class DeviceEngine:
         self._captured: list[Bank] = []  # of any chain, gone or not: kept for ever
         self._gone: deque[int] = deque()  # chains that are, whose banks are still to be sorted out
         self._idle: list[Bank] = []  # whose chains are gone
-        give_lock(self, "_lock", threading.RLock)
+        per_process(self, "_lock", threading.RLock)
 
     def _stream_waits(self) -> bool:
         """Whether the device's streams can wait for a word in pinned memory; a warning if not."""

@@ -18,6 +18,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from ..forks import per_process
 from .clock import Offset
 from .pieces import CPU, LANE_OF, LANES, Piece, pieces_of
 from .records import Record
@@ -27,6 +28,7 @@ TRACE_VARIABLE = "KT_TRACE"
 _logger = logging.getLogger("kt_kernel.trace")
 _numbers = itertools.count(1)  # of writers: a device is shown as a process of that number
 _writers: Counter[str] = Counter()  # that this process has, by file: several devices share one
+_parents: set[str] = set()  # files that the parent of a forked process writes
 _THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
 
 
@@ -39,7 +41,10 @@ class TraceWriter:
         self._path, self._process = os.path.abspath(path), next(_numbers)
         self._offset, self._before = Offset(), None
         self._layers: dict[int, str] = {}  # names in JSON, by slot
-        self._file = None
+        per_process(self, "_file", lambda: None)
+        if self._path in _parents:
+            self._warn("the process that forked this one writes it")
+            return
         first = not _writers[self._path]
         try:
             self._file = _open(self._path, first)
@@ -116,7 +121,7 @@ class TraceWriter:
             self._file = None
             _writers[self._path] -= 1
 
-    def _warn(self, error: Exception) -> None:
+    def _warn(self, error: Exception | str) -> None:
         reason = getattr(error, "strerror", None) or error
         _logger.warning(
             "kt: %s %s: nothing more is written: %s", TRACE_VARIABLE, self._path, reason
@@ -136,3 +141,11 @@ def _open(path: str, anew: bool) -> io.FileIO:
     except BaseException:
         os.close(fd)
         raise
+
+
+def _leave_to_parent() -> None:
+    _parents.update(path for path, count in _writers.items() if count)
+    _writers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
