@@ -1,0 +1,168 @@
+// Thread teams, the layers that they compute, and passes under way.
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../moe/layer.h"
+#include "bind.h"
+#include "sources.h"
+#include "tables.h"
+
+namespace {
+
+std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
+                                         const std::vector<int>& nodes) {
+  if (threads.size() != nodes.size()) throw std::invalid_argument("one node per pool is needed");
+  std::vector<kt::sys::PoolSpec> pools;
+  for (size_t i = 0; i < threads.size(); ++i) pools.push_back({threads[i], nodes[i]});
+  return std::make_shared<kt::sys::Team>(std::move(pools));
+}
+
+std::shared_ptr<kt::MoeLayer> make_layer(
+    std::shared_ptr<kt::sys::Team> team, int64_t num_experts, int64_t top_k, int64_t hidden_size,
+    int64_t intermediate_size, const kt::ByMatrix<std::tuple<int, int, int>>& forms,
+    const std::vector<bool>& cpu_slots, float swiglu_limit, float swiglu_alpha, int64_t max_tokens,
+    const std::string& table, int kind, const kt::ByMatrix<int64_t>& gemm_min_rows,
+    int64_t row_block, int64_t task_bytes) {
+  const auto form = [&](kt::Matrix m) {
+    const auto [format, group, scale] = forms[m];
+    return kt::MatrixForm{kt::WeightFormat(format), group, kt::ScaleType(scale)};
+  };
+  return std::make_shared<kt::MoeLayer>(
+      std::move(team), kt::LayerConfig{num_experts,
+                                       top_k,
+                                       hidden_size,
+                                       intermediate_size,
+                                       {form(kt::kGate), form(kt::kUp), form(kt::kDown)},
+                                       {swiglu_limit, swiglu_alpha},
+                                       std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
+                                       max_tokens,
+                                       find_table(table),
+                                       kt::KernelKind(kind),
+                                       {gemm_min_rows, row_block, task_bytes}});
+}
+
+// A queued forward pass.
+struct Ticket {
+  std::shared_ptr<kt::sys::Job> job;
+};
+
+}  // namespace
+
+void bind_layer(nb::module_& m) {
+  nb::class_<kt::sys::Team>(m, "Team", nb::is_weak_referenceable())
+      .def(nb::new_(&make_team), "threads"_a, "nodes"_a)
+      .def_prop_ro("pools", [](const kt::sys::Team& t) { return t.pools(); })
+      .def_prop_ro("threads", [](const kt::sys::Team& t) { return t.threads(); });
+
+  nb::class_<Ticket>(m, "Ticket")
+      .def(
+          "wait", [](const Ticket& t) { t.job->wait(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("done", [](const Ticket& t) { return t.job->done(); });
+
+  nb::class_<kt::MoeLayer>(m, "MoeLayer")
+      .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
+           "hidden_size"_a, "intermediate_size"_a, "forms"_a, "cpu_slots"_a, "swiglu_limit"_a,
+           "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a,
+           "gemm_min_rows"_a = kt::ByMatrix<int64_t>{}, "row_block"_a = 0, "task_bytes"_a = 0)
+      .def(
+          "load",
+          [](kt::MoeLayer& layer, int64_t slot, const Source& gate, const Source& up,
+             const Source& down, uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias,
+             const kt::ByMatrix<int>& dtypes, const std::array<uintptr_t, 2>& orders,
+             bool scale_search) {
+            layer.load(
+                {of_slot({slot, {gate, up, down}, dtypes, {gate_bias, up_bias, down_bias}, orders},
+                         scale_search)});
+          },
+          "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
+          "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{-1, -1, -1},
+          "orders"_a = std::array<uintptr_t, 2>{}, "scale_search"_a = false,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
+          "have a number in `dtypes`, where quantised ones have -1. Column j of gate's and up's "
+          "source is column order[j] of the matrix: int32 permutations, or 0.")
+      .def(
+          "load_many",
+          [](kt::MoeLayer& layer, const std::vector<SlotWeights>& experts, bool scale_search) {
+            std::vector<kt::SlotSource> sources;
+            for (const SlotWeights& e : experts) sources.push_back(of_slot(e, scale_search));
+            layer.load(sources);
+          },
+          "experts"_a, "scale_search"_a = false, nb::call_guard<nb::gil_scoped_release>(),
+          "`load` of experts given as (slot, (gate, up, down), dtypes, bias addresses, orders).")
+      .def(
+          "load_packed",
+          [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
+             uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
+            layer.load_packed(slot,
+                              {pointer<const uint8_t>(gate), pointer<const uint8_t>(up),
+                               pointer<const uint8_t>(down)},
+                              {pointer<const float>(gate_bias), pointer<const float>(up_bias),
+                               pointer<const float>(down_bias)});
+          },
+          "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "gate_bias_ptr"_a = 0,
+          "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+          "Packed tiles of whole matrices, packed_shape() of their form, at any address. Raises "
+          "ValueError for a code or scale that packing does not make; the slot must then be loaded "
+          "again.")
+      .def(
+          "save_packed",
+          [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
+            layer.save_packed(slot, matrix, pointer<uint8_t>(dst));
+          },
+          "slot"_a, "matrix"_a, "dst_ptr"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Writes the packed tiles of a whole matrix: 0 gate, 1 up, 2 down.")
+      .def(
+          "submit",
+          [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,
+             uintptr_t weights, uintptr_t out, uintptr_t add, uintptr_t partial) {
+            return Ticket{layer.submit({pointer<const void>(x), kt::DType(dtype), tokens,
+                                        pointer<const int64_t>(ids), pointer<const float>(weights),
+                                        pointer<void>(out), pointer<const float>(add),
+                                        pointer<float>(partial)})};
+          },
+          "x_ptr"_a, "dtype"_a, "tokens"_a, "ids_ptr"_a, "weights_ptr"_a, "out_ptr"_a,
+          "add_ptr"_a = 0, "partial_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "unpack",
+          [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
+            layer.unpack(slot, matrix, pointer<float>(dst));
+          },
+          "slot"_a, "matrix"_a, "ptr"_a)
+      .def_prop_ro("packed_bytes", &kt::MoeLayer::packed_bytes)
+      .def("stats",
+           [](const kt::MoeLayer& layer) {
+             const kt::LayerStats& s = layer.stats();
+             return std::map<std::string, int64_t>{
+                 {"forwards", s.forwards},         {"tokens", s.tokens},
+                 {"expert_calls", s.expert_calls}, {"experts_touched", s.experts_touched},
+                 {"vector_calls", s.vector_calls}, {"tile_calls", s.tile_calls},
+                 {"stolen_tasks", s.stolen_tasks}};
+           })
+      .def(
+          "set_timing", [](kt::MoeLayer& layer, bool on) { layer.timings().set(on); }, "on"_a,
+          "Sets the times of timings() to zero; passes submitted later add to them while it is on.")
+      .def(
+          "timings",
+          [](kt::MoeLayer& layer) {
+            std::map<std::string, std::vector<std::pair<int64_t, int64_t>>> result;
+            for (int p = 0; p < kt::kPhaseCount; ++p)
+              for (const kt::ThreadTimes& t : layer.timings().threads())
+                result[kt::kPhaseNames[p]].emplace_back(t.work[p], t.wait[p]);
+            return result;
+          },
+          "Per phase: nanoseconds of (work, waiting for other threads) of each thread.");
+}
