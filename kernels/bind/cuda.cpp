@@ -90,17 +90,18 @@ void launch_bound(const BoundLaunch& bound, uint64_t stream, nb::args given) {
 
 void bind_cuda(nb::module_& m) {
   nb::class_<kt::sys::CudaContext>(m, "CudaContext", "The CUDA context that is current now.")
-      .def(nb::init<const std::string&>(), "library"_a = kt::sys::CudaContext::kDriver)
+      .def(nb::init<const std::string&>(), "library"_a = kt::sys::CudaContext::kDriver, Unlocked())
+      // With the GIL, since it is called at each batch: the driver answers from its own state.
       .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a)
-      .def("wait", &kt::sys::CudaContext::wait, "stream"_a, "address"_a, "value"_a,
-           nb::call_guard<nb::gil_scoped_release>(),
+      .def("wait", &kt::sys::CudaContext::wait, "stream"_a, "address"_a, "value"_a, Unlocked(),
            "Has a stream wait until the 32-bit word at the address is value.");
 
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
                                     "A CUfunction to be launched; kinds: one letter per parameter, "
                                     "p pointer, i int32.")
       .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
-           "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::CudaContext::kDriver)
+           "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::CudaContext::kDriver,
+           Unlocked())
       .def("run", launch, "grid"_a, "stream"_a, "args"_a)
       .def("bind", bind, nb::keep_alive<0, 1>(), "grid"_a, "args"_a, "wait_address"_a = 0,
            "A BoundLaunch: these arguments, but for those that are None. wait_address: of a 32-bit "

@@ -27,7 +27,7 @@ std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
   if (threads.size() != nodes.size()) throw std::invalid_argument("one node per pool is needed");
   std::vector<kt::sys::PoolSpec> pools;
   for (size_t i = 0; i < threads.size(); ++i) pools.push_back({threads[i], nodes[i]});
-  return std::make_shared<kt::sys::Team>(std::move(pools));
+  return make_unlocked<kt::sys::Team>(std::move(pools));
 }
 
 std::shared_ptr<kt::MoeLayer> make_layer(
@@ -40,7 +40,7 @@ std::shared_ptr<kt::MoeLayer> make_layer(
     const auto [format, group, scale] = forms[m];
     return kt::MatrixForm{kt::WeightFormat(format), group, kt::ScaleType(scale)};
   };
-  return std::make_shared<kt::MoeLayer>(
+  return make_unlocked<kt::MoeLayer>(
       std::move(team), kt::LayerConfig{num_experts,
                                        top_k,
                                        hidden_size,
@@ -69,14 +69,15 @@ void bind_layer(nb::module_& m) {
 
   nb::class_<Ticket>(m, "Ticket")
       .def(
-          "wait", [](const Ticket& t) { t.job->wait(); }, nb::call_guard<nb::gil_scoped_release>())
+          "wait", [](const Ticket& t) { t.job->wait(); }, Unlocked())
       .def_prop_ro("done", [](const Ticket& t) { return t.job->done(); });
 
   nb::class_<kt::MoeLayer>(m, "MoeLayer")
       .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
            "hidden_size"_a, "intermediate_size"_a, "forms"_a, "cpu_slots"_a, "swiglu_limit"_a,
            "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a,
-           "gemm_min_rows"_a = kt::ByMatrix<int64_t>{}, "row_block"_a = 0, "task_bytes"_a = 0)
+           "gemm_min_rows"_a = kt::ByMatrix<int64_t>{}, "row_block"_a = 0, "task_bytes"_a = 0,
+           Unlocked())
       .def(
           "load",
           [](kt::MoeLayer& layer, int64_t slot, const Source& gate, const Source& up,
@@ -89,8 +90,7 @@ void bind_layer(nb::module_& m) {
           },
           "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
           "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{-1, -1, -1},
-          "orders"_a = std::array<uintptr_t, 2>{}, "scale_search"_a = false,
-          nb::call_guard<nb::gil_scoped_release>(),
+          "orders"_a = std::array<uintptr_t, 2>{}, "scale_search"_a = false, Unlocked(),
           "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
           "have a number in `dtypes`, where quantised ones have -1. Column j of gate's and up's "
           "source is column order[j] of the matrix: int32 permutations, or 0.")
@@ -101,7 +101,7 @@ void bind_layer(nb::module_& m) {
             for (const SlotWeights& e : experts) sources.push_back(of_slot(e, scale_search));
             layer.load(sources);
           },
-          "experts"_a, "scale_search"_a = false, nb::call_guard<nb::gil_scoped_release>(),
+          "experts"_a, "scale_search"_a = false, Unlocked(),
           "`load` of experts given as (slot, (gate, up, down), dtypes, bias addresses, orders).")
       .def(
           "load_packed",
@@ -114,7 +114,7 @@ void bind_layer(nb::module_& m) {
                                pointer<const float>(down_bias)});
           },
           "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "gate_bias_ptr"_a = 0,
-          "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+          "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, Unlocked(),
           "Packed tiles of whole matrices, packed_shape() of their form, at any address. Raises "
           "ValueError for a code or scale that packing does not make; the slot must then be loaded "
           "again.")
@@ -123,7 +123,7 @@ void bind_layer(nb::module_& m) {
           [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
             layer.save_packed(slot, matrix, pointer<uint8_t>(dst));
           },
-          "slot"_a, "matrix"_a, "dst_ptr"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "slot"_a, "matrix"_a, "dst_ptr"_a, Unlocked(),
           "Writes the packed tiles of a whole matrix: 0 gate, 1 up, 2 down.")
       .def(
           "submit",
@@ -135,13 +135,13 @@ void bind_layer(nb::module_& m) {
                                         pointer<float>(partial)})};
           },
           "x_ptr"_a, "dtype"_a, "tokens"_a, "ids_ptr"_a, "weights_ptr"_a, "out_ptr"_a,
-          "add_ptr"_a = 0, "partial_ptr"_a = 0, nb::call_guard<nb::gil_scoped_release>())
+          "add_ptr"_a = 0, "partial_ptr"_a = 0, Unlocked())
       .def(
           "unpack",
           [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
             layer.unpack(slot, matrix, pointer<float>(dst));
           },
-          "slot"_a, "matrix"_a, "ptr"_a)
+          "slot"_a, "matrix"_a, "ptr"_a, Unlocked())
       .def_prop_ro("packed_bytes", &kt::MoeLayer::packed_bytes)
       .def("stats",
            [](const kt::MoeLayer& layer) {

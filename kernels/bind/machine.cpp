@@ -74,8 +74,7 @@ void bind_machine(nb::module_& m) {
           nodes.emplace_back(n.id, int(n.cpus.size()), n.cores);
         return nodes;
       },
-      "(node id, allowed CPUs, cores) of each NUMA node.");
-  m.def("cpu_quota", kt::sys::cpu_quota);
-  m.def("probe_read_bandwidth", kt::sys::probe_read_bandwidth, "max_threads"_a,
-        nb::call_guard<nb::gil_scoped_release>());
+      Unlocked(), "(node id, allowed CPUs, cores) of each NUMA node.");
+  m.def("cpu_quota", kt::sys::cpu_quota, Unlocked());
+  m.def("probe_read_bandwidth", kt::sys::probe_read_bandwidth, "max_threads"_a, Unlocked());
 }

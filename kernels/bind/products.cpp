@@ -59,7 +59,10 @@ auto reference_forward(Doubles x, Longs ids, Doubles weights, Doubles gate, Doub
   r.swiglu_alpha = swiglu_alpha;
   auto* y = new double[size_t(std::max<int64_t>(1, r.tokens * r.hidden_size))];
   nb::capsule owner(y, [](void* p) noexcept { delete[] static_cast<double*>(p); });
-  kt::moe_reference(r, y);
+  {
+    const nb::gil_scoped_release unlocked;
+    kt::moe_reference(r, y);
+  }
   return nb::ndarray<nb::numpy, double>(y, {size_t(r.tokens), size_t(r.hidden_size)}, owner);
 }
 
@@ -71,7 +74,10 @@ auto run_product(const std::string& table, bool gemm, const kt::MatrixLayout& la
   const auto columns = size_t(layout.tiles() * kt::kTileRows);
   auto* out = new float[std::max<size_t>(1, rows * columns)];
   nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-  kt::single_product(*find_table(table), gemm, layout, w, x.data(), int64_t(rows), out);
+  {
+    const nb::gil_scoped_release unlocked;
+    kt::single_product(*find_table(table), gemm, layout, w, x.data(), int64_t(rows), out);
+  }
   return nb::ndarray<nb::numpy, float>(out, {rows, columns}, owner);
 }
 
@@ -97,12 +103,15 @@ auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, cons
   whole.weights.search = scale_search;
   auto* tiles = static_cast<uint8_t*>(std::aligned_alloc(64, size_t(layout.bytes())));
   nb::capsule owner(tiles, [](void* p) noexcept { std::free(p); });
-  std::vector<float> scratch(size_t(kt::pack_scratch(layout, whole.weights)));
-  for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
-    if (const auto error = kt::pack_tile(layout, whole, tile, scratch.data(),
-                                         tiles + tile * layout.tile_bytes(), &row);
-        error != kt::PackError::kNone)
-      throw std::invalid_argument("row " + std::to_string(row) + ": " + kt::describe(error));
+  {
+    const nb::gil_scoped_release unlocked;
+    std::vector<float> scratch(size_t(kt::pack_scratch(layout, whole.weights)));
+    for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
+      if (const auto error = kt::pack_tile(layout, whole, tile, scratch.data(),
+                                           tiles + tile * layout.tile_bytes(), &row);
+          error != kt::PackError::kNone)
+        throw std::invalid_argument("row " + std::to_string(row) + ": " + kt::describe(error));
+  }
   return nb::ndarray<nb::numpy, uint8_t>(
       tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())}, owner);
 }
@@ -114,8 +123,8 @@ std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Te
                                                      int64_t bytes) {
   const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
                                 kt::ScaleType(scale_type)};
-  return std::make_shared<kt::ProductBench>(std::move(team), find_table(table), gemm, layout,
-                                            source(layout.format, w, int(kt::DType::kFP32)), bytes);
+  return make_unlocked<kt::ProductBench>(std::move(team), find_table(table), gemm, layout,
+                                         source(layout.format, w, int(kt::DType::kFP32)), bytes);
 }
 
 using Ids = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -134,9 +143,12 @@ auto split_deferred(Ids ids, Weights weights, int64_t protected_k, int64_t num_e
   const auto first = make(immediate);
   auto* const deferred = new int64_t[routes + 1];
   const auto second = make(deferred);
-  std::copy_n(ids.data(), routes, immediate);
-  kt::DeferredSplit(num_experts, int64_t(top_k))
-      .run(weights.data(), int64_t(tokens), protected_k, immediate, deferred);
+  {
+    const nb::gil_scoped_release unlocked;
+    std::copy_n(ids.data(), routes, immediate);
+    kt::DeferredSplit(num_experts, int64_t(top_k))
+        .run(weights.data(), int64_t(tokens), protected_k, immediate, deferred);
+  }
   return std::pair(first, second);
 }
 
@@ -146,15 +158,15 @@ void bind_products(nb::module_& m) {
   nb::class_<kt::ProductBench>(m, "ProductBench",
                                "Times one kernel (benchmarks). Dense weights are float32.")
       .def(nb::new_(&make_product_bench), "team"_a, nb::kw_only(), "table"_a, "gemm"_a, "format"_a,
-           "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a, "bytes"_a,
-           nb::call_guard<nb::gil_scoped_release>())
+           "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a, "bytes"_a, Unlocked())
       .def("set_rows",
            [](kt::ProductBench& bench, Floats x) {
              if (int64_t(x.shape(1)) != bench.columns())
                throw std::invalid_argument("x needs the columns of the matrix");
+             const nb::gil_scoped_release unlocked;
              bench.set_rows(x.data(), int64_t(x.shape(0)));
            })
-      .def("run", &kt::ProductBench::run, "tiles"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("run", &kt::ProductBench::run, "tiles"_a, Unlocked())
       .def_prop_ro("tile_bytes", &kt::ProductBench::tile_bytes)
       .def_prop_ro("bytes", &kt::ProductBench::bytes);
 

@@ -34,7 +34,7 @@ void bind_stream(nb::module_& m) {
                          "keeps the object until it is unregistered. Children of a fork do not "
                          "inherit the memory.")
       .def(nb::new_([](int64_t nbytes) { return std::make_shared<HostBuffer>(nbytes); }),
-           "nbytes"_a)
+           "nbytes"_a, Unlocked())
       .def_prop_ro("address", [](const HostBuffer& b) { return address(b, b.data()); })
       .def_prop_ro("nbytes", &HostBuffer::bytes);
 
@@ -45,7 +45,7 @@ void bind_stream(nb::module_& m) {
              return std::make_shared<StreamSide>(capacity, hidden, top_k, kt::DType(dtype),
                                                  partial);
            }),
-           "capacity"_a, "hidden"_a, "top_k"_a, "dtype"_a, "with_partial"_a = false)
+           "capacity"_a, "hidden"_a, "top_k"_a, "dtype"_a, "with_partial"_a = false, Unlocked())
       .def_prop_ro("buffer", [](const StreamSide& s) { return s.buffer(); })
       .def_prop_ro("capacity", &StreamSide::capacity)
       .def_prop_ro("tokens_address",
@@ -63,11 +63,12 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("out_address",
                    [](const StreamSide& s) { return address(*s.buffer(), s.out()); });
 
-  const nb::call_guard<nb::gil_scoped_release> unlocked;
   nb::class_<StreamEngine>(m, "StreamEngine", nb::is_weak_referenceable(),
                            "The ring and the thread that serves it (kernels/stream/engine.h).")
-      .def(nb::init<int64_t, double, uint32_t, bool>(), "entries"_a, "watchdog_seconds"_a,
-           "first"_a = 0, "traces"_a = false)
+      .def(nb::new_([](int64_t entries, double watchdog_seconds, uint32_t first, bool traces) {
+             return make_unlocked<StreamEngine>(entries, watchdog_seconds, first, traces);
+           }),
+           "entries"_a, "watchdog_seconds"_a, "first"_a = 0, "traces"_a = false, Unlocked())
       .def_prop_ro("buffer", [](const StreamEngine& e) { return e.buffer(); })
       .def_prop_ro("entries", &StreamEngine::entries)
       .def_prop_ro("ring_address",
@@ -75,14 +76,15 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("head_address",
                    [](const StreamEngine& e) { return address(*e.buffer(), e.head()); })
       .def("add_slot", &StreamEngine::add_slot, "layer"_a, "where"_a, "side"_a, "chain"_a,
-           "position"_a, "protected_k"_a)
-      .def("drop_slot", &StreamEngine::drop_slot, "slot"_a, "forget"_a = false)
-      .def("entries_of", &StreamEngine::entries_of, "slot"_a)
+           "position"_a, "protected_k"_a, Unlocked())
+      .def("drop_slot", &StreamEngine::drop_slot, "slot"_a, "forget"_a = false, Unlocked())
+      .def("entries_of", &StreamEngine::entries_of, "slot"_a, Unlocked())
+      // With the GIL, since it is called at each batch: an atomic load, unless there is an error.
       .def("raise_error", &StreamEngine::raise_error)
       .def("pending", &StreamEngine::pending)
-      .def("drain", &StreamEngine::drain, "timeout_s"_a, unlocked)
-      .def("stop", &StreamEngine::stop, unlocked)
+      .def("drain", &StreamEngine::drain, "timeout_s"_a, Unlocked())
+      .def("stop", &StreamEngine::stop, Unlocked())
       .def("wake", &StreamEngine::wake)
-      .def("take_trace", &StreamEngine::take_trace)
+      .def("take_trace", &StreamEngine::take_trace, Unlocked())
       .def("stats", &StreamEngine::stats);
 }

@@ -58,20 +58,23 @@ StreamPoller::~StreamPoller() { stop(); }
 int64_t StreamPoller::add_slot(std::shared_ptr<MoeLayer> layer, std::string where,
                                std::shared_ptr<StreamSide> side, int chain, int position,
                                int64_t protected_k) {
-  std::lock_guard one(thread_mutex_);
-  if (stopping_) throw std::runtime_error("the stream engine was stopped");
   const LayerConfig& config = layer->config();
   sys::Team& team = layer->team();
   if (team.threads() + sys::kBesideTeam > sys::usable_cpus()) crowded_ = true;
-  if (!thread_.joinable()) {
-    const sys::SignalsBlocked blocked;
-    thread_ = std::thread([this] { run(); });
-  }
+  start_thread();
   std::lock_guard lock(mutex_);
   Carry* const carry = &chains_[chain];
   slots_.push_back({std::move(where), std::move(side), chain, position, protected_k, carry, &team,
                     DeferredSplit(config.num_experts, config.top_k), std::move(layer)});
   return int64_t(slots_.size()) - 1;
+}
+
+void StreamPoller::start_thread() {
+  std::lock_guard lock(thread_mutex_);
+  if (stopping_) throw std::runtime_error("the stream engine was stopped");
+  if (thread_.joinable()) return;
+  const sys::SignalsBlocked blocked;
+  thread_ = std::thread([this] { run(); });
 }
 
 StreamSlot& StreamPoller::at(int64_t slot) {
@@ -120,15 +123,24 @@ void StreamPoller::wake() {
 }
 
 void StreamPoller::stop() {
-  std::lock_guard one(thread_mutex_);
-  stopping_ = true;
+  std::thread thread;
+  {
+    std::lock_guard lock(thread_mutex_);
+    stopping_ = true;
+    thread = std::move(thread_);
+    if (thread.joinable()) ending_ = true;
+  }
   wake();
-  if (!thread_.joinable()) return;
-  thread_.join();
-  if (!trace_) return;
-  std::lock_guard lock(mutex_);  // drop_slot() takes sides away, from any thread
-  for (StreamSlot& slot : slots_)
-    if (slot.side) trace_->add(trace_->next(*slot.side, nullptr));
+  // Without a lock, which may take as long as the watchdog.
+  if (!thread.joinable()) return ending_.wait(true);
+  thread.join();
+  if (trace_) {
+    std::lock_guard lock(mutex_);  // drop_slot() takes sides away, from any thread
+    for (StreamSlot& slot : slots_)
+      if (slot.side) trace_->add(trace_->next(*slot.side, nullptr));
+  }
+  ending_ = false;
+  ending_.notify_all();
 }
 
 void StreamPoller::leave_behind() {

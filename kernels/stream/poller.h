@@ -92,6 +92,7 @@ class StreamPoller {
   };
   enum class Out { kLeave, kZero };
 
+  void start_thread();  // unless it runs
   void run() noexcept;
   bool rung() const;  // whether the next entry is there
   void take() noexcept;
@@ -139,8 +140,9 @@ class StreamPoller {
   std::deque<StreamSlot> slots_;  // addresses stay
   std::map<int, Carry> chains_;   // their values belong to the poller
 
-  std::mutex thread_mutex_;
-  std::thread thread_;
+  std::mutex thread_mutex_;          // guards thread_, and changes of stopping_
+  std::thread thread_;               // not joinable before the first slot, and once it ends
+  std::atomic<bool> ending_{false};  // a call of stop() joins the thread, others wait for it
 };
 
 }  // namespace kt
