@@ -13,18 +13,25 @@
 
 namespace {
 
+// In the place of Python's own error, which does not say which parameter it is.
+[[noreturn]] void refuse(char kind, PyObject* given, size_t i) {
+  PyErr_Clear();
+  const std::string message =
+      "parameter " + std::to_string(i) + " is " + nb::cast<std::string>(nb::repr(given)) + "; " +
+      (kind == 'p' ? "an address, 0 to 2^64 - 1," : "an int32") + " is accepted";
+  if (PyLong_Check(given)) throw nb::value_error(message.c_str());
+  throw nb::type_error(message.c_str());
+}
+
 // The value of one parameter, in its low bytes.
 uint64_t parameter(char kind, PyObject* given, size_t i) {
   if (kind == 'p') {
     const unsigned long long value = PyLong_AsUnsignedLongLong(given);
-    if (value == ~0ull && PyErr_Occurred()) throw nb::python_error();
+    if (value == ~0ull && PyErr_Occurred()) refuse(kind, given, i);
     return value;
   }
   const long long value = PyLong_AsLongLong(given);
-  if (value == -1 && PyErr_Occurred()) throw nb::python_error();
-  if (value != int32_t(value))
-    throw std::overflow_error("parameter " + std::to_string(i) + " is " + std::to_string(value) +
-                              ", which is no int32");
+  if (value != int32_t(value) || (value == -1 && PyErr_Occurred())) refuse(kind, given, i);
   return uint64_t(value);
 }
 
@@ -64,6 +71,8 @@ struct BoundLaunch {
 
 BoundLaunch bind(const kt::sys::KernelLaunch& kernel, int64_t grid, nb::args given,
                  uint64_t wait_address) {
+  kt::sys::KernelLaunch::check_grid(grid);
+  kt::sys::CudaContext::check_address(wait_address, true);
   need_count(given.size(), kernel.kinds().size());
   BoundLaunch bound{&kernel, grid, wait_address, {}, {}};
   for (size_t i = 0; i < given.size(); ++i) {
@@ -94,11 +103,13 @@ void bind_cuda(nb::module_& m) {
       // With the GIL, since it is called at each batch: the driver answers from its own state.
       .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a)
       .def("wait", &kt::sys::CudaContext::wait, "stream"_a, "address"_a, "value"_a, Unlocked(),
-           "Has a stream wait until the 32-bit word at the address is value.");
+           "Has a stream wait until the 32-bit word at the address is value. Of streams and "
+           "addresses no more can be checked than that the address is a multiple of 4 above 0.");
 
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
                                     "A CUfunction to be launched; kinds: one letter per parameter, "
-                                    "p pointer, i int32.")
+                                    "p pointer, i int32. Of a function, streams and pointers no "
+                                    "more can be checked than that the function is not 0.")
       .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
            "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::CudaContext::kDriver,
            Unlocked())

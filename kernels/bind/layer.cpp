@@ -1,6 +1,8 @@
 // Thread teams, the layers that they compute, and passes under way.
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -9,13 +11,16 @@
 
 #include <map>
 #include <memory>
-#include <stdexcept>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "../moe/finding.h"
 #include "../moe/layer.h"
+#include "../moe/packed.h"
+#include "../sys/need.h"
 #include "bind.h"
 #include "sources.h"
 #include "tables.h"
@@ -24,7 +29,9 @@ namespace {
 
 std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
                                          const std::vector<int>& nodes) {
-  if (threads.size() != nodes.size()) throw std::invalid_argument("one node per pool is needed");
+  kt::need(threads.size() == nodes.size(), std::to_string(threads.size()) + " pools and " +
+                                               std::to_string(nodes.size()) +
+                                               " nodes; one node per pool is needed");
   std::vector<kt::sys::PoolSpec> pools;
   for (size_t i = 0; i < threads.size(); ++i) pools.push_back({threads[i], nodes[i]});
   return make_unlocked<kt::sys::Team>(std::move(pools));
@@ -58,6 +65,55 @@ std::shared_ptr<kt::MoeLayer> make_layer(
 struct Ticket {
   std::shared_ptr<kt::sys::Job> job;
 };
+
+// Arrays are taken as they are: a converted copy of one that is written to would be lost.
+using Tiles = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
+using TileRoom = nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>;
+using WeightRoom = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bias = std::optional<nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>>;
+
+kt::MatrixLayout layout_of(const kt::MoeLayer& layer, int matrix) {
+  kt::need_in_range("matrix", matrix, 0, kt::kMatrices - 1);
+  return kt::whole_layout(layer.config(), kt::Matrix(matrix));
+}
+
+void need_size(const std::string& name, size_t given, int64_t needed) {
+  kt::need(int64_t(given) == needed, name + " has " + std::to_string(given) + " values; " +
+                                         std::to_string(needed) + " are needed");
+}
+
+void load_packed(kt::MoeLayer& layer, int64_t slot, const Tiles& gate, const Tiles& up,
+                 const Tiles& down, const Bias& gate_bias, const Bias& up_bias,
+                 const Bias& down_bias) {
+  const kt::ByMatrix<const Tiles*> tiles{&gate, &up, &down};
+  const kt::ByMatrix<const Bias*> biases{&gate_bias, &up_bias, &down_bias};
+  kt::ByMatrix<const uint8_t*> data{};
+  kt::ByMatrix<const float*> bias{};
+  for (int m = 0; m < kt::kMatrices; ++m) {
+    const kt::MatrixLayout layout = layout_of(layer, m);
+    const std::string name = kt::kMatrixNames[m];
+    need_size(name, tiles[m]->size(), layout.bytes());
+    data[m] = tiles[m]->data();
+    if (!*biases[m]) continue;
+    need_size(name + "_bias", (*biases[m])->size(), layout.rows);
+    bias[m] = (*biases[m])->data();
+  }
+  layer.load_packed(slot, data, bias);
+}
+
+void save_packed(const kt::MoeLayer& layer, int64_t slot, int matrix, const TileRoom& dst) {
+  need_size("dst", dst.size(), layout_of(layer, matrix).bytes());
+  layer.save_packed(slot, matrix, dst.data());
+}
+
+void unpack(const kt::MoeLayer& layer, int64_t slot, int matrix, const WeightRoom& dst) {
+  const kt::MatrixLayout layout = layout_of(layer, matrix);
+  kt::need(int64_t(dst.shape(0)) == layout.rows && int64_t(dst.shape(1)) == layout.cols,
+           "dst is [" + std::to_string(dst.shape(0)) + ", " + std::to_string(dst.shape(1)) +
+               "]; [" + std::to_string(layout.rows) + ", " + std::to_string(layout.cols) +
+               "] is needed");
+  layer.unpack(slot, matrix, dst.data());
+}
 
 }  // namespace
 
@@ -93,7 +149,8 @@ void bind_layer(nb::module_& m) {
           "orders"_a = std::array<uintptr_t, 2>{}, "scale_search"_a = false, Unlocked(),
           "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
           "have a number in `dtypes`, where quantised ones have -1. Column j of gate's and up's "
-          "source is column order[j] of the matrix: int32 permutations, or 0.")
+          "source is column order[j] of the matrix: int32 permutations, or 0. Of an address no "
+          "more can be checked than that it is not 0.")
       .def(
           "load_many",
           [](kt::MoeLayer& layer, const std::vector<SlotWeights>& experts, bool scale_search) {
@@ -103,28 +160,15 @@ void bind_layer(nb::module_& m) {
           },
           "experts"_a, "scale_search"_a = false, Unlocked(),
           "`load` of experts given as (slot, (gate, up, down), dtypes, bias addresses, orders).")
-      .def(
-          "load_packed",
-          [](kt::MoeLayer& layer, int64_t slot, uintptr_t gate, uintptr_t up, uintptr_t down,
-             uintptr_t gate_bias, uintptr_t up_bias, uintptr_t down_bias) {
-            layer.load_packed(slot,
-                              {pointer<const uint8_t>(gate), pointer<const uint8_t>(up),
-                               pointer<const uint8_t>(down)},
-                              {pointer<const float>(gate_bias), pointer<const float>(up_bias),
-                               pointer<const float>(down_bias)});
-          },
-          "slot"_a, "gate_ptr"_a, "up_ptr"_a, "down_ptr"_a, "gate_bias_ptr"_a = 0,
-          "up_bias_ptr"_a = 0, "down_bias_ptr"_a = 0, Unlocked(),
-          "Packed tiles of whole matrices, packed_shape() of their form, at any address. Raises "
-          "ValueError for a code or scale that packing does not make; the slot must then be loaded "
-          "again.")
-      .def(
-          "save_packed",
-          [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
-            layer.save_packed(slot, matrix, pointer<uint8_t>(dst));
-          },
-          "slot"_a, "matrix"_a, "dst_ptr"_a, Unlocked(),
-          "Writes the packed tiles of a whole matrix: 0 gate, 1 up, 2 down.")
+      .def("load_packed", load_packed, "slot"_a, "gate"_a.noconvert(), "up"_a.noconvert(),
+           "down"_a.noconvert(), "gate_bias"_a.noconvert() = nb::none(),
+           "up_bias"_a.noconvert() = nb::none(), "down_bias"_a.noconvert() = nb::none(), Unlocked(),
+           "Packed tiles of whole matrices, uint8 with as many values as packed_shape() of their "
+           "form says, at any address; biases float32 [I], [I], [H]. Raises ValueError for a code "
+           "or scale that packing does not make; the slot must then be loaded again.")
+      .def("save_packed", save_packed, "slot"_a, "matrix"_a, "dst"_a.noconvert(), Unlocked(),
+           "Writes the packed tiles of a whole matrix (0 gate, 1 up, 2 down) to a uint8 array with "
+           "as many values as packed_shape() of its form says.")
       .def(
           "submit",
           [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,
@@ -135,13 +179,13 @@ void bind_layer(nb::module_& m) {
                                         pointer<float>(partial)})};
           },
           "x_ptr"_a, "dtype"_a, "tokens"_a, "ids_ptr"_a, "weights_ptr"_a, "out_ptr"_a,
-          "add_ptr"_a = 0, "partial_ptr"_a = 0, Unlocked())
-      .def(
-          "unpack",
-          [](const kt::MoeLayer& layer, int64_t slot, int matrix, uintptr_t dst) {
-            layer.unpack(slot, matrix, pointer<float>(dst));
-          },
-          "slot"_a, "matrix"_a, "ptr"_a, Unlocked())
+          "add_ptr"_a = 0, "partial_ptr"_a = 0, Unlocked(),
+          "Queues a forward pass (kernels/moe/layer.h, ForwardArgs). The memory behind the "
+          "addresses "
+          "must stay until it is done. Of an address no more can be checked than that it is not 0.")
+      .def("unpack", unpack, "slot"_a, "matrix"_a, "dst"_a.noconvert(), Unlocked(),
+           "Writes the dequantised weights of a matrix (0 gate, 1 up: [I, H], 2 down: [H, I]) to a "
+           "float32 array.")
       .def_prop_ro("packed_bytes", &kt::MoeLayer::packed_bytes)
       .def("stats",
            [](const kt::MoeLayer& layer) {

@@ -16,6 +16,7 @@
 #include "../sys/topology.h"
 #include "bind.h"
 #include "kt/kernel_table.h"
+#include "tables.h"
 
 namespace {
 
@@ -35,13 +36,6 @@ std::map<std::string, bool> feature_flags() {
   std::map<std::string, bool> flags;
   for (const auto& [name, bit] : names) flags[name] = (have & bit) != 0;
   return flags;
-}
-
-std::vector<std::string> usable_tables() {
-  std::vector<std::string> names;
-  for (auto t = kt::kKernelTables; *t; ++t)
-    if (((*t)->features & ~kt::sys::cpu_features()) == 0) names.emplace_back((*t)->name);
-  return names;
 }
 
 auto all_kernels() {

@@ -1,5 +1,7 @@
-// The Python extension. Private API: src/kt_kernel checks what users pass before it comes here;
-// tensors cross as addresses, so that a call costs no conversions.
+// The Python extension. Private API, but every entry checks its arguments: a wrong one raises
+// ValueError or TypeError (tests/kernels/test_entries.py calls them all). Where a call must cost no
+// conversions, tensors cross as addresses, of which no more can be checked than that they are not
+// 0.
 #include "../sys/team.h"
 #include "bind.h"
 #include "kt/format.h"

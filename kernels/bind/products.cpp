@@ -9,109 +9,142 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <initializer_list>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../moe/form.h"
 #include "../moe/product.h"
 #include "../moe/product_bench.h"
 #include "../ref/moe_reference.h"
 #include "../stream/split.h"
+#include "../sys/need.h"
+#include "../sys/task_queue.h"
 #include "bind.h"
 #include "sources.h"
 #include "tables.h"
 
 namespace {
 
-using Doubles = nb::ndarray<const double, nb::c_contig, nb::device::cpu>;
-using Longs = nb::ndarray<const int64_t, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Longs = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <int n>
+using Doubles = nb::ndarray<const double, nb::ndim<n>, nb::c_contig, nb::device::cpu>;
 
-const double* data_or_null(const std::optional<Doubles>& a) { return a ? a->data() : nullptr; }
+// An array that owns its memory.
+template <class T> auto make_array(std::initializer_list<size_t> shape) {
+  size_t size = 1;
+  for (size_t n : shape) size *= n;
+  T* const data = new T[std::max<size_t>(1, size)];
+  const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+  return nb::ndarray<nb::numpy, T>(data, shape, owner);
+}
 
-auto reference_forward(Doubles x, Longs ids, Doubles weights, Doubles gate, Doubles up,
-                       Doubles down, int activation_format, const std::vector<bool>& skip,
-                       std::optional<Doubles> gate_bias, std::optional<Doubles> up_bias,
-                       std::optional<Doubles> down_bias, double swiglu_limit, double swiglu_alpha) {
+template <class Array>
+void need_shape(const char* name, const Array& a, std::vector<size_t> shape) {
+  bool same = a.ndim() == shape.size();
+  std::string given, needed;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    same = same && a.shape(i) == shape[i];
+    given += (i ? ", " : "") + std::to_string(a.shape(i));
+    needed += (i ? ", " : "") + std::to_string(shape[i]);
+  }
+  kt::need(same, std::string(name) + " is [" + given + "]; [" + needed + "] is needed");
+}
+
+template <class Array>
+auto data_or_null(const char* name, const std::optional<Array>& a, std::vector<size_t> shape) {
+  if (a) need_shape(name, *a, std::move(shape));
+  return a ? a->data() : nullptr;
+}
+
+auto reference_forward(const Doubles<2>& x, const Longs& ids, const Doubles<2>& weights,
+                       const Doubles<3>& gate, const Doubles<3>& up, const Doubles<3>& down,
+                       int activation_format, const std::vector<bool>& skip,
+                       const std::optional<Doubles<2>>& gate_bias,
+                       const std::optional<Doubles<2>>& up_bias,
+                       const std::optional<Doubles<2>>& down_bias, double swiglu_limit,
+                       double swiglu_alpha) {
+  const size_t tokens = x.shape(0), hidden = x.shape(1), top_k = ids.shape(1);
+  const size_t experts = gate.shape(0), inter = gate.shape(1);
+  need_shape("ids", ids, {tokens, top_k});
+  need_shape("weights", weights, {tokens, top_k});
+  need_shape("gate", gate, {experts, inter, hidden});
+  need_shape("up", up, {experts, inter, hidden});
+  need_shape("down", down, {experts, hidden, inter});
+  kt::need(skip.size() == experts, "skip has " + std::to_string(skip.size()) + " values; " +
+                                       std::to_string(experts) + " are needed");
   kt::MoeReference r;
-  r.tokens = int64_t(x.shape(0));
-  r.hidden_size = int64_t(x.shape(1));
-  r.top_k = int64_t(ids.shape(1));
-  r.num_experts = int64_t(gate.shape(0));
-  r.intermediate_size = int64_t(gate.shape(1));
+  r.tokens = int64_t(tokens);
+  r.hidden_size = int64_t(hidden);
+  r.top_k = int64_t(top_k);
+  r.num_experts = int64_t(experts);
+  r.intermediate_size = int64_t(inter);
   r.x = x.data();
   r.ids = ids.data();
   r.weights = weights.data();
   r.gate = gate.data();
   r.up = up.data();
   r.down = down.data();
-  r.gate_bias = data_or_null(gate_bias);
-  r.up_bias = data_or_null(up_bias);
-  r.down_bias = data_or_null(down_bias);
+  r.gate_bias = data_or_null("gate_bias", gate_bias, {experts, inter});
+  r.up_bias = data_or_null("up_bias", up_bias, {experts, inter});
+  r.down_bias = data_or_null("down_bias", down_bias, {experts, hidden});
   r.activation = kt::ActivationFormat(activation_format);
   const auto skipped = std::make_unique<bool[]>(skip.size());
   std::copy(skip.begin(), skip.end(), skipped.get());
   r.skip = skipped.get();
   r.swiglu_limit = swiglu_limit;
   r.swiglu_alpha = swiglu_alpha;
-  auto* y = new double[size_t(std::max<int64_t>(1, r.tokens * r.hidden_size))];
-  nb::capsule owner(y, [](void* p) noexcept { delete[] static_cast<double*>(p); });
-  {
-    const nb::gil_scoped_release unlocked;
-    kt::moe_reference(r, y);
-  }
-  return nb::ndarray<nb::numpy, double>(y, {size_t(r.tokens), size_t(r.hidden_size)}, owner);
+  auto y = make_array<double>({tokens, hidden});
+  const nb::gil_scoped_release unlocked;
+  kt::moe_reference(r, y.data());
+  return y;
 }
-
-using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 auto run_product(const std::string& table, bool gemm, const kt::MatrixLayout& layout,
-                 const kt::WeightSource& w, Floats x) {
-  const auto rows = x.shape(0);
-  const auto columns = size_t(layout.tiles() * kt::kTileRows);
-  auto* out = new float[std::max<size_t>(1, rows * columns)];
-  nb::capsule owner(out, [](void* p) noexcept { delete[] static_cast<float*>(p); });
-  {
-    const nb::gil_scoped_release unlocked;
-    kt::single_product(*find_table(table), gemm, layout, w, x.data(), int64_t(rows), out);
-  }
-  return nb::ndarray<nb::numpy, float>(out, {rows, columns}, owner);
+                 const kt::WeightSource& w, const Floats& x) {
+  const kt::KernelTable& kernels = *find_table(table);
+  auto out = make_array<float>({x.shape(0), size_t(layout.tiles() * kt::kTileRows)});
+  const nb::gil_scoped_release unlocked;
+  kt::single_product(kernels, gemm, layout, w, x.data(), int64_t(x.shape(0)), out.data());
+  return out;
 }
 
-auto product(const std::string& table, bool gemm, int format, int group_size, Floats w, Floats x) {
-  if (w.shape(1) != x.shape(1)) throw std::invalid_argument("w and x need the same columns");
-  const kt::MatrixLayout layout{kt::WeightFormat(format), int64_t(w.shape(0)), int64_t(w.shape(1)),
-                                group_size};
+kt::MatrixLayout layout_of(int format, int group_size, int scale_type, int64_t n, int64_t k) {
+  return kt::checked_layout({kt::WeightFormat(format), group_size, kt::ScaleType(scale_type)}, n,
+                            k);
+}
+
+auto product(const std::string& table, bool gemm, int format, int group_size, const Floats& w,
+             const Floats& x) {
+  need_shape("x", x, {x.shape(0), w.shape(1)});
+  const auto layout = layout_of(format, group_size, 0, int64_t(w.shape(0)), int64_t(w.shape(1)));
   return run_product(table, gemm, layout, {w.data(), kt::DType::kFP32}, x);
 }
 
 auto product_quantised(const std::string& table, bool gemm, int format, int group_size,
-                       int scale_type, int64_t n, const Source& w, Floats x) {
-  const kt::MatrixLayout layout{kt::WeightFormat(format), n, int64_t(x.shape(1)), group_size,
-                                kt::ScaleType(scale_type)};
-  return run_product(table, gemm, layout, quantised(w), x);
+                       int scale_type, int64_t n, const Source& w, const Floats& x) {
+  const auto layout = layout_of(format, group_size, scale_type, n, int64_t(x.shape(1)));
+  return run_product(table, gemm, layout, source(w, -1), x);
 }
 
 auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, const Source& w,
           int dtype, bool scale_search) {
-  const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
-                                kt::ScaleType(scale_type)};
-  kt::MatrixSource whole{source(layout.format, w, dtype), k, 0, 0};
-  whole.weights.search = scale_search;
-  auto* tiles = static_cast<uint8_t*>(std::aligned_alloc(64, size_t(layout.bytes())));
-  nb::capsule owner(tiles, [](void* p) noexcept { std::free(p); });
+  const auto layout = layout_of(format, group_size, scale_type, n, k);
+  kt::WeightSource weights = source(layout.format, w, dtype);
+  weights.search = scale_search;
+  auto packed = std::make_unique<kt::sys::Mapping>();
   {
     const nb::gil_scoped_release unlocked;
-    std::vector<float> scratch(size_t(kt::pack_scratch(layout, whole.weights)));
-    for (int64_t tile = 0, row = 0; tile < layout.tiles(); ++tile)
-      if (const auto error = kt::pack_tile(layout, whole, tile, scratch.data(),
-                                           tiles + tile * layout.tile_bytes(), &row);
-          error != kt::PackError::kNone)
-        throw std::invalid_argument("row " + std::to_string(row) + ": " + kt::describe(error));
+    *packed = kt::pack_whole(layout, weights);
   }
+  uint8_t* const tiles = packed->data();
+  const nb::capsule owner(packed.get(),
+                          [](void* p) noexcept { delete static_cast<kt::sys::Mapping*>(p); });
+  packed.release();
   return nb::ndarray<nb::numpy, uint8_t>(
       tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())}, owner);
 }
@@ -121,48 +154,38 @@ std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Te
                                                      int format, int group_size, int scale_type,
                                                      int64_t n, int64_t k, const Source& w,
                                                      int64_t bytes) {
-  const kt::MatrixLayout layout{kt::WeightFormat(format), n, k, group_size,
-                                kt::ScaleType(scale_type)};
+  const auto layout = layout_of(format, group_size, scale_type, n, k);
   return make_unlocked<kt::ProductBench>(std::move(team), find_table(table), gemm, layout,
                                          source(layout.format, w, int(kt::DType::kFP32)), bytes);
 }
 
-using Ids = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Weights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-auto split_deferred(Ids ids, Weights weights, int64_t protected_k, int64_t num_experts) {
-  const size_t tokens = ids.shape(0), top_k = ids.shape(1), routes = tokens * top_k;
-  if (weights.shape(0) != tokens || weights.shape(1) != top_k)
-    throw std::invalid_argument("ids and weights must both be [T, k]");
-  if (num_experts < 1) throw std::invalid_argument("num_experts must be positive");
-  const auto make = [&](int64_t* data) {
-    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
-    return nb::ndarray<nb::numpy, int64_t>(data, {tokens, top_k}, owner);
-  };
-  auto* const immediate = new int64_t[routes + 1];
-  const auto first = make(immediate);
-  auto* const deferred = new int64_t[routes + 1];
-  const auto second = make(deferred);
-  {
-    const nb::gil_scoped_release unlocked;
-    std::copy_n(ids.data(), routes, immediate);
-    kt::DeferredSplit(num_experts, int64_t(top_k))
-        .run(weights.data(), int64_t(tokens), protected_k, immediate, deferred);
-  }
-  return std::pair(first, second);
+auto split_deferred(const Longs& ids, const Floats& weights, int64_t protected_k,
+                    int64_t num_experts) {
+  const size_t tokens = ids.shape(0), top_k = ids.shape(1);
+  need_shape("weights", weights, {tokens, top_k});
+  kt::need_in_range("top_k", int64_t(top_k), 0, kt::kMaxTopK);
+  kt::need_in_range("num_experts", num_experts, 1, kt::sys::kMaxTasks);
+  auto immediate = make_array<int64_t>({tokens, top_k});
+  auto deferred = make_array<int64_t>({tokens, top_k});
+  const nb::gil_scoped_release unlocked;
+  std::copy_n(ids.data(), tokens * top_k, immediate.data());
+  kt::DeferredSplit(num_experts, int64_t(top_k))
+      .run(weights.data(), int64_t(tokens), protected_k, immediate.data(), deferred.data());
+  return std::pair(std::move(immediate), std::move(deferred));
 }
 
 }  // namespace
 
 void bind_products(nb::module_& m) {
-  nb::class_<kt::ProductBench>(m, "ProductBench",
-                               "Times one kernel (benchmarks). Dense weights are float32.")
+  nb::class_<kt::ProductBench>(
+      m, "ProductBench",
+      "Times one kernel (benchmarks). Dense weights are float32. Of the addresses "
+      "in w no more can be checked than that data is not 0.")
       .def(nb::new_(&make_product_bench), "team"_a, nb::kw_only(), "table"_a, "gemm"_a, "format"_a,
            "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a, "bytes"_a, Unlocked())
       .def("set_rows",
-           [](kt::ProductBench& bench, Floats x) {
-             if (int64_t(x.shape(1)) != bench.columns())
-               throw std::invalid_argument("x needs the columns of the matrix");
+           [](kt::ProductBench& bench, const Floats& x) {
+             need_shape("x", x, {x.shape(0), size_t(bench.columns())});
              const nb::gil_scoped_release unlocked;
              bench.set_rows(x.data(), int64_t(x.shape(0)));
            })
@@ -172,17 +195,12 @@ void bind_products(nb::module_& m) {
 
   m.def("product_quantised", product_quantised, "table"_a, "gemm"_a, "format"_a, "group_size"_a,
         "scale_type"_a, "n"_a, "w"_a, "x"_a,
-        "The same for quantised weights, (data, scale, zero, global) (tests).");
+        "The same for quantised weights, (data, scale, zero, global) (tests). Of an address no "
+        "more can be checked than that data is not 0.");
   m.def(
       "packed_shape",
       [](int format, int group_size, int scale_type, int64_t n, int64_t k) {
-        const kt::MatrixForm form{kt::WeightFormat(format), group_size, kt::ScaleType(scale_type)};
-        kt::check_form(form, k, "");
-        if (std::min(n, k) < 1 || std::max(n, k) > kt::kMaxColumns)
-          throw std::invalid_argument("matrix [" + std::to_string(n) + ", " + std::to_string(k) +
-                                      "]; 1 to " + std::to_string(kt::kMaxColumns) +
-                                      " rows and columns are accepted");
-        const kt::MatrixLayout layout = form.layout(n, k);
+        const auto layout = layout_of(format, group_size, scale_type, n, k);
         return std::pair(layout.tiles(), layout.tile_bytes());
       },
       "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a,
@@ -190,7 +208,8 @@ void bind_products(nb::module_& m) {
   m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
         "dtype"_a = 2, "scale_search"_a = false,
         "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "
-        "dense ones of `dtype`, whose scale is 0 (tests).");
+        "dense ones of `dtype`, whose scale is 0 (tests). Of an address no more can be checked "
+        "than that data is not 0.");
   m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
         "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,

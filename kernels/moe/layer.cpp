@@ -1,6 +1,8 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -42,25 +44,55 @@ std::vector<PoolPart> split_pools(const sys::Team& team, const LayerConfig& c, i
   return parts;
 }
 
+// Tasks of a chunk are numbered (kernels/sys/task_queue.h). All sizes are in range.
+void check_tasks(const LayerConfig& c) {
+  const int64_t pairs = c.max_tokens * c.top_k;
+  const int64_t tiles = ceil_div(std::max(c.hidden_size, c.intermediate_size), kTileRows);
+  need(pairs <= sys::kMaxTasks &&
+           std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
+       "max_tokens " + std::to_string(c.max_tokens) + ": more than " +
+           std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
+}
+
 void check(const sys::Team& team, const LayerConfig& c) {
   need(team.pools() <= kMaxPools, std::to_string(team.pools()) + " pools; at most " +
                                       std::to_string(kMaxPools) + " are supported");
-  need(c.num_experts >= 1 && c.top_k >= 1 && c.max_tokens >= 1,
-       "num_experts, top_k and max_tokens must be positive");
-  for (int64_t size : {c.hidden_size, c.intermediate_size})
-    need(size >= 1 && size <= kMaxColumns, "hidden or intermediate size " + std::to_string(size) +
-                                               "; 1 to " + std::to_string(kMaxColumns) +
-                                               " is accepted");
+  need(c.num_experts >= 1, "num_experts " + std::to_string(c.num_experts) + "; must be positive");
+  need(int64_t(c.on_cpu.size()) == c.num_experts,
+       "on_cpu needs one entry per expert: it has " + std::to_string(c.on_cpu.size()) +
+           ", num_experts is " + std::to_string(c.num_experts));
+  need_in_range("top_k", c.top_k, 1, kMaxTopK);
+  need_in_range("max_tokens", c.max_tokens, 1, sys::kMaxTasks);
+  need_in_range("hidden size", c.hidden_size, 1, kMaxColumns);
+  need_in_range("intermediate size", c.intermediate_size, 1, kMaxColumns);
   for (int m = 0; m < kMatrices; ++m)
     check_form(c.forms[m], m == kDown ? c.intermediate_size : c.hidden_size,
                kMatrixNames[m] + std::string(": "));
-  need(int64_t(c.on_cpu.size()) == c.num_experts, "on_cpu needs one entry per expert");
+  need(c.activation.limit >= 0 && std::isfinite(c.activation.limit),
+       "swiglu_limit " + std::to_string(c.activation.limit) + "; 0 or more is accepted");
+  need(std::isfinite(c.activation.alpha),
+       "swiglu_alpha " + std::to_string(c.activation.alpha) + "; a finite one is accepted");
+  need_in_range("kind", int(c.kind), 0, int(KernelKind::kTile));
   const LayerTuning& t = c.tuning;
-  for (int64_t rows : t.gemm_min_rows) need(rows >= 0, "gemm_min_rows: 0 or more");
-  need(t.task_bytes >= 0, "task_bytes: 0 or more");
+  for (int64_t rows : t.gemm_min_rows)
+    need(rows >= 0, "gemm_min_rows " + std::to_string(rows) + "; 0 or more is accepted");
+  need(t.task_bytes >= 0, "task_bytes " + std::to_string(t.task_bytes) + "; 0 or more is accepted");
   need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
        "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
            std::to_string(kRowBlock) + " are accepted");
+  check_tasks(c);
+}
+
+void check_order(const int32_t* order, int64_t columns, const std::string& where) {
+  std::vector<uint8_t> seen(static_cast<size_t>(columns));
+  for (int64_t i = 0; i < columns; ++i) {
+    const int64_t column = order[i];
+    need(column >= 0 && column < columns && !seen[size_t(column)],
+         where + ": column " + std::to_string(i) + " of the source is column " +
+             std::to_string(column) + " of the matrix; a permutation of 0 to " +
+             std::to_string(columns - 1) + " is needed");
+    seen[size_t(column)] = 1;
+  }
 }
 
 void need_matrix(int matrix) {
@@ -90,33 +122,19 @@ class Unloaded {
   std::vector<uint8_t> then_;
 };
 
-// Tasks of a chunk are numbered (kernels/sys/task_queue.h).
-void check_tasks(const LayerConfig& c) {
-  const int64_t pairs = c.max_tokens * c.top_k;
-  const int64_t tiles = ceil_div(std::max(c.hidden_size, c.intermediate_size), kTileRows);
-  need(pairs <= sys::kMaxTasks &&
-           std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
-       "max_tokens " + std::to_string(c.max_tokens) + ": more than " +
-           std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
+// Called for every batch: the messages are not made where nothing is wrong.
+void check_pass(const ForwardArgs& a) {
+  constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
+  if (a.tokens < 0 || a.tokens > kMaxTokens) need_in_range("tokens", a.tokens, 0, kMaxTokens);
+  if (uint32_t(a.dtype) > uint32_t(DType::kFP32)) need_dtype("dtype", a.dtype);
+  if (!a.tokens) return;
+  if (!a.out && !a.partial)
+    throw std::invalid_argument("a forward pass needs an output: out and partial are address 0");
+  if (!a.x || !a.ids || !a.weights)
+    throw std::invalid_argument("x, ids and weights are needed: at least one is address 0");
 }
 
 }  // namespace
-
-void check_form(const MatrixForm& form, int64_t columns, const std::string& where) {
-  need(int(form.format) >= 0 && int(form.format) < kFormatCount,
-       where + "unknown weight format " + std::to_string(int(form.format)));
-  const MatrixLayout any = form.layout(1, 1);
-  if (any.has_group())
-    need(form.group >= 32 && form.group % 32 == 0,
-         where + "group size " + std::to_string(form.group) + " must be a multiple of 32");
-  else
-    need(form.group == 0, where + "this weight format has no groups");
-  need(int(form.scale) >= 0 && int(form.scale) <= int(ScaleType::kFP32),
-       where + "unknown scale type " + std::to_string(int(form.scale)));
-  need(columns % any.column_unit() == 0, where + std::to_string(columns) +
-                                             " columns; this weight format needs a multiple of " +
-                                             std::to_string(any.column_unit()));
-}
 
 void OrderTable::resize(int64_t experts, int64_t hidden) {
   width = hidden;
@@ -175,7 +193,6 @@ MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
   s.order.resize(s.held, c.hidden_size);
   s.workspace = workspace_for(
       team_, {c.max_tokens, c.top_k, c.num_experts, c.hidden_size, c.intermediate_size});
-  check_tasks(c);
 }
 
 void MoeLayer::need_slot(int64_t slot) const {
@@ -190,6 +207,12 @@ void MoeLayer::load(const std::vector<SlotSource>& experts) {
     uint8_t& twice = named[size_t(expert.slot)];
     need(!twice, "expert slot " + std::to_string(expert.slot) + " is named twice");
     twice = 1;
+    const std::string where = "expert slot " + std::to_string(expert.slot);
+    for (int m = 0; m < kMatrices; ++m)
+      check_source(expert.source.weights[m], where + ", " + kMatrixNames[m]);
+    for (Matrix m : {kGate, kUp})
+      if (const int32_t* order = expert.source.order[m])
+        check_order(order, config().hidden_size, where + ", " + kMatrixNames[m]);
   }
   const auto job = std::make_shared<PackJob>(state_, experts, *team_);
   Unloaded meanwhile(state_->loaded, experts);
@@ -202,6 +225,9 @@ void MoeLayer::load(const std::vector<SlotSource>& experts) {
 void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
                            const ByMatrix<const float*>& bias) {
   need_slot(slot);
+  for (int m = 0; m < kMatrices; ++m)
+    need(tiles[m] != nullptr,
+         std::string(kMatrixNames[m]) + ": address 0; packed tiles are needed");
   const auto job = std::make_shared<PackedLoad>(state_, slot, tiles, bias, team_->threads());
   state_->loaded[size_t(slot)] = 0;
   team_->submit(job);
@@ -214,6 +240,7 @@ void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
 void MoeLayer::save_packed(int64_t slot, int matrix, uint8_t* dst) const {
   need_slot(slot);
   need_matrix(matrix);
+  need(dst != nullptr, "dst is address 0; room for the packed tiles is needed");
   need(!state_->order.present[size_t(state_->position[size_t(slot)])],
        "expert slot " + std::to_string(slot) +
            ": its columns are in another order (act-order), which packed weights cannot tell");
@@ -223,8 +250,7 @@ void MoeLayer::save_packed(int64_t slot, int matrix, uint8_t* dst) const {
 }
 
 std::shared_ptr<sys::Job> MoeLayer::submit(const ForwardArgs& args) {
-  need(args.tokens >= 0 && (args.tokens == 0 || args.out || args.partial),
-       "a forward pass needs an output");
+  check_pass(args);
   auto job = std::make_shared<ForwardJob>(state_, args);
   team_->submit(job);
   return job;
@@ -233,6 +259,7 @@ std::shared_ptr<sys::Job> MoeLayer::submit(const ForwardArgs& args) {
 void MoeLayer::unpack(int64_t slot, int matrix, float* dst) const {
   need_slot(slot);
   need_matrix(matrix);
+  need(dst != nullptr, "dst is address 0; room for the weights is needed");
   const LayerConfig& c = config();
   for (int p = 0; p < team_->pools(); ++p) {
     const PoolPart& part = state_->pools[size_t(p)];

@@ -9,6 +9,7 @@
 #include "../pack/pack.h"
 #include "../sys/numa_memory.h"
 #include "../sys/team.h"
+#include "form.h"
 #include "kt/kernel_table.h"
 #include "timings.h"
 #include "workspace.h"
@@ -24,21 +25,6 @@ struct LayerTuning {
   int64_t row_block = 0;   // rows per kernel call, a multiple of 32 up to kRowBlock; kRowBlock
   int64_t task_bytes = 0;  // weights that a thread takes at a time in decode; kTaskBytes
 };
-
-// How one matrix of the experts is stored.
-struct MatrixForm {
-  WeightFormat format;
-  int group;        // columns per scale of kInt4Group and kInt4Zero, else 0
-  ScaleType scale;  // of the same two
-
-  MatrixLayout layout(int64_t rows, int64_t cols) const {
-    return {format, rows, cols, group, scale};
-  }
-};
-
-// Throws std::invalid_argument, which begins with `where`, for a form that does not exist, or whose
-// blocks do not divide so many columns.
-void check_form(const MatrixForm& form, int64_t columns, const std::string& where);
 
 struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;

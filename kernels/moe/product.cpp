@@ -4,16 +4,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "form.h"
 #include "workspace.h"
 
 namespace kt {
 
 const ProductKernel& kernel_of(const KernelTable& table, bool gemm, const MatrixLayout& layout) {
-  const int64_t k = layout.cols;
-  if (int(layout.format) < 0 || int(layout.format) >= kFormatCount || layout.rows < 1 || k < 1 ||
-      k > kMaxColumns || layout.has_group() != (layout.group > 0) || layout.group % 32 ||
-      k % layout.column_unit())
-    throw std::invalid_argument("no such product");
   const FormatKernels& kernels = table.format[int(layout.format)];
   return gemm ? kernels.gemm : kernels.gemv;
 }
@@ -40,20 +36,21 @@ OperandRows operand_rows(const KernelTable& table, const ProductKernel& kernel,
 }
 
 sys::Mapping pack_whole(const MatrixLayout& layout, const WeightSource& w) {
+  check_source(w, "w");
   const MatrixSource source{w, layout.cols, 0, 0};
   sys::Mapping packed{size_t(layout.bytes())};
   std::vector<float> scratch(size_t(pack_scratch(layout, w)));
   for (int64_t tile = 0, bad_row = 0; tile < layout.tiles(); ++tile)
-    if (pack_tile(layout, source, tile, scratch.data(), packed.data() + tile * layout.tile_bytes(),
-                  &bad_row) != PackError::kNone)
-      throw std::invalid_argument("row " + std::to_string(bad_row) + " cannot be packed");
+    if (const PackError error = pack_tile(layout, source, tile, scratch.data(),
+                                          packed.data() + tile * layout.tile_bytes(), &bad_row);
+        error != PackError::kNone)
+      throw std::invalid_argument("row " + std::to_string(bad_row) + ": " + describe(error));
   return packed;
 }
 
 void single_product(const KernelTable& table, bool gemm, const MatrixLayout& layout,
                     const WeightSource& w, const float* x, int64_t m, float* out) {
   const ProductKernel& kernel = kernel_of(table, gemm, layout);
-  if (m < 0) throw std::invalid_argument("no such product");
   const OperandRows a = operand_rows(table, kernel, layout, x, m);
   const sys::Mapping packed = pack_whole(layout, w);
   std::vector<float> tile_out(size_t((m + kRowSlack) * kTileRows));

@@ -10,13 +10,15 @@
 
 namespace kt {
 
+// Layouts are those of checked_layout (form.h).
+
 // out[r * ceil32(n) + c] = sum_k X[r,k] * W[c,k] for X [m, k] in row-major float32 and W as
 // `layout` says, packed from its source. Throws std::invalid_argument for weights the format cannot
 // hold.
 void single_product(const KernelTable& table, bool gemm, const MatrixLayout& layout,
                     const WeightSource& w, const float* x, int64_t m, float* out);
 
-// The table's kernel for a layout. Throws std::invalid_argument for a layout that cannot be.
+// The table's kernel for a layout.
 const ProductKernel& kernel_of(const KernelTable& table, bool gemm, const MatrixLayout& layout);
 
 // X [m, k] as the A operand that a kernel wants, with the slack that it may touch.

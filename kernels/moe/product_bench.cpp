@@ -3,14 +3,25 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <stdexcept>
+#include <limits>
 #include <utility>
 
+#include "../sys/need.h"
+#include "form.h"
 #include "workspace.h"
 
 namespace kt {
 
 using Clock = std::chrono::steady_clock;
+
+namespace {
+
+int64_t checked_bytes(int64_t bytes) {
+  need_in_range("bytes", bytes, 1, int64_t{1} << 44);
+  return bytes;
+}
+
+}  // namespace
 
 class ProductBench::Fill : public sys::Job {
  public:
@@ -62,7 +73,8 @@ ProductBench::ProductBench(std::shared_ptr<sys::Team> team, const KernelTable* t
       table_(table),
       layout_(layout),
       kernel_(kernel_of(*table, gemm, layout)),
-      part_tiles_(std::max<int64_t>(1, ceil_div(bytes, team_->threads() * layout.tile_bytes()))),
+      part_tiles_(std::max<int64_t>(
+          1, ceil_div(checked_bytes(bytes), team_->threads() * layout.tile_bytes()))),
       memory_(size_t(team_->threads() * part_tiles_ * layout.tile_bytes())),
       next_(size_t(team_->threads())) {
   const sys::Mapping packed = pack_whole(layout, weights);
@@ -74,13 +86,14 @@ ProductBench::ProductBench(std::shared_ptr<sys::Team> team, const KernelTable* t
 }
 
 void ProductBench::set_rows(const float* x, int64_t m) {
-  if (m < 1) throw std::invalid_argument("at least one row is needed");
+  need(m >= 1, "0 rows; 1 or more are accepted");
   rows_ = operand_rows(*table_, kernel_, layout_, x, m);
   m_ = m;
 }
 
 double ProductBench::run(int64_t tiles) {
-  if (!m_ || tiles < 1) throw std::invalid_argument("set_rows first; tiles must be positive");
+  need(m_ > 0, "set_rows must be called before run");
+  need_in_range("tiles", tiles, 1, std::numeric_limits<int32_t>::max());
   const auto job = std::make_shared<Run>(*this, tiles);
   team_->submit(job);
   job->wait();

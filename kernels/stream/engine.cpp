@@ -107,7 +107,11 @@ int64_t StreamEngine::pending() const {
   return poller().progress().pending.load(std::memory_order_acquire);
 }
 
-bool StreamEngine::drain(double timeout) { return poller().drain(nanoseconds(timeout)); }
+bool StreamEngine::drain(double timeout) {
+  need(timeout >= 0,  // not NaN
+       "timeout " + std::to_string(timeout) + " s; 0 or more is accepted");
+  return poller().drain(nanoseconds(timeout));
+}
 void StreamEngine::stop() { poller().stop(); }
 void StreamEngine::wake() { poller().wake(); }
 

@@ -283,27 +283,27 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
   StreamSide& side = *slot.side;
   StreamSide::Private& priv = side.priv;
   const int64_t tokens = entry.tokens, routes = tokens * side.top_k();
-  std::copy_n(side.ids(), routes, priv.immediate.data());
-  std::copy_n(side.weights(), routes, priv.weights.data());
+  std::copy_n(side.ids(), routes, priv.immediate.get());
+  std::copy_n(side.weights(), routes, priv.weights.get());
   const bool defers = slot.protected_k < side.top_k();
   if (defers)
-    slot.split.run(priv.weights.data(), tokens, slot.protected_k, priv.immediate.data(),
-                   priv.deferred.data());
-  if (!carry.side && !holds_any(layer, priv.immediate.data(), routes)) {
+    slot.split.run(priv.weights.get(), tokens, slot.protected_k, priv.immediate.get(),
+                   priv.deferred.get());
+  if (!carry.side && !holds_any(layer, priv.immediate.get(), routes)) {
     side.zero_out(tokens);
     ring(side, entry.number, *progress_, priv.record.get());
     stats_.empty.fetch_add(1, std::memory_order_relaxed);
     if (defers)
-      defer(entry, layer,
-            {side.x(), side.dtype(), tokens, nullptr, priv.weights.data(), nullptr, nullptr,
-             nullptr});
+      defer(
+          entry, layer,
+          {side.x(), side.dtype(), tokens, nullptr, priv.weights.get(), nullptr, nullptr, nullptr});
     return;
   }
   const ForwardArgs args{side.x(),
                          side.dtype(),
                          tokens,
-                         priv.immediate.data(),
-                         priv.weights.data(),
+                         priv.immediate.get(),
+                         priv.weights.get(),
                          side.out(),
                          carry.side ? carry.side->partial() : nullptr,
                          nullptr};
@@ -321,9 +321,9 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
 // Queues what the next layer is to add, if the CPU holds any of it. The GPU does not wait for this.
 void StreamPoller::defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) noexcept {
   StreamSlot& slot = entry.slot;
-  const std::vector<int64_t>& ids = slot.side->priv.deferred;
-  if (!holds_any(layer, ids.data(), entry.tokens * slot.side->top_k())) return;
-  args.ids = ids.data();
+  const int64_t* const ids = slot.side->priv.deferred.get();
+  if (!holds_any(layer, ids, entry.tokens * slot.side->top_k())) return;
+  args.ids = ids;
   args.out = nullptr;
   args.add = nullptr;
   args.partial = slot.side->partial();

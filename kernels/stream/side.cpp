@@ -4,30 +4,23 @@
 #include <limits>
 #include <string>
 
-#include "../sys/need.h"
+#include "../moe/form.h"
 #include "kt/format.h"
 
 namespace kt {
 namespace {
 
 constexpr int64_t kAlign = 64;
-constexpr int64_t kMaxTopK = 1 << 16;
-
-void check(const char* name, int64_t value, int64_t most) {
-  need(value >= 1 && value <= most, std::string(name) + " " + std::to_string(value) + "; 1 to " +
-                                        std::to_string(most) + " is accepted");
-}
 
 }  // namespace
 
 StreamSide::StreamSide(int64_t capacity, int64_t hidden, int64_t top_k, DType dtype,
                        bool with_partial)
     : capacity_(capacity), hidden_(hidden), top_k_(top_k), dtype_(dtype) {
-  check("capacity", capacity, std::numeric_limits<int32_t>::max());
-  check("hidden", hidden, kMaxColumns);
-  check("top_k", top_k, kMaxTopK);
-  need(int(dtype) >= 0 && int(dtype) <= int(DType::kFP32),
-       "unknown dtype " + std::to_string(int(dtype)));
+  need_in_range("capacity", capacity, 1, std::numeric_limits<int32_t>::max());
+  need_in_range("hidden", hidden, 1, kMaxColumns);
+  need_in_range("top_k", top_k, 1, kMaxTopK);
+  need_dtype("dtype", dtype);
   int64_t end = kAlign;
   const auto place = [&](int64_t bytes) {
     const int64_t begin = end;
@@ -44,9 +37,9 @@ StreamSide::StreamSide(int64_t capacity, int64_t hidden, int64_t top_k, DType dt
   if (with_partial) partial_ = place(capacity * hidden * int64_t(sizeof(float)));
   buffer_ = std::make_shared<HostBuffer>(end);
   const auto routes = size_t(capacity * top_k);
-  priv.immediate.resize(routes);
-  if (with_partial) priv.deferred.resize(routes);
-  priv.weights.resize(routes);
+  priv.immediate = std::make_unique_for_overwrite<int64_t[]>(routes);
+  if (with_partial) priv.deferred = std::make_unique_for_overwrite<int64_t[]>(routes);
+  priv.weights = std::make_unique_for_overwrite<float[]>(routes);
 }
 
 void StreamSide::zero_out(int64_t tokens) const {

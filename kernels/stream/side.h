@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "host_buffer.h"
 #include "kt/types.h"
@@ -77,9 +76,9 @@ class StreamSide : public std::enable_shared_from_this<StreamSide> {
 
   // What only the poller touches.
   struct Private {
-    // [capacity, k], read by the jobs while in_flight > 0.
-    std::vector<int64_t> immediate, deferred;
-    std::vector<float> weights;
+    // [capacity, k], read by the jobs while in_flight > 0. Untouched where batches are smaller.
+    std::unique_ptr<int64_t[]> immediate, deferred;
+    std::unique_ptr<float[]> weights;
     int in_flight = 0;                    // jobs submitted on this side that it has not seen done
     std::shared_ptr<TraceRecord> record;  // of the last entry; null where nothing is traced
   };

@@ -9,9 +9,9 @@
 #include <map>
 #include <memory>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 
+#include "sys/need.h"
 #include "sys/numa_memory.h"
 #include "sys/sysfs.h"
 #include "sys/team.h"
@@ -152,10 +152,9 @@ void run_on_team(const std::vector<Node>& nodes, int threads, std::shared_ptr<Jo
 }  // namespace
 
 std::vector<std::pair<int, double>> probe_read_bandwidth(int max_threads) {
-  if (max_threads < 1) {
-    throw std::invalid_argument("max_threads = " + std::to_string(max_threads) +
-                                "; expected 1 or more");
-  }
+  need(max_threads >= 1 && max_threads <= kMaxThreads,
+       "max_threads = " + std::to_string(max_threads) + "; 1 to " + std::to_string(kMaxThreads) +
+           " is accepted");
   std::vector<int> counts;
   for (int threads = 1; threads < max_threads; threads *= 2) counts.push_back(threads);
   counts.push_back(max_threads);

@@ -21,10 +21,25 @@ template <class F> void find(void* library, const std::string& name, const char*
   if (!f) throw std::runtime_error("the CUDA driver " + name + " has no " + symbol + ": " + why());
 }
 
-unsigned count(const char* name, int value, int least) {
-  need(value >= least, std::string(name) + " " + std::to_string(value) + "; " +
-                           std::to_string(least) + " or more is accepted");
+unsigned count(const char* name, int value, int least, int most) {
+  need(value >= least && value <= most, std::string(name) + " " + std::to_string(value) + "; " +
+                                            std::to_string(least) + " to " + std::to_string(most) +
+                                            " is accepted");
   return unsigned(value);
+}
+
+uint64_t checked_function(uint64_t function) {
+  need(function != 0, "function 0; a CUfunction is needed");
+  return function;
+}
+
+std::string checked_kinds(std::string kinds) {
+  need(kinds.size() <= KernelLaunch::kMaxParameters,
+       std::to_string(kinds.size()) + " parameters; at most " +
+           std::to_string(KernelLaunch::kMaxParameters) + " are supported");
+  need(kinds.find_first_not_of("pi") == std::string::npos,
+       "kinds \"" + kinds + "\"; p and i are accepted");
+  return kinds;
 }
 
 }  // namespace
@@ -54,7 +69,14 @@ bool CudaContext::capturing(uint64_t stream) const {
 }
 
 void CudaContext::wait(uint64_t stream, uint64_t address, uint32_t value) const {
+  check_address(address, false);
   within([&] { queue_wait(stream, address, value); });
+}
+
+void CudaContext::check_address(uint64_t address, bool or_zero) {
+  if (address % sizeof(uint32_t) || (!address && !or_zero))
+    throw std::invalid_argument("address " + std::to_string(address) +
+                                "; that of a 32-bit word is needed, a multiple of 4");
 }
 
 void CudaContext::launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
@@ -101,22 +123,21 @@ void CudaContext::check(const char* call, int result) const {
 
 KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std::string kinds,
                            const std::string& library)
-    : function_(function),
-      threads_(count("threads", threads, 1)),
-      shared_bytes_(count("shared_bytes", shared_bytes, 0)),
-      kinds_(std::move(kinds)),
-      context_(library) {
-  need(function != 0, "function 0; a CUfunction is needed");
-  need(kinds_.size() <= kMaxParameters, std::to_string(kinds_.size()) + " parameters; at most " +
-                                            std::to_string(kMaxParameters) + " are supported");
-  need(kinds_.find_first_not_of("pi") == std::string::npos,
-       "kinds \"" + kinds_ + "\"; p and i are accepted");
+    : function_(checked_function(function)),
+      threads_(count("threads", threads, 1, kMaxThreads)),
+      shared_bytes_(count("shared_bytes", shared_bytes, 0, kMaxSharedBytes)),
+      kinds_(checked_kinds(std::move(kinds))),
+      context_(library) {}
+
+void KernelLaunch::check_grid(int64_t grid) {
+  if (grid < 1 || grid > std::numeric_limits<int32_t>::max())
+    throw std::invalid_argument("a grid of " + std::to_string(grid) +
+                                " blocks; 1 to 2147483647 is accepted");
 }
 
 void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values,
                        uint64_t wait_address) const {
-  if (grid < 1 || grid > std::numeric_limits<int32_t>::max())
-    throw std::invalid_argument("a grid of " + std::to_string(grid) + " blocks");
+  check_grid(grid);
   void* parameters[kMaxParameters];
   for (size_t i = 0; i < kinds_.size(); ++i) parameters[i] = values + i;
   context_.launch(function_, unsigned(grid), threads_, shared_bytes_, stream, parameters,

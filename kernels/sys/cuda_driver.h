@@ -23,6 +23,9 @@ class CudaContext {
   // can read is `value`. Throws the same, also where the driver cannot.
   void wait(uint64_t stream, uint64_t address, uint32_t value) const;
 
+  // Throws std::invalid_argument for an address at which wait() cannot be.
+  static void check_address(uint64_t address, bool or_zero);
+
   // Queues `grid` blocks of a CUfunction on a stream. wait_address: unless it is 0, the stream
   // first waits for 1 there. Throws the same.
   void launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
@@ -53,11 +56,16 @@ class CudaContext {
 class KernelLaunch {
  public:
   static constexpr int kMaxParameters = 32;
+  static constexpr int kMaxThreads = 1024;  // of a block
+  static constexpr int kMaxSharedBytes = 1 << 20;
 
   // function: a CUfunction. kinds: one letter per parameter: 'p' a pointer (64 bits, unsigned), 'i'
   // int32. Throws std::invalid_argument, and what CudaContext does.
   KernelLaunch(uint64_t function, int threads, int shared_bytes, std::string kinds,
                const std::string& library = CudaContext::kDriver);
+
+  // Throws std::invalid_argument for a number of blocks that cannot be launched.
+  static void check_grid(int64_t grid);
 
   const std::string& kinds() const { return kinds_; }
 

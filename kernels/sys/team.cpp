@@ -19,6 +19,7 @@
 #include "sys/crowding.h"
 #include "sys/fork.h"
 #include "sys/futex.h"
+#include "sys/need.h"
 #include "sys/signals.h"
 #include "sys/topology.h"
 
@@ -373,13 +374,18 @@ void Job::wait() {
 }
 
 Team::Team(std::vector<PoolSpec> pools) : pools_(std::move(pools)) {
+  int64_t all = 0;
   for (const PoolSpec& pool : pools_) {
-    if (pool.threads < 0) {
-      throw std::invalid_argument("a pool of " + std::to_string(pool.threads) +
-                                  " threads; expected 0 or more");
-    }
+    need(pool.threads >= 0 && pool.threads <= kMaxThreads,
+         "a pool of " + std::to_string(pool.threads) + " threads; 0 to " +
+             std::to_string(kMaxThreads) + " is accepted");
+    need(pool.node >= -1 && pool.node <= kMaxNode, "a pool on node " + std::to_string(pool.node) +
+                                                       "; -1 (any) to " + std::to_string(kMaxNode) +
+                                                       " is accepted");
+    all += pool.threads;
   }
-  if (threads() == 0) throw std::invalid_argument("a team needs at least one thread");
+  need(all >= 1 && all <= kMaxThreads, "a team of " + std::to_string(all) + " threads; 1 to " +
+                                           std::to_string(kMaxThreads) + " is accepted");
 }
 
 Team::~Team() {

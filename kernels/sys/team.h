@@ -14,6 +14,9 @@ struct PoolSpec {
   int node;     // NUMA node whose CPUs the threads may use; -1, or one that is not there: any
 };
 
+constexpr int kMaxThreads = 4096;  // of a team
+constexpr int kMaxNode = 65535;
+
 // Threads that spin beside a team for whose jobs a GPU waits (Team::expect_until): who brings the
 // jobs, and who waits for what comes of them.
 constexpr int kBesideTeam = 2;
@@ -65,7 +68,8 @@ class Job {
 // its own at its first submit. The jobs that were pending at the fork are lost to it.
 class Team {
  public:
-  // Throws std::invalid_argument for a negative number of threads, or none in the whole team.
+  // Throws std::invalid_argument for a negative number of threads, none in the whole team or more
+  // than kMaxThreads, and for nodes that no machine has.
   explicit Team(std::vector<PoolSpec> pools);
   // Finishes the jobs submitted so far, then stops the threads. From any thread but its own
   // workers, which would wait for themselves (aborts).

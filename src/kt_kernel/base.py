@@ -398,11 +398,12 @@ class BaseMoEWrapper(WrapperArguments):
                     None if bias is None else in_order(on_cpu(bias, torch.float32), order)
                     for bias, order in zip(map(expert.get, BIASES), (rows, rows, None), strict=True)
                 ]
-                addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
                 if isinstance(gate, PackedMatrix):
-                    tiles = [matrix.tiles.ctypes.data for matrix in (gate, up, down)]
-                    core.load_packed(slot, *tiles, *addresses)
+                    tiles = [matrix.tiles for matrix in (gate, up, down)]
+                    arrays = [None if bias is None else bias.numpy() for bias in biases]
+                    core.load_packed(slot, *tiles, *arrays)
                     continue
+                addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
                 sources = [CoreSource(gate, rows), CoreSource(up, rows), CoreSource(down)]
                 kept.append((sources, biases))
                 given.append((

@@ -265,7 +265,7 @@ class Layer:
         for slot in range(self.experts):
             for matrix in range(3):
                 if self.slots[slot]:
-                    self.layer.unpack(slot, matrix, result[matrix][slot].ctypes.data)
+                    self.layer.unpack(slot, matrix, result[matrix][slot])
         return result
 
     def batch(self, tokens: int, seed: int = 1) -> tuple[Floats, Any, Floats]:

@@ -19,7 +19,7 @@ AVX2 = ("_C", "avx2")
 def unpack() -> Callable[[], object]:
     layer = Layer(AVX2, BF16, 0, 1, 1, 64, 2 * N, threads=(1,))
     w = np.empty((2 * N, 64), np.float32)
-    return lambda: [layer.layer.unpack(0, 0, w.ctypes.data) for _ in range(100)]
+    return lambda: [layer.layer.unpack(0, 0, w) for _ in range(100)]
 
 
 def pack() -> Callable[[], object]:

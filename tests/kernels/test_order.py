@@ -117,5 +117,5 @@ def test_packed_weights_cannot_tell_an_order() -> None:
     room = np.empty(core._C.packed_shape(*FORMATS[0].form, 64, 96), np.uint8)
     for slot in range(3):
         with pytest.raises(ValueError, match=rf"slot {slot}: its columns are in another order"):
-            layer.layer.save_packed(slot, 0, room.ctypes.data)
-    layer.layer.save_packed(3, 0, room.ctypes.data)
+            layer.layer.save_packed(slot, 0, room)
+    layer.layer.save_packed(3, 0, room)

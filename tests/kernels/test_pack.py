@@ -65,7 +65,7 @@ class QuantisedLayer:
     def unpacked(self) -> list[Any]:
         result = [np.full(m.shape, np.float32(7)) for m in self.matrices]
         for number, w in enumerate(result):
-            self.layer.unpack(1, number, w.ctypes.data)
+            self.layer.unpack(1, number, w)
         return [w.view(np.uint32) for w in result]
 
     def expected(self) -> list[Any]:

@@ -49,8 +49,14 @@ def run_sanitized(*arguments: object) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["test_products.py", "test_extremes.py", "test_accumulators.py", "test_pack.py",
-     "test_pack_golden.py"],
-)  # fmt: skip
+    [
+        "test_products.py",
+        "test_extremes.py",
+        "test_accumulators.py",
+        "test_pack.py",
+        "test_pack_golden.py",
+        "test_entries.py",
+    ],
+)
 def test_kernels_under_sanitizers(module: str) -> None:
     run_sanitized("-k", "_C_emul", HERE / module)

@@ -275,7 +275,7 @@ def test_watchdog_seconds(seconds: float) -> None:
     "given", [(0, 64, 2, 2), (8, 0, 2, 2), (8, 64, 0, 2), (8, 64, 2, 3), (2**31, 64, 2, 2)]
 )
 def test_sides_that_make_no_sense(given: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="accepted|unknown dtype"):
+    with pytest.raises(ValueError, match="accepted"):
         core().StreamSide(*given)
 
 

@@ -83,7 +83,7 @@ def unpacked(
 ) -> torch.Tensor:
     """The weights that a loaded layer holds, float32 [N, K]."""
     weights = torch.empty(tuple(shape), device="cpu")
-    layer._core.unpack(slot, MATRICES.index(matrix), weights.data_ptr())
+    layer._core.unpack(slot, MATRICES.index(matrix), weights.numpy())
     return weights
 
 

@@ -29,8 +29,8 @@ class PackedLayer:
 
     def read(self, expert: int, matrix: int, tiles: np.ndarray) -> None:
         """Copies the packed tiles of gate, up or down (0, 1, 2) to uint8 [tiles, tile bytes]."""
-        assert tiles.shape == self.spec.expert_shape(matrix) and tiles.flags.c_contiguous
-        self.core.save_packed(expert, matrix, tiles.ctypes.data)
+        assert tiles.shape == self.spec.expert_shape(matrix)
+        self.core.save_packed(expert, matrix, tiles)
 
 
 class PackedWriter:
