@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from .compiling import build_fake_driver
 from .core import SMALL_SWEEP, module
 from .entries.cases import cases, entries
 
@@ -19,13 +19,7 @@ MODULES = ["_C_emul"] if SMALL_SWEEP else ["_C", "_C_emul"]
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A library that stands in for the CUDA driver."""
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc to build the stand-in of the CUDA driver")
-    out = tmp_path_factory.mktemp("cuda") / "libfake.so"
-    source = ROOT / "tests" / "stream" / "fake_cuda.c"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", source, "-o", out], check=True)
-    return str(out)
+    return build_fake_driver(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -2,7 +2,7 @@
 
 KT_SANITIZED_MODULE names its file (`make test` builds it): the emulated module, so that the AVX-512
 and AMX sources are covered on every machine. Sweeps are smaller than usual (core.py,
-KT_SMALL_SWEEP). The thread team has its own runs, with ThreadSanitizer too, in test_sys.py.
+KT_SMALL_SWEEP). Threads have their own runs, with ThreadSanitizer too, in test_threads.py.
 """
 
 import os

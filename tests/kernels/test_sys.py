@@ -1,62 +1,22 @@
-"""kernels/sys: its C++ tests, plain and with sanitizers, and what it says of this machine."""
+"""What kernels/sys says of this machine (test_threads.py has its C++ tests)."""
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parents[2]
-SYS = REPO / "kernels" / "sys"
-CPP = Path(__file__).resolve().parent / "cpp"
+from .compiling import CPP, KERNELS, WARNINGS, build
 
-# No -m flags: nothing of kernels/sys may need more than plain x86-64.
-FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread", f"-I{REPO}/kernels"]
-TEAM_SOURCES = ["team.cpp", "fork.cpp", "topology.cpp", "sysfs.cpp"]
-BUILDS = {
-    "plain": ["-O2"],  # the others are at the level that compiles fast
-    "thread": ["-O1", "-g", "-fsanitize=thread"],
-    "address_undefined": ["-O0", "-g", "-fsanitize=address,undefined"],
-}
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the tests")
-
-
-def build(out: Path, sources: list[Path], flags: list[str]) -> Path:
-    """A program, or of one source its object if ``out`` says so."""
-    kind = ["-c"] if out.suffix == ".o" else []
-    command = ["g++", *FLAGS, *flags, *kind, *map(str, sources), "-o", str(out)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode and re.search(r"cannot find \S*lib(tsan|asan|ubsan)", result.stderr):
-        pytest.skip(f"{' '.join(flags)}: the sanitizer's library is not installed")
-    assert result.returncode == 0, result.stderr
-    return out
-
-
-@pytest.mark.parametrize("kind", BUILDS)
-def test_threads(tmp_path: Path, kind: str) -> None:
-    flags = BUILDS[kind]
-    shared = [build(tmp_path / f"{s}.o", [SYS / s], flags) for s in TEAM_SOURCES]
-    env = {
-        **os.environ,
-        # The tests fork a process with threads on purpose, and the child starts some.
-        "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1",
-        "UBSAN_OPTIONS": "halt_on_error=1",
-    }
-    for name in ("team_test", "task_queue_test"):
-        program = build(tmp_path / name, [CPP / f"{name}.cpp", *shared], flags)
-        result = subprocess.run([program], capture_output=True, text=True, timeout=300, env=env)
-        print(result.stdout)
-        assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"
+SYS = KERNELS / "sys"
 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sys") / "sys_probe"
     sources = sorted(p for p in SYS.glob("*.cpp") if not p.name.startswith("cuda"))
-    return build(out, [CPP / "sys_probe.cpp", *sources], ["-O0", "-fsanitize=undefined"])
+    return build(out, [CPP / "sys_probe.cpp", *sources], ["-O0", "-fsanitize=undefined", *WARNINGS])
 
 
 def ask(probe: Path, *args: object, topology: str | None = None) -> str:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
+from kernels.compiling import build_fake_driver
 
 from kt_kernel import _C
 
-HERE = Path(__file__).parent
 UINT3 = ctypes.c_uint * 3
 
 
@@ -27,12 +24,7 @@ class Last(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if shutil.which("gcc") is None:
-        pytest.skip("no gcc to build the stand-in of the driver")
-    out = tmp_path_factory.mktemp("cuda") / "libfake.so"
-    command = ["gcc", "-shared", "-fPIC", "-O1", str(HERE / "fake_cuda.c"), "-o", str(out)]
-    subprocess.run(command, check=True)
-    return str(out)
+    return build_fake_driver(tmp_path_factory.mktemp("cuda"))
 
 
 def state(fake: str, kinds: str) -> tuple[Last, Any]:
