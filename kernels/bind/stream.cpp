@@ -29,6 +29,8 @@ template <class T> uintptr_t address(const kt::HostBuffer& buffer, T* p) {
 void bind_stream(nb::module_& m) {
   using kt::HostBuffer, kt::StreamEngine, kt::StreamSide;
 
+  // Buffers and sides end wherever their last user does, perhaps on a thread of ours; that only
+  // unmaps memory.
   nb::class_<HostBuffer>(m, "HostBuffer",
                          "Zeroed memory for a GPU to be given access to: whoever registers it "
                          "keeps the object until it is unregistered. Children of a fork do not "
