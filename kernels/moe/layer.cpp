@@ -87,10 +87,11 @@ void check_order(const int32_t* order, int64_t columns, const std::string& where
   std::vector<uint8_t> seen(static_cast<size_t>(columns));
   for (int64_t i = 0; i < columns; ++i) {
     const int64_t column = order[i];
-    need(column >= 0 && column < columns && !seen[size_t(column)],
-         where + ": column " + std::to_string(i) + " of the source is column " +
-             std::to_string(column) + " of the matrix; a permutation of 0 to " +
-             std::to_string(columns - 1) + " is needed");
+    if (column < 0 || column >= columns || seen[size_t(column)])
+      throw std::invalid_argument(where + ": column " + std::to_string(i) +
+                                  " of the source is column " + std::to_string(column) +
+                                  " of the matrix; a permutation of 0 to " +
+                                  std::to_string(columns - 1) + " is needed");
     seen[size_t(column)] = 1;
   }
 }

@@ -141,7 +141,7 @@ def test_through_the_wrapper(case, pools):
         for slot in range(case.experts):
             wanted = expected(case, case.experts - 1 - slot, name)
             out = torch.empty(wanted.shape)
-            wrapper._core.unpack(slot, number, out.data_ptr())
+            wrapper._core.unpack(slot, number, out.numpy())
             np.testing.assert_array_equal(out.numpy(), wanted.astype(np.float32))
             stacks[-1].append(torch.from_numpy(wanted))
     torch.manual_seed(0)
@@ -227,7 +227,7 @@ def test_packed_anew_as_it_is(tmp_path, case):
         for number, name in enumerate(MATRICES):
             wanted = expected(case, expert, name)
             out = torch.empty(wanted.shape)
-            wrapper._core.unpack(expert, number, out.data_ptr())
+            wrapper._core.unpack(expert, number, out.numpy())
             np.testing.assert_array_equal(out.numpy(), wanted.astype(np.float32))
 
 

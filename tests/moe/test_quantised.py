@@ -47,7 +47,7 @@ def unpacked(wrapper, case):
     for slot in wrapper._cpu_slots():
         for number, matrix in enumerate((case.gate, case.up, case.down)):
             out = torch.empty(matrix.shape[1:])
-            wrapper._core.unpack(slot, number, out.data_ptr())
+            wrapper._core.unpack(slot, number, out.numpy())
             found.append(out)
     return torch.cat([out.flatten() for out in found])
 
