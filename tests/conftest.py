@@ -54,7 +54,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 # ---- the order of the tests, and what runs side by side
 
 ENGINES = ("vllm", "sglang")
-LONGEST = ("test_benchmarks.py", "test_sanitized.py", "test_stream_sanitized.py", "test_sys.py")
+LONGEST = (
+    "test_benchmarks.py",
+    "test_sanitized.py",
+    "test_stream_sanitized.py",
+    "test_sys.py",
+    "test_threads.py",
+)
 
 
 def engine_of(nodeid: str) -> str | None:
