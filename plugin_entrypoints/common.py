@@ -2,8 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kt_kernel import _conflict
@@ -15,7 +14,7 @@ from kt_kernel.options import (
     from_environment,
 )
 
-from . import patches
+from .contract import Contract
 
 # Model classes that the tests have seen in both engines: tests/plugin/test_model_classes.py on the
 # CPU, or test_gpu_classes.py on a GPU, and Qwen3-MoE in the engines' own tests.
@@ -35,26 +34,12 @@ TESTED_MODELS = (
 # Checkpoints whose weights reach our loaders one by one, as the tests have seen them.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
 QUANTISED_MODEL = "fp8"  # what a served model may be quantised with
-SINGLE_RANK = "of several ranks kt-moe serves those of tensor parallelism only"
+SINGLE_RANK = "kt-moe supports tensor parallelism only"
 NO_EXCHANGE = "the cold experts' weights cannot be exchanged or put aside"
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A value of the engine's configuration that the hybrid layer does not work with.
-
-    path: attributes from the configuration on, with dots. accepted: the values that are fine; the
-    first one is assumed where a version lacks the attribute. flag: if not the last attribute's.
-    """
-
-    path: str
-    accepted: tuple[Any, ...]
-    reason: str
-    flag: str = ""
-
-
 def install(
-    engine: str,
+    contract: Contract,
     layer: Callable[[], None],
     arguments: Callable[[], None],
     arguments_target: str,
@@ -67,17 +52,18 @@ def install(
     With the hooks on the arguments in place, a start with kt options is stopped there. Without
     them, it is stopped here, by SystemExit, when options can be seen from here.
 
-    engine: "vLLM" or "SGLang". arguments_target: what the targets in `patches` of the hooks on the
-    arguments begin with.
+    arguments_target: what the targets of the hooks on the engine's arguments begin with.
     """
     problem = ""
     reachable = True
     try:
         _conflict.check()
-        absent = patches.missing(engine.lower())
+        absent = contract.lacks()
         if absent:
             reachable = not any(target.startswith(arguments_target) for target in absent)
-            raise LookupError(f"this {engine} lacks {', '.join(absent)}, which the plugin needs")
+            raise LookupError(
+                f"this {contract.engine} lacks {', '.join(absent)}, which the plugin needs"
+            )
         layer()
     except Exception as error:
         problem = _why("layer", error)
@@ -89,7 +75,7 @@ def install(
     if not reachable:
         if _conflict.options_visible():
             raise exit_with(OptionError(problem))
-        logger.warning("kt: %s; %s runs without it", problem, engine)
+        logger.warning("kt: %s; %s runs without it", problem, contract.engine)
     return problem
 
 
@@ -149,19 +135,3 @@ def refuse_quantised(quantisation: str | None, options: KTOptions) -> None:
             f"a model quantised with {quantisation}: name its folder with --kt-weight-path too, "
             "from which the cold experts are read"
         )
-
-
-def refuse_values(configuration: Any, refusals: Iterable[Refusal]) -> None:
-    """OptionError, one line, for the first value that is not accepted."""
-    for row in refusals:
-        value = configuration
-        for name in row.path.split("."):
-            value = getattr(value, name, row.accepted[0])
-        if value in row.accepted:
-            continue
-        flag = row.flag or "--" + row.path.rpartition(".")[2].replace("_", "-")
-        if isinstance(value, (int, float, str)) and value is not True:
-            flag += f" {value}"
-        choices = [str(choice) for choice in row.accepted if type(choice) in (int, str)]
-        advice = f"accepted: {', '.join(choices)}" if choices else "remove it"
-        raise OptionError(f"{flag}: {row.reason}; {advice}")

@@ -1,4 +1,4 @@
-"""SGLang plugin: options and checks. The layer itself is in sglang_layer.py.
+"""SGLang plugin: options and checks. The layer itself is in layer.py.
 
 SGLang calls `register` in every process, before it reads the command line, and applies the hooks
 afterwards. The options come from the --kt-* flags, from the arguments of ``Engine(...)`` (there a
@@ -23,77 +23,18 @@ from kt_kernel.options import (
     restore_defaults,
 )
 
-from .common import (
-    LOAD_FORMATS,
-    NO_EXCHANGE,
-    SINGLE_RANK,
-    Refusal,
+from ..common import (
     choose,
     install,
     refuse_class,
     refuse_quantised,
-    refuse_values,
     warn_of_trace,
 )
+from .contract import BESIDE_COLD, CONTRACT
 
-_PLACES = "both decide where experts are kept"
-_LORA = "LoRA is not supported together with kt options yet"
-_BATCHES = "the CPU works on one batch at a time"
 _NO_COMPILER = "our kernels are no torch operations"
 _GRAPHS = ("full", "breakable", "disabled")  # how CUDA graphs are made
 _SOURCE = "kt"  # who decided, in SGLang's records of decisions
-# Checked on the resolved server arguments.
-_REFUSED = (
-    Refusal("pp_size", (1,), SINGLE_RANK),
-    Refusal("dp_size", (1,), SINGLE_RANK),
-    Refusal("ep_size", (1,), SINGLE_RANK),
-    Refusal("attn_dp_size", (1, None), SINGLE_RANK),
-    Refusal("enable_dp_attention", (False,), SINGLE_RANK),
-    Refusal("attn_cp_size", (1, None), SINGLE_RANK),  # rows come to a layer in another order
-    Refusal("moe_dp_size", (1,), SINGLE_RANK),
-    Refusal("enable_prefill_cp", (False,), SINGLE_RANK),
-    Refusal(
-        "moe_a2a_backend", ("none", None), "expert-parallel dispatch does not know CPU experts"
-    ),
-    Refusal("enable_eplb", (False,), "moving experts between ranks does not know CPU experts"),
-    Refusal("ep_num_redundant_experts", (0,), "redundant experts are not supported"),
-    Refusal("init_expert_location", ("trivial",), "experts must be in the model's own order"),
-    Refusal("elastic_ep_backend", (None, "none"), "expert parallelism is not supported"),
-    Refusal("enable_paged_experts", (False,), _PLACES),
-    Refusal("cpu_offload_gb", (0,), _PLACES),
-    Refusal("offload_group_size", (-1, 0), _PLACES),
-    Refusal("enable_lora", (None, False), _LORA),
-    Refusal("lora_paths", (None, [], {}), _LORA),
-    Refusal(
-        "speculative_algorithm", (None,), "speculative decoding is not supported with kt options"
-    ),
-    Refusal(
-        "dllm_algorithm", (None,), "diffusion decoding is not supported together with kt options"
-    ),
-    Refusal(
-        "moe_runner_backend", ("auto", "triton"), "the hot experts' kernel must skip the cold ones"
-    ),
-    Refusal("model_impl", ("auto", "sglang"), "only SGLang's own model code is supported"),
-    Refusal("enable_two_batch_overlap", (False,), _BATCHES),
-    Refusal("enable_pdmux", (False,), _BATCHES),
-    Refusal("enable_torch_compile", (False,), _NO_COMPILER),
-    Refusal("device", ("cuda", "cpu"), "kt-moe runs beside CUDA devices, or on the CPU alone"),
-    Refusal("load_format", LOAD_FORMATS, "the cold experts need their weights one by one"),
-    Refusal("startup_weight_load_mode", ("serial",), "the cold experts load with the others"),
-    Refusal("weight_cache_mode", ("off",), "the cache does not know CPU experts"),
-    Refusal("custom_weight_loader", (None, []), NO_EXCHANGE),
-    Refusal("enable_memory_saver", (False,), NO_EXCHANGE),
-    Refusal("enable_weights_cpu_backup", (False,), NO_EXCHANGE),
-)
-# Checked where some experts are cold.
-_REFUSED_BESIDE_COLD = (
-    Refusal(
-        "enforce_shared_experts_fusion",
-        (False,),
-        "a shared expert among the routed ones has no place beside cold experts",
-    ),
-)
-
 _OPTIONS_KEY = "_kt_options"  # checked options as a mapping; None: SGLang runs as it is
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
 _COMMAND_LINE_KEY = "_kt_command_line"  # errors are told in one line, not as a traceback
@@ -105,7 +46,7 @@ _problem = ""  # why the hybrid layer cannot be installed; stops a start with kt
 
 
 def register() -> None:
-    """Registers the hooks of patches.py with SGLang, once per process."""
+    """Registers the hooks of contract.py with SGLang, once per process."""
     global _registered, _problem
     if _registered:
         return
@@ -113,9 +54,9 @@ def register() -> None:
     hooks: list[tuple[str, Callable, str]] = []
 
     def layer() -> None:
-        from . import sglang_layer
+        from . import layer
 
-        hooks.extend(sglang_layer.hooks())
+        hooks.extend(layer.hooks())
 
     def register_all() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -129,7 +70,7 @@ def register() -> None:
         ):
             HookRegistry.register(target, hook, HookType[kind])
 
-    _problem = install("SGLang", layer, register_all, "sglang.srt.server_args:", _logger)
+    _problem = install(CONTRACT, layer, register_all, "sglang.srt.server_args:", _logger)
 
 
 def options_of(server_args: Any) -> KTOptions | None:
@@ -150,9 +91,9 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
     if options is not None and not getattr(server_args, _CHECKED_KEY, False):
         if _problem:
             raise OptionError(_problem)
-        from . import sglang_layer
+        from . import layer
 
-        sglang_layer.verify_hooks()
+        layer.verify_hooks()
         arguments, hf_config = resolved(server_args), _hf_config(server_args)
         refuse_unsupported(arguments, hf_config, options)
         if _some_are_cold(hf_config, options):
@@ -184,11 +125,11 @@ def refuse_unsupported(arguments: Any, hf_config: Any, options: KTOptions) -> No
 
     refuse_class(list(hf_config.architectures or []), options)
     refuse_quantised(_quantisation(arguments, hf_config), options)
-    refuse_values(arguments, _REFUSED)
+    CONTRACT.refuse(arguments)
     check_model(options, language_model(hf_config))
     if not _some_are_cold(hf_config, options):
         return
-    refuse_values(arguments, _REFUSED_BESIDE_COLD)
+    CONTRACT.refuse(arguments, BESIDE_COLD)
     if arguments.device != "cpu":
         for phase in ("decode", "prefill"):
             backend = getattr(arguments.cuda_graph_config, phase).backend

@@ -1,4 +1,4 @@
-"""vLLM plugin: options and checks. The layer itself is in vllm_layer.py.
+"""vLLM plugin: options and checks. The layer itself is in layer.py.
 
 vLLM calls `register` in every process, before it reads the command line. The options travel in
 ``additional_config["kt"]``: from the --kt-* flags, from Python (``LLM(..., additional_config={"kt":
@@ -12,44 +12,16 @@ from typing import Any
 
 from kt_kernel.options import KTOptions, OptionError, add_arguments, collect, exit_with
 
-from .common import (
-    LOAD_FORMATS,
-    NO_EXCHANGE,
-    SINGLE_RANK,
-    Refusal,
+from ..common import (
     choose,
     install,
     refuse_class,
     refuse_quantised,
-    refuse_values,
     warn_of_trace,
 )
+from .contract import CONTRACT
 
 CONFIG_KEY = "kt"
-
-_TOGETHER = "not supported together with kt options yet"
-_PLACES = "both decide where weights are kept"
-_REFUSED = (
-    Refusal("parallel_config.pipeline_parallel_size", (1,), SINGLE_RANK),
-    Refusal("parallel_config.data_parallel_size", (1,), SINGLE_RANK),
-    Refusal("parallel_config.prefill_context_parallel_size", (1,), SINGLE_RANK),
-    Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),
-    Refusal("parallel_config.enable_eplb", (False,), _TOGETHER),
-    Refusal("parallel_config.enable_dbo", (False,), _TOGETHER),
-    Refusal("parallel_config.ubatch_size", (0, 1), _TOGETHER),
-    Refusal("lora_config", (None,), _TOGETHER, "--enable-lora"),
-    Refusal("speculative_config", (None,), _TOGETHER),
-    Refusal("weight_transfer_config", (None,), NO_EXCHANGE),
-    Refusal("model_config.enable_sleep_mode", (False,), NO_EXCHANGE),
-    Refusal("model_config.model_impl", ("auto", "vllm"), "only vLLM's own model code is supported"),
-    Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
-    Refusal("cache_config.cpu_offload_gb", (0,), _PLACES),  # where older versions have it
-    Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
-    Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
-    Refusal(
-        "load_config.load_format", LOAD_FORMATS, "the cold experts need their weights one by one"
-    ),
-)
 
 _logger = logging.getLogger("vllm.kt")
 _registered = False
@@ -57,20 +29,20 @@ _problem = ""  # why the hybrid layer cannot be installed; stops a start with kt
 
 
 def register() -> None:
-    """Installs the hooks of patches.py, once per process."""
+    """Installs the hooks of contract.py, once per process."""
     global _registered, _problem
     if _registered:
         return
     _registered = True
     _problem = install(
-        "vLLM", _install_layer, _hook_arguments, "vllm.engine.arg_utils:EngineArgs.", _logger
+        CONTRACT, _install_layer, _hook_arguments, "vllm.engine.arg_utils:EngineArgs.", _logger
     )
 
 
 def _install_layer() -> None:
-    from . import vllm_layer
+    from . import layer
 
-    vllm_layer.install()
+    layer.install()
 
 
 def options_of(vllm_config: Any) -> KTOptions | None:
@@ -161,5 +133,5 @@ def refuse_unsupported(config: Any, options: KTOptions) -> None:
     model = config.model_config
     refuse_class(list(model.architectures or []), options)
     refuse_quantised(getattr(model, "quantization", None), options)
-    refuse_values(config, _REFUSED)
+    CONTRACT.refuse(config)
     check_model(options, model.hf_text_config)

@@ -20,8 +20,8 @@ from kt_kernel.layer import HybridLayer, HybridModel
 from kt_kernel.options import OptionError
 from kt_kernel.report import watch
 
-from . import sglang_padding
-from .sglang import checked_options_of, language_model, options_of, resolved, text_config
+from . import padding
+from .options import checked_options_of, language_model, options_of, resolved, text_config
 
 _logger = logging.getLogger("sglang.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -190,7 +190,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         x = dispatch_output.hidden_states
         slots, weights = self.hybrid.submit(
             x, topk.topk_ids, topk.topk_weights, cold_slot=-1,
-            padding=sglang_padding.masks.of(x),
+            padding=padding.masks.of(x),
         )  # fmt: skip
         hot = None
         if self.hybrid.num_hot:
@@ -240,7 +240,7 @@ def hooks() -> list[tuple[str, Callable, str]]:
         ("sglang.srt.model_loader.loader._initialize_model", _around_initialize_model, "AROUND"),
         (f"{wrapper}.create_kt_config_from_server_args", _create_kt_config, "REPLACE"),
         (f"{wrapper}.KTEPWrapperMethod", KTEPWrapperMethod, "REPLACE"),
-        *sglang_padding.hooks(),
+        *padding.hooks(),
     ]
 
 

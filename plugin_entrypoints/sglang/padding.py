@@ -84,7 +84,7 @@ masks = Masks()
 
 
 def hooks() -> list[tuple[str, Callable, str]]:
-    """As `sglang_layer.hooks`. Without the first there is no mask; without another one the CPU
+    """As `layer.hooks`. Without the first there is no mask; without another one the CPU
     computes the dummies of its runner, and what pads its graphs."""
     return [
         (f"{_REGISTRY}.fill_from", _around_fill_from, "AROUND"),

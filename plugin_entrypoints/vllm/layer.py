@@ -22,8 +22,8 @@ from kt_kernel.layer import HybridLayer, HybridModel
 from kt_kernel.options import KTOptions
 from kt_kernel.report import watch
 
-from .vllm import options_of
-from .vllm_padding import Padding
+from .options import options_of
+from .padding import Padding
 
 _logger = logging.getLogger("vllm.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}

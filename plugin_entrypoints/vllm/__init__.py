@@ -1,0 +1,5 @@
+"""vLLM plugin. The entry point is `register`."""
+
+from .options import register
+
+__all__ = ["register"]
