@@ -2,5 +2,5 @@
 
 from kt_kernel import _conflict
 
-with _conflict.told_to_engines():  # what a plugin imports on its first lines
-    import kt_kernel.options  # noqa: F401
+with _conflict.told_to_engines():  # all that a plugin imports before it can tell of a fault itself
+    from . import common  # noqa: F401

@@ -14,8 +14,6 @@ from kt_kernel.options import (
     from_environment,
 )
 
-from .contract import Contract
-
 # Model classes that the tests have seen in both engines: tests/plugin/test_model_classes.py on the
 # CPU, or test_gpu_classes.py on a GPU, and Qwen3-MoE in the engines' own tests.
 TESTED_MODELS = (
@@ -34,55 +32,57 @@ TESTED_MODELS = (
 # Checkpoints whose weights reach our loaders one by one, as the tests have seen them.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
 QUANTISED_MODEL = "fp8"  # what a served model may be quantised with
+# Reasons for a refusal, of configurations and of requests to a running engine.
 SINGLE_RANK = "kt-moe supports tensor parallelism only"
 NO_EXCHANGE = "the cold experts' weights cannot be exchanged or put aside"
+KEEPS_WEIGHTS = (
+    "the cold experts' weights cannot be exchanged while the engine runs; restart it with the new "
+    "weights"
+)
+KEEPS_MEMORY = "the cold experts' weights cannot be put aside; stop the engine and start it again"
+NO_LORA = (
+    "LoRA adapters are not supported together with kt options; merge the adapter into the "
+    "checkpoint and restart the engine"
+)
+NO_SCALING = "the number of ranks cannot change together with kt options; restart the engine"
+HOLDS_A_PART = (
+    "the engine holds the hot experts only, and would write a checkpoint without the others"
+)
 
 
-def install(
-    contract: Contract,
-    layer: Callable[[], None],
-    arguments: Callable[[], None],
-    arguments_target: str,
-    logger: logging.Logger,
-) -> str:
-    """Installs a plugin's hooks; returns why the hybrid layer cannot work, "" if it can.
+class RequestRefused(ValueError):
+    """A request to a running engine that the hybrid layer cannot do; the engine serves on."""
 
-    layer and arguments install the hooks on the model code and on the engine's arguments. Of any
-    error: an engine would log it and serve without us, or not start although nobody asked for us.
-    With the hooks on the arguments in place, a start with kt options is stopped there. Without
-    them, it is stopped here, by SystemExit, when options can be seen from here.
 
-    arguments_target: what the targets of the hooks on the engine's arguments begin with.
+def install(engine: str, hooks: Callable[[], None], logger: logging.Logger) -> str:
+    """Installs the hooks that a plugin needs before it knows the options.
+
+    Returns why the hybrid layer cannot work, "" if it can; a start with kt options must end with
+    that. An engine would log an exception and serve without us, so none is raised. If the hooks
+    cannot be installed, nothing of ours sees the options later: when they are visible here, in the
+    environment or on the command line, this raises SystemExit.
+
+    engine: its name, for the log. hooks: installs them; any exception counts as a failure.
     """
     problem = ""
-    reachable = True
     try:
         _conflict.check()
-        absent = contract.lacks()
-        if absent:
-            reachable = not any(target.startswith(arguments_target) for target in absent)
-            raise LookupError(
-                f"this {contract.engine} lacks {', '.join(absent)}, which the plugin needs"
-            )
-        layer()
     except Exception as error:
-        problem = _why("layer", error)
-    if reachable:
-        try:
-            arguments()
-        except Exception as error:
-            problem, reachable = problem or _why("options", error), False
-    if not reachable:
+        problem = _why(error)
+    try:
+        hooks()
+    except Exception as error:
+        problem = problem or _why(error)
         if _conflict.options_visible():
-            raise exit_with(OptionError(problem))
-        logger.warning("kt: %s; %s runs without it", problem, contract.engine)
+            raise exit_with(OptionError(problem)) from None
+        logger.warning("kt: %s; %s runs without it", problem, engine)
     return problem
 
 
-def _why(what: str, error: Exception) -> str:
+def _why(error: Exception) -> str:
     return (
-        f"the plugin's {what} cannot be installed ({type(error).__name__}: {error}); start without "
-        "kt options, or use a tested version"
+        f"the plugin cannot be installed ({type(error).__name__}: {error}); remove the kt options, "
+        "or install a tested version of the engine"
     )
 
 
@@ -119,10 +119,23 @@ def refuse_class(classes: list[str], options: KTOptions) -> None:
         )
 
 
+def quantisation_of(settings: Any) -> str | None:
+    """What a model is quantised with by the ``quantization_config`` of its configuration; None if
+    it is not: without such an entry, or with an empty one. settings: a mapping, an object with the
+    same entries as attributes, or None."""
+    if hasattr(settings, "to_dict"):
+        settings = settings.to_dict()
+    if not settings:
+        return None
+    if isinstance(settings, Mapping):
+        return str(settings.get("quant_method", "an unnamed method"))
+    return str(getattr(settings, "quant_method", "an unnamed method"))
+
+
 def refuse_quantised(quantisation: str | None, options: KTOptions) -> None:
-    """OptionError for a quantised model whose cold experts we cannot read: engines hand over single
-    tensors, while our readers need the checkpoint."""
-    if quantisation is None:
+    """OptionError for a quantised model whose cold experts cannot be read: engines hand over single
+    tensors, but our readers need the checkpoint. quantisation: None or "" for none."""
+    if not quantisation:
         return
     if quantisation != QUANTISED_MODEL:
         raise OptionError(

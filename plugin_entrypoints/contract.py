@@ -1,16 +1,18 @@
-"""What a plugin relies on in an engine: the types of the two tables, and the checks of them.
+"""The types of an engine's contract: what a plugin relies on in the engine, and how it is checked.
 
-``vllm/contract.py`` and ``sglang/contract.py`` hold the tables. A table names every function that
-the plugin hooks, every name that it imports or calls, every attribute that it reads, and every
-configuration value that the hybrid layer does not support. Each entry states the engine versions
-that it holds for. An entry that holds for the installed version and is not there stops a start
-with kt options: what cannot be found is never assumed to be fine.
+``vllm/contract.py`` and ``sglang/contract.py`` hold the two tables. A table names every function
+that the plugin hooks, every name that it imports, every attribute that it reads or sets, and every
+configuration value and request that the hybrid layer does not support. Each entry states the engine
+versions that it holds for. If the installed engine lacks what an entry names, a start with kt
+options ends with an error: what cannot be found is never assumed to be fine.
 """
 
 import ast
+import dataclasses
 import inspect
+import logging
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -28,14 +30,17 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Name:
-    """A module-level name, or an attribute of a class, in the engine's code.
+    """A module, a module-level name, or an attribute of a class, in the engine's code.
 
     Attributes:
-        target: ``module:attribute.path`` as it is in the engine.
+        target: ``module`` or ``module:attribute.path`` as it is in the engine.
         use: what the plugin does with it.
         why: what it is needed for.
-        versions: PEP 440 specifier of the engine versions that have it; "" means all supported.
+        versions: PEP 440 specifier of engine versions that are known to have it; "" means all
+            supported ones. Only in these it is an error if it is not there.
         until: what would let the plugin do without it.
+        without: for a name that the plugin can do without, what is lost where it is absent, as a
+            clause for the log; "" means that the plugin needs it.
     """
 
     target: str
@@ -43,6 +48,10 @@ class Name:
     why: str
     versions: str = ""
     until: str = "stays"
+    without: str = ""
+
+    def targets(self) -> list[str]:
+        return [self.target]
 
 
 @dataclass(frozen=True)
@@ -53,13 +62,17 @@ class Attributes:
         owner: ``module:Class`` as it is in the engine.
         names: the attributes.
         why: what they are needed for.
-        versions: as in `Name`.
+        versions, without: as in `Name`.
     """
 
     owner: str
     names: tuple[str, ...]
     why: str
     versions: str = ""
+    without: str = ""
+
+    def targets(self) -> list[str]:
+        return [f"{self.owner}.{name}" for name in self.names]
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Refusal:
 
     Attributes:
         path: attributes from the configuration object on, separated by dots.
-        accepted: the values that are supported.
+        accepted: the values that are supported. An enumeration's member counts as its value.
         reason: why others are not, as a clause.
         flag: the command-line flag, where it is not named after the last attribute.
         versions: as in `Name`.
@@ -80,6 +93,9 @@ class Refusal:
     flag: str = ""
     versions: str = ""
 
+    def accepts(self, value: Any) -> bool:
+        return value in self.accepted or getattr(value, "value", _ABSENT) in self.accepted
+
     def check(self, configuration: Any, engine: str) -> None:
         """Raises OptionError, one line, if the value is not accepted or cannot be found."""
         value = configuration
@@ -90,7 +106,7 @@ class Refusal:
                     f"{engine} has no {self.path}, which kt-moe must check before it starts; "
                     "install a tested version of the engine, or remove the kt options"
                 )
-        if value in self.accepted:
+        if self.accepts(value):
             return
         flag = self.flag or "--" + self.path.rpartition(".")[2].replace("_", "-")
         if isinstance(value, (int, float, str)) and value is not True:
@@ -98,6 +114,98 @@ class Refusal:
         choices = [str(choice) for choice in self.accepted if type(choice) in (int, str)]
         advice = f"accepted: {', '.join(choices)}" if choices else "remove it"
         raise OptionError(f"{flag}: {self.reason}; {advice}")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one constructor in the engine, by which a model says what a layer computes.
+
+    An argument that is in neither list is one of a version that kt-moe does not know. It is refused
+    unless it has its default value.
+
+    Attributes:
+        owner: ``module:Class`` as it is in the engine; dataclass fields count as arguments.
+        refused: what the layer does not compute; a path is the argument's name, a reason what the
+            model asks for, as a noun.
+        accepted: arguments that the plugin honours, or that change nothing for the experts.
+    """
+
+    owner: str
+    refused: tuple[Refusal, ...]
+    accepted: tuple[str, ...]
+
+    def check(self, values: Mapping[str, Any], place: str) -> None:
+        """Raises ValueError, one line that begins with ``place``, for the first value that the
+        layer does not support. values: the arguments given, by name."""
+        refused = {entry.path: entry for entry in self.refused}
+        for name, value in values.items():
+            if name in refused:
+                if not refused[name].accepts(value):
+                    raise ValueError(
+                        f"{place}: {refused[name].reason} is not supported together with kt options"
+                    )
+            elif name not in self.accepted and not _same(value, self.defaults().get(name, _ABSENT)):
+                raise ValueError(
+                    f"{place}: {self.owner.partition(':')[2]} is given {name}={value!r}, which "
+                    "kt-moe does not know; install a tested version of the engine, or remove the "
+                    "kt options"
+                )
+
+    def defaults(self) -> dict[str, Any]:
+        """The arguments that the installed engine has, and their default values."""
+        owner = _find(self.owner)
+        if dataclasses.is_dataclass(owner):
+            return {
+                field.name: _ABSENT if field.default is dataclasses.MISSING else field.default
+                for field in dataclasses.fields(owner)
+            }
+        return {
+            name: _ABSENT if parameter.default is parameter.empty else parameter.default
+            for name, parameter in inspect.signature(owner.__init__).parameters.items()
+            if name != "self"
+        }
+
+    def targets(self, contract: "Contract") -> list[str]:
+        return [
+            f"{self.owner}.{entry.path}" for entry in self.refused if contract.holds(entry.versions)
+        ]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A method by which a running engine is asked for what the hybrid layer cannot do.
+
+    Attributes:
+        name: the method.
+        reason: why it is refused, as a clause.
+        versions: as in `Name`.
+    """
+
+    name: str
+    reason: str
+    versions: str = ""
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The methods of one class that requests to a running engine can reach.
+
+    A public method that is in neither list is one of a version that kt-moe does not know.
+
+    Attributes:
+        owner: ``module:Class`` as it is in the engine.
+        refused: methods that change, move or write weights.
+        accepted: methods that leave the weights alone.
+    """
+
+    owner: str
+    refused: tuple[Operation, ...]
+    accepted: tuple[str, ...]
+
+    def targets(self, contract: "Contract") -> list[str]:
+        return [
+            f"{self.owner}.{entry.name}" for entry in self.refused if contract.holds(entry.versions)
+        ]
 
 
 @dataclass(frozen=True)
@@ -109,16 +217,18 @@ class Contract:
         package: its import package, whose ``__version__`` counts.
         supported: PEP 440 specifier of the versions that kt-moe supports.
         tested: the versions that its tests ran with, oldest first, and where they ran.
-        names, attributes, refusals: the entries.
+        names, attributes, refusals, arguments, operations: the entries.
     """
 
     engine: str
     package: str
     supported: str
-    tested: dict[str, str]
+    tested: Mapping[str, str]
     names: tuple[Name, ...]
     attributes: tuple[Attributes, ...]
     refusals: tuple[Refusal, ...]
+    arguments: tuple[Arguments, ...] = ()
+    operations: tuple[Operations, ...] = ()
 
     def version(self) -> str:
         """The version of the installed engine."""
@@ -138,7 +248,7 @@ class Contract:
 
     def untested(self) -> str:
         """A warning if the installed version is not between two tested ones, else ""."""
-        oldest, *_, newest = self.tested
+        oldest, newest = list(self.tested)[0], list(self.tested)[-1]
         if self.holds(f">={oldest},<={newest}"):
             return ""
         return (
@@ -147,14 +257,34 @@ class Contract:
         )
 
     def lacks(self) -> list[str]:
-        """The names and attributes that the installed engine should have and does not have."""
+        """What the plugin needs and the installed engine does not have."""
+        needed = [
+            target for entry in self._held() if not entry.without for target in entry.targets()
+        ]
+        for more in (*self.arguments, *self.operations):
+            needed += more.targets(self)
+        return [target for target in needed if not exists(target)]
+
+    def misses(self) -> list[str]:
+        """A line for each name that the plugin can do without and the installed engine lacks."""
         return [
-            target for entry in self._held() for target in _targets(entry) if not _exists(target)
+            f"this {self.engine} lacks {target}: {entry.without}"
+            for entry in self._held()
+            if entry.without
+            for target in entry.targets()
+            if not exists(target)
         ]
 
-    def _held(self) -> Iterator[Name | Attributes]:
-        yield from (entry for entry in self.names if self.holds(entry.versions))
-        yield from (entry for entry in self.attributes if self.holds(entry.versions))
+    def check(self, logger: logging.Logger) -> None:
+        """To be called once kt options are known: raises OptionError, one line, if the installed
+        engine lacks what the plugin needs; logs what else is not as it was tested."""
+        if lacks := self.lacks():
+            raise OptionError(
+                f"{self.engine} {self.version()} lacks {', '.join(lacks)}, which kt-moe needs; "
+                f"install a tested version ({', '.join(self.tested)}), or remove the kt options"
+            )
+        for line in filter(None, (self.untested(), *self.misses())):
+            logger.warning("kt: %s", line)
 
     def refuse(self, configuration: Any, refusals: Iterable[Refusal] | None = None) -> None:
         """Raises OptionError for the first value that is not accepted, or that cannot be found.
@@ -165,29 +295,40 @@ class Contract:
             if self.holds(entry.versions):
                 entry.check(configuration, f"{self.engine} {self.version()}")
 
+    def _held(self) -> Iterator[Name | Attributes]:
+        for entry in (*self.names, *self.attributes):
+            if self.holds(entry.versions):
+                yield entry
 
-def _targets(entry: Name | Attributes) -> list[str]:
-    if isinstance(entry, Name):
-        return [entry.target]
-    return [f"{entry.owner}.{name}" for name in entry.names]
 
-
-def _exists(target: str) -> bool:
-    module, _, path = target.partition(":")
+def exists(target: str) -> bool:
+    """Whether the installed engine has ``module`` or ``module:attribute.path``. The last part of a
+    path may be an attribute that only instances have."""
+    module, colon, path = target.partition(":")
+    parents, _, last = path.rpartition(".")
     try:
-        found: Any = import_module(module)
-        *parents, last = path.split(".")
-        for name in parents:
-            found = getattr(found, name)
+        found = _find(f"{module}:{parents}")
     except (ImportError, AttributeError):
         return False
-    return hasattr(found, last) or (inspect.isclass(found) and last in instance_attributes(found))
+    if not colon or hasattr(found, last):
+        return True
+    return inspect.isclass(found) and last in instance_attributes(found)
+
+
+def _find(target: str) -> Any:
+    """``module`` or ``module:attribute.path``; ImportError or AttributeError if it is not there."""
+    module, _, path = target.partition(":")
+    found = import_module(module)
+    for name in filter(None, path.split(".")):
+        found = getattr(found, name)
+    return found
 
 
 @cache
 def instance_attributes(owner: type) -> frozenset[str]:
     """The attributes that instances of a class have by its source: annotated in its body, fields of
-    a struct, or assigned to ``self`` in a method, of the class or one of its bases."""
+    a struct, arguments of its constructor, or assigned to ``self`` in a method, of the class or of
+    one of its bases."""
     found: set[str] = set()
     for base in owner.__mro__:
         found.update(base.__dict__.get("__annotations__", {}))
@@ -204,4 +345,14 @@ def instance_attributes(owner: type) -> frozenset[str]:
                 and node.value.id == "self"
             ):
                 found.add(node.attr)
+            elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                found.update(argument.arg for argument in node.args.args + node.args.kwonlyargs)
     return frozenset(found)
+
+
+def _same(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return (
+        type(value) is type(default) and isinstance(value, (int, float, str)) and value == default
+    )

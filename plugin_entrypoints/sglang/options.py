@@ -26,6 +26,7 @@ from kt_kernel.options import (
 from ..common import (
     choose,
     install,
+    quantisation_of,
     refuse_class,
     refuse_quantised,
     warn_of_trace,
@@ -51,26 +52,33 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    hooks: list[tuple[str, Callable, str]] = []
+    _problem = install("SGLang", _hook_arguments, _logger) or install(
+        "SGLang", _hook_layer, _logger
+    )
 
-    def layer() -> None:
-        from . import layer
 
-        hooks.extend(layer.hooks())
-
-    def register_all() -> None:
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        arguments = "sglang.srt.server_args.ServerArgs"
-        for target, hook, kind in (
+def _hook_arguments() -> None:
+    arguments = "sglang.srt.server_args.ServerArgs"
+    _register_hooks(
+        [
             (f"{arguments}.add_cli_args", _after_add_cli_args, "AFTER"),
             (f"{arguments}.from_cli_args", _around_from_cli_args, "AROUND"),
             (f"{arguments}.check_server_args", _after_check_server_args, "AFTER"),
-            *hooks,
-        ):
-            HookRegistry.register(target, hook, HookType[kind])
+        ]
+    )
 
-    _problem = install(CONTRACT, layer, register_all, "sglang.srt.server_args:", _logger)
+
+def _hook_layer() -> None:
+    from . import layer
+
+    _register_hooks(layer.hooks())
+
+
+def _register_hooks(hooks: list[tuple[str, Callable, str]]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook, kind in hooks:
+        HookRegistry.register(target, hook, HookType[kind])
 
 
 def options_of(server_args: Any) -> KTOptions | None:
@@ -91,6 +99,7 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
     if options is not None and not getattr(server_args, _CHECKED_KEY, False):
         if _problem:
             raise OptionError(_problem)
+        CONTRACT.check(_logger)
         from . import layer
 
         layer.verify_hooks()
@@ -180,9 +189,7 @@ def _decide(server_args: Any, **fields: Any) -> None:
 def _quantisation(arguments: Any, hf_config: Any) -> str | None:
     """What the engine's arguments or the model's configuration say that it is quantised with."""
     settings = getattr(hf_config, "quantization_config", None)
-    if isinstance(settings, dict):
-        return str(settings.get("quant_method", "an unnamed method"))
-    return getattr(arguments, "quantization", None)
+    return quantisation_of(settings) or getattr(arguments, "quantization", None)
 
 
 def _after_add_cli_args(result: Any, parser: Any) -> Any:

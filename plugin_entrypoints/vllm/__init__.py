@@ -1,5 +1,5 @@
 """vLLM plugin. The entry point is `register`."""
 
-from .options import register
+from .hooks import register
 
 __all__ = ["register"]

@@ -1,7 +1,5 @@
 """vLLM plugin: the MoE layer whose cold experts live on the CPU. Imported only inside vLLM."""
 
-import functools
-import logging
 from typing import Any
 
 import torch
@@ -9,9 +7,8 @@ import torch
 # The package before routed_experts: vLLM's modules import each other in a circle.
 import vllm.model_executor.layers.fused_moe  # noqa: F401
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
@@ -22,17 +19,22 @@ from kt_kernel.layer import HybridLayer, HybridModel
 from kt_kernel.options import KTOptions
 from kt_kernel.report import watch
 
-from .options import options_of
+from ..contract import Arguments
+from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
+from .options import logger, options_of
 from .padding import Padding
 
-_logger = logging.getLogger("vllm.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
+# Whether vLLM's Triton kernels are given a map of experts by which they skip cold routes; otherwise
+# these repeat a hot route with weight 0, as they do for all other kernels.
+_SKIP_COLD_ROUTES = True
 
 
 class HybridExperts(RoutedExperts):
     """RoutedExperts with the hot experts in vLLM's kernels and the cold ones in ours.
 
-    Without kt options, or with all experts hot, it is RoutedExperts and nothing else.
+    Built for models with kt options only, see slot.py. With all experts hot it is RoutedExperts and
+    nothing else.
     """
 
     def __init__(
@@ -45,30 +47,27 @@ class HybridExperts(RoutedExperts):
     ) -> None:
         config = get_current_vllm_config()
         options = options_of(config)
-        self.kt_model: HybridModel | None = None
-        self.kt_layer: HybridLayer | None = None
-        self.kt_padding: Padding | None = None
-        if options is not None:
-            _refuse(layer_name, moe_config, kwargs)
-            self.kt_model = _model_of(config, options)
-            self.kt_padding = Padding(config)
-            ranks = moe_config.moe_parallel_config
-            # moe_config's sizes, before vLLM pads them for its kernels.
-            self.kt_layer = self.kt_model.add_layer(
-                layer_idx=extract_layer_index(layer_name),
-                num_experts=moe_config.num_experts,
-                num_experts_per_tok=moe_config.experts_per_token,
-                hidden_size=moe_config.hidden_dim,
-                moe_intermediate_size=moe_config.intermediate_size_per_partition * ranks.tp_size,
-                activation=moe_config.activation.value,
-                max_tokens=moe_config.max_num_tokens,
-                has_cpu_part=ranks.tp_rank == 0,
-            )
-            moe_config.num_local_experts = self.kt_layer.num_hot  # vLLM allocates this many
+        assert options is not None
+        _refuse(layer_name, moe_config, kwargs)
+        self.kt_model = _model_of(config, options)
+        self.kt_padding = Padding(config)
+        self.kt_expert_map: torch.Tensor | None = None
+        ranks = moe_config.moe_parallel_config
+        # moe_config's sizes, before vLLM pads them for its kernels.
+        self.kt_layer: HybridLayer = self.kt_model.add_layer(
+            layer_idx=extract_layer_index(layer_name),
+            num_experts=moe_config.num_experts,
+            num_experts_per_tok=moe_config.experts_per_token,
+            hidden_size=moe_config.hidden_dim,
+            moe_intermediate_size=moe_config.intermediate_size_per_partition * ranks.tp_size,
+            activation=moe_config.activation.value,
+            max_tokens=moe_config.max_num_tokens,
+            has_cpu_part=ranks.tp_rank == 0,
+        )
+        moe_config.num_local_experts = self.kt_layer.num_hot  # vLLM allocates this many
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **kwargs)
-        if self.kt_layer is not None:
-            self._check_method()
-            self._hook_end_of_loading()
+        self._check_method()
+        self._hook_end_of_loading()
 
     def _check_method(self) -> None:
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
@@ -92,20 +91,39 @@ class HybridExperts(RoutedExperts):
         after_loading = self.quant_method.process_weights_after_loading
 
         def finish(layer: Any) -> None:
+            # Models change it after their layers are built.
+            _check(EXPERT_CONFIG, self.moe_config, f"kt: {self.layer_name}")
             self.kt_layer.finish_loading()
             if self.kt_layer.num_hot:  # vLLM's repacking does not expect an empty weight
                 after_loading(layer)
+                self._let_kernel_skip()
             if self.kt_model.loaded:
-                watch(self.kt_model, _logger)
+                watch(self.kt_model, logger)
 
         self.quant_method.process_weights_after_loading = finish
         if self.kt_layer.num_hot == 0:
             # vLLM 0.26 asks for it under tensor parallelism, where loading made no kernel.
             self.quant_method.maybe_make_prepare_finalize = lambda **given: None
 
+    def _let_kernel_skip(self) -> None:
+        """Numbers the experts that vLLM's kernel sees: the hot ones by their slots, and one more
+        for all cold routes, which its map of experts says is elsewhere. Only for kernels that are
+        known to leave such routes out; those for the CPU would write out of bounds."""
+        kernel, layer = self.quant_method.moe_kernel, self.kt_layer
+        experts = None if kernel is None else kernel.fused_experts
+        if _SKIP_COLD_ROUTES and layer.num_cold and isinstance(experts, TritonExperts):
+            slots = [*range(layer.num_hot), -1]
+            self.global_num_experts = len(slots)
+            self.kt_expert_map = torch.tensor(
+                slots, dtype=torch.int32, device=self.w13_weight.device
+            )
+
+    @property
+    def expert_map(self) -> torch.Tensor | None:
+        """For vLLM's kernels: row in the weights of each expert's number, -1 for none."""
+        return super().expert_map if self.kt_expert_map is None else self.kt_expert_map
+
     def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
-        if self.kt_layer is None:
-            return super()._map_global_expert_id_to_local_expert_id(expert_id)
         return self.kt_layer.slot_of(expert_id)
 
     def weight_loader(
@@ -119,7 +137,7 @@ class HybridExperts(RoutedExperts):
     ) -> bool | None:
         """vLLM's loading callback; a cold matrix goes to the CPU layer and nowhere else."""
         layer = self.kt_layer
-        if layer is None or layer.num_cold == 0:
+        if layer.num_cold == 0:
             return super().weight_loader(
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             )
@@ -143,45 +161,61 @@ class HybridExperts(RoutedExperts):
     ) -> torch.Tensor:
         """x [T, H], router weights and global ids [T, k]; shared experts are vLLM's business."""
         layer = self.kt_layer
-        if layer is None or layer.num_cold == 0:
+        if layer.num_cold == 0:
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
         padding = self.kt_padding.of(x)
-        slots, weights = layer.submit(x, topk_ids, topk_weights, padding=padding)
-        hot = super().forward_modular(x, weights, slots, **shared) if layer.num_hot else None
+        skips = self.kt_expert_map is not None
+        slots, weights = layer.submit(
+            x, topk_ids, topk_weights, cold_slot=layer.num_hot if skips else -1, padding=padding
+        )
+        hot = None
+        if layer.num_hot and skips:
+            hot = self._hot(x, weights, slots, **shared)
+        elif layer.num_hot:
+            slots, some_hot = _repeat_hot_routes(slots)
+            hot = torch.where(some_hot, self._hot(x, weights, slots, **shared), 0)
         return layer.collect(x, hot)
 
-
-def install() -> None:
-    """Registers HybridExperts in RoutedExperts' place. RuntimeError if something else is there."""
-    other = op_registry_oot.get(RoutedExperts.__name__)
-    if other is not None:
-        raise RuntimeError(
-            f"another plugin has replaced RoutedExperts by {other.__module__}.{other.__name__}"
-        )
-    RoutedExperts.register_oot(HybridExperts)
-    _hook_runner()
-
-
-def _hook_runner() -> None:
-    select_forward = MoERunner._select_forward
-
-    @functools.wraps(select_forward)
-    def select_forward_with_kt(self: MoERunner) -> Any:
-        if options_of(get_current_vllm_config()) is None:
-            return select_forward(self)
-        if getattr(self.routed_experts, "kt_layer", None) is None:
-            # A model with an expert class of its own: vLLM did not build ours.
-            raise ValueError(
-                f"kt: {self.layer_name}: {type(self.routed_experts).__name__}, experts with "
-                "loading or computation of the model's own, is not supported together with "
-                "kt options"
+    def _hot(
+        self, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, **shared: Any
+    ) -> torch.Tensor:
+        """The hot experts' sum [T, H], by vLLM's kernels."""
+        hot = super().forward_modular(x, weights, slots, **shared)
+        if not isinstance(hot, torch.Tensor):
+            raise RuntimeError(
+                f"kt: {self.layer_name}: leaving the sum over experts to the model "
+                f"({type(hot).__name__}) is not supported together with kt options"
             )
-        # The opaque operator, which vLLM leaves out on the CPU: torch.compile would trace into the
-        # layer, and our kernels are no torch operations.
-        ops = torch.ops.vllm
-        return ops.moe_forward if self._shared_experts is None else ops.moe_forward_shared
+        return hot
 
-    MoERunner._select_forward = select_forward_with_kt
+
+def _repeat_hot_routes(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real slots for kernels that compute every route; cold routes are -1 and have weight 0.
+
+    A cold route gets the slot of one of its token's hot routes. Any other slot would do but for an
+    expert whose values overflow on this token: infinity times 0 is NaN. Returns slots [T, k] and
+    bool [T, 1]: the tokens with a hot route. The others' results are to be dropped.
+    """
+    hot = slots >= 0
+    first = hot.to(torch.uint8).argmax(1, keepdim=True)
+    own = slots.gather(1, first).clamp_min(0)
+    return torch.where(hot, slots, own), hot.any(1, keepdim=True)
+
+
+def select_forward(runner: Any) -> Any:
+    """How a model's MoE layer is called: in place of MoERunner._select_forward.
+
+    It is the opaque operator, which vLLM leaves out on the CPU. torch.compile would trace into the
+    layer without it, and our kernels are no torch operations. ValueError if the layer's experts are
+    a class of the model's own.
+    """
+    if getattr(runner.routed_experts, "kt_layer", None) is None:
+        raise ValueError(
+            f"kt: {runner.layer_name}: {type(runner.routed_experts).__name__}, experts with "
+            "loading or computation of the model's own, is not supported together with kt options"
+        )
+    ops = torch.ops.vllm
+    return ops.moe_forward if runner._shared_experts is None else ops.moe_forward_shared
 
 
 def _model_of(config: Any, options: KTOptions) -> HybridModel:
@@ -193,26 +227,28 @@ def _model_of(config: Any, options: KTOptions) -> HybridModel:
     return HybridModel(options)
 
 
-def _refuse(layer_name: str, moe_config: Any, kwargs: dict[str, Any]) -> None:
-    """What a model asks of its experts that the CPU layer does not do; ValueError names it."""
-    parallel = moe_config.moe_parallel_config
-    manager = kwargs.get("expert_map_manager")
+def _refuse(layer_name: str, moe_config: Any, arguments: dict[str, Any]) -> None:
+    """Raises ValueError for what a model asks of its experts that the CPU layer does not do."""
+    place = f"kt: {layer_name}"
+    EXPERT_ARGUMENTS.check(arguments, place)
+    _check(EXPERT_CONFIG, moe_config, place)
+    _check(EXPERT_RANKS, moe_config.moe_parallel_config, place)
+    unpadded = (moe_config.hidden_dim_unpadded, moe_config.intermediate_size_per_partition_unpadded)
     for what, present in (
-        ("expert biases", moe_config.has_bias),
-        ("LoRA on experts", moe_config.is_lora_enabled),
-        ("router weight on input", kwargs.get("apply_router_weight_on_input", False)),
-        ("a SwiGLU limit", bool(kwargs.get("swiglu_limit"))),
-        ("a SwiGLU alpha", bool(kwargs.get("swiglu_alpha"))),
         (
             "fusing shared experts (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0 avoids it)",
-            getattr(manager, "num_fused_shared_experts", 0) > 0,
+            arguments["expert_map_manager"].num_fused_shared_experts > 0,
         ),
         ("redundant experts", moe_config.num_experts != moe_config.num_logical_experts),
         (
-            "expert or data parallelism",
-            parallel.use_ep or max(parallel.dp_size, parallel.pcp_size) > 1,
+            "padding of the model's own",
+            unpadded != (moe_config.hidden_dim, moe_config.intermediate_size_per_partition),
         ),
-        (f"activation {moe_config.activation.value}", moe_config.activation.value != "silu"),
     ):
         if present:
-            raise ValueError(f"kt: {layer_name}: {what} is not supported together with kt options")
+            raise ValueError(f"{place}: {what} is not supported together with kt options")
+
+
+def _check(known: Arguments, given: Any, place: str) -> None:
+    """known.check, of all fields of a dataclass."""
+    known.check({name: getattr(given, name) for name in known.defaults()}, place)

@@ -1,0 +1,143 @@
+"""Carries a plugin's error from a process of the engine to the one that the user started.
+
+An engine runs in several processes. What goes wrong while a worker loads a model ends up as a
+traceback in its log, and the process that the user started only learns that a child has died. So
+that process makes a small file and names it in the environment of its children (`listen`); a worker
+writes one line there before it ends (`end`), and the first process ends with that line (`repeat`).
+"""
+
+import atexit
+import contextlib
+import os
+import tempfile
+from types import TracebackType
+
+from kt_kernel.options import exit_with
+
+# PID:FILE, set by the first process of an engine for its children. Not for users.
+VARIABLE = "KT_FAILURE_FILE"
+_PREFIX = "kt: error: "
+_LIMIT = 65536  # bytes of a line that are read
+
+
+class StartError(RuntimeError):
+    """An engine could not start; the message is the line that its command would have ended with."""
+
+
+def listen() -> None:
+    """Called where an engine is about to start its processes: makes the file, or empties the one of
+    an earlier engine. Without a place for it, errors stay in the log of the process they occur in.
+    """
+    path = _file()
+    with contextlib.suppress(OSError):
+        if path is not None and _started_here():
+            os.truncate(path, 0)
+            return
+        descriptor, path = tempfile.mkstemp(prefix="kt-moe-")
+        os.close(descriptor)
+        os.environ[VARIABLE] = f"{os.getpid()}:{path}"
+        atexit.register(_remove, path, os.getpid())
+
+
+def end(error: Exception, engine: str) -> None:
+    """Called in a process of the engine with the error that ended its start.
+
+    Returns if the engine's own code raised it. An error of ours is reported, and becomes SystemExit
+    in a child process, whose traceback would hide it, or `StartError` in the process that the user
+    started. engine: its import package.
+    """
+    ours = _of_ours(error, engine)
+    if ours is None or isinstance(error, StartError):
+        return
+    line = _line(ours)
+    _report(line)
+    if _in_child():
+        raise SystemExit(line) from None
+    raise StartError(line) from error
+
+
+def repeat(command_line: bool = False) -> None:
+    """Called where a process of the engine learns that another one has ended: ends this one with
+    the line that was reported there; returns if there is none.
+
+    command_line: the user started a command of the engine, which ends without a traceback.
+    """
+    line = reported()
+    if not line:
+        return
+    if command_line or _in_child():
+        raise SystemExit(line) from None
+    raise StartError(line) from None
+
+
+def reported() -> str:
+    """The line that a process of the engine ended with, "" if there is none."""
+    path = _file()
+    if path is None:
+        return ""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.readline(_LIMIT).strip()
+    except OSError:
+        return ""
+
+
+def _line(error: BaseException) -> str:
+    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if not message.strip():
+        message = type(error).__name__
+    return str(exit_with(RuntimeError(message.removeprefix(_PREFIX).removeprefix("kt: "))))
+
+
+def _report(line: str) -> None:
+    """Writes the line unless another process was first."""
+    path = _file()
+    if path is None:
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _of_ours(error: BaseException, engine: str) -> BaseException | None:
+    """The error in a chain of causes that our code raised, or that was raised below our code
+    without the engine's code in between; the first cause if there are several. Else None."""
+    found = None
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if _package_of(link.__traceback__, engine) == "kt_kernel":
+            found = link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return found
+
+
+def _package_of(traceback: TracebackType | None, engine: str) -> str:
+    """Whether the innermost frame of the two packages is ours or the engine's; "" for neither."""
+    package = ""
+    while traceback is not None:
+        name = str(traceback.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if name in ("kt_kernel", engine):
+            package = name
+        traceback = traceback.tb_next
+    return package
+
+
+def _file() -> str | None:
+    return os.environ.get(VARIABLE, "").partition(":")[2] or None
+
+
+def _started_here() -> bool:
+    return os.environ.get(VARIABLE, "").partition(":")[0] == str(os.getpid())
+
+
+def _in_child() -> bool:
+    return VARIABLE in os.environ and not _started_here()
+
+
+def _remove(path: str, pid: int) -> None:
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

@@ -1,0 +1,61 @@
+"""vLLM plugin: what is different in the process that takes requests, once an engine has kt options.
+
+The hooks are installed by the first such engine of a process. They pass calls of other engines on.
+"""
+
+import functools
+from typing import Any
+
+from .. import failure
+from ..contract import Operations
+from .contract import ASYNC_OPERATIONS, ENGINE_OPERATIONS
+from .options import options_of
+from .requests import guard_front
+
+_installed = False
+_command_line = False  # a start that fails ends the process, in one line
+
+
+def install(command_line: bool) -> None:
+    """Has engines with kt options refuse requests, and tell in one line why they do not start.
+
+    command_line: the process is a command of vLLM's; else a Python program that gets an exception.
+    """
+    global _installed, _command_line
+    _command_line = command_line
+    if _installed:
+        return
+    from vllm.v1.engine import utils
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    _hook_engine(AsyncLLM, ASYNC_OPERATIONS)
+    _hook_engine(LLMEngine, ENGINE_OPERATIONS)
+    _hook_startup(utils)
+    _installed = True
+
+
+def _hook_engine(engine: Any, operations: Operations) -> None:
+    start = engine.__init__
+
+    @functools.wraps(start)
+    def start_with_kt(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        if options_of(self.vllm_config) is not None:
+            guard_front(self, operations)
+
+    engine.__init__ = start_with_kt
+
+
+def _hook_startup(utils: Any) -> None:
+    wait = utils.wait_for_engine_startup
+
+    @functools.wraps(wait)
+    def wait_with_kt(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return wait(*args, **kwargs)
+        except Exception:  # vLLM only says that a process has ended
+            failure.repeat(_command_line)
+            raise
+
+    utils.wait_for_engine_startup = wait_with_kt

@@ -1,0 +1,129 @@
+"""vLLM plugin: registers with vLLM. The entry point is `register`.
+
+vLLM calls it in every process, before it reads the command line. What is installed then looks for
+kt options and passes every call on; the rest is installed by the first engine that has some.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kt_kernel.options import OptionError, add_arguments, collect, exit_with
+
+from .. import failure
+from ..common import install, warn_of_trace
+from .contract import CONTRACT
+from .options import logger, merge, options_of, refuse_unsupported, take_environment
+
+_registered = False
+_problem = ""  # why the hybrid layer cannot be installed; stops a start with kt options
+
+
+def register() -> None:
+    """Installs the hooks that look for options, once per process."""
+    global _registered, _problem
+    if _registered:
+        return
+    _registered = True
+    _problem = install(CONTRACT.engine, _install, logger)
+
+
+def _install() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    _hook_arguments(EngineArgs)
+    _hook_processes(Executor, WorkerBase)
+
+
+def _hook_arguments(engine_args: Any) -> None:
+    add_cli_args = engine_args.add_cli_args
+    from_cli_args = engine_args.from_cli_args.__func__
+    create_engine_config = engine_args.create_engine_config
+
+    @functools.wraps(add_cli_args)
+    def add_cli_args_with_kt(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        add_arguments(parser)
+        return parser
+
+    @functools.wraps(from_cli_args)
+    def from_cli_args_with_kt(cls: Any, args: Any) -> Any:
+        made = from_cli_args(cls, args)
+        made.kt_command_line = True  # errors are told in one line, not as a traceback
+        try:
+            merge(made, collect(args) or None)
+        except OptionError as error:
+            raise exit_with(error) from None
+        return made
+
+    @functools.wraps(create_engine_config)
+    def create_engine_config_with_kt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def create() -> Any:
+            return create_engine_config(self, *args, **kwargs)
+
+        command_line = getattr(self, "kt_command_line", False)
+        try:
+            take_environment(self)
+            if options_of(self) is None:
+                return create()
+            return _prepared(create, command_line)
+        except OptionError as error:
+            if command_line:
+                raise exit_with(error) from None
+            raise
+
+    engine_args.add_cli_args = staticmethod(add_cli_args_with_kt)
+    engine_args.from_cli_args = classmethod(from_cli_args_with_kt)
+    engine_args.create_engine_config = create_engine_config_with_kt
+
+
+def _prepared(create: Callable[[], Any], command_line: bool) -> Any:
+    """The configuration of an engine with kt options, checked, and this process prepared for the
+    engine. OptionError says why it cannot be served."""
+    if _problem:
+        raise OptionError(_problem)
+    CONTRACT.check(logger)
+    config = create()
+    options = options_of(config)
+    assert options is not None
+    refuse_unsupported(config, options)
+
+    from . import front, slot
+
+    slot.refuse_taken()
+    front.install(command_line)
+    failure.listen()
+    logger.info(options.describe())
+    warn_of_trace(config.device_config.device_type, logger)
+    return config
+
+
+def _hook_processes(executor: Any, worker: Any) -> None:
+    """Where an engine's processes get its configuration: those that run workers, and workers."""
+    start_workers = executor.__init__
+    start_worker = worker.__init__
+
+    @functools.wraps(start_workers)
+    def start_workers_with_kt(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if options_of(vllm_config) is None:
+            return start_workers(self, vllm_config, *args, **kwargs)
+        try:
+            start_workers(self, vllm_config, *args, **kwargs)
+        except failure.StartError:
+            raise
+        except Exception:  # vLLM only says that a worker has ended
+            failure.repeat()
+            raise
+
+    @functools.wraps(start_worker)
+    def start_worker_with_kt(self: Any, *args: Any, **kwargs: Any) -> None:
+        start_worker(self, *args, **kwargs)
+        if options_of(self.vllm_config) is not None:
+            from .worker import prepare
+
+            prepare(self)
+
+    executor.__init__ = start_workers_with_kt
+    worker.__init__ = start_worker_with_kt

@@ -1,0 +1,89 @@
+"""vLLM plugin: refuses requests to a running engine that the hybrid layer cannot do.
+
+They would change, move or write weights, and a part of the weights is ours. Each is refused where
+it enters, before the engine has touched anything, so that the engine serves on: in the process that
+takes requests, and again in the workers, which custom code can reach in other ways.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..common import RequestRefused
+from ..contract import Operation, Operations
+from .contract import WORKER_OPERATIONS
+
+# Operations that are refused with some arguments only. The arguments are complete, by name.
+_REFUSED_IF: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "sleep": lambda given: given["level"] != 0,  # level 0 only pauses
+    "discard": lambda given: "weights" in given["tags"],
+}
+
+
+def guard(owner: Any, operations: Iterable[Operation]) -> None:
+    """Has one object of vLLM refuse the operations. Its class stays as it is."""
+    for operation in operations:
+        method = getattr(owner, operation.name, None)
+        if method is not None:
+            setattr(owner, operation.name, _guarded(method, functools.partial(_refuse, operation)))
+
+
+def guard_front(engine: Any, operations: Operations) -> None:
+    """`guard`, for an object that also calls methods of the workers by their names."""
+    guard(engine, operations.refused)
+    parallel = engine.vllm_config.parallel_config
+    # A worker may have methods that its user wrote.
+    custom = bool(parallel.worker_extension_cls) or not parallel.worker_cls.startswith("vllm.")
+    check = functools.partial(_refuse_method, custom)
+    engine.collective_rpc = _guarded(engine.collective_rpc, check)
+
+
+def _refuse(operation: Operation, given: dict[str, Any]) -> None:
+    refused_if = _REFUSED_IF.get(operation.name)
+    if refused_if is None or refused_if(given):
+        raise RequestRefused(f"kt: {operation.name}: {operation.reason}")
+
+
+def _refuse_method(custom: bool, given: dict[str, Any]) -> None:
+    """Refuses a method of the workers that is on the table, or that no tested version has.
+    Functions pass: what they do cannot be seen, and the workers refuse most of it."""
+    name = given["method"]
+    if not isinstance(name, str):
+        return
+    operation = {entry.name: entry for entry in WORKER_OPERATIONS.refused}.get(name)
+    if operation is not None:
+        raise RequestRefused(f"kt: {name}: {operation.reason}")
+    if name not in WORKER_OPERATIONS.accepted and not custom:
+        raise RequestRefused(
+            f"kt: {name}: kt-moe does not know this method of vLLM's workers, and it might change "
+            "weights; install a tested version of vLLM, or start it without kt options"
+        )
+
+
+def _guarded(
+    method: Callable[..., Any], check: Callable[[dict[str, Any]], None]
+) -> Callable[..., Any]:
+    """The method, called only if check lets its arguments pass."""
+    signature = inspect.signature(method)
+
+    def check_arguments(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        check(dict(bound.arguments))
+
+    if inspect.iscoroutinefunction(method):
+
+        @functools.wraps(method)
+        async def call_later(*args: Any, **kwargs: Any) -> Any:
+            check_arguments(*args, **kwargs)
+            return await method(*args, **kwargs)
+
+        return call_later
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check_arguments(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return call

@@ -1,0 +1,52 @@
+"""vLLM plugin: takes vLLM's slot for expert layers while a model with kt options is built.
+
+vLLM has one slot for a class that replaces RoutedExperts. It is ours only while such a model is
+built, so that other models and other plugins find it as they left it.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kt_kernel.options import OptionError
+
+_NAME = "RoutedExperts"
+
+
+def refuse_taken() -> None:
+    """Raises OptionError, one line, if another plugin has replaced RoutedExperts."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    other = op_registry_oot.get(_NAME)
+    if other is not None:
+        raise OptionError(
+            f"another plugin has replaced vLLM's {_NAME} with {other.__module__}."
+            f"{other.__qualname__}, and kt-moe needs that place; name the plugins to load in "
+            "VLLM_PLUGINS, or remove the kt options"
+        )
+
+
+@contextmanager
+def taken() -> Iterator[None]:
+    """Within, vLLM builds our expert layers. OptionError if another plugin's are in the way."""
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    from .layer import HybridExperts, RoutedExperts, select_forward
+
+    refuse_taken()
+    original = MoERunner._select_forward
+
+    @functools.wraps(original)
+    def select_forward_with_kt(self: Any) -> Any:
+        return select_forward(self)
+
+    RoutedExperts.register_oot(HybridExperts)
+    MoERunner._select_forward = select_forward_with_kt
+    try:
+        yield
+    finally:
+        MoERunner._select_forward = original
+        if op_registry_oot.get(_NAME) is HybridExperts:
+            del op_registry_oot[_NAME]

@@ -1,0 +1,72 @@
+"""vLLM plugin: what is different in a worker whose engine has kt options.
+
+All of it is done to the worker object; its class stays as it is.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kt_kernel.options import OptionError
+
+from .. import failure
+from .contract import CONTRACT, MODEL_OPERATIONS, RUNNER_OPERATIONS, WORKER_OPERATIONS
+from .requests import guard
+from .slot import taken
+
+# The methods that vLLM calls when it starts and in which our code runs, besides load_model.
+_STARTING = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
+
+
+def prepare(worker: Any) -> None:
+    """Has a new worker build our expert layers, tell of our errors, and refuse, once the model is
+    loaded, what would change or move its weights."""
+    worker.load_model = _telling(_loading(worker, worker.load_model))
+    for name in _STARTING:
+        setattr(worker, name, _telling(getattr(worker, name)))
+
+
+def _loading(worker: Any, load_model: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load_model)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with taken():
+            result = load_model(*args, **kwargs)
+        model = worker.get_model()
+        _verify(model)
+        for owner, operations in (
+            (worker, WORKER_OPERATIONS.refused),
+            (worker.model_runner, RUNNER_OPERATIONS),
+            (model, MODEL_OPERATIONS),
+        ):
+            guard(owner, operations)
+        return result
+
+    return load
+
+
+def _verify(model: Any) -> None:
+    """Raises OptionError unless the model has expert layers and all of them are ours."""
+    from .layer import HybridExperts, RoutedExperts
+
+    found = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    others = {type(module).__name__ for module in found if not isinstance(module, HybridExperts)}
+    if not found or others:
+        raise OptionError(
+            f"model class {type(model).__name__}: its experts are "
+            f"{', '.join(sorted(others)) or 'not computed by vLLM itself'}, which kt-moe cannot "
+            "replace; remove the kt options"
+        )
+
+
+def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; an error of ours in it becomes the line that the user's process ends with."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            failure.end(error, CONTRACT.package)
+            raise
+
+    return call
