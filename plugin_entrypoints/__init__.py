@@ -3,4 +3,4 @@
 from kt_kernel import _conflict
 
 with _conflict.told_to_engines():  # all that a plugin imports before it can tell of a fault itself
-    from . import common  # noqa: F401
+    from . import common, contract, failure  # noqa: F401

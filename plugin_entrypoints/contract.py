@@ -18,9 +18,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from kt_kernel.options import OptionError
 
 Use = Literal["wrapped", "subclassed", "replaced", "called", "read"]
@@ -240,6 +237,10 @@ class Contract:
         A version that is not in PEP 440's form, such as that of a nightly build, counts as the
         newest one: all entries without an upper bound hold for it.
         """
+        # Every engine needs it, and comes with it.
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import InvalidVersion, Version
+
         try:
             version = Version(self.version()).base_version
         except InvalidVersion:

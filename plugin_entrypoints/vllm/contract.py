@@ -105,7 +105,11 @@ NAMES = (
         "called",
         "allocates the hot experts only, takes the cold ones' weights, adds their output",
     ),
-    Name(f"{_EXPERTS}.weight_loader", "wrapped", "gets each expert's matrices"),
+    Name(
+        f"{_EXPERTS}.weight_loader.supports_moe_loading",
+        "wrapped",
+        "gets each expert's matrices; vLLM reads the mark from the function",
+    ),
     Name(f"{_EXPERTS}.forward_modular", "wrapped", "computes a batch whose experts are chosen"),
     Name(
         f"{_EXPERTS}._map_global_expert_id_to_local_expert_id",
@@ -119,6 +123,8 @@ NAMES = (
         "on the CPU torch.compile would trace into our layer; the opaque operator hides it",
         until="the CPU platform uses the opaque operator like the others",
     ),
+    Name("torch:ops.vllm.moe_forward", "called", "that operator"),
+    Name("torch:ops.vllm.moe_forward_shared", "called", "that operator, with shared experts"),
     Name(
         "vllm.model_executor.custom_op:op_registry_oot",
         "read",
@@ -204,8 +210,14 @@ ATTRIBUTES = (
         ("static_forward_context",),
         "the layers of the model that is being built",
     ),
-    Attributes("vllm.v1.engine.async_llm:AsyncLLM", ("vllm_config",), "the engine's options"),
-    Attributes("vllm.v1.engine.llm_engine:LLMEngine", ("vllm_config",), "the engine's options"),
+    Attributes(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        ("vllm_config", "collective_rpc"),
+        "the engine's options; which methods of workers are called is looked at",
+    ),
+    Attributes(
+        "vllm.v1.engine.llm_engine:LLMEngine", ("vllm_config", "collective_rpc"), "the same"
+    ),
     Attributes(
         "vllm.v1.worker.gpu_worker:Worker",
         (

@@ -114,9 +114,8 @@ class HybridExperts(RoutedExperts):
         if _SKIP_COLD_ROUTES and layer.num_cold and isinstance(experts, TritonExperts):
             slots = [*range(layer.num_hot), -1]
             self.global_num_experts = len(slots)
-            self.kt_expert_map = torch.tensor(
-                slots, dtype=torch.int32, device=self.w13_weight.device
-            )
+            device = next(self.parameters()).device
+            self.kt_expert_map = torch.tensor(slots, dtype=torch.int32, device=device)
 
     @property
     def expert_map(self) -> torch.Tensor | None:

@@ -18,7 +18,6 @@ from kt_kernel.options import (
     from_environment,
     restore_defaults,
 )
-from kt_kernel.plugin_entrypoints.patches import HOOKS
 
 SPECIFIED = [
     "--kt-method",
@@ -205,18 +204,3 @@ def test_environment() -> None:
 def test_environment_that_is_no_object(text: str) -> None:
     with pytest.raises(OptionError, match="KT_CONFIG .*JSON"):
         from_environment({"KT_CONFIG": text})
-
-
-# ---- the ledger of hooks
-
-
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target)
-def test_hooks_are_written_down_in_full(hook: Any) -> None:
-    assert hook.engine in ("vllm", "sglang")
-    module, _, path = hook.target.partition(":")
-    assert module.split(".")[0] == hook.engine and path
-    assert hook.how and hook.why and hook.versions and hook.until
-
-
-def test_hooks_are_listed_once() -> None:
-    assert len({hook.target for hook in HOOKS}) == len(HOOKS)

@@ -1,27 +1,28 @@
-"""What the plugins do without an engine: registering under faults, choosing, refusing."""
+"""What the plugins do without an engine: registering under faults, choosing options, telling of
+errors. What they do with an engine's objects is in vllm_hooks.py and sglang_hooks.py."""
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import DEMO_MODEL, environment
+from engines import environment
 
 import kt_kernel
 import kt_kernel.plugin_entrypoints
 from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.plugin_entrypoints import common, patches, sglang, vllm
-
-CONFIG = SimpleNamespace(**json.loads((DEMO_MODEL / "config.json").read_text()))
-
+from kt_kernel.plugin_entrypoints import common, failure
+from kt_kernel.plugin_entrypoints.vllm import options as vllm_options
 
 # ---- faults of the installation
 
@@ -48,9 +49,10 @@ def package(tmp_path: Path) -> Path:
         (Path(kt_kernel.__file__).parent, home),
         (Path(kt_kernel.plugin_entrypoints.__file__).parent, home / "plugin_entrypoints"),
     ):
-        target.mkdir()
-        for file in (*source.glob("*.py"), *source.glob("_kt_moe_marker")):
-            shutil.copyfile(file, target / file.name)
+        for file in (*source.rglob("*.py"), *source.glob("_kt_moe_marker")):
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
     return home
 
 
@@ -130,27 +132,21 @@ def test_conflict_is_told_by_the_engine_arguments(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(common._conflict, "check", check)
     installed: list[str] = []
-    problem = common.install(
-        "vLLM", lambda: installed.append("layer"), lambda: installed.append("arguments"), "x", _log
-    )
-    assert installed == ["arguments"] and "replaced" in problem
+    problem = common.install("vLLM", lambda: installed.append("hooks"), _log)
+    assert installed == ["hooks"] and "replaced" in problem
 
 
-def test_arguments_that_cannot_be_hooked(
+def test_hooks_that_cannot_be_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(common.patches, "missing", lambda engine: [])
-
     def broken() -> None:
         raise AttributeError("from_cli_args")
 
-    assert "(AttributeError: from_cli_args)" in common.install(
-        "vLLM", lambda: None, broken, "x", _log
-    )
+    assert "(AttributeError: from_cli_args)" in common.install("vLLM", broken, _log)
     assert "vLLM runs without it" in caplog.text
     monkeypatch.setenv("KT_CONFIG", "{}")
     with pytest.raises(SystemExit, match="^kt: error: .*AttributeError: from_cli_args"):
-        common.install("vLLM", lambda: None, broken, "x", _log)
+        common.install("vLLM", broken, _log)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +160,6 @@ def test_no_trace_of_a_cpu(
     monkeypatch.setenv("KT_TRACE", path)
     common.warn_of_trace(device, _log)
     assert ("KT_TRACE: only a GPU's batches are traced" in caplog.text) == said
-
-
-def test_missing_targets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "missing", lambda engine: ["a:b"])
-    problem = common.install("SGLang", lambda: None, lambda: None, "c:", _log)
-    assert "this SGLang lacks a:b, which the plugin needs" in problem
 
 
 _log = logging.getLogger("kt test")
@@ -200,174 +190,189 @@ def test_choice_of_options(
 def test_environment_reaches_the_engine(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """KT_CONFIG='{}' means what additional_config={"kt": {}} means."""
     monkeypatch.setenv("KT_CONFIG", text)
-    arguments = SimpleNamespace(additional_config={"other": 1})
-    vllm._take_environment(arguments)
+    arguments = types.SimpleNamespace(additional_config={"other": 1})
+    vllm_options.take_environment(arguments)
     assert arguments.additional_config == {"other": 1, "kt": json.loads(text)}
-    vllm._take_environment(arguments)  # a second time
-    assert vllm.options_of(arguments) == KTOptions.from_mapping(json.loads(text))
+    vllm_options.take_environment(arguments)  # a second time
+    assert vllm_options.options_of(arguments) == KTOptions.from_mapping(json.loads(text))
 
 
-# ---- configurations that are refused
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        (None, None),
+        ({}, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"bits": 4}, "an unnamed method"),
+        (types.SimpleNamespace(quant_method="awq"), "awq"),
+        (types.SimpleNamespace(to_dict=lambda: {"quant_method": "awq"}), "awq"),
+        (types.SimpleNamespace(to_dict=dict), None),
+    ],
+)
+def test_what_a_model_is_quantised_with(settings: Any, method: str | None) -> None:
+    assert common.quantisation_of(settings) == method
 
 
-def vllm_config(path: str = "", value: Any = None) -> SimpleNamespace:
-    """What refuse_unsupported reads, with one attribute changed."""
-    found = SimpleNamespace(
-        model_config=SimpleNamespace(architectures=CONFIG.architectures, hf_text_config=CONFIG),
-        device_config=SimpleNamespace(device_type="cuda"),
-        **{
-            name: SimpleNamespace()
-            for name in ("parallel_config", "cache_config", "load_config", "offload_config")
-        },
-    )
-    found.offload_config = SimpleNamespace(uva=SimpleNamespace(), prefetch=SimpleNamespace())
-    *parents, name = path.split(".")
-    place = found
-    for parent in parents:
-        place = getattr(place, parent)
-    setattr(place, name, value)
-    return found
+@pytest.mark.parametrize(
+    ("method", "line"),
+    [
+        (None, ""),
+        ("", ""),
+        ("fp8", "a model quantised with fp8: name its folder with --kt-weight-path too"),
+        ("awq", "a model quantised with awq: the hot experts' kernels were not tried"),
+    ],
+)
+def test_quantised_models(method: str | None, line: str) -> None:
+    if not line:
+        common.refuse_quantised(method, KTOptions())
+        return
+    with pytest.raises(OptionError) as caught:
+        common.refuse_quantised(method, KTOptions())
+    assert str(caught.value).startswith(line)
 
 
-def error_of(call: Callable[..., Any], *arguments: Any) -> str:
+# ---- errors of an engine's processes
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This process is the one that the user started; the file for errors."""
+    monkeypatch.delenv(failure.VARIABLE, raising=False)
+    failure.listen()
+    path = Path(os.environ[failure.VARIABLE].partition(":")[2])
+    yield path
+    path.unlink(missing_ok=True)
+
+
+ENGINE = types.ModuleType("fake_engine")  # its functions have its name, as an engine's do
+exec(
+    """
+def call(function):
+    function()
+
+def fail(function=None):
+    raise ValueError("the engine's own")
+
+def wrap(function):
     try:
-        call(*arguments)
-    except OptionError as error:
-        return str(error)
-    return ""
+        function()
+    except Exception as error:
+        raise RuntimeError("a worker failed") from error
+""",
+    ENGINE.__dict__,
+)
+
+
+def ours(error: Exception | None = None) -> None:
+    """Raises in a function of our package."""
+    error = error or ValueError("bad  weights\nin layer 3")
+    code = "def f(error):\n    raise error\n"
+    module = {"__name__": "kt_kernel.checkpoint.made_up"}
+    exec(code, module)
+    module["f"](error)
+
+
+def within(wrapper: Callable, function: Callable) -> Exception:
+    """What comes out of ``wrapper(function)``."""
+    try:
+        wrapper(function)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def ending(error: Exception, line: Any) -> None:
+    """In a child process: puts how it ended on a queue."""
+    try:
+        failure.end(error, "fake_engine")
+        line.put("returned")
+    except SystemExit as stopped:
+        line.put(str(stopped))
+
+
+def in_child(error: Exception) -> str:
+    context = multiprocessing.get_context("fork")
+    line = context.SimpleQueue()
+    child = context.Process(target=ending, args=(error, line))
+    child.start()
+    child.join()
+    return line.get()
+
+
+LINE = "kt: error: bad weights in layer 3"
+
+
+@pytest.mark.parametrize("wrapper", [ENGINE.call, ENGINE.wrap])
+def test_an_error_of_ours_ends_the_first_process(wrapper: Callable, listening: Path) -> None:
+    """It is told once, by the first process that found one, wherever the engine caught it."""
+    assert failure.reported() == ""
+    failure.repeat()
+    assert in_child(within(wrapper, ours)) == LINE
+    assert in_child(within(wrapper, lambda: ours(OSError("later")))) == "kt: error: later"
+    assert failure.reported() == LINE
+    with pytest.raises(failure.StartError) as caught:
+        failure.repeat()
+    assert str(caught.value) == LINE
+    with pytest.raises(SystemExit) as stopped:
+        failure.repeat(command_line=True)
+    assert stopped.value.code == LINE
+    failure.listen()  # for the next engine
+    assert failure.reported() == "" and listening.exists()
+
+
+def test_an_error_of_ours_in_the_first_process_is_an_exception(listening: Path) -> None:
+    cause = within(ENGINE.call, ours)
+    with pytest.raises(failure.StartError) as caught:
+        failure.end(cause, "fake_engine")
+    assert str(caught.value) == LINE and caught.value.__cause__ is cause
+    failure.end(caught.value, "fake_engine")  # further up
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "line"),
+    ("raised", "line"),
     [
-        ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 2: of several "),
-        ("parallel_config.enable_eplb", True, "--enable-eplb: not supported together"),
-        ("parallel_config.ubatch_size", 2, "--ubatch-size 2: not supported together"),
-        ("lora_config", object(), "--enable-lora: not supported together"),
-        ("speculative_config", object(), "--speculative-config: not supported together"),
-        ("weight_transfer_config", object(), "--weight-transfer-config: the cold experts'"),
-        ("model_config.enable_sleep_mode", True, "--enable-sleep-mode: the cold experts' weights"),
-        ("model_config.model_impl", "transformers", "--model-impl transformers: only vLLM's own"),
-        ("model_config.model_impl", "terratorch", "--model-impl terratorch: only vLLM's own"),
-        ("model_config.quantization", "fp8", "a model quantised with fp8: name its folder with"),
-        (
-            "model_config.quantization",
-            "awq",
-            "a model quantised with awq: the hot experts' kernels",
-        ),
-        ("offload_config.uva.cpu_offload_gb", 0.5, "--cpu-offload-gb 0.5: both decide"),
-        ("cache_config.cpu_offload_gb", 4, "--cpu-offload-gb 4: both decide"),
-        ("offload_config.prefetch.offload_group_size", 8, "--offload-group-size 8: both decide"),
-        ("offload_config.offload_backend", "prefetch", "--offload-backend prefetch: both decide"),
-        ("load_config.load_format", "dummy", "--load-format dummy: the cold experts need"),
-        ("load_config.load_format", "sharded_state", "--load-format sharded_state: the cold"),
-        ("load_config.load_format", "tensorizer", "--load-format tensorizer: the cold experts"),
-        ("model_config.architectures", ["Other"], "model class Other: not tested with kt-moe"),
-        (
-            "model_config.hf_text_config",
-            SimpleNamespace(architectures=["Dense"], hidden_size=8),
-            "model class Dense: its configuration has no number of experts",
-        ),
+        (KeyError("tensor 'a' is missing"), "kt: error: tensor 'a' is missing"),
+        (RuntimeError("kt: layer 3: no"), "kt: error: layer 3: no"),
+        (MemoryError(), "kt: error: MemoryError"),
+        (failure.StartError(LINE), "returned"),
     ],
 )
-def test_vllm_refuses(path: str, value: Any, line: str) -> None:
-    error = error_of(vllm.refuse_unsupported, vllm_config(path, value), KTOptions())
-    assert error.startswith(line) and "\n" not in error, error
+def test_lines_of_errors(raised: Exception, line: str, listening: Path) -> None:
+    assert in_child(within(ENGINE.call, lambda: ours(raised))) == line
 
 
-def test_vllm_accepts() -> None:
-    options = KTOptions(weight_path=str(DEMO_MODEL), num_gpu_experts=4)
-    assert error_of(vllm.refuse_unsupported, vllm_config("x"), options) == ""
-    graphs = vllm_config("model_config.enforce_eager", False)
-    assert error_of(vllm.refuse_unsupported, graphs, options) == ""
-    for format in common.LOAD_FORMATS:
-        config = vllm_config("load_config.load_format", format)
-        assert error_of(vllm.refuse_unsupported, config, options) == ""
+@pytest.mark.parametrize("function", [ENGINE.fail, lambda: ENGINE.call(ENGINE.fail)])
+def test_an_error_of_the_engine_stays_its_own(function: Callable, listening: Path) -> None:
+    def through_us() -> None:
+        exec("f()", {"__name__": "kt_kernel.plugin_entrypoints.made_up", "f": function})
+
+    assert in_child(within(ENGINE.call, through_us)) == "returned"
+    assert failure.reported() == ""
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "line"),
-    [
-        ("pp_size", 2, "--pp-size 2: of several ranks kt-moe serves those of tensor parallelism"),
-        ("attn_cp_size", 2, "--attn-cp-size 2: of several ranks"),
-        ("moe_dp_size", 2, "--moe-dp-size 2: of several ranks"),
-        ("enable_prefill_cp", True, "--enable-prefill-cp: of several ranks"),
-        ("enable_lora", True, "--enable-lora: LoRA is not supported"),
-        ("lora_paths", ["a=b"], "--lora-paths: LoRA is not supported"),
-        ("cpu_offload_gb", 1, "--cpu-offload-gb 1: both decide"),
-        ("model_impl", "transformers", "--model-impl transformers: only SGLang's own"),
-        ("load_format", "dummy", "--load-format dummy: the cold experts need their weights"),
-        ("load_format", "remote_instance", "--load-format remote_instance: the cold experts"),
-        ("load_format", type("Loader", (), {}), "--load-format: the cold experts need"),
-        ("weight_cache_mode", "daemon", "--weight-cache-mode daemon: the cache does not know"),
-        ("startup_weight_load_mode", "overlap", "--startup-weight-load-mode overlap: the cold"),
-        ("custom_weight_loader", ["a.b"], "--custom-weight-loader: the cold experts' weights"),
-        ("enable_memory_saver", True, "--enable-memory-saver: the cold experts' weights"),
-        ("enable_weights_cpu_backup", True, "--enable-weights-cpu-backup: the cold experts'"),
-    ],
-)
-def test_sglang_refuses(field: str, value: Any, line: str) -> None:
-    arguments = SimpleNamespace(**{"device": "cpu", field: value})
-    error = error_of(sglang.refuse_unsupported, arguments, CONFIG, KTOptions())
-    assert error.startswith(line) and "\n" not in error, error
+def test_the_file_for_errors_is_private_and_goes_with_its_process() -> None:
+    code = (
+        "import os; from kt_kernel.plugin_entrypoints import failure; failure.listen(); "
+        "path = os.environ[failure.VARIABLE].partition(':')[2]; "
+        "print(path, oct(os.stat(path).st_mode & 0o777))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    path, mode = done.stdout.split()
+    assert mode == "0o600" and not os.path.exists(path), done
 
 
-@pytest.mark.parametrize("way", ["declared", "overridden", "published"])
-@pytest.mark.parametrize("given", [False, True])
-def test_shared_experts_stay_apart(
-    way: str, given: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Decided in the way of each version of SGLang, and only if it was not given."""
-    decided: list[Any] = []
+def test_without_a_place_for_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine starts all the same."""
+    monkeypatch.delenv(failure.VARIABLE, raising=False)
 
-    def record(*arguments: Any, **fields: Any) -> None:
-        decided.append((arguments, fields))
+    def full(**given: Any) -> Any:
+        raise OSError("no space left on device")
 
-    class Context:
-        override = staticmethod(record)
-
-        @property
-        def server_args(self) -> Any:
-            if way != "published":
-                raise ValueError("not set yet")
-            return server_args
-
-    server_args = SimpleNamespace(disable_shared_experts_fusion=given, override=record)
-    overrides = SimpleNamespace(**{"declare_resolution": record} if way == "declared" else {})
-    for name, module in {
-        "sglang.srt.arg_groups": SimpleNamespace(overrides=overrides),
-        "sglang.srt.runtime_context": SimpleNamespace(get_context=Context),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    caplog.set_level(logging.INFO)
-    sglang._separate_shared_experts(server_args, server_args)
-    arguments = (server_args, "kt") if way == "declared" else ("kt",)
-    found = [] if given else [(arguments, {"disable_shared_experts_fusion": True})]
-    assert decided == found
-    assert caplog.text.count("--disable-shared-experts-fusion is set") == len(found)
-
-
-@pytest.mark.parametrize(("hot", "refused"), [(0, True), (4, True), (16, False)])
-def test_fusion_is_not_enforced_beside_cold_experts(hot: int, refused: bool) -> None:
-    arguments = SimpleNamespace(device="cpu", enforce_shared_experts_fusion=True)
-    options = KTOptions(num_gpu_experts=hot)
-    error = error_of(sglang.refuse_unsupported, arguments, CONFIG, options)
-    assert error.startswith("--enforce-shared-experts-fusion: a shared expert") == refused, error
-    assert refused or not error
-
-
-def test_sglang_checks_the_model(tmp_path: Path) -> None:
-    arguments = SimpleNamespace(device="cpu")
-
-    def error(options: KTOptions, config: Any = CONFIG) -> str:
-        return error_of(sglang.refuse_unsupported, arguments, config, options)
-
-    assert error(KTOptions(weight_path=str(DEMO_MODEL))) == ""
-    assert error(KTOptions(weight_path=str(tmp_path))).startswith(f"--kt-weight-path {tmp_path}: ")
-    nameless = SimpleNamespace(architectures=CONFIG.architectures, experts=8)
-    assert "has no number of experts" in error(KTOptions(num_gpu_experts=9), nameless)
-    inner = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"], text_config=CONFIG)
-    assert "the model has 16 experts" in error(KTOptions(num_gpu_experts=99), inner)
+    monkeypatch.setattr(failure.tempfile, "mkstemp", full)
+    failure.listen()
+    assert failure.VARIABLE not in os.environ and failure.reported() == ""
+    with pytest.raises(failure.StartError, match=LINE):
+        failure.end(within(ENGINE.call, ours), "fake_engine")
 
 
 # ---- the demo

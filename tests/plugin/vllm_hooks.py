@@ -3,146 +3,21 @@
 Prints OK at the end; an assertion names what is wrong.
 """
 
-from types import SimpleNamespace
-from typing import Any
-
-import torch
-
-# First, since vLLM's modules import each other in a circle.
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: F401
-
-# isort: split
-from vllm.config import CacheConfig, HiSparseConfig, ParallelConfig, VllmConfig
-from vllm.forward_context import create_forward_context, override_forward_context
-from vllm.model_executor.layers.attention import Attention, CrossAttention, MLAAttention
-from vllm.model_executor.layers.mamba.abstract import MambaBase
-
-from kt_kernel.plugin_entrypoints import patches, vllm_layer, vllm_padding
-
-TOKENS = 4
-X = SimpleNamespace(is_cuda=True, shape=torch.Size([TOKENS, 8]), device=torch.device("cpu"))
-SLOTS = torch.tensor([5, 6, -1, -1])
-NO_SLOTS = torch.full((TOKENS,), -1)
-IS_PADDING = torch.tensor([False, False, True, True])
-
-
-def layer(kind: type, attn_type: str | None = None) -> Any:
-    made = object.__new__(kind)
-    torch.nn.Module.__init__(made)
-    if attn_type is not None:
-        made.attn_type = attn_type
-    return made
-
-
-class Mamba(torch.nn.Module, MambaBase):
-    """Whose state is of a request, not of a token."""
-
-    get_state_dtype = get_state_shape = mamba_type = None
-
-
-LAYERS = {
-    "experts": object(),
-    "mamba": layer(Mamba),
-    "cross": layer(CrossAttention, "encoder_decoder"),
-    "encoder": layer(Attention, "encoder_only"),
-    "mla": layer(MLAAttention),
-    "attention": layer(Attention, "decoder"),
-}
-
-
-def config(fast_prefill: bool = False, ranks: int = 1) -> VllmConfig:
-    parallel = ParallelConfig(tensor_parallel_size=ranks, decode_context_parallel_size=ranks)
-    made = VllmConfig(parallel_config=parallel, cache_config=CacheConfig())
-    made.cache_config.kv_sharing_fast_prefill = fast_prefill
-    made.compilation_config.static_forward_context.update(LAYERS)
-    return made
-
-
-def found(padding: Any, slots: Any = None, is_padding: Any = None, x: Any = X) -> Any:
-    made = create_forward_context(None, config(), slot_mapping=slots, is_padding=is_padding)
-    with override_forward_context(made):
-        return padding.of(x)
-
-
-def check_slots() -> None:
-    """Those of decoder attention, of whichever kind and in whatever order."""
-    for name in ("attention", "mla"):
-        others = {other: NO_SLOTS for other in LAYERS if other not in ("attention", "mla")}
-        for mappings in ({**others, name: SLOTS}, {name: SLOTS, **others}):
-            padding = vllm_padding.Padding(config())
-            assert found(padding) is None  # profiling
-            for _ in range(2):
-                assert found(padding, mappings) is SLOTS
-            assert found(padding, others) is None
-            assert found(padding, mappings) is SLOTS
-        assert found(vllm_padding.Padding(config()), others) is None
-
-
-def check_what_the_runner_marks() -> None:
-    """Is not looked at: one runner of 0.26 calls all rows padding, and does not mean it."""
-    for marks in (IS_PADDING, torch.ones(TOKENS, dtype=torch.bool)):
-        assert found(vllm_padding.Padding(config()), {"attention": SLOTS}, marks) is SLOTS
-        assert found(vllm_padding.Padding(config()), None, marks) is None
-
-
-def check_what_is_not_taken() -> None:
-    fits = {"attention": SLOTS}
-    assert found(vllm_padding.Padding(config()), fits) is SLOTS
-    for mappings in (
-        {"attention": torch.zeros(TOKENS + 1, dtype=torch.int64)},
-        {"attention": torch.zeros(TOKENS - 1, dtype=torch.int64)},
-        {"attention": torch.zeros(TOKENS, dtype=torch.int32)},
-        {"attention": torch.zeros(2 * TOKENS, dtype=torch.int64)[::2]},
-        {"attention": torch.zeros(TOKENS, dtype=torch.int64, device="meta")},
-        {"attention": None}, [fits, fits],
-    ):  # fmt: skip
-        assert found(vllm_padding.Padding(config()), mappings) is None, mappings
-    assert found(vllm_padding.Padding(config(ranks=2)), fits) is None
-    assert found(vllm_padding.Padding(config(fast_prefill=True)), fits) is None
-    on_host = config()
-    on_host.attention_config.hisparse_config = HiSparseConfig()
-    assert found(vllm_padding.Padding(on_host), fits) is None
-    assert found(vllm_padding.Padding(config()), fits, x=torch.ones(TOKENS, 8)) is None
-    for part, kept in (
-        ("cache_config", SimpleNamespace()),
-        ("parallel_config", SimpleNamespace()),
-        ("attention_config", None),
-    ):
-        names = ("cache_config", "parallel_config", "attention_config")
-        other = SimpleNamespace(**{name: getattr(config(), name) for name in names})
-        assert found(vllm_padding.Padding(other), fits) is SLOTS
-        setattr(other, part, kept)
-        assert found(vllm_padding.Padding(other), fits) is None
-
-
-def check_layers_pass_it_on() -> None:
-    """To the layer on the CPU."""
-    given: list[Any] = []
-
-    def submit(x: Any, ids: Any, weights: Any, padding: Any) -> tuple[Any, Any]:
-        given.append(padding)
-        return ids, weights
-
-    experts = layer(vllm_layer.HybridExperts)
-    experts.kt_layer = SimpleNamespace(
-        num_cold=8, num_hot=0, submit=submit, collect=lambda x, hot: x
-    )
-    experts.kt_padding = SimpleNamespace(of=lambda x: SLOTS)
-    experts.forward_modular(torch.ones(TOKENS, 8), None, None)
-    assert given == [SLOTS]
-
-
-def check_what_is_read_is_there() -> None:
-    """Without it all is served, only slower, and nobody would know."""
-    for hook in patches.HOOKS:
-        if hook.versions == patches._VLLM_PADDING:
-            assert patches._exists(hook.target), hook.target
-
+import vllm_contract_checks as contract
+import vllm_padding_checks as padding
 
 if __name__ == "__main__":
-    check_slots()
-    check_what_the_runner_marks()
-    check_what_is_not_taken()
-    check_layers_pass_it_on()
-    check_what_is_read_is_there()
+    contract.check_nothing_is_installed_without_options()
+    contract.check_the_table()
+    contract.check_configurations()
+    contract.check_an_empty_quantization_config()
+    contract.check_layers_are_refused()
+    contract.check_sums_left_to_the_model_are_refused()
+    contract.check_a_renamed_function_stops_a_start()
+    contract.check_requests()
+    padding.check_slots()
+    padding.check_what_the_runner_marks()
+    padding.check_what_is_not_taken()
+    padding.check_layers_pass_it_on()
+    padding.check_kernels_that_compute_every_route()
     print("OK")

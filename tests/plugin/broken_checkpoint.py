@@ -1,0 +1,40 @@
+"""A checkpoint of experts whose fault only shows when its values are read, while a worker loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tiny_model import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS
+
+METHOD = "RAWINT4"
+LINE = f"tensor 'model.layers.{LAYERS - 1}.mlp.experts.1.up_proj.weight_scale': the scale at [3, 1]"
+_GROUP = 32
+
+
+def write(path: Path) -> Path:
+    """Experts for the model of tiny_model.py, 4-bit, one of their scales not a number."""
+    tensors = {}
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            for name, rows, columns in (
+                ("gate_proj", INTERMEDIATE, HIDDEN),
+                ("up_proj", INTERMEDIATE, HIDDEN),
+                ("down_proj", HIDDEN, INTERMEDIATE),
+            ):
+                prefix = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
+                tensors[f"{prefix}.weight_packed"] = torch.zeros(
+                    rows, columns // 8, dtype=torch.int32
+                )
+                tensors[f"{prefix}.weight_scale"] = torch.ones(
+                    rows, columns // _GROUP, dtype=torch.bfloat16
+                )
+    tensors[f"model.layers.{LAYERS - 1}.mlp.experts.1.up_proj.weight_scale"][3, 1] = torch.nan
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config = {"model_type": "qwen3_moe", "quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(config))
+    return path

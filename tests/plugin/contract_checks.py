@@ -1,0 +1,80 @@
+"""Holds a plugin's contract against the installed engine. Imported only inside an engine's
+environment, by vllm_hooks.py and sglang_hooks.py."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from kt_kernel.options import OptionError
+from kt_kernel.plugin_entrypoints.contract import Contract, Refusal, _find
+
+_OTHER = "a value that no engine has"
+
+
+def check_table(contract: Contract) -> None:
+    """The installed engine, a tested version, has all that the table names, and no more that it
+    should name."""
+    assert contract.lacks() == [], contract.lacks()
+    assert contract.misses() == [], contract.misses()
+    assert contract.untested() == "", contract.untested()
+    for arguments in contract.arguments:
+        known = {*arguments.accepted, *(entry.path for entry in arguments.refused)}
+        assert set(arguments.defaults()) <= known, set(arguments.defaults()) - known
+    for operations in contract.operations:
+        known = {*operations.accepted, *(entry.name for entry in operations.refused)}
+        found = set(_public_methods(_find(operations.owner)))
+        assert found <= known, found - known
+
+
+def check_refusals(
+    contract: Contract, configuration: Any, refusals: Iterable[Refusal] | None = None
+) -> None:
+    """Every refusal looks at an attribute that a real configuration has, accepts it as it is, and
+    refuses another value, and a configuration without the attribute."""
+    for entry in contract.refusals if refusals is None else refusals:
+        if not contract.holds(entry.versions):
+            continue
+        entry.check(configuration, contract.engine)
+        name = entry.path.rpartition(".")[2]
+        flag = entry.flag or "--" + name.replace("_", "-")
+        with changed(configuration, entry.path, _OTHER) as possible:
+            if possible:
+                assert error_of(entry, configuration).startswith(f"{flag} {_OTHER}: "), entry
+        renamed = replace(entry, path=f"{entry.path}_of_another_version")
+        assert f"has no {renamed.path}" in error_of(renamed, configuration)
+
+
+def error_of(entry: Refusal, configuration: Any) -> str:
+    try:
+        entry.check(configuration, "the engine")
+    except OptionError as error:
+        return str(error)
+    raise AssertionError(f"{entry} was not refused")
+
+
+@contextmanager
+def changed(configuration: Any, path: str, value: Any) -> Any:
+    """Within, the attribute at ``path`` has another value. Yields False where it cannot be set."""
+    *parents, name = path.split(".")
+    owner = configuration
+    for parent in parents:
+        owner = getattr(owner, parent)
+    before = getattr(owner, name)
+    if isinstance(inspect.getattr_static(owner, name, None), property):
+        yield False
+        return
+    object.__setattr__(owner, name, value)
+    try:
+        yield True
+    finally:
+        object.__setattr__(owner, name, before)
+
+
+def _public_methods(owner: type) -> Iterable[str]:
+    for name in dir(owner):
+        if not name.startswith("_") and inspect.isroutine(inspect.getattr_static(owner, name)):
+            yield name

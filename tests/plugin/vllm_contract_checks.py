@@ -1,0 +1,290 @@
+"""What the plugin refuses and installs, on vLLM's own objects, see vllm_hooks.py."""
+
+import dataclasses
+import inspect
+import json
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from contract_checks import changed, check_refusals, check_table
+
+# First, since vLLM's modules import each other in a circle.
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+# isort: split
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.v1.engine import utils
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+
+import kt_kernel
+from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.plugin_entrypoints.common import LOAD_FORMATS, RequestRefused
+from kt_kernel.plugin_entrypoints.contract import Name
+from kt_kernel.plugin_entrypoints.vllm import hooks, options, requests, slot
+from kt_kernel.plugin_entrypoints.vllm import layer as hybrid
+from kt_kernel.plugin_entrypoints.vllm.contract import (
+    CONTRACT,
+    EXPERT_ARGUMENTS,
+    EXPERT_CONFIG,
+    EXPERT_RANKS,
+    WORKER_OPERATIONS,
+)
+
+MODEL = Path(kt_kernel.__file__).parent / "demo_model"
+
+
+def engine_config(**arguments: Any) -> VllmConfig:
+    given = {"model": str(MODEL), "max_model_len": 128} | arguments
+    return EngineArgs(**given).create_engine_config()
+
+
+def check_the_table() -> None:
+    check_table(CONTRACT)
+
+
+def error_of(call: Any, *arguments: Any) -> str:
+    try:
+        call(*arguments)
+    except (OptionError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+LINES = {
+    "parallel_config.pipeline_parallel_size": (2, "--pipeline-parallel-size 2: kt-moe supports"),
+    "parallel_config.enable_eplb": (True, "--enable-eplb: not supported together"),
+    "parallel_config.ubatch_size": (2, "--ubatch-size 2: not supported together"),
+    "lora_config": (object(), "--enable-lora: not supported together"),
+    "speculative_config": (object(), "--speculative-config: not supported together"),
+    "weight_transfer_config": (object(), "--weight-transfer-config: the cold experts'"),
+    "model_config.enable_sleep_mode": (True, "--enable-sleep-mode: the cold experts' weights"),
+    "model_config.model_impl": ("terratorch", "--model-impl terratorch: only vLLM's own"),
+    "model_config.quantization": ("awq", "a model quantised with awq: the hot experts' kernels"),
+    "offload_config.uva.cpu_offload_gb": (0.5, "--cpu-offload-gb 0.5: both decide"),
+    "offload_config.prefetch.offload_group_size": (8, "--offload-group-size 8: both decide"),
+    "offload_config.offload_backend": ("prefetch", "--offload-backend prefetch: both decide"),
+    "load_config.load_format": ("sharded_state", "--load-format sharded_state: the cold"),
+    "device_config.device_type": ("xpu", "--device-type xpu: kt-moe runs beside CUDA"),
+    "model_config.hf_text_config": (
+        SimpleNamespace(architectures=["Dense"], hidden_size=8),
+        "model class Dense: its configuration has no number of experts",
+    ),
+}
+
+
+def check_configurations() -> None:
+    """What is refused, on the attributes of a real configuration."""
+    made = engine_config()
+    check_refusals(CONTRACT, made)
+    refuse = options.refuse_unsupported
+    some = KTOptions(weight_path=str(MODEL), num_gpu_experts=4)
+    assert error_of(refuse, made, some) == ""
+    for path, (value, line) in LINES.items():
+        with changed(made, path, value) as possible:
+            assert possible, path
+            found = error_of(refuse, made, some)
+            assert found.startswith(line) and "\n" not in found, (path, found)
+    with changed(made, "model_config.quantization", "fp8"):
+        found = error_of(refuse, made, KTOptions())
+        assert found.startswith("a model quantised with fp8: name its folder with"), found
+    for form in LOAD_FORMATS:
+        with changed(made, "load_config.load_format", form):
+            assert error_of(refuse, made, some) == ""
+    parallel = made.parallel_config
+    object.__setattr__(parallel, "enable_expert_parallel", True)
+    object.__setattr__(parallel, "tensor_parallel_size", 2)
+    object.__setattr__(parallel, "data_parallel_size", 2)
+    (entry,) = (one for one in CONTRACT.refusals if "use_sequence_parallel_moe" in one.path)
+    assert "--use-sequence-parallel-moe: " in error_of(entry.check, made, "vLLM")
+
+
+def check_an_empty_quantization_config() -> None:
+    """Is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in MODEL.iterdir():
+            (Path(folder) / file.name).symlink_to(file)
+        settings = json.loads((MODEL / "config.json").read_text()) | {"quantization_config": {}}
+        (Path(folder) / "config.json").unlink()
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        made = engine_config(model=folder, additional_config={"kt": {}})
+        assert not made.model_config.quantization
+
+
+def check_layers_are_refused() -> None:
+    """What a model asks of its experts, on vLLM's own dataclasses and signature."""
+    ranks = FusedMoEParallelConfig.make_no_parallel()
+    made = FusedMoEConfig(
+        num_experts=8,
+        experts_per_token=2,
+        hidden_dim=64,
+        intermediate_size=64,
+        num_local_experts=8,
+        num_logical_experts=8,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=ranks,
+        in_dtype=torch.float32,
+    )
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(RoutedExperts.__init__).parameters.items()
+        if parameter.default is not parameter.empty
+    } | {"expert_map_manager": SimpleNamespace(num_fused_shared_experts=0)}
+
+    def error(config: Any = made, **arguments: Any) -> str:
+        return error_of(hybrid._refuse, "model.layers.3.mlp.experts", config, defaults | arguments)
+
+    def with_ranks(**changes: Any) -> str:
+        parallel = dataclasses.replace(ranks, **changes)
+        return error(dataclasses.replace(made, moe_parallel_config=parallel))
+
+    def with_config(name: str, value: Any) -> str:
+        config = dataclasses.replace(made)
+        setattr(config, name, value)
+        return error(config)
+
+    assert error() == ""
+    for found, what in (
+        (error(swiglu_limit=7.0), "a SwiGLU limit"),
+        (error(swiglu_limit=0.0), "a SwiGLU limit"),  # it clamps to 0
+        (error(swiglu_alpha=1.702), "a SwiGLU alpha"),
+        (error(swiglu_beta=1.0), "a SwiGLU beta"),
+        (error(apply_router_weight_on_input=True), "router weight on input"),
+        (error(expert_map_manager=SimpleNamespace(num_fused_shared_experts=1)), "fusing shared"),
+        (with_config("swiglu_beta", 1.0), "a SwiGLU beta"),
+        (with_config("activation", MoEActivation.SITU), "an activation other than silu"),
+        (with_config("activation_situ_beta", 1.0), "a SituGLU beta"),
+        (with_config("has_bias", True), "an expert bias"),
+        (with_config("is_lora_enabled", True), "LoRA on experts"),
+        (with_config("num_logical_experts", 7), "redundant experts"),
+        (with_config("hidden_dim_unpadded", 60), "padding of the model's own"),
+        (with_config("intermediate_pad", 32), "padding of the intermediate size"),
+        (with_config("skip_final_all_reduce", True), "leaving the sum over ranks to the model"),
+        (with_ranks(sp_size=2), "sequence parallelism"),
+        (with_ranks(dp_size=2), "data parallelism"),
+        (with_ranks(use_ep=True), "expert parallelism"),
+        (with_ranks(pcp_size=2), "prefill context parallelism"),
+        (with_ranks(enable_eplb=True), "moving experts between ranks"),
+    ):
+        line = f"kt: model.layers.3.mlp.experts: {what}"
+        assert found.startswith(line) and "not supported together with kt options" in found, found
+    made.defer_moe_finalize()
+    assert "leaving the sum over experts to the model" in error()
+    # Of a version that is not known.
+    assert "swiglu_gamma=0.5, which kt-moe does not know" in error(swiglu_gamma=0.5)
+    for known, name in (
+        (EXPERT_ARGUMENTS, "swiglu_beta"),
+        (EXPERT_CONFIG, "has_bias"),
+        (EXPERT_RANKS, "sp_size"),
+    ):
+        older = dataclasses.replace(
+            known, refused=tuple(entry for entry in known.refused if entry.path != name)
+        )
+        older.check({name: older.defaults()[name]}, "here")
+        assert "does not know" in error_of(older.check, {name: 7}, "here")
+
+
+def check_sums_left_to_the_model_are_refused() -> None:
+    """When vLLM's kernel does not return sums."""
+    unfinished = UnfinalizedMoEOutput(*(torch.ones(2) for _ in range(3)))
+    experts = object.__new__(hybrid.HybridExperts)
+    torch.nn.Module.__init__(experts)
+    experts.layer_name = "model.layers.3.mlp.experts"
+    experts.quant_method = SimpleNamespace(is_monolithic=False, apply=lambda **given: unfinished)
+    try:
+        experts._hot(torch.ones(2, 8), None, None)
+    except RuntimeError as error:
+        assert "(UnfinalizedMoEOutput) is not supported" in str(error)
+    else:
+        raise AssertionError("not refused")
+
+
+# ---- registering
+
+
+def check_a_renamed_function_stops_a_start() -> None:
+    """Only with kt options: without them vLLM is none of our business."""
+    renamed = dataclasses.replace(
+        CONTRACT, names=(*CONTRACT.names, Name("vllm.engine.arg_utils:Renamed", "called", "x"))
+    )
+    hooks.CONTRACT = renamed
+    try:
+        engine_config()
+        error = error_of(lambda: engine_config(additional_config={"kt": {}}))
+        assert "lacks vllm.engine.arg_utils:Renamed, which kt-moe needs; install" in error, error
+    finally:
+        hooks.CONTRACT = CONTRACT
+
+
+def check_nothing_is_installed_without_options() -> None:
+    """But what looks for options. With options the front is prepared, once, and models not yet."""
+
+    def hooked() -> set[str]:
+        functions = {
+            "async": AsyncLLM.__init__,
+            "engine": LLMEngine.__init__,
+            "wait": utils.wait_for_engine_startup,
+            "forward": MoERunner._select_forward,
+        }
+        return {name for name, one in functions.items() if ours(one)}
+
+    def ours(function: Any) -> bool:
+        return "plugin_entrypoints" in function.__code__.co_filename
+
+    engine_config()
+    assert ours(EngineArgs.create_engine_config)
+    assert hooked() == set() and not op_registry_oot and "KT_FAILURE_FILE" not in os.environ
+    for _ in range(2):
+        engine_config(additional_config={"kt": {}})
+        assert hooked() == {"async", "engine", "wait"} and not op_registry_oot
+        assert not hasattr(AsyncLLM.__init__.__wrapped__, "__wrapped__")
+    with slot.taken():
+        assert hooked() == {"async", "engine", "wait", "forward"}
+        assert op_registry_oot == {"RoutedExperts": hybrid.HybridExperts}
+    assert hooked() == {"async", "engine", "wait"} and not op_registry_oot
+
+
+def check_requests() -> None:
+    """Which methods of workers a front process lets through by name."""
+
+    class Engine:
+        def __init__(self, extension: str) -> None:
+            parallel = SimpleNamespace(
+                worker_extension_cls=extension, worker_cls="vllm.v1.worker.gpu_worker.Worker"
+            )
+            self.vllm_config = SimpleNamespace(parallel_config=parallel)
+
+        def collective_rpc(self, method: Any, timeout: Any = None, args: tuple = ()) -> str:
+            return "called"
+
+    def call(engine: Engine, method: Any) -> str:
+        try:
+            return engine.collective_rpc(method=method)
+        except RequestRefused as error:
+            return str(error)
+
+    plain, extended = Engine(""), Engine("my.Extension")
+    for engine in (plain, extended):
+        requests.guard_front(engine, dataclasses.replace(WORKER_OPERATIONS, refused=()))
+        for entry in WORKER_OPERATIONS.refused:
+            assert call(engine, entry.name) == f"kt: {entry.name}: {entry.reason}"
+        for name in (*WORKER_OPERATIONS.accepted, print):
+            assert call(engine, name) == "called"
+    assert call(plain, "swap_weights").startswith("kt: swap_weights: kt-moe does not know")
+    assert call(extended, "swap_weights") == "called"
