@@ -309,7 +309,7 @@ def exists(target: str) -> bool:
     parents, _, last = path.rpartition(".")
     try:
         found = _find(f"{module}:{parents}")
-    except (ImportError, AttributeError):
+    except Exception:  # an import may fail in any way
         return False
     if not colon or hasattr(found, last):
         return True

@@ -39,21 +39,28 @@ def listen() -> None:
         atexit.register(_remove, path, os.getpid())
 
 
-def end(error: Exception, engine: str) -> None:
+def end(error: Exception, engine: str, *, exits: bool = True) -> None:
     """Called in a process of the engine with the error that ended its start.
 
-    Returns if the engine's own code raised it. An error of ours is reported, and becomes SystemExit
-    in a child process, whose traceback would hide it, or `StartError` in the process that the user
-    started. engine: its import package.
+    Returns if the engine's own code raised it. An error of ours is reported. In a child process it
+    then becomes SystemExit, whose line a traceback would hide; in the process that the user started
+    it becomes `StartError`.
+
+    Args:
+        error: the error, while it is handled.
+        engine: the engine's import package.
+        exits: whether other processes notice if this one exits here; otherwise a child returns, for
+            the engine to handle the error as its own.
     """
     ours = _of_ours(error, engine)
     if ours is None or isinstance(error, StartError):
         return
     line = _line(ours)
     _report(line)
-    if _in_child():
+    if not _in_child():
+        raise StartError(line) from error
+    if exits:
         raise SystemExit(line) from None
-    raise StartError(line) from error
 
 
 def repeat(command_line: bool = False) -> None:

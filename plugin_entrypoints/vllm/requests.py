@@ -14,9 +14,11 @@ from ..common import RequestRefused
 from ..contract import Operation, Operations
 from .contract import WORKER_OPERATIONS
 
-# Operations that are refused with some arguments only. The arguments are complete, by name.
+Given = Callable[[], dict[str, Any]]  # the arguments of a call, by name, with the defaults
+
+# Operations that are refused with some arguments only.
 _REFUSED_IF: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "sleep": lambda given: given["level"] != 0,  # level 0 only pauses
+    "sleep": lambda given: given.get("level", 1) != 0,  # level 0 only pauses
     "discard": lambda given: "weights" in given["tags"],
 }
 
@@ -39,16 +41,16 @@ def guard_front(engine: Any, operations: Operations) -> None:
     engine.collective_rpc = _guarded(engine.collective_rpc, check)
 
 
-def _refuse(operation: Operation, given: dict[str, Any]) -> None:
+def _refuse(operation: Operation, given: Given) -> None:
     refused_if = _REFUSED_IF.get(operation.name)
-    if refused_if is None or refused_if(given):
+    if refused_if is None or refused_if(given()):
         raise RequestRefused(f"kt: {operation.name}: {operation.reason}")
 
 
-def _refuse_method(custom: bool, given: dict[str, Any]) -> None:
+def _refuse_method(custom: bool, given: Given) -> None:
     """Refuses a method of the workers that is on the table, or that no tested version has.
     Functions pass: what they do cannot be seen, and the workers refuse most of it."""
-    name = given["method"]
+    name = given()["method"]
     if not isinstance(name, str):
         return
     operation = {entry.name: entry for entry in WORKER_OPERATIONS.refused}.get(name)
@@ -61,29 +63,26 @@ def _refuse_method(custom: bool, given: dict[str, Any]) -> None:
         )
 
 
-def _guarded(
-    method: Callable[..., Any], check: Callable[[dict[str, Any]], None]
-) -> Callable[..., Any]:
-    """The method, called only if check lets its arguments pass."""
-    signature = inspect.signature(method)
+def _guarded(method: Callable[..., Any], check: Callable[[Given], None]) -> Callable[..., Any]:
+    """The method, called only if check lets it."""
 
-    def check_arguments(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = inspect.signature(method).bind(*args, **kwargs)
         bound.apply_defaults()
-        check(dict(bound.arguments))
+        return dict(bound.arguments)
 
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
         async def call_later(*args: Any, **kwargs: Any) -> Any:
-            check_arguments(*args, **kwargs)
+            check(functools.partial(arguments, args, kwargs))
             return await method(*args, **kwargs)
 
         return call_later
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        check_arguments(*args, **kwargs)
+        check(functools.partial(arguments, args, kwargs))
         return method(*args, **kwargs)
 
     return call

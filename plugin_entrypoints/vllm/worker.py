@@ -21,9 +21,10 @@ _STARTING = ("determine_available_memory", "initialize_from_config", "compile_or
 def prepare(worker: Any) -> None:
     """Has a new worker build our expert layers, tell of our errors, and refuse, once the model is
     loaded, what would change or move its weights."""
-    worker.load_model = _telling(_loading(worker, worker.load_model))
+    worker.load_model = _telling(_loading(worker, worker.load_model), exits=True)
     for name in _STARTING:
-        setattr(worker, name, _telling(getattr(worker, name)))
+        # Called from a loop in which vLLM waits for an answer.
+        setattr(worker, name, _telling(getattr(worker, name), exits=False))
 
 
 def _loading(worker: Any, load_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +59,7 @@ def _verify(model: Any) -> None:
         )
 
 
-def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+def _telling(method: Callable[..., Any], exits: bool) -> Callable[..., Any]:
     """The method; an error of ours in it becomes the line that the user's process ends with."""
 
     @functools.wraps(method)
@@ -66,7 +67,7 @@ def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            failure.end(error, CONTRACT.package)
+            failure.end(error, CONTRACT.package, exits=exits)
             raise
 
     return call

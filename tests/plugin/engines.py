@@ -37,8 +37,14 @@ COLD = range(HOT, EXPERTS)
 TIMEOUT = 1800  # seconds for a test: the first one of a module waits for all runs of its engine
 
 # Arguments of the engines on a GPU; the kernels are those that a GPU without more packages has.
-GPU_VLLM = {"attention_backend": "TRITON_ATTN", "moe_backend": "triton",
-            "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}  # fmt: skip
+# Without a prefix cache, since tokens that come from it are not counted by the layers.
+GPU_VLLM = {
+    "attention_backend": "TRITON_ATTN",
+    "moe_backend": "triton",
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 28,
+    "enable_prefix_caching": False,
+}
 GPU_SGLANG = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch",
               "moe_runner_backend": "triton"}  # fmt: skip
 NO_GRAPHS = {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}
@@ -64,11 +70,10 @@ def run(python: str, script: str, folder: Path, env: dict[str, str], **job: Any)
     return {answer["name"]: answer for answer in json.loads((folder / "result.json").read_text())}
 
 
-def check_hooks(python: str, script: str, env: dict[str, str]) -> None:
+def check_hooks(python: str, script: str, env: dict[str, str], *arguments: str) -> None:
     """A script of checks inside an engine's environment ends with OK."""
-    done = subprocess.run(
-        [python, HERE / script], capture_output=True, text=True, env=env, timeout=300
-    )
+    command = [python, HERE / script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0 and done.stdout.strip().endswith("OK"), done.stdout + done.stderr
 
 
@@ -239,6 +244,17 @@ def post(url: str, body: dict[str, Any]) -> Any:
     )
     with local_http.open(request, timeout=120) as response:
         return json.load(response)
+
+
+def answer_to(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    """Status and text that the server answers to JSON, or to an empty request."""
+    data = b"" if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with local_http.open(request, timeout=120) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 def check_counted(stats: Path, log: Path, prompts: list[list[int]]) -> None:

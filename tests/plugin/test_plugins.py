@@ -320,6 +320,14 @@ def test_an_error_of_ours_ends_the_first_process(wrapper: Callable, listening: P
     assert failure.reported() == "" and listening.exists()
 
 
+def test_an_error_that_the_engine_waits_for_is_reported_only(listening: Path) -> None:
+    environ = os.environ[failure.VARIABLE]
+    os.environ[failure.VARIABLE] = f"1:{listening}"  # the first process is another one
+    failure.end(within(ENGINE.call, ours), "fake_engine", exits=False)
+    os.environ[failure.VARIABLE] = environ
+    assert failure.reported() == LINE
+
+
 def test_an_error_of_ours_in_the_first_process_is_an_exception(listening: Path) -> None:
     cause = within(ENGINE.call, ours)
     with pytest.raises(failure.StartError) as caught:

@@ -13,14 +13,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import broken_checkpoint
 import pytest
 import torch
+import vllm_other_plugin
 from engines import (
     COLD,
-    DEMO_MODEL,
     HOT,
     TIMEOUT,
     Answers,
+    answer_to,
     check_counted,
     check_ends_in_one_line,
     check_equal,
@@ -37,19 +39,28 @@ from engines import environment as shared_environment
 from engines import run as shared_run
 from tiny_model import (
     EXPERTS,
+    GAP,
     LAYERS,
     STEPS,
+    VOCABULARY,
     Greedy,
     Reference,
     agreement,
     computed_tokens,
     make,
 )
+from vllm_requests import WORKER_METHODS
 
 from kt_kernel.server_process import free_port
 
 PYTHON = os.environ.get("KT_VLLM_PYTHON")
 QUANTISED = ("AMXINT8", "AMXINT4", "INT4_G32")
+# Two prompts with a common beginning, of two blocks of the cache, and a longer one, in passes of 48
+# tokens at most.
+CHUNKS = {"block_size": 32, "max_num_batched_tokens": 48, "max_num_seqs": 4}
+_WORDS = [3 + (11 * i * i + 7 * i) % (VOCABULARY - 3) for i in range(180)]
+LONG = [_WORDS[:75], _WORDS[:70] + _WORDS[100:109], _WORDS[75:180]]
+REFUSED = "cannot be exchanged while the engine runs; restart it with the new weights"
 
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="KT_VLLM_PYTHON is not set (make test sets it)"),
@@ -78,14 +89,63 @@ def zeroed(folder: Path, reference: Reference) -> Path:
 
 
 @pytest.fixture(scope="module")
-def answers(folder: Path, model: Path, zeroed: Path, prompts: list[list[int]]) -> Answers:
+def broken(folder: Path) -> dict[str, str]:
+    """Options that only fail when a worker reads the weights."""
+    path = broken_checkpoint.write(folder / "broken")
+    return {"method": broken_checkpoint.METHOD, "weight_path": str(path)}
+
+
+@pytest.fixture(scope="module")
+def overflowing(folder: Path) -> Reference:
+    """A model whose expert 0 of layer 1 overflows float16 on every token, and is chosen rarely."""
+    found = Reference(make(folder / "made", seed=5))
+    module = found.model.model.layers[1].mlp
+    gate = module.gate.weight.data
+    gate[0] = gate[1:].mean(0)
+    module.experts.gate_up_proj.data[0] *= 300
+    found.model.save_pretrained(folder / "overflowing")
+    return found
+
+
+@pytest.fixture(scope="module")
+def calm(overflowing: Reference) -> tuple[list[list[int]], Greedy]:
+    """Prompts, and their texts, in which no token goes to the expert that overflows."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(3, VOCABULARY, (128, 6), generator=generator).tolist()
+    greedy = overflowing.greedy(prompts)
+    chosen: list[torch.Tensor] = []
+    hook = overflowing.model.model.layers[1].mlp.gate.register_forward_hook(
+        lambda gate, x, out: chosen.append(out[0].topk(2).indices)
+    )
+    with torch.no_grad():
+        texts = [prompt + more for prompt, more in zip(prompts, greedy.tokens, strict=True)]
+        overflowing.model(torch.tensor(texts), use_cache=False)
+    hook.remove()
+    avoided = (chosen[0].view(len(prompts), -1) != 0).all(1)
+    best = sorted(avoided.nonzero()[:, 0].tolist(), key=lambda i: -min(greedy.gaps[i]))[:4]
+    assert len(best) == 4
+    return [prompts[i] for i in best], Greedy(
+        [greedy.tokens[i] for i in best], [greedy.gaps[i] for i in best]
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(
+    folder: Path,
+    model: Path,
+    zeroed: Path,
+    broken: dict[str, str],
+    calm: tuple[list[list[int]], Greedy],
+    prompts: list[list[int]],
+) -> Answers:
     some = {"method": "BF16", "num_gpu_experts": HOT}
     runs: list[dict[str, Any]] = [
-        {"name": "stock", "kt": None},
+        {"name": "stock", "kt": None, "requests": "some"},
         {"name": "none hot", "kt": {"method": "BF16"}},
-        {"name": "some hot", "kt": some},
+        {"name": "some hot", "kt": some, "requests": "all"},
+        {"name": "stock again", "kt": None},
         {"name": "all hot", "kt": {"method": "BF16", "num_gpu_experts": EXPERTS}},
-        {"name": "weight path", "kt": {**some, "weight_path": str(model)}},
+        {"name": "weight path", "kt": {**some, "weight_path": str(model)}, "requests": "all"},
         {"name": "zeroed", "kt": {**some, "weight_path": str(zeroed)}},
         {"name": "deferred", "kt": {"method": "BF16", "max_deferred_experts_per_token": 1}},
         *({"name": method, "kt": {**some, "method": method}} for method in QUANTISED),
@@ -99,8 +159,10 @@ def answers(folder: Path, model: Path, zeroed: Path, prompts: list[list[int]]) -
         {"name": "transformers", "kt": some, "engine": {"model_impl": "transformers"}},
         {"name": "class", "kt": some,
          "engine": {"hf_overrides": {"architectures": ["BailingMoeForCausalLM"]}}},
-        # The last one: it leaves an engine behind.
-        {"name": "reload", "kt": {**some, "weight_path": str(model)}, "reload": True},
+        {"name": "chunks", "kt": some, "engine": CHUNKS, "before": [LONG[0]], "prompts": LONG},
+        {"name": "float16", "kt": {"method": "BF16", "num_gpu_experts": 2}, "prompts": calm[0],
+         "model": str(folder / "overflowing"), "engine": {"dtype": "float16"}},
+        {"name": "broken", "kt": broken},  # the last one: it leaves half an engine behind
     ]  # fmt: skip
     return run(folder / "eager", model=str(model), prompts=prompts, steps=STEPS, runs=runs)
 
@@ -117,16 +179,47 @@ def test_all_hot_is_bit_identical_to_stock(answers: Answers) -> None:
     assert answers["all hot"]["logprobs"] == answers["stock"]["logprobs"]
 
 
-def test_without_the_plugin(
-    folder: Path, model: Path, prompts: list[list[int]], answers: Answers
+def test_without_options_vllm_is_as_it_was(answers: Answers) -> None:
+    """Before and after an engine with kt options in the same process."""
+    assert answers["some hot"]["hybrid"] == "HybridExperts"
+    for name in ("stock", "stock again"):
+        assert answers[name]["hybrid"] == "RoutedExperts"
+        for what in ("tokens", "logprobs"):
+            assert answers[name][what] == answers["stock"][what]
+
+
+def test_overflow_of_a_hot_expert_stays_with_its_tokens(
+    answers: Answers, calm: tuple[list[list[int]], Greedy]
 ) -> None:
-    """Our class, registered and not used, changes no bit."""
-    env = environment(VLLM_PLUGINS="")
-    runs = [{"name": "off", "kt": None}]
-    off = run(folder / "off", env, model=str(model), prompts=prompts, steps=STEPS, runs=runs)["off"]
-    assert off["hybrid"] == "RoutedExperts" and answers["stock"]["hybrid"] == "HybridExperts"
-    for what in ("tokens", "logprobs"):
-        assert off[what] == answers["stock"][what]
+    """In float16, where vLLM's kernels compute a cold route as one of a hot expert."""
+    check_equal(calm[1], answers["float16"], gap=5 * GAP)
+
+
+def test_cached_prefixes_and_chunked_prompts(answers: Answers, reference: Reference) -> None:
+    answer = answers["chunks"]
+    check_equal(reference.greedy(LONG), answer, share=0.5)
+    assert answer["cached"] == [64, 64, 0]
+    assert min(answer["forwards"]) >= STEPS + 2  # three passes before the longest prompt is done
+
+
+@pytest.mark.parametrize("name", ["stock", "some hot", "weight path"])
+def test_requests_that_change_weights(name: str, answers: Answers) -> None:
+    """With kt options they are refused, and the engine serves on. Without them vLLM does them; what
+    it then serves is its own business."""
+    answer = answers[name]
+    found = answer["requests"]
+    if name == "stock":
+        assert set(found.values()) == {"served"}, found
+        return
+    assert answer["again"] == answer["tokens"]
+    assert found["in the worker"] == "not refused: []"
+    for request in ("sleep 0", "wake up", "wake up again"):
+        assert found[request] == "served"
+    for request in ("reload", "reload in place"):
+        assert found[request].startswith("RequestRefused: kt: reload_weights: the cold experts'")
+        assert found[request].endswith(REFUSED)
+    for request in ("sleep 1", "sleep 2"):
+        assert found[request].startswith("RequestRefused: kt: sleep: the cold experts' weights")
 
 
 def test_zeroed_cold_experts_are_noticed(answers: Answers, greedy: Greedy) -> None:
@@ -197,71 +290,61 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
         ("dummy", "--load-format dummy: the cold experts need their weights one by one"),
         ("offload", "--cpu-offload-gb 1.0: both decide where weights are kept; accepted: 0"),
         ("transformers", "--model-impl transformers: only vLLM's own model code is supported"),
-        ("reload", "exchanging weights while serving is not supported"),
+        ("broken", f"StartError: kt: error: {{path}}: {broken_checkpoint.LINE}"),
         ("class", "model class BailingMoeForCausalLM: not tested with kt-moe"),
     ],
 )
-def test_refused_from_python(name: str, line: str, answers: Answers) -> None:
-    check_refused(answers[name], line)
+def test_refused_from_python(name: str, line: str, answers: Answers, broken: dict) -> None:
+    path = f"{broken['weight_path']}/model.safetensors"
+    check_refused(answers[name], line.replace("{path}", path))
 
 
-def test_two_ranks(folder: Path, prompts: list[list[int]]) -> None:
-    """Tensor parallel: each rank has its part of the hot experts, the first one all of the cold."""
+def test_two_ranks(folder: Path, prompts: list[list[int]], broken: dict[str, str]) -> None:
+    """Tensor parallel: each rank has its part of the hot experts, the first one all of the cold.
+    What a rank finds while it loads comes out of vLLM's processes as an exception."""
     path = make(folder / "wide", intermediate=128)  # vLLM's kernels want 32s in each half
+    make(folder / "narrow")
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     cpus = sorted(os.sched_getaffinity(0))  # one for each rank
     variables = {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}
     runs = [
         {"name": "some hot", "kt": {"method": "BF16", "num_gpu_experts": HOT}, "engine": ranks,
-         "environment": variables}
+         "environment": variables},
+        {"name": "broken", "kt": broken, "engine": ranks, "environment": variables,
+         "model": str(path.parent / "narrow")},
     ]  # fmt: skip
-    answers = run(folder / "ranks", model=str(path), prompts=prompts, steps=STEPS, runs=runs)
+    answers = run(
+        folder / "ranks", model=str(path), prompts=prompts, steps=STEPS, runs=runs, processes=True
+    )
+    check_refused(answers["broken"], f"StartError: kt: error: {broken['weight_path']}")
+    assert answers["broken"]["error"].count("kt: error") == 1
     answer = answers["some hot"]
     check_logprobs("two ranks", answer, Reference(path), prompts, median=0.02, mean=0.05)
     assert all(stats["expert_calls"] > 0 for stats in answer["stats"]), answer["stats"]
 
 
 def test_compiled(folder: Path, model: Path, prompts: list[list[int]], greedy: Greedy) -> None:
-    """vLLM's default mode: torch.compile sees our layer as one opaque operator."""
+    """As vLLM runs by default: torch.compile, which sees our layer as one opaque operator, and the
+    engine in a process of its own."""
     runs = [
         {"name": "none hot", "kt": {"method": "BF16"}},
         {"name": "some hot", "kt": {"method": "BF16", "num_gpu_experts": HOT}},
     ]
-    answers = run(
-        folder / "compiled", model=str(model), prompts=prompts, steps=STEPS, compile=True, runs=runs
-    )
+    job = {"compile": True, "processes": True, "runs": runs}
+    answers = run(folder / "compiled", model=str(model), prompts=prompts, steps=STEPS, **job)
     for answer in answers.values():
         check_equal(greedy, answer)
 
 
-RENAMED = """
-import sys
-from kt_kernel.plugin_entrypoints import patches, vllm
-
-patches.HOOKS.append(patches.Hook("vllm", "vllm.engine.arg_utils:Renamed", "", "", "", ""))
-vllm.register()
-from vllm.engine.arg_utils import EngineArgs
-
-EngineArgs(model=sys.argv[1]).create_engine_config()
-print("STOCK STARTS")
-EngineArgs(model=sys.argv[1], additional_config={"kt": {}}).create_engine_config()
-print("HYBRID STARTS")
-"""
-
-
-def test_a_hook_that_is_gone_stops_the_start(model: Path) -> None:
-    """Only with kt options: without them vLLM is none of our business."""
-    done = subprocess.run(
-        [PYTHON, "-c", RENAMED, str(model)],
-        capture_output=True, text=True, env=environment(), timeout=300,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "STOCK STARTS" in done.stdout and "HYBRID STARTS" not in done.stdout
-    assert "this vLLM lacks vllm.engine.arg_utils:Renamed, which the plugin needs" in done.stderr
-
-
 def test_hooks() -> None:
     check_hooks(PYTHON, "vllm_hooks.py", environment())
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_another_plugin_has_the_place(order: str, tmp_path: Path) -> None:
+    """Without kt options it works; with them a line says so. In both orders of loading."""
+    folder = vllm_other_plugin.write(tmp_path / "other")
+    check_hooks(PYTHON, "vllm_other_plugin.py", environment(), str(folder), order)
 
 
 # ---- the server
@@ -276,27 +359,85 @@ def serve(model: Path, *flags: str) -> list[str]:
     ("flags", "line"),
     [
         (("--kt-method", "AMXINT9"), "--kt-method AMXINT9: this method is unknown; accepted: BF16"),
-        (("--kt-cpuinfer", "1", "--kt-threadpool-count", "2"), "--kt-cpuinfer 1: fewer threads"),
         (("--kt-num-gpu-experts", "99"), "--kt-num-gpu-experts 99: the model has 8 experts"),
-        (("--kt-threadpool-count", "65"), "--kt-threadpool-count 65: "),
-        (("--kt-weight-path", str(DEMO_MODEL)), f"--kt-weight-path {DEMO_MODEL}: "),
     ],
 )
 def test_wrong_flag_ends_in_one_line(flags: tuple[str, ...], line: str, model: Path) -> None:
     check_ends_in_one_line(serve(model, *flags), environment(), line)
 
 
+def test_an_error_while_loading_ends_in_one_line(model: Path, broken: dict[str, str]) -> None:
+    flags = ("--kt-method", broken["method"], "--kt-weight-path", broken["weight_path"])
+    check_ends_in_one_line(serve(model, *flags), environment(), broken["weight_path"])
+
+
+# Requests to a server in development mode, and what the answer names.
+REQUESTS = {
+    "/sleep?level=1": (None, "sleep: the cold experts' weights cannot be put aside"),
+    "/sleep?level=2": (None, "sleep: the cold experts' weights cannot be put aside"),
+    "/init_weight_transfer_engine": ({"init_info": {}}, f"init_weight_transfer_engine: {REFUSED}"),
+    "/start_weight_update": (None, "start_weight_update: "),
+    "/start_draft_weight_update": (None, "start_draft_weight_update: "),
+    "/update_weights": ({"update_info": {}}, "update_weights: "),
+    "/finish_weight_update": ({"weight_version": "2"}, "finish_weight_update: "),
+    "/weight_checker": ({"action": "reset"}, "reset_weights: "),
+    "/scale_elastic_ep": ({"new_data_parallel_size": 2}, "scale_elastic_ep: the number of ranks"),
+    "/v1/load_lora_adapter": (
+        {"lora_name": "a", "lora_path": "/tmp/a"},
+        "add_lora: LoRA adapters are not supported together with kt options; merge the adapter",
+    ),
+}
+METHODS = (*WORKER_METHODS, "save_tensorized_model", "checkpoint_restore", "swap_weights")
+
+
+def check_requests(url: str) -> None:
+    """Those that change or move weights fail; the engine does the others."""
+    for path, (body, line) in REQUESTS.items():
+        status, text = answer_to(url + path, body)
+        assert 400 <= status < 600 and f"kt: {line.replace(REFUSED, '')}" in text, (path, text)
+    for method in METHODS:
+        status, text = answer_to(f"{url}/collective_rpc", {"method": method})
+        assert status == 400 and f"kt: {method}: " in text, (method, status, text)
+    for path, body in (
+        ("/sleep?level=0", None),
+        ("/wake_up?tags=scheduling", None),
+        ("/pause", None),
+        ("/resume", None),
+        ("/weight_checker", {"action": "checksum"}),
+        ("/collective_rpc", {"method": "check_health"}),
+        ("/reset_prefix_cache", None),
+    ):
+        status, text = answer_to(url + path, body)
+        assert status == 200, (path, text)
+
+
 def test_server(folder: Path, model: Path, prompts: list[list[int]], greedy: Greedy) -> None:
+    """It answers, counts, refuses what it cannot do, and answers the same afterwards."""
     port, stats, log = free_port(), folder / "stats.json", folder / "server.log"
     flags = ("--kt-method", "BF16", "--kt-num-gpu-experts", str(HOT), "--port", str(port))
-    env = environment(KT_STATS_FILE=str(stats))
-    with serving(serve(model, *flags), env, port, log) as url:
-        body = {"model": str(model), "prompt": prompts, "max_tokens": STEPS, "temperature": 0,
-                "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+    env = environment(
+        KT_STATS_FILE=str(stats), VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"
+    )
+    body = {
+        "model": str(model),
+        "prompt": prompts,
+        "max_tokens": STEPS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+
+    def tokens(url: str) -> list[list[int]]:
         choices = post(f"{url}/v1/completions", body)["choices"]
         choices.sort(key=lambda choice: choice["index"])
-        check_equal(greedy, {"tokens": [choice["token_ids"] for choice in choices]})
+        return [choice["token_ids"] for choice in choices]
+
+    with serving(serve(model, *flags), env, port, log) as url:
+        before = tokens(url)
+        check_equal(greedy, {"tokens": before})
         check_counted(stats, log, prompts)
+        check_requests(url)
+        assert tokens(url) == before
 
 
 # ---- the demo model

@@ -4,14 +4,18 @@
 
 JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n or [of each prompt],
       "compile": false,
+      "processes": the engine in a process of its own, vLLM's default? slower to start, false here,
       "modules": to import first,
       "inspect_here": look at model classes in this process? vLLM starts one for each, 10 s a class,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM}, "compile",
                 "environment": {variables}, "model", "prompts", "steps": other ones,
                 "before": prompts served first, of 1, 2, 3 and more steps; nothing of them is told,
-                "reload": load the weights again at the end?, "leave": end the process with it?}]}
+                "requests": "some" or "all": what else is asked of the engine, vllm_requests.py,
+                "leave": end the process with it?}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
-          "expert_calls": of each layer, for the prompts alone,
+          "expert_calls", "forwards": of each layer, for the prompts alone,
+          "cached": of each prompt, how many tokens came from the prefix cache,
+          "requests": what came of each, "again": the tokens after them,
           "hot_rows", "hybrid": class name of the expert layer}]; {"name", "error"} if it raised.
 """
 
@@ -24,9 +28,10 @@ import time
 import traceback
 
 from heap import freeze
+from vllm_inspect import inspect_model
+from vllm_requests import ask
 
 os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_KVCACHE_SPACE="1",
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
@@ -51,20 +56,23 @@ def run(job: dict, one: dict) -> dict:
         "num_gpu_blocks_override": 256,  # of 16 tokens and more: enough, and soon made
         "distributed_executor_backend": "uni",
         "seed": 0,
-        "enable_prefix_caching": False,
         "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
     }
     llm = LLM(one.get("model", job["model"]), **arguments | one.get("engine", {}))
     if "before" in one:
         _generate(llm, one["before"], [*range(1, len(one["before"]) + 1)])
-    before = llm.apply_model(_inspect)[0]["stats"]  # what starting took
+    before = llm.apply_model(inspect_model)[0]["stats"]  # what starting took
     prompts, steps = one.get("prompts", job["prompts"]), one.get("steps", job["steps"])
     started = time.monotonic()
-    results = _generate(llm, prompts, steps if isinstance(steps, list) else [steps] * len(prompts))
+    counts = steps if isinstance(steps, list) else [steps] * len(prompts)
+    results = _generate(llm, prompts, counts)
     outputs = [result.outputs[0] for result in results]
-    found = llm.apply_model(_inspect)[0]
-    if one.get("reload"):
-        llm.collective_rpc("reload_weights")
+    found = llm.apply_model(inspect_model)[0]
+    asked = {}
+    if "requests" in one:
+        asked["requests"] = ask(llm, one["requests"])
+        again = _generate(llm, prompts, counts)
+        asked["again"] = [list(result.outputs[0].token_ids) for result in again]
     answer = {
         "name": one["name"],
         "tokens": [list(output.token_ids) for output in outputs],
@@ -76,10 +84,15 @@ def run(job: dict, one: dict) -> dict:
             for output in outputs
         ],
         "seconds": {"start": started - start, "generate": time.monotonic() - started},
-        "expert_calls": [
-            now.get("expert_calls", 0) - then.get("expert_calls", 0)
-            for now, then in zip(found["stats"], before, strict=True)
-        ],
+        **{
+            counter: [
+                now.get(counter, 0) - then.get(counter, 0)
+                for now, then in zip(found["stats"], before, strict=True)
+            ]
+            for counter in ("expert_calls", "forwards")
+        },
+        "cached": [result.num_cached_tokens for result in results],
+        **asked,
         **found,
     }
     if one.get("leave"):
@@ -106,24 +119,12 @@ def _generate(llm, prompts: list[list[int]], steps: list[int]) -> list:
     )
 
 
-def _inspect(model) -> dict:
-    """What the first MoE layer holds, and the counters of all."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    hybrid = [layer.kt_layer for layer in layers if getattr(layer, "kt_layer", None) is not None]
-    return {
-        "hybrid": type(layers[0]).__name__,
-        "hot_rows": layers[0].w13_weight.shape[0],
-        "describe": [layer.describe() for layer in hybrid],
-        "stats": [dict(layer.stats()) for layer in hybrid],
-    }
-
-
 def main() -> None:
     job_path, result_path = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    if not job.get("processes"):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for module in job.get("modules", []):
         importlib.import_module(module)
     if job.get("inspect_here"):

@@ -1,0 +1,17 @@
+"""Runs inside the vLLM environment, where the model is: functions of a module can be sent there."""
+
+from typing import Any
+
+
+def inspect_model(model: Any) -> dict[str, Any]:
+    """What the first MoE layer holds, and the counters of all."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    hybrid = [layer.kt_layer for layer in layers if hasattr(layer, "kt_layer")]
+    return {
+        "hybrid": type(layers[0]).__name__,
+        "hot_rows": layers[0].w13_weight.shape[0],
+        "describe": [layer.describe() for layer in hybrid],
+        "stats": [dict(layer.stats()) for layer in hybrid],
+    }
