@@ -1,9 +1,10 @@
-"""Carries a plugin's error from a process of the engine to the one that the user started.
+"""Carries what a plugin did in an engine's processes to the process that the user started.
 
 An engine runs in several processes. What goes wrong while a worker loads a model ends up as a
 traceback in its log, and the process that the user started only learns that a child has died. So
 that process makes a small file and names it in the environment of its children (`listen`); a worker
 writes one line there before it ends (`end`), and the first process ends with that line (`repeat`).
+A worker that has loaded a model with our layers says so in the same way (`confirm`).
 """
 
 import atexit
@@ -11,13 +12,14 @@ import contextlib
 import os
 import tempfile
 from types import TracebackType
+from typing import NoReturn
 
 from kt_kernel.options import exit_with
 
 # PID:FILE, set by the first process of an engine for its children. Not for users.
 VARIABLE = "KT_FAILURE_FILE"
 _PREFIX = "kt: error: "
-_LIMIT = 65536  # bytes of a line that are read
+_CONFIRMATION = "loaded"
 
 
 class StartError(RuntimeError):
@@ -56,7 +58,7 @@ def end(error: Exception, engine: str, *, exits: bool = True) -> None:
     if ours is None or isinstance(error, StartError):
         return
     line = _line(ours)
-    _report(line)
+    _write(line)
     if not _in_child():
         raise StartError(line) from error
     if exits:
@@ -70,8 +72,14 @@ def repeat(command_line: bool = False) -> None:
     command_line: the user started a command of the engine, which ends without a traceback.
     """
     line = reported()
-    if not line:
-        return
+    if line:
+        stop(line, command_line)
+
+
+def stop(message: str, command_line: bool) -> NoReturn:
+    """Ends a start with a line: by SystemExit in a command and in its children, else by
+    `StartError`."""
+    line = _line(RuntimeError(message))
     if command_line or _in_child():
         raise SystemExit(line) from None
     raise StartError(line) from None
@@ -79,14 +87,17 @@ def repeat(command_line: bool = False) -> None:
 
 def reported() -> str:
     """The line that a process of the engine ended with, "" if there is none."""
-    path = _file()
-    if path is None:
-        return ""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.readline(_LIMIT).strip()
-    except OSError:
-        return ""
+    return next((line for line in _lines() if line.startswith(_PREFIX)), "")
+
+
+def confirm() -> None:
+    """Called in a worker that has loaded its model with the plugin's layers."""
+    _write(_CONFIRMATION)
+
+
+def confirmed() -> int:
+    """How many workers have confirmed since `listen`; -1 where they have no place to do so."""
+    return -1 if _file() is None else _lines().count(_CONFIRMATION)
 
 
 def _line(error: BaseException) -> str:
@@ -96,8 +107,7 @@ def _line(error: BaseException) -> str:
     return str(exit_with(RuntimeError(message.removeprefix(_PREFIX).removeprefix("kt: "))))
 
 
-def _report(line: str) -> None:
-    """Writes the line unless another process was first."""
+def _write(line: str) -> None:
     path = _file()
     if path is None:
         return
@@ -105,6 +115,17 @@ def _report(line: str) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def _lines() -> list[str]:
+    path = _file()
+    if path is None:
+        return []
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
 
 
 def _of_ours(error: BaseException, engine: str) -> BaseException | None:

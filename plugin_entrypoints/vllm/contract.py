@@ -204,6 +204,11 @@ ATTRIBUTES = (
         ("worker_cls", "worker_extension_cls"),
         "whether workers have methods that their user wrote",
     ),
+    Attributes(
+        "vllm.config:ParallelConfig",
+        ("distributed_executor_backend", "nnodes", "world_size"),
+        "how many workers on this machine have to confirm that they loaded our layers",
+    ),
     Attributes("vllm.config:DeviceConfig", ("device_type",), "whether a trace can be made"),
     Attributes(
         "vllm.config:CompilationConfig",
@@ -212,11 +217,13 @@ ATTRIBUTES = (
     ),
     Attributes(
         "vllm.v1.engine.async_llm:AsyncLLM",
-        ("vllm_config", "collective_rpc"),
-        "the engine's options; which methods of workers are called is looked at",
+        ("vllm_config", "collective_rpc", "engine_core"),
+        "the engine's options; which methods of workers are called is looked at; to stop it",
     ),
     Attributes(
-        "vllm.v1.engine.llm_engine:LLMEngine", ("vllm_config", "collective_rpc"), "the same"
+        "vllm.v1.engine.llm_engine:LLMEngine",
+        ("vllm_config", "collective_rpc", "engine_core"),
+        "the same",
     ),
     Attributes(
         "vllm.v1.worker.gpu_worker:Worker",

@@ -42,9 +42,22 @@ def _hook_engine(engine: Any, operations: Operations) -> None:
     def start_with_kt(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         if options_of(self.vllm_config) is not None:
+            # A client of an engine that another process has started cannot tell.
+            if kwargs.get("client_addresses") is None:
+                _require_plugin(self)
             guard_front(self, operations)
 
     engine.__init__ = start_with_kt
+
+
+def _require_plugin(engine: Any) -> None:
+    """Ends the start if vLLM's workers serve the model without our layers: vLLM only logs it when a
+    plugin cannot be loaded."""
+    parallel = engine.vllm_config.parallel_config
+    local = parallel.distributed_executor_backend in ("mp", "uni") and parallel.nnodes == 1
+    if local and 0 <= failure.confirmed() < parallel.world_size:
+        engine.engine_core.shutdown()
+        failure.stop("vLLM's workers did not load the kt-moe plugin; see their log", _command_line)
 
 
 def _hook_startup(utils: Any) -> None:

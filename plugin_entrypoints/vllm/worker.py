@@ -40,6 +40,7 @@ def _loading(worker: Any, load_model: Callable[..., Any]) -> Callable[..., Any]:
             (model, MODEL_OPERATIONS),
         ):
             guard(owner, operations)
+        failure.confirm()
         return result
 
     return load

@@ -328,6 +328,15 @@ def test_an_error_that_the_engine_waits_for_is_reported_only(listening: Path) ->
     assert failure.reported() == LINE
 
 
+def test_workers_confirm(listening: Path) -> None:
+    assert failure.confirmed() == 0
+    failure.confirm()
+    failure.confirm()
+    assert failure.confirmed() == 2 and failure.reported() == ""
+    failure.listen()
+    assert failure.confirmed() == 0
+
+
 def test_an_error_of_ours_in_the_first_process_is_an_exception(listening: Path) -> None:
     cause = within(ENGINE.call, ours)
     with pytest.raises(failure.StartError) as caught:
@@ -379,6 +388,8 @@ def test_without_a_place_for_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure.tempfile, "mkstemp", full)
     failure.listen()
     assert failure.VARIABLE not in os.environ and failure.reported() == ""
+    failure.confirm()
+    assert failure.confirmed() == -1
     with pytest.raises(failure.StartError, match=LINE):
         failure.end(within(ENGINE.call, ours), "fake_engine")
 

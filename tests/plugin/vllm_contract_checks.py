@@ -33,9 +33,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 import kt_kernel
 from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.plugin_entrypoints import failure
 from kt_kernel.plugin_entrypoints.common import LOAD_FORMATS, RequestRefused
 from kt_kernel.plugin_entrypoints.contract import Name
-from kt_kernel.plugin_entrypoints.vllm import hooks, options, requests, slot
+from kt_kernel.plugin_entrypoints.vllm import front, hooks, options, requests, slot
 from kt_kernel.plugin_entrypoints.vllm import layer as hybrid
 from kt_kernel.plugin_entrypoints.vllm.contract import (
     CONTRACT,
@@ -258,6 +259,26 @@ def check_nothing_is_installed_without_options() -> None:
         assert hooked() == {"async", "engine", "wait", "forward"}
         assert op_registry_oot == {"RoutedExperts": hybrid.HybridExperts}
     assert hooked() == {"async", "engine", "wait"} and not op_registry_oot
+
+
+def check_workers_without_the_plugin_stop_a_start() -> None:
+    """vLLM would serve without our layers."""
+    made = engine_config(additional_config={"kt": {}})  # which starts to listen
+    stopped: list[str] = []
+    core = SimpleNamespace(shutdown=lambda: stopped.append("engine"))
+    engine = SimpleNamespace(vllm_config=made, engine_core=core)
+    try:
+        front._require_plugin(engine)
+    except failure.StartError as error:
+        line = "kt: error: vLLM's workers did not load the kt-moe plugin; see their log"
+        assert str(error) == line and stopped == ["engine"]
+    else:
+        raise AssertionError("not stopped")
+    with changed(made, "parallel_config.distributed_executor_backend", "ray"):
+        front._require_plugin(engine)  # workers elsewhere have no way to confirm
+    failure.confirm()
+    front._require_plugin(engine)
+    assert stopped == ["engine"]
 
 
 def check_requests() -> None:

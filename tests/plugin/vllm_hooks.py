@@ -14,6 +14,7 @@ if __name__ == "__main__":
     contract.check_layers_are_refused()
     contract.check_sums_left_to_the_model_are_refused()
     contract.check_a_renamed_function_stops_a_start()
+    contract.check_workers_without_the_plugin_stop_a_start()
     contract.check_requests()
     padding.check_slots()
     padding.check_what_the_runner_marks()
