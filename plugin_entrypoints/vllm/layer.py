@@ -7,7 +7,6 @@ import torch
 # The package before routed_experts: vLLM's modules import each other in a circle.
 import vllm.model_executor.layers.fused_moe  # noqa: F401
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
@@ -23,11 +22,9 @@ from ..contract import Arguments
 from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
 from .options import logger, options_of
 from .padding import Padding
+from .routes import SkipColdRoutes, repeat_hot_routes, skip_cold_routes
 
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
-# Whether vLLM's Triton kernels are given a map of experts by which they skip cold routes; otherwise
-# these repeat a hot route with weight 0, as they do for all other kernels.
-_SKIP_COLD_ROUTES = True
 
 
 class HybridExperts(RoutedExperts):
@@ -51,7 +48,7 @@ class HybridExperts(RoutedExperts):
         _refuse(layer_name, moe_config, kwargs)
         self.kt_model = _model_of(config, options)
         self.kt_padding = Padding(config)
-        self.kt_expert_map: torch.Tensor | None = None
+        self.kt_skip: SkipColdRoutes | None = None
         ranks = moe_config.moe_parallel_config
         # moe_config's sizes, before vLLM pads them for its kernels.
         self.kt_layer: HybridLayer = self.kt_model.add_layer(
@@ -96,7 +93,8 @@ class HybridExperts(RoutedExperts):
             self.kt_layer.finish_loading()
             if self.kt_layer.num_hot:  # vLLM's repacking does not expect an empty weight
                 after_loading(layer)
-                self._let_kernel_skip()
+                if self.kt_layer.num_cold:
+                    self.kt_skip = skip_cold_routes(self, self.kt_layer.num_hot)
             if self.kt_model.loaded:
                 watch(self.kt_model, logger)
 
@@ -105,22 +103,11 @@ class HybridExperts(RoutedExperts):
             # vLLM 0.26 asks for it under tensor parallelism, where loading made no kernel.
             self.quant_method.maybe_make_prepare_finalize = lambda **given: None
 
-    def _let_kernel_skip(self) -> None:
-        """Numbers the experts that vLLM's kernel sees: the hot ones by their slots, and one more
-        for all cold routes, which its map of experts says is elsewhere. Only for kernels that are
-        known to leave such routes out; those for the CPU would write out of bounds."""
-        kernel, layer = self.quant_method.moe_kernel, self.kt_layer
-        experts = None if kernel is None else kernel.fused_experts
-        if _SKIP_COLD_ROUTES and layer.num_cold and isinstance(experts, TritonExperts):
-            slots = [*range(layer.num_hot), -1]
-            self.global_num_experts = len(slots)
-            device = next(self.parameters()).device
-            self.kt_expert_map = torch.tensor(slots, dtype=torch.int32, device=device)
-
     @property
     def expert_map(self) -> torch.Tensor | None:
         """For vLLM's kernels: row in the weights of each expert's number, -1 for none."""
-        return super().expert_map if self.kt_expert_map is None else self.kt_expert_map
+        skip = self.kt_skip
+        return super().expert_map if skip is None else skip.expert_map
 
     def _map_global_expert_id_to_local_expert_id(self, expert_id: int) -> int:
         return self.kt_layer.slot_of(expert_id)
@@ -162,16 +149,17 @@ class HybridExperts(RoutedExperts):
         layer = self.kt_layer
         if layer.num_cold == 0:
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
+        skip = self.kt_skip
+        cold_slot = -1 if skip is None else skip.prepare(x.shape[0])
         padding = self.kt_padding.of(x)
-        skips = self.kt_expert_map is not None
         slots, weights = layer.submit(
-            x, topk_ids, topk_weights, cold_slot=layer.num_hot if skips else -1, padding=padding
+            x, topk_ids, topk_weights, cold_slot=cold_slot, padding=padding
         )
         hot = None
-        if layer.num_hot and skips:
+        if layer.num_hot and skip is not None:
             hot = self._hot(x, weights, slots, **shared)
         elif layer.num_hot:
-            slots, some_hot = _repeat_hot_routes(slots)
+            slots, some_hot = repeat_hot_routes(slots)
             hot = torch.where(some_hot, self._hot(x, weights, slots, **shared), 0)
         return layer.collect(x, hot)
 
@@ -186,19 +174,6 @@ class HybridExperts(RoutedExperts):
                 f"({type(hot).__name__}) is not supported together with kt options"
             )
         return hot
-
-
-def _repeat_hot_routes(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Real slots for kernels that compute every route; cold routes are -1 and have weight 0.
-
-    A cold route gets the slot of one of its token's hot routes. Any other slot would do but for an
-    expert whose values overflow on this token: infinity times 0 is NaN. Returns slots [T, k] and
-    bool [T, 1]: the tokens with a hot route. The others' results are to be dropped.
-    """
-    hot = slots >= 0
-    first = hot.to(torch.uint8).argmax(1, keepdim=True)
-    own = slots.gather(1, first).clamp_min(0)
-    return torch.where(hot, slots, own), hot.any(1, keepdim=True)
 
 
 def select_forward(runner: Any) -> Any:

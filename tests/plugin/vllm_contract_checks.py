@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 # isort: split
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -27,6 +27,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -231,6 +232,17 @@ def check_a_renamed_function_stops_a_start() -> None:
         assert "lacks vllm.engine.arg_utils:Renamed, which kt-moe needs; install" in error, error
     finally:
         hooks.CONTRACT = CONTRACT
+
+
+def check_a_wrong_value_ends_the_command_line() -> None:
+    """In one line, when vLLM's parser reads it."""
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    try:
+        parser.parse_args(["--kt-method", "AMXINT9"])
+    except SystemExit as stopped:
+        assert str(stopped).startswith("kt: error: --kt-method AMXINT9: this method is unknown")
+    else:
+        raise AssertionError("not refused")
 
 
 def check_nothing_is_installed_without_options() -> None:

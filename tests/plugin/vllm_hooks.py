@@ -8,6 +8,7 @@ import vllm_padding_checks as padding
 
 if __name__ == "__main__":
     contract.check_nothing_is_installed_without_options()
+    contract.check_a_wrong_value_ends_the_command_line()
     contract.check_the_table()
     contract.check_configurations()
     contract.check_an_empty_quantization_config()
@@ -20,5 +21,6 @@ if __name__ == "__main__":
     padding.check_what_the_runner_marks()
     padding.check_what_is_not_taken()
     padding.check_layers_pass_it_on()
+    padding.check_which_batches_are_sorted()
     padding.check_kernels_that_compute_every_route()
     print("OK")

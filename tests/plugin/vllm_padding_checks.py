@@ -12,14 +12,15 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  #
 from vllm.config import CacheConfig, HiSparseConfig, ParallelConfig, VllmConfig
 from vllm.forward_context import create_forward_context, override_forward_context
 from vllm.model_executor.layers.attention import Attention, CrossAttention, MLAAttention
+from vllm.model_executor.layers.fused_moe import fused_moe
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from kt_kernel.plugin_entrypoints.vllm import layer as hybrid
+from kt_kernel.plugin_entrypoints.vllm import routes
 from kt_kernel.plugin_entrypoints.vllm.padding import Padding
 
 TOKENS = 4
 X = SimpleNamespace(is_cuda=True, shape=torch.Size([TOKENS, 8]), device=torch.device("cpu"))
-X_ROWS = torch.ones(TOKENS, 8)
 SLOTS = torch.tensor([5, 6, -1, -1])
 NO_SLOTS = torch.full((TOKENS,), -1)
 IS_PADDING = torch.tensor([False, False, True, True])
@@ -114,9 +115,20 @@ def check_what_is_not_taken() -> None:
         assert found(Padding(other), fits) is None
 
 
+class Skip(routes.SkipColdRoutes):
+    """Of 2 hot experts of 4; batches of up to 3 tokens are not sorted."""
+
+    def __init__(self) -> None:
+        self._map, self._any_cold, self._unsorted = torch.tensor([0, 1, -1, -1]), 2, 3
+
+
 def check_layers_pass_it_on() -> None:
     """To the layer on the CPU; and they ask for cold routes as vLLM's kernel takes them."""
-    for expert_map, slot in ((None, -1), (torch.tensor([0, 1, -1]), 2)):
+    for skip, tokens, slot, rows in (
+        (None, TOKENS, -1, None),
+        (Skip(), TOKENS, 2, [0, 1, -1, -1]),
+        (Skip(), TOKENS - 1, -1, None),
+    ):
         given: list[Any] = []
 
         def submit(
@@ -125,21 +137,41 @@ def check_layers_pass_it_on() -> None:
             seen += [cold_slot, padding]
             return ids, weights
 
+        def apply(*, layer: Any, x: Any, seen: list = given, **more: Any) -> Any:
+            seen.append(None if layer.expert_map is None else layer.expert_map.tolist())
+            return x
+
         experts = layer(hybrid.HybridExperts)
         experts.kt_layer = SimpleNamespace(
-            num_cold=8, num_hot=2, submit=submit, collect=lambda x, hot: x
+            num_cold=2, num_hot=2, submit=submit, collect=lambda x, hot: x
         )
-        experts.kt_expert_map = expert_map
+        experts.kt_skip, experts._expert_map = skip, None
         experts.kt_padding = SimpleNamespace(of=lambda x: SLOTS)
-        experts.quant_method = SimpleNamespace(is_monolithic=False, apply=lambda **given: X_ROWS)
-        ids = torch.zeros(TOKENS, 2, dtype=torch.int32)
-        experts.forward_modular(X_ROWS, torch.zeros(TOKENS, 2), ids)
-        assert given == [slot, SLOTS]
+        experts.quant_method = SimpleNamespace(is_monolithic=False, apply=apply)
+        ids = torch.zeros(tokens, 2, dtype=torch.int32)
+        experts.forward_modular(torch.ones(tokens, 8), torch.zeros(tokens, 2), ids)
+        assert given == [slot, SLOTS, rows], given
+
+
+def check_which_batches_are_sorted() -> None:
+    """By vLLM's own function, whose compiled part the CPU lacks."""
+    sorting = RuntimeError("sorts")
+
+    def align(*given: Any, **more: Any) -> Any:
+        return [sorting]
+
+    original, fused_moe.moe_align_block_size = fused_moe.moe_align_block_size, align
+    try:
+        for experts, top_k, largest in ((128, 8, 4), (64, 8, 2), (16, 8, 0), (8, 2, 1)):
+            found = routes._largest_unsorted_batch(experts, top_k, torch.device("cpu"))
+            assert found == largest, (experts, top_k, found)
+    finally:
+        fused_moe.moe_align_block_size = original
 
 
 def check_kernels_that_compute_every_route() -> None:
     """A cold route takes part as a hot route of its token, with weight 0."""
     slots = torch.tensor([[-1, 2, -1], [1, 0, 2], [-1, -1, -1], [0, -1, 1]])
-    real, some_hot = hybrid._repeat_hot_routes(slots)
+    real, some_hot = routes.repeat_hot_routes(slots)
     assert real.tolist() == [[2, 2, 2], [1, 0, 2], [0, 0, 0], [0, 0, 1]]
     assert some_hot.tolist() == [[True], [True], [False], [True]]
