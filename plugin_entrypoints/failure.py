@@ -31,10 +31,11 @@ def listen() -> None:
     an earlier engine. Without a place for it, errors stay in the log of the process they occur in.
     """
     path = _file()
-    with contextlib.suppress(OSError):
-        if path is not None and _started_here():
+    if path is not None and _started_here():
+        with contextlib.suppress(OSError):  # gone: something has cleared the temporary folder
             os.truncate(path, 0)
             return
+    with contextlib.suppress(OSError):
         descriptor, path = tempfile.mkstemp(prefix="kt-moe-")
         os.close(descriptor)
         os.environ[VARIABLE] = f"{os.getpid()}:{path}"

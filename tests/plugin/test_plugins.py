@@ -335,6 +335,10 @@ def test_workers_confirm(listening: Path) -> None:
     assert failure.confirmed() == 2 and failure.reported() == ""
     failure.listen()
     assert failure.confirmed() == 0
+    listening.unlink()  # the temporary folder was cleared
+    failure.listen()
+    failure.confirm()
+    assert failure.confirmed() == 1
 
 
 def test_an_error_of_ours_in_the_first_process_is_an_exception(listening: Path) -> None:
