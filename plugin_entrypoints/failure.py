@@ -9,8 +9,11 @@ A worker that has loaded a model with our layers says so in the same way (`confi
 
 import atexit
 import contextlib
+import logging
 import os
 import tempfile
+import time
+from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import NoReturn
 
@@ -20,6 +23,7 @@ from kt_kernel.options import exit_with
 VARIABLE = "KT_FAILURE_FILE"
 _PREFIX = "kt: error: "
 _CONFIRMATION = "loaded"
+_PATIENCE = 3.0  # seconds for a helper process to end
 
 
 class StartError(RuntimeError):
@@ -81,9 +85,27 @@ def stop(message: str, command_line: bool) -> NoReturn:
     """Ends a start with a line: by SystemExit in a command and in its children, else by
     `StartError`."""
     line = _line(RuntimeError(message))
+    if command_line:
+        _say_nothing_more()
     if command_line or _in_child():
         raise SystemExit(line) from None
     raise StartError(line) from None
+
+
+def _say_nothing_more() -> None:
+    """Keeps what this process, and a helper of Python's, print later from following the line."""
+    logging.disable(logging.CRITICAL)  # the engine tells how it ends its other processes
+    # The helper tells of shared memory that was left behind, once nobody writes to it any more.
+    tracker = getattr(resource_tracker, "_resource_tracker", None)
+    descriptor, pid = getattr(tracker, "_fd", None), getattr(tracker, "_pid", None)
+    if descriptor is None or pid is None:
+        return
+    tracker._fd = tracker._pid = None
+    deadline = time.monotonic() + _PATIENCE
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def reported() -> str:

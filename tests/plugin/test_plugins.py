@@ -303,7 +303,9 @@ LINE = "kt: error: bad weights in layer 3"
 
 
 @pytest.mark.parametrize("wrapper", [ENGINE.call, ENGINE.wrap])
-def test_an_error_of_ours_ends_the_first_process(wrapper: Callable, listening: Path) -> None:
+def test_an_error_of_ours_ends_the_first_process(
+    wrapper: Callable, listening: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is told once, by the first process that found one, wherever the engine caught it."""
     assert failure.reported() == ""
     failure.repeat()
@@ -313,7 +315,8 @@ def test_an_error_of_ours_ends_the_first_process(wrapper: Callable, listening: P
     with pytest.raises(failure.StartError) as caught:
         failure.repeat()
     assert str(caught.value) == LINE
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit) as stopped, monkeypatch.context() as silence:
+        silence.setattr(failure, "_say_nothing_more", lambda: None)
         failure.repeat(command_line=True)
     assert stopped.value.code == LINE
     failure.listen()  # for the next engine
@@ -380,6 +383,39 @@ def test_the_file_for_errors_is_private_and_goes_with_its_process() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     path, mode = done.stdout.split()
     assert mode == "0o600" and not os.path.exists(path), done
+
+
+LEAKS = """
+import logging, multiprocessing, os, sys
+from kt_kernel.plugin_entrypoints import failure
+
+def leak():
+    from multiprocessing import shared_memory
+    shared_memory.SharedMemory(create=True, size=8)
+    os.kill(os.getpid(), 9)
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    failure.listen()
+    child = multiprocessing.get_context("spawn").Process(target=leak)
+    child.start()
+    child.join()
+    try:
+        failure.stop("the last line", command_line=True)
+    finally:
+        logging.info("the engine ends its processes")
+"""
+
+
+def test_the_line_is_the_last_one(tmp_path: Path) -> None:
+    """Though a process was killed that had shared memory, and though the engine goes on logging."""
+    (tmp_path / "leaks.py").write_text(LEAKS)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "leaks.py"], capture_output=True, text=True, timeout=60
+    )
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "kt: error: the last line" and done.returncode == 1, done
+    assert any("leaked shared_memory" in line for line in lines[:-1])
 
 
 def test_without_a_place_for_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
