@@ -1,5 +1,5 @@
 """SGLang plugin. The entry point is `register`."""
 
-from .options import register
+from .plugin import register
 
 __all__ = ["register"]

@@ -3,195 +3,264 @@
 This is the file to read, and to change, for a new release of SGLang.
 """
 
-from ..common import LOAD_FORMATS, NO_EXCHANGE, SINGLE_RANK
-from ..contract import Contract, Name, Refusal
+from ..common import (
+    HOLDS_A_PART,
+    KEEPS_MEMORY,
+    KEEPS_WEIGHTS,
+    LOAD_FORMATS,
+    NO_EXCHANGE,
+    NO_LORA,
+    NO_SCALING,
+    SINGLE_RANK,
+)
+from ..contract import Arguments, Attributes, Contract, Name, Operation, Operations, Refusal
+
+_SRT = "sglang.srt"
+_ARGUMENTS = f"{_SRT}.server_args:ServerArgs"
+_OVERRIDES = f"{_SRT}.arg_groups.overrides"
+_KT_WRAPPER = f"{_SRT}.layers.moe.kt_ep_wrapper"
+_FUSED_MOE = f"{_SRT}.layers.moe.fused_moe_triton.layer"
+_MODEL_RUNNER = f"{_SRT}.model_executor"
+_REGISTRY = f"{_SRT}.plugins.hook_registry"
+_TOKENIZER = f"{_SRT}.managers.tokenizer_manager:TokenizerManager"
+_CONTROL = f"{_SRT}.managers.tokenizer_control_mixin:TokenizerControlMixin"
+_SCHEDULER = f"{_SRT}.managers.scheduler:Scheduler"
+_UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+_ENGINE = f"{_SRT}.entrypoints.engine:Engine"
+_MESSAGES = f"{_SRT}.managers.io_struct"
+
+
+# ---- requests to a running engine
+
+_READS_A_PART = "the engine holds the hot experts only; read the checkpoint instead"
+_SENDS_A_PART = "the engine holds the hot experts only; load the checkpoint there"
+
+# What the scheduler's weight updater does under the same name.
+_WEIGHTS = (
+    Operation("update_weights_from_tensor", KEEPS_WEIGHTS),
+    Operation("update_weights_from_distributed", KEEPS_WEIGHTS),
+    Operation("update_weights_from_ipc", KEEPS_WEIGHTS),
+    Operation("begin_weight_update", KEEPS_WEIGHTS, versions=">=0.5.21"),
+    Operation("end_weight_update", KEEPS_WEIGHTS, versions=">=0.5.21"),
+    Operation("init_weights_update_group", KEEPS_WEIGHTS),
+    Operation("destroy_weights_update_group", KEEPS_WEIGHTS),
+    Operation("release_memory_occupation", KEEPS_MEMORY),
+    Operation("resume_memory_occupation", KEEPS_MEMORY),
+    Operation("check_weights", _READS_A_PART),
+    Operation("get_weights_by_name", _READS_A_PART),  # for the experts' weights
+)
+# What the scheduler does itself under the same name.
+_SCHEDULED = (
+    Operation("load_lora_adapter", NO_LORA),
+    Operation("load_lora_adapter_from_tensors", NO_LORA),
+    Operation("unload_lora_adapter", NO_LORA),
+    Operation("init_weights_send_group_for_remote_instance", _SENDS_A_PART),
+    Operation("send_weights_to_remote_instance", _SENDS_A_PART),
+)
+_FROM_DISK = Operation("update_weights_from_disk", KEEPS_WEIGHTS)
+
+# Where requests enter.
+CONTROL_OPERATIONS = Operations(
+    _CONTROL,
+    refused=(*_WEIGHTS, *_SCHEDULED),
+    accepted=(
+        "add_external_corpus",
+        "attach_hicache_storage",
+        "clear_hicache_storage",
+        "close_session",
+        "detach_hicache_storage",
+        "dump_expert_distribution_record",
+        "dumper_control",
+        "flush_cache",
+        "get_hicache_l3_cache_layout",
+        "get_internal_state",
+        "get_loads",
+        "init_communicators",
+        "list_external_corpora",
+        "open_session",
+        "pd_role_switch",
+        "remove_external_corpus",
+        "set_internal_state",
+        "slow_down",
+        "start_expert_distribution_record",
+        "start_profile",
+        "stop_expert_distribution_record",
+        "stop_profile",
+        "update_control_communicator_fan_out",
+        "update_weight_version",  # the name of a version, which changes no weight
+    ),
+)
+TOKENIZER_OPERATIONS = (_FROM_DISK, Operation("scale_elastic_ep", NO_SCALING))
+ENGINE_OPERATIONS = (
+    Operation("save_remote_model", HOLDS_A_PART),
+    Operation("save_sharded_model", HOLDS_A_PART),
+)
+# What the scheduler would do then.
+UPDATER_OPERATIONS = (*_WEIGHTS, _FROM_DISK)
+SCHEDULER_OPERATIONS = (
+    *_SCHEDULED,
+    Operation("handle_scale_elastic_ep", NO_SCALING),
+    *ENGINE_OPERATIONS,
+)
+# By class. The requests of each class enter in the process that the user started, or in the
+# scheduler's.
+ENTRIES = {
+    _CONTROL: CONTROL_OPERATIONS.refused,
+    _TOKENIZER: TOKENIZER_OPERATIONS,
+    _ENGINE: ENGINE_OPERATIONS,
+}
+HANDLERS = {_UPDATER: UPDATER_OPERATIONS, _SCHEDULER: SCHEDULER_OPERATIONS}
+
+
+# ---- what models ask of their experts
+
+_ACTIVATION = (
+    Refusal("activation", ("silu",), "an activation other than silu"),
+    Refusal("is_gated", (True,), "an activation without gate"),
+    Refusal("swiglu_limit", (None, 0), "a SwiGLU limit"),
+    Refusal("gemm1_clamp_limit", (None, 0), "a SwiGLU limit"),
+    Refusal("gemm1_alpha", (None, 0), "a SwiGLU alpha"),
+    Refusal("gemm1_beta", (None, 0), "a SwiGLU beta", versions=">=0.5.18"),
+    Refusal("apply_router_weight_on_input", (False,), "router weight on input"),
+    Refusal("no_combine", (False,), "one result per expert"),
+)
+_SIZES = (
+    "gate_up_interleaved",  # which only activations with an alpha or a limit look at
+    "hidden_size",
+    "inplace",
+    "layer_id",
+    "num_experts",
+    "num_fused_shared_experts",  # refused beside cold experts
+    "params_dtype",
+    "routed_scaling_factor",
+    "routing_method_type",  # for kernels that choose the experts, which are refused
+    "top_k",
+)
+EXPERT_ARGUMENTS = Arguments(
+    f"{_FUSED_MOE}:FusedMoE",
+    refused=(
+        *_ACTIVATION,
+        Refusal("with_bias", (False,), "an expert bias"),
+        Refusal("use_presharded_weights", (False,), "a checkpoint with one part per rank"),
+        Refusal("use_weight_loader_fused", (False,), "a stacked checkpoint"),
+    ),
+    accepted=(
+        *_SIZES,
+        "enable_qwen35_fp8_deferred_finalize",  # for FlashInfer's kernels, which are refused
+        "intermediate_size",
+        "prefix",
+        "quant_config",
+        "quant_method",  # whose class is checked
+        "reduce_results",
+        "uses_expert_location",  # which is the trivial one
+    ),
+)
+EXPERT_CONFIG = Arguments(
+    f"{_SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
+    refused=(
+        *_ACTIVATION,
+        Refusal(
+            "no_combine_keep_router_weight", (False,), "one result per expert", versions=">=0.5.23"
+        ),
+        Refusal("silu_mul_keep_fp32", (False,), "a float32 activation", versions=">=0.5.21"),
+        Refusal("use_tp_all_gather_activation", (False,), "an activation gathered by ranks"),
+    ),
+    accepted=(
+        *_SIZES,
+        "intermediate_size_per_partition",
+        "layer",
+        "num_local_experts",
+        "runner_backend",
+    ),
+)
+# What the layer adds when it has its weights created.
+EXPERT_WEIGHTS = Arguments(
+    f"{_KT_WRAPPER}:KTEPWrapperMethod",
+    refused=(),
+    accepted=("moe_intermediate_size", "weight_loader", "with_bias"),
+)
+
+
+# ---- server arguments that are refused
 
 _PLACES = "both decide where experts are kept"
-_LORA = "LoRA is not supported together with kt options yet"
+_MOVES = "moving experts between ranks is not supported together with kt options"
 _BATCHES = "the CPU works on one batch at a time"
-_NO_COMPILER = "our kernels are no torch operations"
+_LORA = "LoRA is not supported together with kt options yet"
+_NO_COMPILER = "kt-moe's kernels are no torch operations"
+_WHOLE = "kernels that read all experts' weights are not supported"
+_QUANTISES = "only the hot experts would be quantised"
+_ONE_BY_ONE = "the cold experts need their weights one by one"
 
-NAMES = (
-    Name(
-        "sglang.srt.server_args:ServerArgs.add_cli_args",
-        "wrapped",
-        "the --kt-* flags that SGLang lacks; its own lose their defaults, to see which are given",
-        until="SGLang lets plugins add arguments",
-    ),
-    Name(
-        "sglang.srt.server_args:ServerArgs.from_cli_args",
-        "wrapped",
-        "checks the flags, in one line, and keeps them in a private attribute for the workers",
-        until="SGLang lets plugins add arguments",
-    ),
-    Name(
-        "sglang.srt.server_args:ServerArgs.check_server_args",
-        "wrapped",
-        "refuses, before a worker starts, what the hybrid layer cannot serve",
-        until="SGLang calls plugins with the finished arguments",
-    ),
-    Name(
-        "sglang.srt.model_loader.loader:_initialize_model",
-        "wrapped",
-        "the layers of one model, in their order, share one HybridModel",
-        until="create_kt_config_from_server_args is told which model a layer belongs to",
-    ),
-    Name(
-        "sglang.srt.layers.moe.kt_ep_wrapper:create_kt_config_from_server_args",
-        "replaced",
-        "SGLang's own wants --kt-weight-path, and knows no other source of options",
-        until="SGLang's own takes kt options without a weight path",
-    ),
-    Name(
-        "sglang.srt.layers.moe.kt_ep_wrapper:KTEPWrapperMethod",
-        "replaced",
-        "SGLang's own passes no mask of experts, has no CPU path, reads weights a second time and multiplies by routed_scaling_factor twice on CUDA",
-        until="SGLang's own takes a HybridLayer",
-    ),
-    Name(
-        "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE._weight_loader_impl",
-        "called",
-        "loads one matrix of a hot expert into a given slot",
-    ),
-    Name(
-        "sglang.srt.layers.moe.fused_moe_triton.layer:KTEPWrapperMethod",
-        "read",
-        "the layer's own reference to the class: the hook must have reached it",
-        until="a failed hook stops SGLang",
-    ),
-    Name(
-        "sglang.srt.layers.moe.topk:TopKOutputChecker.format_is_standard",
-        "called",
-        "tells routing that was computed from routing left to a fused kernel",
-    ),
-    Name(
-        "sglang.srt.runtime_context:get_server_args", "called", "where a worker finds the options"
-    ),
-    Name(
-        "sglang.srt.runtime_context:get_context",
-        "called",
-        "whether, and where, processes read arguments that were decided on",
-        until="SGLang calls plugins with the finished arguments",
-    ),
-    Name(
-        "sglang.srt.server_args:ServerArgs.override",
-        "called",
-        "records that shared experts are not fused, with SGLang's own decisions",
-        versions="",
-        until="the oldest version is one without it",
-    ),
-    Name(
-        "sglang.srt.arg_groups.overrides:declare_resolution",
-        "called",
-        "the same, in newer versions",
-        versions="",
-        until="a layer of SGLang's says itself that it takes no fused shared experts",
-    ),
-    Name(
-        "sglang.srt.models.deepseek_v2:KTEPWrapperMethod",
-        "replaced",
-        "these models multiply what such a layer returns by routed_scaling_factor, two of them in one of two ways through their layer only",
-        versions="",
-        until="models leave the factor to the layer",
-    ),
-    Name(
-        "sglang.srt.models.glm4_moe:KTEPWrapperMethod",
-        "replaced",
-        "these models multiply what such a layer returns by routed_scaling_factor, two of them in one of two ways through their layer only",
-        versions="",
-        until="models leave the factor to the layer",
-    ),
-    Name(
-        "sglang.srt.models.glm4_moe_lite:KTEPWrapperMethod",
-        "replaced",
-        "these models multiply what such a layer returns by routed_scaling_factor, two of them in one of two ways through their layer only",
-        versions="",
-        until="models leave the factor to the layer",
-    ),
-    Name(
-        "sglang.srt.model_executor.cuda_graph_buffer_registry:CudaGraphBufferRegistry.fill_from",
-        "wrapped",
-        "is told how many rows of a graph's batch are tokens, which decides what padding costs",
-        versions="",
-        until="a layer is told which rows are padding",
-    ),
-    Name(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.capture",
-        "wrapped",
-        "batches are dummies meanwhile, of which the CPU is to compute nothing",
-        versions="",
-        until="a layer is told which rows are padding",
-    ),
-    Name(
-        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner.capture",
-        "wrapped",
-        "batches are dummies meanwhile, of which the CPU is to compute nothing",
-        versions="",
-        until="a layer is told which rows are padding",
-    ),
-    Name(
-        "sglang.srt.plugins.hook_registry:HookRegistry.register",
-        "called",
-        "SGLang's own way to hook its functions",
-    ),
-    Name(
-        "sglang.srt.layers.quantization.unquant:UnquantizedFusedMoEMethod",
-        "read",
-        "a method of hot experts that is tested; others are refused",
-    ),
-    Name(
-        "sglang.srt.layers.quantization.fp8:Fp8MoEMethod",
-        "read",
-        "a method of hot experts that is tested; others are refused",
-    ),
-    Name(
-        "sglang.srt.layers.moe.token_dispatcher:StandardCombineInput",
-        "called",
-        "what a layer returns",
-    ),
+# Checked when the command line was read: such a start never asks for the checks of the rest.
+BEFORE_LAUNCH = (
+    Refusal("encoder_only", (False,), "a server without a language model has no experts"),
+    Refusal("use_ray", (False,), "Ray's workers do not load plugins"),
 )
 # Checked on the resolved server arguments.
 REFUSED = (
+    *BEFORE_LAUNCH,
     Refusal("pp_size", (1,), SINGLE_RANK),
     Refusal("dp_size", (1,), SINGLE_RANK),
     Refusal("ep_size", (1,), SINGLE_RANK),
-    Refusal("attn_dp_size", (1, None), SINGLE_RANK),
+    Refusal("attn_dp_size", (1, None), SINGLE_RANK, versions=">=0.5.22"),
     Refusal("enable_dp_attention", (False,), SINGLE_RANK),
-    Refusal("attn_cp_size", (1, None), SINGLE_RANK),  # rows come to a layer in another order
-    Refusal("moe_dp_size", (1,), SINGLE_RANK),
+    # With context parallelism a layer's rows are not those of the batch.
+    Refusal("attn_cp_size", (1, None), SINGLE_RANK),
+    Refusal("dcp_size", (1, None), SINGLE_RANK),
     Refusal("enable_prefill_cp", (False,), SINGLE_RANK),
+    Refusal("enable_prefill_context_parallel", (False,), SINGLE_RANK, versions="<0.5.20"),
+    Refusal("enable_dsa_prefill_context_parallel", (False,), SINGLE_RANK, versions="<0.5.20"),
+    Refusal("enable_layernorm_sp", (False,), SINGLE_RANK, versions=">=0.5.19"),
+    Refusal("moe_dp_size", (1,), SINGLE_RANK),
+    Refusal("dwdp_size", (1,), _MOVES),
     Refusal(
         "moe_a2a_backend", ("none", None), "expert-parallel dispatch does not know CPU experts"
     ),
-    Refusal("enable_eplb", (False,), "moving experts between ranks does not know CPU experts"),
-    Refusal("ep_num_redundant_experts", (0,), "redundant experts are not supported"),
+    Refusal("enable_w4a4_mxfp4_megamoe", (False,), _WHOLE, versions=">=0.5.19"),
+    Refusal("enable_eplb", (False,), _MOVES),
+    Refusal("ep_num_redundant_experts", (0,), _MOVES),
     Refusal("init_expert_location", ("trivial",), "experts must be in the model's own order"),
-    Refusal("elastic_ep_backend", (None, "none"), "expert parallelism is not supported"),
-    Refusal("enable_paged_experts", (False,), _PLACES),
+    Refusal("elastic_ep_backend", (None, "none"), _MOVES),
+    Refusal("ep_join_mode", (None,), _MOVES),
+    Refusal("enable_elastic_expert_backup", (False,), _MOVES),
+    Refusal("enable_paged_experts", (False,), _PLACES, versions=">=0.5.23"),
     Refusal("cpu_offload_gb", (0,), _PLACES),
     Refusal("offload_group_size", (-1, 0), _PLACES),
     Refusal("enable_lora", (None, False), _LORA),
     Refusal("lora_paths", (None, [], {}), _LORA),
+    Refusal("uno_lora_path", (None,), _LORA, versions=">=0.5.20"),
     Refusal(
         "speculative_algorithm", (None,), "speculative decoding is not supported with kt options"
     ),
-    Refusal(
-        "dllm_algorithm", (None,), "diffusion decoding is not supported together with kt options"
-    ),
+    Refusal("dllm_algorithm", (None,), "diffusion decoding is not supported with kt options"),
     Refusal(
         "moe_runner_backend", ("auto", "triton"), "the hot experts' kernel must skip the cold ones"
     ),
     Refusal("model_impl", ("auto", "sglang"), "only SGLang's own model code is supported"),
     Refusal("enable_two_batch_overlap", (False,), _BATCHES),
+    Refusal("enable_single_batch_overlap", (False,), _BATCHES),
     Refusal("enable_pdmux", (False,), _BATCHES),
     Refusal("enable_torch_compile", (False,), _NO_COMPILER),
+    Refusal("enable_nvidia_megakernel", (False,), _WHOLE, versions=">=0.5.23"),
+    Refusal("enable_amd_monokernel", (False,), _WHOLE, versions=">=0.5.23"),
     Refusal("device", ("cuda", "cpu"), "kt-moe runs beside CUDA devices, or on the CPU alone"),
-    Refusal("load_format", LOAD_FORMATS, "the cold experts need their weights one by one"),
-    Refusal("startup_weight_load_mode", ("serial",), "the cold experts load with the others"),
+    Refusal("load_format", LOAD_FORMATS, _ONE_BY_ONE),
+    Refusal("startup_weight_load_mode", ("serial",), _ONE_BY_ONE, versions=">=0.5.18"),
     Refusal("weight_cache_mode", ("off",), "the cache does not know CPU experts"),
+    Refusal("quantize_and_serve", (False,), _QUANTISES),
+    Refusal("modelopt_quant", (None,), _QUANTISES),
+    Refusal("torchao_config", ("", None), _QUANTISES, versions="<0.5.18"),
+    Refusal("rl_on_policy_target", (None,), "the cold experts' kernels are not those of training"),
     Refusal("custom_weight_loader", (None, []), NO_EXCHANGE),
+    Refusal("checkpoint_engine_wait_weights_before_ready", (False,), NO_EXCHANGE),
     Refusal("enable_memory_saver", (False,), NO_EXCHANGE),
     Refusal("enable_weights_cpu_backup", (False,), NO_EXCHANGE),
+    Refusal(
+        "remote_instance_weight_loader_start_seed_via_transfer_engine",
+        (False,),
+        "other instances would get the hot experts only",
+    ),
 )
 # Checked where some experts are cold.
 BESIDE_COLD = (
@@ -200,6 +269,303 @@ BESIDE_COLD = (
         (False,),
         "a shared expert among the routed ones has no place beside cold experts",
     ),
+    Refusal(
+        "enable_fused_moe_sum_all_reduce",
+        (False,),
+        "this kernel cannot skip the routes of cold experts",
+    ),
+)
+
+
+# ---- names in SGLang's code
+
+_ADDS_ARGUMENTS = "SGLang lets plugins add arguments"
+_TELLS_PADDING = "a layer is told which rows are padding"
+_CALLS_WITH_ARGUMENTS = "SGLang calls plugins with the finished arguments"
+_SCALES_TWICE = (
+    "these models multiply what such a layer returns by routed_scaling_factor, two of them in one "
+    "of two ways through their layer only; they find a class that no layer has"
+)
+_TESTED_METHOD = "a method of hot experts that is tested; others are refused"
+_REQUESTS = "refuses a request that the hybrid layer cannot do"
+
+RESOLVING_VIEW = Name(
+    f"{_OVERRIDES}:resolving_view",
+    "called",
+    "server arguments with SGLang's own choices filled in; older versions write over the arguments",
+    versions=">=0.5.19",
+)
+MODEL_CONFIG = Name(
+    f"{_OVERRIDES}:model_config_of",
+    "called",
+    "the served model's configuration, and what it is quantised with",
+    versions=">=0.5.19",
+)
+DECLARE_RESOLUTION = Name(
+    f"{_OVERRIDES}:declare_resolution",
+    "called",
+    "records that shared experts are not fused, with SGLang's own decisions",
+    versions=">=0.5.19",
+    until="a layer of SGLang can say that it takes no fused shared experts",
+)
+DECLARE_LATE = Name(
+    f"{_OVERRIDES}:declare_late_resolution",
+    "called",
+    "the same in one version",
+    versions=">=0.5.18,<0.5.20",
+    until="this version is not supported any more",
+)
+
+NAMES = (
+    # SGLang's plugins
+    Name(
+        f"{_REGISTRY}:HookRegistry.register", "called", "registers hooks that SGLang then applies"
+    ),
+    Name(
+        f"{_REGISTRY}:HookRegistry._apply_target",
+        "called",
+        "applies hooks in the main process, which learns of the options after SGLang applied all",
+        until=_CALLS_WITH_ARGUMENTS,
+    ),
+    Name(
+        f"{_REGISTRY}:HookRegistry._hooks",
+        "read",
+        "the hooks of other plugins: one that replaces what we replace is a conflict",
+        until="SGLang refuses two replacements of one function",
+    ),
+    Name(f"{_REGISTRY}:HookType", "read", "the kinds of hooks"),
+    Name(f"{_REGISTRY}:HookSource", "called", "names our plugin in SGLang's log"),
+    # Arguments
+    Name(
+        f"{_ARGUMENTS}.add_cli_args",
+        "wrapped",
+        "the --kt-* flags that SGLang lacks; its own lose their defaults, to see which are given",
+        until=_ADDS_ARGUMENTS,
+    ),
+    Name(
+        f"{_ARGUMENTS}.from_cli_args",
+        "wrapped",
+        "checks the flags, and keeps them in a private attribute for the workers",
+        until=_ADDS_ARGUMENTS,
+    ),
+    Name(
+        f"{_ARGUMENTS}.check_server_args",
+        "wrapped",
+        "refuses, before a worker starts, what the hybrid layer cannot serve; installs the hooks",
+        until=_CALLS_WITH_ARGUMENTS,
+    ),
+    Name(f"{_SRT}.runtime_context:get_server_args", "called", "where a worker finds the options"),
+    Name(
+        f"{_SRT}.runtime_context:get_context",
+        "called",
+        "whether processes have read arguments already, and where",
+        until=_CALLS_WITH_ARGUMENTS,
+    ),
+    RESOLVING_VIEW,
+    MODEL_CONFIG,
+    Name(
+        f"{_ARGUMENTS}.get_model_config", "called", "the same in older versions", versions="<0.5.19"
+    ),
+    DECLARE_RESOLUTION,
+    DECLARE_LATE,
+    Name(
+        f"{_ARGUMENTS}.override",
+        "called",
+        "the same in the oldest version",
+        versions="<0.5.18",
+        until="the oldest version is one without it",
+    ),
+    # The layer
+    Name(
+        f"{_SRT}.model_loader.loader:_initialize_model",
+        "wrapped",
+        "the layers of one model, in their order, share one HybridModel",
+        until="create_kt_config_from_server_args is told which model a layer belongs to",
+    ),
+    Name(
+        f"{_KT_WRAPPER}:create_kt_config_from_server_args",
+        "replaced",
+        "SGLang's own wants --kt-weight-path, and knows no other source of options",
+        until="SGLang's own takes kt options without a weight path",
+    ),
+    Name(
+        f"{_KT_WRAPPER}:KTEPWrapperMethod",
+        "replaced",
+        "SGLang's own passes no mask of experts, has no CPU path, reads weights a second time and "
+        "multiplies by routed_scaling_factor twice on CUDA",
+        until="SGLang's own takes a HybridLayer",
+    ),
+    Name(
+        f"{_FUSED_MOE}:create_kt_config_from_server_args",
+        "read",
+        "the layer's own reference to the function: the hook must have reached it",
+    ),
+    Name(
+        f"{_FUSED_MOE}:KTEPWrapperMethod",
+        "read",
+        "the layer's own reference to the class: the hook must have reached it",
+    ),
+    Name(
+        f"{_FUSED_MOE}:FusedMoE.__init__",
+        "wrapped",
+        "refuses what a model asks of its experts and the CPU does not compute",
+        until="MoeRunnerConfig holds all that changes a layer's result",
+    ),
+    Name(
+        f"{_FUSED_MOE}:FusedMoE._weight_loader_impl",
+        "called",
+        "loads one matrix of a hot expert into a given slot",
+    ),
+    Name(
+        f"{_SRT}.layers.moe.topk:TopKOutputChecker.format_is_standard",
+        "called",
+        "tells routing that was computed from routing left to a fused kernel",
+    ),
+    Name(f"{_SRT}.layers.moe.topk:TopKOutputChecker.format_is_bypassed", "called", "the same"),
+    Name(f"{_SRT}.layers.quantization.unquant:UnquantizedFusedMoEMethod", "read", _TESTED_METHOD),
+    Name(f"{_SRT}.layers.quantization.fp8:Fp8MoEMethod", "read", _TESTED_METHOD),
+    Name(
+        f"{_SRT}.layers.moe.token_dispatcher:StandardCombineInput", "called", "what a layer returns"
+    ),
+    Name(f"{_SRT}.utils.common:is_cpu", "called", "who multiplies by routed_scaling_factor"),
+    *(
+        Name(
+            f"{_SRT}.models.{model}:KTEPWrapperMethod",
+            "replaced",
+            _SCALES_TWICE,
+            until="models leave the factor to the layer",
+        )
+        for model in ("deepseek_v2", "glm4_moe", "glm4_moe_lite")
+    ),
+    # Padding
+    Name(
+        f"{_MODEL_RUNNER}.cuda_graph_buffer_registry:CudaGraphBufferRegistry.fill_from",
+        "wrapped",
+        "is told how many rows of a graph's batch are tokens, which decides what padding costs",
+        until=_TELLS_PADDING,
+        without="the CPU computes the rows that pad CUDA graphs like tokens",
+    ),
+    *(
+        Name(
+            f"{_MODEL_RUNNER}.runner.{module}:{runner}.capture",
+            "wrapped",
+            "batches are dummies meanwhile, of which the CPU is to compute nothing",
+            until=_TELLS_PADDING,
+            without="the CPU computes the dummies that CUDA graphs are captured with, which can "
+            "take minutes",
+        )
+        for module, runner in (
+            ("decode_cuda_graph_runner", "DecodeCudaGraphRunner"),
+            ("prefill_cuda_graph_runner", "PrefillCudaGraphRunner"),
+        )
+    ),
+    # Requests, but for those of CONTROL_OPERATIONS
+    *(
+        Name(f"{owner}.{operation.name}", "wrapped", _REQUESTS, operation.versions)
+        for owner, operations in (ENTRIES | HANDLERS).items()
+        for operation in operations
+        if owner != _CONTROL
+    ),
+    # Starts that fail
+    Name(
+        f"{_SCHEDULER}.__init__",
+        "wrapped",
+        "an error of ours in it becomes the line that the user's process ends with",
+        until="SGLang tells why a process of an engine has ended",
+    ),
+    Name(
+        f"{_SRT}.entrypoints.engine:_wait_for_scheduler_ready",
+        "wrapped",
+        "ends with the line that a worker ended with",
+        until="SGLang tells why a process of an engine has ended",
+    ),
+)
+
+
+# ---- attributes of SGLang's objects
+
+ATTRIBUTES = (
+    Attributes(
+        _ARGUMENTS,
+        (
+            "kt_weight_path",
+            "kt_method",
+            "kt_cpuinfer",
+            "kt_threadpool_count",
+            "kt_num_gpu_experts",
+            "kt_max_deferred_experts_per_token",
+        ),
+        "options that SGLang knows: Engine takes them by name",
+    ),
+    Attributes(
+        _ARGUMENTS,
+        (
+            "quantization",
+            "disable_shared_experts_fusion",
+            "enable_deterministic_inference",
+            "cuda_graph_config",
+            "chunked_prefill_size",
+        ),
+        "read from the resolved arguments",
+    ),
+    Attributes(
+        f"{_SRT}.model_executor.cuda_graph_config:CudaGraphConfig",
+        ("decode", "prefill"),
+        "how CUDA graphs are made",
+    ),
+    Attributes(
+        f"{_SRT}.model_executor.cuda_graph_config:PhaseConfig",
+        ("backend",),
+        "how CUDA graphs are made",
+    ),
+    Attributes(
+        f"{_SRT}.configs.model_config:ModelConfig",
+        ("hf_config", "quantization"),
+        "the served model",
+    ),
+    Attributes(
+        f"{_SRT}.runtime_context:RuntimeContext",
+        ("server_args", "override"),
+        "arguments that processes have read already",
+    ),
+    Attributes(
+        f"{_FUSED_MOE}:FusedMoE",
+        (
+            "moe_runner_config",
+            "num_fused_shared_experts",
+            "moe_ep_size",
+            "moe_tp_size",
+            "moe_tp_rank",
+            "top_k",
+            "is_shared_fused_moe",
+            "quant_method",
+        ),
+        "the layer",
+    ),
+    Attributes(
+        f"{_SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
+        ("activation", "routed_scaling_factor", "num_local_experts", "inplace"),
+        "how the layer computes",
+    ),
+    Attributes(
+        f"{_SRT}.layers.moe.token_dispatcher.standard:StandardDispatchOutput",
+        ("hidden_states", "hidden_states_scale", "topk_output"),
+        "a layer's batch",
+    ),
+    Attributes(
+        f"{_SRT}.layers.moe.token_dispatcher.standard:StandardCombineInput",
+        ("hidden_states",),
+        "a layer's result",
+    ),
+    Attributes(
+        f"{_SRT}.layers.moe.topk:StandardTopKOutput",
+        ("topk_ids", "topk_weights"),
+        "a batch's routes",
+    ),
+    Attributes(f"{_SRT}.layers.moe.topk:BypassedTopKOutput", ("to_standard",), "a batch's routes"),
+    Attributes(_TOKENIZER, ("server_args",), "whether requests are refused"),
+    Attributes(_ENGINE, ("server_args",), "whether requests are refused"),
+    Attributes(f"{_MESSAGES}:GetWeightsByNameReqInput", ("name",), "which weights a request reads"),
 )
 
 
@@ -209,6 +575,8 @@ CONTRACT = Contract(
     supported=">=0.5.17,<0.5.24",
     tested={"0.5.17": "on a GPU", "0.5.23": "on the CPU"},
     names=NAMES,
-    attributes=(),
+    attributes=ATTRIBUTES,
     refusals=REFUSED,
+    arguments=(EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS),
+    operations=(CONTROL_OPERATIONS,),
 )

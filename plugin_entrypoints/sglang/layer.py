@@ -1,5 +1,6 @@
 """SGLang plugin: the MoE method whose cold experts live on the CPU. Imported only inside SGLang."""
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -14,18 +15,20 @@ from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import get_server_args
-from sglang.srt.utils import is_cpu
+from sglang.srt.utils.common import is_cpu
 
 from kt_kernel.layer import HybridLayer, HybridModel
 from kt_kernel.options import OptionError
 from kt_kernel.report import watch
 
-from . import padding
-from .options import checked_options_of, language_model, options_of, resolved, text_config
+from . import padding, requests
+from .checks import checked_options_of
+from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
+from .hooks import Hook, verify
+from .options import language_model, options_of, resolved, text_config
 
 _logger = logging.getLogger("sglang.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
-_PROBE = object()  # asks create_kt_config_from_server_args whether it is ours
 # The models under construction, innermost last, with the sizes that SGLang padded.
 _building: list[tuple[HybridModel, Mapping[int, int]]] = []
 
@@ -63,8 +66,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.scaling = 1.0
         if not isinstance(gpu_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
-                f"kt: layer {config.layer_idx}: {type(gpu_method).__name__} is not supported; "
-                "kt-moe takes BF16, FP16, FP32 and FP8 checkpoints so far"
+                f"layer {config.layer_idx}: {type(gpu_method).__name__} is not supported; kt-moe "
+                "serves BF16, FP16, FP32 and FP8 checkpoints so far"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -86,7 +89,10 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         fused = layer.num_fused_shared_experts  # behind the routed ones
         routed = num_experts - fused
         all_hot = self.config.model.options.hot_count(routed) == routed
-        _refuse(self.config.layer_idx, layer, runner, extra, fused > 0 and not all_hot)
+        place = f"layer {self.config.layer_idx}"
+        EXPERT_CONFIG.check(vars(runner), place)
+        EXPERT_WEIGHTS.check(extra, place)
+        _refuse_layer(self.config.layer_idx, layer, fused > 0 and not all_hot)
         size = intermediate_size_per_partition * layer.moe_tp_size
         self.hybrid: HybridLayer = self.config.model.add_layer(
             layer_idx=self.config.layer_idx,
@@ -119,7 +125,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             shard_id: str,
             expert_id: int | None = None,
         ) -> None:
-            place = f"kt: layer {self.config.layer_idx}: {weight_name}"
+            place = f"layer {self.config.layer_idx}: {weight_name}"
             single = loaded_weight.dim() == 2 or not self.hybrid.takes_weights
             if expert_id is None or not single:
                 raise ValueError(
@@ -179,12 +185,17 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         """Hot experts on the device, cold ones on the CPU at the same time; returns their sum."""
         if self.hybrid.num_cold == 0:
             return self.gpu_method.apply(layer=layer, dispatch_output=dispatch_output)
+        if dispatch_output.hidden_states_scale is not None:
+            raise RuntimeError(
+                f"layer {self.config.layer_idx}: quantised activations are not supported; remove "
+                "the flag that makes SGLang quantise them before it dispatches them"
+            )
         topk = dispatch_output.topk_output
         if TopKOutputChecker.format_is_bypassed(topk):
             topk = topk.to_standard()
         if not TopKOutputChecker.format_is_standard(topk):
             raise RuntimeError(
-                f"kt: layer {self.config.layer_idx}: routing as {type(topk).__name__} is not "
+                f"layer {self.config.layer_idx}: routing as {type(topk).__name__} is not "
                 "supported; add --moe-runner-backend triton"
             )
         x = dispatch_output.hidden_states
@@ -233,47 +244,12 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         return out.sum(dim=1)
 
 
-def hooks() -> list[tuple[str, Callable, str]]:
-    """The hooks on SGLang's model code: target, hook, kind."""
-    wrapper = "sglang.srt.layers.moe.kt_ep_wrapper"
-    return [
-        ("sglang.srt.model_loader.loader._initialize_model", _around_initialize_model, "AROUND"),
-        (f"{wrapper}.create_kt_config_from_server_args", _create_kt_config, "REPLACE"),
-        (f"{wrapper}.KTEPWrapperMethod", KTEPWrapperMethod, "REPLACE"),
-        *padding.hooks(),
-    ]
-
-
-def verify_hooks() -> None:
-    """Raises OptionError when a hook is not in effect: SGLang only logs it when one fails."""
-    for module in (kt_ep_wrapper, fused_moe):
-        create = module.create_kt_config_from_server_args
-        try:
-            config_is_ours = create(_PROBE, 0) is _PROBE
-        except Exception:  # SGLang's own function cannot take the probe
-            config_is_ours = False
-        for name, ours in (
-            ("KTEPWrapperMethod", module.KTEPWrapperMethod is KTEPWrapperMethod),
-            ("create_kt_config_from_server_args", config_is_ours),
-        ):
-            if not ours:
-                raise OptionError(
-                    f"the hook on {module.__name__}.{name} is not in effect, see SGLang's log; "
-                    "if it is another plugin, name in SGLANG_PLUGINS those to load"
-                )
-
-
 def _create_kt_config(server_args: Any, layer_id: int) -> Any:
     """In place of SGLang's: the layer's LayerConfig, or None where SGLang is to run as it is."""
-    if server_args is _PROBE:
-        return _PROBE
     if options_of(server_args) is None:
         return None
     if not _building:
-        raise RuntimeError(
-            f"kt: layer {layer_id}: built outside SGLang's _initialize_model; the hook on that is "
-            "not in effect, SGLang's log says why"
-        )
+        raise RuntimeError(f"layer {layer_id}: it is built outside SGLang's _initialize_model")
     model, unpadded = _building[-1]
     return LayerConfig(
         model=model,
@@ -291,6 +267,7 @@ def _around_initialize_model(
     options = checked_options_of(get_server_args())
     if options is None:
         return original(model_config, *args, **kwargs)
+    verify_hooks()
     hybrid = HybridModel(options)
     _building.append((hybrid, unpadded_sizes(language_model(model_config.hf_config))))
     try:
@@ -324,28 +301,56 @@ def unpadded_sizes(config: Any) -> dict[int, int]:
     }
 
 
-def _refuse(
-    layer_idx: int, layer: Any, runner: Any, extra: dict[str, Any], fused_beside_cold: bool
-) -> None:
-    """What a model asks of its experts that the CPU layer does not do; ValueError names it."""
+def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **given: Any) -> Any:
+    """Around the construction of one expert layer."""
+    if options_of(get_server_args()) is not None:
+        arguments = inspect.signature(original).bind(layer, *args, **given).arguments
+        del arguments["self"]
+        EXPERT_ARGUMENTS.check(arguments, f"layer {arguments['layer_id']}")
+    return original(layer, *args, **given)
+
+
+def _refuse_layer(layer_idx: int, layer: Any, fused_beside_cold: bool) -> None:
+    """ValueError for a kind of layer that the hybrid layer cannot be a part of."""
     for what, present in (
+        (f"a layer of class {type(layer).__name__}", type(layer) is not fused_moe.FusedMoE),
+        ("a layer of shared experts", layer.is_shared_fused_moe),
         ("expert parallelism", layer.moe_ep_size > 1),
-        (f"activation {runner.activation}", runner.activation != "silu" or not runner.is_gated),
-        ("expert biases", extra.get("with_bias", False)),
-        ("router weight on input", runner.apply_router_weight_on_input),
-        ("a result per expert (no_combine)", runner.no_combine),
-        ("a SwiGLU limit", bool(runner.swiglu_limit or runner.gemm1_clamp_limit)),
-        ("a SwiGLU alpha or beta", bool(runner.gemm1_alpha or getattr(runner, "gemm1_beta", 0))),
         (
             "fusing shared experts (in spite of --disable-shared-experts-fusion)",
             fused_beside_cold,
         ),
-        (
-            "a stacked checkpoint",
-            getattr(extra.get("weight_loader"), "__name__", "") == "weight_loader_fused",
-        ),
     ):
         if present:
-            raise ValueError(
-                f"kt: layer {layer_idx}: {what} is not supported together with kt options"
+            raise ValueError(f"layer {layer_idx}: {what} is not supported together with kt options")
+
+
+HOOKS = (
+    Hook("sglang.srt.model_loader.loader:_initialize_model", "AROUND", _around_initialize_model),
+    Hook(
+        "sglang.srt.layers.moe.kt_ep_wrapper:create_kt_config_from_server_args",
+        "REPLACE",
+        _create_kt_config,
+    ),
+    Hook("sglang.srt.layers.moe.kt_ep_wrapper:KTEPWrapperMethod", "REPLACE", KTEPWrapperMethod),
+    Hook(
+        "sglang.srt.layers.moe.fused_moe_triton.layer:FusedMoE.__init__",
+        "AROUND",
+        _around_fused_moe,
+    ),
+)
+
+
+def worker_hooks() -> tuple[Hook, ...]:
+    """The hooks that a process with a model needs."""
+    return (*HOOKS, *padding.HOOKS, *requests.handler_hooks())
+
+
+def verify_hooks() -> None:
+    """OptionError if a hook that is needed is not in effect, see `hooks.verify`."""
+    verify(worker_hooks())
+    for name in ("create_kt_config_from_server_args", "KTEPWrapperMethod"):
+        if getattr(fused_moe, name) is not getattr(kt_ep_wrapper, name):
+            raise OptionError(
+                f"the hook on {kt_ep_wrapper.__name__}.{name} did not reach {fused_moe.__name__}"
             )

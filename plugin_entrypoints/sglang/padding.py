@@ -8,15 +8,20 @@ call them padding, or a large model's start would take the CPU minutes.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
+
+from .hooks import Hook, in_effect
 
 _RUNNER = "sglang.srt.model_executor.runner"
-_REGISTRY = "sglang.srt.model_executor.cuda_graph_buffer_registry.CudaGraphBufferRegistry"
-_PROBE = object()  # asks fill_from whether it is ours
+_REGISTRY = "sglang.srt.model_executor.cuda_graph_buffer_registry:CudaGraphBufferRegistry"
+
+_logger = logging.getLogger("sglang.kt")
 
 
 class Masks:
@@ -83,48 +88,44 @@ class Masks:
 masks = Masks()
 
 
-def hooks() -> list[tuple[str, Callable, str]]:
-    """As `layer.hooks`. Without the first there is no mask; without another one the CPU
-    computes the dummies of its runner, and what pads its graphs."""
-    return [
-        (f"{_REGISTRY}.fill_from", _around_fill_from, "AROUND"),
-        (f"{_RUNNER}.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
-         _around_capture, "AROUND"),
-        (f"{_RUNNER}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.capture",
-         _around_capture, "AROUND"),
-    ]  # fmt: skip
-
-
-def _around_fill_from(original: Callable, registry: Any, *args: Any, **given: Any) -> Any:
-    if registry is _PROBE:
-        return _PROBE
+def _around_fill_from(original: Callable[..., Any], registry: Any, *args: Any, **given: Any) -> Any:
     result = original(registry, *args, **given)
     if masks.used:  # only by kt's layers, and where the numbers have these names
         masks.fill(given["raw_num_tokens"], given["padded_num_tokens"])
     return result
 
 
-def _around_capture(original: Callable, runner: Any, *args: Any, **given: Any) -> Any:
+def _around_capture(original: Callable[..., Any], runner: Any, *args: Any, **given: Any) -> Any:
     with masks.dummies():
         return original(runner, *args, **given)
 
 
-def _fills() -> bool:
-    """Whether the hook on fill_from is in effect, since SGLang only logs it when one fails, and is
-    told what it looks for."""
-    from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
+_FILL = Hook(f"{_REGISTRY}.fill_from", "AROUND", _around_fill_from)
+HOOKS = (
+    _FILL,
+    Hook(
+        f"{_RUNNER}.decode_cuda_graph_runner:DecodeCudaGraphRunner.capture",
+        "AROUND",
+        _around_capture,
+    ),
+    Hook(
+        f"{_RUNNER}.prefill_cuda_graph_runner:PrefillCudaGraphRunner.capture",
+        "AROUND",
+        _around_capture,
+    ),
+)
 
-    fill_from = CudaGraphBufferRegistry.fill_from
-    parameters = inspect.signature(fill_from).parameters
-    if any(
-        name not in parameters or parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY
-        for name in ("raw_num_tokens", "padded_num_tokens")
-    ):
+
+def _fills() -> bool:
+    """Whether the hook on fill_from is in effect and is given the numbers that it needs."""
+    if not in_effect(_FILL):
         return False
-    try:
-        return fill_from(_PROBE) is _PROBE
-    except Exception:  # SGLang's own function cannot take the probe
-        return False
+    parameters = inspect.signature(CudaGraphBufferRegistry.fill_from).parameters
+    for name in ("raw_num_tokens", "padded_num_tokens"):
+        if name not in parameters or parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY:
+            _logger.warning("kt: SGLang's fill_from has no keyword %s: %s", name, _FILL.without)
+            return False
+    return True
 
 
 def _in_graph(x: torch.Tensor) -> bool:

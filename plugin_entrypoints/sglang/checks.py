@@ -1,0 +1,122 @@
+"""SGLang plugin: checks SGLang's arguments against the options, before anything is loaded."""
+
+import logging
+from typing import Any
+
+from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.variant import kernel_kind
+
+from ..common import refuse_class, refuse_quantised, warn_of_trace
+from .contract import BESIDE_COLD, CONTRACT, DECLARE_LATE, DECLARE_RESOLUTION
+from .options import language_model, model_config_of, options_of, resolved
+
+_GRAPHS = ("full", "breakable", "disabled")  # ways to make CUDA graphs
+_SOURCE = "kt"  # who decided, in SGLang's records of decisions
+_CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
+
+_logger = logging.getLogger("sglang.kt")
+
+
+def checked_options_of(server_args: Any) -> KTOptions | None:
+    """`options_of`, with SGLang's other arguments checked against them, once.
+
+    Raises OptionError, which names the value that is not supported.
+    """
+    options = options_of(server_args)
+    if options is not None and not getattr(server_args, _CHECKED_KEY, False):
+        arguments, model_config = resolved(server_args), model_config_of(server_args)
+        refuse_unsupported(arguments, model_config, options)
+        if _some_are_cold(model_config, options):
+            _separate_shared_experts(server_args, arguments)
+        setattr(server_args, _CHECKED_KEY, True)
+        _logger.info(options.describe())
+        warn_of_trace(arguments.device, _logger)
+    return options
+
+
+def refuse_unsupported(arguments: Any, model_config: Any, options: KTOptions) -> None:
+    """Raises OptionError, one line, for an engine configuration that the hybrid layer cannot serve.
+
+    arguments: resolved server arguments; model_config: SGLang's ModelConfig.
+    """
+    from kt_kernel.preflight import check_model
+
+    refuse_class(list(model_config.hf_config.architectures or []), options)
+    refuse_quantised(model_config.quantization or arguments.quantization or None, options)
+    CONTRACT.refuse(arguments)
+    check_model(options, language_model(model_config.hf_config))
+    if not _some_are_cold(model_config, options):
+        return
+    CONTRACT.refuse(arguments, BESIDE_COLD)
+    _refuse_compiled_graphs(arguments)
+    _refuse_dependence_on_the_batch(arguments, options)
+
+
+def _refuse_compiled_graphs(arguments: Any) -> None:
+    if arguments.device == "cpu":
+        return
+    for phase in ("decode", "prefill"):
+        backend = getattr(arguments.cuda_graph_config, phase).backend
+        if backend not in _GRAPHS:
+            raise OptionError(
+                f"--cuda-graph-backend-{phase} {backend}: kt-moe's kernels are no torch "
+                f"operations; accepted: {', '.join(_GRAPHS)}"
+            )
+
+
+def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
+    """With --enable-deterministic-inference, results must not depend on the batch."""
+    if not arguments.enable_deterministic_inference:
+        return
+    if options.max_deferred_experts_per_token:
+        raise OptionError(
+            f"--kt-max-deferred-experts-per-token {options.max_deferred_experts_per_token}: which "
+            "experts are deferred depends on the batch; remove it, or "
+            "--enable-deterministic-inference"
+        )
+    if kernel_kind() == 0:
+        raise OptionError(
+            "--enable-deterministic-inference: the last bits of the cold experts' results depend "
+            "on the batch size; set KT_KERNEL_KIND=vector, or remove the flag"
+        )
+
+
+def _some_are_cold(model_config: Any, options: KTOptions) -> bool:
+    from kt_kernel.preflight import num_experts
+
+    experts = num_experts(language_model(model_config.hf_config))
+    return options.hot_count(experts) < experts
+
+
+def _separate_shared_experts(server_args: Any, arguments: Any) -> None:
+    """Keeps SGLang from fusing a model's shared experts into the routed ones, as it does on GPUs.
+
+    Apart from them, the device computes the shared experts while the CPU computes the cold ones.
+    """
+    if arguments.disable_shared_experts_fusion:
+        return
+    _decide(server_args, disable_shared_experts_fusion=True)
+    _logger.info(
+        "kt: --disable-shared-experts-fusion is set: the device computes the shared experts, in "
+        "models that have them, while the CPU computes the cold experts"
+    )
+
+
+def _decide(server_args: Any, **fields: Any) -> None:
+    """Records values of SGLang's arguments that we decide, as each version records its own."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.runtime_context import get_context
+
+    context = get_context()
+    try:
+        published = context.server_args is server_args
+    except ValueError:  # none are
+        published = False
+    if published:  # a process that does not run SGLang's checks: what it read from them counts
+        context.override(_SOURCE, **fields)
+    elif CONTRACT.holds(DECLARE_RESOLUTION.versions):
+        overrides.declare_resolution(server_args, _SOURCE, **fields)
+    elif CONTRACT.holds(DECLARE_LATE.versions):
+        overrides.declare_late_resolution(server_args, _SOURCE, **fields)
+    else:
+        server_args.override(_SOURCE, **fields)

@@ -1,0 +1,152 @@
+"""SGLang plugin: installs hooks, and checks that they are in effect.
+
+SGLang collects the hooks of all plugins before it reads its arguments, and applies them at once.
+kt-moe hooks SGLang's model code and its request handlers only in processes that serve with kt
+options, so that SGLang and other plugins do not notice it otherwise:
+
+- A worker process learns of the options before SGLang loads its plugins. It registers its hooks
+  like any plugin (`register`).
+- The main process learns of them later. It applies its hooks to what SGLang and the other plugins
+  left there (`apply`).
+
+SGLang only logs a hook that it cannot apply, and lets the last of two plugins that replace the same
+function win. `verify` refuses both.
+"""
+
+import logging
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kt_kernel.options import OptionError
+
+from .contract import CONTRACT
+
+_PLUGIN = "kt_moe"  # the name of our entry point
+_WITHOUT = {name.target: name.without for name in CONTRACT.names}
+
+_logger = logging.getLogger("sglang.kt")
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A hook on a function or class of SGLang, which the contract names.
+
+    Attributes:
+        target: ``module:attribute.path``, as in the contract.
+        kind: what SGLang's HookType of that name means.
+        function: the hook, or the class that replaces one.
+    """
+
+    target: str
+    kind: Literal["BEFORE", "AFTER", "AROUND", "REPLACE"]
+    function: Callable[..., Any]
+
+    @property
+    def dotted(self) -> str:
+        """The target as SGLang's registry spells it."""
+        return self.target.replace(":", ".")
+
+    @property
+    def without(self) -> str:
+        """What is lost without the hook; "" for those that kt-moe needs."""
+        return _WITHOUT.get(self.target, "")
+
+
+def register(hooks: Iterable[Hook]) -> None:
+    """Hands hooks to SGLang, which applies them together with those of the other plugins."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.dotted, hook.function, HookType[hook.kind])
+
+
+def apply(hooks: Iterable[Hook]) -> None:
+    """Applies hooks in a process whose plugins are loaded; those in effect stay as they are.
+
+    Raises OptionError as `verify` does.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    hooks = list(hooks)
+    for hook in hooks:
+        _refuse_if_taken(hook)
+    source = HookSource(_PLUGIN, "kt-moe")
+    for hook in hooks:
+        if in_effect(hook) or (hook.without and _resolve(hook) is None):
+            continue
+        try:
+            # HookRegistry.apply_hooks skips a target that another plugin has hooked already.
+            HookRegistry._apply_target(hook.dotted, [(HookType[hook.kind], hook.function, source)])
+        except Exception:
+            _logger.exception("kt: the hook on %s cannot be applied", hook.dotted)
+    verify(hooks)
+
+
+def verify(hooks: Iterable[Hook]) -> None:
+    """Raises OptionError for the first hook that kt-moe needs and that is not in effect, or whose
+    target another plugin replaces. Logs a warning for those that it can do without."""
+    for hook in hooks:
+        _refuse_if_taken(hook)
+        if in_effect(hook):
+            continue
+        if hook.without:
+            _logger.warning("kt: the hook on %s is not in effect: %s", hook.dotted, hook.without)
+            continue
+        raise OptionError(
+            f"the hook on {hook.dotted} is not in effect; SGLang's log may say why. If another "
+            "plugin is the cause, list the plugins to load, without it, in SGLANG_PLUGINS"
+        )
+
+
+def in_effect(hook: Hook) -> bool:
+    """Whether the target, or a function that it wraps, is the hook or calls it: SGLang's wrappers
+    hold the hook in their closure, and what they wrap in ``__wrapped__``."""
+    found = _resolve(hook)
+    while found is not None:
+        if any(part is hook.function for part in (found, *_closure(found))):
+            return True
+        found = getattr(found, "__wrapped__", None)
+    return False
+
+
+def _refuse_if_taken(hook: Hook) -> None:
+    if hook.kind != "REPLACE":
+        return
+    others = list(_other_replacements(hook))
+    if not others and not in_effect(hook):
+        found = _resolve(hook)
+        module = getattr(found, "__module__", None)
+        if found is not None and module != hook.target.partition(":")[0]:
+            others.append(f"code of {module}")
+    if others:
+        raise OptionError(
+            f"{hook.dotted} is replaced by {others[0]}, and kt-moe replaces it too; use one of the "
+            "two: SGLANG_PLUGINS lists the plugins to load"
+        )
+
+
+def _other_replacements(hook: Hook) -> Iterator[str]:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for kind, function, source in HookRegistry._hooks.get(hook.dotted, ()):
+        if kind is HookType.REPLACE and function is not hook.function:
+            yield "another plugin" if source is None else f"the plugin {source.plugin_name}"
+
+
+def _resolve(hook: Hook) -> Any:
+    try:
+        return pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError):
+        return None
+
+
+def _closure(function: Any) -> list[Any]:
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            continue
+    return found

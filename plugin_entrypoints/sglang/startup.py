@@ -1,0 +1,91 @@
+"""SGLang plugin: a start that fails ends with one line, whichever process found the error.
+
+A scheduler that cannot load the model logs a traceback and has the main process killed. An error of
+ours is reported to the main process instead, which stops its other processes and ends with that
+line: a command exits, and ``Engine(...)`` raises.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from .. import failure
+from .contract import CONTRACT
+from .hooks import Hook
+
+_command_line = False  # a start that fails ends the process
+_others: set[multiprocessing.process.BaseProcess] = set()  # children from before the start
+
+
+def listen(command_line: bool) -> None:
+    """Called in the main process before it starts others.
+
+    command_line: the process is a command of SGLang's; else a Python program.
+    """
+    global _command_line, _others
+    _command_line = command_line
+    _others = set(multiprocessing.active_children())
+    failure.listen()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGQUIT, _on_quit(signal.getsignal(signal.SIGQUIT)))
+
+
+def _on_quit(original: Any) -> Callable[[int, FrameType | None], None]:
+    """In place of SGLang's handler of the signal that a failed scheduler sends: other ranks send it
+    too when the one that found the error has ended."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        _end_if_reported()
+        if callable(original):
+            original(number, frame)
+
+    return handle
+
+
+def _around_wait(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Around the main process's wait for the schedulers."""
+    try:
+        return original(*args, **given)
+    except Exception:  # SGLang only says that a scheduler has ended
+        _end_if_reported()
+        raise
+
+
+def _end_if_reported() -> None:
+    if not failure.reported():
+        return
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+    started = set(multiprocessing.active_children()) - _others
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join()
+    failure.repeat(_command_line)
+
+
+def _around_scheduler(
+    original: Callable[..., Any], scheduler: Any, *args: Any, **given: Any
+) -> None:
+    """Around the construction of a scheduler, which loads the model."""
+    try:
+        original(scheduler, *args, **given)
+    except Exception as error:
+        try:
+            failure.end(error, CONTRACT.package)
+        except SystemExit as end:
+            sys.stdout.flush()
+            print(end.code, file=sys.stderr, flush=True)
+            os._exit(1)  # threads that SGLang has started may not end
+        raise
+
+
+HOOKS = (
+    Hook("sglang.srt.entrypoints.engine:_wait_for_scheduler_ready", "AROUND", _around_wait),
+    Hook("sglang.srt.managers.scheduler:Scheduler.__init__", "AROUND", _around_scheduler),
+)
