@@ -173,7 +173,7 @@ EXPERT_CONFIG = Arguments(
         "runner_backend",
     ),
 )
-# What the layer adds when it has its weights created.
+# What the layer passes on when it has its weights created.
 EXPERT_WEIGHTS = Arguments(
     f"{_KT_WRAPPER}:KTEPWrapperMethod",
     refused=(),
@@ -333,7 +333,7 @@ NAMES = (
         "the hooks of other plugins: one that replaces what we replace is a conflict",
         until="SGLang refuses two replacements of one function",
     ),
-    Name(f"{_REGISTRY}:HookType", "read", "the kinds of hooks"),
+    Name(f"{_REGISTRY}:HookType.REPLACE", "read", "the kind of hook that may conflict"),
     Name(f"{_REGISTRY}:HookSource", "called", "names our plugin in SGLang's log"),
     # Arguments
     Name(
@@ -485,6 +485,7 @@ NAMES = (
 # ---- attributes of SGLang's objects
 
 ATTRIBUTES = (
+    Attributes(f"{_REGISTRY}:HookSource", ("plugin_name",), "whose hook is in the way"),
     Attributes(
         _ARGUMENTS,
         (
@@ -577,6 +578,6 @@ CONTRACT = Contract(
     names=NAMES,
     attributes=ATTRIBUTES,
     refusals=REFUSED,
-    arguments=(EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS),
+    arguments=(EXPERT_ARGUMENTS, EXPERT_CONFIG),
     operations=(CONTROL_OPERATIONS,),
 )

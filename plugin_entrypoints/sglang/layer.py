@@ -44,7 +44,7 @@ class LayerConfig:
     unpadded: Mapping[int, int]
     layer_idx: int
     max_tokens: int
-    experts_per_token: int  # of models that do not tell their layer, as OLMoE
+    experts_per_token: int | None  # for models that do not tell their layers, such as OLMoE
 
 
 class NotSeen:
@@ -93,11 +93,17 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         EXPERT_CONFIG.check(vars(runner), place)
         EXPERT_WEIGHTS.check(extra, place)
         _refuse_layer(self.config.layer_idx, layer, fused > 0 and not all_hot)
+        experts_per_token = layer.top_k or self.config.experts_per_token
+        if experts_per_token is None:
+            raise ValueError(
+                f"{place}: neither the model nor its configuration (num_experts_per_tok) tells how "
+                "many experts a token has"
+            )
         size = intermediate_size_per_partition * layer.moe_tp_size
         self.hybrid: HybridLayer = self.config.model.add_layer(
             layer_idx=self.config.layer_idx,
             num_experts=routed,
-            num_experts_per_tok=layer.top_k or self.config.experts_per_token,
+            num_experts_per_tok=experts_per_token,
             hidden_size=hidden_size,
             moe_intermediate_size=self.config.unpadded.get(size, size),
             activation=runner.activation,
@@ -127,10 +133,10 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         ) -> None:
             place = f"layer {self.config.layer_idx}: {weight_name}"
             single = loaded_weight.dim() == 2 or not self.hybrid.takes_weights
-            if expert_id is None or not single:
+            if expert_id is None or not single or shard_id not in _MATRIX:
                 raise ValueError(
-                    f"{place}: shape {list(loaded_weight.shape)}; one matrix of one expert is "
-                    "expected"
+                    f"{place}, {shard_id}: shape {list(loaded_weight.shape)}; one matrix of one "
+                    f"expert is expected, {', '.join(_MATRIX)}"
                 )
             self.hybrid.refuse_reload(place)
             slot = self.hybrid.slot_of(expert_id)
@@ -200,9 +206,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             )
         x = dispatch_output.hidden_states
         slots, weights = self.hybrid.submit(
-            x, topk.topk_ids, topk.topk_weights, cold_slot=-1,
-            padding=padding.masks.of(x),
-        )  # fmt: skip
+            x, topk.topk_ids, topk.topk_weights, cold_slot=-1, padding=padding.masks.of(x)
+        )
         hot = None
         if self.hybrid.num_hot:
             compute = self._hot_on_device if x.is_cuda else self._hot_on_cpu
@@ -256,12 +261,12 @@ def _create_kt_config(server_args: Any, layer_id: int) -> Any:
         unpadded=unpadded,
         layer_idx=layer_id,
         max_tokens=resolved(server_args).chunked_prefill_size or -1,
-        experts_per_token=getattr(text_config(server_args), "num_experts_per_tok", 1),
+        experts_per_token=getattr(text_config(server_args), "num_experts_per_tok", None),
     )
 
 
 def _around_initialize_model(
-    original: Callable, model_config: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], model_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Around the construction of a model: its layers, in order, belong to one HybridModel."""
     options = checked_options_of(get_server_args())

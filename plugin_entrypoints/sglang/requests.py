@@ -7,6 +7,7 @@ serves on. Servers that bypass the TokenizerManager send requests straight to th
 refuses them too.
 """
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -107,7 +108,9 @@ def _failed_output(asked: Any, message: str) -> Any:
     kind = type(asked)
     output = getattr(sys.modules[kind.__module__], kind.__name__.replace("Input", "Output"))
     said = {"success": False, "message": message, "error_message": message, "parameter": None}
-    return output(**{name: said[name] for name in output.__struct_fields__ if name in said})
+    return output(
+        **{name: said[name] for name in inspect.signature(output).parameters if name in said}
+    )
 
 
 async def _awaitable(value: Any) -> Any:

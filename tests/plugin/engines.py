@@ -47,6 +47,8 @@ GPU_VLLM = {
 }
 GPU_SGLANG = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch",
               "moe_runner_backend": "triton"}  # fmt: skip
+# Tokens that the cache has, or that SGLang's own schedule computes in vain, cannot be counted.
+SGLANG_COUNTED = {"disable_radix_cache": True, "disable_overlap_schedule": True}
 NO_GRAPHS = {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}
 
 Answers = dict[str, dict[str, Any]]

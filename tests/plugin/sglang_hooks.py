@@ -3,152 +3,214 @@
 Prints OK at the end; an assertion names what is wrong.
 """
 
-import functools
+import ast
+import asyncio
+import dataclasses
 import inspect
 import logging
 import os
 import pickle
+import pkgutil
+import textwrap
 from argparse import ArgumentParser
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+import sglang_layer_checks as layers
+from contract_checks import check_table
+from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+from sglang.srt.layers.moe import kt_ep_wrapper
+from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
 from sglang.srt.layers.moe.utils import resolve_shared_experts_config
-from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
-from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+from sglang.srt.managers.io_struct import (
+    GetWeightsByNameReqInput,
+    ScaleElasticEPReqInput,
+    UnloadLoRAAdapterReqInput,
+)
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_exec, get_server_args, publish
 from sglang.srt.server_args import ServerArgs
 
 import kt_kernel
-from kt_kernel.layer import HybridModel
 from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.plugin_entrypoints import sglang, sglang_layer, sglang_padding
+from kt_kernel.plugin_entrypoints.common import RequestRefused
+from kt_kernel.plugin_entrypoints.contract import Refusal
+from kt_kernel.plugin_entrypoints.sglang import checks, contract, hooks, options, plugin, requests
 
 DEMO_MODEL = str(Path(kt_kernel.__file__).parent / "demo_model")
 DEMO_EXPERTS = 16
 BASE = ("--model-path", DEMO_MODEL, "--device", "cpu")
+LOG: list[str] = []
 
 
 def error_of(call: Callable[..., Any], *args: Any) -> str:
     try:
         call(*args)
     except OptionError as error:
+        assert "\n" not in str(error)
         return str(error)
     return ""
 
 
-def check_failed_hooks_are_noticed() -> None:
-    sglang_layer.verify_hooks()
-    for module in (sglang_layer.kt_ep_wrapper, sglang_layer.fused_moe):
-        create = module.create_kt_config_from_server_args
-        for name, original in (
-            ("KTEPWrapperMethod", sglang_layer.KTEPWrapperMethod.__base__),
-            ("create_kt_config_from_server_args", create.__wrapped__),
-        ):
-            ours = getattr(module, name)
-            setattr(module, name, original)
-            assert f"{module.__name__}.{name} is not in effect" in error_of(
-                sglang_layer.verify_hooks
-            )
-            setattr(module, name, ours)
-    server_args = SimpleNamespace(_kt_options={"method": "BF16"})
+# ---- hooks
+
+
+def check_nothing_is_hooked_without_options() -> None:
+    ours = {
+        target
+        for target, found in HookRegistry._hooks.items()
+        if any(source.plugin_name == "kt_moe" for _, _, source in found)
+    }
+    assert ours == {
+        f"sglang.srt.server_args.ServerArgs.{name}"
+        for name in ("add_cli_args", "from_cli_args", "check_server_args")
+    }
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    server_args = ServerArgs.from_cli_args(parser.parse_args([*BASE]))
+    server_args.resolve_once()
+    server_args.check_server_args()
+    assert not any("kt" in name for name in vars(server_args)), vars(server_args)
+    module = kt_ep_wrapper.__name__
+    assert kt_ep_wrapper.KTEPWrapperMethod.__module__ == module
+    assert not hasattr(kt_ep_wrapper.create_kt_config_from_server_args, "__wrapped__")
+
+
+def check_options_install_the_hooks() -> None:
+    """In a process whose plugins are loaded, once."""
+    server_args = with_options(kt_num_gpu_experts=3)
+    found = plugin._serving_hooks()
+    assert all(hooks.in_effect(hook) for hook in found)
+    before = [hooks._resolve(hook) for hook in found]
+    server_args.check_server_args()
+    assert all(a is hooks._resolve(hook) for a, hook in zip(before, found, strict=True))
+    travelled = pickle.loads(pickle.dumps(server_args))
+    assert options.options_of(travelled) == KTOptions(num_gpu_experts=3) and plugin._arrived
+
+
+def check_lost_hooks_are_noticed() -> None:
+    """SGLang only logs it when it cannot apply a hook."""
+    plugin_layer = layers.kt_layer
+    plugin_layer.verify_hooks()
+    for hook in plugin_layer.worker_hooks():
+        owner, _, name = hook.target.rpartition("." if "." in hook.target.split(":")[1] else ":")
+        holder = pkgutil.resolve_name(owner)
+        ours = vars(holder)[name]
+        original = ours.__base__ if isinstance(ours, type) else ours.__wrapped__
+        setattr(holder, name, original)
+        LOG.clear()
+        line = error_of(plugin_layer.verify_hooks)
+        if hook.without:
+            assert line == "" and f"the hook on {hook.dotted} is not in effect" in LOG[0], LOG
+        else:
+            assert f"{hook.dotted} is not in effect" in line or "is replaced" in line, line
+        setattr(holder, name, ours)
+    create = fused_moe.create_kt_config_from_server_args
+    fused_moe.create_kt_config_from_server_args = create.__wrapped__
+    assert "did not reach" in error_of(plugin_layer.verify_hooks)
+    fused_moe.create_kt_config_from_server_args = create
     try:  # outside _initialize_model
-        sglang_layer.kt_ep_wrapper.create_kt_config_from_server_args(server_args, 0)
+        create(get_server_args(), 0)
         raise AssertionError("a layer without a model was accepted")
     except RuntimeError as error:
         assert "built outside SGLang's _initialize_model" in str(error)
 
 
-def check_compiled_graphs_are_refused() -> None:
-    hf_config = SimpleNamespace(architectures=["Qwen3MoeForCausalLM"], num_experts=8)
-
-    def refusal(decode: str, prefill: str, hot: int) -> str:
-        graphs = SimpleNamespace(
-            decode=SimpleNamespace(backend=decode), prefill=SimpleNamespace(backend=prefill)
-        )
-        arguments = SimpleNamespace(device="cuda", cuda_graph_config=graphs)
-        options = KTOptions.from_mapping({"num_gpu_experts": hot})
-        return error_of(sglang.refuse_unsupported, arguments, hf_config, options)
-
-    for accepted in ("full", "breakable", "disabled"):
-        assert refusal(accepted, accepted, 3) == ""
-        for phase, (decode, prefill) in {
-            "decode": ("tc_piecewise", accepted), "prefill": (accepted, "tc_piecewise")
-        }.items():  # fmt: skip
-            refused = refusal(decode, prefill, 3)
-            assert refused.startswith(f"--cuda-graph-backend-{phase} tc_piecewise: "), refused
-    assert refusal("full", "tc_piecewise", 8) == ""  # nothing is cold
+# ---- arguments
 
 
-def check_scaling_is_applied_once() -> None:
-    """On CUDA: by our layer where it has cold experts, by SGLang's kernel where it has none; never
-    by the model, whichever way it takes through its layer."""
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
-    from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite, qwen3_moe
+def with_options(**fields: Any) -> ServerArgs:
+    """Server arguments as of ``Engine(...)``, checked."""
+    server_args = ServerArgs(DEMO_MODEL, device="cpu", **fields)
+    server_args.resolve_once()
+    server_args.check_server_args()
+    return server_args
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    torch.cuda.current_stream, torch.cuda.stream = (lambda: stream), (lambda s: nullcontext())
-    sglang_layer.is_cpu = lambda: False
-    routes = StandardTopKOutput(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), None)
-    x = torch.ones(2, 4)
-    for module, name in (
-        (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
-        (deepseek_v2, "DeepseekV2MoE"),
-        (glm4_moe, "Glm4MoeSparseMoeBlock"),
-        (glm4_moe_lite, "Glm4MoeLiteSparseMoeBlock"),
-    ):
-        for cold in (1, 0):
-            method = object.__new__(sglang_layer.KTEPWrapperMethod)
-            method.scaling = 1.0
-            method.moe_runner_config = SimpleNamespace(routed_scaling_factor=2.5)
-            method.gpu_method = SimpleNamespace(  # a kernel that multiplies
-                apply=lambda layer, dispatch_output: SimpleNamespace(hidden_states=2.5 * x)
-            )
-            method.hybrid = SimpleNamespace(
-                num_hot=0,
-                num_cold=cold,
-                submit=lambda x, ids, weights, **given: (ids, weights),
-                collect=lambda x, hot, scale: x * scale,
-            )
-            block = getattr(module, name)
-            method.settle_scaling(object.__new__(block))
-            dispatched = SimpleNamespace(hidden_states=x, topk_output=routes)
-            total = method.apply(None, dispatched).hidden_states
-            assert torch.equal(total, 2.5 * x), (block, cold, total)
-            seen = getattr(module, "KTEPWrapperMethod", None)
-            assert seen is None or not isinstance(method, seen), block
-            if module not in (glm4_moe, glm4_moe_lite):
-                continue
 
-            def experts(hidden_states: Any, topk_output: Any, total: Any = total) -> torch.Tensor:
-                return total.clone()
+@contextmanager
+def decided(server_args: ServerArgs, **fields: Any) -> Iterator[Any]:
+    """Within, these fields, which SGLang must have, are decided so; the resolved arguments."""
+    declare_resolution(server_args, "test", **fields)
+    try:
+        yield resolving_view(server_args)
+    finally:
+        server_args._resolved_overrides.pop()
 
-            experts.quant_method = method
-            layer = object.__new__(block)
-            torch.nn.Module.__init__(layer)
-            layer.experts, layer.alt_stream, layer.routed_scaling_factor = experts, stream, 2.5
-            layer.gate = layer.topk = lambda *given: routes
-            layer.tp_size, layer._forward_shared_experts = 1, lambda x: 7.0 * x
-            module._is_cuda, module.is_allocation_symmetric = True, lambda: False
-            module.get_parallel = lambda: SimpleNamespace(tp_group=None)
-            for forward in (layer.forward_normal, layer.forward_normal_dual_stream):
-                assert torch.equal(forward(x), 9.5 * x), (forward, cold)
+
+def other_than(refusal: Refusal) -> Any:
+    """A value that is not accepted, of the kind of those that are."""
+    kinds = {type(value) for value in refusal.accepted}
+    return True if bool in kinds else 7 if int in kinds else "other"
+
+
+def check_refused_arguments() -> None:
+    """Each, on SGLang's own arguments: other values are refused, and so is what cannot be found."""
+    server_args = ServerArgs(DEMO_MODEL, device="cpu")
+    server_args.resolve_once()
+    contract.CONTRACT.refuse(resolving_view(server_args))
+    for entry in (*contract.REFUSED, *contract.BESIDE_COLD):
+        if not contract.CONTRACT.holds(entry.versions):
+            continue
+        for value in entry.accepted:
+            with decided(server_args, **{entry.path: value}) as arguments:
+                entry.check(arguments, "SGLang")
+        with decided(server_args, **{entry.path: other_than(entry)}) as arguments:
+            line = error_of(entry.check, arguments, "SGLang")
+            flag = "--" + entry.path.replace("_", "-")
+            assert line.startswith(flag) and entry.reason in line, (entry, line)
+            renamed = dataclasses.replace(entry, path=f"{entry.path}_of_tomorrow")
+            assert f"SGLang has no {renamed.path}" in error_of(renamed.check, arguments, "SGLang")
+
+
+def check_arguments_that_need_more() -> None:
+    server_args = ServerArgs(DEMO_MODEL, device="cpu")
+    server_args.resolve_once()
+    model = model_config_of(server_args)
+
+    def refusal(arguments: Any, **given: Any) -> str:
+        checked = KTOptions.from_mapping({"num_gpu_experts": 3} | given)
+        return error_of(checks.refuse_unsupported, arguments, model, checked)
+
+    assert refusal(resolving_view(server_args)) == ""
+    graphs = resolving_view(server_args).cuda_graph_config
+    for phase in ("decode", "prefill"):
+        for backend in ("full", "breakable", "disabled", "tc_piecewise"):
+            backends = dataclasses.replace(getattr(graphs, phase), backend=backend)
+            changed = dataclasses.replace(graphs, **{phase: backends})
+            with decided(server_args, device="cuda", cuda_graph_config=changed) as arguments:
+                line = refusal(arguments)
+                assert refusal(arguments, num_gpu_experts=DEMO_EXPERTS) == ""  # nothing is cold
+            assert (line == "") == (backend != "tc_piecewise")
+            assert not line or line.startswith(f"--cuda-graph-backend-{phase} tc_piecewise: ")
+    with decided(server_args, enable_deterministic_inference=True) as arguments:
+        assert "set KT_KERNEL_KIND=vector" in refusal(arguments)
+        os.environ["KT_KERNEL_KIND"] = "vector"
+        assert refusal(arguments) == ""
+        line = refusal(arguments, max_deferred_experts_per_token=1)
+        assert line.startswith("--kt-max-deferred-experts-per-token 1: which experts are def")
+        del os.environ["KT_KERNEL_KIND"]
+    with decided(server_args, quantization="awq") as arguments:
+        assert refusal(arguments).startswith("a model quantised with awq: the hot experts'")
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    for flag, reason in (("--encoder-only", "a server without"), ("--use-ray", "Ray's workers")):
+        parsed = parser.parse_args([*BASE, "--kt-num-gpu-experts", "3", flag])
+        try:
+            ServerArgs.from_cli_args(parsed)
+            raise AssertionError(f"{flag} was accepted")
+        except SystemExit as end:
+            assert str(end.code).startswith(f"kt: error: {flag}: {reason}"), end.code
 
 
 def check_shared_experts_stay_apart() -> None:
     """With cold experts SGLang does not fuse shared experts into the routed ones, and our log says
     so once: in the worker's copy of the arguments, however options and arguments were given, and in
     a process that reads the arguments before any check. Else it is left as given."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("sglang.kt").addHandler(handler)
-    logging.getLogger("sglang.kt").setLevel(logging.INFO)
 
     def arguments(flags: tuple[str, ...]) -> ServerArgs:
         parser = ArgumentParser()
@@ -157,12 +219,12 @@ def check_shared_experts_stay_apart() -> None:
 
     def outcome(server_args: ServerArgs) -> tuple[bool, int]:
         """Whether the worker's model may fuse, and how many lines were logged about it."""
-        lines.clear()
+        LOG.clear()
         server_args.resolve_once()
         server_args.check_server_args()
         publish(pickle.loads(pickle.dumps(server_args)), role="scheduler")
-        assert sglang.checked_options_of(get_server_args()) == sglang.options_of(server_args)
-        return may_fuse(), sum("--disable-shared-experts-fusion is set" in line for line in lines)
+        assert checks.checked_options_of(get_server_args()) == options.options_of(server_args)
+        return may_fuse(), sum("--disable-shared-experts-fusion is set" in line for line in LOG)
 
     def may_fuse() -> bool:
         config = resolve_shared_experts_config(Fusing, None, None)
@@ -193,12 +255,12 @@ def check_shared_experts_stay_apart() -> None:
     unchecked.resolve_once()
     publish(unchecked, role="scheduler")
     assert may_fuse()
-    sglang.checked_options_of(get_server_args())
+    checks.checked_options_of(get_server_args())
     assert not may_fuse()
 
     enforced = arguments(("--kt-num-gpu-experts", "3", "--enforce-shared-experts-fusion"))
     enforced.resolve_once()
-    line = error_of(sglang.checked_options_of, enforced)
+    line = error_of(checks.checked_options_of, enforced)
     assert line.startswith("--enforce-shared-experts-fusion: a shared expert among"), line
 
 
@@ -214,156 +276,98 @@ class Fusing:
         return 1
 
 
-def check_hot_routes_are_int32() -> None:
-    """SGLang's kernels for GPUs that skip routes take nothing else; Phi-MoE's routing is int64."""
-    from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
+# ---- requests
 
-    given: list[Any] = []
-
-    def apply(layer: Any, dispatch_output: Any) -> Any:
-        given.append(dispatch_output)
-        return SimpleNamespace(hidden_states=dispatch_output.hidden_states)
-
-    method = object.__new__(sglang_layer.KTEPWrapperMethod)
-    method.gpu_method = SimpleNamespace(apply=apply)
-    x, slots, weights = torch.ones(2, 4), torch.tensor([[0, -1], [1, 0]]), torch.rand(2, 2)
-    for dtype in (torch.int64, torch.int32):
-        routes = StandardTopKOutput(weights, slots.to(dtype), None)
-        output = StandardDispatchOutput(x, None, routes)
-        assert method._hot_on_device(None, output, routes) is x
-        passed = given.pop().topk_output
-        assert passed.topk_ids.dtype == torch.int32 and torch.equal(passed.topk_ids.long(), slots)
-        assert passed.topk_weights is weights
-
-
-def check_all_hot_may_fuse() -> None:
-    """With no expert cold SGLang's method gets the fused experts, and its own loader, as they are;
-    with some it is refused."""
-    made: dict[str, Any] = {}
-    layer = SimpleNamespace(
-        num_fused_shared_experts=1, top_k=3, moe_tp_size=1, moe_tp_rank=0, moe_ep_size=1,
-        moe_runner_config=SimpleNamespace(
-            activation="silu", is_gated=True, apply_router_weight_on_input=False, no_combine=False,
-            swiglu_limit=None, gemm1_clamp_limit=None, gemm1_alpha=None,
-        ),
-    )  # fmt: skip
-
-    def create(hot: int) -> sglang_layer.KTEPWrapperMethod:
-        method = object.__new__(sglang_layer.KTEPWrapperMethod)
-        method.gpu_method = SimpleNamespace(create_weights=lambda **given: made.update(given))
-        method.config = sglang_layer.LayerConfig(
-            HybridModel(KTOptions.from_mapping({"num_gpu_experts": hot})), {}, 0, 16, 2
-        )
-        method.create_weights(layer, 9, 64, 32, torch.float32, weight_loader=create)
-        return method
-
-    method = create(8)
-    assert (
-        method.num_gpu_experts == -1 and method.hybrid.num_hot == 8 and not method.hybrid.num_cold
-    )
-    assert made["num_experts"] == 9 and made["weight_loader"] is create, made
-    try:
-        create(3)
-        raise AssertionError("a fused shared expert was accepted")
-    except ValueError as error:
-        assert "layer 0: fusing shared experts" in str(error)
+# What the scheduler does for requests that leave its weights alone. A request that a new version
+# of SGLang adds is put here, or refused.
+HARMLESS = {
+    "abort_request",
+    "add_external_corpus",
+    "attach_hicache_storage_wrapped",
+    "clear_hicache_storage_wrapped",
+    "close_session",
+    "configure_logging",
+    "continue_generation",
+    "detach_hicache_storage_wrapped",
+    "expert_distribution_handle",
+    "flush_wrapper.handle",
+    "get_hicache_l3_cache_layout",
+    "get_internal_state",
+    "handle_batch_embedding_request",
+    "handle_batch_generate_request",
+    "handle_dumper_control",
+    "handle_embedding_request",
+    "handle_freeze_gc",
+    "handle_generate_request",
+    "handle_pd_role_switch",
+    "handle_rpc_request",
+    "handle_shutdown",
+    "handle_update_weight_version",
+    "list_external_corpora",
+    "open_session",
+    "pause_generation",
+    "profiler_manager._profile",
+    "remove_external_corpus",
+    "set_internal_state",
+    "slow_down",
+}
 
 
-def check_padding() -> None:
-    """Masks are made while graphs are captured, all padding then, and filled with each batch."""
-    masks = sglang_padding.masks
-    registry = CudaGraphBufferRegistry(device=torch.device("cpu"), max_bs=8, max_num_tokens=8)
-    kept: dict[int, torch.Tensor] = {}
-
-    def fill(tokens: int, rows: int) -> list[list[int]]:
-        """Numbers of the rows that the masks of 8, 4 and 2 then call padding."""
-        registry.fill_from(
-            SimpleNamespace(), raw_bs=tokens, padded_bs=rows,
-            raw_num_tokens=tokens, padded_num_tokens=rows,
-        )  # fmt: skip
-        return padding()
-
-    def padding() -> list[list[int]]:
-        return [kept[rows].nonzero().flatten().tolist() for rows in (8, 4, 2)]
-
-    def capture(runner: Any) -> str:
-        for rows in (8, 4, 2):
-            x = torch.empty(rows, 16)
-            mask = masks.of(x)
-            assert mask.dtype == torch.bool and mask.shape == (rows,) and mask.all()
-            assert kept.setdefault(rows, mask) is mask
-            sglang_padding._in_graph = lambda x: True
-            assert masks.of(x) is mask  # the graph's address is that of all replays
-            assert masks.of(torch.empty(7, 16)) is None
-            sglang_padding._in_graph = in_graph
-        return "captured"
-
-    in_graph = sglang_padding._in_graph
-    assert sglang_padding._fills()
-    assert masks.of(torch.empty(4, 16)) is None  # outside of captures
-    for runner in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):
-        assert runner.capture.__wrapped__.__name__ == "capture"  # hooked
-        assert sglang_padding._around_capture(capture, runner) == "captured"
-        assert masks.of(torch.empty(8, 16)) is None and padding() == [
-            [*range(8)],
-            [*range(4)],
-            [0, 1],
-        ]
-        assert fill(5, 8) == [[5, 6, 7], [], []]
-        assert fill(5, 8) == [[5, 6, 7], [], []]
-        assert fill(6, 8) == [[6, 7], [], []]
-        assert fill(3, 4) == [[], [3], []]
-        assert fill(4, 4) == [[], [], []]
-        assert fill(3, 3) == [[], [], []]
-        assert fill(3, 4) == [[], [3], []]
-        assert fill(11, 16) == [[], [], []]  # of a graph whose layers see other rows
-    assert fill(5, 8) == [[5, 6, 7], [], []]
-    sglang_padding._around_capture(capture, None)  # again, beside a batch's mask
-    assert padding() == [[*range(8)], [*range(4)], [0, 1]]
-    assert fill(5, 8) == [[5, 6, 7], [], []]
-    assert sglang_padding._around_capture(lambda runner, more: more, None, more=7) == 7
-    assert padding() == [[], [], []] and fill(5, 8) == [[5, 6, 7], [], []]
-
-    def failing(runner: Any) -> None:
-        raise RuntimeError("no memory")
-
-    try:
-        sglang_padding._around_capture(failing, None)
-        raise AssertionError("the error was lost")
-    except RuntimeError:
-        assert masks.of(torch.empty(8, 16)) is None
-    for runner in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):  # before each replay
-        assert "buffer_registry.fill_from(" in inspect.getsource(runner.load_batch)
+def check_every_request_is_known() -> None:
+    source = textwrap.dedent(inspect.getsource(Scheduler.init_request_dispatcher))
+    [pairs] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.List)]
+    refused = {f"weight_updater.{entry.name}" for entry in contract.UPDATER_OPERATIONS}
+    refused |= {entry.name for entry in contract.SCHEDULER_OPERATIONS}
+    handlers = set()
+    for pair in pairs.elts:
+        handler = ast.unparse(pair.elts[1])
+        handlers.add(handler.removeprefix("lambda req: ").removesuffix("(req)")[len("self.") :])
+    assert handlers <= HARMLESS | refused, handlers - HARMLESS - refused
+    remote = {"save_remote_model", "save_sharded_model"}  # by handle_rpc_request
+    assert refused <= handlers | remote, refused - handlers
 
 
-def check_no_mask_that_nobody_fills() -> None:
-    def others(registry: Any, numbers: tuple[int, int]) -> None:
-        """Of a version that says it another way."""
-
-    hooked = CudaGraphBufferRegistry.fill_from
-    renamed = functools.partial(sglang_padding._around_fill_from, others)
-    functools.update_wrapper(renamed, others)
-    for function in (hooked.__wrapped__, renamed):
-        masks = sglang_padding.Masks()
-        CudaGraphBufferRegistry.fill_from = function
-        assert not sglang_padding._fills()
-        with masks.dummies():
-            assert masks.of(torch.empty(4, 16)) is None and not masks.used
-    CudaGraphBufferRegistry.fill_from = hooked
-    kept, sglang_padding.masks = sglang_padding.masks, sglang_padding.Masks()
-    renamed(None, (3, 4))  # stock SGLang of such a version is served
-    sglang_padding.masks = kept
+def check_every_entry_fails_in_its_own_way() -> None:
+    """As HTTP and ``Engine`` expect it; and leaves an engine without options alone."""
+    asked = {"get_weights_by_name": GetWeightsByNameReqInput(name="model.experts.w13_weight"),
+             "scale_elastic_ep": ScaleElasticEPReqInput(new_ep_size=2)}  # fmt: skip
+    lora = UnloadLoRAAdapterReqInput(lora_name="adapter")
+    ours = SimpleNamespace(server_args=with_options(kt_num_gpu_experts=3))
+    stock = SimpleNamespace(server_args=with_options())
+    for hook in requests.entry_hooks():
+        [operation] = hook.function.args
+        message = asked.get(operation.name, lora)
+        assert hook.function(lambda *args: "reached", stock, message) == "reached"
+        try:
+            answer = asyncio.run(hook.function(None, ours, message))
+            said = answer if isinstance(answer, tuple) else (answer.success, answer)
+            assert said[0] is False and "kt-moe does not support" in str(said[1]), operation
+        except RequestRefused as error:
+            assert f"kt-moe does not support {operation.name}: " in str(error)
+    other = GetWeightsByNameReqInput(name="model.norm.weight")
+    [reads] = [hook for hook in requests.entry_hooks() if "get_weights" in hook.target]
+    assert reads.function(lambda *args: "reached", ours, other) == "reached"
 
 
 if __name__ == "__main__":
+    handler = logging.Handler()
+    handler.emit = lambda record: LOG.append(record.getMessage())
+    logging.getLogger("sglang.kt").addHandler(handler)
+    logging.getLogger("sglang.kt").setLevel(logging.INFO)
     load_plugins()
-    check_padding()
-    check_no_mask_that_nobody_fills()
-    check_hot_routes_are_int32()
-    check_failed_hooks_are_noticed()
-    check_compiled_graphs_are_refused()
+    check_nothing_is_hooked_without_options()
+    check_table(contract.CONTRACT)
+    check_refused_arguments()
+    check_arguments_that_need_more()
+    check_every_request_is_known()
+    check_options_install_the_hooks()
+    check_every_entry_fails_in_its_own_way()
     check_shared_experts_stay_apart()
-    check_all_hot_may_fuse()
-    check_scaling_is_applied_once()
+    check_lost_hooks_are_noticed()
+    layers.check_padding()
+    layers.check_no_mask_that_nobody_fills()
+    layers.check_hot_routes_are_int32()
+    layers.check_what_a_layer_may_be()
+    layers.check_what_models_ask()
+    layers.check_scaling_is_applied_once()
     print("OK")

@@ -4,15 +4,18 @@
 
 JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, in place of those for
       the CPU}, "prompts": [[ids]], "steps": n or [of each prompt], "fork": start processes so?,
-      "runs": [{"name", "arguments": of the engine, "config": text of KT_CONFIG,
-                "overlap": SGLang's own schedule?, "model", "prompts", "steps": other ones,
-                "before": prompts served first, of 1, 2, 3 and more steps; only "stats" knows}]}
-RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats": content of
-          KT_STATS_FILE or null, "plugin": whether it was loaded}]; or {"name", "error"} for a run
-          that raised.
+      "runs": [{"name", "arguments": of the engine, "config": text of KT_CONFIG, "env": variables,
+                "model", "prompts", "steps": other ones,
+                "before": prompts served first, of 1, 2, 3 and more steps; only "stats" knows,
+                "requests": names in sglang_requests.py, or null for all: made afterwards}]}
+RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "cached": [tokens of each
+          prompt that were in the cache], "seconds", "stats": content of KT_STATS_FILE or null,
+          "plugin": whether it was loaded, "requests": {name: answer}, "again": tokens after them}];
+          or {"name", "error"} for a run that raised.
 
-SGLang spawns its processes, and each imports everything anew, for 10 s. With "fork" all is imported
-once, and a run's processes are forks of this one, which has no threads yet.
+The engine runs as users run it: with its radix cache, chunked prefill and overlapped schedule. It
+spawns its processes, and each imports everything anew, for 10 s. With "fork" all is imported once,
+and a run's processes are forks of this one, which has no threads yet.
 """
 
 import json
@@ -26,7 +29,7 @@ import traceback
 from heap import freeze
 
 os.environ.update(HF_HUB_OFFLINE="1")
-CPU = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
+CPU = {"device": "cpu", "attention_backend": "torch_native"}
 
 
 def run(job: dict, one: dict, stats_path: str) -> dict:
@@ -37,8 +40,6 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
         model_path=one.get("model", job["model"]),
         dtype=job.get("dtype", "float32"),
         skip_tokenizer_init=True,
-        disable_radix_cache=True,
-        disable_overlap_schedule=not one.get("overlap", False),
         sleep_on_idle=True,
         grammar_backend="none",
         max_total_tokens=1024,
@@ -65,8 +66,15 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
         if "before" in one:
             generate(one["before"], [*range(1, len(one["before"]) + 1)])
         started = time.monotonic()
-        results = generate(prompts, steps if isinstance(steps, list) else [steps] * len(prompts))
+        lengths = steps if isinstance(steps, list) else [steps] * len(prompts)
+        results = generate(prompts, lengths)
         generated = time.monotonic()
+        answers, again = {}, None
+        if "requests" in one:
+            from sglang_requests import make
+
+            answers = make(engine, one["requests"])
+            again = [result["output_ids"] for result in generate(prompts, lengths)]
         return {
             "name": one["name"],
             "tokens": [result["output_ids"] for result in results],
@@ -74,6 +82,9 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
                 [step[0] for step in result["meta_info"]["output_token_logprobs"]]
                 for result in results
             ],
+            "cached": [result["meta_info"]["cached_tokens"] for result in results],
+            "requests": answers,
+            "again": again,
             "seconds": {"start": started - start, "generate": generated - started},
             "stats": _settled(stats_path),
             "plugin": "kt_kernel.plugin_entrypoints.sglang" in sys.modules,
@@ -146,7 +157,10 @@ def main() -> None:
             os.environ.pop("KT_CONFIG", None)
             if "config" in one:
                 os.environ["KT_CONFIG"] = one["config"]
+            os.environ.update(one.get("env", {}))
             answer = (attempt_in_fork if job.get("fork") else attempt)(job, one, stats_path)
+            for name in one.get("env", {}):
+                del os.environ[name]
             answers.append(answer)
             print("RUN", one["name"], answer.get("error", "ok"), flush=True)
             with open(result_path, "w") as file:

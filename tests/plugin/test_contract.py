@@ -11,8 +11,15 @@ import builtins
 import collections
 import functools
 import inspect
+import io
 import json
 import logging
+import multiprocessing.process
+import os
+import pkgutil
+import signal
+import sys
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +28,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 import kt_kernel
 from kt_kernel import plugin_entrypoints
@@ -323,13 +331,15 @@ def _attributes(path: Path) -> set[str]:
 @functools.cache
 def _not_an_engine() -> frozenset[str]:
     """Attributes of Python's and torch's objects, and every name that our own code defines."""
-    found = set(dir(torch)) | set(dir(types))
+    found = set(dir(torch)) | set(dir(types)) | {"__wrapped__"}
     for owner in (
         *(argparse.ArgumentParser, argparse.Namespace, BaseException, Path, logging.Logger),
         *(inspect.BoundArguments, inspect.Parameter, inspect.Signature, types.FunctionType),
         *(types.MethodType, collections.namedtuple("Row", ()), torch.nn.Module, torch.Tensor),
         *(dict, list, set, str, tuple, type),
-        *(ast, builtins, functools, inspect, logging),
+        *(ast, builtins, functools, inspect, logging, os, pkgutil, signal, sys, threading),
+        *(multiprocessing, multiprocessing.process, multiprocessing.Process, torch.cuda),
+        *(io.TextIOWrapper, types.CellType, PretrainedConfig()),
     ):
         found |= set(dir(owner))
     roots = (Path(kt_kernel.__file__).parent, _PLUGINS)

@@ -22,6 +22,7 @@ from engines import (
     GPU_VLLM,
     HOT,
     NO_GRAPHS,
+    SGLANG_COUNTED,
     TIMEOUT,
     Answers,
     check_logprobs,
@@ -220,7 +221,7 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
          | ({} if kind.graphs else NO_GRAPHS) | (SGLANG_RANKS if kind.gpus > 1 else {})}
         for one, kind, kt in _runs()
     ]  # fmt: skip
-    job = _job(plain) | {"device": GPU_SGLANG}
+    job = _job(plain) | {"device": GPU_SGLANG | SGLANG_COUNTED}
     answers = _answers(python, "sglang_run.py", folder / "sglang", runs, job)
     _judge("SGLang", answers, transformers)
     for name, answer in answers.items():
@@ -250,7 +251,7 @@ def test_requests_come_and_go(
         if engine == "vllm":
             one |= {"kt": kt, "engine": GPU_VLLM, "compile": True}
         else:
-            one |= {"config": json.dumps(kt), "overlap": True}
+            one |= {"config": json.dumps(kt)}
             job["device"] = GPU_SGLANG
     python = gpu_python(f"KT_{engine.upper()}_GPU_PYTHON")
     answers = run(python, f"{engine}_run.py", folder / f"{engine} ends", environment(), **job)

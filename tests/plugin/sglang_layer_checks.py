@@ -1,0 +1,256 @@
+"""Parts of sglang_hooks.py: the layer and its padding, without an engine."""
+
+import inspect
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+
+from kt_kernel.layer import HybridModel
+from kt_kernel.options import KTOptions
+from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
+from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
+
+
+def check_scaling_is_applied_once() -> None:
+    """On CUDA: by our layer where it has cold experts, by SGLang's kernel where it has none; never
+    by the model, whichever way it takes through its layer."""
+    from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite, qwen3_moe
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    torch.cuda.current_stream, torch.cuda.stream = (lambda: stream), (lambda s: nullcontext())
+    kt_layer.is_cpu = lambda: False
+    routes = StandardTopKOutput(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), None)
+    x = torch.ones(2, 4)
+    for module, name in (
+        (qwen3_moe, "Qwen3MoeSparseMoeBlock"),
+        (deepseek_v2, "DeepseekV2MoE"),
+        (glm4_moe, "Glm4MoeSparseMoeBlock"),
+        (glm4_moe_lite, "Glm4MoeLiteSparseMoeBlock"),
+    ):
+        for cold in (1, 0):
+            method = object.__new__(kt_layer.KTEPWrapperMethod)
+            method.scaling = 1.0
+            method.moe_runner_config = SimpleNamespace(routed_scaling_factor=2.5)
+            method.gpu_method = SimpleNamespace(  # a kernel that multiplies
+                apply=lambda layer, dispatch_output: SimpleNamespace(hidden_states=2.5 * x)
+            )
+            method.hybrid = SimpleNamespace(
+                num_hot=0,
+                num_cold=cold,
+                submit=lambda x, ids, weights, **given: (ids, weights),
+                collect=lambda x, hot, scale: x * scale,
+            )
+            block = getattr(module, name)
+            method.settle_scaling(object.__new__(block))
+            dispatched = StandardDispatchOutput(x, None, routes)
+            total = method.apply(None, dispatched).hidden_states
+            assert torch.equal(total, 2.5 * x), (block, cold, total)
+            seen = getattr(module, "KTEPWrapperMethod", None)
+            assert seen is None or not isinstance(method, seen), block
+            if module not in (glm4_moe, glm4_moe_lite):
+                continue
+
+            def experts(hidden_states: Any, topk_output: Any, total: Any = total) -> torch.Tensor:
+                return total.clone()
+
+            experts.quant_method = method
+            layer = object.__new__(block)
+            torch.nn.Module.__init__(layer)
+            layer.experts, layer.alt_stream, layer.routed_scaling_factor = experts, stream, 2.5
+            layer.gate = layer.topk = lambda *given: routes
+            layer.tp_size, layer._forward_shared_experts = 1, lambda x: 7.0 * x
+            module._is_cuda, module.is_allocation_symmetric = True, lambda: False
+            module.get_parallel = lambda: SimpleNamespace(tp_group=None)
+            for forward in (layer.forward_normal, layer.forward_normal_dual_stream):
+                assert torch.equal(forward(x), 9.5 * x), (forward, cold)
+
+
+def check_hot_routes_are_int32() -> None:
+    """SGLang's kernels for GPUs that skip routes take nothing else; Phi-MoE's routing is int64."""
+    given: list[Any] = []
+
+    def apply(layer: Any, dispatch_output: Any) -> Any:
+        given.append(dispatch_output)
+        return SimpleNamespace(hidden_states=dispatch_output.hidden_states)
+
+    method = object.__new__(kt_layer.KTEPWrapperMethod)
+    method.gpu_method = SimpleNamespace(apply=apply)
+    x, slots, weights = torch.ones(2, 4), torch.tensor([[0, -1], [1, 0]]), torch.rand(2, 2)
+    for dtype in (torch.int64, torch.int32):
+        routes = StandardTopKOutput(weights, slots.to(dtype), None)
+        output = StandardDispatchOutput(x, None, routes)
+        assert method._hot_on_device(None, output, routes) is x
+        passed = given.pop().topk_output
+        assert passed.topk_ids.dtype == torch.int32 and torch.equal(passed.topk_ids.long(), slots)
+        assert passed.topk_weights is weights
+
+
+def check_what_a_layer_may_be() -> None:
+    """With no expert cold SGLang's method gets the fused experts, and its own loader, as they are;
+    with some it is refused, and so is all else that the CPU would not compute."""
+    made: dict[str, Any] = {}
+
+    def create(hot: int, extra: Any = None, **changed: Any) -> kt_layer.KTEPWrapperMethod:
+        layer = object.__new__(FusedMoE)
+        torch.nn.Module.__init__(layer)
+        layer.top_k, layer.num_fused_shared_experts = 3, 1
+        layer.moe_tp_size, layer.moe_tp_rank, layer.moe_ep_size = 1, 0, 1
+        layer.moe_runner_config = MoeRunnerConfig(layer_id=0, num_experts=9)
+        for name, value in changed.items():
+            owner = layer.moe_runner_config if hasattr(layer.moe_runner_config, name) else layer
+            assert hasattr(owner, name), name
+            setattr(owner, name, value)
+        method = object.__new__(kt_layer.KTEPWrapperMethod)
+        method.gpu_method = SimpleNamespace(create_weights=lambda **given: made.update(given))
+        method.config = kt_layer.LayerConfig(
+            HybridModel(KTOptions.from_mapping({"num_gpu_experts": hot})), {}, 0, 16, 2
+        )
+        method.create_weights(layer, 9, 64, 32, torch.float32, weight_loader=create, **extra or {})
+        return method
+
+    def refusal(*args: Any, **changed: Any) -> str:
+        try:
+            create(*args, **changed)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    method = create(8)
+    assert method.num_gpu_experts == -1
+    assert method.hybrid.num_hot == 8 and not method.hybrid.num_cold
+    assert made["num_experts"] == 9 and made["weight_loader"] is create, made
+    assert "layer 0: fusing shared experts" in refusal(3)
+    assert "layer 0: expert parallelism is not supported" in refusal(8, moe_ep_size=2)
+    assert "layer 0: a layer of shared experts" in refusal(8, is_shared_fused_moe=True)
+    for name, value, what in (
+        ("activation", "gelu", "an activation other than silu"),
+        ("is_gated", False, "an activation without gate"),
+        ("swiglu_limit", 7.0, "a SwiGLU limit"),
+        ("gemm1_alpha", 1.702, "a SwiGLU alpha"),
+        ("gemm1_beta", 1.0, "a SwiGLU beta"),
+        ("silu_mul_keep_fp32", True, "a float32 activation"),
+        ("no_combine_keep_router_weight", True, "one result per expert"),
+    ):
+        expected = f"layer 0: {what} is not supported together with kt options"
+        assert refusal(8, **{name: value}) == expected, name
+    new = refusal(8, {"sparsity": 0.5})
+    assert new.startswith("layer 0: KTEPWrapperMethod is given sparsity=0.5, which kt-moe"), new
+
+
+def check_what_models_ask() -> None:
+    """Around a layer's construction: arguments that the layer does not keep are looked at too."""
+    asked: list[int] = []
+
+    def construct(self: Any, layer_id: int, with_bias: bool = False, new: float = 1.0,
+                  use_weight_loader_fused: bool = False) -> None:  # fmt: skip
+        asked.append(layer_id)
+
+    def refusal(**given: Any) -> str:
+        try:
+            kt_layer._around_fused_moe(construct, None, 4, **given)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    assert refusal() == refusal(with_bias=False) == "" and len(asked) == 2
+    assert refusal(with_bias=True) == (
+        "layer 4: an expert bias is not supported together with kt options"
+    )
+    assert refusal(use_weight_loader_fused=True).startswith("layer 4: a stacked checkpoint")
+    assert refusal(new=0.5).startswith("layer 4: FusedMoE is given new=0.5, which kt-moe does not")
+    assert len(asked) == 2
+
+
+def check_padding() -> None:
+    """Masks are made while graphs are captured, all padding then, and filled with each batch."""
+    masks = kt_padding.masks
+    registry = CudaGraphBufferRegistry(device=torch.device("cpu"), max_bs=8, max_num_tokens=8)
+    kept: dict[int, torch.Tensor] = {}
+
+    def fill(tokens: int, rows: int) -> list[list[int]]:
+        """Numbers of the rows that the masks of 8, 4 and 2 then call padding."""
+        registry.fill_from(
+            SimpleNamespace(), raw_bs=tokens, padded_bs=rows,
+            raw_num_tokens=tokens, padded_num_tokens=rows,
+        )  # fmt: skip
+        return padding()
+
+    def padding() -> list[list[int]]:
+        return [kept[rows].nonzero().flatten().tolist() for rows in (8, 4, 2)]
+
+    def capture(runner: Any) -> str:
+        for rows in (8, 4, 2):
+            x = torch.empty(rows, 16)
+            mask = masks.of(x)
+            assert mask.dtype == torch.bool and mask.shape == (rows,) and mask.all()
+            assert kept.setdefault(rows, mask) is mask
+            kt_padding._in_graph = lambda x: True
+            assert masks.of(x) is mask  # the graph's address is that of all replays
+            assert masks.of(torch.empty(7, 16)) is None
+            kt_padding._in_graph = in_graph
+        return "captured"
+
+    in_graph = kt_padding._in_graph
+    assert kt_padding._fills()
+    assert masks.of(torch.empty(4, 16)) is None  # outside of captures
+    for runner in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):
+        assert runner.capture.__wrapped__.__name__ == "capture"  # hooked
+        assert kt_padding._around_capture(capture, runner) == "captured"
+        assert masks.of(torch.empty(8, 16)) is None and padding() == [
+            [*range(8)],
+            [*range(4)],
+            [0, 1],
+        ]
+        assert fill(5, 8) == [[5, 6, 7], [], []]
+        assert fill(5, 8) == [[5, 6, 7], [], []]
+        assert fill(6, 8) == [[6, 7], [], []]
+        assert fill(3, 4) == [[], [3], []]
+        assert fill(4, 4) == [[], [], []]
+        assert fill(3, 3) == [[], [], []]
+        assert fill(3, 4) == [[], [3], []]
+        assert fill(11, 16) == [[], [], []]  # of a graph whose layers see other rows
+    assert fill(5, 8) == [[5, 6, 7], [], []]
+    kt_padding._around_capture(capture, None)  # again, beside a batch's mask
+    assert padding() == [[*range(8)], [*range(4)], [0, 1]]
+    assert fill(5, 8) == [[5, 6, 7], [], []]
+    assert kt_padding._around_capture(lambda runner, more: more, None, more=7) == 7
+    assert padding() == [[], [], []] and fill(5, 8) == [[5, 6, 7], [], []]
+
+    def failing(runner: Any) -> None:
+        raise RuntimeError("no memory")
+
+    try:
+        kt_padding._around_capture(failing, None)
+        raise AssertionError("the error was lost")
+    except RuntimeError:
+        assert masks.of(torch.empty(8, 16)) is None
+    for runner in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):  # before each replay
+        assert "buffer_registry.fill_from(" in inspect.getsource(runner.load_batch)
+
+
+def check_no_mask_that_nobody_fills() -> None:
+    def others(registry: Any, numbers: tuple[int, int]) -> None:
+        """Of a version that says it another way."""
+
+    hooked = CudaGraphBufferRegistry.fill_from
+    renamed = _wrap_fn(others, kt_padding._around_fill_from, HookType.AROUND)
+    for function in (hooked.__wrapped__, renamed):
+        masks = kt_padding.Masks()
+        CudaGraphBufferRegistry.fill_from = function
+        assert not kt_padding._fills()
+        with masks.dummies():
+            assert masks.of(torch.empty(4, 16)) is None and not masks.used
+    CudaGraphBufferRegistry.fill_from = hooked
+    kept, kt_padding.masks = kt_padding.masks, kt_padding.Masks()
+    renamed(None, (3, 4))  # stock SGLang of such a version is served
+    kt_padding.masks = kept
