@@ -16,6 +16,7 @@ function win. `verify` refuses both.
 import logging
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,7 +60,8 @@ def register(hooks: Iterable[Hook]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
-        HookRegistry.register(hook.dotted, hook.function, HookType[hook.kind])
+        if not in_effect(hook):
+            HookRegistry.register(hook.dotted, hook.function, HookType[hook.kind])
 
 
 def apply(hooks: Iterable[Hook]) -> None:
@@ -73,15 +75,30 @@ def apply(hooks: Iterable[Hook]) -> None:
     for hook in hooks:
         _refuse_if_taken(hook)
     source = HookSource(_PLUGIN, "kt-moe")
-    for hook in hooks:
-        if in_effect(hook) or (hook.without and _resolve(hook) is None):
-            continue
-        try:
-            # HookRegistry.apply_hooks skips a target that another plugin has hooked already.
-            HookRegistry._apply_target(hook.dotted, [(HookType[hook.kind], hook.function, source)])
-        except Exception:
-            _logger.exception("kt: the hook on %s cannot be applied", hook.dotted)
+    with _quiet(HookRegistry.__module__):  # a line for each hook
+        for hook in hooks:
+            if in_effect(hook) or (hook.without and _resolve(hook) is None):
+                continue
+            try:
+                # HookRegistry.apply_hooks skips a target that another plugin has hooked already.
+                HookRegistry._apply_target(
+                    hook.dotted, [(HookType[hook.kind], hook.function, source)]
+                )
+            except Exception:
+                _logger.exception("kt: the hook on %s cannot be applied", hook.dotted)
     verify(hooks)
+
+
+@contextmanager
+def _quiet(module: str) -> Iterator[None]:
+    """Within, the module's logger only warns."""
+    logger = logging.getLogger(module)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def verify(hooks: Iterable[Hook]) -> None:

@@ -1,16 +1,23 @@
-"""Runs inside the SGLang environment: kt-moe beside another plugin, loaded before and after it.
+"""Runs inside the SGLang environment: kt-moe beside another plugin, loaded before and after it, and
+in processes that get the server arguments of another one.
 
-The other one is in the folder other_plugin. Prints OK at the end; an assertion names what is wrong.
+The other plugin is in the folder other_plugin. Prints OK at the end; an assertion names what is
+wrong.
 """
 
 import asyncio
 import contextlib
 import multiprocessing
 import os
+import pickle
 import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
+# Tokenizer workers have imported it.
+import sglang.srt.managers.tokenizer_manager  # noqa: F401
 from sglang.srt.layers.moe import kt_ep_wrapper
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
 from sglang.srt.managers.io_struct import CheckWeightsReqInput
@@ -101,12 +108,43 @@ def check(first: str, does: str) -> None:
         check_a_taken_slot(does)
 
 
+def send(connection: Connection) -> None:
+    """In the main process of an engine."""
+    load_plugins()
+    connection.send_bytes(pickle.dumps(checked(kt_num_gpu_experts=3)))
+
+
+def check_what_arrives(arguments: bytes, worker: bool) -> None:
+    """Hooks are in effect before the plugins are loaded in tokenizer workers, which load none, and
+    afterwards in a scheduler."""
+    server_args = pickle.loads(arguments)
+    from kt_kernel.plugin_entrypoints.sglang import hooks, layer, options, requests, startup
+
+    assert options.options_of(server_args).num_gpu_experts == 3
+    assert all(map(hooks.in_effect, requests.entry_hooks()))
+    everywhere = (*layer.worker_hooks(), *startup.HOOKS)
+    assert not any(map(hooks.in_effect, everywhere))
+    if worker:
+        load_plugins()
+        assert all(map(hooks.in_effect, everywhere))
+        layer.verify_hooks()
+
+
 if __name__ == "__main__":
     fork = multiprocessing.get_context("fork")  # everything is imported by now
-    for case in [(first, does) for first in ("other", "kt_moe")
-                 for does in ("replace", "assign", "wrap")]:  # fmt: skip
-        process = fork.Process(target=check, args=case)
+
+    def run(function: Callable[..., None], *args: object) -> None:
+        process = fork.Process(target=function, args=args)
         process.start()
         process.join()
-        assert process.exitcode == 0, case
+        assert process.exitcode == 0, function
+
+    for first in ("other", "kt_moe"):
+        for does in ("replace", "assign", "wrap"):
+            run(check, first, does)
+    ours, theirs = fork.Pipe()
+    run(send, theirs)
+    arguments = ours.recv_bytes()
+    for worker in (False, True):
+        run(check_what_arrives, arguments, worker)
     print("OK")
