@@ -21,6 +21,7 @@ from kt_kernel.layer import HybridLayer, HybridModel
 from kt_kernel.options import OptionError
 from kt_kernel.report import watch
 
+from .. import failure
 from . import padding, requests
 from .checks import checked_options_of
 from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
@@ -159,6 +160,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         if self.hybrid.num_hot:  # SGLang's repacking does not expect an empty weight
             self.gpu_method.process_weights_after_loading(layer)
         if self.config.model.loaded:
+            failure.confirm()
             watch(self.config.model, _logger)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:

@@ -126,6 +126,7 @@ def _after_check_server_args(result: Any, server_args: Any) -> Any:
     try:
         options = options_of(server_args)
         if options is None:
+            startup.forget()
             return result
         if _problem:
             raise OptionError(_problem)

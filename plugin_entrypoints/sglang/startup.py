@@ -5,11 +5,13 @@ ours is reported to the main process instead, which stops its other processes an
 line: a command exits, and ``Engine(...)`` raises.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -18,8 +20,11 @@ from .. import failure
 from .contract import CONTRACT
 from .hooks import Hook
 
+_starting = False  # an engine with kt options
 _command_line = False  # a start that fails ends the process
-_others: set[multiprocessing.process.BaseProcess] = set()  # children from before the start
+# From before the start: child processes, and contexts of sockets.
+_others: set[multiprocessing.process.BaseProcess] = set()
+_contexts: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def listen(command_line: bool) -> None:
@@ -27,12 +32,19 @@ def listen(command_line: bool) -> None:
 
     command_line: the process is a command of SGLang's; else a Python program.
     """
-    global _command_line, _others
-    _command_line = command_line
+    global _starting, _command_line, _others, _contexts
+    _starting, _command_line = True, command_line
     _others = set(multiprocessing.active_children())
+    _contexts = weakref.WeakSet(_open_contexts())
     failure.listen()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGQUIT, _on_quit(signal.getsignal(signal.SIGQUIT)))
+
+
+def forget() -> None:
+    """Called in the main process before it starts an engine without kt options."""
+    global _starting
+    _starting = False
 
 
 def _on_quit(original: Any) -> Callable[[int, FrameType | None], None]:
@@ -48,25 +60,52 @@ def _on_quit(original: Any) -> Callable[[int, FrameType | None], None]:
 
 
 def _around_wait(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Around the main process's wait for the schedulers."""
+    """Around the main process's wait for the schedulers, each of which sends a mapping."""
     try:
-        return original(*args, **given)
+        schedulers = original(*args, **given)
     except Exception:  # SGLang only says that a scheduler has ended
         _end_if_reported()
         raise
+    if _starting and 0 <= failure.confirmed() < len(schedulers):
+        _stop()
+        failure.stop(
+            "SGLang's schedulers did not load the kt-moe plugin; see their log", _command_line
+        )
+    return schedulers
 
 
 def _end_if_reported() -> None:
-    if not failure.reported():
-        return
-    if threading.current_thread() is threading.main_thread():
+    if _starting and failure.reported():
+        _stop()
+        failure.repeat(_command_line)
+
+
+def _stop() -> None:
+    """Ends what the start has made: its processes, and its sockets, on which this process would
+    wait for ever, when it ends or earlier, to send to them."""
+    main = threading.current_thread() is threading.main_thread()
+    if main:
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     started = set(multiprocessing.active_children()) - _others
     for process in started:
         process.kill()
     for process in started:
         process.join()
-    failure.repeat(_command_line)
+    if main:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # SGLang sets its own when it starts again
+    for context in _open_contexts():
+        if context not in _contexts:
+            context.destroy(linger=0)
+
+
+def _open_contexts() -> list[Any]:
+    import zmq  # which SGLang has
+
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), zmq.Context) and not found.closed
+    ]
 
 
 def _around_scheduler(

@@ -38,9 +38,18 @@ from sglang.srt.server_args import ServerArgs
 
 import kt_kernel
 from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.plugin_entrypoints import failure
 from kt_kernel.plugin_entrypoints.common import RequestRefused
 from kt_kernel.plugin_entrypoints.contract import Refusal
-from kt_kernel.plugin_entrypoints.sglang import checks, contract, hooks, options, plugin, requests
+from kt_kernel.plugin_entrypoints.sglang import (
+    checks,
+    contract,
+    hooks,
+    options,
+    plugin,
+    requests,
+    startup,
+)
 
 DEMO_MODEL = str(Path(kt_kernel.__file__).parent / "demo_model")
 DEMO_EXPERTS = 16
@@ -119,6 +128,32 @@ def check_lost_hooks_are_noticed() -> None:
         raise AssertionError("a layer without a model was accepted")
     except RuntimeError as error:
         assert "built outside SGLang's _initialize_model" in str(error)
+
+
+def check_starts_that_fail() -> None:
+    """The wait for the schedulers ends with what one of them reported, or that they are stock."""
+
+    def ending(*schedulers: Any) -> str:
+        try:
+            assert startup._around_wait(wait, schedulers) == schedulers
+            return ""
+        except (failure.StartError, RuntimeError) as error:
+            return str(error)
+
+    def wait(schedulers: Any) -> Any:
+        if not schedulers:
+            raise RuntimeError("Rank 0 scheduler died")
+        return schedulers
+
+    startup.listen(command_line=False)
+    assert ending() == "Rank 0 scheduler died"
+    assert "kt: error: SGLang's schedulers did not load the kt-moe plugin" in ending({})
+    failure.confirm()
+    assert ending({}) == "" and "did not load" in ending({}, {})
+    failure._write("kt: error: layer 0 is bad")
+    assert ending() == "kt: error: layer 0 is bad"
+    startup.forget()  # an engine without options
+    assert ending() == "Rank 0 scheduler died" and ending({}, {}) == ""
 
 
 # ---- arguments
@@ -362,6 +397,7 @@ if __name__ == "__main__":
     check_every_request_is_known()
     check_options_install_the_hooks()
     check_every_entry_fails_in_its_own_way()
+    check_starts_that_fail()
     check_shared_experts_stay_apart()
     check_lost_hooks_are_noticed()
     layers.check_padding()

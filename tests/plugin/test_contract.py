@@ -10,6 +10,7 @@ import ast
 import builtins
 import collections
 import functools
+import gc
 import inspect
 import io
 import json
@@ -21,6 +22,7 @@ import signal
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -331,13 +333,14 @@ def _attributes(path: Path) -> set[str]:
 @functools.cache
 def _not_an_engine() -> frozenset[str]:
     """Attributes of Python's and torch's objects, and every name that our own code defines."""
-    found = set(dir(torch)) | set(dir(types)) | {"__wrapped__"}
+    found = set(dir(torch)) | set(dir(types)) | {"__wrapped__", "Context", "destroy"}  # the last two of zmq
     for owner in (
         *(argparse.ArgumentParser, argparse.Namespace, BaseException, Path, logging.Logger),
         *(inspect.BoundArguments, inspect.Parameter, inspect.Signature, types.FunctionType),
         *(types.MethodType, collections.namedtuple("Row", ()), torch.nn.Module, torch.Tensor),
         *(dict, list, set, str, tuple, type),
-        *(ast, builtins, functools, inspect, logging, os, pkgutil, signal, sys, threading),
+        *(ast, builtins, functools, gc, inspect, logging, os, pkgutil, signal, sys, threading),
+        weakref,
         *(multiprocessing, multiprocessing.process, multiprocessing.Process, torch.cuda),
         *(io.TextIOWrapper, types.CellType, PretrainedConfig()),
     ):

@@ -7,7 +7,6 @@ process serves many configurations and each test looks at one of them.
 from __future__ import annotations
 
 import os
-import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from engines import (
     SGLANG_COUNTED,
     TIMEOUT,
     Answers,
+    answer_to,
     check_counted,
     check_ends_in_one_line,
     check_equal,
@@ -377,18 +377,10 @@ def test_server(folder: Path, model: Path, prompts: list[list[int]], greedy: Gre
         check_counted(stats, log, prompts)
         for endpoint, body in ENDPOINTS.items():
             sent = {name: str(model) if value == "MODEL" else value for name, value in body.items()}
-            status, said = refused(f"{url}/{endpoint}", sent)
+            status, said = answer_to(f"{url}/{endpoint}", sent)
             assert status == 400 and "kt-moe does not support" in said, (endpoint, status, said)
             assert '"success":false' in said or '"error":' in said, (endpoint, said)
         assert complete() == tokens
-
-
-def refused(url: str, body: dict[str, Any]) -> tuple[int, str]:
-    """Status and text of the answer to a request that fails."""
-    try:
-        return 200, str(post(url, body))
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 # ---- the demo model
