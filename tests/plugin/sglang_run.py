@@ -7,11 +7,13 @@ JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, i
       "runs": [{"name", "arguments": of the engine, "config": text of KT_CONFIG, "env": variables,
                 "model", "prompts", "steps": other ones,
                 "before": prompts served first, of 1, 2, 3 and more steps; only "stats" knows,
+                "fails_first": arguments with which the engine does not start, before it does,
                 "requests": names in sglang_requests.py, or null for all: made afterwards}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "cached": [tokens of each
           prompt that were in the cache], "seconds", "stats": content of KT_STATS_FILE or null,
-          "plugin": whether it was loaded, "requests": {name: answer}, "again": tokens after them}];
-          or {"name", "error"} for a run that raised.
+          "plugin": whether it was loaded, "failed": why the engine did not start first,
+          "requests": {name: answer}, "again": tokens after them}]; or {"name", "error"} for a run
+          that raised.
 
 The engine runs as users run it: with its radix cache, chunked prefill and overlapped schedule. It
 spawns its processes, and each imports everything anew, for 10 s. With "fork" all is imported once,
@@ -35,21 +37,30 @@ CPU = {"device": "cpu", "attention_backend": "torch_native"}
 def run(job: dict, one: dict, stats_path: str) -> dict:
     import sglang
 
+    def begin(**arguments: object) -> sglang.Engine:
+        return sglang.Engine(
+            model_path=one.get("model", job["model"]),
+            dtype=job.get("dtype", "float32"),
+            skip_tokenizer_init=True,
+            sleep_on_idle=True,
+            grammar_backend="none",
+            max_total_tokens=1024,
+            max_running_requests=16,
+            mem_fraction_static=0.6,  # of memory, others included: what runs beside may take some
+            random_seed=0,
+            log_level="info",
+            **job.get("device", CPU),
+            **arguments,
+        )
+
+    failed = None
+    if "fails_first" in one:
+        try:
+            begin(**one["fails_first"])
+        except RuntimeError as error:
+            failed = f"{type(error).__name__}: {error}"
     start = time.monotonic()
-    engine = sglang.Engine(
-        model_path=one.get("model", job["model"]),
-        dtype=job.get("dtype", "float32"),
-        skip_tokenizer_init=True,
-        sleep_on_idle=True,
-        grammar_backend="none",
-        max_total_tokens=1024,
-        max_running_requests=16,
-        mem_fraction_static=0.6,  # of memory, others included: what runs beside may take some
-        random_seed=0,
-        log_level="info",
-        **job.get("device", CPU),
-        **one.get("arguments", {}),
-    )
+    engine = begin(**one.get("arguments", {}))
     try:
         prompts, steps = one.get("prompts", job["prompts"]), one.get("steps", job["steps"])
 
@@ -83,6 +94,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
                 for result in results
             ],
             "cached": [result["meta_info"]["cached_tokens"] for result in results],
+            "failed": failed,
             "requests": answers,
             "again": again,
             "seconds": {"start": started - start, "generate": generated - started},

@@ -333,7 +333,8 @@ def _attributes(path: Path) -> set[str]:
 @functools.cache
 def _not_an_engine() -> frozenset[str]:
     """Attributes of Python's and torch's objects, and every name that our own code defines."""
-    found = set(dir(torch)) | set(dir(types)) | {"__wrapped__", "Context", "destroy"}  # the last two of zmq
+    found = set(dir(torch)) | set(dir(types)) | {"__wrapped__"}
+    found |= {"Context", "destroy"}  # of zmq
     for owner in (
         *(argparse.ArgumentParser, argparse.Namespace, BaseException, Path, logging.Logger),
         *(inspect.BoundArguments, inspect.Parameter, inspect.Signature, types.FunctionType),
