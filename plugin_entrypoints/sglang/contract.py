@@ -35,7 +35,7 @@ _MESSAGES = f"{_SRT}.managers.io_struct"
 _READS_A_PART = "the engine holds the hot experts only; read the checkpoint instead"
 _SENDS_A_PART = "the engine holds the hot experts only; load the checkpoint there"
 
-# What the scheduler's weight updater does under the same name.
+# Handled by the scheduler's weight updater, in methods of the same names.
 _WEIGHTS = (
     Operation("update_weights_from_tensor", KEEPS_WEIGHTS),
     Operation("update_weights_from_distributed", KEEPS_WEIGHTS),
@@ -49,7 +49,7 @@ _WEIGHTS = (
     Operation("check_weights", _READS_A_PART),
     Operation("get_weights_by_name", _READS_A_PART),  # for the experts' weights
 )
-# What the scheduler does itself under the same name.
+# Handled by the scheduler itself, in methods of the same names.
 _SCHEDULED = (
     Operation("load_lora_adapter", NO_LORA),
     Operation("load_lora_adapter_from_tensors", NO_LORA),
@@ -59,7 +59,7 @@ _SCHEDULED = (
 )
 _FROM_DISK = Operation("update_weights_from_disk", KEEPS_WEIGHTS)
 
-# Where requests enter.
+# The methods at which requests enter, in the process that the user started.
 CONTROL_OPERATIONS = Operations(
     _CONTROL,
     refused=(*_WEIGHTS, *_SCHEDULED),
@@ -95,15 +95,14 @@ ENGINE_OPERATIONS = (
     Operation("save_remote_model", HOLDS_A_PART),
     Operation("save_sharded_model", HOLDS_A_PART),
 )
-# What the scheduler would do then.
+# The methods by which the scheduler handles them.
 UPDATER_OPERATIONS = (*_WEIGHTS, _FROM_DISK)
 SCHEDULER_OPERATIONS = (
     *_SCHEDULED,
     Operation("handle_scale_elastic_ep", NO_SCALING),
     *ENGINE_OPERATIONS,
 )
-# By class. The requests of each class enter in the process that the user started, or in the
-# scheduler's.
+# Both, by class.
 ENTRIES = {
     _CONTROL: CONTROL_OPERATIONS.refused,
     _TOKENIZER: TOKENIZER_OPERATIONS,
@@ -124,7 +123,7 @@ _ACTIVATION = (
     Refusal("apply_router_weight_on_input", (False,), "router weight on input"),
     Refusal("no_combine", (False,), "one result per expert"),
 )
-_SIZES = (
+_COMMON = (
     "gate_up_interleaved",  # which only activations with an alpha or a limit look at
     "hidden_size",
     "inplace",
@@ -145,7 +144,7 @@ EXPERT_ARGUMENTS = Arguments(
         Refusal("use_weight_loader_fused", (False,), "a stacked checkpoint"),
     ),
     accepted=(
-        *_SIZES,
+        *_COMMON,
         "enable_qwen35_fp8_deferred_finalize",  # for FlashInfer's kernels, which are refused
         "intermediate_size",
         "prefix",
@@ -166,7 +165,7 @@ EXPERT_CONFIG = Arguments(
         Refusal("use_tp_all_gather_activation", (False,), "an activation gathered by ranks"),
     ),
     accepted=(
-        *_SIZES,
+        *_COMMON,
         "intermediate_size_per_partition",
         "layer",
         "num_local_experts",
@@ -192,7 +191,7 @@ _WHOLE = "kernels that read all experts' weights are not supported"
 _QUANTISES = "only the hot experts would be quantised"
 _ONE_BY_ONE = "the cold experts need their weights one by one"
 
-# Checked when the command line was read: such a start never asks for the checks of the rest.
+# Checked as soon as the command line is read: a server with --encoder-only checks nothing later.
 BEFORE_LAUNCH = (
     Refusal("encoder_only", (False,), "a server without a language model has no experts"),
     Refusal("use_ray", (False,), "Ray's workers do not load plugins"),

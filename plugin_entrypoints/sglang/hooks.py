@@ -49,6 +49,10 @@ class Hook:
         """The target as SGLang's registry spells it."""
         return self.target.replace(":", ".")
 
+    def exists(self) -> bool:
+        """Whether this SGLang has the target."""
+        return _resolve(self) is not None
+
     @property
     def without(self) -> str:
         """What is lost without the hook; "" for those that kt-moe needs."""
@@ -77,7 +81,7 @@ def apply(hooks: Iterable[Hook]) -> None:
     source = HookSource(_PLUGIN, "kt-moe")
     with _quiet(HookRegistry.__module__):  # a line for each hook
         for hook in hooks:
-            if in_effect(hook) or (hook.without and _resolve(hook) is None):
+            if in_effect(hook) or (hook.without and not hook.exists()):
                 continue
             try:
                 # HookRegistry.apply_hooks skips a target that another plugin has hooked already.

@@ -57,7 +57,7 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    _problem = install(CONTRACT.engine, lambda: hooks.register(_argument_hooks()), _logger)
+    _problem = install(CONTRACT.engine, _hook_arguments, _logger)
     if _arrived:
         try:
             _register_in_worker()
@@ -75,6 +75,13 @@ def _register_in_worker() -> None:
         raise OptionError(
             f"the plugin cannot be installed in a worker ({type(error).__name__}: {error})"
         ) from error
+
+
+def _hook_arguments() -> None:
+    for hook in _argument_hooks():
+        if not hook.exists():  # SGLang would only log it
+            raise LookupError(f"SGLang has no {hook.dotted}")
+    hooks.register(_argument_hooks())
 
 
 def _argument_hooks() -> list[Hook]:
@@ -112,6 +119,7 @@ def _after_from_cli_args(server_args: Any, cls: Any, args: Any) -> Any:
     try:
         options = choose(getattr(args, _GIVEN_KEY) or None, _logger)
         if options is not None:
+            hooks.verify(_argument_hooks())
             CONTRACT.refuse(server_args, BEFORE_LAUNCH)
     except OptionError as error:
         raise exit_with(error) from None

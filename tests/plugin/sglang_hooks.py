@@ -38,7 +38,7 @@ from sglang.srt.server_args import ServerArgs
 
 import kt_kernel
 from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.plugin_entrypoints import failure
+from kt_kernel.plugin_entrypoints import common, failure
 from kt_kernel.plugin_entrypoints.common import RequestRefused
 from kt_kernel.plugin_entrypoints.contract import Refusal
 from kt_kernel.plugin_entrypoints.sglang import (
@@ -154,6 +154,26 @@ def check_starts_that_fail() -> None:
     assert ending() == "kt: error: layer 0 is bad"
     startup.forget()  # an engine without options
     assert ending() == "Rank 0 scheduler died" and ending({}, {}) == ""
+
+
+def check_hooks_on_arguments() -> None:
+    """Without them nothing of ours sees the options: they are looked at when the plugin registers,
+    and, since SGLang applies them later, again when options are there."""
+    check = ServerArgs.check_server_args
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    try:
+        del ServerArgs.check_server_args
+        problem = common.install("SGLang", plugin._hook_arguments, logging.getLogger("sglang.kt"))
+        assert "SGLang has no sglang.srt.server_args.ServerArgs.check_server_args" in problem
+        ServerArgs.check_server_args = check.__wrapped__
+        ServerArgs.from_cli_args(parser.parse_args([*BASE]))
+        ServerArgs.from_cli_args(parser.parse_args([*BASE, "--kt-num-gpu-experts", "3"]))
+        raise AssertionError("options were accepted that nothing checks")
+    except SystemExit as end:
+        assert "ServerArgs.check_server_args is not in effect" in str(end.code), end.code
+    finally:
+        ServerArgs.check_server_args = check
 
 
 # ---- arguments
@@ -395,6 +415,7 @@ if __name__ == "__main__":
     check_refused_arguments()
     check_arguments_that_need_more()
     check_every_request_is_known()
+    check_hooks_on_arguments()
     check_options_install_the_hooks()
     check_every_entry_fails_in_its_own_way()
     check_starts_that_fail()
