@@ -384,8 +384,10 @@ def check_every_request_is_known() -> None:
 
 def check_every_entry_fails_in_its_own_way() -> None:
     """As HTTP and ``Engine`` expect it; and leaves an engine without options alone."""
-    asked = {"get_weights_by_name": GetWeightsByNameReqInput(name="model.experts.w13_weight"),
-             "scale_elastic_ep": ScaleElasticEPReqInput(new_ep_size=2)}  # fmt: skip
+    asked = {
+        "get_weights_by_name": GetWeightsByNameReqInput(name="model.experts.w13_weight"),
+        "scale_elastic_ep": ScaleElasticEPReqInput(new_ep_size=2),
+    }
     lora = UnloadLoRAAdapterReqInput(lora_name="adapter")
     ours = SimpleNamespace(server_args=with_options(kt_num_gpu_experts=3))
     stock = SimpleNamespace(server_args=with_options())

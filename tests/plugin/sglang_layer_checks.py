@@ -151,8 +151,13 @@ def check_what_models_ask() -> None:
     """Around a layer's construction: arguments that the layer does not keep are looked at too."""
     asked: list[int] = []
 
-    def construct(self: Any, layer_id: int, with_bias: bool = False, new: float = 1.0,
-                  use_weight_loader_fused: bool = False) -> None:  # fmt: skip
+    def construct(
+        self: Any,
+        layer_id: int,
+        with_bias: bool = False,
+        new: float = 1.0,
+        use_weight_loader_fused: bool = False,
+    ) -> None:
         asked.append(layer_id)
 
     def refusal(**given: Any) -> str:

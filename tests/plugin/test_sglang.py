@@ -16,7 +16,6 @@ import torch
 from deferral import check_deferred
 from engines import (
     COLD,
-    DEMO_MODEL,
     HERE,
     HOT,
     SGLANG_COUNTED,
@@ -315,7 +314,6 @@ def serve(model: Path, *flags: str) -> list[str]:
     [
         (("--kt-method", "AMXINT9"), "--kt-method AMXINT9: this method is unknown; accepted: BF16"),
         (("--kt-num-gpu-experts", "3", "--dp", "2"), "--dp-size 2: kt-moe supports tensor paralle"),
-        (("--kt-weight-path", str(DEMO_MODEL)), f"--kt-weight-path {DEMO_MODEL}: "),
     ],
 )
 def test_wrong_flag_ends_in_one_line(flags: tuple[str, ...], line: str, model: Path) -> None:
@@ -339,12 +337,13 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "update_weights_from_ipc": {"zmq_handles": {}},
     "begin_weight_update": {},
     "end_weight_update": {},
-    "init_weights_update_group": {
-        **GROUP, "master_port": 1, "rank_offset": 0, "world_size": 1
-    },
+    "init_weights_update_group": {**GROUP, "master_port": 1, "rank_offset": 0, "world_size": 1},
     "destroy_weights_update_group": {"group_name": "group"},
     "init_weights_send_group_for_remote_instance": {
-        **GROUP, "ports": "1", "group_rank": 0, "world_size": 2
+        **GROUP,
+        "ports": "1",
+        "group_rank": 0,
+        "world_size": 2,
     },
     "send_weights_to_remote_instance": {"master_address": "localhost", "ports": "1"},
     "release_memory_occupation": {},
@@ -353,10 +352,12 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "get_weights_by_name": {"name": "model.layers.0.mlp.experts.0.up_proj.weight"},
     "load_lora_adapter": {"lora_name": "adapter", "lora_path": "MODEL"},
     "load_lora_adapter_from_tensors": {
-        "lora_name": "adapter", "config_dict": {}, "serialized_named_tensors": ["eA=="]
+        "lora_name": "adapter",
+        "config_dict": {},
+        "serialized_named_tensors": ["eA=="],
     },
     "unload_lora_adapter": {"lora_name": "adapter"},
-}  # fmt: skip
+}
 
 
 def test_server(folder: Path, model: Path, prompts: list[list[int]], greedy: Greedy) -> None:
