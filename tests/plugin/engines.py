@@ -9,6 +9,7 @@ import select
 import subprocess
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from functools import cache
