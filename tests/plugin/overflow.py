@@ -22,7 +22,7 @@ class Overflowing:
 
 
 @torch.no_grad()
-def overflowing(folder: Path, tries: int = 128, count: int = 4) -> Overflowing:
+def overflowing(folder: Path, tries: int = 48, count: int = 4) -> Overflowing:
     """Makes the model in a new folder. A token that goes to its expert 0 in one of the layers is
     lost, in any engine. Of ``tries`` random prompts, it takes the ``count`` clearest ones whose
     texts have no such token."""

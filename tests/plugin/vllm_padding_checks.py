@@ -94,8 +94,9 @@ def check_what_is_not_taken() -> None:
         {"attention": torch.zeros(TOKENS, dtype=torch.int32)},
         {"attention": torch.zeros(2 * TOKENS, dtype=torch.int64)[::2]},
         {"attention": torch.zeros(TOKENS, dtype=torch.int64, device="meta")},
-        {"attention": None}, [fits, fits],
-    ):  # fmt: skip
+        {"attention": None},
+        [fits, fits],
+    ):
         assert found(Padding(config()), mappings) is None, mappings
     assert found(Padding(config(ranks=2)), fits) is None
     assert found(Padding(config(fast_prefill=True)), fits) is None
