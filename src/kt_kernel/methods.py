@@ -184,6 +184,9 @@ METHODS = {
     )
 }
 
+#: What 16- and 32-bit weights are quantised to where the choice is left to us.
+QUANTISED_TO = "INT4_G32"
+
 #: Names of the inference methods.
 INFERENCE_METHODS = frozenset(METHODS)
 

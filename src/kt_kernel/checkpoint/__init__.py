@@ -12,6 +12,7 @@ families.py  where each family of models keeps its experts
 layout.py    the expert tensors of one layer, by name
 quantization.py  what config.json says of quantisation
 reader.py    the reader of one layer, for what a method takes
+stored.py    what a layer's experts are stored as; method.py the method that suits a checkpoint
 bf16.py      BF16, FP16 and FP32 experts
 formats.py   which quantised format the tensors are in; matrix.py what each of them offers:
              fp8.py  mx.py (gpt_oss.py: its stacks)  nvfp4.py  int4.py (compressed-tensors)
@@ -27,5 +28,6 @@ gguf.py      checkpoints in GGUF files; gguf_files.py which files, gguf_header.p
 
 from .base import Checkpoint
 from .checkpoint import open_checkpoint, read_experts
+from .method import method_of
 
-__all__ = ["Checkpoint", "open_checkpoint", "read_experts"]
+__all__ = ["Checkpoint", "method_of", "open_checkpoint", "read_experts"]

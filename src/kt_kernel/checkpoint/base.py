@@ -20,7 +20,9 @@ from .ahead import read_ahead
 from .fingerprint import fingerprint
 from .header import TensorInfo
 from .index import Index
+from .quantization import Quantization
 from .reader import LayerReader
+from .stored import Stored
 
 # num_experts, hidden_size, moe_intermediate_size
 Sizes = tuple[int, int, int]
@@ -43,6 +45,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def model_type(self) -> str | None:
         """As config.json names it; None where the files do not tell."""
+
+    @property
+    def quantization(self) -> Quantization:
+        """What config.json says of quantisation; of other files than safetensors, nothing."""
+        return Quantization()
 
     @property
     def tensors(self) -> MappingProxyType[str, TensorInfo]:
@@ -70,6 +77,13 @@ class Checkpoint(ABC):
     @abstractmethod
     def sizes(self, layer_idx: int) -> Sizes:
         """(num_experts, hidden_size, moe_intermediate_size) as the files have them."""
+
+    @abstractmethod
+    def stored(self, layer_idx: int) -> Stored:
+        """What the layer's experts are stored as.
+
+        Raises ValueError naming file and tensor for a layer without experts or in no known format.
+        """
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Any tensor by its name, on the CPU; of a quantised one of GGUF its blocks, uint8 [...,

@@ -20,6 +20,7 @@ from .header import TensorInfo
 from .index import Index
 from .open_files import OpenFiles
 from .reader import LayerReader, other_model
+from .stored import Stored, dense_weights
 
 ANY_TYPE = "LLAMAFILE"  # the method that takes all types
 
@@ -50,6 +51,10 @@ class GgufCheckpoint(Checkpoint):
 
     def sizes(self, layer_idx: int) -> Sizes:
         return self._layer(layer_idx).sizes()
+
+    def stored(self, layer_idx: int) -> Stored:
+        types = {source.dtype for source in self._layer(layer_idx).matrices.values()}
+        return dense_weights(ANY_TYPE) if types <= DENSE.keys() else Stored("GGUF", ANY_TYPE)
 
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
         """Of a quantised one the blocks, uint8 [..., bytes of a row]."""

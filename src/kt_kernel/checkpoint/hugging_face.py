@@ -18,8 +18,9 @@ from .header import TensorInfo
 from .index import Index
 from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors
 from .open_files import OpenFiles
-from .quantization import read_quantization
+from .quantization import Quantization, read_quantization
 from .reader import LayerReader, infer_sizes, open_layer
+from .stored import Stored, stored_in
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -35,6 +36,10 @@ class HuggingFaceCheckpoint(Checkpoint):
     def model_type(self) -> str | None:
         return model_type(self._index.config)
 
+    @property
+    def quantization(self) -> Quantization:
+        return self._quantization
+
     def layers(self) -> list[int]:
         return sorted(n for n, tensors in self._layers.items() if holds_experts(tensors))
 
@@ -43,6 +48,9 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def sizes(self, layer_idx: int) -> Sizes:
         return infer_sizes(self._layout(layer_idx), self._quantization)
+
+    def stored(self, layer_idx: int) -> Stored:
+        return stored_in(self._layout(layer_idx), self._quantization)
 
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
         with Files(self._index) as files:

@@ -36,6 +36,7 @@ from .kt_folder import KtFiles
 from .kt_tiles import COLUMN_UNIT, row_major
 from .parts import Read, check_tensor, float_scales
 from .reader import LayerReader, in_words
+from .stored import Stored
 
 # Experts under names of this kind are packed by a program, not as Hugging Face's models have them.
 _EXPERTS = re.compile(r"blk\.([0-9]{1,9})\.ffn_(gate|up|down|gate_up)(_bwd)?_exps\.(.*)", re.DOTALL)
@@ -98,6 +99,10 @@ class KtPackedCheckpoint(Checkpoint):
 
     def sizes(self, layer_idx: int) -> Sizes:
         return self._layer(layer_idx).sizes
+
+    def stored(self, layer_idx: int) -> Stored:
+        bits = self._layer(layer_idx).bits
+        return Stored(f"kt-kernel's int{bits}", METHODS[bits][0])
 
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
         with KtFiles(self._index) as files:

@@ -79,6 +79,11 @@ class StackedExperts:
 Layout = PerExpert | StackedExperts
 
 
+def has_blocks(layout: StackedExperts) -> bool:
+    """Whether the stacks are blocks of MXFP4 and their scales, as in gpt-oss."""
+    return "gate_up_scales" in layout.tensors
+
+
 def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:
     """Sorts what may belong to experts by layer number, so that a layer is found without a scan."""
     layers: dict[int, dict[str, TensorInfo]] = {}

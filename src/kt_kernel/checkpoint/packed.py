@@ -27,6 +27,7 @@ from .header import TensorInfo, read_header
 from .index import Index, stamp
 from .open_files import OpenFiles
 from .reader import LayerReader, in_words
+from .stored import Stored
 
 
 class PackedCheckpoint(Checkpoint):
@@ -73,6 +74,10 @@ class PackedCheckpoint(Checkpoint):
     def sizes(self, layer_idx: int) -> Sizes:
         return _sizes(self._entry(layer_idx).spec)
 
+    def stored(self, layer_idx: int) -> Stored:
+        self._entry(layer_idx)
+        return Stored("a packed directory", self._packed_for().name)
+
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
         with _LayerFile(self, self._entry(layer_of_tensor(info.name))) as file:
             file.map()
@@ -105,13 +110,16 @@ class PackedCheckpoint(Checkpoint):
             raise self._no_experts(layer_idx)
         return entry
 
-    def _check_method(self, spec: LayerSpec, name: str | None) -> LayerForm:
-        """The layer's form, which is what the method, if one is given, makes of weights."""
-        packed = self._manifest.method
+    def _packed_for(self) -> Method:
         try:
-            stored = get_method(packed)
+            return get_method(self._manifest.method)
         except ValueError as error:
             raise ValueError(f"{self.path}: packed for {error}") from None
+
+    def _check_method(self, spec: LayerSpec, name: str | None) -> LayerForm:
+        """The layer's form, which is what the method, if one is given, makes of weights."""
+        stored = self._packed_for()
+        packed = stored.name
         if name is not None and not _same_weights(stored, get_method(name)):
             raise ValueError(
                 f"{self.path}: packed for method {packed}; method {name} was asked for"

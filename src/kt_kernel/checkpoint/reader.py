@@ -12,7 +12,7 @@ from .arrangement import infer_arrangement
 from .formats import identify, is_dense
 from .fp8 import CONVERTED, dequantise
 from .header import TensorInfo
-from .layout import Layout, PerExpert, StackedExperts
+from .layout import Layout, PerExpert, StackedExperts, has_blocks
 from .matrix import MatrixFormat
 from .mx import MxFp4
 from .parts import FLOATS, Read, check_tensor
@@ -42,7 +42,7 @@ class LayerReader:
 def infer_sizes(layout: Layout, quantization: Quantization) -> tuple[int, int, int]:
     """(num_experts, hidden_size, moe_intermediate_size) as the shapes have them."""
     if isinstance(layout, StackedExperts):
-        if _has_blocks(layout):
+        if has_blocks(layout):
             return gpt_oss.size_of_blocks(layout)
         return infer_arrangement(layout)[1]
     parts = layout.experts[0]["down"]
@@ -68,7 +68,7 @@ def open_layer(
     """
     chosen = None if method is None else get_method(method)
     try:
-        if isinstance(layout, StackedExperts) and _has_blocks(layout):
+        if isinstance(layout, StackedExperts) and has_blocks(layout):
             return _open_blocks(layout, sizes, read, quantization, chosen)
         if isinstance(layout, StackedExperts) and layout.scales:
             single = single_experts(layout, sizes)
@@ -81,10 +81,6 @@ def open_layer(
     except ValueError as error:
         other = other_model(lambda: infer_sizes(layout, quantization), sizes)
         raise ValueError(f"{error}{other}") from None
-
-
-def _has_blocks(layout: StackedExperts) -> bool:
-    return "gate_up_scales" in layout.tensors
 
 
 def other_model(infer: Callable[[], tuple[int, int, int]], expected: tuple[int, int, int]) -> str:

@@ -1,0 +1,71 @@
+"""The method that suits a checkpoint: what `--kt-method auto` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from ..methods import METHODS, QUANTISED_TO
+from ..text import ranges
+from .base import Checkpoint
+from .stored import Stored, dense_weights
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method, and in a few words why it was chosen."""
+
+    method: str
+    reason: str
+
+
+#: For 16- and 32-bit weights.
+QUANTISE = Choice(QUANTISED_TO, dense_weights().title)
+
+
+def method_of(checkpoint: Checkpoint, layers: Container[int] | None = None) -> Choice:
+    """The method that takes the experts as they are stored; `QUANTISED_TO` for 16- and 32-bit ones.
+
+    Reads nothing: what opening the checkpoint found is enough.
+
+    Args:
+        layers: the numbers of layers that count. None: all that have experts.
+
+    Raises:
+        ValueError: no such layer has experts, a layer's experts are stored in no known way, or the
+            layers differ; names what was found and the methods that take it.
+    """
+    found: dict[Stored, list[int]] = {}
+    for layer in checkpoint.layers():
+        if layers is None or layer in layers:
+            found.setdefault(checkpoint.stored(layer), []).append(layer)
+    if not found:
+        raise ValueError(
+            f"{checkpoint.path}: none of the model's layers has experts there; layers with "
+            f"experts: {ranges(checkpoint.layers(), ', ') or 'none'}"
+        )
+    if all(stored.dense for stored in found):
+        return QUANTISE
+    methods = {stored.method for stored in found}
+    if len(methods) > 1:
+        raise ValueError(f"{checkpoint.path}: {_differ(found)}")
+    titles = (stored.title for stored in found if not stored.dense)
+    return Choice(methods.pop(), " and ".join(dict.fromkeys(titles)))
+
+
+def _differ(found: dict[Stored, list[int]]) -> str:
+    what = "; ".join(
+        f"layer{'s' if len(layers) > 1 else ''} {ranges(layers, ', ')}: {stored.title}"
+        for stored, layers in found.items()
+    )
+    methods = [
+        method.name
+        for method in METHODS.values()
+        if all(stored.taken_by(method) for stored in found)
+    ]
+    advice = (
+        f"choose one of the methods that take all of them: {', '.join(methods)}"
+        if methods
+        else "no method takes all of them; name a checkpoint in one format"
+    )
+    return f"the layers differ in format ({what}), so no method is chosen by itself; {advice}"

@@ -1,0 +1,82 @@
+"""What a layer's experts are stored as, told by names, dtypes and shapes in the headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..methods import Method, get_method
+from .bf16 import DTYPES
+from .formats import FORMATS, identify, is_dense
+from .fp8 import CONVERTED
+from .header import TensorInfo
+from .layout import Layout, Parts, StackedExperts, has_blocks
+from .mx import MxFp4
+from .quantization import Quantization
+from .stacks import single_experts
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One way of storing experts.
+
+    Attributes:
+        title: for messages.
+        method: the method that takes the weights as they are.
+        convertible: whether the methods that quantise take them, too.
+        dense: whether they are 16- or 32-bit weights.
+    """
+
+    title: str
+    method: str
+    convertible: bool = False
+    dense: bool = False
+
+    def taken_by(self, method: Method) -> bool:
+        """Whether a method takes such experts."""
+        return method.name == self.method or (self.convertible and not method.quantised)
+
+
+def dense_weights(method: str = "BF16") -> Stored:
+    """16- or 32-bit weights, which a method takes as they are."""
+    return Stored("16- or 32-bit weights", method, convertible=True, dense=True)
+
+
+def stored_in(layout: Layout, quantization: Quantization) -> Stored:
+    """What the experts of a layer in safetensors files are stored as.
+
+    The first expert's gate stands for all: a layer whose experts differ is refused when it is read.
+
+    Raises:
+        ValueError: names file and tensor, what was found, and what is recognised.
+    """
+    if isinstance(layout, StackedExperts):
+        if has_blocks(layout):
+            return _as_kept(MxFp4.title, MxFp4.method)
+        if not layout.scales:
+            return _dense(next(iter(layout.tensors.values())))
+        gate = single_experts(layout).experts[0]["gate"]
+    else:
+        gate = layout.experts[0]["gate"]
+    return _of_matrix(gate, quantization)
+
+
+def _of_matrix(parts: Parts, quantization: Quantization) -> Stored:
+    if is_dense(parts):
+        return _dense(parts["weight"])
+    kind = identify(parts, quantization)
+    return _as_kept(kind.title, kind.method)
+
+
+def _dense(info: TensorInfo) -> Stored:
+    if info.dtype not in DTYPES:
+        methods = ", ".join(dict.fromkeys(kind.method for kind in FORMATS))
+        raise ValueError(
+            f"{info} has dtype {info.dtype} and no scales beside it; recognised are "
+            f"{', '.join(DTYPES)} and the quantised formats of {methods}"
+        )
+    return dense_weights()
+
+
+def _as_kept(title: str, method: str) -> Stored:
+    convertible = set(get_method(method).formats) <= set(CONVERTED)
+    return Stored(title, method, convertible)
