@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .options import OptionError, exit_with
+from .options import AUTO, OptionError, exit_with
 from .report import STATS_FILE_VARIABLE
 from .server_process import ServerFailed, free_port, local_http, process_group, wait_until_healthy
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kt_kernel.demo", description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL, help="Hugging Face folder to serve")
-    parser.add_argument("--method", default="AMXINT8", help="--kt-method of the server")
+    parser.add_argument("--method", default=AUTO, help="--kt-method of the server")
     parser.add_argument("--hot", type=int, default=4, help="--kt-num-gpu-experts of the server")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=96)

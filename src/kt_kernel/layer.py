@@ -14,7 +14,7 @@ from .expert_tensors import MATRICES, matrix_shapes
 from .experts import KTMoEWrapper
 from .forks import per_process
 from .loading import LoadRecord
-from .options import KTOptions
+from .options import AUTO, KTOptions
 from .routing import hot_routes, need_padding
 from .text import ranges
 
@@ -32,7 +32,8 @@ class HybridLayer:
     buffers). Under tensor parallelism one rank computes the cold experts, whole, before the ranks'
     outputs are summed; on the others ``has_cpu_part`` is False: they take no cold weights, and add
     nothing. moe_intermediate_size is that of the whole expert. Raises OptionError for options that
-    do not fit, and what KTMoEWrapper raises.
+    do not fit, ValueError for a method that `kt_kernel.preflight.prepare` has not decided, and what
+    KTMoEWrapper raises.
     """
 
     def __init__(
@@ -54,6 +55,11 @@ class HybridLayer:
             raise ValueError(
                 f"layer {layer_idx}: activation {activation!r} is not supported on the CPU; "
                 "supported: 'silu'"
+            )
+        if options.method == AUTO:
+            raise ValueError(
+                f"layer {layer_idx}: method {AUTO} is not decided; "
+                "kt_kernel.preflight.prepare decides it"
             )
         self.options = options
         self.layer_idx = layer_idx

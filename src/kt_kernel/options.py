@@ -2,22 +2,24 @@
 
 Knows no engine. A value travels as a plain mapping ``{"method": "AMXINT8", ...}`` (from flags, from
 the engine's Python arguments, or from the environment variable ``KT_CONFIG``) and is checked as a
-whole by ``KTOptions.from_mapping`` before an engine starts work; `kt_kernel.preflight` then checks
-them against the model. An empty mapping that is given counts: all options have their defaults.
+whole by ``KTOptions.from_mapping`` before an engine starts work; `kt_kernel.preflight` then decides
+what they leave open and checks them against the model. An empty mapping that is given counts: all
+options have their defaults.
 """
 
 import argparse
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .methods import METHODS, get_method
+from .methods import METHODS, QUANTISED_TO
+from .repository import Repository
 
 ENVIRONMENT_VARIABLE = "KT_CONFIG"
-DEFAULT_METHOD = "AMXINT4"
+AUTO = "auto"  # as a method: to be chosen by what the weights are stored as
 
 
 class OptionError(ValueError):
@@ -51,12 +53,16 @@ class Option:
 
 OPTIONS: tuple[Option, ...] = (
     Option(
-        "--kt-method", "method", f"weight format of the cold experts (default {DEFAULT_METHOD})"
+        "--kt-method",
+        "method",
+        f"weight format of the cold experts (default {AUTO}: what their checkpoint holds; of 16- "
+        f"and 32-bit weights {QUANTISED_TO})",
     ),
     Option(
         "--kt-weight-path",
         "path",
-        "checkpoint of the cold experts (default: the model's own, as the engine loads it)",
+        "checkpoint of the cold experts: a file, a folder, or a repository as org/name[/file]"
+        "[@revision] (default: the served model)",
     ),
     Option("--kt-cpuinfer", "int", "CPU threads in total (default: as many as memory can feed)", 1),
     Option("--kt-threadpool-count", "int", "thread pools (default: one per NUMA node in use)", 1),
@@ -125,15 +131,20 @@ _BY_NAME = {option.name: option for option in OPTIONS}
 
 @dataclass(frozen=True)
 class KTOptions:
-    """Checked options. None means not given: chosen by the layer and logged."""
+    """Checked options. None means not given: chosen by the layer and logged.
 
-    method: str = DEFAULT_METHOD
+    `kt_kernel.preflight.prepare` replaces a method of `AUTO` by the one that it decides for, and a
+    repository in `weight_path` by the folder that it is in. ``reason`` then says why.
+    """
+
+    method: str = AUTO
     weight_path: str | None = None
     cpuinfer: int | None = None
     threadpool_count: int | None = None
     num_gpu_experts: int | None = None
     max_deferred_experts_per_token: int | None = None
     allow_untested: bool = False
+    reason: str = field(default="", compare=False)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "KTOptions":
@@ -161,19 +172,14 @@ class KTOptions:
                 f"--kt-cpuinfer {threads}: fewer threads than pools; at least "
                 f"--kt-threadpool-count {pools} is accepted"
             )
-        if get_method(options.method).quantised and options.weight_path is None:
-            raise OptionError(
-                f"--kt-method {options.method}: it takes weights over that are quantised already; "
-                "name their checkpoint with --kt-weight-path"
-            )
         return options
 
     def to_mapping(self) -> dict[str, Any]:
         """The values that differ from the defaults; from_mapping gives the same options back."""
         return {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if option.compare and getattr(self, option.name) != option.default
         }
 
     def hot_count(self, num_experts: int) -> int:
@@ -192,8 +198,9 @@ class KTOptions:
         def shown(value: int | None, default: str) -> str:
             return f"{default} (not given)" if value is None else str(value)
 
+        method = f"{self.method} ({AUTO}: {self.reason})" if self.reason else self.method
         return (
-            f"kt: method {self.method}, hot experts per layer {shown(self.num_gpu_experts, '0')}, "
+            f"kt: method {method}, hot experts per layer {shown(self.num_gpu_experts, '0')}, "
             f"threads {shown(self.cpuinfer, 'by probe')}, "
             f"pools {shown(self.threadpool_count, 'one per NUMA node')}, "
             f"deferred experts per token {shown(self.max_deferred_experts_per_token, '0')}, "
@@ -219,6 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
         if action is not None:
             replaced[action.dest] = action.default
             action.default = action.choices = None
+            action.help = _help(option)
             if option.kind != "flag":
                 action.type = _parser(option)
         elif option.kind == "flag":
@@ -323,8 +331,9 @@ def _checked(option: Option, value: Any) -> Any:
     text = os.fspath(value)
     if option.kind == "path":
         _check_exists(flag, text)
-    if option.kind == "method" and text not in METHODS:
-        raise OptionError(f"{flag} {text}: this method is unknown; accepted: " + ", ".join(METHODS))
+    if option.kind == "method" and text not in (AUTO, *METHODS):
+        accepted = ", ".join((AUTO, *METHODS))
+        raise OptionError(f"{flag} {text}: this method is unknown; accepted: {accepted}")
     return text
 
 
@@ -333,8 +342,10 @@ def _check_exists(flag: str, text: str) -> None:
         found = bool(text) and Path(text).exists()
     except (OSError, ValueError) as error:  # too long a name, a folder that may not be read
         raise OptionError(f"{flag} {text}: {getattr(error, 'strerror', None) or error}") from None
-    if not found:
-        raise OptionError(f"{flag} {text}: no such file or folder")
+    if not found and Repository.parse(text) is None:
+        raise OptionError(
+            f"{flag} {text}: no such file or folder; a repository is named as org/name"
+        )
 
 
 def _help(option: Option) -> str:

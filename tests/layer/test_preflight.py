@@ -15,17 +15,18 @@ from safetensors.torch import save_file
 import kt_kernel
 from kt_kernel.methods import FP8_ROW, WeightForm
 from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.preflight import check_model, moe_layers, num_experts
+from kt_kernel.preflight import ServedModel, moe_layers, num_experts, prepare
 from kt_kernel.testing import quantise
 
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
+SERVED = ServedModel(str(DEMO_MODEL))
 
 
 def check(options: dict[str, Any], **changes: Any) -> str:
     """The error, "" without one."""
     try:
-        check_model(KTOptions.from_mapping(options), SimpleNamespace(**{**CONFIG, **changes}))
+        prepare(KTOptions.from_mapping(options), SimpleNamespace(**CONFIG | changes), SERVED)
     except OptionError as error:
         return str(error)
     return ""
@@ -88,8 +89,8 @@ def test_sizes_under_other_names() -> None:
     )  # fmt: skip
     assert num_experts(mixtral) == 8 and moe_layers(mixtral) == [2]
     with pytest.raises(OptionError, match="moe_intermediate_size=96 is not divisible"):
-        check_model(KTOptions(method="INT4_G128"), mixtral)
-    check_model(KTOptions(method="INT4_G128"), SimpleNamespace(n_routed_experts=8))
+        prepare(KTOptions(method="INT4_G128"), mixtral, SERVED)
+    prepare(KTOptions(method="INT4_G128"), SimpleNamespace(n_routed_experts=8), SERVED)
 
 
 def test_layers_with_experts() -> None:
@@ -123,6 +124,8 @@ def test_method_and_checkpoint_that_disagree(tmp_path: Path) -> None:
     assert error.startswith(f"--kt-weight-path {path}: ") and "method FP8_PERCHANNEL;" in error
     error = check({"weight_path": str(DEMO_MODEL), "method": "MXFP4"})
     assert error.startswith(f"--kt-weight-path {DEMO_MODEL}: ") and "not quantised (BF16)" in error
+    error = check({"method": "MXFP4"})
+    assert error.startswith("--kt-method MXFP4: it takes weights that are quantised already, and")
 
 
 def test_sizes_that_do_not_suit_the_method() -> None:

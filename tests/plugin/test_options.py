@@ -46,6 +46,7 @@ def test_every_specified_flag_is_known() -> None:
 def test_nothing_given() -> None:
     options = KTOptions.from_mapping({})
     assert options == KTOptions() and options.to_mapping() == {}
+    assert options.method == "auto" and KTOptions.from_mapping({"method": "auto"}) == options
     assert options.hot_count(8) == 0
     assert options.describe().count("(not given)") == 4
 
@@ -75,11 +76,9 @@ def test_spellings(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "AMXINT9"}, "--kt-method AMXINT9: this method is unknown; accepted: BF16"),
-        ({"method": "LLAMAFILE"}, "--kt-method LLAMAFILE: it takes weights over"),
         (
-            {"method": "MXFP4"},
-            "--kt-method MXFP4: it takes weights over that are quantised already",
+            {"method": "AMXINT9"},
+            "--kt-method AMXINT9: this method is unknown; accepted: auto, BF16",
         ),
         ({"method": 4}, "--kt-method 4: text is expected"),
         ({"cpuinfer": 0}, "--kt-cpuinfer 0: an integer of at least 1 is accepted"),
@@ -93,6 +92,7 @@ def test_spellings(name: str, value: Any) -> None:
         ({"weight_path": "/no/such/folder"}, "--kt-weight-path /no/such/folder: no such file"),
         ({"weight_path": "a\0b"}, "--kt-weight-path .*: no such file"),
         ({"weight_path": ""}, "--kt-weight-path : no such file"),
+        ({"weight_path": "nothing"}, "no such file or folder; a repository is named as org/name"),
         ({"allow_untested": "yes"}, "--kt-allow-untested 'yes': true or false is expected"),
         ({"cpuinfer": 1, "threadpool_count": 2}, "fewer threads than pools; at least"),
         ({"methods": "BF16"}, "kt option 'methods' is unknown; known: method, "),
@@ -120,6 +120,12 @@ def test_more_hot_experts_than_there_are() -> None:
         options.hot_count(8)
 
 
+@pytest.mark.parametrize("path", ["org/name", "org/name@v1", "org/name/file.gguf"])
+def test_a_repository(path: str) -> None:
+    """Whether there is one is not asked while the command line is parsed."""
+    assert KTOptions.from_mapping({"weight_path": path}).weight_path == path
+
+
 def test_weight_path_that_cannot_be_looked_at() -> None:
     """Path.exists raises for these; the error still names the flag."""
     with pytest.raises(OptionError, match="--kt-weight-path /xxx.*: File name too long"):
@@ -132,7 +138,7 @@ def test_weight_path_that_cannot_be_looked_at() -> None:
 def parser_of_an_engine() -> tuple[argparse.ArgumentParser, dict[str, Any]]:
     """A parser that has two of the flags already, with defaults and choices of its own."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kt-method", default="AMXINT4", choices=["AMXINT4"])
+    parser.add_argument("--kt-method", default="AMXINT4", choices=["AMXINT4"], help="theirs")
     parser.add_argument("--kt-threadpool-count", type=int, default=2)
     parser.add_argument("--kt-enable-dynamic-expert-update", action="store_true")
     return parser, add_arguments(parser)
@@ -151,6 +157,7 @@ def test_a_value_equal_to_the_default_of_the_engine_is_given() -> None:
     parser, replaced = parser_of_an_engine()
     namespace = parser.parse_args(["--kt-method", "AMXINT4", "--kt-num-gpu-experts", "3"])
     assert collect(namespace) == {"method": "AMXINT4", "num_gpu_experts": 3}
+    assert "theirs" not in parser.format_help() and "(default auto: " in parser.format_help()
     restore_defaults(namespace, replaced)
     assert namespace.kt_method == "AMXINT4" and namespace.kt_threadpool_count == 2
 
