@@ -31,7 +31,7 @@ TESTED_MODELS = (
 )
 # Checkpoints whose weights reach our loaders one by one, as the tests have seen them.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
-QUANTISED_MODEL = "fp8"  # what a served model may be quantised with
+QUANTISED_MODELS = ("fp8",)  # what a served model may be quantised with, as the engines name it
 # Reasons for a refusal, of configurations and of requests to a running engine.
 SINGLE_RANK = "kt-moe supports tensor parallelism only"
 NO_EXCHANGE = "the cold experts' weights cannot be exchanged or put aside"
@@ -119,32 +119,14 @@ def refuse_class(classes: list[str], options: KTOptions) -> None:
         )
 
 
-def quantisation_of(settings: Any) -> str | None:
-    """What a model is quantised with by the ``quantization_config`` of its configuration; None if
-    it is not: without such an entry, or with an empty one. settings: a mapping, an object with the
-    same entries as attributes, or None."""
-    if hasattr(settings, "to_dict"):
-        settings = settings.to_dict()
-    if not settings:
-        return None
-    if isinstance(settings, Mapping):
-        return str(settings.get("quant_method", "an unnamed method"))
-    return str(getattr(settings, "quant_method", "an unnamed method"))
+def refuse_quantised(quantisation: str | None) -> None:
+    """OptionError for a quantised model whose hot experts need kernels that were not tried.
 
-
-def refuse_quantised(quantisation: str | None, options: KTOptions) -> None:
-    """OptionError for a quantised model whose cold experts cannot be read: engines hand over single
-    tensors, but our readers need the checkpoint. quantisation: None or "" for none."""
-    if not quantisation:
-        return
-    if quantisation != QUANTISED_MODEL:
+    quantisation: as the engine names it; None or "" for none.
+    """
+    if quantisation and quantisation not in QUANTISED_MODELS:
         raise OptionError(
             f"a model quantised with {quantisation}: the hot experts' kernels were not tried; "
-            f"accepted: {QUANTISED_MODEL}, or the unquantised model with --kt-weight-path naming "
-            "the quantised one"
-        )
-    if options.weight_path is None:
-        raise OptionError(
-            f"a model quantised with {quantisation}: name its folder with --kt-weight-path too, "
-            "from which the cold experts are read"
+            f"accepted: {', '.join(QUANTISED_MODELS)}, or the unquantised model with "
+            "--kt-weight-path naming the quantised one"
         )

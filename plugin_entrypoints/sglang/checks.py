@@ -8,7 +8,7 @@ from kt_kernel.variant import kernel_kind
 
 from ..common import refuse_class, refuse_quantised, warn_of_trace
 from .contract import BESIDE_COLD, CONTRACT, DECLARE_LATE, DECLARE_RESOLUTION
-from .options import language_model, model_config_of, options_of, resolved
+from .options import OPTIONS_KEY, language_model, model_config_of, options_of, resolved
 
 _GRAPHS = ("full", "breakable", "disabled")  # ways to make CUDA graphs
 _SOURCE = "kt"  # who decided, in SGLang's records of decisions
@@ -25,7 +25,8 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
     options = options_of(server_args)
     if options is not None and not getattr(server_args, _CHECKED_KEY, False):
         arguments, model_config = resolved(server_args), model_config_of(server_args)
-        refuse_unsupported(arguments, model_config, options)
+        options = prepared(arguments, model_config, options)
+        setattr(server_args, OPTIONS_KEY, options.to_mapping())
         if _some_are_cold(model_config, options):
             _separate_shared_experts(server_args, arguments)
         setattr(server_args, _CHECKED_KEY, True)
@@ -34,22 +35,27 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
     return options
 
 
-def refuse_unsupported(arguments: Any, model_config: Any, options: KTOptions) -> None:
-    """Raises OptionError, one line, for an engine configuration that the hybrid layer cannot serve.
+def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions:
+    """The options as the workers need them: see `kt_kernel.preflight.prepare`.
+
+    Raises OptionError, one line, for an engine configuration that the hybrid layer cannot serve.
 
     arguments: resolved server arguments; model_config: SGLang's ModelConfig.
     """
-    from kt_kernel.preflight import check_model
+    from kt_kernel.preflight import ServedModel, prepare
 
     refuse_class(list(model_config.hf_config.architectures or []), options)
-    refuse_quantised(model_config.quantization or arguments.quantization or None, options)
+    quantisation = model_config.quantization or arguments.quantization or None
+    refuse_quantised(quantisation)
     CONTRACT.refuse(arguments)
-    check_model(options, language_model(model_config.hf_config))
-    if not _some_are_cold(model_config, options):
-        return
-    CONTRACT.refuse(arguments, BESIDE_COLD)
-    _refuse_compiled_graphs(arguments)
-    _refuse_dependence_on_the_batch(arguments, options)
+    if _some_are_cold(model_config, options):
+        CONTRACT.refuse(arguments, BESIDE_COLD)
+        _refuse_compiled_graphs(arguments)
+        _refuse_dependence_on_the_batch(arguments, options)
+    served = ServedModel(
+        arguments.model_path, quantisation, arguments.revision, arguments.download_dir
+    )
+    return prepare(options, language_model(model_config.hf_config), served)
 
 
 def _refuse_compiled_graphs(arguments: Any) -> None:

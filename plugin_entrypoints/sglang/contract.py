@@ -500,6 +500,9 @@ ATTRIBUTES = (
     Attributes(
         _ARGUMENTS,
         (
+            "model_path",
+            "revision",
+            "download_dir",
             "quantization",
             "disable_shared_experts_fusion",
             "enable_deterministic_inference",

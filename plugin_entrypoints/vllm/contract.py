@@ -194,6 +194,7 @@ ATTRIBUTES = (
             "additional_config",
             "compilation_config",
             "device_config",
+            "load_config",
             "model_config",
             "parallel_config",
         ),
@@ -201,8 +202,11 @@ ATTRIBUTES = (
     ),
     Attributes(
         "vllm.config:ModelConfig",
-        ("architectures", "hf_text_config", "quantization"),
+        ("architectures", "hf_text_config", "model", "quantization", "revision"),
         "the model that the options are checked against",
+    ),
+    Attributes(
+        "vllm.config:LoadConfig", ("download_dir",), "where the served model's repository is kept"
     ),
     Attributes(
         "vllm.config:ParallelConfig",

@@ -13,7 +13,7 @@ from kt_kernel.options import OptionError, add_arguments, collect, exit_with
 from .. import failure
 from ..common import install, warn_of_trace
 from .contract import CONTRACT
-from .options import logger, merge, options_of, refuse_unsupported, take_environment
+from .options import CONFIG_KEY, logger, merge, options_of, prepared, take_environment
 
 _registered = False
 _problem = ""  # why the hybrid layer cannot be installed; stops a start with kt options
@@ -88,7 +88,8 @@ def _prepared(create: Callable[[], Any], command_line: bool) -> Any:
     config = create()
     options = options_of(config)
     assert options is not None
-    refuse_unsupported(config, options)
+    options = prepared(config, options)
+    config.additional_config = {**config.additional_config, CONFIG_KEY: options.to_mapping()}
 
     from . import front, slot
 

@@ -56,12 +56,18 @@ def merge(engine_args: Any, given: dict[str, Any] | None) -> None:
     engine_args.additional_config = {**additional, CONFIG_KEY: options.to_mapping()}
 
 
-def refuse_unsupported(config: Any, options: KTOptions) -> None:
-    """Raises OptionError, one line, for an engine configuration that we cannot serve."""
-    from kt_kernel.preflight import check_model
+def prepared(config: Any, options: KTOptions) -> KTOptions:
+    """The options as the workers need them: see `kt_kernel.preflight.prepare`.
+
+    Raises OptionError, one line, for an engine configuration that we cannot serve.
+    """
+    from kt_kernel.preflight import ServedModel, prepare
 
     model = config.model_config
     refuse_class(list(model.architectures or []), options)
-    refuse_quantised(model.quantization, options)
+    refuse_quantised(model.quantization)
     CONTRACT.refuse(config)
-    check_model(options, model.hf_text_config)
+    served = ServedModel(
+        model.model, model.quantization, model.revision, config.load_config.download_dir
+    )
+    return prepare(options, model.hf_text_config, served)

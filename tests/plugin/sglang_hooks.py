@@ -229,7 +229,7 @@ def check_arguments_that_need_more() -> None:
 
     def refusal(arguments: Any, **given: Any) -> str:
         checked = KTOptions.from_mapping({"num_gpu_experts": 3} | given)
-        return error_of(checks.refuse_unsupported, arguments, model, checked)
+        return error_of(checks.prepared, arguments, model, checked)
 
     assert refusal(resolving_view(server_args)) == ""
     graphs = resolving_view(server_args).cuda_graph_config
@@ -249,6 +249,11 @@ def check_arguments_that_need_more() -> None:
         line = refusal(arguments, max_deferred_experts_per_token=1)
         assert line.startswith("--kt-max-deferred-experts-per-token 1: which experts are def")
         del os.environ["KT_KERNEL_KIND"]
+    unquantised = ServerArgs(
+        DEMO_MODEL, device="cpu", json_model_override_args='{"quantization_config": {}}'
+    )
+    unquantised.resolve_once()
+    assert not model_config_of(unquantised).quantization
     with decided(server_args, quantization="awq") as arguments:
         assert refusal(arguments).startswith("a model quantised with awq: the hot experts'")
     parser = ArgumentParser()

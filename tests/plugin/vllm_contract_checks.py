@@ -93,7 +93,7 @@ def check_configurations() -> None:
     """What is refused, on the attributes of a real configuration."""
     made = engine_config()
     check_refusals(CONTRACT, made)
-    refuse = options.refuse_unsupported
+    refuse = options.prepared
     some = KTOptions(weight_path=str(MODEL), num_gpu_experts=4)
     assert error_of(refuse, made, some) == ""
     for path, (value, line) in LINES.items():
@@ -103,7 +103,8 @@ def check_configurations() -> None:
             assert found.startswith(line) and "\n" not in found, (path, found)
     with changed(made, "model_config.quantization", "fp8"):
         found = error_of(refuse, made, KTOptions())
-        assert found.startswith("a model quantised with fp8: name its folder with"), found
+        line = f"served model {MODEL}, quantised with fp8: {MODEL} is not quantised, and"
+        assert found.startswith(line), found
     for form in LOAD_FORMATS:
         with changed(made, "load_config.load_format", form):
             assert error_of(refuse, made, some) == ""
