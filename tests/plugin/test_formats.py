@@ -1,7 +1,8 @@
 """Both engines on the CPU, all experts cold and read from a checkpoint in each format: what they
 say is what transformers says with the dequantised weights.
 
-The served model is BF16; --kt-weight-path names the checkpoint of its experts.
+The served model is BF16; --kt-weight-path names the checkpoint of its experts, one of them as a
+repository. --kt-method is left out where the checkpoint tells it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from engines import TIMEOUT, Answers
 from expert_weights import HIDDEN, INTERMEDIATE, Weights
 from format_files import FORMATS
+from repositories import keep
 from tiny_model import (
     EXPERTS,
     LAYERS,
@@ -33,6 +35,8 @@ from kt_kernel.methods import BF16_ACTIVATIONS, get_method
 STEPS = 8
 PROMPTS = spread_prompts(4, step=7, growth=9)
 ENGINES = ["vllm", "sglang"]
+CACHED = "FP8"  # the format whose checkpoint is given as a repository
+REPOSITORY = "kt-moe/experts"
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
@@ -48,23 +52,25 @@ def written(folder: Path) -> dict[str, tuple[Path, Weights]]:
     return {name: (folder / name, form.write(folder / name)) for name, form in FORMATS.items()}
 
 
-def _vllm(folder: Path, model: Path, paths: dict[str, Path]) -> Answers:
+def _options(name: str, path: Path) -> dict[str, str]:
+    """The kt options of a format; BF16 would not be kept unless it is named."""
+    options = {"weight_path": REPOSITORY if name == CACHED else str(path)}
+    return options | ({"method": name} if name == "BF16" else {})
+
+
+def _vllm(folder: Path, cache: str, paths: dict[str, Path], **job: Any) -> Answers:
+    runs = [{"name": name, "kt": _options(name, path)} for name, path in paths.items()]
+    return test_vllm.run(folder, test_vllm.environment(HF_HUB_CACHE=cache), runs=runs, **job)
+
+
+def _sglang(folder: Path, cache: str, paths: dict[str, Path], **job: Any) -> Answers:
     runs = [
-        {"name": name, "kt": {"method": FORMATS[name].method, "weight_path": str(path)}}
+        {"name": name, "arguments": {f"kt_{key}": value for key, value in options.items()}}
         for name, path in paths.items()
+        for options in (_options(name, path),)
     ]
-    return test_vllm.run(folder, model=str(model), prompts=PROMPTS, steps=STEPS, runs=runs)
-
-
-def _sglang(folder: Path, model: Path, paths: dict[str, Path]) -> Answers:
-    runs = [
-        {"name": name,
-         "arguments": {"kt_method": FORMATS[name].method, "kt_weight_path": str(path)}}
-        for name, path in paths.items()
-    ]  # fmt: skip
-    return test_sglang.run(
-        folder, model=str(model), prompts=PROMPTS, steps=STEPS, runs=runs, fork=True
-    )
+    env = test_sglang.environment(HF_HUB_CACHE=cache)
+    return test_sglang.run(folder, env, runs=runs, fork=True, **job)
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +79,17 @@ def answers(
 ) -> Callable[[str], Answers]:
     """Of an engine; it runs when it is first asked for."""
     found: dict[str, Answers] = {}
+    cache = folder / "cache"
+    keep(cache, REPOSITORY, written[CACHED][0])
 
     def of(engine: str) -> Answers:
         if os.environ.get(f"KT_{engine.upper()}_PYTHON") is None:
             pytest.skip(f"KT_{engine.upper()}_PYTHON is not set (make test sets it)")
         if engine not in found:
             run = _vllm if engine == "vllm" else _sglang
-            found[engine] = run(folder / engine, served, {n: w[0] for n, w in written.items()})
+            paths = {name: path for name, (path, _) in written.items()}
+            job = {"model": str(served), "prompts": PROMPTS, "steps": STEPS}
+            found[engine] = run(folder / engine, str(cache), paths, **job)
         return found[engine]
 
     return of
@@ -97,6 +107,13 @@ def _calls(engine: str, answer: dict[str, Any]) -> int:
     return counted["expert_calls"]
 
 
+def _description(engine: str, answer: dict[str, Any]) -> str:
+    if engine == "vllm":
+        return answer["describe"][0]
+    (counted,) = answer["stats"]["models"]
+    return counted["description"]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_logprobs_are_those_of_transformers(
@@ -110,6 +127,7 @@ def test_logprobs_are_those_of_transformers(
     the served model's own experts, which is the control, the log-probabilities are others."""
     answer = answers(engine)[name]
     assert "error" not in answer, answer
+    assert f" {FORMATS[name].method}, " in _description(engine, answer)
     weights = written[name][1]
 
     def dequantise(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:

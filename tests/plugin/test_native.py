@@ -1,5 +1,5 @@
 """A model in FP8 served as one on a GPU: the engine's own kernels for the hot experts, ours for the
-cold ones, both from the same checkpoint.
+cold ones, both from the same checkpoint, which is named once.
 
 KT_VLLM_GPU_PYTHON and KT_SGLANG_GPU_PYTHON name pythons with engines for CUDA, and this package.
 """
@@ -21,37 +21,20 @@ from engines import (
     gpu_python,
     run,
 )
-from expert_weights import HIDDEN, INTERMEDIATE, Weights
-from safetensors.torch import load_file, save_file
-from safetensors_files import FORMATS, expert_tensors
-from tiny_model import EXPERTS, LAYERS, Reference, make, spread_prompts
+from expert_weights import Weights
+from fp8_model import SIZES, make_fp8
+from tiny_model import EXPERTS, Reference, make, spread_prompts
 
 STEPS = 8
 PROMPTS = spread_prompts(4)
 HOT = [0, 3, EXPERTS]
-SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "head_dim": 64}  # 64: for SGLang's kernels
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
 
 @pytest.fixture(scope="module")
 def quantised(folder: Path) -> tuple[Path, Weights]:
-    """A model whose experts, and nothing else, are in FP8; their weights."""
-    path = make(folder / "model", **SIZES)
-    tensors = load_file(path / "model.safetensors")
-    others = {name: t for name, t in tensors.items() if ".experts." not in name}
-    experts, weights = expert_tensors(FORMATS["FP8"])
-    save_file(others | experts, path / "model.safetensors", {"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    layers = [f"model.layers.{layer}" for layer in range(LAYERS)]
-    config["quantization_config"] = FORMATS["FP8"].quantization | {
-        "activation_scheme": "dynamic",
-        "modules_to_not_convert": ["lm_head"]
-        + [f"{layer}.self_attn.{name}_proj" for layer in layers for name in ("q", "k", "v", "o")]
-        + [f"{layer}.self_attn.qkv_proj" for layer in layers]
-        + [f"{layer}.mlp.gate" for layer in layers],
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    return path, weights
+    """The model, and its experts' weights."""
+    return folder / "model", make_fp8(folder / "model")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +58,7 @@ def test_vllm(folder: Path, quantised: tuple[Path, Weights], expected: Reference
     path = str(quantised[0])
     runs = [
         {"name": f"{hot} hot", "engine": GPU_VLLM, "compile": True,
-         "kt": {"method": "FP8", "weight_path": path, "num_gpu_experts": hot}}
+         "kt": {"num_gpu_experts": hot}}
         for hot in HOT
     ]  # fmt: skip
     job = {"model": path, "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS, "runs": runs}
@@ -86,11 +69,7 @@ def test_vllm(folder: Path, quantised: tuple[Path, Weights], expected: Reference
 
 def test_sglang(folder: Path, quantised: tuple[Path, Weights], expected: Reference) -> None:
     path = str(quantised[0])
-    runs = [
-        {"name": f"{hot} hot",
-         "arguments": {"kt_method": "FP8", "kt_weight_path": path, "kt_num_gpu_experts": hot}}
-        for hot in HOT
-    ]  # fmt: skip
+    runs = [{"name": f"{hot} hot", "config": json.dumps({"num_gpu_experts": hot})} for hot in HOT]
     job = {"model": path, "dtype": "bfloat16", "device": GPU_SGLANG, "prompts": PROMPTS,
            "steps": STEPS, "runs": runs}  # fmt: skip
     python = gpu_python("KT_SGLANG_GPU_PYTHON")

@@ -115,6 +115,7 @@ def answers(
         {"name": "AMXINT8", "arguments": {**some, "kt_method": "AMXINT8"}},
         {"name": "INT4_G32", "arguments": {**some, "kt_method": "INT4_G32",
                                            "kt_weight_path": str(model)}},
+        {"name": "auto", "arguments": {"kt_num_gpu_experts": HOT}},
         {"name": "deferred", "prompts": prompts[-1:],
          "arguments": {**some, "kt_max_deferred_experts_per_token": 1}},
         {"name": "long prompts", "before": long[:1], "prompts": long[1:],
@@ -251,6 +252,11 @@ def test_quantised_logprobs(
     check_quantised_logprobs(method, answers[method], reference, prompts)
 
 
+def test_the_method_of_16_bit_weights(answers: Answers) -> None:
+    """SGLang's own default of --kt-method does not count."""
+    assert answers["auto"]["logprobs"] == answers["INT4_G32"]["logprobs"]
+
+
 def test_deferral(answers: Answers, reference: Reference, prompts: list[list[int]]) -> None:
     """With one expert late, tokens and log-probabilities are those of the rule in transformers."""
     check_deferred(answers["deferred"], reference, prompts[-1], 1, COLD, near=0.03, gap=0.1)
@@ -312,7 +318,7 @@ def serve(model: Path, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--kt-method", "AMXINT9"), "--kt-method AMXINT9: this method is unknown; accepted: BF16"),
+        (("--kt-method", "AMXINT9"), "--kt-method AMXINT9: this method is unknown; accepted: auto"),
         (("--kt-num-gpu-experts", "3", "--dp", "2"), "--dp-size 2: kt-moe supports tensor paralle"),
     ],
 )

@@ -122,6 +122,7 @@ def answers(
         {"name": "zeroed", "kt": {**some, "weight_path": str(zeroed)}},
         {"name": "deferred", "kt": {"method": "BF16", "max_deferred_experts_per_token": 1}},
         *({"name": method, "kt": {**some, "method": method}} for method in QUANTISED),
+        {"name": "auto", "kt": {"num_gpu_experts": HOT}},
         {"name": "environment", "kt": None, "environment": {"KT_CONFIG": json.dumps(some)}},
         {"name": "too many", "kt": {"num_gpu_experts": EXPERTS + 1}},
         {"name": "unknown", "kt": {"gpu_experts": 1}},
@@ -242,6 +243,10 @@ def test_quantised_logprobs(
     method: str, answers: Answers, reference: Reference, prompts: list[list[int]]
 ) -> None:
     check_quantised_logprobs(method, answers[method], reference, prompts)
+
+
+def test_the_method_of_16_bit_weights(answers: Answers) -> None:
+    assert answers["auto"]["logprobs"] == answers["INT4_G32"]["logprobs"]
 
 
 def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
