@@ -16,7 +16,7 @@ from packed_cases import E, H, I, contents, forward, loaded, run_convert, save_c
 
 from kt_kernel.checkpoint import open_checkpoint, read_experts
 from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.preflight import check_model
+from kt_kernel.preflight import ServedModel, prepare
 from kt_kernel.store.manifest import VERSION, read_manifest
 from kt_kernel.utils.loader import SafeTensorLoader
 from kt_kernel.variant import native
@@ -225,15 +225,15 @@ def test_before_an_engine_loads_anything(packed):
     options = KTOptions.from_mapping(
         {"method": "AMXINT8", "weight_path": str(packed), "cpuinfer": 1}
     )
-    check_model(options, Config())
+    prepare(options, Config(), ServedModel("served"))
     (packed / "layer-00002.safetensors").unlink()
     with pytest.raises(OptionError, match="--kt-weight-path .*layer-00002.*missing"):
-        check_model(options, Config())
+        prepare(options, Config(), ServedModel("served"))
     other = KTOptions.from_mapping(
         {"method": "BF16", "weight_path": str(packed.parent), "cpuinfer": 1}
     )
     with pytest.raises(OptionError, match="a file of a packed directory"):
-        check_model(other, Config())
+        prepare(other, Config(), ServedModel("served"))
 
 
 def test_the_loader_for_other_packages_code(good):

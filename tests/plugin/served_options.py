@@ -28,7 +28,7 @@ def of_sglang(model: str, flags: list[str]) -> dict:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    from kt_kernel.plugin_entrypoints import sglang
+    from kt_kernel.plugin_entrypoints.sglang.options import options_of
 
     logging.basicConfig(level=logging.INFO)  # as its servers do
     load_plugins()
@@ -38,7 +38,7 @@ def of_sglang(model: str, flags: list[str]) -> dict:
     arguments = ServerArgs.from_cli_args(parser.parse_args(given))
     arguments.resolve_once()
     arguments.check_server_args()
-    return sglang.options_of(pickle.loads(pickle.dumps(arguments))).to_mapping()
+    return options_of(pickle.loads(pickle.dumps(arguments))).to_mapping()
 
 
 if __name__ == "__main__":
