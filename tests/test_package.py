@@ -89,7 +89,7 @@ def test_metadata(metadata: email.message.Message) -> None:
         name = re.match(r"[\w-]+", line).group()
         extra = re.search(r"extra == ['\"](\w+)['\"]", line)
         (extras.setdefault(extra.group(1), set()) if extra else base).add(name)
-    assert base == {"torch", "numpy", "safetensors", "typer", "rich"}
+    assert base == {"torch", "numpy", "safetensors", "huggingface-hub", "typer", "rich"}
     assert "sglang" in extras["sglang"]
     assert "vllm" in extras["vllm"]
 
@@ -102,8 +102,10 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
         for target in parsed[group].values():
             module, function = target.split(":")
             source = REPO / module.replace("kt_kernel.", "", 1).replace(".", "/")
-            text = source.with_suffix(".py").read_text()
-            assert re.search(rf"^def {function}\(\)", text, re.MULTILINE), target
+            package = source / "__init__.py"
+            text = (package if package.exists() else source.with_suffix(".py")).read_text()
+            defined = rf"^(def {function}\(\)|from \.\w+ import .*\b{function}\b)"
+            assert re.search(defined, text, re.MULTILINE), target
 
 
 def _of_dev(requirement: Requirement) -> bool:

@@ -80,9 +80,12 @@ def test_a_group_ends_with_an_exception(tmp_path: Path) -> None:
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from kt_kernel.server_process import process_group
+
+# A shell's background jobs, and what they start, ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with process_group([sys.executable, "-c", sys.argv[1], "waits"], Path(sys.argv[2]), patience=1):
     time.sleep(600)

@@ -138,7 +138,8 @@ def _after_check_server_args(result: Any, server_args: Any) -> Any:
             return result
         if _problem:
             raise OptionError(_problem)
-        checked_options_of(server_args)
+        options = checked_options_of(server_args)
+        assert options is not None
         CONTRACT.check(_logger)
         hooks.apply(_serving_hooks())
         setattr(server_args, OPTIONS_KEY, Travelling(options.to_mapping()))

@@ -48,7 +48,7 @@ def split_deferred() -> Callable[[], object]:
 
 
 def make_product_bench() -> Callable[[], object]:
-    team, w = _C.Team([1], [-1]), np.ones((N, N), np.float32)
+    team, w = _C.Team([1], [-1]), np.ones((8 * N, N), np.float32)
     return lambda: _C.ProductBench(
         team,
         table="avx2",
@@ -56,7 +56,7 @@ def make_product_bench() -> Callable[[], object]:
         format=BF16,
         group_size=0,
         scale_type=0,
-        n=N,
+        n=8 * N,
         k=N,
         w=(w.ctypes.data, 0, 0, 1.0),
         bytes=1,

@@ -249,11 +249,6 @@ def check_arguments_that_need_more() -> None:
         line = refusal(arguments, max_deferred_experts_per_token=1)
         assert line.startswith("--kt-max-deferred-experts-per-token 1: which experts are def")
         del os.environ["KT_KERNEL_KIND"]
-    unquantised = ServerArgs(
-        DEMO_MODEL, device="cpu", json_model_override_args='{"quantization_config": {}}'
-    )
-    unquantised.resolve_once()
-    assert not model_config_of(unquantised).quantization
     with decided(server_args, quantization="awq") as arguments:
         assert refusal(arguments).startswith("a model quantised with awq: the hot experts'")
     parser = ArgumentParser()
