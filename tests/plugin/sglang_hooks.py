@@ -99,7 +99,8 @@ def check_options_install_the_hooks() -> None:
     server_args.check_server_args()
     assert all(a is hooks._resolve(hook) for a, hook in zip(before, found, strict=True))
     travelled = pickle.loads(pickle.dumps(server_args))
-    assert options.options_of(travelled) == KTOptions(num_gpu_experts=3) and plugin._arrived
+    decided = KTOptions(method="INT4_G32", num_gpu_experts=3)
+    assert options.options_of(travelled) == decided and plugin._arrived
 
 
 def check_lost_hooks_are_noticed() -> None:
