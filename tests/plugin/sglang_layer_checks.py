@@ -113,7 +113,7 @@ def check_what_a_layer_may_be() -> None:
         method = object.__new__(kt_layer.KTEPWrapperMethod)
         method.gpu_method = SimpleNamespace(create_weights=lambda **given: made.update(given))
         method.config = kt_layer.LayerConfig(
-            HybridModel(KTOptions.from_mapping({"num_gpu_experts": hot})), {}, 0, 16, 2
+            HybridModel(KTOptions(method="BF16", num_gpu_experts=hot)), {}, 0, 16, 2
         )
         method.create_weights(layer, 9, 64, 32, torch.float32, weight_loader=create, **extra or {})
         return method
