@@ -30,8 +30,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import about
-
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -154,6 +152,8 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    from machine import about  # engines run this file too, beside versions of kt-moe without it
+
     engines = [Engine(name, site, args) for name, site in args.variant]
     try:
         for engine in engines:
