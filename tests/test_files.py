@@ -143,7 +143,9 @@ def test_a_forked_child_has_no_lock(tmp_path):
         time.sleep(60)
         os._exit(0)
     lock.release()
-    assert FileLock(str(tmp_path / "lock")).acquire(0)
+    other = FileLock(str(tmp_path / "lock"))
+    assert other.acquire(0)
+    other.release()
     os.kill(sleeper, 9)
     os.waitpid(sleeper, 0)
 
