@@ -45,7 +45,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     from kt_kernel.preflight import ServedModel, prepare
 
     refuse_class(list(model_config.hf_config.architectures or []), options)
-    quantisation = model_config.quantization or arguments.quantization or None
+    quantisation = model_config.quantization or arguments.quantization
     refuse_quantised(quantisation)
     CONTRACT.refuse(arguments)
     if _some_are_cold(model_config, options):

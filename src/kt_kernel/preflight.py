@@ -43,7 +43,7 @@ class ServedModel:
 
     Attributes:
         path: folder or repository, as the engine is told.
-        quantisation: what the engine calls the model's quantisation; None for 16- and 32-bit
+        quantisation: what the engine calls the model's quantisation; None or "" for 16- and 32-bit
             weights.
         revision: of a repository; None: its main branch.
         cache_dir: where the engine keeps repositories; None: the hub's cache.
@@ -72,7 +72,7 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     """
     _check_settings(options, config)
     given = options.weight_path
-    if given is None and served.quantisation is None:
+    if given is None and not served.quantisation:
         return _prepared(options, config, QUANTISE)
     place = f"--kt-weight-path {given}"
     if given is None:
