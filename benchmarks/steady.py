@@ -152,7 +152,9 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from machine import about  # engines run this file too, beside versions of kt-moe without it
+    # Not at the top: the engines' processes run this file, too, with versions of kt-moe that lack
+    # what `machine` imports.
+    from machine import about
 
     engines = [Engine(name, site, args) for name, site in args.variant]
     try:
