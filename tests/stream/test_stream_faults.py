@@ -356,6 +356,8 @@ def python(program: str) -> str:
     return done.stdout
 
 
+# A child inherits the lock on the sanitizer's heap if another thread held it at the fork (GCC 12).
+@pytest.mark.skipif(SMALL_SWEEP, reason="a forked child may hang in the sanitizer's allocator")
 def test_fork() -> None:
     assert "fine" in python(FORK)
 
