@@ -4,11 +4,12 @@ one that is stopped in the middle of a step costs the others.
     python benchmarks/steady.py --engine sglang --model FOLDER --variant now=/path/to/site \\
         --variant before=/path/to/other/site --rounds 20 --json FILE
 
-Each variant is a folder to put first on PYTHONPATH, with the kt-moe to measure. All engines are
-started together. While one decodes, the processes of the others are stopped; the order of the
+Each variant is a folder to put first on PYTHONPATH, with the kt-moe to measure. After an @ it may
+have arguments of its own, in JSON: NAME=FOLDER@'{"kt_cpuinfer": 12}'. All engines are started
+together. While one decodes, the processes of the others are stopped; the order of the
 turns is reversed from round to round. A round is one request of --steps tokens with default
 settings, timed from its first token to its last, so that neither the prompt nor the engine's start
-is part of it.
+is part of it. Every second round also times prompts of --prompts tokens, to their first token.
 
 Then, for each variant, that engine is stopped in the middle of a decoding step, and the first one
 decodes --beside more rounds.
@@ -81,10 +82,15 @@ def worker() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         choose = random.Random(job["seed"])
-        prompt = [choose.randrange(2, spec["vocabulary"]) for _ in range(32)]
+        prompt = [choose.randrange(2, spec["vocabulary"]) for _ in range(job["prompt"])]
+        start = time.monotonic()
         seen = [(time.monotonic(), count) for count in tokens(prompt, job["steps"])]
         (begin, first), (end, last) = seen[0], seen[-1]
-        print(json.dumps({"tokens_per_second": (last - first) / (end - begin)}), file=answers)
+        found = {
+            "tokens_per_second": (last - first) / (end - begin),
+            "first_token_ms": 1e3 * (begin - start),
+        }
+        print(json.dumps(found), file=answers)
     os._exit(0)
 
 
@@ -92,10 +98,13 @@ def worker() -> None:
 
 
 class Engine:
-    def __init__(self, name: str, site: str, args: argparse.Namespace) -> None:
+    def __init__(self, name: str, place: str, args: argparse.Namespace) -> None:
         self.name = name
         self.rounds: list[float] = []
+        self.prompts: dict[int, list[float]] = {length: [] for length in args.prompts}
         self.beside: dict[str, list[float]] = {}
+        site, _, own = place.partition("@")
+        self.arguments = args.arguments | json.loads(own or "{}")
         path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
         self.log = open(args.logs / f"{args.engine}-{name}.log", "w")  # noqa: SIM115 - lives on
         self.process = subprocess.Popen(
@@ -110,7 +119,7 @@ class Engine:
         self.tell(
             engine=args.engine,
             model=str(args.model),
-            arguments=args.arguments,
+            arguments=self.arguments,
             vocabulary=args.vocabulary,
         )
 
@@ -125,8 +134,13 @@ class Engine:
         return json.loads(line)
 
     def decode(self, steps: int, seed: int) -> float:
-        self.tell(steps=steps, seed=seed)
+        self.tell(steps=steps, seed=seed, prompt=32)
         return self.answer()["tokens_per_second"]
+
+    def prefill(self, seed: int) -> None:
+        for length, times in self.prompts.items():
+            self.tell(steps=2, seed=seed, prompt=length)
+            times.append(self.answer()["first_token_ms"])
 
     def signal(self, number: int) -> None:
         os.killpg(self.process.pid, number)
@@ -168,11 +182,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 engine.settle(args.settle if number < 0 else 0.3)
                 if number >= 0:
                     engine.rounds.append(engine.decode(args.steps, number))
+                    if number % 2:
+                        engine.prefill(number)
                 engine.stop()
         first = engines[0]
         for engine in engines[1:]:
             engine.signal(signal.SIGCONT)
-            engine.tell(steps=16 * args.steps, seed=1)
+            engine.tell(steps=16 * args.steps, seed=1, prompt=32)
             time.sleep(1.5)
             engine.signal(signal.SIGSTOP)
             first.signal(signal.SIGCONT)
@@ -189,9 +205,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "about": about(),
         "date": datetime.date.today().isoformat(),
         "engine": args.engine,
-        "arguments": args.arguments,
+        "arguments": {engine.name: engine.arguments for engine in engines},
         "steps": args.steps,
         "tokens_per_second": {engine.name: summary(engine.rounds) for engine in engines},
+        "first_token_ms": {
+            engine.name: {length: median(times) for length, times in engine.prompts.items()}
+            for engine in engines
+            if args.rounds > 1
+        },
         "beside_one_stopped_in_a_step": first.beside,
     }
 
@@ -211,6 +232,7 @@ def main() -> None:
     parser.add_argument("--variant", type=pair, action="append", required=True)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=192)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[])
     parser.add_argument("--settle", type=float, default=6)
     parser.add_argument("--beside", type=int, default=5)
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
@@ -223,6 +245,9 @@ def main() -> None:
             f"{row['worst_of_median']:.0%} of it, {row['below_85_percent']} of "
             f"{len(row['rounds'])} below 85%"
         )
+        if args.prompts:
+            times = found["first_token_ms"][name].items()
+            print("  prompts:", ", ".join(f"{length} tokens {ms:.0f} ms" for length, ms in times))
     for name, values in found["beside_one_stopped_in_a_step"].items():
         print(f"beside {name}, stopped in a step: {', '.join(f'{v:.0f}' for v in values)} tokens/s")
     if args.json:

@@ -33,9 +33,9 @@ constexpr size_t kLine = 128;
 
 // About what a futex sleep and wake-up costs: never lose more than twice the better choice.
 constexpr nanoseconds kSpin{25'000};
-// At a barrier, where CPUs are free for who is beside the team: a worker that comes late was
-// interrupted. The others must not be late, too, because they went to sleep meanwhile.
-constexpr nanoseconds kSpinAtBarrier{200'000};
+// At a barrier, where CPUs are free for other threads: a worker that comes late was interrupted.
+// The others must not be late, too, because they went to sleep in the meantime.
+constexpr nanoseconds kSpinAtBarrier{1'000'000};
 // With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
 constexpr nanoseconds kSpinOversubscribed{1'000};
 

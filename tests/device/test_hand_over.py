@@ -401,15 +401,16 @@ def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceE
 
 
 def test_too_many_threads_are_told_once(engine: DeviceEngine, caplog, monkeypatch) -> None:
-    monkeypatch.setattr("kt_kernel.pools.usable_cores", lambda: 16)
+    for module in ("pools", "device.engine"):
+        monkeypatch.setattr(f"kt_kernel.{module}.usable_cores", lambda: 16)
     monkeypatch.setattr("kt_kernel.pools._logged", False)
-    engine.warn_of_threads(14)
+    engine.warn_of_threads(13)
     assert not caplog.records
     for _ in range(2):
-        engine.warn_of_threads(15)
+        engine.warn_of_threads(14)
     [record] = caplog.records
-    assert "15 CPU threads on 16 usable cores leave too few" in record.getMessage()
-    assert "at most 14 with --kt-cpuinfer" in record.getMessage()
+    assert "14 CPU threads on 16 usable cores leave too few" in record.getMessage()
+    assert "at most 13 with --kt-cpuinfer" in record.getMessage()
 
 
 def test_the_first_batch_of_all_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,11 @@ def test_a_probe_that_disagrees_with_itself_is_not_kept(core, forget, change, th
     assert core.probes == (2 if kept else 4)
 
 
+@pytest.mark.parametrize(("cores", "left"), [(1, 2), (11, 2), (12, 3), (128, 3)])
+def test_cores_left_to_an_engine(core, cores, left):
+    assert pools.cores_for_serving(cores) == left
+
+
 @pytest.mark.parametrize(
     ("measured", "threads"), [(1, (1, 1)), (5, (3, 2)), (7, (3, 3)), (8, (3, 3))]
 )

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ..forks import per_process
-from ..pools import log_once, too_many_threads
+from ..machine import usable_cores
+from ..pools import cores_for_serving, log_once, too_many_threads
 from ..trace.writer import TRACE_VARIABLE
 from ..variant import native
 from . import backend as cuda
@@ -133,7 +134,8 @@ class DeviceEngine:
 
     def warn_of_threads(self, threads: int) -> None:
         """Logs once that this many CPU threads leave no core to those that wait for the device."""
-        log_once(_logger, too_many_threads(threads, reserved=native().beside_team))
+        reserved = cores_for_serving(usable_cores())
+        log_once(_logger, too_many_threads(threads, reserved=reserved))
 
     def stop(self) -> None:
         """Ends the polling thread once all that was launched is answered; where that takes too
