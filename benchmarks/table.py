@@ -1,25 +1,21 @@
 """Saved results as Markdown tables.
 
-    python benchmarks/table.py RESULT.json ...         # prints them
-    python benchmarks/table.py --update PAGE.md        # rewrites the tables of a page in place
+    python benchmarks/table.py RESULT.json ...
 
-A page has "<!-- result FILE.json -->" and "<!-- end -->" around each table; FILE is relative to
-benchmarks/results. A cell is the share of t_min and after a slash the goal, bold where missed.
+A cell is the share of t_min and, after a slash, the goal; it is bold where the goal is missed.
+appendix.py makes docs/performance-tables.md from all saved results.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from report import Row, goal_met, ratio_met, same_work
 
-RESULTS = Path(__file__).with_name("results")
-PART = re.compile(r"(<!-- result (\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOISE = 0.05
 
 
@@ -49,7 +45,8 @@ def _heading(content: dict[str, Any]) -> str:
     )
 
 
-def _table(corner: str, columns: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
+def grid(corner: str, columns: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """A Markdown table; each line is the name of a row and its cells."""
     head = [f"| {corner} | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
     return "\n".join(head + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in lines])
 
@@ -60,7 +57,7 @@ def _by_tokens(rows: list[Row], corner: str, cell: Callable[[Row], str]) -> str:
     found = {(row["method"], row["tokens"]): cell(row) for row in rows}
     methods = dict.fromkeys(row["method"] for row in rows)
     lines = [(m, [found.get((m, t), "") for t in tokens]) for m in methods]
-    return _table(corner, [f"T={t}" for t in tokens], lines)
+    return grid(corner, [f"T={t}" for t in tokens], lines)
 
 
 def _met(text: str, goal: str, met: bool) -> str:
@@ -132,7 +129,7 @@ def _threads(rows: list[Row]) -> list[str]:
         best = min(times.values())
         cells = [f"{times[n] / best - 1:+.0%}" if n in times else "" for n in counts]
         lines.append((f"{method} {table} T={tokens}", cells))
-    return [_table("time against the best count", [f"{n} threads" for n in counts], lines)]
+    return [grid("time against the best count", [f"{n} threads" for n in counts], lines)]
 
 
 def _beside(rows: list[Row]) -> list[str]:
@@ -145,7 +142,7 @@ def _beside(rows: list[Row]) -> list[str]:
             name = f"{row['method']} {row['table']} {row['threads']} threads T={row['tokens']}"
             lines.append((name, cells))
     columns = ["beside", "time against alone", "speed of the fair share"]
-    return [_table("layer", columns, lines)] if lines else []
+    return [grid("layer", columns, lines)] if lines else []
 
 
 def _sources(rows: list[Row], routine: str) -> str:
@@ -169,34 +166,15 @@ def _sources(rows: list[Row], routine: str) -> str:
     columns = ["GB/s of source", "s per GB", "share of copy bandwidth", "packed bytes/weight"]
     if routine == "load":
         columns.append("anonymous memory / packed size")
-    return _table(f"{routine}ing", columns, lines)
+    return grid(f"{routine}ing", columns, lines)
 
 
-def update(page: Path) -> None:
-    """Rewrites a page's tables from the files that it names. KeyError: it names none."""
-
-    def again(match: re.Match[str]) -> str:
-        content = json.loads((RESULTS / match[2]).read_text())
-        return f"{match[1]}\n{markdown(content)}\n{match[3]}"
-
-    text, count = PART.subn(again, page.read_text())
-    if not count:
-        raise KeyError(f"{page} names no result")
-    page.write_text(text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("results", nargs="*", type=Path)
-    parser.add_argument("--update", type=Path, metavar="PAGE.md")
-    args = parser.parse_args()
-    for path in args.results:
-        print(markdown(json.loads(path.read_text())))
-    if args.update:
-        update(args.update)
+def main(arguments: list[str]) -> None:
+    if not arguments:
+        raise SystemExit(__doc__)
+    for name in arguments:
+        print(markdown(json.loads(Path(name).read_text())))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

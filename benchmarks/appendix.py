@@ -1,0 +1,348 @@
+"""docs/performance-tables.md: the tables of all saved results.
+
+python benchmarks/appendix.py > docs/performance-tables.md
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from table import grid, markdown
+
+RESULTS = Path(__file__).with_name("results")
+
+Content = dict[str, Any]
+
+HEAD = """\
+# Performance tables
+
+`python benchmarks/appendix.py` generates this page from `benchmarks/results`; do not edit it.
+[performance.md](performance.md) explains the columns and how the figures were measured.
+
+All results are from shared virtual machines. Compare lines of one table only, and treat differences
+under 5% as noise.
+"""
+
+
+class Part(NamedTuple):
+    """A section of the page: its heading and introduction, and the results that it shows."""
+
+    title: str
+    text: str
+    files: Sequence[str]
+    render: Callable[[Content], str]
+
+
+def served(content: Content, first_round: int = 0) -> str:
+    """Speed and GPU memory of engine.py's configurations: medians from ``first_round`` on."""
+    rows = [row for row in content["rows"] if "error" not in row]
+    streams = list(rows[0]["decode"])
+    prompts = list(dict.fromkeys(n for row in rows for n in row["prefill"]))
+    lines = []
+    for row in rows:
+        steps = row.get("steps", content["steps"])
+        rates = [int(n) * steps / median(row["decode"][n][first_round:]) for n in streams]
+        times = [
+            f"{1e3 * median(row['prefill'][n][first_round:]):.0f} ms" if n in row["prefill"] else ""
+            for n in prompts
+        ]
+        gigabytes = f"{row['gpu_bytes'] / 1e9:.1f} GB"
+        lines.append((row["name"], [gigabytes, *(f"{rate:.0f}" for rate in rates), *times]))
+    columns = ["GPU memory", *_streams(streams), *(f"{n} tokens" for n in prompts)]
+    shape = content["shape"]
+    version = content.get("engine_version", "")
+    head = (
+        f"{_engine(content['engine'])} {version}".strip()
+        + f", {content['layers']} layers of {shape['name']}'s shape (E={shape['experts']} "
+        f"H={shape['hidden']} I={shape['inter']} k={shape['top_k']}), {content['method']}. "
+        f"One H200, {content['cpus']} virtual CPUs ({content['cpu']}). {content['date'][:10]}."
+    )
+    note = f" {_sentence(content['note'])}" if "note" in content else ""
+    return f"{head}{note}\n\n{grid('configuration', columns, lines)}"
+
+
+def served_when_warm(content: Content) -> str:
+    """`served` without the first three rounds, in which SGLang was not yet at its speed."""
+    return served(content, first_round=3)
+
+
+def peer(content: Content) -> str:
+    """Served engines next to kt-kernel's own."""
+    lines = [
+        (
+            row["name"],
+            [
+                f"{row['gpu_gb']} GB",
+                *map(str, row["decode_tokens_s"]),
+                *(f"{time} ms" for time in row["first_token_ms"]),
+            ],
+        )
+        for row in content["rows"]
+    ]
+    prompts = ["128 tokens", "2048 tokens", "8192 tokens"]
+    table = grid("engine", ["GPU memory", *_streams(["1", "4", "16"]), *prompts], lines)
+    versions = "; ".join(f"{name}: {version}" for name, version in content["versions"].items())
+    return (
+        f"{_sentence(content['model'])} {content['gpu']}, {content['cpu']}. {_sentence(versions)} "
+        f"{content['date']}.\n\n{table}\n\n- {_sentence(content['what'])}\n"
+        f"- {_sentence(content['unsteady'])}"
+    )
+
+
+def trace(content: Content) -> str:
+    """Overlap of CPU and GPU, from traces of a served model."""
+    columns = ["CPU", "GPU", "exposed", "elapsed", "bound", "reached", "share"]
+    lines = []
+    for name, rows in content["traces"].items():
+        for row in rows:
+            times = [f"{row[key]:.0f}" for key in ("t_cpu", "t_gpu", "exposed", "elapsed")]
+            ratios = [f"{row['bound']:.2f}", f"{row['reached']:.2f}", f"{row['share']:.0%}"]
+            lines.append((row["tokens"], (f"T={row['tokens']}, {name}", [*times, *ratios])))
+    ordered = [line for _, line in sorted(lines, key=lambda line: line[0])]
+    return f"{content['engine']}, {content['model']}; {content['gpu']}, {content['cpu']}.\n\n" + (
+        grid("batch", columns, ordered)
+    )
+
+
+def hand_over(content: Content) -> str:
+    """What a layer costs a CUDA stream, with and without work for the CPU."""
+    kinds = ["graph", "eager, 16 layers", "eager", "host"]
+    lines = [
+        (
+            f"T={row['tokens']}, {row['work']}",
+            [f"{row[kind]['median']:.1f} ({row[kind]['p99']:.1f})" for kind in kinds],
+        )
+        for row in content["rows"]
+    ]
+    names = ["one of 16 layers, graph", "one of 16 layers, eager", "one eager call", "host time"]
+    return (
+        f"{content['gpu']}, {content['cpus']} virtual CPUs ({content['cpu']}), "
+        f"H={content['rows'][0]['hidden']}. Median (99th percentile), µs.\n\n"
+        + grid("batch", names, lines)
+    )
+
+
+def steady(content: Content) -> str:
+    """Single rounds of a served engine, two versions in turns."""
+    columns = ["median", "worst / median", "rounds below 85%", "rounds"]
+    lines = [
+        (
+            name,
+            [
+                f"{found['median']:.0f}",
+                f"{found['worst_of_median']:.0%}",
+                str(found["below_85_percent"]),
+                str(len(found["rounds"])),
+            ],
+        )
+        for name, found in content["tokens_per_second"].items()
+    ]
+    arguments = content["arguments"]
+    return (
+        f"{_engine(content['engine'])}, {arguments['kt_method']}, "
+        f"{arguments['kt_num_gpu_experts']} hot experts, {content['steps']} tokens per round, "
+        f"tokens/s. {content['date']}.\n\n" + grid("version", columns, lines)
+    )
+
+
+def perplexity(content: Content) -> str:
+    """Held-out loss of the demo model."""
+    lines = [
+        (
+            row["experts"],
+            [f"{row['nats']:.5f}", f"{row['perplexity']:.4f}", f"{row['change']:+.2%}"],
+        )
+        for row in content["rows"]
+    ]
+    return (
+        f"Demo model, {content['rows'][0]['tokens']} bytes of held-out text, all experts on the "
+        f"CPU, {content['kernels']} kernels.\n\n"
+        + grid("experts", ["nats per byte", "perplexity", "change"], lines)
+    )
+
+
+def early(content: Content) -> str:
+    """Results of the first version of run.py, which saved fewer fields."""
+    parts = [
+        f"{content['cpu']}, {content['threads']} threads, {content['layers']} layers of "
+        f"{content['shape']}'s shape. "
+        f"Read bandwidth {content['ceilings']['dram_read'] / 1e9:.0f} GB/s."
+    ]
+    for table in dict.fromkeys(row["table"] for row in content["rows"]):
+        rows = [row for row in content["rows"] if row["table"] == table]
+        tokens = sorted({row["tokens"] for row in rows})
+        share = {(row["method"], row["tokens"]): f"{row['share']:.0%}" for row in rows}
+        methods = dict.fromkeys(row["method"] for row in rows)
+        lines = [(name, [share.get((name, t), "") for t in tokens]) for name in methods]
+        parts.append(grid(f"{table}: share of t_min", [f"T={t}" for t in tokens], lines))
+    return "\n\n".join(parts)
+
+
+def _streams(counts: Sequence[str]) -> list[str]:
+    return [f"{n} stream{'s' if n != '1' else ''}, tokens/s" for n in counts]
+
+
+def _engine(name: str) -> str:
+    return {"vllm": "vLLM", "sglang": "SGLang"}[name]
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+PARTS = (
+    Part(
+        "Served models: SGLang, kt-moe next to kt-kernel",
+        "Decode throughput with 1, 4 and 16 streams, and time to the first token of prompts of "
+        "three lengths. kt-kernel's GPU prefill copies whole layers to the GPU; kt-moe has no "
+        "such mode yet.",
+        ["2026-11-28-peer-served-h200"],
+        peer,
+    ),
+    Part(
+        "Served models: vLLM 0.26.0",
+        "vLLM ran in its default mode (torch.compile and CUDA graphs) with Triton kernels for "
+        "attention and experts. `offload` is vLLM's own `--cpu-offload-gb`, which keeps BF16 "
+        "weights; the `kt` rows keep cold experts in 8 bits. `d` is the number of deferred "
+        "experts per token.",
+        ["2026-11-28-engine-vllm-h200", "2026-11-28-engine-vllm-deepseek-v3-h200"],
+        served,
+    ),
+    Part(
+        "Deferral in vLLM 0.26.0",
+        "The engine was traced (`KT_TRACE`), so compare these rows with each other only.",
+        ["2026-11-28-engine-vllm-deferral-h200"],
+        served,
+    ),
+    Part(
+        "Overlap of CPU and GPU in vLLM 0.26.0",
+        "Microseconds per pass through the MoE layers, from the traces of the runs above; "
+        "[traces](hand-over.md#traces) defines the columns. `d` is the number of deferred "
+        "experts.",
+        ["2026-11-28-trace-vllm-h200"],
+        trace,
+    ),
+    Part(
+        "Padding of captured graphs in vLLM 0.26.0",
+        "vLLM's graphs have 1, 2, 4, 8 and 16 rows, so 3, 5 and 9 streams are padded. The first"
+        " table is the normal mode, in which kt-moe skips padding; in the second, padding is "
+        "computed.",
+        [
+            "2026-11-28-engine-vllm-padding-h200",
+            "2026-11-28-engine-vllm-padding-computed-h200",
+        ],
+        served,
+    ),
+    Part(
+        "Served models: SGLang 0.5.17",
+        "Medians of the last two of five rounds: in the first rounds SGLang is not yet at its "
+        "speed.",
+        ["2026-11-28-engine-sglang-h200"],
+        served_when_warm,
+    ),
+    Part(
+        "Served models: SGLang 0.5.17, later runs",
+        "Medians of all rounds, after some seconds of decoding that are not timed.",
+        [
+            "2026-11-28-engine-sglang-settled-h200",
+            "2026-11-28-engine-sglang-none-hot-h200",
+        ],
+        served,
+    ),
+    Part(
+        "How steady decoding is",
+        "`before` is the version that slept for up to 50 ms after each interrupted spin.",
+        ["2026-11-29-steady-sglang-h200"],
+        steady,
+    ),
+    Part(
+        "Cost of the hand-over between GPU and CPU",
+        "Submit and collect of one layer. `nothing`: no route goes to the CPU.",
+        ["2026-11-28-hand-over-h200"],
+        hand_over,
+    ),
+    Part(
+        "Accuracy of methods and of deferral",
+        "Made by `benchmarks/perplexity.py`. The model uses 4 experts per token.",
+        ["2026-11-28-perplexity-methods", "2026-11-28-perplexity-deferral"],
+        perplexity,
+    ),
+    Part(
+        "One layer: AMX kernels, next to kt-kernel 0.7.2",
+        "A cell is the share of t_min and, after the slash, the goal; it is bold where the goal"
+        " is missed.",
+        ["2026-11-28-formats-amx"],
+        markdown,
+    ),
+    Part(
+        "One layer: AVX2 kernels, next to kt-kernel 0.7.2",
+        "The same machine, restricted to AVX2.",
+        ["2026-11-28-formats-avx2"],
+        markdown,
+    ),
+    Part(
+        "One layer: GGUF formats",
+        "Bits are counted as packed, 2.6 to 8.5 per weight.",
+        ["2026-11-28-ggml-amx", "2026-11-28-ggml-avx2"],
+        markdown,
+    ),
+    Part(
+        "One layer: other shapes",
+        "AMX kernels.",
+        [
+            "2026-11-28-deepseek-v3-amx",
+            "2026-11-28-gpt-oss-120b-amx",
+            "2026-11-28-kimi-k2-amx",
+        ],
+        markdown,
+    ),
+    Part(
+        "Packing",
+        "Experts are packed from memory.",
+        ["2026-11-28-pack"],
+        markdown,
+    ),
+    Part(
+        "Loading",
+        "`warm` reads from the page cache, `cold` from the disk.",
+        ["2026-11-28-load-xeon", "2026-11-28-load-10gb", "2026-11-28-load-10gb-quantising"],
+        markdown,
+    ),
+    Part(
+        "Earlier results",
+        "Saved by the first version of the benchmark. From T=128 on, AMXINT8 on the Xeon was "
+        "disturbed: two other runs of the same kernels reached 30% at T=512 and 16% at T=2048. "
+        "The unit peaks of the EPYC run were measured too low, so its shares above T=16 are "
+        "meaningless.",
+        ["2026-11-28-xeon-amx", "2026-11-28-xeon-avx2", "2026-11-28-epyc-2-cores"],
+        early,
+    ),
+)
+
+
+def page() -> str:
+    parts = [HEAD]
+    for part in PARTS:
+        parts.append(f"## {part.title}\n\n{part.text}\n")
+        for name in part.files:
+            content = json.loads((RESULTS / f"{name}.json").read_text())
+            parts.append(f"`{name}.json`\n\n{part.render(content).rstrip()}\n")
+    return "\n".join(_wrapped(line) for line in "\n".join(parts).splitlines()) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    """Text in lines of 110 characters; headings, tables and lists as they are."""
+    return (
+        line
+        if line.startswith(("|", "#", "-"))
+        else textwrap.fill(line, 110, break_on_hyphens=False)
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")
