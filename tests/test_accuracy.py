@@ -1,6 +1,7 @@
 """The demo model's held-out loss under every method: what quantisation and deferral cost.
 
-The whole tables are in the README, made by benchmarks/perplexity.py; here is a part of the text.
+docs/performance-tables.md has the whole tables, made by benchmarks/perplexity.py; here is a part of
+the text.
 """
 
 from __future__ import annotations
