@@ -128,8 +128,11 @@ def hand_over(content: Content) -> str:
 
 
 def steady(content: Content) -> str:
-    """Single rounds of a served engine, two versions in turns."""
+    """Single rounds of a served engine, several versions or settings in turns."""
+    prompts = content.get("first_token_ms") or {}
+    lengths = list(next(iter(prompts.values()), {}))
     columns = ["median", "worst / median", "rounds below 85%", "rounds"]
+    columns += [f"{int(length):,} tokens, ms" for length in lengths]
     lines = [
         (
             name,
@@ -138,15 +141,20 @@ def steady(content: Content) -> str:
                 f"{found['worst_of_median']:.0%}",
                 str(found["below_85_percent"]),
                 str(len(found["rounds"])),
+                *(f"{prompts[name][length]:.0f}" for length in lengths),
             ],
         )
         for name, found in content["tokens_per_second"].items()
     ]
-    arguments = content["arguments"]
+    given = content["arguments"]
+    options = given.get("additional_config", {}).get("kt") or {
+        name.removeprefix("kt_"): value for name, value in given.items()
+    }
     return (
-        f"{_engine(content['engine'])}, {arguments['kt_method']}, "
-        f"{arguments['kt_num_gpu_experts']} hot experts, {content['steps']} tokens per round, "
-        f"tokens/s. {content['date']}.\n\n" + grid("version", columns, lines)
+        f"{_engine(content['engine'])}, {options['method']}, "
+        f"{options['num_gpu_experts']} hot experts, {content['steps']} tokens per round, "
+        f"tokens/s{' (prompts: time to the first token)' if lengths else ''}. "
+        f"{content['date']}.\n\n" + grid("version", columns, lines)
     )
 
 
@@ -256,8 +264,15 @@ PARTS = (
     ),
     Part(
         "How steady decoding is",
-        "`before` is the version that slept for up to 50 ms after each interrupted spin.",
-        ["2026-11-29-steady-sglang-h200"],
+        "`before` is the version that slept for up to 50 ms after each interrupted spin. In the "
+        "first file, `now` has 14 threads by default; in the last two it has 13, and `fourteen` is "
+        "the same with `--kt-cpuinfer 14`.",
+        [
+            "2026-11-29-steady-sglang-h200",
+            "2026-11-29-threads-sglang-h200",
+            "2026-11-29-steady-three-cores-sglang-h200",
+            "2026-11-29-steady-three-cores-vllm-h200",
+        ],
         steady,
     ),
     Part(

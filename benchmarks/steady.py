@@ -104,7 +104,7 @@ class Engine:
         self.prompts: dict[int, list[float]] = {length: [] for length in args.prompts}
         self.beside: dict[str, list[float]] = {}
         site, _, own = place.partition("@")
-        self.arguments = args.arguments | json.loads(own or "{}")
+        self.own_arguments = json.loads(own or "{}")
         path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
         self.log = open(args.logs / f"{args.engine}-{name}.log", "w")  # noqa: SIM115 - lives on
         self.process = subprocess.Popen(
@@ -119,7 +119,7 @@ class Engine:
         self.tell(
             engine=args.engine,
             model=str(args.model),
-            arguments=self.arguments,
+            arguments=args.arguments | self.own_arguments,
             vocabulary=args.vocabulary,
         )
 
@@ -205,7 +205,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "about": about(),
         "date": datetime.date.today().isoformat(),
         "engine": args.engine,
-        "arguments": {engine.name: engine.arguments for engine in engines},
+        "arguments": args.arguments,
+        "own_arguments": {engine.name: engine.own_arguments for engine in engines},
         "steps": args.steps,
         "tokens_per_second": {engine.name: summary(engine.rounds) for engine in engines},
         "first_token_ms": {
