@@ -183,6 +183,14 @@ void bind_layer(nb::module_& m) {
           "Queues a forward pass (kernels/moe/layer.h, ForwardArgs). The memory behind the "
           "addresses "
           "must stay until it is done. Of an address no more can be checked than that it is not 0.")
+      .def(
+          "set_cpu_slots",
+          [](kt::MoeLayer& layer, const std::vector<bool>& cpu_slots) {
+            layer.set_on_cpu({cpu_slots.begin(), cpu_slots.end()});
+          },
+          "cpu_slots"_a, Unlocked(),
+          "Sets which slots later passes compute, [num_experts]; passes submitted before compute "
+          "the old ones, and are waited for. Raises ValueError for a slot that is not loaded.")
       .def("unpack", unpack, "slot"_a, "matrix"_a, "dst"_a.noconvert(), Unlocked(),
            "Writes the dequantised weights of a matrix (0 gate, 1 up: [I, H], 2 down: [H, I]) to a "
            "float32 array.")

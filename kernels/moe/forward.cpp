@@ -124,7 +124,7 @@ void ForwardPass::make_plan(Plan& plan) {
               args_.weights + first_ * k,
               count_,
               k,
-              config_.on_cpu,
+              layer_.on_cpu,
               {gemm_min_rows(kGate), gemm_min_rows(kUp), gemm_min_rows(kDown)},
               expert_groups(config_.num_experts, config_.hidden_size)});
   if (worker_.rank != 0) return;

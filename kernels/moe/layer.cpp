@@ -1,6 +1,7 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -54,13 +55,17 @@ void check_tasks(const LayerConfig& c) {
            std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
 }
 
+void need_entry_per_expert(const std::vector<uint8_t>& on_cpu, int64_t num_experts) {
+  need(int64_t(on_cpu.size()) == num_experts,
+       "on_cpu needs one entry per expert: it has " + std::to_string(on_cpu.size()) +
+           ", num_experts is " + std::to_string(num_experts));
+}
+
 void check(const sys::Team& team, const LayerConfig& c) {
   need(team.pools() <= kMaxPools, std::to_string(team.pools()) + " pools; at most " +
                                       std::to_string(kMaxPools) + " are supported");
   need(c.num_experts >= 1, "num_experts " + std::to_string(c.num_experts) + "; must be positive");
-  need(int64_t(c.on_cpu.size()) == c.num_experts,
-       "on_cpu needs one entry per expert: it has " + std::to_string(c.on_cpu.size()) +
-           ", num_experts is " + std::to_string(c.num_experts));
+  need_entry_per_expert(c.on_cpu, c.num_experts);
   need_in_range("top_k", c.top_k, 1, kMaxTopK);
   need_in_range("max_tokens", c.max_tokens, 1, sys::kMaxTasks);
   need_in_range("hidden size", c.hidden_size, 1, kMaxColumns);
@@ -123,6 +128,23 @@ class Unloaded {
   std::vector<uint8_t> then_;
 };
 
+// Between two passes, since the team runs one job at a time.
+class ChangeOfSlots : public sys::Job {
+ public:
+  ChangeOfSlots(std::shared_ptr<LayerState> layer, std::vector<uint8_t> on_cpu)
+      : layer_(std::move(layer)), on_cpu_(std::move(on_cpu)) {}
+  void run(sys::Worker& worker) noexcept override {
+    if (worker.rank != 0) return;
+    // Atomic, since a stream's poller looks at the slots of a batch before it makes a job.
+    for (size_t slot = 0; slot < on_cpu_.size(); ++slot)
+      std::atomic_ref(layer_->on_cpu[slot]).store(on_cpu_[slot], std::memory_order_relaxed);
+  }
+
+ private:
+  const std::shared_ptr<LayerState> layer_;
+  const std::vector<uint8_t> on_cpu_;
+};
+
 // Called for every batch: the messages are not made where nothing is wrong.
 void check_pass(const ForwardArgs& a) {
   constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
@@ -182,6 +204,7 @@ MoeLayer::MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config)
   s.config = std::move(config);
   const LayerConfig& c = s.config;
   s.loaded.resize(c.on_cpu.size());
+  s.on_cpu = c.on_cpu;
   for (uint8_t here : c.on_cpu) s.position.push_back(here ? s.held++ : -1);
   s.pools = split_pools(*team_, c, s.held);
   const auto size_bias = [&](BiasTable& table, int64_t width) {
@@ -246,6 +269,17 @@ void MoeLayer::save_packed(int64_t slot, int matrix, uint8_t* dst) const {
        "expert slot " + std::to_string(slot) +
            ": its columns are in another order (act-order), which packed weights cannot tell");
   const auto job = std::make_shared<PackedSave>(state_, slot, Matrix(matrix), dst);
+  team_->submit(job);
+  job->wait();
+}
+
+void MoeLayer::set_on_cpu(std::vector<uint8_t> on_cpu) {
+  need_entry_per_expert(on_cpu, config().num_experts);
+  for (size_t slot = 0; slot < on_cpu.size(); ++slot)
+    need(!on_cpu[slot] || state_->loaded[slot],
+         "expert slot " + std::to_string(slot) +
+             " is not loaded on the CPU, so the CPU cannot compute it");
+  const auto job = std::make_shared<ChangeOfSlots>(state_, std::move(on_cpu));
   team_->submit(job);
   job->wait();
 }

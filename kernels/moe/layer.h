@@ -30,7 +30,7 @@ struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;
   ByMatrix<MatrixForm> forms;
   Activation activation;
-  std::vector<uint8_t> on_cpu;  // [num_experts], 1 for slots held here
+  std::vector<uint8_t> on_cpu;  // [num_experts], 1 for slots held here, which passes compute
   int64_t max_tokens;           // tokens per chunk: sizes the workspace
   const KernelTable* table;
   KernelKind kind;
@@ -140,6 +140,9 @@ struct LayerState {
   LayerConfig config;
   std::vector<int64_t> position;  // slot -> place among the experts held, or -1
   std::vector<uint8_t> loaded;    // slot -> whether it was
+  // slot -> whether passes compute it: config.on_cpu until set_on_cpu changes it. Only a job of the
+  // team writes it, so it stays the same during a pass.
+  std::vector<uint8_t> on_cpu;
   int64_t held = 0;
   std::vector<PoolPart> pools;
   ByMatrix<BiasTable> bias;
@@ -184,6 +187,13 @@ class MoeLayer {
   // same bytes whatever the pools. Throws std::invalid_argument for a slot whose columns have
   // orders, which packed tiles do not tell.
   void save_packed(int64_t slot, int matrix, uint8_t* dst) const;
+
+  // Sets which slots passes compute, [num_experts], 1 for those; the others' routes are skipped.
+  // Waits for the passes submitted before, which still compute the old ones. Experts that a stream
+  // defers belong to their pass, so the stream must be drained first. Weights stay: a slot switched
+  // off can be switched on again. Throws std::invalid_argument for a slot that is not loaded; then
+  // nothing changes.
+  void set_on_cpu(std::vector<uint8_t> on_cpu);
 
   // Queues a forward pass and returns at once. All experts held must have been loaded.
   std::shared_ptr<sys::Job> submit(const ForwardArgs& args);

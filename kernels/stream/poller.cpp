@@ -34,11 +34,13 @@ std::string seconds(int64_t ns) {
   return text;
 }
 
-// Whether the CPU has an expert of these routes.
-bool holds_any(const MoeLayer& layer, const int64_t* ids, int64_t routes) {
-  const std::vector<uint8_t>& here = layer.config().on_cpu;
-  return std::any_of(ids, ids + routes,
-                     [&](int64_t id) { return uint64_t(id) < here.size() && here[size_t(id)]; });
+// Whether the CPU computes an expert of these routes. Atomic: the slots may change meanwhile.
+bool computes_any(const MoeLayer& layer, const int64_t* ids, int64_t routes) {
+  std::vector<uint8_t>& here = layer.state()->on_cpu;
+  return std::any_of(ids, ids + routes, [&](int64_t id) {
+    return uint64_t(id) < here.size() &&
+           std::atomic_ref(here[size_t(id)]).load(std::memory_order_relaxed);
+  });
 }
 
 }  // namespace
@@ -289,7 +291,7 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
   if (defers)
     slot.split.run(priv.weights.get(), tokens, slot.protected_k, priv.immediate.get(),
                    priv.deferred.get());
-  if (!carry.side && !holds_any(layer, priv.immediate.get(), routes)) {
+  if (!carry.side && !computes_any(layer, priv.immediate.get(), routes)) {
     side.zero_out(tokens);
     ring(side, entry.number, *progress_, priv.record.get());
     stats_.empty.fetch_add(1, std::memory_order_relaxed);
@@ -322,7 +324,7 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
 void StreamPoller::defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) noexcept {
   StreamSlot& slot = entry.slot;
   const int64_t* const ids = slot.side->priv.deferred.get();
-  if (!holds_any(layer, ids, entry.tokens * slot.side->top_k())) return;
+  if (!computes_any(layer, ids, entry.tokens * slot.side->top_k())) return;
   args.ids = ids;
   args.out = nullptr;
   args.add = nullptr;

@@ -77,6 +77,47 @@ def test_layers_that_no_kernel_serves_are_refused(wrong: dict, message: str) -> 
         layer.submit(0, 0, 1, 0, 0, 0)
 
 
+SCATTERED = [False, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("threads", [(1,), (3,), (1, 2)])
+@pytest.mark.parametrize("tokens", [3, 90])  # with a plan per thread, and with one for all
+def test_slots_change_between_passes(tokens: int, threads: tuple[int, ...]) -> None:
+    """Bit for bit as in a layer that was made so; passes queued before are not affected."""
+    sizes = ("_C", "avx2"), INT8_ROW, 0, 6, 3
+    layer = Layer(*sizes, threads=threads)
+    fresh = Layer(*sizes, threads=threads, cpu_slots=SCATTERED)
+    x, ids, weights = layer.batch(tokens)
+    whole, part = layer.forward(x, ids, weights), fresh.forward(x, ids, weights)
+    assert not np.array_equal(whole, part)
+    for _ in range(3):
+        queued = [np.zeros_like(x) for _ in range(20)]
+        for y in queued:
+            layer.layer.submit(
+                x.ctypes.data, 2, tokens, ids.ctypes.data, weights.ctypes.data, y.ctypes.data
+            )
+        layer.layer.set_cpu_slots(SCATTERED)
+        np.testing.assert_array_equal(queued, [whole] * 20)
+        np.testing.assert_array_equal(layer.forward(x, ids, weights), part)
+        layer.layer.set_cpu_slots([False] * 6)
+        assert not layer.forward(x, ids, weights).any()
+        layer.layer.set_cpu_slots([True] * 6)
+        np.testing.assert_array_equal(layer.forward(x, ids, weights), whole)
+
+
+def test_slots_that_are_not_loaded_stay_off() -> None:
+    layer = Layer(("_C", "avx2"), INT8_ROW, 0, 6, 3, cpu_slots=SCATTERED)
+    batch = layer.batch(9)
+    before = layer.forward(*batch)
+    for wrong, message in (
+        ([True, *SCATTERED[1:]], "expert slot 0 is not loaded on the CPU, so the CPU cannot"),
+        (SCATTERED[1:], "on_cpu needs one entry per expert: it has 5, num_experts is 6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.layer.set_cpu_slots(wrong)
+        np.testing.assert_array_equal(layer.forward(*batch), before)
+
+
 def test_layers_of_different_sizes_share_a_team() -> None:
     """Jobs of both are queued together: a later layer's larger workspace must not disturb."""
     small = Layer(("_C", "avx2"), INT8_ROW, 0, 4, 2, 64, 96, max_tokens=4)

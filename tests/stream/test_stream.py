@@ -71,6 +71,27 @@ def test_a_batch_without_work_takes_no_threads(protected_k: int) -> None:
     assert stats["immediate_jobs"] == (2 if protected_k == TOP_K else 1)
 
 
+def test_slots_change_between_batches() -> None:
+    few, gpu, sides = [True] * 3 + [False] * 3, Gpu(), [Side(), Side()]
+    layer, fresh = make_layer(), make_layer(cpu_slots=few)
+    slots = [gpu.add(made, side) for made, side in zip((layer, fresh), sides, strict=True)]
+    batch, others = make_batch(5, 1), make_batch(5, 1)
+    others[1][:] = 4
+    whole = gpu.call(slots[0], sides[0], batch)
+    for _ in range(3):
+        gpu.drain()
+        layer.layer.set_cpu_slots(few)
+        part = gpu.call(slots[0], sides[0], batch)
+        assert np.array_equal(part, gpu.call(slots[1], sides[1], batch))
+        assert not np.array_equal(part, whole)
+        assert not gpu.call(slots[0], sides[0], others).any()
+        gpu.drain()
+        layer.layer.set_cpu_slots([True] * EXPERTS)
+        assert np.array_equal(gpu.call(slots[0], sides[0], batch), whole)
+        assert gpu.call(slots[0], sides[0], others).any()
+    assert gpu.engine.stats()["empty"] == 3
+
+
 def one_pass(gpu: Gpu, slots: list[int], sides: list[Side], batches: list[Any]) -> list[Any]:
     outs = []
     for i, (slot, batch) in enumerate(zip(slots, batches, strict=True)):

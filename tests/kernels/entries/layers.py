@@ -127,6 +127,16 @@ def layer_cases(t: Things) -> dict[str, list[Case]]:
                 partial_ptr=NONE,
             ),
         ],
+        "MoeLayer.set_cpu_slots": [
+            Case(
+                layer.set_cpu_slots,
+                cpu_slots=[Flag(True)] * EXPERTS,
+                extra=[
+                    (dict(cpu_slots=[]), ValueError),
+                    (dict(cpu_slots=[True] * (EXPERTS + 1)), ValueError),
+                ],
+            ),
+        ],
         "MoeLayer.unpack": [
             Case(
                 layer.unpack,
