@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .placement import Placement
 from .settings import LayerSettings
 
 
@@ -18,6 +19,7 @@ class WrapperArguments:
     """
 
     _settings: LayerSettings
+    _placement: Placement  # the present one
 
     @property
     def layer_idx(self) -> int:
@@ -46,13 +48,14 @@ class WrapperArguments:
 
     @property
     def gpu_experts_mask(self) -> torch.Tensor:
-        """A copy of the mask: bool [E] on the CPU, True = on the GPU."""
-        return self._settings.gpu_experts_mask.clone()
+        """A copy of the mask: bool [E] on the CPU, True = on the GPU. It is the present one, see
+        ``InferenceMoEWrapper.set_gpu_experts_mask``."""
+        return self._placement.mask
 
     @property
     def num_gpu_experts(self) -> int:
         """How many experts the mask puts on the GPU."""
-        return int(self._settings.gpu_experts_mask.sum())
+        return self._placement.num_hot
 
     @property
     def cpuinfer_threads(self) -> int:

@@ -45,6 +45,7 @@ class BaseMoEWrapper(WrapperArguments):
 
     def __init__(self, settings: LayerSettings) -> None:
         self._settings = settings
+        self._placement = settings.placement
         self._checks = WeightChecks(settings)
         self._core: Any = None  # the compiled layer, from the first weights on
         self._form: LayerForm | None = None  # of its weights
@@ -418,5 +419,6 @@ class BaseMoEWrapper(WrapperArguments):
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None
 
-    def _cpu_slots(self) -> list[int]:
-        return [slot for slot, here in enumerate(self._settings.cpu_slots) if here]
+    def _cpu_slots(self) -> tuple[int, ...]:
+        """The slots whose weights the CPU gets."""
+        return self._settings.placement.cold_experts

@@ -14,7 +14,7 @@ from .base import BaseMoEWrapper
 from .chain import join_chain
 from .forks import per_process
 from .routing import hot_routes, need_padding, select_deferred_experts, without_padding
-from .settings import LayerSettings
+from .settings import LayerSettings, placement_of_mask
 from .streams import on_stream
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor, on_cpu
 
@@ -202,6 +202,35 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         """
         self._submit(hidden_states, topk_ids, topk_weights, cuda_stream, copy=False)
         return self.sync_forward(hidden_states, cuda_stream)
+
+    def set_gpu_experts_mask(self, gpu_experts_mask: torch.Tensor) -> None:
+        """Changes which slots are on the GPU, where later batches skip them.
+
+        Args:
+            gpu_experts_mask: bool [E], True = on the GPU.
+
+        Call it between forward passes. It waits for the batches submitted before, and those of
+        CUDA streams with them; they are computed with the mask that they were submitted with.
+        Captured graphs use the new one from their next replay on. The weights stay: a slot that
+        goes to the GPU can come back, but one whose weights were never loaded on the CPU cannot.
+
+        Raises:
+            RuntimeError: before loading, while a CUDA graph is captured, or batches on a device
+                do not end.
+            TypeError, ValueError: not a mask, or a slot of the CPU's is not loaded there; names
+                the slot. Nothing has changed then.
+        """
+        s = self._settings
+        if not self._loaded:
+            raise RuntimeError(f"{s.where}: set_gpu_experts_mask before loading")
+        placement = placement_of_mask(gpu_experts_mask, s.num_experts)
+        for stream in self._streams.values():
+            stream.settle()
+        try:
+            self._core.set_cpu_slots((~placement.mask).tolist())
+        except ValueError as error:
+            raise ValueError(f"{s.where}: {error}") from None
+        self._placement = placement
 
     # ---- how --------------------------------------------------------------------------------
 

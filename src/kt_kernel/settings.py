@@ -11,11 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from .methods import LayerForm, Method, get_method
+from .placement import Placement
 from .pools import PoolPlan, plan_pools
-from .tensors import need_dense
 from .variant import kernel_kind, kernel_table
 
 MAX_DIMENSION = 65536  # of H and I
@@ -108,8 +106,8 @@ def _chunk_tokens(chunked_prefill_size: int, k: int) -> int:
     return max(1, min(given, _MAX_CHUNK, _MAX_CHUNK_PAIRS // k))
 
 
-def gpu_mask(mask: Any, num_gpu_experts: int | None, num_experts: int) -> torch.Tensor:
-    """The experts on the GPU as bool [E] on the CPU, from either way of saying it.
+def placement_of(mask: Any, num_gpu_experts: int | None, num_experts: int) -> Placement:
+    """The experts on the GPU, from a mask bool [E], a number of experts, or both.
 
     Raises:
         TypeError, ValueError: wrong type, dtype, length or count, or the two disagree.
@@ -125,30 +123,27 @@ def gpu_mask(mask: Any, num_gpu_experts: int | None, num_experts: int) -> torch.
     first = None
     if num_gpu_experts is not None:
         count = integer("num_gpu_experts", num_gpu_experts, 0, num_experts)
-        first = torch.arange(num_experts, device="cpu") < count
+        first = Placement.first(num_experts, count)
     if mask is None:
-        return (
-            first if first is not None else torch.zeros(num_experts, dtype=torch.bool, device="cpu")
-        )
-    if not isinstance(mask, torch.Tensor):
-        try:
-            mask = torch.as_tensor(mask, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(
-                f"gpu_experts_mask must be a bool tensor [{num_experts}], got {type(mask).__name__}"
-            ) from None
-    need_dense("gpu_experts_mask", mask)
-    if mask.dtype != torch.bool or list(mask.shape) != [num_experts]:
-        raise ValueError(
-            f"gpu_experts_mask must be bool [{num_experts}], got {mask.dtype} {list(mask.shape)}"
-        )
-    mask = mask.detach().cpu().clone()
-    if first is not None and not torch.equal(first, mask):
+        return first or Placement.first(num_experts, 0)
+    placement = placement_of_mask(mask, num_experts)
+    if first not in (None, placement):
         raise ValueError(
             f"num_gpu_experts={num_gpu_experts} means slots 0 to {num_gpu_experts - 1}, but "
-            f"gpu_experts_mask names {mask.nonzero().flatten().tolist()}; give one of them"
+            f"gpu_experts_mask names {list(placement.hot_experts)}; give one of them"
         )
-    return mask
+    return placement
+
+
+def placement_of_mask(mask: Any, num_experts: int) -> Placement:
+    """From gpu_experts_mask, bool [E]; TypeError or ValueError for anything else."""
+    placement = Placement.from_mask(mask, "gpu_experts_mask")
+    if placement.num_experts != num_experts:
+        raise ValueError(
+            f"gpu_experts_mask must be bool [{num_experts}], got torch.bool "
+            f"[{placement.num_experts}]"
+        )
+    return placement
 
 
 @dataclass(frozen=True)
@@ -156,6 +151,8 @@ class LayerSettings:
     """One MoE layer for inference, all values checked. See ``KTMoEWrapper``.
 
     Attributes beyond its arguments:
+        placement: ``gpu_experts_mask`` and ``num_gpu_experts``. Its cold experts are those whose
+            weights the CPU gets.
         max_tokens: tokens per chunk.
         max_deferred: ``max_deferred_experts_per_token``, 0 for None.
         table, kind: the kernels to use, see `variant`.
@@ -170,7 +167,7 @@ class LayerSettings:
     num_experts_per_tok: int
     hidden_size: int
     moe_intermediate_size: int
-    gpu_experts_mask: torch.Tensor
+    placement: Placement
     pools: PoolPlan
     weight_path: str | os.PathLike[str] | None
     chunked_prefill_size: int
@@ -192,7 +189,8 @@ class LayerSettings:
 
     @property
     def cpu_slots(self) -> list[bool]:
-        return (~self.gpu_experts_mask).tolist()
+        """[E], whether the CPU gets the slot's weights."""
+        return (~self.placement.mask).tolist()
 
 
 def check_settings(
@@ -248,7 +246,7 @@ def check_settings(
         num_experts_per_tok=k,
         hidden_size=hidden_size,
         moe_intermediate_size=intermediate,
-        gpu_experts_mask=gpu_mask(gpu_experts_mask, num_gpu_experts, num_experts),
+        placement=placement_of(gpu_experts_mask, num_gpu_experts, num_experts),
         max_deferred=0
         if deferred is None
         else integer("max_deferred_experts_per_token", deferred, 0),

@@ -54,9 +54,9 @@ class WeightChecks:
         """A slot on the CPU."""
         s = self._settings
         slot = integer(f"{s.where}: slot", slot, 0, s.num_experts - 1)
-        if s.gpu_experts_mask[slot]:
-            here = [other for other, on_cpu in enumerate(s.cpu_slots) if on_cpu]
-            raise ValueError(f"{s.where}: slot {slot} is on the GPU; on the CPU: {here}")
+        here = s.placement.cold_experts
+        if slot not in here:
+            raise ValueError(f"{s.where}: slot {slot} is on the GPU; on the CPU: {list(here)}")
         return slot
 
     def mapping(self, mapping: Any) -> list[int]:

@@ -14,6 +14,7 @@ from .checkpoint import open_checkpoint
 from .checkpoint.packed import PackedCheckpoint
 from .expert_tensors import BIASES
 from .loading import Expert, LoadRecord
+from .placement import Placement
 from .settings import LayerSettings
 from .store import saving
 from .store.manifest import Manifest, generator
@@ -29,8 +30,8 @@ class WholeLayer(BaseMoEWrapper):
     """
 
     def __init__(self, settings: LayerSettings) -> None:
-        nothing = torch.zeros_like(settings.gpu_experts_mask)
-        super().__init__(replace(settings, gpu_experts_mask=nothing, cpu_save=False))
+        nothing = Placement.first(settings.num_experts, 0)
+        super().__init__(replace(settings, placement=nothing, cpu_save=False))
         self._biases: dict[str, np.ndarray] = {}
 
     @property

@@ -16,6 +16,7 @@ from test_hand_over import LAYERS, H, K, batch, model, streams
 from test_kernels import masks
 
 from kt_kernel.device.engine import DeviceEngine
+from kt_kernel.placement import Placement
 from kt_kernel.routing import hot_routes
 
 SLOT_MAP = torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32)
@@ -73,6 +74,34 @@ def test_splits_that_change(engine: DeviceEngine) -> None:
         with pytest.raises(ValueError, match="layer 0: slot_map is"):
             layer.submit_and_split(*one, 0, slot_map=bad, cold_slot=0)
     assert torch.equal(call(layer, one), want)
+
+
+@pytest.mark.parametrize("d", [0, 2])
+def test_experts_that_move(engine: DeviceEngine, d: int) -> None:
+    """The routes' map and the CPU's plan change between batches, after which plans are known."""
+    layers, placements = on_device(engine, model(d, hot=0)), [
+        Placement((-1, 0, -1, 1, -1, 2), 3), Placement((2, 0, -1, -1, 1, -1), 3),
+        Placement((-1,) * 6, 3),
+    ]  # fmt: skip
+    slot_map = placements[-1].slot_map()
+    seen = []
+    for turn, placement in enumerate((*placements, placements[0])):
+        same = model(d, hot=0)
+        for layer in (*layers, *same):
+            layer.set_gpu_experts_mask(placement.mask)
+            assert torch.equal(layer.gpu_experts_mask, placement.mask)
+        slot_map.copy_(placement.slot_map())
+        for number in range(2):
+            for i in range(LAYERS):
+                one = batch(4, 10 * number + i)
+                assert torch.equal(call(layers[i], one, slot_map, -1), same[i].forward(*one)), turn
+        seen.append(call(layers[LAYERS - 1], batch(4, 1), slot_map, -1))
+    assert torch.equal(seen[0], seen[3]) and not torch.equal(seen[0], seen[1])
+    engine.backend.in_capture = True
+    with pytest.raises(RuntimeError, match="layer 0: experts cannot move while a CUDA graph is c"):
+        layers[0].set_gpu_experts_mask(placements[1].mask)
+    engine.backend.in_capture = False
+    assert torch.equal(layers[0].gpu_experts_mask, placements[0].mask)
 
 
 def test_tensors_alike_of_other_strides(engine: DeviceEngine) -> None:

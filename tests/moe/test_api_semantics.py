@@ -130,6 +130,39 @@ def test_experts_on_the_gpu_are_skipped():
     assert torch.equal(y, by_list)
 
 
+@pytest.mark.parametrize("deferred", [0, 1])
+def test_the_mask_changes_between_batches(deferred):
+    batch = CASE.batch(6)
+    masks = [torch.arange(6) < n for n in (0, 2, 6)] + [torch.arange(6) % 2 > 0]
+    wrapper = CASE.wrapper(max_deferred_experts_per_token=deferred)
+    for mask in masks * 2:
+        wrapper.set_gpu_experts_mask(mask)
+        assert torch.equal(wrapper.gpu_experts_mask, mask)
+        assert wrapper.num_gpu_experts == int(mask.sum())
+        assert f"{6 - wrapper.num_gpu_experts} of 6 experts on the CPU" in wrapper.describe()
+        fresh = CASE.wrapper(gpu_experts_mask=mask, max_deferred_experts_per_token=deferred)
+        assert torch.equal(wrapper.forward(*batch), fresh.forward(*batch))
+
+
+def test_masks_that_cannot_be_set():
+    mask = torch.arange(6) < 2
+    wrapper = CASE.wrapper(gpu_experts_mask=mask)
+    batch = CASE.batch(6)
+    before = wrapper.forward(*batch)
+    for wrong, error, text in (
+        (torch.arange(6) < 1, ValueError, "layer 0: expert slot 1 is not loaded on the CPU"),
+        (mask[:5], ValueError, r"gpu_experts_mask must be bool \[6\], got torch.bool \[5\]"),
+        (mask.long(), ValueError, r"gpu_experts_mask must be bool \[E\], got torch.int64 \[6\]"),
+        (object(), TypeError, "gpu_experts_mask must be a bool tensor"),
+    ):
+        with pytest.raises(error, match=text):
+            wrapper.set_gpu_experts_mask(wrong)
+        assert torch.equal(wrapper.gpu_experts_mask, mask)
+        assert torch.equal(wrapper.forward(*batch), before)
+    with pytest.raises(RuntimeError, match="layer 0: set_gpu_experts_mask before loading"):
+        CASE.wrapper(load=False).set_gpu_experts_mask(mask)
+
+
 def test_ways_of_saying_how_many_are_on_the_gpu():
     first_two = torch.arange(6) < 2
     made = [

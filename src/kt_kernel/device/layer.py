@@ -28,6 +28,7 @@ _DTYPES = {
 # What the kernel reads of masks of padding.
 _PADDING = {torch.bool: torch.uint8, torch.int64: torch.int64, None: torch.int32}
 _CLOSE_SECONDS = 5.0
+_SETTLE_SECONDS = 60.0
 _ALIGNMENT = 16  # bytes, of all addresses but padding's: the kernels are compiled for it
 
 
@@ -319,6 +320,23 @@ class LayerStream:
                 tensor = tensor.float()
             rows = tensor.detach().to(self.backend.device).reshape(tokens, -1)
             return rows.clone(memory_format=torch.contiguous_format)
+
+    def settle(self) -> None:
+        """Waits for every batch launched on the device, and for the experts that it deferred.
+
+        RuntimeError while a graph is captured, for what went wrong on the CPU before, and if the
+        CPU does not end.
+        """
+        core, backend = self.engine.core, self.backend
+        if backend.capturing():
+            raise RuntimeError(f"{self.where}: experts cannot move while a CUDA graph is captured")
+        backend.synchronize()
+        core.raise_error()
+        if not core.drain(_SETTLE_SECONDS):
+            raise RuntimeError(
+                f"{self.where}: batches on {backend.device} did not end within "
+                f"{_SETTLE_SECONDS:g} s"
+            )
 
     def close(self) -> None:
         """Lets go of the weights; a graph that still calls the layer gets zeros and an error.
