@@ -88,10 +88,11 @@ def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
 
 
 def _some_are_cold(model_config: Any, options: KTOptions) -> bool:
+    from kt_kernel.placement import initial_placement
     from kt_kernel.preflight import num_experts
 
     experts = num_experts(language_model(model_config.hf_config))
-    return options.hot_count(experts) < experts
+    return not initial_placement(options, experts).all_hot
 
 
 def _separate_shared_experts(server_args: Any, arguments: Any) -> None:

@@ -19,6 +19,7 @@ from sglang.srt.utils.common import is_cpu
 
 from kt_kernel.layer import HybridLayer, HybridModel
 from kt_kernel.options import OptionError
+from kt_kernel.placement import initial_placement
 from kt_kernel.report import watch
 
 from .. import failure
@@ -89,11 +90,11 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         runner = layer.moe_runner_config
         fused = layer.num_fused_shared_experts  # behind the routed ones
         routed = num_experts - fused
-        all_hot = self.config.model.options.hot_count(routed) == routed
+        placement = initial_placement(self.config.model.options, routed)
         place = f"layer {self.config.layer_idx}"
         EXPERT_CONFIG.check(vars(runner), place)
         EXPERT_WEIGHTS.check(extra, place)
-        _refuse_layer(self.config.layer_idx, layer, fused > 0 and not all_hot)
+        _refuse_layer(self.config.layer_idx, layer, fused > 0 and not placement.all_hot)
         experts_per_token = layer.top_k or self.config.experts_per_token
         if experts_per_token is None:
             raise ValueError(
@@ -112,8 +113,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             has_cpu_part=layer.moe_tp_rank == 0,
         )
         self.num_gpu_experts = -1  # SGLang's layer reads it: its loader leaves none out
-        if not all_hot:
-            self.num_gpu_experts = num_experts = self.hybrid.num_hot
+        if not placement.all_hot:
+            self.num_gpu_experts = num_experts = placement.num_slots
             extra["weight_loader"] = self._make_loader(layer)
         self.gpu_method.create_weights(
             layer=layer,
@@ -157,19 +158,20 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Called by SGLang after the checkpoint; ValueError names what did not arrive."""
         self.hybrid.finish_loading()
-        if self.hybrid.num_hot:  # SGLang's repacking does not expect an empty weight
+        if self.hybrid.placement.num_slots:  # SGLang's repacking does not expect an empty weight
             self.gpu_method.process_weights_after_loading(layer)
         if self.config.model.loaded:
             failure.confirm()
             watch(self.config.model, _logger)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """Makes the runner of the hot experts; it sees their number, so that it skips ids of -1."""
+        """Makes the runner of the hot experts. It is told the number of slots and skips ids of
+        -1."""
         self.moe_runner_config = moe_runner_config
-        if self.hybrid.num_cold:
+        if not self.hybrid.placement.all_hot:
             moe_runner_config = replace(
                 moe_runner_config,
-                num_local_experts=self.hybrid.num_hot,
+                num_local_experts=self.hybrid.placement.num_slots,
                 routed_scaling_factor=None,
                 inplace=False,
             )
@@ -191,7 +193,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Hot experts on the device, cold ones on the CPU at the same time; returns their sum."""
-        if self.hybrid.num_cold == 0:
+        if self.hybrid.placement.all_hot:
             return self.gpu_method.apply(layer=layer, dispatch_output=dispatch_output)
         if dispatch_output.hidden_states_scale is not None:
             raise RuntimeError(
@@ -211,7 +213,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             x, topk.topk_ids, topk.topk_weights, cold_slot=-1, padding=padding.masks.of(x)
         )
         hot = None
-        if self.hybrid.num_hot:
+        if self.hybrid.placement.num_slots:
             compute = self._hot_on_device if x.is_cuda else self._hot_on_cpu
             routes = topk._replace(topk_ids=slots, topk_weights=weights)
             hot = compute(layer, dispatch_output, routes)

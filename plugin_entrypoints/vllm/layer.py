@@ -61,7 +61,8 @@ class HybridExperts(RoutedExperts):
             max_tokens=moe_config.max_num_tokens,
             has_cpu_part=ranks.tp_rank == 0,
         )
-        moe_config.num_local_experts = self.kt_layer.num_hot  # vLLM allocates this many
+        # vLLM allocates this many.
+        moe_config.num_local_experts = self.kt_layer.placement.num_slots
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **kwargs)
         self._check_method()
         self._hook_end_of_loading()
@@ -91,21 +92,23 @@ class HybridExperts(RoutedExperts):
             # Models change it after their layers are built.
             _check(EXPERT_CONFIG, self.moe_config, f"kt: {self.layer_name}")
             self.kt_layer.finish_loading()
-            if self.kt_layer.num_hot:  # vLLM's repacking does not expect an empty weight
+            placement = self.kt_layer.placement
+            if placement.num_slots:  # vLLM's repacking does not expect an empty weight
                 after_loading(layer)
-                if self.kt_layer.num_cold:
-                    self.kt_skip = skip_cold_routes(self, self.kt_layer.num_hot)
+                if not placement.all_hot:
+                    self.kt_skip = skip_cold_routes(self, placement.num_slots)
             if self.kt_model.loaded:
                 watch(self.kt_model, logger)
 
         self.quant_method.process_weights_after_loading = finish
-        if self.kt_layer.num_hot == 0:
+        if not self.kt_layer.placement.num_slots:
             # vLLM 0.26 asks for it under tensor parallelism, where loading made no kernel.
             self.quant_method.maybe_make_prepare_finalize = lambda **given: None
 
     @property
     def expert_map(self) -> torch.Tensor | None:
-        """For vLLM's kernels: row in the weights of each expert's number, -1 for none."""
+        """For vLLM's kernels: the row in its weights of each number that a route may have, which
+        is a slot by then; -1 for none."""
         skip = self.kt_skip
         return super().expert_map if skip is None else skip.expert_map
 
@@ -123,7 +126,7 @@ class HybridExperts(RoutedExperts):
     ) -> bool | None:
         """vLLM's loading callback; a cold matrix goes to the CPU layer and nowhere else."""
         layer = self.kt_layer
-        if layer.num_cold == 0:
+        if layer.placement.all_hot:
             return super().weight_loader(
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             )
@@ -147,7 +150,7 @@ class HybridExperts(RoutedExperts):
     ) -> torch.Tensor:
         """x [T, H], router weights and global ids [T, k]; shared experts are vLLM's business."""
         layer = self.kt_layer
-        if layer.num_cold == 0:
+        if layer.placement.all_hot:
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
         skip = self.kt_skip
         cold_slot = -1 if skip is None else skip.prepare(x.shape[0])
@@ -156,9 +159,9 @@ class HybridExperts(RoutedExperts):
             x, topk_ids, topk_weights, cold_slot=cold_slot, padding=padding
         )
         hot = None
-        if layer.num_hot and skip is not None:
+        if skip is not None:
             hot = self._hot(x, weights, slots, **shared)
-        elif layer.num_hot:
+        elif layer.placement.num_slots:
             slots, some_hot = repeat_hot_routes(slots)
             hot = torch.where(some_hot, self._hot(x, weights, slots, **shared), 0)
         return layer.collect(x, hot)

@@ -19,14 +19,15 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 _SKIP = True
 
 
-def skip_cold_routes(experts: Any, hot: int) -> "SkipColdRoutes | None":
+def skip_cold_routes(experts: Any, num_slots: int) -> "SkipColdRoutes | None":
     """How the kernel of vLLM's RoutedExperts skips cold routes; None if it is not known to do so.
-    Those for the CPU, for instance, would write out of bounds. hot: the experts that it has."""
+    Those for the CPU, for instance, would write out of bounds. num_slots: the experts that it has
+    room for, fewer than the layer has."""
     kernel = experts.quant_method.moe_kernel
     if not _SKIP or kernel is None or not isinstance(kernel.fused_experts, TritonExperts):
         return None
     device = next(experts.parameters()).device
-    return SkipColdRoutes(hot, experts.global_num_experts, experts.top_k, device)
+    return SkipColdRoutes(num_slots, experts.global_num_experts, experts.top_k, device)
 
 
 class SkipColdRoutes:
@@ -37,10 +38,11 @@ class SkipColdRoutes:
     experts the kernel is to skip, as it does for experts of other ranks.
     """
 
-    def __init__(self, hot: int, experts: int, top_k: int, device: torch.device) -> None:
-        rows = [*range(hot), *[-1] * (experts - hot)]
+    def __init__(self, num_slots: int, experts: int, top_k: int, device: torch.device) -> None:
+        # Routes name slots, so the map is the same for every placement.
+        rows = [*range(num_slots), *[-1] * (experts - num_slots)]
         self._map = torch.tensor(rows, dtype=torch.int32, device=device)
-        self._any_cold = hot
+        self._any_cold = num_slots
         self._unsorted = _largest_unsorted_batch(experts, top_k, device)
         self.expert_map: torch.Tensor | None = self._map  # of the batch that `prepare` was told
 

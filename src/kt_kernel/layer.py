@@ -1,10 +1,11 @@
-"""One MoE layer split into hot experts (the engine computes them) and cold experts (we do).
+"""One MoE layer split into hot experts (the engine computes them) and cold experts (the CPU does).
 
 Knows no engine: a plugin gives it options, the cold experts' weights as they arrive, and per step
 the hidden states with the router's choice; it returns the cold experts' weighted sum.
 """
 
 import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .experts import KTMoEWrapper
 from .forks import per_process
 from .loading import LoadRecord
 from .options import AUTO, KTOptions
+from .placement import Placement, initial_placement
 from .routing import hot_routes, need_padding
 from .text import ranges
 
@@ -24,9 +26,9 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class HybridLayer:
     """The cold half of one MoE layer, and the bookkeeping of which experts are hot.
 
-    Expert ids are the model's own (global). The first ``options.num_gpu_experts`` experts are hot;
-    a hot expert's position in ``hot_experts`` is its slot in the engine's weights. Layers of one
-    model are made by `HybridModel.add_layer`, in the order in which they run.
+    Expert ids are the model's own (global). `placement.initial_placement` says which are hot at
+    first, and `set_placement` moves them later. Layers of one model are made by
+    `HybridModel.add_layer`, in the order in which they run.
 
     num_experts_per_tok is k, max_tokens the largest batch expected (-1: not known; it only sizes
     buffers). Under tensor parallelism one rank computes the cold experts, whole, before the ranks'
@@ -65,10 +67,7 @@ class HybridLayer:
         self.layer_idx = layer_idx
         self.num_experts = num_experts
         self.hidden_size = hidden_size
-        self.num_hot = options.hot_count(num_experts)
-        self.num_cold = num_experts - self.num_hot
-        self.hot_experts = list(range(self.num_hot))
-        self.cold_experts = list(range(self.num_hot, num_experts))
+        self._loaded_placement = self._placement = initial_placement(options, num_experts)
         self._shapes = matrix_shapes(hidden_size, moe_intermediate_size)
         self._arrived: dict[int, dict[str, torch.Tensor]] = {}
         self._packed: set[int] = set()
@@ -76,16 +75,14 @@ class HybridLayer:
         self._finished = False
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._wrapper: Any = None
-        if self.num_cold and has_cpu_part:
-            mask = torch.zeros(num_experts, dtype=torch.bool, device="cpu")
-            mask[: self.num_hot] = True
+        if has_cpu_part and not self._placement.all_hot:
             self._wrapper = KTMoEWrapper(
                 layer_idx=layer_idx,
                 num_experts=num_experts,
                 num_experts_per_tok=num_experts_per_tok,
                 hidden_size=hidden_size,
                 moe_intermediate_size=moe_intermediate_size,
-                gpu_experts_mask=mask,
+                gpu_experts_mask=self._placement.mask,
                 cpuinfer_threads=options.cpuinfer,
                 threadpool_count=options.threadpool_count,
                 weight_path=options.weight_path,
@@ -95,6 +92,11 @@ class HybridLayer:
                 swiglu_limit=swiglu_limit,
                 swiglu_alpha=swiglu_alpha,
             )
+
+    @property
+    def placement(self) -> Placement:
+        """Which experts are hot now, and in which slots of the engine's weights."""
+        return self._placement
 
     @property
     def takes_weights(self) -> bool:
@@ -114,7 +116,56 @@ class HybridLayer:
                 f"layer {self.layer_idx}: expert {expert_id} does not exist; "
                 f"0 to {self.num_experts - 1} is accepted"
             )
-        return expert_id if expert_id < self.num_hot else -1
+        return self._placement.slots[expert_id]
+
+    def set_placement(self, placement: Placement) -> None:
+        """Moves experts: batches submitted from now on go by this placement.
+
+        Call it between forward passes, once loading is finished; under tensor parallelism on every
+        rank between the same two passes. The engine's weights must hold each hot expert in its slot
+        by then. The CPU has the weights of the experts that were cold when they were loaded: only
+        these may be cold.
+
+        It waits for all batches submitted before. The routes of the engine's kernels and the CPU's
+        plan then change together, in place: a captured graph follows from its next replay on.
+
+        Raises:
+            RuntimeError: loading is not finished, a CUDA graph is captured, or batches on a device
+                do not end.
+            ValueError: another number of experts or slots, or a cold expert that the CPU does not
+                have. Nothing has changed then.
+        """
+        place, old = f"layer {self.layer_idx}", self._placement
+        if not self._finished:
+            raise RuntimeError(f"{place}: set_placement before loading is finished")
+        if (placement.num_experts, placement.num_slots) != (old.num_experts, old.num_slots):
+            raise ValueError(
+                f"{place}: the placement has {placement.num_experts} experts and "
+                f"{placement.num_slots} slots; the layer has {old.num_experts} and {old.num_slots}"
+            )
+        loaded = self._loaded_placement.cold_experts
+        missing = sorted(set(placement.cold_experts) - set(loaded))
+        if missing:
+            raise ValueError(
+                f"{place}: expert {missing[0]} cannot become cold: its weights were not loaded on "
+                f"the CPU; loaded there: {ranges(loaded)}"
+            )
+        if any(device.type == "cuda" for device in self._slot_maps):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"{place}: experts cannot move while a CUDA graph is captured")
+            self._wait_for_devices()
+        if self._wrapper is not None:
+            self._wrapper.set_gpu_experts_mask(placement.mask)
+        self._placement = placement
+        with torch.inference_mode():  # in which engines' batches made the maps
+            for slot_map in self._slot_maps.values():
+                slot_map.copy_(placement.slot_map())
+        self._wait_for_devices()  # before another stream reads the maps
+
+    def _wait_for_devices(self) -> None:
+        for device in self._slot_maps:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def add_weight(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
         """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
@@ -130,7 +181,7 @@ class HybridLayer:
         if self.slot_of(expert_id) >= 0:
             raise ValueError(
                 f"{place}: a hot expert's weights belong to the engine; cold: "
-                f"{ranges(self.cold_experts)}"
+                f"{ranges(self._placement.cold_experts)}"
             )
         self.refuse_reload(place)
         if not self.takes_weights:
@@ -163,7 +214,7 @@ class HybridLayer:
     def refuse_reload(self, place: str) -> None:
         """RuntimeError when loading is finished and some experts are cold: an engine that exchanges
         weights while serving would leave them as they were. ``place`` begins the message."""
-        if self._finished and self.num_cold:
+        if self._finished and not self._placement.all_hot:
             raise RuntimeError(
                 f"{place}: weights arrive after loading was finished; "
                 "exchanging weights while serving is not supported"
@@ -182,7 +233,7 @@ class HybridLayer:
         else:
             missing = [
                 f"{expert} ({', '.join(m for m in MATRICES if m not in there)})"
-                for expert in self.cold_experts
+                for expert in self._placement.cold_experts
                 if expert not in self._packed
                 for there in (self._arrived.get(expert, {}),)
             ]
@@ -216,9 +267,7 @@ class HybridLayer:
         self._need_cold("submit")
         slot_map = self._slot_maps.get(x.device)
         if slot_map is None:
-            slots = [self.slot_of(expert) for expert in range(self.num_experts)]
-            slot_map = torch.tensor(slots, dtype=torch.int32, device=x.device)
-            self._slot_maps[x.device] = slot_map
+            slot_map = self._slot_maps[x.device] = self._placement.slot_map(x.device)
         if self._wrapper is None:
             if padding is not None:
                 need_padding(f"layer {self.layer_idx}", padding, x.shape[0], x.device)
@@ -238,7 +287,7 @@ class HybridLayer:
     ) -> torch.Tensor:
         """scale * (the cold experts' sum + hot) [T, H] in x's dtype, for the last `submit`.
 
-        hot: the engine's sum [T, H], which may be written over; None where no expert is hot.
+        hot: the engine's sum [T, H], which may be written over; None where the engine has no slot.
         """
         self._need_cold("collect")
         if self._wrapper is not None:
@@ -264,9 +313,10 @@ class HybridLayer:
 
     def describe(self) -> str:
         """One line: which experts are where, in what format, how many megabytes."""
+        p = self._placement
         return (
-            f"layer {self.layer_idx}: {self.num_hot} hot experts{_bracketed(self.hot_experts)} on "
-            f"the device, {self.num_cold} cold on the CPU, {self.options.method}, "
+            f"layer {self.layer_idx}: {p.num_hot} hot experts{_bracketed(p.hot_experts)} on "
+            f"the device, {p.num_cold} cold on the CPU, {self.options.method}, "
             f"{self.packed_bytes / 1e6:.1f} MB packed"
         )
 
@@ -281,7 +331,7 @@ class HybridLayer:
         return self._finished
 
     def _need_cold(self, call: str) -> None:
-        if not self.num_cold:
+        if self._placement.all_hot:
             raise RuntimeError(
                 f"layer {self.layer_idx}: {call} needs cold experts; all {self.num_experts} are hot"
             )
@@ -314,7 +364,7 @@ class HybridModel:
     @property
     def elsewhere(self) -> bool:
         """Whether another rank computes the cold experts."""
-        return any(layer.num_cold and not layer.has_cpu_part for layer in self.layers)
+        return any(not (layer.placement.all_hot or layer.has_cpu_part) for layer in self.layers)
 
     def describe(self) -> str:
         """One line for the log, once loaded: hot and cold experts, memory, method, threads."""
@@ -323,13 +373,19 @@ class HybridModel:
         where = (
             f"{packed:.1f} MB packed from {self.options.weight_path or 'the served checkpoint'}; "
             f"{first.describe_cpu()}"
-            if first.num_cold
+            if not first.placement.all_hot
             else "nothing to do for the CPU"
         )
+        placements = [layer.placement for layer in self.layers]
+        # Where the layers differ, their experts are told by `HybridLayer.describe` and the report.
+        hot = {_bracketed(p.hot_experts) for p in placements}
+        cold = {_bracketed(p.cold_experts) for p in placements}
         return (
-            f"kt: {len(self.layers)} MoE layers, in each {first.num_hot} experts hot on the device"
-            f"{_bracketed(first.hot_experts)} and {first.num_cold} cold on the CPU"
-            f"{_bracketed(first.cold_experts)}; {where}"
+            f"kt: {len(self.layers)} MoE layers, in each "
+            f"{_span(p.num_hot for p in placements)} experts hot on the device"
+            f"{hot.pop() if len(hot) == 1 else ''} and "
+            f"{_span(p.num_cold for p in placements)} cold on the CPU"
+            f"{cold.pop() if len(cold) == 1 else ''}; {where}"
         )
 
     def describe_loading(self) -> list[str]:
@@ -355,5 +411,10 @@ class HybridModel:
         return total
 
 
-def _bracketed(ids: list[int]) -> str:
+def _bracketed(ids: Sequence[int]) -> str:
     return f" [{ranges(ids)}]" if ids else ""
+
+
+def _span(counts: Iterable[int]) -> str:
+    low, *_, high = [*sorted(counts)] * 2
+    return str(low) if low == high else f"{low} to {high}"

@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from .checkpoint import Checkpoint, method_of, open_checkpoint
 from .checkpoint.method import QUANTISE, Choice
 from .hub import local_path
 from .methods import get_method
 from .options import AUTO, KTOptions, OptionError
+from .placement import initial_placement
 from .repository import Repository
 from .settings import check_settings, check_sizes
 
@@ -175,7 +174,7 @@ def _check_settings(options: KTOptions, config: Any) -> None:
     """Raises OptionError, one line, for values that this model or this machine cannot take. What
     depends on the method is not checked of `AUTO`."""
     experts = num_experts(config)
-    hot = options.hot_count(experts)
+    placement = initial_placement(options, experts)
     hidden, inter = _sizes(config)
     try:
         check_settings(
@@ -184,7 +183,7 @@ def _check_settings(options: KTOptions, config: Any) -> None:
             num_experts_per_tok=_size(config, "num_experts_per_tok") or 1,
             hidden_size=hidden or _ANY_SIZE,
             moe_intermediate_size=inter or _ANY_SIZE,
-            gpu_experts_mask=torch.arange(experts, device="cpu") < hot,
+            gpu_experts_mask=placement.mask,
             cpuinfer_threads=options.cpuinfer,
             threadpool_count=options.threadpool_count,
             weight_path=options.weight_path,

@@ -15,6 +15,7 @@ import torch
 from kt_kernel import pools, report
 from kt_kernel.layer import MATRICES, HybridLayer, HybridModel
 from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.placement import Placement
 from kt_kernel.testing import moe_reference, row_error
 
 E, K, H, INNER = 6, 2, 64, 48
@@ -49,7 +50,7 @@ def weights() -> dict[str, torch.Tensor]:
 def load(layer: HybridLayer, weights: dict[str, torch.Tensor], skip: tuple = ()) -> None:
     """Matrix by matrix, in the order of a checkpoint sorted by matrix rather than by expert."""
     for which in MATRICES:
-        for expert in layer.cold_experts:
+        for expert in layer.placement.cold_experts:
             if (expert, which) not in skip:
                 layer.add_weight(expert, which, weights[which][expert])
 
@@ -155,7 +156,7 @@ def test_a_rank_that_computes_no_cold_experts(hot: int, weights: dict[str, torch
 
 def test_placement() -> None:
     layer = layer_of(2)
-    assert layer.hot_experts == [0, 1] and layer.cold_experts == [2, 3, 4, 5]
+    assert layer.placement == Placement.first(E, 2)
     assert [layer.slot_of(expert) for expert in range(E)] == [0, 1, -1, -1, -1, -1]
     for expert in (-1, E):
         with pytest.raises(ValueError, match=f"expert {expert} does not exist; 0 to 5"):
@@ -219,7 +220,7 @@ def test_weights_are_copied(weights: dict[str, torch.Tensor]) -> None:
     """A loader may reuse its buffer for the next tensor."""
     layer, buffers = layer_of(2), {name: torch.empty_like(w[0]) for name, w in weights.items()}
     for which in MATRICES:
-        for expert in layer.cold_experts:
+        for expert in layer.placement.cold_experts:
             layer.add_weight(expert, which, buffers[which].copy_(weights[which][expert]))
     layer.finish_loading()
     x, ids, router = batch(5)

@@ -17,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from kt_kernel.layer import HybridModel
 from kt_kernel.options import KTOptions
+from kt_kernel.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
 
@@ -45,8 +46,7 @@ def check_scaling_is_applied_once() -> None:
                 apply=lambda layer, dispatch_output: SimpleNamespace(hidden_states=2.5 * x)
             )
             method.hybrid = SimpleNamespace(
-                num_hot=0,
-                num_cold=cold,
+                placement=Placement.first(1, 1 - cold),
                 submit=lambda x, ids, weights, **given: (ids, weights),
                 collect=lambda x, hot, scale: x * scale,
             )
@@ -127,7 +127,7 @@ def check_what_a_layer_may_be() -> None:
 
     method = create(8)
     assert method.num_gpu_experts == -1
-    assert method.hybrid.num_hot == 8 and not method.hybrid.num_cold
+    assert method.hybrid.placement == Placement.first(8, 8)
     assert made["num_experts"] == 9 and made["weight_loader"] is create, made
     assert "layer 0: fusing shared experts" in refusal(3)
     assert "layer 0: expert parallelism is not supported" in refusal(8, moe_ep_size=2)

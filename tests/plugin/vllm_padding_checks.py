@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention import Attention, CrossAttention, MLAA
 from vllm.model_executor.layers.fused_moe import fused_moe
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
+from kt_kernel.placement import Placement
 from kt_kernel.plugin_entrypoints.vllm import layer as hybrid
 from kt_kernel.plugin_entrypoints.vllm import routes
 from kt_kernel.plugin_entrypoints.vllm.padding import Padding
@@ -144,7 +145,7 @@ def check_layers_pass_it_on() -> None:
 
         experts = layer(hybrid.HybridExperts)
         experts.kt_layer = SimpleNamespace(
-            num_cold=2, num_hot=2, submit=submit, collect=lambda x, hot: x
+            placement=Placement.first(4, 2), submit=submit, collect=lambda x, hot: x
         )
         experts.kt_skip, experts._expert_map = skip, None
         experts.kt_padding = SimpleNamespace(of=lambda x: SLOTS)
