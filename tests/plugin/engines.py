@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 HOT = 3
 COLD = range(HOT, EXPERTS)
+SCATTERED = (6, 1, 4)  # hot experts by slot, see scattered.py
 TIMEOUT = 1800  # seconds for a test: the first one of a module waits for all runs of its engine
 
 # Arguments of the engines on a GPU; the kernels are those that a GPU without more packages has.
@@ -88,6 +89,16 @@ def check_equal(
     assert "error" not in answer, answer
     equal, checked, total = agreement(greedy, answer["tokens"], gap)
     assert checked - equal <= slips and checked >= share * total, (equal, checked, total)
+
+
+def check_scattered(answers: Answers) -> None:
+    """With the experts SCATTERED hot the engine answers as with the first ones, and as it does
+    alone: our BF16 kernels round their input once."""
+    scattered, stock = answers["scattered"], answers["stock"]
+    assert scattered["tokens"] == answers["some hot"]["tokens"] == stock["tokens"]
+    found, wanted = (torch.tensor(answer["logprobs"]) for answer in (scattered, stock))
+    assert (found - wanted).abs().mean() < 0.02
+    assert scattered["logprobs"] != answers["some hot"]["logprobs"]
 
 
 def logprob_distances(

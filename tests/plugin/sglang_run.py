@@ -4,6 +4,7 @@
 
 JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, in place of those for
       the CPU}, "prompts": [[ids]], "steps": n or [of each prompt], "fork": start processes so?,
+      "modules": to import first; forked processes have them,
       "runs": [{"name", "arguments": of the engine, "config": text of KT_CONFIG, "env": variables,
                 "model", "prompts", "steps": other ones,
                 "before": prompts served first, of 1, 2, 3 and more steps; only "stats" knows,
@@ -20,6 +21,7 @@ spawns its processes, and each imports everything anew, for 10 s. With "fork" al
 and a run's processes are forks of this one, which has no threads yet.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -160,6 +162,8 @@ def main() -> None:
     job_path, result_path = sys.argv[1:]
     with open(job_path) as file:
         job = json.load(file)
+    for module in job.get("modules", []):
+        importlib.import_module(module)
     if job.get("fork"):
         import_all()
     answers = []

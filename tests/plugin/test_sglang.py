@@ -18,6 +18,7 @@ from engines import (
     COLD,
     HERE,
     HOT,
+    SCATTERED,
     SGLANG_COUNTED,
     TIMEOUT,
     Answers,
@@ -30,6 +31,7 @@ from engines import (
     check_quantised_logprobs,
     check_quantised_tokens,
     check_refused,
+    check_scattered,
     demo_job,
     post,
     serving,
@@ -112,6 +114,8 @@ def answers(
         {"name": "none hot", "config": '{"method": "BF16"}'},
         {"name": "counted", "config": '{"method": "BF16"}', "arguments": SGLANG_COUNTED},
         {"name": "all hot", "arguments": {**some, "kt_num_gpu_experts": EXPERTS}},
+        {"name": "scattered", "arguments": some,
+         "env": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))}},
         {"name": "AMXINT8", "arguments": {**some, "kt_method": "AMXINT8"}},
         {"name": "INT4_G32", "arguments": {**some, "kt_method": "INT4_G32",
                                            "kt_weight_path": str(model)}},
@@ -134,7 +138,7 @@ def answers(
     ]  # fmt: skip
     job = {"model": str(model), "prompts": prompts, "steps": STEPS}
     return run(folder / "spawned", **job, runs=spawned) | run(
-        folder / "forked", **job, runs=forked, fork=True
+        folder / "forked", **job, runs=forked, fork=True, modules=["scattered"]
     )
 
 
@@ -159,6 +163,12 @@ def test_logprobs(
 
 def test_all_hot_is_bit_identical_to_stock(answers: Answers) -> None:
     assert answers["all hot"]["logprobs"] == answers["stock"]["logprobs"]
+
+
+def test_any_experts_may_be_hot(answers: Answers) -> None:
+    check_scattered(answers)
+    (counted,) = answers["scattered"]["stats"]["models"]
+    assert [layer["hot_experts"] for layer in counted["layers"]] == [[1, 4, 6]] * LAYERS
 
 
 def test_without_the_plugin(answers: Answers) -> None:

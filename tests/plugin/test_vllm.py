@@ -20,6 +20,7 @@ import vllm_other_plugin
 from engines import (
     COLD,
     HOT,
+    SCATTERED,
     TIMEOUT,
     Answers,
     answer_to,
@@ -31,6 +32,7 @@ from engines import (
     check_quantised_logprobs,
     check_quantised_tokens,
     check_refused,
+    check_scattered,
     demo_job,
     post,
     serving,
@@ -118,6 +120,8 @@ def answers(
         {"name": "some hot", "kt": some, "requests": "all"},
         {"name": "stock again", "kt": None},
         {"name": "all hot", "kt": {"method": "BF16", "num_gpu_experts": EXPERTS}},
+        {"name": "scattered", "kt": some,
+         "environment": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))}},
         {"name": "weight path", "kt": {**some, "weight_path": str(model)}, "requests": "all"},
         {"name": "zeroed", "kt": {**some, "weight_path": str(zeroed)}},
         {"name": "deferred", "kt": {"method": "BF16", "max_deferred_experts_per_token": 1}},
@@ -138,7 +142,14 @@ def answers(
          "model": str(calm.path), "prompts": calm.prompts, "engine": {"dtype": "float16"}},
         {"name": "broken", "kt": broken},  # the last one: it leaves half an engine behind
     ]  # fmt: skip
-    return run(folder / "eager", model=str(model), prompts=prompts, steps=STEPS, runs=runs)
+    return run(
+        folder / "eager",
+        model=str(model),
+        prompts=prompts,
+        steps=STEPS,
+        runs=runs,
+        modules=["scattered"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,6 +162,13 @@ def test_tokens_are_those_of_transformers(name: str, answers: Answers, greedy: G
 
 def test_all_hot_is_bit_identical_to_stock(answers: Answers) -> None:
     assert answers["all hot"]["logprobs"] == answers["stock"]["logprobs"]
+
+
+def test_any_experts_may_be_hot(answers: Answers) -> None:
+    check_scattered(answers)
+    assert answers["scattered"]["hot_rows"] == HOT
+    for line in answers["scattered"]["describe"]:
+        assert "3 hot experts [1,4,6] on the device, 5 cold on the CPU" in line
 
 
 def test_without_options_vllm_is_as_it_was(answers: Answers) -> None:
