@@ -79,10 +79,9 @@ def test_splits_that_change(engine: DeviceEngine) -> None:
 @pytest.mark.parametrize("d", [0, 2])
 def test_experts_that_move(engine: DeviceEngine, d: int) -> None:
     """The routes' map and the CPU's plan change between batches, after which plans are known."""
-    layers, placements = on_device(engine, model(d, hot=0)), [
-        Placement((-1, 0, -1, 1, -1, 2), 3), Placement((2, 0, -1, -1, 1, -1), 3),
-        Placement((-1,) * 6, 3),
-    ]  # fmt: skip
+    layers = on_device(engine, model(d, hot=0))
+    slots = (-1, 0, -1, 1, -1, 2), (2, 0, -1, -1, 1, -1), (-1,) * 6
+    placements = [Placement(of_experts, 3) for of_experts in slots]
     slot_map = placements[-1].slot_map()
     seen = []
     for turn, placement in enumerate((*placements, placements[0])):

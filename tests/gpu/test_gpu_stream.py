@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kt_kernel import KTMoEWrapper, model_scope
+from kt_kernel.placement import Placement
 from kt_kernel.routing import hot_routes
 
 E, K, H, INNER, LAYERS = 16, 4, 512, 256, 4
@@ -118,6 +119,40 @@ def test_graph(d: int, tokens: int) -> None:
             for layer, one, y in zip(layers, other, expected(same, other), strict=True):
                 assert torch.equal(layer.forward(*on_gpu(one)).cpu(), y)
     assert wrong == 0
+
+
+@pytest.mark.parametrize("d", [0, 2])
+def test_experts_move_between_replays(d: int) -> None:
+    """The graph's routes and the CPU's plan follow the map and the mask, changed in place."""
+    layers, same = model(d, hot=0), model(d, hot=0)
+    inputs = [on_gpu(batch(8, i)) for i in range(LAYERS)]
+    slot_map = torch.full((E,), -1, dtype=torch.int32, device=CUDA)
+
+    def run() -> list[tuple[torch.Tensor, ...]]:
+        found = []
+        for layer, (x, ids, weights) in zip(layers, inputs, strict=True):
+            routes = layer.submit_and_split(x, ids, weights, slot_map=slot_map, cold_slot=-1)
+            found.append((*(part.clone() for part in routes), layer.sync_and_add(x)))
+        return found
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+        with pytest.raises(RuntimeError, match="experts cannot move while a CUDA graph is capt"):
+            layers[0].set_gpu_experts_mask(torch.ones(E, dtype=torch.bool))
+    for number in range(50):
+        hot = torch.randperm(E, generator=torch.Generator().manual_seed(number))[: number % 5]
+        placement = Placement.from_mask(torch.isin(torch.arange(E), hot))
+        graph.replay()  # may still run when the experts move
+        for layer in (*layers, *same):
+            layer.set_gpu_experts_mask(placement.mask)
+        slot_map.copy_(placement.slot_map())
+        graph.replay()
+        for (slots, router, y), layer, one in zip(outputs, same, inputs, strict=True):
+            routes = hot_routes(*one[1:], slot_map, -1)
+            assert torch.equal(slots, routes[0]) and torch.equal(router, routes[1]), number
+            assert torch.equal(y.cpu(), layer.forward(*(part.cpu() for part in one))), number
 
 
 @pytest.mark.parametrize("d", [0, 2])
