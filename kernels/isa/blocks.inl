@@ -26,7 +26,8 @@ constexpr int vectors_at_once(int rows, int registers, int most) {
   return most;
 }
 
-// Block::run<M>(tile, layout, a, rows, out): the M rows `rows` by all of the tile.
+// Block::run<M>(tile, layout, a, rows, out): the M rows `rows`, of kind Block::kAct, by all of the
+// tile.
 template <class Block, int M>
 inline void row_block(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                       int64_t first, float* out) {

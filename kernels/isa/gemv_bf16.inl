@@ -1,5 +1,11 @@
 // BF16 weights, vector units. A lane holds two consecutive k.
 struct Bf16Block {
+#ifdef KT_BF16_OPERANDS
+  static constexpr ActKind kAct = ActKind::kBF16;
+#else
+  static constexpr ActKind kAct = ActKind::kFloat;
+#endif
+
   template <int M>
   static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows&,
                          const Rows<M>& rows, float* out) {

@@ -50,6 +50,8 @@ inline void e4m3_part(const uint8_t* w, int64_t steps, const Rows<M>& rows, int6
 }
 
 struct Fp8BlockBlock {
+  static constexpr ActKind kAct = ActKind::kFloat;
+
   template <int M>
   static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows&,
                          const Rows<M>& rows, float* out) {
@@ -70,6 +72,8 @@ struct Fp8BlockBlock {
 };
 
 struct Fp8RowBlock {
+  static constexpr ActKind kAct = ActKind::kFloat;
+
   template <int M>
   static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows&,
                          const Rows<M>& rows, float* out) {
@@ -90,6 +94,8 @@ struct Fp8RowBlock {
 };
 
 struct MxFp8Block {
+  static constexpr ActKind kAct = ActKind::kFloat;
+
   template <int M>
   static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows&,
                          const Rows<M>& rows, float* out) {

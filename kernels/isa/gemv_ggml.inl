@@ -1,4 +1,4 @@
-// Weights in the formats of ggml: what they are for GroupBlock, from their traits (GgmlFormat).
+// Weights in the formats of ggml: what they are for GroupBlock, from their rows in kt/format.h.
 
 // Scales of 32 columns, or of 16 and 16, with what is added to each weight.
 template <int n> struct AffineScales {
@@ -10,19 +10,16 @@ template <int n> struct AffineScales {
   }
 };
 
-template <WeightFormat format> struct CodesOf {
-  using type = PlaneCodes<ggml_format(format).bits>;
-};
-template <> struct CodesOf<WeightFormat::kQ8_0> { using type = SignedByteCodes; };
-template <> struct CodesOf<WeightFormat::kIQ4NL> { using type = Iq4Codes; };
-template <> struct CodesOf<WeightFormat::kIQ4XS> { using type = Iq4Codes; };
+template <CodeType type, int bits> struct CodesOf { using Codes = PlaneCodes<bits>; };
+template <> struct CodesOf<CodeType::kSigned, 8> { using Codes = SignedByteCodes; };
+template <> struct CodesOf<CodeType::kIq4, 4> { using Codes = Iq4Codes; };
 
 template <WeightFormat format> struct GgmlScales {
-  static constexpr GgmlFormat kForm = ggml_format(format);
-  using Codes = typename CodesOf<format>::type;
-  static constexpr int kOffset = kForm.offset + Codes::kCodeOffset;
-  static constexpr int64_t kScaleBytes = kForm.scale_bytes();
-  static constexpr int kSums = kForm.sub_cols == 16 ? 2 : 1;
+  static constexpr const FormatTraits& kForm = traits_of(format);
+  using Codes = typename CodesOf<kForm.codes.type, kForm.codes.bits>::Codes;
+  static constexpr int kOffset = kForm.codes.offset + Codes::kCodeOffset;
+  static constexpr int64_t kScaleBytes = kForm.scale_bytes;
+  static constexpr int kSums = kForm.scales.cols == 16 ? 2 : 1;
 
   const uint8_t* block;
   inline GgmlScales(const uint8_t* b, const MatrixLayout&) : block(b) {}
@@ -32,7 +29,7 @@ template <WeightFormat format> struct GgmlScales {
     for (int p = 0; p < kSums; ++p)
       scales.part[p] = ggml_scale<format>(block, i * kSums + p, v * kLanes);
     // The offset is taken off the integers.
-    if constexpr (kForm.has_min)
+    if constexpr (kForm.scales.minimum)
       return scales;
     else if constexpr (kSums == 1)
       return OneScale{scales.part[0].scale};

@@ -12,6 +12,7 @@
 //   add(...)      the total with the products of these columns
 //   finish(tile, total)
 template <class Format> struct GroupBlock {
+  static constexpr ActKind kAct = ActKind::kInt16Group;
   using Codes = typename Format::Codes;
   static constexpr int kSums = Format::kSums;
   static constexpr int64_t kPartBytes = Codes::kSteps * kStepBytes;  // of 32 columns

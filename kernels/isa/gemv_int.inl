@@ -18,6 +18,8 @@ inline void store_dequantised(const I (&total)[M][kTileVectors], const uint8_t* 
 }
 
 struct Int8Block {
+  static constexpr ActKind kAct = ActKind::kInt8Row;
+
   template <int M>
   static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                          const Rows<M>& rows, float* out) {
@@ -46,6 +48,8 @@ struct Int8Block {
 };
 
 struct Int4RowBlock {  // u = q + 8: takes 8 * sum(activations) off the sum
+  static constexpr ActKind kAct = ActKind::kInt8Row;
+
   template <int M>
   static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                          const Rows<M>& rows, float* out) {

@@ -30,14 +30,14 @@ struct AffineScale {
 
 template <WeightFormat format>
 inline AffineScale ggml_scale(const uint8_t* block, int64_t sub, int lane) {
-  constexpr GgmlFormat kForm = ggml_format(format);
+  constexpr const FormatTraits& kForm = traits_of(format);
   const auto* halves = reinterpret_cast<const uint16_t*>(block) + lane;
   F scale = f_load_fp16(halves), bias = f_zero();
-  if constexpr (kForm.has_min) bias = f_load_fp16(halves + kTileRows);
-  if constexpr (kForm.sub_cols > 0) {
+  if constexpr (kForm.scales.minimum) bias = f_load_fp16(halves + kTileRows);
+  if constexpr (kForm.scales.cols > 0) {
     const uint8_t* p = block + kForm.d_bytes() + sub * kForm.sub_bytes() * kTileRows + lane;
     const I byte = i_load_u8(p);
-    if constexpr (!kForm.has_min) {
+    if constexpr (!kForm.scales.minimum) {
       scale = f_mul(scale, to_f(i_load_i8(p)));
     } else if constexpr (kForm.sub_bytes() == 2) {
       scale = f_mul(scale, to_f(byte));
@@ -47,14 +47,14 @@ inline AffineScale ggml_scale(const uint8_t* block, int64_t sub, int lane) {
       bias = f_fnma(bias, to_f(i_srl<4>(byte)), f_zero());
     }
   }
-  if constexpr (kForm.offset > 0) bias = f_mul(scale, f_set(-kForm.offset));
+  if constexpr (kForm.codes.offset > 0) bias = f_mul(scale, f_set(-kForm.codes.offset));
   return {scale, bias};
 }
 
 template <WeightFormat format>
-constexpr bool kHasBias = ggml_format(format).has_min || ggml_format(format).offset > 0;
+constexpr bool kHasBias = traits_of(format).scales.minimum || traits_of(format).codes.offset > 0;
 template <WeightFormat format>
-constexpr bool kIsIq4 = format == WeightFormat::kIQ4NL || format == WeightFormat::kIQ4XS;
+constexpr bool kIsIq4 = traits_of(format).codes.type == CodeType::kIq4;
 
 template <WeightFormat format> inline F ggml_value(F q, const AffineScale& a) {
   if constexpr (kHasBias<format>)

@@ -7,24 +7,24 @@ struct CodeValues {
   alignas(64) float of[32];
 };
 template <WeightFormat format> constexpr CodeValues code_values() {
-  constexpr GgmlFormat kForm = ggml_format(format);
+  constexpr const FormatTraits& kForm = traits_of(format);
   CodeValues values{};
   for (int i = 0; i < 32; ++i) {
-    const int code = i & ((1 << kForm.bits) - 1);
-    values.of[i] = float(kIsIq4<format> ? kIq4Values[code] : code - kForm.offset);
+    const int code = i & ((1 << kForm.codes.bits) - 1);
+    values.of[i] = float(kIsIq4<format> ? kIq4Values[code] : code - kForm.codes.offset);
   }
   return values;
 }
 template <WeightFormat format> constexpr CodeValues kCodeValues = code_values<format>();
 
 template <WeightFormat format> struct GgmlUnits : UnpackedUnits<false> {
-  static constexpr GgmlFormat kForm = ggml_format(format);
-  static constexpr int kBits = kForm.bits, kLow = kForm.low_bits();
-  static constexpr int64_t kSubCols = kForm.sub_cols == 16 ? 16 : 32;
+  static constexpr const FormatTraits& kForm = traits_of(format);
+  static constexpr int kBits = kForm.codes.bits, kLow = low_plane_bits(kBits);
+  static constexpr int64_t kSubCols = kForm.scales.cols == 16 ? 16 : 32;
   static constexpr int64_t kPieceBytes = kForm.part_bytes() / 4;
   // Beyond five bits, the offset is taken off after the scale; int8 codes get one.
-  static constexpr int kOffset = kBits == 8 ? 128 : kBits > 5 ? kForm.offset : 0;
-  static constexpr bool kBias = kForm.has_min || kOffset > 0;
+  static constexpr int kOffset = kBits == 8 ? 128 : kBits > 5 ? kForm.codes.offset : 0;
+  static constexpr bool kBias = kForm.scales.minimum || kOffset > 0;
   const uint8_t* tile;
   const int64_t block_bytes;
   LanePairs scale, bias;
@@ -36,7 +36,7 @@ template <WeightFormat format> struct GgmlUnits : UnpackedUnits<false> {
     const int64_t k = p * kPieceCols, column = k % kForm.block_cols;
     const uint8_t* block = tile + k / kForm.block_cols * block_bytes;
     if (column % kSubCols == 0) set_scales(block, column / kSubCols);
-    const uint8_t* part = block + kForm.scale_bytes() + column / 32 * kForm.part_bytes();
+    const uint8_t* part = block + kForm.scale_bytes + column / 32 * kForm.part_bytes();
     prefetch_ahead<kPieceBytes>(part + p % 4 * kPieceBytes);
     switch (p % 4) {
       case 0: return unpack<0>(part, piece(p));

@@ -17,9 +17,9 @@ template <bool is_signed> inline void byte_values(I quad, F (&x)[4]) {
 }
 
 template <WeightFormat format> struct GgmlColumns {
-  static constexpr GgmlFormat kForm = ggml_format(format);
+  static constexpr const FormatTraits& kForm = traits_of(format);
   // Sub-blocks in 32 columns, and quads in one of them.
-  static constexpr int kSubs = kForm.sub_cols == 16 ? 2 : 1, kQuads = 8 / kSubs;
+  static constexpr int kSubs = kForm.scales.cols == 16 ? 2 : 1, kQuads = 8 / kSubs;
 
   static void unpack(const uint8_t* tile, const MatrixLayout& layout, int64_t k, int64_t columns,
                      float* w) {
@@ -27,7 +27,7 @@ template <WeightFormat format> struct GgmlColumns {
     for (int64_t end = k + columns; k < end; k += 32, w += 32 * kTileRows) {
       const uint8_t* block = tile + k / kForm.block_cols * block_bytes;
       const int64_t part = k % kForm.block_cols / 32;
-      const uint8_t* steps = block + kForm.scale_bytes() + part * kForm.part_bytes();
+      const uint8_t* steps = block + kForm.scale_bytes + part * kForm.part_bytes();
       for (int v = 0; v < kTileVectors; ++v) {
         AffineScale scales[kSubs];
         for (int s = 0; s < kSubs; ++s)
@@ -41,7 +41,7 @@ template <WeightFormat format> struct GgmlColumns {
   template <int quad>
   static inline void quads(const uint8_t* steps, int v, const AffineScale (&scales)[kSubs],
                            float* w) {
-    if constexpr (kForm.bits == 4) {  // 4-bit steps by table, two quads at a time
+    if constexpr (kForm.codes.bits == 4) {  // 4-bit steps by table, two quads at a time
       const NibbleTable table = nibble_table(kIsIq4<format> ? kIq4Values : kUnsignedValues);
       F x[8];
       nibble_values(i_load(steps + quad / 2 * kStepBytes + v * kLanes * 4), table, x);
@@ -50,7 +50,8 @@ template <WeightFormat format> struct GgmlColumns {
       if constexpr (quad + 2 < 8) quads<quad + 2>(steps, v, scales, w);
     } else {
       F x[4];
-      byte_values<format == WeightFormat::kQ8_0>(part_quad<kForm.bits, quad>(steps, v * kLanes), x);
+      byte_values<kForm.codes.type == CodeType::kSigned>(
+          part_quad<kForm.codes.bits, quad>(steps, v * kLanes), x);
       for (int i = 0; i < 4; ++i)
         store_column(w, 4 * quad + i, v, ggml_value<format>(x[i], scales[quad / kQuads]));
       if constexpr (quad + 1 < 8) quads<quad + 1>(steps, v, scales, w);

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kt/format.h"
+#include "kt/layout.h"
 
 namespace kt {
 

@@ -203,8 +203,7 @@ template <DType kType> class DenseTile {
       if (const PackError error = row(first + n, n); error != PackError::kNone)
         return *bad_row = first + n, error;
     }
-    const bool nibbles = layout_.step_cols() == 8;
-    std::memset(lanes_ + rows * words, nibbles ? kZeroNibbles : 0,
+    std::memset(lanes_ + rows * words, layout_.code_bits() == 4 ? kZeroNibbles : 0,
                 size_t((kTileRows - rows) * words * 4));
     const auto* lanes = reinterpret_cast<const uint8_t*>(lanes_);
     BlockValues scales{};
@@ -227,12 +226,12 @@ template <DType kType> class DenseTile {
     const auto all = [&](auto to) {
       return convert<kType>(p, layout_.cols, layout_.cols_padded(), ahead_, to, words);
     };
-    switch (layout_.format) {
-      case WeightFormat::kBF16: all(ToBf16{}); return PackError::kNone;
-      case WeightFormat::kInt4Group: return groups_of_row(p, n, words);
+    switch (layout_.traits().scales.kind) {
+      case ScaleKind::kNone: all(ToBf16{}); return PackError::kNone;
+      case ScaleKind::kGroup: return groups_of_row(p, n, words);
       default: break;
     }
-    const int limit = layout_.format == WeightFormat::kInt8Row ? 127 : 7;
+    const int limit = layout_.code_bits() == 8 ? 127 : 7;
     const float absmax = row_absmax<kType>(source_, row);
     if (!std::isfinite(absmax)) return PackError::kNotFinite;
     const float multiplier = multiplier_for(absmax, limit);
@@ -294,13 +293,13 @@ template <DType kType> class DenseTile {
 
 PackError check_dense(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
                       int64_t* bad_row) {
-  if (layout.format == WeightFormat::kBF16) return PackError::kNone;
+  if (layout.traits().scales.kind == ScaleKind::kNone) return PackError::kNone;
   for (int64_t n = 0; n < tile_rows(layout, tile); ++n) {
     const int64_t row = *bad_row = source.row0 + tile * kTileRows + n;
     const float absmax = with_dtype(source.weights.dtype,
                                     [&]<DType kType>() { return row_absmax<kType>(source, row); });
     if (!std::isfinite(absmax)) return PackError::kNotFinite;
-    if (layout.format == WeightFormat::kInt4Group && float_to_fp16(absmax / 7.0f) == 0x7c00)
+    if (layout.has_group() && float_to_fp16(absmax / 7.0f) == 0x7c00)
       return PackError::kScaleOverflow;  // that of the group that holds the row's largest weight
   }
   return PackError::kNone;

@@ -1,6 +1,7 @@
 #include "ggml.h"
 
 #include <cstring>
+#include <utility>
 
 #include "blocks.h"
 #include "ggml_blocks.h"
@@ -29,11 +30,11 @@ template <int bits> void write_plane(const uint8_t* q, int shift, uint8_t* lane)
 
 // Row n of a packed block.
 template <WeightFormat format> void write_row(const GgmlBlock& b, int64_t n, uint8_t* dst) {
-  constexpr GgmlFormat f = ggml_format(format);
-  constexpr int kLow = f.low_bits(), kHigh = f.bits - kLow;
+  constexpr const FormatTraits& f = traits_of(format);
+  constexpr int kLow = low_plane_bits(f.codes.bits), kHigh = f.codes.bits - kLow;
   std::memcpy(dst + n * 2, &b.d, 2);
-  if constexpr (f.has_min) std::memcpy(dst + kTileRows * 2 + n * 2, &b.m, 2);
-  uint8_t *scales = dst + f.d_bytes(), *steps = dst + f.scale_bytes();
+  if constexpr (f.scales.minimum) std::memcpy(dst + kTileRows * 2 + n * 2, &b.m, 2);
+  uint8_t *scales = dst + f.d_bytes(), *steps = dst + f.scale_bytes;
   for (int i = 0; scales < steps; ++i, scales += kTileRows) scales[n] = b.scales[i];
   for (int k = 0; k < f.block_cols; k += 32, steps += f.part_bytes()) {
     write_plane<kLow>(b.q + k, 0, steps + n * 4);
@@ -43,7 +44,7 @@ template <WeightFormat format> void write_row(const GgmlBlock& b, int64_t n, uin
 
 // The blocks of a matrix's part, by format.
 template <WeightFormat format> struct Blocks {
-  static constexpr GgmlFormat f = ggml_format(format);
+  static constexpr const FormatTraits& f = traits_of(format);
   static constexpr int64_t kPackedBytes =
       MatrixLayout{format, kTileRows, f.block_cols, 0}.block_bytes();
   const MatrixLayout& layout;
@@ -61,7 +62,7 @@ template <WeightFormat format> struct Blocks {
     bool all = true;
     for (int64_t i = 0; i < count; ++i, d += f.file_bytes) {
       all &= finite_fp16(load<uint16_t>(d));
-      if constexpr (f.has_min) all &= finite_fp16(load<uint16_t>(d + 2));
+      if constexpr (f.scales.minimum) all &= finite_fp16(load<uint16_t>(d + 2));
     }
     return all;
   }
@@ -80,23 +81,16 @@ template <WeightFormat format> struct Blocks {
 };
 
 // Calls use(Blocks<format>{}) for the layout's format.
-template <class Use>
-void with_blocks(const MatrixLayout& layout, const MatrixSource& source, const Use& use) {
-  const auto as = [&]<WeightFormat format>() { use(Blocks<format>{layout, source}); };
-  switch (layout.format) {
-    case WeightFormat::kQ4_1: return as.template operator()<WeightFormat::kQ4_1>();
-    case WeightFormat::kQ5_0: return as.template operator()<WeightFormat::kQ5_0>();
-    case WeightFormat::kQ5_1: return as.template operator()<WeightFormat::kQ5_1>();
-    case WeightFormat::kQ8_0: return as.template operator()<WeightFormat::kQ8_0>();
-    case WeightFormat::kQ2K: return as.template operator()<WeightFormat::kQ2K>();
-    case WeightFormat::kQ3K: return as.template operator()<WeightFormat::kQ3K>();
-    case WeightFormat::kQ4K: return as.template operator()<WeightFormat::kQ4K>();
-    case WeightFormat::kQ5K: return as.template operator()<WeightFormat::kQ5K>();
-    case WeightFormat::kQ6K: return as.template operator()<WeightFormat::kQ6K>();
-    case WeightFormat::kIQ4NL: return as.template operator()<WeightFormat::kIQ4NL>();
-    default: return as.template operator()<WeightFormat::kIQ4XS>();
-  }
+template <class Use, int... formats>
+void with_blocks(const MatrixLayout& layout, const MatrixSource& source, const Use& use,
+                 std::integer_sequence<int, formats...>) {
+  const auto try_format = [&]<WeightFormat format>() {
+    if constexpr (is_ggml(format))
+      if (layout.format == format) use(Blocks<format>{layout, source});
+  };
+  (try_format.template operator()<WeightFormat(formats)>(), ...);
 }
+using AllFormats = std::make_integer_sequence<int, kFormatCount>;
 
 }  // namespace
 
@@ -104,46 +98,53 @@ PackError check_ggml(const MatrixLayout& layout, const MatrixSource& source, int
                      int64_t* bad_row) {
   const int64_t first = source.row0 + tile * kTileRows;
   PackError error = PackError::kNone;
-  with_blocks(layout, source, [&](const auto& blocks) {
-    for (int64_t row = first; row < first + tile_rows(layout, tile); ++row) {
-      if (blocks.finite(row)) continue;
-      *bad_row = row;
-      error = PackError::kBadBlockScale;
-      return;
-    }
-  });
+  with_blocks(
+      layout, source,
+      [&](const auto& blocks) {
+        for (int64_t row = first; row < first + tile_rows(layout, tile); ++row) {
+          if (blocks.finite(row)) continue;
+          *bad_row = row;
+          error = PackError::kBadBlockScale;
+          return;
+        }
+      },
+      AllFormats{});
   return error;
 }
 
 void pack_ggml(const MatrixLayout& layout, const MatrixSource& source, int64_t tile, uint8_t* dst) {
-  with_blocks(layout, source, [&](const auto& blocks) {
-    blocks.pack(source.row0 + tile * kTileRows, tile_rows(layout, tile), dst);
-  });
+  with_blocks(
+      layout, source,
+      [&](const auto& blocks) {
+        blocks.pack(source.row0 + tile * kTileRows, tile_rows(layout, tile), dst);
+      },
+      AllFormats{});
 }
 
 float ggml_weight(const MatrixLayout& layout, const uint8_t* tile, int64_t n, int64_t k) {
-  const GgmlFormat f = ggml_format(layout.format);
+  const FormatTraits& f = layout.traits();
+  const FormatTraits::Scales& scales = f.scales;
+  const int bits = f.codes.bits, low = low_plane_bits(bits);
   const uint8_t* block = tile + k / f.block_cols * layout.block_bytes();
   const int64_t column = k % f.block_cols, quad = column % 32 / 4;
-  const uint8_t* lane = block + f.scale_bytes() + column / 32 * f.part_bytes() + n * 4 + column % 4;
-  const auto bits_of = [&](int bits) {
-    const int64_t quads = 8 / bits;
-    return lane[quad / quads * kStepBytes] >> quad % quads * bits & ((1 << bits) - 1);
+  const uint8_t* lane = block + f.scale_bytes + column / 32 * f.part_bytes() + n * 4 + column % 4;
+  const auto plane = [&](int width) {
+    const int64_t quads = 8 / width;
+    return lane[quad / quads * kStepBytes] >> quad % quads * width & ((1 << width) - 1);
   };
-  int q = bits_of(f.low_bits());
-  if (f.bits > f.low_bits()) {
-    lane += f.low_bits() * kStepBytes;
-    q |= bits_of(f.bits - f.low_bits()) << f.low_bits();
+  int q = plane(low);
+  if (bits > low) {
+    lane += low * kStepBytes;
+    q |= plane(bits - low) << low;
   }
-  q -= f.offset;
-  if (layout.format == WeightFormat::kQ8_0) q = int8_t(q);
-  if (layout.format == WeightFormat::kIQ4NL || layout.format == WeightFormat::kIQ4XS)
-    q = kIq4Values[q];
+  q -= f.codes.offset;
+  if (f.codes.type == CodeType::kSigned) q = int8_t(q);
+  if (f.codes.type == CodeType::kIq4) q = kIq4Values[q];
   const float d = fp16_to_float(load<uint16_t>(block + n * 2));
-  const float m = f.has_min ? fp16_to_float(load<uint16_t>(block + kTileRows * 2 + n * 2)) : 0;
-  if (!f.sub_cols) return f.has_min ? d * float(q) + m : d * float(q);
-  const uint8_t* sub = block + f.d_bytes() + column / f.sub_cols * f.sub_bytes() * kTileRows + n;
-  if (!f.has_min) return d * float(int8_t(sub[0])) * float(q);
+  const float m = scales.minimum ? fp16_to_float(load<uint16_t>(block + kTileRows * 2 + n * 2)) : 0;
+  if (!scales.cols) return scales.minimum ? d * float(q) + m : d * float(q);
+  const uint8_t* sub = block + f.d_bytes() + column / scales.cols * f.sub_bytes() * kTileRows + n;
+  if (!scales.minimum) return d * float(int8_t(sub[0])) * float(q);
   const bool one_byte = f.sub_bytes() == 1;
   const int scale = one_byte ? sub[0] & 15 : sub[0],
             minimum = one_byte ? sub[0] >> 4 : sub[kTileRows];

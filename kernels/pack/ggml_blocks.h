@@ -32,8 +32,10 @@ constexpr FileBlock ggml_file_block(WeightFormat format) {
     case WeightFormat::kQ4K: return {0, 16, -1, 4};
     case WeightFormat::kQ5K: return {0, 48, 16, 4};
     case WeightFormat::kQ6K: return {208, 0, 128, 192};
+    case WeightFormat::kQ8_0:
+    case WeightFormat::kIQ4NL: return {0, 2};
     case WeightFormat::kIQ4XS: return {0, 8, -1, 2};
-    default: return {0, 2};  // kQ8_0, kIQ4NL
+    default: __builtin_unreachable();  // does not compile, since it is a constant
   }
 }
 
@@ -71,37 +73,29 @@ inline void add_fifth_bits(const uint8_t* high, uint8_t* q) {
 
 template <WeightFormat format>
 void read_codes(const uint8_t* low, const uint8_t* high, uint8_t* q) {
-  switch (format) {
-    case WeightFormat::kQ8_0: std::memcpy(q, low, 32); return;
-    case WeightFormat::kQ4_1:
-    case WeightFormat::kIQ4NL: read_nibbles<16>(low, q); return;
-    case WeightFormat::kQ5_0:
-    case WeightFormat::kQ5_1:
-      read_nibbles<16>(low, q);
-      add_fifth_bits(high, q);
-      return;
-    case WeightFormat::kQ2K:
-      for (int i = 0; i < 8; ++i) read_bits<2>(low + i / 4 * 32, i % 4 * 2, 0, q + i * 32);
-      return;
-    case WeightFormat::kQ3K:
-      for (int i = 0; i < 8; ++i) {
-        read_bits<2>(low + i / 4 * 32, i % 4 * 2, 0, q + i * 32);
-        read_bits<1>(high, i, 2, q + i * 32);
-      }
-      return;
-    case WeightFormat::kQ4K:
-    case WeightFormat::kQ5K:
-      for (int i = 0; i < 4; ++i) read_nibbles<32>(low + i * 32, q + i * 64);
-      if (format == WeightFormat::kQ5K)
-        for (int i = 0; i < 8; ++i) read_bits<1>(high, i, 4, q + i * 32);
-      return;
-    case WeightFormat::kQ6K:
-      for (int i = 0; i < 2; ++i) read_nibbles<64>(low + i * 64, q + i * 128);
-      for (int i = 0; i < 8; ++i) read_bits<2>(high + i / 4 * 32, i % 4 * 2, 4, q + i * 32);
-      return;
-    default:  // kIQ4XS
-      for (int i = 0; i < 8; ++i) read_nibbles<16>(low + i * 16, q + i * 32);
-      return;
+  using enum WeightFormat;
+  if constexpr (format == kQ8_0) {
+    std::memcpy(q, low, 32);
+  } else if constexpr (format == kQ4_1 || format == kIQ4NL) {
+    read_nibbles<16>(low, q);
+  } else if constexpr (format == kQ5_0 || format == kQ5_1) {
+    read_nibbles<16>(low, q);
+    add_fifth_bits(high, q);
+  } else if constexpr (format == kQ2K || format == kQ3K) {
+    for (int i = 0; i < 8; ++i) {
+      read_bits<2>(low + i / 4 * 32, i % 4 * 2, 0, q + i * 32);
+      if (format == kQ3K) read_bits<1>(high, i, 2, q + i * 32);
+    }
+  } else if constexpr (format == kQ4K || format == kQ5K) {
+    for (int i = 0; i < 4; ++i) read_nibbles<32>(low + i * 32, q + i * 64);
+    if (format == kQ5K)
+      for (int i = 0; i < 8; ++i) read_bits<1>(high, i, 4, q + i * 32);
+  } else if constexpr (format == kQ6K) {
+    for (int i = 0; i < 2; ++i) read_nibbles<64>(low + i * 64, q + i * 128);
+    for (int i = 0; i < 8; ++i) read_bits<2>(high + i / 4 * 32, i % 4 * 2, 4, q + i * 32);
+  } else {
+    static_assert(format == kIQ4XS);
+    for (int i = 0; i < 8; ++i) read_nibbles<16>(low + i * 16, q + i * 32);
   }
 }
 
@@ -117,23 +111,22 @@ inline void read_6_bit_scales(const uint8_t* p, uint8_t* scales) {
 }
 
 template <WeightFormat format> void read_scales(const uint8_t* p, uint8_t* scales) {
-  switch (format) {
-    case WeightFormat::kQ2K:
-    case WeightFormat::kQ6K: std::memcpy(scales, p, 16); return;
-    case WeightFormat::kQ3K:  // low four bits in bytes 0 to 7, two above in bytes 8 to 11
-      for (int i = 0; i < 16; ++i) {
-        const int low = p[i % 8] >> i / 8 * 4 & 15, high = p[8 + i % 4] >> i / 4 * 2 & 3;
-        scales[i] = uint8_t((low | high << 4) - 32);
-      }
-      return;
-    case WeightFormat::kQ4K:
-    case WeightFormat::kQ5K: read_6_bit_scales(p, scales); return;
-    default:  // kIQ4XS: two bits above in 16, low four bits in the four bytes after
-      for (int i = 0; i < 8; ++i) {
-        const int low = p[2 + i / 2] >> i % 2 * 4 & 15, high = p[i / 4] >> i % 4 * 2 & 3;
-        scales[i] = uint8_t((low | high << 4) - 32);
-      }
-      return;
+  using enum WeightFormat;
+  if constexpr (format == kQ2K || format == kQ6K) {
+    std::memcpy(scales, p, 16);
+  } else if constexpr (format == kQ3K) {  // low four bits in bytes 0 to 7, two above in 8 to 11
+    for (int i = 0; i < 16; ++i) {
+      const int low = p[i % 8] >> i / 8 * 4 & 15, high = p[8 + i % 4] >> i / 4 * 2 & 3;
+      scales[i] = uint8_t((low | high << 4) - 32);
+    }
+  } else if constexpr (format == kQ4K || format == kQ5K) {
+    read_6_bit_scales(p, scales);
+  } else {  // two bits above in 16, low four bits in the four bytes after
+    static_assert(format == kIQ4XS);
+    for (int i = 0; i < 8; ++i) {
+      const int low = p[2 + i / 2] >> i % 2 * 4 & 15, high = p[i / 4] >> i % 4 * 2 & 3;
+      scales[i] = uint8_t((low | high << 4) - 32);
+    }
   }
 }
 
@@ -141,7 +134,7 @@ template <WeightFormat format> GgmlBlock read_ggml_block(const uint8_t* block) {
   constexpr FileBlock file = ggml_file_block(format);
   GgmlBlock read;
   std::memcpy(&read.d, block + file.d, 2);
-  if constexpr (ggml_format(format).has_min) std::memcpy(&read.m, block + file.d + 2, 2);
+  if constexpr (traits_of(format).scales.minimum) std::memcpy(&read.m, block + file.d + 2, 2);
   if constexpr (file.scales >= 0) read_scales<format>(block + file.scales, read.scales);
   read_codes<format>(block + file.low, block + file.high, read.q);
   return read;

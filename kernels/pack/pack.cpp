@@ -11,25 +11,15 @@ bool is_dense(const WeightSource& weights) { return !weights.scale && !weights.b
 
 // Whether this format can be packed from this kind of source.
 PackError check_kind(const MatrixLayout& layout, const MatrixSource& source) {
-  if (is_ggml(layout.format))
-    return source.weights.blocks ? PackError::kNone : PackError::kNeedsBlocks;
-  const bool dense = is_dense(source.weights), scaled = !dense && !source.weights.blocks;
-  switch (layout.format) {
-    case WeightFormat::kBF16: return dense ? PackError::kNone : PackError::kNeedsDense;
-    case WeightFormat::kInt8Row:
-    case WeightFormat::kInt4Row:
-      if (dense) return PackError::kNone;
-      break;
-    case WeightFormat::kInt4Group:
-      if (dense)
-        return layout.scale == ScaleType::kFP16 ? PackError::kNone : PackError::kNeedsFp16Scales;
-      break;
-    case WeightFormat::kInt4Zero:
-      if (scaled && !source.weights.zero) return PackError::kNeedsZeros;
-      break;
-    default: break;
-  }
-  return scaled ? PackError::kNone : PackError::kNeedsQuantised;
+  const FormatTraits& format = layout.traits();
+  const bool blocks = source.weights.blocks, dense = is_dense(source.weights);
+  if (is_ggml(layout.format)) return blocks ? PackError::kNone : PackError::kNeedsBlocks;
+  if (dense && format.from_dense)
+    return layout.has_group() && layout.scale != ScaleType::kFP16 ? PackError::kNeedsFp16Scales
+                                                                  : PackError::kNone;
+  if (format.scales.kind == ScaleKind::kNone) return PackError::kNeedsDense;
+  if (dense || blocks) return PackError::kNeedsQuantised;
+  return format.scales.zero && !source.weights.zero ? PackError::kNeedsZeros : PackError::kNone;
 }
 
 }  // namespace

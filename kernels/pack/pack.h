@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "kt/format.h"
+#include "kt/layout.h"
 #include "kt/types.h"
 
 namespace kt {

@@ -11,7 +11,7 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kSumsAt = kTileRows * 4;  // in the head of kInt8Row, after the scales
+constexpr int64_t kSumsAt = kTileRows * 4;  // in the head, after the scales
 constexpr int64_t kChunkBytes = 8 << 10;    // checked, then copied
 
 int64_t blocks_of(const MatrixLayout& layout) { return layout.cols_padded() / layout.block_cols(); }
@@ -19,7 +19,7 @@ int64_t body_bytes(const MatrixLayout& layout) { return blocks_of(layout) * layo
 
 // Where the columns' part of a tile's head and body begins.
 int64_t head_begin(const MatrixLayout& layout, int64_t col0) {
-  return layout.format == WeightFormat::kFp8Block ? col0 / kFp8BlockSize * 4 : 0;
+  return layout.traits().scales.kind == ScaleKind::kBlock ? col0 / kFp8BlockSize * 4 : 0;
 }
 int64_t body_begin(const MatrixLayout& layout, int64_t col0) {
   return layout.head_bytes() + col0 / layout.block_cols() * layout.block_bytes();
@@ -27,11 +27,11 @@ int64_t body_begin(const MatrixLayout& layout, int64_t col0) {
 
 // Bytes of the head that columns have in common with the tile that they are of.
 int64_t head_values(const MatrixLayout& layout) {
-  switch (layout.format) {
-    case WeightFormat::kInt8Row: return kSumsAt;
-    case WeightFormat::kFp8Block: return ceil_div(layout.cols, kFp8BlockSize) * 4;
-    case WeightFormat::kNvFp4: return 4;
-    default: return layout.head_bytes();
+  switch (layout.traits().scales.kind) {
+    case ScaleKind::kRow: return kSumsAt;
+    case ScaleKind::kBlock: return ceil_div(layout.cols, kFp8BlockSize) * 4;
+    case ScaleKind::kE4m3: return 4;
+    default: return 0;
   }
 }
 
@@ -68,16 +68,13 @@ struct Finding {
 };
 
 Finding bad_in_head(const PackedColumns& from) {
-  switch (from.layout.format) {
-    case WeightFormat::kInt8Row:
-    case WeightFormat::kInt4Row:
-    case WeightFormat::kFp8Row:
-      return {first_bad_float(from.head, kTileRows), PackError::kBadScale};
-    case WeightFormat::kFp8Block: {
+  switch (from.layout.traits().scales.kind) {
+    case ScaleKind::kRow: return {first_bad_float(from.head, kTileRows), PackError::kBadScale};
+    case ScaleKind::kBlock: {
       const int64_t at = first_bad_float(from.head, head_values(from.layout) / 4);
       return {at < 0 ? at : 0, PackError::kBadScale};
     }
-    case WeightFormat::kNvFp4: return {first_bad_float(from.head, 1), PackError::kBadGlobal};
+    case ScaleKind::kE4m3: return {first_bad_float(from.head, 1), PackError::kBadGlobal};
     default: return {-1, PackError::kNone};
   }
 }
@@ -95,35 +92,29 @@ Finding bad_group_scale(const MatrixLayout& layout, const uint8_t* scales) {
 
 // Of a block of ggml's formats: d and m, then the scales of sub-blocks.
 Finding bad_ggml_scale(const MatrixLayout& layout, const uint8_t* scales) {
-  const GgmlFormat format = ggml_format(layout.format);
+  const FormatTraits& format = layout.traits();
   const int64_t at = first_not_finite<uint16_t>(scales, format.d_bytes() / 2, 0x7c00);
   if (at >= 0) return {at, PackError::kBadBlockScale};
+  if (format.scales.bits != 6) return {-1, PackError::kNone};
   const uint8_t* sub = scales + format.d_bytes();
-  const int64_t n = format.scale_bytes() - format.d_bytes();
-  switch (layout.format) {
-    case WeightFormat::kQ4K:
-    case WeightFormat::kQ5K: return {first_above(sub, n, 63), PackError::kBadSubScale};
-    case WeightFormat::kQ3K:
-    case WeightFormat::kIQ4XS:  // -32 to 31
-      return {first_bad<uint8_t>(sub, n, [](uint8_t x) { return uint8_t(uint8_t(x + 32) > 63); }),
-              PackError::kBadSubScale};
-    default: return {-1, PackError::kNone};
-  }
+  const int64_t n = format.scale_bytes - format.d_bytes();
+  const auto outside = [](uint8_t x) { return uint8_t(uint8_t(x + 32) > 63); };  // -32 to 31
+  return {format.scales.minimum ? first_above(sub, n, 63) : first_bad<uint8_t>(sub, n, outside),
+          PackError::kBadSubScale};
 }
 
 Finding bad_in_scales(const MatrixLayout& layout, const uint8_t* block) {
-  switch (layout.format) {
-    case WeightFormat::kInt4Group: return bad_group_scale(layout, block);
-    case WeightFormat::kInt4Zero: {
+  switch (layout.traits().scales.kind) {
+    case ScaleKind::kGroup: {
       const Finding scale = bad_group_scale(layout, block);
-      if (scale.at >= 0) return scale;
+      if (scale.at >= 0 || !layout.traits().scales.zero) return scale;
       const uint8_t* zeros = block + kTileRows * layout.scale_bytes();
       return {first_above(zeros, kTileRows, 16), PackError::kBadZero};
     }
-    case WeightFormat::kMxFp8:
-    case WeightFormat::kMxFp4: return {first_above(block, 64, 254), PackError::kBadUe8m0Scale};
-    case WeightFormat::kNvFp4: return {first_above(block, 64, 0x7e), PackError::kBadE4m3Scale};
-    default: return bad_ggml_scale(layout, block);
+    case ScaleKind::kUe8m0: return {first_above(block, 64, 254), PackError::kBadUe8m0Scale};
+    case ScaleKind::kE4m3: return {first_above(block, 64, 0x7e), PackError::kBadE4m3Scale};
+    case ScaleKind::kGgml: return bad_ggml_scale(layout, block);
+    default: return {-1, PackError::kNone};
   }
 }
 
@@ -165,18 +156,14 @@ void add_codes(const uint8_t* steps, int64_t bytes, int32_t* sums) {
 // What is wrong in the scales and codes of some blocks.
 Finding bad_in_blocks(const MatrixLayout& layout, const uint8_t* blocks, int64_t bytes) {
   const int64_t scale_bytes = layout.block_scale_bytes(), size = layout.block_bytes();
-  switch (layout.format) {
-    case WeightFormat::kBF16:
-    case WeightFormat::kInt8Row:
-    case WeightFormat::kInt4Row: return {-1, PackError::kNone};
-    case WeightFormat::kFp8Block:
-    case WeightFormat::kFp8Row: return {first_nan_lane(blocks, bytes), PackError::kNanCode};
-    default: break;
-  }
+  const bool e4m3 = layout.traits().codes.type == CodeType::kE4m3;
+  if (scale_bytes == 0)
+    return e4m3 ? Finding{first_nan_lane(blocks, bytes), PackError::kNanCode}
+                : Finding{-1, PackError::kNone};
   for (const uint8_t* b = blocks; b < blocks + bytes; b += size) {
     const Finding bad = bad_in_scales(layout, b);
     if (bad.at >= 0) return bad;
-    if (layout.format != WeightFormat::kMxFp8) continue;
+    if (!e4m3) continue;
     const int64_t lane = first_nan_lane(b + scale_bytes, size - scale_bytes);
     if (lane >= 0) return {lane, PackError::kNanCode};
   }
@@ -191,6 +178,7 @@ PackedColumns::PackedColumns(const MatrixLayout& whole, const uint8_t* tile, int
 
 PackError take_columns(const PackedColumns& from, uint8_t* dst, int64_t* lane) {
   const MatrixLayout& layout = from.layout;
+  const bool has_sums = layout.traits().scales.sums;
   Finding bad = bad_in_head(from);
   alignas(16) int32_t sums[kTileRows] = {};
   uint8_t* to = dst + layout.head_bytes();
@@ -200,7 +188,7 @@ PackError take_columns(const PackedColumns& from, uint8_t* dst, int64_t* lane) {
   for (int64_t i = 0; i < all && bad.at < 0; i += chunk) {
     const int64_t bytes = std::min(chunk, all - i);
     bad = bad_in_blocks(layout, from.body + i, bytes);
-    if (layout.format == WeightFormat::kInt8Row) add_codes(from.body + i, bytes, sums);
+    if (has_sums) add_codes(from.body + i, bytes, sums);
     stream_bytes(from.body + i, bytes, to + i);
   }
   stream_fence();
@@ -208,14 +196,14 @@ PackError take_columns(const PackedColumns& from, uint8_t* dst, int64_t* lane) {
   if (bad.at >= 0) return bad.error;
   std::memset(dst, 0, size_t(layout.head_bytes()));
   std::memcpy(dst, from.head, size_t(head_values(layout)));
-  if (layout.format == WeightFormat::kInt8Row) std::memcpy(dst + kSumsAt, sums, sizeof sums);
+  if (has_sums) std::memcpy(dst + kSumsAt, sums, sizeof sums);
   return PackError::kNone;
 }
 
 void put_columns(const MatrixLayout& columns, const uint8_t* tile, const MatrixLayout& whole,
                  int64_t col0, uint8_t* dst) {
   std::memcpy(dst + head_begin(whole, col0), tile, size_t(head_values(columns)));
-  if (columns.format == WeightFormat::kInt8Row)
+  if (columns.traits().scales.sums)
     for (int64_t n = 0; n < kTileRows; ++n) {
       const int32_t sum =
           load<int32_t>(dst + kSumsAt + n * 4) + load<int32_t>(tile + kSumsAt + n * 4);

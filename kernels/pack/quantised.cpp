@@ -11,45 +11,32 @@
 namespace kt {
 namespace {
 
-bool has_row_scales(WeightFormat format) {
-  return format == WeightFormat::kInt8Row || format == WeightFormat::kInt4Row ||
-         format == WeightFormat::kFp8Row;
+bool has_e4m3(const MatrixLayout& layout) { return layout.traits().codes.type == CodeType::kE4m3; }
+
+ScaleKind scales_in(const MatrixLayout& layout) { return layout.traits().scales.kind; }
+
+LaneOrder order_of(const MatrixLayout& layout) {
+  if (layout.code_bits() == 4) return LaneOrder::kNibbles;
+  return has_e4m3(layout) ? LaneOrder::kPairs : LaneOrder::kPlain;
 }
 
-bool has_e4m3(WeightFormat format) {
-  return format == WeightFormat::kFp8Block || format == WeightFormat::kFp8Row ||
-         format == WeightFormat::kMxFp8;
-}
-
-bool has_byte_codes(WeightFormat format) {
-  return has_e4m3(format) || format == WeightFormat::kInt8Row;
-}
-
-LaneOrder order_of(WeightFormat format) {
-  if (format == WeightFormat::kInt8Row) return LaneOrder::kPlain;
-  return has_e4m3(format) ? LaneOrder::kPairs : LaneOrder::kNibbles;
-}
-
-// The part's codes of `rows` rows from one on. Pads are codes of zero; kInt4Zero has zero points of
-// 0 there.
+// The part's codes of `rows` rows from one on. Pads are codes of zero; where there are zero points,
+// those are 0 as well.
 ByteRows codes_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
                   int64_t rows) {
-  const int64_t per_byte = has_byte_codes(layout.format) ? 1 : 2, stride = source.cols / per_byte;
+  const int64_t per_byte = 8 / layout.code_bits(), stride = source.cols / per_byte;
   const auto* data = static_cast<const uint8_t*>(source.weights.data);
-  const bool offset =
-      layout.format == WeightFormat::kInt4Group || layout.format == WeightFormat::kInt4Row;
-  const uint8_t pad = offset ? 0x88 : 0;
+  const int offset = layout.traits().codes.offset;
+  const auto pad = uint8_t(offset | offset << 4);  // an offset means nibbles
   return {data + row * stride + source.col0 / per_byte, stride, layout.cols / per_byte, rows, pad};
 }
 
 int64_t cols_per_scale(const MatrixLayout& layout, const MatrixSource& source) {
-  if (has_row_scales(layout.format)) return source.cols;
-  switch (layout.format) {
-    case WeightFormat::kInt4Group:
-    case WeightFormat::kInt4Zero: return layout.group;
-    case WeightFormat::kFp8Block: return kFp8BlockSize;
-    case WeightFormat::kNvFp4: return 16;
-    default: return 32;
+  switch (scales_in(layout)) {
+    case ScaleKind::kRow: return source.cols;
+    case ScaleKind::kBlock: return kFp8BlockSize;
+    case ScaleKind::kGroup: return layout.group;
+    default: return layout.traits().scales.cols;
   }
 }
 
@@ -58,15 +45,15 @@ ByteRows values_of(const void* all, int64_t size, const MatrixLayout& layout,
                    const MatrixSource& source, int64_t row, int64_t rows) {
   const int64_t cols = cols_per_scale(layout, source);
   const int64_t stride = ceil_div(source.cols, cols) * size;
-  const bool ue8m0 = layout.format == WeightFormat::kMxFp8 || layout.format == WeightFormat::kMxFp4;
-  if (layout.format == WeightFormat::kFp8Block) row /= kFp8BlockSize;
+  const bool ue8m0 = scales_in(layout) == ScaleKind::kUe8m0;
+  if (scales_in(layout) == ScaleKind::kBlock) row /= kFp8BlockSize;
   return {static_cast<const uint8_t*>(all) + row * stride + source.col0 / cols * size, stride,
           ceil_div(layout.cols, cols) * size, rows, uint8_t(ue8m0 ? 127 : 0)};
 }
 
 int64_t scale_size(const MatrixLayout& layout) {
   if (layout.has_group()) return layout.scale_bytes();
-  return layout.format == WeightFormat::kFp8Block || has_row_scales(layout.format) ? 4 : 1;
+  return scales_in(layout) == ScaleKind::kRow || scales_in(layout) == ScaleKind::kBlock ? 4 : 1;
 }
 
 ByteRows scales_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
@@ -109,14 +96,12 @@ bool all_finite(const ByteRows& rows, ScaleType type) {
 
 PackError check_scales(const MatrixLayout& layout, const MatrixSource& source, int64_t row) {
   const ByteRows scales = scales_of(layout, source, row, 1);
-  switch (layout.format) {
-    case WeightFormat::kMxFp8:
-    case WeightFormat::kMxFp4:
+  switch (scales_in(layout)) {
+    case ScaleKind::kUe8m0:
       return all_below<uint8_t>(scales, 255) ? PackError::kNone : PackError::kBadUe8m0Scale;
-    case WeightFormat::kNvFp4:
+    case ScaleKind::kE4m3:
       return all_below<uint8_t>(scales, 0x7f) ? PackError::kNone : PackError::kBadE4m3Scale;
-    case WeightFormat::kInt4Group:
-    case WeightFormat::kInt4Zero:
+    case ScaleKind::kGroup:
       return all_finite(scales, layout.scale) ? PackError::kNone : PackError::kBadGroupScale;
     default:  // float32, finite and not negative; -0 is a zero like the other
       return all_below<uint32_t>(scales, 0x7f800000, 0x80000000) ? PackError::kNone
@@ -139,11 +124,10 @@ bool has_nan_code(const uint8_t* codes, int64_t n) {
 
 PackError check_row(const MatrixLayout& layout, const MatrixSource& source, int64_t row) {
   if (const PackError e = check_scales(layout, source, row); e != PackError::kNone) return e;
-  if (layout.format == WeightFormat::kInt4Zero &&
-      !all_below<uint8_t>(zeros_of(layout, source, row, 1), 17))
+  if (layout.traits().scales.zero && !all_below<uint8_t>(zeros_of(layout, source, row, 1), 17))
     return PackError::kBadZero;
   const ByteRows codes = codes_of(layout, source, row, 1);
-  if (has_e4m3(layout.format) && has_nan_code(codes.first, codes.bytes)) return PackError::kNanCode;
+  if (has_e4m3(layout) && has_nan_code(codes.first, codes.bytes)) return PackError::kNanCode;
   return PackError::kNone;
 }
 
@@ -152,7 +136,7 @@ void write_head(const MatrixLayout& layout, const void* values, int64_t bytes, u
   std::memcpy(tile, values, size_t(bytes));
 }
 
-// After the scales of a kInt8Row tile.
+// After the scales of a tile.
 void write_sums(const ByteRows& codes, uint8_t* tile) {
   int32_t sums[kTileRows] = {};
   for (int64_t n = 0; n < codes.count; ++n) {
@@ -167,7 +151,7 @@ void write_sums(const ByteRows& codes, uint8_t* tile) {
 PackError check_quantised(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
                           int64_t* bad_row) {
   const float global = source.weights.global;
-  if (layout.format == WeightFormat::kNvFp4 && !(std::isfinite(global) && global >= 0))
+  if (scales_in(layout) == ScaleKind::kE4m3 && !(std::isfinite(global) && global >= 0))
     return PackError::kBadGlobal;
   const int64_t first = source.row0 + tile * kTileRows;
   for (int64_t row = first; row < first + tile_rows(layout, tile); ++row) {
@@ -182,22 +166,18 @@ void pack_quantised(const MatrixLayout& layout, const MatrixSource& source, int6
   const int64_t first = source.row0 + tile * kTileRows, rows = tile_rows(layout, tile);
   const ByteRows scale_rows = scales_of(layout, source, first, rows);
   BlockValues scales{scale_rows, scale_size(layout), 1}, zeros{};
-  switch (layout.format) {
-    case WeightFormat::kInt4Zero: zeros = {zeros_of(layout, source, first, rows), 1, 1}; break;
-    case WeightFormat::kFp8Block:
-      write_head(layout, scale_rows.first, scale_rows.bytes, dst);
-      break;
-    case WeightFormat::kInt8Row:
-    case WeightFormat::kInt4Row:
-    case WeightFormat::kFp8Row: write_head(layout, scale_rows.first, rows * 4, dst); break;
-    case WeightFormat::kNvFp4: write_head(layout, &source.weights.global, 4, dst); [[fallthrough]];
-    case WeightFormat::kMxFp8:
-    case WeightFormat::kMxFp4: scales.per_block = 2; break;
+  const FormatTraits::Scales& kept = layout.traits().scales;
+  switch (kept.kind) {
+    case ScaleKind::kRow: write_head(layout, scale_rows.first, rows * 4, dst); break;
+    case ScaleKind::kBlock: write_head(layout, scale_rows.first, scale_rows.bytes, dst); break;
+    case ScaleKind::kE4m3: write_head(layout, &source.weights.global, 4, dst); break;
     default: break;
   }
+  if (kept.cols) scales.per_block = layout.block_cols() / kept.cols;
+  if (kept.zero) zeros = {zeros_of(layout, source, first, rows), 1, 1};
   const ByteRows code_rows = codes_of(layout, source, first, rows);
-  if (layout.format == WeightFormat::kInt8Row) write_sums(code_rows, dst);
-  write_blocks(layout, code_rows, order_of(layout.format), scales, zeros, dst);
+  if (kept.sums) write_sums(code_rows, dst);
+  write_blocks(layout, code_rows, order_of(layout), scales, zeros, dst);
 }
 
 }  // namespace kt

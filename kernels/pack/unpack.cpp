@@ -22,12 +22,8 @@ struct Tile {
 
   uint8_t code4(int64_t n, int64_t k) const { return lane(n, k)[k & 3] >> (k & 4) & 15; }
 
-  uint8_t e4m3(int64_t n, int64_t k) const {
-    const int64_t place[] = {0, 2, 1, 3};
-    return lane(n, k)[place[k & 3]];
-  }
-
-  float row_scale(int64_t n) const { return load<float>(bytes + n * 4); }
+  // The order of the bytes is its own inverse.
+  uint8_t e4m3(int64_t n, int64_t k) const { return lane(n, k)[kE4m3Order[k & 3]]; }
 
   float group_scale(int64_t n, int64_t k) const {
     const uint8_t* p = block(k) + n * layout.scale_bytes();
@@ -38,32 +34,37 @@ struct Tile {
     }
   }
 
-  // A scale of one byte; half a block's columns share one.
-  uint8_t half_scale(int64_t n, int64_t k) const {
-    const int64_t half = k % layout.block_cols() / (layout.block_cols() / 2);
-    return block(k)[half * kTileRows + n];
+  uint8_t byte_scale(int64_t n, int64_t k) const {
+    return block(k)[k % layout.block_cols() / layout.traits().scales.cols * kTileRows + n];
+  }
+
+  // What is subtracted from a 4-bit integer.
+  int zero(int64_t n, int64_t k) const {
+    const FormatTraits& f = layout.traits();
+    return f.scales.zero ? block(k)[kTileRows * layout.scale_bytes() + n] : f.codes.offset;
+  }
+
+  // Of the code, before scales.
+  float value(int64_t n, int64_t k) const {
+    switch (layout.traits().codes.type) {
+      case CodeType::kBf16: return bf16_to_float(load<uint16_t>(lane(n, k) + k % 2 * 2));
+      case CodeType::kSigned: return int8_t(lane(n, k)[k % 4]);
+      case CodeType::kE4m3: return e4m3_to_float(e4m3(n, k));
+      case CodeType::kE2m1: return e2m1_to_float(code4(n, k));
+      default: return float(code4(n, k) - zero(n, k));
+    }
   }
 
   // W[n, k], in at most one rounding.
   float weight(int64_t n, int64_t k) const {
-    switch (layout.format) {
-      case WeightFormat::kBF16: return bf16_to_float(load<uint16_t>(lane(n, k) + k % 2 * 2));
-      case WeightFormat::kInt8Row: return float(int8_t(lane(n, k)[k % 4])) * row_scale(n);
-      case WeightFormat::kInt4Row: return float(code4(n, k) - 8) * row_scale(n);
-      case WeightFormat::kInt4Group: return float(code4(n, k) - 8) * group_scale(n, k);
-      case WeightFormat::kInt4Zero: {
-        const int zero = block(k)[kTileRows * layout.scale_bytes() + n];
-        return float(code4(n, k) - zero) * group_scale(n, k);
-      }
-      case WeightFormat::kFp8Block:
-        return e4m3_to_float(e4m3(n, k)) * load<float>(bytes + k / kFp8BlockSize * 4);
-      case WeightFormat::kFp8Row: return e4m3_to_float(e4m3(n, k)) * row_scale(n);
-      case WeightFormat::kMxFp8:
-        return e4m3_to_float(e4m3(n, k)) * ue8m0_to_float(half_scale(n, k));
-      case WeightFormat::kMxFp4:
-        return e2m1_to_float(code4(n, k)) * ue8m0_to_float(half_scale(n, k));
-      case WeightFormat::kNvFp4:  // the first product is exact
-        return e2m1_to_float(code4(n, k)) * e4m3_to_float(half_scale(n, k)) * load<float>(bytes);
+    switch (layout.traits().scales.kind) {
+      case ScaleKind::kNone: return value(n, k);
+      case ScaleKind::kRow: return value(n, k) * load<float>(bytes + n * 4);
+      case ScaleKind::kBlock: return value(n, k) * load<float>(bytes + k / kFp8BlockSize * 4);
+      case ScaleKind::kGroup: return value(n, k) * group_scale(n, k);
+      case ScaleKind::kUe8m0: return value(n, k) * ue8m0_to_float(byte_scale(n, k));
+      case ScaleKind::kE4m3:  // the first product is exact
+        return value(n, k) * e4m3_to_float(byte_scale(n, k)) * load<float>(bytes);
       default: return ggml_weight(layout, bytes, n, k);
     }
   }

@@ -79,7 +79,7 @@ inline double ggml_weight(WeightFormat format, const uint8_t* b, int k) {
   static constexpr int kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                       1,    13,   25,  38,  53,  69,  89,  113};
   const double d = fp16_at(b + ggml_d(format), 0);
-  const double m = kt::ggml_format(format).has_min ? fp16_at(b + ggml_d(format) + 2, 0) : 0;
+  const double m = kt::traits_of(format).scales.minimum ? fp16_at(b + ggml_d(format) + 2, 0) : 0;
   const auto half = [&](const uint8_t* q, int n, int i) {  // low nibbles are the first n
     return i < n ? q[i] & 15 : q[i - n] >> 4;
   };
@@ -149,7 +149,7 @@ inline double weight(const MatrixLayout& layout, const MatrixSource& source, int
     case WeightFormat::kNvFp4:
       return e2m1(code4()) * e4m3(scale[n * (cols / 16) + k / 16]) * source.weights.global;
     default: {
-      const kt::GgmlFormat f = kt::ggml_format(layout.format);
+      const kt::FormatTraits& f = layout.traits();
       const int64_t block = n * (cols / f.block_cols) + k / f.block_cols;
       return ggml_weight(layout.format, data + block * f.file_bytes, int(k % f.block_cols));
     }
@@ -193,10 +193,11 @@ inline bool acceptable(const MatrixLayout& layout, const MatrixSource& source, i
     case WeightFormat::kNvFp4:
       return scale[n * (cols / 16) + k / 16] < 127 && at_least_0(source.weights.global);
     default: {
-      const kt::GgmlFormat f = kt::ggml_format(layout.format);
+      const kt::FormatTraits& f = layout.traits();
       const uint8_t* block = data + (n * (cols / f.block_cols) + k / f.block_cols) * f.file_bytes;
       const uint8_t* d = block + ggml_d(layout.format);
-      return finite_at(d, ScaleType::kFP16, 0) && (!f.has_min || finite_at(d, ScaleType::kFP16, 1));
+      return finite_at(d, ScaleType::kFP16, 0) &&
+             (!f.scales.minimum || finite_at(d, ScaleType::kFP16, 1));
     }
   }
 }

@@ -133,12 +133,13 @@ struct Matrix {
                     reinterpret_cast<uint8_t*>(&weights.global), 1);
         break;
       default: {
-        const kt::GgmlFormat f = kt::ggml_format(layout.format);
+        const kt::FormatTraits& f = layout.traits();
         const int64_t blocks = rows * (cols / f.block_cols);
         codes(blocks * f.file_bytes, false);
         for (int64_t i = 0; i < blocks; ++i)
           fill_floats(random, scales, DType::kFP16, true,
-                      data->data() + i * f.file_bytes + ggml_d(layout.format), f.has_min ? 2 : 1);
+                      data->data() + i * f.file_bytes + ggml_d(layout.format),
+                      f.scales.minimum ? 2 : 1);
         weights.blocks = true;
       }
     }

@@ -53,7 +53,7 @@ inline bool good_tile(const kt::MatrixLayout& layout, const uint8_t* tile) {
     for (int64_t n = 0; n < 32 && layout.format == F::kInt4Zero; ++n)
       if (b[32 * layout.scale_bytes() + n] > 16) return false;
     if (!kt::is_ggml(layout.format)) continue;
-    const int64_t d_bytes = kt::ggml_format(layout.format).has_min ? 128 : 64;
+    const int64_t d_bytes = layout.traits().d_bytes();
     for (int64_t i = 0; i < d_bytes / 2; ++i)
       if (!finite_at(b, ScaleType::kFP16, i)) return false;
     for (int64_t i = d_bytes; i < scale_bytes; ++i) {

@@ -1,10 +1,13 @@
 // The packed weight layouts: the written specification of every byte that pack/ writes and the
-// kernels in isa/ read. Layouts do not depend on the instruction set.
+// kernels in isa/ read. Layouts do not depend on the instruction set. A format is one row of
+// kFormats; docs/adding-a-format.md says what else a new one needs.
 //
 // A matrix W [N rows, K columns] becomes ceil(N/32) tiles of 32 rows. One tile is one contiguous
 // stream in ascending k, 64-byte aligned: a head, then blocks of columns, each with its scales and
-// its steps. "Lane n" is row n of the tile (0..31), so each step is 32 lanes of 4 bytes = 128
-// bytes: two 16-column AMX B tiles side by side (row stride 128), two 512-bit or four 256-bit
+// then its codes. K is padded to whole blocks.
+//
+// Codes come in steps. "Lane n" is row n of the tile (0..31), so each step is 32 lanes of 4 bytes =
+// 128 bytes: two 16-column AMX B tiles side by side (row stride 128), two 512-bit or four 256-bit
 // vectors. A step of bits p holds 32 / p columns:
 //
 //   16-bit step  2 k: lane n = { W[n,k], W[n,k+1] }
@@ -15,64 +18,16 @@
 //   1-bit step   32 k: byte b of lane n = the q[n,k+4j+b] << j of j = 0..7
 //
 // So (lane >> p * j) & mask are the codes of four columns, 4j to 4j+3, in four bytes, whatever p.
+// Codes of 3, 5 and 6 bits are stored in two "planes": for each 32 columns the steps of the low 2,
+// 4 and 4 bits, then the steps of the bits above.
 //
-//   format      head                       K padded to  block of columns, and what it holds
-//   kBF16       -                          32           2: 16-bit step of bf16
-//   kInt8Row    float scale[32],           64           4: 8-bit step of int8 q
-//               int32 sum[32]                           W = q * scale[n]; sum of the row's q, for
-//                                                       kernels that offset activations to unsigned
-//   kInt4Row    float scale[32]            64           8: 4-bit step of u = q + 8, any u
-//                                                       W = q * scale[n]
-//   kInt4Group  -                          group        group: scale[32], group/8 4-bit steps of u
-//                                                       W = (u - 8) * scale[n]
-//   kInt4Zero   -                          group        group: scale[32], uint8 zero[32] and 32
-//                                                       bytes of zeros, group/8 4-bit steps of u
-//                                                       W = (u - zero[n]) * scale[n], zero <= 16
-//   kFp8Block   float scale[ceil(K/128)],  64           4: 8-bit step of e4m3
-//               padded to 64 bytes                      W = e4m3 * scale[k / 128]
-//   kFp8Row     float scale[32]            64           4: 8-bit step of e4m3; W = e4m3 * scale[n]
-//   kMxFp8      -                          64           64: ue8m0 scale[32] of 32 columns, the
-//                                                       same of the others, 16 8-bit steps of
-//                                                       e4m3; W = e4m3 * 2^(scale[n] - 127)
-//   kMxFp4      -                          64           64: scales as kMxFp8, 8 4-bit steps of e2m1
-//                                                       W = e2m1 * 2^(scale[n] - 127)
-//   kNvFp4      float global, padded to    32           32: e4m3 scale[32] of the first 16 columns,
-//               64 bytes                                the same of the others, 4 4-bit steps of
-//                                                       e2m1; W = e2m1 * scale[n] * global
+// W = value of the code * scale, by CodeType and ScaleKind. With a zero point the value is the code
+// minus the zero point of its row or group. Products of ggml's formats are exact in float32, so
+// their W as float32 has one rounding at most, where there is a minimum.
 //
-// The formats of ggml keep its quantisation, block by block. K is a multiple of the block; a block
-// is fp16 d[32]; fp16 m[32] where there are minimums; the scales of its sub-blocks in ascending k,
-// each a byte for every row; then, for each 32 columns, the steps of their codes q: for 3, 5 and 6
-// bits those of the low 2, 4 and 4 bits, then those of the bits above (a "plane" each).
-//
-//   format   block  per sub-block of columns                 steps per 32 columns  W
-//   kQ4_1    32     -                                        4 4-bit               d q + m
-//   kQ5_0    32     - (no m)                                 4 4-bit, 1 1-bit      d (q - 16)
-//   kQ5_1    32     -                                        4 4-bit, 1 1-bit      d q + m
-//   kQ8_0    32     - (no m)                                 8 8-bit (q is int8)   d q
-//   kQ2K     256    16: uint8 s | t << 4                     2 2-bit               d s q - m t
-//   kQ3K     256    16: int8 s in [-32, 31] (no m)           2 2-bit, 1 1-bit      d s (q - 4)
-//   kQ4K     256    32: uint8 s[32], uint8 t[32], all <= 63  4 4-bit               d s q - m t
-//   kQ5K     256    32: the same                             4 4-bit, 1 1-bit      d s q - m t
-//   kQ6K     256    16: int8 s (no m)                        4 4-bit, 2 2-bit      d s (q - 32)
-//   kIQ4NL   32     - (no m)                                 4 4-bit               d c[q]
-//   kIQ4XS   256    32: int8 s in [-32, 31] (no m)           4 4-bit               d s c[q]
-//
-// c is kIq4Values. d and m are finite and of any sign. The products are exact in float32, so W as
-// float32 has one rounding at most, where m is.
-//
-// Rows past N and columns past K are pads that dequantise to 0: codes of 0 (u = 8 in kInt4Row and
-// kInt4Group; u = 0 with zero = 0 in kInt4Zero) and scales of 0, except ue8m0 scales, which have no
-// zero: 127 (1.0). Pads of a head and of ggml's formats are zeros.
-//
-// Scales are finite; only those of kInt4Group, kInt4Zero and ggml's formats may be negative. Those
-// of kNvFp4 have no sign bit, ue8m0 ones are at most 254.
-// Scales of kInt4Group and kInt4Zero are fp16, bf16 or float32, as their source has them. For
-// these two K must be a multiple of the group (itself a multiple of 32); for kMxFp4 and kMxFp8 of
-// 32, for kNvFp4 of 16. Blocks of kFp8Block are 128 rows by 128 columns and may be ragged at the
-// matrix's edges. e4m3 is the "fn" variant: no infinities, 0x7f and 0xff are NaN (refused when
-// packing). e2m1 codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign. Both from the OCP
-// Microscaling Formats specification 1.0 and OFP8 1.0.
+// Rows past N and columns past K are pads that dequantise to 0: the code of value 0 (with zero
+// points, code 0 and zero point 0) and scales of 0, except ue8m0 scales, which have no zero: 127
+// (1.0). Pads of a head and of ggml's formats are zeros.
 //
 // One expert of one pool is: gate tile 0, up tile 0, gate tile 1, up tile 1, ... (K = H, rows =
 // the pool's part of I), then the down tiles (K = the pool's part of I, rows = H).
@@ -85,6 +40,7 @@ namespace kt {
 // tests/kernels/test_pack_golden.py change only together with it.
 constexpr int kLayoutVersion = 2;
 
+// Packed files hold these numbers: none of them changes, and a new format takes the next one.
 enum class WeightFormat : int {
   kBF16 = 0,
   kInt8Row = 1,
@@ -107,10 +63,11 @@ enum class WeightFormat : int {
   kQ6K = 18,
   kIQ4NL = 19,
   kIQ4XS = 20,
+  kCount
 };
-constexpr int kFormatCount = 21;
+constexpr int kFormatCount = int(WeightFormat::kCount);
 
-// Type of the scales of kInt4Group and kInt4Zero.
+// Type of the scales of ScaleKind::kGroup, as their source has them.
 enum class ScaleType : int { kFP16 = 0, kBF16 = 1, kFP32 = 2 };
 
 constexpr int64_t kTileRows = 32;  // rows of a tile
@@ -131,170 +88,257 @@ KT_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // Bits of the first plane of codes; what is left is in the second.
 KT_INLINE int low_plane_bits(int bits) { return bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits; }
 
-// The blocks of one of ggml's formats, packed and in a file (ggml-common.h of ggml).
-struct GgmlFormat {
-  int block_cols;
-  int file_bytes;  // of a row's block
-  int bits;        // of a code
-  bool has_min;
-  int sub_cols;  // columns per scale within the block; 0 where d is all there is
-  int offset;    // what codes are above the integers they stand for
-
-  // Bytes per row of the scales of a sub-block: a scale, and t where it has a byte of its own.
-  KT_INLINE int sub_bytes() const { return has_min && sub_cols == 32 ? 2 : 1; }
-  KT_INLINE int low_bits() const { return low_plane_bits(bits); }
-  // Packed, of all 32 rows: before the scales of sub-blocks, before the steps, and all.
-  KT_INLINE int64_t d_bytes() const { return kTileRows * 2 * (has_min ? 2 : 1); }
-  KT_INLINE int64_t scale_bytes() const {
-    return d_bytes() + (sub_cols ? block_cols / sub_cols * sub_bytes() * kTileRows : 0);
-  }
-  // Of the steps of 32 columns.
-  KT_INLINE int64_t part_bytes() const { return bits * kStepBytes; }
+// The value of a code.
+enum class CodeType : int {
+  kBf16,      // the code is the weight in bfloat16
+  kSigned,    // two's complement
+  kUnsigned,  // the code minus the format's offset
+  kE4m3,      // OFP8 1.0, "fn": no infinities; 0x7f and 0xff are NaN, refused when packing
+  kE2m1,      // OCP MX 1.0: codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign
+  kIq4,       // kIq4Values
 };
-
-KT_INLINE bool is_ggml(WeightFormat format) { return format >= WeightFormat::kQ4_1; }
-
-KT_INLINE GgmlFormat ggml_format(WeightFormat format) {
-  switch (format) {
-    case WeightFormat::kQ4_1: return {32, 20, 4, true, 0, 0};
-    case WeightFormat::kQ5_0: return {32, 22, 5, false, 0, 16};
-    case WeightFormat::kQ5_1: return {32, 24, 5, true, 0, 0};
-    case WeightFormat::kQ8_0: return {32, 34, 8, false, 0, 0};
-    case WeightFormat::kQ2K: return {256, 84, 2, true, 16, 0};
-    case WeightFormat::kQ3K: return {256, 110, 3, false, 16, 4};
-    case WeightFormat::kQ4K: return {256, 144, 4, true, 32, 0};
-    case WeightFormat::kQ5K: return {256, 176, 5, true, 32, 0};
-    case WeightFormat::kQ6K: return {256, 210, 6, false, 16, 32};
-    case WeightFormat::kIQ4NL: return {32, 18, 4, false, 0, 0};
-    case WeightFormat::kIQ4XS: return {256, 136, 4, false, 32, 0};
-    default: return {};
-  }
-}
-
-// What the codes of kIQ4NL and kIQ4XS stand for.
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
 
-// Where the parts of one matrix lie.
-struct MatrixLayout {
-  WeightFormat format;
-  int64_t rows, cols;  // N, K as given
-  int group;           // columns per scale of kInt4Group and kInt4Zero; 0 for other formats
-  ScaleType scale = ScaleType::kFP16;  // of the same two
+// Columns of the bytes of a step of e4m3.
+constexpr int kE4m3Order[4] = {0, 2, 1, 3};
 
-  KT_INLINE int64_t tiles() const { return ceil_div(rows, kTileRows); }
-  KT_INLINE int64_t cols_padded() const { return round_up(cols, pad_unit()); }
-  KT_INLINE int64_t head_bytes() const {
-    switch (format) {
-      case WeightFormat::kInt8Row: return 256;
-      case WeightFormat::kInt4Row:
-      case WeightFormat::kFp8Row: return 128;
-      case WeightFormat::kFp8Block: return round_up(ceil_div(cols, kFp8BlockSize) * 4, 64);
-      case WeightFormat::kNvFp4: return 64;
-      default: return 0;
-    }
-  }
-  // Columns that come together in the stream, with their scales.
-  KT_INLINE int64_t block_cols() const {
-    if (is_ggml(format)) return ggml_format(format).block_cols;
-    switch (format) {
-      case WeightFormat::kBF16: return 2;
-      case WeightFormat::kInt4Row: return 8;
-      case WeightFormat::kInt4Group:
-      case WeightFormat::kInt4Zero: return group;
-      case WeightFormat::kMxFp8:
-      case WeightFormat::kMxFp4: return 64;
-      case WeightFormat::kNvFp4: return 32;
-      default: return 4;
-    }
-  }
-  KT_INLINE int64_t block_scale_bytes() const {  // before the steps of a block
-    if (is_ggml(format)) return ggml_format(format).scale_bytes();
-    switch (format) {
-      case WeightFormat::kInt4Group: return kTileRows * scale_bytes();
-      case WeightFormat::kInt4Zero: return kTileRows * scale_bytes() + 64;
-      case WeightFormat::kMxFp8:
-      case WeightFormat::kMxFp4:
-      case WeightFormat::kNvFp4: return 64;
-      default: return 0;
-    }
-  }
-  KT_INLINE int64_t code_bits() const {
-    if (is_ggml(format)) return ggml_format(format).bits;
-    switch (format) {
-      case WeightFormat::kBF16: return 16;
-      case WeightFormat::kInt8Row:
-      case WeightFormat::kFp8Block:
-      case WeightFormat::kFp8Row:
-      case WeightFormat::kMxFp8: return 8;
-      default: return 4;
-    }
-  }
-  // Columns of a step, where all are of the same bits.
-  KT_INLINE int64_t step_cols() const { return 32 / code_bits(); }
-  KT_INLINE int64_t block_bytes() const {
-    return block_scale_bytes() + block_cols() * code_bits() * kTileRows / 8;
-  }
-  KT_INLINE int64_t tile_bytes() const {
-    return head_bytes() + cols_padded() / block_cols() * block_bytes();
-  }
-  KT_INLINE int64_t bytes() const { return tiles() * tile_bytes(); }
-  KT_INLINE int64_t scale_bytes() const { return scale == ScaleType::kFP32 ? 4 : 2; }
-  KT_INLINE bool has_group() const {
-    return format == WeightFormat::kInt4Group || format == WeightFormat::kInt4Zero;
-  }
-  // What H and I must be multiples of.
-  KT_INLINE int64_t column_unit() const {
-    if (is_ggml(format)) return block_cols();
-    switch (format) {
-      case WeightFormat::kInt4Group:
-      case WeightFormat::kInt4Zero: return group;
-      case WeightFormat::kMxFp8:
-      case WeightFormat::kMxFp4: return 32;
-      case WeightFormat::kNvFp4: return 16;
-      default: return 1;
-    }
-  }
-  // What a pool's part of I must be a multiple of: whole tiles, blocks and scales, and no pads but
-  // at the end.
-  KT_INLINE int64_t split_unit() const {
-    return format == WeightFormat::kFp8Block ? kFp8BlockSize : pad_unit();
-  }
-
- private:
-  KT_INLINE int64_t pad_unit() const {
-    if (is_ggml(format)) return block_cols();
-    switch (format) {
-      case WeightFormat::kBF16:
-      case WeightFormat::kNvFp4: return 32;
-      case WeightFormat::kInt4Group:
-      case WeightFormat::kInt4Zero: return group;
-      default: return 64;
-    }
-  }
+// The scales of a format and where they lie. All are finite; only those of kGroup and kGgml may be
+// negative.
+enum class ScaleKind : int {
+  kNone,
+  kRow,    // head: float32 scale[32]
+  kBlock,  // head: float32 scale[ceil(K / 128)], padded to 64 bytes. A scale is for 128 rows by 128
+           // columns, fewer at the matrix's edges
+  kGroup,  // block: scale[32] of the layout's ScaleType
+  kUe8m0,  // block: uint8 scale[32] of each `cols` columns, at most 254, for 2^(scale - 127)
+           // (OCP MX 1.0)
+  kE4m3,   // block: e4m3 scale[32] of each `cols` columns, without sign bit. Head: a float32 by
+           // which all are multiplied, padded to 64 bytes
+  kGgml,   // block: fp16 d[32]; with a minimum fp16 m[32]; then for each `cols` columns integers s
+           // and, with a minimum, t: int8 s[32], or uint8 s[32] and uint8 t[32], or for bits = 4
+           // uint8 (s | t << 4)[32]. W = d s value - m t; where there are no s and t, d value + m
 };
 
-static_assert(MatrixLayout{WeightFormat::kBF16, 32, 32, 0}.tile_bytes() == 32 * 32 * 2);
-static_assert(MatrixLayout{WeightFormat::kInt8Row, 32, 64, 0}.tile_bytes() == 256 + 32 * 64);
-static_assert(MatrixLayout{WeightFormat::kInt4Row, 32, 64, 0}.tile_bytes() == 128 + 32 * 64 / 2);
-static_assert(MatrixLayout{WeightFormat::kInt4Group, 32, 64, 32}.tile_bytes() == 32 * 64 * 9 / 16);
-static_assert(MatrixLayout{WeightFormat::kInt4Zero, 32, 128, 128}.tile_bytes() == 128 + 2048);
-static_assert(MatrixLayout{WeightFormat::kFp8Block, 32, 200, 0}.tile_bytes() == 64 + 32 * 256);
-static_assert(MatrixLayout{WeightFormat::kMxFp8, 32, 96, 0}.tile_bytes() == 2 * (64 + 32 * 64));
-static_assert(MatrixLayout{WeightFormat::kMxFp4, 32, 96, 0}.tile_bytes() == 2 * (64 + 32 * 32));
-static_assert(MatrixLayout{WeightFormat::kNvFp4, 32, 48, 0}.tile_bytes() ==
-              64 + 2 * (64 + 32 * 16));
-// As many bytes as in a file, but for the 6-bit scales.
-static_assert(MatrixLayout{WeightFormat::kQ4_1, 32, 32, 0}.tile_bytes() == 32 * 20);
-static_assert(MatrixLayout{WeightFormat::kQ5_0, 32, 32, 0}.tile_bytes() == 32 * 22);
-static_assert(MatrixLayout{WeightFormat::kQ5_1, 32, 32, 0}.tile_bytes() == 32 * 24);
-static_assert(MatrixLayout{WeightFormat::kQ8_0, 32, 32, 0}.tile_bytes() == 32 * 34);
-static_assert(MatrixLayout{WeightFormat::kQ2K, 32, 256, 0}.tile_bytes() == 32 * 84);
-static_assert(MatrixLayout{WeightFormat::kQ3K, 32, 256, 0}.tile_bytes() == 32 * 114);
-static_assert(MatrixLayout{WeightFormat::kQ4K, 32, 256, 0}.tile_bytes() == 32 * 148);
-static_assert(MatrixLayout{WeightFormat::kQ5K, 32, 256, 0}.tile_bytes() == 32 * 180);
-static_assert(MatrixLayout{WeightFormat::kQ6K, 32, 256, 0}.tile_bytes() == 32 * 210);
-static_assert(MatrixLayout{WeightFormat::kIQ4NL, 32, 32, 0}.tile_bytes() == 32 * 18);
-static_assert(MatrixLayout{WeightFormat::kIQ4XS, 32, 256, 0}.tile_bytes() == 32 * 138);
+struct FormatTraits {
+  struct Codes {
+    CodeType type;
+    int bits;
+    int offset = 0;  // of kUnsigned
+  };
+  struct Scales {
+    ScaleKind kind = ScaleKind::kNone;
+    int cols = 0;  // columns per scale of kUe8m0 and kE4m3, and per s of kGgml (0: no s)
+    int bits = 8;  // of kGgml's s and t: of 6 bits, an int8 s is -32 to 31, uint8 ones at most 63
+    // kRow: after the scales in the head, int32 sum[32] of each row's codes, for kernels that
+    // offset activations to unsigned.
+    bool sums = false;
+    // kGroup: after the scales in a block, uint8 zero[32], at most 16, and 32 bytes of zeros.
+    bool zero = false;
+    bool minimum = false;  // kGgml
+  };
+
+  WeightFormat format;
+  const char* name;          // in Python
+  const char* title = name;  // in messages, in tables and in the files of tuning
+  Codes codes;
+  Scales scales = {};
+  int block_cols = 0;       // 0: the group, a multiple of 32
+  int file_bytes = 0;       // kGgml: a row's block in a GGUF file (ggml-common.h of ggml)
+  bool from_dense = false;  // whether pack/ also quantises dense weights to it
+
+  // kGgml: bytes per row of an s with its t, of d and m, and of the codes of 32 columns.
+  KT_INLINE int sub_bytes() const { return scales.minimum && scales.bits > 4 ? 2 : 1; }
+  KT_INLINE int64_t d_bytes() const {
+    return scales.kind == ScaleKind::kGgml ? kTileRows * 2 * (scales.minimum ? 2 : 1) : 0;
+  }
+  KT_INLINE int64_t part_bytes() const { return codes.bits * kStepBytes; }
+
+  // The rest follows from the above. What K must be a multiple of, for kGroup also of the group:
+  int column_unit = scales.kind == ScaleKind::kGgml    ? block_cols
+                    : scales.kind == ScaleKind::kGroup ? 32
+                    : scales.cols                      ? scales.cols
+                                                       : 1;
+  // Bytes of a tile's head. For kBlock they depend on K.
+  int64_t head_bytes = scales.kind == ScaleKind::kRow    ? kTileRows * (scales.sums ? 8 : 4)
+                       : scales.kind == ScaleKind::kE4m3 ? 64
+                                                         : 0;
+  // Bytes of a block's scales. For kGroup those of the layout's ScaleType come on top.
+  int64_t scale_bytes = d_bytes() +
+                        (scales.cols ? block_cols / scales.cols * sub_bytes() * kTileRows : 0) +
+                        (scales.zero ? 64 : 0);
+};
+
+// In the order of WeightFormat. Not `inline`: the isa/ objects must not share a symbol.
+constexpr FormatTraits kFormats[] = {
+    {.format = WeightFormat::kBF16,
+     .name = "BF16",
+     .codes = {.type = CodeType::kBf16, .bits = 16},
+     .block_cols = 32,
+     .from_dense = true},
+    {.format = WeightFormat::kInt8Row,
+     .name = "INT8_ROW",
+     .title = "int8 with row scales",
+     .codes = {.type = CodeType::kSigned, .bits = 8},
+     .scales = {.kind = ScaleKind::kRow, .sums = true},
+     .block_cols = 64,
+     .from_dense = true},
+    {.format = WeightFormat::kInt4Row,
+     .name = "INT4_ROW",
+     .title = "int4 with row scales",
+     .codes = {.type = CodeType::kUnsigned, .bits = 4, .offset = 8},
+     .scales = {.kind = ScaleKind::kRow},
+     .block_cols = 64,
+     .from_dense = true},
+    {.format = WeightFormat::kInt4Group,
+     .name = "INT4_GROUP",
+     .title = "int4 with group scales",
+     .codes = {.type = CodeType::kUnsigned, .bits = 4, .offset = 8},
+     .scales = {.kind = ScaleKind::kGroup},
+     .from_dense = true},
+    {.format = WeightFormat::kInt4Zero,
+     .name = "INT4_ZERO",
+     .title = "int4 with group scales and zero points",
+     .codes = {.type = CodeType::kUnsigned, .bits = 4},
+     .scales = {.kind = ScaleKind::kGroup, .zero = true}},
+    {.format = WeightFormat::kFp8Block,
+     .name = "FP8_BLOCK",
+     .title = "FP8 with scales per 128x128 block",
+     .codes = {.type = CodeType::kE4m3, .bits = 8},
+     .scales = {.kind = ScaleKind::kBlock},
+     .block_cols = 64},
+    {.format = WeightFormat::kFp8Row,
+     .name = "FP8_ROW",
+     .title = "FP8 with row scales",
+     .codes = {.type = CodeType::kE4m3, .bits = 8},
+     .scales = {.kind = ScaleKind::kRow},
+     .block_cols = 64},
+    {.format = WeightFormat::kMxFp8,
+     .name = "MXFP8",
+     .codes = {.type = CodeType::kE4m3, .bits = 8},
+     .scales = {.kind = ScaleKind::kUe8m0, .cols = 32},
+     .block_cols = 64},
+    {.format = WeightFormat::kMxFp4,
+     .name = "MXFP4",
+     .codes = {.type = CodeType::kE2m1, .bits = 4},
+     .scales = {.kind = ScaleKind::kUe8m0, .cols = 32},
+     .block_cols = 64},
+    {.format = WeightFormat::kNvFp4,
+     .name = "NVFP4",
+     .codes = {.type = CodeType::kE2m1, .bits = 4},
+     .scales = {.kind = ScaleKind::kE4m3, .cols = 16},
+     .block_cols = 32},
+    {.format = WeightFormat::kQ4_1,
+     .name = "Q4_1",
+     .codes = {.type = CodeType::kUnsigned, .bits = 4},
+     .scales = {.kind = ScaleKind::kGgml, .minimum = true},
+     .block_cols = 32,
+     .file_bytes = 20},
+    {.format = WeightFormat::kQ5_0,
+     .name = "Q5_0",
+     .codes = {.type = CodeType::kUnsigned, .bits = 5, .offset = 16},
+     .scales = {.kind = ScaleKind::kGgml},
+     .block_cols = 32,
+     .file_bytes = 22},
+    {.format = WeightFormat::kQ5_1,
+     .name = "Q5_1",
+     .codes = {.type = CodeType::kUnsigned, .bits = 5},
+     .scales = {.kind = ScaleKind::kGgml, .minimum = true},
+     .block_cols = 32,
+     .file_bytes = 24},
+    {.format = WeightFormat::kQ8_0,
+     .name = "Q8_0",
+     .codes = {.type = CodeType::kSigned, .bits = 8},
+     .scales = {.kind = ScaleKind::kGgml},
+     .block_cols = 32,
+     .file_bytes = 34},
+    {.format = WeightFormat::kQ2K,
+     .name = "Q2_K",
+     .codes = {.type = CodeType::kUnsigned, .bits = 2},
+     .scales = {.kind = ScaleKind::kGgml, .cols = 16, .bits = 4, .minimum = true},
+     .block_cols = 256,
+     .file_bytes = 84},
+    {.format = WeightFormat::kQ3K,
+     .name = "Q3_K",
+     .codes = {.type = CodeType::kUnsigned, .bits = 3, .offset = 4},
+     .scales = {.kind = ScaleKind::kGgml, .cols = 16, .bits = 6},
+     .block_cols = 256,
+     .file_bytes = 110},
+    {.format = WeightFormat::kQ4K,
+     .name = "Q4_K",
+     .codes = {.type = CodeType::kUnsigned, .bits = 4},
+     .scales = {.kind = ScaleKind::kGgml, .cols = 32, .bits = 6, .minimum = true},
+     .block_cols = 256,
+     .file_bytes = 144},
+    {.format = WeightFormat::kQ5K,
+     .name = "Q5_K",
+     .codes = {.type = CodeType::kUnsigned, .bits = 5},
+     .scales = {.kind = ScaleKind::kGgml, .cols = 32, .bits = 6, .minimum = true},
+     .block_cols = 256,
+     .file_bytes = 176},
+    {.format = WeightFormat::kQ6K,
+     .name = "Q6_K",
+     .codes = {.type = CodeType::kUnsigned, .bits = 6, .offset = 32},
+     .scales = {.kind = ScaleKind::kGgml, .cols = 16},
+     .block_cols = 256,
+     .file_bytes = 210},
+    {.format = WeightFormat::kIQ4NL,
+     .name = "IQ4_NL",
+     .codes = {.type = CodeType::kIq4, .bits = 4},
+     .scales = {.kind = ScaleKind::kGgml},
+     .block_cols = 32,
+     .file_bytes = 18},
+    {.format = WeightFormat::kIQ4XS,
+     .name = "IQ4_XS",
+     .codes = {.type = CodeType::kIq4, .bits = 4},
+     .scales = {.kind = ScaleKind::kGgml, .cols = 32, .bits = 6},
+     .block_cols = 256,
+     .file_bytes = 136},
+};
+
+KT_INLINE const FormatTraits& traits_of(WeightFormat format) { return kFormats[int(format)]; }
+KT_INLINE bool is_ggml(WeightFormat format) {
+  return traits_of(format).scales.kind == ScaleKind::kGgml;
+}
+
+// A slip in a row does not compile, nor do codes and scales that pack/ does not write together.
+constexpr bool good_codes(const FormatTraits& f) {
+  const auto [type, bits, offset] = f.codes;
+  const bool bytes = type == CodeType::kSigned || type == CodeType::kE4m3;
+  const bool integers = type == CodeType::kUnsigned;
+  return (type == CodeType::kBf16 ? bits == 16
+          : bytes                 ? bits == 8
+          : integers              ? bits <= 6
+                                  : bits == 4) &&
+         (is_ggml(f.format) || bits == 16 || bits == 8 || bits == 4) &&
+         (offset == 0 || (integers && offset < 1 << bits));
+}
+constexpr bool good_scales(const FormatTraits& f) {
+  const FormatTraits::Scales& s = f.scales;
+  const bool groups = s.kind == ScaleKind::kGroup,
+             columns = s.kind == ScaleKind::kUe8m0 || s.kind == ScaleKind::kE4m3;
+  return (f.block_cols == 0) == groups && f.block_cols % 32 == 0 &&
+         (s.cols ? f.block_cols % s.cols == 0 && (columns || is_ggml(f.format)) : !columns) &&
+         (!s.sums || s.kind == ScaleKind::kRow) && (!s.minimum || is_ggml(f.format)) &&
+         (!s.zero || (groups && f.codes.type == CodeType::kUnsigned && f.codes.offset == 0));
+}
+// Packed blocks of ggml's are as large as in a file, but for 6-bit s and t, which get a byte each.
+constexpr bool good_bytes(const FormatTraits& f) {
+  const int64_t subs = f.scales.cols ? f.block_cols / f.scales.cols * f.sub_bytes() : 0;
+  const int64_t widened = f.scales.bits == 6 ? subs * 2 / 8 : 0;
+  const int64_t packed = f.scale_bytes + f.block_cols / 32 * f.part_bytes();
+  return is_ggml(f.format) ? packed == kTileRows * (f.file_bytes + widened) : f.file_bytes == 0;
+}
+constexpr bool every_format(bool (*good)(const FormatTraits&)) {
+  for (const FormatTraits& f : kFormats)
+    if (!good(f)) return false;
+  return true;
+}
+static_assert(sizeof kFormats / sizeof *kFormats == kFormatCount, "a row for each format");
+static_assert(every_format([](const FormatTraits& f) { return &traits_of(f.format) == &f; }),
+              "rows in the order of WeightFormat");
+static_assert(every_format(good_codes), "the codes of a row");
+static_assert(every_format(good_scales), "the scales of a row");
+static_assert(every_format(good_bytes), "the bytes of a row");
 
 }  // namespace kt

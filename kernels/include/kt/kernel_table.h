@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "kt/format.h"
+#include "kt/layout.h"
 #include "kt/types.h"
 
 namespace kt {
@@ -83,16 +83,17 @@ struct ProductKernel {
 };
 
 struct FormatKernels {
+  WeightFormat format;
   ProductKernel gemv;  // few rows: streams the weights from memory once for up to 4 rows
   ProductKernel gemm;  // many rows: weights unpacked, where need be, once for all of them
   int gemm_min_rows;   // kAuto: rows of an expert from which gemm is used
 };
 
 struct KernelTable {
-  const char* name;   // "avx2", "avx512", ...
-  uint32_t features;  // bits of sys::Feature that must be present
-  FormatKernels format[kFormatCount];
-  QuantiseRow quantise[4];  // by ActKind
+  const char* name;             // "avx2", "avx512", ...
+  uint32_t features;            // bits of sys::Feature that must be present
+  const FormatKernels* format;  // by WeightFormat
+  QuantiseRow quantise[4];      // by ActKind
   // out[r * 32 + n] = act(gate + gate_bias) * (up + up_bias) for one tile of 32 columns, m rows of
   // 32 floats each; biases may be null, out may be gate.
   void (*swiglu)(const float* gate, const float* up, const float* gate_bias, const float* up_bias,
