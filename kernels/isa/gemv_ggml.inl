@@ -15,6 +15,7 @@ template <> struct CodesOf<CodeType::kSigned, 8> { using Codes = SignedByteCodes
 template <> struct CodesOf<CodeType::kIq4, 4> { using Codes = Iq4Codes; };
 
 template <WeightFormat format> struct GgmlScales {
+  static constexpr WeightFormat kFormat = format;
   static constexpr const FormatTraits& kForm = traits_of(format);
   using Codes = typename CodesOf<kForm.codes.type, kForm.codes.bits>::Codes;
   static constexpr int kOffset = kForm.codes.offset + Codes::kCodeOffset;

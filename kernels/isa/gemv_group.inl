@@ -4,6 +4,7 @@
 // power of two, and by the weights' scale in float32.
 
 // A format is the scales of a block of columns, Format(block, layout), and gives
+//   kFormat
 //   Codes         what its codes are (codes.inl)
 //   kOffset       what Codes' bytes are above the integers they stand for
 //   kScaleBytes   of a block, at least
@@ -18,8 +19,9 @@ template <class Format> struct GroupBlock {
   static constexpr int64_t kPartBytes = Codes::kSteps * kStepBytes;  // of 32 columns
 
   template <int M>
-  static inline void run(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
+  static inline void run(const uint8_t* tile, const MatrixLayout& any, const ActRows& a,
                          const Rows<M>& rows, float* out) {
+    const MatrixLayout layout = any.as<Format::kFormat>();
     constexpr int V = vectors_at_once(M, 2, 2);
     F total[M][kTileVectors];
     zero_rows(total);
@@ -110,6 +112,7 @@ struct TwoScales {
 };
 
 struct Int4Scales {
+  static constexpr WeightFormat kFormat = WeightFormat::kInt4Group;
   using Codes = NibbleCodes;
   static constexpr int64_t kScaleBytes = 64;
   static constexpr int kSums = 1, kOffset = 8;
@@ -124,6 +127,7 @@ struct Int4Scales {
 // The zero point's part is taken off in float32: both terms are integers under 2^24, so this is
 // the rounding of the exact difference.
 struct Int4ZeroScales : Int4Scales {
+  static constexpr WeightFormat kFormat = WeightFormat::kInt4Zero;
   static constexpr int64_t kScaleBytes = 128;
   static constexpr int kOffset = 0;
   F zero[kTileVectors];
@@ -142,6 +146,7 @@ struct Int4ZeroScales : Int4Scales {
 };
 
 struct MxFp4Scales {
+  static constexpr WeightFormat kFormat = WeightFormat::kMxFp4;
   using Codes = E2m1Codes;
   static constexpr int64_t kScaleBytes = 64;
   static constexpr int kSums = 1, kOffset = kE2m1Offset;
@@ -162,6 +167,7 @@ struct MxFp4Scales {
 };
 
 struct NvFp4Scales {
+  static constexpr WeightFormat kFormat = WeightFormat::kNvFp4;
   using Codes = E2m1Codes;
   static constexpr int64_t kScaleBytes = 64;
   static constexpr int kSums = 2, kOffset = kE2m1Offset;

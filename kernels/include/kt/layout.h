@@ -10,6 +10,10 @@ struct MatrixLayout {
   int group;           // columns per scale of ScaleKind::kGroup; 0 for other formats
   ScaleType scale = ScaleType::kFP16;  // of the same
 
+  // The same, with a format that is known when it is compiled.
+  template <WeightFormat kFormat> KT_INLINE MatrixLayout as() const {
+    return {kFormat, rows, cols, group, scale};
+  }
   KT_INLINE const FormatTraits& traits() const { return traits_of(format); }
   KT_INLINE bool has_group() const { return traits().scales.kind == ScaleKind::kGroup; }
   KT_INLINE int64_t tiles() const { return ceil_div(rows, kTileRows); }
