@@ -26,7 +26,7 @@ def team_of(threads: int | None) -> tuple[Any, int]:
 def make_layer(team: Any, method: Method, shape: Shape, table: str) -> Any:
     return _C.MoeLayer(
         team, num_experts=shape.experts, top_k=shape.top_k, hidden_size=shape.hidden,
-        intermediate_size=shape.inter, forms=[(method.format, method.group, method.scale_type)] * 3,
+        intermediate_size=shape.inter, forms=[method.form] * 3,
         cpu_slots=[True] * shape.experts, swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=CHUNK,
         table=table, kind=0,
     )  # fmt: skip

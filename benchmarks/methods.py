@@ -55,11 +55,19 @@ class Method:
     """bits: per weight with scales, to plan memory. make: random weights of [N, K]."""
 
     name: str
-    format: int  # kt::WeightFormat
+    format: str  # of kt_kernel.formats
     bits: float
     make: Callable[[int, int], Source]
     group: int = 0
     scale_type: int = FP16
+    ggml: bool = False  # one of the formats that ggml's files have
+
+    @property
+    def form(self) -> tuple[int, int, int]:
+        """As the compiled core takes it."""
+        from kt_kernel.formats import WeightForm, WeightFormat  # which the peer's process has not
+
+        return WeightForm(WeightFormat(self.format), self.group, self.scale_type).core
 
     @property
     def dense(self) -> bool:
@@ -67,17 +75,12 @@ class Method:
         return self.make is _dense
 
     @property
-    def ggml(self) -> bool:
-        """One of the formats that ggml's files have."""
-        return self.format >= 10
-
-    @property
     def per_row_integer(self) -> bool:
-        return self.format in (1, 2)
+        return self.format in ("INT8_ROW", "INT4_ROW")
 
     @property
     def eight_bit_float(self) -> bool:
-        return self.format in (5, 6, 7)
+        return self.format in ("FP8_BLOCK", "FP8_ROW", "MXFP8")
 
 
 def _dense(n: int, k: int) -> Source:
@@ -136,46 +139,57 @@ def _nvfp4(n: int, k: int) -> Source:
     return Source(_e2m1(n, k), torch.full((n, k // 16), one, dtype=torch.uint8), None, k**-0.5 / 3)
 
 
-def _ggml(columns: int, size: int, largest: int, *halves: int) -> Callable[[int, int], Source]:
-    """Random blocks of `size` bytes. halves: where fp16 d lies, and m; largest: what d is
-    multiplied with at most."""
+def _ggml(name: str, bits: float, largest: int, *halves: int) -> Method:
+    """Random blocks. halves: where fp16 d lies, and m; largest: what d is multiplied with at
+    most."""
 
     def make(n: int, k: int) -> Source:
-        blocks = torch.randint(0, 256, (n, k // columns, size), dtype=torch.uint8)
+        from kt_kernel.formats import WeightFormat
+
+        format = WeightFormat(name)
+        count = k // format.block_columns
+        blocks = torch.randint(0, 256, (n, count, format.file_bytes), dtype=torch.uint8)
         for at in halves:
-            half = torch.full((n, k // columns, 1), 2 * k**-0.5 / largest, dtype=torch.float16)
+            half = torch.full((n, count, 1), 2 * k**-0.5 / largest, dtype=torch.float16)
             blocks[..., at : at + 2] = half.view(torch.uint8)
         return Source(blocks.flatten(1))
 
-    return make
+    return Method(name, name, bits, make, ggml=True)
 
 
 METHODS = {
     method.name: method
     for method in (
-        Method("BF16", 0, 16, _dense),
-        Method("AMXINT8", 1, 8, _dense),
-        Method("AMXINT4", 2, 4, _dense),
-        Method("INT4_G32", 3, 4.5, _dense, group=32),
-        Method("INT4_G128", 3, 4.125, _dense, group=128),
-        Method("RAWINT4", 3, 4.5, _int4(32, torch.bfloat16, False), group=32, scale_type=BF16),
-        Method("GPTQ_INT4", 4, 4.25, _int4(128, torch.float16, True), group=128),
-        Method("FP8", 5, 8, _fp8),
-        Method("FP8_PERCHANNEL", 6, 8, _fp8_row),
-        Method("MXFP8", 7, 8.25, _mxfp8),
-        Method("MXFP4", 8, 4.25, _mxfp4),
-        Method("NVFP4", 9, 4.5, _nvfp4),
-        Method("Q4_1", 10, 5, _ggml(32, 20, 15, 0, 2)),
-        Method("Q5_0", 11, 5.5, _ggml(32, 22, 16, 0)),
-        Method("Q5_1", 12, 6, _ggml(32, 24, 31, 0, 2)),
-        Method("Q8_0", 13, 8.5, _ggml(32, 34, 127, 0)),
-        Method("Q2_K", 14, 2.625, _ggml(256, 84, 15 * 3, 80, 82)),
-        Method("Q3_K", 15, 3.5625, _ggml(256, 110, 32 * 4, 108)),
-        Method("Q4_K", 16, 4.625, _ggml(256, 144, 63 * 15, 0, 2)),
-        Method("Q5_K", 17, 5.625, _ggml(256, 176, 63 * 31, 0, 2)),
-        Method("Q6_K", 18, 6.5625, _ggml(256, 210, 128 * 32, 208)),
-        Method("IQ4_NL", 19, 4.5, _ggml(32, 18, 127, 0)),
-        Method("IQ4_XS", 20, 4.3125, _ggml(256, 136, 32 * 127, 0)),
+        Method("BF16", "BF16", 16, _dense),
+        Method("AMXINT8", "INT8_ROW", 8, _dense),
+        Method("AMXINT4", "INT4_ROW", 4, _dense),
+        Method("INT4_G32", "INT4_GROUP", 4.5, _dense, group=32),
+        Method("INT4_G128", "INT4_GROUP", 4.125, _dense, group=128),
+        Method(
+            "RAWINT4",
+            "INT4_GROUP",
+            4.5,
+            _int4(32, torch.bfloat16, False),
+            group=32,
+            scale_type=BF16,
+        ),
+        Method("GPTQ_INT4", "INT4_ZERO", 4.25, _int4(128, torch.float16, True), group=128),
+        Method("FP8", "FP8_BLOCK", 8, _fp8),
+        Method("FP8_PERCHANNEL", "FP8_ROW", 8, _fp8_row),
+        Method("MXFP8", "MXFP8", 8.25, _mxfp8),
+        Method("MXFP4", "MXFP4", 4.25, _mxfp4),
+        Method("NVFP4", "NVFP4", 4.5, _nvfp4),
+        _ggml("Q4_1", 5, 15, 0, 2),
+        _ggml("Q5_0", 5.5, 16, 0),
+        _ggml("Q5_1", 6, 31, 0, 2),
+        _ggml("Q8_0", 8.5, 127, 0),
+        _ggml("Q2_K", 2.625, 15 * 3, 80, 82),
+        _ggml("Q3_K", 3.5625, 32 * 4, 108),
+        _ggml("Q4_K", 4.625, 63 * 15, 0, 2),
+        _ggml("Q5_K", 5.625, 63 * 31, 0, 2),
+        _ggml("Q6_K", 6.5625, 128 * 32, 208),
+        _ggml("IQ4_NL", 4.5, 127, 0),
+        _ggml("IQ4_XS", 4.3125, 32 * 127, 0),
     )
 }
 # What is measured when no methods are named.
@@ -200,7 +214,7 @@ def unit_of(method: Method, table: str, ceilings: dict[str, float]) -> str:
     integer, floating = TABLES_BY_UNIT[table]
     if method.per_row_integer:
         return integer
-    if table == "avx512_bf16" and (method.format == 0 or method.eight_bit_float):
+    if table == "avx512_bf16" and (method.format == "BF16" or method.eight_bit_float):
         return max(floating, "avx512_bf16", key=ceilings.__getitem__)
     return floating
 
@@ -210,7 +224,7 @@ def goal_of(method: str, table: str, tokens: int, per_expert: float) -> float | 
     kind = METHODS[method]
     if tokens <= 8:
         if table == "avx2":
-            return 0.9 if kind.format in (0, 1) else 0.8 if kind.bits > 5 else 0.75
+            return 0.9 if kind.format in ("BF16", "INT8_ROW") else 0.8 if kind.bits > 5 else 0.75
         return 0.9 if kind.bits > 5 else 0.85
     if per_expert < 64:
         return None

@@ -35,10 +35,10 @@ class KernelBench:
             addresses = (dense.data_ptr(), 0, 0, 1.0)
         else:
             addresses = source.addresses
+        format, group, scale_type = method.form
         self._bench = _C.ProductBench(
-            team, table=table, gemm=gemm, format=method.format, group_size=method.group,
-            scale_type=method.scale_type, n=shape.inter, k=shape.hidden, w=addresses,
-            bytes=working_set,
+            team, table=table, gemm=gemm, format=format, group_size=group, scale_type=scale_type,
+            n=shape.inter, k=shape.hidden, w=addresses, bytes=working_set,
         )  # fmt: skip
         self._rows: Any = None  # whose X the core has
 

@@ -26,6 +26,7 @@ template <class T, class... Arguments> std::shared_ptr<T> make_unlocked(Argument
 
 // Each adds a part to the module.
 void bind_machine(nb::module_& m);
+void bind_formats(nb::module_& m);
 void bind_layer(nb::module_& m);
 void bind_products(nb::module_& m);
 void bind_stream(nb::module_& m);

@@ -13,6 +13,7 @@ NB_MODULE(KT_MODULE_NAME, m) {
   m.attr("layout_version") = kt::kLayoutVersion;
   m.attr("beside_team") = kt::sys::kBesideTeam;
   bind_machine(m);
+  bind_formats(m);
   bind_layer(m);
   bind_products(m);
   bind_stream(m);

@@ -17,8 +17,8 @@ from .arguments import WrapperArguments
 from .cpu_buffer import KExpertsCPUBuffer
 from .expert_tensors import BIASES, MATRICES, Matrix
 from .forks import per_process
+from .formats import LayerForm
 from .loading import Expert, LoadRecord, batches, bytes_of
-from .methods import LayerForm
 from .packed import PackedMatrix
 from .pools import get_team
 from .quantised import CoreSource, column_order, in_order

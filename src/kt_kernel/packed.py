@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .methods import WeightForm
+from .formats import WeightForm
 from .variant import native
 
 
@@ -29,4 +29,4 @@ class PackedMatrix:
 
 def packed_shape(form: WeightForm, rows: int, columns: int) -> tuple[int, int]:
     """(tiles, bytes of one tile) of a packed matrix [rows, columns]."""
-    return native().packed_shape(form.format, form.group_size, form.scale_type, rows, columns)
+    return native().packed_shape(*form.core, rows, columns)

@@ -7,19 +7,7 @@ from typing import Any
 
 import torch
 
-from .methods import (
-    BYTE_CODES,
-    FORMAT_NAMES,
-    FP8_BLOCK,
-    FP8_ROW,
-    GGML_BLOCKS,
-    GROUPED,
-    INT4_ROW,
-    INT4_ZERO,
-    INT8_ROW,
-    NVFP4,
-    WeightForm,
-)
+from .formats import FP8_BLOCK, INT8_ROW, NVFP4, WeightForm, WeightFormat, all_formats
 from .tensors import DTYPES, need_dense, need_tensor, on_cpu
 
 #: Types of group scales, numbered as the compiled core numbers them.
@@ -30,8 +18,10 @@ SCALE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 class QuantisedMatrix:
     """One weight matrix W [N, K] as a checkpoint has it quantised, in row-major tensors.
 
+    format: one of `kt_kernel.formats`.
+
     ========================  ======================  ==========================================
-    format (kt_kernel.methods)  codes                 scale
+    format                    codes                   scale
     ========================  ======================  ==========================================
     INT8_ROW                  int8 [N, K]             float32 [N]
     INT4_ROW                  uint8 [N, K/2]          float32 [N]
@@ -49,13 +39,13 @@ class QuantisedMatrix:
     INT4_ZERO: ``zero`` is uint8 [N, K/g] of 0 to 16. NVFP4 also multiplies with ``global_scale``.
     Group sizes g are multiples of 32 that divide K. e2m1 and ue8m0 are those of the OCP
     Microscaling Formats specification 1.0. Codes of ggml's formats are its blocks as they are, of c
-    columns and b bytes (``GGML_BLOCKS``), with all scales in them.
+    columns and b bytes (``block_columns`` and ``file_bytes``), with all scales in them.
 
     ``order``, int32 [K] or None: stored column j is column order[j] of W (act-order of GPTQ), so
     that groups are contiguous as they are stored; INT4_GROUP and INT4_ZERO only.
     """
 
-    format: int
+    format: WeightFormat
     codes: torch.Tensor
     scale: torch.Tensor | None
     zero: torch.Tensor | None = None
@@ -104,7 +94,7 @@ def in_order(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_matrix(
-    place: str, matrix: Any, formats: tuple[int, ...], rows: int, columns: int
+    place: str, matrix: Any, formats: tuple[WeightFormat, ...], rows: int, columns: int
 ) -> WeightForm:
     """Checks shapes and dtypes of a matrix [rows, columns] and returns its form. Values are checked
     while they are packed.
@@ -116,38 +106,37 @@ def check_matrix(
     if not isinstance(matrix, QuantisedMatrix):
         raise TypeError(f"{place} must be a QuantisedMatrix, got {type(matrix).__name__}")
     if matrix.format not in formats:
-        names = " or ".join(FORMAT_NAMES[format] for format in formats)
-        given = dict(enumerate(FORMAT_NAMES)).get(matrix.format, f"format {matrix.format!r}")
+        names = " or ".join(format.title for format in formats)
+        known = matrix.format in all_formats()
+        given = matrix.format.title if known else f"format {matrix.format!r}"
         raise ValueError(f"{place} is {given}; accepted: {names}")
-    form = matrix.format
+    format = matrix.format
     _check_order(place, matrix, columns)
-    if form in GGML_BLOCKS:
+    if format.ggml:
         return _check_blocks(place, matrix, rows, columns)
-    if form == INT8_ROW:
+    if format == INT8_ROW:
         _check(f"{place}.codes", matrix.codes, (rows, columns), torch.int8)
-    elif form in BYTE_CODES:
+    elif format.bits == 8:
         _check(f"{place}.codes", matrix.codes, (rows, columns), torch.float8_e4m3fn, torch.uint8)
     else:
         if columns % 2:
             raise ValueError(f"{place} has {columns} columns; accepted: an even number")
         _check(f"{place}.codes", matrix.codes, (rows, columns // 2), torch.uint8)
-    if form != INT4_ZERO and matrix.zero is not None:
-        raise ValueError(f"{place}.zero must be None for {FORMAT_NAMES[form]}")
-    if form in GROUPED:
+    if matrix.zero is not None and not format.zero_points:
+        raise ValueError(f"{place}.zero must be None for {format.title}")
+    if format.grouped:
         return _check_grouped(place, matrix, rows, columns)
-    if form == FP8_BLOCK:
+    if format == FP8_BLOCK:
         _check(f"{place}.scale", matrix.scale, (-(-rows // 128), -(-columns // 128)), torch.float32)
-    elif form in (FP8_ROW, INT8_ROW, INT4_ROW):
+    elif format.scale_kind == "row":
         _check(f"{place}.scale", matrix.scale, (rows,), torch.float32)
-    elif form == NVFP4:
-        shape = (rows, _divide(place, columns, 16))
-        _check(f"{place}.scale", matrix.scale, shape, torch.float8_e4m3fn, torch.uint8)
-        if not isinstance(matrix.global_scale, (int, float)):
-            raise TypeError(f"{place}.global_scale must be a number, got {matrix.global_scale!r}")
     else:
-        shape = (rows, _divide(place, columns, 32))
-        _check(f"{place}.scale", matrix.scale, shape, torch.float8_e8m0fnu, torch.uint8)
-    return WeightForm(form)
+        shape = (rows, _divide(place, columns, format.scale_columns))
+        dtype = torch.float8_e4m3fn if format == NVFP4 else torch.float8_e8m0fnu
+        _check(f"{place}.scale", matrix.scale, shape, dtype, torch.uint8)
+        if format == NVFP4 and not isinstance(matrix.global_scale, (int, float)):
+            raise TypeError(f"{place}.global_scale must be a number, got {matrix.global_scale!r}")
+    return WeightForm(format)
 
 
 def _check(place: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
@@ -163,8 +152,8 @@ def _check(place: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype
 def _check_order(place: str, matrix: QuantisedMatrix, columns: int) -> None:
     if matrix.order is None:
         return
-    if matrix.format not in GROUPED:
-        raise ValueError(f"{place}.order must be None for {FORMAT_NAMES[matrix.format]}")
+    if not matrix.format.grouped:
+        raise ValueError(f"{place}.order must be None for {matrix.format.title}")
     _check(f"{place}.order", matrix.order, (columns,), torch.int32)
     order = on_cpu(matrix.order)
     wrong = (order.sort().values != torch.arange(columns, device="cpu")).nonzero()
@@ -182,12 +171,11 @@ def _divide(place: str, columns: int, unit: int) -> int:
 
 
 def _check_blocks(place: str, matrix: QuantisedMatrix, rows: int, columns: int) -> WeightForm:
-    block_columns, block_bytes = GGML_BLOCKS[matrix.format]
-    blocks = _divide(place, columns, block_columns)
-    _check(f"{place}.codes", matrix.codes, (rows, blocks * block_bytes), torch.uint8)
+    blocks = _divide(place, columns, matrix.format.block_columns)
+    _check(f"{place}.codes", matrix.codes, (rows, blocks * matrix.format.file_bytes), torch.uint8)
     for name in ("scale", "zero"):
         if getattr(matrix, name) is not None:
-            raise ValueError(f"{place}.{name} must be None for {FORMAT_NAMES[matrix.format]}")
+            raise ValueError(f"{place}.{name} must be None for {matrix.format.title}")
     return WeightForm(matrix.format)
 
 
@@ -201,6 +189,6 @@ def _check_grouped(place: str, matrix: QuantisedMatrix, rows: int, columns: int)
             f"{name} must be [{rows}, {columns} / group size], the group size a multiple of 32 "
             f"that divides {columns}; got {list(scale.shape)}"
         )
-    if matrix.format == INT4_ZERO:
+    if matrix.format.zero_points:
         _check(f"{place}.zero", matrix.zero, (rows, groups), torch.uint8)
     return WeightForm(matrix.format, group, SCALE_TYPES[scale.dtype])

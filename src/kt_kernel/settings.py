@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .methods import LayerForm, Method, get_method
+from .formats import LayerForm
+from .methods import Method, get_method
 from .placement import Placement
 from .pools import PoolPlan, plan_pools
 from .variant import kernel_kind, kernel_table

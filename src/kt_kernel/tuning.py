@@ -31,25 +31,16 @@ import torch
 
 from .expert_tensors import Matrix, matrix_shapes
 from .files import replace_file
-from .machine import cpu_model, machine_key
-from .machine_cache import measured_once, read_cache
-from .methods import (
-    BF16_WEIGHTS,
-    BYTE_CODES,
-    FORMAT_NAMES,
+from .formats import (
     FP8_BLOCK,
     FP8_ROW,
-    GGML_BLOCKS,
-    GROUPED,
-    INT4_GROUP,
-    INT4_ROW,
-    INT4_ZERO,
-    INT8_ROW,
-    METHODS,
     NVFP4,
     LayerForm,
     WeightForm,
 )
+from .machine import cpu_model, machine_key
+from .machine_cache import measured_once, read_cache
+from .methods import METHODS
 from .pools import get_team, plan_pools
 from .quantised import SCALE_TYPES, CoreSource, QuantisedMatrix
 from .variant import KINDS, debug, kernel_table, native
@@ -67,7 +58,6 @@ _NOISE = 1.03  # times of one kernel differ by as much
 # counts that they choose are at most so many steps of TRIED_ROWS apart.
 _SAME_TIME, _SAME_ROWS = 1.15, 2
 _MACHINES = Path(__file__).with_name("machines")
-_DENSE = (BF16_WEIGHTS, INT8_ROW, INT4_ROW, INT4_GROUP)  # formats that the core quantises itself
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,7 @@ def _key(form: WeightForm, table: str) -> str:
 
 def _name(form: WeightForm) -> str:
     group = f" g{form.group_size}" if form.group_size else ""
-    return f"{FORMAT_NAMES[form.format]}{group}"
+    return f"{form.format.title}{group}"
 
 
 def _sensible(entry: Any) -> Tuning | None:
@@ -243,32 +233,32 @@ class _Layer:
 def _random_expert(form: WeightForm) -> list[Matrix]:
     """gate, up and down: bf16 tensors where the core quantises, else with scales of one."""
     shapes = matrix_shapes(*_sizes(form)).values()
-    if form.format in _DENSE and form.scale_type == 0:
+    if form.format.from_dense and form.scale_type == 0:
         return [(torch.randn(shape) * shape[1] ** -0.5).bfloat16() for shape in shapes]
     return [_random_matrix(form, *shape) for shape in shapes]
 
 
 def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:
-    if form.format in GGML_BLOCKS:
-        columns, size = GGML_BLOCKS[form.format]  # float16 with bytes below 0x60 are finite
-        blocks = torch.randint(0, 0x60, (n, k // columns * size), dtype=torch.uint8)
-        return QuantisedMatrix(form.format, blocks, None)
-    if form.format in GROUPED:
+    format = form.format
+    if format.ggml:  # float16 with bytes below 0x60 are finite
+        row_bytes = k // format.block_columns * format.file_bytes
+        blocks = torch.randint(0, 0x60, (n, row_bytes), dtype=torch.uint8)
+        return QuantisedMatrix(format, blocks, None)
+    if format.grouped:
         dtype = next(dtype for dtype, number in SCALE_TYPES.items() if number == form.scale_type)
         scale = torch.ones(n, k // form.group_size, dtype=dtype)
-    elif form.format == FP8_BLOCK:
+    elif format == FP8_BLOCK:
         scale = torch.ones(-(-n // 128), -(-k // 128))
-    elif form.format == FP8_ROW:
+    elif format == FP8_ROW:
         scale = torch.ones(n)
-    elif form.format == NVFP4:
-        scale = torch.full((n, k // 16), 0x38, dtype=torch.uint8)  # 1.0 in e4m3
     else:
-        scale = torch.full((n, k // 32), 127, dtype=torch.uint8)  # 1.0 in ue8m0
+        one = 0x38 if format == NVFP4 else 127  # 1.0 in e4m3 or ue8m0
+        scale = torch.full((n, k // format.scale_columns), one, dtype=torch.uint8)
     # Codes below 0x60 are numbers up to 32 in e4m3, and any two nibbles otherwise.
-    width = k if form.format in BYTE_CODES else k // 2
+    width = k * format.bits // 8
     codes = torch.randint(0, 0x60, (n, width), dtype=torch.uint8)
-    zero = torch.full(scale.shape, 8, dtype=torch.uint8) if form.format == INT4_ZERO else None
-    return QuantisedMatrix(form.format, codes, scale, zero)
+    zero = torch.full(scale.shape, 8, dtype=torch.uint8) if format.zero_points else None
+    return QuantisedMatrix(format, codes, scale, zero)
 
 
 def _forms() -> list[WeightForm]:
@@ -279,7 +269,7 @@ def _forms() -> list[WeightForm]:
             forms[method.form] = None
             continue
         for format in method.formats:
-            groups = (32, 128) if format in GROUPED else (0,)
+            groups = (32, 128) if format.grouped else (0,)
             forms |= {WeightForm(format, group): None for group in groups}
     return list(forms)
 

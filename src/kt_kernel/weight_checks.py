@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from .expert_tensors import MATRICES, matrix_shapes
-from .methods import BF16_WEIGHTS, LayerForm, WeightForm
+from .formats import BF16, LayerForm, WeightForm
 from .quantised import QuantisedMatrix, check_matrix
 from .settings import LayerSettings, integer
 from .tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_tensor
 
 #: Form of dense weights where the method does not tell it.
-DENSE_FORM = WeightForm(BF16_WEIGHTS)
+DENSE_FORM = WeightForm(BF16)
 
 #: Parameter names of `MATRICES`.
 PARAMETERS = {name: f"{name}_proj" for name in MATRICES}

@@ -12,8 +12,8 @@ from gguf_models import ARCH, MATRICES, SUPPORTED, E, H, I, Model, values_of, wr
 from kt_kernel.checkpoint import gguf_blocks, open_checkpoint, read_experts
 from kt_kernel.checkpoint.families import FAMILIES
 from kt_kernel.checkpoint.gguf_architectures import ARCHITECTURES, REFUSED
-from kt_kernel.checkpoint.gguf_blocks import FORMS
-from kt_kernel.methods import BF16_WEIGHTS, FORMAT_NAMES, GGML_BLOCKS, INT4_GROUP, MXFP4, LayerForm
+from kt_kernel.checkpoint.gguf_blocks import forms
+from kt_kernel.formats import BF16, INT4_GROUP, MXFP4, LayerForm
 from kt_kernel.quantised import QuantisedMatrix, check_matrix
 from kt_kernel.testing import values_of as values_of_matrix
 from kt_kernel.utils.loader import SafeTensorLoader
@@ -50,8 +50,8 @@ def values_of_given(kind, given):
     """float32, by the package where the blocks are ggml's own."""
     if isinstance(given, torch.Tensor):
         return given.float().numpy()
-    if given.format in GGML_BLOCKS:
-        assert FORMAT_NAMES[given.format] == kind
+    if given.format.ggml:
+        assert given.format.name == kind
         return values_of(kind, given.codes.numpy())
     return values_of_matrix(given).float().numpy()
 
@@ -67,10 +67,10 @@ def test_every_type(tmp_path, kind):
         for given in getattr(found, matrix):
             if isinstance(given, torch.Tensor):
                 assert given.shape == SHAPES[matrix] and given.is_contiguous()
-                assert FORMS[kind].format == BF16_WEIGHTS
+                assert forms()[kind].format == BF16
             else:
                 formats = (given.format,)
-                assert check_matrix("m", given, formats, *SHAPES[matrix]) == FORMS[kind]
+                assert check_matrix("m", given, formats, *SHAPES[matrix]) == forms()[kind]
 
 
 def test_all_codes_and_scales(tmp_path):
@@ -169,7 +169,7 @@ def test_some_experts(tmp_path):
     assert [e is not None for e in found.up] == [False, True, False, True, False]
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
     with checkpoint.each_expert(0, 5, H, I, [4, 0], METHOD) as experts:
-        assert experts.form == LayerForm(FORMS["Q4_K"], FORMS["Q4_K"], FORMS["Q6_K"])
+        assert experts.form == LayerForm(forms()["Q4_K"], forms()["Q4_K"], forms()["Q6_K"])
         assert [number for number, _ in experts] == [0, 4]
 
 

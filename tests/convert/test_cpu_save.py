@@ -22,15 +22,8 @@ from packed_cases import (
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import read_experts
-from kt_kernel.methods import (
-    BF16_WEIGHTS,
-    INT4_GROUP,
-    METHODS,
-    Q8_0,
-    LayerForm,
-    WeightForm,
-    get_method,
-)
+from kt_kernel.formats import BF16, INT4_GROUP, LayerForm, WeightForm, WeightFormat
+from kt_kernel.methods import METHODS, get_method
 from kt_kernel.store.manifest import read_manifest
 from kt_kernel.store.saving import check_target
 from kt_kernel.testing import quantise
@@ -89,7 +82,7 @@ def test_quantised_weights(tmp_path):
 def test_matrices_of_different_forms(tmp_path):
     """Each as its file had it, and a dense one."""
     sources = {
-        "gate_proj": WeightForm(Q8_0),
+        "gate_proj": WeightForm(WeightFormat("Q8_0")),
         "up_proj": WeightForm(INT4_GROUP, 32),
         "down_proj": None,
     }
@@ -99,7 +92,8 @@ def test_matrices_of_different_forms(tmp_path):
     }
     made = save(tmp_path / "out", method="LLAMAFILE", given=given)
     form = read_manifest(str(tmp_path / "out")).layers[3].spec.form
-    assert form == LayerForm(WeightForm(Q8_0), WeightForm(INT4_GROUP, 32), WeightForm(BF16_WEIGHTS))
+    q8_0 = WeightForm(WeightFormat("Q8_0"))
+    assert form == LayerForm(q8_0, WeightForm(INT4_GROUP, 32), WeightForm(BF16))
     same_forward(made, loaded(3, "LLAMAFILE", tmp_path / "out"))
 
 

@@ -14,14 +14,29 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from kt_kernel.formats import WeightFormat, ggml_formats
+
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
 
-Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = GGML = tuple(range(10, 21))
-NAMES = {
-    Q4_1: "Q4_1", Q5_0: "Q5_0", Q5_1: "Q5_1", Q8_0: "Q8_0", Q2_K: "Q2_K", Q3_K: "Q3_K",
-    Q4_K: "Q4_K", Q5_K: "Q5_K", Q6_K: "Q6_K", IQ4_NL: "IQ4_NL", IQ4_XS: "IQ4_XS",
-}  # fmt: skip
+NAMES = {format.id: format.name for format in ggml_formats()}
+GGML = tuple(NAMES)
+Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = (
+    WeightFormat(name).id
+    for name in (
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q8_0",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ4_NL",
+        "IQ4_XS",
+    )
+)
 TYPES = {f: gguf.GGMLQuantizationType[name] for f, name in NAMES.items()}
 BLOCK_COLUMNS, BLOCK_BYTES = (
     {f: gguf.GGML_QUANT_SIZES[TYPES[f]][i] for f in GGML} for i in range(2)

@@ -14,14 +14,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kt_kernel import formats
+
 from . import ggml
 from .ggml import GGML, GgmlSource
 
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
 
-BF16, INT8_ROW, INT4_ROW, INT4_GROUP, INT4_ZERO = 0, 1, 2, 3, 4
-FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4 = 5, 6, 7, 8, 9
+BF16, INT8_ROW, INT4_ROW, INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4 = (
+    getattr(formats, name).id
+    for name in (
+        "BF16",
+        "INT8_ROW",
+        "INT4_ROW",
+        "INT4_GROUP",
+        "INT4_ZERO",
+        "FP8_BLOCK",
+        "FP8_ROW",
+        "MXFP8",
+        "MXFP4",
+        "NVFP4",
+    )
+)
 SCALED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4)
 E4M3_CODES = (FP8_BLOCK, FP8_ROW, MXFP8)  # formats whose codes are bytes; the others' are nibbles
 FP16, BFLOAT16, FP32 = 0, 1, 2  # scale types of INT4_GROUP and INT4_ZERO

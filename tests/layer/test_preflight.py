@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import kt_kernel
-from kt_kernel.methods import FP8_ROW, WeightForm
+from kt_kernel.formats import FP8_ROW, WeightForm
 from kt_kernel.options import KTOptions, OptionError
 from kt_kernel.preflight import ServedModel, moe_layers, num_experts, prepare
 from kt_kernel.testing import quantise

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kt_kernel import KTMoEWrapper
-from kt_kernel.methods import INT4_GROUP, INT4_ZERO, Q4_1, Q5_0, Q8_0, WeightForm, get_method
+from kt_kernel.formats import INT4_GROUP, INT4_ZERO, WeightForm, WeightFormat
+from kt_kernel.methods import get_method
 from kt_kernel.testing import moe_reference_with_noise, quantise
 
 # Forms of the weights of methods where the source tells, by a name that tells them apart.
@@ -19,9 +20,9 @@ _FORMS = {
     "GPTQ_INT4": WeightForm(INT4_GROUP, 64, 0),
     "GPTQ_INT4:zero": WeightForm(INT4_ZERO, 128, 0),
     "AWQ_INT4": WeightForm(INT4_ZERO, 32, 0),
-    "LLAMAFILE:Q8_0": WeightForm(Q8_0),
-    "LLAMAFILE:Q4_1": WeightForm(Q4_1),
-    "LLAMAFILE:Q5_0": WeightForm(Q5_0),
+    "LLAMAFILE:Q8_0": WeightForm(WeightFormat("Q8_0")),
+    "LLAMAFILE:Q4_1": WeightForm(WeightFormat("Q4_1")),
+    "LLAMAFILE:Q5_0": WeightForm(WeightFormat("Q5_0")),
 }
 _DENSE = ("BF16", "AMXINT8", "MOE_INT8", "AMXINT4", "MOE_INT4", "INT4_G32", "INT4_G128")
 ALL_METHODS = (*_DENSE, "FP8", "FP8_PERCHANNEL", *_FORMS, "MXFP4", "NVFP4", "MXFP8")

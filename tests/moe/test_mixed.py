@@ -7,8 +7,8 @@ import torch
 from moe_cases import Case, within
 
 from kt_kernel import methods, tuning
-from kt_kernel.methods import (
-    BF16_WEIGHTS,
+from kt_kernel.formats import (
+    BF16,
     FP8_ROW,
     INT4_GROUP,
     INT4_ROW,
@@ -16,9 +16,9 @@ from kt_kernel.methods import (
     INT8_ROW,
     MXFP4,
     LayerForm,
-    Method,
     WeightForm,
 )
+from kt_kernel.methods import Method
 from kt_kernel.quantised import QuantisedMatrix
 from kt_kernel.testing import quantise
 from kt_kernel.testing.quantised import pack_nibbles
@@ -87,7 +87,7 @@ def test_stacked_tensors_beside_matrices():
     wrapper.load_weights_from_tensors(case.gate, up, down, case.mapping)
     batch = case.batch(5)
     assert torch.equal(wrapper.forward(*batch), case.wrapper().forward(*batch))
-    assert wrapper._form == LayerForm(WeightForm(BF16_WEIGHTS), FP4, G32)
+    assert wrapper._form == LayerForm(WeightForm(BF16), FP4, G32)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_sizes_are_checked_by_matrix():
 
 
 def test_each_matrix_has_its_own_tuning(monkeypatch):
-    found = {G32: Tuning(5, 128), FP4: Tuning(9, 64), WeightForm(BF16_WEIGHTS): Tuning(2, 256)}
+    found = {G32: Tuning(5, 128), FP4: Tuning(9, 64), WeightForm(BF16): Tuning(2, 256)}
     monkeypatch.setattr(tuning, "tuning_for", lambda form, table: found[form])
-    form = LayerForm(WeightForm(BF16_WEIGHTS), FP4, G32)
+    form = LayerForm(WeightForm(BF16), FP4, G32)
     assert tuning.layer_tuning(form, "avx2") == {"gemm_min_rows": [2, 9, 5], "row_block": 64}
 
 

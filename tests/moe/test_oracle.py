@@ -48,7 +48,7 @@ def test_equals_the_compiled_oracle(method, limit, alpha):
     theirs = _C.reference_forward(
         hidden.double().numpy(), ids.numpy(), weights.double().numpy(),
         *(quantise_weights(method, m).numpy() for m in (case.gate, case.up, case.down)),
-        activation_format=chosen.activations, skip=mask.tolist(),
+        activation_format=int(chosen.int8_activations), skip=mask.tolist(),
         **{name: bias.double().numpy() for name, bias in case.bias.items()}, **options,
     )  # fmt: skip
     assert row_error(torch.from_numpy(theirs), ours).max() < 1e-12
@@ -68,7 +68,7 @@ def test_quantisation_rules_by_hand():
 
 def test_activation_rounding():
     x = torch.tensor([[127.0, 0.5, 1.5, -126.6], [0, 0, 0, 0], [1, float("inf"), 0, 0]])
-    rounded = round_activations(x, methods.INT8_ROW_ACTIVATIONS)
+    rounded = round_activations(x, int8=True)
     assert rounded[:2].tolist() == [[127, 0, 2, -127], [0, 0, 0, 0]]
     assert rounded[2].isnan().all()
 

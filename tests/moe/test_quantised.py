@@ -8,7 +8,7 @@ import torch
 from moe_cases import Case, form_of_case
 from safetensors.torch import save_file
 
-from kt_kernel.methods import FP8_ROW, INT4_GROUP, WeightForm
+from kt_kernel.formats import FP8_ROW, INT4_GROUP, WeightForm
 from kt_kernel.quantised import check_matrix
 from kt_kernel.testing import quantise, quantise_weights, values_of
 

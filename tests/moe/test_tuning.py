@@ -6,12 +6,13 @@ import pytest
 import torch
 from moe_cases import Case
 
-from kt_kernel import base, machine_cache, pools, tuning
-from kt_kernel.methods import GROUPED, INT4_GROUP, METHODS, WeightForm, get_method
+from kt_kernel import base, formats, machine_cache, pools, tuning
+from kt_kernel.formats import INT4_GROUP, WeightForm
+from kt_kernel.methods import METHODS, get_method
 from kt_kernel.tuning import NEVER, TRIED_BLOCKS, TRIED_ROWS, Tuning
 from kt_kernel.variant import kernel_table
 
-BF16 = WeightForm(0)
+BF16 = WeightForm(formats.BF16)
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +157,7 @@ def test_every_method_can_be_measured(method, monkeypatch):
     monkeypatch.setattr(tuning, "_INTER", 128)
     chosen = get_method(method)
     groups = (96, 128, 768)  # some divide neither size
-    forms = [WeightForm(f, g) for f in chosen.formats for g in (groups if f in GROUPED else [0])]
+    forms = [WeightForm(f, g) for f in chosen.formats for g in (groups if f.grouped else [0])]
     for form in [chosen.form] if chosen.form else forms:
         found, _ = tuning.measure(form, kernel_table())
         assert found.gemm_min_rows in (2, 5, NEVER) and found.row_block in TRIED_BLOCKS

@@ -6,7 +6,7 @@ the lowest bits up; scales [K/g, N]. W = (code - zero) * scale.
 
 from __future__ import annotations
 
-from ..methods import INT4_ZERO, WeightForm
+from ..formats import INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
 from .groups import check_scale_type, grouped_form, in_groups
 from .layout import Parts

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..expert_tensors import ExpertTensors, Matrix
+from ..formats import LayerForm
 from ..loading import bytes_of
-from ..methods import LayerForm
 from ..text import ranges
 from .ahead import read_ahead
 from .fingerprint import fingerprint

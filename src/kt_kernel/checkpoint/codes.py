@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from ..methods import WeightForm
+from ..formats import WeightForm, WeightFormat
 from .header import TensorInfo
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
@@ -24,9 +24,9 @@ def scale_of(parts: Parts) -> TensorInfo:
 
 
 class FixedForm(MatrixFormat):
-    """Weights of one form, whatever the layer. format: of the compiled core."""
+    """Weights of one form, whatever the layer."""
 
-    format: ClassVar[int]
+    format: ClassVar[WeightFormat]
     stacked = True
 
     @classmethod

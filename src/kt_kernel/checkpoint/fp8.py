@@ -12,7 +12,7 @@ import functools
 import numpy as np
 import torch
 
-from ..methods import FP8_BLOCK, FP8_ROW, WeightForm
+from ..formats import FP8_BLOCK, FP8_ROW, WeightForm
 from ..quantised import QuantisedMatrix
 from .codes import E4m3Codes, scale_of
 from .layout import Parts

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 import torch
 
 from ..expert_tensors import BIASES, MATRICES, Matrix
-from ..methods import BF16_WEIGHTS, LayerForm, Method, get_method
+from ..formats import BF16, LayerForm
+from ..methods import Method, get_method
 from .ahead import will_need
 from .base import Checkpoint, Sizes
 from .gguf_architectures import ARCHITECTURES, REFUSED
-from .gguf_blocks import DENSE, FORMS, form_of, row_bytes, to_dense, to_matrix
+from .gguf_blocks import DENSE, form_of, forms, row_bytes, to_dense, to_matrix
 from .gguf_files import GgufIndex
 from .gguf_layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
 from .header import TensorInfo
@@ -103,14 +104,14 @@ def _form(layer: GgufLayer, method: Method | None) -> LayerForm | None:
             )
     if method is not None and not method.mixed:
         _check_method(layer, method)
-    dense = all(form.format == BF16_WEIGHTS for form in forms.values())
+    dense = all(form.format == BF16 for form in forms.values())
     return None if dense else LayerForm(**forms)
 
 
 def _check_method(layer: GgufLayer, method: Method) -> None:
     """ValueError unless the method takes the types of all matrices: dense ones if it quantises by
     itself, else exactly its own form."""
-    accepted = [name for name, form in FORMS.items() if form == method.form]
+    accepted = [name for name, form in forms().items() if form == method.form]
     if not method.quantised:
         accepted = list(DENSE)
     for source in layer.matrices.values():

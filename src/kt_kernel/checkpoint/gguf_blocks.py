@@ -7,23 +7,17 @@ The blocks of the other types are taken as they are.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..expert_tensors import Matrix
-from ..methods import BF16_WEIGHTS, FORMAT_NAMES, GGML_BLOCKS, INT4_GROUP, MXFP4, WeightForm
+from ..formats import BF16, INT4_GROUP, MXFP4, WeightForm, WeightFormat, ggml_formats
 from ..quantised import QuantisedMatrix
 from .gguf_types import BY_NAME
 from .header import TensorInfo
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCKS = {FORMAT_NAMES[format]: format for format in GGML_BLOCKS}
-#: ggml type to the form of such a matrix. Dense ones are rounded to bfloat16, as method BF16 does.
-FORMS: dict[str, WeightForm] = {
-    **dict.fromkeys(DENSE, WeightForm(BF16_WEIGHTS)),
-    "Q4_0": WeightForm(INT4_GROUP, group_size=32, scale_type=0),
-    "MXFP4": WeightForm(MXFP4),
-    **{name: WeightForm(format) for name, format in _BLOCKS.items()},
-}
 
 # Bytes of codes that a thread puts in another order at a time: so many stay in its cache.
 _AT_A_TIME = 1 << 18
@@ -31,13 +25,27 @@ _AT_A_TIME = 1 << 18
 _SQUEEZE = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF))
 
 
+@functools.cache
+def forms() -> dict[str, WeightForm]:
+    """ggml type to the form of such a matrix. Dense ones are rounded to bfloat16, as method BF16
+    does."""
+    return {
+        **dict.fromkeys(DENSE, WeightForm(BF16)),
+        "Q4_0": WeightForm(INT4_GROUP, group_size=32, scale_type=0),
+        "MXFP4": WeightForm(MXFP4),
+        **{format.name: WeightForm(format) for format in ggml_formats()},
+    }
+
+
 def form_of(info: TensorInfo) -> WeightForm:
     """ValueError naming the type if there are no kernels for it."""
-    if info.dtype not in FORMS:
+    form = forms().get(info.dtype)
+    if form is None:
+        supported = ", ".join(forms())
         raise ValueError(
-            f"{info} is of type {info.dtype}, which is not supported; supported: {', '.join(FORMS)}"
+            f"{info} is of type {info.dtype}, which is not supported; supported: {supported}"
         )
-    return FORMS[info.dtype]
+    return form
 
 
 def row_bytes(info: TensorInfo) -> int:
@@ -64,7 +72,7 @@ def to_matrix(info: TensorInfo, data: torch.Tensor, place: str) -> Matrix:
     if info.dtype == "Q4_0":
         scale = halves[..., 0].contiguous()
         return QuantisedMatrix(INT4_GROUP, _neighbours(blocks[..., 2:]), scale)
-    return QuantisedMatrix(_BLOCKS[info.dtype], data, None)
+    return QuantisedMatrix(WeightFormat(info.dtype), data, None)
 
 
 def to_dense(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ Symmetric ones have zero 8 everywhere.
 
 from __future__ import annotations
 
-from ..methods import INT4_GROUP, INT4_ZERO, WeightForm
+from ..formats import INT4_GROUP, INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
 from .groups import check_scale_type, grouped_form, in_groups, nibbles_in_order, order_of_groups
 from .layout import Parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..methods import WeightForm
+from ..formats import WeightForm, WeightFormat
 from ..quantised import SCALE_TYPES
 from .header import TensorInfo
 from .layout import Parts
@@ -31,7 +31,7 @@ def check_scale_type(info: TensorInfo, form: WeightForm) -> None:
 
 
 def grouped_form(
-    format: int, first: dict[str, Parts], scales: str, axis: int, shapes: Shapes
+    format: WeightFormat, first: dict[str, Parts], scales: str, axis: int, shapes: Shapes
 ) -> WeightForm:
     """The form of a layer whose first expert has its scales in tensors of the name `scales`, with
     the groups along `axis`. ValueError where they make none."""

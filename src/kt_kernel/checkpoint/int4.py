@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..methods import INT4_GROUP, INT4_ZERO, WeightForm
+from ..formats import INT4_GROUP, INT4_ZERO, WeightForm
 from ..quantised import QuantisedMatrix
 from .groups import check_scale_type, grouped_form, in_groups, nibbles_in_order, order_of_groups
 from .layout import Parts

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from ..expert_tensors import MATRICES, Matrix
-from ..methods import INT4_GROUP, INT4_ROW, INT8_ROW, LayerForm, WeightForm, get_method
+from ..formats import INT4_GROUP, INT4_ROW, INT8_ROW, LayerForm, WeightForm
+from ..methods import get_method
 from ..quantised import SCALE_TYPES, QuantisedMatrix
 from .base import Checkpoint, Sizes
 from .families import model_type

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from ..methods import WeightForm
+from ..formats import WeightForm
 from ..quantised import QuantisedMatrix
 from .header import TensorInfo
 from .layout import Parts

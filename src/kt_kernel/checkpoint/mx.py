@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..methods import MXFP4, MXFP8
+from ..formats import MXFP4, MXFP8
 from ..quantised import QuantisedMatrix
 from .codes import E2m1Codes, E4m3Codes, scale_of
 from .header import TensorInfo

@@ -7,7 +7,7 @@ activations are not needed.
 
 from __future__ import annotations
 
-from ..methods import NVFP4
+from ..formats import NVFP4
 from ..quantised import QuantisedMatrix
 from .codes import E4M3, E2m1Codes
 from .layout import Parts

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ..expert_tensors import MATRICES, Matrix
-from ..methods import BF16_WEIGHTS, INT4_GROUP, INT4_ROW, LayerForm, Method, get_method
+from ..formats import BF16, INT4_GROUP, INT4_ROW, LayerForm
+from ..methods import Method, get_method
 from ..packed import PackedMatrix
 from ..store.layer_file import LayerSpec, layer_of_tensor
 from ..store.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
@@ -219,7 +220,7 @@ def _makes(method: Method, form: LayerForm) -> bool:
         if method.form.format == INT4_ROW and form.down.format == INT4_GROUP:
             form = replace(form, down=method.form)  # columns in parts, by kt-kernel
         return form == method.layer_form
-    formats = (*method.formats, BF16_WEIGHTS) if method.mixed else method.formats
+    formats = (*method.formats, BF16) if method.mixed else method.formats
     alike = method.mixed or form == LayerForm.same(form.gate)
     return alike and all(one.format in formats for one in form)
 

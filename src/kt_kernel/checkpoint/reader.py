@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..expert_tensors import BIASES, MATRICES, ExpertTensors, Matrix, matrix_shapes
-from ..methods import MXFP4, LayerForm, Method, WeightForm, get_method
+from ..formats import MXFP4, LayerForm, WeightForm
+from ..methods import Method, get_method
 from . import bf16, gpt_oss
 from .arrangement import infer_arrangement
 from .formats import identify, is_dense

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .. import _C
-from ..methods import FORMAT_NAMES, GGML_BLOCKS, INT4_GROUP, METHODS, get_method
+from ..formats import INT4_GROUP, WeightFormat, all_formats, ggml_formats
+from ..methods import METHODS, get_method
 from ..store.manifest import QUANT_METHODS
 from .families import FAMILIES, PREFIXES, Family, Stacked
 from .formats import FORMATS
 from .fp8 import CONVERTED
 from .gguf_architectures import ARCHITECTURES
 from .gguf_blocks import DENSE as GGUF_DENSE
-from .gguf_blocks import FORMS as GGUF_FORMS
+from .gguf_blocks import forms as gguf_forms
 from .kt_packed import METHODS as KT_METHODS
 from .mx import MxFp4
 
@@ -33,14 +34,14 @@ class Row:
     tensors: str
     stacked: bool
     methods: tuple[str, ...]
-    formats: tuple[int, ...]
+    formats: tuple[WeightFormat, ...]
 
     def cells(self) -> Iterator[str]:
         yield self.source
         yield self.tensors
         yield "yes" if self.stacked else "no"
         yield ", ".join(f"`{method}`" for method in self.methods)
-        yield ", ".join(FORMAT_NAMES[format] for format in self.formats)
+        yield ", ".join(format.title for format in self.formats)
 
 
 def rows() -> Iterator[Row]:
@@ -64,12 +65,11 @@ def _gguf_rows() -> Iterator[Row]:
     mixed = tuple(method.name for method in METHODS.values() if method.mixed)
     dense = ", ".join(GGUF_DENSE)
     yield Row(f"GGUF {dense}", tensors, True, (*mixed, *_QUANTISING), _DENSE_FORMATS)
-    own = {name: f.format for name, f in GGUF_FORMS.items() if FORMAT_NAMES[f.format] == name}
-    own = {name: format for name, format in own.items() if format in GGML_BLOCKS}
-    for name, form in GGUF_FORMS.items():
-        if name not in GGUF_DENSE and name not in own:
+    for name, form in gguf_forms().items():
+        if name not in GGUF_DENSE and not form.format.ggml:
             yield Row(f"GGUF {name}", tensors, True, mixed, (form.format,))
-    yield Row(f"GGUF {', '.join(own)}", tensors, True, mixed, tuple(own.values()))
+    names = ", ".join(format.name for format in ggml_formats())
+    yield Row(f"GGUF {names}", tensors, True, mixed, ggml_formats())
 
 
 def _directory_rows() -> Iterator[Row]:
@@ -126,8 +126,7 @@ def _kernels() -> str:
     found = {(table, format): f"{gemv} / {gemm}" for table, format, gemv, gemm in _C.kernels()}
     tables = list(dict.fromkeys(table for table, _ in found))[::-1]
     body = (
-        [name, *(found[table, format] for table in tables)]
-        for format, name in enumerate(FORMAT_NAMES)
+        [format.title, *(found[table, format.id] for table in tables)] for format in all_formats()
     )
     return _table(("kept as", *tables), body)
 

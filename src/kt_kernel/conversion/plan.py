@@ -13,7 +13,8 @@ from ..checkpoint.packed import PackedCheckpoint
 from ..checkpoint.paths import check_path
 from ..expert_tensors import BIASES
 from ..files import is_inside
-from ..methods import FP8_BLOCK, FP8_ROW, LayerForm, get_method
+from ..formats import FP8_BLOCK, FP8_ROW, LayerForm
+from ..methods import get_method
 from ..settings import check_sizes
 from ..store.layer_file import LayerSpec
 from ..store.manifest import Manifest, generator

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from ..expert_tensors import BIASES, MATRICES, matrix_shapes
-from ..methods import LayerForm
+from ..formats import LayerForm
 from ..packed import packed_shape
 
 MAX_LAYER = 99999  # so that the files' names sort
@@ -118,6 +118,6 @@ def form_entries(form: LayerForm) -> dict[str, dict[str, int]]:
     """A layer's form as JSON has it: the numbers of the compiled core, which the layout's version
     pins."""
     return {
-        name: {"format": f.format, "group_size": f.group_size, "scale_type": f.scale_type}
+        name: {"format": f.format.id, "group_size": f.group_size, "scale_type": f.scale_type}
         for name, f in zip(MATRICES, form, strict=True)
     }

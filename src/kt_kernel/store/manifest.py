@@ -15,7 +15,7 @@ from typing import Any
 
 from ..expert_tensors import BIASES, MATRICES
 from ..files import need_file, parse_object
-from ..methods import FORMAT_NAMES, GROUPED, LayerForm, WeightForm
+from ..formats import LayerForm, WeightForm, all_formats
 from ..variant import native
 from .layer_file import MAX_LAYER, LayerSpec, form_entries
 
@@ -235,10 +235,12 @@ def _entry(path: str, layer: int, entry: Any, hidden_size: int) -> LayerEntry:
 
 def _form(path: str, where: str, entry: Any) -> WeightForm:
     _check_keys(path, where, entry, {"format", "group_size", "scale_type"})
-    format, group, scale = entry["format"], entry["group_size"], entry["scale_type"]
-    grouped = format in GROUPED
+    number, group, scale = entry["format"], entry["group_size"], entry["scale_type"]
+    formats = all_formats()
+    format = formats[number] if _is_int(number, 0, len(formats) - 1) else None
+    grouped = format is not None and format.grouped
     if not (
-        _is_int(format, 0, len(FORMAT_NAMES) - 1)
+        format is not None
         and _is_int(scale, 0, 2 if grouped else 0)
         and _is_int(group, 32 if grouped else 0, _MAX_SIZE if grouped else 0)
         and group % 32 == 0

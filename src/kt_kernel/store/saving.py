@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..files import named, nearest_existing
-from ..methods import LayerForm
+from ..formats import LayerForm
 from .layer_file import LayerSpec, check_layer
 from .manifest import PACKED_COPY, Manifest, generator
 from .writer import PackedLayer, PackedWriter, manifest_if_any, refuse_other

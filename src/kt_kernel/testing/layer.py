@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..formats import WeightFormat
 from ..methods import Method, get_method
 from ..quantised import QuantisedMatrix
 from .rounding import kernel_errors, quantise_weights, round_activations
@@ -34,15 +35,15 @@ def _activation(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float
 class _Layer:
     """How one expert of a layer is computed."""
 
-    activations: int | None  # None: nothing is rounded
+    int8_activations: bool | None  # None: nothing is rounded
     limit: float
     alpha: float
     errors: list[Callable[[torch.Tensor], torch.Tensor]]  # of kernels, see `kernel_errors`
 
     def operand(self, values: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-        if self.activations is None:
+        if self.int8_activations is None:
             return values.double()
-        return round_activations(values, self.activations, like)
+        return round_activations(values, self.int8_activations, like)
 
     def act(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return _activation(gate, up, self.limit, self.alpha)
@@ -87,7 +88,7 @@ class _Layer:
         return y, noise
 
 
-def _formats(method: Method, *matrices: Experts) -> set[int]:
+def _formats(method: Method, *matrices: Experts) -> set[WeightFormat]:
     """Those of the layer's packed weights."""
     quantised = {m.format for every in matrices for m in every if isinstance(m, QuantisedMatrix)}
     return quantised or {method.format}
@@ -146,7 +147,7 @@ def moe_reference_with_noise(
     """
     chosen = get_method(method)
     layer = _Layer(
-        chosen.activations if rounded else None, swiglu_limit, swiglu_alpha,
+        chosen.int8_activations if rounded else None, swiglu_limit, swiglu_alpha,
         kernel_errors(_formats(chosen, gate, up, down), kind, table) if rounded else [],
     )  # fmt: skip
     experts = len(gate)

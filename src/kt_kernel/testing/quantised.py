@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..methods import (
-    FORMAT_NAMES,
+from ..formats import (
     FP8_BLOCK,
     FP8_ROW,
-    GGML_BLOCKS,
     INT4_GROUP,
     INT4_ROW,
     INT4_ZERO,
@@ -73,10 +71,10 @@ def _stored_values(matrix: QuantisedMatrix) -> torch.Tensor:
     def spread(scale: torch.Tensor, columns: int) -> torch.Tensor:
         return scale.double().repeat_interleave(columns // scale.shape[1], dim=1)
 
-    if matrix.format in GGML_BLOCKS:
+    if matrix.format.ggml:
         from gguf import GGMLQuantizationType, quants  # ggml's own; only tests need it
 
-        kind = GGMLQuantizationType[FORMAT_NAMES[matrix.format]]
+        kind = GGMLQuantizationType[matrix.format.name]
         return torch.from_numpy(quants.dequantize(matrix.codes.numpy(), kind)).double()
     bytes_, scale = matrix.codes.view(torch.uint8), matrix.scale
     if matrix.format in (FP8_BLOCK, FP8_ROW, MXFP8):
@@ -108,10 +106,10 @@ def quantise(weights: torch.Tensor, form: WeightForm) -> QuantisedMatrix:
     """A matrix of the form that is near to weights [N, K], which are finite. Of ggml's formats
     those that the gguf package can make: Q4_1, Q5_0, Q5_1 and Q8_0."""
     w = weights.detach().cpu().float()
-    if form.format in GGML_BLOCKS:
+    if form.format.ggml:
         from gguf import GGMLQuantizationType, quants
 
-        blocks = quants.quantize(w.numpy(), GGMLQuantizationType[FORMAT_NAMES[form.format]])
+        blocks = quants.quantize(w.numpy(), GGMLQuantizationType[form.format.name])
         return QuantisedMatrix(form.format, torch.from_numpy(blocks), None)
     if form.format in (INT4_GROUP, INT4_ZERO):
         return _int4(w, form)

@@ -10,11 +10,9 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from ..methods import (
-    BF16_ACTIVATIONS,
-    BF16_WEIGHTS,
+from ..formats import (
+    BF16,
     FP8_BLOCK,
-    GGML_BLOCKS,
     INT4_GROUP,
     INT4_ROW,
     INT4_ZERO,
@@ -22,8 +20,9 @@ from ..methods import (
     MXFP4,
     NVFP4,
     WeightForm,
-    get_method,
+    WeightFormat,
 )
+from ..methods import get_method
 from ..quantised import QuantisedMatrix
 from .quantised import quantise, values_of
 
@@ -31,18 +30,19 @@ from .quantised import quantise, values_of
 # of integer and 4-bit weights in groups take activations in fixed point, see `_fixed_point_error`,
 # and some GEMM kernels as well; those of these tables do not.
 _FLOAT_GEMM = ("amx", "avx512", "avx2")
-_FIXED_POINT = (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4, *GGML_BLOCKS)
+_FIXED_POINT = (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4)  # and all of ggml's
 _FIXED_POINT_COLUMNS, _FIXED_POINT_LARGEST = 32, 32639
 # GEMM kernels of AMX round the product of a weight and its scale to bf16 where it is not exact
 # (kernels/isa/unpack_bf16.inl): relative error of a weight, at most 2^-9, here as a standard
 # deviation (even mantissas of 1 to 2, rounded within half a step).
-_FOLDED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK, *GGML_BLOCKS)
+_FOLDED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK)  # and all of ggml's
 _FOLDED_ERROR = 2**-9 * 0.41
 
 
-def folds_scales(weights: int, kind: str, table: str | None) -> bool:
+def folds_scales(weights: WeightFormat, kind: str, table: str | None) -> bool:
     """Whether kernels that may run round the products of weights and scales."""
-    return weights in _FOLDED and kind != "vector" and table in (None, "amx")
+    folded = weights in _FOLDED or weights.ggml
+    return folded and kind != "vector" and table in (None, "amx")
 
 
 def _symmetric(
@@ -77,7 +77,7 @@ def quantise_weights(method: str, weights: torch.Tensor | QuantisedMatrix) -> to
     if isinstance(weights, QuantisedMatrix):
         return values_of(weights)
     chosen = get_method(method)
-    if chosen.mixed or chosen.format == BF16_WEIGHTS:
+    if chosen.mixed or chosen.format == BF16:
         return weights.detach().cpu().float().bfloat16().double()
     if chosen.quantised:
         if weights.dim() == 2:
@@ -97,17 +97,16 @@ def quantise_weights(method: str, weights: torch.Tensor | QuantisedMatrix) -> to
 
 def round_activations(
     values: torch.Tensor,
-    activations: int,
+    int8: bool,
     scale_of: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The one rounding of x or h [..., K] before a product, as float64.
 
-    ``activations`` is one of the ``*_ACTIVATIONS`` numbers of ``methods``. A row with a value
-    that is not finite becomes NaN where activations are integers. ``scale_of``: values to take the
-    scales from instead.
+    To int8 with a scale per row, where a row with a value that is not finite becomes NaN, or to
+    bfloat16. ``scale_of``: values to take the scales from instead.
     """
     values = values.float()
-    if activations == BF16_ACTIVATIONS:
+    if not int8:
         return values.bfloat16().double()
     q, scale = _symmetric(values, 127, None if scale_of is None else scale_of.float())
     rounded = q.double() * scale.double()
@@ -133,12 +132,13 @@ def _folded_error(values: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_errors(
-    formats: Collection[int], kind: str, table: str | None
+    formats: Collection[WeightFormat], kind: str, table: str | None
 ) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     """What kernels of a kind add to rounded activations, or to weights in proportion to them, in a
     layer with weights of these formats."""
     errors: list[Callable[[torch.Tensor], torch.Tensor]] = []
-    if any(f in _FIXED_POINT for f in formats) and not (kind == "tile" and table in _FLOAT_GEMM):
+    fixed_point = any(f in _FIXED_POINT or f.ggml for f in formats)
+    if fixed_point and not (kind == "tile" and table in _FLOAT_GEMM):
         errors.append(_fixed_point_error)
     if any(folds_scales(f, kind, table) for f in formats):
         errors.append(_folded_error)
