@@ -44,13 +44,20 @@ constexpr int min_rows(const MinRows& measured) {
 #endif
 }
 
+// The format comes from Scales, for which the GEMV kernel is compiled, so the two cannot differ.
+template <class Scales>
+constexpr FormatKernels group_row(const ProductKernel& gemm, const MinRows& measured) {
+  return {.format = Scales::kFormat,
+          .gemv = vector_kernel<GroupBlock<Scales>>,
+          .gemm = gemm,
+          .gemm_min_rows = min_rows(measured)};
+}
+
 template <WeightFormat kFormat> constexpr FormatKernels ggml_row(const MinRows& measured) {
   static_assert(is_ggml(kFormat));
-  return {
-      .format = kFormat,
-      .gemv = vector_kernel<GroupBlock<GgmlScales<kFormat>>>,
-      .gemm = KT_GEMM(GgmlUnits<kFormat>, group_kernel<GgmlScales<kFormat>, GgmlColumns<kFormat>>),
-      .gemm_min_rows = min_rows(measured)};
+  using Scales = GgmlScales<kFormat>;
+  return group_row<Scales>(KT_GEMM(GgmlUnits<kFormat>, group_kernel<Scales, GgmlColumns<kFormat>>),
+                           measured);
 }
 
 constexpr FormatKernels kFormatKernels[] = {
@@ -66,14 +73,12 @@ constexpr FormatKernels kFormatKernels[] = {
      .gemv = vector_kernel<Int4RowBlock>,
      .gemm = KT_GEMM(Int4RowUnits, {ActKind::kInt8Row, false, gemm_int4_row}),
      .gemm_min_rows = min_rows({.amx = 7, .vnni = 12, .avx512 = 16, .avx2 = 2})},
-    {.format = WeightFormat::kInt4Group,
-     .gemv = vector_kernel<GroupBlock<Int4Scales>>,
-     .gemm = KT_GEMM(Int4GroupUnits<false>, group_kernel<Int4Scales, GroupColumns<false>>),
-     .gemm_min_rows = min_rows({.amx = 8, .vnni = 5, .avx512 = 16, .avx2 = 64})},
-    {.format = WeightFormat::kInt4Zero,
-     .gemv = vector_kernel<GroupBlock<Int4ZeroScales>>,
-     .gemm = KT_GEMM(Int4GroupUnits<true>, group_kernel<Int4ZeroScales, GroupColumns<true>>),
-     .gemm_min_rows = min_rows({.amx = 8, .vnni = 5, .avx512 = 16, .avx2 = 64})},
+    group_row<Int4Scales>(
+        KT_GEMM(Int4GroupUnits<false>, group_kernel<Int4Scales, GroupColumns<false>>),
+        {.amx = 8, .vnni = 5, .avx512 = 16, .avx2 = 64}),
+    group_row<Int4ZeroScales>(
+        KT_GEMM(Int4GroupUnits<true>, group_kernel<Int4ZeroScales, GroupColumns<true>>),
+        {.amx = 8, .vnni = 5, .avx512 = 16, .avx2 = 64}),
     {.format = WeightFormat::kFp8Block,
      .gemv = vector_kernel<Fp8BlockBlock>,
      .gemm = KT_GEMM(Fp8Units<false>, float_kernel<Fp8BlockColumns>),
@@ -86,14 +91,10 @@ constexpr FormatKernels kFormatKernels[] = {
      .gemv = vector_kernel<MxFp8Block>,
      .gemm = KT_GEMM(MxFp8Units, float_kernel<MxFp8Columns>),
      .gemm_min_rows = min_rows({.amx = 4, .vnni = 9, .avx512 = 5, .avx2 = 8})},
-    {.format = WeightFormat::kMxFp4,
-     .gemv = vector_kernel<GroupBlock<MxFp4Scales>>,
-     .gemm = KT_GEMM(MxFp4Units, group_kernel<MxFp4Scales, MxFp4Columns>),
-     .gemm_min_rows = min_rows({.amx = 5, .vnni = 5, .avx512 = 12, .avx2 = 12})},
-    {.format = WeightFormat::kNvFp4,
-     .gemv = vector_kernel<GroupBlock<NvFp4Scales>>,
-     .gemm = KT_GEMM(NvFp4Units, float_kernel<NvFp4Columns>),
-     .gemm_min_rows = min_rows({.amx = 5, .vnni = 12, .avx512 = 5, .avx2 = 5})},
+    group_row<MxFp4Scales>(KT_GEMM(MxFp4Units, group_kernel<MxFp4Scales, MxFp4Columns>),
+                           {.amx = 5, .vnni = 5, .avx512 = 12, .avx2 = 12}),
+    group_row<NvFp4Scales>(KT_GEMM(NvFp4Units, float_kernel<NvFp4Columns>),
+                           {.amx = 5, .vnni = 12, .avx512 = 5, .avx2 = 5}),
     ggml_row<WeightFormat::kQ4_1>({.amx = 9, .vnni = 5, .avx512 = 24, .avx2 = 64}),
     ggml_row<WeightFormat::kQ5_0>({.amx = 9, .vnni = 5, .avx512 = 20, .avx2 = 40}),
     ggml_row<WeightFormat::kQ5_1>({.amx = 7, .vnni = 5, .avx512 = 16, .avx2 = 24}),
