@@ -104,6 +104,7 @@ Finding bad_ggml_scale(const MatrixLayout& layout, const uint8_t* scales) {
 }
 
 Finding bad_in_scales(const MatrixLayout& layout, const uint8_t* block) {
+  const int64_t bytes = layout.block_scale_bytes();
   switch (layout.traits().scales.kind) {
     case ScaleKind::kGroup: {
       const Finding scale = bad_group_scale(layout, block);
@@ -111,8 +112,8 @@ Finding bad_in_scales(const MatrixLayout& layout, const uint8_t* block) {
       const uint8_t* zeros = block + kTileRows * layout.scale_bytes();
       return {first_above(zeros, kTileRows, 16), PackError::kBadZero};
     }
-    case ScaleKind::kUe8m0: return {first_above(block, 64, 254), PackError::kBadUe8m0Scale};
-    case ScaleKind::kE4m3: return {first_above(block, 64, 0x7e), PackError::kBadE4m3Scale};
+    case ScaleKind::kUe8m0: return {first_above(block, bytes, 254), PackError::kBadUe8m0Scale};
+    case ScaleKind::kE4m3: return {first_above(block, bytes, 0x7e), PackError::kBadE4m3Scale};
     case ScaleKind::kGgml: return bad_ggml_scale(layout, block);
     default: return {-1, PackError::kNone};
   }

@@ -17,9 +17,9 @@ from kt_kernel import _C
 from kt_kernel.testing import quantise_weights
 
 from . import core, sources
+from .compiling import KERNELS, missing
 from .sources import FP16, Bytes, Doubles
 
-HEADER = Path(__file__).resolve().parents[2] / "kernels" / "include" / "kt" / "format.h"
 ROWS = {row["id"]: row for row in _C.weight_formats}
 DENSE = {"BF16": "BF16", "INT8_ROW": "AMXINT8", "INT4_ROW": "AMXINT4", "INT4_GROUP": "INT4_G32"}
 
@@ -148,30 +148,59 @@ def test_column_units() -> None:
         assert row["column_unit"] == sources.column_unit(format, group)
 
 
-ROW = r"    \{\.format = WeightFormat::%s,.*?\},\n(?=    \{|\};)"
+ROW = r"    \{\.format = WeightFormat::%s,.*?\},\n(?=    [\{g]|\};)"
 SLIPS = {
     "no row": ("a row for each format", ROW % "kIQ4XS", ""),
     "order": ("rows in the order", f"({ROW % 'kQ4_1'})({ROW % 'kQ5_0'})", r"\2\1"),
+    "name": ("the names", r'"Q5_1"', '"Q5_0"'),
+    "title": ("the names", "FP8 with row scales", "int8 with row scales"),
     "bits": ("the codes", r"kE2m1, \.bits = 4", "kE2m1, .bits = 8"),
     "offset": ("the codes", r"\.offset = 16", ".offset = 32"),
+    "codes of ggml": ("the codes", r"kIq4, \.bits = 4(.*?)kGgml", r"kIq4, .bits = 4\1kRow"),
+    "codes without scales": ("the scales", r"kBlock\}", "kNone}"),
     "columns of a scale": ("the scales", r"\.cols = 16\}", ".cols = 24}"),
+    "scales of a block": ("the scales", r"kUe8m0, \.cols = 32", "kUe8m0, .cols = 16"),
+    "bits of a scale": ("the scales", r"\.bits = 6\}", ".bits = 4}"),
+    "sums": ("the scales", r"(kE4m3, .bits = 8.*?)kRow\}", r"\1kRow, .sums = true}"),
     "zero points": ("the scales", r"kRow\}", "kRow, .zero = true}"),
     "no minimum": ("the bytes", r", \.minimum = true", ""),
     "bytes in a file": ("the bytes", r"\.file_bytes = 144", ".file_bytes = 145"),
+    "quantised here": ("the sources", r"(kUe8m0.*?64)\}", r"\1, .from_dense = true}"),
+}
+KERNEL_SLIPS = {
+    "no row": ("a row of kernels for each", ROW % "kFp8Row", ""),
+    "order": ("rows of kernels in the", f"({ROW % 'kFp8Block'})({ROW % 'kFp8Row'})", r"\2\1"),
+    "no rows of this instruction set": ("rows of kernels in the", r", \.avx2 = 8\}", "}"),
+    "no kernel": ("rows of kernels in the", r" *\.gemv = vector_kernel<Int8Block>,\n", ""),
 }
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile with")
-@pytest.mark.parametrize("slip", [None, *SLIPS])
-def test_a_slip_does_not_compile(slip: str | None, tmp_path: Path) -> None:
-    text, expected = HEADER.read_text(), ""
+def check_slip(
+    file: Path, source: Path, flags: list[str], slip: tuple[str, str, str] | None
+) -> None:
+    """The source compiles as it is, and not with a slip in the file: the assertion that fails, the
+    text where the slip is made, and what replaces it."""
+    if shutil.which("g++") is None:
+        missing("no g++ to compile with")
     if slip is not None:
-        expected, pattern, other = SLIPS[slip]
-        text, count = re.subn(pattern, other, text, count=1, flags=re.DOTALL)
+        text, count = re.subn(*slip[1:], file.read_text(), count=1, flags=re.DOTALL)
         assert count == 1
-    (tmp_path / "format.h").write_text(text)
-    command = ["g++", "-std=c++20", "-fsyntax-only", "-x", "c++", tmp_path / "format.h"]
+        file.write_text(text)
+    command = ["g++", "-std=c++20", "-fsyntax-only", *flags, "-x", "c++", source]
     result = subprocess.run(command, capture_output=True, text=True)
     failed = re.findall(r"static assertion failed: (.*)", result.stderr)
     assert (result.returncode == 0) == (slip is None), result.stderr
-    assert slip is None or any(line.startswith(expected) for line in failed), result.stderr
+    assert slip is None or any(line.startswith(slip[0]) for line in failed), result.stderr
+
+
+@pytest.mark.parametrize("slip", [None, *SLIPS])
+def test_a_slip_does_not_compile(slip: str | None, tmp_path: Path) -> None:
+    file = Path(shutil.copy(KERNELS / "include" / "kt" / "format.h", tmp_path))
+    check_slip(file, file, [], SLIPS.get(slip))
+
+
+@pytest.mark.parametrize("slip", [None, *KERNEL_SLIPS])
+def test_a_slip_in_the_kernels_does_not_compile(slip: str | None, tmp_path: Path) -> None:
+    folder = shutil.copytree(KERNELS / "isa", tmp_path / "isa")
+    flags = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", f"-I{KERNELS}/include"]
+    check_slip(folder / "formats.inl", folder / "avx2.cpp", flags, KERNEL_SLIPS.get(slip))

@@ -301,26 +301,59 @@ KT_INLINE bool is_ggml(WeightFormat format) {
   return traits_of(format).scales.kind == ScaleKind::kGgml;
 }
 
-// A slip in a row does not compile, nor do codes and scales that pack/ does not write together.
+// The rest refuses slips in a row, and codes and scales that pack/ cannot write together: they do
+// not compile.
+constexpr bool same_text(const char* a, const char* b) {
+  while (*a && *a == *b) ++a, ++b;
+  return *a == *b;
+}
+constexpr bool good_names(const FormatTraits& f) {
+  for (const FormatTraits& other : kFormats)
+    if (&other != &f && (same_text(f.name, other.name) || same_text(f.title, other.title)))
+      return false;
+  return *f.name && *f.title;
+}
 constexpr bool good_codes(const FormatTraits& f) {
   const auto [type, bits, offset] = f.codes;
-  const bool bytes = type == CodeType::kSigned || type == CodeType::kE4m3;
-  const bool integers = type == CodeType::kUnsigned;
-  return (type == CodeType::kBf16 ? bits == 16
-          : bytes                 ? bits == 8
-          : integers              ? bits <= 6
-                                  : bits == 4) &&
-         (is_ggml(f.format) || bits == 16 || bits == 8 || bits == 4) &&
-         (offset == 0 || (integers && offset < 1 << bits));
+  const bool ggml = is_ggml(f.format);
+  if (offset && (type != CodeType::kUnsigned || offset < 0 || offset >= 1 << bits)) return false;
+  switch (type) {
+    case CodeType::kBf16: return bits == 16 && f.scales.kind == ScaleKind::kNone;
+    case CodeType::kSigned: return bits == 8;
+    case CodeType::kUnsigned: return ggml ? bits >= 2 && bits <= 6 : bits == 4;
+    case CodeType::kE4m3: return bits == 8 && !ggml;
+    case CodeType::kE2m1: return bits == 4 && !ggml;
+    case CodeType::kIq4: return bits == 4 && ggml;
+  }
+  return false;
 }
+// Which of the fields of `scales` are used, and the sizes that the kernels and pack/ count on.
 constexpr bool good_scales(const FormatTraits& f) {
   const FormatTraits::Scales& s = f.scales;
-  const bool groups = s.kind == ScaleKind::kGroup,
-             columns = s.kind == ScaleKind::kUe8m0 || s.kind == ScaleKind::kE4m3;
-  return (f.block_cols == 0) == groups && f.block_cols % 32 == 0 &&
-         (s.cols ? f.block_cols % s.cols == 0 && (columns || is_ggml(f.format)) : !columns) &&
-         (!s.sums || s.kind == ScaleKind::kRow) && (!s.minimum || is_ggml(f.format)) &&
-         (!s.zero || (groups && f.codes.type == CodeType::kUnsigned && f.codes.offset == 0));
+  const bool groups = s.kind == ScaleKind::kGroup, ggml = is_ggml(f.format);
+  if (groups ? f.block_cols != 0 : f.block_cols <= 0 || f.block_cols % 32 != 0) return false;
+  if (s.sums && (s.kind != ScaleKind::kRow || f.codes.type != CodeType::kSigned)) return false;
+  if (s.zero && (!groups || f.codes.type != CodeType::kUnsigned || f.codes.offset)) return false;
+  if (s.minimum && !ggml) return false;
+  if (s.bits != 8 && !(ggml && s.cols && (s.bits == 6 || (s.bits == 4 && s.minimum)))) return false;
+  if (f.scale_bytes % 64 != 0) return false;
+  switch (s.kind) {
+    case ScaleKind::kNone: return s.cols == 0 && f.codes.type == CodeType::kBf16;
+    case ScaleKind::kUe8m0:
+    case ScaleKind::kE4m3: return f.block_cols == 2 * s.cols;
+    case ScaleKind::kGgml: return s.cols == 0 ? f.block_cols == 32 : s.cols == 16 || s.cols == 32;
+    default: return s.cols == 0;
+  }
+}
+// What pack/ quantises dense weights to.
+constexpr bool good_source(const FormatTraits& f) {
+  const bool int4 = f.codes.type == CodeType::kUnsigned && f.codes.offset == 8 && !f.scales.zero;
+  switch (f.scales.kind) {
+    case ScaleKind::kNone: return f.from_dense;
+    case ScaleKind::kRow: return !f.from_dense || int4 || f.scales.sums;
+    case ScaleKind::kGroup: return !f.from_dense || int4;
+    default: return !f.from_dense;
+  }
 }
 // Packed blocks of ggml's are as large as in a file, but for 6-bit s and t, which get a byte each.
 constexpr bool good_bytes(const FormatTraits& f) {
@@ -337,8 +370,10 @@ constexpr bool every_format(bool (*good)(const FormatTraits&)) {
 static_assert(sizeof kFormats / sizeof *kFormats == kFormatCount, "a row for each format");
 static_assert(every_format([](const FormatTraits& f) { return &traits_of(f.format) == &f; }),
               "rows in the order of WeightFormat");
+static_assert(every_format(good_names), "the names of a row, each used once");
 static_assert(every_format(good_codes), "the codes of a row");
 static_assert(every_format(good_scales), "the scales of a row");
 static_assert(every_format(good_bytes), "the bytes of a row");
+static_assert(every_format(good_source), "the sources of a row");
 
 }  // namespace kt
