@@ -14,6 +14,9 @@ from typing import Any
 
 from .variant import native
 
+#: Types of group scales, in the order of their numbers (``ScaleType`` of kt/format.h).
+SCALE_TYPE_NAMES = ("float16", "bfloat16", "float32")
+
 
 @dataclass(frozen=True)
 class WeightFormat:
@@ -96,7 +99,7 @@ class WeightForm:
     Attributes:
         format: weight format.
         group_size: columns per scale of formats with groups, else 0.
-        scale_type: of the same formats, 0 float16, 1 bfloat16, 2 float32; else 0.
+        scale_type: of the same formats, the place in `SCALE_TYPE_NAMES`; else 0.
     """
 
     format: WeightFormat
@@ -116,7 +119,7 @@ class WeightForm:
     def __str__(self) -> str:
         if not self.format.grouped:
             return self.format.title
-        scales = ("float16", "bfloat16", "float32")[self.scale_type]
+        scales = SCALE_TYPE_NAMES[self.scale_type]
         return f"{self.format.title} ({scales}, group size {self.group_size})"
 
 

@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 
-from .formats import FP8_BLOCK, INT8_ROW, NVFP4, WeightForm, WeightFormat, all_formats
+from .formats import (
+    FP8_BLOCK,
+    INT8_ROW,
+    NVFP4,
+    SCALE_TYPE_NAMES,
+    WeightForm,
+    WeightFormat,
+    all_formats,
+)
 from .tensors import DTYPES, need_dense, need_tensor, on_cpu
 
-#: Types of group scales, numbered as the compiled core numbers them.
-SCALE_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+#: Types of group scales and their numbers.
+SCALE_TYPES = {getattr(torch, name): i for i, name in enumerate(SCALE_TYPE_NAMES)}
 
 
 @dataclass(frozen=True, eq=False)

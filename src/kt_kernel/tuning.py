@@ -245,7 +245,7 @@ def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:
         blocks = torch.randint(0, 0x60, (n, row_bytes), dtype=torch.uint8)
         return QuantisedMatrix(format, blocks, None)
     if format.grouped:
-        dtype = next(dtype for dtype, number in SCALE_TYPES.items() if number == form.scale_type)
+        dtype = tuple(SCALE_TYPES)[form.scale_type]
         scale = torch.ones(n, k // form.group_size, dtype=dtype)
     elif format == FP8_BLOCK:
         scale = torch.ones(-(-n // 128), -(-k // 128))

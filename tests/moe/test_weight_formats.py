@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kt_kernel import formats
+from kt_kernel import _C, formats
 from kt_kernel.checkpoint.gguf_types import BY_NAME
 from kt_kernel.formats import WeightForm, WeightFormat
 
@@ -19,6 +19,22 @@ def test_names_are_the_cores():
         assert format.name == name and formats.all_formats()[format.id] == format
     others = [f for f in formats.all_formats() if f not in NAMED.values()]
     assert others == list(formats.ggml_formats())
+
+
+def test_scale_types_are_the_cores():
+    grouped, last = formats.INT4_GROUP.id, len(formats.SCALE_TYPE_NAMES) - 1
+    _C.packed_shape(grouped, 32, last, 64, 64)
+    with pytest.raises(ValueError, match=f"unknown scale type {last + 1}; 0 to {last} is accepted"):
+        _C.packed_shape(grouped, 32, last + 1, 64, 64)
+
+
+def test_an_unknown_number_is_refused_by_the_cores_table():
+    last = len(_C.weight_formats) - 1
+    for number in (-1, last + 1):
+        with pytest.raises(
+            ValueError, match=f"unknown weight format {number}; 0 to {last} is accepted"
+        ):
+            _C.packed_shape(number, 0, 0, 64, 256)
 
 
 def test_blocks_are_those_of_gguf_files():

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..expert_tensors import BIASES, MATRICES
 from ..files import need_file, parse_object
-from ..formats import LayerForm, WeightForm, all_formats
+from ..formats import SCALE_TYPE_NAMES, LayerForm, WeightForm, all_formats
 from ..variant import native
 from .layer_file import MAX_LAYER, LayerSpec, form_entries
 
@@ -241,7 +241,7 @@ def _form(path: str, where: str, entry: Any) -> WeightForm:
     grouped = format is not None and format.grouped
     if not (
         format is not None
-        and _is_int(scale, 0, 2 if grouped else 0)
+        and _is_int(scale, 0, len(SCALE_TYPE_NAMES) - 1 if grouped else 0)
         and _is_int(group, 32 if grouped else 0, _MAX_SIZE if grouped else 0)
         and group % 32 == 0
     ):

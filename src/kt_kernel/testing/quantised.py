@@ -20,10 +20,9 @@ from ..formats import (
     NVFP4,
     WeightForm,
 )
-from ..quantised import QuantisedMatrix
+from ..quantised import SCALE_TYPES, QuantisedMatrix
 
 _E2M1_LARGEST, _E4M3_LARGEST = 6.0, 448.0
-_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _minifloat(bits: int, exponent_bits: int, bias: int) -> torch.Tensor:
@@ -146,7 +145,7 @@ def quantise(weights: torch.Tensor, form: WeightForm) -> QuantisedMatrix:
 
 def _int4(w: torch.Tensor, form: WeightForm) -> QuantisedMatrix:
     groups = w.unflatten(1, (-1, form.group_size))
-    dtype = _SCALE_DTYPES[form.scale_type]
+    dtype = tuple(SCALE_TYPES)[form.scale_type]
     if form.format == INT4_GROUP:
         scale = (_nonzero(groups.abs().amax(-1)) / 7).to(dtype)
         codes = (groups / scale.float()[..., None]).round().clamp(-8, 7) + 8
