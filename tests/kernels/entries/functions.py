@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import numpy as np
 
+from kt_kernel.formats import all_formats
+
+from ..ggml import Q4_1
+from ..sources import BF16, INT4_ZERO
 from .case import Case
 from .specs import Array, Flag, Number, Real, Some, Text
 from .things import (
-    BF16,
     EXPERTS,
     HIDDEN,
-    INT4_ZERO,
     INTER,
     MAX,
     NONE,
-    Q4_1,
     TOKENS,
     TOP_K,
     Things,
     at,
+    weight_format,
 )
 
 
 def function_cases(t: Things) -> dict[str, list[Case]]:
     core = t.core
-    format, no_group, scale_type = Number(BF16, 0, 20), Number(0, 0, 0), Number(0, 0, 2)
+    format, no_group, scale_type = weight_format(BF16), Number(0, 0, 0), Number(0, 0, 2)
+    not_dense = [  # need groups or scales, or blocks of more than 128 columns
+        f.id
+        for f in all_formats()
+        if f.grouped or f.column_unit > 128 or not (f.from_dense or f.ggml)
+    ]
     sizes = dict(n=Number(64, 1, 1 << 16), k=Number(128, 1, 1 << 16))
     open_sizes = dict(n=Number(64, 1, 1 << 16, True), k=Number(128, 1, 1 << 16, True))
     table, gemm = Text("avx2"), Flag(False)
     dtype = dict(dtype=Number(2, -1, 2), scale_search=Flag(False))
-    grouped = dict(format=Number(INT4_ZERO, 0, 20), group_size=Number(32, 32, 32))
+    grouped = dict(format=weight_format(INT4_ZERO), group_size=Number(32, 32, 32))
     codes = (at(t.codes), at(t.scale, "scales"), at(t.zero, "zero points"), Real(1.0))
     blocks = (at(t.blocks), NONE, NONE, Real(1.0))
-    ggml = dict(format=Number(Q4_1, 0, 20), group_size=no_group)
+    ggml = dict(format=weight_format(Q4_1), group_size=no_group)
     x64, w64 = np.ones((TOKENS, HIDDEN)), np.ones((EXPERTS, INTER, HIDDEN))
     products = dict(table=table, gemm=gemm, scale_type=scale_type, x=Array(t.w[:TOKENS], free=(0,)))
     return {
@@ -70,7 +77,7 @@ def function_cases(t: Things) -> dict[str, list[Case]]:
                 w=t.dense,
                 **sizes,
                 **dtype,
-                extra=[(dict(format=f), ValueError) for f in (*range(3, 10), *range(14, 19), 20)],
+                extra=[(dict(format=f), ValueError) for f in not_dense],
             ),
             Case(core.pack, scale_type=scale_type, w=codes, **grouped, **sizes, **dtype),
             Case(core.pack, scale_type=scale_type, w=blocks, **ggml, **sizes, **dtype),

@@ -7,16 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from kt_kernel.formats import all_formats
+
+from ..sources import BF16
 from .specs import Address, Flag, Number, Real, Some, Text, good
 
 MAX = (1 << 63) - 1
-BF16, INT4_ZERO, Q4_1 = 0, 4, 10
 EXPERTS, TOP_K, HIDDEN, INTER, TOKENS = 2, 1, 64, 96, 4
 NONE = Address(0)
 
 
 def at(a: np.ndarray, says: str = "address 0") -> Address:
     return Address(a.ctypes.data, says)
+
+
+def weight_format(good: int) -> Number:
+    return Number(good, 0, len(all_formats()) - 1)
 
 
 class Things:
@@ -59,7 +65,7 @@ class Things:
         return self.core.MoeLayer(**{name: good(spec) for name, spec in self.layer_specs().items()})
 
     def layer_specs(self) -> dict[str, Any]:
-        form = (Number(BF16, 0, 20), Number(0, 0, 0), Number(0, 0, 2))
+        form = (weight_format(BF16), Number(0, 0, 0), Number(0, 0, 2))
         return dict(
             team=Some(self.team),
             num_experts=Number(EXPERTS, EXPERTS, EXPERTS),
