@@ -112,9 +112,8 @@ static_assert(sizeof kFormatKernels / sizeof *kFormatKernels == kFormatCount,
 constexpr bool sound_rows() {
   for (int i = 0; i < kFormatCount; ++i) {
     const FormatKernels& row = kFormatKernels[i];
-    if (int(row.format) != i || !row.gemv.product || !row.gemm.product || row.gemm_min_rows < 1)
-      return false;
+    if (int(row.format) != i || row.gemm_min_rows < 1) return false;
   }
   return true;
 }
-static_assert(sound_rows(), "rows of kernels in the order of WeightFormat, none of them empty");
+static_assert(sound_rows(), "rows of kernels in the order of WeightFormat, with their min_rows");

@@ -32,7 +32,7 @@ void ForwardPass::down_products(const ExpertRows& e, const ActRows& h, int64_t f
                                 F keep) {
   const MatrixLayout& layout = part().layout[kDown];
   const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + part().down_begin();
-  const TileProduct product = rows_.kernel(e, kDown).product;
+  TileProduct& product = rows_.kernel(e, kDown).product;
   const int64_t block = even_part(e.count, row_block());
   for (int64_t r = 0; r < e.count; r += block) {
     const int64_t m = std::min(block, e.count - r);

@@ -45,8 +45,8 @@ int64_t ForwardPass::tile_cost(const WorkItem& item, Matrix m) const {
 void ForwardPass::gate_up_tiles(const WorkItem& item, int64_t first, int64_t last) {
   const ExpertRows& e = plan_->expert(item.expert);
   const MatrixLayout &gate_layout = part().layout[kGate], &up_layout = part().layout[kUp];
-  const TileProduct gate_product = rows_.kernel(e, kGate).product;
-  const TileProduct up_product = rows_.kernel(e, kUp).product;
+  TileProduct& gate_product = rows_.kernel(e, kGate).product;
+  TileProduct& up_product = rows_.kernel(e, kUp).product;
   const uint8_t* weights = layer_.expert(worker_.pool, e.slot);
   const float* gate_bias = layer_.bias_of(kGate, e.slot);
   const float* up_bias = layer_.bias_of(kUp, e.slot);

@@ -171,14 +171,14 @@ KERNEL_SLIPS = {
     "no row": ("a row of kernels for each", ROW % "kFp8Row", ""),
     "order": ("rows of kernels in the", f"({ROW % 'kFp8Block'})({ROW % 'kFp8Row'})", r"\2\1"),
     "no rows of this instruction set": ("rows of kernels in the", r", \.avx2 = 8\}", "}"),
-    "no kernel": ("rows of kernels in the", r" *\.gemv = vector_kernel<Int8Block>,\n", ""),
+    "no kernel": ("uninitialized reference", r" *\.gemv = vector_kernel<Int8Block>,\n", ""),
 }
 
 
 def check_slip(
     file: Path, source: Path, flags: list[str], slip: tuple[str, str, str] | None
 ) -> None:
-    """The source compiles as it is, and not with a slip in the file: the assertion that fails, the
+    """The source compiles as it is, but not with a slip in the file: what the compiler says, the
     text where the slip is made, and what replaces it."""
     if shutil.which("g++") is None:
         missing("no g++ to compile with")
@@ -188,9 +188,9 @@ def check_slip(
         file.write_text(text)
     command = ["g++", "-std=c++20", "-fsyntax-only", *flags, "-x", "c++", source]
     result = subprocess.run(command, capture_output=True, text=True)
-    failed = re.findall(r"static assertion failed: (.*)", result.stderr)
+    errors = re.findall(r"error: (.*)", result.stderr)
     assert (result.returncode == 0) == (slip is None), result.stderr
-    assert slip is None or any(line.startswith(slip[0]) for line in failed), result.stderr
+    assert slip is None or any(slip[0] in error for error in errors), result.stderr
 
 
 @pytest.mark.parametrize("slip", [None, *SLIPS])
@@ -202,5 +202,6 @@ def test_a_slip_does_not_compile(slip: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("slip", [None, *KERNEL_SLIPS])
 def test_a_slip_in_the_kernels_does_not_compile(slip: str | None, tmp_path: Path) -> None:
     folder = shutil.copytree(KERNELS / "isa", tmp_path / "isa")
-    flags = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", f"-I{KERNELS}/include"]
+    # With the sanitizer the compiler takes fewer expressions for constants.
+    flags = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-fsanitize=undefined", f"-I{KERNELS}/include"]
     check_slip(folder / "formats.inl", folder / "avx2.cpp", flags, KERNEL_SLIPS.get(slip))

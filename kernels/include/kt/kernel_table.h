@@ -60,8 +60,8 @@ constexpr int64_t kChunkBytes = 64;  // of each row, side by side in a block
 // out[r * 32 + n] = sum_k A[r,k] * W[n,k] of one packed tile, dequantised, for r < m. GEMM kernels
 // may read (not use) up to 31 rows past m and write as many to out, so both buffers have that
 // much slack.
-using TileProduct = void (*)(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
-                             int64_t m, float* out);
+using TileProduct = void(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
+                         int64_t m, float* out);
 
 // Converts one row of k values to the A operand: writes k_padded elements (zeros past k) to dst,
 // and its scales and sums where the kind has them. row_absmax is the row's largest absolute value
@@ -78,8 +78,8 @@ struct Activation {
 // A way to multiply with the weights of a format.
 struct ProductKernel {
   ActKind act;
-  bool blocked;  // wants A rows in blocks
-  TileProduct product;
+  bool blocked;          // wants A rows in blocks
+  TileProduct& product;  // a reference, so that a row without a kernel does not compile
 };
 
 struct FormatKernels {
