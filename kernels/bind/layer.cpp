@@ -17,9 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "../moe/finding.h"
 #include "../moe/layer.h"
-#include "../moe/packed.h"
+#include "../moe/state.h"
 #include "../sys/need.h"
 #include "bind.h"
 #include "sources.h"
@@ -74,7 +73,7 @@ using Bias = std::optional<nb::ndarray<const float, nb::ndim<1>, nb::c_contig, n
 
 kt::MatrixLayout layout_of(const kt::MoeLayer& layer, int matrix) {
   kt::need_in_range("matrix", matrix, 0, kt::kMatrices - 1);
-  return kt::whole_layout(layer.config(), kt::Matrix(matrix));
+  return layer.config().layout(kt::Matrix(matrix));
 }
 
 void need_size(const std::string& name, size_t given, int64_t needed) {
@@ -180,7 +179,7 @@ void bind_layer(nb::module_& m) {
           },
           "x_ptr"_a, "dtype"_a, "tokens"_a, "ids_ptr"_a, "weights_ptr"_a, "out_ptr"_a,
           "add_ptr"_a = 0, "partial_ptr"_a = 0, Unlocked(),
-          "Queues a forward pass (kernels/moe/layer.h, ForwardArgs). The memory behind the "
+          "Queues a forward pass (kernels/moe/config.h, ForwardArgs). The memory behind the "
           "addresses "
           "must stay until it is done. Of an address no more can be checked than that it is not 0.")
       .def(
@@ -197,7 +196,7 @@ void bind_layer(nb::module_& m) {
       .def_prop_ro("packed_bytes", &kt::MoeLayer::packed_bytes)
       .def("stats",
            [](const kt::MoeLayer& layer) {
-             const kt::LayerStats& s = layer.stats();
+             const kt::LayerStats& s = layer.state()->stats;
              return std::map<std::string, int64_t>{
                  {"forwards", s.forwards},         {"tokens", s.tokens},
                  {"expert_calls", s.expert_calls}, {"experts_touched", s.experts_touched},
@@ -205,14 +204,15 @@ void bind_layer(nb::module_& m) {
                  {"stolen_tasks", s.stolen_tasks}};
            })
       .def(
-          "set_timing", [](kt::MoeLayer& layer, bool on) { layer.timings().set(on); }, "on"_a,
+          "set_timing", [](kt::MoeLayer& layer, bool on) { layer.state()->timings.set(on); },
+          "on"_a,
           "Sets the times of timings() to zero; passes submitted later add to them while it is on.")
       .def(
           "timings",
           [](kt::MoeLayer& layer) {
             std::map<std::string, std::vector<std::pair<int64_t, int64_t>>> result;
             for (int p = 0; p < kt::kPhaseCount; ++p)
-              for (const kt::ThreadTimes& t : layer.timings().threads())
+              for (const kt::ThreadTimes& t : layer.state()->timings.threads())
                 result[kt::kPhaseNames[p]].emplace_back(t.work[p], t.wait[p]);
             return result;
           },

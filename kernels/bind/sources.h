@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <tuple>
 
-#include "../moe/layer.h"
+#include "../moe/config.h"
 
 template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 

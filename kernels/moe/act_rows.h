@@ -2,8 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "layer.h"
-#include "plan.h"
+#include "state.h"
 
 namespace kt {
 

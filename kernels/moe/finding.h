@@ -5,12 +5,9 @@
 #include <tuple>
 #include <vector>
 
-#include "../pack/pack.h"
-#include "plan.h"
+#include "form.h"
 
 namespace kt {
-
-constexpr const char* kMatrixNames[kMatrices] = {"gate", "up", "down"};
 
 struct Finding {
   PackError error = PackError::kNone;

@@ -1,12 +1,19 @@
 // How matrices are stored, and what of it exists: checks of numbers that callers give. All throw
 // std::invalid_argument, which names the value and what is accepted.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <string>
 
 #include "../pack/pack.h"
 
 namespace kt {
+
+// The matrices of an expert.
+enum Matrix : int { kGate = 0, kUp = 1, kDown = 2 };
+constexpr int kMatrices = 3;
+constexpr const char* kMatrixNames[kMatrices] = {"gate", "up", "down"};
+template <class T> using ByMatrix = std::array<T, kMatrices>;
 
 constexpr int64_t kMaxTopK = 1 << 16;
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <memory>
 
-#include "layer.h"
+#include "state.h"
 
 namespace kt {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "finding.h"
-#include "layer.h"
+#include "state.h"
 
 namespace kt {
 

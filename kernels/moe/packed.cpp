@@ -8,11 +8,6 @@
 
 namespace kt {
 
-MatrixLayout whole_layout(const LayerConfig& c, Matrix m) {
-  return m == kDown ? c.forms[m].layout(c.hidden_size, c.intermediate_size)
-                    : c.forms[m].layout(c.intermediate_size, c.hidden_size);
-}
-
 PackedLoad::PackedLoad(std::shared_ptr<LayerState> layer, int64_t slot,
                        const ByMatrix<const uint8_t*>& tiles, const ByMatrix<const float*>& bias,
                        int threads)
@@ -28,7 +23,7 @@ void PackedLoad::run(sys::Worker& w) noexcept {
   Finding& found = findings_[size_t(w.rank)];
   for (int64_t i = all * w.index / w.pool_threads; i < all * (w.index + 1) / w.pool_threads; ++i) {
     const PoolPart::Tile t = part.tile(i);
-    const MatrixLayout whole = whole_layout(layer_->config, t.matrix);
+    const MatrixLayout whole = layer_->config.layout(t.matrix);
     const bool down = t.matrix == kDown;
     const int64_t number = down ? t.number : part.begin / kTileRows + t.number;
     const PackedColumns from(whole, tiles_[t.matrix] + number * whole.tile_bytes(),
@@ -46,7 +41,7 @@ PackedSave::PackedSave(std::shared_ptr<LayerState> layer, int64_t slot, Matrix m
     : layer_(std::move(layer)), slot_(slot), matrix_(m), dst_(dst) {}
 
 void PackedSave::run(sys::Worker& w) noexcept {
-  const MatrixLayout whole = whole_layout(layer_->config, matrix_);
+  const MatrixLayout whole = layer_->config.layout(matrix_);
   const bool down = matrix_ == kDown;
   const int64_t all = whole.tiles();
   for (int64_t tile = all * w.rank / w.team_threads; tile < all * (w.rank + 1) / w.team_threads;

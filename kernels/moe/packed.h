@@ -6,12 +6,9 @@
 #include <vector>
 
 #include "finding.h"
-#include "layer.h"
+#include "state.h"
 
 namespace kt {
-
-// The layout of a whole matrix of the layer.
-MatrixLayout whole_layout(const LayerConfig& config, Matrix m);
 
 // Fills a slot, each pool's part by its threads, which so touch the memory first. A tile is checked
 // and copied while it is in a cache; after an error the slot's weights are partly the old ones.

@@ -1,16 +1,12 @@
 // Tokens to experts: which (token, expert) pairs a forward pass computes, sorted by expert.
 #pragma once
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-namespace kt {
+#include "form.h"
 
-// The matrices of an expert.
-enum Matrix : int { kGate = 0, kUp = 1, kDown = 2 };
-constexpr int kMatrices = 3;
-template <class T> using ByMatrix = std::array<T, kMatrices>;
+namespace kt {
 
 struct ExpertRows {
   int64_t slot;         // expert slot

@@ -155,19 +155,18 @@ void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t r
     std::memcpy(dst, src + i, kChunkBytes);
 }
 
-std::shared_ptr<Workspace> workspace_for(const std::shared_ptr<sys::Team>& team,
-                                         const WorkspaceSize& size) {
+std::shared_ptr<Workspace> workspace_for(const sys::Team& team, const WorkspaceSize& size) {
   WorkspaceCapacity capacity(size);
   const std::lock_guard lock(g_mutex);
   std::erase_if(g_known, [](const auto& entry) { return entry.second.expired(); });
-  const auto found = g_known.find(team.get());
+  const auto found = g_known.find(&team);
   const auto present = found == g_known.end() ? nullptr : found->second.lock();
-  if (present && int(present->sum.size()) == team->pools() && present->threads == team->threads()) {
+  if (present && int(present->sum.size()) == team.pools() && present->threads == team.threads()) {
     if (present->capacity.holds(capacity)) return present;
     capacity.grow_to(present->capacity);
   }
-  auto fresh = std::make_shared<Workspace>(capacity, team->pools(), team->threads());
-  g_known[team.get()] = fresh;
+  auto fresh = std::make_shared<Workspace>(capacity, team.pools(), team.threads());
+  g_known[&team] = fresh;
   return fresh;
 }
 

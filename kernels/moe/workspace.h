@@ -97,7 +97,6 @@ struct Workspace {
 };
 
 // A workspace for the team that holds at least `size`: the team's present one where it does.
-std::shared_ptr<Workspace> workspace_for(const std::shared_ptr<sys::Team>& team,
-                                         const WorkspaceSize& size);
+std::shared_ptr<Workspace> workspace_for(const sys::Team& team, const WorkspaceSize& size);
 
 }  // namespace kt

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../moe/state.h"
 #include "../sys/fork.h"
 #include "../sys/need.h"
 #include "poller.h"

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../moe/state.h"
 #include "../sys/futex.h"
 #include "../sys/signals.h"
 #include "../sys/topology.h"

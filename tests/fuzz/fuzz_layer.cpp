@@ -7,7 +7,6 @@
 #include <string>
 
 #include "moe/layer.h"
-#include "moe/packed.h"
 #include "source.h"
 #include "sys/cpu_features.h"
 #include "tiles.h"
@@ -130,7 +129,7 @@ using Expert = ByMatrix<Tiles>;
 Expert expert(Input& in, const LayerConfig& c, bool packed) {
   Expert e;
   for (size_t m = 0; m < kt::kMatrices; ++m) {
-    e[m].layout = kt::whole_layout(c, Matrix(m));
+    e[m].layout = c.layout(Matrix(m));
     e[m].pack(in);
     if (packed) e[m].damage(in);
   }

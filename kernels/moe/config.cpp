@@ -1,0 +1,92 @@
+#include "config.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "../sys/need.h"
+#include "../sys/task_queue.h"
+#include "workspace.h"
+
+namespace kt {
+namespace {
+
+// The tasks of a chunk have numbers of so many bits (sys/task_queue.h). All sizes are in range.
+void check_tasks(const LayerConfig& c) {
+  const int64_t pairs = c.max_tokens * c.top_k;
+  const int64_t tiles = ceil_div(std::max(c.hidden_size, c.intermediate_size), kTileRows);
+  need(pairs <= sys::kMaxTasks &&
+           std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
+       "max_tokens " + std::to_string(c.max_tokens) + ": more than " +
+           std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
+}
+
+void check_order(const int32_t* order, int64_t columns, const std::string& where) {
+  std::vector<uint8_t> seen(static_cast<size_t>(columns));
+  for (int64_t i = 0; i < columns; ++i) {
+    const int64_t column = order[i];
+    if (column < 0 || column >= columns || seen[size_t(column)])
+      throw std::invalid_argument(where + ": column " + std::to_string(i) +
+                                  " of the source is column " + std::to_string(column) +
+                                  " of the matrix; a permutation of 0 to " +
+                                  std::to_string(columns - 1) + " is needed");
+    seen[size_t(column)] = 1;
+  }
+}
+
+}  // namespace
+
+void need_entry_per_expert(const std::vector<uint8_t>& on_cpu, int64_t num_experts) {
+  need(int64_t(on_cpu.size()) == num_experts,
+       "on_cpu needs one entry per expert: it has " + std::to_string(on_cpu.size()) +
+           ", num_experts is " + std::to_string(num_experts));
+}
+
+void check_config(const LayerConfig& c) {
+  need(c.num_experts >= 1, "num_experts " + std::to_string(c.num_experts) + "; must be positive");
+  need_entry_per_expert(c.on_cpu, c.num_experts);
+  need_in_range("top_k", c.top_k, 1, kMaxTopK);
+  need_in_range("max_tokens", c.max_tokens, 1, sys::kMaxTasks);
+  need_in_range("hidden size", c.hidden_size, 1, kMaxColumns);
+  need_in_range("intermediate size", c.intermediate_size, 1, kMaxColumns);
+  for (int m = 0; m < kMatrices; ++m)
+    check_form(c.forms[m], m == kDown ? c.intermediate_size : c.hidden_size,
+               kMatrixNames[m] + std::string(": "));
+  need(c.activation.limit >= 0 && std::isfinite(c.activation.limit),
+       "swiglu_limit " + std::to_string(c.activation.limit) + "; 0 or more is accepted");
+  need(std::isfinite(c.activation.alpha),
+       "swiglu_alpha " + std::to_string(c.activation.alpha) + "; a finite one is accepted");
+  need_in_range("kind", int(c.kind), 0, int(KernelKind::kTile));
+  const LayerTuning& t = c.tuning;
+  for (int64_t rows : t.gemm_min_rows)
+    need(rows >= 0, "gemm_min_rows " + std::to_string(rows) + "; 0 or more is accepted");
+  need(t.task_bytes >= 0, "task_bytes " + std::to_string(t.task_bytes) + "; 0 or more is accepted");
+  need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
+       "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
+           std::to_string(kRowBlock) + " are accepted");
+  check_tasks(c);
+}
+
+void check_expert(const LayerConfig& c, const SlotSource& expert) {
+  const std::string where = "expert slot " + std::to_string(expert.slot) + ", ";
+  for (int m = 0; m < kMatrices; ++m)
+    check_source(expert.source.weights[m], where + kMatrixNames[m]);
+  for (Matrix m : {kGate, kUp})
+    if (const int32_t* order = expert.source.order[m])
+      check_order(order, c.hidden_size, where + kMatrixNames[m]);
+}
+
+// Called for every batch: the messages are not made where nothing is wrong.
+void check_pass(const ForwardArgs& a) {
+  constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
+  if (a.tokens < 0 || a.tokens > kMaxTokens) need_in_range("tokens", a.tokens, 0, kMaxTokens);
+  if (uint32_t(a.dtype) > uint32_t(DType::kFP32)) need_dtype("dtype", a.dtype);
+  if (!a.tokens) return;
+  if (!a.out && !a.partial)
+    throw std::invalid_argument("a forward pass needs an output: out and partial are address 0");
+  if (!a.x || !a.ids || !a.weights)
+    throw std::invalid_argument("x, ids and weights are needed: at least one is address 0");
+}
+
+}  // namespace kt

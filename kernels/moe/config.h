@@ -1,0 +1,74 @@
+// What a layer is made of, and what it is given: plain data, and the checks of it.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "form.h"
+#include "kt/kernel_table.h"
+
+namespace kt {
+
+// What may be tuned per machine; no bit of a result depends on it, except that gemm_min_rows
+// decides which kind of kernel runs. 0 stands for the default.
+struct LayerTuning {
+  ByMatrix<int64_t> gemm_min_rows{};  // rows of an expert from which GEMM kernels run; the table's
+  int64_t row_block = 0;   // rows per kernel call, a multiple of 32 up to kRowBlock; kRowBlock
+  int64_t task_bytes = 0;  // weights that a thread takes at a time in decode; kTaskBytes
+};
+
+struct LayerConfig {
+  int64_t num_experts, top_k, hidden_size, intermediate_size;
+  ByMatrix<MatrixForm> forms;
+  Activation activation;
+  std::vector<uint8_t> on_cpu;  // [num_experts], 1 for slots held here, which passes compute
+  int64_t max_tokens;           // a longer batch is computed in chunks of so many
+  const KernelTable* table;
+  KernelKind kind;
+  LayerTuning tuning;
+
+  // The layout of a whole matrix.
+  MatrixLayout layout(Matrix m) const {
+    return m == kDown ? forms[m].layout(hidden_size, intermediate_size)
+                      : forms[m].layout(intermediate_size, hidden_size);
+  }
+};
+
+// The orders in which gate and up have their columns (act-order), each a permutation of the H
+// columns: column j of the source is column order[j] of the matrix. Null: its own.
+using ColumnOrders = std::array<const int32_t*, 2>;
+
+// Row-major weights of one expert: gate and up [I, H], down [H, I]. Biases are float32 and may be
+// null.
+struct ExpertSource {
+  ByMatrix<WeightSource> weights;
+  ByMatrix<const float*> bias;
+  ColumnOrders order{};
+};
+
+// What a slot is loaded with.
+struct SlotSource {
+  int64_t slot;
+  ExpertSource source;
+};
+
+// Arguments of one forward pass. The pointers must stay valid until its job is done.
+struct ForwardArgs {
+  const void* x;  // [tokens, H] of dtype
+  DType dtype;
+  int64_t tokens;
+  const int64_t* ids;    // [tokens, top_k], slots
+  const float* weights;  // [tokens, top_k]
+  void* out;             // [tokens, H] of dtype, or null
+  const float* add;      // [tokens, H] added before the rounding, or null
+  float* partial;        // [tokens, H]: receives the sum unrounded, or null
+};
+
+// All throw std::invalid_argument, which names the value and what is accepted.
+void check_config(const LayerConfig& config);
+void need_entry_per_expert(const std::vector<uint8_t>& on_cpu, int64_t num_experts);
+void check_expert(const LayerConfig& config, const SlotSource& expert);
+void check_pass(const ForwardArgs& args);
+
+}  // namespace kt

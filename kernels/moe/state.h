@@ -1,0 +1,120 @@
+// The memory of a layer, which its jobs work on: packed weights on the NUMA pools, biases, orders
+// of columns, counters.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../sys/numa_memory.h"
+#include "../sys/team.h"
+#include "config.h"
+#include "timings.h"
+#include "workspace.h"
+
+namespace kt {
+
+constexpr int kMaxPools = 64;
+
+// Counters since construction. A pass of more tokens than max_tokens counts as one forward, but its
+// chunks count their experts each.
+struct LayerStats {
+  std::atomic<int64_t> forwards{0}, tokens{0}, expert_calls{0}, experts_touched{0};
+  std::atomic<int64_t> vector_calls{0}, tile_calls{0};  // experts by kind of kernel
+  std::atomic<int64_t> stolen_tasks{0};  // computed by another thread than the split gave them to
+};
+
+// The part of the intermediate dimension that one pool holds.
+struct PoolPart {
+  int64_t begin, size;            // of I; size may be 0
+  ByMatrix<MatrixLayout> layout;  // of this part of the matrices
+  sys::Mapping memory;            // experts held, in ascending slot order
+
+  // A tile of gate, and the one of up beside it.
+  int64_t pair_bytes() const { return layout[kGate].tile_bytes() + layout[kUp].tile_bytes(); }
+  int64_t down_begin() const { return layout[kGate].bytes() + layout[kUp].bytes(); }
+  int64_t expert_bytes() const { return down_begin() + layout[kDown].bytes(); }
+  // Where the first tile of a matrix lies in an expert, and the bytes from one to the next.
+  int64_t begin_of(Matrix m) const {
+    return m == kGate ? 0 : m == kUp ? layout[kGate].tile_bytes() : down_begin();
+  }
+  int64_t stride_of(Matrix m) const {
+    return m == kDown ? layout[kDown].tile_bytes() : pair_bytes();
+  }
+
+  // Tile i of all, in the order in which they lie in an expert: its number in its matrix, and its
+  // place.
+  struct Tile {
+    Matrix matrix;
+    int64_t number, at;
+  };
+  int64_t tiles() const { return size ? 2 * layout[kUp].tiles() + layout[kDown].tiles() : 0; }
+  Tile tile(int64_t i) const {
+    const int64_t pairs = 2 * layout[kUp].tiles();
+    const Matrix m = i >= pairs ? kDown : i % 2 ? kUp : kGate;
+    const int64_t number = m == kDown ? i - pairs : i / 2;
+    return {m, number, begin_of(m) + number * stride_of(m)};
+  }
+};
+
+// A bias of every expert held: rows of `width` padded to whole tiles, zeros where an expert has
+// none.
+struct BiasTable {
+  sys::Mapping memory;
+  int64_t width = 0;
+  std::atomic<bool> any{false};  // whether an expert has one
+  float* row(int64_t position) const {
+    return reinterpret_cast<float*>(memory.data()) + position * round_up(width, kTileRows);
+  }
+};
+
+// The orders of gate's and up's columns, for every expert held, once any has one.
+struct OrderTable {
+  sys::Mapping memory;  // [expert][gate, up][H]
+  int64_t width = 0;
+  std::atomic<bool> any{false};
+  // By expert: whether it has orders, and whether those of gate and up are the same.
+  std::vector<uint8_t> present, same;
+
+  void resize(int64_t experts, int64_t hidden);
+  void keep(int64_t position, const ColumnOrders& source);
+  int32_t* row(int64_t position, Matrix m) const {
+    return reinterpret_cast<int32_t*>(memory.data()) + (2 * position + m) * width;
+  }
+};
+
+// What the jobs of a layer work on. Jobs share its ownership, so a layer may go while some are
+// queued; it does not own the team, which no worker may be the last to drop.
+struct LayerState {
+  LayerConfig config;
+  std::vector<int64_t> position;  // slot -> place among the experts held, or -1
+  std::vector<uint8_t> loaded;    // slot -> whether it was
+  // slot -> whether passes compute it: config.on_cpu until MoeLayer::set_on_cpu changes it. Only a
+  // job of the team writes it, so it stays the same during a pass.
+  std::vector<uint8_t> on_cpu;
+  int64_t held = 0;
+  std::vector<PoolPart> pools;
+  ByMatrix<BiasTable> bias;
+  OrderTable order;
+  std::shared_ptr<Workspace> workspace;
+  LayerStats stats;
+  Timings timings;
+
+  // Throws std::invalid_argument for a configuration that no kernel serves.
+  LayerState(const sys::Team& team, LayerConfig config);
+  LayerState(const LayerState&) = delete;
+  const FormatKernels& kernels(Matrix m) const {
+    return config.table->format[int(config.forms[m].format)];
+  }
+  uint8_t* expert(int pool, int64_t slot) const {
+    const PoolPart& part = pools[size_t(pool)];
+    return part.memory.data() + position[size_t(slot)] * part.expert_bytes();
+  }
+  const float* bias_of(Matrix m, int64_t slot) const {
+    return bias[m].any ? bias[m].row(position[size_t(slot)]) : nullptr;
+  }
+  // Copies what a slot has beside its packed weights; null: nothing.
+  void keep_rest(int64_t slot, const ByMatrix<const float*>& biases, const ColumnOrders& orders);
+};
+
+}  // namespace kt
