@@ -117,6 +117,14 @@ void unpack(const kt::MoeLayer& layer, int64_t slot, int matrix, const WeightRoo
 }  // namespace
 
 void bind_layer(nb::module_& m) {
+  m.def(
+      "packed_shape",
+      [](int format, int group_size, int scale_type, int64_t n, int64_t k) {
+        const auto layout = layout_of(format, group_size, scale_type, n, k);
+        return std::pair(layout.tiles(), layout.tile_bytes());
+      },
+      "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a,
+      "(tiles, bytes of a tile) of a packed matrix [n, k].");
   nb::class_<kt::sys::Team>(m, "Team", nb::is_weak_referenceable())
       .def(nb::new_(&make_team), "threads"_a, "nodes"_a)
       .def_prop_ro("pools", [](const kt::sys::Team& t) { return t.pools(); })

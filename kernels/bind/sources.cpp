@@ -1,5 +1,10 @@
 #include "sources.h"
 
+kt::MatrixLayout layout_of(int format, int group_size, int scale_type, int64_t n, int64_t k) {
+  return kt::checked_layout({kt::WeightFormat(format), group_size, kt::ScaleType(scale_type)}, n,
+                            k);
+}
+
 kt::WeightSource source(const Source& q, int dtype) {
   kt::need_in_range("dtype", dtype, -1, int(kt::DType::kFP32));
   const auto [data, scale, zero, global] = q;

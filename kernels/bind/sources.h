@@ -11,6 +11,9 @@ template <class T> T* pointer(uintptr_t address) { return reinterpret_cast<T*>(a
 // (data, scale, zero, global) of kt::WeightSource. Without a scale, data are ggml's blocks.
 using Source = std::tuple<uintptr_t, uintptr_t, uintptr_t, float>;
 
+// The layout of a matrix [n, k]. Throws std::invalid_argument for numbers that stand for no form.
+kt::MatrixLayout layout_of(int format, int group_size, int scale_type, int64_t n, int64_t k);
+
 // With a number of a dtype, dense weights; with -1, quantised ones. Throws std::invalid_argument
 // for other numbers.
 kt::WeightSource source(const Source& q, int dtype);

@@ -1,5 +1,5 @@
-// Packing, single products, the oracle and the split of deferred experts, one by one: for tests and
-// benchmarks.
+// For tests and benchmarks only: packing, single products, the oracle, the split of deferred
+// experts.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -17,12 +17,12 @@
 #include <vector>
 
 #include "../moe/form.h"
-#include "../moe/product.h"
-#include "../moe/product_bench.h"
 #include "../ref/moe_reference.h"
 #include "../stream/split.h"
 #include "../sys/need.h"
 #include "../sys/task_queue.h"
+#include "../testing/product.h"
+#include "../testing/product_bench.h"
 #include "bind.h"
 #include "sources.h"
 #include "tables.h"
@@ -113,11 +113,6 @@ auto run_product(const std::string& table, bool gemm, const kt::MatrixLayout& la
   return out;
 }
 
-kt::MatrixLayout layout_of(int format, int group_size, int scale_type, int64_t n, int64_t k) {
-  return kt::checked_layout({kt::WeightFormat(format), group_size, kt::ScaleType(scale_type)}, n,
-                            k);
-}
-
 auto product(const std::string& table, bool gemm, int format, int group_size, const Floats& w,
              const Floats& x) {
   need_shape("x", x, {x.shape(0), w.shape(1)});
@@ -176,7 +171,7 @@ auto split_deferred(const Longs& ids, const Floats& weights, int64_t protected_k
 
 }  // namespace
 
-void bind_products(nb::module_& m) {
+void bind_testing(nb::module_& m) {
   nb::class_<kt::ProductBench>(
       m, "ProductBench",
       "Times one kernel (benchmarks). Dense weights are float32. Of the addresses "
@@ -197,14 +192,6 @@ void bind_products(nb::module_& m) {
         "scale_type"_a, "n"_a, "w"_a, "x"_a,
         "The same for quantised weights, (data, scale, zero, global) (tests). Of an address no "
         "more can be checked than that data is not 0.");
-  m.def(
-      "packed_shape",
-      [](int format, int group_size, int scale_type, int64_t n, int64_t k) {
-        const auto layout = layout_of(format, group_size, scale_type, n, k);
-        return std::pair(layout.tiles(), layout.tile_bytes());
-      },
-      "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a,
-      "(tiles, bytes of a tile) of a packed matrix [n, k].");
   m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
         "dtype"_a = 2, "scale_search"_a = false,
         "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "

@@ -4,8 +4,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "form.h"
-#include "workspace.h"
+#include "../moe/form.h"
+#include "../moe/workspace.h"
 
 namespace kt {
 

@@ -6,9 +6,9 @@
 #include <limits>
 #include <utility>
 
+#include "../moe/form.h"
+#include "../moe/workspace.h"
 #include "../sys/need.h"
-#include "form.h"
-#include "workspace.h"
 
 namespace kt {
 

@@ -10,7 +10,7 @@
 
 namespace kt {
 
-// Layouts are those of checked_layout (form.h).
+// Layouts are those of checked_layout (moe/form.h).
 
 // out[r * ceil32(n) + c] = sum_k X[r,k] * W[c,k] for X [m, k] in row-major float32 and W as
 // `layout` says, packed from its source. Throws std::invalid_argument for weights the format cannot
