@@ -6,7 +6,7 @@
 
 namespace kt {
 
-// Each worker runs a ForwardPass (forward_pass.h).
+// Each worker runs the driver that fits each chunk of the tokens (decode.h, prefill.h).
 class ForwardJob : public sys::Job {
  public:
   ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args);

@@ -20,7 +20,7 @@ struct ExpertRows {
 
 constexpr int64_t kMaxGroups = 4;
 
-// Most rows of an expert that are one work item, unless pairs are few: one that has most of the
+// Most rows of an expert that are one work item where items are cut: one that has most of the
 // tokens must not keep a thread busy alone.
 constexpr int64_t kItemRows = 512;
 
@@ -34,8 +34,7 @@ inline int64_t even_part(int64_t rows, int64_t most) {
 // Pairs that are sorted by insertion, without looking at all experts.
 constexpr int64_t kFewIds = 64;
 
-// Pairs up to which reading the weights is what takes the time, so that the tasks of the down
-// product are (expert, tile): the results of each pair are kept and summed afterwards.
+// Pairs up to which reading the weights is what takes the time (decode.h).
 constexpr int64_t kFewPairs = 512;
 
 // Rows [first, last) of expert(index): what is multiplied with a tile of weights at a time.
@@ -71,10 +70,13 @@ class Plan {
   // For layers with at most so many experts, and at most so many pairs of token and id.
   Plan(int64_t max_experts, int64_t max_pairs);
 
+  // Each expert is one work item.
   void build(const PlanInput& in);
+  // Cuts the items into parts of at most kItemRows, and sorts them, most rows first: what is left
+  // for the end, when threads run out of work, is then small.
+  void cut_items();
 
   int64_t pairs() const { return pairs_; }
-  bool few() const { return pairs_ <= kFewPairs; }
   int64_t active() const { return active_; }
   bool any_gemm(Matrix m) const { return any_gemm_[m]; }
   const ExpertRows& expert(int64_t i) const { return experts_[std::size_t(i)]; }
@@ -86,7 +88,7 @@ class Plan {
       f(e, first > e.first ? first : e.first, last < end ? last : end);
     }
   }
-  int64_t items() const { return items_; }  // most rows first
+  int64_t items() const { return items_; }
   const WorkItem& item(int64_t i) const { return item_[std::size_t(i)]; }
   int64_t groups() const { return groups_; }
   const ExpertGroup& group(int64_t i) const { return group_[std::size_t(i)]; }
@@ -98,7 +100,6 @@ class Plan {
   void sort_few(const PlanInput& in);
   void sort_many(const PlanInput& in);
   void add_expert(const PlanInput& in, int64_t slot, int64_t count);
-  void add_items();
 
   int64_t pairs_ = 0, active_ = 0, items_ = 0, groups_ = 0, rows_ = 0;
   ByMatrix<bool> any_gemm_{};

@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <new>
@@ -61,7 +60,7 @@ int64_t place_parts(ThreadSpace& t, const WorkspaceCapacity& c, uint8_t* at) {
     part = at ? reinterpret_cast<T*>(at + total.value()) : nullptr;
     total = total + Count(round_up(bytes.value(), kThreadPadding));
   };
-  for (OwnRows& x : t.x) {
+  for (RowPointers& x : t.x) {
     place(x.data, row_bytes(kOwnTokens, c.hidden));
     place(x.scale, scale_bytes(kOwnTokens, c.hidden));
     place(x.sum, scale_bytes(kOwnTokens, c.hidden));
@@ -147,12 +146,6 @@ void Workspace::renew_after_fork() {
       sums_done[size_t(i)].store(0, std::memory_order_relaxed);
     phase = 0;
   });
-}
-
-void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row) {
-  uint8_t* dst = blocked_row(rows, stride, row);
-  for (int64_t i = 0; i < stride; i += kChunkBytes, dst += kBlockRows * kChunkBytes)
-    std::memcpy(dst, src + i, kChunkBytes);
 }
 
 std::shared_ptr<Workspace> workspace_for(const sys::Team& team, const WorkspaceSize& size) {

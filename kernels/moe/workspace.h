@@ -9,7 +9,7 @@
 #include "../sys/numa_memory.h"
 #include "../sys/task_queue.h"
 #include "../sys/team.h"
-#include "kt/kernel_table.h"
+#include "act_rows.h"
 #include "plan.h"
 
 namespace kt {
@@ -34,37 +34,18 @@ struct WorkspaceCapacity {
   void grow_to(const WorkspaceCapacity& other);
 };
 
-// Rows that a GEMM kernel may touch past the last one.
-constexpr int64_t kRowSlack = 32;
-
-// Where byte 0 of row `row` lies in a buffer of blocked A rows, and the copy of a row into one.
-inline uint8_t* blocked_row(uint8_t* rows, int64_t stride, int64_t row) {
-  return rows + row / kBlockRows * kBlockRows * stride + row % kBlockRows * kChunkBytes;
-}
-void copy_to_blocks(const uint8_t* src, int64_t stride, uint8_t* rows, int64_t row);
-
 // Rows per kernel call, at most: bounds the scratch of a thread.
 constexpr int64_t kRowBlock = 256;
 
 // Tokens up to which every thread makes the plan and the A rows for itself: cheaper than a barrier.
 constexpr int64_t kOwnTokens = 4;
 
-// A rows with their scales and sums, per row or per row and group.
-struct ActBuffer {
-  sys::Mapping data, scale, sum;
-};
-struct OwnRows {
-  uint8_t* data;
-  float* scale;
-  int32_t* sum;
-};
-
 // What a thread keeps for itself during a forward pass.
 struct ThreadSpace {
   Plan plan;                    // of at most kFewIds pairs
   std::vector<int64_t> starts;  // [threads + 1], of the tasks of a phase
-  OwnRows x[2];                 // of kOwnTokens: for gate, and for up where it wants others
-  OwnRows h;                    // of kFewPairs (int8)
+  RowPointers x[2];             // of kOwnTokens: for gate, and for up where it wants others
+  RowPointers h;                // of kFewPairs (int8)
   uint8_t* row;                 // a single A row
   uint8_t* ordered;             // a row of x with its columns in an expert's order
   float* scratch;               // 2 * (kRowBlock + kRowSlack) * 32 floats

@@ -1,0 +1,115 @@
+// One worker's part in a pass over a layer: the tasks that it takes in each phase, and where it
+// waits for the others. A driver (decode.h, prefill.h) is a list of phases.
+#pragma once
+#include <algorithm>
+
+#include "state.h"
+
+namespace kt {
+
+// In each phase the threads share tasks, which they take from each other when they run out. No data
+// is shared between the tasks of a phase, and between phases that depend on each other there is a
+// barrier.
+class Pass {
+ public:
+  Pass(LayerState& state, sys::Worker& w)
+      : layer(state),
+        work(*state.workspace),
+        worker(w),
+        space(work.thread[size_t(w.rank)]),
+        kernels{state.kernels(kGate), state.kernels(kUp), state.kernels(kDown)},
+        watch_(state.timings, w.rank),
+        number_(work.phase) {}
+
+  LayerState& layer;
+  Workspace& work;
+  sys::Worker& worker;
+  ThreadSpace& space;
+  const ByMatrix<FormatKernels> kernels;  // copies: next to each other
+
+  const ProductKernel& kernel(const ExpertRows& e, Matrix m) const {
+    return e.gemm[m] ? kernels[m].gemm : kernels[m].gemv;
+  }
+  // What this worker's pool holds.
+  const PoolPart& part() const { return layer.pools[size_t(worker.pool)]; }
+
+  // The last call of a pass: a barrier must come between the last phase and the next pass.
+  void end() const {
+    // Every other thread read it before the last barrier, and reads it next in another job.
+    if (worker.rank == 0) work.phase = number_;
+  }
+
+  // Calls f(first, last) for parts of 0..n-1, in tasks of `size`: among all threads of the team, or
+  // those of the pool.
+  template <class F> void team_phase(Phase phase, int64_t n, int64_t size, F f) {
+    even_phase(phase, work.slots.data(), worker.team_threads, worker.rank, n, size, f);
+  }
+  template <class F> void pool_phase(Phase phase, int64_t n, int64_t size, F f) {
+    even_phase(phase, pool_slots(), worker.pool_threads, worker.index, n, size, f);
+  }
+  // Calls f(segment, first, last) for parts of the segments 0..segments-1 of `size` tasks each,
+  // among the threads of the pool; cost(segment) is that of each task. A thread takes at most
+  // `most` tasks at a time.
+  template <class Cost, class F>
+  void costed_phase(Phase phase, int64_t segments, int64_t size, Cost cost, int64_t most, F f) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < segments; ++i) total += size * cost(i);
+    sys::TaskSplit split(total, worker.pool_threads, space.starts.data());
+    for (int64_t i = 0; i < segments; ++i) split.add(size, cost(i));
+    split.end();
+    run(phase, pool_slots(), worker.pool_threads, worker.index, most, [&](sys::TaskRange r) {
+      while (!r.empty()) {
+        const int64_t segment = r.first / size, begin = segment * size;
+        const int64_t last = std::min(begin + size, r.last);
+        f(segment, r.first - begin, last - begin);
+        r.first = last;
+      }
+    });
+  }
+  // Calls f(), on this thread alone.
+  template <class F> void own_phase(Phase phase, F f) {
+    f();
+    worked(phase);
+  }
+
+  void team_barrier() {
+    worker.team_barrier();
+    watch_.waited(last_);
+  }
+  void pool_barrier() {
+    worker.pool_barrier();
+    watch_.waited(last_);
+  }
+
+ private:
+  sys::TaskSlot* pool_slots() const { return work.slots.data() + (worker.rank - worker.index); }
+
+  template <class F>
+  void even_phase(Phase phase, sys::TaskSlot* slots, int threads, int self, int64_t n, int64_t size,
+                  F f) {
+    const int64_t tasks = ceil_div(n, size);
+    for (int i = 0; i <= threads; ++i) space.starts[size_t(i)] = tasks * i / threads;
+    run(phase, slots, threads, self, 4,
+        [&](const sys::TaskRange& r) { f(r.first * size, std::min(r.last * size, n)); });
+  }
+
+  // With space.starts as they are.
+  template <class F>
+  void run(Phase phase, sys::TaskSlot* slots, int threads, int self, int64_t most, F f) {
+    sys::TaskPhase tasks(slots, threads, self, ++number_, space.starts.data());
+    for (sys::TaskRange r; !(r = tasks.claim(most)).empty();) f(r);
+    if (tasks.stolen())
+      layer.stats.stolen_tasks.fetch_add(tasks.stolen(), std::memory_order_relaxed);
+    worked(phase);
+  }
+  void worked(Phase phase) {
+    watch_.worked(phase);
+    last_ = phase;
+  }
+
+  StopWatch watch_;
+  Phase last_ = Phase::kTokens;
+  uint16_t number_;  // of the last phase of the slots
+};
+
+}  // namespace kt

@@ -1,0 +1,77 @@
+#include "phases.h"
+
+namespace kt {
+
+Phases::Phases(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x)
+    : pass_(pass),
+      layer_(pass.layer),
+      config_(layer_.config),
+      pool_(pass.worker.pool),
+      chunk_(chunk),
+      plan_(plan),
+      x_(x),
+      h_(pass) {}
+
+void Phases::gather(int64_t pairs) {
+  if (!x_.gathers(plan_)) return;
+  pass_.team_phase(Phase::kGather, plan_.pairs(), pairs, [&](int64_t first, int64_t last) {
+    plan_.each_expert(first, last, [&](const ExpertRows& e, int64_t begin, int64_t end) {
+      x_.gather(plan_, e, begin, end);
+    });
+  });
+  pass_.team_barrier();
+}
+
+void Phases::gate_up(int64_t tiles) {
+  gate_up_products(
+      tiles, [&](const ExpertRows& e, float* gate, float* up, int64_t r, int64_t m, int64_t tile) {
+        const int64_t column = part().begin + tile * kTileRows;
+        const float* gate_bias = layer_.bias_of(kGate, e.slot);
+        const float* up_bias = layer_.bias_of(kUp, e.slot);
+        config_.table->swiglu(gate, up, gate_bias ? gate_bias + column : nullptr,
+                              up_bias ? up_bias + column : nullptr, config_.activation, m, gate);
+        h_.keep(e, gate, r, m, tile);
+      });
+  // A pool reads its own part of h, but for whole rows, which are in parts on all of them.
+  h_.any_whole(plan_) && layer_.pools.size() > 1 ? pass_.team_barrier() : pass_.pool_barrier();
+}
+
+void Phases::add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
+                      const float* results, float* sum) const {
+  // The bias counts once, so the pool that holds the first part of I adds it.
+  const float* bias =
+      layer_.pools[size_t(pool)].begin == 0 ? layer_.bias_of(kDown, e.slot) : nullptr;
+  config_.table->merge(results, bias ? bias + tile * kTileRows : nullptr,
+                       plan_.weights() + e.first + first, plan_.tokens() + e.first + first, m, sum);
+}
+
+void Phases::finish_tile(int64_t tile) {
+  const float* sum[kMaxPools * kMaxGroups];
+  int sums = 0;
+  for (int p = 0; p < int(layer_.pools.size()); ++p)
+    for (int64_t g = 0; layer_.pools[size_t(p)].size && g < plan_.groups(); ++g)
+      sum[sums++] = sum_of(p, g, tile);
+  const ForwardArgs& args = chunk_.args;
+  const DType dtype = args.partial ? DType::kFP32 : args.dtype;
+  auto* out = static_cast<uint8_t*>(args.partial ? args.partial : args.out);
+  const int64_t column = tile * kTileRows, n = std::min(kTileRows, config_.hidden_size - column);
+  for (int64_t t = 0; t < chunk_.count; ++t) {
+    const int64_t at = (chunk_.first + t) * config_.hidden_size + column;
+    config_.table->finish(sum, sums, args.add ? args.add + at : nullptr, n,
+                          out + at * dtype_bytes(dtype), dtype);
+    for (int i = 0; i < sums; ++i) sum[i] += kTileRows;
+  }
+}
+
+float* Phases::sum_of(int pool, int64_t group, int64_t tile) const {
+  return as<float>(pass_.work.sum[size_t(pool)]) +
+         (tile * plan_.groups() + group) * chunk_.count * kTileRows;
+}
+
+float* Phases::new_sum(int pool, int64_t group, int64_t tile) const {
+  float* sum = sum_of(pool, group, tile);
+  std::fill_n(sum, chunk_.count * kTileRows, 0.0f);
+  return sum;
+}
+
+}  // namespace kt

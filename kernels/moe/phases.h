@@ -1,0 +1,107 @@
+// What the drivers of a forward pass share: the phases that are the same in them, and the parts of
+// others. A driver derives from it and lists its phases (decode.cpp, prefill.cpp).
+#pragma once
+#include "h_rows.h"
+#include "x_rows.h"
+
+namespace kt {
+
+// Rows of a task that only converts rows.
+constexpr int64_t kRowTask = 8;
+
+class Phases {
+ public:
+  // For a chunk whose plan and rows of x are made.
+  Phases(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x);
+
+ protected:
+  // The rows of x of experts that have their own, in tasks of so many pairs, and a barrier.
+  void gather(int64_t pairs);
+  // gate, up, activation: h, in tasks of at most so many tiles, and a barrier.
+  void gate_up(int64_t tiles);
+  // The same up to the products: keep(expert, gate, up, first row, rows, tile) takes them.
+  template <class F> void gate_up_products(int64_t tiles, F keep);
+  // An expert's products with the tiles [first, last) of down, by blocks of rows: keep(first row,
+  // rows, tile) takes each from the thread's scratch.
+  template <class F>
+  void down_products(const ExpertRows& e, const ActRows& h, int64_t first, int64_t last, F keep);
+  // A tile's sums over all pools and groups are there: adds them up, with what the layer before
+  // deferred, and rounds once.
+  void finish_tile(int64_t tile);
+
+  int64_t down_tiles() const { return part().size ? part().layout[kDown].tiles() : 0; }
+  // Cost of a tile: below some number of rows reading the weights is what takes the time.
+  int64_t tile_cost(const WorkItem& item, Matrix m) const {
+    return std::max<int64_t>(item.rows(), plan_.expert(item.expert).gemm[m] ? 32 : 8);
+  }
+  // The weighted sums of a group's experts, per token of the chunk: in a new tile of zeros, and
+  // with the results of rows [first, first + m) of an expert added.
+  float* new_sum(int pool, int64_t group, int64_t tile) const;
+  float* sum_of(int pool, int64_t group, int64_t tile) const;
+  void add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
+                const float* results, float* sum) const;
+
+  const PoolPart& part() const { return pass_.part(); }
+
+  Pass& pass_;
+  const LayerState& layer_;
+  const LayerConfig& config_;
+  const int pool_;
+  const Chunk& chunk_;
+  const Plan& plan_;
+  const XRows& x_;
+  const HRows h_;
+
+ private:
+  // The rows of a kernel call.
+  int64_t block_of(int64_t rows) const {
+    return even_part(rows, config_.tuning.row_block ? config_.tuning.row_block : kRowBlock);
+  }
+};
+
+template <class F> void Phases::gate_up_products(int64_t most, F keep) {
+  const MatrixLayout &gate_layout = part().layout[kGate], &up_layout = part().layout[kUp];
+  float* const gate = pass_.space.scratch;
+  float* const up = gate + (kRowBlock + kRowSlack) * kTileRows;
+  const int64_t tiles = up_layout.tiles();
+  pass_.costed_phase(
+      Phase::kGateUp, tiles ? plan_.items() : 0, tiles,
+      [&](int64_t i) { return tile_cost(plan_.item(i), kGate); }, most,
+      [&](int64_t i, int64_t first, int64_t last) {
+        const WorkItem& item = plan_.item(i);
+        const ExpertRows& e = plan_.expert(item.expert);
+        TileProduct& gate_product = pass_.kernel(e, kGate).product;
+        TileProduct& up_product = pass_.kernel(e, kUp).product;
+        const ActRows gate_rows = x_.rows(plan_, e, kGate), up_rows = x_.rows(plan_, e, kUp);
+        const uint8_t* weights = layer_.expert(pool_, e.slot);
+        const int64_t block = block_of(item.rows());
+        // The rows of an item stay in the second-level cache from one tile to the next.
+        for (int64_t tile = first; tile < last; ++tile) {
+          const uint8_t* gate_tile = weights + tile * part().pair_bytes();
+          for (int64_t r = item.first; r < item.last; r += block) {
+            const int64_t m = std::min(block, item.last - r);
+            gate_product(gate_tile, gate_layout, gate_rows.from(r), m, gate);
+            up_product(gate_tile + gate_layout.tile_bytes(), up_layout, up_rows.from(r), m, up);
+            keep(e, gate, up, r, m, tile);
+          }
+        }
+      });
+}
+
+template <class F>
+void Phases::down_products(const ExpertRows& e, const ActRows& h, int64_t first, int64_t last,
+                           F keep) {
+  const MatrixLayout& layout = part().layout[kDown];
+  const uint8_t* weights = layer_.expert(pool_, e.slot) + part().down_begin();
+  TileProduct& product = pass_.kernel(e, kDown).product;
+  const int64_t block = block_of(e.count);
+  for (int64_t r = 0; r < e.count; r += block) {
+    const int64_t m = std::min(block, e.count - r);
+    for (int64_t tile = first; tile < last; ++tile) {
+      product(weights + tile * layout.tile_bytes(), layout, h.from(r), m, pass_.space.scratch);
+      keep(r, m, tile);
+    }
+  }
+}
+
+}  // namespace kt
