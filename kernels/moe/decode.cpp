@@ -1,18 +1,33 @@
-#include "decode.h"
+#include "drivers.h"
+#include "phases.h"
 
 namespace kt {
 namespace {
 
 constexpr int64_t kTaskBytes = 64 << 10;  // weights that a thread takes at a time
 
-}  // namespace
+// The tasks of down are (expert, tile): its weights are read in an even stream, and the results of
+// each pair are kept and summed afterwards.
+class Decode : Phases {
+ public:
+  using Phases::Phases;
+  void run() {
+    gather(1);
+    gate_up(tiles_at_once(part().pair_bytes()));
+    down();
+    finish();
+  }
 
-void Decode::run() {
-  gather(1);
-  gate_up(tiles_at_once(part().pair_bytes()));
-  down();
-  finish();
-}
+ private:
+  int64_t tiles_at_once(int64_t tile_bytes) const;
+  void down();
+  ActRows h_rows(const ExpertRows& e);
+  float* results_of(int pool, const ExpertRows& e, int64_t tile) const;
+  void finish();
+  void sum_pairs(int pool, int64_t group, int64_t tile) const;
+
+  const ExpertRows* own_h_ = nullptr;  // whose whole rows this thread has converted last
+};
 
 int64_t Decode::tiles_at_once(int64_t tile_bytes) const {
   const int64_t bytes = config_.tuning.task_bytes ? config_.tuning.task_bytes : kTaskBytes;
@@ -54,7 +69,7 @@ float* Decode::results_of(int pool, const ExpertRows& e, int64_t tile) const {
 
 void Decode::finish() {
   const int64_t tiles = ceil_div(config_.hidden_size, kTileRows);
-  pass_.team_phase(Phase::kFinish, tiles, 1, [&](int64_t first, int64_t last) {
+  pass_.even_phase(Phase::kFinish, pass_.team(), tiles, 1, [&](int64_t first, int64_t last) {
     for (int64_t tile = first; tile < last; ++tile) {
       for (int p = 0; p < int(layer_.pools.size()); ++p)
         for (int64_t g = 0; layer_.pools[size_t(p)].size && g < plan_.groups(); ++g)
@@ -71,6 +86,12 @@ void Decode::sum_pairs(int pool, int64_t group, int64_t tile) const {
     const ExpertRows& e = plan_.expert(i);
     add_rows(pool, e, 0, e.count, tile, results_of(pool, e, tile), sum);
   }
+}
+
+}  // namespace
+
+void decode(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x) {
+  Decode(pass, chunk, plan, x).run();
 }
 
 }  // namespace kt

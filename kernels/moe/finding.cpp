@@ -7,11 +7,11 @@ std::string in_words(const Finding& f) {
   return kMatrixNames[f.matrix] + row + ": " + describe(f.error);
 }
 
-std::string first_problem(const std::vector<Finding>& findings) {
+const Finding* first_of(const std::vector<Finding>& findings) {
   const Finding* first = nullptr;
   for (const Finding& f : findings)
     if (f.error != PackError::kNone && (!first || f.place() < first->place())) first = &f;
-  return first ? in_words(*first) : "";
+  return first;
 }
 
 }  // namespace kt

@@ -6,7 +6,7 @@
 
 namespace kt {
 
-// Each worker runs the driver that fits each chunk of the tokens (decode.h, prefill.h).
+// Each worker runs the driver that fits each chunk of the tokens (drivers.h).
 class ForwardJob : public sys::Job {
  public:
   ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args);

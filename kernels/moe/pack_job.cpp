@@ -41,18 +41,10 @@ template <class F> void PackJob::each(std::atomic<int64_t>& next, sys::Worker& w
     const PackError error = work(part.layout[t.matrix], source_of(expert, part, t.matrix), t.number,
                                  layer_->expert(w.pool, expert.slot) + t.at, &row);
     if (error != PackError::kNone) {
-      found_[size_t(w.rank)] = {{error, t.matrix, row}, i / tiles};
+      found_[size_t(w.rank)] = {error, i / tiles, t.matrix, row};
       return;
     }
   }
-}
-
-const PackJob::Place* PackJob::first() const {
-  const Place* best = nullptr;
-  const auto order = [](const Place& p) { return std::pair(p.expert, p.finding.place()); };
-  for (const Place& p : found_)
-    if (p.finding.error != PackError::kNone && (!best || order(p) < order(*best))) best = &p;
-  return best;
 }
 
 void PackJob::run(sys::Worker& w) noexcept {
@@ -62,23 +54,23 @@ void PackJob::run(sys::Worker& w) noexcept {
          [](const MatrixLayout& layout, const MatrixSource& source, int64_t tile, uint8_t*,
             int64_t* row) { return check_tile(layout, source, tile, row); });
     w.team_barrier();  // every thread sees what all found
-    if (first()) return;
+    if (first_of(found_)) return;
   }
   float* scratch = scratch_.get() + w.rank * floats_;
   each(tasks.pack, w,
        [&](const MatrixLayout& layout, const MatrixSource& source, int64_t tile, uint8_t* dst,
            int64_t* row) { return pack_tile(layout, source, tile, scratch, dst, row); });
   w.team_barrier();
-  if (w.rank == 0 && !first())
+  if (w.rank == 0 && !first_of(found_))
     for (const SlotSource& expert : experts_)
       layer_->keep_rest(expert.slot, expert.source.bias, expert.source.order);
 }
 
 std::string PackJob::problem() const {
-  const Place* place = first();
-  if (!place) return "";
-  return "expert slot " + std::to_string(experts_[size_t(place->expert)].slot) + ", " +
-         in_words(place->finding);
+  const Finding* first = first_of(found_);
+  if (!first) return "";
+  return "expert slot " + std::to_string(experts_[size_t(first->expert)].slot) + ", " +
+         in_words(*first);
 }
 
 }  // namespace kt

@@ -23,11 +23,6 @@ class PackJob : public sys::Job {
   std::string problem() const;
 
  private:
-  // What a thread found first, and where.
-  struct Place {
-    Finding finding;
-    int64_t expert = 0;
-  };
   // The tiles of a pool, of one expert after the other, that are not taken yet.
   struct alignas(128) Tasks {
     std::atomic<int64_t> check{0}, pack{0};
@@ -35,13 +30,12 @@ class PackJob : public sys::Job {
 
   MatrixSource source_of(const SlotSource& expert, const PoolPart& part, Matrix m) const;
   template <class F> void each(std::atomic<int64_t>& next, sys::Worker& worker, F work);
-  const Place* first() const;  // null when all is good
 
   std::shared_ptr<LayerState> layer_;
   std::vector<SlotSource> experts_;
   bool check_first_ = false;
   std::unique_ptr<Tasks[]> tasks_;  // per pool
-  std::vector<Place> found_;        // per thread
+  std::vector<Finding> found_;      // per thread: the first
   int64_t floats_ = 0;              // of scratch for a thread
   std::unique_ptr<float[]> scratch_;
 };

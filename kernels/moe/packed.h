@@ -19,7 +19,10 @@ class PackedLoad : public sys::Job {
   void run(sys::Worker& worker) noexcept override;
 
   // Once done: what is wrong with the weights, "" where nothing is.
-  std::string problem() const { return first_problem(findings_); }
+  std::string problem() const {
+    const Finding* first = first_of(findings_);
+    return first ? in_words(*first) : "";
+  }
 
  private:
   std::shared_ptr<LayerState> layer_;

@@ -1,5 +1,5 @@
 // One worker's part in a pass over a layer: the tasks that it takes in each phase, and where it
-// waits for the others. A driver (decode.h, prefill.h) is a list of phases.
+// waits for the others.
 #pragma once
 #include <algorithm>
 
@@ -39,13 +39,23 @@ class Pass {
     if (worker.rank == 0) work.phase = number_;
   }
 
-  // Calls f(first, last) for parts of 0..n-1, in tasks of `size`: among all threads of the team, or
-  // those of the pool.
-  template <class F> void team_phase(Phase phase, int64_t n, int64_t size, F f) {
-    even_phase(phase, work.slots.data(), worker.team_threads, worker.rank, n, size, f);
+  // The threads that share a phase.
+  struct Threads {
+    sys::TaskSlot* slots;
+    int count, self;
+  };
+  Threads team() const { return {work.slots.data(), worker.team_threads, worker.rank}; }
+  Threads pool() const {
+    return {work.slots.data() + (worker.rank - worker.index), worker.pool_threads, worker.index};
   }
-  template <class F> void pool_phase(Phase phase, int64_t n, int64_t size, F f) {
-    even_phase(phase, pool_slots(), worker.pool_threads, worker.index, n, size, f);
+
+  // Calls f(first, last) for parts of 0..n-1, in tasks of `size`.
+  template <class F>
+  void even_phase(Phase phase, const Threads& among, int64_t n, int64_t size, F f) {
+    const int64_t tasks = ceil_div(n, size);
+    for (int i = 0; i <= among.count; ++i) space.starts[size_t(i)] = tasks * i / among.count;
+    run(phase, among, 4,
+        [&](const sys::TaskRange& r) { f(r.first * size, std::min(r.last * size, n)); });
   }
   // Calls f(segment, first, last) for parts of the segments 0..segments-1 of `size` tasks each,
   // among the threads of the pool; cost(segment) is that of each task. A thread takes at most
@@ -57,7 +67,7 @@ class Pass {
     sys::TaskSplit split(total, worker.pool_threads, space.starts.data());
     for (int64_t i = 0; i < segments; ++i) split.add(size, cost(i));
     split.end();
-    run(phase, pool_slots(), worker.pool_threads, worker.index, most, [&](sys::TaskRange r) {
+    run(phase, pool(), most, [&](sys::TaskRange r) {
       while (!r.empty()) {
         const int64_t segment = r.first / size, begin = segment * size;
         const int64_t last = std::min(begin + size, r.last);
@@ -66,12 +76,11 @@ class Pass {
       }
     });
   }
-  // Calls f(), on this thread alone.
-  template <class F> void own_phase(Phase phase, F f) {
-    f();
-    worked(phase);
+  // Books the time since the last phase or barrier.
+  void worked(Phase phase) {
+    watch_.worked(phase);
+    last_ = phase;
   }
-
   void team_barrier() {
     worker.team_barrier();
     watch_.waited(last_);
@@ -82,29 +91,13 @@ class Pass {
   }
 
  private:
-  sys::TaskSlot* pool_slots() const { return work.slots.data() + (worker.rank - worker.index); }
-
-  template <class F>
-  void even_phase(Phase phase, sys::TaskSlot* slots, int threads, int self, int64_t n, int64_t size,
-                  F f) {
-    const int64_t tasks = ceil_div(n, size);
-    for (int i = 0; i <= threads; ++i) space.starts[size_t(i)] = tasks * i / threads;
-    run(phase, slots, threads, self, 4,
-        [&](const sys::TaskRange& r) { f(r.first * size, std::min(r.last * size, n)); });
-  }
-
   // With space.starts as they are.
-  template <class F>
-  void run(Phase phase, sys::TaskSlot* slots, int threads, int self, int64_t most, F f) {
-    sys::TaskPhase tasks(slots, threads, self, ++number_, space.starts.data());
+  template <class F> void run(Phase phase, const Threads& among, int64_t most, F f) {
+    sys::TaskPhase tasks(among.slots, among.count, among.self, ++number_, space.starts.data());
     for (sys::TaskRange r; !(r = tasks.claim(most)).empty();) f(r);
     if (tasks.stolen())
       layer.stats.stolen_tasks.fetch_add(tasks.stolen(), std::memory_order_relaxed);
     worked(phase);
-  }
-  void worked(Phase phase) {
-    watch_.worked(phase);
-    last_ = phase;
   }
 
   StopWatch watch_;

@@ -1,6 +1,57 @@
 #include "phases.h"
 
 namespace kt {
+namespace {
+
+int64_t gemm_min_rows(const LayerState& layer, Matrix m) {
+  const LayerConfig& c = layer.config;
+  if (c.kind == KernelKind::kVector) return INT64_MAX;
+  if (c.kind == KernelKind::kTile) return 1;
+  return c.tuning.gemm_min_rows[m] ? c.tuning.gemm_min_rows[m] : layer.kernels(m).gemm_min_rows;
+}
+
+void make_plan(const LayerState& layer, const Chunk& chunk, Plan& plan) {
+  const LayerConfig& c = layer.config;
+  plan.build({chunk.args.ids + chunk.first * c.top_k,
+              chunk.args.weights + chunk.first * c.top_k,
+              chunk.count,
+              c.top_k,
+              layer.on_cpu,
+              {gemm_min_rows(layer, kGate), gemm_min_rows(layer, kUp), gemm_min_rows(layer, kDown)},
+              expert_groups(c.num_experts, c.hidden_size)});
+}
+
+void count(LayerStats& stats, const Chunk& chunk, const Plan& plan) {
+  for (int64_t i = 0; i < plan.active(); ++i)
+    ++(plan.expert(i).any_gemm() ? stats.tile_calls : stats.vector_calls);
+  if (chunk.first == 0) ++stats.forwards;
+  stats.tokens += chunk.count;
+  stats.expert_calls += plan.pairs();
+  stats.experts_touched += plan.active();
+}
+
+}  // namespace
+
+Chunk chunk_at(const LayerState& layer, const ForwardArgs& args, int64_t first) {
+  const int64_t tokens = std::min(layer.config.max_tokens, args.tokens - first);
+  return {args, first, tokens, tokens <= kOwnTokens && tokens * layer.config.top_k <= kFewIds};
+}
+
+const Plan& start_chunk(Pass& pass, const Chunk& chunk, const XRows& x) {
+  Plan& plan = chunk.own ? pass.space.plan : pass.work.plan;
+  const bool first = pass.worker.rank == 0;
+  if (chunk.own || first) make_plan(pass.layer, chunk, plan);
+  if (first) count(pass.layer.stats, chunk, plan);
+  const auto convert = [&](int64_t from, int64_t to) { x.convert(from, to); };
+  if (chunk.own) {
+    convert(0, chunk.count);
+    pass.worked(Phase::kTokens);
+  } else {
+    pass.even_phase(Phase::kTokens, pass.team(), chunk.count, kRowTask, convert);
+    pass.team_barrier();
+  }
+  return plan;
+}
 
 Phases::Phases(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x)
     : pass_(pass),
@@ -14,11 +65,12 @@ Phases::Phases(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x)
 
 void Phases::gather(int64_t pairs) {
   if (!x_.gathers(plan_)) return;
-  pass_.team_phase(Phase::kGather, plan_.pairs(), pairs, [&](int64_t first, int64_t last) {
-    plan_.each_expert(first, last, [&](const ExpertRows& e, int64_t begin, int64_t end) {
-      x_.gather(plan_, e, begin, end);
-    });
-  });
+  pass_.even_phase(
+      Phase::kGather, pass_.team(), plan_.pairs(), pairs, [&](int64_t first, int64_t last) {
+        plan_.each_expert(first, last, [&](const ExpertRows& e, int64_t begin, int64_t end) {
+          x_.gather(plan_, e, begin, end);
+        });
+      });
   pass_.team_barrier();
 }
 

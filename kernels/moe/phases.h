@@ -1,5 +1,5 @@
-// What the drivers of a forward pass share: the phases that are the same in them, and the parts of
-// others. A driver derives from it and lists its phases (decode.cpp, prefill.cpp).
+// What the drivers of a forward pass share: phases, and parts of phases. A driver derives from
+// Phases and lists its own (decode.cpp, prefill.cpp).
 #pragma once
 #include "h_rows.h"
 #include "x_rows.h"
@@ -8,6 +8,13 @@ namespace kt {
 
 // Rows of a task that only converts rows.
 constexpr int64_t kRowTask = 8;
+
+// The chunk from token `first` on.
+Chunk chunk_at(const LayerState& layer, const ForwardArgs& args, int64_t first);
+
+// The first phase of every driver: the chunk's plan, and its rows of x. Few tokens need no barrier,
+// since every thread makes both for itself.
+const Plan& start_chunk(Pass& pass, const Chunk& chunk, const XRows& x);
 
 class Phases {
  public:

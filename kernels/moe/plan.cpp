@@ -33,7 +33,7 @@ void Plan::build(const PlanInput& in) {
   pairs_ = active_ = items_ = groups_ = rows_ = 0;
   any_gemm_ = {};
   in.tokens* in.top_k <= kFewIds ? sort_few(in) : sort_many(in);
-  for (int64_t i = 0; i < active_; ++i) item_[size_t(items_++)] = {i, 0, expert(i).count};
+  add_items();
 }
 
 void Plan::sort_few(const PlanInput& in) {
@@ -97,13 +97,14 @@ void Plan::add_expert(const PlanInput& in, int64_t slot, int64_t count) {
   pairs_ += count;
 }
 
-void Plan::cut_items() {
-  items_ = 0;
+void Plan::add_items() {
+  const bool few = pairs_ <= kFewPairs;
   for (int64_t i = 0; i < active_; ++i) {
-    const int64_t count = expert(i).count, rows = even_part(count, kItemRows);
+    const int64_t count = expert(i).count, rows = few ? count : even_part(count, kItemRows);
     for (int64_t row = 0; row < count; row += rows)
       item_[size_t(items_++)] = {i, row, std::min(row + rows, count)};
   }
+  if (few) return;
   std::sort(item_.begin(), item_.begin() + items_, [](const WorkItem& a, const WorkItem& b) {
     if (a.rows() != b.rows()) return a.rows() > b.rows();
     return a.expert != b.expert ? a.expert < b.expert : a.first < b.first;

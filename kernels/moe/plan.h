@@ -20,8 +20,8 @@ struct ExpertRows {
 
 constexpr int64_t kMaxGroups = 4;
 
-// Most rows of an expert that are one work item where items are cut: one that has most of the
-// tokens must not keep a thread busy alone.
+// Most rows of a work item: an expert that has most of the tokens must not keep a thread busy
+// alone.
 constexpr int64_t kItemRows = 512;
 
 // The rows of equal parts of at most `most`, so that none is a small rest: whole blocks of A rows.
@@ -34,7 +34,8 @@ inline int64_t even_part(int64_t rows, int64_t most) {
 // Pairs that are sorted by insertion, without looking at all experts.
 constexpr int64_t kFewIds = 64;
 
-// Pairs up to which reading the weights is what takes the time (decode.h).
+// Pairs up to which reading the weights is what takes the time: a chunk of so many is a decode
+// step, one of more is prefill.
 constexpr int64_t kFewPairs = 512;
 
 // Rows [first, last) of expert(index): what is multiplied with a tile of weights at a time.
@@ -70,11 +71,10 @@ class Plan {
   // For layers with at most so many experts, and at most so many pairs of token and id.
   Plan(int64_t max_experts, int64_t max_pairs);
 
-  // Each expert is one work item.
+  // An expert is one work item. Of more than kFewPairs pairs, its parts of at most kItemRows are;
+  // those with most rows come first: what is left for the end, when threads run out of work, is
+  // then small.
   void build(const PlanInput& in);
-  // Cuts the items into parts of at most kItemRows, and sorts them, most rows first: what is left
-  // for the end, when threads run out of work, is then small.
-  void cut_items();
 
   int64_t pairs() const { return pairs_; }
   int64_t active() const { return active_; }
@@ -100,6 +100,7 @@ class Plan {
   void sort_few(const PlanInput& in);
   void sort_many(const PlanInput& in);
   void add_expert(const PlanInput& in, int64_t slot, int64_t count);
+  void add_items();
 
   int64_t pairs_ = 0, active_ = 0, items_ = 0, groups_ = 0, rows_ = 0;
   ByMatrix<bool> any_gemm_{};

@@ -1,25 +1,41 @@
-#include "prefill.h"
+#include "drivers.h"
+#include "phases.h"
 
 namespace kt {
 
-void Prefill::run() {
-  gather(kRowTask);
-  gate_up(1);
-  quantise_h();
-  down();
-}
+namespace {
+
+// The tasks of down are (group of experts, tile), which sum in their own tile of the group's sums;
+// whoever completes the last group of a tile finishes it.
+class Prefill : Phases {
+ public:
+  using Phases::Phases;
+  void run() {
+    gather(kRowTask);
+    gate_up(1);
+    quantise_h();
+    down();
+  }
+
+ private:
+  void quantise_h();
+  void down();
+  void down_of_group(int64_t group, int64_t first, int64_t last);
+  void sum_done(int64_t tile, int sums);
+};
 
 // Whole rows.
 void Prefill::quantise_h() {
   if (!h_.any_whole(plan_)) return;
   const int64_t pairs = part().size ? plan_.pairs() : 0;
-  pass_.pool_phase(Phase::kQuantise, pairs, kRowTask, [&](int64_t first, int64_t last) {
-    plan_.each_expert(first, last, [&](const ExpertRows& e, int64_t begin, int64_t end) {
-      if (!h_.whole(e)) return;
-      const ActRows to = h_.rows(e);
-      for (int64_t pair = begin; pair < end; ++pair) h_.quantise(e, to, pair - e.first);
-    });
-  });
+  pass_.even_phase(
+      Phase::kQuantise, pass_.pool(), pairs, kRowTask, [&](int64_t first, int64_t last) {
+        plan_.each_expert(first, last, [&](const ExpertRows& e, int64_t begin, int64_t end) {
+          if (!h_.whole(e)) return;
+          const ActRows to = h_.rows(e);
+          for (int64_t pair = begin; pair < end; ++pair) h_.quantise(e, to, pair - e.first);
+        });
+      });
   pass_.pool_barrier();
 }
 
@@ -60,6 +76,12 @@ void Prefill::sum_done(int64_t tile, int sums) {
   if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != sums) return;
   done.store(0, std::memory_order_relaxed);
   finish_tile(tile);
+}
+
+}  // namespace
+
+void prefill(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x) {
+  Prefill(pass, chunk, plan, x).run();
 }
 
 }  // namespace kt

@@ -4,8 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../moe/act_rows.h"
 #include "../moe/form.h"
-#include "../moe/workspace.h"
 
 namespace kt {
 
@@ -17,21 +17,19 @@ const ProductKernel& kernel_of(const KernelTable& table, bool gemm, const Matrix
 OperandRows operand_rows(const KernelTable& table, const ProductKernel& kernel,
                          const MatrixLayout& layout, const float* x, int64_t m) {
   const int64_t k = layout.cols, padded = layout.cols_padded();
-  const int64_t stride = padded * act_bytes(kernel.act);
-  const int64_t scales = act_scales(kernel.act, padded), sums = act_sums(kernel.act, padded);
-  OperandRows made{sys::Mapping(size_t((m + kRowSlack) * stride)),
-                   std::vector<float>(size_t(m * scales)), std::vector<int32_t>(size_t(m * sums))};
-  std::vector<uint8_t> row(static_cast<size_t>(stride));
+  const ActRows one = act_rows(kernel.act, padded, {});
+  OperandRows made{sys::Mapping(size_t((m + kRowSlack) * one.stride)),
+                   std::vector<float>(size_t(m * one.scales)),
+                   std::vector<int32_t>(size_t(m * one.sums))};
+  made.rows =
+      act_rows(kernel.act, padded, {made.memory.data(), made.scale.data(), made.sum.data()});
+  std::vector<uint8_t> row(static_cast<size_t>(one.stride));
   for (int64_t r = 0; r < m; ++r) {
-    table.quantise[int(kernel.act)](x + r * k, DType::kFP32, k, padded, -1, row.data(),
-                                    made.scale.data() + r * scales, made.sum.data() + r * sums);
-    if (kernel.blocked)
-      copy_to_blocks(row.data(), stride, made.memory.data(), r);
-    else
-      std::copy(row.begin(), row.end(), made.memory.data() + r * stride);
+    ActRows to = made.rows.from(r);
+    if (kernel.blocked) to.data = row.data();
+    quantise_row(table, kernel.act, x + r * k, DType::kFP32, k, padded, -1, to, 0);
+    if (kernel.blocked) copy_to_blocks(row.data(), one.stride, made.memory.data(), r);
   }
-  made.rows = {
-      made.memory.data(), stride, made.scale.data(), made.sum.data(), scales, sums, nullptr};
   return made;
 }
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kt/kernel_table.h"
-#include "moe/workspace.h"
+#include "moe/act_rows.h"
 #include "pack/packed.h"
 #include "source.h"
 #include "sys/cpu_features.h"
