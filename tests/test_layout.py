@@ -7,16 +7,42 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
-KERNELS = REPO / "kernels"
 CPP = (".cpp", ".h", ".inl")
 ISAS = ("avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 ENGINES = {"vllm", "sglang"}
 MAX_LINES = 600
+# Whose headers a folder of kernels/ may include beside its own: includes point down.
+MAY_INCLUDE = {
+    "include": set(),
+    "isa": {"include", "sys"},  # plain headers only, see ISA_HEADERS
+    "sys": set(),
+    "ref": set(),
+    "pack": {"include"},
+    "moe": {"include", "sys", "pack"},
+    "stream": {"include", "sys", "moe"},
+    "testing": {"include", "sys", "pack", "moe"},
+    "bind": {"include", "sys", "pack", "ref", "moe", "stream", "testing"},
+}
+# The files of kernels/moe, from the bottom to the top: each may include what is below it.
+MOE_LAYERS = (
+    {"form", "timings"},
+    {"act_rows", "plan"},
+    {"workspace"},
+    {"config"},
+    {"state"},
+    {"pass", "weight_jobs"},
+    {"h_rows", "x_rows"},
+    {"drivers", "phases"},
+    {"decode", "prefill"},
+    {"forward"},
+    {"layer"},
+)
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 PYTHON_HEADER = re.compile(r"^(nanobind|pybind11)/|^Python\.h$")
@@ -49,6 +75,55 @@ def includes(*folders: str) -> Iterator[tuple[Path, str]]:
                 yield path, header
 
 
+def own_header(path: Path, header: str) -> Path | None:
+    """The file of ours that an include names, as the compiler looks it up; paths as sources()."""
+    folders = (path.parent, *map(Path, ("kernels", "kernels/include", "kernels/isa")))
+    found = (Path(os.path.normpath(folder / header)) for folder in folders)
+    return next((file for file in found if (REPO / file).is_file()), None)
+
+
+def own_includes() -> Iterator[tuple[Path, Path]]:
+    """(file, header) of all files in kernels/."""
+    for path, header in includes():
+        if (target := own_header(path, header)) is not None:
+            yield path, target
+
+
+def test_folders_include_what_is_below() -> None:
+    bad = []
+    for path, target in own_includes():
+        folder, other = path.parts[1], target.parts[1]
+        assert folder in MAY_INCLUDE, f"{path}: kernels/{folder} has no rule in MAY_INCLUDE"
+        if other != folder and other not in MAY_INCLUDE[folder]:
+            bad.append(f"{path}: {target}")
+    assert not bad, bad
+
+
+def test_layer_files_include_what_is_below() -> None:
+    level = {stem: i for i, stems in enumerate(MOE_LAYERS) for stem in stems}
+    stems = {p.stem for p in sources(*CPP) if p.parts[:2] == ("kernels", "moe")}
+    assert set(level) == stems, "MOE_LAYERS names other files than kernels/moe has"
+    bad = [
+        f"{path}: {target}"
+        for path, target in own_includes()
+        if path.parts[1] == target.parts[1] == "moe"
+        and path.stem != target.stem
+        and level[target.stem] >= level[path.stem]
+    ]
+    assert not bad, bad
+
+
+def test_no_header_includes_itself() -> None:
+    """Not by way of others either."""
+    graph: dict[Path, set[Path]] = {}
+    for path, target in own_includes():
+        graph.setdefault(path, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(map(str, error.args[1])))
+
+
 def test_python_stays_in_bind() -> None:
     bad = [
         f"{path}: {header}"
@@ -66,7 +141,7 @@ def test_no_torch_or_cuda_headers() -> None:
 def test_isa_files_include_only_plain_headers() -> None:
     """Also what they reach: our own headers are followed."""
     seen: set[Path] = set()
-    waiting = [REPO / p for p in sources(*CPP) if p.parts[:2] == ("kernels", "isa")]
+    waiting = [p for p in sources(*CPP) if p.parts[:2] == ("kernels", "isa")]
     waiting = [p for p in waiting if p.name != "tables.cpp"]  # compiled once, for every CPU
     bad = []
     while waiting:
@@ -74,17 +149,12 @@ def test_isa_files_include_only_plain_headers() -> None:
         if path in seen:
             continue
         seen.add(path)
-        for header in INCLUDE.findall(path.read_text()):
-            candidates = (
-                path.parent / header,
-                KERNELS / "isa" / header,
-                KERNELS / "include" / header,
-            )
-            own = next((c.resolve() for c in candidates if c.is_file()), None)
+        for header in INCLUDE.findall((REPO / path).read_text()):
+            own = own_header(path, header)
             if own is not None:
                 waiting.append(own)
             elif not ISA_HEADERS.match(header):
-                bad.append(f"{path.relative_to(REPO)}: {header}")
+                bad.append(f"{path}: {header}")
     assert len(seen) > len(ISAS)
     assert not bad, bad
 

@@ -6,9 +6,8 @@
 
 #include "../sys/need.h"
 #include "forward.h"
-#include "pack_job.h"
-#include "packed.h"
 #include "state.h"
+#include "weight_jobs.h"
 
 namespace kt {
 namespace {

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <new>
@@ -16,6 +17,12 @@ constexpr int64_t kMinGroup = kSumGroup;  // scales and sums per row: at most on
 constexpr int64_t kMaxPadding = 128;      // of columns, for any layout
 constexpr int64_t kPlanBytes = 64;        // at least what a plan takes per pair
 constexpr int64_t kThreadPadding = 128;   // bytes: two cache lines
+
+constexpr int64_t WorkspaceCapacity::*kCounts[] = {
+    &WorkspaceCapacity::tokens,  &WorkspaceCapacity::hidden, &WorkspaceCapacity::intermediate,
+    &WorkspaceCapacity::experts, &WorkspaceCapacity::pairs,  &WorkspaceCapacity::pair_rows,
+    &WorkspaceCapacity::sums};
+static_assert(sizeof(WorkspaceCapacity) == sizeof(int64_t) * std::size(kCounts));
 
 // A count that a caller's sizes come to: throws rather than wrap round, which would make a small
 // buffer of a large one.
@@ -105,18 +112,11 @@ WorkspaceCapacity::WorkspaceCapacity(const WorkspaceSize& s)
 }
 
 bool WorkspaceCapacity::holds(const WorkspaceCapacity& o) const {
-  return o.tokens <= tokens && o.pairs <= pairs && o.pair_rows <= pair_rows && o.hidden <= hidden &&
-         o.intermediate <= intermediate && o.experts <= experts && o.sums <= sums;
+  return std::ranges::all_of(kCounts, [&](auto count) { return o.*count <= this->*count; });
 }
 
 void WorkspaceCapacity::grow_to(const WorkspaceCapacity& o) {
-  tokens = std::max(tokens, o.tokens);
-  pairs = std::max(pairs, o.pairs);
-  pair_rows = std::max(pair_rows, o.pair_rows);
-  hidden = std::max(hidden, o.hidden);
-  intermediate = std::max(intermediate, o.intermediate);
-  experts = std::max(experts, o.experts);
-  sums = std::max(sums, o.sums);
+  for (auto count : kCounts) this->*count = std::max(this->*count, o.*count);
 }
 
 // Mappings cost nothing until written, so every buffer gets the size of its largest use.

@@ -1,0 +1,92 @@
+// Jobs of a layer's team that write or read its weights.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "state.h"
+
+namespace kt {
+
+// What is wrong with weights that several threads look at.
+struct Finding {
+  PackError error = PackError::kNone;
+  int64_t expert = 0;  // of those that are loaded at once
+  Matrix matrix = kGate;
+  int64_t row = 0;
+
+  // In the order of an expert's tiles (PoolPart::tile), in which each pool's threads look at them:
+  // among what they stopped at is the first bad tile of all, whatever the pools and threads.
+  std::tuple<int64_t, bool, int64_t, Matrix, int64_t> place() const {
+    return {expert, matrix == kDown, row / kTileRows, matrix, row};
+  }
+};
+
+// Packs the tiles of all experts in one go. Those of each pool are taken by its threads one by one,
+// which so touch the memory first. A slot loaded before keeps its weights when one of the new ones
+// cannot be represented: then all are checked before the first is written.
+class PackJob : public sys::Job {
+ public:
+  PackJob(std::shared_ptr<LayerState> layer, const std::vector<SlotSource>& experts,
+          const sys::Team& team);
+  void run(sys::Worker& worker) noexcept override;
+
+  // Once done: the slot and what is wrong with its weights, "" when all were packed.
+  std::string problem() const;
+
+ private:
+  // The tiles of a pool, of one expert after the other, that are not taken yet.
+  struct alignas(128) Tasks {
+    std::atomic<int64_t> check{0}, pack{0};
+  };
+
+  MatrixSource source_of(const SlotSource& expert, const PoolPart& part, Matrix m) const;
+  template <class F> void each(std::atomic<int64_t>& next, sys::Worker& worker, F work);
+
+  std::shared_ptr<LayerState> layer_;
+  std::vector<SlotSource> experts_;
+  bool check_first_ = false;
+  std::unique_ptr<Tasks[]> tasks_;  // per pool
+  std::vector<Finding> found_;      // per thread: the first
+  int64_t floats_ = 0;              // of scratch for a thread
+  std::unique_ptr<float[]> scratch_;
+};
+
+// A packed matrix outside the layer is one run of whole tiles, whatever the pools: what files of
+// packed weights hold.
+
+// Fills a slot, each pool's part by its threads, which so touch the memory first. A tile is checked
+// and copied while it is in a cache; after an error the slot's weights are partly the old ones.
+class PackedLoad : public sys::Job {
+ public:
+  PackedLoad(std::shared_ptr<LayerState> layer, int64_t slot, const ByMatrix<const uint8_t*>& tiles,
+             const ByMatrix<const float*>& bias, int threads);
+  void run(sys::Worker& worker) noexcept override;
+
+  // Once done: what is wrong with the weights, "" where nothing is.
+  std::string problem() const;
+
+ private:
+  std::shared_ptr<LayerState> layer_;
+  int64_t slot_;
+  ByMatrix<const uint8_t*> tiles_;
+  ByMatrix<const float*> bias_;
+  std::vector<Finding> findings_;  // per thread: the first in its share
+};
+
+// Copies a slot's matrix out, merged from all pools.
+class PackedSave : public sys::Job {
+ public:
+  PackedSave(std::shared_ptr<LayerState> layer, int64_t slot, Matrix m, uint8_t* dst);
+  void run(sys::Worker& worker) noexcept override;
+
+ private:
+  std::shared_ptr<LayerState> layer_;
+  int64_t slot_;
+  Matrix matrix_;
+  uint8_t* dst_;
+};
+
+}  // namespace kt
