@@ -6,6 +6,7 @@
 #include "phases.h"
 
 namespace kt {
+
 ForwardJob::ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args)
     : layer_(std::move(layer)), args_(args) {
   layer_->workspace->renew_after_fork();

@@ -2,7 +2,6 @@
 #include "phases.h"
 
 namespace kt {
-
 namespace {
 
 // The tasks of down are (group of experts, tile), which sum in their own tile of the group's sums;
@@ -18,65 +17,61 @@ class Prefill : Phases {
   }
 
  private:
-  void quantise_h();
-  void down();
-  void down_of_group(int64_t group, int64_t first, int64_t last);
-  void sum_done(int64_t tile, int sums);
-};
-
-// Whole rows.
-void Prefill::quantise_h() {
-  if (!h_.any_whole(plan_)) return;
-  const int64_t pairs = part().size ? plan_.pairs() : 0;
-  pass_.even_phase(
-      Phase::kQuantise, pass_.pool(), pairs, kRowTask, [&](int64_t first, int64_t last) {
-        plan_.each_expert(first, last, [&](const ExpertRows& e, int64_t begin, int64_t end) {
-          if (!h_.whole(e)) return;
-          const ActRows to = h_.rows(e);
-          for (int64_t pair = begin; pair < end; ++pair) h_.quantise(e, to, pair - e.first);
+  // Whole rows.
+  void quantise_h() {
+    if (!h_.any_whole(plan_)) return;
+    const int64_t pairs = part().size ? plan_.pairs() : 0;
+    pass_.even_phase(
+        Phase::kQuantise, pass_.pool(), pairs, kRowTask, [&](int64_t first, int64_t last) {
+          plan_.each_expert(first, last, [&](const ExpertRows& e, int64_t begin, int64_t end) {
+            if (!h_.whole(e)) return;
+            const ActRows to = h_.rows(e);
+            for (int64_t pair = begin; pair < end; ++pair) h_.quantise(e, to, pair - e.first);
+          });
         });
-      });
-  pass_.pool_barrier();
-}
-
-// Tasks (block of tiles, group, tile of the block): a thread that has several groups of a tile has
-// them in succession, and their sums in its cache.
-void Prefill::down() {
-  const int64_t tiles = down_tiles();
-  // A thread takes a block at once where it can: its tiles share the reads of the h rows.
-  const int64_t block = std::clamp<int64_t>(ceil_div(tiles, 2 * pass_.worker.pool_threads), 4, 16);
-  const int64_t groups = plan_.groups();
-  int sums = 0;
-  for (const PoolPart& p : layer_.pools) sums += p.size ? int(groups) : 0;
-  pass_.costed_phase(
-      Phase::kDown, ceil_div(tiles, block) * groups, block,
-      [&](int64_t i) { return plan_.group(i % groups).pairs; }, block,
-      [&](int64_t i, int64_t begin, int64_t end) {
-        const int64_t base = i / groups * block;
-        const int64_t first = base + begin, last = std::min(base + end, tiles);
-        down_of_group(i % groups, first, last);
-        for (int64_t tile = first; tile < last; ++tile) sum_done(tile, sums);
-      });
-}
-
-void Prefill::down_of_group(int64_t group, int64_t first, int64_t last) {
-  for (int64_t tile = first; tile < last; ++tile) new_sum(pool_, group, tile);
-  for (int64_t i = plan_.group(group).first; i < plan_.group(group).last; ++i) {
-    const ExpertRows& e = plan_.expert(i);
-    down_products(e, h_.rows(e), first, last, [&](int64_t r, int64_t m, int64_t tile) {
-      add_rows(pool_, e, r, m, tile, pass_.space.scratch, sum_of(pool_, group, tile));
-    });
+    pass_.pool_barrier();
   }
-}
 
-// Whoever completes the last of a tile's sums finishes it, while they are in a cache.
-void Prefill::sum_done(int64_t tile, int sums) {
-  std::atomic<int>& done = pass_.work.sums_done[size_t(tile)];
-  // acq_rel: the last one sees what the others wrote. Nobody looks at it again in this chunk.
-  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != sums) return;
-  done.store(0, std::memory_order_relaxed);
-  finish_tile(tile);
-}
+  // Tasks (block of tiles, group, tile of the block): a thread that has several groups of a tile
+  // has them in succession, and their sums in its cache.
+  void down() {
+    const int64_t tiles = down_tiles();
+    // A thread takes a block at once where it can: its tiles share the reads of the h rows.
+    const int64_t block =
+        std::clamp<int64_t>(ceil_div(tiles, 2 * pass_.worker.pool_threads), 4, 16);
+    const int64_t groups = plan_.groups();
+    int sums = 0;
+    for (const PoolPart& p : layer_.pools) sums += p.size ? int(groups) : 0;
+    pass_.costed_phase(
+        Phase::kDown, ceil_div(tiles, block) * groups, block,
+        [&](int64_t i) { return plan_.group(i % groups).pairs; }, block,
+        [&](int64_t i, int64_t begin, int64_t end) {
+          const int64_t base = i / groups * block;
+          const int64_t first = base + begin, last = std::min(base + end, tiles);
+          down_of_group(i % groups, first, last);
+          for (int64_t tile = first; tile < last; ++tile) sum_done(tile, sums);
+        });
+  }
+
+  void down_of_group(int64_t group, int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; ++tile) new_sum(pool_, group, tile);
+    for (int64_t i = plan_.group(group).first; i < plan_.group(group).last; ++i) {
+      const ExpertRows& e = plan_.expert(i);
+      down_products(e, h_.rows(e), first, last, [&](int64_t r, int64_t m, int64_t tile) {
+        add_rows(pool_, e, r, m, tile, pass_.space.scratch, sum_of(pool_, group, tile));
+      });
+    }
+  }
+
+  // Whoever completes the last of a tile's sums finishes it, while they are in a cache.
+  void sum_done(int64_t tile, int sums) {
+    std::atomic<int>& done = pass_.work.sums_done[size_t(tile)];
+    // acq_rel: the last one sees what the others wrote. Nobody looks at it again in this chunk.
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != sums) return;
+    done.store(0, std::memory_order_relaxed);
+    finish_tile(tile);
+  }
+};
 
 }  // namespace
 
