@@ -77,8 +77,8 @@ template <class F> void Phases::gate_up_products(int64_t most, F keep) {
       [&](int64_t i, int64_t first, int64_t last) {
         const WorkItem& item = plan_.item(i);
         const ExpertRows& e = plan_.expert(item.expert);
-        TileProduct& gate_product = pass_.kernel(e, kGate).product;
-        TileProduct& up_product = pass_.kernel(e, kUp).product;
+        const auto gate_product = pass_.kernel(e, kGate).product;
+        const auto up_product = pass_.kernel(e, kUp).product;
         const ActRows gate_rows = x_.rows(plan_, e, kGate), up_rows = x_.rows(plan_, e, kUp);
         const uint8_t* weights = layer_.expert(pool_, e.slot);
         const int64_t block = block_of(item.rows());
@@ -100,7 +100,7 @@ void Phases::down_products(const ExpertRows& e, const ActRows& h, int64_t first,
                            F keep) {
   const MatrixLayout& layout = part().layout[kDown];
   const uint8_t* weights = layer_.expert(pool_, e.slot) + part().down_begin();
-  TileProduct& product = pass_.kernel(e, kDown).product;
+  const auto product = pass_.kernel(e, kDown).product;
   const int64_t block = block_of(e.count);
   for (int64_t r = 0; r < e.count; r += block) {
     const int64_t m = std::min(block, e.count - r);
