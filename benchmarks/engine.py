@@ -27,7 +27,7 @@ from machine import about
 from shapes import Shape, parse_shape
 from synthetic import config, make
 
-from kt_kernel.server_process import process_group
+from kt_kernel.serving.server_process import process_group
 
 SCRIPT = Path(__file__).parent / "engine_run.py"
 

@@ -12,7 +12,7 @@ from rounds import Line, visitor, wake_torch_pool
 from shapes import SEED, Routing, Shape, check_ids, inputs
 
 from kt_kernel import _C
-from kt_kernel.pools import plan_pools
+from kt_kernel.runtime.pools import plan_pools
 
 CHUNK = 1024  # tokens per pass of the core, as the wrapper has it by default
 

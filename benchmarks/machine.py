@@ -14,7 +14,7 @@ import torch
 
 import kt_kernel
 from kt_kernel import _C
-from kt_kernel.machine import allowed_cpus
+from kt_kernel.runtime.machine import allowed_cpus
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 

@@ -55,7 +55,7 @@ class Method:
     """bits: per weight with scales, to plan memory. make: random weights of [N, K]."""
 
     name: str
-    format: str  # of kt_kernel.formats
+    format: str  # of kt_kernel.weights.formats
     bits: float
     make: Callable[[int, int], Source]
     group: int = 0
@@ -65,7 +65,10 @@ class Method:
     @property
     def form(self) -> tuple[int, int, int]:
         """As the compiled core takes it."""
-        from kt_kernel.formats import WeightForm, WeightFormat  # which the peer's process has not
+        from kt_kernel.weights.formats import (  # which the peer's process has not
+            WeightForm,
+            WeightFormat,
+        )
 
         return WeightForm(WeightFormat(self.format), self.group, self.scale_type).core
 
@@ -144,7 +147,7 @@ def _ggml(name: str, bits: float, largest: int, *halves: int) -> Method:
     most."""
 
     def make(n: int, k: int) -> Source:
-        from kt_kernel.formats import WeightFormat
+        from kt_kernel.weights.formats import WeightFormat
 
         format = WeightFormat(name)
         count = k // format.block_columns

@@ -17,7 +17,7 @@ import torch
 from layer import LayerBench, layer_line
 from rounds import Line, die_with_parent
 
-from kt_kernel.pools import plan_pools
+from kt_kernel.runtime.pools import plan_pools
 
 PACKAGE = "kt-kernel 0.7.2"
 VARIANTS = {  # of its wheel, by our kernel table

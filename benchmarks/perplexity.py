@@ -33,7 +33,7 @@ from kt_kernel.accuracy.loss import (
     replace_experts,
     windows_of,
 )
-from kt_kernel.methods import get_method
+from kt_kernel.weights.methods import get_method
 
 METHODS = ("BF16", "AMXINT8", "AMXINT4", "INT4_G32", "INT4_G128")
 

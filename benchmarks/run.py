@@ -35,7 +35,7 @@ from setups import ROWS, NotMeasured, Setup, setups
 from shapes import SHAPES, TOKENS, parse_shape
 
 from kt_kernel import _C
-from kt_kernel.machine import allowed_cpus
+from kt_kernel.runtime.machine import allowed_cpus
 
 ROUTINES = ("layer", "gemv", "gemm", "pack", "load")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kt_kernel import _conflict
-from kt_kernel.options import (
+from kt_kernel.serving.options import (
     ENVIRONMENT_VARIABLE,
     KTOptions,
     OptionError,

@@ -43,7 +43,7 @@ if "TRITON_INTERPRET" not in os.environ:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """With the default number of threads in it: tests keep the machine busy, so every process that
     they start would measure it, and keep nothing."""
-    from kt_kernel.machine import machine_key, usable_cores
+    from kt_kernel.runtime.machine import machine_key, usable_cores
 
     folder = tmp_path_factory.mktemp("cache")
     (folder / "kt-moe").mkdir()

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from kt_kernel import files
-from kt_kernel.file_lock import FileLock
-from kt_kernel.files import Replacement, replace_file
-from kt_kernel.store.atomic import AtomicFile
+from kt_kernel.runtime import files
+from kt_kernel.runtime.file_lock import FileLock
+from kt_kernel.runtime.files import Replacement, replace_file
+from kt_kernel.weights.store.atomic import AtomicFile
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_lock_between_objects_and_processes(tmp_path):
     one, other = FileLock(path), FileLock(path)
     assert one.acquire(0) and not other.acquire(0)
     code = (
-        f"from kt_kernel.file_lock import FileLock; l = FileLock({path!r})\n"
+        f"from kt_kernel.runtime.file_lock import FileLock; l = FileLock({path!r})\n"
         "print(l.acquire(0), flush=True); print(l.acquire(None), flush=True); input()"
     )
     process = subprocess.Popen(

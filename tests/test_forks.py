@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from kernels.forks import run_program
 
-from kt_kernel.machine_cache import _lock_on
-from kt_kernel.store.lock import only_writer
+from kt_kernel.runtime.machine_cache import _lock_on
 from kt_kernel.trace.writer import TraceWriter
+from kt_kernel.weights.store.lock import only_writer
 
 PASSES = """
 import os, sys, threading, time

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kt_kernel.server_process import (
+from kt_kernel.serving.server_process import (
     ServerFailed,
     free_port,
     local_http,
@@ -82,7 +82,7 @@ def test_a_group_ends_with_an_exception(tmp_path: Path) -> None:
 PARENT = """
 import signal, sys, time
 from pathlib import Path
-from kt_kernel.server_process import process_group
+from kt_kernel.serving.server_process import process_group
 
 # A shell's background jobs, and what they start, ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

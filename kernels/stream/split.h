@@ -5,8 +5,8 @@
 
 namespace kt {
 
-// select_deferred_experts of src/kt_kernel/routing.py, for a layer's ids. Keeps its scratch memory:
-// a split allocates nothing.
+// select_deferred_experts of src/kt_kernel/moe/routing.py, for a layer's ids. Keeps its scratch
+// memory: a split allocates nothing.
 class DeferredSplit {
  public:
   DeferredSplit(int64_t num_experts, int64_t top_k);

@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
-from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.variant import kernel_kind
+from kt_kernel.runtime.variant import kernel_kind
+from kt_kernel.serving.options import KTOptions, OptionError
 
 from ..common import refuse_class, refuse_quantised, warn_of_trace
 from .contract import BESIDE_COLD, CONTRACT, DECLARE_LATE, DECLARE_RESOLUTION
@@ -36,13 +36,13 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
 
 
 def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions:
-    """The options as the workers need them: see `kt_kernel.preflight.prepare`.
+    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare`.
 
     Raises OptionError, one line, for an engine configuration that the hybrid layer cannot serve.
 
     arguments: resolved server arguments; model_config: SGLang's ModelConfig.
     """
-    from kt_kernel.preflight import ServedModel, prepare
+    from kt_kernel.serving.preflight import ServedModel, prepare
 
     refuse_class(list(model_config.hf_config.architectures or []), options)
     quantisation = model_config.quantization or arguments.quantization
@@ -88,8 +88,8 @@ def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
 
 
 def _some_are_cold(model_config: Any, options: KTOptions) -> bool:
-    from kt_kernel.placement import initial_placement
-    from kt_kernel.preflight import num_experts
+    from kt_kernel.moe.placement import initial_placement
+    from kt_kernel.serving.preflight import num_experts
 
     experts = num_experts(language_model(model_config.hf_config))
     return not initial_placement(options, experts).all_hot

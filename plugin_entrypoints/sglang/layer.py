@@ -17,10 +17,10 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils.common import is_cpu
 
-from kt_kernel.layer import HybridLayer, HybridModel
-from kt_kernel.options import OptionError
-from kt_kernel.placement import initial_placement
-from kt_kernel.report import watch
+from kt_kernel.moe.placement import initial_placement
+from kt_kernel.serving.hybrid import HybridLayer, HybridModel
+from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.report import watch
 
 from .. import failure
 from . import padding, requests

@@ -10,7 +10,7 @@ import inspect
 import logging
 from typing import Any
 
-from kt_kernel.options import OPTIONS, KTOptions
+from kt_kernel.serving.options import OPTIONS, KTOptions
 
 from ..common import choose
 from .contract import CONTRACT, MODEL_CONFIG, RESOLVING_VIEW

@@ -9,7 +9,13 @@ import logging
 import sys
 from typing import Any
 
-from kt_kernel.options import OptionError, add_arguments, collect, exit_with, restore_defaults
+from kt_kernel.serving.options import (
+    OptionError,
+    add_arguments,
+    collect,
+    exit_with,
+    restore_defaults,
+)
 
 from .. import failure
 from ..common import choose, install

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kt_kernel.options import OptionError, add_arguments, collect, exit_with
+from kt_kernel.serving.options import OptionError, add_arguments, collect, exit_with
 
 from .. import failure
 from ..common import install, warn_of_trace

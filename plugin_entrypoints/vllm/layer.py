@@ -14,9 +14,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kt_kernel.layer import HybridLayer, HybridModel
-from kt_kernel.options import KTOptions
-from kt_kernel.report import watch
+from kt_kernel.serving.hybrid import HybridLayer, HybridModel
+from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.report import watch
 
 from ..contract import Arguments
 from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS

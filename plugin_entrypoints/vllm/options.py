@@ -8,7 +8,7 @@ counts as given: all options have their defaults. Without any of them vLLM runs 
 import logging
 from typing import Any
 
-from kt_kernel.options import KTOptions, OptionError
+from kt_kernel.serving.options import KTOptions, OptionError
 
 from ..common import choose, refuse_class, refuse_quantised
 from .contract import CONTRACT
@@ -57,11 +57,11 @@ def merge(engine_args: Any, given: dict[str, Any] | None) -> None:
 
 
 def prepared(config: Any, options: KTOptions) -> KTOptions:
-    """The options as the workers need them: see `kt_kernel.preflight.prepare`.
+    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare`.
 
     Raises OptionError, one line, for an engine configuration that we cannot serve.
     """
-    from kt_kernel.preflight import ServedModel, prepare
+    from kt_kernel.serving.preflight import ServedModel, prepare
 
     model = config.model_config
     refuse_class(list(model.architectures or []), options)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kt_kernel.options import OptionError
+from kt_kernel.serving.options import OptionError
 
 from .. import failure
 from .contract import CONTRACT, MODEL_OPERATIONS, RUNNER_OPERATIONS, WORKER_OPERATIONS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kt_kernel import _conflict
 
 with _conflict.told_to_engines():
-    from kt_kernel import variant
+    from kt_kernel.runtime import variant
 
     variant.check_platform()
     _conflict.check()
@@ -22,7 +22,6 @@ with _conflict.told_to_engines():
         variant.check_environment()
 
 if TYPE_CHECKING:
-    from kt_kernel.chain import model_scope
     from kt_kernel.experts import (
         AMXMoEWrapper,
         BaseMoEWrapper,
@@ -30,9 +29,10 @@ if TYPE_CHECKING:
         KExpertsCPUBuffer,
         KTMoEWrapper,
     )
-    from kt_kernel.methods import INFERENCE_METHODS, SFT_METHODS
-    from kt_kernel.placement import generate_gpu_experts_masks
-    from kt_kernel.variant import cpu_features
+    from kt_kernel.moe.chain import model_scope
+    from kt_kernel.moe.placement import generate_gpu_experts_masks
+    from kt_kernel.runtime.variant import cpu_features
+    from kt_kernel.weights.methods import INFERENCE_METHODS, SFT_METHODS
 
     __version__: str
     __cpu_variant__: str
@@ -60,11 +60,11 @@ _HOMES = {
     "InferenceMoEWrapper": "experts",
     "KExpertsCPUBuffer": "experts",
     "KTMoEWrapper": "experts",
-    "INFERENCE_METHODS": "methods",
-    "SFT_METHODS": "methods",
-    "generate_gpu_experts_masks": "placement",
-    "model_scope": "chain",
-    "cpu_features": "variant",
+    "INFERENCE_METHODS": "weights.methods",
+    "SFT_METHODS": "weights.methods",
+    "generate_gpu_experts_masks": "moe.placement",
+    "model_scope": "moe.chain",
+    "cpu_features": "runtime.variant",
 }
 
 
@@ -75,9 +75,9 @@ def __getattr__(name: str) -> Any:
         return value
     # Both are asked for anew each time: the environment may lower the instruction set.
     if name == "__cpu_variant__":
-        return importlib.import_module("kt_kernel.variant").cpu_variant()
+        return importlib.import_module("kt_kernel.runtime.variant").cpu_variant()
     if name == "__cpu_kernel__":
-        return importlib.import_module("kt_kernel.variant").kernel_table()
+        return importlib.import_module("kt_kernel.runtime.variant").kernel_table()
     if name == "__version__":
         from importlib import metadata
 

@@ -15,9 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .options import AUTO, OptionError, exit_with
-from .report import STATS_FILE_VARIABLE
-from .server_process import ServerFailed, free_port, local_http, process_group, wait_until_healthy
+from .serving.options import AUTO, OptionError, exit_with
+from .serving.report import STATS_FILE_VARIABLE
+from .serving.server_process import (
+    ServerFailed,
+    free_port,
+    local_http,
+    process_group,
+    wait_until_healthy,
+)
 
 MODEL = Path(__file__).parent / "demo_model"
 PROMPT = "In the beginning God created the heaven and the earth. And "

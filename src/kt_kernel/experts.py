@@ -9,12 +9,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from .base import BaseMoEWrapper
-from .cpu_buffer import KExpertsCPUBuffer
-from .inference import InferenceMoEWrapper
-from .methods import INFERENCE_METHODS, SFT_METHODS, check_sft_method
-from .routing import select_deferred_experts
-from .settings import check_settings
+from .moe.cpu_buffer import KExpertsCPUBuffer
+from .moe.inference import InferenceMoEWrapper
+from .moe.routing import select_deferred_experts
+from .moe.settings import check_settings
+from .moe.wrapper import BaseMoEWrapper
+from .weights.methods import INFERENCE_METHODS, SFT_METHODS, check_sft_method
 
 __all__ = [
     "INFERENCE_METHODS",

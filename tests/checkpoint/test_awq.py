@@ -4,7 +4,7 @@ import pytest
 import torch
 from quantised_files import H, I, check_bad_parts, check_values, fails, make_experts, save
 
-from kt_kernel.formats import INT4_ZERO
+from kt_kernel.weights.formats import INT4_ZERO
 
 # Bits 4i of a word hold column ORDER[i] of its eight.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

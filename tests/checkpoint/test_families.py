@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kt_kernel.checkpoint import open_checkpoint
-from kt_kernel.checkpoint.families import FAMILIES
+from kt_kernel.checkpoint.safetensors.families import FAMILIES
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -5,7 +5,7 @@ import torch
 from quantised_files import E, H, I, check_bad_parts, check_values, fails, make_experts, save
 
 from kt_kernel.checkpoint import read_experts
-from kt_kernel.formats import FP8_BLOCK, FP8_ROW
+from kt_kernel.weights.formats import FP8_BLOCK, FP8_ROW
 
 RAGGED = 200, 130  # no multiple of the blocks of 128
 DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}

@@ -9,14 +9,15 @@ import pytest
 import torch
 from gguf_models import ARCH, MATRICES, SUPPORTED, E, H, I, Model, values_of, write
 
-from kt_kernel.checkpoint import gguf_blocks, open_checkpoint, read_experts
-from kt_kernel.checkpoint.families import FAMILIES
-from kt_kernel.checkpoint.gguf_architectures import ARCHITECTURES, REFUSED
-from kt_kernel.checkpoint.gguf_blocks import forms
-from kt_kernel.formats import BF16, INT4_GROUP, MXFP4, LayerForm
-from kt_kernel.quantised import QuantisedMatrix, check_matrix
+from kt_kernel.checkpoint import open_checkpoint, read_experts
+from kt_kernel.checkpoint.gguf import blocks as gguf_blocks
+from kt_kernel.checkpoint.gguf.architectures import ARCHITECTURES, REFUSED
+from kt_kernel.checkpoint.gguf.blocks import forms
+from kt_kernel.checkpoint.safetensors.families import FAMILIES
 from kt_kernel.testing import values_of as values_of_matrix
 from kt_kernel.utils.loader import SafeTensorLoader
+from kt_kernel.weights.formats import BF16, INT4_GROUP, MXFP4, LayerForm
+from kt_kernel.weights.quantised import QuantisedMatrix, check_matrix
 
 SIZES = (E, H, I)
 METHOD = "LLAMAFILE"

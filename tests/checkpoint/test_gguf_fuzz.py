@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kt_kernel.checkpoint import open_checkpoint
-from kt_kernel.quantised import QuantisedMatrix
+from kt_kernel.weights.quantised import QuantisedMatrix
 
 E, H, I = 2, 64, 32  # noqa: E741
 KEYS = [

@@ -10,9 +10,13 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf_bytes import ARRAY, STRING, U32, array, gguf, key, number, tensor, text
 from gguf_models import SUPPORTED, Model, write
 
-from kt_kernel.checkpoint import gguf_header
-from kt_kernel.checkpoint.gguf_header import MAX_DEPTH, MAX_HEADER_BYTES, read_gguf_header
-from kt_kernel.checkpoint.gguf_types import NOT_STORED, TYPES
+from kt_kernel.checkpoint.gguf import header as gguf_header
+from kt_kernel.checkpoint.gguf.header import (
+    MAX_DEPTH,
+    MAX_HEADER_BYTES,
+    read_gguf_header,
+)
+from kt_kernel.checkpoint.gguf.types import NOT_STORED, TYPES
 
 HUGE = 2**64 - 1
 

@@ -7,7 +7,7 @@ import torch
 from quantised_files import H, I, check_bad_parts, check_values, fails, make_experts, save
 from test_int4 import pack_int32, unpack_int32
 
-from kt_kernel.formats import INT4_GROUP, INT4_ZERO
+from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO
 
 
 def config(**settings):

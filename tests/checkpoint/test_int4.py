@@ -4,7 +4,7 @@ import pytest
 import torch
 from quantised_files import H, I, check_bad_parts, check_values, fails, make_experts, save
 
-from kt_kernel.formats import INT4_GROUP, INT4_ZERO
+from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO
 
 
 def config(bits=4, **weights):

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import open_checkpoint
-from kt_kernel.checkpoint.kt_tiles import row_major
+from kt_kernel.checkpoint.kt_kernel.tiles import row_major
 from kt_kernel.conversion import Request, convert, make_plan
 from kt_kernel.testing import moe_reference, values_of
 from kt_kernel.utils.loader import BF16SafeTensorLoader, SafeTensorLoader

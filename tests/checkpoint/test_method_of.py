@@ -17,8 +17,8 @@ from test_methods import CHECKPOINTS
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.checkpoint.method import Choice, method_of
 from kt_kernel.conversion import Request, convert, make_plan
-from kt_kernel.methods import METHODS
-from kt_kernel.store.manifest import MANIFEST, QUANT_METHODS
+from kt_kernel.weights.methods import METHODS
+from kt_kernel.weights.store.manifest import MANIFEST, QUANT_METHODS
 
 SAMPLES = samples()
 DATA = Path(__file__).parent / "data"

@@ -13,10 +13,10 @@ from quantised_files import E, H, I, fails, make_experts, save
 from safetensors.torch import save_file
 
 from kt_kernel.checkpoint import open_checkpoint, read_experts
-from kt_kernel.methods import METHODS, get_method
-from kt_kernel.quantised import QuantisedMatrix, check_matrix
 from kt_kernel.testing import values_of
 from kt_kernel.utils.loader import BF16SafeTensorLoader, SafeTensorLoader
+from kt_kernel.weights.methods import METHODS, get_method
+from kt_kernel.weights.quantised import QuantisedMatrix, check_matrix
 
 # By the method that takes it over: parts of a matrix, quantization_config.
 CHECKPOINTS = {

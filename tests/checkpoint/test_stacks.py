@@ -6,9 +6,9 @@ import torch
 from quantised_files import E, fails, save
 
 from kt_kernel.checkpoint import open_checkpoint, read_experts
-from kt_kernel.formats import FP8_BLOCK, FP8_ROW, MXFP4, MXFP8, NVFP4
 from kt_kernel.testing import values_of
 from kt_kernel.testing.quantised import E2M1, UE8M0
+from kt_kernel.weights.formats import FP8_BLOCK, FP8_ROW, MXFP4, MXFP8, NVFP4
 
 H, I = 256, 128  # noqa: E741
 MLP = "model.layers.0.mlp.experts."

@@ -6,10 +6,10 @@ import pytest
 
 from kt_kernel import _C
 from kt_kernel.checkpoint import table
-from kt_kernel.checkpoint.families import FAMILIES
-from kt_kernel.checkpoint.formats import FORMATS
-from kt_kernel.formats import all_formats
-from kt_kernel.methods import INFERENCE_METHODS
+from kt_kernel.checkpoint.safetensors.families import FAMILIES
+from kt_kernel.checkpoint.safetensors.formats import FORMATS
+from kt_kernel.weights.formats import all_formats
+from kt_kernel.weights.methods import INFERENCE_METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 TABLES = ["amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2"]

@@ -29,13 +29,14 @@ from packed_cases import (
 from safetensors.torch import load_file, save_file
 
 from kt_kernel import _C, KTMoEWrapper
-from kt_kernel.checkpoint import hugging_face, open_checkpoint
+from kt_kernel.checkpoint import open_checkpoint
+from kt_kernel.checkpoint.safetensors import checkpoint as hugging_face
 from kt_kernel.conversion import Progress, Request, make_plan, run
 from kt_kernel.conversion.run import check_space
-from kt_kernel.layer import HybridLayer
-from kt_kernel.methods import get_method
-from kt_kernel.options import KTOptions
-from kt_kernel.variant import native
+from kt_kernel.runtime.variant import native
+from kt_kernel.serving.hybrid import HybridLayer
+from kt_kernel.serving.options import KTOptions
+from kt_kernel.weights.methods import get_method
 
 
 @pytest.fixture(scope="module")
@@ -461,7 +462,7 @@ def test_writers_wait_for_each_other(tmp_path):
     """Each finds the lock's file gone or taken, again and again."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from kt_kernel.store.lock import only_writer
+    from kt_kernel.weights.store.lock import only_writer
 
     inside, most = [], []
 

@@ -22,11 +22,11 @@ from packed_cases import (
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import read_experts
-from kt_kernel.formats import BF16, INT4_GROUP, LayerForm, WeightForm, WeightFormat
-from kt_kernel.methods import METHODS, get_method
-from kt_kernel.store.manifest import read_manifest
-from kt_kernel.store.saving import check_target
 from kt_kernel.testing import quantise
+from kt_kernel.weights.formats import BF16, INT4_GROUP, LayerForm, WeightForm, WeightFormat
+from kt_kernel.weights.methods import METHODS, get_method
+from kt_kernel.weights.store.manifest import read_manifest
+from kt_kernel.weights.store.saving import check_target
 
 DENSE = [name for name, method in METHODS.items() if method.takes_dense]
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from packed_cases import E, H, I, contents, forward, loaded, run_convert, save_checkpoint, wrapper
 
 from kt_kernel.checkpoint import open_checkpoint, read_experts
-from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.preflight import ServedModel, prepare
-from kt_kernel.store.manifest import VERSION, read_manifest
+from kt_kernel.runtime.variant import native
+from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.utils.loader import SafeTensorLoader
-from kt_kernel.variant import native
+from kt_kernel.weights.store.manifest import VERSION, read_manifest
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from packed_cases import (
 )
 from safetensors.torch import save_file
 
-from kt_kernel import whole
 from kt_kernel.checkpoint import open_checkpoint
-from kt_kernel.store.manifest import read_manifest
-from kt_kernel.verify import verify
+from kt_kernel.conversion.verify import verify
+from kt_kernel.moe import whole
+from kt_kernel.weights.store.manifest import read_manifest
 
 ORDER = torch.arange(E)
 

@@ -1,4 +1,4 @@
-"""kt_kernel.verify: every damage is found, and named."""
+"""kt_kernel.conversion.verify: every damage is found, and named."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from packed_cases import run_convert, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 import kt_kernel.conversion.run
-import kt_kernel.verify
+import kt_kernel.conversion.verify
 from kt_kernel.checkpoint import open_checkpoint
-from kt_kernel.verify import Watcher, verify
+from kt_kernel.conversion.verify import Watcher, verify
 
 KT_FOLDER = Path(__file__).parents[1] / "checkpoint" / "data" / "kt_folder"
 
@@ -75,7 +75,7 @@ def test_an_interrupt_does_not_wait_for_the_files(source, packed, monkeypatch, r
         raise KeyboardInterrupt(futures)
 
     monkeypatch.setattr(ThreadPoolExecutor, "map", interrupted)
-    for module in (kt_kernel.verify, kt_kernel.conversion.run):
+    for module in (kt_kernel.conversion.verify, kt_kernel.conversion.run):
         monkeypatch.setattr(module, "sha256_of", one_piece)
     with pytest.raises(KeyboardInterrupt):
         run_convert(source, packed, resume=True) if resume else verify(packed)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kt_kernel import streams
 from kt_kernel.device import backend
+from kt_kernel.runtime import streams
 
 CUDA = torch.device("cuda", 1)
 

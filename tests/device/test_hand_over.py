@@ -14,10 +14,11 @@ pytest.importorskip("triton")
 
 from interpreted import Interpreter, at
 
-from kt_kernel import KTMoEWrapper, buffers, model_scope
+from kt_kernel import KTMoEWrapper, model_scope
 from kt_kernel.device.engine import DeviceEngine, engine_of, watchdog_seconds
 from kt_kernel.device.layer import LayerStream
-from kt_kernel.routing import hot_routes
+from kt_kernel.moe import buffers
+from kt_kernel.moe.routing import hot_routes
 
 E, K, H, INNER, LAYERS = 6, 3, 64, 32, 3
 
@@ -401,9 +402,9 @@ def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceE
 
 
 def test_too_many_threads_are_told_once(engine: DeviceEngine, caplog, monkeypatch) -> None:
-    for module in ("pools", "device.engine"):
+    for module in ("runtime.pools", "device.engine"):
         monkeypatch.setattr(f"kt_kernel.{module}.usable_cores", lambda: 16)
-    monkeypatch.setattr("kt_kernel.pools._logged", False)
+    monkeypatch.setattr("kt_kernel.runtime.pools._logged", False)
     engine.warn_of_threads(13)
     assert not caplog.records
     for _ in range(2):

@@ -7,7 +7,7 @@ import torch
 from grid import grid
 
 from kt_kernel.device import kernels
-from kt_kernel.routing import hot_routes
+from kt_kernel.moe.routing import hot_routes
 
 pytest.importorskip("triton")
 

@@ -16,8 +16,8 @@ from test_hand_over import LAYERS, H, K, batch, model, streams
 from test_kernels import masks
 
 from kt_kernel.device.engine import DeviceEngine
-from kt_kernel.placement import Placement
-from kt_kernel.routing import hot_routes
+from kt_kernel.moe.placement import Placement
+from kt_kernel.moe.routing import hot_routes
 
 SLOT_MAP = torch.tensor([0, 1, -1, -1, -1, -1], dtype=torch.int32)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kt_kernel import KTMoEWrapper, model_scope
-from kt_kernel.placement import Placement
-from kt_kernel.routing import hot_routes
+from kt_kernel.moe.placement import Placement
+from kt_kernel.moe.routing import hot_routes
 
 E, K, H, INNER, LAYERS = 16, 4, 512, 256, 4
 CALLS = int(os.environ.get("KT_GPU_CALLS", "100000"))  # of the memory test; 1,000,000 for a release

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from kt_kernel.formats import WeightFormat, ggml_formats
+from kt_kernel.weights.formats import WeightFormat, ggml_formats
 
 Bytes = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]

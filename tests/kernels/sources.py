@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kt_kernel import formats
+from kt_kernel.weights import formats
 
 from . import ggml
 from .ggml import GGML, GgmlSource

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 import kt_kernel
-from kt_kernel.layer import HybridLayer
-from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.preflight import ServedModel, prepare
+from kt_kernel.serving.hybrid import HybridLayer
+from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.preflight import ServedModel, prepare
 
 E, H, I, LAYERS = 4, 128, 128, 2  # noqa: E741
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
@@ -162,7 +162,9 @@ def test_sizes_that_do_not_suit_the_method_chosen() -> None:
 def test_other_options_are_checked_before_anything_is_fetched(
     options: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kt_kernel.preflight.local_path", lambda *given: pytest.fail("fetched"))
+    monkeypatch.setattr(
+        "kt_kernel.serving.preflight.local_path", lambda *given: pytest.fail("fetched")
+    )
     for more, served in (
         ({"weight_path": "some-org/some-name"}, UNQUANTISED),
         ({}, ServedModel("some-org/some-name", "fp8")),
@@ -172,7 +174,7 @@ def test_other_options_are_checked_before_anything_is_fetched(
 
 def test_a_layer_takes_no_undecided_method() -> None:
     with pytest.raises(
-        ValueError, match="layer 3: method auto is not decided; kt_kernel.preflight"
+        ValueError, match="layer 3: method auto is not decided; kt_kernel.serving.preflight"
     ):
         HybridLayer(
             KTOptions(),

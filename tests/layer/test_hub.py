@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from kt_kernel.hub import local_path
-from kt_kernel.repository import Repository
+from kt_kernel.serving.hub import local_path
+from kt_kernel.serving.repository import Repository
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = COMMIT[::-1]
@@ -182,8 +182,8 @@ ERRORS = {
 }
 ASK = """
 import json, sys
-from kt_kernel.hub import local_path
-from kt_kernel.repository import Repository
+from kt_kernel.serving.hub import local_path
+from kt_kernel.serving.repository import Repository
 
 answers = {}
 for text in sys.argv[1:]:

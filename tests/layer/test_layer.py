@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from kt_kernel import pools, report
-from kt_kernel.layer import MATRICES, HybridLayer, HybridModel
-from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.placement import Placement
+from kt_kernel.moe.placement import Placement
+from kt_kernel.runtime import pools
+from kt_kernel.serving import report
+from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
+from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.testing import moe_reference, row_error
 
 E, K, H, INNER = 6, 2, 64, 48

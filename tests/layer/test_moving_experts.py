@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from kt_kernel import layer as layers
-from kt_kernel.layer import MATRICES, HybridLayer, HybridModel
-from kt_kernel.options import KTOptions
-from kt_kernel.placement import COLD, Placement
+from kt_kernel.moe.placement import COLD, Placement
+from kt_kernel.serving import hybrid as layers
+from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import moe_reference, row_error
 
 E, K, H, INNER = 6, 2, 64, 96

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import kt_kernel
-from kt_kernel.formats import FP8_ROW, WeightForm
-from kt_kernel.options import KTOptions, OptionError
-from kt_kernel.preflight import ServedModel, moe_layers, num_experts, prepare
+from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.preflight import ServedModel, moe_layers, num_experts, prepare
 from kt_kernel.testing import quantise
+from kt_kernel.weights.formats import FP8_ROW, WeightForm
 
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())

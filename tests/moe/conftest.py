@@ -2,7 +2,8 @@
 
 import pytest
 
-from kt_kernel import machine, machine_cache, tuning
+from kt_kernel.moe import tuning
+from kt_kernel.runtime import machine, machine_cache
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from kt_kernel import KTMoEWrapper
-from kt_kernel.formats import INT4_GROUP, INT4_ZERO, WeightForm, WeightFormat
-from kt_kernel.methods import get_method
 from kt_kernel.testing import moe_reference_with_noise, quantise
+from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO, WeightForm, WeightFormat
+from kt_kernel.weights.methods import get_method
 
 # Forms of the weights of methods where the source tells, by a name that tells them apart.
 _FORMS = {

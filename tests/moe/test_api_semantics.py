@@ -12,7 +12,8 @@ import torch
 from moe_cases import KERNEL_METHODS, Case
 
 import kt_kernel
-from kt_kernel import BaseMoEWrapper, KTMoEWrapper, buffers
+from kt_kernel import BaseMoEWrapper, KTMoEWrapper
+from kt_kernel.moe import buffers
 from kt_kernel.testing import row_error
 
 CASE = Case()
@@ -29,7 +30,7 @@ def close(y, reference, most=5e-3):
 
 def test_module_attributes():
     assert kt_kernel.__cpu_variant__ in ("amx", "avx512", "avx2")
-    assert kt_kernel.__cpu_kernel__ in kt_kernel.variant.TABLES
+    assert kt_kernel.__cpu_kernel__ in kt_kernel.runtime.variant.TABLES
     assert kt_kernel.cpu_features()["avx2"] is True
     assert isinstance(kt_kernel.__version__, str) and kt_kernel.__version__
     assert isinstance(CASE.wrapper(load=False), BaseMoEWrapper)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from kt_kernel.chain import join_chain, model_scope
+from kt_kernel.moe.chain import join_chain, model_scope
 
 
 class Layer:

@@ -10,8 +10,8 @@ from moe_cases import within
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import read_experts
+from kt_kernel.runtime.variant import kernel_table
 from kt_kernel.testing import moe_reference_with_noise, row_error
-from kt_kernel.variant import kernel_table
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from quantised_files import E, save  # noqa: E402

@@ -19,7 +19,7 @@ from kt_kernel import (
     experts,
     generate_gpu_experts_masks,
 )
-from kt_kernel.settings import SFT_DEFAULTS
+from kt_kernel.moe.settings import SFT_DEFAULTS
 from kt_kernel.utils.loader import BF16SafeTensorLoader, SafeTensorLoader
 
 CASE = Case()

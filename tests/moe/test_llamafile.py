@@ -11,8 +11,8 @@ from moe_cases import within
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import read_experts
+from kt_kernel.runtime.variant import kernel_table
 from kt_kernel.testing import moe_reference_with_noise, row_error
-from kt_kernel.variant import kernel_table
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from gguf_models import MATRICES, SUPPORTED, Model  # noqa: E402

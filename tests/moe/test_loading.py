@@ -14,7 +14,7 @@ import torch
 from moe_cases import Case
 from safetensors.torch import save_file
 
-from kt_kernel import loading
+from kt_kernel.weights import loading
 
 CASE = Case(method="AMXINT8")
 BIASED = Case(biases=True)
@@ -107,7 +107,7 @@ def test_out_of_memory_says_what_for(monkeypatch):
         def __getattr__(self, name):
             raise AssertionError(name)
 
-    monkeypatch.setattr("kt_kernel.base.native", Full)
+    monkeypatch.setattr("kt_kernel.moe.wrapper.native", Full)
     with pytest.raises(MemoryError, match="layer 0: not enough memory for 6 experts of hidden_s"):
         wrapper.load_weights_from_tensors(CASE.gate, CASE.up, CASE.down, CASE.mapping)
 
@@ -139,7 +139,8 @@ def save(folder, case, stacked=False):
 @pytest.mark.parametrize("stacked", [False, True])
 def test_few_experts_are_in_memory_at_a_time(tmp_path, monkeypatch, stacked):
     """Of a layout that has to be copied: one that is packed, one that waits and one being read."""
-    from kt_kernel.checkpoint import ahead, bf16
+    from kt_kernel.checkpoint import ahead
+    from kt_kernel.checkpoint.safetensors import bf16
 
     monkeypatch.setattr(ahead, "AHEAD_BYTES", 1)
     monkeypatch.setattr(loading, "BATCH_BYTES", 1)
@@ -215,7 +216,8 @@ def test_a_path_through_a_file(tmp_path):
 @pytest.mark.parametrize("what", ["shorter", "touched", "gone"])
 def test_a_file_that_changes_while_it_is_loaded(tmp_path, monkeypatch, what):
     """Refused before the next expert is read; one that is only gone from its folder stays there."""
-    from kt_kernel.checkpoint import ahead, bf16
+    from kt_kernel.checkpoint import ahead
+    from kt_kernel.checkpoint.safetensors import bf16
 
     monkeypatch.setattr(ahead, "AHEAD_BYTES", 1)
     monkeypatch.setattr(loading, "BATCH_BYTES", 1)

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from kt_kernel import machine, machine_cache
-from kt_kernel.file_lock import FileLock
-from kt_kernel.machine_cache import measured_once
+from kt_kernel.runtime import machine, machine_cache
+from kt_kernel.runtime.file_lock import FileLock
+from kt_kernel.runtime.machine_cache import measured_once
 
 NAME = "threads.json"
 

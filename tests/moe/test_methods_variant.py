@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import kt_kernel
-from kt_kernel import methods, variant
+from kt_kernel.runtime import variant
+from kt_kernel.weights import methods
 
 
 def test_tables_of_methods():

@@ -6,8 +6,12 @@ import pytest
 import torch
 from moe_cases import Case, within
 
-from kt_kernel import methods, tuning
-from kt_kernel.formats import (
+from kt_kernel.moe import tuning
+from kt_kernel.moe.tuning import Tuning
+from kt_kernel.testing import quantise
+from kt_kernel.testing.quantised import pack_nibbles
+from kt_kernel.weights import methods
+from kt_kernel.weights.formats import (
     BF16,
     FP8_ROW,
     INT4_GROUP,
@@ -18,11 +22,8 @@ from kt_kernel.formats import (
     LayerForm,
     WeightForm,
 )
-from kt_kernel.methods import Method
-from kt_kernel.quantised import QuantisedMatrix
-from kt_kernel.testing import quantise
-from kt_kernel.testing.quantised import pack_nibbles
-from kt_kernel.tuning import Tuning
+from kt_kernel.weights.methods import Method
+from kt_kernel.weights.quantised import QuantisedMatrix
 
 MIXED = Method("MIXED", (INT4_GROUP, MXFP4, INT4_ZERO), quantised=True, mixed=True)
 DENSE = None  # in the place of a form

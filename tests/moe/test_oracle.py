@@ -4,8 +4,9 @@ import pytest
 import torch
 from moe_cases import KERNEL_METHODS, Case
 
-from kt_kernel import _C, methods
+from kt_kernel import _C
 from kt_kernel.testing import quantise_weights, round_activations, row_error
+from kt_kernel.weights import methods
 
 
 def plain_layer(case, hidden, ids, weights):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kt_kernel import generate_gpu_experts_masks
-from kt_kernel.placement import COLD, Placement
+from kt_kernel.moe.placement import COLD, Placement
 
 
 def test_takes_the_globally_most_frequent_pairs():

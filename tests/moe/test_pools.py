@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
-from kt_kernel import machine, machine_cache, pools
-from kt_kernel.pools import plan_pools
+from kt_kernel.runtime import machine, machine_cache, pools
+from kt_kernel.runtime.pools import plan_pools
 
 
 class FakeCore:

@@ -8,9 +8,9 @@ import torch
 from moe_cases import Case, form_of_case
 from safetensors.torch import save_file
 
-from kt_kernel.formats import FP8_ROW, INT4_GROUP, WeightForm
-from kt_kernel.quantised import check_matrix
 from kt_kernel.testing import quantise, quantise_weights, values_of
+from kt_kernel.weights.formats import FP8_ROW, INT4_GROUP, WeightForm
+from kt_kernel.weights.quantised import check_matrix
 
 METHODS = ("FP8", "FP8_PERCHANNEL", "RAWINT4", "MXFP4", "NVFP4", "MXFP8")
 MATRICES = ("gate", "up", "down")

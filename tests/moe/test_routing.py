@@ -4,7 +4,7 @@ from grid import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kt_kernel.routing import hot_routes, select_deferred_experts
+from kt_kernel.moe.routing import hot_routes, select_deferred_experts
 
 
 def plain_selection(ids, scores, protected_k):

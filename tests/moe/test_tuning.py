@@ -6,11 +6,14 @@ import pytest
 import torch
 from moe_cases import Case
 
-from kt_kernel import base, formats, machine_cache, pools, tuning
-from kt_kernel.formats import INT4_GROUP, WeightForm
-from kt_kernel.methods import METHODS, get_method
-from kt_kernel.tuning import NEVER, TRIED_BLOCKS, TRIED_ROWS, Tuning
-from kt_kernel.variant import kernel_table
+from kt_kernel.moe import tuning
+from kt_kernel.moe import wrapper as base
+from kt_kernel.moe.tuning import NEVER, TRIED_BLOCKS, TRIED_ROWS, Tuning
+from kt_kernel.runtime import machine_cache, pools
+from kt_kernel.runtime.variant import kernel_table
+from kt_kernel.weights import formats
+from kt_kernel.weights.formats import INT4_GROUP, WeightForm
+from kt_kernel.weights.methods import METHODS, get_method
 
 BF16 = WeightForm(formats.BF16)
 

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from kt_kernel import _C, formats
-from kt_kernel.checkpoint.gguf_types import BY_NAME
-from kt_kernel.formats import WeightForm, WeightFormat
+from kt_kernel import _C
+from kt_kernel.checkpoint.gguf.types import BY_NAME
+from kt_kernel.weights import formats
+from kt_kernel.weights.formats import WeightForm, WeightFormat
 
 NAMED = {name: f for name, f in vars(formats).items() if isinstance(f, WeightFormat)}
 
@@ -61,12 +62,12 @@ def test_the_core_is_not_loaded_to_name_a_format():
     """Engines import the package in every process, and read the options in some."""
     program = """
 import sys
-import kt_kernel.checkpoint, kt_kernel.methods, kt_kernel.store
-from kt_kernel.options import KTOptions
-for method in kt_kernel.methods.METHODS:
+import kt_kernel.checkpoint, kt_kernel.weights.methods, kt_kernel.weights.store
+from kt_kernel.serving.options import KTOptions
+for method in kt_kernel.weights.methods.METHODS:
     KTOptions.from_mapping({"method": method, "weight_path": "."})
 assert "kt_kernel._C" not in sys.modules
-assert kt_kernel.methods.get_method("MXFP4").column_unit == 32
+assert kt_kernel.weights.methods.get_method("MXFP4").column_unit == 32
 assert "kt_kernel._C" in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from kt_kernel.options import OptionError
 from kt_kernel.plugin_entrypoints.contract import Contract, Refusal, _find
+from kt_kernel.serving.options import OptionError
 
 _OTHER = "a value that no engine has"
 

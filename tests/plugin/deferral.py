@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tiny_model import EXPERTS, LAYERS, TOP_K, Reference
 
-from kt_kernel.routing import select_deferred_experts
+from kt_kernel.moe.routing import select_deferred_experts
 from kt_kernel.testing import moe_reference
 
 ROUTE_GAP = 0.06  # of a router's probability: a smaller one is not clear in bfloat16

@@ -21,7 +21,8 @@ import torch
 from tiny_model import EXPERTS, GAP, LAYERS, STEPS, Greedy, Reference, agreement
 
 import kt_kernel
-from kt_kernel.server_process import (
+from kt_kernel.runtime.variant import kernel_table
+from kt_kernel.serving.server_process import (
     ServerFailed,
     end_group,
     local_http,
@@ -29,7 +30,6 @@ from kt_kernel.server_process import (
     wait_until_healthy,
 )
 from kt_kernel.testing import quantise_weights
-from kt_kernel.variant import kernel_table
 
 HERE = Path(__file__).parent
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"

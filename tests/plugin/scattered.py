@@ -7,7 +7,7 @@ experts have these, in the slots 0, 1 and 2.
 import os
 from typing import Any
 
-from kt_kernel.placement import COLD, Placement
+from kt_kernel.moe.placement import COLD, Placement
 
 VARIABLE = "SCATTERED_EXPERTS"
 

@@ -37,7 +37,6 @@ from sglang.srt.runtime_context import get_exec, get_server_args, publish
 from sglang.srt.server_args import ServerArgs
 
 import kt_kernel
-from kt_kernel.options import KTOptions, OptionError
 from kt_kernel.plugin_entrypoints import common, failure
 from kt_kernel.plugin_entrypoints.common import RequestRefused
 from kt_kernel.plugin_entrypoints.contract import Refusal
@@ -50,6 +49,7 @@ from kt_kernel.plugin_entrypoints.sglang import (
     requests,
     startup,
 )
+from kt_kernel.serving.options import KTOptions, OptionError
 
 DEMO_MODEL = str(Path(kt_kernel.__file__).parent / "demo_model")
 DEMO_EXPERTS = 16

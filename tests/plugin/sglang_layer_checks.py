@@ -15,11 +15,11 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
-from kt_kernel.layer import HybridModel
-from kt_kernel.options import KTOptions
-from kt_kernel.placement import Placement
+from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
+from kt_kernel.serving.hybrid import HybridModel
+from kt_kernel.serving.options import KTOptions
 
 
 def check_scaling_is_applied_once() -> None:

@@ -30,7 +30,7 @@ from tiny_model import (
     spread_prompts,
 )
 
-from kt_kernel.methods import get_method
+from kt_kernel.weights.methods import get_method
 
 STEPS = 8
 PROMPTS = spread_prompts(4, step=7, growth=9)

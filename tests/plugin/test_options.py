@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kt_kernel.options import (
+from kt_kernel.serving.options import (
     OPTIONS,
     KTOptions,
     OptionError,

@@ -20,9 +20,9 @@ from engines import environment
 
 import kt_kernel
 import kt_kernel.plugin_entrypoints
-from kt_kernel.options import KTOptions, OptionError
 from kt_kernel.plugin_entrypoints import common, failure
 from kt_kernel.plugin_entrypoints.vllm import options as vllm_options
+from kt_kernel.serving.options import KTOptions, OptionError
 
 # ---- faults of the installation
 

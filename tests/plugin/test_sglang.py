@@ -50,7 +50,7 @@ from tiny_model import (
     make,
 )
 
-from kt_kernel.server_process import free_port
+from kt_kernel.serving.server_process import free_port
 
 PYTHON = os.environ.get("KT_SGLANG_PYTHON")
 QUANTISED = ("AMXINT8", "INT4_G32")

@@ -55,7 +55,7 @@ from tiny_model import (
 )
 from vllm_requests import WORKER_METHODS
 
-from kt_kernel.server_process import free_port
+from kt_kernel.serving.server_process import free_port
 
 PYTHON = os.environ.get("KT_VLLM_PYTHON")
 QUANTISED = ("AMXINT8", "AMXINT4", "INT4_G32")

@@ -33,7 +33,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
 import kt_kernel
-from kt_kernel.options import KTOptions, OptionError
 from kt_kernel.plugin_entrypoints import failure
 from kt_kernel.plugin_entrypoints.common import LOAD_FORMATS, RequestRefused
 from kt_kernel.plugin_entrypoints.contract import Name
@@ -46,6 +45,7 @@ from kt_kernel.plugin_entrypoints.vllm.contract import (
     EXPERT_RANKS,
     WORKER_OPERATIONS,
 )
+from kt_kernel.serving.options import KTOptions, OptionError
 
 MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 

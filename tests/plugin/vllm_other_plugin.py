@@ -48,8 +48,8 @@ def main(folder: str, order: str) -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
     import kt_kernel
-    from kt_kernel.options import OptionError
     from kt_kernel.plugin_entrypoints.vllm import slot
+    from kt_kernel.serving.options import OptionError
 
     model = str(Path(kt_kernel.__file__).parent / "demo_model")
     EngineArgs(model=model, max_model_len=128).create_engine_config()

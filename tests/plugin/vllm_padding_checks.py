@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention import Attention, CrossAttention, MLAA
 from vllm.model_executor.layers.fused_moe import fused_moe
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-from kt_kernel.placement import Placement
+from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.vllm import layer as hybrid
 from kt_kernel.plugin_entrypoints.vllm import routes
 from kt_kernel.plugin_entrypoints.vllm.padding import Padding

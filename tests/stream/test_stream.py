@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.core import SMALL_SWEEP, row_errors
 
-from kt_kernel.routing import select_deferred_experts
+from kt_kernel.moe.routing import select_deferred_experts
 
 TURNS = 300 if SMALL_SWEEP else 3000
 

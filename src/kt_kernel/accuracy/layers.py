@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from ..checkpoint import open_checkpoint
-from ..inference import InferenceMoEWrapper
-from ..settings import check_settings
-from ..variant import KINDS
+from ..moe.inference import InferenceMoEWrapper
+from ..moe.settings import check_settings
+from ..runtime.variant import KINDS
 
 
 def load_layer(

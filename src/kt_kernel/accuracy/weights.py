@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..checkpoint import open_checkpoint
-from ..expert_tensors import MATRICES
-from ..inference import InferenceMoEWrapper
+from ..moe.inference import InferenceMoEWrapper
+from ..weights.expert_tensors import MATRICES
 from .layers import load_layer
 
 

@@ -2,7 +2,7 @@
 
 checkpoint.py  opens what a path holds; base.py what every checkpoint offers
 hugging_face.py  checkpoints in safetensors files
-packed.py    packed directories, which kt_kernel.store writes
+packed.py    packed directories, which kt_kernel.weights.store writes
 paths.py     a path given by a user, checked
 header.py    one safetensors file: its header, checked
 index.py     which files make up a checkpoint, which holds which tensor

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..expert_tensors import ExpertTensors, Matrix
-from ..formats import LayerForm
-from ..loading import bytes_of
-from ..text import ranges
+from ..runtime.text import ranges
+from ..weights.expert_tensors import ExpertTensors, Matrix
+from ..weights.formats import LayerForm
+from ..weights.loading import bytes_of
 from .ahead import read_ahead
 from .fingerprint import fingerprint
 from .header import TensorInfo

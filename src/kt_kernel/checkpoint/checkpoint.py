@@ -7,17 +7,17 @@ import os
 import threading
 from collections.abc import Iterable
 
-from ..expert_tensors import ExpertTensors
-from ..store.manifest import MANIFEST
+from ..weights.expert_tensors import ExpertTensors
+from ..weights.store.manifest import MANIFEST
 from .base import Checkpoint
-from .gguf import GgufCheckpoint
-from .gguf_files import is_gguf, read_gguf_index
-from .hugging_face import HuggingFaceCheckpoint
+from .gguf.checkpoint import GgufCheckpoint
+from .gguf.files import is_gguf, read_gguf_index
 from .index import read_index
-from .kt_folder import read_kt_folder
-from .kt_packed import KtPackedCheckpoint, find_packed
+from .kt_kernel.folder import read_kt_folder
+from .kt_kernel.packed import KtPackedCheckpoint, find_packed
 from .packed import PackedCheckpoint, is_packed, refuse_layer_files
 from .paths import check_path
+from .safetensors.checkpoint import HuggingFaceCheckpoint
 
 _opened: dict[str, Checkpoint] = {}
 _lock = threading.Lock()

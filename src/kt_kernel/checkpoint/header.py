@@ -17,7 +17,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ..files import need_file, parse_object
+from ..runtime.files import need_file, parse_object
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 

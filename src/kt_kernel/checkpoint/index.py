@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..files import need_file, parse_object
-from ..store.manifest import PACKED_COPY
+from ..runtime.files import need_file, parse_object
+from ..weights.store.manifest import PACKED_COPY
 from .header import TensorInfo, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from ..methods import METHODS, QUANTISED_TO
-from ..text import ranges
+from ..runtime.text import ranges
+from ..weights.methods import METHODS, QUANTISED_TO
 from .base import Checkpoint
 from .stored import Stored, dense_weights
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..expert_tensors import MATRICES, Matrix
-from ..formats import BF16, INT4_GROUP, INT4_ROW, LayerForm
-from ..methods import Method, get_method
-from ..packed import PackedMatrix
-from ..store.layer_file import LayerSpec, layer_of_tensor
-from ..store.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
+from ..weights.expert_tensors import MATRICES, Matrix
+from ..weights.formats import BF16, INT4_GROUP, INT4_ROW, LayerForm
+from ..weights.methods import Method, get_method
+from ..weights.packed import PackedMatrix
+from ..weights.store.layer_file import LayerSpec, layer_of_tensor
+from ..weights.store.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
 from .ahead import will_need_bytes
 from .base import Checkpoint, Sizes
 from .header import TensorInfo, read_header

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..expert_tensors import BIASES, MATRICES, ExpertTensors, Matrix, matrix_shapes
-from ..formats import MXFP4, LayerForm, WeightForm
-from ..methods import Method, get_method
-from . import bf16, gpt_oss
-from .arrangement import infer_arrangement
-from .formats import identify, is_dense
-from .fp8 import CONVERTED, dequantise
+from ..weights.expert_tensors import BIASES, MATRICES, ExpertTensors, Matrix, matrix_shapes
+from ..weights.formats import MXFP4, LayerForm, WeightForm
+from ..weights.methods import Method, get_method
 from .header import TensorInfo
-from .layout import Layout, PerExpert, StackedExperts, has_blocks
-from .matrix import MatrixFormat
-from .mx import MxFp4
-from .parts import FLOATS, Read, check_tensor
 from .quantization import Quantization
-from .stacks import part_reader, single_experts
+from .safetensors import bf16, gpt_oss
+from .safetensors.arrangement import infer_arrangement
+from .safetensors.formats import identify, is_dense
+from .safetensors.fp8 import CONVERTED, dequantise
+from .safetensors.layout import Layout, PerExpert, StackedExperts, has_blocks
+from .safetensors.matrix import MatrixFormat
+from .safetensors.mx import MxFp4
+from .safetensors.parts import FLOATS, Read, check_tensor
+from .safetensors.stacks import part_reader, single_experts
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..methods import Method, get_method
-from .bf16 import DTYPES
-from .formats import FORMATS, identify, is_dense
-from .fp8 import CONVERTED
+from ..weights.methods import Method, get_method
 from .header import TensorInfo
-from .layout import Layout, Parts, StackedExperts, has_blocks
-from .mx import MxFp4
 from .quantization import Quantization
-from .stacks import single_experts
+from .safetensors.bf16 import DTYPES
+from .safetensors.formats import FORMATS, identify, is_dense
+from .safetensors.fp8 import CONVERTED
+from .safetensors.layout import Layout, Parts, StackedExperts, has_blocks
+from .safetensors.mx import MxFp4
+from .safetensors.stacks import single_experts
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .. import _C
-from ..formats import INT4_GROUP, WeightFormat, all_formats, ggml_formats
-from ..methods import METHODS, get_method
-from ..store.manifest import QUANT_METHODS
-from .families import FAMILIES, PREFIXES, Family, Stacked
-from .formats import FORMATS
-from .fp8 import CONVERTED
-from .gguf_architectures import ARCHITECTURES
-from .gguf_blocks import DENSE as GGUF_DENSE
-from .gguf_blocks import forms as gguf_forms
-from .kt_packed import METHODS as KT_METHODS
-from .mx import MxFp4
+from ..weights.formats import INT4_GROUP, WeightFormat, all_formats, ggml_formats
+from ..weights.methods import METHODS, get_method
+from ..weights.store.manifest import QUANT_METHODS
+from .gguf.architectures import ARCHITECTURES
+from .gguf.blocks import DENSE as GGUF_DENSE
+from .gguf.blocks import forms as gguf_forms
+from .kt_kernel.packed import METHODS as KT_METHODS
+from .safetensors.families import FAMILIES, PREFIXES, Family, Stacked
+from .safetensors.formats import FORMATS
+from .safetensors.fp8 import CONVERTED
+from .safetensors.mx import MxFp4
 
 _QUANTISING = [m.name for m in METHODS.values() if not m.quantised and not m.mixed]
 _DENSE_FORMATS = tuple(dict.fromkeys(get_method(name).format for name in _QUANTISING))

@@ -14,7 +14,7 @@ def cache(
     ] = False,
 ) -> None:
     """Shows what was measured on this machine and kept in the user's cache folder."""
-    from .. import machine_cache
+    from ..runtime import machine_cache
 
     folder = machine_cache.cache_folder()
     shown = None

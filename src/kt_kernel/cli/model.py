@@ -23,8 +23,8 @@ def verify(
 
     Names each bad file; the exit code is 1 if there is one.
     """
-    from ..verify import Watcher
-    from ..verify import verify as check
+    from ..conversion.verify import Watcher
+    from ..conversion.verify import verify as check
     from .progress import bytes_bar
 
     with bytes_bar() as bar:

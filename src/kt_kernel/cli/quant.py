@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..store.manifest import QUANT_METHODS
+from ..weights.store.manifest import QUANT_METHODS
 from .running import Interrupted
 
 app = typer.Typer(add_completion=False)

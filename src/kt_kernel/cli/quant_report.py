@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from ..files import is_inside
+from ..runtime.files import is_inside
 
 _OPTION = "--report"
 
@@ -34,7 +34,7 @@ class Report:
                     raise typer.BadParameter(f"belongs to {_OPTION}", param_hint=name)
             return
         from ..checkpoint import open_checkpoint
-        from ..checkpoint.kt_packed import KtPackedCheckpoint
+        from ..checkpoint.kt_kernel.packed import KtPackedCheckpoint
 
         if as_it_is or isinstance(open_checkpoint(source), KtPackedCheckpoint):
             raise typer.BadParameter(

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.kt_packed import KtPackedCheckpoint
+from ..checkpoint.kt_kernel.packed import KtPackedCheckpoint
 from ..checkpoint.packed import PackedCheckpoint
 from ..checkpoint.paths import check_path
-from ..expert_tensors import BIASES
-from ..files import is_inside
-from ..formats import FP8_BLOCK, FP8_ROW, LayerForm
-from ..methods import get_method
-from ..settings import check_sizes
-from ..store.layer_file import LayerSpec
-from ..store.manifest import Manifest, generator
-from ..store.writer import manifest_if_any, refuse_other
+from ..moe.settings import check_sizes
+from ..runtime.files import is_inside
+from ..weights.expert_tensors import BIASES
+from ..weights.formats import FP8_BLOCK, FP8_ROW, LayerForm
+from ..weights.methods import get_method
+from ..weights.store.layer_file import LayerSpec
+from ..weights.store.manifest import Manifest, generator
+from ..weights.store.writer import manifest_if_any, refuse_other
 
 _DENSE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -9,15 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from ..files import nearest_existing
-from ..pools import usable_cores
-from ..settings import LayerSettings, check_settings
-from ..store.atomic import sha256_of, until_left
-from ..store.layer_file import LayerSpec
-from ..store.manifest import Manifest
-from ..store.writer import PackedLayer, PackedWriter
-from ..variant import KINDS
-from ..whole import WholeLayer
+from ..moe.settings import LayerSettings, check_settings
+from ..moe.whole import WholeLayer
+from ..runtime.files import nearest_existing
+from ..runtime.pools import usable_cores
+from ..runtime.variant import KINDS
+from ..weights.store.atomic import sha256_of, until_left
+from ..weights.store.layer_file import LayerSpec
+from ..weights.store.manifest import Manifest
+from ..weights.store.writer import PackedLayer, PackedWriter
 from .plan import Plan
 
 

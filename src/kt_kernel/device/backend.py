@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..streams import handle_of
-from ..variant import native
+from ..runtime.streams import handle_of
+from ..runtime.variant import native
 
 _PORTABLE_AND_MAPPED = 0x1 | 0x2  # flags of cudaHostRegister
 _SCRATCH = 2  # pointers that Triton's kernels take after their own arguments; ours need no memory

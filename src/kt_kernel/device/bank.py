@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..tensors import DTYPES
-from ..variant import native
+from ..runtime.tensors import DTYPES
+from ..runtime.variant import native
 
 _CELL = 2  # int32 per side in device memory: programs that arrived, number of the last entry
 _CACHE_LINE = 16  # int32

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..forks import per_process
-from ..machine import usable_cores
-from ..pools import cores_for_serving, log_once, too_many_threads
+from ..runtime.forks import per_process
+from ..runtime.machine import usable_cores
+from ..runtime.pools import cores_for_serving, log_once, too_many_threads
+from ..runtime.variant import native
 from ..trace.writer import TRACE_VARIABLE
-from ..variant import native
 from . import backend as cuda
 from .bank import Bank, BankKey
 from .tracer import Tracer

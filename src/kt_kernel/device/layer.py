@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .. import buffers
-from ..streams import handle_of, on_stream
+from ..moe import buffers
+from ..runtime.streams import handle_of, on_stream
 from . import kernels
 from .bank import Bank, BankKey, Side
 from .engine import DeviceEngine

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..formats import WeightFormat
-from ..methods import Method, get_method
-from ..quantised import QuantisedMatrix
+from ..weights.formats import WeightFormat
+from ..weights.methods import Method, get_method
+from ..weights.quantised import QuantisedMatrix
 from .rounding import kernel_errors, quantise_weights, round_activations
 
 Experts = torch.Tensor | Sequence[torch.Tensor | QuantisedMatrix]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats import (
+from ..weights.formats import (
     FP8_BLOCK,
     FP8_ROW,
     INT4_GROUP,
@@ -20,7 +20,7 @@ from ..formats import (
     NVFP4,
     WeightForm,
 )
-from ..quantised import SCALE_TYPES, QuantisedMatrix
+from ..weights.quantised import SCALE_TYPES, QuantisedMatrix
 
 _E2M1_LARGEST, _E4M3_LARGEST = 6.0, 448.0
 

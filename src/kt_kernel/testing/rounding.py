@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from ..formats import (
+from ..weights.formats import (
     BF16,
     FP8_BLOCK,
     INT4_GROUP,
@@ -22,8 +22,8 @@ from ..formats import (
     WeightForm,
     WeightFormat,
 )
-from ..methods import get_method
-from ..quantised import QuantisedMatrix
+from ..weights.methods import get_method
+from ..weights.quantised import QuantisedMatrix
 from .quantised import quantise, values_of
 
 # What kernels may do beyond the rules of rounding (kernels/include/kt/kernel_table.h). GEMV kernels

@@ -18,7 +18,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..forks import per_process
+from ..runtime.forks import per_process
 from .clock import Offset
 from .pieces import CPU, LANE_OF, LANES, Piece, pieces_of
 from .records import Record

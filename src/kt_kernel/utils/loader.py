@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..checkpoint import Checkpoint, open_checkpoint
-from ..checkpoint.kt_packed import KtPackedCheckpoint
-from ..expert_tensors import BIASES, MATRICES
-from ..packed import PackedMatrix
-from ..quantised import QuantisedMatrix
+from ..checkpoint.kt_kernel.packed import KtPackedCheckpoint
+from ..weights.expert_tensors import BIASES, MATRICES
+from ..weights.packed import PackedMatrix
+from ..weights.quantised import QuantisedMatrix
 
 _BASE_KEY = re.compile(r"((?:.*\.)?layers\.([0-9]{1,9}))(?:\..*)?|blk\.([0-9]{1,9})")
 
@@ -50,10 +50,11 @@ class SafeTensorLoader:
 
         Returns lists over the experts: gate and up [I, H], down [H, I], and gate_bias, up_bias and
         down_bias where the model has them; gate_scale, up_scale and down_scale are None. Of
-        quantised experts, these are codes and scale of `kt_kernel.quantised.QuantisedMatrix`; use
-        `kt_kernel.checkpoint` for zero points and scales of whole matrices. Of weights that
-        kt-kernel packed, whose base_key is "blk.3", the tensors as stored: lists over the NUMA
-        parts of lists over the experts. Raises ValueError if the layer has no experts.
+        quantised experts, these are codes and scale of
+        `kt_kernel.weights.quantised.QuantisedMatrix`; use `kt_kernel.checkpoint` for zero points
+        and scales of whole matrices. Of weights that kt-kernel packed, whose base_key is "blk.3",
+        the tensors as stored: lists over the NUMA parts of lists over the experts. Raises
+        ValueError if the layer has no experts.
         """
         match = _BASE_KEY.fullmatch(base_key)
         if not match:

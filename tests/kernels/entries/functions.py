@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kt_kernel.formats import all_formats
+from kt_kernel.weights.formats import all_formats
 
 from ..ggml import Q4_1
 from ..sources import BF16, INT4_ZERO

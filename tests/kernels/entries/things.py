@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kt_kernel.formats import all_formats
+from kt_kernel.weights.formats import all_formats
 
 from ..sources import BF16
 from .specs import Address, Flag, Number, Real, Some, Text, good

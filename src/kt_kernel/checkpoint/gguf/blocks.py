@@ -1,0 +1,108 @@
+"""From the rows of a GGUF tensor to the matrix that they stand for, exactly.
+
+F32, F16 and BF16 are dense. Q4_0 becomes INT4_GROUP and MXFP4 stays what it is, with their nibbles
+in another order: ggml has columns j and j + 16 of a block in one byte, where we have neighbours.
+The blocks of the other types are taken as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ...weights.expert_tensors import Matrix
+from ...weights.formats import BF16, INT4_GROUP, MXFP4, WeightForm, WeightFormat, ggml_formats
+from ...weights.quantised import QuantisedMatrix
+from ..header import TensorInfo
+from .types import BY_NAME
+
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# Bytes of codes that a thread puts in another order at a time: so many stay in its cache.
+_AT_A_TIME = 1 << 18
+# Moves the low nibbles of eight bytes into the low four of them.
+_SQUEEZE = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF))
+
+
+@functools.cache
+def forms() -> dict[str, WeightForm]:
+    """ggml type to the form of such a matrix. Dense ones are rounded to bfloat16, as method BF16
+    does."""
+    return {
+        **dict.fromkeys(DENSE, WeightForm(BF16)),
+        "Q4_0": WeightForm(INT4_GROUP, group_size=32, scale_type=0),
+        "MXFP4": WeightForm(MXFP4),
+        **{format.name: WeightForm(format) for format in ggml_formats()},
+    }
+
+
+def form_of(info: TensorInfo) -> WeightForm:
+    """ValueError naming the type if there are no kernels for it."""
+    form = forms().get(info.dtype)
+    if form is None:
+        supported = ", ".join(forms())
+        raise ValueError(
+            f"{info} is of type {info.dtype}, which is not supported; supported: {supported}"
+        )
+    return form
+
+
+def row_bytes(info: TensorInfo) -> int:
+    """Bytes of a row."""
+    kind = BY_NAME[info.dtype]
+    return info.shape[-1] // kind.columns * kind.size
+
+
+def to_matrix(info: TensorInfo, data: torch.Tensor, place: str) -> Matrix:
+    """Rows uint8 [N, bytes of a row] of a tensor as a matrix. A view of `data` where its bytes are
+    what is wanted. ValueError naming `place` for a scale that is not finite."""
+    if info.dtype in DENSE:
+        return to_dense(info, data)
+    kind = BY_NAME[info.dtype]
+    blocks = data.unflatten(1, (-1, kind.size))
+    if info.dtype == "MXFP4":
+        scale = blocks[..., 0].contiguous()
+        _refuse(place, scale == 255, "ue8m0 scale 255, NaN")
+        return QuantisedMatrix(MXFP4, _neighbours(blocks[..., 1:]), scale)
+    halves = _aligned(blocks, 2).view(torch.float16)
+    for offset in kind.scales:
+        numbers = halves[..., offset // 2]
+        _refuse(place, ~numbers.isfinite(), f"number at byte {offset} of a block is not finite")
+    if info.dtype == "Q4_0":
+        scale = halves[..., 0].contiguous()
+        return QuantisedMatrix(INT4_GROUP, _neighbours(blocks[..., 2:]), scale)
+    return QuantisedMatrix(WeightFormat(info.dtype), data, None)
+
+
+def to_dense(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
+    """The values of bytes [..., bytes] of a dense tensor."""
+    dtype = DENSE[info.dtype]
+    return _aligned(data, dtype.itemsize).view(dtype)
+
+
+def _aligned(data: torch.Tensor, size: int) -> torch.Tensor:
+    """The format may align data to a byte; code that takes the pointer expects its elements so."""
+    return data.clone() if data.data_ptr() % size else data
+
+
+def _neighbours(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, blocks, 16] with columns j and j + 16 in byte j, to [N, blocks * 16] with columns
+    2 j and 2 j + 1."""
+    rows, blocks, _ = codes.shape
+    result = torch.empty(rows, blocks, 2, dtype=torch.int64, device="cpu")
+    step = max(1, _AT_A_TIME * torch.get_num_threads() // (16 * blocks))
+    for begin in range(0, rows, step):
+        words = codes[begin : begin + step].contiguous().view(torch.int64)
+        for half in range(2):  # of the columns: the low nibbles, then the high ones
+            pairs = words >> 4 * half & 0x0F0F0F0F0F0F0F0F
+            for shift, mask in _SQUEEZE:
+                pairs = (pairs | pairs >> shift) & mask
+            result[begin : begin + step, :, half] = pairs[..., 0] | pairs[..., 1] << 32
+    return result.view(torch.uint8).flatten(1)
+
+
+def _refuse(place: str, bad: torch.Tensor, what: str) -> None:
+    if bool(bad.any()):
+        row, block = bad.nonzero()[0].tolist()
+        raise ValueError(f"{place}, row {row}, block {block}: {what}")

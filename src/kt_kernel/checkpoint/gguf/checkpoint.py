@@ -1,0 +1,171 @@
+"""A checkpoint in GGUF files: its experts, each with the quantisation that ggml gave it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...weights.expert_tensors import BIASES, MATRICES, Matrix
+from ...weights.formats import BF16, LayerForm
+from ...weights.methods import Method, get_method
+from ..ahead import will_need
+from ..base import Checkpoint, Sizes
+from ..header import TensorInfo
+from ..index import Index
+from ..open_files import OpenFiles
+from ..reader import LayerReader, other_model
+from ..stored import Stored, dense_weights
+from .architectures import ARCHITECTURES, REFUSED
+from .blocks import DENSE, form_of, forms, row_bytes, to_dense, to_matrix
+from .files import GgufIndex
+from .layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
+
+ANY_TYPE = "LLAMAFILE"  # the method that takes all types
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors of a model in GGUF files. dtypes are ggml's types, shapes row-major."""
+
+    _index: GgufIndex
+
+    def __init__(self, index: GgufIndex) -> None:
+        super().__init__(index)
+        self._layers = layer_tensors(index.tensors)
+
+    @property
+    def architecture(self) -> str | None:
+        """As the file names it: "qwen3moe"."""
+        return self._index.header.architecture
+
+    @property
+    def model_type(self) -> str | None:
+        return ARCHITECTURES.get(self.architecture or "")
+
+    def layers(self) -> list[int]:
+        return sorted(self._layers)
+
+    def where(self, layer_idx: int) -> str:
+        return self._layer(layer_idx).where
+
+    def sizes(self, layer_idx: int) -> Sizes:
+        return self._layer(layer_idx).sizes()
+
+    def stored(self, layer_idx: int) -> Stored:
+        types = {source.dtype for source in self._layer(layer_idx).matrices.values()}
+        return dense_weights(ANY_TYPE) if types <= DENSE.keys() else Stored("GGUF", ANY_TYPE)
+
+    def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
+        """Of a quantised one the blocks, uint8 [..., bytes of a row]."""
+        with _Data(self._index) as files:
+            data = files.read(info)
+        if info.dtype in DENSE:
+            return to_dense(info, data).view(info.shape)
+        return data.view(*info.shape[:-1], row_bytes(info))
+
+    @contextmanager
+    def _open_layer(
+        self, layer_idx: int, sizes: Sizes, method: str | None
+    ) -> Iterator[LayerReader]:
+        layer = self._layer(layer_idx)
+        chosen = None if method is None else get_method(method)
+        try:
+            layer.check(*sizes)
+        except ValueError as error:
+            raise ValueError(f"{error}{other_model(layer.sizes, sizes)}") from None
+        check_metadata(self._index.header, sizes)
+        form = _form(layer, chosen)
+        fields = MATRICES + BIASES if layer.biases else MATRICES
+        with _Data(self._index) as data:
+            yield LayerReader(fields, form, lambda expert: _read(layer, sizes[0], expert, data))
+
+    def _layer(self, layer_idx: int) -> GgufLayer:
+        reason = REFUSED.get(self.architecture or "")
+        if reason:
+            raise ValueError(
+                f"{self._index.header.path}: architecture {self.architecture!r} is not supported:"
+                f" {reason}"
+            )
+        if layer_idx not in self._layers:
+            raise self._no_experts(layer_idx)
+        return find_layer(layer_idx, self._layers[layer_idx])
+
+
+def _form(layer: GgufLayer, method: Method | None) -> LayerForm | None:
+    """What the layer is given as; None for dense tensors. ValueError for a type that the method, or
+    no kernel, takes."""
+    forms = {matrix: form_of(source.some) for matrix, source in layer.matrices.items()}
+    for bias in layer.biases.values():
+        if bias.dtype not in DENSE:
+            raise ValueError(
+                f"{bias.some} is of type {bias.dtype}; expected a bias of {' or '.join(DENSE)}"
+            )
+    if method is not None and not method.mixed:
+        _check_method(layer, method)
+    dense = all(form.format == BF16 for form in forms.values())
+    return None if dense else LayerForm(**forms)
+
+
+def _check_method(layer: GgufLayer, method: Method) -> None:
+    """ValueError unless the method takes the types of all matrices: dense ones if it quantises by
+    itself, else exactly its own form."""
+    accepted = [name for name, form in forms().items() if form == method.form]
+    if not method.quantised:
+        accepted = list(DENSE)
+    for source in layer.matrices.values():
+        if source.dtype not in accepted:
+            raise ValueError(
+                f"{source.some} is of type {source.dtype}, which method {ANY_TYPE} takes as it is;"
+                f" method {method.name} was asked for, which takes"
+                f" {' or '.join(accepted) or 'no type'} from GGUF files"
+            )
+
+
+def _read(layer: GgufLayer, experts: int, expert: int, data: _Data) -> dict[str, Matrix]:
+    """The fields of one of the experts."""
+    result: dict[str, Matrix] = {}
+    for matrix, source in layer.matrices.items():
+        info, part = _part(source, experts, expert, data)
+        rows = part.view(-1, row_bytes(info))
+        result[matrix] = to_matrix(info, rows, f"{info}: expert {expert}, {matrix}")
+    for matrix, source in layer.biases.items():
+        info, part = _part(source, experts, expert, data)
+        result[f"{matrix}_bias"] = to_dense(info, part).float()
+    return result
+
+
+def _part(
+    source: Source, experts: int, expert: int, data: _Data
+) -> tuple[TensorInfo, torch.Tensor]:
+    """The tensor that an expert's matrix or bias is in, and its bytes."""
+    info = source.tensors[0 if source.stacked else expert]
+    part = data.read(info)
+    if source.stacked:
+        part = part.view(experts, -1)[expert]
+    return info, will_need(part if source.half is None else part.view(2, -1)[source.half])
+
+
+class _Data(OpenFiles):
+    """Maps each tensor at most once during one call; what was given keeps its map. Privately, which
+    counts as memory in use before it is, so one by one: a file may be larger than the memory."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def read(self, info: TensorInfo) -> torch.Tensor:
+        """All bytes of a tensor, uint8. ValueError if the file was changed meanwhile."""
+        if info.begin == info.end:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        file = self.descriptor(info.file)
+        if info.name not in self._mapped:
+            self._mapped[info.name] = self._map(info, file)
+        return self._mapped[info.name]
+
+    def _map(self, info: TensorInfo, file: int) -> torch.Tensor:
+        size = info.end - info.begin
+        before = info.begin % mmap.ALLOCATIONGRANULARITY
+        memory = mmap.mmap(file, before + size, access=mmap.ACCESS_COPY, offset=info.begin - before)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before)

@@ -1,0 +1,1 @@
+"""Weights that kt-kernel's converters wrote."""

@@ -1,0 +1,254 @@
+"""Experts as kt-kernel's converter writes them, int8 or int4, split over n NUMA nodes.
+
+    blk.{L}.ffn_{gate,up,down}_exps.{e}.numa.{p}.weight   int8 [bytes], in the order of kt_tiles.py
+    blk.{L}.ffn_{gate,up,down}_exps.{e}.numa.{p}.scale    float32 [rows]
+
+Part p of n holds the p-th of n equal shares of the rows of gate and up, and of the columns of down,
+each quantised by itself: so down has one scale per row and part. With int4 and more than one part,
+down becomes INT4_GROUP, each scale repeated for its groups, which is exact. With int8 its rows get
+the largest scale of the parts, to which the codes of the others are rounded: an error of at most
+half a step of that scale. `*_bwd_exps`, transposed copies for fine-tuning, are not needed. Neither
+the config.json that the converter copies nor anything else tells 8 bits from 4: the sizes do.
+
+kt-kernel's MOE_INT8 and MOE_INT4, which its x86 wheel does not have, write other orders under these
+names; nothing tells them apart.
+
+The same bytes before the merge, one file a tensor (kt_folder.py), have the same names here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ...weights.expert_tensors import MATRICES, Matrix
+from ...weights.formats import INT4_GROUP, INT4_ROW, INT8_ROW, LayerForm, WeightForm
+from ...weights.methods import get_method
+from ...weights.quantised import SCALE_TYPES, QuantisedMatrix
+from ..base import Checkpoint, Sizes
+from ..header import TensorInfo
+from ..index import Index
+from ..reader import LayerReader, in_words
+from ..safetensors.families import model_type
+from ..safetensors.parts import Read, check_tensor, float_scales
+from ..stored import Stored
+from .folder import KtFiles
+from .tiles import COLUMN_UNIT, row_major
+
+# Experts under names of this kind are packed by a program, not as Hugging Face's models have them.
+_EXPERTS = re.compile(r"blk\.([0-9]{1,9})\.ffn_(gate|up|down|gate_up)(_bwd)?_exps\.(.*)", re.DOTALL)
+_TENSOR = re.compile(r"(0|[1-9][0-9]{0,8})\.numa\.(0|[1-9][0-9]{0,8})\.(weight|scale)")
+_UNPACKED = re.compile(r"(?:.+\.)?experts\.[0-9]+\.")
+_KINDS = ("weight", "scale")
+# Rows of INT4 whose columns come in parts: the scale of a part is that of each of its groups.
+_PARTED_INT4 = WeightForm(INT4_GROUP, COLUMN_UNIT[4], SCALE_TYPES[torch.float32])
+#: Methods that take them, by the bits of a code.
+METHODS = {8: ("AMXINT8", "MOE_INT8"), 4: ("AMXINT4", "MOE_INT4")}
+
+# (expert, matrix, part, "weight" or "scale") to tensor.
+Members = dict[tuple[int, str, int, str], TensorInfo]
+
+
+def find_packed(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
+    """A tensor of experts named blk.{L}.ffn_*_exps.*, if there is one."""
+    return next((info for name, info in tensors.items() if _EXPERTS.match(name)), None)
+
+
+class KtPackedCheckpoint(Checkpoint):
+    """A directory that kt-kernel converted."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._members: dict[int, Members] = {}
+        for name, info in index.tensors.items():
+            self._add(name, info)
+
+    def _add(self, name: str, info: TensorInfo) -> None:
+        match = _EXPERTS.match(name)
+        if match and match[3]:
+            return
+        found = match and match[2] in MATRICES and _TENSOR.fullmatch(match[4])
+        if match and not found:
+            kind = "named as in GGUF" if match[4] == "weight" else "packed in a way that is unknown"
+            raise ValueError(
+                f"{info}: experts {kind}; accepted are the original checkpoint, or kt-kernel's int8"
+                f" and int4: blk.{match[1]}.ffn_<gate, up, down>_exps.<expert>.numa.<part>.<weight,"
+                " scale>"
+            )
+        if found:
+            key = (int(found[1]), match[2], int(found[2]), found[3])
+            self._members.setdefault(int(match[1]), {})[key] = info
+        elif _UNPACKED.match(name):
+            packed = find_packed(self._index.tensors)
+            raise ValueError(f"{info}: experts of a model beside packed ones ({packed}); expected"
+                             " one of both")  # fmt: skip
+
+    @property
+    def model_type(self) -> str | None:
+        return model_type(self._index.config)
+
+    def layers(self) -> list[int]:
+        return sorted(self._members)
+
+    def where(self, layer_idx: int) -> str:
+        self._layer(layer_idx)
+        return f"blk.{layer_idx}."
+
+    def sizes(self, layer_idx: int) -> Sizes:
+        return self._layer(layer_idx).sizes
+
+    def stored(self, layer_idx: int) -> Stored:
+        bits = self._layer(layer_idx).bits
+        return Stored(f"kt-kernel's int{bits}", METHODS[bits][0])
+
+    def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
+        with KtFiles(self._index) as files:
+            return files.read(info, None)
+
+    def raw_parts(self, layer_idx: int, matrix: str, kind: str) -> list[list[torch.Tensor]]:
+        """The layer's tensors as stored, per part the experts'. kind: "weight" or "scale"."""
+        layer = self._layer(layer_idx)
+        with KtFiles(self._index) as files:
+            return [
+                [files.read(layer.members[e, matrix, p, kind], None) for e in range(layer.sizes[0])]
+                for p in range(layer.parts)
+            ]
+
+    @contextmanager
+    def _open_layer(
+        self, layer_idx: int, sizes: Sizes, method: str | None
+    ) -> Iterator[LayerReader]:
+        layer = self._layer(layer_idx)
+        if layer.sizes != sizes:
+            raise ValueError(
+                f"{self.path}: layer {layer_idx} has {in_words(layer.sizes)};"
+                f" expected {in_words(sizes)}"
+            )
+        some = next(iter(layer.members.values()))
+        accepted = METHODS[layer.bits]
+        if method is not None and get_method(method).name not in accepted:
+            raise ValueError(
+                f"{some}: experts are int{layer.bits} of kt-kernel, for method"
+                f" {' or '.join(accepted)}; method {method} was asked for"
+            )
+        with KtFiles(self._index) as files:
+            yield LayerReader(MATRICES, layer.form, lambda expert: layer.read(expert, files.read))
+
+    def _layer(self, layer_idx: int) -> PackedLayer:
+        members = self._members.get(layer_idx)
+        if not members:
+            raise self._no_experts(layer_idx)
+        return open_packed(self.path, layer_idx, members)
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One layer, checked. parts: NUMA nodes that the weights are split over."""
+
+    members: Members
+    sizes: Sizes
+    parts: int
+    bits: int
+
+    @property
+    def form(self) -> LayerForm:
+        row = WeightForm(INT8_ROW if self.bits == 8 else INT4_ROW)
+        return LayerForm(row, row, _PARTED_INT4 if self._grouped_down else row)
+
+    @property
+    def _grouped_down(self) -> bool:
+        return self.bits == 4 and self.parts > 1
+
+    def read(self, expert: int, read: Read) -> dict[str, Matrix]:
+        """gate, up and down of an expert. ValueError for a scale that is no finite number >= 0."""
+        _, hidden, inter = self.sizes
+        share = inter // self.parts
+        result: dict[str, Matrix] = {}
+        for matrix in MATRICES:
+            down = matrix == "down"
+            codes, scales = [], []
+            for part in range(self.parts):
+                weight, scale = (self.members[expert, matrix, part, kind] for kind in _KINDS)
+                shape = (hidden, share) if down else (share, hidden)
+                codes.append(row_major(read(weight, None), self.bits, *shape))
+                value = float_scales(scale, read(scale, None))
+                scales.append(value if self.bits == 8 else value * 16)
+            if not down or self.parts == 1:
+                row = self.form.gate.format
+                result[matrix] = QuantisedMatrix(row, torch.cat(codes), torch.cat(scales))
+            elif self._grouped_down:
+                result[matrix] = grouped(codes, scales)
+            else:
+                result[matrix] = with_common_scale(codes, scales)
+        return result
+
+
+def grouped(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> QuantisedMatrix:
+    """Columns of INT4 in parts [N, bytes] with scales [N] each, as one matrix with groups."""
+    groups = codes[0].shape[1] * 2 // _PARTED_INT4.group_size
+    scale = torch.stack(scales, 1).repeat_interleave(groups, 1)
+    return QuantisedMatrix(_PARTED_INT4.format, torch.cat(codes, 1), scale)
+
+
+def with_common_scale(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> QuantisedMatrix:
+    """Columns of int8 in parts [N, K] with scales [N] each, as one matrix with one scale a row."""
+    scale = torch.stack(scales).amax(0)
+    divisor = torch.where(scale == 0, 1, scale)
+    rounded = [
+        (part * (own / divisor)[:, None]).round().to(torch.int8)
+        for part, own in zip(codes, scales, strict=True)
+    ]
+    return QuantisedMatrix(INT8_ROW, torch.cat(rounded, 1), scale)
+
+
+def open_packed(path: str, layer_idx: int, members: Members) -> PackedLayer:
+    """Checks that a layer's tensors are complete and of matching sizes.
+
+    Raises ValueError naming file and tensor.
+    """
+    last, last_part = max(members), max(members, key=lambda key: key[2])
+    experts, parts = 1 + last[0], 1 + last_part[2]
+    for key, count in ((last, experts), (last_part, parts)):
+        if count > len(members):  # before a loop as long as a wrong number
+            raise ValueError(
+                f"{members[key]}: the layer's {len(members)} tensors are too few for such a number"
+            )
+    for expert in range(experts):
+        for matrix in MATRICES:
+            for part in range(parts):
+                for kind in _KINDS:
+                    if (expert, matrix, part, kind) not in members:
+                        name = f"blk.{layer_idx}.ffn_{matrix}_exps.{expert}.numa.{part}.{kind}"
+                        raise ValueError(
+                            f"{path}: tensor {name!r} is missing; the layer has experts 0 to"
+                            f" {experts - 1} in {parts} parts, such as"
+                            f" {members[last].name!r}"
+                        )
+    weight, scale, other = (
+        members[0, matrix, 0, kind]
+        for matrix, kind in (("gate", "weight"), ("gate", "scale"), ("down", "scale"))
+    )
+    for info in (weight, scale, other):
+        if len(info.shape) != 1 or not info.shape[0]:
+            raise ValueError(f"{info} has shape {list(info.shape)}, expected one dimension")
+    rows, hidden = scale.shape[0], other.shape[0]
+    bits = next((b for b in (8, 4) if weight.shape[0] * 8 == rows * hidden * b), None)
+    if bits is None:
+        raise ValueError(
+            f"{weight}: {weight.shape[0]} bytes are neither int8 nor int4 of the {rows} rows of"
+            f" {scale.name!r} and the {hidden} columns that {other.name!r} tells"
+        )
+    unit = COLUMN_UNIT[bits]
+    for info, size in ((scale, rows), (other, hidden)):
+        if size % unit:
+            raise ValueError(f"{info}: {size} rows; accepted are multiples of {unit} in int{bits}")
+    for (_, matrix, _, kind), info in members.items():
+        if kind == "scale":
+            check_tensor(info, ("F32",), (hidden if matrix == "down" else rows,))
+        else:
+            check_tensor(info, ("I8", "U8"), (rows * hidden * bits // 8,))
+    return PackedLayer(members, (experts, hidden, rows * parts), parts, bits)

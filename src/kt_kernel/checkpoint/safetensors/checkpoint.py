@@ -1,0 +1,118 @@
+"""A checkpoint in safetensors files, named as Hugging Face's models name their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...weights.methods import get_method
+from ..ahead import will_need
+from ..base import Checkpoint, Sizes
+from ..header import TensorInfo
+from ..index import Index
+from ..open_files import OpenFiles
+from ..quantization import Quantization, read_quantization
+from ..reader import LayerReader, infer_sizes, open_layer
+from ..stored import Stored, stored_in
+from .families import model_type
+from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """The tensors of a Hugging Face checkpoint in safetensors files."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._layers = layer_tensors(index.tensors)
+        self._layouts: dict[int, Layout | None] = {}
+        self._quantization = read_quantization(index.config, index.config_path)
+
+    @property
+    def model_type(self) -> str | None:
+        return model_type(self._index.config)
+
+    @property
+    def quantization(self) -> Quantization:
+        return self._quantization
+
+    def layers(self) -> list[int]:
+        return sorted(n for n, tensors in self._layers.items() if holds_experts(tensors))
+
+    def where(self, layer_idx: int) -> str:
+        return self._layout(layer_idx).where
+
+    def sizes(self, layer_idx: int) -> Sizes:
+        return infer_sizes(self._layout(layer_idx), self._quantization)
+
+    def stored(self, layer_idx: int) -> Stored:
+        return stored_in(self._layout(layer_idx), self._quantization)
+
+    def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
+        with Files(self._index) as files:
+            return files.read(info)
+
+    @contextmanager
+    def _open_layer(
+        self, layer_idx: int, sizes: Sizes, method: str | None
+    ) -> Iterator[LayerReader]:
+        if method is not None and get_method(method).mixed:
+            raise ValueError(
+                f"{self.path}: a checkpoint in safetensors files; method {method} takes GGUF files"
+            )
+        layout = self._layout(layer_idx)
+        with Files(self._index) as files:
+            reader = open_layer(layout, sizes, files.read, self._quantization, method)
+            yield replace(reader, size=lambda expert: _stored_bytes(layout, sizes[0], expert))
+
+    def _layout(self, layer_idx: int) -> Layout:
+        if layer_idx not in self._layouts:
+            self._layouts[layer_idx] = find_layout(
+                self.path,
+                layer_idx,
+                self._layers.get(layer_idx, {}),
+                self.model_type,
+                self._index.config is not None,
+            )
+        layout = self._layouts[layer_idx]
+        if layout is None:
+            raise self._no_experts(layer_idx)
+        return layout
+
+
+def _stored_bytes(layout: Layout, experts: int, expert: int) -> int:
+    """Bytes that the files have of one of the experts."""
+    if isinstance(layout, PerExpert):
+        parts = (info for parts in layout.experts[expert].values() for info in parts.values())
+        return sum(info.end - info.begin for info in parts)
+    return sum(info.end - info.begin for info in layout.tensors.values()) // experts
+
+
+class Files(OpenFiles):
+    """Maps each file at most once during one call."""
+
+    def __init__(self, index: Index) -> None:
+        super().__init__(index)
+        self._maps: dict[str, Any] = {}
+
+    def read(self, info: TensorInfo, first: int | None = None) -> torch.Tensor:
+        try:
+            file = self._file(info.file)
+            tensor = (
+                file.get_tensor(info.name) if first is None else file.get_slice(info.name)[first]
+            )
+        except SafetensorError as error:
+            raise ValueError(f"{info}: {error}") from error
+        will_need(tensor)
+        # The format does not align data; code that takes the pointer expects it aligned.
+        return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
+
+    def _file(self, path: str) -> Any:
+        self.descriptor(path)
+        if path not in self._maps:
+            self._maps[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._maps[path]

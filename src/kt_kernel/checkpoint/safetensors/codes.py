@@ -1,0 +1,72 @@
+"""What the formats share whose form is known by their name: where their codes are, and how many."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from ...weights.formats import WeightForm, WeightFormat
+from ..header import TensorInfo
+from ..quantization import Quantization
+from .layout import Parts
+from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
+from .parts import Read, check_tensor
+
+E4M3 = ("F8_E4M3",)
+NIBBLES = ("U8", "I8", "F4")
+SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
+
+
+def scale_of(parts: Parts) -> TensorInfo:
+    """The one tensor of scales beside the codes."""
+    return next(parts[name] for name in SCALE_NAMES if name in parts)
+
+
+class FixedForm(MatrixFormat):
+    """Weights of one form, whatever the layer."""
+
+    format: ClassVar[WeightFormat]
+    stacked = True
+
+    @classmethod
+    def layer_form(
+        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
+    ) -> WeightForm:
+        return WeightForm(cls.format)
+
+
+class E4m3Codes(FixedForm):
+    """weight e4m3 [N, K]."""
+
+    @classmethod
+    def size(cls, parts: Parts) -> tuple[int, int]:
+        return two_dimensions(parts["weight"])
+
+    def check(self, parts: Parts, rows: int, columns: int) -> None:
+        check_tensor(parts["weight"], E4M3, (rows, columns))
+
+    def read_codes(self, parts: Parts, read: Read) -> torch.Tensor:
+        return read(parts["weight"], None)
+
+
+class E2m1Codes(FixedForm):
+    """weight or weight_packed: bytes [N, K/2], the low nibble first; or what safetensors calls F4,
+    [N, K]."""
+
+    @classmethod
+    def size(cls, parts: Parts) -> tuple[int, int]:
+        info = _e2m1_tensor(parts)
+        rows, columns = two_dimensions(info)
+        return rows, columns if info.dtype == "F4" else 2 * columns
+
+    def check(self, parts: Parts, rows: int, columns: int) -> None:
+        info = _e2m1_tensor(parts)
+        check_tensor(info, NIBBLES, (rows, columns if info.dtype == "F4" else columns // 2))
+
+    def read_codes(self, parts: Parts, read: Read) -> torch.Tensor:
+        return bytes_of(read(_e2m1_tensor(parts), None))
+
+
+def _e2m1_tensor(parts: Parts) -> TensorInfo:
+    return parts["weight_packed"] if "weight_packed" in parts else parts["weight"]

@@ -1,0 +1,287 @@
+"""Finds the expert tensors of one layer by their names.
+
+Two layouts are known: one tensor per expert and matrix, and one tensor per matrix stacked over the
+experts. Anything in the experts' module that belongs to neither is refused by name rather than
+ignored: a scale overlooked would make wrong weights of right ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...weights.expert_tensors import MATRICES
+from ..header import TensorInfo
+from .families import FAMILIES, PREFIXES, Family, Stacked
+
+# Projection of "experts.{e}.{projection}.weight" to the field of ExpertTensors.
+_NAMINGS = (
+    {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
+    {"w1": "gate", "w3": "up", "w2": "down"},
+)
+
+_LAYER = re.compile(r"(?:^|(?<=\.))layers\.([0-9]{1,9})\.")
+_EXPERT = re.compile(r"(?:(.+)\.)?experts\.([0-9]{1,9})\.(.+)", re.DOTALL)
+# The same with the projection first, as ModelOpt writes the experts of some models.
+_PROJECTION_FIRST = re.compile(
+    r"(?:(.+)\.)?experts\.((?:gate|up|down)_proj)\.([0-9]{1,9})\.(.+)", re.DOTALL
+)
+_LOOKS_STACKED = re.compile(
+    r"(.+\.)?(experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|v1|fc1|fc2|mlp\..+)"
+    r"(\.weight|_blocks)?|(input|output)_linear\.weight|moe\.(gate|up|down)_proj\.weight)"
+)
+
+# What may follow "experts.{e}.{projection}.": parts of a matrix, and scales of activations, which
+# are not needed.
+_PARTS = (
+    "weight", "bias", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale",
+    "scale", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "qweight",
+    "qzeros", "scales", "g_idx",
+)  # fmt: skip
+_UNUSED_PARTS = ("input_scale", "input_global_scale", "activation_scale")
+
+# A stack that is called "….weight" has its scales in "….weight_scale" and so on, another one's name
+# is followed by one of these.
+_STACK_SUFFIXES = {
+    "_scale_inv": "weight_scale_inv",
+    "_weight_scale": "weight_scale",
+    "_weight_scale_2": "weight_scale_2",
+    "_input_scale": "input_scale",
+    "_activation_scale": "activation_scale",
+}
+
+# The tensors of one matrix by the part of their names: "weight", "bias", "weight_scale", ...
+Parts = dict[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class PerExpert:
+    """where: the names up to "experts"; experts: per expert, gate, up and down to their tensors,
+    the same parts for all."""
+
+    where: str
+    experts: list[dict[str, Parts]]
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """where: the names up to the layer number; tensors: field of `Stacked` to tensor. `candidates`
+    are the arrangements that have these names. scales: of quantised stacks, field to the parts
+    beside its weights, the same ones for all."""
+
+    where: str
+    tensors: dict[str, TensorInfo]
+    candidates: tuple[Stacked, ...]
+    scales: dict[str, Parts] = field(default_factory=dict)
+
+
+Layout = PerExpert | StackedExperts
+
+
+def has_blocks(layout: StackedExperts) -> bool:
+    """Whether the stacks are blocks of MXFP4 and their scales, as in gpt-oss."""
+    return "gate_up_scales" in layout.tensors
+
+
+def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:
+    """Sorts what may belong to experts by layer number, so that a layer is found without a scan."""
+    layers: dict[int, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        if "expert" in name or "_linear" in name or ".moe." in name:
+            match = _LAYER.search(name)
+            if match:
+                layers.setdefault(int(match[1]), {})[name] = info
+    return layers
+
+
+def holds_experts(tensors: dict[str, TensorInfo]) -> bool:
+    """Whether one of a layer's tensors (`layer_tensors`) is named like experts."""
+    return any(
+        "experts." in name or _stack_elsewhere(_split(name, info)[1], info)
+        for name, info in tensors.items()
+    )
+
+
+def _stack_elsewhere(rest: str, info: TensorInfo) -> bool:
+    """Whether it is a stack of experts that is in no module called so."""
+    return len(info.shape) == 3 and _LOOKS_STACKED.fullmatch(rest) is not None
+
+
+def find_layout(
+    path: str, layer_idx: int, tensors: dict[str, TensorInfo], kind: str | None, has_config: bool
+) -> Layout | None:
+    """The layout of one layer, or None if it has no experts.
+
+    tensors: those of `layer_tensors`; kind: model_type. Raises ValueError naming file and tensor
+    for unknown, ambiguous or incomplete layouts.
+    """
+    family = FAMILIES.get(kind) if kind else None
+    split = [_split(name, info) for name, info in tensors.items()]
+    stacked = _find_stacked(layer_idx, family, split)
+    groups: dict[str, list[tuple[str, str, TensorInfo]]] = {}
+    for prefix, rest, info in split:
+        found = _expert(rest)
+        if found:
+            block, digits, part = found
+            where = f"{prefix}layers.{layer_idx}.{block + '.' if block else ''}experts"
+            groups.setdefault(where, []).append((digits, part, info))
+    if family:
+        expected = [f"{p}layers.{layer_idx}.{family.block}.experts" for p in PREFIXES]
+        elsewhere = {where: groups.pop(where) for where in sorted(set(groups) - set(expected))}
+        if elsewhere and not groups and not stacked:
+            raise ValueError(
+                f"{next(iter(elsewhere.values()))[0][2]}: a {kind} model keeps the experts of layer"
+                f" {layer_idx} at one of {', '.join(expected)}"
+            )
+    elif not groups:
+        _refuse_stacked(path, split, kind, has_config)
+    places = sorted(groups) + sorted(found.where + "…" for found in stacked)
+    if len(places) > 1:
+        raise ValueError(
+            f"{path}: layer {layer_idx} has experts in more than one place ({', '.join(places)});"
+            f" model_type {kind!r} does not tell which to take"
+        )
+    if stacked:
+        return stacked[0]
+    for where, members in groups.items():
+        return _per_expert(path, where, members)
+    return None
+
+
+def _expert(rest: str) -> tuple[str | None, str, str] | None:
+    """Block, number and "projection.part" of a name after "layers.{L}."; None if it has none."""
+    match = _EXPERT.fullmatch(rest)
+    if match:
+        return match[1], match[2], match[3]
+    match = _PROJECTION_FIRST.fullmatch(rest)
+    return (match[1], match[3], f"{match[2]}.{match[4]}") if match else None
+
+
+def _split(name: str, info: TensorInfo) -> tuple[str, str, TensorInfo]:
+    match = _LAYER.search(name)
+    return name[: match.start()], name[match.end() :], info
+
+
+def _refuse_stacked(
+    path: str, split: Iterable[tuple[str, str, TensorInfo]], kind: str | None, has_config: bool
+) -> None:
+    for _, rest, info in split:
+        in_module = "experts." in rest and _LOOKS_STACKED.fullmatch(rest)
+        if in_module or _stack_elsewhere(rest, info):
+            if not has_config:
+                raise ValueError(
+                    f"{info}: stacked experts need the config.json of the model beside {path}: only"
+                    " its model_type tells their orientation and the order of gate and up"
+                )
+            raise ValueError(
+                f"{info}: stacked experts of model_type {kind!r} are not known; known types:"
+                f" {', '.join(sorted(FAMILIES))}"
+            )
+
+
+def _find_stacked(
+    layer_idx: int, family: Family | None, split: list[tuple[str, str, TensorInfo]]
+) -> list[StackedExperts]:
+    found = []
+    by_place = {(prefix, rest): info for prefix, rest, info in split}
+    variants: dict[tuple[tuple[str, str], ...], list[Stacked]] = {}
+    for stacked in family.stacked if family else ():
+        variants.setdefault(tuple(stacked.names().items()), []).append(stacked)
+    for prefix in PREFIXES:
+        for names, candidates in variants.items():
+            wanted = dict(names)
+            present = {f: by_place[prefix, n] for f, n in names if (prefix, n) in by_place}
+            # Biases have the same names in all variants; they tell nothing.
+            if not any(not f.endswith("_bias") for f in present):
+                continue
+            where = f"{prefix}layers.{layer_idx}."
+            some = next(iter(present.values()))
+            for name in [name for f, name in names if f not in present]:
+                raise ValueError(
+                    f"{some.file}: tensor {where + name!r} is missing; found {some.name!r}"
+                )
+            scales = _stack_scales(by_place, prefix, where, wanted)
+            found.append(StackedExperts(where, present, tuple(candidates), scales))
+    return found
+
+
+def _stack_scales(
+    by_place: dict[tuple[str, str], TensorInfo], prefix: str, where: str, wanted: dict[str, str]
+) -> dict[str, Parts]:
+    """What is beside the weights of a stack, by field. ValueError for something that belongs to no
+    known format, and for scales that only a part of the weights has."""
+    weights = {f: n for f, n in wanted.items() if f in ("gate_up", "gate", "up", "down")}
+    some = by_place[prefix, next(iter(weights.values()))]
+    known: dict[str, tuple[str, str]] = {}
+    for matrix, name in weights.items():
+        stem = name.removesuffix(".weight")
+        if stem != name:
+            parts = {f"{stem}.{part}": part for part in _PARTS + _UNUSED_PARTS if "scale" in part}
+        else:
+            parts = {f"{stem}{suffix}": part for suffix, part in _STACK_SUFFIXES.items()}
+        known |= {n: (matrix, part) for n, part in parts.items()}
+    scales: dict[str, Parts] = {f: {} for f in weights}
+    names = {}
+    stems = tuple(n.removesuffix(".weight").removesuffix("_blocks") for n in weights.values())
+    for (other, rest), info in by_place.items():
+        if other != prefix or rest in wanted.values() or not rest.startswith(stems):
+            continue
+        if rest not in known or "gate_up_scales" in wanted:
+            raise ValueError(f"{info}: not expected beside {some.name!r}")
+        matrix, part = known[rest]
+        if part not in _UNUSED_PARTS:
+            scales[matrix][part] = info
+            names[part] = rest.removeprefix(weights[matrix].removesuffix(".weight"))
+    for part, suffix in names.items():
+        for matrix, name in weights.items():
+            if part not in scales[matrix]:
+                missing = where + name.removesuffix(".weight") + suffix
+                raise ValueError(f"{some.file}: tensor {missing!r} is missing; found {some.name!r}")
+    return scales if names else {}
+
+
+def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]]) -> PerExpert:
+    experts: dict[int, dict[str, Parts]] = {}
+    namings: dict[int, TensorInfo] = {}
+    for digits, rest, info in members:
+        number = int(digits)
+        projection, _, part = rest.partition(".")
+        found = [(i, n[projection]) for i, n in enumerate(_NAMINGS) if projection in n]
+        if digits != str(number) or not found or part not in _PARTS + _UNUSED_PARTS:
+            raise ValueError(
+                f"{info}: not understood; expected {where}.<number>.<gate_proj, up_proj, down_proj"
+                f" or w1, w3, w2>.<{', '.join(_PARTS)}>"
+            )
+        naming, matrix = found[0]
+        namings[naming] = info
+        if len(namings) > 1:
+            raise ValueError(f"{info}: named otherwise than {namings[1 - naming].name!r}")
+        parts = experts.setdefault(number, {}).setdefault(matrix, {})
+        if part in _PARTS:
+            parts[part] = info
+    names = {matrix: projection for projection, matrix in _NAMINGS[min(namings)].items()}
+    last = max(experts)
+    everywhere = {part for e in experts.values() for parts in e.values() for part in parts}
+    everywhere = everywhere or {"weight"}
+    for number in range(last + 1):
+        for matrix in MATRICES:
+            present = experts.get(number, {}).get(matrix, {})
+            for part in sorted(everywhere - present.keys(), key=_PARTS.index):
+                name = f"{where}.{number}.{names[matrix]}.{part}"
+                file, some = _neighbour(experts, number, part, members[0][2])
+                raise ValueError(
+                    f"{file or path}: tensor {name!r} is missing; the experts go up to {last}, and"
+                    f" there is {some.name!r}"
+                )
+    return PerExpert(where, [experts[number] for number in range(last + 1)])
+
+
+def _neighbour(
+    experts: dict[int, dict[str, Parts]], number: int, part: str, other: TensorInfo
+) -> tuple[str | None, TensorInfo]:
+    """The file that has something of the expert, and a tensor like the one that it lacks, or
+    `other`."""
+    own = [info for parts in experts.get(number, {}).values() for info in parts.values()]
+    alike = [parts[part] for e in sorted(experts) for parts in experts[e].values() if part in parts]
+    return (own[0].file if own else None), (alike[-1] if alike else other)

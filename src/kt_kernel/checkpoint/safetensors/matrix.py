@@ -1,0 +1,75 @@
+"""What a reader of one quantised format offers; the formats are in the modules that use it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Self
+
+import torch
+
+from ...weights.formats import WeightForm
+from ...weights.quantised import QuantisedMatrix
+from ..header import TensorInfo
+from ..quantization import Quantization
+from .layout import Parts
+from .parts import Read
+
+# (rows, columns) of gate, up and down.
+Shapes = dict[str, tuple[int, int]]
+
+
+class MatrixFormat(ABC):
+    """One way in which checkpoints store quantised matrices, one by one, opened for a layer.
+
+    title: for messages. tensors: their names, dtypes and shapes, for the table of formats. method:
+    the one that takes these weights over. quant_methods: what quantization_config may call it.
+    stacked: whether stacks of it are read, too (stacks.py).
+    """
+
+    title: ClassVar[str]
+    tensors: ClassVar[str]
+    method: ClassVar[str]
+    quant_methods: ClassVar[tuple[str, ...]]
+    stacked: ClassVar[bool] = False
+
+    def __init__(self, form: WeightForm) -> None:
+        self.form = form
+
+    @classmethod
+    @abstractmethod
+    def size(cls, parts: Parts) -> tuple[int, int]:
+        """(rows, columns) as the shapes have them. ValueError for shapes that make no sense."""
+
+    @classmethod
+    def open(cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization) -> Self:
+        """For a layer whose first expert has these parts. ValueError if config.json disagrees."""
+        some = next(iter(first["gate"].values()))
+        quantization.expect(some, cls.title, *cls.quant_methods)
+        return cls(cls.layer_form(first, shapes, quantization))
+
+    @classmethod
+    @abstractmethod
+    def layer_form(
+        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
+    ) -> WeightForm:
+        """What the layer's weights are. ValueError if config.json disagrees."""
+
+    @abstractmethod
+    def check(self, parts: Parts, rows: int, columns: int) -> None:
+        """Checks dtypes and shapes. ValueError naming file and tensor."""
+
+    @abstractmethod
+    def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
+        """Reads a matrix that was checked. ValueError naming file and tensor for a bad value."""
+
+
+def two_dimensions(info: TensorInfo) -> tuple[int, int]:
+    """The shape of a matrix; ValueError for something else."""
+    if len(info.shape) != 2:
+        raise ValueError(f"{info} has shape {list(info.shape)}, expected 2 dimensions")
+    return info.shape[0], info.shape[1]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a matrix as uint8, rows as they are."""
+    return tensor.contiguous().view(torch.uint8)

@@ -1,0 +1,80 @@
+"""Checks and conversions of single tensors that the readers of quantised formats share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..header import TensorInfo
+
+# Returns the tensor, or the part of it with the given first index.
+Read = Callable[[TensorInfo, int | None], torch.Tensor]
+
+FLOATS = ("F32", "BF16", "F16")
+UE8M0 = ("U8", "F8_E8M0")
+
+_INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}  # as bits
+
+
+def check_tensor(info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+    """Raises ValueError naming file and tensor for another dtype, or none of the shapes."""
+    if info.dtype not in dtypes:
+        reason = ""
+        if info.dtype == "F8_E4M3FNUZ":
+            reason = "; this variant of e4m3 has another bias and is not supported"
+        raise ValueError(f"{info} has dtype {info.dtype}; expected {' or '.join(dtypes)}{reason}")
+    if info.shape not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{info} has shape {list(info.shape)}; expected {expected}")
+
+
+def float_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
+    """The scales as they are. ValueError for one that is negative or not finite."""
+    if not _bits_below(scale, _INFINITY[scale.dtype]):  # or some are -0
+        _refuse(info, scale, ~(scale.isfinite() & (scale >= 0)), "a finite number from 0")
+    return scale
+
+
+def ue8m0_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
+    """The codes as uint8: code c is 2^(c - 127). ValueError for 255, NaN."""
+    codes = scale.view(torch.uint8)
+    if not _bits_below(codes, 255):
+        _refuse(info, codes, codes == 255, "ue8m0 codes 0 to 254 (255 is NaN)")
+    return codes
+
+
+def e4m3_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
+    """The scales as they are. ValueError for one that is negative (-0 too) or NaN."""
+    codes = scale.view(torch.uint8)
+    if not _bits_below(codes, 0x7F):
+        _refuse(info, scale.float(), codes >= 0x7F, "a finite number from 0")
+    return scale
+
+
+def single(info: TensorInfo, value: torch.Tensor) -> float:
+    """The number of a tensor of one. ValueError if it is negative or not finite."""
+    return float(float_scales(info, value.float()).reshape(()))
+
+
+def nibbles(
+    words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))
+) -> torch.Tensor:
+    """int32 to uint8, eight times as many along `dim`: element order[i] of eight is in bits 4i."""
+    shifts = torch.tensor([4 * order.index(i) for i in range(8)], dtype=torch.int32, device="cpu")
+    parts = (words.unsqueeze(-1) >> shifts & 15).to(torch.uint8)
+    return parts.movedim(-1, dim + 1).flatten(dim, dim + 1)
+
+
+def _bits_below(values: torch.Tensor, limit: int) -> bool:
+    """Whether all values are, as unsigned numbers. In one pass: scales are looked at while others
+    are packed, and torch would wake threads for it."""
+    unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[values.element_size()]
+    return int(values.view(unsigned).numpy().max(initial=0)) < limit
+
+
+def _refuse(info: TensorInfo, values: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        value = values[tuple(where)].item()
+        raise ValueError(f"{info}: the scale at {where} is {value:g}; accepted: {accepted}")

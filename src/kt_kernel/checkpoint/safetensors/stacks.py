@@ -1,0 +1,188 @@
+"""Quantised stacks, seen as tensors of single experts, so that the formats' readers read them too.
+
+Where a stack's scales are is told by names (layout.py), what they are for by shapes:
+- per block (transformers' fine-grained FP8): [E, 2 ceil(I/128), ceil(H/128)], the first half for
+  gate, and [E, ceil(H/128), ceil(I/128)]
+- per row (compressed-tensors): [E, 2I, 1] and [E, H, 1]
+- per 32 (MXFP4, MXFP8) or 16 columns (ModelOpt's NVFP4): [E, 2I, H/g] and [E, H, I/g]
+- one number for all, one for each expert, or two: gate's and up's
+Where the weights are transposed, scales of two dimensions are as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ...weights.expert_tensors import MATRICES
+from ..header import TensorInfo
+from .arrangement import codes_per_element, halves, infer_arrangement, stacked_shapes
+from .families import Stacked
+from .layout import Parts, PerExpert, StackedExperts
+from .parts import Read
+
+_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a stacked tensor has of one expert's matrix, of the given shape; used as a `TensorInfo`.
+
+    expert: its number, None where all share the tensor. half: 0 for gate and 1 for up, where the
+    tensor is of both.
+    """
+
+    info: TensorInfo
+    shape: tuple[int, ...]
+    expert: int | None
+    transposed: bool = False
+    half: int | None = None
+    interleaved: bool = False
+
+    @property
+    def dtype(self) -> str:
+        return self.info.dtype
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def file(self) -> str:
+        return self.info.file
+
+    def __str__(self) -> str:
+        return str(self.info)
+
+    def read(self, read: Read) -> torch.Tensor:
+        """Contiguous, as gate's and up's rows of a stack are not in general."""
+        tensor = read(self.info, self.expert)
+        if self.transposed:
+            tensor = tensor.T
+        if self.half is not None:
+            tensor = halves(tensor, self.interleaved)[self.half]
+        return tensor.reshape(self.shape).contiguous()
+
+
+def part_reader(read: Read) -> Read:
+    """`read` that takes parts as well. What it read of the last expert is kept, as gate and up are
+    parts of the same tensors."""
+    kept: dict[str, torch.Tensor] = {}
+    last: int | None = None
+
+    def read_once(info: TensorInfo, expert: int | None) -> torch.Tensor:
+        nonlocal last
+        if expert is None:
+            return read(info, None)
+        if expert != last:
+            kept.clear()
+            last = expert
+        if info.name not in kept:
+            kept[info.name] = read(info, expert)
+        return kept[info.name]
+
+    return lambda info, first: info.read(read_once) if isinstance(info, Part) else read(info, first)
+
+
+def single_experts(layout: StackedExperts, sizes: tuple[int, int, int] | None = None) -> PerExpert:
+    """The layout with a part of a stack in place of every tensor of an expert.
+
+    sizes: num_experts, hidden_size and moe_intermediate_size as expected, None: as they are.
+
+    Raises ValueError naming file and tensor for weights of another shape, or scales that are none
+    of those known.
+    """
+    arrangement, found = infer_arrangement(layout)
+    if sizes is not None and found != sizes:
+        _explain_sizes(layout, arrangement, sizes)
+    fields = [("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", None)]
+    if "gate_up" not in layout.tensors:
+        fields = [(matrix, matrix, None) for matrix in MATRICES]
+    return PerExpert(
+        layout.where,
+        [
+            {
+                matrix: _Stack(layout, arrangement, found, field, half).parts(expert)
+                for matrix, field, half in fields
+            }
+            for expert in range(found[0])
+        ],
+    )
+
+
+def _explain_sizes(
+    layout: StackedExperts, arrangement: Stacked, sizes: tuple[int, int, int]
+) -> None:
+    for field, info in layout.tensors.items():
+        wanted = stacked_shapes(arrangement, *sizes, codes_per_element(info))[field]
+        if info.shape != wanted:
+            raise ValueError(f"{info} has shape {list(info.shape)}; expected {list(wanted)}")
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The tensors of one field of a layout, and which half of them is meant."""
+
+    layout: StackedExperts
+    arrangement: Stacked
+    sizes: tuple[int, int, int]
+    field: str
+    half: int | None
+
+    def parts(self, expert: int) -> Parts:
+        tensors = self.layout.tensors
+        result: Parts = {"weight": self._part(tensors[self.field], expert)}
+        for name, info in self.layout.scales[self.field].items():
+            result[name] = self._scale(info, expert)
+        if f"{self.field}_bias" in tensors:
+            result["bias"] = self._part(tensors[f"{self.field}_bias"], expert)
+        return result
+
+    def _part(self, info: TensorInfo, expert: int, interleaved: bool | None = None) -> Part:
+        """The rows that are this half's."""
+        shape, transposed = self._one(info)
+        if self.half is None:
+            return Part(info, shape, expert, transposed)
+        if interleaved is None:
+            interleaved = self.arrangement.interleaved
+        shape = (shape[0] // 2, *shape[1:])
+        return Part(info, shape, expert, transposed, self.half, interleaved)
+
+    def _one(self, info: TensorInfo) -> tuple[tuple[int, ...], bool]:
+        """Shape of what one expert has, as it is to be used, and whether that is transposed."""
+        if not info.shape or info.shape[0] != self.sizes[0]:
+            raise ValueError(
+                f"{info} has shape {list(info.shape)}; expected [{self.sizes[0]}, ...], the first"
+                " dimension that of the experts"
+            )
+        shape = info.shape[1:]
+        transposed = self.arrangement.columns and len(shape) == 2
+        return (shape[::-1] if transposed else shape), transposed
+
+    def _scale(self, info: TensorInfo, expert: int) -> Part:
+        if info.shape in ((), (1,)):
+            return Part(info, (), None)
+        shape, transposed = self._one(info)
+        _, hidden, inter = self.sizes
+        blocks = len(shape) == 2 and shape[1] == -(-hidden // _BLOCK)
+        rows = shape[0] if shape else 1
+        one = math.prod(shape) == 1 or (blocks and rows == 1 and 2 * inter <= _BLOCK)
+        if self.half is None or one:  # gate's and up's alike
+            return Part(info, shape, expert, transposed)
+        if rows == 2 * inter:
+            return self._part(info, expert)
+        # Rows of a block must not be of both; and a count that goes with both does not tell which.
+        if blocks and inter % _BLOCK and rows == -(-2 * inter // _BLOCK):
+            raise ValueError(
+                f"{info}: scales per block of {_BLOCK} rows need an intermediate size that is a"
+                f" multiple of {_BLOCK} where gate and up are one tensor; got {inter}"
+            )
+        per_half = rows == 2 * -(-inter // _BLOCK) and blocks and not self.arrangement.interleaved
+        if rows == 2 or per_half:
+            return self._part(info, expert, interleaved=False)
+        raise ValueError(
+            f"{info} has shape {list(info.shape)}; expected scales for {2 * inter} rows (gate's and"
+            " up's) of each expert"
+        )

@@ -1,0 +1,1 @@
+"""The wrappers of a MoE layer: settings, loading, placement of experts, forward passes."""

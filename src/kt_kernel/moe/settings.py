@@ -1,0 +1,265 @@
+"""Checked settings of one MoE layer: what the constructor's arguments come to."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..runtime.pools import PoolPlan, plan_pools
+from ..runtime.variant import kernel_kind, kernel_table
+from ..weights.formats import LayerForm
+from ..weights.methods import Method, get_method
+from .placement import Placement
+
+MAX_DIMENSION = 65536  # of H and I
+MAX_EXPERTS = 65536
+_MAX_CHUNK = 1024  # tokens per chunk; more gain nothing
+_MAX_CHUNK_PAIRS = 65536  # token-expert pairs per chunk
+
+#: The arguments that only mode="sft" reads, and their defaults. Inference keeps them as given.
+SFT_DEFAULTS: dict[str, Any] = {
+    "lora_rank": 16,
+    "lora_alpha": 32.0,
+    "lora_dropout": 0.0,
+    "max_cache_depth": 1,
+    "group_size": 128,
+    "zero_point": True,
+    "full_weight_grad": False,
+}
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value`` as an int in low … high; TypeError or ValueError naming it otherwise."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+    if number < low or (high is not None and number > high):
+        accepted = f"{low} to {high}" if high is not None else f"{low} or more"
+        raise ValueError(f"{name}={number}; accepted: {accepted}")
+    return number
+
+
+def _number(name: str, value: Any, low: float | None = None) -> float:
+    """``value`` as a float32 number; None counts as 0."""
+    if value is None:
+        return 0.0
+    if isinstance(value, bool | str | bytes | bytearray):  # float() would take them
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}") from None
+    try:
+        single = struct.unpack("f", struct.pack("f", number))[0]
+    except OverflowError:
+        single = math.inf
+    vanishes = single == 0 and number != 0  # 0 means "not used"
+    if not math.isfinite(single) or vanishes or (low is not None and number < low):
+        accepted = "a finite float32 number" + (f" of at least {low:g}" if low is not None else "")
+        raise ValueError(f"{name}={value}; accepted: {accepted}")
+    return number
+
+
+def check_sizes(
+    form: Method | LayerForm, method: str, hidden_size: int, intermediate: int, where: str = ""
+) -> None:
+    """Raises ValueError for sizes that the weights' groups do not divide."""
+    sizes = ("hidden_size", hidden_size), ("moe_intermediate_size", intermediate)
+    for (name, size), unit in zip(sizes, form.units, strict=True):
+        if size % unit:
+            raise ValueError(
+                f"{where + ': ' if where else ''}{name}={size} is not divisible by the group size "
+                f"{unit} of {method}; accepted: multiples of {unit}, or a method without groups"
+            )
+
+
+def _weight_path(path: Any) -> str | os.PathLike[str] | None:
+    """``path`` as given, checked; None for an empty string, which counts as not given."""
+    if path is None or (isinstance(path, str) and not path):
+        return None
+    from ..checkpoint.paths import check_path  # the readers are not needed without a path
+
+    check_path("weight_path", path)
+    return path
+
+
+def _chunked_prefill_size(given: Any) -> int:
+    size = integer("chunked_prefill_size", -1 if given is None else given, -1)
+    if size == 0:
+        raise ValueError("chunked_prefill_size=0; accepted: -1 (not known), 1 or more")
+    return size
+
+
+def _chunk_tokens(chunked_prefill_size: int, k: int) -> int:
+    """Tokens per chunk. No result depends on it, so it is no larger than is worth its memory."""
+    given = chunked_prefill_size if chunked_prefill_size > 0 else _MAX_CHUNK
+    return max(1, min(given, _MAX_CHUNK, _MAX_CHUNK_PAIRS // k))
+
+
+def placement_of(mask: Any, num_gpu_experts: int | None, num_experts: int) -> Placement:
+    """The experts on the GPU, from a mask bool [E], a number of experts, or both.
+
+    Raises:
+        TypeError, ValueError: wrong type, dtype, length or count, or the two disagree.
+    """
+    if isinstance(mask, numbers.Integral) and not isinstance(mask, bool):
+        # Older callers pass num_gpu_experts in the mask's place.
+        if num_gpu_experts is not None and num_gpu_experts != mask:
+            raise ValueError(
+                f"num_gpu_experts={num_gpu_experts}, but {mask} was passed in the place of "
+                "gpu_experts_mask; give one of them"
+            )
+        num_gpu_experts, mask = int(mask), None
+    first = None
+    if num_gpu_experts is not None:
+        count = integer("num_gpu_experts", num_gpu_experts, 0, num_experts)
+        first = Placement.first(num_experts, count)
+    if mask is None:
+        return first or Placement.first(num_experts, 0)
+    placement = placement_of_mask(mask, num_experts)
+    if first not in (None, placement):
+        raise ValueError(
+            f"num_gpu_experts={num_gpu_experts} means slots 0 to {num_gpu_experts - 1}, but "
+            f"gpu_experts_mask names {list(placement.hot_experts)}; give one of them"
+        )
+    return placement
+
+
+def placement_of_mask(mask: Any, num_experts: int) -> Placement:
+    """From gpu_experts_mask, bool [E]; TypeError or ValueError for anything else."""
+    placement = Placement.from_mask(mask, "gpu_experts_mask")
+    if placement.num_experts != num_experts:
+        raise ValueError(
+            f"gpu_experts_mask must be bool [{num_experts}], got torch.bool "
+            f"[{placement.num_experts}]"
+        )
+    return placement
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """One MoE layer for inference, all values checked. See ``KTMoEWrapper``.
+
+    Attributes beyond its arguments:
+        placement: ``gpu_experts_mask`` and ``num_gpu_experts``. Its cold experts are those whose
+            weights the CPU gets.
+        max_tokens: tokens per chunk.
+        max_deferred: ``max_deferred_experts_per_token``, 0 for None.
+        table, kind: the kernels to use, see `variant`.
+        sft: the arguments of ``SFT_DEFAULTS`` as given.
+        scale_search: whether scales of INT4_G32 and INT4_G128 are searched for the least error when
+            weights are quantised, rather than absmax / 7. It takes several times as long and is for
+            conversions.
+    """
+
+    layer_idx: int
+    num_experts: int
+    num_experts_per_tok: int
+    hidden_size: int
+    moe_intermediate_size: int
+    placement: Placement
+    pools: PoolPlan
+    weight_path: str | os.PathLike[str] | None
+    chunked_prefill_size: int
+    cpu_save: bool
+    max_tokens: int
+    max_deferred: int
+    method: Method
+    table: str
+    kind: int
+    swiglu_limit: float
+    swiglu_alpha: float
+    sft: Mapping[str, Any]
+    scale_search: bool = False
+
+    @property
+    def where(self) -> str:
+        """For error messages."""
+        return f"layer {self.layer_idx}"
+
+    @property
+    def cpu_slots(self) -> list[bool]:
+        """[E], whether the CPU gets the slot's weights."""
+        return (~self.placement.mask).tolist()
+
+
+def check_settings(
+    *,
+    layer_idx: int,
+    num_experts: int,
+    num_experts_per_tok: int,
+    hidden_size: int,
+    moe_intermediate_size: int,
+    method: str,
+    gpu_experts_mask: Any = None,
+    num_gpu_experts: int | None = None,
+    cpuinfer_threads: int | None = None,
+    threadpool_count: int | None = None,
+    numa_nodes: Sequence[int] | None = None,
+    weight_path: str | os.PathLike[str] | None = None,
+    chunked_prefill_size: int | None = None,
+    cpu_save: bool = False,
+    max_deferred_experts_per_token: int | None = None,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    sft: Mapping[str, Any] | None = None,
+) -> LayerSettings:
+    """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit.
+
+    ``sft`` has those of the arguments in ``SFT_DEFAULTS`` that were given; they are not checked.
+    """
+    chosen = get_method(method)
+    layer_idx = integer("layer_idx", layer_idx, 0)
+    num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
+    k = integer("num_experts_per_tok", num_experts_per_tok, 1, MAX_EXPERTS)
+    hidden_size = integer("hidden_size", hidden_size, 1, MAX_DIMENSION)
+    intermediate = integer("moe_intermediate_size", moe_intermediate_size, 1, MAX_DIMENSION)
+    check_sizes(chosen, method, hidden_size, intermediate)
+    if not isinstance(cpu_save, bool):
+        raise TypeError(f"cpu_save must be True or False, got {cpu_save!r}")
+    path = _weight_path(weight_path)
+    if cpu_save and path is None:
+        raise ValueError("cpu_save=True needs weight_path, the folder to write the packed layer to")
+    chunked_prefill_size = _chunked_prefill_size(chunked_prefill_size)
+    if threadpool_count is not None:
+        threadpool_count = integer("threadpool_count", threadpool_count, 1)
+    if cpuinfer_threads is not None:
+        cpuinfer_threads = integer("cpuinfer_threads", cpuinfer_threads, 1)
+    if numa_nodes is not None:
+        if not isinstance(numa_nodes, Iterable):
+            raise TypeError(f"numa_nodes must be a list of integers, got {numa_nodes!r}")
+        numa_nodes = [integer("numa_nodes", node, 0) for node in numa_nodes]
+    deferred = max_deferred_experts_per_token
+    return LayerSettings(
+        layer_idx=layer_idx,
+        num_experts=num_experts,
+        num_experts_per_tok=k,
+        hidden_size=hidden_size,
+        moe_intermediate_size=intermediate,
+        placement=placement_of(gpu_experts_mask, num_gpu_experts, num_experts),
+        max_deferred=0
+        if deferred is None
+        else integer("max_deferred_experts_per_token", deferred, 0),
+        weight_path=path,
+        chunked_prefill_size=chunked_prefill_size,
+        cpu_save=cpu_save,
+        max_tokens=_chunk_tokens(chunked_prefill_size, k),
+        method=chosen,
+        swiglu_limit=_number("swiglu_limit", swiglu_limit, 0.0),
+        swiglu_alpha=_number("swiglu_alpha", swiglu_alpha),
+        kind=kernel_kind(),
+        table=kernel_table(),
+        pools=plan_pools(cpuinfer_threads, threadpool_count, numa_nodes),
+        sft=SFT_DEFAULTS | dict(sft or {}),
+    )

@@ -1,0 +1,424 @@
+"""What the wrappers of all modes share: settings, weights, and the static buffer calls."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..runtime.forks import per_process
+from ..runtime.pools import get_team
+from ..runtime.tensors import on_cpu
+from ..runtime.variant import debug, native
+from ..weights.expert_tensors import BIASES, MATRICES, Matrix
+from ..weights.formats import LayerForm
+from ..weights.loading import Expert, LoadRecord, batches, bytes_of
+from ..weights.packed import PackedMatrix
+from ..weights.quantised import CoreSource, column_order, in_order
+from ..weights.store import saving
+from . import buffers
+from .arguments import WrapperArguments
+from .cpu_buffer import KExpertsCPUBuffer
+from .settings import LayerSettings, check_sizes
+from .tuning import WORTH_BYTES, layer_tuning
+from .weight_checks import DENSE_FORM, WeightChecks
+
+
+@contextmanager
+def naming_path(where: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """A ValueError from inside names the layer and the path that is read."""
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error).removeprefix(f"{where}: ")
+        raise ValueError(f"{where}: weight_path {path}: {problem}") from error
+
+
+class BaseMoEWrapper(WrapperArguments):
+    """One MoE layer: its settings, and the loading of its experts on the CPU."""
+
+    def __init__(self, settings: LayerSettings) -> None:
+        self._settings = settings
+        self._placement = settings.placement
+        self._checks = WeightChecks(settings)
+        self._core: Any = None  # the compiled layer, from the first weights on
+        self._form: LayerForm | None = None  # of its weights
+        self._loaded = False
+        self._record = LoadRecord()
+        self._arrived: set[int] = set()
+        # Another thread of a parent may load while it forks; to the child that is not loaded.
+        per_process(self, "_load_lock", threading.RLock)
+
+    # ---- what it is -------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the weights are complete."""
+        return self._loaded
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of packed weights held; 0 before the first expert arrives."""
+        return self._core.packed_bytes if self._core is not None else 0
+
+    @property
+    def load_record(self) -> LoadRecord:
+        """What loading took so far."""
+        return replace(self._record, packed_bytes=self.packed_bytes)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since loading: forwards, tokens, expert_calls (token-expert pairs computed),
+        experts_touched, tile_calls (GEMM), vector_calls (GEMV), stolen_tasks. Empty before the
+        first expert arrives."""
+        return dict(self._core.stats()) if self._core is not None else {}
+
+    def describe(self) -> str:
+        """One line: method, kernel table, threads, and which slots are on the CPU."""
+        s = self._settings
+        return (
+            f"layer {s.layer_idx}: {s.method.name}, {s.table} kernels, threads "
+            f"{'+'.join(map(str, s.pools.threads))} on NUMA nodes "
+            f"{','.join(map(str, s.pools.nodes))}, {s.num_experts - self.num_gpu_experts} of "
+            f"{s.num_experts} experts on the CPU"
+        )
+
+    # ---- buffers ----------------------------------------------------------------------------
+
+    @staticmethod
+    def set_capture_batch_sizes(capture_bs: Sequence[int]) -> None:
+        """Announces the batch sizes to be captured in CUDA graphs; their buffers are kept.
+
+        Raises:
+            ValueError: a size that is not a positive integer.
+        """
+        buffers.set_capture_batch_sizes(capture_bs)
+
+    @staticmethod
+    def get_capture_batch_sizes() -> list[int]:
+        """The sizes given to ``set_capture_batch_sizes``."""
+        return buffers.get_capture_batch_sizes()
+
+    @staticmethod
+    def clear_buffer_cache() -> int:
+        """Frees the inference buffers that no captured graph or pending call refers to; returns
+        their bytes."""
+        return buffers.clear_buffer_cache() + KExpertsCPUBuffer.clear()
+
+    @staticmethod
+    def clear_sft_buffer_cache() -> int:
+        """Frees the fine-tuning buffers that no pending call refers to; returns their bytes."""
+        return 0  # there are none before fine-tuning exists
+
+    # ---- loading ----------------------------------------------------------------------------
+
+    def load_weights_from_tensors(
+        self,
+        gate_proj: torch.Tensor | Sequence[Matrix],
+        up_proj: torch.Tensor | Sequence[Matrix],
+        down_proj: torch.Tensor | Sequence[Matrix],
+        physical_to_logical_map_cpu: torch.Tensor,
+        *,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
+        """Packs the experts of this layer that are on the CPU. They may be freed afterwards.
+
+        Args:
+            gate_proj, up_proj: [E, I, H], down_proj: [E, H, I], logical order; bf16, fp16 or fp32,
+                any device. For a method that takes quantised weights
+                (``methods.Method.takes_quantised``): E matrices [I, H], [I, H] and [H, I], all of
+                one form; LLAMAFILE: the gates, the ups and the downs each of one form, or dense.
+            physical_to_logical_map_cpu: [E] integers on the CPU: slot p holds logical expert
+                ``map[p]``; repeats are legal.
+            gate_bias, up_bias: [E, I], down_bias: [E, H]; any float dtype.
+
+        With ``cpu_save=True`` all experts of the layer are also written to ``weight_path``.
+
+        A second call after a successful load does nothing. After an error the wrapper is as
+        unloaded as before.
+
+        Raises:
+            TypeError: not tensors.
+            OSError: ``cpu_save=True``, and the layer cannot be written; names folder or file. What
+                can be known before packing is raised before.
+            ValueError: wrong shape or dtype, a map that is wrong, a weight that is not finite
+                (integer and FP8 methods) or a scale that is negative or not finite;
+                ``cpu_save=True``, and ``weight_path`` holds something else.
+        """
+        if self._loaded:
+            return
+        s = self._settings
+        biases = zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
+        given: dict[str, Any] = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
+        given |= {name: bias for name, bias in biases if bias is not None}
+        form = self._checks.layer(given)
+        mapping = self._checks.mapping(physical_to_logical_map_cpu)
+        save = None
+        if s.cpu_save:
+            saving.check_target(s, given.values())
+            save = functools.partial(self._save, form, given, mapping)
+        self._load_all(
+            form,
+            (
+                (slot, {name: tensor[mapping[slot]] for name, tensor in given.items()})
+                for slot in self._cpu_slots()
+            ),
+            save=save,
+        )
+
+    def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
+        """Reads this layer's experts from ``weight_path`` and packs those on the CPU.
+
+        With ``cpu_save=True`` the layer is loaded from a packed directory: ``weight_path`` itself
+        if it is one, else its subfolder ``kt-packed`` (of a file, the subfolder of its folder). If
+        the layer is not there yet, all of its experts are quantised and written there first.
+
+        Args:
+            physical_to_logical_map_cpu: as in ``load_weights_from_tensors``.
+
+        All that the files say of themselves is checked before anything is packed. After an error
+        the wrapper is as unloaded as before.
+
+        Raises:
+            RuntimeError: no ``weight_path`` was given.
+            ValueError: a wrong map, or a checkpoint that does not fit; names file, tensor, expected
+                and found sizes. ``cpu_save=True``: ``kt-packed`` was made of another checkpoint,
+                for another method, or is no packed directory.
+            FileNotFoundError, PermissionError: nothing to read.
+            OSError: ``cpu_save=True``, and the layer cannot be written; names folder or file. What
+                can be known before quantising is raised before.
+        """
+        if self._loaded:
+            return
+        s = self._settings
+        if s.weight_path is None:
+            raise RuntimeError(
+                f"{s.where}: load_weights needs weight_path, which was not given; pass it to the "
+                "constructor, or pass tensors to load_weights_from_tensors"
+            )
+        mapping = self._checks.mapping(physical_to_logical_map_cpu)
+        path, saved = s.weight_path, None
+        if s.cpu_save:
+            from .whole import packed_copy  # which uses a wrapper
+
+            path, saved = packed_copy(s)
+        slots: dict[int, list[int]] = {}  # by logical expert
+        for slot in self._cpu_slots():
+            slots.setdefault(mapping[slot], []).append(slot)
+        if not slots:
+            self.finish_loading()
+            return
+        from ..checkpoint import open_checkpoint  # the readers are not needed without a path
+
+        # Few at a time: what has to be transposed or converted is not in memory twice for all.
+        with (
+            naming_path(s.where, path),
+            open_checkpoint(path).each_expert(
+                s.layer_idx,
+                s.num_experts,
+                s.hidden_size,
+                s.moe_intermediate_size,
+                slots,
+                method=s.method.name,
+            ) as experts,
+        ):
+            self._load_all(
+                experts.form or s.method.layer_form or LayerForm.same(DENSE_FORM),
+                ((slot, tensors) for logical, tensors in experts for slot in slots[logical]),
+                stored_bytes=lambda: experts.stored_bytes,
+            )
+        if saved is not None:
+            self._record.source_bytes = saved.source_bytes
+            self._record.seconds += saved.seconds
+
+    def load_expert(
+        self,
+        slot: int,
+        gate_proj: Matrix,
+        up_proj: Matrix,
+        down_proj: Matrix,
+        *,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> None:
+        """Packs one expert, for weights that arrive one by one; then call ``finish_loading``.
+
+        Args:
+            slot: 0 … E-1, a slot on the CPU. A slot given twice keeps what is given later, of
+                biases too: none then means none.
+            gate_proj, up_proj: [I, H], down_proj: [H, I]; bf16, fp16 or fp32, any device. For a
+                method that takes quantised weights: of the form that the first expert's had.
+            gate_bias, up_bias: [I], down_bias: [H].
+
+        After an error while packing, the slot counts as not loaded.
+
+        Raises:
+            RuntimeError: loading is finished.
+            TypeError, ValueError: as ``load_weights_from_tensors``, or a slot on the GPU.
+        """
+        s = self._settings
+        slot = self._checks.slot(slot)
+        expert: Expert = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
+        expert |= zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
+        form = self._checks.expert(slot, expert)
+        if s.cpu_save:
+            raise ValueError(
+                f"{s.where}: cpu_save=True writes whole layers, and load_expert gives the experts "
+                "on the CPU only; use load_weights_from_tensors"
+            )
+        with self._load_lock:
+            if self._loaded:
+                raise RuntimeError(f"{s.where}: load_expert after loading was finished")
+            if self._core is None:
+                self._core, self._form = self._make_core(form), form
+            if form != self._form:
+                raise ValueError(
+                    f"{s.where}: slot {slot} is {form}; slots loaded before are {self._form}"
+                )
+            self._arrived.discard(slot)
+            with self._record.timed():
+                self._pack(self._core, [(slot, expert)])
+            self._record.source_bytes += bytes_of(expert)
+            self._arrived.add(slot)
+
+    def finish_loading(self) -> None:
+        """Declares the weights complete. A second call does nothing.
+
+        Raises:
+            ValueError: CPU experts are missing; names their slots.
+        """
+        with self._load_lock:
+            if self._loaded:
+                return
+            missing = [slot for slot in self._cpu_slots() if slot not in self._arrived]
+            if missing:
+                raise ValueError(
+                    f"{self._settings.where}: {len(missing)} CPU experts were not loaded: slots "
+                    f"{missing}"
+                )
+            if self._core is None:  # no expert is on the CPU, so any form will do
+                any_form = self._settings.method.layer_form or LayerForm.same(DENSE_FORM)
+                self._core = self._make_core(any_form)
+            self._loaded = True
+            debug(f"{self.describe()}; {self.load_record.describe()}")
+
+    def _load_all(
+        self,
+        form: LayerForm,
+        experts: Iterable[tuple[int, Expert]],
+        stored_bytes: Callable[[], int] | None = None,
+        save: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Packs ``experts``, which are those of all CPU slots. stored_bytes: what files have of
+        those given; None: as much as was given. ``save`` gets the compiled layer before it counts
+        as loaded."""
+        with self._load_lock:
+            if self._loaded:
+                return
+            record = LoadRecord()
+            with record.timed():
+                core = self._make_core(form)  # a failure leaves what was loaded before untouched
+                for batch in batches(experts):
+                    self._pack(core, batch)
+                    record.source_bytes += sum(bytes_of(expert) for _, expert in batch)
+            if stored_bytes is not None:
+                record.source_bytes = stored_bytes()
+            if save is not None:
+                save(core)
+            self._core, self._form, self._record = core, form, record
+            self._arrived = set(self._cpu_slots())
+            self.finish_loading()
+
+    def _save(self, form: LayerForm, given: dict[str, Any], mapping: list[int], core: Any) -> None:
+        """Writes the layer: all experts, in logical order."""
+        from .whole import WholeLayer  # which is a wrapper
+
+        s = self._settings
+        if all(s.cpu_slots) and mapping == list(range(s.num_experts)):
+            biases = {
+                name: on_cpu(given[name], torch.float32).numpy() for name in BIASES if name in given
+            }
+            layer = saving.packed_layer(s, form, core, biases)
+        else:
+            layer = WholeLayer(s).load_from_tensors(given)
+        saving.save_layer(s, layer)
+
+    def _make_core(self, form: LayerForm) -> Any:
+        s = self._settings
+        check_sizes(form, s.method.name, s.hidden_size, s.moe_intermediate_size, s.where)
+        tuning = self._tuning(form)
+        try:
+            return native().MoeLayer(
+                get_team(s.pools),
+                num_experts=s.num_experts,
+                top_k=s.num_experts_per_tok,
+                hidden_size=s.hidden_size,
+                intermediate_size=s.moe_intermediate_size,
+                forms=[one.core for one in form],
+                cpu_slots=s.cpu_slots,
+                swiglu_limit=s.swiglu_limit,
+                swiglu_alpha=s.swiglu_alpha,
+                max_tokens=s.max_tokens,
+                table=s.table,
+                kind=s.kind,
+                **tuning,
+            )
+        except MemoryError:
+            raise MemoryError(
+                f"{s.where}: not enough memory for {len(self._cpu_slots())} experts of hidden_size="
+                f"{s.hidden_size}, moe_intermediate_size={s.moe_intermediate_size} in "
+                f"{s.method.name}, and their buffers"
+            ) from None
+
+    def _tuning(self, form: LayerForm) -> dict[str, Any]:
+        """What the compiled layer is made with beyond its shape; measured for large layers only."""
+        s = self._settings
+        values = 3 * len(self._cpu_slots()) * s.hidden_size * s.moe_intermediate_size
+        if values // 2 < WORTH_BYTES or s.kind:  # half a byte each at least
+            return {}
+        return layer_tuning(form, s.table)
+
+    def _pack(self, core: Any, experts: Sequence[tuple[int, Expert]]) -> None:
+        """Packs experts by slot, all in one go; or copies packed ones."""
+        kept = []  # what the addresses below are of
+        given = []
+        try:
+            for slot, expert in experts:
+                gate, up, down = (expert[name] for name in MATRICES)
+                # The columns of down may have an order: gate and up make h in that order.
+                rows = column_order(down)
+                biases = [
+                    None if bias is None else in_order(on_cpu(bias, torch.float32), order)
+                    for bias, order in zip(map(expert.get, BIASES), (rows, rows, None), strict=True)
+                ]
+                if isinstance(gate, PackedMatrix):
+                    tiles = [matrix.tiles for matrix in (gate, up, down)]
+                    arrays = [None if bias is None else bias.numpy() for bias in biases]
+                    core.load_packed(slot, *tiles, *arrays)
+                    continue
+                addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
+                sources = [CoreSource(gate, rows), CoreSource(up, rows), CoreSource(down)]
+                kept.append((sources, biases))
+                given.append((
+                    slot,
+                    [source.address for source in sources],
+                    [source.dtype for source in sources],
+                    addresses,
+                    [source.order for source in sources[:2]],
+                ))  # fmt: skip
+            if given:
+                core.load_many(given, scale_search=self._settings.scale_search)
+        except ValueError as error:
+            raise ValueError(f"{self._settings.where}: {error}") from None
+
+    def _cpu_slots(self) -> tuple[int, ...]:
+        """The slots whose weights the CPU gets."""
+        return self._settings.placement.cold_experts

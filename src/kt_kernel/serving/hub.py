@@ -1,0 +1,193 @@
+"""Checkpoints named as repositories of the Hugging Face hub, found in its local cache.
+
+A name is ``org/name``, ``org/name/file or folder``, and either with ``@revision``. Unless
+HF_HUB_OFFLINE is set, what is missing in the cache is downloaded: of a repository the safetensors
+files, those that its index lists if it has one, or its only GGUF model, with all JSON files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ..checkpoint.index import INDEX_SUFFIX, MAIN_INDEX, listed_files
+from .repository import Repository
+
+_PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}\.gguf$")
+_SIDECARS = ("mmproj", "imatrix")  # in names of GGUF files that hold no model
+_NAMED = 8  # files in a message
+# With one of these set an engine takes repositories from another hub.
+_OTHER_HUBS = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
+
+_logger = logging.getLogger(__name__)
+
+
+def local_path(repository: Repository, cache_dir: str | None = None) -> str:
+    """The path of a repository, or of what is meant in it, in the hub's cache.
+
+    Args:
+        cache_dir: None: the hub's own, which HF_HOME and HF_HUB_CACHE set.
+
+    Raises:
+        ValueError: it is not in the cache and cannot be downloaded, or its name does not tell which
+            checkpoint is meant. One line, which does not repeat the repository's name.
+    """
+    for variable in _OTHER_HUBS:
+        if os.environ.get(variable, "").strip().lower() in ("1", "true"):
+            raise ValueError(
+                f"{variable} is set, but kt-moe takes repositories from the Hugging Face hub only; "
+                "name the model's folder"
+            )
+    where = {
+        "repo_id": repository.name,
+        "revision": repository.revision,
+        "cache_dir": cache_dir or constants.HF_HUB_CACHE,
+    }
+    find = _cached if constants.HF_HUB_OFFLINE else _downloaded
+    try:
+        folder = find(repository, where)
+    except ValueError:
+        raise
+    except Exception as error:  # the HTTP library's, too, which differs between versions of the hub
+        raise ValueError(_problem(repository, error, where["cache_dir"])) from error
+    return os.path.join(folder, repository.inside) if repository.inside else folder
+
+
+def _cached(repository: Repository, where: dict[str, Any]) -> str:
+    """The folder of the repository's files that are in the cache."""
+    folder = snapshot_download(**where, ignore_patterns=["*"], local_files_only=True)
+    files = [
+        os.path.relpath(os.path.join(parent, name), folder)
+        for parent, _, names in os.walk(folder)
+        for name in names
+    ]
+    _choose(repository, files, f"its copy in the cache, {folder},")
+    return folder
+
+
+def _downloaded(repository: Repository, where: dict[str, Any]) -> str:
+    """The same, with those that are needed downloaded. The cache alone has to do where the hub
+    cannot be asked."""
+    try:
+        listing = HfApi().model_info(repository.name, revision=repository.revision)
+    except RevisionNotFoundError:
+        raise
+    except Exception as error:
+        try:
+            folder = _cached(repository, where)
+        except LocalEntryNotFoundError:
+            raise error from None
+        _logger.warning(
+            "kt: %s: the copy in the cache is used, since the hub cannot be asked: %s",
+            repository.name,
+            _in_words(error),
+        )
+        return folder
+    files = [file.rfilename for file in listing.siblings or ()]
+    wanted = _choose(repository, files, "the repository")
+    if wanted[0].endswith(INDEX_SUFFIX):
+        index = hf_hub_download(filename=wanted[0], **where)
+        inside, folder = os.path.dirname(wanted[0]), os.path.dirname(index)
+        wanted = [
+            os.path.join(inside, os.path.relpath(file, folder)) for file in listed_files(index)
+        ]
+    return snapshot_download(**where, allow_patterns=[*wanted, "*.json"])
+
+
+def _choose(repository: Repository, files: Sequence[str], place: str) -> list[str]:
+    """The files of the checkpoint that is meant, or its index alone. `place` is where they are.
+
+    Raises ValueError where there is none, or more than one.
+    """
+    inside = repository.inside
+    below = [name for name in files if not inside or name == inside or _is_in(inside, name)]
+    if _PART.search(inside):  # one part stands for all
+        stem = _PART.sub("", inside)
+        below = [name for name in files if _PART.search(name) and _PART.sub("", name) == stem]
+    gguf = [name for name in below if name.endswith(".gguf")]
+    safetensors = [name for name in below if name.endswith(".safetensors")]
+    if not gguf and not safetensors:
+        lack = f"nothing at {inside!r}" if inside and not below else "no safetensors or GGUF file"
+        raise ValueError(f"{place} has {lack}")
+    if gguf and safetensors:
+        raise ValueError(
+            f"{place} has both GGUF files ({gguf[0]}) and safetensors files "
+            f"({safetensors[0]}); name a file as {repository.name}/FILE"
+        )
+    if gguf:
+        return _only_model(repository, gguf, place)
+    index = [name for name in below if name.endswith(INDEX_SUFFIX) and not _depth(inside, name)]
+    main = [name for name in index if os.path.basename(name) == MAIN_INDEX]
+    return main or (index if len(index) == 1 else safetensors)
+
+
+def _only_model(repository: Repository, files: list[str], place: str) -> list[str]:
+    """The GGUF files of the only model among them."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(files):
+        models.setdefault(_PART.sub("", name), []).append(name)
+    if len(models) > 1:
+        whole = {
+            stem: parts
+            for stem, parts in models.items()
+            if not any(word in os.path.basename(stem).lower() for word in _SIDECARS)
+        }
+        models = whole or models
+    if len(models) > 1:
+        names = [parts[0] for parts in models.values()]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise ValueError(
+            f"{place} has {len(names)} GGUF models ({', '.join(names[:_NAMED])}{more}); "
+            f"name one as {repository.name}/FILE"
+        )
+    return next(iter(models.values()))
+
+
+def _is_in(folder: str, name: str) -> bool:
+    return name.startswith(folder + "/")
+
+
+def _depth(folder: str, name: str) -> int:
+    """Folders between a folder and a file below it."""
+    return os.path.relpath(name, folder or ".").count("/")
+
+
+def _problem(repository: Repository, error: Exception, cache_dir: str) -> str:
+    """What an error of the hub's library means, in one line."""
+    if isinstance(error, GatedRepoError):
+        return (
+            "access to this repository is restricted; accept its conditions on the hub, and set "
+            "HF_TOKEN to a token of that account"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            "no such file or folder, and the hub has no such repository, or a private one "
+            "(HF_TOKEN is a token that may read it)"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"the repository has no revision {repository.revision!r}"
+    if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        at = f" at revision {repository.revision!r}" if repository.revision else ""
+        return (
+            f"no such file or folder, and no such repository{at} in the cache {cache_dir}; "
+            "HF_HUB_OFFLINE is set, so it is not downloaded"
+        )
+    return (
+        f"no such file or folder, not in the cache {cache_dir} either, and it cannot be "
+        f"downloaded: {_in_words(error)}"
+    )
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

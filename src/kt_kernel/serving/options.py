@@ -1,0 +1,352 @@
+"""The server options of the hybrid layer: one table, from which the engine plugins make flags.
+
+Knows no engine. A value travels as a plain mapping ``{"method": "AMXINT8", ...}`` (from flags, from
+the engine's Python arguments, or from the environment variable ``KT_CONFIG``) and is checked as a
+whole by ``KTOptions.from_mapping`` before an engine starts work; `kt_kernel.serving.preflight`
+then decides what they leave open and checks them against the model. An empty mapping that is given
+counts: all options have their defaults.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..weights.methods import METHODS, QUANTISED_TO
+from .repository import Repository
+
+ENVIRONMENT_VARIABLE = "KT_CONFIG"
+AUTO = "auto"  # as a method: to be chosen by what the weights are stored as
+
+
+class OptionError(ValueError):
+    """An option or its value is not usable; the message is one line that names both."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One server option. ``kind`` is what its value is: int, method, path, flag or text."""
+
+    flag: str
+    kind: str
+    help: str
+    minimum: int = 0
+    why_not: str = ""  # not empty: recognised, but refused with this reason
+
+    @property
+    def dest(self) -> str:
+        """Attribute in an argparse namespace: ``--kt-method`` is ``kt_method``."""
+        return self.flag.lstrip("-").replace("-", "_")
+
+    @property
+    def name(self) -> str:
+        """Key in a mapping and field of KTOptions: ``--kt-method`` is ``method``."""
+        return self.dest.removeprefix("kt_")
+
+    @property
+    def supported(self) -> bool:
+        return not self.why_not
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "--kt-method",
+        "method",
+        f"weight format of the cold experts (default {AUTO}: what their checkpoint holds; of 16- "
+        f"and 32-bit weights {QUANTISED_TO})",
+    ),
+    Option(
+        "--kt-weight-path",
+        "path",
+        "checkpoint of the cold experts: a file, a folder, or a repository as org/name[/file]"
+        "[@revision] (default: the served model)",
+    ),
+    Option("--kt-cpuinfer", "int", "CPU threads in total (default: as many as memory can feed)", 1),
+    Option("--kt-threadpool-count", "int", "thread pools (default: one per NUMA node in use)", 1),
+    Option(
+        "--kt-num-gpu-experts",
+        "int",
+        "hot experts per layer, kept on the engine's device: the first N (default 0)",
+    ),
+    Option(
+        "--kt-max-deferred-experts-per-token",
+        "int",
+        "lowest-weight experts of a token that may be added one MoE layer later (default 0: off)",
+    ),
+    Option("--kt-allow-untested", "flag", "serve model classes that are not on the tested list"),
+    Option(
+        "--kt-numa-nodes",
+        "text",
+        "NUMA nodes to use",
+        why_not="pools take all allowed NUMA nodes; remove it, or start the server under numactl",
+    ),
+    Option(
+        "--kt-gpu-experts-ratio",
+        "text",
+        "hot experts per layer as a fraction",
+        why_not="give the number with --kt-num-gpu-experts instead",
+    ),
+    Option(
+        "--kt-gpu-prefill-token-threshold",
+        "text",
+        "prefill length from which the GPU computes all",
+        why_not="long prompts are computed like short ones; remove it",
+    ),
+    Option(
+        "--kt-expert-placement-strategy",
+        "text",
+        "which experts are hot",
+        why_not="the first experts of each layer are the hot ones; remove it",
+    ),
+    Option(
+        "--kt-expert-stats",
+        "text",
+        "recorded expert frequencies",
+        why_not="placement by frequency does not exist yet; remove it",
+    ),
+    Option(
+        "--record-kt-gpu-expert-distribution",
+        "text",
+        "file to record expert frequencies to",
+        why_not="expert frequencies are not recorded yet; remove it",
+    ),
+    Option(
+        "--kt-enable-dynamic-expert-update",
+        "flag",
+        "move experts while serving",
+        why_not="the hot experts stay the same while the server runs; remove it",
+    ),
+    Option(
+        "--kt-expert-lora-path",
+        "text",
+        "LoRA adapter of the experts",
+        why_not="LoRA on experts is not served yet; merge the adapter into the checkpoint",
+    ),
+)
+_BY_NAME = {option.name: option for option in OPTIONS}
+
+
+@dataclass(frozen=True)
+class KTOptions:
+    """Checked options. None means not given: chosen by the layer and logged.
+
+    `kt_kernel.serving.preflight.prepare` replaces a method of `AUTO` by the one that it decides
+    for, and a repository in `weight_path` by the folder that it is in. ``reason`` then says why.
+    """
+
+    method: str = AUTO
+    weight_path: str | None = None
+    cpuinfer: int | None = None
+    threadpool_count: int | None = None
+    num_gpu_experts: int | None = None
+    max_deferred_experts_per_token: int | None = None
+    allow_untested: bool = False
+    reason: str = field(default="", compare=False)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> "KTOptions":
+        """Checks a mapping of option names to values (strings are converted).
+
+        Names may be spelled ``method``, ``kt_method`` or ``--kt-method``. A value of None counts as
+        not given. Raises OptionError, one line, for an unknown or refused option or a bad value.
+        """
+        if not isinstance(mapping, Mapping):
+            raise OptionError(
+                f"kt options {mapping!r}: a mapping of option names to values is expected"
+            )
+        values: dict[str, Any] = {}
+        for key, value in mapping.items():
+            option = _find(key)
+            if value is None:
+                continue
+            if option.name in values:
+                raise OptionError(f"{option.flag} is given twice")
+            values[option.name] = _checked(option, value)
+        options = cls(**values)
+        threads, pools = options.cpuinfer, options.threadpool_count
+        if threads is not None and pools is not None and threads < pools:
+            raise OptionError(
+                f"--kt-cpuinfer {threads}: fewer threads than pools; at least "
+                f"--kt-threadpool-count {pools} is accepted"
+            )
+        return options
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The values that differ from the defaults; from_mapping gives the same options back."""
+        return {
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if option.compare and getattr(self, option.name) != option.default
+        }
+
+    def hot_count(self, num_experts: int) -> int:
+        """Hot experts of a layer with num_experts; OptionError when it has not that many."""
+        hot = self.num_gpu_experts or 0
+        if hot > num_experts:
+            raise OptionError(
+                f"--kt-num-gpu-experts {hot}: the model has {num_experts} experts a layer; "
+                f"0 to {num_experts} is accepted"
+            )
+        return hot
+
+    def describe(self) -> str:
+        """One line for the log: every option, and whether its value was given or chosen."""
+
+        def shown(value: int | None, default: str) -> str:
+            return f"{default} (not given)" if value is None else str(value)
+
+        method = f"{self.method} ({AUTO}: {self.reason})" if self.reason else self.method
+        return (
+            f"kt: method {method}, hot experts per layer {shown(self.num_gpu_experts, '0')}, "
+            f"threads {shown(self.cpuinfer, 'by probe')}, "
+            f"pools {shown(self.threadpool_count, 'one per NUMA node')}, "
+            f"deferred experts per token {shown(self.max_deferred_experts_per_token, '0')}, "
+            f"cold weights from {self.weight_path or 'the served checkpoint'}"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Adds the options to an engine's parser.
+
+    A flag the parser has already is taken over: its default becomes None, so that a value equal to
+    the engine's default still counts as given. A wrong value ends the process while the command
+    line is parsed, with one line and without argparse's page of usage. Returns the engine's
+    defaults of the flags taken over, by namespace attribute, for `restore_defaults`.
+    """
+    group = parser.add_argument_group(
+        "kt-moe", "hot experts on the device, cold experts on the CPU"
+    )
+    known = parser._option_string_actions
+    replaced: dict[str, Any] = {}
+    for option in OPTIONS:
+        action = known.get(option.flag)
+        if action is not None:
+            replaced[action.dest] = action.default
+            action.default = action.choices = None
+            action.help = _help(option)
+            if option.kind != "flag":
+                action.type = _parser(option)
+        elif option.kind == "flag":
+            group.add_argument(
+                option.flag, dest=option.dest, action="store_true", default=None, help=_help(option)
+            )
+        else:
+            group.add_argument(
+                option.flag,
+                dest=option.dest,
+                type=_parser(option),
+                default=None,
+                help=_help(option),
+                metavar=option.kind.upper(),
+            )
+    return replaced
+
+
+def collect(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The options given on the command line, by option name, unchecked; {} when there are none."""
+    return {
+        option.name: getattr(namespace, option.dest)
+        for option in OPTIONS
+        if getattr(namespace, option.dest, None) is not None
+    }
+
+
+def restore_defaults(namespace: argparse.Namespace, replaced: Mapping[str, Any]) -> None:
+    """Sets what `add_arguments` took over and nobody gave back to the engine's defaults."""
+    for dest, default in replaced.items():
+        if getattr(namespace, dest, None) is None:
+            setattr(namespace, dest, default)
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """The options in KT_CONFIG, unchecked; None when it is unset or empty.
+
+    "{}" is present: it asks for the hybrid layer with all options at their defaults, as an engine's
+    ``additional_config={"kt": {}}`` does. OptionError if it is no JSON object.
+    """
+    text = environ.get(ENVIRONMENT_VARIABLE)
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"{ENVIRONMENT_VARIABLE} {text!r}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise OptionError(
+            f"{ENVIRONMENT_VARIABLE} {text!r}: a JSON object of option names and values "
+            'is expected, such as {"method": "AMXINT8", "num_gpu_experts": 4}'
+        )
+    return value
+
+
+def exit_with(error: Exception) -> SystemExit:
+    """To be raised: prints one line to stderr and ends the process with code 1."""
+    return SystemExit("kt: error: " + " ".join(str(error).split()))
+
+
+def _find(key: str) -> Option:
+    name = str(key).lstrip("-").replace("-", "_")
+    option = _BY_NAME.get(name.removeprefix("kt_")) or _BY_NAME.get(name)
+    if option is None:
+        raise OptionError(
+            f"kt option {key!r} is unknown; known: "
+            + ", ".join(option.name for option in OPTIONS if option.supported)
+        )
+    return option
+
+
+def _parser(option: Option) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return _checked(option, text)
+        except OptionError as error:
+            raise exit_with(error) from None  # argparse lets SystemExit pass
+
+    return parse
+
+
+def _checked(option: Option, value: Any) -> Any:
+    flag = option.flag
+    if not option.supported:
+        raise OptionError(f"{flag} is not supported by this version: {option.why_not}")
+    if option.kind == "flag":
+        if not isinstance(value, bool):
+            raise OptionError(f"{flag} {value!r}: true or false is expected")
+        return value
+    if option.kind == "int":
+        try:
+            number = None if isinstance(value, (bool, float)) else int(value)
+        except (TypeError, ValueError):
+            number = None
+        if number is None or not option.minimum <= number < 2**31:
+            raise OptionError(
+                f"{flag} {value}: an integer of at least {option.minimum} is accepted"
+            )
+        return number
+    if not isinstance(value, (str, os.PathLike)):
+        raise OptionError(f"{flag} {value!r}: text is expected")
+    text = os.fspath(value)
+    if option.kind == "path":
+        _check_exists(flag, text)
+    if option.kind == "method" and text not in (AUTO, *METHODS):
+        accepted = ", ".join((AUTO, *METHODS))
+        raise OptionError(f"{flag} {text}: this method is unknown; accepted: {accepted}")
+    return text
+
+
+def _check_exists(flag: str, text: str) -> None:
+    try:
+        found = bool(text) and Path(text).exists()
+    except (OSError, ValueError) as error:  # too long a name, a folder that may not be read
+        raise OptionError(f"{flag} {text}: {getattr(error, 'strerror', None) or error}") from None
+    if not found and Repository.parse(text) is None:
+        raise OptionError(
+            f"{flag} {text}: no such file or folder; a repository is named as org/name"
+        )
+
+
+def _help(option: Option) -> str:
+    return option.help if option.supported else f"not supported yet: {option.why_not}"

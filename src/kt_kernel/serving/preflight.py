@@ -1,0 +1,220 @@
+"""Decides what the options leave open and checks them, before an engine loads anything.
+
+What a layer would refuse while it is built in a worker, as a traceback, is refused here in one line
+that names the option. Knows no engine; the configuration is any object with the attributes of a
+Hugging Face ``config.json``.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..checkpoint import Checkpoint, method_of, open_checkpoint
+from ..checkpoint.method import QUANTISE, Choice
+from ..moe.placement import initial_placement
+from ..moe.settings import check_settings, check_sizes
+from ..weights.methods import get_method
+from .hub import local_path
+from .options import AUTO, KTOptions, OptionError
+from .repository import Repository
+
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_ANY_SIZE = 1024  # in place of a size the configuration does not tell: no method refuses it
+_ANY_METHOD = "BF16"  # in place of one that is not decided: it takes any size
+# What the checks call a value, and the option it came from.
+_FLAGS = {
+    "threadpool_count": "threadpool_count",
+    "cpuinfer_threads": "cpuinfer",
+    "max_deferred_experts_per_token": "max_deferred_experts_per_token",
+    "method": "method",
+    "weight_path": "weight_path",
+    "hidden_size": "method",  # a size that does not suit the method's groups
+    "moe_intermediate_size": "method",
+}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that an engine serves.
+
+    Attributes:
+        path: folder or repository, as the engine is told.
+        quantisation: what the engine calls the model's quantisation; None or "" for 16- and 32-bit
+            weights.
+        revision: of a repository; None: its main branch.
+        cache_dir: where the engine keeps repositories; None: the hub's cache.
+    """
+
+    path: str
+    quantisation: str | None = None
+    revision: str | None = None
+    cache_dir: str | None = None
+
+
+def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
+    """The options as the workers need them: with a method, and with the weight path as a file or
+    folder of this machine.
+
+    Without a weight path, the cold experts of a quantised model are read from the served model:
+    the single tensors that engines deliver are no use to our readers. Of files only headers are
+    read. A repository that is not in the cache is downloaded, once all else was checked.
+
+    Args:
+        config: the language model's configuration. Its number of experts has to be there; where
+            the name of another size is not a usual one, the layers check what depends on it.
+
+    Raises:
+        OptionError: one line, for options that this model, its weights or this machine cannot take.
+    """
+    _check_settings(options, config)
+    given = options.weight_path
+    if given is None and not served.quantisation:
+        return _prepared(options, config, QUANTISE)
+    place = f"--kt-weight-path {given}"
+    if given is None:
+        place = f"served model {served.path}, quantised with {served.quantisation}"
+    with _naming(place):
+        path = _local(given or served.path, served)
+        checkpoint = open_checkpoint(path)
+        if given is None and not checkpoint.quantization.settings:
+            raise ValueError(
+                f"{path} is not quantised, and kt-moe does not support experts that the engine "
+                "quantises while loading; leave its quantisation out, or serve a quantised model"
+            )
+        # Behind the model's own layers there may be others, for predicting several tokens.
+        count = _size(config, "num_hidden_layers")
+        choice = QUANTISE
+        if options.method == AUTO:
+            choice = method_of(checkpoint, None if count is None else range(count))
+    options = _prepared(replace(options, weight_path=path), config, choice)
+    with _naming(place):
+        _check_weights(checkpoint, config, options.method)
+    return options
+
+
+def _prepared(options: KTOptions, config: Any, choice: Choice) -> KTOptions:
+    """With the method: the one that is named, or the choice."""
+    if options.method != AUTO:
+        if get_method(options.method).quantised and options.weight_path is None:
+            raise OptionError(
+                f"--kt-method {options.method}: it takes weights that are quantised already, and "
+                "the served model's are not; name their checkpoint with --kt-weight-path"
+            )
+        return options
+    hidden, inter = _sizes(config)
+    try:
+        check_sizes(
+            get_method(choice.method), choice.method, hidden or _ANY_SIZE, inter or _ANY_SIZE
+        )
+    except ValueError as error:
+        raise OptionError(
+            f"--kt-method {choice.method} (chosen for {choice.reason}): {error}"
+        ) from error
+    return replace(options, method=choice.method, reason=choice.reason)
+
+
+def _local(text: str, served: ServedModel) -> str:
+    """The file or folder that a user, or an engine, names. ValueError if there is none."""
+    if os.path.exists(text):
+        return os.path.abspath(text)
+    repository = Repository.parse(text)
+    if repository is None:
+        raise ValueError("no such file or folder; a repository is named as org/name")
+    if repository.name == served.path and repository.revision is None:
+        repository = replace(repository, revision=served.revision)
+    return local_path(repository, served.cache_dir)
+
+
+def num_experts(config: Any) -> int:
+    """Routed experts per layer; OptionError when the configuration has no such number."""
+    for name in _EXPERTS:
+        if count := _size(config, name):
+            return count
+    classes = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+    raise OptionError(
+        f"model class {classes}: its configuration has no number of experts "
+        f"({', '.join(_EXPERTS)}); remove the kt options"
+    )
+
+
+def moe_layers(config: Any) -> list[int]:
+    """Numbers of the layers with experts; where the configuration's way to tell is not known, only
+    the last layer, which has experts in all such models."""
+    count = _size(config, "num_hidden_layers")
+    if count is None:
+        return []
+    layers = range(count)
+    step = _size(config, "decoder_sparse_step")
+    if step is not None:
+        dense = getattr(config, "mlp_only_layers", None) or []
+        return [i for i in layers if i not in dense and (i + 1) % step == 0]
+    dense = getattr(config, "first_k_dense_replace", None)
+    if isinstance(dense, int):
+        return [i for i in layers[dense:] if i % (_size(config, "moe_layer_freq") or 1) == 0]
+    return [count - 1]
+
+
+def _size(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _sizes(config: Any) -> tuple[int | None, int | None]:
+    """Hidden and intermediate size of the experts; None where their names are not usual ones."""
+    hidden, inter = _size(config, "hidden_size"), _size(config, "moe_intermediate_size")
+    if inter is None and hasattr(config, "num_local_experts"):  # such models have one size
+        inter = _size(config, "intermediate_size")
+    return hidden, inter
+
+
+def _check_settings(options: KTOptions, config: Any) -> None:
+    """Raises OptionError, one line, for values that this model or this machine cannot take. What
+    depends on the method is not checked of `AUTO`."""
+    experts = num_experts(config)
+    placement = initial_placement(options, experts)
+    hidden, inter = _sizes(config)
+    try:
+        check_settings(
+            layer_idx=0,
+            num_experts=experts,
+            num_experts_per_tok=_size(config, "num_experts_per_tok") or 1,
+            hidden_size=hidden or _ANY_SIZE,
+            moe_intermediate_size=inter or _ANY_SIZE,
+            gpu_experts_mask=placement.mask,
+            cpuinfer_threads=options.cpuinfer,
+            threadpool_count=options.threadpool_count,
+            weight_path=options.weight_path,
+            max_deferred_experts_per_token=options.max_deferred_experts_per_token,
+            method=_ANY_METHOD if options.method == AUTO else options.method,
+        )
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        name = re.match(r"\w*", str(error))[0]
+        option = _FLAGS.get(name)
+        if option is None:  # the message names an environment variable, or the model's number
+            raise OptionError(str(error)) from error
+        flag = "--kt-" + option.replace("_", "-")
+        raise OptionError(f"{flag} {getattr(options, option)}: {error}") from error
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Errors of readers, from inside, become OptionErrors that begin with `place`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise OptionError(f"{place}: {error}") from error
+
+
+def _check_weights(checkpoint: Checkpoint, config: Any, method: str) -> None:
+    """Names, shapes and dtypes of all experts of the model's layers, and whether the method takes
+    them. Raises what the readers raise."""
+    experts = num_experts(config)
+    hidden, inter = _sizes(config)
+    for layer in moe_layers(config):
+        _, found_hidden, found_inter = checkpoint.sizes(layer)
+        checkpoint.read_experts(
+            layer, experts, hidden or found_hidden, inter or found_inter, (), method
+        )

@@ -1,0 +1,91 @@
+"""Tells an operator that the CPU kernels are at work: log lines, and a file on request.
+
+The engines run the model in a process of their own, often killed rather than ended, so the counters
+are published while it runs: a daemon thread looks twice a second and reports what has changed.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+
+from ..runtime.files import replace_file
+from ..runtime.pools import log_crowding
+from .hybrid import HybridModel
+
+STATS_FILE_VARIABLE = "KT_STATS_FILE"  # the counters as JSON go to this file, replaced atomically
+LOOK_SECONDS = 0.5
+LOG_SECONDS = 30.0
+
+_models: "weakref.WeakSet[HybridModel]" = weakref.WeakSet()
+_started_in: int | None = None
+_warned_of: set[str] = set()  # files that could not be written
+
+
+def watch(model: HybridModel, logger: logging.Logger) -> None:
+    """Reports this loaded model's counters from now on, for as long as it exists; only what it is
+    where another rank's process has the counters."""
+    global _started_in
+    logger.info(model.describe())
+    for number, line in enumerate(model.describe_loading()):
+        logger.log(logging.DEBUG if number else logging.INFO, line)
+    if model.elsewhere:
+        return
+    log_crowding(logger)
+    _models.add(model)
+    _publish(logger)
+    if _started_in != os.getpid():  # threads do not survive a fork
+        _started_in = os.getpid()
+        threading.Thread(target=_run, args=(logger,), name="kt-report", daemon=True).start()
+
+
+def _run(logger: logging.Logger) -> None:
+    seen = logged = _calls()
+    logged_at = 0.0
+    while True:
+        time.sleep(LOOK_SECONDS)
+        calls = _calls()
+        if calls != seen:
+            seen = calls
+            _publish(logger)
+        if calls != logged and time.monotonic() - logged_at >= LOG_SECONDS:
+            logged, logged_at = calls, time.monotonic()
+            logger.info("kt: %d expert calls on the CPU so far", calls)
+
+
+def _calls() -> int:
+    return sum(model.stats().get("expert_calls", 0) for model in list(_models))
+
+
+def _publish(logger: logging.Logger) -> None:
+    """Writes the counters; a file that cannot be written is worth a warning, not the server."""
+    path = os.environ.get(STATS_FILE_VARIABLE)
+    if not path:
+        return
+    try:
+        _write(path)
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        if path not in _warned_of:
+            _warned_of.add(path)
+            logger.warning("kt: %s %s: counters not written: %s", STATS_FILE_VARIABLE, path, error)
+
+
+def _write(path: str) -> None:
+    models = [
+        {
+            "description": model.describe(),
+            "layers": [
+                {
+                    "layer": layer.layer_idx,
+                    "hot_experts": layer.placement.hot_experts,
+                    "cold_experts": layer.placement.cold_experts,
+                }
+                for layer in model.layers
+            ],
+            **model.stats(),
+        }
+        for model in list(_models)
+    ]
+    replace_file(path, json.dumps({"pid": os.getpid(), "models": models}))

@@ -1,0 +1,151 @@
+"""The weight formats of the compiled core, by name, and the forms of matrices and layers.
+
+A format is a row of kernels/include/kt/format.h. The core is loaded when something about a format
+is asked for, not when one is named: methods are named in processes that load no weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..runtime.variant import native
+
+#: Types of group scales, in the order of their numbers (``ScaleType`` of kt/format.h).
+SCALE_TYPE_NAMES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """One weight format. All but its name comes from the compiled core.
+
+    Attributes:
+        name: as kt_kernel has it, such as "INT4_GROUP".
+        id: its number, also in packed files.
+        title: its name in messages.
+        bits: bits of a code.
+        scale_kind: "none", "row", "block" (128x128), "group", "ue8m0", "e4m3" or "ggml".
+        scale_columns: columns per scale of "ue8m0" and "e4m3".
+        zero_points: whether groups have zero points.
+        file_bytes: bytes of a block in a GGUF file, of ggml's formats.
+        block_columns: columns of a block; 0 where it is the group.
+        column_unit: what K must be a multiple of; of the group size, too, where there are groups.
+        from_dense: whether the core quantises dense weights to it.
+
+    The other keys of a row of ``_C.weight_formats`` are attributes, too: they describe the packed
+    layout (kernels/bind/formats.cpp).
+    """
+
+    name: str
+
+    def __getattr__(self, attribute: str) -> Any:
+        if not attribute.startswith("_"):  # the rest is Python's own
+            row = _rows().get(self.name)
+            if row is None:
+                known = ", ".join(_rows())
+                raise ValueError(f"unknown weight format {self.name!r}; known: {known}")
+            if attribute in row:
+                self.__dict__.update(row)
+                return row[attribute]
+        raise AttributeError(f"weight formats have no attribute {attribute!r}")
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it has a scale per group; the group size is the layer's."""
+        return self.scale_kind == "group"
+
+    @property
+    def ggml(self) -> bool:
+        """Whether it keeps ggml's blocks."""
+        return self.scale_kind == "ggml"
+
+
+BF16 = WeightFormat("BF16")
+INT8_ROW = WeightFormat("INT8_ROW")
+INT4_ROW = WeightFormat("INT4_ROW")
+INT4_GROUP = WeightFormat("INT4_GROUP")
+INT4_ZERO = WeightFormat("INT4_ZERO")
+FP8_BLOCK = WeightFormat("FP8_BLOCK")
+FP8_ROW = WeightFormat("FP8_ROW")
+MXFP8 = WeightFormat("MXFP8")
+MXFP4 = WeightFormat("MXFP4")
+NVFP4 = WeightFormat("NVFP4")
+
+
+@functools.cache
+def _rows() -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in native().weight_formats}
+
+
+@functools.cache
+def all_formats() -> tuple[WeightFormat, ...]:
+    """Every format, each at the place of its id."""
+    return tuple(map(WeightFormat, _rows()))
+
+
+@functools.cache
+def ggml_formats() -> tuple[WeightFormat, ...]:
+    """Those that keep ggml's blocks, under ggml's names."""
+    return tuple(format for format in all_formats() if format.ggml)
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """What the compiled core has to know of a matrix.
+
+    Attributes:
+        format: weight format.
+        group_size: columns per scale of formats with groups, else 0.
+        scale_type: of the same formats, the place in `SCALE_TYPE_NAMES`; else 0.
+    """
+
+    format: WeightFormat
+    group_size: int = 0
+    scale_type: int = 0
+
+    @property
+    def core(self) -> tuple[int, int, int]:
+        """As the compiled core takes it."""
+        return self.format.id, self.group_size, self.scale_type
+
+    @property
+    def column_unit(self) -> int:
+        """What K must be a multiple of."""
+        return self.group_size or self.format.column_unit
+
+    def __str__(self) -> str:
+        if not self.format.grouped:
+            return self.format.title
+        scales = SCALE_TYPE_NAMES[self.scale_type]
+        return f"{self.format.title} ({scales}, group size {self.group_size})"
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """The forms of a layer's matrices: each is that of all its experts."""
+
+    gate: WeightForm
+    up: WeightForm
+    down: WeightForm
+
+    @classmethod
+    def same(cls, form: WeightForm) -> LayerForm:
+        """All three alike."""
+        return cls(form, form, form)
+
+    def __iter__(self) -> Iterator[WeightForm]:
+        """Those of gate, up and down."""
+        return iter((self.gate, self.up, self.down))
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """What H and I must be multiples of."""
+        return math.lcm(self.gate.column_unit, self.up.column_unit), self.down.column_unit
+
+    def __str__(self) -> str:
+        if self.gate == self.up == self.down:
+            return str(self.gate)
+        return f"gate {self.gate}, up {self.up}, down {self.down}"

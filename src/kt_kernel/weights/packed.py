@@ -1,0 +1,32 @@
+"""Weight matrices in the layout of the compiled core, as a packed directory holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..runtime.variant import native
+from .formats import WeightForm
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """One weight matrix W [N, K], packed (kernels/include/kt/format.h).
+
+    shape: (N, K). tiles: uint8 [tiles, tile_bytes] of `packed_shape`, contiguous; may be a
+    read-only map of a file.
+    """
+
+    form: WeightForm
+    shape: tuple[int, int]
+    tiles: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        return self.tiles.nbytes
+
+
+def packed_shape(form: WeightForm, rows: int, columns: int) -> tuple[int, int]:
+    """(tiles, bytes of one tile) of a packed matrix [rows, columns]."""
+    return native().packed_shape(*form.core, rows, columns)
