@@ -27,12 +27,17 @@
 namespace {
 
 std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
-                                         const std::vector<int>& nodes) {
+                                         const std::vector<int>& nodes,
+                                         const std::vector<int>& reserves) {
   kt::need(threads.size() == nodes.size(), std::to_string(threads.size()) + " pools and " +
                                                std::to_string(nodes.size()) +
                                                " nodes; one node per pool is needed");
+  kt::need(reserves.empty() || reserves.size() == threads.size(),
+           std::to_string(threads.size()) + " pools and reserves of " +
+               std::to_string(reserves.size()) + "; one number per pool, or none, is needed");
   std::vector<kt::sys::PoolSpec> pools;
-  for (size_t i = 0; i < threads.size(); ++i) pools.push_back({threads[i], nodes[i]});
+  for (size_t i = 0; i < threads.size(); ++i)
+    pools.push_back({threads[i], nodes[i], reserves.empty() ? 0 : reserves[i]});
   return make_unlocked<kt::sys::Team>(std::move(pools));
 }
 
@@ -126,7 +131,9 @@ void bind_layer(nb::module_& m) {
       "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a,
       "(tiles, bytes of a tile) of a packed matrix [n, k].");
   nb::class_<kt::sys::Team>(m, "Team", nb::is_weak_referenceable())
-      .def(nb::new_(&make_team), "threads"_a, "nodes"_a)
+      .def(nb::new_(&make_team), "threads"_a, "nodes"_a, "reserves"_a = std::vector<int>(),
+           "Per pool: threads, NUMA node (-1: any), and how many of the threads sit out the passes "
+           "that memory bandwidth limits.")
       .def_prop_ro("pools", [](const kt::sys::Team& t) { return t.pools(); })
       .def_prop_ro("threads", [](const kt::sys::Team& t) { return t.threads(); });
 

@@ -6,9 +6,17 @@
 #include "phases.h"
 
 namespace kt {
+namespace {
+
+bool is_lean(const LayerConfig& c, const ForwardArgs& args) {
+  return args.tokens <= c.max_tokens &&
+         !more_pairs_than(kFewPairs, args.ids, args.tokens * c.top_k, c.on_cpu);
+}
+
+}  // namespace
 
 ForwardJob::ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args)
-    : layer_(std::move(layer)), args_(args) {
+    : Job(is_lean(layer->config, args)), layer_(std::move(layer)), args_(args) {
   layer_->workspace->renew_after_fork();
 }
 

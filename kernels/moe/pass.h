@@ -16,9 +16,9 @@ class Pass {
       : layer(state),
         work(*state.workspace),
         worker(w),
-        space(work.thread[size_t(w.rank)]),
+        space(work.thread[size_t(w.thread)]),
         kernels{state.kernels(kGate), state.kernels(kUp), state.kernels(kDown)},
-        watch_(state.timings, w.rank),
+        watch_(state.timings, w.thread),
         number_(work.phase) {}
 
   LayerState& layer;
@@ -35,8 +35,12 @@ class Pass {
 
   // The last call of a pass: a barrier must come between the last phase and the next pass.
   void end() const {
+    if (worker.rank != 0) return;
     // Every other thread read it before the last barrier, and reads it next in another job.
-    if (worker.rank == 0) work.phase = number_;
+    work.phase = number_;
+    // Those of a lean pass are the first slots. Nobody looks at the others before another job.
+    for (size_t i = size_t(worker.team_threads); i < work.slots.size(); ++i)
+      work.slots[i].skip_to(number_);
   }
 
   // The threads that share a phase.

@@ -28,7 +28,7 @@ class Timings {
     on_.store(on, std::memory_order_relaxed);
   }
   bool on() const { return on_.load(std::memory_order_relaxed); }
-  ThreadTimes& thread(int rank) { return threads_[size_t(rank)]; }
+  ThreadTimes& thread(int number) { return threads_[size_t(number)]; }
   const std::vector<ThreadTimes>& threads() const { return threads_; }
 
  private:
@@ -39,7 +39,8 @@ class Timings {
 // One thread's stop watch: each call books the time since the one before.
 class StopWatch {
  public:
-  StopWatch(Timings& timings, int rank) : times_(timings.on() ? &timings.thread(rank) : nullptr) {
+  StopWatch(Timings& timings, int thread)
+      : times_(timings.on() ? &timings.thread(thread) : nullptr) {
     if (times_) last_ = Clock::now();
   }
   void worked(Phase phase) {

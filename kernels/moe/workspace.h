@@ -63,8 +63,8 @@ struct Workspace {
   WorkspaceCapacity capacity;
   int threads;
   Plan plan;
-  std::vector<ThreadSpace> thread;   // by rank
-  std::vector<sys::TaskSlot> slots;  // by rank
+  std::vector<ThreadSpace> thread;   // by number in the team: each stays on its NUMA node
+  std::vector<sys::TaskSlot> slots;  // by rank in the pass
   std::unique_ptr<std::atomic<int>[]>
       sums_done;                      // per tile of H: sums that are complete; 0 between
   uint16_t phase = 0;                 // the last of the slots; written by rank 0 at a pass's end

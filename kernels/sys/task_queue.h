@@ -12,7 +12,13 @@ constexpr int64_t kMaxTasks = (int64_t{1} << 24) - 1;
 // owner (at the front) and thieves (at the tail) never take the same task. Two cache lines: the
 // prefetcher of neighbouring lines makes pairs of them travel together.
 struct alignas(128) TaskSlot {
+  static constexpr int kBits = 24;
   std::atomic<uint64_t> word{0};
+
+  // As if its thread had taken part in the phases up to this one.
+  void skip_to(uint16_t phase) {
+    word.store(uint64_t{phase} << (2 * kBits), std::memory_order_relaxed);
+  }
 };
 
 // Tasks [first, last).
@@ -25,7 +31,9 @@ struct TaskRange {
 // threads must have the same starts and phase number, and no thread may still be in another phase
 // of the same slots. A phase follows its predecessor by one (modulo 2^16) and every thread takes
 // part in each, so that a slot is at most one phase behind; whoever comes first to one that is (its
-// owner or a thief) brings it up to date, and nobody has to be waited for.
+// owner or a thief) brings it up to date, and nobody has to be waited for. The slot of a thread
+// that sits phases out must skip to the last of them before anybody uses it again: 2^16 phases
+// later it would seem to be up to date, and its tasks to be done.
 //
 // The words hand out numbers only, so relaxed operations do: what tasks read was made visible by a
 // barrier before the phase, and what they write becomes so by one after it.
@@ -68,7 +76,7 @@ class TaskPhase {
   int64_t stolen() const { return stolen_; }
 
  private:
-  static constexpr int kBits = 24;
+  static constexpr int kBits = TaskSlot::kBits;
   static uint16_t phase_of(uint64_t word) { return uint16_t(word >> (2 * kBits)); }
   static int64_t end_of(uint64_t word) { return int64_t(word >> kBits) & kMaxTasks; }
   static int64_t next_of(uint64_t word) { return int64_t(word) & kMaxTasks; }

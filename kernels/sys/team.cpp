@@ -86,7 +86,6 @@ struct alignas(kLine) Counter {
 // What the threads of a pool share, apart from other pools so that most of the traffic of a
 // team-wide barrier stays inside a NUMA node.
 struct Pool {
-  int threads = 0;
   Counter in_pool, in_team, finished;
   Gate pool_gate, team_gate;
   std::vector<int> cpus;  // the threads may use; empty: no restriction
@@ -122,31 +121,40 @@ class Crew {
   void team_barrier(const Worker& worker);
 
  private:
-  static void* thread_main(void* worker);
+  struct Thread {
+    Worker full, lean;  // as jobs of each kind see it; of a reserve, only `full`
+    bool reserve;
+    uint32_t seen;  // openings of its gate before it starts
+  };
+
+  static void* thread_main(void* thread);
   void start();
   void join();
-  void work(Worker& worker);
+  void work(Thread& thread);
   void finish(Job* job);
   void publish(Job* job);
   bool expects_work(int64_t& asked);
 
   const std::vector<PoolSpec> specs_;
-  int busy_pools_ = 0;  // with at least one thread
+  int busy_pools_ = 0;  // with at least one thread, and so with one that is not a reserve
   std::unique_ptr<Pool[]> pools_;
-  std::vector<Worker> workers_;
+  std::vector<Thread> members_;
+  bool any_reserve_ = false;
 
   // Set by start() before the threads that read them exist.
   nanoseconds spin_ = kSpin, barrier_spin_ = kSpin, wait_spin_ = kSpin;
-  uint32_t first_seen_ = 0;  // openings of job_gate_ that happened before
-  bool cpus_free_ = false;   // for who is beside the team, while all its threads run
+  bool cpus_free_ = false;  // for who is beside the team, while all its threads run
 
   // In nanoseconds of the steady clock. relaxed everywhere: it only says how long to spin.
   alignas(kLine) std::atomic<int64_t> expected_until_{0};
   Crowding crowding_;
 
-  // Written under mutex_ while every worker is between two jobs, then released by job_gate_.
-  Job* current_ = nullptr;  // null tells the workers to leave
-  Gate job_gate_;           // opens once for every value of current_
+  // Written under mutex_ while every worker is between two jobs, then released by the gates. A
+  // reserve reads it only when its gate has opened; the job that it then finds waits for it.
+  Job* current_ = nullptr;         // null tells the workers to leave
+  std::atomic<bool> lean_{false};  // whether it is lean; relaxed: only says how long to spin
+  Gate job_gate_;                  // opens once for every value of current_
+  Gate reserve_gate_;              // opens once for every value but lean jobs
   Counter pools_in_team_, pools_finished_;
 
   alignas(kLine) std::mutex mutex_;         // guards what follows, and start()
@@ -157,21 +165,29 @@ class Crew {
 
 Crew::Crew(const std::vector<PoolSpec>& specs)
     : specs_(specs), pools_(std::make_unique<Pool[]>(specs.size())) {
+  int all_mains = 0;  // threads that are not reserves
   for (size_t p = 0; p < specs_.size(); ++p) {
-    const int threads = specs_[p].threads;
-    pools_[p].threads = threads;
+    const int threads = specs_[p].threads, mains = threads - specs_[p].reserves;
     busy_pools_ += threads > 0;
+    any_reserve_ |= mains < threads;
     for (int i = 0; i < threads; ++i) {
       Worker worker;
       worker.pool = static_cast<int>(p);
+      worker.thread = worker.rank = static_cast<int>(members_.size());
       worker.index = i;
       worker.pool_threads = threads;
-      worker.rank = static_cast<int>(workers_.size());
       worker.crew_ = this;
-      workers_.push_back(worker);
+      Worker lean = worker;
+      lean.rank = all_mains + i;
+      lean.pool_threads = mains;
+      members_.push_back({worker, lean, i >= mains, 0});
     }
+    all_mains += mains;
   }
-  for (Worker& worker : workers_) worker.team_threads = static_cast<int>(workers_.size());
+  for (Thread& thread : members_) {
+    thread.full.team_threads = static_cast<int>(members_.size());
+    thread.lean.team_threads = all_mains;
+  }
 }
 
 Crew::~Crew() {
@@ -216,20 +232,30 @@ void Crew::submit(std::shared_ptr<Job> job) {
 
 // Needs mutex_.
 void Crew::publish(Job* job) {
+  const bool lean = job && job->lean();
   current_ = job;
+  lean_.store(lean, std::memory_order_relaxed);
   job_gate_.open();
+  if (any_reserve_ && !lean) reserve_gate_.open();
 }
 
-void Crew::work(Worker& worker) {
-  Pool& pool = pools_[static_cast<size_t>(worker.pool)];
-  for (uint32_t seen = first_seen_;; ++seen) {
+// A reserve waits for full jobs alone. While they follow each other it spins as long as the others
+// do; from the first lean one on it sleeps.
+void Crew::work(Thread& thread) {
+  Pool& pool = pools_[static_cast<size_t>(thread.full.pool)];
+  Gate& gate = thread.reserve ? reserve_gate_ : job_gate_;
+  for (uint32_t seen = thread.seen;; ++seen) {
     int64_t asked = 0;
-    const bool slept = job_gate_.wait_past(seen, spin_, [&] { return expects_work(asked); });
+    const bool slept = gate.wait_past(seen, spin_, [&] {
+      return !(thread.reserve && lean_.load(std::memory_order_relaxed)) && expects_work(asked);
+    });
     if (asked && !slept) expects_work(asked);  // perhaps the last spin was interrupted
     Job* const job = current_;
     if (!job) return;
+    Worker& worker = job->lean() ? thread.lean : thread.full;
     job->run(worker);
-    if (pool.finished.last_of(pool.threads) && pools_finished_.last_of(busy_pools_)) finish(job);
+    if (pool.finished.last_of(worker.pool_threads) && pools_finished_.last_of(busy_pools_))
+      finish(job);
   }
 }
 
@@ -246,7 +272,8 @@ bool Crew::expects_work(int64_t& asked) {
 }
 
 // By the last worker to leave the job: what all of them wrote is seen by finished(), by waiters
-// (through state_) and by the next job (through job_gate_).
+// (through state_) and by the next job (through the gates). A reserve that sat out lean jobs sees
+// what they wrote, too: whoever opens its gate has seen it.
 void Crew::finish(Job* job) {
   job->finished();
   // release: for the waiters.
@@ -268,10 +295,10 @@ void Crew::finish(Job* job) {
 
 void Crew::pool_barrier(const Worker& worker) {
   Pool& pool = pools_[static_cast<size_t>(worker.pool)];
-  // relaxed, and read before arriving: this thread passed the previous opening, and the next
-  // one waits for it.
+  // relaxed, and read before arriving: this thread passed the previous opening, or it was in a job
+  // before, and the next one waits for it.
   const uint32_t seen = pool.pool_gate.count.load(std::memory_order_relaxed);
-  if (pool.in_pool.last_of(pool.threads)) {
+  if (pool.in_pool.last_of(worker.pool_threads)) {
     pool.pool_gate.open();
   } else {
     pool.pool_gate.wait_past(seen, barrier_spin_);
@@ -281,7 +308,7 @@ void Crew::pool_barrier(const Worker& worker) {
 void Crew::team_barrier(const Worker& worker) {
   Pool& pool = pools_[static_cast<size_t>(worker.pool)];
   const uint32_t seen = pool.team_gate.count.load(std::memory_order_relaxed);  // as above
-  if (pool.in_team.last_of(pool.threads) && pools_in_team_.last_of(busy_pools_)) {
+  if (pool.in_team.last_of(worker.pool_threads) && pools_in_team_.last_of(busy_pools_)) {
     for (size_t p = 0; p < specs_.size(); ++p) pools_[p].team_gate.open();
   } else {
     pool.team_gate.wait_past(seen, barrier_spin_);
@@ -289,7 +316,8 @@ void Crew::team_barrier(const Worker& worker) {
 }
 
 void* Crew::thread_main(void* argument) {
-  Worker& worker = *static_cast<Worker*>(argument);
+  Thread& thread = *static_cast<Thread*>(argument);
+  const Worker& worker = thread.full;
   Crew& crew = *worker.crew_;
   std::string name = "kt-" + std::to_string(worker.pool) + "." + std::to_string(worker.index);
   name.resize(std::min<size_t>(name.size(), 15));  // the kernel refuses longer ones
@@ -298,14 +326,14 @@ void* Crew::thread_main(void* argument) {
   // A thread inherits rounding and denormal modes from its maker; results must not.
   constexpr unsigned kDefaultFloatMode = 0x1f80;
   _mm_setcsr(kDefaultFloatMode);
-  crew.work(worker);
+  crew.work(thread);
   return nullptr;
 }
 
 // Needs mutex_. Throws std::system_error, with no thread left running.
 void Crew::start() {
   const std::vector<int> allowed = allowed_cpus();
-  const int team = static_cast<int>(workers_.size());
+  const int team = static_cast<int>(members_.size());
   const int cpus = usable_cpus();
   bool oversubscribed = team > cpus;
 
@@ -321,7 +349,7 @@ void Crew::start() {
         if (std::binary_search(allowed.begin(), allowed.end(), cpu)) pool.cpus.push_back(cpu);
       }
       const int here = static_cast<int>(pool.cpus.size());
-      oversubscribed |= here > 0 && pool.threads > here;
+      oversubscribed |= here > 0 && specs_[p].threads > here;
     }
   }
   spin_ = oversubscribed ? kSpinOversubscribed : kSpin;
@@ -330,18 +358,20 @@ void Crew::start() {
   barrier_spin_ = cpus_free_ ? kSpinAtBarrier : spin_;
 
   // relaxed: only written under mutex_
-  first_seen_ = job_gate_.count.load(std::memory_order_relaxed);
-  threads_.reserve(workers_.size());
+  for (Thread& member : members_)
+    member.seen =
+        (member.reserve ? reserve_gate_ : job_gate_).count.load(std::memory_order_relaxed);
+  threads_.reserve(members_.size());
   const SignalsBlocked blocked;
-  for (Worker& worker : workers_) {
+  for (Thread& member : members_) {
     pthread_t thread;
-    const int error = pthread_create(&thread, nullptr, thread_main, &worker);
+    const int error = pthread_create(&thread, nullptr, thread_main, &member);
     if (error) {
       publish(nullptr);
       join();
       throw std::system_error(error, std::generic_category(),
                               "cannot start a team of " + std::to_string(team) +
-                                  " threads (number " + std::to_string(worker.rank + 1) + ")");
+                                  " threads (number " + std::to_string(member.full.rank + 1) + ")");
     }
     threads_.push_back(thread);
   }
@@ -382,6 +412,9 @@ Team::Team(std::vector<PoolSpec> pools) : pools_(std::move(pools)) {
     need(pool.node >= -1 && pool.node <= kMaxNode, "a pool on node " + std::to_string(pool.node) +
                                                        "; -1 (any) to " + std::to_string(kMaxNode) +
                                                        " is accepted");
+    need(pool.reserves >= 0 && pool.reserves <= std::max(pool.threads - 1, 0),
+         std::to_string(pool.reserves) + " reserves in a pool of " + std::to_string(pool.threads) +
+             " threads; 0 to " + std::to_string(std::max(pool.threads - 1, 0)) + " is accepted");
     all += pool.threads;
   }
   need(all >= 1 && all <= kMaxThreads, "a team of " + std::to_string(all) + " threads; 1 to " +

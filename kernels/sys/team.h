@@ -12,6 +12,9 @@ namespace kt::sys {
 struct PoolSpec {
   int threads;  // >= 0; a pool may have none only if it is given no work
   int node;     // NUMA node whose CPUs the threads may use; -1, or one that is not there: any
+  // So many of the threads, the last ones, sit out lean jobs: fewer than `threads`, or none. They
+  // sleep meanwhile, which leaves their CPUs to others.
+  int reserves = 0;
 };
 
 constexpr int kMaxThreads = 4096;  // of a team
@@ -27,35 +30,43 @@ class Crew;  // the threads and the queue of one process (team.cpp)
 // time, then sleeps on a futex, so that more threads than free CPUs do not collapse.
 class Worker {
  public:
-  int pool;             // index of the pool
-  int index;            // thread within the pool
-  int pool_threads;     // threads of this pool
-  int rank;             // thread within the team, counted pool by pool
-  int team_threads;     // threads of the whole team
-  void pool_barrier();  // all threads of this pool
-  void team_barrier();  // all threads of the team
+  int pool;    // index of the pool
+  int thread;  // within the team, counted pool by pool: the same in every job
+  // Among the threads that run the job:
+  int index;            // within the pool; the same in every job, too
+  int pool_threads;     // how many of this pool run it
+  int rank;             // within the team, counted pool by pool
+  int team_threads;     // how many run it
+  void pool_barrier();  // of those of this pool
+  void team_barrier();  // of all that run the job
  private:
   friend class Crew;
   Crew* crew_ = nullptr;
 };
 
-// One piece of work that every worker of the team runs once. run must not throw: whatever can
-// fail (allocation, checks) happens before submit. The team holds a reference until the job is
-// done and drops it on a worker thread, so a destructor may run there.
+// One piece of work that every worker of the team runs once; of a lean job, every one that is not a
+// reserve. run must not throw: whatever can fail (allocation, checks) happens before submit. The
+// team holds a reference until the job is done and drops it on a worker thread, so a destructor may
+// run there.
 class Job {
  public:
   virtual ~Job() = default;
+  bool lean() const { return lean_; }
   virtual void run(Worker& worker) noexcept = 0;
   // Called once, by the last worker that leaves run, before the job counts as done: sees what all
   // workers wrote.
   virtual void finished() noexcept {}
   bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
-  // Spins briefly, then sleeps until every worker has finished the job. Throws std::runtime_error
+  // Spins briefly, then sleeps until the job is done. Throws std::runtime_error
   // in a child of the process that submitted it, where nobody will finish it.
   void wait();
 
+ protected:
+  explicit Job(bool lean = false) : lean_(lean) {}
+
  private:
   friend class Crew;
+  const bool lean_;
   static constexpr uint32_t kPending = 0, kDone = 1, kPendingWithSleepers = 2;
   std::atomic<uint32_t> state_{kPending};
   std::atomic<uint32_t> wait_spin_ns_{0};  // how long wait() spins; the team knows if CPUs are free
@@ -69,7 +80,8 @@ class Job {
 class Team {
  public:
   // Throws std::invalid_argument for a negative number of threads, none in the whole team or more
-  // than kMaxThreads, and for nodes that no machine has.
+  // than kMaxThreads, for reserves that leave a pool no other thread, and for nodes that no machine
+  // has.
   explicit Team(std::vector<PoolSpec> pools);
   // Finishes the jobs submitted so far, then stops the threads. From any thread but its own
   // workers, which would wait for themselves (aborts).

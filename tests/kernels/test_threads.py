@@ -1,5 +1,5 @@
-"""The C++ tests of threads: kernels/sys, plain and with sanitizers, and kernels/stream with
-ThreadSanitizer.
+"""The C++ tests of threads: kernels/sys, plain and with sanitizers; passes over a layer and
+kernels/stream with ThreadSanitizer.
 
 What the tests write is deliberately not atomic, so that a missing synchronisation is a data race. A
 sleep on a futex is no synchronisation to the sanitizer, nor to the code: the atomic words are.
@@ -23,11 +23,11 @@ BUILDS = {
     "thread": ["-O1", "-g", "-fsanitize=thread"],
     "address_undefined": ["-O0", "-g", "-fsanitize=address,undefined"],
 }
-PROGRAMS = ["team_test", "task_queue_test"]
+PROGRAMS = ["team_test", "reserves_test", "task_queue_test"]
 
 
 def core() -> list[tuple[Path, list[str]]]:
-    """What kernels/stream links beside SYS: the layer and its AVX2 kernels."""
+    """What a program links beside SYS: kernels/stream, the layer and its AVX2 kernels."""
     flags = [*BUILDS["thread"], "-w"]
     parts = [*(KERNELS / "moe").glob("*.cpp"), *(KERNELS / "stream").glob("*.cpp")]
     parts += [KERNELS / "sys" / "numa_memory.cpp", KERNELS / "isa" / "tables.cpp"]
@@ -44,7 +44,8 @@ def test_threads(tmp_path: Path, kind: str) -> None:
     shared = build_objects(tmp_path, [(source, flags) for source in SYS])
     linked = dict.fromkeys(PROGRAMS, shared)
     if kind == "thread":
-        linked["stream_test"] = [*shared, *build_objects(tmp_path, core())]
+        linked["layer_test"] = [*shared, *build_objects(tmp_path, core())]
+        linked["stream_test"] = linked["layer_test"]
     env = {
         **os.environ,
         # The tests fork a process with threads on purpose, and the child starts some.

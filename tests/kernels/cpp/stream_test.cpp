@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "moe/layer.h"
+#include "layer_harness.h"
 #include "stream/engine.h"
 #include "stream/split.h"
 #include "team_harness.h"
@@ -26,64 +26,12 @@ using namespace std::chrono_literals;
 
 namespace {
 
-constexpr int64_t kHidden = 64, kInter = 32, kExperts = 4, kTopK = 2, kCapacity = 8;
-constexpr int64_t kEntries = 16;
+constexpr int64_t kCapacity = 8, kEntries = 16;
 
-struct Batch {
-  int64_t tokens;
-  std::vector<float> x, weights;
-  std::vector<int64_t> ids;  // some are no expert's
-};
-
-Batch make_batch(unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  Batch b{1 + int64_t(random() % kCapacity), {}, {}, {}};
-  for (int64_t i = 0; i < b.tokens * kHidden; ++i) b.x.push_back(normal(random));
-  for (int64_t i = 0; i < b.tokens * kTopK; ++i) {
-    b.ids.push_back(int64_t(random() % (kExperts + 1)) - 1);
-    b.weights.push_back(normal(random));
-  }
-  return b;
-}
+Batch make_batch(unsigned seed) { return ::make_batch(seed, 1 + int64_t(seed % kCapacity)); }
 
 std::shared_ptr<MoeLayer> make_layer(const std::shared_ptr<kt::sys::Team>& team, unsigned seed) {
-  const kt::MatrixForm form{kt::WeightFormat::kBF16, 0, kt::ScaleType::kFP16};
-  auto layer =
-      std::make_shared<MoeLayer>(team, kt::LayerConfig{kExperts,
-                                                       kTopK,
-                                                       kHidden,
-                                                       kInter,
-                                                       {form, form, form},
-                                                       {0, 0},
-                                                       std::vector<uint8_t>(size_t(kExperts), 1),
-                                                       kCapacity,
-                                                       kt::kKernelTables[0],
-                                                       kt::KernelKind::kAuto,
-                                                       {}});
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(0, 0.1f);
-  for (int64_t slot = 0; slot < kExperts; ++slot) {
-    std::array<std::vector<float>, 3> w;
-    kt::SlotSource source{slot, {}};
-    for (int m = 0; m < 3; ++m) {
-      for (int64_t i = 0; i < kHidden * kInter; ++i) w[size_t(m)].push_back(normal(random));
-      source.source.weights[m] = {w[size_t(m)].data(), kt::DType::kFP32};
-    }
-    layer->load({source});
-  }
-  return layer;
-}
-
-// What a layer gives for a batch, by MoeLayer::submit: with other ids, added sums, unrounded.
-std::vector<float> by_hand(MoeLayer& layer, const Batch& b, const std::vector<int64_t>& ids,
-                           const float* add = nullptr) {
-  std::vector<float> y(b.x.size());
-  layer
-      .submit({b.x.data(), kt::DType::kFP32, b.tokens, ids.data(), b.weights.data(), y.data(), add,
-               nullptr})
-      ->wait();
-  return y;
+  return ::make_layer(team, seed, kCapacity);
 }
 
 std::shared_ptr<StreamSide> make_side() {

@@ -30,19 +30,20 @@ inline std::atomic<int> g_failures{0};
 
 class Call final : public kt::sys::Job {
  public:
-  explicit Call(std::function<void(kt::sys::Worker&)> f) : f_(std::move(f)) {}
+  Call(std::function<void(kt::sys::Worker&)> f, bool lean) : Job(lean), f_(std::move(f)) {}
   void run(kt::sys::Worker& worker) noexcept override { f_(worker); }
 
  private:
   std::function<void(kt::sys::Worker&)> f_;
 };
 
-inline std::shared_ptr<kt::sys::Job> job(std::function<void(kt::sys::Worker&)> f) {
-  return std::make_shared<Call>(std::move(f));
+inline std::shared_ptr<kt::sys::Job> job(std::function<void(kt::sys::Worker&)> f,
+                                         bool lean = false) {
+  return std::make_shared<Call>(std::move(f), lean);
 }
 
-inline void run(kt::sys::Team& team, std::function<void(kt::sys::Worker&)> f) {
-  const auto j = job(std::move(f));
+inline void run(kt::sys::Team& team, std::function<void(kt::sys::Worker&)> f, bool lean = false) {
+  const auto j = job(std::move(f), lean);
   team.submit(j);
   j->wait();
 }

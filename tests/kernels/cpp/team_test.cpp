@@ -49,6 +49,7 @@ const std::vector<std::vector<PoolSpec>> kShapes = {
     {{2, 0}, {2, 1}},
     {{3, -1}, {0, -1}, {1, 0}, {5, 77}},
     {{0, 0}, {1, -1}},
+    {{3, -1, 2}, {2, 0, 1}},
 };
 
 std::string thread_name() {
@@ -102,6 +103,9 @@ void bad_arguments() {
   CHECK(refused({}));
   CHECK(refused({{0, 0}, {0, -1}}));
   CHECK(refused({{2, 0}, {-1, 0}}));
+  CHECK(refused({{2, 0, 2}}));
+  CHECK(refused({{2, 0, -1}}));
+  CHECK(refused({{2, 0}, {0, 0, 1}}));
   Team team({{1, -1}});
   try {
     team.submit(nullptr);
@@ -393,7 +397,7 @@ void fork_unused() {
 
 void fork_and_submit() {
   if (kThreadSanitizer) return skipped(kNoForkOfThreads);
-  const std::vector<PoolSpec> shape = {{2, 0}, {1, -1}};
+  const std::vector<PoolSpec> shape = {{3, 0, 1}, {1, -1}};
   auto team = std::make_unique<Team>(shape);
   run(*team, [](Worker&) {});
   CHECK(in_child([&] { return use_in_child(*team); }) == 7);
