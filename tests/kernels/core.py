@@ -184,10 +184,10 @@ def formats(chosen: list[Format]) -> pytest.MarkDecorator:
 
 
 @cache
-def team(core_name: str, threads: tuple[int, ...]) -> Any:
+def team(core_name: str, threads: tuple[int, ...], reserves: tuple[int, ...] = ()) -> Any:
     core = module(core_name)
     assert core is not None
-    return core.Team(list(threads), [-1] * len(threads))
+    return core.Team(list(threads), [-1] * len(threads), list(reserves))
 
 
 @dataclass
@@ -202,6 +202,7 @@ class Layer:
     hidden: int = 64
     inter: int = 96
     threads: tuple[int, ...] = (2,)
+    reserves: tuple[int, ...] = ()
     kind: int = AUTO
     max_tokens: int = 256
     biases: bool = False
@@ -234,9 +235,10 @@ class Layer:
         if self.biases:
             self.bias = [(rng.standard_normal((e, n)) * 0.1).astype(np.float32) for n in (i, i, h)]
         self.slots = self.cpu_slots or [True] * e
+        made = team(self.variant[0], self.threads, self.reserves)
         self.layer = core.MoeLayer(
-            team(self.variant[0], self.threads), num_experts=e, top_k=self.top_k, hidden_size=h,
-            intermediate_size=i, forms=[f.form for f in formats], cpu_slots=self.slots,
+            made, num_experts=e, top_k=self.top_k, hidden_size=h, intermediate_size=i,
+            forms=[f.form for f in formats], cpu_slots=self.slots,
             swiglu_limit=self.limit, swiglu_alpha=self.alpha, max_tokens=self.max_tokens,
             table=self.variant[1], kind=self.kind, gemm_min_rows=self.gemm_min_rows,
         )  # fmt: skip

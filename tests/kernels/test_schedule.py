@@ -69,6 +69,37 @@ def test_bits_do_not_depend_on_threads(
             np.testing.assert_array_equal(y, first.setdefault(tokens, y))
 
 
+@grid(
+    variant=VARIANTS,
+    format=FORMATS,
+    kind=[VECTOR, TILE],
+    team=[((1,), (4,), (2,)), ((3, 2), (3, 2), (1, 1)), ((1, 2), (2, 4), (0, 3))],
+)
+def test_bits_do_not_depend_on_reserves(
+    variant: Variant, format: Format, kind: Kind, team: tuple[tuple[int, ...], ...]
+) -> None:
+    """Passes of all kinds in any order: the reserves sit out those of few pairs."""
+    plain, threads, reserves = team
+    sizes = (11, 3, 96, 160)
+    # Of two pools, whose parts of I follow the number of threads, not one thread each.
+    alone = Layer.of(variant, format, *sizes, kind=kind, threads=plain)
+    layer = Layer.of(variant, format, *sizes, kind=kind, threads=threads, reserves=reserves)
+    expected = {tokens: alone.forward(*alone.batch(tokens)) for tokens in TOKENS}
+    layer.layer.set_timing(True)
+    for tokens in np.random.default_rng(1).choice(TOKENS, 40):
+        before = layer.layer.timings()["down"]
+        x, ids, weights = layer.batch(int(tokens))
+        np.testing.assert_array_equal(layer.forward(x, ids, weights), expected[tokens])
+        after = layer.layer.timings()["down"]
+        lean = tokens <= layer.max_tokens and np.sum((ids >= 0) & (ids < layer.experts)) <= 512
+        first = 0
+        for pool, spare in zip(threads, reserves, strict=True):
+            for index in range(pool):
+                idle = before[first + index] == after[first + index]
+                assert idle == (lean and index >= pool - spare)
+            first += pool
+
+
 @grid(variant=VARIANTS, format=FORMATS, kind=[VECTOR, TILE])
 def test_bits_do_not_depend_on_tokens(variant: Variant, format: Format, kind: Kind) -> None:
     """Sums over pairs and over groups, own and shared plans: one order of additions."""
@@ -220,7 +251,7 @@ sys.path.insert(0, sys.argv[1])
 from tests.kernels import core
 for threads in ((1, 1), (2, 1), (1, 3), (2, 0)):
     team = core._C.Team(list(threads), [0, 1])
-    core.team = lambda name, threads, team=team: team
+    core.team = lambda *_, team=team: team
     layer = core.Layer(("_C", "avx2"), core.INT8_ROW, 0, 5, 3, 96, 200, threads=threads)
     for tokens in (1, 9, 300):
         b = layer.batch(tokens)

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from kt_kernel.runtime import machine, machine_cache, pools
-from kt_kernel.runtime.pools import plan_pools
+from kt_kernel.runtime.pools import PoolPlan, plan_pools
 
 
 class FakeCore:
@@ -35,8 +35,8 @@ class FakeCore:
         return [(count, bandwidth) for count, bandwidth in found.items() if count <= most]
 
     class Team:
-        def __init__(self, threads, nodes):
-            pass
+        def __init__(self, threads, nodes, reserves):
+            self.given = (threads, nodes, reserves)
 
 
 @pytest.fixture
@@ -241,6 +241,68 @@ def test_a_probe_that_disagrees_with_itself_is_not_kept(core, forget, change, th
 @pytest.mark.parametrize(("cores", "left"), [(1, 2), (11, 2), (12, 3), (128, 3)])
 def test_cores_left_to_an_engine(core, cores, left):
     assert pools.cores_for_serving(cores) == left
+
+
+@pytest.mark.parametrize(
+    ("cores", "measured", "count", "threads", "in_decode"),
+    [
+        (11, 11, 1, (9,), (9,)),
+        (12, 12, 1, (10,), (8,)),
+        (16, 16, 1, (14,), (12,)),
+        (16, 13, 1, (13,), (12,)),
+        (16, 8, 1, (8,), (8,)),
+        (16, 16, 2, (7, 7), (6, 6)),
+        (16, 13, 2, (7, 6), (6, 6)),
+        (16, 16, 4, (4, 4, 3, 3), (3, 3, 3, 3)),
+        (16, 16, 5, (3, 3, 3, 3, 2), (3, 3, 2, 2, 2)),
+        (16, 16, 13, (2,) + (1,) * 12, (1,) * 13),
+        (16, 16, 20, (1,) * 20, (1,) * 20),
+        (128, 128, 2, (63, 63), (62, 62)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:20 CPU threads on 16 usable cores:RuntimeWarning")
+def test_some_threads_sit_out_decoding_beside_a_gpu(
+    core, monkeypatch, cores, measured, count, threads, in_decode
+):
+    monkeypatch.setattr(core, "topology", lambda: [(0, 2 * cores, cores)])
+    monkeypatch.setattr(pools, "default_thread_count", lambda limit: measured)
+    monkeypatch.setattr(pools.torch.cuda, "is_initialized", lambda: True)
+    plan = plan_pools(None, count, None)
+    assert (plan.threads, plan.in_decode) == (threads, in_decode)
+    assert plan.reserves == tuple(a - b for a, b in zip(threads, in_decode, strict=True))
+    assert pools.get_team(plan).given == (
+        list(threads),
+        [0] * count,
+        list(plan.reserves),
+    )
+    assert sum(plan_pools(min(cores, 16), 1, None).reserves) == 0  # what is given decodes, too
+    monkeypatch.setattr(pools.torch.cuda, "is_initialized", lambda: False)
+    assert sum(plan_pools(None, count, None).reserves) == 0
+
+
+def test_the_default_beside_a_gpu_is_not_warned_about(core, monkeypatch, caplog):
+    monkeypatch.setattr(core, "topology", lambda: [(0, 32, 16)])
+    monkeypatch.setattr(pools, "default_thread_count", lambda limit: limit)
+    monkeypatch.setattr(pools.torch.cuda, "is_initialized", lambda: True)
+    team = pools.get_team(plan_pools(None, None, None))
+    pools.log_crowding(logging.getLogger("test"))
+    assert not caplog.records and team.given[0] == [14]
+    team = pools.get_team(plan_pools(14, None, None))
+    pools.log_crowding(logging.getLogger("test"))
+    (record,) = caplog.records
+    assert "14 CPU threads on 16 usable cores leave too few" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (PoolPlan((14,), (0,), (2,)), "14 (12 in decode) on NUMA nodes 0"),
+        (PoolPlan((7, 6), (0, 2), (1, 0)), "7+6 (6+6 in decode) on NUMA nodes 0,2"),
+        (PoolPlan((4, 3), (0, 2), (0, 0)), "4+3 on NUMA nodes 0,2"),
+    ],
+)
+def test_plans_in_words(plan, text):
+    assert plan.describe() == text
 
 
 @pytest.mark.parametrize(

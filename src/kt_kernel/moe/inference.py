@@ -318,7 +318,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             from ..device.layer import LayerStream
 
             s = self._settings
-            engine.warn_of_threads(sum(s.pools.threads))
+            engine.warn_of_threads(sum(s.pools.in_decode))
             stream = self._streams[device] = LayerStream(
                 engine, self._core, s.where, self._chain, experts=s.num_experts,
                 hidden=s.hidden_size, top_k=s.num_experts_per_tok,

@@ -83,9 +83,8 @@ class BaseMoEWrapper(WrapperArguments):
         s = self._settings
         return (
             f"layer {s.layer_idx}: {s.method.name}, {s.table} kernels, threads "
-            f"{'+'.join(map(str, s.pools.threads))} on NUMA nodes "
-            f"{','.join(map(str, s.pools.nodes))}, {s.num_experts - self.num_gpu_experts} of "
-            f"{s.num_experts} experts on the CPU"
+            f"{s.pools.describe()}, {s.num_experts - self.num_gpu_experts} of {s.num_experts} "
+            "experts on the CPU"
         )
 
     # ---- buffers ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@
 
 #include "moe/layer.h"
 
-constexpr int64_t kHidden = 64, kInter = 32, kExperts = 4, kTopK = 2;
+constexpr int64_t kHidden = 64, kInter = 96, kExperts = 4, kTopK = 2;
 
 struct Batch {
   int64_t tokens;

@@ -26,10 +26,11 @@ void lean_and_full_passes() {
   // Lean: own plans, shared ones, and more than 512 ids of which fewer name an expert. Full: many
   // pairs, and two chunks, of which the second has few.
   const std::vector<int64_t> tokens = {1, 3, 4, 5, 40, 300, 390, 401, 700};
-  // Two pools hold the same parts of I with any number of threads.
+  // The parts of I that two pools hold, and with them the bits, follow the ratio of their threads.
   const std::vector<std::vector<PoolSpec>> shapes[] = {
       {{{1, -1}}, {{4, -1, 2}}, {{3, -1, 1}}},
-      {{{1, -1}, {1, -1}}, {{3, -1, 1}, {2, -1, 1}}, {{2, -1}, {4, -1, 3}}},
+      {{{1, -1}, {1, -1}}, {{3, -1, 1}, {3, -1, 2}}},
+      {{{1, -1}, {2, -1}}, {{2, -1}, {4, -1, 3}}},
   };
   for (const auto& same_bits : shapes) {
     std::vector<Batch> batches;

@@ -46,6 +46,13 @@ def layer_cases(t: Things) -> dict[str, list[Case]]:
             Case(core.Team, threads=[Number(1, 1, 4096)], nodes=[Number(-1, -1, 65535)]),
             Case(
                 core.Team,
+                threads=[Number(3, 3, 4096), Number(1, 0, 4096)],
+                nodes=[Number(-1, -1, 65535)] * 2,
+                reserves=[Number(2, 0, 2), Number(0, 0, 0)],
+                extra=[(dict(reserves=[1]), ValueError)],
+            ),
+            Case(
+                core.Team,
                 threads=[Number(1, 0, 4095)] * 2,
                 nodes=[Number(0, -1, 65535)] * 2,
                 extra=[
