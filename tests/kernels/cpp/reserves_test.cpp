@@ -1,7 +1,5 @@
 // Tests of teams with reserves (kernels/sys/team.h). Prints what failed; exit code 1 then. What the
 // threads write is deliberately not atomic, so that a missing synchronisation is a data race.
-#include <pthread.h>
-
 #include <chrono>
 #include <cstdio>
 #include <memory>
@@ -27,12 +25,6 @@ const std::vector<std::vector<PoolSpec>> kShapes = {
     {{2, -1, 1}}, {{5, -1, 4}}, {{3, -1, 1}, {2, -1, 1}}, {{4, 0, 2}, {0, -1}, {1, -1}, {3, -1, 1}},
     {{3, -1}},  // none: a lean job is like any other
 };
-
-std::string thread_name() {
-  char name[16] = "";
-  pthread_getname_np(pthread_self(), name, sizeof name);
-  return name;
-}
 
 // Whether a thread of the team, by its number, is a reserve.
 std::vector<bool> reserves_of(const std::vector<PoolSpec>& shape) {

@@ -1,11 +1,14 @@
 // What the tests of kernels/sys that run a team share: checks that print and count, and functions
 // as jobs.
 #pragma once
+#include <pthread.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdio>
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "sys/team.h"
@@ -46,6 +49,13 @@ inline void run(kt::sys::Team& team, std::function<void(kt::sys::Worker&)> f, bo
   const auto j = job(std::move(f), lean);
   team.submit(j);
   j->wait();
+}
+
+// Of this thread.
+inline std::string thread_name() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return name;
 }
 
 inline std::size_t at(int i) { return static_cast<std::size_t>(i); }

@@ -52,12 +52,6 @@ const std::vector<std::vector<PoolSpec>> kShapes = {
     {{3, -1, 2}, {2, 0, 1}},
 };
 
-std::string thread_name() {
-  char name[16] = "";
-  pthread_getname_np(pthread_self(), name, sizeof name);
-  return name;
-}
-
 // Every worker runs every job once and knows its place.
 void identity() {
   for (const auto& shape : kShapes) {
