@@ -8,15 +8,18 @@
 namespace kt {
 namespace {
 
-bool is_lean(const LayerConfig& c, const ForwardArgs& args) {
+// Of the experts that the CPU has now: a queued job may change them before the pass runs, whose
+// driver then runs on more or fewer threads than it would have.
+bool is_lean(LayerState& layer, const ForwardArgs& args) {
+  const LayerConfig& c = layer.config;
   return args.tokens <= c.max_tokens &&
-         !more_pairs_than(kFewPairs, args.ids, args.tokens * c.top_k, c.on_cpu);
+         !more_pairs_than(kFewPairs, args.ids, args.tokens * c.top_k, layer.on_cpu);
 }
 
 }  // namespace
 
 ForwardJob::ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args)
-    : Job(is_lean(layer->config, args)), layer_(std::move(layer)), args_(args) {
+    : Job(is_lean(*layer, args)), layer_(std::move(layer)), args_(args) {
   layer_->workspace->renew_after_fork();
 }
 

@@ -39,14 +39,14 @@ class Unloaded {
   std::vector<uint8_t> then_;
 };
 
-// Between two passes, since the team runs one job at a time.
+// Between two passes, since the team runs one job at a time. Lean: no reserve wakes up for it.
 class ChangeOfSlots : public sys::Job {
  public:
   ChangeOfSlots(std::shared_ptr<LayerState> layer, std::vector<uint8_t> on_cpu)
-      : layer_(std::move(layer)), on_cpu_(std::move(on_cpu)) {}
+      : Job(true), layer_(std::move(layer)), on_cpu_(std::move(on_cpu)) {}
   void run(sys::Worker& worker) noexcept override {
     if (worker.rank != 0) return;
-    // Atomic, since a stream's poller looks at the slots of a batch before it makes a job.
+    // Atomic, since whoever makes a pass looks at the slots of its batch before.
     for (size_t slot = 0; slot < on_cpu_.size(); ++slot)
       std::atomic_ref(layer_->on_cpu[slot]).store(on_cpu_[slot], std::memory_order_relaxed);
   }

@@ -1,24 +1,25 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "kt/kernel_table.h"
 
 namespace kt {
 namespace {
 
-bool is_on_cpu(const std::vector<uint8_t>& on_cpu, int64_t id) {
-  return uint64_t(id) < on_cpu.size() && on_cpu[size_t(id)];
+bool wanted(const PlanInput& in, int64_t id) {
+  return id >= 0 && id < int64_t(in.on_cpu.size()) && in.on_cpu[size_t(id)];
 }
-bool wanted(const PlanInput& in, int64_t id) { return is_on_cpu(in.on_cpu, id); }
 
 }  // namespace
 
-bool more_pairs_than(int64_t most, const int64_t* ids, int64_t n,
-                     const std::vector<uint8_t>& on_cpu) {
+bool more_pairs_than(int64_t most, const int64_t* ids, int64_t n, std::vector<uint8_t>& on_cpu) {
   if (n <= most) return false;
   int64_t pairs = 0;
-  for (int64_t i = 0; i < n && pairs <= most; ++i) pairs += is_on_cpu(on_cpu, ids[i]);
+  for (int64_t i = 0; i < n && pairs <= most; ++i)
+    pairs += uint64_t(ids[i]) < on_cpu.size() &&
+             std::atomic_ref(on_cpu[size_t(ids[i])]).load(std::memory_order_relaxed);
   return pairs > most;
 }
 

@@ -38,9 +38,9 @@ constexpr int64_t kFewIds = 64;
 // step, one of more is prefill.
 constexpr int64_t kFewPairs = 512;
 
-// Whether more than `most` of n ids name an expert that is on the CPU.
-bool more_pairs_than(int64_t most, const int64_t* ids, int64_t n,
-                     const std::vector<uint8_t>& on_cpu);
+// Whether more than `most` of n ids name an expert that is on the CPU. Another thread may change
+// `on_cpu` meanwhile.
+bool more_pairs_than(int64_t most, const int64_t* ids, int64_t n, std::vector<uint8_t>& on_cpu);
 
 // Rows [first, last) of expert(index): what is multiplied with a tile of weights at a time.
 struct WorkItem {

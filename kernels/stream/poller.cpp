@@ -35,13 +35,9 @@ std::string seconds(int64_t ns) {
   return text;
 }
 
-// Whether the CPU computes an expert of these routes. Atomic: the slots may change meanwhile.
+// Whether the CPU computes an expert of these routes.
 bool computes_any(const MoeLayer& layer, const int64_t* ids, int64_t routes) {
-  std::vector<uint8_t>& here = layer.state()->on_cpu;
-  return std::any_of(ids, ids + routes, [&](int64_t id) {
-    return uint64_t(id) < here.size() &&
-           std::atomic_ref(here[size_t(id)]).load(std::memory_order_relaxed);
-  });
+  return more_pairs_than(0, ids, routes, layer.state()->on_cpu);
 }
 
 }  // namespace

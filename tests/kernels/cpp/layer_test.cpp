@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <memory>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "layer_harness.h"
@@ -66,6 +67,28 @@ void lean_and_full_passes() {
   }
 }
 
+// Passes are lean or not by the experts that the CPU has, which another thread changes meanwhile.
+void moving_experts() {
+  const auto layer = make_layer(make_team({{3, -1, 1}}), 1, kMaxTokens);
+  const Batch b = make_batch(1, kMaxTokens);
+  std::vector<float> y(b.x.size());
+  const std::vector<uint8_t> all(size_t(kExperts), 1), some = {1, 0, 1, 0};
+  layer->set_on_cpu(some);
+  const std::vector<float> of_some = by_hand(*layer, b, b.ids);
+  CHECK(submit(*layer, b, b.ids, y.data())->lean());
+  layer->set_on_cpu(all);
+  const std::vector<float> of_all = by_hand(*layer, b, b.ids);
+  CHECK(!submit(*layer, b, b.ids, y.data())->lean());
+  std::thread moving([&] {
+    for (int i = 0; i < 40; ++i) layer->set_on_cpu(i % 2 ? all : some);
+  });
+  for (int i = 0; i < 20; ++i) {
+    const std::vector<float> found = by_hand(*layer, b, b.ids);
+    CHECK(found == of_some || found == of_all);
+  }
+  moving.join();
+}
+
 // As many lean passes between two full ones as make the number of the first phase of the second
 // that of the last phase of the first: the reserve's tasks must not seem to be done.
 void phase_numbers_come_again() {
@@ -93,6 +116,7 @@ void phase_numbers_come_again() {
 
 int main() {
   lean_and_full_passes();
+  moving_experts();
   phase_numbers_come_again();
   return g_failures == 0 ? 0 : 1;
 }
