@@ -25,9 +25,10 @@ MAY_INCLUDE = {
     "ref": set(),
     "pack": {"include"},
     "moe": {"include", "sys", "pack"},
+    "sft": {"include", "sys", "pack", "moe"},
     "stream": {"include", "sys", "moe"},
     "testing": {"include", "sys", "pack", "moe"},
-    "bind": {"include", "sys", "pack", "ref", "moe", "stream", "testing"},
+    "bind": {"include", "sys", "pack", "ref", "moe", "sft", "stream", "testing"},
 }
 # The files of kernels/moe, from the bottom to the top: each may include what is below it.
 MOE_LAYERS = (

@@ -28,6 +28,7 @@ template <class T, class... Arguments> std::shared_ptr<T> make_unlocked(Argument
 void bind_machine(nb::module_& m);
 void bind_formats(nb::module_& m);
 void bind_layer(nb::module_& m);
+void bind_sft(nb::module_& m);
 void bind_stream(nb::module_& m);
 void bind_cuda(nb::module_& m);
 void bind_testing(nb::module_& m);

@@ -23,6 +23,7 @@
 #include "bind.h"
 #include "sources.h"
 #include "tables.h"
+#include "ticket.h"
 
 namespace {
 
@@ -64,11 +65,6 @@ std::shared_ptr<kt::MoeLayer> make_layer(
                                        kt::KernelKind(kind),
                                        {gemm_min_rows, row_block, task_bytes}});
 }
-
-// A queued forward pass.
-struct Ticket {
-  std::shared_ptr<kt::sys::Job> job;
-};
 
 // Arrays are taken as they are: a converted copy of one that is written to would be lost.
 using Tiles = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;

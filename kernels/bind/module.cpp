@@ -15,6 +15,7 @@ NB_MODULE(KT_MODULE_NAME, m) {
   bind_machine(m);
   bind_formats(m);
   bind_layer(m);
+  bind_sft(m);
   bind_stream(m);
   bind_cuda(m);
   bind_testing(m);

@@ -17,6 +17,7 @@
 
 #include "../sys/cpu_features.h"
 #include "kt/kernel_table.h"
+#include "kt/training.h"
 
 namespace kt {
 namespace {
@@ -70,6 +71,8 @@ void tiles_end() {}
 
 #include "formats.inl"
 
+#include "training.inl"
+
 }  // namespace
 
 extern const KernelTable KT_TABLE;
@@ -84,6 +87,7 @@ const KernelTable KT_TABLE = {
     swiglu_tile,    absmax_row,
     merge_tile,     finish_columns,
     tiles_begin,    tiles_end,
+    &kTraining,
 };
 
 }  // namespace kt

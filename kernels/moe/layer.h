@@ -50,6 +50,7 @@ class MoeLayer {
   const LayerConfig& config() const;
   // For jobs on this layer that others make.
   sys::Team& team() const { return *team_; }
+  const std::shared_ptr<sys::Team>& shared_team() const { return team_; }
   const std::shared_ptr<LayerState>& state() const { return state_; }
   int64_t packed_bytes() const;
 

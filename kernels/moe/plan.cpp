@@ -37,6 +37,7 @@ Plan::Plan(int64_t max_experts, int64_t max_pairs)
       group_(size_t(kMaxGroups)),
       next_(max_pairs > kFewIds ? size_t(max_experts) : 0),
       token_(size_t(max_pairs)),
+      route_(size_t(max_pairs)),
       weight_(size_t(max_pairs)) {}
 
 void Plan::build(const PlanInput& in) {
@@ -61,6 +62,7 @@ void Plan::sort_few(const PlanInput& in) {
     for (end = i; end < n && key[end] / kFewIds == slot; ++end) {
       const int64_t place = key[end] % kFewIds;
       token_[size_t(end)] = int32_t(place / in.top_k);
+      route_[size_t(end)] = int32_t(place);
       weight_[size_t(end)] = in.weights[place];
     }
     add_expert(in, slot, end - i);
@@ -81,6 +83,7 @@ void Plan::sort_many(const PlanInput& in) {
     if (!wanted(in, in.ids[i])) continue;
     const auto pair = size_t(next_[size_t(in.ids[i])]++);
     token_[pair] = int32_t(i / in.top_k);
+    route_[pair] = int32_t(i);
     weight_[pair] = in.weights[i];
   }
 }

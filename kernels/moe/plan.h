@@ -98,6 +98,8 @@ class Plan {
   const ExpertGroup& group(int64_t i) const { return group_[std::size_t(i)]; }
   const int32_t* tokens() const { return token_.data(); }  // [pairs]
   const float* weights() const { return weight_.data(); }  // [pairs]
+  // [pairs]: the pair's place in the ids, token * top_k + j.
+  const int32_t* routes() const { return route_.data(); }
 
  private:
   int64_t expert_of_pair(int64_t pair) const;
@@ -112,7 +114,7 @@ class Plan {
   std::vector<WorkItem> item_;
   std::vector<ExpertGroup> group_;
   std::vector<int64_t> next_;  // sort_many: per expert the count, then the next free pair
-  std::vector<int32_t> token_;
+  std::vector<int32_t> token_, route_;
   std::vector<float> weight_;
 };
 

@@ -89,6 +89,8 @@ struct FormatKernels {
   int gemm_min_rows;   // kAuto: rows of an expert from which gemm is used
 };
 
+struct TrainingKernels;  // kt/training.h
+
 struct KernelTable {
   const char* name;             // "avx2", "avx512", ...
   uint32_t features;            // bits of sys::Feature that must be present
@@ -110,6 +112,7 @@ struct KernelTable {
                  DType dtype);
   void (*thread_begin)();  // tile configuration; called by each worker around a job
   void (*thread_end)();
+  const TrainingKernels* training;
 };
 
 // Tables linked into this module, best first, ending with null.

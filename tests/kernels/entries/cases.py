@@ -9,6 +9,7 @@ from .functions import function_cases
 from .layers import layer_cases
 from .streams import stream_cases
 from .things import Things
+from .training import training_cases
 
 
 def entries(core: ModuleType) -> list[str]:
@@ -27,4 +28,9 @@ def entries(core: ModuleType) -> list[str]:
 
 def cases(core: ModuleType, library: str) -> dict[str, list[Case]]:
     things = Things(core, library)
-    return function_cases(things) | layer_cases(things) | stream_cases(things)
+    return {
+        **function_cases(things),
+        **layer_cases(things),
+        **stream_cases(things),
+        **training_cases(things),
+    }

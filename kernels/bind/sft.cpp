@@ -1,0 +1,198 @@
+// Layers in training.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../moe/layer.h"
+#include "../sft/layer.h"
+#include "../sys/need.h"
+#include "bind.h"
+#include "ticket.h"
+
+namespace {
+
+// Arrays are taken as they are: a converted copy of one that is written to would be lost.
+template <class T, int n> using Array = nb::ndarray<T, nb::ndim<n>, nb::c_contig, nb::device::cpu>;
+using BF16 = Array<const uint16_t, 2>;
+using BF16Room = Array<uint16_t, 2>;
+using Ids = Array<const int64_t, 2>;
+using Weights = Array<const float, 2>;
+using WeightsRoom = Array<float, 2>;
+using Adapter = Array<const float, 3>;
+using Gradient = Array<float, 3>;
+
+template <class A>
+void need_shape(const std::string& name, const A& a, std::vector<int64_t> shape) {
+  bool same = a.ndim() == shape.size();
+  std::string given, wanted;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    same = same && int64_t(a.shape(i)) == shape[i];
+    given += (i ? ", " : "") + std::to_string(a.shape(i));
+    wanted += (i ? ", " : "") + std::to_string(shape[i]);
+  }
+  kt::need(same, name + " is [" + given + "]; [" + wanted + "] is needed");
+}
+
+// What a tensor of each kind is called and shaped.
+struct Shapes {
+  const kt::LayerConfig& c;
+  int64_t rank;
+
+  int64_t in(int m) const { return m == kt::kDown ? c.intermediate_size : c.hidden_size; }
+  int64_t out(int m) const { return m == kt::kDown ? c.hidden_size : c.intermediate_size; }
+  std::vector<int64_t> adapter(int m, bool of_a) const {
+    if (of_a) return {c.num_experts, rank, in(m)};
+    return {c.num_experts, out(m), rank};
+  }
+  static std::string name(int m, bool of_a) {
+    return kt::kMatrixNames[m] + std::string(of_a ? "_a" : "_b");
+  }
+};
+
+struct SftLayer {
+  std::shared_ptr<kt::MoeLayer> base;  // keeps the team and the weights
+  kt::TrainingLayer layer;
+
+  SftLayer(std::shared_ptr<kt::MoeLayer> of, const kt::TrainingConfig& config)
+      : base(std::move(of)), layer(base->shared_team(), base->state(), config) {}
+  Shapes shapes() const { return {layer.layer_config(), layer.config().rank}; }
+};
+
+std::shared_ptr<SftLayer> make_layer(std::shared_ptr<kt::MoeLayer> base, int64_t rank,
+                                     float scaling, float dropout, int64_t max_cache_depth,
+                                     bool recompute, bool skip_lora_grads, bool full_weight_grad) {
+  return make_unlocked<SftLayer>(
+      std::move(base), kt::TrainingConfig{rank, scaling, dropout, max_cache_depth, recompute,
+                                          skip_lora_grads, full_weight_grad});
+}
+
+void update_lora(SftLayer& self, const Adapter& gate_a, const Adapter& gate_b, const Adapter& up_a,
+                 const Adapter& up_b, const Adapter& down_a, const Adapter& down_b) {
+  const Adapter* given[] = {&gate_a, &gate_b, &up_a, &up_b, &down_a, &down_b};
+  kt::LoraSource source;
+  for (int m = 0; m < kt::kMatrices; ++m)
+    for (bool of_a : {true, false}) {
+      const Adapter& one = *given[2 * m + !of_a];
+      need_shape(Shapes::name(m, of_a), one, self.shapes().adapter(m, of_a));
+      (of_a ? source.a : source.b)[size_t(m)] = one.data();
+    }
+  self.layer.update_lora(source);
+}
+
+kt::TrainingForwardArgs forward_args(const SftLayer& self, const BF16& x, const Ids& ids,
+                                     const Weights& weights, const BF16Room& out, uint64_t seed) {
+  const kt::LayerConfig& c = self.layer.layer_config();
+  const auto tokens = int64_t(x.shape(0));
+  need_shape("x", x, {tokens, c.hidden_size});
+  need_shape("ids", ids, {tokens, c.top_k});
+  need_shape("weights", weights, {tokens, c.top_k});
+  need_shape("out", out, {tokens, c.hidden_size});
+  return {x.data(), ids.data(), weights.data(), out.data(), tokens, seed};
+}
+
+void forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weights,
+             const BF16Room& out, bool save, uint64_t seed) {
+  self.layer.forward(forward_args(self, x, ids, weights, out, seed), save);
+}
+
+Ticket submit_forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weights,
+                      const BF16Room& out, bool save, uint64_t seed) {
+  std::vector<nb::object> arrays{nb::find(x), nb::find(ids), nb::find(weights), nb::find(out)};
+  const kt::TrainingForwardArgs args = forward_args(self, x, ids, weights, out, seed);
+  const nb::gil_scoped_release unlocked;
+  std::shared_ptr<kt::sys::Job> job = self.layer.submit_forward(args, save);
+  return {std::move(job), std::move(arrays)};
+}
+
+using Gradients = std::optional<std::vector<std::optional<Gradient>>>;
+
+kt::WeightGradients gradients(const SftLayer& self, const Gradients& given) {
+  const kt::TrainingConfig& config = self.layer.config();
+  const Shapes shapes = self.shapes();
+  std::vector<const Gradient*> arrays;
+  if (given)
+    for (const auto& one : *given)
+      if (one) arrays.push_back(&*one);
+  const size_t adapters = config.skip_lora_grads ? 0 : 2 * kt::kMatrices;
+  const size_t needed = adapters + (config.full_weight_grad ? kt::kMatrices : 0);
+  kt::need(arrays.size() == needed, "grads has " + std::to_string(arrays.size()) + " arrays; " +
+                                        std::to_string(needed) + " are needed");
+  kt::WeightGradients result{};
+  for (size_t i = 0; i < needed; ++i) {
+    if (i < adapters) {
+      const auto m = int(i / 2);
+      const bool of_a = i % 2 == 0;
+      need_shape("grads, " + Shapes::name(m, of_a), *arrays[i], shapes.adapter(m, of_a));
+      (of_a ? result.a : result.b)[size_t(m)] = arrays[i]->data();
+      continue;
+    }
+    const auto m = int(i - adapters);
+    need_shape(std::string("grads, ") + kt::kMatrixNames[m], *arrays[i],
+               {shapes.c.num_experts, shapes.out(m), shapes.in(m)});
+    result.weight[size_t(m)] = arrays[i]->data();
+  }
+  return result;
+}
+
+void backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
+              const WeightsRoom& grad_weights, const Gradients& grads) {
+  const kt::LayerConfig& c = self.layer.layer_config();
+  const auto tokens = int64_t(grad_out.shape(0));
+  need_shape("grad_out", grad_out, {tokens, c.hidden_size});
+  need_shape("grad_in", grad_in, {tokens, c.hidden_size});
+  need_shape("grad_weights", grad_weights, {tokens, c.top_k});
+  self.layer.backward(
+      {grad_out.data(), grad_in.data(), grad_weights.data(), gradients(self, grads)}, tokens);
+}
+
+}  // namespace
+
+void bind_sft(nb::module_& m) {
+  nb::class_<SftLayer>(m, "SftLayer")
+      .def(nb::new_(&make_layer), "layer"_a, nb::kw_only(), "rank"_a, "scaling"_a,
+           "dropout"_a = 0.0f, "max_cache_depth"_a = 1, "recompute"_a = false,
+           "skip_lora_grads"_a = false, "full_weight_grad"_a = false, Unlocked(),
+           "Low-rank adapters on the experts of a MoeLayer, all of which are loaded: y = x W^T + "
+           "scaling * drop(x) A^T B^T. Raises RuntimeError where two threads call it at once.")
+      .def(
+          "update_lora", update_lora, "gate_a"_a.noconvert(), "gate_b"_a.noconvert(),
+          "up_a"_a.noconvert(), "up_b"_a.noconvert(), "down_a"_a.noconvert(),
+          "down_b"_a.noconvert(), Unlocked(),
+          "Packs adapters: float32, A [E, rank, in], B [E, out, rank], by slots. Raises ValueError "
+          "for a value that is not finite in bfloat16; the adapters are then as they were.")
+      .def("forward", forward, "x"_a.noconvert(), "ids"_a.noconvert(), "weights"_a.noconvert(),
+           "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a, Unlocked(),
+           "x: bf16 bits, uint16 [T, H]; ids: int64 [T, k]; weights: float32 [T, k]; out as x. "
+           "With `save`, x, gate and up are kept for backward, and dropout is on, by the seed. "
+           "Raises RuntimeError before update_lora, and for more than max_cache_depth passes "
+           "kept.")
+      .def("submit_forward", submit_forward, "x"_a.noconvert(), "ids"_a.noconvert(),
+           "weights"_a.noconvert(), "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a,
+           "forward, queued: returns a Ticket. The arrays must not be changed before it is done.")
+      .def(
+          "backward", backward, "grad_out"_a.noconvert(), "grad_in"_a.noconvert(),
+          "grad_weights"_a.noconvert(), "grads"_a.noconvert().none(), Unlocked(),
+          "Of the newest forward pass that is kept, which is then dropped. grad_out, grad_in: bf16 "
+          "bits, uint16 [T, H]; grad_weights: float32 [T, k]; grads: float32 arrays that are "
+          "overwritten, of gate_a, gate_b, up_a, up_b, down_a, down_b unless skip_lora_grads, and "
+          "with full_weight_grad of gate, up, down. Raises RuntimeError where no pass is kept, "
+          "ValueError for another T than its and for a NaN or an infinity in grad_out; nothing is "
+          "lost then.")
+      .def(
+          "drop_newest", [](SftLayer& self) { self.layer.drop_newest(); }, Unlocked(),
+          "Drops the newest forward pass that is kept. Raises RuntimeError where none is.")
+      .def(
+          "clear", [](SftLayer& self) { self.layer.clear(); }, Unlocked(),
+          "Drops all forward passes that are kept, and their memory.")
+      .def_prop_ro("pending", [](const SftLayer& self) { return self.layer.pending(); })
+      .def_prop_ro("pending_tokens",
+                   [](const SftLayer& self) { return self.layer.pending_tokens(); });
+}

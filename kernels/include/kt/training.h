@@ -1,0 +1,72 @@
+// The kernels that only training needs, a part of the kernel table: gradients of the products, of
+// the activation and of low-rank adapters.
+//
+// Gradients and adapter activations are rows of bf16 values as the table's GEMM kernel of bf16
+// weights takes them (kernel_table.h, format[kBF16].gemm), whatever the format of the weights. A
+// "tile" of values is m rows of 32 floats. Every sum has one order, whatever the thread.
+#pragma once
+#include "kt/kernel_table.h"
+
+namespace kt {
+
+// Columns that one call of a transposed product computes, two tiles of values; it begins at a
+// multiple of them.
+constexpr int64_t kTransposedColumns = 64;
+
+// out[r * 32 + c] = sum_n A[r,n] * W[n, column + c] for 32 columns, and out[out_stride + ...] for
+// the next 32 where the matrix has them. `tiles` is the first packed tile of W (not transposed),
+// tile_stride the bytes from one to the next. A has 32 columns for each tile, zeros past the rows
+// of W. `out` has the slack of a TileProduct, `scratch` has transposed_scratch() bytes, aligned to
+// 64.
+using TransposedProduct = void (*)(const uint8_t* tiles, int64_t tile_stride,
+                                   const MatrixLayout& layout, int64_t column, const ActRows& a,
+                                   int64_t m, uint8_t* scratch, float* out, int64_t out_stride);
+
+KT_INLINE int64_t transposed_scratch(int64_t rows) {
+  return round_up(rows, kTileRows) * kTransposedColumns * 2;
+}
+
+// Which random numbers decide what is dropped, by Philox 4x32-10 (Salmon et al., "Parallel random
+// numbers: as easy as 1, 2, 3", SC 2011). The number of column c is word c % 4 of the counter
+// (c / 4, token, expert, matrix) under the key (low, high half of the seed).
+struct DropKey {
+  uint64_t seed;
+  uint32_t threshold;  // numbers below it are dropped: p * 2^32
+  float scale;         // 1 / (1 - p), what is kept is multiplied by
+  uint32_t expert, matrix;
+};
+
+// What SwiGLU's backward writes: tiles of m rows, and one dot product a row.
+struct SwigluGradients {
+  float *h, *gate, *up;
+  float* dot;
+};
+
+struct TrainingKernels {
+  const TransposedProduct* transposed;  // by WeightFormat
+
+  // Of one tile: h = act(gate) * up (Activation), the gradients of gate and up for a gradient
+  // weight[r] * v of h, and dot[r] = sum_n v * h. gate and up are bf16 and include their biases.
+  void (*swiglu_backward)(const uint16_t* gate, const uint16_t* up, const float* v,
+                          const float* weight, const Activation& act, int64_t m,
+                          const SwigluGradients& out);
+
+  // out[i * 32 + c] += sum_r a[r * a_stride + i] * b[r * b_stride + c] for i < n and 32 columns c,
+  // in float32 and ascending r.
+  void (*outer)(const float* a, int64_t a_stride, int64_t n, const float* b, int64_t b_stride,
+                int64_t m, float* out);
+
+  // A tile of m rows: 32 columns of the bf16 rows index[r], `stride` values apart; times factor[r]
+  // where it is not null. `valid` columns, then zeros.
+  void (*columns)(const uint16_t* rows, int64_t stride, const int32_t* index, const float* factor,
+                  int64_t m, int64_t valid, float* out);
+
+  // to += from, then += bias: tiles of m rows, 32 values of bias. Either may be null.
+  void (*add)(float* to, const float* from, const float* bias, int64_t m);
+
+  // Dropout of columns [column, column + n) of a token's row; column is a multiple of 4, and x has
+  // room for n rounded up to 32.
+  void (*drop)(const DropKey& key, uint32_t token, int64_t column, int64_t n, float* x);
+};
+
+}  // namespace kt

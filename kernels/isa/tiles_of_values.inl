@@ -1,0 +1,22 @@
+// Tiles of values of training: m rows of 32 floats (kt/training.h).
+void gather_columns(const uint16_t* rows, int64_t stride, const int32_t* index, const float* factor,
+                    int64_t m, int64_t valid, float* out) {
+  for (int64_t r = 0; r < m; ++r) {
+    const uint16_t* row = rows + index[r] * stride;
+    for (int n = 0; n < kTileRows; n += kLanes) {
+      F x = load_row(row, DType::kBF16, n, valid);
+      if (factor) x = f_mul(x, f_set(factor[r]));
+      f_store(out + r * kTileRows + n, x);
+    }
+  }
+}
+
+void add_tile(float* to, const float* from, const float* bias, int64_t m) {
+  for (int64_t r = 0; r < m; ++r)
+    for (int n = 0; n < kTileRows; n += kLanes) {
+      F x = f_load(to + r * kTileRows + n);
+      if (from) x = f_add(x, f_load(from + r * kTileRows + n));
+      if (bias) x = f_add(x, f_load(bias + n));
+      f_store(to + r * kTileRows + n, x);
+    }
+}

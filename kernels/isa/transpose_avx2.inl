@@ -1,0 +1,18 @@
+// Rows to columns, in place: lane j of x[i] and lane i of x[j] change places.
+inline void transpose(F (&x)[8]) {
+  F pairs[8], quads[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m256d a = _mm256_castps_pd(pairs[i + j]), b = _mm256_castps_pd(pairs[i + j + 2]);
+      quads[i + 2 * j] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+      quads[i + 2 * j + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+    }
+  for (int j = 0; j < 4; ++j) {
+    x[j] = _mm256_permute2f128_ps(quads[j], quads[4 + j], 0x20);
+    x[4 + j] = _mm256_permute2f128_ps(quads[j], quads[4 + j], 0x31);
+  }
+}

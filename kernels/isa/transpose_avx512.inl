@@ -1,0 +1,25 @@
+// Rows to columns, in place: lane j of x[i] and lane i of x[j] change places.
+inline void transpose(F (&x)[16]) {
+  F pairs[16], quads[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const __m512d a = _mm512_castps_pd(pairs[i + j]), b = _mm512_castps_pd(pairs[i + j + 2]);
+      quads[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      quads[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    }
+  // Quarter q of quads[4 * g + j] is column 4 * q + j of rows 4 * g on.
+  for (int j = 0; j < 4; ++j) {
+    const F even_low = _mm512_shuffle_f32x4(quads[j], quads[4 + j], 0x88);
+    const F even_high = _mm512_shuffle_f32x4(quads[8 + j], quads[12 + j], 0x88);
+    const F odd_low = _mm512_shuffle_f32x4(quads[j], quads[4 + j], 0xdd);
+    const F odd_high = _mm512_shuffle_f32x4(quads[8 + j], quads[12 + j], 0xdd);
+    x[j] = _mm512_shuffle_f32x4(even_low, even_high, 0x88);
+    x[4 + j] = _mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
+    x[8 + j] = _mm512_shuffle_f32x4(even_low, even_high, 0xdd);
+    x[12 + j] = _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
+  }
+}

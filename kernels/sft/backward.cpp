@@ -1,0 +1,103 @@
+#include "backward.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "backward_pass.h"
+
+namespace kt {
+
+BackwardPass::BackwardPass(TrainingState& state, const TrainingBackwardArgs& args,
+                           SavedForward& saved, sys::Worker& worker)
+    : TrainingPass(state, worker,
+                   {as<uint16_t>(saved.x), saved.ids.data(), saved.weights.data(), saved.tokens,
+                    saved.seed, state.config.dropout > 0}),
+      args_(args),
+      saved_(saved),
+      adapters_(!state.config.skip_lora_grads),
+      full_(state.config.full_weight_grad) {}
+
+void BackwardPass::run() {
+  clear_gradients();  // before the first barrier
+  each_chunk([this] { chunk(); });
+}
+
+void BackwardPass::chunk() {
+  take_rows();
+  if (state_.config.recompute) gate_up_again();
+  inter();
+  if (adapters_) ranks();
+  route_gradients();
+  input();
+  if (adapters_ || full_) hidden();
+}
+
+// Each thread a part.
+void BackwardPass::clear_gradients() {
+  const LayerConfig& c = config_;
+  const auto clear = [&](float* values, int64_t n) {
+    const int64_t begin = n * worker_.rank / worker_.team_threads;
+    if (values)
+      std::fill(values + begin, values + n * (worker_.rank + 1) / worker_.team_threads, 0.0f);
+  };
+  clear(args_.grad_weights, in_.tokens * c.top_k);
+  for (int m = 0; m < kMatrices; ++m) {
+    const int64_t in = m == kDown ? c.intermediate_size : c.hidden_size;
+    const int64_t out = m == kDown ? c.hidden_size : c.intermediate_size;
+    clear(args_.grads.a[m], c.num_experts * lora_.rank() * in);
+    clear(args_.grads.b[m], c.num_experts * lora_.rank() * out);
+    clear(args_.grads.weight[m], c.num_experts * in * out);
+  }
+  // Also where there are no tokens, and so no chunk.
+  worker_.team_barrier();
+}
+
+void BackwardPass::take_rows() {
+  const int64_t h = config_.hidden_size;
+  each_pair([&](const ExpertRows& e, int64_t r) {
+    const int64_t token = first_ + plan().tokens()[e.first + r];
+    grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
+  });
+  const bool again = state_.config.recompute;
+  if (!adapters_ && !again) return;
+  take_x(again);
+  adapters_of_x();
+  if (!adapters_) return;
+  const int64_t padded = lora_.rank_padded();
+  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
+  team_phase(plan().items(), rank_tiles(), cost, [&](int64_t number, int64_t tile) {
+    const WorkItem& item = plan().item(number);
+    const ExpertRows& e = plan().expert(item.expert);
+    row_blocks(item.first, item.last, [&](int64_t r, int64_t m) {
+      float* values = mine_.tile[0];
+      adapter_product(kDown, kLoraBt, e.slot, tile, grad_out_rows(), row(e) + r, m, values);
+      for (int64_t i = 0; i < m; ++i) {
+        float* one = values + i * kTileRows;
+        for (int64_t n = 0; n < kTileRows; ++n) one[n] *= state_.config.scaling;
+        rank_rows(kDown).put(table_, row(e) + r + i, tile, one, DType::kFP32, kTileRows);
+        const float weight = plan().weights()[e.first + r + i];
+        float* weighted = rank_values(kDown, e) + (r + i) * padded + tile * kTileRows;
+        for (int64_t n = 0; n < kTileRows; ++n) weighted[n] = weight * one[n];
+      }
+    });
+  });
+}
+
+void BackwardPass::gate_up_again() {
+  gate_up([&](const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* gate, float* up) {
+    keep_gate_up(gate_up_memory(), pairs_before(), e, tile, first, m, gate, up);
+  });
+}
+
+TrainingBackwardJob::TrainingBackwardJob(std::shared_ptr<TrainingState> state,
+                                         const TrainingBackwardArgs& args,
+                                         std::shared_ptr<SavedForward> saved)
+    : state_(std::move(state)), args_(args), saved_(std::move(saved)) {
+  state_->layer->workspace->renew_after_fork();
+}
+
+void TrainingBackwardJob::run(sys::Worker& worker) noexcept {
+  BackwardPass(*state_, args_, *saved_, worker).run();
+}
+
+}  // namespace kt

@@ -1,0 +1,167 @@
+// The phases of a backward pass that go by columns of H.
+#include <algorithm>
+
+#include "backward_pass.h"
+
+namespace kt {
+
+// The gradient of x. Where the columns of an expert's matrices have orders of their own (act-order)
+// a column of the sum takes from columns all over the rows, which come first.
+void BackwardPass::input() {
+  const int64_t blocks = part().size ? ceil_div(hidden_tiles(), 2) : 0;
+  const int64_t groups = plan().groups();
+  if (layer_.order.any) {
+    const auto cost = [&](int64_t i) { return std::max<int64_t>(plan().expert(i).count, 32); };
+    pool_phase(plan().active(), blocks, cost,
+               [&](int64_t i, int64_t block) { input_columns(plan().expert(i), block, 0); });
+    ordered_input();
+  } else {
+    const auto cost = [&](int64_t i) { return plan().group(i % groups).pairs; };
+    pool_phase(blocks * groups, 1, cost, [&](int64_t i, int64_t) {
+      const int64_t block = i / groups, group = i % groups;
+      for (int64_t tile = 2 * block; tile < std::min(2 * block + 2, hidden_tiles()); ++tile)
+        std::fill_n(sum_of(worker_.pool, group, tile), count_ * kTileRows, 0.0f);
+      for (int64_t n = plan().group(group).first; n < plan().group(group).last; ++n)
+        input_columns(plan().expert(n), block, group);
+    });
+  }
+  finish_sums(args_.grad_in);
+}
+
+// 64 columns of W^T d of gate and up: added to the group's sums, with the adapters' part, or kept
+// by pair where columns have orders.
+void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t group) {
+  const uint8_t* weights = layer_.expert(worker_.pool, e.slot);
+  const int64_t first_tile = 2 * block, tiles = std::min<int64_t>(hidden_tiles() - first_tile, 2);
+  const int64_t tile_floats = mine_.tile[1] - mine_.tile[0];
+  row_blocks(0, e.count, [&](int64_t r, int64_t m) {
+    for (Matrix matrix : {kGate, kUp}) {
+      const MatrixLayout& layout = part().layout[matrix];
+      training_.transposed[int(layout.format)](
+          weights + part().begin_of(matrix), part().stride_of(matrix), layout,
+          block * kTransposedColumns, grad_rows(matrix).from(row(e) + r), m, mine_.transposed,
+          mine_.tile[2 * matrix], tile_floats);
+    }
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t tile = first_tile + t, pair = e.first + r;
+      float *gate = mine_.tile[t], *up = mine_.tile[2 + t];
+      if (layer_.order.any) {
+        for (int64_t i = 0; i < m; ++i)
+          for (Matrix matrix : {kGate, kUp})
+            std::copy_n((matrix == kGate ? gate : up) + i * kTileRows, kTileRows,
+                        grad_x(worker_.pool, matrix, pair + i) + tile * kTileRows);
+        continue;
+      }
+      training_.add(gate, up, nullptr, m);
+      if (adapters_ && first_part()) input_adapters(e, tile, r, m, gate);
+      table_.merge(gate, nullptr, space_.ones.data(), plan().tokens() + pair, m,
+                   sum_of(worker_.pool, group, tile));
+    }
+  });
+}
+
+// Adds the adapters' part of a tile of the gradient of x.
+void BackwardPass::input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m,
+                                  float* to) {
+  float* adapter = mine_.tile[4];
+  for (Matrix matrix : {kGate, kUp}) {
+    adapter_product(matrix, kLoraAt, e.slot, tile, rank_rows(matrix), row(e) + first, m, adapter);
+    drop_tile(matrix, e, first, m, tile * kTileRows, adapter);
+    training_.add(to, adapter, nullptr, m);
+  }
+}
+
+// The sums over the experts of a group, from what was kept by pair.
+void BackwardPass::ordered_input() {
+  const int64_t h = config_.hidden_size, groups = plan().groups();
+  const int64_t tiles = part().size ? hidden_tiles() : 0;
+  const auto cost = [&](int64_t i) { return plan().group(i % groups).pairs; };
+  pool_phase(tiles * groups, 1, cost, [&](int64_t i, int64_t) {
+    const int64_t tile = i / groups, group = i % groups, valid = valid_hidden(tile);
+    float* sum = sum_of(worker_.pool, group, tile);
+    std::fill_n(sum, count_ * kTileRows, 0.0f);
+    for (int64_t n = plan().group(group).first; n < plan().group(group).last; ++n) {
+      const ExpertRows& e = plan().expert(n);
+      const int64_t position = layer_.position[size_t(e.slot)];
+      row_blocks(0, e.count, [&](int64_t r, int64_t m) {
+        float* values = mine_.tile[0];
+        std::fill_n(values, m * kTileRows, 0.0f);
+        for (Matrix matrix : {kGate, kUp}) {
+          const int32_t* from =
+              state_.inverse_order.data() + (2 * position + matrix) * h + tile * kTileRows;
+          for (int64_t row = 0; row < m; ++row) {
+            const float* kept = grad_x(worker_.pool, matrix, e.first + r + row);
+            for (int64_t c = 0; c < valid; ++c) values[row * kTileRows + c] += kept[from[c]];
+          }
+        }
+        if (adapters_ && first_part()) input_adapters(e, tile, r, m, values);
+        table_.merge(values, nullptr, space_.ones.data(), plan().tokens() + e.first + r, m, sum);
+      });
+    }
+  });
+}
+
+void BackwardPass::hidden() {
+  const auto cost = [&](int64_t i) { return std::max<int64_t>(plan().expert(i).count, 8); };
+  team_phase(plan().active(), hidden_tiles(), cost, [&](int64_t i, int64_t tile) {
+    const ExpertRows& e = plan().expert(i);
+    if (adapters_) adapter_gradients(e, tile);
+    if (full_) weight_gradients(e, tile);
+  });
+}
+
+// 32 columns of the rows of an expert, of x or of the output's gradient.
+void BackwardPass::take_columns(const uint16_t* rows, const ExpertRows& e, int64_t tile,
+                                const float* factor, float* to) const {
+  const int64_t h = config_.hidden_size;
+  training_.columns(rows + first_ * h + tile * kTileRows, h, plan().tokens() + e.first, factor,
+                    e.count, valid_hidden(tile), to);
+}
+
+void BackwardPass::adapter_gradients(const ExpertRows& e, int64_t tile) {
+  const int64_t rank = lora_.rank(), h = config_.hidden_size, valid = valid_hidden(tile);
+  float* columns = mine_.columns[0];
+  const auto sum = [&](Matrix m) {
+    std::fill_n(mine_.sums, rank * kTileRows, 0.0f);
+    training_.outer(rank_values(m, e), lora_.rank_padded(), rank, columns, kTileRows, e.count,
+                    mine_.sums);
+  };
+  for (Matrix m : {kGate, kUp}) {
+    if (m == kGate || in_.dropout) take_columns(in_.x, e, tile, nullptr, columns);
+    drop_tile(m, e, 0, e.count, tile * kTileRows, columns);
+    sum(m);
+    add_block(mine_.sums, rank, valid, args_.grads.a[m] + e.slot * rank * h + tile * kTileRows, h);
+  }
+  take_columns(args_.grad_out, e, tile, nullptr, columns);
+  sum(kDown);
+  add_transposed(mine_.sums, rank, valid,
+                 args_.grads.b[kDown] + (e.slot * h + tile * kTileRows) * rank);
+}
+
+void BackwardPass::weight_gradients(const ExpertRows& e, int64_t tile) {
+  const int64_t h = config_.hidden_size, inter = config_.intermediate_size;
+  const int64_t column = tile * kTileRows, valid = valid_hidden(tile);
+  float *x = mine_.columns[0], *d = mine_.columns[1], *sums = mine_.tile[0];
+  take_columns(in_.x, e, tile, nullptr, x);
+  take_columns(args_.grad_out, e, tile, plan().weights() + e.first, d);
+  for (int p = 0; p < int(layer_.pools.size()); ++p) {
+    const PoolPart& part = layer_.pools[size_t(p)];
+    const int64_t tiles = part.size ? part.layout[kUp].tiles() : 0;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t at = part.begin + t * kTileRows,
+                    n = std::min(kTileRows, part.size - t * kTileRows);
+      for (Matrix m : {kGate, kUp}) {
+        std::fill_n(sums, kTileRows * kTileRows, 0.0f);
+        training_.outer(full_tile(p, m, e, tiles, t), kTileRows, n, x, kTileRows, e.count, sums);
+        add_block(sums, n, valid, args_.grads.weight[m] + (e.slot * inter + at) * h + column, h);
+      }
+      std::fill_n(sums, kTileRows * kTileRows, 0.0f);
+      training_.outer(d, kTileRows, valid, full_tile(p, kDown, e, tiles, t), kTileRows, e.count,
+                      sums);
+      add_block(sums, valid, n, args_.grads.weight[kDown] + (e.slot * h + column) * inter + at,
+                inter);
+    }
+  }
+}
+
+}  // namespace kt

@@ -1,0 +1,94 @@
+// One worker's view of a backward pass: the phases, and what they share.
+#pragma once
+#include "backward.h"
+#include "pass.h"
+
+namespace kt {
+
+// For a route (token t, expert e, router weight w) with the output's gradient dO, and s = scaling:
+//   v  = W_down^T dO + s * mask * A_down^T (B_down^T dO)      gradient of h, without w
+//   grad_weights = <v, h> + <dO, bias_down>
+//   dg, du = SwiGLU's gradients for w * v
+//   dx += W^T d + s * mask * A^T (B^T d)                      over gate and up
+//   dA = (s * B^T d)^T (mask * x), dB = d^T (s * (mask * x) A^T), with w * dO for d of down
+// where mask is that of the forward pass, and roundings of activations count as if there were none.
+// Phases of a chunk:
+//   rows      dO and x as rows; s * (mask * x) A^T of gate and up; s * B_down^T dO
+//   again     gate and up, where the forward pass did not keep them
+//   inter     by columns of I: v, h, dg, du; gradients of A_down, B_gate and B_up
+//   ranks     s * B^T d of gate and up, s * (mask * h) A_down^T, by pool, then summed over pools
+//   input     by columns of H: dx, summed over the experts of a group, then over groups and pools
+//   hidden    by columns of H: gradients of A_gate, A_up and B_down, and of the weights
+// A gradient is the sum over the rows of an expert in ascending order, by one thread, then over
+// chunks.
+class BackwardPass : TrainingPass {
+ public:
+  BackwardPass(TrainingState& state, const TrainingBackwardArgs& args, SavedForward& saved,
+               sys::Worker& worker);
+  void run();
+
+ private:
+  void chunk();
+  void clear_gradients();
+  void take_rows();
+  void gate_up_again();
+  // backward_inter.cpp
+  void inter();
+  void inter_columns(const ExpertRows& e, int64_t block);
+  void inter_tile(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* v,
+                  float* sums);
+  void inter_sums(const ExpertRows& e, int64_t tile, const float* sums);
+  void ranks();
+  void route_gradients();
+  // backward_hidden.cpp
+  void input();
+  void input_columns(const ExpertRows& e, int64_t block, int64_t group);
+  void input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* to);
+  void ordered_input();
+  void hidden();
+  void take_columns(const uint16_t* rows, const ExpertRows& e, int64_t tile, const float* factor,
+                    float* to) const;
+  void adapter_gradients(const ExpertRows& e, int64_t tile);
+  void weight_gradients(const ExpertRows& e, int64_t tile);
+
+  // Pairs before those of the present plan, where gate and up of all are kept.
+  int64_t pairs_before() const { return state_.config.recompute ? 0 : first_ * config_.top_k; }
+  uint16_t* gate_up_memory() const {
+    return as<uint16_t>(state_.config.recompute ? pool_space().gate_up
+                                                : saved_.gate_up[size_t(worker_.pool)]);
+  }
+  // Of float32 tiles of all rows of an expert.
+  float* full_tile(int pool, Matrix m, const ExpertRows& e, int64_t tiles, int64_t tile) const {
+    return as<float>(space_.pool[size_t(pool)].full[m]) +
+           (e.first * tiles + e.count * tile) * kTileRows;
+  }
+  float* dots(int pool, int64_t tile) const {
+    return as<float>(space_.pool[size_t(pool)].dots) + tile * space_.size.pairs;
+  }
+  float* grad_x(int pool, Matrix m, int64_t pair) const {
+    return as<float>(space_.pool[size_t(pool)].grad_x[m]) +
+           pair * round_up(config_.hidden_size, kTileRows);
+  }
+  BF16Rows grad_out_rows() const { return rows_in(space_.grad_out, config_.hidden_size); }
+  BF16Rows grad_rows(Matrix m) const { return rows_in(pool_space().grad[m], part().size); }
+
+  const TrainingBackwardArgs args_;
+  SavedForward& saved_;
+  const bool adapters_;  // whether their terms and gradients are wanted
+  const bool full_;      // whether the gradients of the weights are
+};
+
+// dst[i * stride + c] += values[i * 32 + c] for i < rows and c < columns.
+inline void add_block(const float* values, int64_t rows, int64_t columns, float* dst,
+                      int64_t stride) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t c = 0; c < columns; ++c) dst[i * stride + c] += values[i * kTileRows + c];
+}
+
+// dst[c * rows + i] += the same.
+inline void add_transposed(const float* values, int64_t rows, int64_t columns, float* dst) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t c = 0; c < columns; ++c) dst[c * rows + i] += values[i * kTileRows + c];
+}
+
+}  // namespace kt

@@ -1,0 +1,189 @@
+#include "layer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "../sys/need.h"
+
+namespace kt {
+namespace {
+
+void check(const LayerState& layer, const TrainingConfig& c) {
+  need_in_range("rank", c.rank, 1, kMaxRank);
+  need(std::isfinite(c.scaling),
+       "scaling " + std::to_string(c.scaling) + "; a finite number (alpha / rank) is accepted");
+  need(c.dropout >= 0 && c.dropout < 1,
+       "dropout " + std::to_string(c.dropout) + "; 0 up to, not including, 1 is accepted");
+  need_in_range("max_cache_depth", c.max_cache_depth, 1, 1 << 20);
+  for (size_t slot = 0; slot < layer.loaded.size(); ++slot)
+    need(layer.position[slot] < 0 || layer.loaded[slot],
+         "expert slot " + std::to_string(slot) + " is not loaded; load all experts first");
+}
+
+TrainingSize size_of(const LayerState& layer, const TrainingConfig& c) {
+  const LayerConfig& l = layer.config;
+  const int64_t pairs = l.max_tokens * l.top_k;  // fits: LayerConfig was checked
+  const int64_t tiles = kMatrices * round_up(c.rank, kTileRows) / kTileRows;
+  need((std::min(l.num_experts, pairs) + pairs / kItemRows) * tiles <= sys::kMaxTasks,
+       "rank " + std::to_string(c.rank) + ": too large for " + std::to_string(l.num_experts) +
+           " experts and max_tokens " + std::to_string(l.max_tokens));
+  return {l.max_tokens, pairs, l.num_experts, l.hidden_size, l.intermediate_size, c.rank};
+}
+
+std::vector<int32_t> inverse_order(const LayerState& layer) {
+  if (!layer.order.any) return {};
+  const int64_t h = layer.config.hidden_size;
+  std::vector<int32_t> inverse(size_t(layer.held * 2 * h));
+  for (int64_t position = 0; position < layer.held; ++position)
+    for (Matrix m : {kGate, kUp}) {
+      const int32_t* order = layer.order.row(position, m);
+      int32_t* to = inverse.data() + (2 * position + m) * h;
+      for (int64_t i = 0; i < h; ++i) to[order[i]] = int32_t(i);
+    }
+  return inverse;
+}
+
+// Where a value of bf16 rows is NaN or infinite, or -1.
+int64_t first_not_finite(const uint16_t* values, int64_t n) {
+  constexpr int64_t kBlock = 4096;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, n);
+    bool bad = false;
+    for (int64_t i = begin; i < end; ++i) bad |= (values[i] & 0x7f80) == 0x7f80;
+    for (int64_t i = begin; bad && i < end; ++i)
+      if ((values[i] & 0x7f80) == 0x7f80) return i;
+  }
+  return -1;
+}
+
+}  // namespace
+
+TrainingLayer::TrainingLayer(std::shared_ptr<sys::Team> team, std::shared_ptr<LayerState> layer,
+                             const TrainingConfig& config)
+    : team_(std::move(team)), state_([&] {
+        check(*layer, config);
+        const TrainingSize size = size_of(*layer, config);
+        return std::make_shared<TrainingState>(
+            TrainingState{layer,
+                          config,
+                          LoraWeights(layer, *team_, config.rank),
+                          training_workspace_for(*layer, size),
+                          {}});
+      }()) {}
+
+TrainingLayer::Lock TrainingLayer::alone() const {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock) throw std::runtime_error("the layer is in use by another thread");
+  return lock;
+}
+
+void TrainingLayer::update_lora(const LoraSource& source) {
+  const Lock lock = alone();
+  state_->lora.pack(*team_, source);
+}
+
+// Memory for a pass that is kept: that of one dropped before where it is large enough.
+std::shared_ptr<SavedForward> TrainingLayer::room_for(const TrainingForwardArgs& args) {
+  const LayerState& layer = *state_->layer;
+  const LayerConfig& c = layer.config;
+  std::shared_ptr<SavedForward> saved;
+  const auto fits = [&](const auto& one) { return one->room >= args.tokens; };
+  if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
+    saved = std::move(*found);
+    spare_.erase(found);
+  } else {
+    if (!spare_.empty()) spare_.pop_back();  // too small: another batch size has come
+    saved = std::make_shared<SavedForward>();
+    saved->room = args.tokens;
+    saved->x = sys::Mapping(size_t(args.tokens * c.hidden_size) * 2);
+    for (size_t p = 0; p < layer.pools.size() && !state_->config.recompute; ++p)
+      saved->gate_up.emplace_back(
+          size_t(args.tokens * c.top_k * round_up(layer.pools[p].size, kTileRows)) * 4,
+          team_->node(int(p)));
+  }
+  const int64_t routes = args.tokens * c.top_k;
+  saved->tokens = args.tokens;
+  saved->seed = args.seed;
+  saved->ids.assign(args.ids, args.ids + routes);
+  saved->weights.assign(args.weights, args.weights + routes);
+  return saved;
+}
+
+std::shared_ptr<sys::Job> TrainingLayer::submit(const TrainingForwardArgs& args, bool save) {
+  need_in_range("tokens", args.tokens, 0,
+                std::numeric_limits<int32_t>::max() / layer_config().top_k);
+  if (!state_->lora.packed())
+    throw std::runtime_error("the adapters are not there yet; call update_lora before forward");
+  const int64_t depth = config().max_cache_depth;
+  if (save && pending() >= depth)
+    throw std::runtime_error(std::to_string(pending()) +
+                             " forward passes wait for backward, max_cache_depth is " +
+                             std::to_string(depth) + "; call backward, or forward without saving");
+  const auto saved = save ? room_for(args) : nullptr;
+  auto job = std::make_shared<TrainingForwardJob>(state_, args, saved);
+  team_->submit(job);
+  if (saved) pending_.push_back(saved);
+  count();
+  return job;
+}
+
+std::shared_ptr<sys::Job> TrainingLayer::submit_forward(const TrainingForwardArgs& args,
+                                                        bool save) {
+  const Lock lock = alone();
+  return submit(args, save);
+}
+
+void TrainingLayer::forward(const TrainingForwardArgs& args, bool save) {
+  const Lock lock = alone();
+  submit(args, save)->wait();
+}
+
+void TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
+  const Lock lock = alone();
+  if (pending_.empty())
+    throw std::runtime_error("no forward pass waits for backward; call forward with saving first");
+  const auto& newest = pending_.back();
+  need(tokens == newest->tokens, "grad_out has " + std::to_string(tokens) +
+                                     " tokens; the newest forward pass had " +
+                                     std::to_string(newest->tokens));
+  const int64_t h = layer_config().hidden_size;
+  if (const int64_t bad = first_not_finite(args.grad_out, tokens * h); bad >= 0)
+    throw std::invalid_argument("grad_out: a NaN or an infinity in token " +
+                                std::to_string(bad / h) + ", column " + std::to_string(bad % h) +
+                                "; finite values are accepted");
+  state_->inverse_order = inverse_order(*state_->layer);  // experts may have been loaded again
+  const auto job = std::make_shared<TrainingBackwardJob>(state_, args, newest);
+  team_->submit(job);
+  job->wait();
+  drop_last();
+}
+
+void TrainingLayer::drop_last() {
+  spare_.push_back(std::move(pending_.back()));
+  pending_.pop_back();
+  count();
+}
+
+void TrainingLayer::drop_newest() {
+  const Lock lock = alone();
+  if (pending_.empty()) throw std::runtime_error("no forward pass waits for backward");
+  drop_last();
+}
+
+void TrainingLayer::clear() {
+  const Lock lock = alone();
+  pending_.clear();
+  spare_.clear();
+  count();
+}
+
+void TrainingLayer::count() {
+  count_ = int64_t(pending_.size());
+  newest_tokens_ = pending_.empty() ? 0 : pending_.back()->tokens;
+}
+
+}  // namespace kt

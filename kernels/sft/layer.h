@@ -1,0 +1,63 @@
+// A MoE layer in training: low-rank adapters on its experts, forward passes that are kept, and
+// their backward passes.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../sys/team.h"
+#include "backward.h"
+#include "forward.h"
+#include "state.h"
+
+namespace kt {
+
+// Not for two threads at once: whoever comes second gets std::runtime_error.
+class TrainingLayer {
+ public:
+  // Throws std::invalid_argument for a setting that is out of range, or experts not loaded yet.
+  TrainingLayer(std::shared_ptr<sys::Team> team, std::shared_ptr<LayerState> layer,
+                const TrainingConfig& config);
+
+  const LayerConfig& layer_config() const { return state_->layer->config; }
+  const TrainingConfig& config() const { return state_->config; }
+
+  // Packs the adapters of all experts; blocks. Throws std::invalid_argument for a value that is not
+  // finite in bf16: they are then as they were.
+  void update_lora(const LoraSource& source);
+
+  // Queues a forward pass. Throws std::runtime_error before update_lora, and where max_cache_depth
+  // passes are kept already; nothing is lost then.
+  std::shared_ptr<sys::Job> submit_forward(const TrainingForwardArgs& args, bool save);
+  // The same, and waits for it.
+  void forward(const TrainingForwardArgs& args, bool save);
+
+  // The backward pass of the newest forward pass that is kept, which is then dropped; blocks.
+  // Throws std::runtime_error where none is, std::invalid_argument for another number of tokens
+  // than its, and for a NaN or an infinity in grad_out; nothing is lost then.
+  void backward(const TrainingBackwardArgs& args, int64_t tokens);
+
+  void drop_newest();
+  void clear();
+  // From any thread: how many are kept, and the tokens of the newest; 0 where there is none.
+  int64_t pending() const { return count_; }
+  int64_t pending_tokens() const { return newest_tokens_; }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  Lock alone() const;
+  std::shared_ptr<sys::Job> submit(const TrainingForwardArgs& args, bool save);
+  std::shared_ptr<SavedForward> room_for(const TrainingForwardArgs& args);
+  void drop_last();
+  void count();
+
+  const std::shared_ptr<sys::Team> team_;
+  const std::shared_ptr<TrainingState> state_;
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<SavedForward>> pending_, spare_;
+  std::atomic<int64_t> count_{0}, newest_tokens_{0};
+};
+
+}  // namespace kt

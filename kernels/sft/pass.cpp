@@ -1,0 +1,160 @@
+#include "pass.h"
+
+#include <algorithm>
+
+namespace kt {
+
+TrainingPass::TrainingPass(TrainingState& state, sys::Worker& worker, const TrainingInput& in)
+    : state_(state),
+      layer_(*state.layer),
+      config_(layer_.config),
+      table_(*config_.table),
+      training_(*table_.training),
+      lora_(state.lora),
+      work_(*layer_.workspace),
+      space_(*state.space),
+      worker_(worker),
+      own_(work_.thread[size_t(worker.thread)]),
+      mine_(space_.thread[size_t(worker.thread)]),
+      pass_(layer_, worker),
+      h_(pass_),
+      in_(in),
+      phase_(work_.phase) {}
+
+int64_t TrainingPass::gemm_min_rows(Matrix m) const {
+  if (config_.kind == KernelKind::kVector) return INT64_MAX;
+  if (config_.kind == KernelKind::kTile) return 1;
+  const int64_t tuned = config_.tuning.gemm_min_rows[m];
+  return tuned ? tuned : pass_.kernels[m].gemm_min_rows;
+}
+
+void TrainingPass::build_plan() {
+  const int64_t k = config_.top_k;
+  work_.plan.build({in_.ids + first_ * k,
+                    in_.weights + first_ * k,
+                    count_,
+                    k,
+                    layer_.on_cpu,
+                    {gemm_min_rows(kGate), gemm_min_rows(kUp), gemm_min_rows(kDown)},
+                    expert_groups(config_.num_experts, config_.hidden_size)});
+}
+
+bool TrainingPass::shares_x(const ExpertRows& e) const {
+  const ProductKernel &gate = pass_.kernel(e, kGate), &up = pass_.kernel(e, kUp);
+  return gate.act == up.act && gate.blocked == up.blocked &&
+         layer_.order.same[size_t(layer_.position[size_t(e.slot)])];
+}
+
+void TrainingPass::take_x(bool for_base) {
+  each_pair([&](const ExpertRows& e, int64_t r) {
+    if (for_base) put_base_x(e, kGate, r);
+    if (for_base && !shares_x(e)) put_base_x(e, kUp, r);
+    put_adapter_x(e, kGate, r);
+    if (in_.dropout) put_adapter_x(e, kUp, r);  // gate and up drop other columns
+  });
+}
+
+void TrainingPass::put_base_x(const ExpertRows& e, Matrix m, int64_t at) {
+  const ProductKernel& kernel = pass_.kernel(e, m);
+  const int64_t h = config_.hidden_size;
+  const uint16_t* x = in_.x + (first_ + plan().tokens()[e.first + at]) * h;
+  if (layer_.order.any) {
+    const int32_t* order = layer_.order.row(layer_.position[size_t(e.slot)], m);
+    auto* ordered = reinterpret_cast<uint16_t*>(own_.ordered);
+    for (int64_t k = 0; k < h; ++k) ordered[k] = x[order[k]];
+    x = ordered;
+  }
+  const ActRows to = base_x(e, m);
+  ActRows one = to.from(at);
+  if (kernel.blocked) one.data = own_.row;
+  quantise_row(table_, kernel.act, x, DType::kBF16, h, x_columns(), -1, one, 0);
+  if (kernel.blocked) copy_to_blocks(one.data, to.stride, const_cast<uint8_t*>(to.data), at);
+}
+
+void TrainingPass::put_adapter_x(const ExpertRows& e, Matrix m, int64_t r) {
+  const int64_t h = config_.hidden_size, token = first_ + plan().tokens()[e.first + r];
+  const uint16_t* x = in_.x + token * h;
+  const BF16Rows to = rows_in(space_.x[m], h);
+  const int64_t at = row(e) + r;
+  if (!in_.dropout) return to.put_row(table_, at, x, DType::kBF16, h);
+  table_.quantise[int(ActKind::kFloat)](x, DType::kBF16, h, round_up(h, kTileRows), -1,
+                                        reinterpret_cast<uint8_t*>(mine_.row), nullptr, nullptr);
+  training_.drop(drop_key(m, e.slot), uint32_t(token), 0, h, mine_.row);
+  to.put_row(table_, at, mine_.row, DType::kFP32, h);
+}
+
+DropKey TrainingPass::drop_key(Matrix m, int64_t slot) const {
+  const double p = state_.config.dropout;
+  return {in_.seed, uint32_t(p * 0x1p32), float(1 / (1 - p)), uint32_t(slot), uint32_t(m)};
+}
+
+void TrainingPass::drop_tile(Matrix m, const ExpertRows& e, int64_t first, int64_t count,
+                             int64_t column, float* values) const {
+  if (!in_.dropout) return;
+  const DropKey key = drop_key(m, e.slot);
+  for (int64_t r = 0; r < count; ++r)
+    training_.drop(key, uint32_t(first_ + plan().tokens()[e.first + first + r]), column, kTileRows,
+                   values + r * kTileRows);
+}
+
+void TrainingPass::adapters_of_x() {
+  const int64_t tiles = rank_tiles(), padded = lora_.rank_padded();
+  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
+  team_phase(plan().items(), 2 * tiles, cost, [&](int64_t number, int64_t task) {
+    const WorkItem& item = plan().item(number);
+    const ExpertRows& e = plan().expert(item.expert);
+    const auto m = Matrix(task / tiles);
+    const int64_t tile = task % tiles;
+    const BF16Rows x = rows_in(space_.x[in_.dropout ? m : kGate], config_.hidden_size);
+    row_blocks(item.first, item.last, [&](int64_t r, int64_t count) {
+      float* values = mine_.tile[0];
+      adapter_product(m, kLoraA, e.slot, tile, x, row(e) + r, count, values);
+      for (int64_t i = 0; i < count; ++i) {
+        float* one = rank_values(m, e) + (r + i) * padded + tile * kTileRows;
+        for (int64_t n = 0; n < kTileRows; ++n)
+          one[n] = state_.config.scaling * values[i * kTileRows + n];
+        rank_rows(m).put(table_, row(e) + r + i, tile, one, DType::kFP32, kTileRows);
+      }
+    });
+  });
+}
+
+void TrainingPass::keep_gate_up(uint16_t* memory, int64_t pairs_before, const ExpertRows& e,
+                                int64_t tile, int64_t first, int64_t m, const float* gate,
+                                const float* up) const {
+  const float* values[2] = {gate, up};
+  for (int half = 0; half < 2; ++half) {
+    uint16_t* to = memory + saved_tile(pairs_before, e, inter_tiles(), tile, half);
+    table_.quantise[int(ActKind::kBF16)](values[half], DType::kFP32, m * kTileRows, m * kTileRows,
+                                         -1, reinterpret_cast<uint8_t*>(to + first * kTileRows),
+                                         nullptr, nullptr);
+  }
+}
+
+void TrainingPass::sum_rank_parts(Matrix m, const ExpertRows& e, int64_t row, float* sum) const {
+  const int64_t padded = lora_.rank_padded();
+  std::fill_n(sum, padded, 0.0f);
+  for (int p = 0; p < int(layer_.pools.size()); ++p) {
+    if (!layer_.pools[size_t(p)].size) continue;
+    const float* values = rank_part(p, m, e) + row * padded;
+    for (int64_t i = 0; i < padded; ++i) sum[i] += values[i];
+  }
+  for (int64_t i = 0; i < padded; ++i) sum[i] *= state_.config.scaling;
+}
+
+void TrainingPass::finish_sums(uint16_t* out) {
+  team_phase(hidden_tiles(), [&](int64_t tile) {
+    const float* sum[kMaxPools * kMaxGroups];
+    int sums = 0;
+    for (int p = 0; p < int(layer_.pools.size()); ++p)
+      for (int64_t g = 0; layer_.pools[size_t(p)].size && g < plan().groups(); ++g)
+        sum[sums++] = sum_of(p, g, tile);
+    for (int64_t t = 0; t < count_; ++t) {
+      table_.finish(sum, sums, nullptr, valid_hidden(tile),
+                    out + (first_ + t) * config_.hidden_size + tile * kTileRows, DType::kBF16);
+      for (int i = 0; i < sums; ++i) sum[i] += kTileRows;
+    }
+  });
+}
+
+}  // namespace kt

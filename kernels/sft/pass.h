@@ -1,0 +1,251 @@
+// One worker's view of a training pass: what forward and backward share.
+#pragma once
+#include <algorithm>
+#include <initializer_list>
+
+#include "../moe/h_rows.h"
+#include "../moe/pass.h"
+#include "../sys/task_queue.h"
+#include "rows.h"
+#include "state.h"
+
+namespace kt {
+
+// Tokens of a pass, and where it reads them.
+struct TrainingInput {
+  const uint16_t* x;     // bf16 [tokens][H]
+  const int64_t* ids;    // [tokens][top_k]
+  const float* weights;  // [tokens][top_k]
+  int64_t tokens;
+  uint64_t seed;
+  bool dropout;
+};
+
+// A pass is a number of phases, each shared among the threads as tasks, with barriers of the whole
+// team between them. It goes over the tokens in chunks as long as the layer's, each with a plan of
+// its own, which is the same in forward and backward. The base products are those of inference, by
+// the same kernels; those of adapters are GEMM kernels of bf16 weights.
+class TrainingPass {
+ protected:
+  TrainingPass(TrainingState& state, sys::Worker& worker, const TrainingInput& in);
+
+  // Runs chunk() for each part of the tokens.
+  template <class F> void each_chunk(F chunk) {
+    table_.thread_begin();
+    for (first_ = 0; first_ < in_.tokens; first_ += count_) {
+      count_ = std::min(config_.max_tokens, in_.tokens - first_);
+      if (worker_.rank == 0) build_plan();
+      worker_.team_barrier();
+      chunk();
+      worker_.team_barrier();  // before the next one takes the buffers
+    }
+    table_.thread_end();
+    // Every other thread read it before the last barrier, and reads it next in another job.
+    if (worker_.rank == 0) work_.phase = phase_;
+  }
+
+  // Phases. Each ends with a barrier of the team.
+  //
+  // f(task) for n tasks of about the same cost, among all threads.
+  template <class F> void team_phase(int64_t n, F f) {
+    for (int i = 0; i <= worker_.team_threads; ++i) starts()[i] = n * i / worker_.team_threads;
+    run_tasks(work_.slots.data(), worker_.team_threads, worker_.rank, f);
+  }
+  // f(segment, task) for `each` tasks of each segment, whose tasks have cost(segment) >= 1, among
+  // the threads of the pool.
+  template <class Cost, class F> void pool_phase(int64_t segments, int64_t each, Cost cost, F f) {
+    split(segments, each, cost, worker_.pool_threads);
+    run_tasks(work_.slots.data() + (worker_.rank - worker_.index), worker_.pool_threads,
+              worker_.index, [&](int64_t task) { f(task / each, task % each); });
+  }
+  // The same among all threads.
+  template <class Cost, class F> void team_phase(int64_t segments, int64_t each, Cost cost, F f) {
+    split(segments, each, cost, worker_.team_threads);
+    run_tasks(work_.slots.data(), worker_.team_threads, worker_.rank,
+              [&](int64_t task) { f(task / each, task % each); });
+  }
+  // f(first, last) for rows [first, last) of a range in blocks of a kernel call.
+  template <class F> static void row_blocks(int64_t first, int64_t last, F f) {
+    const int64_t block = even_part(last - first, kRowBlock);
+    for (int64_t r = first; r < last; r += block) f(r, std::min(block, last - r));
+  }
+
+  // Forward, up to the activation.
+  //
+  // A rows of the base products, and rows of x for the adapters.
+  void take_x(bool for_base);
+  // The adapters' scaling * x A^T of gate and up, as rows and in float32.
+  void adapters_of_x();
+  // keep(expert, tile, first, m, gate, up): the values of gate and up of m rows from `first` on,
+  // with adapters and biases, to be used as scratch.
+  template <class F> void gate_up(F keep);
+  // Rounds a tile of both to bf16, to where saved_tile() of `memory` says.
+  void keep_gate_up(uint16_t* memory, int64_t pairs_before, const ExpertRows& e, int64_t tile,
+                    int64_t first, int64_t m, const float* gate, const float* up) const;
+  // The products of rows of I by pool with A of down, or B of gate and up, into the pools' `rank`:
+  // rows_of(matrix) are the rows.
+  template <class F> void rank_products(std::initializer_list<Matrix> matrices, F rows_of);
+  // f(expert, row) for all pairs, as a phase of the team.
+  template <class F> void each_pair(F f) {
+    constexpr int64_t kPairs = 8;
+    team_phase(ceil_div(plan().pairs(), kPairs), [&](int64_t task) {
+      plan().each_expert(task * kPairs, (task + 1) * kPairs,
+                         [&](const ExpertRows& e, int64_t first, int64_t last) {
+                           for (int64_t i = first; i < last; ++i) f(e, i - e.first);
+                         });
+    });
+  }
+  // The sums over pools of what they have in `rank`, times the scaling.
+  void sum_rank_parts(Matrix m, const ExpertRows& e, int64_t row, float* sum) const;
+
+  // out = rows times the tile of an adapter's factor, by the kernel of bf16 weights.
+  void adapter_product(Matrix m, LoraFactor f, int64_t slot, int64_t tile, const BF16Rows& rows,
+                       int64_t first, int64_t count, float* out) const {
+    const MatrixLayout& layout = lora_.layout(m, f, worker_.pool);
+    BF16Rows::kernel(table_).product(
+        lora_.tiles(m, f, worker_.pool, slot) + tile * layout.tile_bytes(), layout,
+        rows.from(first), count, out);
+  }
+  DropKey drop_key(Matrix m, int64_t slot) const;
+  // Dropout of one tile of columns, of m of the expert's rows from `first` on; `column` is the
+  // column's number in the whole matrix.
+  void drop_tile(Matrix m, const ExpertRows& e, int64_t first, int64_t count, int64_t column,
+                 float* values) const;
+
+  const Plan& plan() const { return work_.plan; }
+  const PoolPart& part() const { return layer_.pools[size_t(worker_.pool)]; }
+  // The pool that adds what must count once.
+  bool first_part() const { return part().begin == 0; }
+  int64_t inter_tiles() const { return part().size ? part().layout[kUp].tiles() : 0; }
+  int64_t hidden_tiles() const { return ceil_div(config_.hidden_size, kTileRows); }
+  int64_t rank_tiles() const { return lora_.rank_padded() / kTileRows; }
+  int64_t valid_inter(int64_t tile) const {
+    return std::min(kTileRows, part().size - tile * kTileRows);
+  }
+  int64_t valid_hidden(int64_t tile) const {
+    return std::min(kTileRows, config_.hidden_size - tile * kTileRows);
+  }
+  int64_t valid_rank(int64_t tile) const {
+    return std::min(kTileRows, lora_.rank() - tile * kTileRows);
+  }
+  // The first row of an expert in the buffers of rows: a block's, after all rows of the expert
+  // before, as ceil(first + count, 16) >= ceil(first, 16) + ceil(count, 16) - 16.
+  int64_t row(const ExpertRows& e) const {
+    return round_up(e.first, kBlockRows) + kBlockRows * (&e - &plan().expert(0));
+  }
+  BF16Rows rows_in(const sys::Mapping& memory, int64_t columns) const {
+    return {table_, memory.data(), columns};
+  }
+  BF16Rows rank_rows(Matrix m) const { return rows_in(space_.rank_rows[m], lora_.rank()); }
+  float* rank_values(Matrix m, const ExpertRows& e) const {
+    return as<float>(space_.rank_values[m]) + row(e) * lora_.rank_padded();
+  }
+  float* rank_part(int pool, Matrix m, const ExpertRows& e) const {
+    return as<float>(space_.pool[size_t(pool)].rank[m]) + row(e) * lora_.rank_padded();
+  }
+  TrainingWorkspace::Pool& pool_space() const { return space_.pool[size_t(worker_.pool)]; }
+  // Sums over experts of a tile of H, in a pool and group: the inference layer's buffer.
+  float* sum_of(int pool, int64_t group, int64_t tile) const {
+    return as<float>(work_.sum[size_t(pool)]) +
+           (tile * plan().groups() + group) * count_ * kTileRows;
+  }
+  // Rounds all pools' and groups' sums of every tile of H to bf16 rows of `out`.
+  void finish_sums(uint16_t* out);
+
+  TrainingState& state_;
+  LayerState& layer_;
+  const LayerConfig& config_;
+  const KernelTable& table_;
+  const TrainingKernels& training_;
+  const LoraWeights& lora_;
+  Workspace& work_;
+  TrainingWorkspace& space_;
+  sys::Worker& worker_;
+  ThreadSpace& own_;
+  TrainingSpace& mine_;
+  Pass pass_;  // the kernels and buffers of inference; its phases are not used
+  const HRows h_;
+  const TrainingInput in_;
+  int64_t first_ = 0, count_ = 0;  // tokens of the present chunk
+
+ private:
+  int64_t* starts() { return own_.starts.data(); }
+  template <class Cost> void split(int64_t segments, int64_t each, Cost cost, int threads) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < segments; ++i) total += each * cost(i);
+    sys::TaskSplit shares(total, threads, starts());
+    for (int64_t i = 0; each && i < segments; ++i) shares.add(each, cost(i));
+    shares.end();
+  }
+  template <class F> void run_tasks(sys::TaskSlot* slots, int threads, int self, F f) {
+    sys::TaskPhase tasks(slots, threads, self, ++phase_, starts());
+    for (sys::TaskRange r; !(r = tasks.claim(4)).empty();)
+      for (int64_t task = r.first; task < r.last; ++task) f(task);
+    worker_.team_barrier();
+  }
+
+  void build_plan();
+  int64_t gemm_min_rows(Matrix m) const;
+  // The expert's A rows of x, of one matrix; up may share those of gate.
+  bool shares_x(const ExpertRows& e) const;
+  ActRows base_x(const ExpertRows& e, Matrix m) const {
+    if (m == kUp && shares_x(e)) m = kGate;
+    return act_rows(pass_.kernels[m], e.gemm[m], x_columns(), work_.gathered[m], e.row);
+  }
+  // Of a row of x, whichever of gate and up it is for.
+  int64_t x_columns() const {
+    const auto& layout = layer_.pools[0].layout;
+    return std::max(layout[kGate].cols_padded(), layout[kUp].cols_padded());
+  }
+  void put_base_x(const ExpertRows& e, Matrix m, int64_t row);
+  void put_adapter_x(const ExpertRows& e, Matrix m, int64_t row);
+
+  uint16_t phase_;
+};
+
+template <class F> void TrainingPass::gate_up(F keep) {
+  const int64_t tiles = inter_tiles();
+  const auto cost = [&](int64_t item) { return std::max<int64_t>(plan().item(item).rows(), 32); };
+  pool_phase(plan().items(), tiles, cost, [&](int64_t number, int64_t tile) {
+    const WorkItem& item = plan().item(number);
+    const ExpertRows& e = plan().expert(item.expert);
+    float *values[2] = {mine_.tile[0], mine_.tile[1]}, *adapter = mine_.tile[2];
+    row_blocks(item.first, item.last, [&](int64_t r, int64_t m) {
+      for (Matrix matrix : {kGate, kUp}) {
+        const MatrixLayout& layout = part().layout[matrix];
+        pass_.kernel(e, matrix).product(layer_.expert(worker_.pool, e.slot) +
+                                            part().begin_of(matrix) +
+                                            tile * part().stride_of(matrix),
+                                        layout, base_x(e, matrix).from(r), m, values[matrix]);
+        adapter_product(matrix, kLoraB, e.slot, tile, rank_rows(matrix), row(e) + r, m, adapter);
+        const float* bias = layer_.bias_of(matrix, e.slot);
+        training_.add(values[matrix], adapter,
+                      bias ? bias + part().begin + tile * kTileRows : nullptr, m);
+      }
+      keep(e, tile, r, m, values[0], values[1]);
+    });
+  });
+}
+
+template <class F>
+void TrainingPass::rank_products(std::initializer_list<Matrix> matrices, F rows_of) {
+  const int64_t tiles = rank_tiles(), padded = lora_.rank_padded();
+  const int64_t each = part().size ? int64_t(matrices.size()) * tiles : 0;
+  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
+  pool_phase(plan().items(), each, cost, [&](int64_t number, int64_t task) {
+    const WorkItem& item = plan().item(number);
+    const ExpertRows& e = plan().expert(item.expert);
+    const Matrix m = matrices.begin()[task / tiles];
+    const int64_t tile = task % tiles;
+    row_blocks(item.first, item.last, [&](int64_t r, int64_t count) {
+      float* values = mine_.tile[0];
+      adapter_product(m, m == kDown ? kLoraA : kLoraBt, e.slot, tile, rows_of(m), row(e) + r, count,
+                      values);
+      float* to = rank_part(worker_.pool, m, e) + r * padded + tile * kTileRows;
+      for (int64_t i = 0; i < count; ++i, to += padded)
+        std::copy_n(values + i * kTileRows, kTileRows, to);
+    });
+  });
+}
+
+}  // namespace kt

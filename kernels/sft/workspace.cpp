@@ -1,0 +1,110 @@
+#include "workspace.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <new>
+
+#include "kt/training.h"
+#include "rows.h"
+
+namespace kt {
+namespace {
+
+constexpr int64_t kPadding = 128;  // bytes: two cache lines
+
+int64_t times(std::initializer_list<int64_t> factors) {
+  int64_t product = 1;
+  for (int64_t f : factors)
+    if (__builtin_mul_overflow(product, f, &product)) throw std::bad_alloc();
+  return product;
+}
+
+sys::Mapping floats(std::initializer_list<int64_t> shape) {
+  return sys::Mapping(size_t(times({times(shape), 4})));
+}
+
+TrainingSpace thread_space(const TrainingSize& s) {
+  TrainingSpace t;
+  const int64_t widest = round_up(std::max(s.hidden, s.intermediate), kTransposedColumns);
+  for (bool counting : {true, false}) {
+    int64_t total = 0;
+    const auto place = [&]<class T>(T*& part, int64_t bytes) {
+      if (!counting) part = reinterpret_cast<T*>(t.memory.data() + total);
+      total += round_up(bytes, kPadding);
+    };
+    for (float*& tile : t.tile) place(tile, kValuesPerTile * 4);
+    place(t.sums, 6 * s.rank_padded() * kTileRows * 4);
+    for (float*& columns : t.columns) place(columns, times({s.pairs, kTileRows, 4}));
+    place(t.row, widest * 4);
+    place(t.transposed, transposed_scratch(widest));
+    if (counting) t.memory = sys::Mapping(size_t(total));
+  }
+  return t;
+}
+
+// By the inference workspace, of which a team has one.
+std::map<const Workspace*, std::weak_ptr<TrainingWorkspace>> g_known;
+std::mutex g_mutex;
+
+}  // namespace
+
+int64_t TrainingSize::rows() const { return pairs + kBlockRows * (experts + 2) + kRowSlack; }
+
+bool TrainingSize::holds(const TrainingSize& o) const {
+  return o.max_tokens <= max_tokens && o.pairs <= pairs && o.experts <= experts &&
+         o.hidden <= hidden && o.intermediate <= intermediate && o.rank <= rank;
+}
+
+void TrainingSize::grow_to(const TrainingSize& o) {
+  max_tokens = std::max(max_tokens, o.max_tokens);
+  pairs = std::max(pairs, o.pairs);
+  experts = std::max(experts, o.experts);
+  hidden = std::max(hidden, o.hidden);
+  intermediate = std::max(intermediate, o.intermediate);
+  rank = std::max(rank, o.rank);
+}
+
+// Mappings cost nothing until written, so that there is one for each use.
+TrainingWorkspace::TrainingWorkspace(const TrainingSize& s, int team_pools, int team_threads)
+    : size(s), pools(team_pools), threads(team_threads), ones(size_t(s.pairs), 1.0f) {
+  const int64_t rows = s.rows(), rank = s.rank_padded();
+  const int64_t h = round_up(s.hidden, kTileRows), i = round_up(s.intermediate, kTileRows);
+  for (sys::Mapping& one : x) one = floats({rows, h});
+  grad_out = floats({rows, h});
+  for (int m = 0; m < kMatrices; ++m) {
+    rank_rows[m] = floats({rows, rank});
+    rank_values[m] = floats({rows, rank});
+  }
+  for (int p = 0; p < pools; ++p) {
+    Pool& part = pool.emplace_back();
+    for (sys::Mapping& one : part.grad) one = floats({rows, i});
+    part.h = floats({rows, i});
+    for (sys::Mapping& one : part.rank) one = floats({rows, rank});
+    part.dots = floats({i / kTileRows, s.pairs});
+    part.gate_up = floats({s.pairs, i});  // two of bf16
+    for (sys::Mapping& one : part.full) one = floats({s.pairs, i});
+    for (sys::Mapping& one : part.grad_x) one = floats({s.pairs, h});
+  }
+  for (int t = 0; t < threads; ++t) thread.push_back(thread_space(s));
+}
+
+std::shared_ptr<TrainingWorkspace> training_workspace_for(const LayerState& layer,
+                                                          const TrainingSize& wanted) {
+  TrainingSize size = wanted;
+  const Workspace* of = layer.workspace.get();
+  const auto pools = int(layer.pools.size());
+  const std::lock_guard lock(g_mutex);
+  std::erase_if(g_known, [](const auto& entry) { return entry.second.expired(); });
+  const auto found = g_known.find(of);
+  const auto present = found == g_known.end() ? nullptr : found->second.lock();
+  if (present && present->pools == pools && present->threads == of->threads) {
+    if (present->size.holds(size)) return present;
+    size.grow_to(present->size);
+  }
+  auto fresh = std::make_shared<TrainingWorkspace>(size, pools, of->threads);
+  g_known[of] = fresh;
+  return fresh;
+}
+
+}  // namespace kt

@@ -1,0 +1,61 @@
+// Buffers of training passes beside those of the inference layer, shared by the layers of one team,
+// whose jobs run one at a time.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../moe/state.h"
+#include "../sys/numa_memory.h"
+
+namespace kt {
+
+// What one layer asks of the buffers.
+struct TrainingSize {
+  int64_t max_tokens, pairs;  // of a chunk
+  int64_t experts, hidden, intermediate, rank;
+
+  int64_t rank_padded() const { return round_up(rank, kTileRows); }
+  // Rows for the pairs, where every expert begins a block.
+  int64_t rows() const;
+  bool holds(const TrainingSize& other) const;
+  void grow_to(const TrainingSize& other);
+};
+
+// What one thread keeps for itself.
+struct TrainingSpace {
+  float* tile[8];       // tiles of values
+  float* sums;          // of outer products: 6 of [rank][32]
+  float* columns[2];    // 32 columns of all rows of an expert
+  float* row;           // of H or I
+  uint8_t* transposed;  // transposed_scratch()
+  sys::Mapping memory;
+};
+
+struct TrainingWorkspace {
+  TrainingWorkspace(const TrainingSize& size, int pools, int threads);
+
+  TrainingSize size;
+  int pools, threads;
+  std::vector<float> ones;  // [pairs]
+  // Rows by expert (TrainingPass::row): of H columns the adapters' x of gate and up, and the
+  // gradient of the output; of the rank's columns one for each matrix.
+  sys::Mapping x[2], grad_out, rank_rows[kMatrices];
+  sys::Mapping rank_values[kMatrices];  // float32 [rows][rank_padded]
+  struct Pool {
+    sys::Mapping grad[2], h;       // rows of I: gradients of gate and up, the adapter's h
+    sys::Mapping rank[kMatrices];  // float32 [rows][rank_padded]: this pool's part of sums over I
+    sys::Mapping dots;             // float32 [tiles of I][pairs]
+    sys::Mapping gate_up;          // of a chunk, where they are computed again: by saved_tile()
+    sys::Mapping full[kMatrices];  // float32 tiles: gradients of gate and up, h; by saved_tile()
+    sys::Mapping grad_x[2];        // float32 [pairs][H]: by gate and up, columns in their order
+  };
+  std::vector<Pool> pool;
+  std::vector<TrainingSpace> thread;  // by rank
+};
+
+// Buffers for the team of a layer that hold at least `size`: the present ones where they do.
+std::shared_ptr<TrainingWorkspace> training_workspace_for(const LayerState& layer,
+                                                          const TrainingSize& size);
+
+}  // namespace kt

@@ -1,0 +1,162 @@
+"""What the compiled layer refuses in training, and that nothing is lost then."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.kernels import core
+from tests.kernels.core import BF16, Layer, Variant
+
+from .core_oracle import NAMES, Trained, check
+
+AVX2 = Variant("_C", "avx2")
+
+
+def made(**training: Any) -> Trained:
+    return Trained(Layer(AVX2, BF16, 0, 4, 2, 64, 96), 8, options=training)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(rank=0), "rank 0; 1 to 4096 is accepted"),
+        (dict(rank=5000), "rank 5000"),
+        (dict(dropout=1.0), "dropout 1.0"),
+        (dict(dropout=-0.1), "dropout -0.1"),
+        (dict(scaling=float("nan")), "scaling nan"),
+        (dict(max_cache_depth=0), "max_cache_depth 0"),
+    ],
+)
+def test_settings(wrong: dict[str, Any], message: str) -> None:
+    base = Layer(AVX2, BF16, 0).layer
+    with pytest.raises(ValueError, match=message):
+        core._C.SftLayer(base, **{"rank": 8, "scaling": 1.0, **wrong})
+
+
+def test_experts_that_are_not_loaded() -> None:
+    base = core._C.MoeLayer(
+        core.team("_C", (1,)), num_experts=2, top_k=1, hidden_size=64, intermediate_size=64,
+        forms=[(0, 0, 0)] * 3, cpu_slots=[True, False], swiglu_limit=0.0, swiglu_alpha=0.0,
+        max_tokens=8, table="avx2", kind=0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="expert slot 0 is not loaded"):
+        core._C.SftLayer(base, rank=8, scaling=1.0)
+
+
+def test_forward_before_the_adapters() -> None:
+    base = Layer(AVX2, BF16, 0, 4, 2, 64, 96)
+    one = made()
+    one.layer = core._C.SftLayer(base.layer, rank=8, scaling=1.0)
+    with pytest.raises(RuntimeError, match="call update_lora before forward"):
+        one.forward(one.batch(3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 3.4e38])
+def test_adapters_that_are_not_finite(name: str, bad: float) -> None:
+    one = made()
+    before = one.run(one.batch(9))
+    adapters = [2 * a for a in one.adapters]
+    adapters[NAMES.index(name)][2, 3, 1] = bad
+    adapters[5][3, 0, 0] = np.nan  # the first one is named
+    matrix, factor = name.split("_")
+    with pytest.raises(ValueError, match=f"^{matrix}_lora_{factor}, expert slot 2: a value is NaN"):
+        one.layer.update_lora(*adapters)
+    after = one.run(one.batch(9))
+    np.testing.assert_array_equal(before.grad_in, after.grad_in)
+
+
+def test_adapters_of_other_shapes() -> None:
+    one = made()
+    for i, name in enumerate(NAMES):
+        adapters = list(one.adapters)
+        adapters[i] = np.zeros((4, 7, 7), np.float32)
+        with pytest.raises(ValueError, match=rf"^{name} is \[4, 7, 7\]; \[4, .*\] is needed"):
+            one.layer.update_lora(*adapters)
+
+
+def test_more_passes_than_are_kept() -> None:
+    one = made(max_cache_depth=2)
+    batches = [one.batch(n, n) for n in (3, 4)]
+    for batch in batches:
+        one.forward(batch)
+    out = np.full((5, 64), 7, np.uint16)
+    extra = one.batch(5)
+    with pytest.raises(RuntimeError, match="2 forward passes wait .* max_cache_depth is 2"):
+        one.layer.forward(extra.x, extra.ids, extra.weights, out, save=True, seed=0)
+    assert np.all(out == 7)
+    for batch in reversed(batches):
+        one.backward(batch)
+
+
+def test_backward_without_forward() -> None:
+    one = made()
+    one.forward(one.batch(3), save=False)
+    with pytest.raises(RuntimeError, match="no forward pass waits for backward"):
+        one.backward(one.batch(3))
+
+
+@pytest.mark.parametrize("bad", [0x7FC0, 0x7F80, 0xFF80])
+def test_backward_of_something_else(bad: int) -> None:
+    one = made()
+    batch = one.batch(5)
+    wanted = one.run(batch)
+    one.forward(batch)
+    with pytest.raises(ValueError, match="grad_out has 4 tokens; .* had 5"):
+        one.backward(one.batch(4))
+    wrong = replace(batch, grad_out=batch.grad_out.copy())
+    wrong.grad_out[3, 17] = bad
+    with pytest.raises(ValueError, match="NaN or an infinity in token 3, column 17"):
+        one.backward(wrong)
+    assert one.layer.pending == 1
+    np.testing.assert_array_equal(one.backward(batch)[1], wanted.grad_weights)
+
+
+def test_arrays_of_other_shapes_and_types() -> None:
+    one = made()
+    batch = one.batch(5)
+    out = np.empty_like(batch.x)
+    good = dict(x=batch.x, ids=batch.ids, weights=batch.weights, out=out)
+    for name, message in [("ids", r"\[5, 2\] is needed"), ("out", r"\[5, 64\] is needed")]:
+        with pytest.raises(ValueError, match=f"^{name} is .*; {message}"):
+            one.layer.forward(**{**good, name: good[name][:4]}, save=True, seed=0)
+    for name, dtype in [("x", np.float32), ("ids", np.int32), ("weights", np.float64)]:
+        with pytest.raises(TypeError):
+            one.layer.forward(**{**good, name: good[name].astype(dtype)}, save=True, seed=0)
+    assert one.layer.pending == 0
+    one.forward(batch)
+    room = np.empty_like(batch.x), np.empty(batch.ids.shape, np.float32)
+    for grads in (None, one.room()[:5], [None, *one.room()[1:]]):
+        with pytest.raises(ValueError, match="6 are needed"):
+            one.layer.backward(batch.grad_out, *room, grads)
+    with pytest.raises(ValueError, match=r"^grads, up_b is \[4, 8, 64\]; \[4, 96, 8\] is needed"):
+        grads = one.room()
+        one.layer.backward(batch.grad_out, *room, [*grads[:3], grads[2], *grads[4:]])
+    assert one.layer.pending == 1
+    one.backward(batch)
+
+
+def test_two_threads_at_once() -> None:
+    """Whoever comes second gets an error, and the first one its result."""
+    one = Trained(Layer(AVX2, BF16, 0, 4, 4, 256, 512, max_tokens=64), 8)
+    batch = one.batch(2048)
+    expected = one.forward(batch, save=False)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(one.forward(batch, save=False)))
+    thread.start()
+    refused = 0
+    while thread.is_alive():
+        try:
+            one.layer.drop_newest()
+        except RuntimeError as error:
+            refused += "in use by another thread" in str(error)
+    thread.join()
+    assert refused
+    np.testing.assert_array_equal(results[0], expected)
+    small = made()
+    check(small, small.batch(5))
