@@ -14,6 +14,7 @@
 #include "../moe/layer.h"
 #include "../sft/layer.h"
 #include "../sys/need.h"
+#include "arrays.h"
 #include "bind.h"
 #include "ticket.h"
 
@@ -29,29 +30,21 @@ using WeightsRoom = Array<float, 2>;
 using Adapter = Array<const float, 3>;
 using Gradient = Array<float, 3>;
 
-template <class A>
-void need_shape(const std::string& name, const A& a, std::vector<int64_t> shape) {
-  bool same = a.ndim() == shape.size();
-  std::string given, wanted;
-  for (size_t i = 0; i < shape.size(); ++i) {
-    same = same && int64_t(a.shape(i)) == shape[i];
-    given += (i ? ", " : "") + std::to_string(a.shape(i));
-    wanted += (i ? ", " : "") + std::to_string(shape[i]);
-  }
-  kt::need(same, name + " is [" + given + "]; [" + wanted + "] is needed");
-}
-
 // What a tensor of each kind is called and shaped.
 struct Shapes {
   const kt::LayerConfig& c;
-  int64_t rank;
+  size_t rank;
 
-  int64_t in(int m) const { return m == kt::kDown ? c.intermediate_size : c.hidden_size; }
-  int64_t out(int m) const { return m == kt::kDown ? c.hidden_size : c.intermediate_size; }
-  std::vector<int64_t> adapter(int m, bool of_a) const {
-    if (of_a) return {c.num_experts, rank, in(m)};
-    return {c.num_experts, out(m), rank};
+  size_t hidden() const { return size_t(c.hidden_size); }
+  size_t experts() const { return size_t(c.num_experts); }
+  size_t in(int m) const { return size_t(m == kt::kDown ? c.intermediate_size : c.hidden_size); }
+  size_t out(int m) const { return size_t(m == kt::kDown ? c.hidden_size : c.intermediate_size); }
+  std::vector<size_t> adapter(int m, bool of_a) const {
+    if (of_a) return {experts(), rank, in(m)};
+    return {experts(), out(m), rank};
   }
+  std::vector<size_t> rows(size_t tokens) const { return {tokens, hidden()}; }
+  std::vector<size_t> routes(size_t tokens) const { return {tokens, size_t(c.top_k)}; }
   static std::string name(int m, bool of_a) {
     return kt::kMatrixNames[m] + std::string(of_a ? "_a" : "_b");
   }
@@ -63,7 +56,7 @@ struct SftLayer {
 
   SftLayer(std::shared_ptr<kt::MoeLayer> of, const kt::TrainingConfig& config)
       : base(std::move(of)), layer(base->shared_team(), base->state(), config) {}
-  Shapes shapes() const { return {layer.layer_config(), layer.config().rank}; }
+  Shapes shapes() const { return {layer.layer_config(), size_t(layer.config().rank)}; }
 };
 
 std::shared_ptr<SftLayer> make_layer(std::shared_ptr<kt::MoeLayer> base, int64_t rank,
@@ -89,13 +82,13 @@ void update_lora(SftLayer& self, const Adapter& gate_a, const Adapter& gate_b, c
 
 kt::TrainingForwardArgs forward_args(const SftLayer& self, const BF16& x, const Ids& ids,
                                      const Weights& weights, const BF16Room& out, uint64_t seed) {
-  const kt::LayerConfig& c = self.layer.layer_config();
-  const auto tokens = int64_t(x.shape(0));
-  need_shape("x", x, {tokens, c.hidden_size});
-  need_shape("ids", ids, {tokens, c.top_k});
-  need_shape("weights", weights, {tokens, c.top_k});
-  need_shape("out", out, {tokens, c.hidden_size});
-  return {x.data(), ids.data(), weights.data(), out.data(), tokens, seed};
+  const Shapes shapes = self.shapes();
+  const size_t tokens = x.shape(0);
+  need_shape("x", x, shapes.rows(tokens));
+  need_shape("ids", ids, shapes.routes(tokens));
+  need_shape("weights", weights, shapes.routes(tokens));
+  need_shape("out", out, shapes.rows(tokens));
+  return {x.data(), ids.data(), weights.data(), out.data(), int64_t(tokens), seed};
 }
 
 void forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weights,
@@ -136,7 +129,7 @@ kt::WeightGradients gradients(const SftLayer& self, const Gradients& given) {
     }
     const auto m = int(i - adapters);
     need_shape(std::string("grads, ") + kt::kMatrixNames[m], *arrays[i],
-               {shapes.c.num_experts, shapes.out(m), shapes.in(m)});
+               {shapes.experts(), shapes.out(m), shapes.in(m)});
     result.weight[size_t(m)] = arrays[i]->data();
   }
   return result;
@@ -144,13 +137,14 @@ kt::WeightGradients gradients(const SftLayer& self, const Gradients& given) {
 
 void backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
               const WeightsRoom& grad_weights, const Gradients& grads) {
-  const kt::LayerConfig& c = self.layer.layer_config();
-  const auto tokens = int64_t(grad_out.shape(0));
-  need_shape("grad_out", grad_out, {tokens, c.hidden_size});
-  need_shape("grad_in", grad_in, {tokens, c.hidden_size});
-  need_shape("grad_weights", grad_weights, {tokens, c.top_k});
+  const Shapes shapes = self.shapes();
+  const size_t tokens = grad_out.shape(0);
+  need_shape("grad_out", grad_out, shapes.rows(tokens));
+  need_shape("grad_in", grad_in, shapes.rows(tokens));
+  need_shape("grad_weights", grad_weights, shapes.routes(tokens));
   self.layer.backward(
-      {grad_out.data(), grad_in.data(), grad_weights.data(), gradients(self, grads)}, tokens);
+      {grad_out.data(), grad_in.data(), grad_weights.data(), gradients(self, grads)},
+      int64_t(tokens));
 }
 
 }  // namespace

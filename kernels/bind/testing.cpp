@@ -23,6 +23,7 @@
 #include "../sys/task_queue.h"
 #include "../testing/product.h"
 #include "../testing/product_bench.h"
+#include "arrays.h"
 #include "bind.h"
 #include "sources.h"
 #include "tables.h"
@@ -41,18 +42,6 @@ template <class T> auto make_array(std::initializer_list<size_t> shape) {
   T* const data = new T[std::max<size_t>(1, size)];
   const nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
   return nb::ndarray<nb::numpy, T>(data, shape, owner);
-}
-
-template <class Array>
-void need_shape(const char* name, const Array& a, std::vector<size_t> shape) {
-  bool same = a.ndim() == shape.size();
-  std::string given, needed;
-  for (size_t i = 0; i < shape.size(); ++i) {
-    same = same && a.shape(i) == shape[i];
-    given += (i ? ", " : "") + std::to_string(a.shape(i));
-    needed += (i ? ", " : "") + std::to_string(shape[i]);
-  }
-  kt::need(same, std::string(name) + " is [" + given + "]; [" + needed + "] is needed");
 }
 
 template <class Array>

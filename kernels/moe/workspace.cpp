@@ -148,9 +148,11 @@ void Workspace::renew_after_fork() {
   });
 }
 
+std::unique_lock<std::mutex> workspace_lock() { return std::unique_lock(g_mutex); }
+
 std::shared_ptr<Workspace> workspace_for(const sys::Team& team, const WorkspaceSize& size) {
   WorkspaceCapacity capacity(size);
-  const std::lock_guard lock(g_mutex);
+  const auto lock = workspace_lock();
   std::erase_if(g_known, [](const auto& entry) { return entry.second.expired(); });
   const auto found = g_known.find(&team);
   const auto present = found == g_known.end() ? nullptr : found->second.lock();

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "../sys/fork.h"
@@ -75,7 +76,11 @@ struct Workspace {
   std::vector<sys::Mapping> results;  // per pool, few pairs: [expert][tiles(H)][its pairs][32]
   std::vector<sys::Mapping> sum;      // per pool: [tiles(H)][groups][tokens][32]
   sys::PerProcess process{true};      // guards slots, sums_done and phase, which passes hand on
+  std::weak_ptr<void> training;       // TrainingWorkspace; under workspace_lock()
 };
+
+// Held while workspaces are looked up and made, also over a fork.
+std::unique_lock<std::mutex> workspace_lock();
 
 // A workspace for the team that holds at least `size`: the team's present one where it does.
 std::shared_ptr<Workspace> workspace_for(const sys::Team& team, const WorkspaceSize& size);

@@ -1,8 +1,7 @@
 #include "workspace.h"
 
 #include <algorithm>
-#include <map>
-#include <mutex>
+#include <memory>
 #include <new>
 
 #include "kt/training.h"
@@ -43,10 +42,6 @@ TrainingSpace thread_space(const TrainingSize& s) {
   return t;
 }
 
-// By the inference workspace, of which a team has one.
-std::map<const Workspace*, std::weak_ptr<TrainingWorkspace>> g_known;
-std::mutex g_mutex;
-
 }  // namespace
 
 int64_t TrainingSize::rows() const { return pairs + kBlockRows * (experts + 2) + kRowSlack; }
@@ -66,8 +61,8 @@ void TrainingSize::grow_to(const TrainingSize& o) {
 }
 
 // Mappings cost nothing until written, so that there is one for each use.
-TrainingWorkspace::TrainingWorkspace(const TrainingSize& s, int team_pools, int team_threads)
-    : size(s), pools(team_pools), threads(team_threads), ones(size_t(s.pairs), 1.0f) {
+TrainingWorkspace::TrainingWorkspace(const TrainingSize& s, int pools, int threads)
+    : size(s), ones(size_t(s.pairs), 1.0f) {
   const int64_t rows = s.rows(), rank = s.rank_padded();
   const int64_t h = round_up(s.hidden, kTileRows), i = round_up(s.intermediate, kTileRows);
   for (sys::Mapping& one : x) one = floats({rows, h});
@@ -92,18 +87,15 @@ TrainingWorkspace::TrainingWorkspace(const TrainingSize& s, int team_pools, int 
 std::shared_ptr<TrainingWorkspace> training_workspace_for(const LayerState& layer,
                                                           const TrainingSize& wanted) {
   TrainingSize size = wanted;
-  const Workspace* of = layer.workspace.get();
-  const auto pools = int(layer.pools.size());
-  const std::lock_guard lock(g_mutex);
-  std::erase_if(g_known, [](const auto& entry) { return entry.second.expired(); });
-  const auto found = g_known.find(of);
-  const auto present = found == g_known.end() ? nullptr : found->second.lock();
-  if (present && present->pools == pools && present->threads == of->threads) {
+  Workspace& of = *layer.workspace;
+  const auto lock = workspace_lock();
+  const auto present = std::static_pointer_cast<TrainingWorkspace>(of.training.lock());
+  if (present) {
     if (present->size.holds(size)) return present;
     size.grow_to(present->size);
   }
-  auto fresh = std::make_shared<TrainingWorkspace>(size, pools, of->threads);
-  g_known[of] = fresh;
+  auto fresh = std::make_shared<TrainingWorkspace>(size, int(layer.pools.size()), of.threads);
+  of.training = fresh;
   return fresh;
 }
 

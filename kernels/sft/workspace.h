@@ -36,7 +36,6 @@ struct TrainingWorkspace {
   TrainingWorkspace(const TrainingSize& size, int pools, int threads);
 
   TrainingSize size;
-  int pools, threads;
   std::vector<float> ones;  // [pairs]
   // Rows by expert (TrainingPass::row): of H columns the adapters' x of gate and up, and the
   // gradient of the output; of the rank's columns one for each matrix.

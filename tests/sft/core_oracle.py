@@ -176,7 +176,10 @@ class Trained:
             adapter's, a constant where backward leaves it out."""
             name = WEIGHTS[m]
             w = weights[name][expert]
-            y = values @ w.T + ((operand - values) @ w.T).detach()
+            # The tile unit takes weights in bf16.
+            transposed = rounded(w) if base.variant[1] == "amx" else w
+            y = values @ transposed.T
+            y = y + (operand @ w.T - y).detach()
             if bias[m] is not None:
                 y = y + bias[m][expert]
             mask = mask_of(self.dropout, batch.seed, m, token, expert, values.shape[-1])
