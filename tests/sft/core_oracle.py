@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from kernels.core import INTEGER, Layer
 
-from tests.kernels import core
-from tests.kernels.core import INTEGER, Layer
+from kernels import core
 
 Array = npt.NDArray[Any]
 NAMES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")

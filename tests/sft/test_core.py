@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from grid import grid
-
-from tests.kernels.core import (
+from kernels.core import (
     BF16,
     INT4_GROUP,
     KINDS,
@@ -20,8 +19,8 @@ from tests.kernels.core import (
     Layer,
     Variant,
 )
-from tests.kernels.sources import FP16
-from tests.kernels.test_order import OrderedLayer
+from kernels.sources import FP16
+from kernels.test_order import OrderedLayer
 
 from .core_oracle import Gradients, Trained, bits_of, check, mask_of, philox, values_of
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.core import BF16, Layer, Variant
 
-from tests.kernels import core
-from tests.kernels.core import BF16, Layer, Variant
+from kernels import core
 
 from .core_oracle import NAMES, Trained, check
 
@@ -146,17 +146,22 @@ def test_two_threads_at_once() -> None:
     one = Trained(Layer(AVX2, BF16, 0, 4, 4, 256, 512, max_tokens=64), 8)
     batch = one.batch(2048)
     expected = one.forward(batch, save=False)
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(one.forward(batch, save=False)))
-    thread.start()
-    refused = 0
-    while thread.is_alive():
+    refusals: list[str] = []
+
+    def forward() -> None:
         try:
-            one.layer.drop_newest()
+            np.testing.assert_array_equal(one.forward(batch, save=False), expected)
         except RuntimeError as error:
-            refused += "in use by another thread" in str(error)
-    thread.join()
-    assert refused
-    np.testing.assert_array_equal(results[0], expected)
+            refusals.append(str(error))
+
+    for _ in range(50):  # a busy machine may run one after the other
+        threads = [threading.Thread(target=forward) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if refusals:
+            break
+    assert set(refusals) == {"the layer is in use by another thread"}
     small = made()
     check(small, small.batch(5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.kernels.test_sanitized import run_sanitized
+from kernels.test_sanitized import run_sanitized
 
 
 def test_training_under_sanitizers() -> None:
