@@ -7,6 +7,8 @@ install --no-deps triton
 # What wrote or reads the quantised formats: the readers are compared with it.
 install --no-deps compressed-tensors
 install loguru psutil pydantic
+# Fine-tuning is compared with PEFT and runs under transformers' Trainer.
+install peft accelerate
 install pytest pytest-timeout pytest-xdist hypothesis
 install ruff clang-format import-linter pre-commit
 # Some tests build the package (sanitizers, errors of the build).

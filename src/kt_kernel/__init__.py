@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kt_kernel.moe.chain import model_scope
     from kt_kernel.moe.placement import generate_gpu_experts_masks
     from kt_kernel.runtime.variant import cpu_features
+    from kt_kernel.sft.amx import AMXSFTMoEWrapper
+    from kt_kernel.sft.base import BaseSFTMoEWrapper
     from kt_kernel.weights.methods import INFERENCE_METHODS, SFT_METHODS
 
     __version__: str
@@ -42,7 +44,9 @@ __all__ = [
     "INFERENCE_METHODS",
     "SFT_METHODS",
     "AMXMoEWrapper",
+    "AMXSFTMoEWrapper",
     "BaseMoEWrapper",
+    "BaseSFTMoEWrapper",
     "InferenceMoEWrapper",
     "KExpertsCPUBuffer",
     "KTMoEWrapper",
@@ -56,7 +60,9 @@ __all__ = [
 
 _HOMES = {
     "AMXMoEWrapper": "experts",
+    "AMXSFTMoEWrapper": "sft.amx",
     "BaseMoEWrapper": "experts",
+    "BaseSFTMoEWrapper": "sft.base",
     "InferenceMoEWrapper": "experts",
     "KExpertsCPUBuffer": "experts",
     "KTMoEWrapper": "experts",

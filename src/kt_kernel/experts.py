@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -14,7 +14,10 @@ from .moe.inference import InferenceMoEWrapper
 from .moe.routing import select_deferred_experts
 from .moe.settings import check_settings
 from .moe.wrapper import BaseMoEWrapper
-from .weights.methods import INFERENCE_METHODS, SFT_METHODS, check_sft_method
+from .weights.methods import INFERENCE_METHODS, SFT_METHODS
+
+if TYPE_CHECKING:
+    from .sft.base import BaseSFTMoEWrapper
 
 __all__ = [
     "INFERENCE_METHODS",
@@ -104,15 +107,20 @@ class KTMoEWrapper:
         numa_nodes: NUMA node of each pool.
         swiglu_limit: > 0 clamps gate from above and up to ±limit.
         swiglu_alpha: != 0 uses ``gate * sigmoid(alpha * gate) * (up + 1)``.
-        lora_rank, lora_alpha, lora_dropout, max_cache_depth, group_size, zero_point,
-            full_weight_grad: for mode="sft"; inference ignores them.
+        lora_rank, lora_alpha: R, and alpha of the LoRA factor alpha / R.
+        lora_dropout: probability, 0 up to but not 1, applied to the input of the A matrices.
+        max_cache_depth: forward passes that may wait for their backward.
+        group_size: columns per scale of the KGroup methods.
+        zero_point: whether AMXINT4_1KGroup_SFT has zero points.
+        full_weight_grad: also compute gradients of the base weights.
+
+    The last seven are for mode="sft"; inference ignores them.
 
     Returns:
-        An ``InferenceMoEWrapper``.
+        An ``InferenceMoEWrapper``, or a ``BaseSFTMoEWrapper`` for mode="sft".
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, its value and what is accepted.
-        NotImplementedError: mode="sft" with a fine-tuning method.
     """
 
     @_takes_older_order
@@ -144,42 +152,42 @@ class KTMoEWrapper:
         full_weight_grad: bool = False,
         swiglu_limit: float | None = 0.0,
         swiglu_alpha: float | None = 0.0,
-    ) -> InferenceMoEWrapper:
+    ) -> InferenceMoEWrapper | BaseSFTMoEWrapper:
+        given = dict(
+            layer_idx=layer_idx,
+            num_experts=num_experts,
+            num_experts_per_tok=num_experts_per_tok,
+            hidden_size=hidden_size,
+            moe_intermediate_size=moe_intermediate_size,
+            gpu_experts_mask=gpu_experts_mask,
+            num_gpu_experts=num_gpu_experts,
+            cpuinfer_threads=cpuinfer_threads,
+            threadpool_count=threadpool_count,
+            numa_nodes=numa_nodes,
+            weight_path=weight_path,
+            chunked_prefill_size=chunked_prefill_size,
+            cpu_save=cpu_save,
+            max_deferred_experts_per_token=max_deferred_experts_per_token,
+            method=method,
+            swiglu_limit=swiglu_limit,
+            swiglu_alpha=swiglu_alpha,
+            sft={
+                "lora_rank": lora_rank,
+                "lora_alpha": lora_alpha,
+                "lora_dropout": lora_dropout,
+                "max_cache_depth": max_cache_depth,
+                "group_size": group_size,
+                "zero_point": zero_point,
+                "full_weight_grad": full_weight_grad,
+            },
+        )
         if mode == "sft":
-            check_sft_method(method)
-            raise NotImplementedError("mode='sft' is not supported yet; supported: 'inference'")
+            from .sft.factory import make_sft_wrapper  # inference does not need it
+
+            return make_sft_wrapper(**given)
         if mode != "inference":
             raise ValueError(f"unknown mode {mode!r}; accepted: 'inference', 'sft'")
-        return InferenceMoEWrapper(
-            check_settings(
-                layer_idx=layer_idx,
-                num_experts=num_experts,
-                num_experts_per_tok=num_experts_per_tok,
-                hidden_size=hidden_size,
-                moe_intermediate_size=moe_intermediate_size,
-                gpu_experts_mask=gpu_experts_mask,
-                num_gpu_experts=num_gpu_experts,
-                cpuinfer_threads=cpuinfer_threads,
-                threadpool_count=threadpool_count,
-                numa_nodes=numa_nodes,
-                weight_path=weight_path,
-                chunked_prefill_size=chunked_prefill_size,
-                cpu_save=cpu_save,
-                max_deferred_experts_per_token=max_deferred_experts_per_token,
-                method=method,
-                swiglu_limit=swiglu_limit,
-                swiglu_alpha=swiglu_alpha,
-                sft={
-                    "lora_rank": lora_rank,
-                    "lora_alpha": lora_alpha,
-                    "lora_dropout": lora_dropout,
-                    "max_cache_depth": max_cache_depth,
-                    "group_size": group_size,
-                    "zero_point": zero_point,
-                    "full_weight_grad": full_weight_grad,
-                },
-            )
-        )
+        return InferenceMoEWrapper(check_settings(**given))
 
     set_capture_batch_sizes = staticmethod(BaseMoEWrapper.set_capture_batch_sizes)
     get_capture_batch_sizes = staticmethod(BaseMoEWrapper.get_capture_batch_sizes)

@@ -38,7 +38,7 @@ mask_of = torch.tensor
         ({"method": "int8"}, ValueError, "unknown method 'int8'; supported: BF16"),
         ({"method": "AMXINT8_SFT"}, ValueError, "is for mode='sft'"),
         ({"method": 4}, TypeError, "method must be a string"),
-        ({"mode": "sft", "method": "AMXINT8_SFT"}, NotImplementedError, "is not supported yet"),
+        ({"mode": "sft", "method": "AMXINT8_SFT", "lora_rank": 0}, ValueError, "lora_rank=0"),
         ({"mode": "sft", "method": "AMXINT9_SFT"}, ValueError,
          "unknown method 'AMXINT9_SFT'; supported: AMXBF16_SFT, AMXINT8_SFT, AMXINT4_SFT, AMXINT4_1"
          "_SFT, AMXINT4_KGroup_SFT, AMXINT4_1KGroup_SFT, AMXBF16_SFT_SkipLoRA, AMXINT8_SFT_Skip"),

@@ -194,8 +194,7 @@ def test_numa_nodes_in_the_place_of_mode(nodes):
         KTMoEWrapper(*first, nodes, numa_nodes=[0])
     with pytest.raises(TypeError, match="at most 25 positional arguments .* got 26"):
         KTMoEWrapper(*first, nodes, *rest, 0)
-    with pytest.raises(NotImplementedError):
-        KTMoEWrapper(*first[:12], "AMXBF16_SFT", nodes, "sft")
+    assert KTMoEWrapper(*first[:12], "AMXBF16_SFT", nodes, "sft").mode == "sft"
 
 
 def test_what_is_for_fine_tuning_is_ignored():

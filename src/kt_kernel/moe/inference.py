@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +16,7 @@ from .chain import join_chain
 from .routing import hot_routes, need_padding, select_deferred_experts, without_padding
 from .settings import LayerSettings, placement_of_mask
 from .wrapper import BaseMoEWrapper
+from .wrong_mode import refuse_calls
 
 if TYPE_CHECKING:
     from ..device.layer import Batch, LayerStream
@@ -499,24 +499,15 @@ def _kinds(a: Any, b: Any, c: Any) -> Any:
     )  # fmt: skip
 
 
-def _fine_tuning_only(name: str, instead: str) -> Callable[..., NoReturn]:
-    def refuse(self: InferenceMoEWrapper, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{self._settings.where}: {name} belongs to mode='sft', this wrapper has "
-            f"mode='inference'; {instead}"
-        )
-
-    refuse.__name__ = name
-    refuse.__doc__ = f"Raises RuntimeError: {instead}."
-    return refuse
-
-
-for _name, _instead in (
-    ("forward_sft", "call forward"),
-    ("submit_forward_sft", "call submit_forward"),
-    ("sync_forward_sft", "call sync_forward"),
-    ("backward", "inference has no backward"),
-    ("init_lora_weights", "inference has no LoRA weights"),
-    ("update_lora_weights", "inference has no LoRA weights"),
-):
-    setattr(InferenceMoEWrapper, _name, _fine_tuning_only(_name, _instead))
+refuse_calls(
+    InferenceMoEWrapper,
+    "sft",
+    {
+        "forward_sft": "call forward",
+        "submit_forward_sft": "call submit_forward",
+        "sync_forward_sft": "call sync_forward",
+        "backward": "inference has no backward",
+        "init_lora_weights": "inference has no LoRA weights",
+        "update_lora_weights": "inference has no LoRA weights",
+    },
+)

@@ -48,7 +48,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return number
 
 
-def _number(name: str, value: Any, low: float | None = None) -> float:
+def real(name: str, value: Any, low: float | None = None) -> float:
     """``value`` as a float32 number; None counts as 0."""
     if value is None:
         return 0.0
@@ -201,7 +201,7 @@ def check_settings(
     num_experts_per_tok: int,
     hidden_size: int,
     moe_intermediate_size: int,
-    method: str,
+    method: str | Method,
     gpu_experts_mask: Any = None,
     num_gpu_experts: int | None = None,
     cpuinfer_threads: int | None = None,
@@ -217,15 +217,16 @@ def check_settings(
 ) -> LayerSettings:
     """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit.
 
-    ``sft`` has those of the arguments in ``SFT_DEFAULTS`` that were given; they are not checked.
+    ``method`` is an inference method or the name of one. ``sft`` has those of the arguments in
+    ``SFT_DEFAULTS`` that were given; they are not checked here.
     """
-    chosen = get_method(method)
+    chosen = method if isinstance(method, Method) else get_method(method)
     layer_idx = integer("layer_idx", layer_idx, 0)
     num_experts = integer("num_experts", num_experts, 1, MAX_EXPERTS)
     k = integer("num_experts_per_tok", num_experts_per_tok, 1, MAX_EXPERTS)
     hidden_size = integer("hidden_size", hidden_size, 1, MAX_DIMENSION)
     intermediate = integer("moe_intermediate_size", moe_intermediate_size, 1, MAX_DIMENSION)
-    check_sizes(chosen, method, hidden_size, intermediate)
+    check_sizes(chosen, chosen.name, hidden_size, intermediate)
     if not isinstance(cpu_save, bool):
         raise TypeError(f"cpu_save must be True or False, got {cpu_save!r}")
     path = _weight_path(weight_path)
@@ -256,8 +257,8 @@ def check_settings(
         cpu_save=cpu_save,
         max_tokens=_chunk_tokens(chunked_prefill_size, k),
         method=chosen,
-        swiglu_limit=_number("swiglu_limit", swiglu_limit, 0.0),
-        swiglu_alpha=_number("swiglu_alpha", swiglu_alpha),
+        swiglu_limit=real("swiglu_limit", swiglu_limit, 0.0),
+        swiglu_alpha=real("swiglu_alpha", swiglu_alpha),
         kind=kernel_kind(),
         table=kernel_table(),
         pools=plan_pools(cpuinfer_threads, threadpool_count, numa_nodes),

@@ -112,7 +112,9 @@ class BaseMoEWrapper(WrapperArguments):
     @staticmethod
     def clear_sft_buffer_cache() -> int:
         """Frees the fine-tuning buffers that no pending call refers to; returns their bytes."""
-        return 0  # there are none before fine-tuning exists
+        from ..sft.buffers import KExpertsSFTBuffer  # inference does not need it
+
+        return KExpertsSFTBuffer.clear_cache()
 
     # ---- loading ----------------------------------------------------------------------------
 
@@ -225,7 +227,7 @@ class BaseMoEWrapper(WrapperArguments):
                 s.hidden_size,
                 s.moe_intermediate_size,
                 slots,
-                method=s.method.name,
+                method=self._reads_as,
             ) as experts,
         ):
             self._load_all(
@@ -391,7 +393,9 @@ class BaseMoEWrapper(WrapperArguments):
         given = []
         try:
             for slot, expert in experts:
-                gate, up, down = (expert[name] for name in MATRICES)
+                gate, up, down = (
+                    self._packable(f"{name} of slot {slot}", expert[name]) for name in MATRICES
+                )
                 # The columns of down may have an order: gate and up make h in that order.
                 rows = column_order(down)
                 biases = [
@@ -417,6 +421,15 @@ class BaseMoEWrapper(WrapperArguments):
                 core.load_many(given, scale_search=self._settings.scale_search)
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None
+
+    @property
+    def _reads_as(self) -> str:
+        """The inference method whose weights are asked of a checkpoint."""
+        return self._settings.method.name
+
+    def _packable(self, place: str, matrix: Matrix) -> Matrix:
+        """The matrix as the compiled core packs it."""
+        return matrix
 
     def _cpu_slots(self) -> tuple[int, ...]:
         """The slots whose weights the CPU gets."""

@@ -133,6 +133,7 @@ _SFT_NAMES = (
     "INT8_SFT",
     "RAWINT4_SFT",
     "MXFP4_SFT",
+    "LLAMAFILE_SFT",
 )
 
 #: Names of the fine-tuning methods.

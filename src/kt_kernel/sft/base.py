@@ -1,0 +1,425 @@
+"""The fine-tuning interface: one object per MoE layer, its experts and their LoRA on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..moe.buffers import Call
+from ..moe.settings import LayerSettings
+from ..moe.weight_checks import PARAMETERS
+from ..moe.wrong_mode import refuse_calls
+from ..weights.expert_tensors import MATRICES, matrix_shapes
+from .batch import (
+    HostBatch,
+    bf16_array,
+    check_batch,
+    check_hidden,
+    first_bad_row,
+    on_host,
+    wait_for_copies,
+)
+from .buffers import KExpertsSFTBuffer
+from .lora import GRAD_NAMES, LORA_NAMES
+from .settings import SftSettings
+from .weights import LoraWeights
+
+__all__ = ["BaseSFTMoEWrapper", "KExpertsSFTBuffer"]
+
+Gradients = tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]
+
+
+_numbers = itertools.count(1)
+
+
+@dataclass(eq=False, slots=True)
+class Saved:
+    """A forward pass whose activations wait for backward.
+
+    tokens: T. updates: how often the LoRA weights had been read. unused: its backward never comes.
+    number: of no other pass in this process.
+    """
+
+    tokens: int
+    updates: int
+    unused: bool = False
+    number: int = field(default_factory=lambda: next(_numbers))
+
+
+@dataclass(eq=False, slots=True)
+class _Submitted:
+    batch: HostBatch
+    call: Call | None  # None: of no tokens
+    saved: Saved | None
+
+
+class BaseSFTMoEWrapper(LoraWeights):
+    """One MoE layer for fine-tuning. Made by ``KTMoEWrapper(mode="sft")``.
+
+    Every projection computes ``x Wᵀ + (alpha / R) * dropout(x) Aᵀ Bᵀ``. LoRA tensors and their
+    gradients are in logical order: A [E, R, in], B [E, out, R].
+
+    Use a wrapper from one thread at a time; a call while another thread is in one raises
+    RuntimeError.
+    """
+
+    def __init__(self, settings: LayerSettings, sft: SftSettings) -> None:
+        super().__init__(settings, sft)
+        self._saved: list[Saved] = []
+        self._given_up: deque[Saved] = deque()  # appended to from any thread, at any time
+        self._submitted: _Submitted | None = None
+
+    # ---- what it is -------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Forward passes that wait for their backward."""
+        return len(self._saved)
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def forward_sft(
+        self,
+        hidden_states: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        save_for_backward: bool = True,
+        output_device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """Computes the layer's experts and waits for them.
+
+        Args:
+            hidden_states: [T, H], any float dtype, any device; rounded to bf16.
+            expert_ids: [T, k] slots, any integer dtype; ids outside 0 … E-1 and slots on the GPU
+                are skipped.
+            weights: [T, k] router weights, any float dtype.
+            save_for_backward: False keeps nothing for ``backward``, and dropout is off.
+            output_device: of the result; None for the CPU.
+
+        Returns:
+            bf16 [T, H], a fresh tensor.
+
+        Raises:
+            RuntimeError: before loading or ``init_lora_weights``; the LoRA tensors changed without
+                ``update_lora_weights``; ``max_cache_depth`` passes wait for their backward;
+                ``sync_forward_sft`` is missing. Nothing was computed then, nothing is lost.
+            TypeError, ValueError: wrong types, shapes or dtypes, or too many tokens.
+        """
+        with self._exclusive("forward_sft"):
+            tokens = self._check_forward("forward_sft", hidden_states, expert_ids, weights)
+            self._need_room("forward_sft", save_for_backward)
+            given = hidden_states, expert_ids, weights
+            staged = any(tensor.device.type != "cpu" for tensor in given)
+            batch = self._host_batch(*given, tokens, staged)
+            try:
+                self.compute(batch, save_for_backward, self.draw_seed(save_for_backward))
+                return batch.result(output_device)
+            finally:
+                batch.release()
+
+    def submit_forward_sft(
+        self,
+        hidden_states: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        save_for_backward: bool = True,
+    ) -> None:
+        """Starts what ``forward_sft`` does and returns once the inputs are on the host.
+
+        They are copied. Raises what ``forward_sft`` raises; RuntimeError also for a second submit
+        before ``sync_forward_sft``.
+        """
+        with self._exclusive("submit_forward_sft"):
+            tokens = self._check_forward("submit_forward_sft", hidden_states, expert_ids, weights)
+            self._need_room("submit_forward_sft", save_for_backward)
+            batch = self._host_batch(hidden_states, expert_ids, weights, tokens, True)
+            call = None
+            try:
+                if tokens:
+                    call = Call(self._sft_core, batch)
+                    seed = self.draw_seed(save_for_backward)
+                    submit = functools.partial(
+                        self._sft_core.submit_forward, save=save_for_backward, seed=seed
+                    )
+                    call.start(submit, *batch.arrays)
+            except BaseException:
+                batch.release()
+                raise
+            saved = self._keep(tokens) if save_for_backward else None
+            self._submitted = _Submitted(batch, call, saved)
+
+    def sync_forward_sft(self, output_device: torch.device | str | None = None) -> torch.Tensor:
+        """Waits for ``submit_forward_sft`` and returns its result, as ``forward_sft`` does.
+
+        Raises:
+            RuntimeError: without ``submit_forward_sft``, or the pass failed.
+        """
+        with self._exclusive("sync_forward_sft"):
+            submitted, self._submitted = self._submitted, None
+            if submitted is None:
+                raise RuntimeError(
+                    f"{self._settings.where}: sync_forward_sft without submit_forward_sft"
+                )
+            try:
+                if submitted.call is not None:
+                    submitted.call.wait()
+            except BaseException:
+                if submitted.saved is not None:
+                    self._saved.remove(submitted.saved)
+                raise
+            try:
+                return submitted.batch.result(output_device)
+            finally:
+                submitted.batch.release()
+
+    def backward(
+        self,
+        grad_output: torch.Tensor,
+        lora_params: Mapping[str, Any] | None = None,
+        output_device: torch.device | str | None = None,
+    ) -> Gradients:
+        """The gradients of the newest forward pass that waits for them.
+
+        Args:
+            grad_output: [T, H], any float dtype, any device; rounded to bf16.
+            lora_params: only its keys are checked; the gradients are those of the tensors that
+                ``init_lora_weights`` was given.
+            output_device: of the gradients with respect to the inputs; None for the CPU.
+
+        Returns:
+            grad_input bf16 [T, H]; the six LoRA gradients by the names ``grad_gate_lora_a`` …
+            ``grad_down_lora_b``, in the dtype and on the device of their tensors, zeros for a
+            method with suffix ``_SkipLoRA``; and the gradient of the router weights, float32
+            [T, k]. With ``full_weight_grad`` the dictionary also has ``grad_gate_proj``,
+            ``grad_up_proj`` [E, I, H] and ``grad_down_proj`` [E, H, I], float32. All are fresh
+            tensors.
+
+        Raises:
+            RuntimeError: no forward pass waits; the LoRA weights were updated after it; or a
+                gradient is NaN or infinite.
+            TypeError, ValueError: a wrong type, shape, dtype or key. Nothing is lost then.
+        """
+        where = self._settings.where
+        with self._exclusive("backward"):
+            self._need_idle("backward")
+            if not self._saved:
+                raise RuntimeError(
+                    f"{where}: backward without a forward pass; call forward_sft with "
+                    "save_for_backward=True first"
+                )
+            newest = self._saved[-1]
+            tokens = check_hidden(self._settings, "grad_output", grad_output)
+            if tokens != newest.tokens:
+                raise ValueError(
+                    f"{where}: grad_output must be [{newest.tokens}, {self.hidden_size}] for the "
+                    f"newest forward pass, got {list(grad_output.shape)}"
+                )
+            if lora_params is not None and set(lora_params) != set(LORA_NAMES):
+                raise ValueError(
+                    f"{where}: lora_params has the keys {sorted(lora_params)}; accepted: "
+                    f"{', '.join(LORA_NAMES)}"
+                )
+            if newest.updates != self._updates:
+                raise RuntimeError(
+                    f"{where}: the LoRA weights were updated between a forward pass and its "
+                    "backward; call backward before update_lora_weights, or clear_pending to drop "
+                    "the pass"
+                )
+            x, lora, weights = self.compute_gradients(grad_output, tokens)
+            if output_device is not None:
+                x, weights = x.to(output_device), weights.to(output_device)
+            return x, lora, weights
+
+    def clear_pending(self) -> None:
+        """Drops all forward passes that wait for their backward."""
+        with self._exclusive("clear_pending"):
+            self._need_idle("clear_pending")
+            if self._sft_core is not None:
+                self._sft_core.clear()
+            self._saved.clear()
+
+    # ---- for kt_kernel.sft.autograd, inside `_exclusive` ------------------------------------
+
+    def compute(self, batch: HostBatch, save: bool, seed: int) -> Saved | None:
+        """Fills ``batch.out``; returns what was saved."""
+        if not len(batch.x):
+            return self._keep(0) if save else None
+        self._sft_core.forward(*batch.arrays, save=save, seed=seed)
+        return self._keep(len(batch.x)) if save else None
+
+    def compute_gradients(self, grad_output: torch.Tensor, tokens: int) -> Gradients:
+        """The gradients of the newest saved pass, which is taken away."""
+        s = self._settings
+        hidden, routes = (tokens, s.hidden_size), (tokens, s.num_experts_per_tok)
+        grad_input = torch.empty(hidden, dtype=torch.bfloat16, device="cpu")
+        grad_weights = torch.empty(routes, dtype=torch.float32, device="cpu")
+        grads = self._gradient_room(zeros=not tokens)
+        if tokens:
+            staging = self._take_buffer(tokens) if grad_output.device.type != "cpu" else None
+            try:
+                grad = on_host(
+                    grad_output, hidden, torch.bfloat16, staging and staging.grad_output_cpu
+                )
+                wait_for_copies(grad_output.device)
+                self._need_finite("grad_output", grad, "token", "the loss or a later layer made it")
+                self._sft_core.backward(
+                    bf16_array(grad),
+                    bf16_array(grad_input),
+                    grad_weights.numpy(),
+                    None if grads is None else [grad.numpy() for grad in grads.values()],
+                )
+            except BaseException:
+                # The compiled core may have taken the pass away before it failed.
+                if self._sft_core.pending < sum(saved.tokens > 0 for saved in self._saved):
+                    self._saved.pop()
+                raise
+            finally:
+                if staging is not None:
+                    staging.release()
+        self._saved.pop()
+        why = "an input of the forward pass or a weight made it"
+        self._need_finite("grad_input", grad_input, "token", why)
+        self._need_finite("grad_weights", grad_weights, "token", why)
+        result = {}
+        for name, grad in (grads or {}).items():
+            self._need_finite(name, grad, "slot", why)
+            like = self._lora.get(name.removeprefix("grad_"))
+            dtype = grad.dtype if like is None else like.dtype
+            result[name] = self._order.to_logical(grad, dtype)
+            if like is not None:
+                result[name] = result[name].to(like.device)
+        if self._sft.method.skip_lora_grads:
+            result = {
+                f"grad_{name}": torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+                for name, tensor in self._lora.items()
+            } | result
+        return grad_input, result, grad_weights
+
+    def draw_seed(self, save: bool) -> int:
+        """Of the dropout mask, from torch's CPU generator; 0 where nothing is dropped."""
+        if not (save and self._sft.lora_dropout):
+            return 0
+        return int(torch.randint(2**62, (), device="cpu"))
+
+    def drop_newest(self) -> None:
+        """Drops the newest saved pass."""
+        if self._saved.pop().tokens:
+            self._sft_core.drop_newest()
+
+    def give_up(self, saved: Saved) -> None:
+        """Says that the backward of a pass never comes. Any thread may call it, also while another
+        one is in a call."""
+        self._given_up.append(saved)
+        if self._in_use.acquire(blocking=False):
+            try:
+                self._between_calls()
+            finally:
+                self._in_use.release()
+
+    # ---- how --------------------------------------------------------------------------------
+
+    def _between_calls(self) -> None:
+        """Drops the newest passes as far as their backward never comes. An older one waits for
+        those above it, since the compiled core drops the newest only."""
+        while self._given_up:
+            self._given_up.popleft().unused = True
+        if self._submitted is None:
+            while self._saved and self._saved[-1].unused:
+                self.drop_newest()
+
+    def _check_forward(self, call: str, *given: Any) -> int:
+        """Raises what ``forward_sft`` raises; returns T."""
+        self._need_weights(call)
+        if self.lora_changed:
+            raise RuntimeError(
+                f"{self._settings.where}: the LoRA tensors changed since they were last read; call "
+                f"update_lora_weights after optimizer.step() and before {call}"
+            )
+        return check_batch(self._settings, *given)
+
+    def _need_idle(self, call: str) -> None:
+        if self._submitted is not None:
+            raise RuntimeError(
+                f"{self._settings.where}: {call} after submit_forward_sft; call sync_forward_sft "
+                "first"
+            )
+
+    def _need_room(self, call: str, save: bool) -> None:
+        if save and not self.has_room:
+            raise RuntimeError(
+                f"{self._settings.where}: {len(self._saved)} forward passes wait for their "
+                f"backward and max_cache_depth={self._sft.max_cache_depth}; call backward before "
+                f"{call}, or construct the wrapper with a larger max_cache_depth"
+            )
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more forward pass may wait for its backward."""
+        return len(self._saved) < self._sft.max_cache_depth
+
+    def _need_finite(self, name: str, gradient: torch.Tensor, part: str, why: str) -> None:
+        bad = first_bad_row(gradient)
+        if bad is not None:
+            raise RuntimeError(
+                f"{self._settings.where}: {name} has a NaN or infinite value in {part} {bad}; {why}"
+            )
+
+    def _keep(self, tokens: int) -> Saved:
+        saved = Saved(tokens, self._updates)
+        self._saved.append(saved)
+        return saved
+
+    def _take_buffer(self, tokens: int) -> KExpertsSFTBuffer:
+        s = self._settings
+        return KExpertsSFTBuffer.take(
+            tokens,
+            s.hidden_size,
+            s.moe_intermediate_size,
+            s.num_experts,
+            s.num_experts_per_tok,
+            self._sft.lora_rank,
+        )
+
+    def _host_batch(
+        self,
+        hidden_states: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        tokens: int,
+        staged: bool,
+    ) -> HostBatch:
+        buffer = self._take_buffer(tokens) if staged else None
+        return HostBatch(
+            hidden_states, expert_ids, weights, tokens, self._settings.hidden_size, buffer
+        )
+
+    def _gradient_room(self, zeros: bool) -> dict[str, torch.Tensor] | None:
+        """float32 arrays in slot order, which backward fills; None where it computes none."""
+        shapes = {}
+        if not self._sft.method.skip_lora_grads:
+            shapes = {name: self._shapes[name.removeprefix("grad_")] for name in GRAD_NAMES}
+        if self._sft.full_weight_grad:
+            s = self._settings
+            whole = matrix_shapes(s.hidden_size, s.moe_intermediate_size)
+            shapes |= {f"grad_{PARAMETERS[m]}": (s.num_experts, *whole[m]) for m in MATRICES}
+        make = torch.zeros if zeros else torch.empty
+        room = {n: make(shape, dtype=torch.float32, device="cpu") for n, shape in shapes.items()}
+        return room or None
+
+
+refuse_calls(
+    BaseSFTMoEWrapper,
+    "inference",
+    {
+        "forward": "call forward_sft",
+        "submit_forward": "call submit_forward_sft",
+        "sync_forward": "call sync_forward_sft",
+        "select_deferred_experts": "fine-tuning defers no experts",
+    },
+)

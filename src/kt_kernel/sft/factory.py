@@ -1,0 +1,47 @@
+"""Makes the wrapper of ``KTMoEWrapper(mode="sft")``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..moe.settings import SFT_DEFAULTS, check_settings
+from .base import BaseSFTMoEWrapper
+from .settings import check_sft_settings
+
+
+def make_sft_wrapper(
+    *,
+    method: str,
+    hidden_size: int,
+    moe_intermediate_size: int,
+    cpu_save: bool = False,
+    max_deferred_experts_per_token: int | None = None,
+    sft: dict[str, Any],
+    **layer: Any,
+) -> BaseSFTMoEWrapper:
+    """The arguments are those of ``KTMoEWrapper``; ``sft`` has those of `SFT_DEFAULTS`. Deferral is
+    for inference, so its argument is not used.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; names it, its value and what is accepted.
+    """
+    checked = check_sft_settings(
+        method=method,
+        hidden_size=hidden_size,
+        moe_intermediate_size=moe_intermediate_size,
+        **(SFT_DEFAULTS | sft),
+    )
+    if cpu_save and checked.method.base.name == method:
+        raise ValueError(
+            f"cpu_save=True: method {method} with group_size={checked.group_size} has no packed "
+            "form on disk; pass cpu_save=False"
+        )
+    settings = check_settings(
+        method=checked.method.base,
+        hidden_size=hidden_size,
+        moe_intermediate_size=moe_intermediate_size,
+        cpu_save=cpu_save,
+        sft=checked.arguments,
+        **layer,
+    )
+    return BaseSFTMoEWrapper(settings, checked)

@@ -1,0 +1,66 @@
+"""The six LoRA tensors of a layer: names, shapes, checks, and the forms in which they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..runtime.tensors import need_dense, need_tensor
+from ..weights.expert_tensors import MATRICES
+
+#: Of each matrix A, which its input enters, then B: the order of the compiled core.
+LORA_NAMES = tuple(f"{matrix}_lora_{side}" for matrix in MATRICES for side in "ab")
+
+#: Of the dictionary that backward returns.
+GRAD_NAMES = tuple(f"grad_{name}" for name in LORA_NAMES)
+
+
+def lora_shapes(experts: int, rank: int, hidden: int, inter: int) -> dict[str, tuple[int, ...]]:
+    """Shapes by `LORA_NAMES`: A [E, R, in], B [E, out, R]."""
+    shapes = {}
+    for matrix in MATRICES:
+        columns, rows = (inter, hidden) if matrix == "down" else (hidden, inter)
+        shapes[f"{matrix}_lora_a"] = (experts, rank, columns)
+        shapes[f"{matrix}_lora_b"] = (experts, rows, rank)
+    return shapes
+
+
+def check_lora(place: str, name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    """Raises TypeError or ValueError, naming the tensor, for anything that cannot be a LoRA tensor
+    of that shape."""
+    need_tensor(f"{place}: {name}", tensor)
+    need_dense(f"{place}: {name}", tensor)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{place}: {name} must be {list(shape)}, got {list(tensor.shape)}")
+    if not tensor.is_floating_point():
+        raise ValueError(f"{place}: {name} has dtype {tensor.dtype}; accepted: float dtypes")
+
+
+def state_of(tensor: torch.Tensor) -> tuple[int, int | None]:
+    """What differs after most changes in place, see `optimizer_steps`."""
+    # Tensors of inference mode have no version.
+    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
+class SlotOrder:
+    """The way between logical experts and slots: slot p holds logical expert mapping[p]."""
+
+    def __init__(self, mapping: Sequence[int]) -> None:
+        self.mapping = list(mapping)
+        self._identity = self.mapping == list(range(len(self.mapping)))
+        self._index = torch.tensor(self.mapping, dtype=torch.int64, device="cpu")
+
+    def to_slots(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Contiguous float32 on the CPU, in slot order."""
+        result = tensor.detach().to("cpu", torch.float32)
+        return (result if self._identity else result.index_select(0, self._index)).contiguous()
+
+    def to_logical(self, by_slot: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Of gradients: those of slots with the same logical expert are summed."""
+        if not self._identity:
+            summed = torch.zeros_like(by_slot)
+            summed.index_add_(0, self._index, by_slot)
+            by_slot = summed
+        return by_slot.to(dtype)

@@ -1,0 +1,256 @@
+"""The weights of a layer for fine-tuning: loading them, and the LoRA tensors beside them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..moe.settings import LayerSettings
+from ..moe.wrapper import BaseMoEWrapper
+from ..runtime.forks import per_process
+from ..runtime.variant import native
+from ..weights.expert_tensors import MATRICES, Matrix
+from .lora import LORA_NAMES, SlotOrder, check_lora, lora_shapes, state_of
+from .optimizer_steps import StepWatcher
+from .quantise import quantise_asymmetric
+from .settings import SftSettings
+
+
+class LoraWeights(BaseMoEWrapper):
+    """The weights of one MoE layer: base weights and LoRA, the latter in logical order."""
+
+    def __init__(self, settings: LayerSettings, sft: SftSettings) -> None:
+        super().__init__(settings)
+        self._sft = sft
+        self._sft_core: Any = None  # the compiled layer with LoRA, once the weights are loaded
+        self._order = SlotOrder(range(settings.num_experts))
+        self._lora: dict[str, torch.Tensor] = {}
+        self._shapes = lora_shapes(
+            settings.num_experts,
+            sft.lora_rank,
+            settings.hidden_size,
+            settings.moe_intermediate_size,
+        )
+        self._read: tuple[Any, ...] = ()  # state of the LoRA tensors when they were last read
+        self._updates = 0  # how often they were read
+        self._steps = StepWatcher()
+        per_process(self, "_in_use", threading.Lock)
+
+    @property
+    def mode(self) -> str:
+        return "sft"
+
+    @property
+    def method(self) -> str:
+        """Name of the fine-tuning method."""
+        return self._sft.method.name
+
+    @property
+    def lora_scaling(self) -> float:
+        """alpha / R."""
+        return self._sft.scaling
+
+    @property
+    def pending(self) -> int:
+        """Forward passes that wait for their backward."""
+        return 0
+
+    def load_weights_from_tensors(
+        self,
+        gate_proj: Any,
+        up_proj: Any,
+        down_proj: Any,
+        physical_to_logical_map_cpu: torch.Tensor,
+        **biases: torch.Tensor | None,
+    ) -> None:
+        """The base weights, as in inference. Afterwards the tensors may be freed."""
+        self._take_map(physical_to_logical_map_cpu)
+        super().load_weights_from_tensors(
+            gate_proj, up_proj, down_proj, physical_to_logical_map_cpu, **biases
+        )
+
+    def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
+        """The base weights from ``weight_path``, as in inference."""
+        if self._settings.weight_path is not None:
+            self._take_map(physical_to_logical_map_cpu)
+        super().load_weights(physical_to_logical_map_cpu)
+
+    def finish_loading(self) -> None:
+        super().finish_loading()
+        with self._load_lock:
+            if self._sft_core is None:
+                self._sft_core = self._make_sft_core()
+                if len(self._lora) == len(LORA_NAMES):
+                    self._read_lora()
+
+    def update_base_weights(
+        self, gate_proj: torch.Tensor, up_proj: torch.Tensor, down_proj: torch.Tensor
+    ) -> None:
+        """Packs other base weights, after a step with the gradients of ``full_weight_grad``.
+
+        Args:
+            gate_proj, up_proj: [E, I, H], down_proj: [E, H, I], logical order; bf16, fp16 or fp32.
+
+        Raises:
+            RuntimeError: before loading, or while a forward pass waits for its backward.
+            TypeError, ValueError: as ``load_weights_from_tensors``.
+        """
+        where = self._settings.where
+        with self._exclusive("update_base_weights"):
+            if not self._loaded:
+                raise RuntimeError(f"{where}: update_base_weights before load_weights")
+            self._need_idle("update_base_weights")
+            if self.pending:
+                raise RuntimeError(
+                    f"{where}: update_base_weights while {self.pending} forward passes wait for "
+                    "their backward"
+                )
+            given = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
+            form = self._checks.layer(given)
+            if form != self._form:
+                raise ValueError(f"{where}: the weights are {form}; loaded were {self._form}")
+            mapping = self._order.mapping
+            for slot in self._cpu_slots():
+                expert = {name: tensor[mapping[slot]] for name, tensor in given.items()}
+                self._pack(self._core, [(slot, expert)])
+
+    def init_lora_weights(
+        self,
+        gate_lora_a: torch.Tensor,
+        gate_lora_b: torch.Tensor,
+        up_lora_a: torch.Tensor,
+        up_lora_b: torch.Tensor,
+        down_lora_a: torch.Tensor,
+        down_lora_b: torch.Tensor,
+    ) -> None:
+        """The LoRA tensors: A [E, R, in], B [E, out, R], any float dtype and device.
+
+        They are kept by reference and read again by ``update_lora_weights``. May be called before
+        or after loading.
+
+        Raises:
+            TypeError, ValueError: not tensors, a wrong shape or dtype, or (at the latest when the
+                base weights are loaded) a value that is not finite.
+        """
+        given = (gate_lora_a, gate_lora_b, up_lora_a, up_lora_b, down_lora_a, down_lora_b)
+        lora = dict(zip(LORA_NAMES, given, strict=True))
+        for name, tensor in lora.items():
+            check_lora(self._settings.where, name, tensor, self._shapes[name])
+        with self._exclusive("init_lora_weights"):
+            self._lora = lora
+            if self._sft_core is not None:
+                self._read_lora()
+
+    def update_lora_weights(self) -> None:
+        """Reads the LoRA tensors again, after an optimizer has changed them.
+
+        Raises:
+            RuntimeError: before loading or ``init_lora_weights``, or between
+                ``submit_forward_sft`` and ``sync_forward_sft``.
+            ValueError: a value is not finite.
+        """
+        with self._exclusive("update_lora_weights"):
+            self._need_weights("update_lora_weights")
+            self._read_lora()
+
+    @property
+    def lora_changed(self) -> bool:
+        """Whether a LoRA tensor was replaced, changed in place, or changed by an optimizer, since
+        it was last read. Other changes through ``.data`` are not seen."""
+        return self._steps.stepped or self._state_of_lora() != self._read
+
+    # ---- how --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _exclusive(self, call: str) -> Iterator[None]:
+        """RuntimeError where another thread is in a call."""
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                f"{self._settings.where}: {call} while another call of this wrapper runs in "
+                "another thread; use a wrapper from one thread at a time"
+            )
+        try:
+            self._between_calls()
+            yield
+            self._between_calls()
+        finally:
+            self._in_use.release()
+
+    def _between_calls(self) -> None:
+        """Runs at the beginning and the end of each exclusive call."""
+
+    def _need_idle(self, call: str) -> None:
+        """Raises RuntimeError while a pass runs."""
+
+    def _need_weights(self, call: str) -> None:
+        where = self._settings.where
+        if self._sft_core is None:
+            raise RuntimeError(
+                f"{where}: {call} before loading; call load_weights or load_weights_from_tensors "
+                "first"
+            )
+        if len(self._lora) < len(LORA_NAMES):
+            raise RuntimeError(f"{where}: {call} before init_lora_weights; call that first")
+        self._need_idle(call)
+
+    def _take_map(self, mapping: torch.Tensor) -> None:
+        if not self._loaded:
+            self._order = SlotOrder(self._checks.mapping(mapping))
+
+    def _make_sft_core(self) -> Any:
+        sft = self._sft
+        return native().SftLayer(
+            self._core,
+            rank=sft.lora_rank,
+            scaling=sft.scaling,
+            dropout=sft.lora_dropout,
+            # One more than may wait: a pass that autograd computes again goes on top.
+            max_cache_depth=sft.max_cache_depth + 1,
+            skip_lora_grads=sft.method.skip_lora_grads,
+            full_weight_grad=sft.full_weight_grad,
+        )
+
+    def _read_lora(self) -> None:
+        state = self._state_of_lora()
+        arrays = [self._order.to_slots(self._lora[name]).numpy() for name in LORA_NAMES]
+        try:
+            self._sft_core.update_lora(*arrays)
+        except ValueError as error:
+            raise ValueError(f"{self._settings.where}: {error}") from None
+        self._read = state
+        self._steps.watch(*self._lora.values())
+        self._updates += 1
+
+    def _state_of_lora(self) -> tuple[Any, ...]:
+        return tuple(map(state_of, self._lora.values()))
+
+    @property
+    def _reads_as(self) -> str:
+        return self._sft.method.reads_as
+
+    def _packable(self, place: str, matrix: Matrix) -> Matrix:
+        method = self._sft.method
+        if not method.packs_zero_points or not isinstance(matrix, torch.Tensor):
+            return matrix
+        return quantise_asymmetric(matrix, method.base.group_size, method.per_row, place)
+
+
+def _lora_attribute(name: str) -> property:
+    def get(self: LoraWeights) -> torch.Tensor | None:
+        return self._lora.get(name)
+
+    def set(self: LoraWeights, tensor: torch.Tensor) -> None:
+        check_lora(self._settings.where, name, tensor, self._shapes[name])
+        self._lora = {key: self._lora.get(key) for key in LORA_NAMES} | {name: tensor}
+        self._lora = {key: value for key, value in self._lora.items() if value is not None}
+
+    side = "[E, R, in]" if name.endswith("a") else "[E, out, R]"
+    return property(get, set, doc=f"{side}; after assigning to it call update_lora_weights.")
+
+
+for _name in LORA_NAMES:
+    setattr(LoraWeights, _name, _lora_attribute(_name))
