@@ -1,0 +1,182 @@
+"""A fine-tuning wrapper as a differentiable function.
+
+The activations of a forward pass are kept by the wrapper, newest first. What is kept for autograd
+is a ticket: a tensor among the saved ones, whose memory tells when the pass is no longer needed,
+whoever holds it and whatever becomes of the graph:
+
+- Checkpointing without reentry lets go of all saved tensors of its first pass, so the ticket dies
+  and the pass is dropped; backward gets the ticket of the pass that was computed again.
+- A pass that is not the newest, was not kept for want of room, or was kept by a copy of its ticket
+  (``torch.autograd.graph.save_on_cpu``), is computed again in backward, with the same dropout mask.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from .base import BaseSFTMoEWrapper, Saved
+from .batch import HostBatch, check_batch
+from .lora import LORA_NAMES
+
+
+def lora_experts(
+    wrapper: BaseSFTMoEWrapper,
+    hidden_states: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    lora: Sequence[torch.Tensor],
+    training: bool,
+) -> torch.Tensor:
+    """The experts' weighted sum [T, H], differentiable in hidden states, router weights and LoRA.
+
+    Args:
+        hidden_states: [T, H], float. expert_ids: [T, k], integer. weights: [T, k], float.
+        lora: the six LoRA tensors that the wrapper has, in their order.
+        training: whether dropout is on.
+
+    Returns:
+        [T, H] in the dtype and on the device of ``hidden_states``.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: what ``forward_sft`` raises; in backward, what
+            ``backward`` raises.
+    """
+    differentiable = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (hidden_states, weights, *lora)
+    )
+    if not differentiable:
+        out, _, _ = _forward(wrapper, hidden_states, expert_ids, weights, False, training)
+        return out.to(hidden_states.dtype)
+    return _LoraExperts.apply(wrapper, training, hidden_states, expert_ids, weights, *lora)
+
+
+class _LoraExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        wrapper: BaseSFTMoEWrapper,
+        training: bool,
+        hidden_states: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        *lora: torch.Tensor,
+    ) -> torch.Tensor:
+        out, saved, seed = _forward(wrapper, hidden_states, expert_ids, weights, True, training)
+        ctx.wrapper, ctx.training = wrapper, training
+        ctx.save_for_backward(
+            hidden_states, expert_ids, weights, _ticket(wrapper, saved, seed), *lora
+        )
+        return out.to(hidden_states.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_states, expert_ids, weights, ticket, *lora = ctx.saved_tensors
+        wrapper: BaseSFTMoEWrapper = ctx.wrapper
+        number, seed = ticket.tolist()
+        with wrapper._exclusive("backward"):
+            tokens = check_batch(wrapper._settings, hidden_states, expert_ids, weights)
+            again = None
+            if not wrapper._saved or wrapper._saved[-1].number != number:
+                again = _compute_again(ctx, hidden_states, expert_ids, weights, tokens, seed)
+            try:
+                x, grads, routes = wrapper.compute_gradients(grad_output, tokens)
+            except BaseException:
+                if again in wrapper._saved:
+                    wrapper.drop_newest()
+                raise
+        needs = ctx.needs_input_grad
+        return (
+            None,
+            None,
+            x.to(hidden_states).view_as(hidden_states) if needs[2] else None,
+            None,
+            routes.to(weights) if needs[4] else None,
+            *(
+                grads[f"grad_{name}"].to(tensor.device) if needed else None
+                for name, tensor, needed in zip(LORA_NAMES, lora, needs[5:], strict=True)
+            ),
+        )
+
+
+def _compute_again(
+    ctx: Any,
+    hidden_states: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    tokens: int,
+    seed: int,
+) -> Saved | None:
+    """Makes a pass the newest saved one."""
+    wrapper: BaseSFTMoEWrapper = ctx.wrapper
+    if wrapper.lora_changed:
+        raise RuntimeError(
+            f"layer {wrapper.layer_idx}: the LoRA weights changed between a forward pass and its "
+            "backward; call backward before optimizer.step()"
+        )
+    if wrapper.lora_dropout and not ctx.training:
+        raise RuntimeError(
+            f"layer {wrapper.layer_idx}: backward in evaluation mode with lora_dropout="
+            f"{wrapper.lora_dropout} is not supported; call train() before the forward pass"
+        )
+    batch = _host_batch(wrapper, hidden_states, expert_ids, weights, tokens)
+    try:
+        return wrapper.compute(batch, True, seed)
+    finally:
+        batch.release()
+
+
+def _ticket(wrapper: BaseSFTMoEWrapper, saved: Saved | None, seed: int) -> torch.Tensor:
+    """A tensor that says which pass is meant, 0 for one that was not kept, and its seed. When the
+    last tensor on its memory is gone, the pass is given up."""
+    memory = np.array([0 if saved is None else saved.number, seed], dtype=np.int64)
+    if saved is not None:
+        weakref.finalize(memory, wrapper.give_up, saved).atexit = False
+    return torch.from_numpy(memory)
+
+
+def _forward(
+    wrapper: BaseSFTMoEWrapper,
+    hidden_states: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    keep: bool,
+    training: bool,
+) -> tuple[torch.Tensor, Saved | None, int]:
+    """The sum on the device of the hidden states, what was kept if ``keep``, and the seed.
+
+    In evaluation mode with dropout nothing is kept: the compiled core drops in every pass that it
+    keeps, and in no other. A first pass of reentrant checkpointing is not to be kept, but must drop
+    as the second one does.
+    """
+    drops = training and wrapper.lora_dropout > 0
+    with wrapper._exclusive("forward"):
+        tokens = wrapper._check_forward("forward", hidden_states, expert_ids, weights)
+        seed = wrapper.draw_seed(drops)
+        keep = keep and wrapper.has_room and (drops or not wrapper.lora_dropout)
+        batch = _host_batch(wrapper, hidden_states, expert_ids, weights, tokens)
+        try:
+            saved = wrapper.compute(batch, keep or drops, seed)
+            if drops and not keep:
+                wrapper.drop_newest()
+                saved = None
+            return batch.result(hidden_states.device), saved, seed
+        finally:
+            batch.release()
+
+
+def _host_batch(
+    wrapper: BaseSFTMoEWrapper,
+    hidden_states: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    tokens: int,
+) -> HostBatch:
+    staged = hidden_states.device.type != "cpu"
+    return wrapper._host_batch(hidden_states, expert_ids, weights, tokens, staged)

@@ -1,0 +1,174 @@
+"""`LoraExperts`: the experts of one MoE layer as a module that trains under `loss.backward()`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .autograd import lora_experts
+from .base import BaseSFTMoEWrapper
+from .lora import LORA_NAMES, lora_shapes
+from .peft_format import Layout
+
+
+class LoraExperts(nn.Module):
+    """Takes the place of a transformers module with all experts of a layer.
+
+    The base weights are in the wrapper and not in ``state_dict()``. The trainable parameters are
+    the six LoRA tensors of all experts, named as PEFT names an adapter's, so that checkpoints of a
+    `PeftModel` around the model contain them: ``lora_gate_A.default`` [E, R, H] and so on. A is
+    initialised as PEFT does it, uniformly with Kaiming's bound; B with zeros.
+
+    The LoRA weights are read again before a forward pass when an optimizer has changed them. After
+    a change through ``.data`` call `update_lora_weights`.
+
+    Args:
+        wrapper: a loaded layer, made by ``KTMoEWrapper(mode="sft")``.
+        layout: how PEFT adapters of the module that it replaces are arranged.
+        adapter_name: last part of the parameters' names.
+        dtype, device: of the parameters.
+        pinned: whether the parameters stay on that device when the module is moved.
+    """
+
+    def __init__(
+        self,
+        wrapper: BaseSFTMoEWrapper,
+        *,
+        layout: Layout | None = None,
+        adapter_name: str = "default",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        pinned: bool = False,
+    ) -> None:
+        super().__init__()
+        if "." in adapter_name or not adapter_name:
+            raise ValueError(f"adapter_name={adapter_name!r}; accepted: a name without dots")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype}; accepted: float dtypes")
+        self.wrapper = wrapper
+        self.layout = layout or Layout()
+        self.adapter_name = adapter_name
+        self._pinned = pinned
+        trained = not wrapper._sft.method.skip_lora_grads
+        shapes = lora_shapes(
+            wrapper.num_experts,
+            wrapper.lora_rank,
+            wrapper.hidden_size,
+            wrapper.moe_intermediate_size,
+        )
+        for name, shape in shapes.items():
+            parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), trained)
+            self.register_module(_holder(name), nn.ParameterDict({adapter_name: parameter}))
+        self.reset_lora_parameters()
+        self._bound: tuple[torch.Tensor, ...] = ()
+        self._zeros: tuple[torch.Tensor, ...] | None = None  # instead of an adapter that is off
+
+    def reset_lora_parameters(self) -> None:
+        """A uniform with Kaiming's bound for a = sqrt(5), that is 1 / sqrt(in); B zeros."""
+        with torch.no_grad():
+            for name, parameter in self.lora_parameters().items():
+                if name.endswith("_b"):
+                    parameter.zero_()
+                else:
+                    bound = 1 / math.sqrt(parameter.shape[-1])
+                    parameter.uniform_(-bound, bound)
+
+    def lora_parameters(self) -> dict[str, nn.Parameter]:
+        """The six parameters by the wrapper's names, ``gate_lora_a`` to ``down_lora_b``."""
+        return {name: getattr(self, _holder(name))[self.adapter_name] for name in LORA_NAMES}
+
+    def update_lora_weights(self) -> None:
+        """Reads the parameters again, whether or not a change was seen."""
+        self._bind()
+        self.wrapper.update_lora_weights()
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states [T, H] (or with more leading dimensions), expert ids and router weights
+        [T, k]; returns the weighted sum of the experts, shaped as ``hidden_states``."""
+        lora = self._bind()
+        if self.wrapper.lora_changed:
+            self.wrapper.update_lora_weights()
+        out = lora_experts(
+            self.wrapper, hidden_states, top_k_index, top_k_weights, lora, self.training
+        )
+        return out.view(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        w = self.wrapper
+        return (
+            f"layer={w.layer_idx}, experts={w.num_experts}, method={w.method}, "
+            f"rank={w.lora_rank}, alpha={w.lora_alpha}, dropout={w.lora_dropout}"
+        )
+
+    @property
+    def adapter_is_on(self) -> bool:
+        """Whether the LoRA terms are added."""
+        return True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        def in_place(tensor: torch.Tensor) -> torch.Tensor:
+            return fn(tensor).to(tensor.device)
+
+        return super()._apply(in_place if self._pinned else fn, recurse)
+
+    def _bind(self) -> tuple[torch.Tensor, ...]:
+        """The LoRA tensors, which the wrapper has by reference."""
+        lora = tuple(self.lora_parameters().values())
+        if not self.adapter_is_on:
+            if self._zeros is None:
+                self._zeros = tuple(p.new_zeros(()).expand(p.shape) for p in lora)
+            lora = self._zeros
+        # `module.to()` may replace the parameters.
+        if len(self._bound) != len(lora) or any(
+            a is not b for a, b in zip(self._bound, lora, strict=True)
+        ):
+            self.wrapper.init_lora_weights(*lora)
+            self._bound = lora
+        return lora
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"layer {self.wrapper.layer_idx}: experts on the CPU cannot be copied or pickled; save "
+            "the adapter with kt_kernel.sft.save_adapter, or the parameters with state_dict()"
+        )
+
+
+def module_class() -> type[LoraExperts]:
+    """`LoraExperts`; where PEFT is installed, one that PEFT knows as an adapter's layer: it then
+    saves and loads the parameters, counts them as trainable, and switches the adapter on and off.
+    """
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError:
+        return LoraExperts
+    return _peft_class(BaseTunerLayer)
+
+
+@functools.cache
+def _peft_class(layer: type) -> type[LoraExperts]:
+    class PeftLoraExperts(LoraExperts, layer):  # type: ignore[misc]
+        adapter_layer_names = tuple(map(_holder, LORA_NAMES))
+
+        def __init__(self, wrapper: BaseSFTMoEWrapper, **arguments: Any) -> None:
+            super().__init__(wrapper, **arguments)
+            self._active_adapter = [self.adapter_name]
+            self._disable_adapters = False
+
+        @property
+        def adapter_is_on(self) -> bool:
+            return not self.disable_adapters and self.adapter_name in self.active_adapters
+
+    return PeftLoraExperts
+
+
+def _holder(name: str) -> str:
+    """gate_lora_a → lora_gate_A: PEFT takes parameters with "lora_" in their names for its own."""
+    matrix, _, side = name.split("_")
+    return f"lora_{matrix}_{side.upper()}"
