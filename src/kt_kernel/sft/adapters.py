@@ -1,0 +1,277 @@
+"""`save_adapter` and `load_adapter`: wrapped experts as PEFT checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adapter_files import PREFIX, Adapter, read_adapter, write_adapter
+from .lora import LORA_NAMES
+from .modules import LoraExperts
+from .peft_format import from_fused, from_single, to_fused, to_single
+from .wrap import wrapped_experts
+
+FUSED, PER_EXPERT = "fused", "per_expert"
+
+_NEW_CONFIG = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "auto_mapping": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "target_modules": [],
+    "use_dora": False,
+    "use_rslora": False,
+}
+
+
+def save_adapter(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    layout: str = FUSED,
+    base_model: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors, which PEFT loads.
+
+    Args:
+        model: with wrapped experts; of a ``PeftModel`` its other LoRA tensors are written, too.
+        layout: "fused" for models whose experts are 3-D parameters, as those of transformers 5 are:
+            PEFT's form has one A for gate and up, so the adapter of ``gate_up_proj`` has rank 2R.
+            "per_expert" for models with an ``nn.Linear`` for every projection of every expert.
+        base_model: written as the base model's name; None: what the model's config says.
+
+    The adapter says that dropout is 0, since PEFT has none for 3-D parameters.
+
+    Raises:
+        ValueError: no wrapped experts, layers that differ in rank or alpha, another ``layout``, or
+            one that the model has not.
+        OSError: the files cannot be written.
+    """
+    modules = {name.removeprefix(PREFIX): m for name, m in wrapped_experts(model).items()}
+    if layout not in (FUSED, PER_EXPERT):
+        raise ValueError(f"layout={layout!r}; accepted: {FUSED!r}, {PER_EXPERT!r}")
+    rank, scaling = _common(modules)
+    config, tensors = _others(model, modules)
+    if base_model is not None:
+        config["base_model_name_or_path"] = os.fspath(base_model)
+    config["lora_dropout"] = 0.0
+    describe = _describe_fused if layout == FUSED else _describe_single
+    describe(config, modules, rank, scaling)
+    for path, module in modules.items():
+        lora = module.lora_parameters()
+        if layout == FUSED:
+            found = to_fused(lora, module.layout)
+        else:
+            found, path = to_single(lora, module.layout), module.layout.single_path(path)
+        tensors |= {f"{PREFIX}{path}.{name}": tensor for name, tensor in found.items()}
+    write_adapter(folder, config, {name: t.contiguous() for name, t in tensors.items()})
+
+
+def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Fills the LoRA parameters of wrapped experts from a PEFT adapter, in either layout.
+
+    Tensors of other modules go to the ``PeftModel`` that ``model`` then has to be.
+
+    Raises:
+        FileNotFoundError, ValueError: no adapter; one of another model (layers, shapes), rank or
+            alpha; tensors for which the model has no place. The parameters are as they were then.
+    """
+    adapter = read_adapter(folder)
+    modules = {name.removeprefix(PREFIX): m for name, m in wrapped_experts(model).items()}
+    remaining = dict(adapter.tensors)
+    loaded = []
+    for path, module in modules.items():
+        lora = _take_layer(adapter, remaining, path, module)
+        for name, parameter in module.lora_parameters().items():
+            if lora[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{adapter.folder}: {path}: {name} is {list(lora[name].shape)}, the model's is "
+                    f"{list(parameter.shape)}; it is the adapter of another model"
+                )
+        loaded.append((module, lora))
+    _check_remaining(adapter, remaining, model)
+    if remaining:
+        _load_others(adapter, remaining, model)
+    with torch.no_grad():
+        for module, lora in loaded:
+            for name, parameter in module.lora_parameters().items():
+                parameter.copy_(lora[name])
+
+
+def _common(modules: dict[str, LoraExperts]) -> tuple[int, float]:
+    """The layers' rank and scaling."""
+    found = {(m.wrapper.lora_rank, m.wrapper.lora_scaling) for m in modules.values()}
+    if len(found) > 1:
+        raise ValueError(f"the layers differ in (rank, alpha / rank): {sorted(found)}")
+    return found.pop()
+
+
+def _others(
+    model: nn.Module, modules: dict[str, LoraExperts]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Configuration and tensors of what PEFT adapts; a new configuration where that is nothing."""
+    if not hasattr(model, "peft_config"):
+        name = getattr(getattr(model, "config", None), "name_or_path", None)
+        return dict(_NEW_CONFIG) | {"base_model_name_or_path": name or None}, {}
+    from peft import get_peft_model_state_dict
+
+    adapter = next(iter(modules.values())).adapter_name
+    if adapter not in model.peft_config:
+        raise ValueError(
+            f"the experts' adapter is {adapter!r}, the PeftModel has {sorted(model.peft_config)}; "
+            "pass its name as adapter_name to wrap_experts"
+        )
+    config = model.peft_config[adapter].to_dict() | {"inference_mode": True}
+    ours = tuple(f"{PREFIX}{path}." for path in modules)
+    state = get_peft_model_state_dict(model, adapter_name=adapter)
+    return config, {
+        name: tensor.detach().cpu() for name, tensor in state.items() if not name.startswith(ours)
+    }
+
+
+def _describe_fused(
+    config: dict[str, Any], modules: dict[str, LoraExperts], rank: int, scaling: float
+) -> None:
+    """Completes a configuration for tensors of `to_fused`."""
+    ranks: dict[str, int] = {}
+    for path in modules:
+        block = path.rpartition("layers.")[2].partition(".")[2]
+        ranks |= {f"{block}.gate_up_proj": 2 * rank, f"{block}.down_proj": rank}
+    if "r" not in config:
+        config |= {"r": rank, "lora_alpha": _alpha(config, rank, scaling)}
+    config["target_parameters"] = sorted({*(config.get("target_parameters") or ()), *ranks})
+    config["rank_pattern"] = ranks | (config.get("rank_pattern") or {})
+    alphas = {name: _alpha(config, each, scaling) for name, each in ranks.items()}
+    config["alpha_pattern"] = alphas | (config.get("alpha_pattern") or {})
+
+
+def _describe_single(
+    config: dict[str, Any], modules: dict[str, LoraExperts], rank: int, scaling: float
+) -> None:
+    """Completes a configuration for tensors of `to_single`.
+
+    PEFT's conversion for fused experts takes their rank and alpha from ``r`` and ``lora_alpha``, so
+    those of other modules become patterns.
+    """
+    for path, module in modules.items():
+        if not module.layout.single:
+            raise ValueError(
+                f"{path}: there are no checkpoints of this family with experts of their own; pass "
+                f"layout={FUSED!r}"
+            )
+    names = dict.fromkeys(name for m in modules.values() for name in m.layout.names)
+    # Also as if the experts had no numbers: PEFT looks for that where they are fused.
+    targets = [rf".*\.experts\.(\d+\.)?({'|'.join(names)})"]
+    others = config.get("target_modules")
+    if isinstance(others, str):
+        targets.append(others)
+    elif others:
+        others = rf"(.*\.)?({'|'.join(map(re.escape, sorted(others)))})"
+        targets.append(others)
+    config["target_modules"] = "|".join(f"({target})" for target in targets)
+    for key, default, value in (
+        ("rank_pattern", "r", rank),
+        ("alpha_pattern", "lora_alpha", _alpha(config, rank, scaling)),
+    ):
+        before = config.get(default, value)
+        config[default] = value
+        if others and before != value:
+            config[key] = (config.get(key) or {}) | {others: before}
+
+
+def _alpha(config: dict[str, Any], rank: int, scaling: float) -> float:
+    alpha = scaling * (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+def _take_layer(
+    adapter: Adapter, remaining: dict[str, torch.Tensor], path: str, module: LoraExperts
+) -> dict[str, torch.Tensor]:
+    """The six LoRA tensors of a layer, which are taken out of ``remaining``."""
+    wrapper, layout = module.wrapper, module.layout
+    found: dict[str, torch.Tensor] = {}
+    prefixes = dict.fromkeys(f"{PREFIX}{p}." for p in (path, layout.single_path(path)))
+    for prefix in prefixes:
+        for name in [name for name in remaining if name.startswith(prefix)]:
+            found[name.removeprefix(prefix)] = remaining.pop(name)
+    place = f"{adapter.folder}: {path}"
+    if not found:
+        raise ValueError(f"{place}: the adapter has no tensors of this layer's experts")
+    fused = any(not name[0].isdigit() for name in found)
+    try:
+        if fused:
+            lora = from_fused(found, wrapper.num_experts, wrapper.lora_rank, layout)
+            ranks = {
+                f"{path}.gate_up_proj": len(found["base_layer.lora_A.weight"]),
+                f"{path}.down_proj": len(found["lora_A.weight"]),
+            }
+            ranks = {name: rows // wrapper.num_experts for name, rows in ranks.items()}
+        else:
+            lora = from_single(found, wrapper.num_experts, layout)
+            ranks = {
+                f"{layout.single_path(path)}.0.{name}": len(found[f"0.{name}.lora_A.weight"])
+                for name in layout.names
+            }
+    except KeyError as error:
+        raise ValueError(
+            f"{place}: tensor {error.args[0]} is missing; it is the adapter of another model"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    expected = 4 if fused else len(LORA_NAMES) * wrapper.num_experts
+    if len(found) > expected:
+        raise ValueError(
+            f"{place}: the adapter has {len(found)} tensors, {expected} are needed for "
+            f"{wrapper.num_experts} experts; it is the adapter of another model"
+        )
+    for name, rank in ranks.items():
+        scaling = adapter.scaling(name, rank)
+        if not math.isclose(scaling, wrapper.lora_scaling, rel_tol=1e-6):
+            raise ValueError(
+                f"{place}: {name} has rank {rank} and scaling {scaling:g}; the experts were "
+                f"wrapped with lora_alpha / lora_rank = {wrapper.lora_scaling:g}"
+            )
+    return lora
+
+
+def _check_remaining(
+    adapter: Adapter, remaining: dict[str, torch.Tensor], model: nn.Module
+) -> None:
+    """ValueError for tensors that have no place in the model."""
+    if not remaining:
+        return
+    some = f"{len(remaining)} tensors, such as {min(remaining)}"
+    if not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"{adapter.folder}: the adapter also has {some}, for which the model has no place; "
+            "call peft.get_peft_model before wrap_experts"
+        )
+    named = {name.removeprefix(PREFIX) for name, _ in model.named_modules()}
+    lost = [
+        name for name in remaining if name.removeprefix(PREFIX).rpartition(".lora_")[0] not in named
+    ]
+    if lost:
+        raise ValueError(
+            f"{adapter.folder}: the model has no module for {len(lost)} tensors, such as "
+            f"{min(lost)}; it is the adapter of another model"
+        )
+
+
+def _load_others(adapter: Adapter, remaining: dict[str, torch.Tensor], model: Any) -> None:
+    from peft import set_peft_model_state_dict
+
+    name = next(iter(wrapped_experts(model).values())).adapter_name
+    result = set_peft_model_state_dict(model, remaining, adapter_name=name)
+    if result.unexpected_keys:
+        raise ValueError(
+            f"{adapter.folder}: PEFT has no place for {len(result.unexpected_keys)} tensors, such "
+            f"as {min(result.unexpected_keys)}"
+        )

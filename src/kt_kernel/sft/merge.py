@@ -1,0 +1,246 @@
+"""`merge_adapter`: a LoRA adapter put into the weights of a 16- or 32-bit checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ..runtime.files import need_file, parse_object
+from ..runtime.tensors import DTYPE_NAMES, DTYPES
+from .adapter_files import PREFIX, Adapter, pattern_value, read_adapter
+
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+
+_EXPERT = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(\w+)\.weight$")
+_FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)(?:\.weight)?$")
+_IN_ADAPTER = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(.*)lora_([AB])\.weight$")
+_MATRIX = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+# Families whose fused experts are [E, H, 2I] and [E, I, H], gate and up alternating.
+_COLUMNS = ("gpt_oss",)
+
+
+@dataclass
+class _Layer:
+    """What an adapter adds to a layer's experts.
+
+    fused: (A [E r, in], B [out, r E], scaling) of "gate_up_proj" and "down_proj". single: (A, B,
+    scaling) by matrix and expert.
+    """
+
+    fused: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
+    single: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, float]] = field(
+        default_factory=dict
+    )
+
+    def matrix(self, name: str, expert: int, experts: int, interleaved: bool) -> torch.Tensor:
+        """float32 [N, K] for "gate", "up" or "down" of one expert. KeyError if there is none."""
+        if (name, expert) in self.single:
+            a, b, scaling = self.single[name, expert]
+            return scaling * b.float() @ a.float()
+        both = self.parameter("down_proj" if name == "down" else "gate_up_proj", expert, experts)
+        if name == "down":
+            return both
+        number = ("gate", "up").index(name)
+        return both[number::2] if interleaved else both.chunk(2)[number]
+
+    def parameter(self, name: str, expert: int, experts: int) -> torch.Tensor:
+        """float32 [N, K] of one expert of a fused parameter."""
+        if name not in self.fused:
+            if name == "down_proj":
+                return self.matrix("down", expert, experts, False)
+            return torch.cat([self.matrix(m, expert, experts, False) for m in ("gate", "up")])
+        a, b, scaling = self.fused[name]
+        a, b = a.unflatten(0, (experts, -1))[expert], b.unflatten(1, (-1, experts))[..., expert]
+        return scaling * b.float() @ a.float()
+
+
+def merge_adapter(
+    model_path: str | os.PathLike[str],
+    adapter_path: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+) -> None:
+    """Writes the model with the adapter in its weights, W + scaling * B A, rounded once.
+
+    The result is a checkpoint like that of the model, in the same dtype, with its other files. To
+    quantise it call ``kt quant`` afterwards. One file of the model is in memory at a time.
+
+    Args:
+        model_path: folder of a Hugging Face model in safetensors files, bf16, fp16 or fp32; experts
+            one by one or in 3-D parameters.
+        adapter_path: folder of a PEFT adapter, as `save_adapter` writes it in either layout.
+        output_path: a folder that does not exist, or is empty.
+
+    Raises:
+        FileNotFoundError: no model or no adapter.
+        ValueError: a quantised model, an adapter of another model, ``output_path`` is not empty.
+            Nothing was written then.
+        OSError: the result cannot be written.
+    """
+    model, output = os.fspath(model_path), os.fspath(output_path)
+    adapter = read_adapter(adapter_path)
+    merge = _Merge(model, adapter)
+    merge.check()
+    if os.path.isdir(output) and os.listdir(output):
+        raise ValueError(f"{output}: not empty; give a new folder")
+    os.makedirs(output, exist_ok=True)
+    for name in os.listdir(model):
+        path = os.path.join(model, name)
+        if os.path.isfile(path) and not name.endswith((".safetensors", ".bin", ".pt", ".pth")):
+            shutil.copy2(path, output)
+    for file in merge.files:
+        save_file(dict(merge.tensors(file)), os.path.join(output, file), {"format": "pt"})
+
+
+class _Merge:
+    def __init__(self, model: str, adapter: Adapter) -> None:
+        self._model, self._adapter = model, adapter
+        config = os.path.join(model, "config.json")
+        need_file(config, "a model's configuration")
+        with open(config, "rb") as file:
+            self._config = parse_object(file.read(), f"{config}: ")
+        if self._config.get("quantization_config"):
+            raise ValueError(
+                f"{config}: the model is quantised; merge into its 16-bit checkpoint and quantise "
+                "that, with kt quant"
+            )
+        self._columns = self._config.get("model_type") in _COLUMNS
+        self._experts, self._linear = _sort(adapter)
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the model's files with tensors."""
+        index = os.path.join(self._model, INDEX)
+        if not os.path.exists(index):
+            need_file(os.path.join(self._model, WHOLE), "a model in safetensors files")
+            return [WHOLE]
+        with open(index, "rb") as file:
+            return sorted(set(parse_object(file.read(), f"{index}: ")["weight_map"].values()))
+
+    def check(self) -> None:
+        """ValueError unless every tensor of the adapter has its place, and every place its dtype
+        and shape."""
+        missing = set(self._linear) | {_experts_of(layer) for layer in self._experts}
+        for file in self.files:
+            path = os.path.join(self._model, file)
+            with safe_open(path, "pt") as opened:
+                for name in sorted(opened.keys()):
+                    target = self._target(name)
+                    if target is None:
+                        continue
+                    tensor = opened.get_slice(name)
+                    self._check_place(path, name, tensor.get_dtype(), tensor.get_shape())
+                    missing.discard(target)
+        if missing:
+            raise ValueError(
+                f"{self._adapter.folder}: the model has no weights for {len(missing)} adapted "
+                f"modules, such as {min(missing)}; it is the adapter of another model"
+            )
+
+    def _check_place(self, path: str, name: str, dtype: str, shape: list[int]) -> None:
+        if dtype not in ("BF16", "F16", "F32"):
+            raise ValueError(f"{path}: {name} is {dtype}; accepted: {DTYPE_NAMES}")
+        experts = shape[0] if _FUSED.search(name) else 1
+        try:
+            change = next(self._changes(name, experts))[1]
+        except (KeyError, RuntimeError) as error:
+            raise ValueError(
+                f"{self._adapter.folder}: nothing that fits {name} {shape} of the model ({error})"
+            ) from None
+        if list(change.shape) != shape[-2:]:
+            raise ValueError(
+                f"{self._adapter.folder}: the adapter changes {list(change.shape)} weights where "
+                f"{name} of the model is {shape}"
+            )
+
+    def tensors(self, file: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """A file's tensors by name, changed where the adapter says so."""
+        with safe_open(os.path.join(self._model, file), "pt") as opened:
+            for name in sorted(opened.keys()):
+                tensor = opened.get_tensor(name)
+                if self._target(name) is not None:
+                    assert tensor.dtype in DTYPES
+                    rows = tensor if tensor.dim() == 3 else tensor[None]
+                    for row, change in self._changes(name, len(rows)):
+                        rows[row] = (rows[row].float() + change).to(tensor.dtype)
+                yield name, tensor
+
+    def _target(self, name: str) -> str | None:
+        """The adapted module that a tensor belongs to."""
+        found = _EXPERT.search(name) or _FUSED.search(name)
+        if found:
+            layer = int(found[1])
+            return _experts_of(layer) if layer in self._experts else None
+        module = name.removesuffix(".weight")
+        return module if module in self._linear else None
+
+    def _changes(self, name: str, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(row, what is added to it) of a tensor; of a 2-D one row 0."""
+        if found := _EXPERT.search(name):
+            experts = self._config_experts()
+            layer = self._experts[int(found[1])]
+            yield 0, layer.matrix(_MATRIX[found[3]], int(found[2]), experts, self._columns)
+        elif found := _FUSED.search(name):
+            for expert in range(rows):
+                change = self._experts[int(found[1])].parameter(found[2], expert, rows)
+                yield expert, change.T if self._columns else change
+        else:
+            a, b, scaling = self._linear[name.removesuffix(".weight")]
+            yield 0, scaling * b.float() @ a.float()
+
+    def _config_experts(self) -> int:
+        config = self._config.get("text_config", self._config)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if isinstance(config.get(name), int):
+                return config[name]
+        raise KeyError("config.json has no number of experts")
+
+
+def _experts_of(layer: int) -> str:
+    return f"the experts of layer {layer}"
+
+
+def _sort(
+    adapter: Adapter,
+) -> tuple[dict[int, _Layer], Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]]:
+    """What the adapter changes: experts by layer, other modules by name."""
+    layers: dict[int, _Layer] = {}
+    linear = {}
+    for key, a in adapter.tensors.items():
+        if not key.endswith(".lora_A.weight"):
+            if not key.endswith(".lora_B.weight"):
+                raise ValueError(f"{adapter.folder}: {key} cannot be merged; only LoRA's A and B")
+            continue
+        b = adapter.tensors.get(key.replace(".lora_A.", ".lora_B."))
+        if b is None:
+            raise ValueError(f"{adapter.folder}: {key} has no B beside it")
+        module = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        found = _IN_ADAPTER.search(key)
+        if found is None:
+            linear[module] = a, b, adapter.scaling(module, len(a))
+            continue
+        layer = layers.setdefault(int(found[1]), _Layer())
+        if found[2] in ("", "base_layer."):
+            name = "down_proj" if not found[2] else "gate_up_proj"
+            path = f"{module.removesuffix('.base_layer')}.{name}"
+            # The rank is the rows of A for each expert, whose number the adapter does not tell.
+            rank = pattern_value(adapter.config, "rank_pattern", "r", path)
+            layer.fused[name] = a, b, adapter.scaling(path, rank)
+        else:
+            expert, name = found[2].rstrip(".").split(".")
+            scaling = adapter.scaling(module, len(a))
+            layer.single[_MATRIX[name], int(expert)] = a, b, scaling
+    return layers, linear
