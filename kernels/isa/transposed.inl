@@ -56,11 +56,12 @@ template <class Columns>
 void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
                         int64_t column, const ActRows& a, int64_t m, uint8_t*, float* out,
                         int64_t out_stride) {
-  // As many tiles of W in a stretch as tiles of values come out: each product brings the next
-  // stretch's weights of one of them to the cache.
-  constexpr int64_t kAtOnce = kTransposedColumns / kTileRows;
+  // Tiles of W in a stretch. Those weights that a tile of values needs are as large as a
+  // first-level cache, and read in succession: shorter stretches cost more in accumulators that
+  // come and go.
+  constexpr int64_t kAtOnce = 8;
   alignas(64) float by_column[kTransposedColumns * kTileRows];
-  alignas(64) float w[kAtOnce][kAtOnce * kTileRows * kTileRows];
+  alignas(64) float w[kTransposedColumns / kTileRows][kAtOnce * kTileRows * kTileRows];
   const int64_t columns = transposed_columns(layout, column), n = layout.tiles();
   const int64_t block = layout.block_bytes(), block_cols = layout.block_cols();
   const int64_t at = layout.head_bytes() + column / block_cols * block;

@@ -91,12 +91,12 @@ std::shared_ptr<SavedForward> TrainingLayer::room_for(const TrainingForwardArgs&
   const LayerState& layer = *state_->layer;
   const LayerConfig& c = layer.config;
   std::shared_ptr<SavedForward> saved;
-  const auto fits = [&](const auto& one) { return one->room >= args.tokens; };
+  const auto fits = [&](const auto& one) { return one->room >= args.tokens && one->idle(); };
   if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
     saved = std::move(*found);
     spare_.erase(found);
   } else {
-    if (!spare_.empty()) spare_.pop_back();  // too small: another batch size has come
+    if (!spare_.empty()) spare_.pop_back();  // too small, or still written to
     saved = std::make_shared<SavedForward>();
     saved->room = args.tokens;
     saved->x = sys::Mapping(size_t(args.tokens * c.hidden_size) * 2);
@@ -126,7 +126,10 @@ std::shared_ptr<sys::Job> TrainingLayer::submit(const TrainingForwardArgs& args,
   const auto saved = save ? room_for(args) : nullptr;
   auto job = std::make_shared<TrainingForwardJob>(state_, args, saved);
   team_->submit(job);
-  if (saved) pending_.push_back(saved);
+  if (saved) {
+    saved->writer = job;
+    pending_.push_back(saved);
+  }
   count();
   return job;
 }

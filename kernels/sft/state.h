@@ -6,6 +6,7 @@
 
 #include "../moe/plan.h"
 #include "../moe/state.h"
+#include "../sys/team.h"
 #include "kt/training.h"
 #include "lora.h"
 #include "workspace.h"
@@ -35,10 +36,17 @@ struct TrainingState {
 // What a forward pass keeps for its backward pass: 2 H + 4 k I bytes a token, or 2 H where gate and
 // up are computed again.
 struct SavedForward {
+  // Whether nobody works on it any more, once it is dropped.
+  bool idle() const {
+    const auto job = writer.lock();
+    return !job || job->done();
+  }
+
   int64_t tokens = 0;
   uint64_t seed = 0;
   std::vector<int64_t> ids;
   std::vector<float> weights;
+  std::weak_ptr<sys::Job> writer;     // the forward pass
   int64_t room = 0;                   // tokens that the memory below is for
   sys::Mapping x;                     // bf16 [tokens][H]
   std::vector<sys::Mapping> gate_up;  // per pool: bf16, by saved_tile()

@@ -222,8 +222,19 @@ def test_a_queued_pass() -> None:
     ticket = made.layer.submit_forward(
         batch.x, batch.ids, batch.weights, out, save=True, seed=batch.seed
     )
+    tickets = [ticket]
     ticket.wait()
     assert ticket.done
+    grad_in, grad_weights, grads = made.backward(batch)
+    same(expected, Gradients(values_of(out), values_of(grad_in), grad_weights, grads))
+    # Dropped before it is done: its memory is not the next one's.
+    other = made.batch(9, seed=2)
+    for one in (other, batch):
+        tickets.append(
+            made.layer.submit_forward(one.x, one.ids, one.weights, out, save=True, seed=one.seed)
+        )
+        if one is other:
+            made.layer.drop_newest()
     grad_in, grad_weights, grads = made.backward(batch)
     same(expected, Gradients(values_of(out), values_of(grad_in), grad_weights, grads))
     # Nobody keeps the arrays, nor waits.
