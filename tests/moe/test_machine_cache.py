@@ -73,7 +73,7 @@ def test_threads_measure_once(folder):
 
 SERVER = """
 import os, sys, time
-from kt_kernel import machine_cache
+from kt_kernel.runtime import machine_cache
 machine_cache.disturbance = lambda *times: None
 def measure():
     time.sleep(0.5)
