@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 from ..moe.settings import LayerSettings, check_settings
 from ..moe.whole import WholeLayer
 from ..runtime.files import nearest_existing
-from ..runtime.pools import usable_cores
+from ..runtime.machine import usable_cores
 from ..runtime.variant import KINDS
 from ..weights.store.atomic import sha256_of, until_left
 from ..weights.store.layer_file import LayerSpec
@@ -89,38 +88,25 @@ def _damaged(folder: str, manifest: Manifest, progress: Progress) -> set[int]:
     return {entry.spec.layer for entry, wrong in zip(entries, bad, strict=True) if wrong}
 
 
-class _Stopped(Exception):
-    """Ends the writing thread."""
-
-
 def _write_all(
     plan: Plan, specs: Iterable[LayerSpec], writer: PackedWriter, progress: Progress
 ) -> None:
-    stop = threading.Event()
-
-    def wrote(count: int) -> None:
-        progress.wrote(count)
-        if stop.is_set():
-            raise _Stopped
-
-    with ThreadPoolExecutor(1, "kt-write") as thread:
+    with (
+        ThreadPoolExecutor(1, "kt-write") as thread,
+        # After an error, the layer that is being written is good.
+        until_left(progress.wrote, finish_on_error=True) as wrote,
+    ):
         writing: Future[None] | None = None
-        try:
-            for spec in specs:
-                progress.packing(spec.layer)
-                layer = _pack(plan, spec)
-                _refuse_changed(plan)
-                if writing is not None:
-                    writing.result()
-                writing = thread.submit(writer.add, layer, wrote)
-                del layer  # or it would be a third one in memory
+        for spec in specs:
+            progress.packing(spec.layer)
+            layer = _pack(plan, spec)
+            _refuse_changed(plan)
             if writing is not None:
                 writing.result()
-        except Exception:  # the layer that is being written is good: it is ended
-            raise
-        except BaseException:
-            stop.set()
-            raise
+            writing = thread.submit(writer.add, layer, wrote)
+            del layer  # or it would be a third one in memory
+        if writing is not None:
+            writing.result()
 
 
 def _refuse_changed(plan: Plan) -> None:

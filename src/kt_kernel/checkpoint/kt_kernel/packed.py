@@ -47,7 +47,7 @@ _KINDS = ("weight", "scale")
 # Rows of INT4 whose columns come in parts: the scale of a part is that of each of its groups.
 _PARTED_INT4 = WeightForm(INT4_GROUP, COLUMN_UNIT[4], SCALE_TYPES[torch.float32])
 #: Methods that take them, by the bits of a code.
-METHODS = {8: ("AMXINT8", "MOE_INT8"), 4: ("AMXINT4", "MOE_INT4")}
+METHODS: dict[int, tuple[str, ...]] = {8: ("AMXINT8", "MOE_INT8"), 4: ("AMXINT4", "MOE_INT4")}
 
 # (expert, matrix, part, "weight" or "scale") to tensor.
 Members = dict[tuple[int, str, int, str], TensorInfo]
@@ -69,23 +69,26 @@ class KtPackedCheckpoint(Checkpoint):
 
     def _add(self, name: str, info: TensorInfo) -> None:
         match = _EXPERTS.match(name)
-        if match and match[3]:
+        if match is None:
+            if _UNPACKED.match(name):
+                packed = find_packed(self._index.tensors)
+                raise ValueError(
+                    f"{info}: experts of a model beside packed ones ({packed}); expected one of"
+                    " both"
+                )
             return
-        found = match and match[2] in MATRICES and _TENSOR.fullmatch(match[4])
-        if match and not found:
+        if match[3]:
+            return
+        found = _TENSOR.fullmatch(match[4]) if match[2] in MATRICES else None
+        if found is None:
             kind = "named as in GGUF" if match[4] == "weight" else "packed in a way that is unknown"
             raise ValueError(
                 f"{info}: experts {kind}; accepted are the original checkpoint, or kt-kernel's int8"
                 f" and int4: blk.{match[1]}.ffn_<gate, up, down>_exps.<expert>.numa.<part>.<weight,"
                 " scale>"
             )
-        if found:
-            key = (int(found[1]), match[2], int(found[2]), found[3])
-            self._members.setdefault(int(match[1]), {})[key] = info
-        elif _UNPACKED.match(name):
-            packed = find_packed(self._index.tensors)
-            raise ValueError(f"{info}: experts of a model beside packed ones ({packed}); expected"
-                             " one of both")  # fmt: skip
+        key = (int(found[1]), match[2], int(found[2]), found[3])
+        self._members.setdefault(int(match[1]), {})[key] = info
 
     @property
     def model_type(self) -> str | None:
@@ -138,15 +141,15 @@ class KtPackedCheckpoint(Checkpoint):
         with KtFiles(self._index) as files:
             yield LayerReader(MATRICES, layer.form, lambda expert: layer.read(expert, files.read))
 
-    def _layer(self, layer_idx: int) -> PackedLayer:
+    def _layer(self, layer_idx: int) -> SplitLayer:
         members = self._members.get(layer_idx)
         if not members:
             raise self._no_experts(layer_idx)
-        return open_packed(self.path, layer_idx, members)
+        return open_split(self.path, layer_idx, members)
 
 
 @dataclass(frozen=True)
-class PackedLayer:
+class SplitLayer:
     """One layer, checked. parts: NUMA nodes that the weights are split over."""
 
     members: Members
@@ -205,7 +208,7 @@ def with_common_scale(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> 
     return QuantisedMatrix(INT8_ROW, torch.cat(rounded, 1), scale)
 
 
-def open_packed(path: str, layer_idx: int, members: Members) -> PackedLayer:
+def open_split(path: str, layer_idx: int, members: Members) -> SplitLayer:
     """Checks that a layer's tensors are complete and of matching sizes.
 
     Raises ValueError naming file and tensor.
@@ -251,4 +254,4 @@ def open_packed(path: str, layer_idx: int, members: Members) -> PackedLayer:
             check_tensor(info, ("F32",), (hidden if matrix == "down" else rows,))
         else:
             check_tensor(info, ("I8", "U8"), (rows * hidden * bits // 8,))
-    return PackedLayer(members, (experts, hidden, rows * parts), parts, bits)
+    return SplitLayer(members, (experts, hidden, rows * parts), parts, bits)

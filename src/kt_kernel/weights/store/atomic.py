@@ -42,13 +42,18 @@ class AtomicFile(Replacement):
 
 
 class _Stopped(Exception):
-    """Ends a checksum that nobody waits for any more."""
+    """Ends the reading or writing of a file that nobody waits for any more."""
 
 
 @contextlib.contextmanager
-def until_left(progress: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
+def until_left(
+    progress: Callable[[int], None], finish_on_error: bool = False
+) -> Iterator[Callable[[int], None]]:
     """A `progress` for other threads that ends what calls it once the block was left by an error or
-    an interrupt, so that nobody waits for the end of a large file."""
+    an interrupt, so that nobody waits for the end of a large file.
+
+    finish_on_error: only an interrupt ends it; after an error it may go on to its end.
+    """
     left = threading.Event()
 
     def call(count: int) -> None:
@@ -58,8 +63,9 @@ def until_left(progress: Callable[[int], None]) -> Iterator[Callable[[int], None
 
     try:
         yield call
-    except BaseException:
-        left.set()
+    except BaseException as error:
+        if not (finish_on_error and isinstance(error, Exception)):
+            left.set()
         raise
 
 
