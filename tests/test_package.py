@@ -66,6 +66,7 @@ def test_contents(wheel: zipfile.ZipFile) -> None:
     assert len(weights) == 1, model
     assert wheel.getinfo(weights[0]).file_size <= 32 * 2**20
     assert {"config.json", "tokenizer.json"} <= {Path(n).name for n in model}
+    assert "kt_kernel/py.typed" in names
     assert any(n.endswith("/LICENSE") for n in names)
 
 
