@@ -21,7 +21,7 @@ test-engines: ## the tests that run vLLM and SGLang
 test-full: ## all tests, with whole grids of cases and long fuzzing: before a release, half an hour and more
 	@.ci/test full $(ARGS)
 
-lint: ## ruff, clang-format, import rules
+lint: ## ruff, clang-format, import rules, types
 	@.ci/lint
 
 format: ## rewrite the sources as lint wants them

@@ -262,7 +262,8 @@ class Contract:
         needed = [
             target for entry in self._held() if not entry.without for target in entry.targets()
         ]
-        for more in (*self.arguments, *self.operations):
+        others: tuple[Arguments | Operations, ...] = (*self.arguments, *self.operations)
+        for more in others:
             needed += more.targets(self)
         return [target for target in needed if not exists(target)]
 
@@ -297,7 +298,8 @@ class Contract:
                 entry.check(configuration, f"{self.engine} {self.version()}")
 
     def _held(self) -> Iterator[Name | Attributes]:
-        for entry in (*self.names, *self.attributes):
+        entries: tuple[Name | Attributes, ...] = (*self.names, *self.attributes)
+        for entry in entries:
             if self.holds(entry.versions):
                 yield entry
 
@@ -313,7 +315,7 @@ def exists(target: str) -> bool:
         return False
     if not colon or hasattr(found, last):
         return True
-    return inspect.isclass(found) and last in instance_attributes(found)
+    return isinstance(found, type) and last in instance_attributes(found)
 
 
 def _find(target: str) -> Any:

@@ -98,7 +98,7 @@ def _say_nothing_more() -> None:
     # The helper tells of shared memory that was left behind, once nobody writes to it any more.
     tracker = getattr(resource_tracker, "_resource_tracker", None)
     descriptor, pid = getattr(tracker, "_fd", None), getattr(tracker, "_pid", None)
-    if descriptor is None or pid is None:
+    if tracker is None or descriptor is None or pid is None:
         return
     tracker._fd = tracker._pid = None
     deadline = time.monotonic() + _PATIENCE

@@ -10,6 +10,6 @@ install loguru psutil pydantic
 # Fine-tuning is compared with PEFT and runs under transformers' Trainer.
 install peft accelerate
 install pytest pytest-timeout pytest-xdist hypothesis
-install ruff clang-format import-linter pre-commit
+install ruff clang-format mypy import-linter pre-commit
 # Some tests build the package (sanitizers, errors of the build).
 install scikit-build-core nanobind cmake ninja

@@ -143,7 +143,8 @@ class HybridExperts(RoutedExperts):
         layer.add_weight(expert_id, _MATRIX[shard_id], loaded_weight)
         return True if return_success else None
 
-    weight_loader.supports_moe_loading = True  # vLLM reads it from the function
+    # vLLM reads it from the function.
+    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
 
     def forward_modular(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **shared: Any

@@ -31,9 +31,10 @@ def refuse_taken() -> None:
 def taken() -> Iterator[None]:
     """Within, vLLM builds our expert layers. OptionError if another plugin's are in the way."""
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-    from .layer import HybridExperts, RoutedExperts, select_forward
+    from .layer import HybridExperts, select_forward
 
     refuse_taken()
     original = MoERunner._select_forward

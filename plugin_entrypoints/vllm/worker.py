@@ -48,7 +48,9 @@ def _loading(worker: Any, load_model: Callable[..., Any]) -> Callable[..., Any]:
 
 def _verify(model: Any) -> None:
     """Raises OptionError unless the model has expert layers and all of them are ours."""
-    from .layer import HybridExperts, RoutedExperts
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from .layer import HybridExperts
 
     found = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     others = {type(module).__name__ for module in found if not isinstance(module, HybridExperts)}

@@ -166,10 +166,10 @@ def _check_same(number: int, theirs: Any, ours: KTExperts, hidden: int, top_k: i
         raise ValueError(
             f"layer {number}: {name} is not called as other experts: {error}"
         ) from None
-    error = float((ours(*batch) - wanted).norm() / wanted.norm())
-    if not error < _SAME_LAYER:
+    distance = float((ours(*batch) - wanted).norm() / wanted.norm())
+    if not distance < _SAME_LAYER:
         raise ValueError(
-            f"layer {number}: the output is {error:.0%} off that of {name}, which computes its"
+            f"layer {number}: the output is {distance:.0%} off that of {name}, which computes its"
             " experts in another way, or has another model's weights"
         )
 

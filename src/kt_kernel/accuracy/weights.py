@@ -69,7 +69,9 @@ def weight_report(
             sums = {name: _Sums() for name in MATRICES}
             for expert, tensors in experts:
                 for name in MATRICES:
-                    weights = tensors[name].float()
+                    dense = tensors[name]
+                    assert isinstance(dense, torch.Tensor)  # as BF16 takes them
+                    weights = dense.float()
                     sums[name].add(expert, weights, unpacked(layer, expert, name, weights.shape))
         errors = LayerErrors(number, *(sums[name].result() for name in MATRICES))
         found.append(errors)

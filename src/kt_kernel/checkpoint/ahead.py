@@ -51,7 +51,8 @@ class _Reader(Generic[T]):
     def __init__(self, read: Callable[[int], T], size: Callable[[T], int]) -> None:
         self._read, self._size = read, size
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: deque[tuple[int, T | BaseException, int]] = deque()
+        # Key; what was read, an error or _END; bytes.
+        self._waiting: deque[tuple[int, Any, int]] = deque()
         self._bytes = 0
         self._stopped = False
 

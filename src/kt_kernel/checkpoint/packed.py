@@ -80,7 +80,9 @@ class PackedCheckpoint(Checkpoint):
         return Stored("a packed directory", self._packed_for().name)
 
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
-        with _LayerFile(self, self._entry(layer_of_tensor(info.name))) as file:
+        layer_idx = layer_of_tensor(info.name)
+        assert layer_idx is not None  # all names are the manifest's
+        with _LayerFile(self, self._entry(layer_idx)) as file:
             file.map()
             return torch.from_numpy(file.tensor(info.name).copy())
 
@@ -216,10 +218,11 @@ def _sizes(spec: LayerSpec) -> Sizes:
 
 def _makes(method: Method, form: LayerForm) -> bool:
     """Whether a layer of that form can be what the method made."""
-    if method.layer_form is not None:
-        if method.form.format == INT4_ROW and form.down.format == INT4_GROUP:
-            form = replace(form, down=method.form)  # columns in parts, by kt-kernel
-        return form == method.layer_form
+    made = method.form
+    if made is not None:
+        if made.format == INT4_ROW and form.down.format == INT4_GROUP:
+            form = replace(form, down=made)  # columns in parts, by kt-kernel
+        return form == LayerForm.same(made)
     formats = (*method.formats, BF16) if method.mixed else method.formats
     alike = method.mixed or form == LayerForm.same(form.gate)
     return alike and all(one.format in formats for one in form)

@@ -57,7 +57,9 @@ def read_quantization(config: dict[str, Any] | None, file: str | None) -> Quanti
     """From a config.json, or from its text_config. An empty object says nothing, as if there were
     none: another place may have the settings."""
     for part in (config, (config or {}).get("text_config")):
-        for key in _KEYS if isinstance(part, dict) else ():
+        if not isinstance(part, dict):
+            continue
+        for key in _KEYS:
             if isinstance(part.get(key), dict) and part[key]:
                 return Quantization(file, part[key])
     return Quantization(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..weights.expert_tensors import BIASES, MATRICES, ExpertTensors, Matrix, matrix_shapes
 from ..weights.formats import MXFP4, LayerForm, WeightForm
@@ -34,10 +35,11 @@ class LayerReader:
 
     def read_all(self, num_experts: int, wanted: Sequence[int]) -> ExpertTensors:
         parts = {e: self.read(e) for e in wanted}
-        return ExpertTensors(**{
+        lists: dict[str, list[Any]] = {
             field: [parts[e][field] if e in parts else None for e in range(num_experts)]
             for field in self.fields
-        })  # fmt: skip
+        }
+        return ExpertTensors(**lists)
 
 
 def infer_sizes(layout: Layout, quantization: Quantization) -> tuple[int, int, int]:

@@ -20,7 +20,8 @@ class InputType(StrEnum):
     fp8 = "fp8"
 
 
-QuantMethod = StrEnum("QuantMethod", {name: name for name in QUANT_METHODS})
+# mypy wants literals here.
+QuantMethod = StrEnum("QuantMethod", {name: name for name in QUANT_METHODS})  # type: ignore[misc]
 
 
 @app.command()

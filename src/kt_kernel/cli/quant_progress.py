@@ -17,11 +17,11 @@ class Shown(Progress):
 
     def __enter__(self) -> Shown:
         self._bar = bytes_bar()
-        self._bar.__enter__()
+        self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.__exit__(*error)
+        self._bar.stop()
 
     def checking(self, layers: int, total: int) -> None:
         self._task = self._bar.add_task(f"checking {layers} layers", total=total)

@@ -153,4 +153,6 @@ def _stored(checkpoint: Checkpoint, layer: int) -> tuple[LayerForm | None, str |
             fp8 = experts.form.gate.format in (FP8_BLOCK, FP8_ROW)
             return experts.form, "fp8" if fp8 else None
         _, first = next(iter(experts))
-        return None, _DENSE[first["gate"].dtype]
+        gate = first["gate"]
+        assert isinstance(gate, torch.Tensor)  # no form: dense
+        return None, _DENSE[gate.dtype]

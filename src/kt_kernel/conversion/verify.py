@@ -13,7 +13,7 @@ from ..checkpoint.index import disagreements, listed_files, walk
 from ..checkpoint.packed import check_header, check_size, is_packed
 from ..checkpoint.paths import check_path
 from ..runtime.files import PARTIAL
-from ..runtime.pools import usable_cores
+from ..runtime.machine import usable_cores
 from ..runtime.text import ranges
 from ..weights.store.atomic import sha256_of, until_left
 from ..weights.store.manifest import LayerEntry, Manifest, read_manifest

@@ -38,6 +38,8 @@ _lock = threading.Lock()
 class DeviceEngine:
     """What the layers on one device share. ``core`` is the compiled StreamEngine."""
 
+    _lock: threading.RLock
+
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         self.counter = torch.zeros(1, dtype=torch.int32, device=backend.device)
@@ -77,7 +79,8 @@ class DeviceEngine:
             if kinds is None:
                 kinds = self._banks[chain.number] = {}
                 # Called by any thread, at any moment: no more than this.
-                weakref.finalize(chain, self._gone.append, chain.number).atexit = False
+                end = weakref.finalize(chain, self._gone.append, chain.number)
+                end.atexit = False
             return kinds.setdefault(key, [])
 
     def add_bank(

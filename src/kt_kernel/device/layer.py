@@ -191,13 +191,13 @@ class LayerStream:
             or not topk_weights.is_contiguous()
             or (known is None and not self._readable(hidden, topk_ids, topk_weights))
         ):
-            copies = [
-                self.copy_for_kernels(t, tokens, cuda_stream)
-                for t in (hidden, topk_ids, topk_weights)
-            ]
+            hidden, topk_ids, topk_weights = (
+                self.copy_for_kernels(tensor, tokens, cuda_stream)
+                for tensor in (hidden, topk_ids, topk_weights)
+            )
             return self.submit(
-                *copies, tokens, cuda_stream, place, deferring=deferring, split=split,
-                padding=padding,
+                hidden, topk_ids, topk_weights, tokens, cuda_stream, place, deferring=deferring,
+                split=split, padding=padding,
             )  # fmt: skip
         capturing = backend.capturing(stream)
         if known is None:
@@ -244,7 +244,8 @@ class LayerStream:
     ) -> _Plan:  # fmt: skip
         engine, side = self.engine, bank.sides[index]
         slot_map, cold_slot = split if split is not None else (None, None)
-        routes, of_routes = None, self._unused
+        routes = None
+        of_routes: tuple[int, ...] = self._unused
         if slot_map is not None:
             if (
                 slot_map.dtype != torch.int32 or slot_map.device != self.backend.device
@@ -300,7 +301,7 @@ class LayerStream:
         if hot is out:
             run(stream, address, address)
         else:
-            run(stream, hot.data_ptr() if add else self._unused[0], address)
+            run(stream, self._unused[0] if hot is None else hot.data_ptr(), address)
         return out
 
     def _bank(self, dtype: torch.dtype, deferring: bool, tokens: int, capturing: bool) -> Bank:

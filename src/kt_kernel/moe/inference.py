@@ -154,12 +154,14 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             return pending.batch.collect(cuda_stream)
         if pending.call is not None:
             pending.call.wait()
+        assert pending.out is not None  # without a batch
         tokens, dtype, device = pending.like
         if device.type == "cpu":
             return pending.out
         shape = (tokens, self._settings.hidden_size)
         with on_stream(device, cuda_stream):
             result = buffers.device_result(self._chain.number, shape, dtype, device)
+            assert result is not None  # no graph is captured
             result.copy_(pending.out)
         return result
 
@@ -324,7 +326,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 hidden=s.hidden_size, top_k=s.num_experts_per_tok,
                 smallest=max((s.max_tokens, *buffers.get_capture_batch_sizes())),
             )  # fmt: skip
-            weakref.finalize(self, stream.close).atexit = False
+            end = weakref.finalize(self, stream.close)
+            end.atexit = False
         return stream
 
     def _chain_place(self) -> tuple[int, int]:

@@ -128,7 +128,7 @@ def placement_of(mask: Any, num_gpu_experts: int | None, num_experts: int) -> Pl
     if mask is None:
         return first or Placement.first(num_experts, 0)
     placement = placement_of_mask(mask, num_experts)
-    if first not in (None, placement):
+    if num_gpu_experts is not None and first != placement:
         raise ValueError(
             f"num_gpu_experts={num_gpu_experts} means slots 0 to {num_gpu_experts - 1}, but "
             f"gpu_experts_mask names {list(placement.hot_experts)}; give one of them"

@@ -34,7 +34,7 @@ from ..runtime.machine import cpu_model, machine_key
 from ..runtime.machine_cache import measured_once, read_cache
 from ..runtime.pools import get_team, plan_pools
 from ..runtime.variant import KINDS, debug, kernel_table, native
-from ..weights.expert_tensors import Matrix, matrix_shapes
+from ..weights.expert_tensors import matrix_shapes
 from ..weights.formats import FP8_BLOCK, FP8_ROW, NVFP4, LayerForm, WeightForm
 from ..weights.methods import METHODS
 from ..weights.quantised import SCALE_TYPES, CoreSource, QuantisedMatrix
@@ -51,6 +51,7 @@ _NOISE = 1.03  # times of one kernel differ by as much
 # Two passes agree if the times of a run typically differ by less than this factor, and the row
 # counts that they choose are at most so many steps of TRIED_ROWS apart.
 _SAME_TIME, _SAME_ROWS = 1.15, 2
+_Source = torch.Tensor | QuantisedMatrix  # what the core packs
 _MACHINES = Path(__file__).parents[1] / "machines"
 
 
@@ -106,7 +107,7 @@ def _sensible(entry: Any) -> Tuning | None:
     """A stored entry, or None where it is not one."""
     if not isinstance(entry, dict):
         return None
-    values = [entry.get(name) for name in ("gemm_min_rows", "row_block")]
+    values: list[Any] = [entry.get(name) for name in ("gemm_min_rows", "row_block")]
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         return None
     found = Tuning(*values)
@@ -159,7 +160,7 @@ def _first_rows(times: list[float]) -> int:
     return first_row_count(times[:half], times[half:])
 
 
-def _two_passes(runs: list[Callable[[], float]]) -> tuple[list[float], list[float]]:
+def _two_passes(runs: Sequence[Callable[[], float]]) -> tuple[list[float], list[float]]:
     """Seconds of each, the best of some rounds. Taken in turn, so that what disturbs the machine
     for a moment disturbs all alike."""
     one, other = (
@@ -194,7 +195,13 @@ class _Layer:
     """Experts of one kind of kernel that all get the same number of rows."""
 
     def __init__(
-        self, form: WeightForm, table: str, weights: list[Matrix], rows: int, kind: int, block: int
+        self,
+        form: WeightForm,
+        table: str,
+        weights: list[_Source],
+        rows: int,
+        kind: int,
+        block: int,
     ) -> None:
         hidden, inter = _sizes(form)
         self._core = native().MoeLayer(
@@ -224,7 +231,7 @@ class _Layer:
         return time.perf_counter() - begin
 
 
-def _random_expert(form: WeightForm) -> list[Matrix]:
+def _random_expert(form: WeightForm) -> list[_Source]:
     """gate, up and down: bf16 tensors where the core quantises, else with scales of one."""
     shapes = matrix_shapes(*_sizes(form)).values()
     if form.format.from_dense and form.scale_type == 0:

@@ -43,6 +43,8 @@ def naming_path(where: str, path: str | os.PathLike[str]) -> Iterator[None]:
 class BaseMoEWrapper(WrapperArguments):
     """One MoE layer: its settings, and the loading of its experts on the CPU."""
 
+    _load_lock: threading.RLock
+
     def __init__(self, settings: LayerSettings) -> None:
         self._settings = settings
         self._placement = settings.placement

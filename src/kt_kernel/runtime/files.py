@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -44,8 +45,8 @@ def parse_object(text: bytes, place: str, unique: bool = False) -> dict[str, Any
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"duplicate name {twice!r}")
     return result
 

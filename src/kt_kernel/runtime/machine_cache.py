@@ -109,7 +109,9 @@ def read_cache(path: Path | None) -> dict[str, Any]:
 def entries() -> Iterator[tuple[Path, str, Any]]:
     """File, key and entry of all that is kept."""
     folder = cache_folder()
-    for name in FILES if folder is not None else ():
+    if folder is None:
+        return
+    for name in FILES:
         for key, entry in read_cache(folder / name).items():
             yield folder / name, key, entry
 
@@ -117,8 +119,11 @@ def entries() -> Iterator[tuple[Path, str, Any]]:
 def clear() -> list[Path]:
     """Removes what is kept, and what killed processes left; returns the files. Raises OSError
     naming one that cannot be removed. Processes that run go on with what they know."""
-    folder, removed = cache_folder(), []
-    for name in FILES if folder is not None else ():
+    folder = cache_folder()
+    removed: list[Path] = []
+    if folder is None:
+        return removed
+    for name in FILES:
         for path in (folder / name, *folder.glob(f"{name}.*")):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()

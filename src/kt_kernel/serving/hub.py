@@ -49,18 +49,15 @@ def local_path(repository: Repository, cache_dir: str | None = None) -> str:
                 f"{variable} is set, but kt-moe takes repositories from the Hugging Face hub only; "
                 "name the model's folder"
             )
-    where = {
-        "repo_id": repository.name,
-        "revision": repository.revision,
-        "cache_dir": cache_dir or constants.HF_HUB_CACHE,
-    }
+    cache = cache_dir or constants.HF_HUB_CACHE
+    where = {"repo_id": repository.name, "revision": repository.revision, "cache_dir": cache}
     find = _cached if constants.HF_HUB_OFFLINE else _downloaded
     try:
         folder = find(repository, where)
     except ValueError:
         raise
     except Exception as error:  # the HTTP library's, too, which differs between versions of the hub
-        raise ValueError(_problem(repository, error, where["cache_dir"])) from error
+        raise ValueError(_problem(repository, error, cache)) from error
     return os.path.join(folder, repository.inside) if repository.inside else folder
 
 

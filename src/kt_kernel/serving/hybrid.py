@@ -12,6 +12,7 @@ import torch
 
 from ..experts import KTMoEWrapper
 from ..moe.chain import model_scope
+from ..moe.inference import InferenceMoEWrapper
 from ..moe.placement import Placement, initial_placement
 from ..moe.routing import hot_routes, need_padding
 from ..runtime.forks import per_process
@@ -37,6 +38,8 @@ class HybridLayer:
     do not fit, ValueError for a method that `kt_kernel.serving.preflight.prepare` has not decided,
     and what KTMoEWrapper raises.
     """
+
+    _lock: threading.Lock
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class HybridLayer:
         per_process(self, "_lock", threading.Lock)  # engines may load shards from several threads
         self._finished = False
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
-        self._wrapper: Any = None
+        self._wrapper: InferenceMoEWrapper | None = None
         if has_cpu_part and not self._placement.all_hot:
             self._wrapper = KTMoEWrapper(
                 layer_idx=layer_idx,
@@ -184,7 +187,7 @@ class HybridLayer:
                 f"{ranges(self._placement.cold_experts)}"
             )
         self.refuse_reload(place)
-        if not self.takes_weights:
+        if self._wrapper is None or not self.takes_weights:
             return
         if tuple(tensor.shape) != self._shapes[which]:
             raise ValueError(

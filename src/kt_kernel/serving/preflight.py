@@ -191,7 +191,7 @@ def _check_settings(options: KTOptions, config: Any) -> None:
             method=_ANY_METHOD if options.method == AUTO else options.method,
         )
     except (ImportError, OSError, TypeError, ValueError) as error:
-        name = re.match(r"\w*", str(error))[0]
+        name = re.split(r"\W", str(error), maxsplit=1)[0]
         option = _FLAGS.get(name)
         if option is None:  # the message names an environment variable, or the model's number
             raise OptionError(str(error)) from error

@@ -76,6 +76,7 @@ def _stored_values(matrix: QuantisedMatrix) -> torch.Tensor:
         kind = GGMLQuantizationType[matrix.format.name]
         return torch.from_numpy(quants.dequantize(matrix.codes.numpy(), kind)).double()
     bytes_, scale = matrix.codes.view(torch.uint8), matrix.scale
+    assert scale is not None
     if matrix.format in (FP8_BLOCK, FP8_ROW, MXFP8):
         weights = E4M3[bytes_.long()]
         rows, columns = weights.shape

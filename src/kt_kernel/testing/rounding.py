@@ -89,7 +89,7 @@ def quantise_weights(method: str, weights: torch.Tensor | QuantisedMatrix) -> to
         q, scale = _symmetric(w, 127 if chosen.format == INT8_ROW else 7)
         return q.double() * scale.double()
     assert chosen.format == INT4_GROUP
-    groups = w.unflatten(-1, (-1, chosen.group_size))
+    groups: torch.Tensor = w.unflatten(-1, (-1, chosen.group_size))
     scale = (groups.abs().amax(-1, keepdim=True) / 7).half().float()
     q = torch.where(scale == 0, torch.zeros_like(groups), (groups / scale).round().clamp(-7, 7))
     return (q.double() * scale.double()).flatten(-2)

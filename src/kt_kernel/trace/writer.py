@@ -17,6 +17,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..runtime.forks import per_process
 from .clock import Offset
@@ -36,10 +37,13 @@ class TraceWriter:
     """One device's part of a trace. For one thread at a time; never raises for a file that cannot
     be written: it warns once, naming KT_TRACE, the path and the reason, and stops writing."""
 
+    _file: io.FileIO | None
+
     def __init__(self, path: str | os.PathLike[str], device: str) -> None:
         """Begins the file anew, unless a writer of this process has it open; device: its name."""
         self._path, self._process = os.path.abspath(path), next(_numbers)
-        self._offset, self._before = Offset(), None
+        self._offset = Offset()
+        self._before: Record | None = None
         self._layers: dict[int, str] = {}  # names in JSON, by slot
         per_process(self, "_file", lambda: None)
         if self._path in _parents:
@@ -98,7 +102,7 @@ class TraceWriter:
         )
 
     def _names(self, device: str) -> list[str]:
-        about = [{"name": "process_name", "args": {"name": device}}]
+        about: list[dict[str, Any]] = [{"name": "process_name", "args": {"name": device}}]
         for lane, thread in _THREADS.items():
             about.append({"name": "thread_name", "tid": thread, "args": {"name": lane}})
             order = {"sort_index": thread}
@@ -106,6 +110,7 @@ class TraceWriter:
         return [json.dumps({"ph": "M", "pid": self._process, **each}) for each in about]
 
     def _put(self, text: str) -> None:
+        assert self._file is not None
         rest = memoryview(text.encode())
         try:
             while rest:

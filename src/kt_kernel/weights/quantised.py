@@ -81,14 +81,19 @@ class CoreSource:
     def __init__(
         self, matrix: torch.Tensor | QuantisedMatrix, rows: torch.Tensor | None = None
     ) -> None:
-        quantised = isinstance(matrix, QuantisedMatrix)
-        parts = (matrix.codes, matrix.scale, matrix.zero) if quantised else (matrix, None, None)
+        parts: tuple[torch.Tensor | None, ...]
+        if isinstance(matrix, QuantisedMatrix):
+            parts = matrix.codes, matrix.scale, matrix.zero
+            factor, self.dtype = float(matrix.global_scale), -1
+        else:
+            parts = matrix, None, None
+            factor, self.dtype = 1.0, DTYPES[matrix.dtype]
         self._parts = [None if part is None else in_order(on_cpu(part), rows) for part in parts]
         data, scale, zero = (0 if part is None else part.data_ptr() for part in self._parts)
-        self._order = None if column_order(matrix) is None else on_cpu(column_order(matrix))
+        order = column_order(matrix)
+        self._order = None if order is None else on_cpu(order)
         self.order = 0 if self._order is None else self._order.data_ptr()
-        self.address = (data, scale, zero, float(matrix.global_scale) if quantised else 1.0)
-        self.dtype = -1 if quantised else DTYPES[matrix.dtype]
+        self.address = (data, scale, zero, factor)
 
 
 def column_order(matrix: torch.Tensor | QuantisedMatrix) -> torch.Tensor | None:
@@ -147,7 +152,8 @@ def check_matrix(
     return WeightForm(format)
 
 
-def _check(place: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+def _check(place: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype) -> torch.Tensor:
+    """The tensor itself, if it is one."""
     need_tensor(place, tensor)
     need_dense(place, tensor)
     if tensor.dtype not in dtypes:
@@ -155,6 +161,7 @@ def _check(place: str, tensor: Any, shape: tuple[int, ...], *dtypes: torch.dtype
         raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: {names}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{place} must be {list(shape)}, got {list(tensor.shape)}")
+    return tensor
 
 
 def _check_order(place: str, matrix: QuantisedMatrix, columns: int) -> None:
@@ -188,8 +195,8 @@ def _check_blocks(place: str, matrix: QuantisedMatrix, rows: int, columns: int) 
 
 
 def _check_grouped(place: str, matrix: QuantisedMatrix, rows: int, columns: int) -> WeightForm:
-    scale, name = matrix.scale, f"{place}.scale"
-    _check(name, scale, tuple(getattr(scale, "shape", ())), *SCALE_TYPES)
+    name = f"{place}.scale"
+    scale = _check(name, matrix.scale, tuple(getattr(matrix.scale, "shape", ())), *SCALE_TYPES)
     groups = scale.shape[1] if scale.dim() == 2 else 0
     group = columns // groups if groups and columns % groups == 0 else 0
     if scale.dim() != 2 or scale.shape[0] != rows or not group or group % 32:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...weights.expert_tensors import BIASES, MATRICES, matrix_shapes
+from ...weights.expert_tensors import BIASES, MATRICES, Matrix, matrix_shapes
 from ..header import TensorInfo
 from .arrangement import halves, stacked_shapes
 from .families import Stacked
@@ -29,7 +29,7 @@ def infer_sizes(layout: PerExpert) -> tuple[int, int, int]:
 
 def open_dense(
     layout: Layout, num_experts: int, hidden_size: int, intermediate_size: int, read: Read
-) -> tuple[tuple[str, ...], Callable[[int], dict[str, torch.Tensor]]]:
+) -> tuple[tuple[str, ...], Callable[[int], dict[str, Matrix]]]:
     """Checks all of `layout` against the sizes; reads nothing.
 
     Returns the fields of ExpertTensors that the layer has, and what reads them for one expert.
@@ -93,7 +93,8 @@ def _check_stacked(layout: StackedExperts, num_experts: int, hidden: int, inter:
     return chosen
 
 
-def _read_per_expert(expert: dict[str, Parts], read: Read) -> dict[str, torch.Tensor]:
+def _read_per_expert(expert: dict[str, Parts], read: Read) -> dict[str, Matrix]:
+    matrices: dict[str, Matrix]
     matrices = {matrix: read(parts["weight"], None) for matrix, parts in expert.items()}
     return matrices | read_biases(expert, read)
 
@@ -107,16 +108,14 @@ def read_biases(expert: dict[str, Parts], read: Read) -> dict[str, torch.Tensor]
     }
 
 
-def _read_stacked(
-    layout: StackedExperts, s: Stacked, expert: int, read: Read
-) -> dict[str, torch.Tensor]:
+def _read_stacked(layout: StackedExperts, s: Stacked, expert: int, read: Read) -> dict[str, Matrix]:
     part = {field: read(info, expert) for field, info in layout.tensors.items()}
     matrices = [f for f in part if not f.endswith("bias")]
     if s.columns:
         part |= {f: part[f].T for f in matrices}
     if s.gate_up:
         part["gate"], part["up"] = halves(part.pop("gate_up"), s.interleaved)
-    result = {matrix: part[matrix].contiguous() for matrix in MATRICES}
+    result: dict[str, Matrix] = {matrix: part[matrix].contiguous() for matrix in MATRICES}
     if s.gate_up_bias:
         gate, up = halves(part["gate_up_bias"], s.interleaved)
         result |= {"gate_bias": gate.float().contiguous(), "up_bias": up.float().contiguous()}

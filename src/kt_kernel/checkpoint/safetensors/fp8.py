@@ -89,6 +89,7 @@ class Fp8Row(E4m3Codes):
 
 def dequantise(matrix: QuantisedMatrix) -> torch.Tensor:
     """float32 [N, K] of an FP8 matrix, for methods that quantise by themselves."""
+    assert matrix.scale is not None
     weights = _floats(matrix.codes)
     scale = matrix.scale.numpy()
     if matrix.format == FP8_ROW:

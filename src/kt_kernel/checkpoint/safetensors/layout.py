@@ -160,6 +160,7 @@ def _expert(rest: str) -> tuple[str | None, str, str] | None:
 
 def _split(name: str, info: TensorInfo) -> tuple[str, str, TensorInfo]:
     match = _LAYER.search(name)
+    assert match is not None  # which `layer_tensors` found
     return name[: match.start()], name[match.end() :], info
 
 

@@ -27,38 +27,47 @@ _BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a stacked tensor has of one expert's matrix, of the given shape; used as a `TensorInfo`.
+class Part(TensorInfo):
+    """What a stacked tensor has of one expert's matrix. Its shape is that of this part; name and
+    place are those of the whole tensor.
 
     expert: its number, None where all share the tensor. half: 0 for gate and 1 for up, where the
     tensor is of both.
     """
 
-    info: TensorInfo
-    shape: tuple[int, ...]
+    whole: TensorInfo
     expert: int | None
     transposed: bool = False
     half: int | None = None
     interleaved: bool = False
 
-    @property
-    def dtype(self) -> str:
-        return self.info.dtype
-
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def file(self) -> str:
-        return self.info.file
-
-    def __str__(self) -> str:
-        return str(self.info)
+    @classmethod
+    def of(
+        cls,
+        whole: TensorInfo,
+        shape: tuple[int, ...],
+        expert: int | None,
+        transposed: bool = False,
+        half: int | None = None,
+        interleaved: bool = False,
+    ) -> Part:
+        return cls(
+            whole.name,
+            whole.file,
+            whole.dtype,
+            shape,
+            whole.begin,
+            whole.end,
+            whole,
+            expert,
+            transposed,
+            half,
+            interleaved,
+        )
 
     def read(self, read: Read) -> torch.Tensor:
         """Contiguous, as gate's and up's rows of a stack are not in general."""
-        tensor = read(self.info, self.expert)
+        tensor = read(self.whole, self.expert)
         if self.transposed:
             tensor = tensor.T
         if self.half is not None:
@@ -97,6 +106,7 @@ def single_experts(layout: StackedExperts, sizes: tuple[int, int, int] | None = 
     arrangement, found = infer_arrangement(layout)
     if sizes is not None and found != sizes:
         _explain_sizes(layout, arrangement, sizes)
+    fields: list[tuple[str, str, int | None]]
     fields = [("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", None)]
     if "gate_up" not in layout.tensors:
         fields = [(matrix, matrix, None) for matrix in MATRICES]
@@ -144,11 +154,11 @@ class _Stack:
         """The rows that are this half's."""
         shape, transposed = self._one(info)
         if self.half is None:
-            return Part(info, shape, expert, transposed)
+            return Part.of(info, shape, expert, transposed)
         if interleaved is None:
             interleaved = self.arrangement.interleaved
         shape = (shape[0] // 2, *shape[1:])
-        return Part(info, shape, expert, transposed, self.half, interleaved)
+        return Part.of(info, shape, expert, transposed, self.half, interleaved)
 
     def _one(self, info: TensorInfo) -> tuple[tuple[int, ...], bool]:
         """Shape of what one expert has, as it is to be used, and whether that is transposed."""
@@ -163,14 +173,14 @@ class _Stack:
 
     def _scale(self, info: TensorInfo, expert: int) -> Part:
         if info.shape in ((), (1,)):
-            return Part(info, (), None)
+            return Part.of(info, (), None)
         shape, transposed = self._one(info)
         _, hidden, inter = self.sizes
         blocks = len(shape) == 2 and shape[1] == -(-hidden // _BLOCK)
         rows = shape[0] if shape else 1
         one = math.prod(shape) == 1 or (blocks and rows == 1 and 2 * inter <= _BLOCK)
         if self.half is None or one:  # gate's and up's alike
-            return Part(info, shape, expert, transposed)
+            return Part.of(info, shape, expert, transposed)
         if rows == 2 * inter:
             return self._part(info, expert)
         # Rows of a block must not be of both; and a count that goes with both does not tell which.

@@ -26,6 +26,7 @@ def check_target(settings: LayerSettings, weights: Iterable[Any]) -> None:
 
     weights: what it was given, stacked or a list per matrix.
     """
+    assert settings.weight_path is not None  # cpu_save needs one, see `check_settings`
     refuse_order(settings, (one for given in weights for one in given))
     check_layer(settings.layer_idx)
     folder = os.path.abspath(settings.weight_path)
@@ -103,6 +104,7 @@ def save(folder: str | os.PathLike[str], model: Manifest, layer: PackedLayer) ->
 
 def save_layer(settings: LayerSettings, layer: PackedLayer) -> None:
     """Adds a layer whose weights came as tensors to ``weight_path``."""
+    assert settings.weight_path is not None
     save(settings.weight_path, _model(settings), layer)
 
 

@@ -49,7 +49,7 @@ class PackedWriter:
     manifest, BlockingIOError where another process is writing, and OSError naming the path.
     """
 
-    def __init__(self, folder: str, model: Manifest, wait: bool = False) -> None:
+    def __init__(self, folder: str | os.PathLike[str], model: Manifest, wait: bool = False) -> None:
         self.folder, self.manifest = os.path.abspath(folder), model
         self._wait = wait
 
