@@ -145,6 +145,13 @@ class Engine:
     def signal(self, number: int) -> None:
         os.killpg(self.process.pid, number)
 
+    def end(self) -> None:
+        # Not at the top, see `measure`.
+        from kt_kernel.serving.server_process import end_group
+
+        end_group(self.process.pid, patience=0)
+        self.process.wait()
+
     def stop(self) -> None:
         time.sleep(0.5)  # an engine whose steps overlap is over with the last one
         self.signal(signal.SIGSTOP)
@@ -195,12 +202,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             first.settle(0.3)
             first.beside[engine.name] = [first.decode(args.steps, n) for n in range(args.beside)]
             first.stop()
-            engine.signal(signal.SIGKILL)
-            engine.process.wait()
+            engine.end()
     finally:
         for engine in engines:
             if engine.process.poll() is None:
-                engine.signal(signal.SIGKILL)
+                engine.end()
     return {
         "about": about(),
         "date": datetime.date.today().isoformat(),
