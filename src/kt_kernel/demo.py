@@ -74,10 +74,12 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def _command(args: argparse.Namespace, port: int) -> list[str]:
     # vLLM's command through this interpreter: its script need not be on PATH.
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(args.model),
-            "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo",
-            "--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager",
-            "--kt-method", args.method, "--kt-num-gpu-experts", str(args.hot)]  # fmt: skip
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(args.model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"),
+        *("--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager"),
+        *("--kt-method", args.method, "--kt-num-gpu-experts", str(args.hot)),
+    ]
 
 
 def _environment(stats: Path) -> dict[str, str]:
@@ -119,8 +121,13 @@ def _progress(text: str, end: str = "") -> None:
 
 
 def _complete(url: str, prompt: str, max_tokens: int) -> dict[str, Any]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens,
-            "temperature": 0.6, "seed": 1}  # fmt: skip
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0.6,
+        "seed": 1,
+    }
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

@@ -86,9 +86,10 @@ def windows_of(
 
 def load_model(path: str | os.PathLike[str]) -> Any:
     """The model in float32 on the CPU, with its own experts."""
-    return _transformers().AutoModelForCausalLM.from_pretrained(
+    model = _transformers().AutoModelForCausalLM.from_pretrained(
         os.fspath(path), dtype=torch.float32, experts_implementation="eager"
-    ).eval()  # fmt: skip
+    )
+    return model.eval()
 
 
 def _transformers() -> Any:
@@ -132,10 +133,14 @@ def replace_experts(model: Any, path: str | os.PathLike[str], method: str, **opt
     while found:
         block, number, experts = found.pop(0)  # or all of the model's own would stay in memory
         layer = load_layer(
-            path, number, method, top_k=top_k,
+            path,
+            number,
+            method,
+            top_k=top_k,
             swiglu_limit=getattr(experts, "limit", 0.0) or 0.0,
-            swiglu_alpha=getattr(experts, "alpha", 0.0) or 0.0, **options,
-        )  # fmt: skip
+            swiglu_alpha=getattr(experts, "alpha", 0.0) or 0.0,
+            **options,
+        )
         ours = KTExperts(layer)
         if not options.get("max_deferred"):  # or some of the output would come later
             _check_same(number, experts, ours, config.hidden_size, top_k)

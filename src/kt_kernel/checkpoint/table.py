@@ -151,8 +151,10 @@ def _stack(s: Stacked) -> str:
     def shape(rows: str, columns: str) -> str:
         return f"[E, {columns}, {rows}]" if s.columns else f"[E, {rows}, {columns}]"
 
-    first = [f"`{s.gate_up}` {shape('2I', 'H')}"] if s.gate_up else [
-        f"`{name}` {shape('I', 'H')}" for name in (s.gate, s.up)]  # fmt: skip
+    if s.gate_up:
+        first = [f"`{s.gate_up}` {shape('2I', 'H')}"]
+    else:
+        first = [f"`{name}` {shape('I', 'H')}" for name in (s.gate, s.up)]
     text = ", ".join([*first, f"`{s.down}` {shape('H', 'I')}"])
     if s.gate_up_scales:
         text = f"`{s.gate_up}`, `{s.down}` with scales as above"

@@ -67,8 +67,9 @@ class Report:
         if self._text is not None:
             from ..accuracy.loss import loss_report
 
-            print(loss_report(self._source, self._packed, method, self._text,
-                              threads=self._threads))  # fmt: skip
+            print(
+                loss_report(self._source, self._packed, method, self._text, threads=self._threads)
+            )
 
 
 def _refuse_inside(folder: str, path: str) -> None:

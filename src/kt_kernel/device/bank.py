@@ -33,12 +33,15 @@ class Side:
         self.batches = 0  # so far
         # Addresses in the order in which the kernels take them.
         self.inputs = (
-            core.x_address, core.ids_address, core.weights_address, core.tokens_address,
-            core.times_address, core.done_address, cell.data_ptr(),
-        )  # fmt: skip
-        self.answer = (
-            core.out_address, core.times_address, core.done_address, cell.data_ptr()
-        )  # fmt: skip
+            core.x_address,
+            core.ids_address,
+            core.weights_address,
+            core.tokens_address,
+            core.times_address,
+            core.done_address,
+            cell.data_ptr(),
+        )
+        self.answer = (core.out_address, core.times_address, core.done_address, cell.data_ptr())
 
 
 class Rows:

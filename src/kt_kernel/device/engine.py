@@ -198,8 +198,9 @@ def _make_engine(device: torch.device) -> DeviceEngine | None:
         _logger.warning(
             "kt: %s: no hand-over through pinned memory (%s); batches are copied, which is slower "
             "and cannot be captured in CUDA graphs",
-            device, error,
-        )  # fmt: skip
+            device,
+            error,
+        )
     return _engines[device]
 
 

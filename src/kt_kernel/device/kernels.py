@@ -49,8 +49,12 @@ def _system_fence(value, FENCE: tl.constexpr):
             @first fence.acq_rel.sys;
             mov.b32 $0, $1;
             }""",
-            "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,r",
+            [value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     return value
 
 
@@ -73,8 +77,12 @@ def _wait_for(word, number, FENCE: tl.constexpr):
             there:
             mov.b32 $0, $2;
             }""",
-            "=r,l,r", [tl.cast(word, tl.int64), number], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,l,r",
+            [tl.cast(word, tl.int64), number],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         answered = tl.load(word, volatile=True)
         while answered != number:
@@ -85,14 +93,38 @@ def _wait_for(word, number, FENCE: tl.constexpr):
 # padding may begin at any row of a tensor, where the other addresses are aligned.
 @triton.jit(do_not_specialize=["tokens", "slot"], do_not_specialize_on_alignment=["padding"])
 def hand_over(
-    x, ids, weights, padding, slot_map, hot_ids, hot_weights,
-    pinned_x, pinned_ids, pinned_weights, pinned_tokens, times, done, cell, counter, ring, head,
-    tokens, slot,
-    HIDDEN: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, ENTRIES: tl.constexpr,
-    PADDED: tl.constexpr, SPLIT: tl.constexpr, COLD_SLOT: tl.constexpr,
-    BLOCK: tl.constexpr, ROUTES: tl.constexpr, ROOM_CHECK: tl.constexpr, FENCE: tl.constexpr,
+    x,
+    ids,
+    weights,
+    padding,
+    slot_map,
+    hot_ids,
+    hot_weights,
+    pinned_x,
+    pinned_ids,
+    pinned_weights,
+    pinned_tokens,
+    times,
+    done,
+    cell,
+    counter,
+    ring,
+    head,
+    tokens,
+    slot,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COLD_SLOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUTES: tl.constexpr,
+    ROOM_CHECK: tl.constexpr,
+    FENCE: tl.constexpr,
     TRACE: tl.constexpr,
-):  # fmt: skip
+):
     """Gives a batch to the CPU: copies it to pinned memory and adds an entry to the ring.
 
     x [tokens, HIDDEN], ids and weights [tokens, TOP_K] on the device, contiguous, any integer and
@@ -171,10 +203,20 @@ def hand_over(
 
 @triton.jit(do_not_specialize=["tokens"])
 def take_back(
-    pinned_out, times, done, cell, hot, out, tokens,
-    HIDDEN: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK: tl.constexpr, FENCE: tl.constexpr, TRACE: tl.constexpr,
-):  # fmt: skip
+    pinned_out,
+    times,
+    done,
+    cell,
+    hot,
+    out,
+    tokens,
+    HIDDEN: tl.constexpr,
+    ADD: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FENCE: tl.constexpr,
+    TRACE: tl.constexpr,
+):
     """Waits for the CPU's answer to the side's last entry and takes it to the device.
 
     out [tokens, HIDDEN] = SCALE * (pinned_out, plus hot with ADD), summed in float32, all of one

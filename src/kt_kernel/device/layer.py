@@ -21,10 +21,10 @@ _BLOCK = 4096  # elements that a program copies at a time, at most
 _MAX_PROGRAMS = 64  # of one launch; each of `take_back` polls the CPU's answer
 # Of router weights and ids too; other kinds of floats are converted.
 _DTYPES = {
-    torch.bfloat16, torch.float16, torch.float32, torch.float64,
-    torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-}  # fmt: skip
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+}
 # What the kernel reads of masks of padding.
 _PADDING = {torch.bool: torch.uint8, torch.int64: torch.int64, None: torch.int32}
 _CLOSE_SECONDS = 5.0
@@ -144,9 +144,17 @@ class LayerStream:
     """
 
     def __init__(
-        self, engine: DeviceEngine, core: Any, where: str, chain: Any, *,
-        experts: int, hidden: int, top_k: int, smallest: int,
-    ) -> None:  # fmt: skip
+        self,
+        engine: DeviceEngine,
+        core: Any,
+        where: str,
+        chain: Any,
+        *,
+        experts: int,
+        hidden: int,
+        top_k: int,
+        smallest: int,
+    ) -> None:
         self.engine, self.backend, self.where = engine, engine.backend, where
         self._core = core
         self._chain = weakref.ref(chain)  # whose end frees the banks
@@ -161,11 +169,19 @@ class LayerStream:
         self._known: _Known | None = None
 
     def submit(
-        self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
-        tokens: int, cuda_stream: Any, place: tuple[int, int], *,
-        deferring: bool, split: tuple[torch.Tensor, int] | None = None,
-        padding: torch.Tensor | None = None, kinds: Any = None,
-    ) -> tuple[Batch, tuple[torch.Tensor, torch.Tensor] | None]:  # fmt: skip
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        tokens: int,
+        cuda_stream: Any,
+        place: tuple[int, int],
+        *,
+        deferring: bool,
+        split: tuple[torch.Tensor, int] | None = None,
+        padding: torch.Tensor | None = None,
+        kinds: Any = None,
+    ) -> tuple[Batch, tuple[torch.Tensor, torch.Tensor] | None]:
         """Hands over hidden [..., H], ids and weights [T, k], T > 0.
 
         place: position in the chain, and how many routes of a token are not deferred (k where the
@@ -196,9 +212,16 @@ class LayerStream:
                 for tensor in (hidden, topk_ids, topk_weights)
             )
             return self.submit(
-                hidden, topk_ids, topk_weights, tokens, cuda_stream, place, deferring=deferring,
-                split=split, padding=padding,
-            )  # fmt: skip
+                hidden,
+                topk_ids,
+                topk_weights,
+                tokens,
+                cuda_stream,
+                place,
+                deferring=deferring,
+                split=split,
+                padding=padding,
+            )
         capturing = backend.capturing(stream)
         if known is None:
             bank = self._bank(hidden.dtype, deferring, tokens, capturing)
@@ -216,13 +239,23 @@ class LayerStream:
             masked, pads = padding.dtype, padding.data_ptr()
         plan = known.plans[index]
         if (
-            plan is None or plan.slot_map_address != slot_map or plan.cold_slot != cold_slot
-            or plan.place != place or plan.padding is not masked
-        ):  # fmt: skip
+            plan is None
+            or plan.slot_map_address != slot_map
+            or plan.cold_slot != cold_slot
+            or plan.place != place
+            or plan.padding is not masked
+        ):
             plan = self._plan(
-                bank, index, place, topk_ids.dtype, topk_weights.dtype, tokens, split, masked,
+                bank,
+                index,
+                place,
+                topk_ids.dtype,
+                topk_weights.dtype,
+                tokens,
+                split,
+                masked,
                 capturing,
-            )  # fmt: skip
+            )
             if not capturing:  # else its routes may be the graph's
                 known.plans[index] = plan
         plan.side.batches += 1
@@ -238,19 +271,28 @@ class LayerStream:
         return all(tensor.dtype in _DTYPES and tensor.device == device for tensor in tensors)
 
     def _plan(
-        self, bank: Bank, index: int, place: tuple[int, int], ids: torch.dtype,
-        weights: torch.dtype, tokens: int, split: tuple[torch.Tensor, int] | None,
-        padding: torch.dtype | None, capturing: bool,
-    ) -> _Plan:  # fmt: skip
+        self,
+        bank: Bank,
+        index: int,
+        place: tuple[int, int],
+        ids: torch.dtype,
+        weights: torch.dtype,
+        tokens: int,
+        split: tuple[torch.Tensor, int] | None,
+        padding: torch.dtype | None,
+        capturing: bool,
+    ) -> _Plan:
         engine, side = self.engine, bank.sides[index]
         slot_map, cold_slot = split if split is not None else (None, None)
         routes = None
         of_routes: tuple[int, ...] = self._unused
         if slot_map is not None:
             if (
-                slot_map.dtype != torch.int32 or slot_map.device != self.backend.device
-                or tuple(slot_map.shape) != (self._experts,) or not slot_map.is_contiguous()
-            ):  # fmt: skip
+                slot_map.dtype != torch.int32
+                or slot_map.device != self.backend.device
+                or tuple(slot_map.shape) != (self._experts,)
+                or not slot_map.is_contiguous()
+            ):
                 raise ValueError(
                     f"{self.where}: slot_map is {list(slot_map.shape)} {slot_map.dtype} on "
                     f"{slot_map.device}; expected [{self._experts}] torch.int32, contiguous, on "
@@ -271,31 +313,64 @@ class LayerStream:
             if engine.tracer is not None:
                 engine.tracer.name(number, self.where)
         run = launch.bind(
-            self._programs(tokens), None, None, None, None, *of_routes, *side.inputs,
-            engine.counter.data_ptr(), engine.core.ring_address, engine.core.head_address,
-            tokens, slot.number, 0, 0,
-        ).run  # fmt: skip
+            self._programs(tokens),
+            None,
+            None,
+            None,
+            None,
+            *of_routes,
+            *side.inputs,
+            engine.counter.data_ptr(),
+            engine.core.ring_address,
+            engine.core.head_address,
+            tokens,
+            slot.number,
+            0,
+            0,
+        ).run
         return _Plan(
-            place, slot_map, None if slot_map is None else of_routes[0], cold_slot, padding, bank,
-            side, bank if bank.key.deferring else side, (tokens, self._hidden), bank.key.dtype,
-            slot, routes, run,
-        )  # fmt: skip
+            place,
+            slot_map,
+            None if slot_map is None else of_routes[0],
+            cold_slot,
+            padding,
+            bank,
+            side,
+            bank if bank.key.deferring else side,
+            (tokens, self._hidden),
+            bank.key.dtype,
+            slot,
+            routes,
+            run,
+        )
 
     def _programs(self, tokens: int) -> int:
         return min(tokens * self._blocks, _MAX_PROGRAMS)
 
     def take_back(
-        self, batch: Batch, out: torch.Tensor, stream: int, capturing: bool,
-        hot: torch.Tensor | None = None, scale: float = 1.0,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        batch: Batch,
+        out: torch.Tensor,
+        stream: int,
+        capturing: bool,
+        hot: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
         """Lets the stream wait for out [T, H] = scale * (the CPU's sum, plus hot); returns it."""
         plan, add = batch.plan, hot is not None
         run = plan.take_back.get((add, scale))
         if run is None:
-            run = self._take_back(plan.dtype, add, scale, capturing).bind(
-                self._programs(plan.shape[0]), *plan.side.answer, None, None, plan.shape[0], 0, 0,
+            launch = self._take_back(plan.dtype, add, scale, capturing)
+            run = launch.bind(
+                self._programs(plan.shape[0]),
+                *plan.side.answer,
+                None,
+                None,
+                plan.shape[0],
+                0,
+                0,
                 wait_address=plan.side.core.ready_address if self.engine.waits else 0,
-            ).run  # fmt: skip
+            ).run
             plan.take_back[add, scale] = run
         address = out.data_ptr()
         if hot is out:
@@ -358,25 +433,46 @@ class LayerStream:
     # ---- kernels ----------------------------------------------------------------------------
 
     def _hand_over(
-        self, x: torch.dtype, ids: torch.dtype, weights: torch.dtype, padding: torch.dtype | None,
-        cold_slot: int | None, capturing: bool,
-    ) -> Any:  # fmt: skip
+        self,
+        x: torch.dtype,
+        ids: torch.dtype,
+        weights: torch.dtype,
+        padding: torch.dtype | None,
+        cold_slot: int | None,
+        capturing: bool,
+    ) -> Any:
         key = (
-            "hand_over", x, ids, weights, padding, self._hidden, self._top_k, self._experts,
+            "hand_over",
+            x,
+            ids,
+            weights,
+            padding,
+            self._hidden,
+            self._top_k,
+            self._experts,
             cold_slot,
-        )  # fmt: skip
+        )
         launch = self.engine.launches.get(key)
         if launch is None:
             int32, int64, float32 = torch.int32, torch.int64, torch.float32
+            batch = (x, ids, weights, _PADDING[padding])
+            routes = (int32, ids, weights)
+            pinned = (x, int32, float32, int32)
+            words = (int64, int32, int32, int32, int64, int32)  # times to head
             launch = self._compile(
-                key, capturing, kernels.hand_over,
-                (x, ids, weights, _PADDING[padding], int32, ids, weights,
-                 x, int32, float32, int32, int64, int32, int32, int32, int64, int32, 0, 0),
-                TOP_K=self._top_k, EXPERTS=self._experts, ENTRIES=self.engine.core.entries,
-                PADDED=padding is not None, SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
+                key,
+                capturing,
+                kernels.hand_over,
+                (*batch, *routes, *pinned, *words, 0, 0),
+                TOP_K=self._top_k,
+                EXPERTS=self._experts,
+                ENTRIES=self.engine.core.entries,
+                PADDED=padding is not None,
+                SPLIT=cold_slot is not None,
+                COLD_SLOT=cold_slot or 0,
                 ROUTES=kernels.routes_with(self._blocks, self._top_k),
                 ROOM_CHECK=kernels.ROOM_CHECK,
-            )  # fmt: skip
+            )
         return launch
 
     def _take_back(self, dtype: torch.dtype, add: bool, scale: float, capturing: bool) -> Any:
@@ -385,10 +481,13 @@ class LayerStream:
         if launch is None:
             int32 = torch.int32
             launch = self._compile(
-                key, capturing, kernels.take_back,
+                key,
+                capturing,
+                kernels.take_back,
                 (dtype, torch.int64, int32, int32, dtype, dtype, 0),
-                ADD=add, SCALE=scale,
-            )  # fmt: skip
+                ADD=add,
+                SCALE=scale,
+            )
         return launch
 
     def _compile(
@@ -400,8 +499,13 @@ class LayerStream:
                 "graph; run it once before the capture, so that its kernels are compiled"
             )
         launch = self.engine.launches[key] = self.backend.compile(
-            function, arguments, _WARPS, HIDDEN=self._hidden, BLOCK=self._block,
-            FENCE=self.backend.device.type == "cuda", TRACE=self.engine.tracer is not None,
+            function,
+            arguments,
+            _WARPS,
+            HIDDEN=self._hidden,
+            BLOCK=self._block,
+            FENCE=self.backend.device.type == "cuda",
+            TRACE=self.engine.tracer is not None,
             **constants,
-        )  # fmt: skip
+        )
         return launch

@@ -76,9 +76,11 @@ def need_padding(place: str, padding: Any, tokens: int, device: torch.device) ->
     need_tensor(place, padding)
     need_dense(place, padding)
     if (
-        padding.dtype not in (torch.bool, torch.int64) or padding.device != device
-        or padding.shape != (tokens,) or not padding.is_contiguous()
-    ):  # fmt: skip
+        padding.dtype not in (torch.bool, torch.int64)
+        or padding.device != device
+        or padding.shape != (tokens,)
+        or not padding.is_contiguous()
+    ):
         raise ValueError(
             f"{place} is {list(padding.shape)} {padding.dtype} of strides {padding.stride()} on "
             f"{padding.device}; accepted: [{tokens}] torch.bool or torch.int64, contiguous, on "

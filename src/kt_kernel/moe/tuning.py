@@ -205,17 +205,27 @@ class _Layer:
     ) -> None:
         hidden, inter = _sizes(form)
         self._core = native().MoeLayer(
-            get_team(plan_pools(None, None, None)), num_experts=_EXPERTS, top_k=1,
-            hidden_size=hidden, intermediate_size=inter, forms=[form.core] * 3,
-            cpu_slots=[True] * _EXPERTS, swiglu_limit=0.0, swiglu_alpha=0.0,
-            max_tokens=_EXPERTS * rows, table=table, kind=kind, row_block=block,
-        )  # fmt: skip
+            get_team(plan_pools(None, None, None)),
+            num_experts=_EXPERTS,
+            top_k=1,
+            hidden_size=hidden,
+            intermediate_size=inter,
+            forms=[form.core] * 3,
+            cpu_slots=[True] * _EXPERTS,
+            swiglu_limit=0.0,
+            swiglu_alpha=0.0,
+            max_tokens=_EXPERTS * rows,
+            table=table,
+            kind=kind,
+            row_block=block,
+        )
         sources = [CoreSource(w) for w in weights]
         for slot in range(_EXPERTS):
             self._core.load(
-                slot, *(source.address for source in sources),
+                slot,
+                *(source.address for source in sources),
                 dtypes=[source.dtype for source in sources],
-            )  # fmt: skip
+            )
         self._x = torch.randn(_EXPERTS * rows, hidden).bfloat16()
         self._ids = torch.arange(len(self._x)) % _EXPERTS
         self._router = torch.ones(len(self._x))
@@ -225,9 +235,13 @@ class _Layer:
         """Seconds of a forward pass with ``rows`` rows for each expert."""
         begin = time.perf_counter()
         self._core.submit(
-            self._x.data_ptr(), 0, rows * _EXPERTS, self._ids.data_ptr(), self._router.data_ptr(),
+            self._x.data_ptr(),
+            0,
+            rows * _EXPERTS,
+            self._ids.data_ptr(),
+            self._router.data_ptr(),
             self._out.data_ptr(),
-        ).wait()  # fmt: skip
+        ).wait()
         return time.perf_counter() - begin
 
 

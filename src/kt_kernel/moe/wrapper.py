@@ -412,13 +412,10 @@ class BaseMoEWrapper(WrapperArguments):
                 addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
                 sources = [CoreSource(gate, rows), CoreSource(up, rows), CoreSource(down)]
                 kept.append((sources, biases))
-                given.append((
-                    slot,
-                    [source.address for source in sources],
-                    [source.dtype for source in sources],
-                    addresses,
-                    [source.order for source in sources[:2]],
-                ))  # fmt: skip
+                matrices = [source.address for source in sources]
+                dtypes = [source.dtype for source in sources]
+                orders = [source.order for source in sources[:2]]
+                given.append((slot, matrices, dtypes, addresses, orders))
             if given:
                 core.load_many(given, scale_search=self._settings.scale_search)
         except ValueError as error:

@@ -33,9 +33,11 @@ def need_dense(place: str, tensor: torch.Tensor) -> None:
 def is_integer(tensor: torch.Tensor) -> bool:
     """Whether the dtype is an integer one (bool is not)."""
     return not (
-        tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+        tensor.is_floating_point()
+        or tensor.is_complex()
+        or tensor.dtype == torch.bool
         or tensor.is_quantized
-    )  # fmt: skip
+    )
 
 
 def on_cpu(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -276,9 +276,14 @@ class HybridLayer:
                 need_padding(f"layer {self.layer_idx}", padding, x.shape[0], x.device)
             return hot_routes(topk_ids, topk_weights, slot_map, cold_slot, padding)
         return self._wrapper.submit_and_split(
-            x, topk_ids, topk_weights, stream, slot_map=slot_map, cold_slot=cold_slot,
+            x,
+            topk_ids,
+            topk_weights,
+            stream,
+            slot_map=slot_map,
+            cold_slot=cold_slot,
             padding=padding,
-        )  # fmt: skip
+        )
 
     def collect(
         self,

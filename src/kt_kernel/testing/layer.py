@@ -147,9 +147,11 @@ def moe_reference_with_noise(
     """
     chosen = get_method(method)
     layer = _Layer(
-        chosen.int8_activations if rounded else None, swiglu_limit, swiglu_alpha,
+        chosen.int8_activations if rounded else None,
+        swiglu_limit,
+        swiglu_alpha,
         kernel_errors(_formats(chosen, gate, up, down), kind, table) if rounded else [],
-    )  # fmt: skip
+    )
     experts = len(gate)
     if physical_to_logical_map is None:
         physical_to_logical_map = torch.arange(experts)

@@ -75,14 +75,18 @@ class SafeTensorLoader:
         for name in MATRICES:
             matrices = getattr(experts, name)
             if isinstance(matrices[0], PackedMatrix):
-                raise ValueError(f"base_key {base_key!r}: the experts are packed for our kernels;"
-                                 " kt_kernel.checkpoint reads them")  # fmt: skip
+                raise ValueError(
+                    f"base_key {base_key!r}: the experts are packed for our kernels;"
+                    " kt_kernel.checkpoint reads them"
+                )
             quantised = isinstance(matrices[0], QuantisedMatrix)
             if quantised:
                 self._need_quantised(base_key)
             if quantised and any(matrix.order is not None for matrix in matrices):
-                raise ValueError(f"base_key {base_key!r}: the columns of {name} are in an order of"
-                                 " their own (act-order); use kt_kernel.checkpoint")  # fmt: skip
+                raise ValueError(
+                    f"base_key {base_key!r}: the columns of {name} are in an order of"
+                    " their own (act-order); use kt_kernel.checkpoint"
+                )
             codes = [matrix.codes for matrix in matrices] if quantised else matrices
             separate = quantised and matrices[0].scale is not None  # not inside ggml's blocks
             scales = [matrix.scale for matrix in matrices] if separate else None

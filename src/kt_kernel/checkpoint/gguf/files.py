@@ -122,8 +122,10 @@ def _parts(file: str, header: GgufHeader) -> list[str]:
     files = [f"{match[1]}-{i + 1:05d}-of-{match[3]}.gguf" for i in range(count)]
     for number, part in enumerate(files):
         if not os.path.lexists(part):
-            raise ValueError(f"{part}: missing; {file} is a part of a model of {count} parts,"
-                             f" and part {number + 1} is not there")  # fmt: skip
+            raise ValueError(
+                f"{part}: missing; {file} is a part of a model of {count} parts,"
+                f" and part {number + 1} is not there"
+            )
     return files
 
 

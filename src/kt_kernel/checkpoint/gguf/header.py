@@ -49,8 +49,19 @@ MAX_KEPT_BYTES = 4096  # of strings; longer values are not needed
 MAX_RANK = 4
 DEFAULT_ALIGNMENT = 32
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
-            12: "d"}  # fmt: skip
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _CODES = {number: struct.Struct("<" + code) for number, code in _SCALARS.items()}
 _STRING, _ARRAY, _UINT32 = 8, 9, 4
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")

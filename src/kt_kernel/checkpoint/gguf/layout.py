@@ -147,8 +147,9 @@ def find_layer(layer_idx: int, tensors: dict[str, TensorInfo]) -> GgufLayer:
         raise ValueError(f"{one} and {other.name!r}: experts both stacked and one by one")
     sources = _of_each(where, single) if single else _of_stacks(stacked)
     some = next(iter(tensors.values()))
-    found = {part: {m: sources[m, part] for m in MATRICES if (m, part) in sources}
-             for part in _PARTS}  # fmt: skip
+    found = {
+        part: {m: sources[m, part] for m in MATRICES if (m, part) in sources} for part in _PARTS
+    }
     for part, matrices in found.items():
         for matrix in MATRICES:
             if matrix not in matrices and (matrices or part == "weight"):
@@ -165,8 +166,9 @@ def _of_stacks(stacked: dict[tuple[str, str], TensorInfo]) -> dict[tuple[str, st
         halves = ("gate", "up") if matrix == "gate_up" else (matrix,)
         for half, name in enumerate(halves):
             if (name, part) in sources:
-                raise ValueError(f"{info}: the same as {sources[name, part].some.name!r}, or half"
-                                 " of it")  # fmt: skip
+                raise ValueError(
+                    f"{info}: the same as {sources[name, part].some.name!r}, or half of it"
+                )
             which = half if len(halves) == 2 else None
             sources[name, part] = Source((info,), True, which)
     return sources

@@ -14,8 +14,13 @@ from typing import Any
 # (Qwen3-Omni calls it thinker, Inkling llm). A layer must be under exactly one of them;
 # multi-token-prediction layers ("mtp.layers.0") are under none.
 PREFIXES = (
-    "model.", "", "model.language_model.", "language_model.model.", "thinker.model.", "model.llm.",
-)  # fmt: skip
+    "model.",
+    "",
+    "model.language_model.",
+    "language_model.model.",
+    "thinker.model.",
+    "model.llm.",
+)
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,8 @@ class Stacked:
 
     def names(self) -> dict[str, str]:
         """Field to name, of those that there are."""
-        fields = (
-            "gate_up", "gate", "up", "down", "gate_up_bias", "down_bias", "gate_up_scales",
-            "down_scales",
-        )  # fmt: skip
+        weights = ("gate_up", "gate", "up", "down")
+        fields = (*weights, "gate_up_bias", "down_bias", "gate_up_scales", "down_scales")
         return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
 
 

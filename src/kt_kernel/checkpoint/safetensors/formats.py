@@ -15,8 +15,15 @@ from .nvfp4 import NvFp4
 from .parts import FLOATS, UE8M0
 
 FORMATS: tuple[type[MatrixFormat], ...] = (
-    Fp8Block, Fp8Row, PackedInt4, Gptq, Awq, MxFp4, NvFp4, MxFp8,
-)  # fmt: skip
+    Fp8Block,
+    Fp8Row,
+    PackedInt4,
+    Gptq,
+    Awq,
+    MxFp4,
+    NvFp4,
+    MxFp8,
+)
 
 _INT4_EXTRAS = {"weight_shape", "weight_zero_point", "weight_g_idx"}
 

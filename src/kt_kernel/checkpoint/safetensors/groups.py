@@ -69,8 +69,9 @@ def _layer_group(groups: dict[str, int], scales: dict[str, TensorInfo], shapes: 
                 f"{scales[name]}: a group is of {other} columns; expected {size} as in gate"
             )
     if size % 32:
-        raise ValueError(f"{scales['gate']}: a group is of {size} columns; accepted: multiples"
-                         " of 32")  # fmt: skip
+        raise ValueError(
+            f"{scales['gate']}: a group is of {size} columns; accepted: multiples of 32"
+        )
     return size
 
 

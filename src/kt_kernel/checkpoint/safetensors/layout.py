@@ -34,11 +34,13 @@ _LOOKS_STACKED = re.compile(
 
 # What may follow "experts.{e}.{projection}.": parts of a matrix, and scales of activations, which
 # are not needed.
-_PARTS = (
-    "weight", "bias", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale",
-    "scale", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "qweight",
-    "qzeros", "scales", "g_idx",
-)  # fmt: skip
+_PARTS = tuple(
+    (
+        "weight bias weight_scale_inv weight_scale weight_scale_2"
+        " weight_global_scale scale weight_packed weight_shape"
+        " weight_zero_point weight_g_idx qweight qzeros scales g_idx"
+    ).split()
+)
 _UNUSED_PARTS = ("input_scale", "input_global_scale", "activation_scale")
 
 # A stack that is called "….weight" has its scales in "….weight_scale" and so on, another one's name

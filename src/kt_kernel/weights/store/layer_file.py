@@ -69,8 +69,10 @@ class LayerSpec:
         for name, dtype, size, shape in parts:
             end = begin + size * math.prod(shape)
             entries[self.tensor(name)] = {
-                "dtype": dtype, "shape": shape, "data_offsets": [begin, end]
-            }  # fmt: skip
+                "dtype": dtype,
+                "shape": shape,
+                "data_offsets": [begin, end],
+            }
             begin = end
         return entries
 
