@@ -43,24 +43,39 @@ def configurations(args: argparse.Namespace, model: Path) -> list[dict[str, Any]
     for part in args.hot:
         hot = round(part * args.shape.experts)
         for d in args.deferral:
-            kt = {"method": args.method, "num_gpu_experts": hot,
-                  "max_deferred_experts_per_token": d}  # fmt: skip
+            kt = {
+                "method": args.method,
+                "num_gpu_experts": hot,
+                "max_deferred_experts_per_token": d,
+            }
             if args.cpuinfer:
                 kt["cpuinfer"] = args.cpuinfer
             if args.weight_path:
                 kt["weight_path"] = str(model)
             given = (
-                {"additional_config": {"kt": kt}} if args.engine == "vllm"
+                {"additional_config": {"kt": kt}}
+                if args.engine == "vllm"
                 else {f"kt_{name}": value for name, value in kt.items()}
-            )  # fmt: skip
-            found.append({"name": f"kt {part:.0%} hot, d={d}", "hot": part, "deferred": d,
-                          "arguments": given})  # fmt: skip
+            )
+            found.append(
+                {
+                    "name": f"kt {part:.0%} hot, d={d}",
+                    "hot": part,
+                    "deferred": d,
+                    "arguments": given,
+                }
+            )
     for part in args.offload:
         size = expert_bytes(args.shape, args.layers) * (1 - part) / 2**30
         # SGLang takes whole gigabytes.
         size = size if args.engine == "vllm" else max(1, round(size))
-        found.append({"name": f"offload of {size:.3g} GiB", "hot": part,
-                      "arguments": {"cpu_offload_gb": size}})  # fmt: skip
+        found.append(
+            {
+                "name": f"offload of {size:.3g} GiB",
+                "hot": part,
+                "arguments": {"cpu_offload_gb": size},
+            }
+        )
     return found
 
 
@@ -96,11 +111,17 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """What engine_run.py finds, one process for all; the last is the error of one that failed."""
     job = {
-        "engine": args.engine, "model": str(model), "vocabulary": args.vocabulary,
-        "runs": [args.arguments | one for one in runs], "prefill": args.prefill,
-        "streams": args.streams, "steps": args.steps, "context": args.context,
-        "rounds": args.rounds, "settle": args.settle,
-    }  # fmt: skip
+        "engine": args.engine,
+        "model": str(model),
+        "vocabulary": args.vocabulary,
+        "runs": [args.arguments | one for one in runs],
+        "prefill": args.prefill,
+        "streams": args.streams,
+        "steps": args.steps,
+        "context": args.context,
+        "rounds": args.rounds,
+        "settle": args.settle,
+    }
     with tempfile.TemporaryDirectory() as folder:
         job_file, results, log_file = (Path(folder) / n for n in ("job", "results", "log"))
         job_file.write_text(json.dumps(job))
@@ -159,9 +180,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.offload is None:
         args.offload = args.hot
     for name, values, most in (
-        ("--hot", args.hot, 1), ("--offload", args.offload, 1),
+        ("--hot", args.hot, 1),
+        ("--offload", args.offload, 1),
         ("--deferral", args.deferral, args.shape.top_k),
-    ):  # fmt: skip
+    ):
         if not all(0 <= value <= most for value in values):
             parser.error(f"{name} {values}: 0 to {most}")
     return args
@@ -182,13 +204,21 @@ def line(name: str, row: dict[str, Any]) -> str:
 def main() -> None:
     args = parse()
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **about(),
-        "engine": args.engine, "shape": args.shape._asdict(), "layers": args.layers,
-        "method": args.method, "steps": args.steps, "context": args.context,
-        "rounds": args.rounds, "settle": args.settle, "weight_path": args.weight_path,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **about(),
+        "engine": args.engine,
+        "shape": args.shape._asdict(),
+        "layers": args.layers,
+        "method": args.method,
+        "steps": args.steps,
+        "context": args.context,
+        "rounds": args.rounds,
+        "settle": args.settle,
+        "weight_path": args.weight_path,
         "arguments": args.arguments,
-        "model": config(args.shape, args.layers, args.vocabulary), "rows": [],
-    }  # fmt: skip
+        "model": config(args.shape, args.layers, args.vocabulary),
+        "rows": [],
+    }
     heads = [f"{n} streams, tokens/s" for n in args.streams]
     heads += [f"{n} tokens, ms to the first" for n in args.prefill]
     print("| | GPU GB | " + " | ".join(heads) + " |\n|" + " --- |" * (len(heads) + 2), flush=True)

@@ -37,9 +37,11 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
             panel.set_title(f"{result['engine']}, {what}, {result['method']}", loc="left")
         shape = result["shape"]
         line[1].set_title(
-            f"{shape['name']}, {result['layers']} layers; {result['cpu']}", loc="right",
-            fontsize=9, color="0.35",
-        )  # fmt: skip
+            f"{shape['name']}, {result['layers']} layers; {result['cpu']}",
+            loc="right",
+            fontsize=9,
+            color="0.35",
+        )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -55,14 +57,20 @@ def _speeds(axes: Axes, rows: list[Row], key: str, unit: str) -> None:
         for row in (row for row in rows if name in row[key]):  # else not timed
             kind = row["name"].split()[0]
             axes.plot(
-                row["gpu_bytes"] / 1e9, row[key][name], MARKERS[kind], color=colour,
+                row["gpu_bytes"] / 1e9,
+                row[key][name],
+                MARKERS[kind],
+                color=colour,
                 markerfacecolor="none" if row.get("deferred") else colour,
-            )  # fmt: skip
+            )
     for row in rows:
         axes.annotate(
-            row["name"], (row["gpu_bytes"] / 1e9, max(row[key].values())), fontsize=7,
-            xytext=(4, 4 + 9 * bool(row.get("deferred"))), textcoords="offset points",
-        )  # fmt: skip
+            row["name"],
+            (row["gpu_bytes"] / 1e9, max(row[key].values())),
+            fontsize=7,
+            xytext=(4, 4 + 9 * bool(row.get("deferred"))),
+            textcoords="offset points",
+        )
     axes.set_yscale("log")
     axes.set_xlim(0, 1.15 * max(row["gpu_bytes"] for row in rows) / 1e9)
     axes.set_xlabel("GPU memory, GB")
@@ -70,12 +78,21 @@ def _speeds(axes: Axes, rows: list[Row], key: str, unit: str) -> None:
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(
         handles=[Line2D([], [], color=f"C{i}", label=f"{n} {unit}") for i, n in enumerate(names)]
-        + [Line2D([], [], color="0.3", marker=m, linestyle="", label=k)
-           for k, m in MARKERS.items()]
-        + [Line2D([], [], color="0.3", marker="o", linestyle="", markerfacecolor="none",
-                  label="with deferral")],
-        fontsize=8, frameon=False,
-    )  # fmt: skip
+        + [Line2D([], [], color="0.3", marker=m, linestyle="", label=k) for k, m in MARKERS.items()]
+        + [
+            Line2D(
+                [],
+                [],
+                color="0.3",
+                marker="o",
+                linestyle="",
+                markerfacecolor="none",
+                label="with deferral",
+            )
+        ],
+        fontsize=8,
+        frameon=False,
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -32,10 +32,18 @@ WORK = {"nothing": -1, "one expert": 2}
 def model(hidden: int, threads: int | None) -> list[Any]:
     with model_scope():
         layers = [
-            KTMoEWrapper(i, EXPERTS, TOP_K, hidden, 64, cpuinfer_threads=threads, method="BF16",
-                         num_gpu_experts=2)
+            KTMoEWrapper(
+                i,
+                EXPERTS,
+                TOP_K,
+                hidden,
+                64,
+                cpuinfer_threads=threads,
+                method="BF16",
+                num_gpu_experts=2,
+            )
             for i in range(LAYERS)
-        ]  # fmt: skip
+        ]
     w = torch.zeros(64, hidden, dtype=torch.bfloat16)
     for layer in layers:
         for expert in range(2, EXPERTS):
@@ -103,8 +111,14 @@ def measure(
         queued = times(every, repetitions // LAYERS + 1, LAYERS)
         replayed = times(graph.replay, repetitions, LAYERS)
         host = on_host(lambda: one(layers[0]), repetitions)
-    return {"hidden": hidden, "tokens": tokens, "eager": eager, "eager, 16 layers": queued,
-            "graph": replayed, "host": host}  # fmt: skip
+    return {
+        "hidden": hidden,
+        "tokens": tokens,
+        "eager": eager,
+        "eager, 16 layers": queued,
+        "graph": replayed,
+        "host": host,
+    }
 
 
 def main() -> None:
@@ -120,8 +134,10 @@ def main() -> None:
     torch.cuda.init()  # before the layers: they leave cores to a process that uses a GPU
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **about(), "gpu": torch.cuda.get_device_name(), "rows": [],
-    }  # fmt: skip
+        **about(),
+        "gpu": torch.cuda.get_device_name(),
+        "rows": [],
+    }
     for hidden in args.hidden:
         layers = model(hidden, args.threads)
         for tokens, (work, expert) in itertools.product(args.tokens, WORK.items()):

@@ -25,11 +25,19 @@ def team_of(threads: int | None) -> tuple[Any, int]:
 
 def make_layer(team: Any, method: Method, shape: Shape, table: str) -> Any:
     return _C.MoeLayer(
-        team, num_experts=shape.experts, top_k=shape.top_k, hidden_size=shape.hidden,
-        intermediate_size=shape.inter, forms=[method.form] * 3,
-        cpu_slots=[True] * shape.experts, swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=CHUNK,
-        table=table, kind=0,
-    )  # fmt: skip
+        team,
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inter,
+        forms=[method.form] * 3,
+        cpu_slots=[True] * shape.experts,
+        swiglu_limit=0.0,
+        swiglu_alpha=0.0,
+        max_tokens=CHUNK,
+        table=table,
+        kind=0,
+    )
 
 
 def load(layer: Any, slot: int, method: Method, sources: Sequence[Source]) -> None:
@@ -76,15 +84,28 @@ class LayerBench:
             return self._forward(layer, x, ids, weights, out)
 
         return layer_line(
-            {"package": "kt_moe", "table": self.table}, self.shape, self.method, self.table,
-            tokens, self.threads, len(self._layers), self.packed, beside, limits, ceilings,
+            {"package": "kt_moe", "table": self.table},
+            self.shape,
+            self.method,
+            self.table,
+            tokens,
+            self.threads,
+            len(self._layers),
+            self.packed,
+            beside,
+            limits,
+            ceilings,
             visitor(step),
-        )  # fmt: skip
+        )
 
     def _forward(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
         out: torch.Tensor,
-    ) -> float:  # fmt: skip
+    ) -> float:
         begin = time.perf_counter()
         self._layers[layer].submit(
             x.data_ptr(), 0, len(x), ids.data_ptr(), weights.data_ptr(), out.data_ptr()
@@ -93,19 +114,34 @@ class LayerBench:
 
 
 def layer_line(
-    who: dict[str, Any], shape: Shape, method: Method, table: str, tokens: int, threads: int,
-    layers: int, packed: int, beside: str, limits: int, ceilings: dict[str, float],
+    who: dict[str, Any],
+    shape: Shape,
+    method: Method,
+    table: str,
+    tokens: int,
+    threads: int,
+    layers: int,
+    packed: int,
+    beside: str,
+    limits: int,
+    ceilings: dict[str, float],
     visit: Callable[[float], list[float]],
-) -> Line:  # fmt: skip
+) -> Line:
     """The line of a layer that holds its experts in `packed` bytes (over all layers)."""
     touched = Routing(shape, 1, SEED).touched(tokens)
     per_expert = packed / (layers * shape.experts)
     return Line(
         info={
-            **who, "method": method.name, "tokens": tokens, "threads": threads, "beside": beside,
-            "layers": layers, "experts_touched": touched,
+            **who,
+            "method": method.name,
+            "tokens": tokens,
+            "threads": threads,
+            "beside": beside,
+            "layers": layers,
+            "experts_touched": touched,
             "tokens_per_expert": tokens * shape.top_k / touched,
-            "packed_bytes_per_weight": per_expert / shape.weights, "reuse_distance": packed,
+            "packed_bytes_per_weight": per_expert / shape.weights,
+            "reuse_distance": packed,
         },
         bytes=touched * per_expert,
         operations=2.0 * tokens * shape.top_k * shape.weights,
@@ -113,4 +149,4 @@ def layer_line(
         limits=limits,
         unit=unit_of(method, table, ceilings),
         beside=beside,
-    )  # fmt: skip
+    )

@@ -20,9 +20,14 @@ from kt_kernel import KTMoEWrapper
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 DTYPE_NAMES = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8",
-    torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3",
-}  # fmt: skip
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 def checkpoint_tensors(method: Method, source: Source, n: int, k: int) -> dict[str, torch.Tensor]:
@@ -32,18 +37,27 @@ def checkpoint_tensors(method: Method, source: Source, n: int, k: int) -> dict[s
         return {"weight": data}
     if method.name == "RAWINT4":
         shape = torch.tensor([n, k])
-        return {"weight_packed": data.view(torch.int32), "weight_scale": scale,
-                "weight_shape": shape}  # fmt: skip
+        return {
+            "weight_packed": data.view(torch.int32),
+            "weight_scale": scale,
+            "weight_shape": shape,
+        }
     if method.name == "GPTQ_INT4":  # packed along K, [K/8, N]; zeros are stored minus one
         zeros = torch.full((scale.shape[1], n // 8), 0x77777777, dtype=torch.int32)
-        return {"qweight": data.view(torch.int32).t().contiguous(),
-                "scales": scale.t().contiguous(), "qzeros": zeros,
-                "g_idx": (torch.arange(k) // method.group).to(torch.int32)}  # fmt: skip
+        return {
+            "qweight": data.view(torch.int32).t().contiguous(),
+            "scales": scale.t().contiguous(),
+            "qzeros": zeros,
+            "g_idx": (torch.arange(k) // method.group).to(torch.int32),
+        }
     if method.name == "MXFP4":
         return {"weight_packed": data, "weight_scale": scale}
     if method.name == "NVFP4":
-        return {"weight": data, "weight_scale": scale.view(torch.float8_e4m3fn),
-                "weight_scale_2": torch.tensor(source.factor)}  # fmt: skip
+        return {
+            "weight": data,
+            "weight_scale": scale.view(torch.float8_e4m3fn),
+            "weight_scale_2": torch.tensor(source.factor),
+        }
     name = "weight_scale" if method.name == "FP8_PERCHANNEL" else "weight_scale_inv"
     return {"weight": data.view(torch.float8_e4m3fn), name: scale}
 
@@ -55,18 +69,31 @@ def config(method: Method) -> dict[str, Any]:
         "FP8_PERCHANNEL": {"quant_method": "compressed-tensors", "format": "float-quantized"},
         "MXFP8": {"quant_method": "mxfp8"},
         "RAWINT4": {
-            "quant_method": "compressed-tensors", "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": {
-                "num_bits": 4, "group_size": 32, "type": "int", "symmetric": True,
-                "strategy": "group"}}},
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "weights": {
+                        "num_bits": 4,
+                        "group_size": 32,
+                        "type": "int",
+                        "symmetric": True,
+                        "strategy": "group",
+                    }
+                }
+            },
         },
         "GPTQ_INT4": {
-            "quant_method": "gptq", "bits": 4, "group_size": method.group, "desc_act": False,
-            "sym": True, "checkpoint_format": "gptq",
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": method.group,
+            "desc_act": False,
+            "sym": True,
+            "checkpoint_format": "gptq",
         },
         "MXFP4": {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
         "NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    }.get(method.name)  # fmt: skip
+    }.get(method.name)
     return {"model_type": "qwen3_moe"} | (
         {"quantization_config": quantisation} if quantisation else {}
     )
@@ -81,9 +108,10 @@ def write_layer(path: Path, layer: int, experts: int, tensors: dict[str, torch.T
         for name, tensor in tensors.items():
             end = position + tensor.nbytes
             header[f"model.layers.{layer}.mlp.experts.{expert}.{name}"] = {
-                "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
                 "data_offsets": [position, end],
-            }  # fmt: skip
+            }
             position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -130,9 +158,14 @@ class LoadBench:
     """The loading of a method's layers from files, whose weights are stored as `source`."""
 
     def __init__(
-        self, shape: Shape, method: Method, files: Files, source: str, threads: int | None,
+        self,
+        shape: Shape,
+        method: Method,
+        files: Files,
+        source: str,
+        threads: int | None,
         layers: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._shape, self._method, self._threads, self._layers = shape, method, threads, layers
         self._files, self._source = files, source
         self.threads = 0
@@ -143,13 +176,20 @@ class LoadBench:
     def line(self, limits: int, cold: bool) -> Line:
         """cold: the files leave the page cache before each load."""
         info: dict[str, Any] = {
-            "package": "kt_moe", "method": self._method.name, "table": "", "tokens": 0,
-            "threads": self.threads, "beside": "", "layers": self._layers,
-            "source": self._source, "cache": "cold" if cold else "warm",
-            "source_bytes": self._files.bytes, "packed_bytes": self._packed,
+            "package": "kt_moe",
+            "method": self._method.name,
+            "table": "",
+            "tokens": 0,
+            "threads": self.threads,
+            "beside": "",
+            "layers": self._layers,
+            "source": self._source,
+            "cache": "cold" if cold else "warm",
+            "source_bytes": self._files.bytes,
+            "packed_bytes": self._packed,
             "packed_bytes_per_weight": self._packed
             / (self._layers * self._shape.experts * self._shape.weights),
-        }  # fmt: skip
+        }
 
         def visit(seconds: float) -> list[float]:
             end = time.perf_counter() + seconds
@@ -178,10 +218,16 @@ class LoadBench:
             begin = time.perf_counter()
             for layer in range(self._layers):
                 wrapper = KTMoEWrapper(
-                    layer, shape.experts, shape.top_k, shape.hidden, shape.inter,
-                    num_gpu_experts=0, method=self._method.name, weight_path=str(self._files.path),
+                    layer,
+                    shape.experts,
+                    shape.top_k,
+                    shape.hidden,
+                    shape.inter,
+                    num_gpu_experts=0,
+                    method=self._method.name,
+                    weight_path=str(self._files.path),
                     cpuinfer_threads=self._threads,
-                )  # fmt: skip
+                )
                 wrapper.load_weights(slots)
                 wrappers.append(wrapper)
             seconds = time.perf_counter() - begin

@@ -51,12 +51,17 @@ def anonymous_memory() -> int:
 
 def about() -> dict[str, Any]:
     return {
-        "kt_moe": kt_kernel.__version__, "python": platform.python_version(),
-        "torch": torch.__version__, "cpu": _C.cpu_brand(), "cpus": len(allowed_cpus()),
-        "cpu_quota": _C.cpu_quota(), "features": [f for f, on in _C.cpu_features().items() if on],
-        "nodes": _C.topology(), "last_level_cache": last_level_cache(),
+        "kt_moe": kt_kernel.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": _C.cpu_brand(),
+        "cpus": len(allowed_cpus()),
+        "cpu_quota": _C.cpu_quota(),
+        "features": [f for f, on in _C.cpu_features().items() if on],
+        "nodes": _C.topology(),
+        "last_level_cache": last_level_cache(),
         "load_average": os.getloadavg()[0],
-    }  # fmt: skip
+    }
 
 
 def busy_note(load_average: float, cpus: int) -> str | None:
@@ -123,9 +128,11 @@ class Ceilings:
     def _run(self, threads: int, what: str) -> dict[str, float]:
         text = subprocess.run(
             [self._program, str(self._mebibytes), what],
-            check=True, capture_output=True, text=True,
+            check=True,
+            capture_output=True,
+            text=True,
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        ).stdout  # fmt: skip
+        ).stdout
         found = {}
         for line in text.splitlines():
             name, value, *unit = line.split()

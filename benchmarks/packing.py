@@ -41,10 +41,15 @@ class PackBench:
 
         return Line(
             info={
-                "package": "kt_moe", "method": self._method.name, "table": "",
-                "tokens": 0, "threads": self.threads, "beside": "",
+                "package": "kt_moe",
+                "method": self._method.name,
+                "table": "",
+                "tokens": 0,
+                "threads": self.threads,
+                "beside": "",
                 "packed_bytes_per_weight": packed / weights,
-                "source_bytes": self._bytes - packed, "packed_bytes": packed,
+                "source_bytes": self._bytes - packed,
+                "packed_bytes": packed,
                 "first_touch_us": self._first_touch * 1e6,
                 "reuse_distance": round(self._bytes * experts),
             },
@@ -54,7 +59,7 @@ class PackBench:
             limits=limits,
             unit=None,
             memory="dram_copy",
-        )  # fmt: skip
+        )
 
 
 def experts_needed(shape: Shape, method: Method, cache: int) -> int:

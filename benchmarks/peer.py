@@ -76,9 +76,10 @@ def load_extension(folder: str, variant: str) -> ModuleType:
 
 def pick_class(moe: ModuleType, method: str, variant: str) -> Any:
     flags = next(
-        set(line.split()) for line in Path("/proc/cpuinfo").read_text().splitlines()
+        set(line.split())
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("flags")
-    )  # fmt: skip
+    )
     if method in ("AMXINT8", "AMXINT4") and "amx_int8" not in flags:
         raise Refused(f"kt-kernel's {method} needs a CPU with AMX")
     for name in CLASSES.get(method, ()):
@@ -175,15 +176,24 @@ class Layers:
         return self._batches[tokens](seconds)
 
     def _forward(
-        self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+        self,
+        layer: int,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
         out: torch.Tensor,
-    ) -> float:  # fmt: skip
+    ) -> float:
         count = torch.tensor([len(x)], dtype=torch.int32)
         begin = time.perf_counter()
         task = self._layers[layer].forward_task(
-            count.data_ptr(), self.shape.top_k, ids.data_ptr(), weights.data_ptr(), x.data_ptr(),
-            out.data_ptr(), False,
-        )  # fmt: skip
+            count.data_ptr(),
+            self.shape.top_k,
+            ids.data_ptr(),
+            weights.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+            False,
+        )
         self._cpu.submit(task)
         self._cpu.sync()
         return time.perf_counter() - begin

@@ -21,9 +21,13 @@ from kt_kernel.runtime.pools import plan_pools
 
 PACKAGE = "kt-kernel 0.7.2"
 VARIANTS = {  # of its wheel, by our kernel table
-    "amx": "amx", "avx512_bf16": "avx512_bf16", "avx512_vbmi": "avx512_vbmi",
-    "avx512_vnni": "avx512_vnni", "avx512": "avx512_base", "avx2": "avx2",
-}  # fmt: skip
+    "amx": "amx",
+    "avx512_bf16": "avx512_bf16",
+    "avx512_vbmi": "avx512_vbmi",
+    "avx512_vnni": "avx512_vnni",
+    "avx512": "avx512_base",
+    "avx2": "avx2",
+}
 PATIENCE = 300.0  # seconds for an answer
 CHECKED_TOKENS = 4
 
@@ -40,18 +44,26 @@ class Peer:
         self._what = f"{bench.method.name} with its {VARIANTS[bench.table]} variant"
         plan = plan_pools(bench.threads, None, None)
         request = {
-            "folder": str(folder), "variant": VARIANTS[bench.table], "method": bench.method.name,
-            "shape": list(bench.shape), "layers": layers, "max_tokens": max_tokens,
-            "threads": list(plan.threads), "nodes": list(plan.nodes),
-        }  # fmt: skip
+            "folder": str(folder),
+            "variant": VARIANTS[bench.table],
+            "method": bench.method.name,
+            "shape": list(bench.shape),
+            "layers": layers,
+            "max_tokens": max_tokens,
+            "threads": list(plan.threads),
+            "nodes": list(plan.nodes),
+        }
         reader, writer = os.pipe()
         program = Path(__file__).with_name("peer.py")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             [sys.executable, str(program), json.dumps(request), str(writer)],
-            stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, pass_fds=[writer],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=[writer],
             preexec_fn=die_with_parent,
-        )  # fmt: skip
+        )
         os.close(writer)
         self._replies = os.fdopen(reader)
         try:
@@ -64,17 +76,29 @@ class Peer:
     def line(self, tokens: int, limits: int, ceilings: dict[str, float]) -> Line:
         bench = self._bench
         who = {
-            "package": PACKAGE, "table": bench.table, "class": self.class_name,
+            "package": PACKAGE,
+            "table": bench.table,
+            "class": self.class_name,
             "difference": self.difference,
-        }  # fmt: skip
+        }
 
         def visit(seconds: float) -> list[float]:
             return self._ask(tokens=tokens, seconds=seconds)["times"]
 
         return layer_line(
-            who, bench.shape, bench.method, bench.table, tokens, bench.threads, self._layers,
-            bench.packed, "", limits, ceilings, visit,
-        )  # fmt: skip
+            who,
+            bench.shape,
+            bench.method,
+            bench.table,
+            tokens,
+            bench.threads,
+            self._layers,
+            bench.packed,
+            "",
+            limits,
+            ceilings,
+            visit,
+        )
 
     def close(self) -> None:
         self._process.kill()

@@ -46,9 +46,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     def add(experts: str, loss: float) -> None:
         first = rows[0]["nats"] if rows else loss
         row = {
-            "experts": experts, "tokens": count, "nats": loss, "perplexity": math.exp(loss),
+            "experts": experts,
+            "tokens": count,
+            "nats": loss,
+            "perplexity": math.exp(loss),
             "change": math.exp(loss - first) - 1,
-        }  # fmt: skip
+        }
         rows.append(row)
         print(
             f"| {experts} | {loss:.5f} | {row['perplexity']:.4f} | {row['change']:+.2%} |",
@@ -60,18 +63,24 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         top_k = load_model(args.model).config.num_experts_per_tok
         for deferred in range(top_k + 1):
             model = replace_experts(
-                load_model(args.model), args.model, "BF16", threads=args.threads,
+                load_model(args.model),
+                args.model,
+                "BF16",
+                threads=args.threads,
                 max_deferred=deferred,
-            )  # fmt: skip
+            )
             add(f"BF16, {deferred} deferred", decode_loss(model, windows))
         return rows
     add("transformers, float32", prefill_loss(load_model(args.model), windows))
     for method in args.methods:
         for search in (False, True) if get_method(method).group_size else (False,):
             model = replace_experts(
-                load_model(args.model), args.model, method, threads=args.threads,
+                load_model(args.model),
+                args.model,
+                method,
+                threads=args.threads,
                 scale_search=search,
-            )  # fmt: skip
+            )
             add(f"{method}, scales searched" if search else method, prefill_loss(model, windows))
     return rows
 
@@ -93,9 +102,12 @@ def main() -> None:
     rows = measure(args)
     if args.json:
         about = {
-            "kt_moe": kt_kernel.__version__, "kernels": kt_kernel.__cpu_kernel__,
-            "torch": torch.__version__, "machine": platform.machine(), "window": args.window,
-        }  # fmt: skip
+            "kt_moe": kt_kernel.__version__,
+            "kernels": kt_kernel.__cpu_kernel__,
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "window": args.window,
+        }
         args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 

@@ -17,11 +17,19 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 STYLES = {  # method: colour, marker. A family of formats has one colour range.
-    "BF16": ("#000000", "o"), "AMXINT8": ("#0b5fa5", "s"), "AMXINT4": ("#58a6e0", "s"),
-    "INT4_G32": ("#1b7837", "^"), "INT4_G128": ("#7fbf7b", "^"), "RAWINT4": ("#a6761d", "v"),
-    "GPTQ_INT4": ("#e6ab02", "v"), "FP8": ("#b2182b", "D"), "FP8_PERCHANNEL": ("#ef8a62", "D"),
-    "MXFP8": ("#c51b7d", "P"), "MXFP4": ("#762a83", "X"), "NVFP4": ("#b39ad0", "X"),
-}  # fmt: skip
+    "BF16": ("#000000", "o"),
+    "AMXINT8": ("#0b5fa5", "s"),
+    "AMXINT4": ("#58a6e0", "s"),
+    "INT4_G32": ("#1b7837", "^"),
+    "INT4_G128": ("#7fbf7b", "^"),
+    "RAWINT4": ("#a6761d", "v"),
+    "GPTQ_INT4": ("#e6ab02", "v"),
+    "FP8": ("#b2182b", "D"),
+    "FP8_PERCHANNEL": ("#ef8a62", "D"),
+    "MXFP8": ("#c51b7d", "P"),
+    "MXFP4": ("#762a83", "X"),
+    "NVFP4": ("#b39ad0", "X"),
+}
 
 Row = dict[str, Any]
 
@@ -44,8 +52,9 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         sizes = zip("EHIk", list(shape.values())[1:], strict=True)
         left.set_title(title + " ".join(f"{k}={v}" for k, v in sizes), loc="left")
         right.set_title(result["cpu"], loc="right", fontsize=9, color="0.35")
-        right.legend(handles=_legend(rows), loc="center left", bbox_to_anchor=(1.01, 0.5),
-                     frameon=False)  # fmt: skip
+        right.legend(
+            handles=_legend(rows), loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False
+        )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -73,11 +82,16 @@ def _draw(axes: Axes, curves: dict[tuple[str, bool], list[Row]], x: Any, y: Any)
     for (method, peer), rows in curves.items():
         colour, marker = STYLES[method]
         axes.plot(
-            [x(row) for row in rows], [y(row) for row in rows], color=colour,
-            marker=marker, markersize=4.5, linewidth=1.0 if peer else 1.6,
-            linestyle=":" if peer else "-", markerfacecolor="white" if peer else colour,
+            [x(row) for row in rows],
+            [y(row) for row in rows],
+            color=colour,
+            marker=marker,
+            markersize=4.5,
+            linewidth=1.0 if peer else 1.6,
+            linestyle=":" if peer else "-",
+            markerfacecolor="white" if peer else colour,
             zorder=3,
-        )  # fmt: skip
+        )
 
 
 def _intensity(row: Row) -> float:
@@ -92,17 +106,26 @@ def _roofline(axes: Axes, rows: list[Row]) -> None:
     top = max(units.values())
     axes.plot([least, top / bandwidth], [least * bandwidth, top], color="0.45", linewidth=1.2)
     axes.annotate(
-        f"read {bandwidth / 1e9:.0f} GB/s", (least * 1.15, least * 1.15 * bandwidth),
-        xytext=(10, 0), textcoords="offset points", va="top", color="0.35", fontsize=9,
-    )  # fmt: skip
+        f"read {bandwidth / 1e9:.0f} GB/s",
+        (least * 1.15, least * 1.15 * bandwidth),
+        xytext=(10, 0),
+        textcoords="offset points",
+        va="top",
+        color="0.35",
+        fontsize=9,
+    )
     for place, (name, peak) in enumerate(sorted(units.items(), key=lambda unit: -unit[1])):
         axes.plot([peak / bandwidth, most], [peak, peak], color="0.45", linewidth=1.2)
         axes.annotate(  # the highest above its line, the others below, clear of each other
-            f"{name} {peak / 1e12:.3g} T/s", (most, peak),
+            f"{name} {peak / 1e12:.3g} T/s",
+            (most, peak),
             xytext=(-3, 4 - 8 * (place > 0) - 12 * max(0, place - 1)),
-            textcoords="offset points", ha="right", va="top" if place else "bottom",
-            color="0.35", fontsize=9,
-        )  # fmt: skip
+            textcoords="offset points",
+            ha="right",
+            va="top" if place else "bottom",
+            color="0.35",
+            fontsize=9,
+        )
     _draw(axes, _curves(rows), _intensity, lambda row: row["tera_ops_s"] * 1e12)
     axes.set(xscale="log", yscale="log", xlim=(least, most), ylim=(None, top * 2))
     axes.yaxis.set_major_formatter(FuncFormatter(_tera))
@@ -138,9 +161,17 @@ def _legend(rows: list[Row]) -> list[Line2D]:
     ]
     if any(peer for _, peer in curves):
         entries.append(
-            Line2D([], [], color="0.4", linestyle=":", marker="o", markersize=4.5,
-                   markerfacecolor="white", label="kt-kernel 0.7.2")
-        )  # fmt: skip
+            Line2D(
+                [],
+                [],
+                color="0.4",
+                linestyle=":",
+                marker="o",
+                markersize=4.5,
+                markerfacecolor="white",
+                label="kt-kernel 0.7.2",
+            )
+        )
     return entries
 
 

@@ -23,9 +23,14 @@ class KernelBench:
     """
 
     def __init__(
-        self, shape: Shape, method: Method, table: str, gemm: bool, threads: int | None,
+        self,
+        shape: Shape,
+        method: Method,
+        table: str,
+        gemm: bool,
+        threads: int | None,
         working_set: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.method, self.table, self.gemm, self.columns = method, table, gemm, shape.hidden
         team, self.threads = team_of(threads)
         torch.manual_seed(0)
@@ -37,9 +42,17 @@ class KernelBench:
             addresses = source.addresses
         format, group, scale_type = method.form
         self._bench = _C.ProductBench(
-            team, table=table, gemm=gemm, format=format, group_size=group, scale_type=scale_type,
-            n=shape.inter, k=shape.hidden, w=addresses, bytes=working_set,
-        )  # fmt: skip
+            team,
+            table=table,
+            gemm=gemm,
+            format=format,
+            group_size=group,
+            scale_type=scale_type,
+            n=shape.inter,
+            k=shape.hidden,
+            w=addresses,
+            bytes=working_set,
+        )
         self._rows: Any = None  # whose X the core has
 
     def line(self, rows: int, ceilings: dict[str, float]) -> Line:
@@ -64,8 +77,13 @@ class KernelBench:
         tile = self._bench.tile_bytes
         return Line(
             info={
-                "package": "kt_moe", "method": self.method.name, "table": self.table,
-                "tokens": rows, "threads": self.threads, "beside": "", "tokens_per_expert": rows,
+                "package": "kt_moe",
+                "method": self.method.name,
+                "table": self.table,
+                "tokens": rows,
+                "threads": self.threads,
+                "beside": "",
+                "tokens_per_expert": rows,
                 "packed_bytes_per_weight": tile / (32 * self.columns),
                 "reuse_distance": self._bench.bytes,
             },
@@ -74,4 +92,4 @@ class KernelBench:
             visit=visit,
             limits=self.threads,
             unit=unit_of(self.method, self.table, ceilings),
-        )  # fmt: skip
+        )

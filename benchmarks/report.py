@@ -20,15 +20,22 @@ def row_of(line: Line, ceilings: dict[str, float]) -> Row:
     t_min, median = max(memory_time, unit_time), sample.quantile(0.5).item()
     return {
         **line.info,
-        "samples": len(line.times), "rounds": line.rounds,
-        "median_us": median * 1e6, "p10_us": sample.quantile(0.1).item() * 1e6,
-        "p90_us": sample.quantile(0.9).item() * 1e6, "best_us": sample.min().item() * 1e6,
-        "gb_s": line.bytes / median / 1e9, "tera_ops_s": line.operations / median / 1e12,
-        "unit": line.unit, "memory": line.memory, "memory_ceiling": ceilings[line.memory],
+        "samples": len(line.times),
+        "rounds": line.rounds,
+        "median_us": median * 1e6,
+        "p10_us": sample.quantile(0.1).item() * 1e6,
+        "p90_us": sample.quantile(0.9).item() * 1e6,
+        "best_us": sample.min().item() * 1e6,
+        "gb_s": line.bytes / median / 1e9,
+        "tera_ops_s": line.operations / median / 1e12,
+        "unit": line.unit,
+        "memory": line.memory,
+        "memory_ceiling": ceilings[line.memory],
         "unit_ceiling": ceilings[line.unit] if line.unit else None,
         "bound": "unit" if unit_time > memory_time else "memory",
-        "t_min_us": t_min * 1e6, "share": t_min / median,
-    }  # fmt: skip
+        "t_min_us": t_min * 1e6,
+        "share": t_min / median,
+    }
 
 
 def same_work(row: Row) -> tuple[Any, ...]:
@@ -107,9 +114,11 @@ def print_rows(rows: Iterable[Row], routine: str) -> None:
 
 def _print_sources(rows: Iterable[Row], routine: str) -> None:
     """Of pack and load: how fast source weights are taken in."""
-    print(f"{'method':14} {'source':14} {'cache':5} {'thr':>3} {'median ms':>10} {'p90':>8} "
-          f"{'s per GB':>8} {'GB/s':>6} {'packed GB/s':>11} {'share of copy':>13} "
-          f"{'bytes/weight':>12}")  # fmt: skip
+    print(
+        f"{'method':14} {'source':14} {'cache':5} {'thr':>3} {'median ms':>10} {'p90':>8} "
+        f"{'s per GB':>8} {'GB/s':>6} {'packed GB/s':>11} {'share of copy':>13} "
+        f"{'bytes/weight':>12}"
+    )
     for row in rows:
         seconds = row["median_us"] / 1e6
         goal, met = goal_met(row, routine)
@@ -162,7 +171,7 @@ def print_beside(rows: list[Row]) -> None:
                     f", {row['share_of_fair']:.0%} of the fair share"
                     if "share_of_fair" in row
                     else ""
-                )  # fmt: skip
+                )
             )
 
 

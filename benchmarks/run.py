@@ -46,22 +46,47 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--routine", default="layer", choices=ROUTINES)
-    add("--methods", nargs="+", default=USUAL_METHODS, choices=METHODS, metavar="METHOD",
-        help="default: all but ggml's formats")  # fmt: skip
-    add("--tables", nargs="+", default=_C.kernel_tables()[:1], choices=_C.kernel_tables(),
-        help="kernel tables (default: the best)")  # fmt: skip
+    add(
+        "--methods",
+        nargs="+",
+        default=USUAL_METHODS,
+        choices=METHODS,
+        metavar="METHOD",
+        help="default: all but ggml's formats",
+    )
+    add(
+        "--tables",
+        nargs="+",
+        default=_C.kernel_tables()[:1],
+        choices=_C.kernel_tables(),
+        help="kernel tables (default: the best)",
+    )
     add("--tokens", nargs="+", type=int, help="T, or rows of X for gemv and gemm")
     add("--shape", default="qwen3-30b-a3b", help=f"{', '.join(SHAPES)}, or E,H,I,k")
     add("--experts", type=int, help="fewer experts than the shape has (pack: how many in turn)")
     add("--layers", type=int, help="default: until the experts are twice the last-level cache")
-    add("--threads", nargs="+", type=int,
-        help="0: as many as kt_kernel takes by default (gemv and gemm: 1 and 0)")  # fmt: skip
+    add(
+        "--threads",
+        nargs="+",
+        type=int,
+        help="0: as many as kt_kernel takes by default (gemv and gemm: 1 and 0)",
+    )
     add("--foreign", nargs="+", type=int, default=[], help="lines beside N busy processes, too")
     add("--torch-pool", action="store_true", help="lines beside torch's spinning threads, too")
-    add("--sources", nargs="+", default=["BF16"], choices=SOURCES,
-        help="load: what checkpoints of methods that quantise have")  # fmt: skip
-    add("--page-cache", nargs="+", default=["warm"], choices=["warm", "cold"],
-        help="load: files there, or gone before each load")  # fmt: skip
+    add(
+        "--sources",
+        nargs="+",
+        default=["BF16"],
+        choices=SOURCES,
+        help="load: what checkpoints of methods that quantise have",
+    )
+    add(
+        "--page-cache",
+        nargs="+",
+        default=["warm"],
+        choices=["warm", "cold"],
+        help="load: files there, or gone before each load",
+    )
     add("--working-set", type=int, help="MiB of packed weights for gemv and gemm")
     add("--peer", type=Path, help="folder that a kt-kernel 0.7.2 wheel was unpacked to")
     add("--seconds", type=float, default=1.0, help="for each line, over all rounds")
@@ -90,8 +115,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     kernels = args.routine in ROWS
     args.tokens = args.tokens or (ROWS[args.routine] if kernels else TOKENS)
     args.threads = [n or None for n in args.threads or ([1, 0] if kernels else [0])]
-    args.beside = ["", *(["torch"] if args.torch_pool else []),
-                   *(f"{n} foreign" for n in args.foreign)]  # fmt: skip
+    args.beside = [
+        "",
+        *(["torch"] if args.torch_pool else []),
+        *(f"{n} foreign" for n in args.foreign),
+    ]
     args.working_set = args.working_set and args.working_set << 20
     args.cpus = min(len(allowed_cpus()), _C.cpu_quota())
     return args
@@ -118,10 +146,14 @@ class Report:
         self.notes: list[str] = []
         self.lines: list[Line] = []
         self._about = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **before,
-            "routine": args.routine, "shape": args.shape._asdict(),
-            "seconds": args.seconds, "rounds": args.rounds, "command": sys.argv[1:],
-        }  # fmt: skip
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **before,
+            "routine": args.routine,
+            "shape": args.shape._asdict(),
+            "seconds": args.seconds,
+            "rounds": args.rounds,
+            "command": sys.argv[1:],
+        }
         self.cache = self._about["last_level_cache"]
 
     def note(self, text: str) -> None:
@@ -134,8 +166,11 @@ class Report:
         add_ratios(rows)
         add_fair_shares(rows, self._args.cpus)
         return {
-            **self._about, "ceilings": self._ceilings.record(), "notes": self.notes, "rows": rows
-        }  # fmt: skip
+            **self._about,
+            "ceilings": self._ceilings.record(),
+            "notes": self.notes,
+            "rows": rows,
+        }
 
     def save(self) -> None:
         if self._args.json:
@@ -143,9 +178,12 @@ class Report:
 
 
 def run_group(
-    group: list[Setup], args: argparse.Namespace, report: Report, ceilings: Ceilings,
+    group: list[Setup],
+    args: argparse.Namespace,
+    report: Report,
+    ceilings: Ceilings,
     minutes_left: float | None,
-) -> None:  # fmt: skip
+) -> None:
     begin = time.monotonic()
     with ExitStack() as stack:
         stack.callback(end_foreign)

@@ -53,9 +53,13 @@ def _layers(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Se
             for threads in args.threads:
 
                 def build(
-                    stack: ExitStack, note: Callable[[str], None], method: Method = method,
-                    table: str = table, threads: int | None = threads, layers: int = layers,
-                ) -> list[Line]:  # fmt: skip
+                    stack: ExitStack,
+                    note: Callable[[str], None],
+                    method: Method = method,
+                    table: str = table,
+                    threads: int | None = threads,
+                    layers: int = layers,
+                ) -> list[Line]:
                     bench = LayerBench(shape, method, table, threads, layers)
                     peer = None
                     if args.peer:
@@ -89,9 +93,12 @@ def _kernels(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[S
             for threads in args.threads:
 
                 def build(
-                    stack: ExitStack, note: Callable[[str], None], method: Method = method,
-                    table: str = table, threads: int | None = threads,
-                ) -> list[Line]:  # fmt: skip
+                    stack: ExitStack,
+                    note: Callable[[str], None],
+                    method: Method = method,
+                    table: str = table,
+                    threads: int | None = threads,
+                ) -> list[Line]:
                     bench = KernelBench(args.shape, method, table, gemm, threads, working_set)
                     if not ceilings.has(bench.threads):
                         ceilings.measure(bench.threads)
@@ -110,9 +117,11 @@ def _packs(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Set
         bits = method.bits + (16 if method.dense else method.bits)
 
         def build(
-            stack: ExitStack, note: Callable[[str], None], method: Method = method,
+            stack: ExitStack,
+            note: Callable[[str], None],
+            method: Method = method,
             experts: int = experts,
-        ) -> list[Line]:  # fmt: skip
+        ) -> list[Line]:
             benches = [PackBench(args.shape, method, n, experts) for n in args.threads]
             return [bench.line(args.cpus) for bench in benches]
 
@@ -132,9 +141,11 @@ def _loads(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Set
         for source in args.sources if method.dense else [method.name]:
 
             def build(
-                stack: ExitStack, note: Callable[[str], None], method: Method = method,
+                stack: ExitStack,
+                note: Callable[[str], None],
+                method: Method = method,
                 source: str = source,
-            ) -> list[Line]:  # fmt: skip
+            ) -> list[Line]:
                 if source not in stored:
                     like = METHODS.get(source, METHODS["BF16"])
                     stored[source] = Files(args.shape, like, source, layers)

@@ -18,17 +18,34 @@ SHARD_BYTES = 4 << 30  # of a shard about: writing one takes its size in memory 
 def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
     """A Qwen3-MoE model with the experts of ``shape``; its attention has H / 64 heads of 128."""
     return {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-        "hidden_size": shape.hidden, "intermediate_size": shape.inter,
-        "moe_intermediate_size": shape.inter, "num_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k, "num_hidden_layers": layers, "head_dim": 128,
-        "num_attention_heads": max(shape.hidden // 64, 4), "num_key_value_heads": 4,
-        "hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1,
-        "mlp_only_layers": [], "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "tie_word_embeddings": False, "vocab_size": vocabulary,
-        "bos_token_id": 0, "eos_token_id": 1, "dtype": "bfloat16", "attention_bias": False,
-        "router_aux_loss_coef": 0.0, "initializer_range": SCALE, "use_cache": True,
-    }  # fmt: skip
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inter,
+        "moe_intermediate_size": shape.inter,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "num_hidden_layers": layers,
+        "head_dim": 128,
+        "num_attention_heads": max(shape.hidden // 64, 4),
+        "num_key_value_heads": 4,
+        "hidden_act": "silu",
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "vocab_size": vocabulary,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "bfloat16",
+        "attention_bias": False,
+        "router_aux_loss_coef": 0.0,
+        "initializer_range": SCALE,
+        "use_cache": True,
+    }
 
 
 def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Path:
@@ -58,9 +75,14 @@ def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Pa
     h, c = shape.hidden, config(shape, layers, vocabulary)
     heads, pairs = c["num_attention_heads"] * 128, c["num_key_value_heads"] * 128
     ones = torch.ones(h, dtype=torch.bfloat16)
-    save("rest.safetensors", {"model.embed_tokens.weight": weight(vocabulary, h),
-                              "lm_head.weight": weight(vocabulary, h),
-                              "model.norm.weight": ones})  # fmt: skip
+    save(
+        "rest.safetensors",
+        {
+            "model.embed_tokens.weight": weight(vocabulary, h),
+            "lm_head.weight": weight(vocabulary, h),
+            "model.norm.weight": ones,
+        },
+    )
     for layer in range(layers):
         place = f"model.layers.{layer}"
         tensors = {
@@ -74,8 +96,11 @@ def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Pa
             f"{place}.self_attn.o_proj.weight": weight(h, heads),
             f"{place}.mlp.gate.weight": weight(shape.experts, h),
         }
-        first = {"gate_proj": weight(shape.inter, h), "up_proj": weight(shape.inter, h),
-                 "down_proj": weight(h, shape.inter)}  # fmt: skip
+        first = {
+            "gate_proj": weight(shape.inter, h),
+            "up_proj": weight(shape.inter, h),
+            "down_proj": weight(h, shape.inter),
+        }
         for expert in range(shape.experts):
             for name, matrix in first.items():
                 turned = matrix.roll((expert, 7 * expert), (0, 1))

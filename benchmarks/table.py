@@ -137,8 +137,11 @@ def _beside(rows: list[Row]) -> list[str]:
     lines = []
     for row in rows:
         if row["beside"] and same_work(row) in alone:
-            cells = [row["beside"], f"{row['median_us'] / alone[same_work(row)]['median_us']:.2f}",
-                     f"{row['share_of_fair']:.0%}" if "share_of_fair" in row else ""]  # fmt: skip
+            cells = [
+                row["beside"],
+                f"{row['median_us'] / alone[same_work(row)]['median_us']:.2f}",
+                f"{row['share_of_fair']:.0%}" if "share_of_fair" in row else "",
+            ]
             name = f"{row['method']} {row['table']} {row['threads']} threads T={row['tokens']}"
             lines.append((name, cells))
     columns = ["beside", "time against alone", "speed of the fair share"]
