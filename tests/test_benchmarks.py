@@ -15,18 +15,20 @@ import torch
 from kt_kernel import _C
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-TINY = (
-    "--shape", "4,256,128,2", "--seconds", "0.01", "--rounds", "2", "--ceiling-mib", "16",
-)  # fmt: skip
-ABOUT = {
-    "kt_moe", "python", "torch", "date", "cpu", "cpus", "features", "last_level_cache", "routine",
-    "shape", "ceilings", "notes", "rows", "command", "load_average",
-}  # fmt: skip
-ROW = {
-    "package", "method", "table", "tokens", "threads", "beside", "packed_bytes_per_weight",
-    "samples", "rounds", "median_us", "p10_us", "p90_us", "best_us", "gb_s", "tera_ops_s",
-    "unit", "memory", "memory_ceiling", "unit_ceiling", "bound", "t_min_us", "share",
-}  # fmt: skip
+TINY = tuple("--shape 4,256,128,2 --seconds 0.01 --rounds 2 --ceiling-mib 16".split())
+ABOUT = set(
+    (
+        "kt_moe python torch date cpu cpus features last_level_cache"
+        " routine shape ceilings notes rows command load_average"
+    ).split()
+)
+ROW = set(
+    (
+        "package method table tokens threads beside packed_bytes_per_weight"
+        " samples rounds median_us p10_us p90_us best_us gb_s tera_ops_s unit"
+        " memory memory_ceiling unit_ceiling bound t_min_us share"
+    ).split()
+)
 
 
 def run(folder: Path, *args: str) -> tuple[dict[str, Any], str]:
@@ -34,8 +36,10 @@ def run(folder: Path, *args: str) -> tuple[dict[str, Any], str]:
     out = folder / "result.json"
     done = subprocess.run(
         [sys.executable, FOLDER / "run.py", *TINY, *args, "--json", out],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
 
@@ -70,7 +74,7 @@ def test_layer_of_every_method(tmp_path: Path, module: Any) -> None:
     tables = dict.fromkeys((best, "avx2"))
     result, printed = run(
         tmp_path, "--tables", *tables, "--tokens", "1", "16", "--layers", "2", "--threads", "1"
-    )  # fmt: skip
+    )
     rows = check(result)
     methods = module("methods")
     for name in methods.USUAL_METHODS:
@@ -86,9 +90,9 @@ def test_layer_of_every_method(tmp_path: Path, module: Any) -> None:
 
 def test_threads_and_what_runs_beside(tmp_path: Path) -> None:
     result, printed = run(
-        tmp_path, "--methods", "BF16", "--tokens", "1", "--layers", "1", "--threads", "1", "2",
-        "--foreign", "1", "--torch-pool",
-    )  # fmt: skip
+        tmp_path,
+        *"--methods BF16 --tokens 1 --layers 1 --threads 1 2 --foreign 1 --torch-pool".split(),
+    )
     rows = check(result)
     assert [(r["threads"], r["beside"]) for r in rows] == [
         (threads, beside) for threads in (1, 2) for beside in ("", "torch", "1 foreign")
@@ -100,9 +104,11 @@ def test_threads_and_what_runs_beside(tmp_path: Path) -> None:
 @pytest.mark.parametrize("routine", ["gemv", "gemm"])
 def test_kernels_alone(tmp_path: Path, module: Any, routine: str) -> None:
     result, _ = run(
-        tmp_path, "--routine", routine, "--tables", "avx2", "--working-set", "1", "--tokens", "3",
-        "--threads", "1",
-    )  # fmt: skip
+        tmp_path,
+        "--routine",
+        routine,
+        *"--tables avx2 --working-set 1 --tokens 3 --threads 1".split(),
+    )
     rows = check(result)
     for name in module("methods").USUAL_METHODS:
         assert [row["tokens"] for row in rows if row["method"] == name] == [3]
@@ -113,9 +119,10 @@ def test_ggml_formats(tmp_path: Path, module: Any) -> None:
     methods = module("methods").METHODS
     names = [name for name, method in methods.items() if method.ggml]
     result, _ = run(
-        tmp_path, "--routine", "gemm", "--tables", "avx2", "--working-set", "1", "--tokens", "3",
-        "--threads", "1", "--methods", *names,
-    )  # fmt: skip
+        tmp_path,
+        *"--routine gemm --tables avx2 --working-set 1 --tokens 3 --threads 1 --methods".split(),
+        *names,
+    )
     rows = check(result)
     assert [row["method"] for row in rows] == names
     for row in rows:
@@ -132,9 +139,12 @@ def test_packing(tmp_path: Path, module: Any) -> None:
 
 def test_loading(tmp_path: Path) -> None:
     result, printed = run(
-        tmp_path, "--routine", "load", "--methods", "BF16", "AMXINT4", "FP8", "--layers", "2",
-        "--sources", "BF16", "FP32", "FP8", "--page-cache", "warm", "cold",
-    )  # fmt: skip
+        tmp_path,
+        *(
+            "--routine load --methods BF16 AMXINT4 FP8 --layers 2"
+            " --sources BF16 FP32 FP8 --page-cache warm cold"
+        ).split(),
+    )
     rows = check(result)
     weights = 2 * 4 * 3 * 256 * 128
     bytes_of = {"BF16": 2, "FP32": 4, "FP8": 1}
@@ -161,9 +171,9 @@ def test_a_peer_that_is_not_there(tmp_path: Path) -> None:
 def test_the_budget_bounds_a_run(tmp_path: Path) -> None:
     """Asked for ten minutes a line, given none: every line is visited once and that is all."""
     result, _ = run(
-        tmp_path, "--methods", "BF16", "--tokens", "1", "2", "--layers", "1", "--seconds", "600",
-        "--budget", "0",
-    )  # fmt: skip
+        tmp_path,
+        *"--methods BF16 --tokens 1 2 --layers 1 --seconds 600 --budget 0".split(),
+    )
     assert [(row["rounds"], row["samples"]) for row in result["rows"]] == [(1, 1), (1, 1)]
 
 
@@ -220,11 +230,19 @@ def test_units_and_goals(module: Any) -> None:
 
 def row(**changes: Any) -> dict[str, Any]:
     return {
-        "package": "kt_moe", "method": "BF16", "table": "amx", "tokens": 1, "threads": 2,
+        "package": "kt_moe",
+        "method": "BF16",
+        "table": "amx",
+        "tokens": 1,
+        "threads": 2,
         "best_us": 90.0,
-        "beside": "", "tokens_per_expert": 1.0, "median_us": 100.0, "share": 0.93,
-        "unit": "amx_bf16", "layers": 1,
-    } | changes  # fmt: skip
+        "beside": "",
+        "tokens_per_expert": 1.0,
+        "median_us": 100.0,
+        "share": 0.93,
+        "unit": "amx_bf16",
+        "layers": 1,
+    } | changes
 
 
 def test_tables_of_saved_results(module: Any) -> None:
@@ -241,12 +259,18 @@ def test_tables_of_saved_results(module: Any) -> None:
     assert rows[3]["share_of_fair"] == pytest.approx(100 / 240 / 0.5)
     memory = {"dram_read": [1e11, 1.2e11], "dram_copy": [4e10, 5e10]}
     content = {
-        "routine": "layer", "date": "2026-01-02T03:04:05", "cpu": "A CPU", "cpus": 2,
-        "notes": ["so"],        "last_level_cache": 1 << 25, "rows": rows,
+        "routine": "layer",
+        "date": "2026-01-02T03:04:05",
+        "cpu": "A CPU",
+        "cpus": 2,
+        "notes": ["so"],
+        "last_level_cache": 1 << 25,
+        "rows": rows,
         "shape": {"name": "s", "experts": 8, "hidden": 4, "inter": 2, "top_k": 2},
-        "ceilings": {"2": {"dram_read": 1.1e11, "dram_copy": 4.5e10, "amx_bf16": 1e13,
-                           "samples": memory}},
-    }  # fmt: skip
+        "ceilings": {
+            "2": {"dram_read": 1.1e11, "dram_copy": 4.5e10, "amx_bf16": 1e13, "samples": memory}
+        },
+    }
     text = table.markdown(content)
     assert "| BF16 | 93% / 90% | **86% / 90%** |" in text
     assert "| BF16 | **1.20 / 1.25** |" in text
@@ -268,9 +292,10 @@ def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / "shares.png"
     run(
-        tmp_path, "--methods", "BF16", "AMXINT8", "--tokens", "1", "4", "--layers", "1", "--plot",
+        tmp_path,
+        *"--methods BF16 AMXINT8 --tokens 1 4 --layers 1 --plot".split(),
         str(picture),
-    )  # fmt: skip
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -293,12 +318,19 @@ def test_engine_configurations(module: Any) -> None:
     model = Path("model")
     vllm = engine.configurations(engine.parse(["--engine", "vllm", *common, "0", "2"]), model)
     assert [one["name"] for one in vllm] == [
-        "stock", "kt 0% hot, d=0", "kt 0% hot, d=2", "kt 75% hot, d=0", "kt 75% hot, d=2",
-        "offload of 0.141 GiB", "offload of 0.0352 GiB",
-    ]  # fmt: skip
+        "stock",
+        "kt 0% hot, d=0",
+        "kt 0% hot, d=2",
+        "kt 75% hot, d=0",
+        "kt 75% hot, d=2",
+        "offload of 0.141 GiB",
+        "offload of 0.0352 GiB",
+    ]
     assert vllm[4]["arguments"]["additional_config"]["kt"] == {
-        "method": "BF16", "num_gpu_experts": 12, "max_deferred_experts_per_token": 2,
-    }  # fmt: skip
+        "method": "BF16",
+        "num_gpu_experts": 12,
+        "max_deferred_experts_per_token": 2,
+    }
     cold = 3 * 4 * 3 * 1024 * 512 * 2  # layers, experts, matrices
     assert vllm[6]["arguments"] == {"cpu_offload_gb": cold / 2**30}
     sglang = engine.configurations(
@@ -308,9 +340,12 @@ def test_engine_configurations(module: Any) -> None:
         model,
     )
     assert sglang[0]["arguments"] == {
-        "kt_method": "BF16", "kt_num_gpu_experts": 0, "kt_max_deferred_experts_per_token": 1,
-        "kt_cpuinfer": 3, "kt_weight_path": "model",
-    }  # fmt: skip
+        "kt_method": "BF16",
+        "kt_num_gpu_experts": 0,
+        "kt_max_deferred_experts_per_token": 1,
+        "kt_cpuinfer": 3,
+        "kt_weight_path": "model",
+    }
     assert sglang[2]["arguments"] == {"cpu_offload_gb": 1}
     for parts, names in (([], []), (["0.5"], ["offload of 0.0703 GiB"])):
         given = ["--engine", "vllm", "--no-stock", *common, "0", "--offload", *parts]

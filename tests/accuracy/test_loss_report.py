@@ -22,12 +22,23 @@ def model(tmp_path_factory):
 
 def save(folder, seed, cls="Qwen3Moe", **settings):
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{cls}Config")(**{
-        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
-        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1],
-        "initializer_range": 0.3,
-    } | settings)  # fmt: skip
+    config = getattr(transformers, f"{cls}Config")(
+        **{
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+            "initializer_range": 0.3,
+        }
+        | settings
+    )
     getattr(transformers, f"{cls}ForCausalLM")(config).bfloat16().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(DEMO / name, folder / name)
@@ -47,8 +58,14 @@ def test_report(model):
 
 def test_gpt_oss(tmp_path):
     """Its own activation, biases and interleaved rows."""
-    path = save(tmp_path, 1, "GptOss", num_local_experts=4, intermediate_size=64,
-                layer_types=["full_attention"] * 3)  # fmt: skip
+    path = save(
+        tmp_path,
+        1,
+        "GptOss",
+        num_local_experts=4,
+        intermediate_size=64,
+        layer_types=["full_attention"] * 3,
+    )
     report = loss_report(path, path, "BF16", TEXT, window=50, threads=2)
     assert report.after == pytest.approx(report.before, rel=2e-3)
 

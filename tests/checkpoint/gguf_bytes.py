@@ -24,8 +24,13 @@ def array(kind: int, count: int, values: bytes = b"") -> bytes:
     return struct.pack("<IQ", kind, count) + values
 
 
-def tensor(name: str | bytes, dims: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0,
-           rank: int | None = None) -> bytes:  # fmt: skip
+def tensor(
+    name: str | bytes,
+    dims: tuple[int, ...] = (32,),
+    kind: int = 0,
+    offset: int = 0,
+    rank: int | None = None,
+) -> bytes:
     """dims as the file has them, the innermost first."""
     return (
         text(name)

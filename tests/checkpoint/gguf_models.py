@@ -16,8 +16,15 @@ MATRICES = ("gate", "up", "down")
 ARCH = "qwen3moe"
 # Types with kernels, by the places of their float16 numbers where the package cannot quantise.
 BY_PACKAGE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-NUMBERS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-           "IQ4_NL": (0,), "IQ4_XS": (0,)}  # fmt: skip
+NUMBERS = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
 SUPPORTED = (*BY_PACKAGE, *NUMBERS, "MXFP4")
 
 
@@ -64,13 +71,21 @@ class Model:
         e, h, i = self.experts, self.hidden, self.inter
         shapes = {"gate": (e, i, h), "up": (e, i, h), "down": (e, h, i)}
         self.kind = dict(zip(MATRICES, self.kinds, strict=True))
-        self.rows = {(layer, m): rows_of(self.kind[m], shapes[m], (self.seed, layer, n)).copy()
-                     for layer in self.layers for n, m in enumerate(MATRICES)}  # fmt: skip
-        self.bias = {(layer, m): rng.standard_normal(shapes[m][:2]).astype(np.float32)
-                     for layer in self.layers for m in MATRICES}  # fmt: skip
+        self.rows = {
+            (layer, m): rows_of(self.kind[m], shapes[m], (self.seed, layer, n)).copy()
+            for layer in self.layers
+            for n, m in enumerate(MATRICES)
+        }
+        self.bias = {
+            (layer, m): rng.standard_normal(shapes[m][:2]).astype(np.float32)
+            for layer in self.layers
+            for m in MATRICES
+        }
         self.metadata = {
-            "expert_count": e, "embedding_length": h, "expert_feed_forward_length": i,
-        } | self.metadata  # fmt: skip
+            "expert_count": e,
+            "embedding_length": h,
+            "expert_feed_forward_length": i,
+        } | self.metadata
 
     def values(self, layer: int, matrix: str) -> np.ndarray:
         """[E, N, K] float32."""
@@ -83,8 +98,10 @@ class Model:
         for layer in self.layers:
             where = f"blk.{layer}.ffn_"
             for part, source in parts:
-                each = {m: (self.kind[m] if part == "weight" else "F32", source[layer, m])
-                        for m in MATRICES}  # fmt: skip
+                each = {
+                    m: (self.kind[m] if part == "weight" else "F32", source[layer, m])
+                    for m in MATRICES
+                }
                 if self.naming == "fused":
                     kind, gate = each.pop("gate")
                     both = np.concatenate([gate, each.pop("up")[1]], axis=1)
@@ -100,12 +117,23 @@ class Model:
     def save(self, path: Path, drop: tuple[str, ...] = (), **options: Any) -> Path:
         """options: those of GGUFWriter. drop: names to leave out."""
         tensors = {name: t for name, t in self.tensors().items() if name not in drop}
-        return write(path, tensors, {f"{self.arch}.{k}": v for k, v in self.metadata.items()},
-                     self.arch, **options)  # fmt: skip
+        return write(
+            path,
+            tensors,
+            {f"{self.arch}.{k}": v for k, v in self.metadata.items()},
+            self.arch,
+            **options,
+        )
 
 
-def write(path: Path, tensors: dict[str, tuple[str, np.ndarray]], metadata: dict[str, Any],
-          arch: str = ARCH, alignment: int | None = None, **options: Any) -> Path:  # fmt: skip
+def write(
+    path: Path,
+    tensors: dict[str, tuple[str, np.ndarray]],
+    metadata: dict[str, Any],
+    arch: str = ARCH,
+    alignment: int | None = None,
+    **options: Any,
+) -> Path:
     """Writes a file; options are those of GGUFWriter."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(path, arch, **options)

@@ -17,32 +17,72 @@ from samples import Sample
 Change = tuple[int, int, int]
 
 DTYPES = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
-    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "BOOL": torch.bool,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "BOOL": torch.bool,
     "U32": torch.uint32,
-}  # fmt: skip
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WORDS = (
-    "gate", "up", "down", "gate_up", "w1", "w2", "w3", "0", "1", "2", "3", "01", "7", "weight",
-    "scale", "bias", "_inv", "_2", "packed", "zero_point", "g_idx", "shape", "qweight", "qzeros",
-    "scales", "blocks", "input", "output", "global", "proj", "experts", "layers", "model", "mlp",
-    "block_sparse_moe", "language_model.model", "", ".", "\ud800",
-)  # fmt: skip
-KEYS = (
-    "quant_method", "checkpoint_format", "bits", "w_bit", "sym", "version", "format",
-    "weight_block_size", "config_groups", "group_size", "desc_act",
-)  # fmt: skip
+    *(
+        "gate up down gate_up w1 w2 w3 0 1 2 3 01 7 weight scale bias"
+        " _inv _2 packed zero_point g_idx shape qweight qzeros scales"
+        " blocks input output global proj experts layers model mlp"
+        " block_sparse_moe language_model.model"
+    ).split(),
+    "",
+    ".",
+    "\ud800",
+)
+KEYS = tuple(
+    (
+        "quant_method checkpoint_format bits w_bit sym version format"
+        " weight_block_size config_groups group_size desc_act"
+    ).split()
+)
 SETTINGS: tuple[Any, ...] = (
-    None, True, False, 0, 4, 8, -1, 1e300, "", "gptq", "gptq_v2", "awq", "fp8", "mxfp4", "gemm",
-    "pack-quantized", "compressed-tensors", "modelopt", [], [128, 128], {}, {"a": {"weights": 1}},
-    {"a": {"weights": {"num_bits": 8}}}, [[]],
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    4,
+    8,
+    -1,
+    1e300,
+    "",
+    *"gptq gptq_v2 awq fp8 mxfp4 gemm pack-quantized compressed-tensors modelopt".split(),
+    [],
+    [128, 128],
+    {},
+    {"a": {"weights": 1}},
+    {"a": {"weights": {"num_bits": 8}}},
+    [[]],
+)
 MODEL_TYPES: tuple[Any, ...] = (None, 3, [], {}, "", "strange", "qwen3_moe\n", "\ud800")
 NUMBERS = (
-    float("nan"), float("inf"), float("-inf"), -1.0, -0.0, 0.0, 1.0, 6.1e-5, 5e-8, 65504.0, 1e38,
-)  # fmt: skip
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    -1.0,
+    -0.0,
+    0.0,
+    1.0,
+    6.1e-5,
+    5e-8,
+    65504.0,
+    1e38,
+)
 
 
 @dataclass
@@ -182,9 +222,20 @@ def _cut(state: _State, a: int, b: int) -> None:
 
 
 CHANGES = (
-    _drop, _rename, _copy, _swap, _retype, _reshape, _resize, _byte, _number, _number,
-    _misdescribe, _configure, _cut,
-)  # fmt: skip
+    _drop,
+    _rename,
+    _copy,
+    _swap,
+    _retype,
+    _reshape,
+    _resize,
+    _byte,
+    _number,
+    _number,
+    _misdescribe,
+    _configure,
+    _cut,
+)
 
 
 def write(folder: Path, sample: Sample, changes: list[Change]) -> dict[str, Any]:

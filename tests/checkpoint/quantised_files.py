@@ -42,11 +42,17 @@ def make_experts(
     }
 
 
-def save(folder: Path, tensors: Tensors, quantization: dict[str, Any] | None = None,
-         model_type: str = "qwen3_moe") -> Path:  # fmt: skip
+def save(
+    folder: Path,
+    tensors: Tensors,
+    quantization: dict[str, Any] | None = None,
+    model_type: str = "qwen3_moe",
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()},
-              folder / "model.safetensors")  # fmt: skip
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     config: dict[str, Any] = {"model_type": model_type}
     if quantization is not None:
         config["quantization_config"] = quantization
@@ -54,8 +60,13 @@ def save(folder: Path, tensors: Tensors, quantization: dict[str, Any] | None = N
     return folder
 
 
-def parts_of(tensors: Tensors, expert: int, matrix: str, where: str = MOE,
-             names: dict[str, str] = PROJECTIONS) -> Tensors:  # fmt: skip
+def parts_of(
+    tensors: Tensors,
+    expert: int,
+    matrix: str,
+    where: str = MOE,
+    names: dict[str, str] = PROJECTIONS,
+) -> Tensors:
     start = f"{where}.{expert}.{names[matrix]}."
     return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 

@@ -82,8 +82,11 @@ def _stack(case: str) -> Sample:
         for name, both in zip(names, (2, 1), strict=True):
             stem = start + name
             parts = {n: t for n, t in tensors.items() if n.startswith(stem)}
-            parts = {n: t.transpose(1, 2) if transposed and t.dim() == 3 else t
-                     for n, t in parts.items() if not n.endswith(UNUSED)}  # fmt: skip
+            parts = {
+                n: t.transpose(1, 2) if transposed and t.dim() == 3 else t
+                for n, t in parts.items()
+                if not n.endswith(UNUSED)
+            }
             weight = parts.pop(stem if stem in parts else f"{stem}.weight")
             found += _scaled(weight, *parts.values()).chunk(both, 1)
         return {m: list(v) for m, v in zip(("gate", "up", "down"), found, strict=True)}
@@ -151,9 +154,11 @@ def _rows(name: str, matrix: torch.Tensor, bias: torch.Tensor) -> Values:
     if name == "down_proj":
         return {"down": list(matrix), "down_bias": list(bias)}
     return {
-        "gate": list(matrix[:, 0::2]), "up": list(matrix[:, 1::2]),
-        "gate_bias": list(bias[:, 0::2]), "up_bias": list(bias[:, 1::2]),
-    }  # fmt: skip
+        "gate": list(matrix[:, 0::2]),
+        "up": list(matrix[:, 1::2]),
+        "gate_bias": list(bias[:, 0::2]),
+        "up_bias": list(bias[:, 1::2]),
+    }
 
 
 def _dense_gpt_oss() -> Sample:
@@ -181,8 +186,10 @@ def _dense(rows: int, columns: int) -> Tensors:
 
 def _dense_stack() -> Sample:
     torch.manual_seed(0)
-    tensors = {f"{MOE}.gate_up_proj": torch.randn(E, 2 * I, H),
-               f"{MOE}.down_proj": torch.randn(E, H, I)}  # fmt: skip
+    tensors = {
+        f"{MOE}.gate_up_proj": torch.randn(E, 2 * I, H),
+        f"{MOE}.down_proj": torch.randn(E, H, I),
+    }
 
     def values(tensors: Tensors, config: dict[str, Any]) -> Values:
         gate, up = tensors[f"{MOE}.gate_up_proj"].double().chunk(2, 1)
@@ -202,32 +209,42 @@ def samples() -> dict[str, Sample]:
         "dense gpt-oss": _dense_gpt_oss(),
         "gpt-oss": _gpt_oss(),
         "FP8": _per_expert(
-            test_fp8.block("weight_scale_inv"), "FP8", test_fp8.DEEPSEEK, _fp8,
+            test_fp8.block("weight_scale_inv"),
+            "FP8",
+            test_fp8.DEEPSEEK,
+            _fp8,
         ),
         "FP8 rows": _per_expert(
-            test_fp8.per_row((1,)), "FP8_PERCHANNEL", {"quant_method": "compressed-tensors"},
+            test_fp8.per_row((1,)),
+            "FP8_PERCHANNEL",
+            {"quant_method": "compressed-tensors"},
             lambda parts: parts["weight"].double() * parts["weight_scale"].double().reshape(-1, 1),
         ),
         "RAWINT4": _per_expert(test_int4.make_with(), "RAWINT4", int4(), test_int4.reference),
         "RAWINT4 with all": _per_expert(
             test_int4.make_with(zero=True, order=test_int4.ORDERS["shuffled"]),
-            "RAWINT4", int4(symmetric=False), test_int4.reference,
+            "RAWINT4",
+            int4(symmetric=False),
+            test_int4.reference,
         ),
         "GPTQ": _per_expert(
             test_gptq.make_with(zero=7), "GPTQ_INT4", gptq(), _gptq, with_config=True
         ),
         "GPTQ with desc_act": _per_expert(
-            test_gptq.make_with(order=test_gptq.shuffled), "GPTQ_INT4",
-            gptq(sym=False, desc_act=True), _gptq, with_config=True,
+            test_gptq.make_with(order=test_gptq.shuffled),
+            "GPTQ_INT4",
+            gptq(sym=False, desc_act=True),
+            _gptq,
+            with_config=True,
         ),
         "AWQ": _per_expert(test_awq.make_with(), "AWQ_INT4", test_awq.config(), test_awq.reference),
         "MXFP4": _per_expert(
-            _mxfp4, "MXFP4", {"quant_method": "compressed-tensors"},
+            _mxfp4,
+            "MXFP4",
+            {"quant_method": "compressed-tensors"},
             lambda parts: _scaled(parts["weight_packed"][None], parts["weight_scale"][None])[0],
         ),
-        "MXFP8": _per_expert(
-            _mxfp8, "MXFP8", {"quant_method": "mxfp8"}, test_mxfp8.reference
-        ),
+        "MXFP8": _per_expert(_mxfp8, "MXFP8", {"quant_method": "mxfp8"}, test_mxfp8.reference),
         "NVFP4 of ModelOpt": _per_expert(
             test_nvfp4.MODELOPT, "NVFP4", {"quant_method": "modelopt"}, _nvfp4
         ),
@@ -235,4 +252,4 @@ def samples() -> dict[str, Sample]:
             test_nvfp4.COMPRESSED, "NVFP4", {"quant_method": "compressed-tensors"}, _nvfp4
         ),
         **{f"stack of {case}": _stack(case) for case in test_stacks.CASES},
-    }  # fmt: skip
+    }

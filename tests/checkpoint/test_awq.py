@@ -11,8 +11,13 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def config(**settings):
-    return {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True,
-            "version": "gemm"} | settings  # fmt: skip
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+    } | settings
 
 
 def pack(codes):

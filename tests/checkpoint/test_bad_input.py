@@ -138,10 +138,14 @@ def test_misnumbered(tmp_path, sample):
             refused(path, sample, path / "model.safetensors", f"[{E + extra}, ", f"[{E}, ")
         return
     for old, new, word in (
-        (1, 7, ".1."), (E - 1, E, f".{E - 1}."), (E - 1, 10**8, f".{E - 1}."), (1, "01", ".01."),
-    ):  # fmt: skip
-        tensors = {n.replace(f"experts.{old}.", f"experts.{new}."): t
-                   for n, t in sample.tensors.items()}  # fmt: skip
+        (1, 7, ".1."),
+        (E - 1, E, f".{E - 1}."),
+        (E - 1, 10**8, f".{E - 1}."),
+        (1, "01", ".01."),
+    ):
+        tensors = {
+            n.replace(f"experts.{old}.", f"experts.{new}."): t for n, t in sample.tensors.items()
+        }
         path = write(tmp_path / str(new), sample, tensors)
         refused(path, sample, path, word)
 
@@ -170,15 +174,18 @@ def edit_header(file, change):
 
 
 @SOME
-@pytest.mark.parametrize("change", [
-    lambda begin, end: [begin, end + 2**40],
-    lambda begin, end: [begin + 2**62, end + 2**62],
-    lambda begin, end: [begin + 1, end + 1],
-    lambda begin, end: [begin - 1, end - 1] if begin else [1, end + 1],
-    lambda begin, end: [end, begin],
-    lambda begin, end: [begin, end, end],
-    lambda begin, end: [-1, end],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda begin, end: [begin, end + 2**40],
+        lambda begin, end: [begin + 2**62, end + 2**62],
+        lambda begin, end: [begin + 1, end + 1],
+        lambda begin, end: [begin - 1, end - 1] if begin else [1, end + 1],
+        lambda begin, end: [end, begin],
+        lambda begin, end: [begin, end, end],
+        lambda begin, end: [-1, end],
+    ],
+)
 def test_offsets(tmp_path, sample, change):
     """Huge, overlapping, with a hole, reversed."""
     for number, name in enumerate(kinds(sample)):
@@ -234,7 +241,9 @@ def test_two_models_in_one_folder(tmp_path, sample):
     places = ("model.layers.0.", "model.language_model.layers.0.", "more than one place")
     refused(path, sample, path, *places)
     if per_expert(sample):
-        stack = {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(E, 2 * I, H),
-                 "model.layers.0.mlp.experts.down_proj": torch.zeros(E, H, I)}  # fmt: skip
+        stack = {
+            "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(E, 2 * I, H),
+            "model.layers.0.mlp.experts.down_proj": torch.zeros(E, H, I),
+        }
         path = write(tmp_path / "b", sample, sample.tensors | stack)
         refused(path, sample, path, "more than one place", "model.layers.0.mlp.experts")

@@ -95,9 +95,12 @@ def test_layer_without_experts(tmp_path):
 
 def test_wrong_arguments(tmp_path):
     checkpoint = open_checkpoint(save(tmp_path, per_expert()))
-    for arguments, name in [((-1, *SIZES), "layer_idx"), ((0, 0, H, I), "num_experts"),
-                            ((0, E, 1.5, I), "hidden_size"),
-                            ((0, E, H, 0), "moe_intermediate_size")]:  # fmt: skip
+    for arguments, name in [
+        ((-1, *SIZES), "layer_idx"),
+        ((0, 0, H, I), "num_experts"),
+        ((0, E, 1.5, I), "hidden_size"),
+        ((0, E, H, 0), "moe_intermediate_size"),
+    ]:
         with pytest.raises(ValueError, match=name):
             checkpoint.read_experts(*arguments)
     for bad in ([E], [-1], [0.5]):
@@ -370,10 +373,13 @@ def test_nothing_there(tmp_path):
     fails(tmp_path, tmp_path, "no *.safetensors", error=FileNotFoundError)
 
 
-@pytest.mark.parametrize("name, word", [
-    ("below/_layer_0/_numa_0/INT8_up_0.kt", "_layer_<number>"),
-    ("pytorch_model.bin", "PyTorch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, word",
+    [
+        ("below/_layer_0/_numa_0/INT8_up_0.kt", "_layer_<number>"),
+        ("pytorch_model.bin", "PyTorch"),
+    ],
+)
 def test_other_formats(tmp_path, name, word):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -381,10 +387,14 @@ def test_other_formats(tmp_path, name, word):
     fails(tmp_path, word, path)
 
 
-@pytest.mark.parametrize("content, word", [
-    (b"GGUF\3\0\0\0" + bytes(20), "GGUF"), (b"PK\3\4\0\0\x08\x08" + bytes(20), "pickle"),
-    (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, word",
+    [
+        (b"GGUF\3\0\0\0" + bytes(20), "GGUF"),
+        (b"PK\3\4\0\0\x08\x08" + bytes(20), "pickle"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    ],
+)
 def test_other_formats_behind_the_name(tmp_path, content, word):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -405,31 +415,34 @@ def test_truncated_at_every_length(tmp_path):
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-@pytest.mark.parametrize("header, data, words", [
-    (b"", b"", ["JSON"]),
-    (b"[" * 5000, b"", ["JSON"]),
-    (b"[]", b"", ["list"]),
-    (b"\xff\xfe", b"", ["JSON"]),
-    (b'{"a": 1, "a": 2}', b"", ["duplicate", "'a'"]),
-    ({"__metadata__": {"x": 1}}, b"", ["__metadata__"]),
-    ({"a": 3}, b"", ["'a'"]),
-    ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8), ["'a'", "data_offsets"]),
-    ({"a": A | {"dtype": "F31"}}, bytes(8), ["'a'", "F31", "BF16"]),
-    ({"a": A | {"dtype": ["F32"]}}, bytes(8), ["'a'"]),
-    ({"a": A | {"shape": [-2]}}, bytes(8), ["'a'", "[-2]"]),
-    ({"a": A | {"shape": [2.0]}}, bytes(8), ["'a'", "[2.0]"]),
-    ({"a": A | {"shape": [True, 2]}}, bytes(8), ["'a'"]),
-    ({"a": A | {"shape": [2**70]}}, bytes(8), ["'a'"]),
-    ({"a": A | {"shape": [3]}}, bytes(12), ["'a'", "12 bytes"]),
-    ({"a": A | {"shape": [2**62, 2**62]}}, bytes(8), ["'a'"]),
-    ({"a": A | {"data_offsets": [8, 0]}}, bytes(8), ["'a'"]),
-    ({"a": A | {"data_offsets": [0]}}, bytes(8), ["'a'", "data_offsets"]),
-    ({"a": A | {"data_offsets": [8, 16]}}, bytes(16), ["'a'", "hole"]),
-    ({"a": A, "b": A | {"data_offsets": [4, 12]}}, bytes(12), ["'b'", "overlaps"]),
-    ({"a": A, "b": A}, bytes(8), ["overlaps"]),
-    ({"a": A}, bytes(7), ["'a'", "truncated"]),
-    ({"a": A}, bytes(9), ["9 bytes"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "header, data, words",
+    [
+        (b"", b"", ["JSON"]),
+        (b"[" * 5000, b"", ["JSON"]),
+        (b"[]", b"", ["list"]),
+        (b"\xff\xfe", b"", ["JSON"]),
+        (b'{"a": 1, "a": 2}', b"", ["duplicate", "'a'"]),
+        ({"__metadata__": {"x": 1}}, b"", ["__metadata__"]),
+        ({"a": 3}, b"", ["'a'"]),
+        ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8), ["'a'", "data_offsets"]),
+        ({"a": A | {"dtype": "F31"}}, bytes(8), ["'a'", "F31", "BF16"]),
+        ({"a": A | {"dtype": ["F32"]}}, bytes(8), ["'a'"]),
+        ({"a": A | {"shape": [-2]}}, bytes(8), ["'a'", "[-2]"]),
+        ({"a": A | {"shape": [2.0]}}, bytes(8), ["'a'", "[2.0]"]),
+        ({"a": A | {"shape": [True, 2]}}, bytes(8), ["'a'"]),
+        ({"a": A | {"shape": [2**70]}}, bytes(8), ["'a'"]),
+        ({"a": A | {"shape": [3]}}, bytes(12), ["'a'", "12 bytes"]),
+        ({"a": A | {"shape": [2**62, 2**62]}}, bytes(8), ["'a'"]),
+        ({"a": A | {"data_offsets": [8, 0]}}, bytes(8), ["'a'"]),
+        ({"a": A | {"data_offsets": [0]}}, bytes(8), ["'a'", "data_offsets"]),
+        ({"a": A | {"data_offsets": [8, 16]}}, bytes(16), ["'a'", "hole"]),
+        ({"a": A, "b": A | {"data_offsets": [4, 12]}}, bytes(12), ["'b'", "overlaps"]),
+        ({"a": A, "b": A}, bytes(8), ["overlaps"]),
+        ({"a": A}, bytes(7), ["'a'", "truncated"]),
+        ({"a": A}, bytes(9), ["9 bytes"]),
+    ],
+)
 def test_bad_header(tmp_path, header, data, words):
     path = raw(tmp_path / "model.safetensors", header, data)
     fails(path, path, *words)

@@ -22,20 +22,38 @@ H, I = 32, 16  # noqa: E741
 # H = 2I hides a wrong orientation of gate_up, H = I one of down.
 
 COMMON = dict(
-    vocab_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-    max_position_embeddings=64, num_experts=E, num_local_experts=E, n_routed_experts=E,
-    num_experts_per_tok=TOP_K, first_k_dense_replace=0, decoder_sparse_step=1,
-    pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    num_experts=E,
+    num_local_experts=E,
+    n_routed_experts=E,
+    num_experts_per_tok=TOP_K,
+    first_k_dense_replace=0,
+    decoder_sparse_step=1,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 MLA = dict(
-    q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
     num_key_value_heads=4,
-)  # fmt: skip
+)
 GROUPS = dict(n_group=1, topk_group=1, n_shared_experts=1)
 LINEAR_ATTENTION = dict(
-    linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-    linear_value_head_dim=8, shared_expert_intermediate_size=24,
-)  # fmt: skip
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    shared_expert_intermediate_size=24,
+)
 FULL = dict(layer_types=["full_attention"] * 2)
 SPARSE = dict(mlp_layer_types=["sparse"] * 2)
 NO_ROPE = dict(qk_rope_head_dim=0)
@@ -75,8 +93,15 @@ MODELS = {
     "inkling_text": ("Inkling", {}),
     "jamba": (
         "Jamba",
-        dict(mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False, expert_layer_period=1,
-             expert_layer_offset=0, attn_layer_period=1, attn_layer_offset=0),
+        dict(
+            mamba_d_state=4,
+            mamba_dt_rank=4,
+            use_mamba_kernels=False,
+            expert_layer_period=1,
+            expert_layer_offset=0,
+            attn_layer_period=1,
+            attn_layer_offset=0,
+        ),
     ),
     "kimi_linear": ("KimiLinear", MLA | GROUPS),
     "kimi_k2": ("DeepseekV3", MLA | GROUPS),
@@ -99,7 +124,7 @@ MODELS = {
     "qwen3_vl_moe_text": ("Qwen3VLMoe", {}),
     "qwen4_exp_text": ("Qwen4Exp", LINEAR_ATTENTION),
     "solar_open": ("SolarOpen", GROUPS),
-}  # fmt: skip
+}
 # Inside a multimodal model: class prefix and arguments of the text part.
 MULTIMODAL = {
     "aria": ("Aria", dict(moe_num_experts=E, moe_topk=TOP_K, moe_num_shared_experts=1)),
@@ -253,16 +278,20 @@ def compare(experts, path, hidden, inter):
     assert LAYER in checkpoint.layers()
     assert checkpoint.sizes(LAYER) == (E, hidden, inter)
     read = checkpoint.read_experts(LAYER, E, hidden, inter)
-    for tensors, shape in ((read.gate, (inter, hidden)), (read.up, (inter, hidden)),
-                           (read.down, (hidden, inter))):  # fmt: skip
+    for tensors, shape in (
+        (read.gate, (inter, hidden)),
+        (read.up, (inter, hidden)),
+        (read.down, (hidden, inter)),
+    ):
         for tensor in tensors:
             assert tensor.shape == shape and tensor.is_contiguous()
             assert tensor.dtype == torch.float32
     x = torch.randn(TOKENS, hidden)
     ids, weights = routed()
     expected = module_output(experts, x, ids, weights)
-    torch.testing.assert_close(our_output(experts, read, x, ids, weights), expected,
-                               rtol=1e-4, atol=1e-4)  # fmt: skip
+    torch.testing.assert_close(
+        our_output(experts, read, x, ids, weights), expected, rtol=1e-4, atol=1e-4
+    )
     assert expected.std() > 0.1  # the comparison can fail
 
 

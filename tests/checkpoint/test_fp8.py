@@ -41,8 +41,9 @@ def block_reference(parts):
 @pytest.mark.parametrize(("hidden", "inter"), [RAGGED, (256, 128), (1, 1)])
 def test_blocks(tmp_path, name, dtype, hidden, inter):
     tensors = make_experts(block(name, dtype), hidden, inter)
-    found = check_values(save(tmp_path, tensors, DEEPSEEK), tensors, "FP8", block_reference,
-                         hidden, inter)  # fmt: skip
+    found = check_values(
+        save(tmp_path, tensors, DEEPSEEK), tensors, "FP8", block_reference, hidden, inter
+    )
     assert found.gate[0].format == FP8_BLOCK
 
 
@@ -66,15 +67,21 @@ def test_block_scales_that_are_powers_of_two(tmp_path):
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_one_scale_for_a_matrix(tmp_path, shape):
     def make(rows, columns):
-        return {"weight": codes(rows, columns), "weight_scale": torch.rand(1).reshape(shape),
-                "input_scale": torch.rand(1)}  # fmt: skip
+        return {
+            "weight": codes(rows, columns),
+            "weight_scale": torch.rand(1).reshape(shape),
+            "input_scale": torch.rand(1),
+        }
 
     tensors = make_experts(make, *RAGGED)
     path = save(tmp_path, tensors, {"quant_method": "compressed-tensors"})
     check_values(
-        path, tensors, "FP8",
-        lambda parts: parts["weight"].double() * parts["weight_scale"].double(), *RAGGED,
-    )  # fmt: skip
+        path,
+        tensors,
+        "FP8",
+        lambda parts: parts["weight"].double() * parts["weight_scale"].double(),
+        *RAGGED,
+    )
 
 
 def per_row(shape, dtype=torch.float32):
@@ -90,10 +97,12 @@ def per_row(shape, dtype=torch.float32):
 def test_rows(tmp_path, shape, dtype):
     tensors = make_experts(per_row(shape, dtype), *RAGGED)
     found = check_values(
-        save(tmp_path, tensors, {"quant_method": "compressed-tensors"}), tensors, "FP8_PERCHANNEL",
+        save(tmp_path, tensors, {"quant_method": "compressed-tensors"}),
+        tensors,
+        "FP8_PERCHANNEL",
         lambda parts: parts["weight"].double() * parts["weight_scale"].double().reshape(-1, 1),
         *RAGGED,
-    )  # fmt: skip
+    )
     assert found.down[2].format == FP8_ROW
 
 

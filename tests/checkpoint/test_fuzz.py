@@ -75,13 +75,17 @@ def test_edited_bytes(tmp_path, edits, length, keep_length):
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
     | st.sampled_from(["BF16", "F32", "F4", "F6_E2M3", "BOOL", "C64", "I8"]),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
     ),
     max_leaves=4,
-)  # fmt: skip
+)
 
 
 @many

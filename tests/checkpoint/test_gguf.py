@@ -97,8 +97,13 @@ def test_nibbles_of_more_than_is_moved_at_a_time(tmp_path, kind, monkeypatch):
     check(model.save(tmp_path / "m.gguf"), model)
 
 
-MIXED = [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "IQ4_XS", "Q3_K"), ("BF16", "Q8_0", "F16"),
-         ("Q4_0", "MXFP4", "Q5_1"), ("F32", "F16", "BF16")]  # fmt: skip
+MIXED = [
+    ("Q4_K", "Q4_K", "Q6_K"),
+    ("Q2_K", "IQ4_XS", "Q3_K"),
+    ("BF16", "Q8_0", "F16"),
+    ("Q4_0", "MXFP4", "Q5_1"),
+    ("F32", "F16", "BF16"),
+]
 
 
 @pytest.mark.parametrize("kinds", MIXED)
@@ -158,8 +163,9 @@ def test_sizes(tmp_path, shape):
 def test_a_stack_of_one_without_its_dimension(tmp_path):
     """ggml leaves out dimensions of 1 at the outer end when it writes a tensor again."""
     model = Model(experts=1, biases=True)
-    tensors = {name: (kind, rows[0]) for name, (kind, rows) in model.tensors().items()
-               if rows.ndim > 1}  # fmt: skip
+    tensors = {
+        name: (kind, rows[0]) for name, (kind, rows) in model.tensors().items() if rows.ndim > 1
+    }
     found = check(write(tmp_path / "m.gguf", tensors, {}), model)
     assert found.gate_bias[0].shape == (I,)
 
@@ -263,11 +269,25 @@ def test_types_without_kernels(tmp_path):
         fails(path, path, name, f"is of type {kind}", "supported: F32")
 
 
-@pytest.mark.parametrize("kind, place", [
-    ("Q4_0", 0), ("Q4_1", 2), ("Q5_0", 0), ("Q5_1", 2), ("Q8_0", 0), ("Q2_K", 80), ("Q2_K", 82),
-    ("Q3_K", 108), ("Q4_K", 0), ("Q4_K", 2), ("Q5_K", 2), ("Q6_K", 208), ("IQ4_NL", 0),
-    ("IQ4_XS", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, place",
+    [
+        ("Q4_0", 0),
+        ("Q4_1", 2),
+        ("Q5_0", 0),
+        ("Q5_1", 2),
+        ("Q8_0", 0),
+        ("Q2_K", 80),
+        ("Q2_K", 82),
+        ("Q3_K", 108),
+        ("Q4_K", 0),
+        ("Q4_K", 2),
+        ("Q5_K", 2),
+        ("Q6_K", 208),
+        ("IQ4_NL", 0),
+        ("IQ4_XS", 0),
+    ],
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_scales_that_are_not_finite(tmp_path, kind, place, value):
     model = Model(("Q8_0", kind, "Q8_0"))

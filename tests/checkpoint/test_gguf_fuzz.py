@@ -30,10 +30,19 @@ for _name, (_type, _bytes) in TYPES.items():
 VALID = gguf(KEYS, TENSORS, SIZE)
 HEADER = len(VALID) - SIZE
 PIECES = [
-    b"\0", b"\1", b"\xff", b"\x7f", b"\x80", b"blk.0.", b"ffn_up", b"_exps", b".bias", b".1.",
+    b"\0",
+    b"\1",
+    b"\xff",
+    b"\x7f",
+    b"\x80",
+    b"blk.0.",
+    b"ffn_up",
+    b"_exps",
+    b".bias",
+    b".1.",
     *(struct.pack("<I", n) for n in (0, 1, 4, 5, 7, 8, 9, 10, 12, 30, 2**31, 2**32 - 1)),
     *(struct.pack("<Q", n) for n in (0, 1, 2, 32, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1)),
-]  # fmt: skip
+]
 
 edits = st.lists(
     st.tuples(
@@ -48,9 +57,14 @@ edits = st.lists(
 numbers = st.integers(0, 40) | st.sampled_from([2**31, 2**32 - 1])
 longs = st.integers(0, 200) | st.sampled_from([2**32, 2**62, 2**63, 2**64 - 1])
 names = st.sampled_from(
-    [f"blk.{n}.ffn_{m}{e}.{p}" for n in ("0", "1", "00") for m in ("gate", "up", "down", "gate_up")
-     for e in ("_exps", ".0", ".1", "") for p in ("weight", "bias", "scale")]
-) | st.text(max_size=4)  # fmt: skip
+    [
+        f"blk.{n}.ffn_{m}{e}.{p}"
+        for n in ("0", "1", "00")
+        for m in ("gate", "up", "down", "gate_up")
+        for e in ("_exps", ".0", ".1", "")
+        for p in ("weight", "bias", "scale")
+    ]
+) | st.text(max_size=4)
 values = st.recursive(
     st.tuples(st.just(STRING), st.binary(max_size=4).map(text))
     | st.tuples(numbers, st.binary(max_size=12)),
@@ -60,9 +74,11 @@ values = st.recursive(
 known = ["general.alignment", "general.architecture", "split.count", "qwen3moe.expert_count"]
 keys = st.tuples(st.text(max_size=3) | st.sampled_from(known), values)
 tensors = st.tuples(
-    names, st.lists(longs | st.sampled_from([E, H, I]), max_size=5).map(tuple),
-    st.sampled_from([0, 1, 2, 8, 30, 39, 12, 16]) | numbers, longs.map(lambda n: 32 * (n % 2**58)),
-)  # fmt: skip
+    names,
+    st.lists(longs | st.sampled_from([E, H, I]), max_size=5).map(tuple),
+    st.sampled_from([0, 1, 2, 8, 30, 39, 12, 16]) | numbers,
+    longs.map(lambda n: 32 * (n % 2**58)),
+)
 
 
 def attempt(data, folder):
@@ -130,8 +146,11 @@ def built(keys, tensors, valid, counts, version):
     return gguf(
         [key(name, kind, value) for name, (kind, value) in keys],
         [TENSORS[n] for n in sorted(valid)] + [tensor(*t) for t in tensors],
-        SIZE, tensor_count=counts[0], key_count=counts[1], version=version,
-    )  # fmt: skip
+        SIZE,
+        tensor_count=counts[0],
+        key_count=counts[1],
+        version=version,
+    )
 
 
 def test_the_valid_file_is_read(tmp_path):

@@ -44,15 +44,28 @@ def test_as_the_package_reads_it(tmp_path, kind, alignment):
 
 
 def test_only_keys_that_are_used_are_kept(tmp_path):
-    metadata = {"general.name": "text", "c": [1, 2], "d": ["x", "y" * 70000, ""], "e": "z" * 5000,
-                "f": [[1], [2, 3]], "general.type": "model", "split.count": 1, "a.expert_count": 7,
-                "qwen3moe.embedding_length": 8, "qwen3moe.expert_feed_forward_length": [1, 2],
-                "a.b.expert_count": 9, "qwen3moe.expert_used_count": 2}  # fmt: skip
+    metadata = {
+        "general.name": "text",
+        "c": [1, 2],
+        "d": ["x", "y" * 70000, ""],
+        "e": "z" * 5000,
+        "f": [[1], [2, 3]],
+        "general.type": "model",
+        "split.count": 1,
+        "a.expert_count": 7,
+        "qwen3moe.embedding_length": 8,
+        "qwen3moe.expert_feed_forward_length": [1, 2],
+        "a.b.expert_count": 9,
+        "qwen3moe.expert_used_count": 2,
+    }
     path = write(tmp_path / "m.gguf", {"t": ("F32", np.ones(4, "f"))}, metadata)
     assert read_gguf_header(str(path)).metadata == {
-        "general.architecture": "qwen3moe", "general.type": "model", "split.count": 1,
-        "a.expert_count": 7, "qwen3moe.embedding_length": 8,
-    }  # fmt: skip
+        "general.architecture": "qwen3moe",
+        "general.type": "model",
+        "split.count": 1,
+        "a.expert_count": 7,
+        "qwen3moe.embedding_length": 8,
+    }
 
 
 LAST = number("split.count", 1)
@@ -60,9 +73,20 @@ LAST = number("split.count", 1)
 
 @pytest.mark.parametrize(
     ("kind", "code", "value"),
-    [(0, "B", 255), (1, "b", -1), (2, "H", 65535), (3, "h", -2), (4, "I", 2**32 - 1), (5, "i", -3),
-     (6, "f", 0.5), (7, "?", True), (10, "Q", HUGE), (11, "q", -4), (12, "d", 1e300)],
-)  # fmt: skip
+    [
+        (0, "B", 255),
+        (1, "b", -1),
+        (2, "H", 65535),
+        (3, "h", -2),
+        (4, "I", 2**32 - 1),
+        (5, "i", -3),
+        (6, "f", 0.5),
+        (7, "?", True),
+        (10, "Q", HUGE),
+        (11, "q", -4),
+        (12, "d", 1e300),
+    ],
+)
 def test_every_kind_of_number(tmp_path, kind, code, value):
     path = tmp_path / "m.gguf"
     data = struct.pack("<" + code, value)
@@ -135,8 +159,10 @@ BAD = {
     "same place": (gguf(tensors=[TWO[0], tensor("b")], data=512), "'b' overlaps tensor 'a'"),
     "same name": (gguf(tensors=[TWO[0], tensor("a", offset=128)], data=512), "'a' is there twice"),
     "ends in a tensor": (gguf(tensors=[tensor("t")[:-12]]), "tensor 't'", "truncated"),
-} | {f"type {name}": (gguf(tensors=[tensor("t", kind=n)], data=128), f"'t' is of ggml type {name}")
-     for n, name in NOT_STORED.items()}  # fmt: skip
+} | {
+    f"type {name}": (gguf(tensors=[tensor("t", kind=n)], data=128), f"'t' is of ggml type {name}")
+    for n, name in NOT_STORED.items()
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -211,13 +237,27 @@ def cost(monkeypatch):
 
 MANY = {
     "number of keys": ("keys", "MAX_KEYS", 14, lambda n: gguf([key(b"k", 0, b"\1")] * n)),
-    "number of tensors": ("tensors", "MAX_TENSORS", 36, lambda n: gguf(
-        tensors=[tensor(f"{i:04x}", (0,)) for i in range(n)])),
-    "key 'k'": ("strings in arrays", "MAX_STRINGS", 8, lambda n: gguf(
-        [key("k", ARRAY, array(STRING, m, bytes(8 * m))) for m in (1, n - 1)])),
-    "key 'a'": ("arrays in arrays", "MAX_ARRAYS", 12, lambda n: gguf(
-        [key("a", ARRAY, array(ARRAY, 1, array(ARRAY, n - 1, array(U32, 0) * (n - 1))))])),
-}  # fmt: skip
+    "number of tensors": (
+        "tensors",
+        "MAX_TENSORS",
+        36,
+        lambda n: gguf(tensors=[tensor(f"{i:04x}", (0,)) for i in range(n)]),
+    ),
+    "key 'k'": (
+        "strings in arrays",
+        "MAX_STRINGS",
+        8,
+        lambda n: gguf([key("k", ARRAY, array(STRING, m, bytes(8 * m))) for m in (1, n - 1)]),
+    ),
+    "key 'a'": (
+        "arrays in arrays",
+        "MAX_ARRAYS",
+        12,
+        lambda n: gguf(
+            [key("a", ARRAY, array(ARRAY, 1, array(ARRAY, n - 1, array(U32, 0) * (n - 1))))]
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("where", MANY)

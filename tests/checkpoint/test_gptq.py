@@ -11,16 +11,25 @@ from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO
 
 
 def config(**settings):
-    return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True,
-            "checkpoint_format": "gptq"} | settings  # fmt: skip
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": False,
+        "sym": True,
+        "checkpoint_format": "gptq",
+    } | settings
 
 
 def make_with(group=32, version=1, zero=None, order=None, dtype=torch.float16):
     def make(rows, columns):
         groups = columns // group if group > 0 else 1
         codes = torch.randint(0, 16, (rows, columns))
-        stored = torch.randint(0, 16, (groups, rows)) if zero is None else torch.full(
-            (groups, rows), zero)  # fmt: skip
+        stored = (
+            torch.randint(0, 16, (groups, rows))
+            if zero is None
+            else torch.full((groups, rows), zero)
+        )
         parts = {
             "qweight": pack_int32(codes.T, 0),
             "qzeros": pack_int32(stored, 1),

@@ -9,8 +9,11 @@ from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO
 
 def config(bits=4, **weights):
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "group_size": 32} | weights
-    return {"quant_method": "compressed-tensors", "format": "pack-quantized",
-            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}}  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }
 
 
 def pack_int32(codes, dim):
@@ -32,8 +35,10 @@ def make_with(group=32, dtype=torch.bfloat16, packed="int32", zero=False, order=
     def make(rows, columns):
         groups = columns // group if group else 1
         codes = torch.randint(0, 16, (rows, columns))
-        parts = {"weight_packed": pack_int32(codes, 1),
-                 "weight_scale": (torch.rand(rows, groups) * 1e-2).to(dtype)}  # fmt: skip
+        parts = {
+            "weight_packed": pack_int32(codes, 1),
+            "weight_scale": (torch.rand(rows, groups) * 1e-2).to(dtype),
+        }
         if packed == "uint8":
             parts["weight_packed"] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
         if zero:

@@ -111,8 +111,12 @@ def test_what_the_wheel_wrote(case):
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(st.sampled_from([8, 4]), st.integers(1, 9), st.sampled_from([1, 2, 27, 28, 29, 56, 57, 60]),
-       st.integers(0, 2**31))  # fmt: skip
+@given(
+    st.sampled_from([8, 4]),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 27, 28, 29, 56, 57, 60]),
+    st.integers(0, 2**31),
+)
 def test_all_codes_in_all_shapes(bits, n, k, seed):
     rows, columns = 32 * n, k * (64 if bits == 8 else 128)
     least = -(1 << (bits - 1))
@@ -131,9 +135,16 @@ def test_all_codes_in_all_shapes(bits, n, k, seed):
 def test_through_the_wrapper(case, pools):
     method = METHODS[case.bits][pools == 2]
     wrapper = KTMoEWrapper(
-        case.layer, case.experts, 1, case.hidden, case.inter, weight_path=folder_of(case),
-        threadpool_count=pools, cpuinfer_threads=pools, method=method,
-    )  # fmt: skip
+        case.layer,
+        case.experts,
+        1,
+        case.hidden,
+        case.inter,
+        weight_path=folder_of(case),
+        threadpool_count=pools,
+        cpuinfer_threads=pools,
+        method=method,
+    )
     wrapper.load_weights(torch.arange(case.experts).flip(0))
     stacks = []
     for number, name in enumerate(MATRICES):
@@ -182,8 +193,14 @@ def test_a_whole_directory_of_the_converter(tmp_path):
     names = {name: file for file, content in files.items() for name in content}
     index = {"metadata": {"total_size": 0}, "weight_map": names}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = {"model_type": "deepseek_v3", "quantization_config": {
-        "quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}}  # fmt: skip
+    config = {
+        "model_type": "deepseek_v3",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "fmt": "e4m3",
+        },
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.model_type == "deepseek_v3" and checkpoint.layers() == [3]
@@ -219,9 +236,16 @@ def test_packed_anew_as_it_is(tmp_path, case):
     packed = open_checkpoint(tmp_path / "out")
     assert packed.sizes(case.layer) == (case.experts, case.hidden, case.inter)
     wrapper = KTMoEWrapper(
-        case.layer, case.experts, 1, case.hidden, case.inter, weight_path=tmp_path / "out",
-        threadpool_count=2, cpuinfer_threads=2, method=method,
-    )  # fmt: skip
+        case.layer,
+        case.experts,
+        1,
+        case.hidden,
+        case.inter,
+        weight_path=tmp_path / "out",
+        threadpool_count=2,
+        cpuinfer_threads=2,
+        method=method,
+    )
     wrapper.load_weights(torch.arange(case.experts))
     for expert in range(case.experts):
         for number, name in enumerate(MATRICES):
@@ -280,23 +304,29 @@ def test_a_number_far_too_large(tmp_path):
     fails(changed(tmp_path, **{name: np.zeros(64, np.float32)}), name, "too few")
 
 
-@pytest.mark.parametrize("value, words", [
-    (np.zeros(8191, np.int8), ("shape [8191]", "expected [8192]")),
-    (np.zeros((64, 128), np.int8), ("shape [64, 128]",)),
-    (np.zeros(8192, np.float32), ("has dtype F32",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (np.zeros(8191, np.int8), ("shape [8191]", "expected [8192]")),
+        (np.zeros((64, 128), np.int8), ("shape [64, 128]",)),
+        (np.zeros(8192, np.float32), ("has dtype F32",)),
+    ],
+)
 def test_wrong_weights(tmp_path, value, words):
     path = changed(tmp_path, **{f"{NAME}.weight": value})
     fails(path, path, f"{NAME}.weight", *words)
 
 
-@pytest.mark.parametrize("value, words", [
-    (np.zeros(63, np.float32), ("shape [63]", "expected [64]")),
-    (np.zeros(64, np.float64), ("has dtype F64",)),
-    (np.full(64, np.nan, np.float32), ("nan", "accepted")),
-    (np.full(64, -1, np.float32), ("-1", "accepted")),
-    (np.full(64, np.inf, np.float32), ("inf", "accepted")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (np.zeros(63, np.float32), ("shape [63]", "expected [64]")),
+        (np.zeros(64, np.float64), ("has dtype F64",)),
+        (np.full(64, np.nan, np.float32), ("nan", "accepted")),
+        (np.full(64, -1, np.float32), ("-1", "accepted")),
+        (np.full(64, np.inf, np.float32), ("inf", "accepted")),
+    ],
+)
 def test_wrong_scales(tmp_path, value, words):
     path = changed(tmp_path, **{f"{NAME}.scale": value})
     fails(path, path, f"{NAME}.scale", *words)
@@ -325,8 +355,12 @@ def test_another_model(tmp_path):
     other = Case(8, 1, 3, 64, 64)
     words = ("2 experts of hidden size 128 and intermediate size 64", "expected 3 experts")
     fails(changed(tmp_path), tmp_path, *words, case=other)
-    fails(changed(tmp_path), "layer 5 has no experts", "layers with experts: 0",
-          case=Case(8, 1, 2, 128, 64, layer=5))  # fmt: skip
+    fails(
+        changed(tmp_path),
+        "layer 5 has no experts",
+        "layers with experts: 0",
+        case=Case(8, 1, 2, 128, 64, layer=5),
+    )
 
 
 @pytest.mark.parametrize("method", ["AMXINT4", "BF16", "INT4_G32", "FP8"])
@@ -334,11 +368,17 @@ def test_another_method(tmp_path, method):
     fails(changed(tmp_path), "int8 of kt-kernel", "AMXINT8 or MOE_INT8", method, method=method)
 
 
-@pytest.mark.parametrize("name", [
-    f"{NAME}.qzeros", "blk.0.ffn_up_exps.01.numa.0.weight", "blk.0.ffn_up_exps.1.numa.00.weight",
-    "blk.0.ffn_up_exps.1.weight", "blk.0.ffn_gate_up_exps.1.numa.0.weight",
-    "blk.0.ffn_up_exps.1.qzeros",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{NAME}.qzeros",
+        "blk.0.ffn_up_exps.01.numa.0.weight",
+        "blk.0.ffn_up_exps.1.numa.00.weight",
+        "blk.0.ffn_up_exps.1.weight",
+        "blk.0.ffn_gate_up_exps.1.numa.0.weight",
+        "blk.0.ffn_up_exps.1.qzeros",
+    ],
+)
 def test_other_names(tmp_path, name):
     path = changed(tmp_path, **{name: np.zeros(4, np.float32)})
     fails(path, name, "packed in a way that is unknown", "numa.<part>")

@@ -16,12 +16,14 @@ def dequantise(codes, scales):
     # transformers gives [1, K, N]
     return mxfp4.convert_moe_packed_tensors(
         blocks, scales.view(torch.uint8)[None], dtype=torch.float32
-    )[0].T.float()  # fmt: skip
+    )[0].T.float()
 
 
 def matrix(rows, columns):
-    return (torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8),
-            torch.randint(7, 248, (rows, columns // 32), dtype=torch.uint8))  # fmt: skip
+    return (
+        torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8),
+        torch.randint(7, 248, (rows, columns // 32), dtype=torch.uint8),
+    )
 
 
 def test_every_code_and_scale(tmp_path):
@@ -57,8 +59,14 @@ def test_deepseek(tmp_path, codes, scale):
 
     tensors = make_experts(make, where=where, names=W123)
     path = save(tmp_path, tensors, {"quant_method": "fp8"}, "deepseek_v4")
-    check_values(path, tensors, "MXFP4", lambda parts: dequantise(parts["weight"], parts["scale"]),
-                 where=where, names=W123)  # fmt: skip
+    check_values(
+        path,
+        tensors,
+        "MXFP4",
+        lambda parts: dequantise(parts["weight"], parts["scale"]),
+        where=where,
+        names=W123,
+    )
 
 
 def compressed(rows, columns):
@@ -70,9 +78,11 @@ def test_compressed_tensors(tmp_path):
     tensors = make_experts(compressed)
     path = save(tmp_path, tensors, {"quant_method": "compressed-tensors"})
     check_values(
-        path, tensors, "MXFP4",
+        path,
+        tensors,
+        "MXFP4",
         lambda parts: dequantise(parts["weight_packed"], parts["weight_scale"]),
-    )  # fmt: skip
+    )
 
 
 def gpt_oss(hidden=H, inter=I):
@@ -101,11 +111,12 @@ def test_gpt_oss(tmp_path, hidden, inter):
     # What transformers gives is for x @ W: [E, H, 2I] and [E, I, H].
     gate_up, down = (
         mxfp4.convert_moe_packed_tensors(
-            tensors[f"{base}.{name}_proj_blocks"], tensors[f"{base}.{name}_proj_scales"],
+            tensors[f"{base}.{name}_proj_blocks"],
+            tensors[f"{base}.{name}_proj_scales"],
             dtype=torch.float32,
         )
         for name in ("gate_up", "down")
-    )  # fmt: skip
+    )
     bias = tensors[f"{base}.gate_up_proj_bias"].float()
     for e in range(E):
         assert torch.equal(values_of(found.gate[e]), gate_up[e, :, 0::2].T.double())

@@ -39,20 +39,24 @@ def modelopt_values(parts):
 def test_modelopt(tmp_path):
     tensors = make_experts(MODELOPT)
     found = check_values(
-        save(tmp_path, tensors, {"quant_method": "modelopt"}), tensors, "NVFP4",
+        save(tmp_path, tensors, {"quant_method": "modelopt"}),
+        tensors,
+        "NVFP4",
         modelopt_values,
-    )  # fmt: skip
+    )
     assert len({m.global_scale for m in found.gate + found.up + found.down}) == 3 * E
 
 
 def test_compressed_tensors(tmp_path):
     tensors = make_experts(COMPRESSED)
     check_values(
-        save(tmp_path, tensors, {"quant_method": "compressed-tensors"}), tensors, "NVFP4",
+        save(tmp_path, tensors, {"quant_method": "compressed-tensors"}),
+        tensors,
+        "NVFP4",
         lambda parts: values(
             parts["weight_packed"], parts["weight_scale"], 1 / float(parts["weight_global_scale"])
         ),
-    )  # fmt: skip
+    )
 
 
 def test_projection_before_the_number(tmp_path):
@@ -62,8 +66,9 @@ def test_projection_before_the_number(tmp_path):
     for name, tensor in tensors.items():
         before, number, projection, part = name.rsplit(".", 3)
         swapped[f"{before}.{projection}.{number}.{part}"] = tensor
-    check_values(save(tmp_path / "a", swapped, model_type="qwen3_vl_moe"), tensors, "NVFP4",
-                 modelopt_values)  # fmt: skip
+    check_values(
+        save(tmp_path / "a", swapped, model_type="qwen3_vl_moe"), tensors, "NVFP4", modelopt_values
+    )
     name = next(n for n in swapped if ".up_proj.1.weight" in n)
     del swapped[name]
     path = save(tmp_path / "b", swapped, model_type="qwen3_vl_moe")
@@ -73,22 +78,32 @@ def test_projection_before_the_number(tmp_path):
 def test_sizes_that_are_multiples_of_16(tmp_path):
     tensors = make_experts(MODELOPT, 80, 48)
     check_values(
-        save(tmp_path, tensors), tensors, "NVFP4",
+        save(tmp_path, tensors),
+        tensors,
+        "NVFP4",
         modelopt_values,
-        80, 48,
-    )  # fmt: skip
+        80,
+        48,
+    )
 
 
 def test_bad_parts(tmp_path):
     tensors = make_experts(MODELOPT)
     nan, inf = float("nan"), float("inf")
     check_bad_parts(tmp_path / "a", tensors, "NVFP4", None, "weight_scale", bad_values=(nan, -0.5))
-    check_bad_parts(tmp_path / "b", tensors, "NVFP4", None, "weight_scale_2",
-                    bad_values=(nan, inf, -0.5))  # fmt: skip
+    check_bad_parts(
+        tmp_path / "b", tensors, "NVFP4", None, "weight_scale_2", bad_values=(nan, inf, -0.5)
+    )
     check_bad_parts(tmp_path / "c", tensors, "NVFP4", None, "weight")
     tensors = make_experts(COMPRESSED)
-    check_bad_parts(tmp_path / "d", tensors, "NVFP4", None, "weight_global_scale",
-                    bad_values=(nan, inf, -0.5, 0))  # fmt: skip
+    check_bad_parts(
+        tmp_path / "d",
+        tensors,
+        "NVFP4",
+        None,
+        "weight_global_scale",
+        bad_values=(nan, inf, -0.5, 0),
+    )
 
 
 @pytest.mark.parametrize("make", [MODELOPT, COMPRESSED])

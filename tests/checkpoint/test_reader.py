@@ -105,9 +105,12 @@ def test_reads_only_the_experts_asked_for(tmp_path, model_type):
         shapes = {
             f"model.layers.0.block_sparse_moe.experts.{e}.{name}.weight": shape
             for e in range(experts)
-            for name, shape in (("w1", [inter, hidden]), ("w3", [inter, hidden]),
-                                ("w2", [hidden, inter]))
-        }  # fmt: skip
+            for name, shape in (
+                ("w1", [inter, hidden]),
+                ("w3", [inter, hidden]),
+                ("w2", [hidden, inter]),
+            )
+        }
     else:
         block = "feed_forward" if model_type == "llama4_text" else "mlp"
         columns = model_type != "qwen3_5_moe"

@@ -119,7 +119,7 @@ CASES = {
     "NVFP4, transposed": ("llama4", ONE, True, "NVFP4", NVFP4, nvfp4()),
     "NVFP4, a number for each": ("qwen3_5_moe", ONE, False, "NVFP4", NVFP4, nvfp4(E)),
     "NVFP4, two numbers": ("qwen3_5_moe", ONE, False, "NVFP4", NVFP4, nvfp4(E, per_matrix=True)),
-}  # fmt: skip
+}
 
 
 def where(model_type):
@@ -133,7 +133,9 @@ def make_stacks(case, hidden=H, inter=I):
     torch.manual_seed(0)
     tensors, values = {}, []
     for name, rows, columns, both in (
-        (names[0], 2 * inter, hidden, 2), (names[1], hidden, inter, 1)):  # fmt: skip
+        (names[0], 2 * inter, hidden, 2),
+        (names[1], hidden, inter, 1),
+    ):
         parts, found = make(rows, columns, both)
         values += found.chunk(both, 1)
         for end, tensor in parts.items():
@@ -206,8 +208,10 @@ def test_methods_that_quantise(tmp_path):
 
 def test_bias(tmp_path):
     tensors, values = make_stacks("MXFP8")
-    tensors |= {f"{MLP}gate_up_proj_bias": torch.randn(E, 2 * I),
-                f"{MLP}down_proj_bias": torch.randn(E, H)}  # fmt: skip
+    tensors |= {
+        f"{MLP}gate_up_proj_bias": torch.randn(E, 2 * I),
+        f"{MLP}down_proj_bias": torch.randn(E, H),
+    }
     path = save(tmp_path, tensors, model_type="minimax_m3_vl")
     fails(path, "MXFP8", "proj_bias", "not expected", hidden=H, inter=I)
 
@@ -298,11 +302,19 @@ def test_fine_grained_fp8_of_transformers(tmp_path, published_names):
     torch.manual_seed(0)
     model = transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
-            vocab_size=8, hidden_size=H, intermediate_size=I, moe_intermediate_size=I,
-            num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
-            num_experts=E, num_local_experts=E, num_experts_per_tok=2,
+            vocab_size=8,
+            hidden_size=H,
+            intermediate_size=I,
+            moe_intermediate_size=I,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=E,
+            num_local_experts=E,
+            num_experts_per_tok=2,
         )
-    )  # fmt: skip
+    )
     quantization = transformers.FineGrainedFP8Config()
     fp8.replace_with_fp8_linear(model, quantization_config=quantization)
     model.to_empty(device="cpu").config.quantization_config = quantization
@@ -312,11 +324,13 @@ def test_fine_grained_fp8_of_transformers(tmp_path, published_names):
     model.save_pretrained(tmp_path, save_original_format=published_names)
     experts = model.model.layers[0].mlp.experts
     values = {
-        name: fp8.Fp8Dequantize(None)._dequantize_one(
+        name: fp8.Fp8Dequantize(None)
+        ._dequantize_one(
             getattr(experts, name), getattr(experts, f"{name}_scale_inv"), torch.float32
-        ).double()
+        )
+        .double()
         for name in ("gate_up_proj", "down_proj")
-    }  # fmt: skip
+    }
     gate, up = values["gate_up_proj"].chunk(2, 1)
     found = read_experts(tmp_path, 0, E, H, I, method="INT4_G32")  # float32, as theirs are
     for matrix, wanted in (("gate", gate), ("up", up), ("down", values["down_proj"])):

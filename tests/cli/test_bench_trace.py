@@ -16,12 +16,26 @@ def file(tmp_path):
     for tokens in (1, 1, 512):
         for position in range(2):
             t, n = 10**6 * (len(records) + 1), len(records)
-            records.append(Record(
-                slot=position, number=n, position=position, chain=0, tokens=tokens,
-                hand_start=t, hand_end=t + 4000, seen=t + 5000, rung=t + 55_000,
-                begun=t + 5000, ended=t + 55_000, late_begun=0, late_ended=0,
-                back_start=t + 34_000, back_ready=t + 57_000, back_end=t + 60_000,
-            ))  # fmt: skip
+            records.append(
+                Record(
+                    slot=position,
+                    number=n,
+                    position=position,
+                    chain=0,
+                    tokens=tokens,
+                    hand_start=t,
+                    hand_end=t + 4000,
+                    seen=t + 5000,
+                    rung=t + 55_000,
+                    begun=t + 5000,
+                    ended=t + 55_000,
+                    late_begun=0,
+                    late_ended=0,
+                    back_start=t + 34_000,
+                    back_ready=t + 57_000,
+                    back_end=t + 60_000,
+                )
+            )
     TraceWriter(path, "cuda:0").write(records, lambda slot: f"layer {slot}")
     return path
 
@@ -56,8 +70,13 @@ def test_json(kt, file):
 def test_refusals(kt, file, tmp_path):
     failed(kt("bench", "trace", tmp_path / "no"), 1, tmp_path / "no", "no such file")
     failed(kt("bench", "trace", tmp_path), 1, tmp_path, "is a directory")
-    failed(kt("bench", "trace", file, "--tokens", 7), 1, file, "no pass of 7 tokens",
-           "accepted: 1, 512")  # fmt: skip
+    failed(
+        kt("bench", "trace", file, "--tokens", 7),
+        1,
+        file,
+        "no pass of 7 tokens",
+        "accepted: 1, 512",
+    )
     other = tmp_path / "other"
     for text, words in (
         ("", ["no batch", "KT_TRACE"]),

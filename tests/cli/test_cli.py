@@ -24,10 +24,15 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
     shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
-    save_file({
-        f"model.layers.{layer}.mlp.experts.{e}.{name}.weight": torch.randn(shape).bfloat16()
-        for layer in range(2) for e in range(E) for name, shape in shapes.items()
-    }, folder / "model.safetensors")  # fmt: skip
+    save_file(
+        {
+            f"model.layers.{layer}.mlp.experts.{e}.{name}.weight": torch.randn(shape).bfloat16()
+            for layer in range(2)
+            for e in range(E)
+            for name, shape in shapes.items()
+        },
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     return folder
 
@@ -95,7 +100,7 @@ def test_resume_and_refusals(kt, source, tmp_path):
         (["bench", "trace"], ["file"]),
         (["bench", "trace", "a", "--tokens", "0"], ["--tokens"]),
     ],
-)  # fmt: skip
+)
 def test_usage(kt, arguments, words):
     failed(kt(*arguments), 2, *words)
 
@@ -201,9 +206,12 @@ def test_cache(kt, tmp_path, monkeypatch):
     code, stdout, stderr = kt("cache")
     assert (code, stderr) == (0, "")
     assert stdout.splitlines() == [
-        str(threads), "  this CPU: 14", "  that CPU: 3",
-        str(tuning), '  this CPU, amx: BF16: {"gemm_min_rows": 7, "row_block": 64}',
-    ]  # fmt: skip
+        str(threads),
+        "  this CPU: 14",
+        "  that CPU: 3",
+        str(tuning),
+        '  this CPU, amx: BF16: {"gemm_min_rows": 7, "row_block": 64}',
+    ]
     left = folder / "tuning.json.0123.partial"
     left.touch()
     code, stdout, _ = kt("cache", "--clear")
@@ -245,9 +253,11 @@ def test_plain_scales(kt, source, tmp_path):
     files = [(path / "layer-00000.safetensors").read_bytes() for path in paths.values()]
     assert files[0] != files[1]
     failed(
-        kt("quant", source, paths["plain"], "--quant-method", "int4_g32", "--resume"), 1,
-        "holds something else", "scale_search True",
-    )  # fmt: skip
+        kt("quant", source, paths["plain"], "--quant-method", "int4_g32", "--resume"),
+        1,
+        "holds something else",
+        "scale_search True",
+    )
 
 
 def test_report_that_cannot_be_made(kt, source, tmp_path):
@@ -278,7 +288,7 @@ def test_report_with_a_text(kt, source, tmp_path, monkeypatch):
     out = tmp_path / "out"
     code, printed, _ = kt(
         "quant", source, out, "--quant-method", "int8", "--report", "--text", text
-    )  # fmt: skip
+    )
     assert code == 0 and printed.endswith("the loss\n")
     assert calls[0][:2] == (str(source), "Some words.")
     assert calls[1] == ((str(source), str(out), "AMXINT8", "Some words."), {"threads": None})

@@ -79,8 +79,9 @@ def wrapper(layer: int, method: str, path: Path | None, **options: Any) -> Any:
     return KTMoEWrapper(**defaults | options)
 
 
-def loaded(layer: int, method: str, path: Path, mapping: list[int] | None = None,
-           **options: Any) -> Any:  # fmt: skip
+def loaded(
+    layer: int, method: str, path: Path, mapping: list[int] | None = None, **options: Any
+) -> Any:
     made = wrapper(layer, method, path, **options)
     made.load_weights(torch.tensor(mapping or range(E)))
     return made

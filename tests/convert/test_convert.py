@@ -86,12 +86,21 @@ def test_behind_an_engine(source, int8):
     """The cold half of a layer, its weights from either."""
     results = []
     for path in (source, int8):
-        options = {"method": "AMXINT8", "weight_path": str(path), "num_gpu_experts": 1,
-                   "cpuinfer": 1, "threadpool_count": 1}  # fmt: skip
+        options = {
+            "method": "AMXINT8",
+            "weight_path": str(path),
+            "num_gpu_experts": 1,
+            "cpuinfer": 1,
+            "threadpool_count": 1,
+        }
         layer = HybridLayer(
-            KTOptions.from_mapping(options), layer_idx=2, num_experts=E, num_experts_per_tok=2,
-            hidden_size=H, moe_intermediate_size=I,
-        )  # fmt: skip
+            KTOptions.from_mapping(options),
+            layer_idx=2,
+            num_experts=E,
+            num_experts_per_tok=2,
+            hidden_size=H,
+            moe_intermediate_size=I,
+        )
         layer.finish_loading()
         x = torch.linspace(-1, 1, 2 * H).reshape(2, H)
         layer.submit(x, torch.tensor([[0, 1], [2, 1]]), torch.ones(2, 2))
@@ -185,25 +194,38 @@ def test_input_types(tmp_path, kind):
 def _make_fp8(folder):
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
-        scales = {n.replace(".weight", ".weight_scale_inv"): torch.rand(
-            -(-t.shape[0] // 128), -(-t.shape[1] // 128)) for n, t in tensors.items()}  # fmt: skip
+        scales = {
+            n.replace(".weight", ".weight_scale_inv"): torch.rand(
+                -(-t.shape[0] // 128), -(-t.shape[1] // 128)
+            )
+            for n, t in tensors.items()
+        }
         save_file({n: t.to(torch.float8_e4m3fn) for n, t in tensors.items()} | scales, file)
-    config = {"model_type": "deepseek_v3", "quantization_config": {
-        "quant_method": "fp8", "weight_block_size": [128, 128]}}  # fmt: skip
+    config = {
+        "model_type": "deepseek_v3",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_stacked_experts_under_other_names(tmp_path):
     """Granite's have no "experts" in their names; the shared one is no expert of the layer."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"block_sparse_moe.input": (E, 2 * I, H), "block_sparse_moe.output": (E, H, I),
-              "shared_mlp.input": (2 * I, H)}  # fmt: skip
+    shapes = {
+        "block_sparse_moe.input": (E, 2 * I, H),
+        "block_sparse_moe.output": (E, H, I),
+        "shared_mlp.input": (2 * I, H),
+    }
     (tmp_path / "source").mkdir()
-    save_file({
-        f"model.layers.{layer}.{name}_linear.weight": torch.randn(shape, generator=generator)
-        for layer in range(3) for name, shape in shapes.items()
-        if layer or name.startswith("shared")
-    }, tmp_path / "source" / "model.safetensors")  # fmt: skip
+    save_file(
+        {
+            f"model.layers.{layer}.{name}_linear.weight": torch.randn(shape, generator=generator)
+            for layer in range(3)
+            for name, shape in shapes.items()
+            if layer or name.startswith("shared")
+        },
+        tmp_path / "source" / "model.safetensors",
+    )
     (tmp_path / "source" / "config.json").write_text('{"model_type": "granitemoeshared"}')
     out = run_convert(tmp_path / "source", tmp_path / "out", "AMXINT4")
     assert open_checkpoint(out).layers() == [1, 2]
@@ -224,8 +246,17 @@ def test_what_kt_kernel_converted(tmp_path, name):
     experts, hidden, inter = checkpoint.sizes(layer)
     x, results = torch.linspace(-1, 1, 3 * hidden).reshape(3, hidden), []
     for place in (path, out):
-        made = KTMoEWrapper(layer, experts, 1, hidden, inter, method=method, cpuinfer_threads=1,
-                            threadpool_count=1, weight_path=place)  # fmt: skip
+        made = KTMoEWrapper(
+            layer,
+            experts,
+            1,
+            hidden,
+            inter,
+            method=method,
+            cpuinfer_threads=1,
+            threadpool_count=1,
+            weight_path=place,
+        )
         made.load_weights(torch.arange(experts))
         ids = torch.tensor([[0], [experts - 1], [0]])
         results.append(made.forward(x, ids, torch.ones(3, 1), None))
@@ -444,8 +475,9 @@ def test_one_conversion_at_a_time(source, tmp_path):
         run_convert(source, tmp_path / "out", progress=Another())
 
 
-def test_a_lock_that_was_left_behind_and_file_systems_without_locks(source, int8, tmp_path,
-                                                                    monkeypatch):  # fmt: skip
+def test_a_lock_that_was_left_behind_and_file_systems_without_locks(
+    source, int8, tmp_path, monkeypatch
+):
     import fcntl
 
     def unsupported(*arguments):
@@ -514,5 +546,6 @@ def test_at_most_two_layers_in_memory_and_all_bytes_reported(tmp_path, monkeypat
 
 def test_forward_tells_layers_apart(source):
     """What the comparisons of this module rest on."""
-    assert not torch.equal(forward(loaded(1, "AMXINT8", source)),
-                           forward(loaded(2, "AMXINT8", source)))  # fmt: skip
+    assert not torch.equal(
+        forward(loaded(1, "AMXINT8", source)), forward(loaded(2, "AMXINT8", source))
+    )

@@ -112,7 +112,7 @@ def test_another_version_is_refused_with_the_command(packed, key, value):
         (lambda c: c["layers"]["2"]["forms"]["up"].update(group_size=32), ["not a form"]),
         (lambda c: c.update(model_type="other"), ["layer-00002", "header is not what"]),
     ],
-)  # fmt: skip
+)
 def test_manifests_that_are_wrong(packed, edit, words):
     change(packed, edit)
     fails(packed, *words)
@@ -254,14 +254,20 @@ _JSON = st.recursive(
 
 def places(content, path=()):
     yield path
-    children = content.items() if isinstance(content, dict) else (
-        enumerate(content) if isinstance(content, list) else ())  # fmt: skip
+    children = (
+        content.items()
+        if isinstance(content, dict)
+        else (enumerate(content) if isinstance(content, list) else ())
+    )
     for key, value in children:
         yield from places(value, (*path, key))
 
 
-@settings(max_examples=examples(400), deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@settings(
+    max_examples=examples(400),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_changed_manifests_never_give_other_weights(good, tmp_path_factory, data):
     """Refused by name, or what is loaded is what was packed."""

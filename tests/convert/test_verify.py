@@ -113,8 +113,9 @@ def test_each_bad_file_is_named(packed):
     assert str(first) in verdict.problems[0] and "No such file" in verdict.problems[0]
     assert str(second) in verdict.problems[1] and "bytes, but kt_manifest" in verdict.problems[1]
     assert [note.partition(":")[0] for note in verdict.notes] == [
-        str(packed / "layer-00002.safetensors.partial"), str(packed / "layer-00007.safetensors")
-    ]  # fmt: skip
+        str(packed / "layer-00002.safetensors.partial"),
+        str(packed / "layer-00007.safetensors"),
+    ]
 
 
 def test_a_conversion_that_was_not_finished(packed):

@@ -46,9 +46,10 @@ def test_a_kernel_is_launched_in_the_devices_context(
 ) -> None:
     """Also where another device is the current one of the thread that submits."""
     kernel = SimpleNamespace(
-        function=9, metadata=SimpleNamespace(num_warps=8, shared=64),
+        function=9,
+        metadata=SimpleNamespace(num_warps=8, shared=64),
         _init_handles=lambda: steps.append("loaded"),
-    )  # fmt: skip
+    )
     launches = SimpleNamespace(KernelLaunch=lambda *given: steps.append(given))
     monkeypatch.setattr(backend, "native", lambda: launches)
     function = SimpleNamespace(warmup=lambda *given, **constants: kernel)

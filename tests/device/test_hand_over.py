@@ -36,9 +36,16 @@ def model(d: int = 0, seed: int = 0, hot: int = 2) -> list:
     with model_scope():
         for layer in range(LAYERS):
             made = KTMoEWrapper(
-                layer, E, K, H, INNER, num_gpu_experts=hot, cpuinfer_threads=2, method="BF16",
+                layer,
+                E,
+                K,
+                H,
+                INNER,
+                num_gpu_experts=hot,
+                cpuinfer_threads=2,
+                method="BF16",
                 max_deferred_experts_per_token=d,
-            )  # fmt: skip
+            )
             gate, up = (torch.randn(E, INNER, H, generator=g) * H**-0.5 for _ in range(2))
             down = torch.randn(E, H, INNER, generator=g) * INNER**-0.5
             made.load_weights_from_tensors(gate, up, down, torch.arange(E))
@@ -48,10 +55,18 @@ def model(d: int = 0, seed: int = 0, hot: int = 2) -> list:
 
 def streams(engine: DeviceEngine, layers: list, smallest: int = 8) -> list[LayerStream]:
     return [
-        LayerStream(engine, layer._core, layer._settings.where, layer._chain, experts=E, hidden=H,
-                    top_k=K, smallest=smallest)
+        LayerStream(
+            engine,
+            layer._core,
+            layer._settings.where,
+            layer._chain,
+            experts=E,
+            hidden=H,
+            top_k=K,
+            smallest=smallest,
+        )
         for layer in layers
-    ]  # fmt: skip
+    ]
 
 
 def batch(tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple:
@@ -390,8 +405,20 @@ def test_a_graph_that_outlives_its_layer_gets_zeros_and_an_error(engine: DeviceE
     way.close()
     one = batch(4, 3)
     unused = engine.counter.data_ptr()
-    launch.run(1, 0, *(t.data_ptr() for t in one), *[unused] * 4, *side.inputs, unused,
-               engine.core.ring_address, engine.core.head_address, 4, slot, 0, 0)  # fmt: skip
+    launch.run(
+        1,
+        0,
+        *(t.data_ptr() for t in one),
+        *[unused] * 4,
+        *side.inputs,
+        unused,
+        engine.core.ring_address,
+        engine.core.head_address,
+        4,
+        slot,
+        0,
+        0,
+    )
     out = torch.ones(4, H).bfloat16()
     way.take_back(handed, out, 0, False)
     assert not out.any()

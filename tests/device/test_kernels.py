@@ -19,29 +19,58 @@ def hand_over(
 ):
     """What one launch writes, by name."""
     tokens, k = ids.shape
-    read = padding.view(torch.uint8) if padding is not None and padding.dtype == torch.bool else (
-        slot_map if padding is None else padding
-    )  # fmt: skip
+    read = (
+        padding.view(torch.uint8)
+        if padding is not None and padding.dtype == torch.bool
+        else (slot_map if padding is None else padding)
+    )
     counter = torch.tensor([number], dtype=torch.int32)
     found = {
-        "hot_ids": torch.full_like(ids, 77), "hot_weights": torch.full_like(weights, 7),
-        "x": torch.full_like(x, 9), "ids": torch.full((tokens, k), 99, dtype=torch.int32),
-        "weights": torch.full((tokens, k), 9.0), "tokens": torch.zeros(1, dtype=torch.int32),
-        "cell": torch.zeros(2, dtype=torch.int32), "ring": torch.zeros(ENTRIES, dtype=torch.int64),
-    }  # fmt: skip
+        "hot_ids": torch.full_like(ids, 77),
+        "hot_weights": torch.full_like(weights, 7),
+        "x": torch.full_like(x, 9),
+        "ids": torch.full((tokens, k), 99, dtype=torch.int32),
+        "weights": torch.full((tokens, k), 9.0),
+        "tokens": torch.zeros(1, dtype=torch.int32),
+        "cell": torch.zeros(2, dtype=torch.int32),
+        "ring": torch.zeros(ENTRIES, dtype=torch.int64),
+    }
     times = torch.full((6,), -1, dtype=torch.int64)
     done = torch.tensor([6, 1], dtype=torch.int32)  # and ready, as an earlier answer left them
     head = torch.tensor([number], dtype=torch.int32) if head is None else head
     kernels.hand_over[(programs,)](
-        x, ids, weights, read, slot_map, found["hot_ids"], found["hot_weights"],
-        found["x"], found["ids"], found["weights"], found["tokens"], times, done, found["cell"],
-        counter, found["ring"], head, tokens, slot,
-        HIDDEN=x.shape[1], TOP_K=k, EXPERTS=slot_map.shape[0], ENTRIES=ENTRIES,
-        PADDED=padding is not None, SPLIT=cold_slot is not None, COLD_SLOT=cold_slot or 0,
+        x,
+        ids,
+        weights,
+        read,
+        slot_map,
+        found["hot_ids"],
+        found["hot_weights"],
+        found["x"],
+        found["ids"],
+        found["weights"],
+        found["tokens"],
+        times,
+        done,
+        found["cell"],
+        counter,
+        found["ring"],
+        head,
+        tokens,
+        slot,
+        HIDDEN=x.shape[1],
+        TOP_K=k,
+        EXPERTS=slot_map.shape[0],
+        ENTRIES=ENTRIES,
+        PADDED=padding is not None,
+        SPLIT=cold_slot is not None,
+        COLD_SLOT=cold_slot or 0,
         BLOCK=block,
-        ROUTES=kernels.routes_with(-(-x.shape[1] // block), k), ROOM_CHECK=kernels.ROOM_CHECK,
-        FENCE=False, TRACE=True,
-    )  # fmt: skip
+        ROUTES=kernels.routes_with(-(-x.shape[1] // block), k),
+        ROOM_CHECK=kernels.ROOM_CHECK,
+        FENCE=False,
+        TRACE=True,
+    )
     assert times.tolist() == [0, 0, -1, -1, -1, -1]
     assert done.tolist() == [6, 0]
     return found | {"counter": counter}
@@ -103,12 +132,15 @@ def masks(tokens: int) -> dict[str, torch.Tensor]:
     slots = torch.randint(0, 2**40, (tokens + 1,), generator=g)
     at_end = torch.arange(tokens) >= (tokens + 1) // 2
     return {
-        "end": at_end, "all": torch.ones(tokens, dtype=torch.bool),
-        "none": torch.zeros(tokens, dtype=torch.bool), "anywhere": anywhere[1:],
-        "slots, end": torch.where(at_end, -1, slots[1:]), "slots, none": slots[1:],
+        "end": at_end,
+        "all": torch.ones(tokens, dtype=torch.bool),
+        "none": torch.zeros(tokens, dtype=torch.bool),
+        "anywhere": anywhere[1:],
+        "slots, end": torch.where(at_end, -1, slots[1:]),
+        "slots, none": slots[1:],
         "slots, all": torch.full((tokens,), -1),
         "slots, anywhere": torch.where(anywhere, -(slots + 1), slots)[1:],
-    }  # fmt: skip
+    }
 
 
 @grid(
@@ -168,9 +200,20 @@ def test_take_back(tokens, shape, dtype, merge) -> None:
     for out in (torch.empty_like(hot), hot.clone()):  # also over hot
         given = hot if out is not hot else out
         kernels.take_back[(programs,)](
-            cold, times, done, cell, given, out, tokens, HIDDEN=hidden, ADD=add, SCALE=scale,
-            BLOCK=block, FENCE=False, TRACE=True,
-        )  # fmt: skip
+            cold,
+            times,
+            done,
+            cell,
+            given,
+            out,
+            tokens,
+            HIDDEN=hidden,
+            ADD=add,
+            SCALE=scale,
+            BLOCK=block,
+            FENCE=False,
+            TRACE=True,
+        )
         assert times.tolist() == [-1, -1, 2**32 - 3, 0, 0, 0]
         # The interpreter cuts bf16 off where a GPU rounds; tests/gpu compares bits.
         error = 2**-7 if dtype == torch.bfloat16 else 0

@@ -46,10 +46,13 @@ def call(layer, one: tuple, slot_map: torch.Tensor = SLOT_MAP, cold_slot: int = 
 def test_kinds_that_change(engine: DeviceEngine, d: int) -> None:
     layers, same = on_device(engine, model(d)), model(d)
     kinds = [
-        (1, torch.int32, torch.float32), (5, torch.int32, torch.float32),
-        (5, torch.int64, torch.float32), (5, torch.int64, torch.bfloat16),
-        (20, torch.int32, torch.float32), (1, torch.int32, torch.float32),
-    ]  # fmt: skip
+        (1, torch.int32, torch.float32),
+        (5, torch.int32, torch.float32),
+        (5, torch.int64, torch.float32),
+        (5, torch.int64, torch.bfloat16),
+        (20, torch.int32, torch.float32),
+        (1, torch.int32, torch.float32),
+    ]
     for number, (tokens, ids_dtype, weights_dtype) in enumerate(kinds * 2):
         for again in range(3):
             for i in range(LAYERS):
@@ -215,8 +218,9 @@ def test_padding_of_a_batch_that_is_copied(engine: DeviceEngine) -> None:
     want = model()[0].forward(x, ids.where(mask[:, None] >= 0, -1), weights)
     for _ in range(2):
         turned = x.t().contiguous().t()
-        layer.submit_and_split(turned, ids, weights, 0, slot_map=SLOT_MAP, cold_slot=0,
-                               padding=mask)  # fmt: skip
+        layer.submit_and_split(
+            turned, ids, weights, 0, slot_map=SLOT_MAP, cold_slot=0, padding=mask
+        )
         assert torch.equal(layer.sync_and_add(turned, 0), want)
 
 

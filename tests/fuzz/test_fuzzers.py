@@ -14,9 +14,14 @@ from grid import examples
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
-FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-pthread",
-         "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
-         f"-I{KERNELS}", f"-I{KERNELS / 'include'}"]  # fmt: skip
+FLAGS = [
+    *(
+        "-std=c++20 -O1 -Wall -Wextra -Wshadow -Werror -pthread"
+        " -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    ).split(),
+    f"-I{KERNELS}",
+    f"-I{KERNELS / 'include'}",
+]
 
 
 def objects() -> list[Path]:

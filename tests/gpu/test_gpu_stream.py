@@ -27,9 +27,16 @@ def model(d: int = 0, seed: int = 0, hot: int = 3, method: str = "AMXINT8", **si
     with model_scope():
         for layer in range(sizes.get("layers", LAYERS)):
             made = KTMoEWrapper(
-                layer, E, K, hidden, inter, num_gpu_experts=hot, cpuinfer_threads=4, method=method,
+                layer,
+                E,
+                K,
+                hidden,
+                inter,
+                num_gpu_experts=hot,
+                cpuinfer_threads=4,
+                method=method,
                 max_deferred_experts_per_token=d,
-            )  # fmt: skip
+            )
             gate, up = (torch.randn(E, inter, hidden, generator=g) * hidden**-0.5 for _ in "gu")
             down = torch.randn(E, hidden, inter, generator=g) * inter**-0.5
             made.load_weights_from_tensors(gate, up, down, torch.arange(E))
@@ -262,8 +269,10 @@ def test_nothing_is_kept_per_call() -> None:
     for _ in range(CALLS // 10):
         graph.replay()
     torch.cuda.synchronize()
-    print(f"{CALLS} calls: eager {(eager - start) / CALLS * 1e6:.1f} us a call, in a graph "
-          f"{(time.monotonic() - eager) / CALLS * 1e6:.1f} us")  # fmt: skip
+    print(
+        f"{CALLS} calls: eager {(eager - start) / CALLS * 1e6:.1f} us a call, in a graph "
+        f"{(time.monotonic() - eager) / CALLS * 1e6:.1f} us"
+    )
     after = memory()
     assert after[0] - before[0] < 8 << 20, (before, after)
     assert before[1] - after[1] < 8 << 20, (before, after)
@@ -327,8 +336,11 @@ def test_buffers_are_freed_on_request() -> None:
 def _process(code: str, timeout: int = 120, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}"],
-        capture_output=True, text=True, timeout=timeout, env=os.environ | environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | environment,
+    )
 
 
 _SCRIPT = """

@@ -36,7 +36,7 @@ from .sources import (
     MXFP4,
     MXFP8,
     NVFP4,
-)  # fmt: skip
+)
 
 Floats = npt.NDArray[np.float32]
 
@@ -55,10 +55,18 @@ SMALL_SWEEP = "KT_SMALL_SWEEP" in os.environ
 KINDS = (VECTOR, TILE) if SMALL_SWEEP else (AUTO, VECTOR, TILE)
 
 FORMAT_NAMES = {
-    BF16: "bf16", INT8_ROW: "int8", INT4_ROW: "int4", INT4_GROUP: "int4_group",
-    INT4_ZERO: "int4_zero", FP8_BLOCK: "fp8_block", FP8_ROW: "fp8_row", MXFP8: "mxfp8",
-    MXFP4: "mxfp4", NVFP4: "nvfp4", **{f: name.lower() for f, name in ggml.NAMES.items()},
-}  # fmt: skip
+    BF16: "bf16",
+    INT8_ROW: "int8",
+    INT4_ROW: "int4",
+    INT4_GROUP: "int4_group",
+    INT4_ZERO: "int4_zero",
+    FP8_BLOCK: "fp8_block",
+    FP8_ROW: "fp8_row",
+    MXFP8: "mxfp8",
+    MXFP4: "mxfp4",
+    NVFP4: "nvfp4",
+    **{f: name.lower() for f, name in ggml.NAMES.items()},
+}
 SCALE_NAMES = {FP16: "fp16", BFLOAT16: "bf16", FP32: "fp32"}
 INTEGER = (INT8_ROW, INT4_ROW)  # int8 activations, one scale per row
 
@@ -100,9 +108,12 @@ class Format(NamedTuple):
 
 
 DENSE = [
-    Format(BF16), Format(INT8_ROW), Format(INT4_ROW), Format(INT4_GROUP, 32),
+    Format(BF16),
+    Format(INT8_ROW),
+    Format(INT4_ROW),
+    Format(INT4_GROUP, 32),
     Format(INT4_GROUP, 128),
-]  # fmt: skip
+]
 QUANTISED = [Format(*variant) for variant in sources.SCALED_VARIANTS]
 # The kernels' own sweeps take all of ggml's formats, layers two: a block of 32 with an offset, and
 # one of 256 with minimums, whose layers are 256 columns wide at least.
@@ -110,9 +121,14 @@ BLOCKS = [Format(code, 0, FP16) for code in (ggml.Q5_0, ggml.Q4_K)]
 ALL_BLOCKS = [Format(*variant) for variant in sources.GGML_VARIANTS]
 # Size of a group and type of its scales only change how scales are loaded.
 ONE_OF_EACH = [
-    Format(BF16), Format(INT8_ROW), Format(INT4_ROW), Format(INT4_GROUP, 32, BFLOAT16),
-    Format(INT4_ZERO, 128, FP16), *[f for f in QUANTISED if not f.group], *BLOCKS,
-]  # fmt: skip
+    Format(BF16),
+    Format(INT8_ROW),
+    Format(INT4_ROW),
+    Format(INT4_GROUP, 32, BFLOAT16),
+    Format(INT4_ZERO, 128, FP16),
+    *[f for f in QUANTISED if not f.group],
+    *BLOCKS,
+]
 FORMATS = ONE_OF_EACH if SMALL_SWEEP else DENSE + QUANTISED + BLOCKS[:1]
 
 
@@ -220,9 +236,7 @@ class Layer:
     @classmethod
     def of(cls, variant: tuple[str, str], format: Format, *sizes: int, **rest: Any) -> Layer:
         """With weights as the format says; sizes: experts, top_k, hidden, inter."""
-        return cls(
-            variant, format.code, format.group, *sizes, scale_type=format.scale_type, **rest
-        )  # fmt: skip
+        return cls(variant, format.code, format.group, *sizes, scale_type=format.scale_type, **rest)
 
     def __post_init__(self) -> None:
         core = core_with(*self.variant)
@@ -237,11 +251,20 @@ class Layer:
         self.slots = self.cpu_slots or [True] * e
         made = team(self.variant[0], self.threads, self.reserves)
         self.layer = core.MoeLayer(
-            made, num_experts=e, top_k=self.top_k, hidden_size=h, intermediate_size=i,
-            forms=[f.form for f in formats], cpu_slots=self.slots,
-            swiglu_limit=self.limit, swiglu_alpha=self.alpha, max_tokens=self.max_tokens,
-            table=self.variant[1], kind=self.kind, gemm_min_rows=self.gemm_min_rows,
-        )  # fmt: skip
+            made,
+            num_experts=e,
+            top_k=self.top_k,
+            hidden_size=h,
+            intermediate_size=i,
+            forms=[f.form for f in formats],
+            cpu_slots=self.slots,
+            swiglu_limit=self.limit,
+            swiglu_alpha=self.alpha,
+            max_tokens=self.max_tokens,
+            table=self.variant[1],
+            kind=self.kind,
+            gemm_min_rows=self.gemm_min_rows,
+        )
         for slot in range(e):
             if self.slots[slot]:
                 self.load(slot)
@@ -257,9 +280,11 @@ class Layer:
         ]
         biases = [b[slot].ctypes.data for b in self.bias]
         self.layer.load(
-            slot, *[sources.address_of(w) for w in matrices], *biases,
+            slot,
+            *[sources.address_of(w) for w in matrices],
+            *biases,
             dtypes=[sources.dtype_of(w) for w in matrices],
-        )  # fmt: skip
+        )
 
     def unpacked(self) -> list[Floats]:
         """Dequantised weights; zeros for slots not held."""
@@ -294,12 +319,16 @@ class Layer:
         names = ("gate_bias", "up_bias", "down_bias") if self.bias else ()
         biases = dict(zip(names, [b.astype(float) for b in self.bias], strict=True))
         return _C.reference_forward(
-            x.astype(float), np.ascontiguousarray(ids, np.int64), weights.astype(float),
+            x.astype(float),
+            np.ascontiguousarray(ids, np.int64),
+            weights.astype(float),
             *[w.astype(float, copy=False) for w in unpacked or self.unpacked()],
             activation_format=int(self.format in INTEGER),
-            skip=[not s for s in self.slots], swiglu_limit=self.limit, swiglu_alpha=self.alpha,
+            skip=[not s for s in self.slots],
+            swiglu_limit=self.limit,
+            swiglu_alpha=self.alpha,
             **biases,
-        )  # fmt: skip
+        )
 
 
 def random_weights(format: Format, rng: Any, experts: int, n: int, k: int) -> Any:

@@ -42,19 +42,46 @@ BLOCK_COLUMNS, BLOCK_BYTES = (
     {f: gguf.GGML_QUANT_SIZES[TYPES[f]][i] for f in GGML} for i in range(2)
 )
 CODE_BITS = {
-    Q4_1: 4, Q5_0: 5, Q5_1: 5, Q8_0: 8, Q2_K: 2, Q3_K: 3,
-    Q4_K: 4, Q5_K: 5, Q6_K: 6, IQ4_NL: 4, IQ4_XS: 4,
-}  # fmt: skip
+    Q4_1: 4,
+    Q5_0: 5,
+    Q5_1: 5,
+    Q8_0: 8,
+    Q2_K: 2,
+    Q3_K: 3,
+    Q4_K: 4,
+    Q5_K: 5,
+    Q6_K: 6,
+    IQ4_NL: 4,
+    IQ4_XS: 4,
+}
 # Where d lies in a block, and m where there is one.
 HALVES = {
-    Q4_1: (0, 2), Q5_0: (0,), Q5_1: (0, 2), Q8_0: (0,), Q2_K: (80, 82), Q3_K: (108,),
-    Q4_K: (0, 2), Q5_K: (0, 2), Q6_K: (208,), IQ4_NL: (0,), IQ4_XS: (0,),
-}  # fmt: skip
+    Q4_1: (0, 2),
+    Q5_0: (0,),
+    Q5_1: (0, 2),
+    Q8_0: (0,),
+    Q2_K: (80, 82),
+    Q3_K: (108,),
+    Q4_K: (0, 2),
+    Q5_K: (0, 2),
+    Q6_K: (208,),
+    IQ4_NL: (0,),
+    IQ4_XS: (0,),
+}
 # The exponent of d and m that makes the largest weights about 1.
 EXPONENTS = {
-    Q4_1: (-4, -1), Q5_0: (-4,), Q5_1: (-5, -1), Q8_0: (-7,), Q2_K: (-6, -4), Q3_K: (-7,),
-    Q4_K: (-10, -6), Q5_K: (-11, -6), Q6_K: (-12,), IQ4_NL: (-7,), IQ4_XS: (-12,),
-}  # fmt: skip
+    Q4_1: (-4, -1),
+    Q5_0: (-4,),
+    Q5_1: (-5, -1),
+    Q8_0: (-7,),
+    Q2_K: (-6, -4),
+    Q3_K: (-7,),
+    Q4_K: (-10, -6),
+    Q5_K: (-11, -6),
+    Q6_K: (-12,),
+    IQ4_NL: (-7,),
+    IQ4_XS: (-12,),
+}
 # 0, -0, the smallest and the largest subnormal, the smallest normal, 1, the largest, of both signs
 FP16_EDGES = np.array(
     [s | x for x in (0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF) for s in (0, 0x8000)], np.uint16
@@ -124,9 +151,14 @@ def uniform(format: int, n: int, k: int, code: int, scale: int, d: float) -> Ggm
     """All codes, scales and d the same; m is 0. Of the formats that layers are tested with."""
     block = {
         Q5_0: [0, 0, *[255 * (code >> 4)] * 4, *[(code & 15) * 17] * 16],
-        Q4_K: [*[0] * 4, *[scale | scale >> 4 << 6] * 4, *[0] * 4, *[scale & 15] * 4,
-               *[code * 17] * 128],
-    }[format]  # fmt: skip
+        Q4_K: [
+            *[0] * 4,
+            *[scale | scale >> 4 << 6] * 4,
+            *[0] * 4,
+            *[scale & 15] * 4,
+            *[code * 17] * 128,
+        ],
+    }[format]
     blocks = np.tile(np.array(block, np.uint8), (n, k // BLOCK_COLUMNS[format], 1))
     source = GgmlSource(format, blocks)
     source.set_halves(0, np.float16(d).view(np.uint16))

@@ -27,7 +27,7 @@ from .sources import (
     MXFP8,
     NVFP4,
     Source,
-)  # fmt: skip
+)
 
 Code = Callable[[int, int], int]  # of row n and column k of a tile
 PAD_COLUMNS = {BF16: 32, NVFP4: 32}  # others: the group, or 64

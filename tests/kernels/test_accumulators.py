@@ -55,9 +55,12 @@ def test_integer_products_are_exact(variant: Variant, kind: Kind, format: Format
 
 @core.formats(INTEGERS)
 @given(
-    rows=st.integers(1, 40), out_features=st.integers(1, 100), columns=st.integers(1, 1000),
-    seed=st.integers(0, 2**32 - 1), data=st.data(),
-)  # fmt: skip
+    rows=st.integers(1, 40),
+    out_features=st.integers(1, 100),
+    columns=st.integers(1, 1000),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
 @settings(max_examples=examples(40), deadline=None)
 def test_integer_products_are_exact_for_any_shape(
     format: Format, rows: int, out_features: int, columns: int, seed: int, data: Any

@@ -33,15 +33,20 @@ from .sources import (
     MXFP8,
     NVFP4,
     Source,
-)  # fmt: skip
+)
 
 PINNED = (VECTOR, TILE)
 
 # (code of the largest weight, of the smallest), their magnitude under a power of two.
 LARGEST = {
-    INT4_GROUP: (15, 0, 3), INT4_ZERO: (15, 0, 4), FP8_BLOCK: (0x7E, 0xFE, 9),
-    FP8_ROW: (0x7E, 0xFE, 9), MXFP8: (0x7E, 0xFE, 9), MXFP4: (7, 15, 3), NVFP4: (7, 15, 3),
-}  # fmt: skip
+    INT4_GROUP: (15, 0, 3),
+    INT4_ZERO: (15, 0, 4),
+    FP8_BLOCK: (0x7E, 0xFE, 9),
+    FP8_ROW: (0x7E, 0xFE, 9),
+    MXFP8: (0x7E, 0xFE, 9),
+    MXFP4: (7, 15, 3),
+    NVFP4: (7, 15, 3),
+}
 
 
 # (code, scale) of ggml's formats: of a weight whose sums stay exact, and of the one that is d.
@@ -175,9 +180,16 @@ def test_an_infinity_does_not_meet_padding(
     hidden, inter = format.fit(96, size)
     shapes = [(inter, hidden), (inter, hidden), (hidden, inter)]
     layer = Layer.of(
-        variant, format, 2, 1, hidden, inter, kind=kind, limit=limit,
+        variant,
+        format,
+        2,
+        1,
+        hidden,
+        inter,
+        kind=kind,
+        limit=limit,
         weights=[constant_weights(format, *shape) for shape in shapes],
-    )  # fmt: skip
+    )
     x = np.ones((3, hidden), np.float32)
     x[1, 5] = np.inf
     batch = (x, np.zeros((3, 1)), np.ones((3, 1), np.float32))

@@ -22,9 +22,15 @@ def product(variant: Variant, source: Any, x: npt.NDArray[Any]) -> core.Floats:
     n, k = source.shape
     assert x.shape[1] == k
     y = core.core_with(*variant).product_quantised(
-        "amx", True, source.format, source.group, source.scale_type, n, source.address,
+        "amx",
+        True,
+        source.format,
+        source.group,
+        source.scale_type,
+        n,
+        source.address,
         np.ascontiguousarray(x, np.float32),
-    )  # fmt: skip
+    )
     assert not np.any(y[:, n:]), "rows past the matrix must be zeros"
     return y[:, :n]
 
@@ -101,9 +107,10 @@ def test_sums_of_exact_numbers(variant: Variant, format: Format) -> None:
     """Codes that are small integers, scales of one: every sum is exact in float32."""
     rng = np.random.default_rng(2)
     codes = {
-        sources.INT4_GROUP: np.arange(16), sources.INT4_ZERO: np.arange(16),
+        sources.INT4_GROUP: np.arange(16),
+        sources.INT4_ZERO: np.arange(16),
         sources.MXFP4: np.array([0, 2, 4, 5, 6, 7, 10, 12, 13, 14, 15]),
-    }  # fmt: skip
+    }
     codes[NVFP4] = codes[sources.MXFP4]
     whole = np.flatnonzero((sources.E4M3 % 1 == 0) & (np.abs(sources.E4M3) <= 32))
     for at_least in (1, 64, 160, 320, 1100):

@@ -64,10 +64,18 @@ def test_layers_that_no_kernel_serves_are_refused(wrong: dict, message: str) -> 
     module = core.module("_C")
     assert module is not None
     good = dict(
-        num_experts=2, top_k=1, hidden_size=64, intermediate_size=64, forms=[(0, 0, 0)] * 3,
-        cpu_slots=[True, False], swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=8, table="avx2",
+        num_experts=2,
+        top_k=1,
+        hidden_size=64,
+        intermediate_size=64,
+        forms=[(0, 0, 0)] * 3,
+        cpu_slots=[True, False],
+        swiglu_limit=0.0,
+        swiglu_alpha=0.0,
+        max_tokens=8,
+        table="avx2",
         kind=0,
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError, match=message):
         module.MoeLayer(core.team("_C", (1,)), **{**good, **wrong})
     layer = module.MoeLayer(core.team("_C", (1,)), **good)
@@ -150,8 +158,9 @@ def experts_of(layer: Layer, slots: list[int]) -> list[tuple]:
 @formats(DENSE)
 @pytest.mark.parametrize("threads", [(1,), (3,), (1, 2)])
 def test_experts_in_one_go(format: Format, threads: tuple[int, ...]) -> None:
-    layer = Layer.of(("_C", "avx2"), format, 6, 2, *format.fit(96, 200), biases=True,
-                     threads=threads)  # fmt: skip
+    layer = Layer.of(
+        ("_C", "avx2"), format, 6, 2, *format.fit(96, 200), biases=True, threads=threads
+    )
     before = layer.unpacked()
     layer.weights = [np.ascontiguousarray(w[::-1], np.float32) for w in layer.weights]
     layer.bias = [np.ascontiguousarray(b[::-1]) for b in layer.bias]
@@ -185,10 +194,19 @@ def test_a_bad_expert_on_its_first_load() -> None:
     wanted = layer.unpacked()
     layer.weights = [np.ascontiguousarray(w, np.float32) for w in layer.weights]
     layer.layer = core.core_with("_C", "avx2").MoeLayer(
-        core.team("_C", (2,)), num_experts=3, top_k=2, hidden_size=96, intermediate_size=192,
-        forms=[(INT4_GROUP, 32, 0)] * 3, cpu_slots=[True] * 3, swiglu_limit=0.0, swiglu_alpha=0.0,
-        max_tokens=4, table="avx2", kind=0,
-    )  # fmt: skip
+        core.team("_C", (2,)),
+        num_experts=3,
+        top_k=2,
+        hidden_size=96,
+        intermediate_size=192,
+        forms=[(INT4_GROUP, 32, 0)] * 3,
+        cpu_slots=[True] * 3,
+        swiglu_limit=0.0,
+        swiglu_alpha=0.0,
+        max_tokens=4,
+        table="avx2",
+        kind=0,
+    )
     good = layer.weights[2][1, 5, 5]
     layer.weights[2][1, 5, 5] = np.nan
     with pytest.raises(ValueError, match="^expert slot 1, down row 5: a weight is NaN"):

@@ -107,9 +107,14 @@ def test_mixed_forms(variant: Variant, mix: Mix, kind: Kind) -> None:
 @grid(variant=VARIANTS, mix=mixes()[-3:])
 def test_pools_biases_and_masks(variant: Variant, mix: Mix) -> None:
     layer = mixed(
-        variant, mix, 96, 2 * unit_of(mix) + 64, threads=(1, 2), biases=True,
+        variant,
+        mix,
+        96,
+        2 * unit_of(mix) + 64,
+        threads=(1, 2),
+        biases=True,
         cpu_slots=[True, False, True, True],
-    )  # fmt: skip
+    )
     check(layer, 2, 33)
 
 
@@ -131,7 +136,8 @@ def test_what_was_mixed_is_what_comes_back() -> None:
     for got, matrix in zip(layer.unpacked(), layer.weights, strict=True):
         for slot in range(4):
             exact = (
-                matrix[slot].values if isinstance(matrix, list)
+                matrix[slot].values
+                if isinstance(matrix, list)
                 else sources.bf16_values(bf16_bits(matrix[slot]))
-            )  # fmt: skip
+            )
             np.testing.assert_array_equal(got[slot], exact.astype(np.float32))

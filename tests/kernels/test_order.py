@@ -27,12 +27,15 @@ class OrderedLayer(Layer):
     def load(self, slot: int) -> None:
         orders = self.orders[slot % 4]
         self.layer.load(
-            slot, *[w[slot].address if isinstance(w, list) else (w[slot].ctypes.data, 0, 0, 1.0)
-                    for w in self.weights],
+            slot,
+            *[
+                w[slot].address if isinstance(w, list) else (w[slot].ctypes.data, 0, 0, 1.0)
+                for w in self.weights
+            ],
             *[b[slot].ctypes.data for b in self.bias],
             dtypes=[-1 if isinstance(w, list) else 2 for w in self.weights],
             orders=[0 if order is None else order.ctypes.data for order in orders],
-        )  # fmt: skip
+        )
 
 
 def ordered(variant: Variant, format: Format, *sizes: int, **rest: object) -> OrderedLayer:

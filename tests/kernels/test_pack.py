@@ -27,7 +27,7 @@ from .sources import (
     MXFP8,
     NVFP4,
     Source,
-)  # fmt: skip
+)
 
 Form = tuple[int, int, int]
 
@@ -42,9 +42,15 @@ class QuantisedLayer:
     """Two experts of which slot 1 is held: what was loaded, and the layer that holds it."""
 
     def __init__(
-        self, module: str, form: Form, inter: int, hidden: int, threads: tuple[int, ...],
-        seed: int = 0, edges: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        module: str,
+        form: Form,
+        inter: int,
+        hidden: int,
+        threads: tuple[int, ...],
+        seed: int = 0,
+        edges: bool = True,
+    ) -> None:
         format, group, scale_type = form
         unit = sources.column_unit(format, group)
         inter, hidden = (-(-size // unit) * unit for size in (inter, hidden))
@@ -54,10 +60,19 @@ class QuantisedLayer:
             for m, shape in enumerate(shapes)
         ]
         self.layer = core.core_with(module, "avx2").MoeLayer(
-            core.team(module, threads), num_experts=2, top_k=1, hidden_size=hidden,
-            intermediate_size=inter, forms=[form] * 3, cpu_slots=[False, True], swiglu_limit=0.0,
-            swiglu_alpha=0.0, max_tokens=4, table="avx2", kind=0,
-        )  # fmt: skip
+            core.team(module, threads),
+            num_experts=2,
+            top_k=1,
+            hidden_size=hidden,
+            intermediate_size=inter,
+            forms=[form] * 3,
+            cpu_slots=[False, True],
+            swiglu_limit=0.0,
+            swiglu_alpha=0.0,
+            max_tokens=4,
+            table="avx2",
+            kind=0,
+        )
 
     def load(self) -> None:
         self.layer.load(1, *[m.address for m in self.matrices])
@@ -250,8 +265,9 @@ def test_what_cannot_be_used_is_refused(number: int) -> None:
     layer = QuantisedLayer("_C", form, 300, 200, (1, 2), edges=False)
     layer.load()
     before = layer.unpacked()
-    others = [sources.make(m.format, *m.shape, m.group, m.scale_type, seed=9)
-              for m in layer.matrices]  # fmt: skip
+    others = [
+        sources.make(m.format, *m.shape, m.group, m.scale_type, seed=9) for m in layer.matrices
+    ]
     row = 197 if form[0] != FP8_BLOCK else 128  # a block's scale shows at its first row
     for matrix, name in enumerate(("gate", "up", "down")):
         layer.matrices = [*others]
@@ -299,8 +315,14 @@ def test_scales_for_dense_formats_are_refused() -> None:
 @pytest.mark.parametrize("form", [(core.BF16, 0, 0), *sources.SCALED_VARIANTS], ids=str)
 def test_blocks_for_other_formats_are_refused(form: Form) -> None:
     format, group, scale_type = form
-    layer = core.Layer(("_C", "avx2"), format, group, hidden=256, inter=256, scale_type=scale_type
-                       if format else None)  # fmt: skip
+    layer = core.Layer(
+        ("_C", "avx2"),
+        format,
+        group,
+        hidden=256,
+        inter=256,
+        scale_type=scale_type if format else None,
+    )
     source = ggml.make(ggml.Q4_K, 256, 256)
     needed = "dense bf16" if format == core.BF16 else "quantised weights"
     with pytest.raises(ValueError, match=f"gate: the weights .* this weight format takes {needed}"):

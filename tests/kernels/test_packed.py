@@ -86,9 +86,11 @@ def test_saved_and_loaded(format: Format) -> None:
 
 @settings(max_examples=examples(40), deadline=None)
 @given(
-    format=st.sampled_from(FORMATS), hidden=st.integers(1, 200), inter=st.integers(1, 400),
+    format=st.sampled_from(FORMATS),
+    hidden=st.integers(1, 200),
+    inter=st.integers(1, 400),
     threads=st.lists(st.integers(0, 2), min_size=1, max_size=4).filter(any).map(tuple),
-)  # fmt: skip
+)
 def test_any_shape_and_pools(
     format: Format, hidden: int, inter: int, threads: tuple[int, ...]
 ) -> None:
@@ -127,8 +129,11 @@ NAN_CODE = "a weight is NaN"
 E8M0 = "a ue8m0 scale is 255"
 # Format, what is written, at which byte of a tile for row 5, and what is said.
 LIES = [
-    *[(Format(f, 0, 0 if f == FP8_ROW else None), bad, 20, BAD_SCALE)
-      for f in (INT8_ROW, INT4_ROW, FP8_ROW) for bad in (F32_NAN, F32_MINUS, F32_INF)],
+    *[
+        (Format(f, 0, 0 if f == FP8_ROW else None), bad, 20, BAD_SCALE)
+        for f in (INT8_ROW, INT4_ROW, FP8_ROW)
+        for bad in (F32_NAN, F32_MINUS, F32_INF)
+    ],
     (Format(FP8_BLOCK, 0, 0), F32_NAN, 0, BAD_SCALE),
     (Format(FP8_BLOCK, 0, 0), b"\x7f", 64 + 128 + 20, NAN_CODE),
     (Format(FP8_ROW, 0, 0), b"\xff", 128 + 128 + 21, NAN_CODE),
@@ -150,7 +155,7 @@ LIES = [
     (Format(Q5_K, 0, 0), b"\xff", 128 + 5, "a sub-block's scale or minimum has more than 6 bits"),
     (Format(Q3_K, 0, 0), b"\x20", 64 + 5, "a sub-block's scale or minimum has more than 6 bits"),
     (Format(IQ4_XS, 0, 0), b"\xdf", 64 + 5, "a sub-block's scale or minimum has more than 6 bits"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("number", range(len(LIES)))

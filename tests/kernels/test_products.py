@@ -27,9 +27,14 @@ from .oracle import check, check_batches, check_errors, reference
 # (E, k, H, I): one tile, no nice divisor, primes, one column, gpt-oss' width in small; stretches of
 # columns in the kernels that hold one unit more than a multiple of four.
 SHAPES = [
-    (4, 2, 64, 96), (4, 2, 33, 45), (3, 3, 97, 61), (2, 1, 1, 1), (2, 2, 2, 130), (6, 4, 180, 90),
+    (4, 2, 64, 96),
+    (4, 2, 33, 45),
+    (3, 3, 97, 61),
+    (2, 1, 1, 1),
+    (2, 2, 2, 130),
+    (6, 4, 180, 90),
     (2, 2, 288, 160),
-]  # fmt: skip
+]
 
 
 def has_tails(format: Format, shape: tuple[int, ...]) -> bool:
@@ -71,9 +76,18 @@ def test_biases_limits_and_masks(
 ) -> None:
     """clamp: limit and alpha of the activation."""
     layer = Layer.of(
-        variant, format, 4, 3, *format.fit(96, 64), kind=kind, biases=True, limit=clamp[0],
-        alpha=clamp[1], cpu_slots=[True, False, True, True], threads=(1, 2),
-    )  # fmt: skip
+        variant,
+        format,
+        4,
+        3,
+        *format.fit(96, 64),
+        kind=kind,
+        biases=True,
+        limit=clamp[0],
+        alpha=clamp[1],
+        cpu_slots=[True, False, True, True],
+        threads=(1, 2),
+    )
     check(layer, 1, 20)
 
 

@@ -32,9 +32,15 @@ def product(variant: Variant, w: Source | GgmlSource, x: Any) -> core.Floats:
     module = core.core_with(*variant)
     n = w.shape[0]
     y = module.product_quantised(
-        variant.table, False, w.format, w.group, w.scale_type, n, w.address,
+        variant.table,
+        False,
+        w.format,
+        w.group,
+        w.scale_type,
+        n,
+        w.address,
         np.ascontiguousarray(x, np.float32),
-    )  # fmt: skip
+    )
     finite = np.all(np.isfinite(x), axis=1)
     assert not np.any(y[finite, n:]), "rows past the matrix must be zeros"
     return y[:, :n]

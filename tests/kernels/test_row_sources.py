@@ -45,9 +45,11 @@ def pack(format: int, n: int, k: int, address: tuple[int, int, int, float]) -> B
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    format=st.sampled_from([INT8_ROW, INT4_ROW]), n=st.integers(1, 70), k=st.integers(1, 150),
+    format=st.sampled_from([INT8_ROW, INT4_ROW]),
+    n=st.integers(1, 70),
+    k=st.integers(1, 150),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_packed_like_the_weights_they_stand_for(format: int, n: int, k: int, seed: int) -> None:
     """Dense weights that quantise to these codes and scales exactly."""
     k *= 2

@@ -18,9 +18,13 @@ Floats = npt.NDArray[np.float32]
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 # Of test_bytes_on_every_machine: per dtype, groups of 32 and of 128.
 DIGESTS = [
-    "18fac2aac8001892", "ce1c210c2d1e7a59", "997b067d5a42ec88",
-    "530c730956f8ed61", "997b067d5a42ec88", "530c730956f8ed61",
-]  # fmt: skip
+    "18fac2aac8001892",
+    "ce1c210c2d1e7a59",
+    "997b067d5a42ec88",
+    "530c730956f8ed61",
+    "997b067d5a42ec88",
+    "530c730956f8ed61",
+]
 groups = pytest.mark.parametrize("group", [32, 64, 128])
 
 
@@ -65,10 +69,18 @@ def kinds_of_weights() -> dict[str, torch.Tensor]:
     mixed[7] = 1.0
     mixed[9] = -1.0
     return {
-        "normal": w, "heavy": heavy, "outlier": outlier, "same": same, "mixed": mixed,
-        "small": w * 1e-4, "smaller": w * 3e-7, "vanishing": w * 1e-9, "large": w * 3e4,
-        "largest": torch.where(w > 0, 65504.0, -3.0), "beyond fp16": w.clamp(-4, 4) * 1.1e5,
-    }  # fmt: skip
+        "normal": w,
+        "heavy": heavy,
+        "outlier": outlier,
+        "same": same,
+        "mixed": mixed,
+        "small": w * 1e-4,
+        "smaller": w * 3e-7,
+        "vanishing": w * 1e-9,
+        "large": w * 3e4,
+        "largest": torch.where(w > 0, 65504.0, -3.0),
+        "beyond fp16": w.clamp(-4, 4) * 1.1e5,
+    }
 
 
 @groups

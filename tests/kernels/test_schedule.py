@@ -178,10 +178,20 @@ def test_one_thread_has_nobody_to_take_from() -> None:
 def tuned(**tuning: Any) -> Layer:
     layer = Layer(BEST, INT8_ROW, 0, 6, 3, 96, 160)
     layer.layer = core._C.MoeLayer(
-        core.team("_C", (2,)), num_experts=6, top_k=3, hidden_size=96, intermediate_size=160,
-        forms=[(INT8_ROW, 0, 0)] * 3, cpu_slots=[True] * 6, swiglu_limit=0.0, swiglu_alpha=0.0,
-        max_tokens=256, table=BEST.table, kind=AUTO, **tuning,
-    )  # fmt: skip
+        core.team("_C", (2,)),
+        num_experts=6,
+        top_k=3,
+        hidden_size=96,
+        intermediate_size=160,
+        forms=[(INT8_ROW, 0, 0)] * 3,
+        cpu_slots=[True] * 6,
+        swiglu_limit=0.0,
+        swiglu_alpha=0.0,
+        max_tokens=256,
+        table=BEST.table,
+        kind=AUTO,
+        **tuning,
+    )
     for slot in range(6):
         layer.load(slot)
     return layer

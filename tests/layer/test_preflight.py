@@ -84,9 +84,12 @@ def test_kernel_switches(variable: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_sizes_under_other_names() -> None:
     mixtral = SimpleNamespace(
-        num_local_experts=8, num_experts_per_tok=2, hidden_size=128, intermediate_size=96,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        hidden_size=128,
+        intermediate_size=96,
         num_hidden_layers=3,
-    )  # fmt: skip
+    )
     assert num_experts(mixtral) == 8 and moe_layers(mixtral) == [2]
     with pytest.raises(OptionError, match="moe_intermediate_size=96 is not divisible"):
         prepare(KTOptions(method="INT4_G128"), mixtral, SERVED)
@@ -139,8 +142,13 @@ def test_gguf(tmp_path: Path) -> None:
 
     model = Model(("Q8_0", "Q8_0", "Q4_0"), hidden=64, inter=32, layers=(0, 1))
     path = model.save(tmp_path / "m.gguf", split_max_tensors=3).parent
-    config = {"num_experts": 3, "hidden_size": 64, "moe_intermediate_size": 32,
-              "num_experts_per_tok": 2, "num_hidden_layers": 2}  # fmt: skip
+    config = {
+        "num_experts": 3,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+    }
     options = {"weight_path": str(path), "method": "LLAMAFILE"}
     assert check(options, **config) == ""
     start = f"--kt-weight-path {path}: "

@@ -26,10 +26,9 @@ _FORMS = {
 }
 _DENSE = ("BF16", "AMXINT8", "MOE_INT8", "AMXINT4", "MOE_INT4", "INT4_G32", "INT4_G128")
 ALL_METHODS = (*_DENSE, "FP8", "FP8_PERCHANNEL", *_FORMS, "MXFP4", "NVFP4", "MXFP8")
-KERNEL_METHODS = (  # one per weight format
-    "BF16", "AMXINT8", "AMXINT4", "INT4_G32", "AWQ_INT4", "FP8", "FP8_PERCHANNEL", "MXFP4",
-    "NVFP4", "MXFP8",
-)  # fmt: skip
+KERNEL_METHODS = tuple(
+    "BF16 AMXINT8 AMXINT4 INT4_G32 AWQ_INT4 FP8 FP8_PERCHANNEL MXFP4 NVFP4 MXFP8".split()
+)
 
 
 def form_of_case(method: str) -> WeightForm:
@@ -114,9 +113,15 @@ class Case:
             in ("swiglu_limit", "swiglu_alpha", "gpu_experts_mask", "rounded", "kind", "table")
         }
         return moe_reference_with_noise(
-            hidden, ids, weights, *self.sources, method=self.method,
-            physical_to_logical_map=self.mapping, **self.bias, **options,
-        )  # fmt: skip
+            hidden,
+            ids,
+            weights,
+            *self.sources,
+            method=self.method,
+            physical_to_logical_map=self.mapping,
+            **self.bias,
+            **options,
+        )
 
 
 _ROUNDING = {torch.float32: 2**-23, torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -126,7 +131,8 @@ def within(y: torch.Tensor, reference: torch.Tensor, noise: torch.Tensor) -> boo
     """Whether each row of y is as near to the reference as its noise and y's dtype demand."""
     tiniest = 2**-24 if y.dtype == torch.float16 else 0.0
     allowed = (
-        1.01 * noise + _ROUNDING[y.dtype] * reference.norm(dim=-1)
+        1.01 * noise
+        + _ROUNDING[y.dtype] * reference.norm(dim=-1)
         + tiniest * reference.shape[1] ** 0.5
-    )  # fmt: skip
+    )
     return bool(((y.double() - reference).norm(dim=-1) <= allowed).all())

@@ -40,9 +40,14 @@ class OrderedCase(Case):
 @pytest.mark.parametrize("shared", [False, True])
 def test_against_the_oracle(method, named, shared):
     case = OrderedCase(
-        *named, shared=shared, method=method, hidden=128, inter=64, biases=True,
+        *named,
+        shared=shared,
+        method=method,
+        hidden=128,
+        inter=64,
+        biases=True,
         mapping=torch.tensor([4, 0, 0, 2, 1, 5]),
-    )  # fmt: skip
+    )
     wrapper = case.wrapper(threadpool_count=2)
     for tokens in (1, 4, 50):
         batch = case.batch(tokens)
@@ -77,13 +82,17 @@ CASE = Case(method="GPTQ_INT4", inter=64)
     [
         (torch.arange(63, dtype=torch.int32), "up_proj of slot 1.order must be [64], got [63]"),
         (torch.arange(64), "up_proj of slot 1.order has dtype torch.int64; accepted: int32"),
-        (torch.arange(64, dtype=torch.int32) - 1,
-         "up_proj of slot 1.order must have every column from 0 to 63 once; 0 is missing"),
-        (torch.arange(64, dtype=torch.int32).clamp(max=62),
-         "order must have every column from 0 to 63 once; 63 is missing or comes again"),
+        (
+            torch.arange(64, dtype=torch.int32) - 1,
+            "up_proj of slot 1.order must have every column from 0 to 63 once; 0 is missing",
+        ),
+        (
+            torch.arange(64, dtype=torch.int32).clamp(max=62),
+            "order must have every column from 0 to 63 once; 63 is missing or comes again",
+        ),
         (torch.full((64,), 2**31 - 1, dtype=torch.int32), "every column from 0 to 63 once"),
     ],
-)  # fmt: skip
+)
 def test_orders_that_are_none(order, text):
     gate, up, down = (every[1] for every in CASE.sources)
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -15,9 +15,14 @@ CASE = Case()
 
 def make(**options):
     defaults = {
-        "layer_idx": 0, "num_experts": E, "num_experts_per_tok": K, "hidden_size": H,
-        "moe_intermediate_size": I, "cpuinfer_threads": 2, "method": "BF16",
-    }  # fmt: skip
+        "layer_idx": 0,
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": H,
+        "moe_intermediate_size": I,
+        "cpuinfer_threads": 2,
+        "method": "BF16",
+    }
     return KTMoEWrapper(**{**defaults, **options})
 
 
@@ -39,20 +44,32 @@ mask_of = torch.tensor
         ({"method": "AMXINT8_SFT"}, ValueError, "is for mode='sft'"),
         ({"method": 4}, TypeError, "method must be a string"),
         ({"mode": "sft", "method": "AMXINT8_SFT", "lora_rank": 0}, ValueError, "lora_rank=0"),
-        ({"mode": "sft", "method": "AMXINT9_SFT"}, ValueError,
-         "unknown method 'AMXINT9_SFT'; supported: AMXBF16_SFT, AMXINT8_SFT, AMXINT4_SFT, AMXINT4_1"
-         "_SFT, AMXINT4_KGroup_SFT, AMXINT4_1KGroup_SFT, AMXBF16_SFT_SkipLoRA, AMXINT8_SFT_Skip"),
+        (
+            {"mode": "sft", "method": "AMXINT9_SFT"},
+            ValueError,
+            "unknown method 'AMXINT9_SFT'; supported: AMXBF16_SFT, AMXINT8_SFT, AMXINT4_SFT, AMXINT4_1"
+            "_SFT, AMXINT4_KGroup_SFT, AMXINT4_1KGroup_SFT, AMXBF16_SFT_SkipLoRA, AMXINT8_SFT_Skip",
+        ),
         ({"mode": "sft"}, ValueError, "method 'BF16' is for mode='inference'; mode='sft' supports"),
         ({"mode": "sft", "method": None}, TypeError, "method must be a string, got NoneType"),
         ({"mode": "training"}, ValueError, "unknown mode 'training'; accepted: 'inference', 'sft'"),
         ({"mode": None}, ValueError, "unknown mode None; accepted: 'inference', 'sft'"),
         ({"mode": [0]}, ValueError, "unknown mode [0]; accepted: 'inference', 'sft'"),
-        ({"method": "INT4_G32", "hidden_size": 65}, ValueError,
-         "hidden_size=65 is not divisible by the group size 32 of INT4_G32; accepted: multiples"),
-        ({"method": "INT4_G128", "hidden_size": 128}, ValueError,
-         "moe_intermediate_size=32 is not divisible by the group size 128"),
-        ({"cpuinfer_threads": 1, "threadpool_count": 2}, ValueError,
-         "cpuinfer_threads=1 is less than threadpool_count=2"),
+        (
+            {"method": "INT4_G32", "hidden_size": 65},
+            ValueError,
+            "hidden_size=65 is not divisible by the group size 32 of INT4_G32; accepted: multiples",
+        ),
+        (
+            {"method": "INT4_G128", "hidden_size": 128},
+            ValueError,
+            "moe_intermediate_size=32 is not divisible by the group size 128",
+        ),
+        (
+            {"cpuinfer_threads": 1, "threadpool_count": 2},
+            ValueError,
+            "cpuinfer_threads=1 is less than threadpool_count=2",
+        ),
         ({"cpuinfer_threads": 0}, ValueError, "cpuinfer_threads=0"),
         ({"threadpool_count": 0}, ValueError, "threadpool_count=0"),
         ({"numa_nodes": [12345]}, ValueError, "numa_nodes contains 12345; nodes in use here"),
@@ -85,21 +102,36 @@ mask_of = torch.tensor
         ({"gpu_experts_mask": 7}, ValueError, "num_gpu_experts=7; accepted: 0 to 6"),
         ({"gpu_experts_mask": -1}, ValueError, "num_gpu_experts=-1; accepted: 0 to 6"),
         ({"gpu_experts_mask": 2, "num_gpu_experts": 3}, ValueError, "give one of them"),
-        ({"gpu_experts_mask": torch.zeros(5, dtype=torch.bool)}, ValueError,
-         r"must be bool [6], got torch.bool [5]"),
+        (
+            {"gpu_experts_mask": torch.zeros(5, dtype=torch.bool)},
+            ValueError,
+            r"must be bool [6], got torch.bool [5]",
+        ),
         ({"gpu_experts_mask": torch.zeros(6)}, ValueError, "got torch.float32 [6]"),
         ({"gpu_experts_mask": torch.zeros(1, 6, dtype=torch.bool)}, ValueError, "[1, 6]"),
-        ({"gpu_experts_mask": torch.zeros(6, dtype=torch.bool, device="meta")}, ValueError,
-         "gpu_experts_mask must be a dense tensor with data, it is on meta"),
-        ({"gpu_experts_mask": torch.zeros(6, dtype=torch.bool).to_sparse()}, ValueError,
-         "gpu_experts_mask must be a dense tensor with data"),
+        (
+            {"gpu_experts_mask": torch.zeros(6, dtype=torch.bool, device="meta")},
+            ValueError,
+            "gpu_experts_mask must be a dense tensor with data, it is on meta",
+        ),
+        (
+            {"gpu_experts_mask": torch.zeros(6, dtype=torch.bool).to_sparse()},
+            ValueError,
+            "gpu_experts_mask must be a dense tensor with data",
+        ),
         ({"gpu_experts_mask": object()}, TypeError, "got object"),
-        ({"gpu_experts_mask": torch.arange(6) >= 4, "num_gpu_experts": 2}, ValueError,
-         "means slots 0 to 1, but gpu_experts_mask names [4, 5]"),
-        ({"gpu_experts_mask": torch.arange(6) < 3, "num_gpu_experts": 2}, ValueError,
-         "names [0, 1, 2]"),
+        (
+            {"gpu_experts_mask": torch.arange(6) >= 4, "num_gpu_experts": 2},
+            ValueError,
+            "means slots 0 to 1, but gpu_experts_mask names [4, 5]",
+        ),
+        (
+            {"gpu_experts_mask": torch.arange(6) < 3, "num_gpu_experts": 2},
+            ValueError,
+            "names [0, 1, 2]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_constructor(options, error, text):
     with pytest.raises(error, match=re.escape(text)):
         make(**options)
@@ -135,20 +167,29 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
         ({"map": torch.tensor([2**63 + 1] * 6, dtype=torch.uint64)}, ValueError, "[0] = 9223"),
         ({"map": torch.arange(6, device="meta")}, ValueError, "must be on the CPU, it is on meta"),
         ({"map": torch.arange(6).to_sparse()}, ValueError, "must be a dense tensor with data"),
-        ({"gate": torch.empty(6, 32, 64, device="meta")}, ValueError,
-         "gate_proj must be a dense tensor with data, it is on meta"),
+        (
+            {"gate": torch.empty(6, 32, 64, device="meta")},
+            ValueError,
+            "gate_proj must be a dense tensor with data, it is on meta",
+        ),
         ({"up": CASE.up.to_sparse()}, ValueError, "up_proj must be a dense tensor with data, it h"),
-        ({"down": torch.nested.nested_tensor([CASE.down[0], CASE.down[1]])}, ValueError,
-         "down_proj must be a dense tensor with data, it is nested"),
-        ({"up_bias": torch.zeros(6, 32, device="meta")}, ValueError,
-         "up_bias must be a dense tensor with data, it is on meta"),
+        (
+            {"down": torch.nested.nested_tensor([CASE.down[0], CASE.down[1]])},
+            ValueError,
+            "down_proj must be a dense tensor with data, it is nested",
+        ),
+        (
+            {"up_bias": torch.zeros(6, 32, device="meta")},
+            ValueError,
+            "up_bias must be a dense tensor with data, it is on meta",
+        ),
         ({"map": list(range(6))}, TypeError, "must be a tensor, got list"),
         ({"map": None}, TypeError, "must be a tensor, got NoneType"),
         ({"gate_bias": torch.zeros(6, 64)}, ValueError, "gate_bias must be [6, 32], got [6, 64]"),
         ({"down_bias": torch.zeros(6, 64).long()}, ValueError, "down_bias has dtype torch.int64"),
         pytest.param({"map": "cuda"}, ValueError, "must be on the CPU", marks=GPU),
     ],
-)  # fmt: skip
+)
 def test_loading(changes, error, text):
     if changes.get("map") == "cuda":
         changes["map"] = torch.arange(6, device="cuda")
@@ -247,8 +288,11 @@ def loaded():
         ({"hidden": torch.zeros(4, H).to_sparse()}, ValueError, "dense"),
         ({"hidden": torch.zeros(4, H, device="meta")}, ValueError, "with data"),
         ({"ids": torch.zeros(4, 3).long().to_sparse()}, ValueError, "topk_ids must be a dense"),
-        ({"weights": torch.nested.nested_tensor([torch.zeros(3)])}, ValueError,
-         "topk_weights must be a dense tensor with data, it is nested"),
+        (
+            {"weights": torch.nested.nested_tensor([torch.zeros(3)])},
+            ValueError,
+            "topk_weights must be a dense tensor with data, it is nested",
+        ),
         ({"hidden": [0.0] * H}, TypeError, "hidden_states must be a tensor, got list"),
         ({"hidden": torch.zeros(5, H)}, ValueError, "topk_ids must be [5, 3], got [4, 3]"),
         ({"ids": torch.zeros(4, 2).long()}, ValueError, "topk_ids must be [4, 3], got [4, 2]"),
@@ -262,7 +306,7 @@ def loaded():
         ({"weights": torch.zeros(4, 3).long()}, ValueError, "accepted: float dtypes"),
         ({"weights": torch.zeros(4, 3, device="meta")}, ValueError, "topk_weights must be a dense"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("call", ["forward", "submit_forward"])
 def test_inputs(loaded, call, changes, error, text):
     hidden, ids, weights = CASE.batch(4)
@@ -328,10 +372,13 @@ def test_a_copy_will_do_where_nothing_else_can_be_meant():
 
 def test_fine_tuning_calls_name_the_right_one(loaded):
     for name, text in (
-        ("forward_sft", "call forward"), ("submit_forward_sft", "call submit_forward"),
-        ("sync_forward_sft", "call sync_forward"), ("backward", "has no backward"),
-        ("init_lora_weights", "no LoRA"), ("update_lora_weights", "no LoRA"),
-    ):  # fmt: skip
+        ("forward_sft", "call forward"),
+        ("submit_forward_sft", "call submit_forward"),
+        ("sync_forward_sft", "call sync_forward"),
+        ("backward", "has no backward"),
+        ("init_lora_weights", "no LoRA"),
+        ("update_lora_weights", "no LoRA"),
+    ):
         with pytest.raises(RuntimeError, match=f"{name} belongs to mode='sft'.*{text}"):
             getattr(loaded, name)(1, save_for_backward=True)
 

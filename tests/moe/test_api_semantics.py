@@ -346,10 +346,19 @@ def test_as_many_experts_and_choices_as_are_accepted(experts, k):
 )
 def test_the_core_refuses_sizes_that_no_memory_holds(sizes):
     core = {
-        "num_experts": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32,
-        "forms": [(0, 0, 0)] * 3, "cpu_slots": [False], "swiglu_limit": 0.0, "swiglu_alpha": 0.0,
-        "max_tokens": 1, "table": "avx2", "kind": 0, **sizes,
-    }  # fmt: skip
+        "num_experts": 1,
+        "top_k": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "forms": [(0, 0, 0)] * 3,
+        "cpu_slots": [False],
+        "swiglu_limit": 0.0,
+        "swiglu_alpha": 0.0,
+        "max_tokens": 1,
+        "table": "avx2",
+        "kind": 0,
+        **sizes,
+    }
     with pytest.raises(ValueError, match="accepted"):
         kt_kernel._C.MoeLayer(kt_kernel._C.Team([1], [0]), **core)
 
@@ -576,7 +585,10 @@ def test_debug_output():
         "from moe_cases import Case; Case().wrapper()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "KT_KERNEL_DEBUG": "1"},
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={**os.environ, "KT_KERNEL_DEBUG": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert "kernel tables" in done.stderr and "layer 0: BF16" in done.stderr

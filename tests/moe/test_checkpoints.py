@@ -25,9 +25,16 @@ def test_forward(tmp_path, name):
     sample = samples()[name]
     path = save(tmp_path, sample.tensors, sample.quantization, sample.model_type)
     layer = KTMoEWrapper(
-        0, E, K, H, I, method=sample.method, weight_path=path, cpuinfer_threads=2,
+        0,
+        E,
+        K,
+        H,
+        I,
+        method=sample.method,
+        weight_path=path,
+        cpuinfer_threads=2,
         threadpool_count=2,
-    )  # fmt: skip
+    )
     layer.load_weights(torch.arange(E))
 
     found = read_experts(path, 0, E, H, I, method=sample.method)
@@ -36,12 +43,19 @@ def test_forward(tmp_path, name):
     hidden = torch.randn(TOKENS, H, generator=generator)
     ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(TOKENS)])
     weights = torch.rand(TOKENS, K, generator=generator)
-    matrices = [torch.stack(m) if isinstance(m[0], torch.Tensor) else m
-                for m in (found.gate, found.up, found.down)]  # fmt: skip
+    matrices = [
+        torch.stack(m) if isinstance(m[0], torch.Tensor) else m
+        for m in (found.gate, found.up, found.down)
+    ]
     y, noise = moe_reference_with_noise(
-        hidden, ids, weights, *matrices, method=sample.method, table=kernel_table(),
+        hidden,
+        ids,
+        weights,
+        *matrices,
+        method=sample.method,
+        table=kernel_table(),
         **{f: torch.stack(bias) for f, bias in biases.items() if bias},
-    )  # fmt: skip
+    )
     for tokens in (1, TOKENS):
         out = layer.forward(hidden[:tokens], ids[:tokens], weights[:tokens])
         assert within(out, y[:tokens], noise[:tokens]), row_error(out, y[:tokens])

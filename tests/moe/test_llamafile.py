@@ -18,9 +18,15 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
 from gguf_models import MATRICES, SUPPORTED, Model  # noqa: E402
 
 K = 2
-MIXED = [("Q4_K", "Q4_K", "Q6_K"), ("Q2_K", "IQ4_XS", "Q3_K"), ("BF16", "Q8_0", "F16"),
-         ("Q4_0", "MXFP4", "Q5_1"), ("F32", "F16", "BF16"), ("Q8_0", "Q5_K", "F32"),
-         ("IQ4_NL", "Q4_1", "Q5_0")]  # fmt: skip
+MIXED = [
+    ("Q4_K", "Q4_K", "Q6_K"),
+    ("Q2_K", "IQ4_XS", "Q3_K"),
+    ("BF16", "Q8_0", "F16"),
+    ("Q4_0", "MXFP4", "Q5_1"),
+    ("F32", "F16", "BF16"),
+    ("Q8_0", "Q5_K", "F32"),
+    ("IQ4_NL", "Q4_1", "Q5_0"),
+]
 
 
 def layer(model, path, load=True, **options):
@@ -53,9 +59,16 @@ def check(made, model, path, kind="auto", **options):
     """Forward passes of few and many tokens are as near to the oracle as its noise demands."""
     hidden, ids, weights = batch(model, 40)
     y, noise = moe_reference_with_noise(
-        hidden, ids, weights, *given(model, path), method="LLAMAFILE", kind=kind,
-        table=kernel_table(), **biases(model), **options,
-    )  # fmt: skip
+        hidden,
+        ids,
+        weights,
+        *given(model, path),
+        method="LLAMAFILE",
+        kind=kind,
+        table=kernel_table(),
+        **biases(model),
+        **options,
+    )
     for tokens in (1, 3, 40):
         out = made.forward(hidden[:tokens], ids[:tokens], weights[:tokens])
         assert within(out, y[:tokens], noise[:tokens]), row_error(out, y[:tokens]).max()

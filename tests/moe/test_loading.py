@@ -86,8 +86,9 @@ def test_slots_of_any_integer_type(kind):
 def test_weights_without_data(which):
     wrapper = CASE.wrapper(load=False)
     for replaced, text in (
-        (lambda t: t.to("meta"), "it is on meta"), (lambda t: t.to_sparse(), "it has layout"),
-    ):  # fmt: skip
+        (lambda t: t.to("meta"), "it is on meta"),
+        (lambda t: t.to_sparse(), "it has layout"),
+    ):
         given = expert(CASE, 1)
         given[which] = replaced(given[which])
         name = ("gate", "up", "down")[which]

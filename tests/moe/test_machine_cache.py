@@ -89,10 +89,14 @@ def test_servers_that_start_at_once(folder):
     """One measures, the others find its result; no entry is lost."""
     keys = [["key", "a"], ["key", "b"], ["c", "key"]]
     servers = [
-        subprocess.Popen([sys.executable, "-c", SERVER, *k], stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", SERVER, *k],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for k in keys
-    ]  # fmt: skip
+    ]
     for server in servers:
         assert server.stdout.readline() == "ready\n"
     for server in servers:

@@ -28,13 +28,20 @@ from kt_kernel.weights.quantised import QuantisedMatrix
 MIXED = Method("MIXED", (INT4_GROUP, MXFP4, INT4_ZERO), quantised=True, mixed=True)
 DENSE = None  # in the place of a form
 G32, G64, ZERO, FP4 = (
-    WeightForm(INT4_GROUP, 32), WeightForm(INT4_GROUP, 64, 1), WeightForm(INT4_ZERO, 32, 2),
+    WeightForm(INT4_GROUP, 32),
+    WeightForm(INT4_GROUP, 64, 1),
+    WeightForm(INT4_ZERO, 32, 2),
     WeightForm(MXFP4),
-)  # fmt: skip
+)
 MIXES = [
-    (G32, ZERO, FP4), (G64, G32, G32), (DENSE, FP4, G64), (G32, G32, DENSE), (FP4, DENSE, DENSE),
-    (DENSE, DENSE, DENSE), (FP4, FP4, FP4),
-]  # fmt: skip
+    (G32, ZERO, FP4),
+    (G64, G32, G32),
+    (DENSE, FP4, G64),
+    (G32, G32, DENSE),
+    (FP4, DENSE, DENSE),
+    (DENSE, DENSE, DENSE),
+    (FP4, FP4, FP4),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -47,11 +47,15 @@ def test_equals_the_compiled_oracle(method, limit, alpha):
     options = {"swiglu_limit": limit, "swiglu_alpha": alpha}
     ours = case.reference(hidden, ids, weights, gpu_experts_mask=mask, **options)
     theirs = _C.reference_forward(
-        hidden.double().numpy(), ids.numpy(), weights.double().numpy(),
+        hidden.double().numpy(),
+        ids.numpy(),
+        weights.double().numpy(),
         *(quantise_weights(method, m).numpy() for m in (case.gate, case.up, case.down)),
-        activation_format=int(chosen.int8_activations), skip=mask.tolist(),
-        **{name: bias.double().numpy() for name, bias in case.bias.items()}, **options,
-    )  # fmt: skip
+        activation_format=int(chosen.int8_activations),
+        skip=mask.tolist(),
+        **{name: bias.double().numpy() for name, bias in case.bias.items()},
+        **options,
+    )
     assert row_error(torch.from_numpy(theirs), ours).max() < 1e-12
 
 

@@ -22,8 +22,11 @@ def parts_of(method, matrix):
     if method == "RAWINT4":
         return {"weight_packed": matrix.codes, "weight_scale": matrix.scale}
     if method == "NVFP4":
-        return {"weight": matrix.codes, "weight_scale": matrix.scale,
-                "weight_scale_2": torch.tensor(matrix.global_scale)}  # fmt: skip
+        return {
+            "weight": matrix.codes,
+            "weight_scale": matrix.scale,
+            "weight_scale_2": torch.tensor(matrix.global_scale),
+        }
     name = "weight_scale" if method == "FP8_PERCHANNEL" else "weight_scale_inv"
     return {"weight": matrix.codes, "scale" if method == "MXFP4" else name: matrix.scale}
 
@@ -57,11 +60,13 @@ def unpacked(wrapper, case):
 def test_three_ways_of_loading(tmp_path, method, pools):
     case = Case(method=method, mapping=torch.tensor([4, 0, 0, 2, 1, 5]))
     case.options = {"gpu_experts_mask": torch.arange(6) == 3, "threadpool_count": pools}
-    wanted = torch.cat([
-        quantise_weights(method, matrices[case.mapping[slot]]).float().flatten()
-        for slot in (0, 1, 2, 4, 5)
-        for matrices in case.sources
-    ])  # fmt: skip
+    wanted = torch.cat(
+        [
+            quantise_weights(method, matrices[case.mapping[slot]]).float().flatten()
+            for slot in (0, 1, 2, 4, 5)
+            for matrices in case.sources
+        ]
+    )
     from_file = case.wrapper(load=False, weight_path=save(tmp_path, case))
     from_file.load_weights(case.mapping)
     one_by_one = case.wrapper(load=False)
@@ -104,26 +109,45 @@ def other(matrix, **changes):
     ("change", "error", "text"),
     [
         (lambda m: CASE.up[1], TypeError, "up_proj of slot 1 must be a QuantisedMatrix, got Ten"),
-        (lambda m: other(m, format=FP8_ROW), ValueError,
-         "up_proj of slot 1 is FP8 with row scales; accepted: int4 with group scales or int4 with"),
+        (
+            lambda m: other(m, format=FP8_ROW),
+            ValueError,
+            "up_proj of slot 1 is FP8 with row scales; accepted: int4 with group scales or int4 "
+            "with",
+        ),
         (lambda m: other(m, format=99), ValueError, "is format 99; accepted"),
-        (lambda m: other(m, codes=m.codes[:, 1:]), ValueError,
-         "up_proj of slot 1.codes must be [32, 32]"),
-        (lambda m: other(m, codes=m.codes.int()), ValueError,
-         "has dtype torch.int32; accepted: uint8"),
+        (
+            lambda m: other(m, codes=m.codes[:, 1:]),
+            ValueError,
+            "up_proj of slot 1.codes must be [32, 32]",
+        ),
+        (
+            lambda m: other(m, codes=m.codes.int()),
+            ValueError,
+            "has dtype torch.int32; accepted: uint8",
+        ),
         (lambda m: other(m, codes=None), TypeError, "codes must be a tensor, got NoneType"),
-        (lambda m: other(m, scale=m.scale.double()), ValueError,
-         "has dtype torch.float64; accepted: float16, bfloat16, float32"),
+        (
+            lambda m: other(m, scale=m.scale.double()),
+            ValueError,
+            "has dtype torch.float64; accepted: float16, bfloat16, float32",
+        ),
         (lambda m: other(m, scale=m.scale[:, :0]), ValueError, "a multiple of 32 that divides 64"),
         (lambda m: other(m, scale=m.scale.repeat(1, 2)), ValueError, "got [32, 4]"),
         (lambda m: other(m, zero=m.codes), ValueError, "zero must be None for int4 with group"),
-        (lambda m: quantise(CASE.up[1], WeightForm(INT4_GROUP, 64, 1)), ValueError,
-         "up_proj of slot 1 is int4 with group scales (bfloat16, group size 64); gate_proj of"),
+        (
+            lambda m: quantise(CASE.up[1], WeightForm(INT4_GROUP, 64, 1)),
+            ValueError,
+            "up_proj of slot 1 is int4 with group scales (bfloat16, group size 64); gate_proj of",
+        ),
         (lambda m: quantise(CASE.up[1], form_of_case("RAWINT4:zero")), ValueError, "zero points"),
-        (lambda m: other(m, scale=m.scale * torch.inf), ValueError,
-         "expert slot 1, up row 0: a scale is NaN"),
+        (
+            lambda m: other(m, scale=m.scale * torch.inf),
+            ValueError,
+            "expert slot 1, up row 0: a scale is NaN",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_matrices(change, error, text):
     wrapper = CASE.wrapper(load=False)
     given = [matrices[1] for matrices in CASE.sources]

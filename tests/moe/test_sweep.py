@@ -132,8 +132,10 @@ def test_the_bound_would_notice(method, monkeypatch):
     assert within(y, reference, noise)
     y[:, 0] += 2.5e-4 * size
     clear = used & (noise < 1e-4 * size)
-    assert not any(within(y[i : i + 1], reference[i : i + 1], noise[i : i + 1])
-                   for i in clear.nonzero().flatten().tolist())  # fmt: skip
+    assert not any(
+        within(y[i : i + 1], reference[i : i + 1], noise[i : i + 1])
+        for i in clear.nonzero().flatten().tolist()
+    )
 
 
 @pytest.mark.parametrize("method", [m for m in ALL_METHODS if not m.startswith("MOE")])
@@ -185,8 +187,10 @@ def test_layers_that_share_buffers_leave_nothing_in_them(table, monkeypatch):
     ]
     batches = [case.batch(64, torch.bfloat16) for case in cases]
     # The bits do not depend on threads; no other team has five.
-    alone = [case.wrapper(cpuinfer_threads=5).forward(*batch)
-             for case, batch in zip(cases, batches, strict=True)]  # fmt: skip
+    alone = [
+        case.wrapper(cpuinfer_threads=5).forward(*batch)
+        for case, batch in zip(cases, batches, strict=True)
+    ]
     wrappers = [case.wrapper() for case in cases]
     for order in (range(len(cases)), reversed(range(len(cases)))):
         for i in order:
@@ -221,9 +225,11 @@ def test_any_layer(data):
         "swiglu_alpha": draw(st.sampled_from([0.0, 1.702])),
     }
     wrapper = case.wrapper(
-        gpu_experts_mask=mask, cpuinfer_threads=draw(st.integers(1, 3)),
-        chunked_prefill_size=draw(st.sampled_from([-1, 1, 7])), **act,
-    )  # fmt: skip
+        gpu_experts_mask=mask,
+        cpuinfer_threads=draw(st.integers(1, 3)),
+        chunked_prefill_size=draw(st.sampled_from([-1, 1, 7])),
+        **act,
+    )
     tokens = draw(st.integers(0, 40))
     hidden, ids, weights = case.batch(
         tokens, draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))

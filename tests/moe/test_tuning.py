@@ -135,9 +135,16 @@ def test_a_measurement_that_disagrees_with_itself_is_not_kept(own_cache, again, 
 
 @pytest.mark.parametrize(
     "entry",
-    [None, 7, {}, {"gemm_min_rows": 0, "row_block": 128}, {"gemm_min_rows": 5, "row_block": 100},
-     {"gemm_min_rows": True, "row_block": 128}, {"gemm_min_rows": "5", "row_block": 128}],
-)  # fmt: skip
+    [
+        None,
+        7,
+        {},
+        {"gemm_min_rows": 0, "row_block": 128},
+        {"gemm_min_rows": 5, "row_block": 100},
+        {"gemm_min_rows": True, "row_block": 128},
+        {"gemm_min_rows": "5", "row_block": 128},
+    ],
+)
 def test_entries_that_are_none_are_measured_again(own_cache, measured, again, entry):
     again()
     own_cache.write_text(json.dumps(dict.fromkeys(json.loads(own_cache.read_text()), entry)))

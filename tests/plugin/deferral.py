@@ -59,9 +59,17 @@ def stepwise_logits(reference: Reference, prompt: list[int], tokens: list[int]) 
 
 
 def check_deferred(
-    answer: dict[str, Any], reference: Reference, prompt: list[int], deferred: int, cold: range,
-    *, near: float, gap: float, rounded: bool = False, far: float = 5,
-) -> None:  # fmt: skip
+    answer: dict[str, Any],
+    reference: Reference,
+    prompt: list[int],
+    deferred: int,
+    cold: range,
+    *,
+    near: float,
+    gap: float,
+    rounded: bool = False,
+    far: float = 5,
+) -> None:
     """Of one request: tokens and log-probabilities are those of the rule in transformers.
 
     near: the largest mean distance of log-probabilities; without the rule it must be ``far`` times

@@ -47,8 +47,12 @@ GPU_VLLM = {
     "kv_cache_memory_bytes": 1 << 28,
     "enable_prefix_caching": False,
 }
-GPU_SGLANG = {"device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch",
-              "moe_runner_backend": "triton"}  # fmt: skip
+GPU_SGLANG = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "moe_runner_backend": "triton",
+}
 # Tokens that the cache has, or that SGLang's own schedule computes in vain, cannot be counted.
 SGLANG_COUNTED = {"disable_radix_cache": True, "disable_overlap_schedule": True}
 NO_GRAPHS = {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}

@@ -14,8 +14,10 @@ sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # makers of weig
 HIDDEN, INTERMEDIATE = 256, 256  # multiples of the largest block, 256 columns
 SPREAD = HIDDEN**-0.5  # about the standard deviation of the weights
 MATRICES = {
-    "gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)
-}  # fmt: skip
+    "gate": (INTERMEDIATE, HIDDEN),
+    "up": (INTERMEDIATE, HIDDEN),
+    "down": (HIDDEN, INTERMEDIATE),
+}
 
 # Expert weights [layers][experts][gate, up, down], float64.
 Weights = list[list[tuple[torch.Tensor, ...]]]

@@ -21,32 +21,64 @@ STEPS = 8
 PROMPTS = spread_prompts(3, VOCABULARY, growth=3)
 
 COMMON = dict(
-    vocab_size=VOCABULARY, hidden_size=128, intermediate_size=32, moe_intermediate_size=32,
-    num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    max_position_embeddings=512, num_experts=EXPERTS, num_local_experts=EXPERTS,
-    n_routed_experts=EXPERTS, num_experts_per_tok=TOP_K, decoder_sparse_step=1,
-    norm_topk_prob=True, tie_word_embeddings=False, initializer_range=0.15,
-    pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    intermediate_size=32,
+    moe_intermediate_size=32,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    num_experts=EXPERTS,
+    num_local_experts=EXPERTS,
+    n_routed_experts=EXPERTS,
+    num_experts_per_tok=TOP_K,
+    decoder_sparse_step=1,
+    norm_topk_prob=True,
+    tie_word_embeddings=False,
+    initializer_range=0.15,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 GROUPS = dict(
-    n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, moe_layer_freq=1,
+    n_group=2,
+    topk_group=1,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    moe_layer_freq=1,
     routed_scaling_factor=2.5,
-)  # fmt: skip
+)
 # The ranks are those that the engines' attention takes; published models have YaRN, too.
 MLA = dict(
-    q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32,
-    num_key_value_heads=4, head_dim=64,
+    q_lora_rank=32,
+    kv_lora_rank=512,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=64,
+    v_head_dim=32,
+    num_key_value_heads=4,
+    head_dim=64,
     rope_parameters=dict(
-        rope_type="yarn", rope_theta=10000.0, factor=4.0, mscale=1.0, mscale_all_dim=1.0,
-        original_max_position_embeddings=128, beta_fast=32, beta_slow=1,
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=4.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=128,
+        beta_fast=32,
+        beta_slow=1,
     ),
-)  # fmt: skip
+)
 SHARED = dict(shared_expert_intermediate_size=64)
 LINEAR_ATTENTION = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=128,
-    linear_value_head_dim=128, layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    layer_types=["linear_attention", "full_attention"],
     full_attention_interval=2,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -74,17 +106,24 @@ CPU_MLA = {"attention_backend": "CPU_MLA"}
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
-        MLA | GROUPS | dict(
-            topk_method="group_limited_greedy", norm_topk_prob=False, scoring_func="softmax"
-        ), CPU_MLA, gpu=("sglang",),
+        MLA
+        | GROUPS
+        | dict(topk_method="group_limited_greedy", norm_topk_prob=False, scoring_func="softmax"),
+        CPU_MLA,
+        gpu=("sglang",),
     ),
     "DeepseekV3ForCausalLM": Family(  # Kimi-K2's class, too
-        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"), CPU_MLA,
+        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+        CPU_MLA,
         gpu=("sglang",),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
-        dict(moe_num_experts=EXPERTS, moe_k=TOP_K, moe_layer_start_index=1,
-             moe_num_shared_experts=1), {}, {}, unset="moe_statics",
+        dict(
+            moe_num_experts=EXPERTS, moe_k=TOP_K, moe_layer_start_index=1, moe_num_shared_experts=1
+        ),
+        {},
+        {},
+        unset="moe_statics",
     ),
     "Glm4MoeForCausalLM": Family(GROUPS, {}, {}),
     "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),
@@ -103,7 +142,7 @@ FAMILIES = {
     "Qwen3NextForCausalLM": Family(
         SHARED | LINEAR_ATTENTION, {"dtype": "bfloat16"}, gpu=("sglang",), median=0.03, mean=0.06
     ),
-}  # fmt: skip
+}
 
 
 def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:

@@ -38,8 +38,10 @@ def _write(
         model.rows[layer, matrix] = _with_spread(model.kind[matrix], rows)
     path.mkdir()
     model.save(path / "model.gguf", **options)
-    stacks = [[torch.from_numpy(model.values(layer, m)).double() for m in MATRICES]
-              for layer in range(LAYERS)]  # fmt: skip
+    stacks = [
+        [torch.from_numpy(model.values(layer, m)).double() for m in MATRICES]
+        for layer in range(LAYERS)
+    ]
     return [list(zip(*layer, strict=True)) for layer in stacks]
 
 

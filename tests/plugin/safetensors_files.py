@@ -71,11 +71,16 @@ FORMATS: dict[str, Format] = {
         lambda parts: parts["weight"].double(),
     ),
     "FP8": _format(
-        "FP8", test_fp8.block("weight_scale_inv"), "weight_scale_inv", test_fp8.block_reference,
+        "FP8",
+        test_fp8.block("weight_scale_inv"),
+        "weight_scale_inv",
+        test_fp8.block_reference,
         test_fp8.DEEPSEEK,
     ),
     "FP8_PERCHANNEL": _format(
-        "FP8_PERCHANNEL", test_fp8.per_row(()), "weight_scale",
+        "FP8_PERCHANNEL",
+        test_fp8.per_row(()),
+        "weight_scale",
         lambda parts: parts["weight"].double() * parts["weight_scale"].double()[:, None],
         {"quant_method": "compressed-tensors"},
     ),
@@ -83,34 +88,49 @@ FORMATS: dict[str, Format] = {
         "RAWINT4", test_int4.make_with(), "weight_scale", test_int4.reference, test_int4.config()
     ),
     "RAWINT4 with zero points": _format(
-        "RAWINT4", test_int4.make_with(zero=True), "weight_scale", test_int4.reference,
+        "RAWINT4",
+        test_int4.make_with(zero=True),
+        "weight_scale",
+        test_int4.reference,
         test_int4.config(symmetric=False),
     ),
     "GPTQ_INT4": _format(
-        "GPTQ_INT4", test_gptq.make_with(), "scales", test_gptq.reference(1),
+        "GPTQ_INT4",
+        test_gptq.make_with(),
+        "scales",
+        test_gptq.reference(1),
         test_gptq.config(sym=False),
     ),
     "GPTQ_INT4 in order of activations": _format(
-        "GPTQ_INT4", test_gptq.make_with(order=test_gptq.shuffled), "scales",
-        test_gptq.reference(1), test_gptq.config(sym=False, desc_act=True),
+        "GPTQ_INT4",
+        test_gptq.make_with(order=test_gptq.shuffled),
+        "scales",
+        test_gptq.reference(1),
+        test_gptq.config(sym=False, desc_act=True),
     ),
     "AWQ_INT4": _format(
         "AWQ_INT4", test_awq.make_with(), "scales", test_awq.reference, test_awq.config()
     ),
     "MXFP4": Format(
-        "MXFP4", _ue8m0(test_mxfp4.compressed, "weight_scale", 121),
+        "MXFP4",
+        _ue8m0(test_mxfp4.compressed, "weight_scale", 121),
         lambda parts: test_mxfp4.dequantise(parts["weight_packed"], parts["weight_scale"]).double(),
         {"quant_method": "compressed-tensors"},
     ),
     "MXFP8": Format(
-        "MXFP8", _ue8m0(test_mxfp8.make_with("weight_scale"), "weight_scale", 116),
-        test_mxfp8.reference, {"quant_method": "mxfp8"},
+        "MXFP8",
+        _ue8m0(test_mxfp8.make_with("weight_scale"), "weight_scale", 116),
+        test_mxfp8.reference,
+        {"quant_method": "mxfp8"},
     ),
     "NVFP4": _format(
-        "NVFP4", test_nvfp4.MODELOPT, "weight_scale_2", test_nvfp4.modelopt_values,
+        "NVFP4",
+        test_nvfp4.MODELOPT,
+        "weight_scale_2",
+        test_nvfp4.modelopt_values,
         {"quant_method": "modelopt"},
     ),
-}  # fmt: skip
+}
 
 
 def expert_tensors(form: Format) -> tuple[Tensors, Weights]:

@@ -185,9 +185,12 @@ def check_padding() -> None:
     def fill(tokens: int, rows: int) -> list[list[int]]:
         """Numbers of the rows that the masks of 8, 4 and 2 then call padding."""
         registry.fill_from(
-            SimpleNamespace(), raw_bs=tokens, padded_bs=rows,
-            raw_num_tokens=tokens, padded_num_tokens=rows,
-        )  # fmt: skip
+            SimpleNamespace(),
+            raw_bs=tokens,
+            padded_bs=rows,
+            raw_num_tokens=tokens,
+            padded_num_tokens=rows,
+        )
         return padding()
 
     def padding() -> list[list[int]]:

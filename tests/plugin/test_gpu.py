@@ -78,8 +78,11 @@ RUNS = {
 # rounding turns makes a token's up to 4, which is 0.04 of the mean.
 MEAN = 0.15
 
-VLLM_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp",
-              "disable_custom_all_reduce": True}  # fmt: skip
+VLLM_RANKS = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "disable_custom_all_reduce": True,
+}
 SGLANG_RANKS = {"tp_size": 2, "disable_custom_all_reduce": True}
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -128,8 +131,12 @@ def _runs() -> list[tuple[dict[str, Any], Kind, dict[str, Any]]]:
         one: dict[str, Any] = {"name": name}
         if kind.deferred:
             one["prompts"] = [DEFERRED_PROMPT]
-        kt = {"method": "BF16", "num_gpu_experts": kind.hot, "cpuinfer": CPU_THREADS,
-              "max_deferred_experts_per_token": kind.deferred}  # fmt: skip
+        kt = {
+            "method": "BF16",
+            "num_gpu_experts": kind.hot,
+            "cpuinfer": CPU_THREADS,
+            "max_deferred_experts_per_token": kind.deferred,
+        }
         found.append((one, kind, {} if kind.hot is None else kt))
     return found
 
@@ -160,8 +167,16 @@ def _judge(engine: str, answers: Answers, reference: Reference) -> None:
         kind = RUNS[name]
         if kind.deferred:
             cold = range(kind.hot, EXPERTS)
-            check_deferred(answer, reference, DEFERRED_PROMPT, kind.deferred, cold,
-                           near=0.05, gap=0.2, rounded=True)  # fmt: skip
+            check_deferred(
+                answer,
+                reference,
+                DEFERRED_PROMPT,
+                kind.deferred,
+                cold,
+                near=0.05,
+                gap=0.2,
+                rounded=True,
+            )
             continue
         error = check_logprobs(f"{engine} {name}", answer, reference, PROMPTS, 0.05, MEAN)
         if kind.hot is None:
@@ -180,10 +195,15 @@ def _judge(engine: str, answers: Answers, reference: Reference) -> None:
 def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
     python = gpu_python("KT_VLLM_GPU_PYTHON")
     runs = [
-        {**one, "engine": GPU_VLLM | (VLLM_RANKS if kind.gpus > 1 else {}), "kt": kt or None,
-         "compile": kind.graphs, "leave": kind.gpus > 1}  # vLLM does not end its ranks
+        {
+            **one,
+            "engine": GPU_VLLM | (VLLM_RANKS if kind.gpus > 1 else {}),
+            "kt": kt or None,
+            "compile": kind.graphs,
+            "leave": kind.gpus > 1,  # vLLM does not end its ranks
+        }
         for one, kind, kt in _runs()
-    ]  # fmt: skip
+    ]
     answers = _answers(python, "vllm_run.py", folder / "vllm", runs, _job(plain))
     _judge("vLLM", answers, transformers)
     for name, answer in answers.items():
@@ -206,9 +226,13 @@ def test_vllm_second_model_runner(
     one = {"name": "none hot", "engine": GPU_VLLM, "kt": kt, "compile": True}
     variables = environment(VLLM_USE_V2_MODEL_RUNNER="1", VLLM_MOE_SKIP_PADDING=marks)
     answers = run(
-        gpu_python("KT_VLLM_GPU_PYTHON"), "vllm_run.py", folder / f"second {marks}", variables,
-        **_job(plain), runs=[one],
-    )  # fmt: skip
+        gpu_python("KT_VLLM_GPU_PYTHON"),
+        "vllm_run.py",
+        folder / f"second {marks}",
+        variables,
+        **_job(plain),
+        runs=[one],
+    )
     check_logprobs("vLLM", answers["none hot"], transformers, PROMPTS, 0.05, MEAN)
     tokens = computed_tokens(PROMPTS, STEPS)
     assert set(answers["none hot"]["expert_calls"]) == {TOP_K * tokens}
@@ -217,10 +241,14 @@ def test_vllm_second_model_runner(
 def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
     python = gpu_python("KT_SGLANG_GPU_PYTHON")
     runs = [
-        {**one, "arguments": {f"kt_{option}": value for option, value in kt.items()}
-         | ({} if kind.graphs else NO_GRAPHS) | (SGLANG_RANKS if kind.gpus > 1 else {})}
+        {
+            **one,
+            "arguments": {f"kt_{option}": value for option, value in kt.items()}
+            | ({} if kind.graphs else NO_GRAPHS)
+            | (SGLANG_RANKS if kind.gpus > 1 else {}),
+        }
         for one, kind, kt in _runs()
-    ]  # fmt: skip
+    ]
     job = _job(plain) | {"device": GPU_SGLANG | SGLANG_COUNTED}
     answers = _answers(python, "sglang_run.py", folder / "sglang", runs, job)
     _judge("SGLang", answers, transformers)
@@ -246,8 +274,12 @@ def test_requests_come_and_go(
     ]
     job = _job(plain) | {"runs": runs}
     for one, hot, deferred in zip(runs, (0, HOT), (0, 1), strict=True):
-        kt = {"method": "BF16", "num_gpu_experts": hot, "cpuinfer": CPU_THREADS,
-              "max_deferred_experts_per_token": deferred}  # fmt: skip
+        kt = {
+            "method": "BF16",
+            "num_gpu_experts": hot,
+            "cpuinfer": CPU_THREADS,
+            "max_deferred_experts_per_token": deferred,
+        }
         if engine == "vllm":
             one |= {"kt": kt, "engine": GPU_VLLM, "compile": True}
         else:
@@ -264,5 +296,13 @@ def test_requests_come_and_go(
         calls = answer["stats"]["models"][0]["expert_calls"] / LAYERS
     tokens = computed_tokens(PROMPTS, steps)
     assert TOP_K * tokens <= calls <= TOP_K * (tokens + len(PROMPTS))
-    check_deferred(answers["deferred"], transformers, DEFERRED_PROMPT, 1, range(HOT, EXPERTS),
-                   near=0.05, gap=0.2, rounded=True)  # fmt: skip
+    check_deferred(
+        answers["deferred"],
+        transformers,
+        DEFERRED_PROMPT,
+        1,
+        range(HOT, EXPERTS),
+        near=0.05,
+        gap=0.2,
+        rounded=True,
+    )

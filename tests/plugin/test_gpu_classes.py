@@ -33,8 +33,12 @@ from test_model_classes import CLASSES
 
 # Sizes that the engines' kernels take, the same for engines that go by head_dim and those that go
 # by hidden_size / num_attention_heads.
-SIZES = {"hidden_size": 512, "moe_intermediate_size": 128, "intermediate_size": 128,
-         "initializer_range": 0.075}  # fmt: skip
+SIZES = {
+    "hidden_size": 512,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 128,
+    "initializer_range": 0.075,
+}
 HEADS = {"head_dim": 128}
 LATENT_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}
 MEDIAN = 0.06  # that of bfloat16 in transformers is up to 0.034
@@ -117,11 +121,15 @@ def _job(engine: str, name: str, path: Path) -> dict[str, Any]:
     return job | {
         "modules": ["vllm_torch_prefill"] if latent else [],
         "runs": [
-            {"name": kind, "kt": options, "compile": True,
-             "engine": GPU_VLLM | (MLA if latent else {})}
+            {
+                "name": kind,
+                "kt": options,
+                "compile": True,
+                "engine": GPU_VLLM | (MLA if latent else {}),
+            }
             for kind, options in zip(KINDS, (None, kt), strict=True)
         ],
-    }  # fmt: skip
+    }
 
 
 def _is_latent(name: str) -> bool:

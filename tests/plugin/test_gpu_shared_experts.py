@@ -25,16 +25,27 @@ def test_shared_experts(folder: Path) -> None:
     python = gpu_python("KT_SGLANG_GPU_PYTHON")
     path = make(MODEL, folder / "model", seed=1, **SIZES)  # far from ties
     runs = [
-        {"name": name, "arguments": {} if hot is None else {
-            "kt_method": "BF16", "kt_num_gpu_experts": hot, "kt_cpuinfer": CPU_THREADS}}
+        {
+            "name": name,
+            "arguments": {}
+            if hot is None
+            else {"kt_method": "BF16", "kt_num_gpu_experts": hot, "kt_cpuinfer": CPU_THREADS},
+        }
         for name, hot in HOT_EXPERTS.items()
-    ]  # fmt: skip
+    ]
     # SGLang compiles its routing of fused experts, which takes longer than all else.
     answers = run(
-        python, "sglang_run.py", folder / "runs", environment(TORCHDYNAMO_DISABLE="1"),
-        model=str(path), dtype="bfloat16", device=GPU_SGLANG, prompts=PROMPTS, steps=STEPS,
+        python,
+        "sglang_run.py",
+        folder / "runs",
+        environment(TORCHDYNAMO_DISABLE="1"),
+        model=str(path),
+        dtype="bfloat16",
+        device=GPU_SGLANG,
+        prompts=PROMPTS,
+        steps=STEPS,
         runs=runs,
-    )  # fmt: skip
+    )
     reference = FamilyReference(MODEL, path)
     for name, answer in answers.items():
         check_logprobs(name, answer, reference, PROMPTS, median=0.05, mean=MEAN)

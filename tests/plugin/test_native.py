@@ -57,10 +57,9 @@ def _check(name: str, answer: dict[str, Any], expected: Reference) -> None:
 def test_vllm(folder: Path, quantised: tuple[Path, Weights], expected: Reference) -> None:
     path = str(quantised[0])
     runs = [
-        {"name": f"{hot} hot", "engine": GPU_VLLM, "compile": True,
-         "kt": {"num_gpu_experts": hot}}
+        {"name": f"{hot} hot", "engine": GPU_VLLM, "compile": True, "kt": {"num_gpu_experts": hot}}
         for hot in HOT
-    ]  # fmt: skip
+    ]
     job = {"model": path, "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     python = gpu_python("KT_VLLM_GPU_PYTHON")
     for name, answer in run(python, "vllm_run.py", folder / "vllm", environment(), **job).items():
@@ -70,8 +69,14 @@ def test_vllm(folder: Path, quantised: tuple[Path, Weights], expected: Reference
 def test_sglang(folder: Path, quantised: tuple[Path, Weights], expected: Reference) -> None:
     path = str(quantised[0])
     runs = [{"name": f"{hot} hot", "config": json.dumps({"num_gpu_experts": hot})} for hot in HOT]
-    job = {"model": path, "dtype": "bfloat16", "device": GPU_SGLANG, "prompts": PROMPTS,
-           "steps": STEPS, "runs": runs}  # fmt: skip
+    job = {
+        "model": path,
+        "dtype": "bfloat16",
+        "device": GPU_SGLANG,
+        "prompts": PROMPTS,
+        "steps": STEPS,
+        "runs": runs,
+    }
     python = gpu_python("KT_SGLANG_GPU_PYTHON")
     for name, answer in run(
         python, "sglang_run.py", folder / "sglang", environment(), **job

@@ -58,10 +58,19 @@ def package(tmp_path: Path) -> Path:
 
 def load(package: Path, engine: str, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(package.parent)!r})"
-         + LOAD, engine, *arguments],
-        capture_output=True, text=True, env=environment(PYTHONPATH="", **env), timeout=60,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(package.parent)!r})" + LOAD,
+            engine,
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH="", **env),
+        timeout=60,
+    )
 
 
 def replace_init(package: Path) -> str:
@@ -154,9 +163,12 @@ def test_hooks_that_cannot_be_installed(
     [("t.json", "cpu", True), ("t.json", "cuda", False), ("", "cpu", False)],
 )
 def test_no_trace_of_a_cpu(
-    path: str, device: str, said: bool, monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    device: str,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("KT_TRACE", path)
     common.warn_of_trace(device, _log)
     assert ("KT_TRACE: only a GPU's batches are traced" in caplog.text) == said

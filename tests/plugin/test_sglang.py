@@ -114,28 +114,49 @@ def answers(
         {"name": "none hot", "config": '{"method": "BF16"}'},
         {"name": "counted", "config": '{"method": "BF16"}', "arguments": SGLANG_COUNTED},
         {"name": "all hot", "arguments": {**some, "kt_num_gpu_experts": EXPERTS}},
-        {"name": "scattered", "arguments": some,
-         "env": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))}},
+        {
+            "name": "scattered",
+            "arguments": some,
+            "env": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))},
+        },
         {"name": "AMXINT8", "arguments": {**some, "kt_method": "AMXINT8"}},
-        {"name": "INT4_G32", "arguments": {**some, "kt_method": "INT4_G32",
-                                           "kt_weight_path": str(model)}},
+        {
+            "name": "INT4_G32",
+            "arguments": {**some, "kt_method": "INT4_G32", "kt_weight_path": str(model)},
+        },
         {"name": "auto", "arguments": {"kt_num_gpu_experts": HOT}},
-        {"name": "deferred", "prompts": prompts[-1:],
-         "arguments": {**some, "kt_max_deferred_experts_per_token": 1}},
-        {"name": "long prompts", "before": long[:1], "prompts": long[1:],
-         "arguments": {**some, "chunked_prefill_size": CHUNK}},
+        {
+            "name": "deferred",
+            "prompts": prompts[-1:],
+            "arguments": {**some, "kt_max_deferred_experts_per_token": 1},
+        },
+        {
+            "name": "long prompts",
+            "before": long[:1],
+            "prompts": long[1:],
+            "arguments": {**some, "chunked_prefill_size": CHUNK},
+        },
         {"name": "demo stock", **demo[0]},
         {"name": "demo none hot", **demo[0], "config": '{"method": "BF16"}'},
         {"name": "demo some hot", **demo[0], "arguments": {**some, "kt_num_gpu_experts": 4}},
         {"name": "too many", "arguments": {"kt_num_gpu_experts": EXPERTS + 1}},
         {"name": "unknown", "config": '{"gpu_experts": 1}'},
         {"name": "both wrong", "arguments": some, "config": "method=BF16"},
-        {"name": "GPTQ", "arguments": {
-            **some,
-            "json_model_override_args": '{"quantization_config": {"quant_method": "gptq"}}'}},
-        {"name": "class", "arguments": {
-            **some, "json_model_override_args": '{"architectures": ["Dots1ForCausalLM"]}'}},
-    ]  # fmt: skip
+        {
+            "name": "GPTQ",
+            "arguments": {
+                **some,
+                "json_model_override_args": '{"quantization_config": {"quant_method": "gptq"}}',
+            },
+        },
+        {
+            "name": "class",
+            "arguments": {
+                **some,
+                "json_model_override_args": '{"architectures": ["Dots1ForCausalLM"]}',
+            },
+        },
+    ]
     job = {"model": str(model), "prompts": prompts, "steps": STEPS}
     return run(folder / "spawned", **job, runs=spawned) | run(
         folder / "forked", **job, runs=forked, fork=True, modules=["scattered"]
@@ -277,9 +298,11 @@ def test_tensor_parallel(folder: Path, prompts: list[list[int]]) -> None:
     experts' size is one that SGLang pads for two ranks."""
     path = make(folder / "halves", intermediate=96, head_dim=64)
     runs = [
-        {"name": "some hot",
-         "arguments": {"kt_method": "BF16", "kt_num_gpu_experts": HOT, "tp_size": 2}}
-    ]  # fmt: skip
+        {
+            "name": "some hot",
+            "arguments": {"kt_method": "BF16", "kt_num_gpu_experts": HOT, "tp_size": 2},
+        }
+    ]
     cpus = sorted(os.sched_getaffinity(0))  # one for each rank
     bound = environment(SGLANG_CPU_OMP_THREADS_BIND=f"{cpus[0]}|{cpus[-1]}")
     answers = run(folder / "ranks", bound, model=str(path), prompts=prompts, steps=STEPS, runs=runs)
@@ -319,10 +342,19 @@ def test_hooks(script: str) -> None:
 
 
 def serve(model: Path, *flags: str) -> list[str]:
-    return [PYTHON, "-m", "sglang.launch_server", "--model-path", str(model), "--dtype", "float32",
-            "--device", "cpu", "--attention-backend", "torch_native", "--grammar-backend", "none",
-            "--max-total-tokens", "1024", "--mem-fraction-static", "0.6", "--skip-server-warmup",
-            *flags]  # fmt: skip
+    return [
+        PYTHON,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model),
+        *(
+            "--dtype float32 --device cpu --attention-backend torch_native"
+            " --grammar-backend none --max-total-tokens 1024"
+            " --mem-fraction-static 0.6 --skip-server-warmup"
+        ).split(),
+        *flags,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,11 @@ def answers(
         {"name": "some hot", "kt": some, "requests": "all"},
         {"name": "stock again", "kt": None},
         {"name": "all hot", "kt": {"method": "BF16", "num_gpu_experts": EXPERTS}},
-        {"name": "scattered", "kt": some,
-         "environment": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))}},
+        {
+            "name": "scattered",
+            "kt": some,
+            "environment": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))},
+        },
         {"name": "weight path", "kt": {**some, "weight_path": str(model)}, "requests": "all"},
         {"name": "zeroed", "kt": {**some, "weight_path": str(zeroed)}},
         {"name": "deferred", "kt": {"method": "BF16", "max_deferred_experts_per_token": 1}},
@@ -135,13 +138,21 @@ def answers(
         {"name": "dummy", "kt": some, "engine": {"load_format": "dummy"}},
         {"name": "offload", "kt": some, "engine": {"cpu_offload_gb": 1}},
         {"name": "transformers", "kt": some, "engine": {"model_impl": "transformers"}},
-        {"name": "class", "kt": some,
-         "engine": {"hf_overrides": {"architectures": ["BailingMoeForCausalLM"]}}},
+        {
+            "name": "class",
+            "kt": some,
+            "engine": {"hf_overrides": {"architectures": ["BailingMoeForCausalLM"]}},
+        },
         {"name": "chunks", "kt": some, "engine": CHUNKS, "before": [LONG[0]], "prompts": LONG},
-        {"name": "float16", "kt": {"method": "BF16", "num_gpu_experts": OVERFLOWING_HOT},
-         "model": str(calm.path), "prompts": calm.prompts, "engine": {"dtype": "float16"}},
+        {
+            "name": "float16",
+            "kt": {"method": "BF16", "num_gpu_experts": OVERFLOWING_HOT},
+            "model": str(calm.path),
+            "prompts": calm.prompts,
+            "engine": {"dtype": "float16"},
+        },
         {"name": "broken", "kt": broken},  # the last one: it leaves half an engine behind
-    ]  # fmt: skip
+    ]
     return run(
         folder / "eager",
         model=str(model),
@@ -304,11 +315,20 @@ def test_two_ranks(folder: Path, prompts: list[list[int]], broken: dict[str, str
     cpus = sorted(os.sched_getaffinity(0))  # one for each rank
     variables = {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}
     runs = [
-        {"name": "some hot", "kt": {"method": "BF16", "num_gpu_experts": HOT}, "engine": ranks,
-         "environment": variables},
-        {"name": "broken", "kt": broken, "engine": ranks, "environment": variables,
-         "model": str(path.parent / "narrow")},
-    ]  # fmt: skip
+        {
+            "name": "some hot",
+            "kt": {"method": "BF16", "num_gpu_experts": HOT},
+            "engine": ranks,
+            "environment": variables,
+        },
+        {
+            "name": "broken",
+            "kt": broken,
+            "engine": ranks,
+            "environment": variables,
+            "model": str(path.parent / "narrow"),
+        },
+    ]
     answers = run(
         folder / "ranks", model=str(path), prompts=prompts, steps=STEPS, runs=runs, processes=True
     )
@@ -343,8 +363,21 @@ def test_another_plugin_has_the_place(order: str, tmp_path: Path) -> None:
 
 
 def serve(model: Path, *flags: str) -> list[str]:
-    return [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--dtype", "float32",
-            "--max-model-len", "128", "--max-num-seqs", "8", "--enforce-eager", *flags]  # fmt: skip
+    return [
+        PYTHON,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(model),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "128",
+        "--max-num-seqs",
+        "8",
+        "--enforce-eager",
+        *flags,
+    ]
 
 
 def test_wrong_flag_ends_in_one_line(model: Path) -> None:
@@ -443,8 +476,11 @@ def test_demo_model_tokens(folder: Path) -> None:
 def test_demo_command() -> None:
     done = subprocess.run(
         [PYTHON, "-m", "kt_kernel.demo", "--max-tokens", "24"],
-        capture_output=True, text=True, env=environment(), timeout=600,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hot, in vLLM's kernels:  [0, 1, 2, 3]" in done.stdout
     calls = int(done.stdout.rsplit("for this request: ", 1)[1])
@@ -453,17 +489,35 @@ def test_demo_command() -> None:
 
 def test_the_engine_benchmark_runs(tmp_path: Path) -> None:
     """benchmarks/engine.py, one configuration. Never how fast: a timing is not a test."""
-    arguments = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128,
-                 "max_num_seqs": 4, "distributed_executor_backend": "uni"}  # fmt: skip
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "distributed_executor_backend": "uni",
+    }
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "engine.py"
     done = subprocess.run(
-        [sys.executable, script, "--engine", "vllm", "--python", PYTHON, "--shape", "8,128,96,2",
-         "--layers", "2", "--vocabulary", "256", "--hot", "0.5", "--deferral", "1", "--no-stock",
-         "--offload", "--prefill", "8", "--streams", "1", "2", "--steps", "4", "--context", "4",
-         "--rounds", "1", "--settle", "0", "--arguments", json.dumps(arguments),
-         "--json", tmp_path / "result.json"],
-        env=environment(), capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            script,
+            "--engine",
+            "vllm",
+            "--python",
+            PYTHON,
+            *(
+                "--shape 8,128,96,2 --layers 2 --vocabulary 256 --hot 0.5"
+                " --deferral 1 --no-stock --offload --prefill 8 --streams 1 2"
+                " --steps 4 --context 4 --rounds 1 --settle 0 --arguments"
+            ).split(),
+            json.dumps(arguments),
+            "--json",
+            tmp_path / "result.json",
+        ],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     [row] = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert row["name"] == "kt 50% hot, d=1" and "error" not in row, row

@@ -21,9 +21,14 @@ class TorchPrefill(MLAPrefillBackend):
         return "CUSTOM"
 
     def run_prefill_new_tokens(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_softmax_lse: bool,
-        out: torch.Tensor | None = None, output_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """q, k [T, heads, qk_head_dim], v [T, heads, v_head_dim]: as v."""
         assert not return_softmax_lse and out is None and output_scale is None
         result = torch.zeros_like(v)

@@ -112,16 +112,25 @@ class Gpu:
 
 
 def by_hand(
-    layer: Layer, batch: tuple[Any, Any, Any], ids: Any = None, dtype: int = 2, add: Any = None,
+    layer: Layer,
+    batch: tuple[Any, Any, Any],
+    ids: Any = None,
+    dtype: int = 2,
+    add: Any = None,
     partial: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """The same through MoeLayer.submit: out, or the unrounded sums."""
     x, given, weights = (np.ascontiguousarray(a) for a in batch)
     ids = np.ascontiguousarray(given if ids is None else ids, np.int64)
     y = np.empty(x.shape, np.float32 if partial else TYPES[dtype])
     layer.layer.submit(
-        x.ctypes.data, dtype, len(x), ids.ctypes.data, weights.ctypes.data,
-        0 if partial else y.ctypes.data, 0 if add is None else add.ctypes.data,
+        x.ctypes.data,
+        dtype,
+        len(x),
+        ids.ctypes.data,
+        weights.ctypes.data,
+        0 if partial else y.ctypes.data,
+        0 if add is None else add.ctypes.data,
         y.ctypes.data if partial else 0,
-    ).wait()  # fmt: skip
+    ).wait()
     return y

@@ -16,10 +16,14 @@ UINT3 = ctypes.c_uint * 3
 
 class Last(ctypes.Structure):
     _fields_ = [
-        ("function", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("grid", UINT3),
-        ("block", UINT3), ("shared", ctypes.c_uint), ("has_extra", ctypes.c_int),
+        ("function", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+        ("grid", UINT3),
+        ("block", UINT3),
+        ("shared", ctypes.c_uint),
+        ("has_extra", ctypes.c_int),
         ("values", ctypes.c_uint64 * 32),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +95,12 @@ def test_any_number_of_parameters(fake: str, count: int) -> None:
 
 
 class Wait(ctypes.Structure):
-    _fields_ = [("stream", ctypes.c_uint64), ("address", ctypes.c_uint64),
-                ("value", ctypes.c_uint), ("flags", ctypes.c_uint)]  # fmt: skip
+    _fields_ = [
+        ("stream", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint),
+        ("flags", ctypes.c_uint),
+    ]
 
 
 def test_a_launch_waits_first(fake: str) -> None:

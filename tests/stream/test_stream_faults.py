@@ -229,10 +229,19 @@ def test_two_layers_in_turn_need_two_sides_to_defer() -> None:
 def test_a_layer_that_is_not_loaded() -> None:
     layer, gpu = make_layer(), Gpu()
     empty = core().MoeLayer(
-        core().Team([1], [-1]), num_experts=2, top_k=TOP_K, hidden_size=HIDDEN,
-        intermediate_size=32, forms=[(layer.format, layer.group, 0)] * 3, cpu_slots=[False, True],
-        swiglu_limit=0.0, swiglu_alpha=0.0, max_tokens=8, table=VARIANT[1], kind=0,
-    )  # fmt: skip
+        core().Team([1], [-1]),
+        num_experts=2,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        forms=[(layer.format, layer.group, 0)] * 3,
+        cpu_slots=[False, True],
+        swiglu_limit=0.0,
+        swiglu_alpha=0.0,
+        max_tokens=8,
+        table=VARIANT[1],
+        kind=0,
+    )
     with pytest.raises(ValueError, match="^layer 5: expert slot 1 is not loaded$"):
         gpu.engine.add_slot(empty, "layer 5", Side().side, 0, 0, TOP_K)
 

@@ -18,10 +18,12 @@ def passes(gpu: Gpu, count: int, protected_k: int) -> list[tuple[int, int, int]]
     layers = [make_layer(seed) for seed in range(LAYERS)]
     sides = [Side(), Side()]
     slots = [
-        [gpu.add(layer, side, i, protected_k if i + 1 < LAYERS else TOP_K, where=f"layer {i}")
-         for side in sides]
+        [
+            gpu.add(layer, side, i, protected_k if i + 1 < LAYERS else TOP_K, where=f"layer {i}")
+            for side in sides
+        ]
         for i, layer in enumerate(layers)
-    ]  # fmt: skip
+    ]
     found = []
     for turn in range(count * LAYERS):
         side = turn % 2

@@ -24,9 +24,14 @@ def trace(tmp_path):
     ):
         for position, lasts in enumerate((first, second)):
             made, end = batch(
-                now, number=len(records), position=position, slot=position, chain=4,
-                tokens=tokens, **lasts,
-            )  # fmt: skip
+                now,
+                number=len(records),
+                position=position,
+                slot=position,
+                chain=4,
+                tokens=tokens,
+                **lasts,
+            )
             records.append(made)
             now = end + (gap if position == 0 else IDLE)
     records.append(batch(now, number=len(records), slot=9, chain=5, tokens=2, cpu=0, hot=0)[0])
@@ -40,10 +45,11 @@ def test_decode(trace):
     assert model.counts == {1: 2, 512: 1}
     # exposed: the answer comes 1 + cpu + 2 us after the hand-over, of which 30 are the GPU's own
     assert model.layers == [
-        LayerTimes("layer 0", 0, 2, cpu=(50 + 20 + 70) / 2, gpu=30, transfers=7,
-                   exposed=(23 + 43) / 2),
+        LayerTimes(
+            "layer 0", 0, 2, cpu=(50 + 20 + 70) / 2, gpu=30, transfers=7, exposed=(23 + 43) / 2
+        ),
         LayerTimes("layer 1", 1, 2, cpu=10 / 2, gpu=30 + (10 + 12) / 2, transfers=7, exposed=0),
-    ]  # fmt: skip
+    ]
     assert (model.t_cpu, model.t_gpu, model.exposed, model.elapsed) == (75, 85, 33, 118)
     assert model.bound == pytest.approx(160 / 85)
     assert model.reached == pytest.approx(160 / 118)
@@ -73,10 +79,15 @@ def test_batches_that_are_not_whole_do_not_count(trace):
 def test_others_events_do_not_count(trace):
     piece = next(event for event in trace if event["name"] == WAIT)
     others = [
-        {}, {"name": ["x"], "pid": 1, "args": {}}, dict(piece, name="kernel"),
-        dict(piece, pid="1"), dict(piece, dur=None), dict(piece, args=[]),
-        dict(piece, args=dict(piece["args"], layer=1)), {"name": "process_name", "pid": []},
-    ]  # fmt: skip
+        {},
+        {"name": ["x"], "pid": 1, "args": {}},
+        dict(piece, name="kernel"),
+        dict(piece, pid="1"),
+        dict(piece, dur=None),
+        dict(piece, args=[]),
+        dict(piece, args=dict(piece["args"], layer=1)),
+        {"name": "process_name", "pid": []},
+    ]
     assert summarise(trace + others) == summarise(trace)
     for events in ([], others):
         with pytest.raises(ValueError, match="no batch in this trace; expected .*KT_TRACE"):

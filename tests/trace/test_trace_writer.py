@@ -83,10 +83,20 @@ def runs(draw):
         call = []
         for _ in range(count):
             made, end = batch(
-                now, clock, number=number % 2**32, position=number % 3, slot=number % 3, tokens=1,
-                hand=draw(length), seen=draw(delay), cpu=draw(length), late=draw(length),
-                hot=draw(length), answer=draw(delay), back=draw(length),
-            )  # fmt: skip
+                now,
+                clock,
+                number=number % 2**32,
+                position=number % 3,
+                slot=number % 3,
+                tokens=1,
+                hand=draw(length),
+                seen=draw(delay),
+                cpu=draw(length),
+                late=draw(length),
+                hot=draw(length),
+                answer=draw(delay),
+                back=draw(length),
+            )
             call.append(made)
             number, now = number + 1, end + draw(length)
         calls.append(call)
@@ -174,20 +184,34 @@ def test_what_is_missing_is_left_out(tmp_path, missing):
 
 def test_negative_times_are_left_out(tmp_path):
     made = record(
-        hand_start=100, hand_end=90, seen=100, rung=101, begun=50, ended=50, back_start=80,
-        back_ready=200, back_end=201,
-    )  # fmt: skip
+        hand_start=100,
+        hand_end=90,
+        seen=100,
+        rung=101,
+        begun=50,
+        ended=50,
+        back_start=80,
+        back_ready=200,
+        back_end=201,
+    )
     TraceWriter(tmp_path / "t", "cuda:0").write([made], where)
     assert lengths(pieces(tmp_path / "t")) == {
-        "experts": 0, "wait for the CPU": 120, "take back": 1
-    }  # fmt: skip
+        "experts": 0,
+        "wait for the CPU": 120,
+        "take back": 1,
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "shown"),
-    [({}, True), ({"chain": 1}, False), ({"position": 2}, False), ({"position": 0}, False),
-     ({"number": 9}, False)],
-)  # fmt: skip
+    [
+        ({}, True),
+        ({"chain": 1}, False),
+        ({"position": 2}, False),
+        ({"position": 0}, False),
+        ({"number": 9}, False),
+    ],
+)
 def test_between_layers(tmp_path, change, shown):
     """Only of two layers that follow each other; also where two calls brought them."""
     first, end = batch(10_000, number=2**32 - 1, position=0)

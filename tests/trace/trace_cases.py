@@ -12,8 +12,19 @@ def where(slot):
     return f"layer {slot}"
 
 
-def batch(start, clock=lambda t: t, *, hand=4000, seen=1000, cpu=50_000, late=0, hot=30_000,
-          answer=2000, back=3000, **known):  # fmt: skip
+def batch(
+    start,
+    clock=lambda t: t,
+    *,
+    hand=4000,
+    seen=1000,
+    cpu=50_000,
+    late=0,
+    hot=30_000,
+    answer=2000,
+    back=3000,
+    **known,
+):
     """A batch's record, from how long each part took in nanoseconds of the true time, and its end.
 
     start: true time; the CPU's clock shows it, the GPU's shows clock(time).
@@ -24,9 +35,17 @@ def batch(start, clock=lambda t: t, *, hand=4000, seen=1000, cpu=50_000, late=0,
     waits = handed + hot
     ready = max(waits, rung + answer)
     made = record(
-        hand_start=clock(start), hand_end=clock(handed), seen=taken, rung=rung,
-        begun=taken if cpu else 0, ended=rung if cpu else 0,
-        late_begun=rung if late else 0, late_ended=rung + late if late else 0,
-        back_start=clock(waits), back_ready=clock(ready), back_end=clock(ready + back), **known,
-    )  # fmt: skip
+        hand_start=clock(start),
+        hand_end=clock(handed),
+        seen=taken,
+        rung=rung,
+        begun=taken if cpu else 0,
+        ended=rung if cpu else 0,
+        late_begun=rung if late else 0,
+        late_ended=rung + late if late else 0,
+        back_start=clock(waits),
+        back_ready=clock(ready),
+        back_end=clock(ready + back),
+        **known,
+    )
     return made, ready + back
