@@ -232,6 +232,13 @@ def test_files_are_short() -> None:
     assert not long, f"more than {MAX_LINES} lines, so more than one job: {long}"
 
 
+def test_the_formatter_has_its_way() -> None:
+    directive = re.compile(r"^[^\"]*# fmt: (skip|off)", re.MULTILINE)
+    found = {str(p) for p in sources(".py", ".pyi") if directive.search((REPO / p).read_text())}
+    bad = found - {"src/kt_kernel/moe/inference.py"}
+    assert not bad, bad
+
+
 def test_no_path_of_a_machine() -> None:
     """Files speak of the project only, not of where somebody had it checked out."""
     place = re.compile(r"(?<![\w.$}~*:/-])/(?:root|work|home/[a-z]\w*|Users/\w+|opt/\w+)/")
