@@ -70,16 +70,22 @@ class Snapshot:
         self.users = 0  # unfinished calls, and whoever fills it
         # device="cpu" spelled out: engines build and run models under a device context.
         with torch.inference_mode(False):  # or they could not be written outside of it
-            self._allocate(tokens, hidden, k, dtype)
+            self.x = torch.empty((tokens, hidden), dtype=dtype, device="cpu")
+            self.ids = torch.empty((tokens, k), dtype=torch.int64, device="cpu")
+            self.weights = torch.empty((tokens, k), dtype=torch.float32, device="cpu")
 
-    def _allocate(self, tokens: int, hidden: int, k: int, dtype: torch.dtype) -> None:
-        self.x = torch.empty((tokens, hidden), dtype=dtype, device="cpu")
-        self.ids = torch.empty((tokens, k), dtype=torch.int64, device="cpu")
-        self.weights = torch.empty((tokens, k), dtype=torch.float32, device="cpu")
+    def copy_of(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Fills the buffers from tensors of any device, and returns them."""
+        self.x.copy_(x)
+        self.ids.copy_(ids)
+        self.weights.copy_(weights)
+        return self.x, self.ids, self.weights
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.x, self.ids, self.weights))
+        return self.x.nbytes + self.ids.nbytes + self.weights.nbytes
 
 
 class _Kept:
@@ -140,11 +146,14 @@ def reap() -> None:
             call._retire()
 
 
-def take_snapshot(key: Hashable, tokens: int, hidden: int, k: int, dtype: torch.dtype) -> Snapshot:
-    """Unused input buffers for ``key``, which must name all that shapes them.
+def take_snapshot(
+    owner: Hashable, tokens: int, hidden: int, k: int, dtype: torch.dtype, device: torch.device
+) -> Snapshot:
+    """Unused input buffers for a batch of ``owner`` that comes from ``device``.
 
     They belong to the caller, next to the calls started on them, until ``release_snapshot``.
     """
+    key = owner, tokens, hidden, k, dtype, device
     reap()
     with _lock:
         kept = _free.get(key)
