@@ -47,8 +47,8 @@ mask_of = torch.tensor
         (
             {"mode": "sft", "method": "AMXINT9_SFT"},
             ValueError,
-            "unknown method 'AMXINT9_SFT'; supported: AMXBF16_SFT, AMXINT8_SFT, AMXINT4_SFT, AMXINT4_1"
-            "_SFT, AMXINT4_KGroup_SFT, AMXINT4_1KGroup_SFT, AMXBF16_SFT_SkipLoRA, AMXINT8_SFT_Skip",
+            "unknown method 'AMXINT9_SFT'; supported: AMXBF16_SFT, AMXINT8_SFT, AMXINT4_SFT, "
+            "AMXINT4_1_SFT, AMXINT4_KGroup_SFT, AMXINT4_1KGroup_SFT, AMXBF16_SFT_SkipLoRA, AMXINT8",
         ),
         ({"mode": "sft"}, ValueError, "method 'BF16' is for mode='inference'; mode='sft' supports"),
         ({"mode": "sft", "method": None}, TypeError, "method must be a string, got NoneType"),

@@ -84,9 +84,14 @@ def test_gradients(
     threads: tuple[int, ...],
 ) -> None:
     made = trained(
-        variant, format, shape, kind=kind, threads=threads, training=setting.training,
+        variant,
+        format,
+        shape,
+        kind=kind,
+        threads=threads,
+        training=setting.training,
         **setting.layer,
-    )  # fmt: skip
+    )
     check(made, made.batch(shape[4]))
 
 

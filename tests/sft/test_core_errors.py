@@ -40,10 +40,19 @@ def test_settings(wrong: dict[str, Any], message: str) -> None:
 
 def test_experts_that_are_not_loaded() -> None:
     base = core._C.MoeLayer(
-        core.team("_C", (1,)), num_experts=2, top_k=1, hidden_size=64, intermediate_size=64,
-        forms=[(0, 0, 0)] * 3, cpu_slots=[True, False], swiglu_limit=0.0, swiglu_alpha=0.0,
-        max_tokens=8, table="avx2", kind=0,
-    )  # fmt: skip
+        core.team("_C", (1,)),
+        num_experts=2,
+        top_k=1,
+        hidden_size=64,
+        intermediate_size=64,
+        forms=[(0, 0, 0)] * 3,
+        cpu_slots=[True, False],
+        swiglu_limit=0.0,
+        swiglu_alpha=0.0,
+        max_tokens=8,
+        table="avx2",
+        kind=0,
+    )
     with pytest.raises(ValueError, match="expert slot 0 is not loaded"):
         core._C.SftLayer(base, rank=8, scaling=1.0)
 
