@@ -53,7 +53,7 @@ def test_table(kt, file):
         "| layer 1 | 2 | 50.0 | 970.0 | 7.0 | 23.0 |",
         "",
         "t_cpu 100.0, t_gpu (with transfers) 1014.0, exposed 46.0, elapsed 1060.0",
-        "times as fast as without overlap: bound 1.10, reached 1.05, share 96%",
+        "speedup over no overlap: at most 1.10, reached 1.05 (96%)",
     ]
     assert "mean of 1 pass of 512 tokens" in kt("bench", "trace", file, "--tokens", 512)[1]
 

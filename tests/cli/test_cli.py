@@ -70,10 +70,10 @@ def test_resume_and_refusals(kt, source, tmp_path):
     out = tmp_path / "out"
     command = ("quant", source, out, "--quant-method", "int8")
     assert kt(*command)[0] == 0
-    failed(kt(*command), 1, out, "--resume continues it")
+    failed(kt(*command), 1, out, "add --resume to continue it")
     assert kt(*command, "--resume")[0] == 0
     failed(kt("quant", source, out, "--quant-method", "int4", "--resume"), 1, "method 'AMXINT4'")
-    failed(kt("quant", source, source / "x", "--quant-method", "int8"), 1, "in it")
+    failed(kt("quant", source, source / "x", "--quant-method", "int8"), 1, "inside")
     failed(kt("quant", tmp_path / "no", out, "--quant-method", "int8"), 1, tmp_path / "no")
     failed(kt("quant", source, tmp_path / "o", "--quant-method", "int4_g128"), 1, "hidden_size=32")
     fp8 = ("--quant-method", "int8", "--input-type", "fp8")
@@ -88,7 +88,7 @@ def test_resume_and_refusals(kt, source, tmp_path):
         (["quant"], ["the input is missing", "--input-path", "--from-kt"]),
         (["quant", "a"], ["the output is missing", "--output"]),
         (["quant", "a", "b", "-i", "c", "--quant-method", "int8"], ["given more than once"]),
-        (["quant", "a", "b"], ["--quant-method", "needed"]),
+        (["quant", "a", "b"], ["--quant-method", "required"]),
         (["quant", "a", "b", "--quant-method", "int9"], ["'int9'", "'int4_g128'"]),
         (["quant", "a", "b", "--quant-method", "int8", "--input-type", "f32"], ["'f32'", "'fp8'"]),
         (["quant", "a", "b", "--quant-method", "int8", "--threads", "0"], ["--threads"]),
@@ -169,7 +169,7 @@ def test_an_interrupted_conversion(kt, source, tmp_path, monkeypatch):
 
     monkeypatch.setattr(conversion, "_pack", interrupt)
     result = kt("quant", source, tmp_path / "out", "--quant-method", "int8")
-    failed(result, 130, "interrupted; the same command with --resume continues")
+    failed(result, 130, "interrupted; run the same command with --resume to continue")
 
 
 def test_what_is_no_error_of_the_user_shows_where_it_comes_from(kt, monkeypatch):
@@ -197,7 +197,7 @@ def test_as_a_module(source, tmp_path):
 def test_cache(kt, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "kt-moe"
-    assert kt("cache") == (0, f"kt: nothing is kept in {folder}\n", "")
+    assert kt("cache") == (0, f"kt: {folder} holds no measurements\n", "")
     folder.mkdir()
     (folder / "envs").mkdir()
     threads, tuning = folder / "threads.json", folder / "tuning.json"
@@ -219,7 +219,7 @@ def test_cache(kt, tmp_path, monkeypatch):
         f"kt: removed {f}" for f in (threads, tuning, left)
     ]
     assert os.listdir(folder) == ["envs"]
-    assert kt("cache", "--clear") == (0, f"kt: nothing is kept in {folder}\n", "")
+    assert kt("cache", "--clear") == (0, f"kt: {folder} holds no measurements\n", "")
     threads.mkdir()
     failed(kt("cache", "--clear"), 1, threads)
 
@@ -265,12 +265,12 @@ def test_report_that_cannot_be_made(kt, source, tmp_path):
     out, text = tmp_path / "out", tmp_path / "text"
     text.write_bytes(b"\xff\xfe")
     command = ["quant", source, out, "--quant-method", "int8"]
-    failed(kt(*command, "--text", text), 2, "--text", "belongs to --report")
-    failed(kt(*command, "--report-json", text), 2, "--report-json", "belongs to --report")
+    failed(kt(*command, "--text", text), 2, "--text", "needs --report")
+    failed(kt(*command, "--report-json", text), 2, "--report-json", "needs --report")
     failed(kt(*command, "--report", "--text", tmp_path / "none"), 1, tmp_path / "none", "no such")
     failed(kt(*command, "--report", "--text", text), 1, text, "UTF-8")
     failed(kt(*command, "--report", "--report-json", tmp_path / "a" / "b"), 1, "a/b", "no such")
-    failed(kt("quant", "--from-kt", source, "-o", out, "--report"), 2, "--report", "--from-kt")
+    failed(kt("quant", "--from-kt", source, "-o", out, "--report"), 2, "--report", "converted")
     failed(kt("quant", KT_FOLDER, out, "--quant-method", "int8", "--report"), 2, "kt-kernel")
     for file in (source / "config.json", out / "report.json"):
         failed(kt(*command, "--report", "--report-json", file), 2, file, "elsewhere")

@@ -124,7 +124,7 @@ def test_a_conversion_that_was_not_finished(packed):
     del content["layers"]["1"]
     path.write_text(json.dumps(content))
     verdict = verify(packed)
-    assert len(verdict.problems) == 1 and "layers 1 are not there" in verdict.problems[0]
+    assert len(verdict.problems) == 1 and "layers 1 are missing" in verdict.problems[0]
 
 
 def add_index(folder, edit=lambda names: None):

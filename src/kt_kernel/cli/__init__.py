@@ -1,2 +1,5 @@
-"""The command ``kt``. main.py: its parts together; running.py: errors and exit codes; one module a
-part."""
+"""The command ``kt``.
+
+main.py assembles the commands, each of which has a module of its own; running.py turns errors into
+exit codes.
+"""

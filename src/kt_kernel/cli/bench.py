@@ -1,4 +1,4 @@
-"""``kt bench``: what measurements say."""
+"""``kt bench``: analyses benchmark traces."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="What measurements say.", no_args_is_help=True)
+app = typer.Typer(help="Analyse benchmark traces.", no_args_is_help=True)
 
 
 @app.callback()
-def _group() -> None:  # keeps "trace" a word of its own while it is the only command
+def _group() -> None:  # keeps "trace" a subcommand although it is the only one
     pass
 
 
 @app.command()
 def trace(
-    file: Annotated[str, typer.Argument(help="what KT_TRACE wrote; it may still be written to")],
+    file: Annotated[
+        str, typer.Argument(help="trace file that KT_TRACE wrote; the server may still be running")
+    ],
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="passes with so many tokens; not given: the commonest number"),
+        typer.Option(
+            min=1, help="analyse passes with this many tokens (default: the most common number)"
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Says where the time of MoE layers went: CPU, GPU, transfers, and the wait for the CPU."""
+    """Show where MoE layers spend their time: CPU, GPU, transfers, and waiting for the CPU."""
     from ..trace.reader import read
     from ..trace.summary import summarise
     from .bench_report import text, to_json

@@ -1,4 +1,4 @@
-"""What ``kt bench trace`` says of a trace."""
+"""The output of ``kt bench trace``."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def _table(rows: Iterable[LayerTimes]) -> list[str]:
 
 
 def _totals(model: ModelTimes) -> list[str]:
-    """Names and formulas as `ModelTimes` has them."""
+    """The totals, with the names and formulas of `ModelTimes`."""
     lines = [
         f"t_cpu {model.t_cpu:.1f}, t_gpu (with transfers) {model.t_gpu:.1f}, exposed "
         f"{model.exposed:.1f}, elapsed {model.elapsed:.1f}"
     ]
     if model.bound is not None and model.reached is not None and model.share is not None:
         lines.append(
-            f"times as fast as without overlap: bound {model.bound:.2f}, reached "
-            f"{model.reached:.2f}, share {model.share:.0%}"
+            f"speedup over no overlap: at most {model.bound:.2f}, reached {model.reached:.2f} "
+            f"({model.share:.0%})"
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""``kt cache``: what was measured on this machine."""
+"""``kt cache``: the measurements of this machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import typer
 
 def cache(
     clear: Annotated[
-        bool, typer.Option("--clear", help="remove all of it, to be measured again")
+        bool, typer.Option("--clear", help="remove all measurements; they are repeated when needed")
     ] = False,
 ) -> None:
-    """Shows what was measured on this machine and kept in the user's cache folder."""
+    """Show the measurements of this machine that are kept in the user's cache folder."""
     from ..runtime import machine_cache
 
     folder = machine_cache.cache_folder()
@@ -28,4 +28,8 @@ def cache(
             shown = path
             print(f"  {key}: {json.dumps(entry)}")
     if shown is None:
-        print(f"kt: nothing is kept in {folder}" if folder else "kt: no home folder: nothing kept")
+        print(
+            f"kt: {folder} holds no measurements"
+            if folder
+            else "kt: no home folder, so no measurements are kept"
+        )

@@ -1,4 +1,4 @@
-"""The command ``kt``: its parts together."""
+"""Assembles the command ``kt`` from its subcommands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from . import bench, cache, model, quant, version
 from .running import run
 
 app = typer.Typer(
-    help="Mixture-of-Experts models with experts on the CPU.",
+    help="Tools for Mixture-of-Experts models with experts on the CPU.",
     add_completion=False,
     no_args_is_help=True,
 )

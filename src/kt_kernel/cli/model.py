@@ -1,4 +1,4 @@
-"""``kt model``: models on disk."""
+"""``kt model``: checks models on disk."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Models on disk.", no_args_is_help=True)
+app = typer.Typer(help="Check models on disk.", no_args_is_help=True)
 
 
 @app.callback()
-def _group() -> None:  # keeps "verify" a word of its own while it is the only command
+def _group() -> None:  # keeps "verify" a subcommand although it is the only one
     pass
 
 
 @app.command()
 def verify(
-    path: Annotated[str, typer.Argument(help="packed directory, or checkpoint")],
+    path: Annotated[str, typer.Argument(help="packed directory or checkpoint")],
 ) -> None:
-    """Compares a model's files with its manifest (sizes and checksums) or with its index.
+    """Compare a model's files with its manifest (sizes and checksums) or with its index.
 
-    Names each bad file; the exit code is 1 if there is one.
+    Prints each bad file. The exit code is 1 if there is one.
     """
     from ..conversion.verify import Watcher
     from ..conversion.verify import verify as check
@@ -44,6 +44,5 @@ def verify(
     if verdict.problems:
         raise typer.Exit(1)
     print(
-        f"kt: {path}: {verdict.files} files, {verdict.bytes / 1e9:.2f} GB, as {verdict.against} "
-        f"{'says' if verdict.against.endswith('.json') else 'say'}"
+        f"kt: {path}: {verdict.files} files, {verdict.bytes / 1e9:.2f} GB, match {verdict.against}"
     )

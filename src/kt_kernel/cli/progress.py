@@ -15,7 +15,7 @@ from rich.progress import (
 
 
 def bytes_bar() -> Progress:
-    """A bar of bytes on stderr; draws nothing where stderr is no terminal."""
+    """A progress bar in bytes on stderr; draws nothing if stderr is not a terminal."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""``kt quant``: a checkpoint's experts into a packed directory."""
+"""``kt quant``: converts a checkpoint's experts to a packed directory."""
 
 from __future__ import annotations
 
@@ -39,52 +39,52 @@ def quant(
         str | None, typer.Option("--output", "-o", help="folder for the packed layers")
     ] = None,
     quant_method: Annotated[
-        QuantMethod | None, typer.Option(help="what the experts become")
+        QuantMethod | None, typer.Option(help="format of the packed experts")
     ] = None,
     input_type: Annotated[
         InputType | None,
-        typer.Option(help="what the experts must be; not given: whatever they are"),
+        typer.Option(help="fail unless the experts have this type (default: any)"),
     ] = None,
     from_kt: Annotated[
         str | None,
-        typer.Option(help="folder of weights that kt-kernel converted: packed anew, as they are"),
+        typer.Option(help="folder that kt-kernel converted; its weights are packed unchanged"),
     ] = None,
     scale_search: Annotated[
         bool,
         typer.Option(
-            help="int4_g32, int4_g128: search each group's scale of least error; takes longer"
+            help="int4_g32, int4_g128: search the group scales with the least error (slower)"
         ),
     ] = True,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="threads that pack; not given: all cores")
+        int | None, typer.Option(min=1, help="packing threads (default: all cores)")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="continue a conversion that was interrupted")
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="print how far each layer's weights are off")
+        bool, typer.Option("--report", help="print the weight error of each layer")
     ] = False,
     report_json: Annotated[
-        str | None, typer.Option(help="file for the same as JSON", metavar="FILE")
+        str | None, typer.Option(help="write the report to this file as JSON", metavar="FILE")
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(
-            help="with --report: also the model's loss on this text, before and after (needs"
-            " transformers, and memory for the model in float32)",
+            help="with --report: also compute the model's loss on this text, before and after "
+            "(needs transformers and memory for the model in float32)",
             metavar="FILE",
         ),
     ] = None,
 ) -> None:
-    """Converts a checkpoint's experts, for --kt-weight-path. The input is only read.
+    """Convert a checkpoint's experts to a packed directory for --kt-weight-path.
 
-    Layers are written one by one, so that a conversion that was killed goes on with --resume. With
-    --report and --resume a finished one is only reported on.
+    The input is only read. Layers are written one by one; --resume continues an interrupted
+    conversion. With --report and --resume, a finished conversion is only reported on.
     """
     path = _one("the input", INPUT=source, input_path=input_path, from_kt=from_kt)
     folder = _one("the output", OUTPUT=target, output=output)
     if quant_method is None and from_kt is None:
-        raise typer.BadParameter("needed, unless --from-kt is given", param_hint="--quant-method")
+        raise typer.BadParameter("required unless --from-kt is given", param_hint="--quant-method")
     from ..conversion import Request, convert, make_plan
     from .quant_progress import Shown
     from .quant_report import Report
@@ -106,7 +106,7 @@ def quant(
         with Shown() as progress:
             convert(plan, progress)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; the same command with --resume continues") from None
+        raise Interrupted("interrupted; run the same command with --resume to continue") from None
     seconds, total = time.monotonic() - started, plan.bytes_of(plan.specs)
     print(
         f"kt: {folder}: {len(plan.specs)} layers for method {plan.method}, {total / 1e9:.2f} GB, "
@@ -116,7 +116,7 @@ def quant(
 
 
 def _one(what: str, **given: str | None) -> str:
-    """The only one of several ways to say the same."""
+    """The value of the one option among several equivalent ones that was given."""
     values = {name: value for name, value in given.items() if value is not None}
     names = [n if n.isupper() else "--" + n.replace("_", "-") for n in given]
     if len(values) != 1:

@@ -8,12 +8,12 @@ import time
 from ..conversion import Progress
 from .progress import bytes_bar
 
-TELL_SECONDS = 30.0  # between the lines for a log, where there is no terminal for a bar
+TELL_SECONDS = 30.0  # between log lines, if there is no terminal for a bar
 
 
 class Shown(Progress):
-    """A bar for the layers that are checked, then one for those that are written; without a
-    terminal a line now and then."""
+    """A bar for the layers that are checked, then one for those that are written. Without a
+    terminal, a line now and then."""
 
     def __enter__(self) -> Shown:
         self._bar = bytes_bar()

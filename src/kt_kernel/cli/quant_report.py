@@ -1,4 +1,4 @@
-"""What ``kt quant --report`` says of a conversion."""
+"""The output of ``kt quant --report``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OPTION = "--report"
 
 
 class Report:
-    """Checks, before anything is converted, that a report can be made; then makes it."""
+    """Checks that a report can be made before anything is converted, and makes it afterwards."""
 
     def __init__(
         self,
@@ -24,28 +24,28 @@ class Report:
         as_it_is: bool,
         threads: int | None,
     ) -> None:
-        """Raises typer.BadParameter, OSError naming a file, ValueError for a text that is none or
-        too short, ImportError without transformers where they are needed."""
+        """Raises typer.BadParameter, OSError naming a file, ValueError if the text is too short or
+        not UTF-8, or ImportError if transformers is needed but not installed."""
         self._source, self._packed, self._threads = source, packed, threads
         self._wanted, self._json, self._text = wanted, json_path, None
         if not wanted:
             for name, value in (("--report-json", json_path), ("--text", text_path)):
                 if value is not None:
-                    raise typer.BadParameter(f"belongs to {_OPTION}", param_hint=name)
+                    raise typer.BadParameter(f"needs {_OPTION}", param_hint=name)
             return
         from ..checkpoint import open_checkpoint
         from ..checkpoint.kt_kernel.packed import KtPackedCheckpoint
 
         if as_it_is or isinstance(open_checkpoint(source), KtPackedCheckpoint):
             raise typer.BadParameter(
-                "compares with the weights before quantisation, which --from-kt and other weights"
-                " that kt-kernel converted do not have",
+                "the report needs the weights before quantisation; kt-kernel's converted weights do"
+                " not have them",
                 param_hint=_OPTION,
             )
         if json_path is not None:
             for folder in (source, packed):
                 _refuse_inside(folder, json_path)
-            open(json_path, "a").close()  # says now if it cannot be written
+            open(json_path, "a").close()  # fails now if it cannot be written
         if text_path is not None:
             from ..accuracy.loss import WINDOW, windows_of
 
@@ -53,13 +53,13 @@ class Report:
             windows_of(source, self._text, WINDOW)
 
     def make(self, method: str) -> None:
-        """Prints the table, and the loss; writes the JSON."""
+        """Prints the table and the loss, and writes the JSON file."""
         if not self._wanted:
             return
         from ..accuracy.weights import table, to_json, weight_report
 
         errors = weight_report(self._source, self._packed, method, threads=self._threads)
-        print("relative errors of the weights, and of the row that is furthest off")
+        print("relative error of the weights, and of the worst row")
         print(table(errors))
         if self._json is not None:
             with open(self._json, "w") as file:
@@ -76,7 +76,7 @@ def _refuse_inside(folder: str, path: str) -> None:
     """The input is never written to, and the output holds layers only."""
     if is_inside(folder, path):
         raise typer.BadParameter(
-            f"{path} is in {folder}; give a file elsewhere", param_hint="--report-json"
+            f"{path} is inside {folder}; choose a file elsewhere", param_hint="--report-json"
         )
 
 
@@ -86,4 +86,4 @@ def _read(path: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{os.path.abspath(path)}: not a text in UTF-8: {error}") from None
+        raise ValueError(f"{os.path.abspath(path)}: not UTF-8 text: {error}") from None

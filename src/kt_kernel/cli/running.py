@@ -1,4 +1,4 @@
-"""Runs commands: errors as one line, and exit codes."""
+"""Runs commands: reports errors in one line, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ USAGE, INTERRUPTED = 2, 130  # exit codes; 1 for all other failures
 
 
 class Interrupted(Exception):
-    """Raised in place of KeyboardInterrupt where there is more to say."""
+    """Raised instead of KeyboardInterrupt to add a message."""
 
 
 def run(application: typer.Typer, arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0, 1 for failures, 2 for wrong usage, 130 when it
-    was interrupted. Errors are one line on stderr; KT_KERNEL_DEBUG=1 shows where they come from."""
+    """Runs a command and returns its exit code: 0, 1 for failures, 2 for wrong usage, 130 if it was
+    interrupted. Errors are printed to stderr in one line; KT_KERNEL_DEBUG=1 shows the traceback."""
     try:
         result = application(arguments, prog_name="kt", standalone_mode=False)
     except Interrupted as error:
@@ -25,9 +25,9 @@ def run(application: typer.Typer, arguments: Sequence[str] | None = None) -> int
     except Exception as error:
         if os.environ.get("KT_KERNEL_DEBUG") == "1":
             raise
-        # Usage errors and Abort are click's, which newer versions of typer bring along themselves.
+        # Usage errors and Abort are click's classes, which newer versions of typer bundle.
         if hasattr(error, "format_message"):
-            message = error.format_message()  # empty where the help was shown instead
+            message = error.format_message()  # empty if the help was shown instead
             return _say(message, USAGE) if message else USAGE
         if type(error).__name__ == "Abort":
             return _say("interrupted", INTERRUPTED)

@@ -1,4 +1,4 @@
-"""``kt version``: what a report of a fault should begin with."""
+"""``kt version``: versions for bug reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def version() -> None:
-    """Versions of everything that matters here."""
+    """Print the versions of everything that a bug report needs."""
     rows = {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -1,7 +1,7 @@
 """Converts a checkpoint's experts to a packed directory.
 
-plan.py  what is to be converted, checked before anything is written
-run.py   the conversion, layer after layer, resumable
+plan.py  what will be converted, checked before anything is written
+run.py   the conversion, layer by layer, resumable
 """
 
 from .plan import Plan, Request, make_plan

@@ -1,4 +1,4 @@
-"""What a conversion has to do, checked as far as files say it, before anything is written."""
+"""Plans a conversion, and checks it as far as file headers allow before anything is written."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _DENSE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for.
+    """A conversion as the user requests it.
 
-    method: None takes the one whose weights the input holds already. input_type: what the input
-    must hold, bf16, fp16 or fp8; None: whatever is there. threads: None for all cores. from_kt:
-    the input must be weights that kt-kernel converted. scale_search: whether group scales of INT4
-    are those of the least error, rather than absmax / 7.
+    method: None keeps the format that the input already has. input_type: the type that the input
+    must have, bf16, fp16 or fp8; None accepts any. threads: None uses all cores. from_kt: the input
+    must be weights that kt-kernel converted. scale_search: whether INT4 group scales are searched
+    for the least error instead of being absmax / 7.
     """
 
     input_path: str
@@ -45,8 +45,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """specs: of all layers, ascending. manifest: of the directory before its first layer. found:
-    what the directory says already, to be continued."""
+    """specs: one per layer, ascending. manifest: that of the directory before its first layer is
+    written. found: the manifest that the directory already has and that is continued."""
 
     request: Request
     checkpoint: Checkpoint
@@ -56,27 +56,28 @@ class Plan:
     found: Manifest | None
 
     def bytes_of(self, specs: tuple[LayerSpec, ...]) -> int:
-        """Of the files of these layers."""
+        """The size of these layers' files."""
         return sum(self.manifest.file_bytes(spec) for spec in specs)
 
 
 def make_plan(request: Request) -> Plan:
-    """Reads headers, samples for the fingerprint and, with ``input_type``, an expert of each layer.
+    """Reads headers, samples for the fingerprint and, with ``input_type``, one expert of each
+    layer.
 
-    Raises what `open_checkpoint` and its readers raise for the input, and ValueError for an input
-    without experts, of another type, or packed already; for an output in the input, with other
-    contents, or there already without ``resume``.
+    Raises what `open_checkpoint` and its readers raise for the input. Raises ValueError if the
+    input has no experts, has another type or is already packed, and if the output is inside the
+    input, has other contents, or exists and ``resume`` is not set.
     """
     output = os.path.abspath(check_path("output", request.output))
     checkpoint = open_checkpoint(request.input_path)
     _refuse_overlap(checkpoint.path, output)
     if isinstance(checkpoint, PackedCheckpoint):
         raise ValueError(
-            f"{checkpoint.path}: a packed directory already, for method {checkpoint.method}; "
+            f"{checkpoint.path}: this is already a packed directory (method {checkpoint.method}); "
             "convert the checkpoint that it was made from"
         )
     if request.from_kt and not isinstance(checkpoint, KtPackedCheckpoint):
-        raise ValueError(f"{checkpoint.path}: no weights that kt-kernel converted")
+        raise ValueError(f"{checkpoint.path}: expected weights that kt-kernel converted")
     layers = checkpoint.layers()
     if not layers:
         raise ValueError(f"{checkpoint.path}: no layer has experts; nothing to convert")
@@ -102,8 +103,8 @@ def make_plan(request: Request) -> Plan:
     if found is not None:
         if not request.resume:
             raise ValueError(
-                f"{output}: holds a packed directory already ({len(found.layers)} of "
-                f"{len(layers)} layers); --resume continues it, or give another folder"
+                f"{output}: already holds a packed directory ({len(found.layers)} of "
+                f"{len(layers)} layers); add --resume to continue it, or choose another folder"
             )
         refuse_other(output, manifest, found)
     return Plan(request, checkpoint, method, specs, manifest, found)
@@ -112,42 +113,42 @@ def make_plan(request: Request) -> Plan:
 def _refuse_overlap(source: str, output: str) -> None:
     if is_inside(source if os.path.isdir(source) else os.path.dirname(source), output):
         raise ValueError(
-            f"output {output} is the input's folder or in it; give a folder elsewhere: the input "
-            "is never written to"
+            f"output {output} is inside the input folder; choose another folder (the input is "
+            "never written to)"
         )
 
 
 def _method_of(checkpoint: Checkpoint, layer: int) -> str:
-    """The method that quantises by itself whose weights a layer holds."""
+    """The quantising method (AMXINT8 or AMXINT4) whose format the layer's weights have."""
     form, _ = _stored(checkpoint, layer)
     for name in ("AMXINT8", "AMXINT4"):
         if form is not None and form.gate == get_method(name).form:
             return name
     held = str(form) if form else "not quantised"
     raise ValueError(
-        f"{checkpoint.path}: experts are {held}: say with --quant-method what they are to become"
+        f"{checkpoint.path}: the experts are {held}; choose their new format with --quant-method"
     )
 
 
 def _spec(checkpoint: Checkpoint, layer: int, method: str, request: Request) -> LayerSpec:
     experts, hidden, inter = checkpoint.sizes(layer)
-    if request.input_type is not None:  # or nothing of an expert need be read
+    if request.input_type is not None:  # otherwise no expert has to be read
         form, name = _stored(checkpoint, layer)
         if request.input_type != name:
             raise ValueError(
                 f"{checkpoint.path}: experts of layer {layer} are {name or form}, but --input-type "
-                f"{request.input_type} was given"
+                f"{request.input_type} was requested"
             )
     with checkpoint.each_expert(layer, experts, hidden, inter, (), method) as checked:
         made = checked.form or get_method(method).layer_form
-    assert made is not None  # methods that quantise by themselves say what they make
+    assert made is not None  # quantising methods have a fixed layer form
     check_sizes(made, method, hidden, inter, f"{checkpoint.path}: layer {layer}")
     biases = tuple(bias for bias in BIASES if bias in checked.fields)
     return LayerSpec(layer, experts, hidden, inter, made, biases)
 
 
 def _stored(checkpoint: Checkpoint, layer: int) -> tuple[LayerForm | None, str | None]:
-    """The form of a layer's weights, None for dense ones; and what --input-type calls them."""
+    """The form of a layer's weights (None if dense), and their name in --input-type."""
     with checkpoint.each_expert(layer, *checkpoint.sizes(layer), experts=(0,)) as experts:
         if experts.form is not None:
             fp8 = experts.form.gate.format in (FP8_BLOCK, FP8_ROW)

@@ -1,4 +1,4 @@
-"""The conversion: one layer is read and packed while the one before it is written."""
+"""The conversion: reads and packs one layer while the previous one is written."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from .plan import Plan
 
 
 class Progress:
-    """Told what happens; does nothing by itself. Calls come from several threads."""
+    """Receives the progress of a conversion; does nothing by itself. Several threads call it."""
 
     def checking(self, layers: int, total: int) -> None:
-        """So many layers of `total` bytes are there already; their checksums are computed now."""
+        """`layers` layers of `total` bytes already exist; their checksums are being computed."""
 
     def checked(self, count: int) -> None:
-        """So many bytes of those more were read."""
+        """`count` more of those bytes were read."""
 
     def begin(self, layers: int, kept: int, total: int) -> None:
-        """So many layers will be there, `kept` of them are; `total` bytes are to be written."""
+        """The result has `layers` layers, `kept` of which exist; `total` bytes will be written."""
 
     def wrote(self, count: int) -> None:
-        """So many bytes more were written."""
+        """`count` more bytes were written."""
 
     def packing(self, layer: int) -> None:
-        """This layer is read and packed now."""
+        """This layer is being read and packed."""
 
 
 def convert(plan: Plan, progress: Progress | None = None) -> None:
-    """Does what `plan` says. A packed directory that is begun and not ended, for whatever reason,
-    is continued by a plan with ``resume``.
+    """Carries out `plan`. A plan with ``resume`` continues a packed directory that was not
+    finished, for whatever reason.
 
-    At most two layers' packed weights are in memory. Raises ValueError naming file and tensor for
-    weights that cannot be converted, OSError naming the file for one that cannot be read or
-    written, or where there is too little space.
+    At most two layers' packed weights are in memory. Raises ValueError naming file and tensor if
+    weights cannot be converted, and OSError naming the file if it cannot be read or written, or if
+    there is too little space.
     """
     progress = progress or Progress()
     output = os.path.abspath(plan.request.output)
@@ -62,17 +62,17 @@ def convert(plan: Plan, progress: Progress | None = None) -> None:
 
 
 def check_space(folder: str, needed: int) -> None:
-    """Raises OSError where the file system of `folder`, which need not exist, lacks the space."""
+    """Raises OSError if the file system of `folder`, which need not exist, lacks the space."""
     status = os.statvfs(nearest_existing(folder))
     free = status.f_bavail * status.f_frsize
     if free < needed:
         raise OSError(
-            f"{folder}: {needed / 1e9:.1f} GB are needed, but {free / 1e9:.1f} GB are free there"
+            f"{folder}: {needed / 1e9:.1f} GB are needed, but only {free / 1e9:.1f} GB are free"
         )
 
 
 def _damaged(folder: str, manifest: Manifest, progress: Progress) -> set[int]:
-    """Layers whose file is not what the manifest says."""
+    """Layers whose file does not match the manifest."""
     entries = list(manifest.layers.values())
     progress.checking(len(entries), sum(entry.bytes for entry in entries))
 
@@ -110,11 +110,11 @@ def _write_all(
 
 
 def _refuse_changed(plan: Plan) -> None:
-    """Raises ValueError where layers may be of two models: the input is opened anew for each."""
+    """Raises ValueError if the input has changed: each layer opens it anew."""
     if changed := plan.checkpoint.changed(folders=False):
         raise ValueError(
-            f"{changed}: changed while it was converted; the layers that were written before are of"
-            " the files as they were"
+            f"{changed}: changed during the conversion; the layers written so far are from the old"
+            " files"
         )
 
 
@@ -134,5 +134,5 @@ def _settings(plan: Plan, spec: LayerSpec) -> LayerSettings:
         chunked_prefill_size=1,
         method=plan.method,
     )
-    # A kind of kernel that is given needs no measurement.
+    # A fixed kind of kernel needs no measurement.
     return replace(settings, kind=KINDS["vector"], scale_search=plan.manifest.scale_search)

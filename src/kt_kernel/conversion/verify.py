@@ -1,4 +1,4 @@
-"""Whether the files of a model are as its manifest or its index says."""
+"""Checks the files of a model against its manifest or its index."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..weights.store.manifest import LayerEntry, Manifest, read_manifest
 
 @dataclass
 class Verdict:
-    """files, bytes: that were looked at. against: what they were compared with. problems: one line
-    each, with the file's name. notes: what is odd and does no harm."""
+    """files, bytes: how many were checked. against: what they were compared with. problems: one
+    line each, with the file's name. notes: oddities that do no harm."""
 
     against: str
     files: int = 0
@@ -32,13 +32,13 @@ class Verdict:
 
 
 class Watcher:
-    """Told how far a verification is; does nothing by itself. Calls come from several threads."""
+    """Receives the progress of a verification; does nothing by itself. Several threads call it."""
 
     def begin(self, total: int) -> None:
-        """So many bytes will be read."""
+        """`total` bytes will be read."""
 
     def read(self, count: int) -> None:
-        """So many bytes more were read."""
+        """`count` more bytes were read."""
 
 
 def verify(path: str, watcher: Watcher | None = None) -> Verdict:
@@ -46,7 +46,7 @@ def verify(path: str, watcher: Watcher | None = None) -> Verdict:
     checkpoint (every tensor of the index in its file, all headers and sizes; there are no checksums
     to compare with), or another checkpoint (headers, or names, and sizes of its files).
 
-    Raises OSError or ValueError where there is nothing to compare with.
+    Raises OSError or ValueError if there is nothing to compare with.
     """
     path = os.path.abspath(check_path("path", path))
     if is_packed(path):
@@ -61,8 +61,8 @@ def _verify_packed(folder: str, watcher: Watcher) -> Verdict:
     verdict = Verdict("kt_manifest.json", len(entries), sum(entry.bytes for entry in entries))
     if manifest.missing:
         verdict.problems.append(
-            f"{folder}: layers {ranges(manifest.missing)} are not there; the conversion was not "
-            "finished: run kt quant again with --resume"
+            f"{folder}: layers {ranges(manifest.missing)} are missing: the conversion was not "
+            "finished; run kt quant again with --resume"
         )
     with ThreadPoolExecutor(usable_cores()) as threads, until_left(watcher.read) as read:
         for problem in threads.map(lambda e: _problem(folder, manifest, e, read), entries):
@@ -70,7 +70,9 @@ def _verify_packed(folder: str, watcher: Watcher) -> Verdict:
     known = {entry.spec.file for entry in entries}
     for name in sorted(os.listdir(folder)):
         if name not in known and name.endswith((".safetensors", PARTIAL)):
-            verdict.notes.append(f"{os.path.join(folder, name)}: not in kt_manifest.json, not used")
+            verdict.notes.append(
+                f"{os.path.join(folder, name)}: not in kt_manifest.json, so it is not used"
+            )
     return verdict
 
 
@@ -87,7 +89,7 @@ def _problem(
     except OSError as error:
         return f"{path}: {error.strerror}"
     if found != entry.sha256:
-        return f"{path}: SHA-256 is {found}, but kt_manifest.json says {entry.sha256}"
+        return f"{path}: SHA-256 is {found}, but kt_manifest.json has {entry.sha256}"
     return None
 
 
@@ -111,15 +113,15 @@ def _verify_checkpoint(path: str) -> Verdict:
         if index:
             verdict.problems += disagreements(index, listed, file, present)
     if not verdict.problems:
-        checkpoint = open_checkpoint(path)  # finds what lies between the files, and a path without
-        if not verdict.files:  # in another format than safetensors, and checked by now
+        checkpoint = open_checkpoint(path)  # finds faults across files, and a path without any
+        if not verdict.files:  # not safetensors, and checked by now
             files = {info.file for info in checkpoint.tensors.values()}
             verdict.files, verdict.bytes = len(files), sum(map(os.path.getsize, files))
     return verdict
 
 
 def _files(path: str) -> Iterator[tuple[str | None, str, dict[str, set[str]]]]:
-    """Index or None, file, and what the index says of all files, of each file at `path`."""
+    """For each file at `path`: its index or None, the file, and the tensors in the index."""
     if path.endswith(".json"):
         folders: Iterable[tuple[str, str | None, list[str]]] = [("", path, [])]
     elif os.path.isdir(path):
