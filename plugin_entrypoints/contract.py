@@ -3,8 +3,8 @@
 ``vllm/contract.py`` and ``sglang/contract.py`` hold the two tables. A table names every function
 that the plugin hooks, every name that it imports, every attribute that it reads or sets, and every
 configuration value and request that the hybrid layer does not support. Each entry states the engine
-versions that it holds for. If the installed engine lacks what an entry names, a start with kt
-options ends with an error: what cannot be found is never assumed to be fine.
+versions that it holds for. If the installed engine lacks something that an entry names, a start
+with kt options fails. Nothing is assumed to be compatible.
 """
 
 import ast
@@ -33,11 +33,11 @@ class Name:
         target: ``module`` or ``module:attribute.path`` as it is in the engine.
         use: what the plugin does with it.
         why: what it is needed for.
-        versions: PEP 440 specifier of engine versions that are known to have it; "" means all
-            supported ones. Only in these it is an error if it is not there.
+        versions: PEP 440 specifier of the engine versions that are known to have it; "" means all
+            supported ones. Only in these versions is its absence an error.
         until: what would let the plugin do without it.
-        without: for a name that the plugin can do without, what is lost where it is absent, as a
-            clause for the log; "" means that the plugin needs it.
+        without: for an optional name, what is lost if it is absent, as a clause for the log; ""
+            means that the plugin needs it.
     """
 
     target: str
@@ -80,7 +80,7 @@ class Refusal:
         path: attributes from the configuration object on, separated by dots.
         accepted: the values that are supported. An enumeration's member counts as its value.
         reason: why others are not, as a clause.
-        flag: the command-line flag, where it is not named after the last attribute.
+        flag: the command-line flag, if it is not named after the last attribute.
         versions: as in `Name`.
     """
 
@@ -115,15 +115,15 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one constructor in the engine, by which a model says what a layer computes.
+    """The arguments of one engine constructor, with which a model describes what a layer computes.
 
-    An argument that is in neither list is one of a version that kt-moe does not know. It is refused
-    unless it has its default value.
+    An argument in neither list belongs to a version that kt-moe does not know. It is refused unless
+    it has its default value.
 
     Attributes:
         owner: ``module:Class`` as it is in the engine; dataclass fields count as arguments.
-        refused: what the layer does not compute; a path is the argument's name, a reason what the
-            model asks for, as a noun.
+        refused: what the layer does not compute. The path is the argument's name; the reason is the
+            requested feature, as a noun.
         accepted: arguments that the plugin honours, or that change nothing for the experts.
     """
 
@@ -139,11 +139,11 @@ class Arguments:
             if name in refused:
                 if not refused[name].accepts(value):
                     raise ValueError(
-                        f"{place}: {refused[name].reason} is not supported together with kt options"
+                        f"{place}: {refused[name].reason} is not supported with kt options"
                     )
             elif name not in self.accepted and not _same(value, self.defaults().get(name, _ABSENT)):
                 raise ValueError(
-                    f"{place}: {self.owner.partition(':')[2]} is given {name}={value!r}, which "
+                    f"{place}: {self.owner.partition(':')[2]} has {name}={value!r}, which "
                     "kt-moe does not know; install a tested version of the engine, or remove the "
                     "kt options"
                 )
@@ -170,7 +170,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Operation:
-    """A method by which a running engine is asked for what the hybrid layer cannot do.
+    """A method of a running engine that requests something the hybrid layer does not support.
 
     Attributes:
         name: the method.
@@ -187,7 +187,7 @@ class Operation:
 class Operations:
     """The methods of one class that requests to a running engine can reach.
 
-    A public method that is in neither list is one of a version that kt-moe does not know.
+    A public method in neither list belongs to a version that kt-moe does not know.
 
     Attributes:
         owner: ``module:Class`` as it is in the engine.
@@ -211,9 +211,9 @@ class Contract:
 
     Attributes:
         engine: the engine's name, as its users write it.
-        package: its import package, whose ``__version__`` counts.
+        package: its import package, which has ``__version__``.
         supported: PEP 440 specifier of the versions that kt-moe supports.
-        tested: the versions that its tests ran with, oldest first, and where they ran.
+        tested: the tested versions, oldest first, and where the tests ran.
         names, attributes, refusals, arguments, operations: the entries.
     """
 
@@ -237,7 +237,7 @@ class Contract:
         A version that is not in PEP 440's form, such as that of a nightly build, counts as the
         newest one: all entries without an upper bound hold for it.
         """
-        # Every engine needs it, and comes with it.
+        # A dependency of every engine.
         from packaging.specifiers import SpecifierSet
         from packaging.version import InvalidVersion, Version
 
@@ -258,7 +258,7 @@ class Contract:
         )
 
     def lacks(self) -> list[str]:
-        """What the plugin needs and the installed engine does not have."""
+        """Targets that the plugin needs and the installed engine lacks."""
         needed = [
             target for entry in self._held() if not entry.without for target in entry.targets()
         ]
@@ -268,7 +268,7 @@ class Contract:
         return [target for target in needed if not exists(target)]
 
     def misses(self) -> list[str]:
-        """A line for each name that the plugin can do without and the installed engine lacks."""
+        """One line for each optional name that the installed engine lacks."""
         return [
             f"this {self.engine} lacks {target}: {entry.without}"
             for entry in self._held()
@@ -278,8 +278,8 @@ class Contract:
         ]
 
     def check(self, logger: logging.Logger) -> None:
-        """To be called once kt options are known: raises OptionError, one line, if the installed
-        engine lacks what the plugin needs; logs what else is not as it was tested."""
+        """Called once kt options are known. Raises OptionError, one line, if the installed engine
+        lacks what the plugin needs; logs other differences from tested versions."""
         if lacks := self.lacks():
             raise OptionError(
                 f"{self.engine} {self.version()} lacks {', '.join(lacks)}, which kt-moe needs; "
@@ -289,9 +289,9 @@ class Contract:
             logger.warning("kt: %s", line)
 
     def refuse(self, configuration: Any, refusals: Iterable[Refusal] | None = None) -> None:
-        """Raises OptionError for the first value that is not accepted, or that cannot be found.
+        """Raises OptionError for the first value that is not accepted or not found.
 
-        refusals: those to check; all of the contract's if None.
+        refusals: the entries to check; None: all of the contract.
         """
         for entry in self.refusals if refusals is None else refusals:
             if self.holds(entry.versions):
@@ -305,8 +305,8 @@ class Contract:
 
 
 def exists(target: str) -> bool:
-    """Whether the installed engine has ``module`` or ``module:attribute.path``. The last part of a
-    path may be an attribute that only instances have."""
+    """Whether the installed engine has ``module`` or ``module:attribute.path``. The last part of
+    the path may be an instance attribute."""
     module, colon, path = target.partition(":")
     parents, _, last = path.rpartition(".")
     try:
@@ -319,7 +319,7 @@ def exists(target: str) -> bool:
 
 
 def _find(target: str) -> Any:
-    """``module`` or ``module:attribute.path``; ImportError or AttributeError if it is not there."""
+    """``module`` or ``module:attribute.path``; ImportError or AttributeError if there is none."""
     module, _, path = target.partition(":")
     found = import_module(module)
     for name in filter(None, path.split(".")):
@@ -329,8 +329,8 @@ def _find(target: str) -> Any:
 
 @cache
 def instance_attributes(owner: type) -> frozenset[str]:
-    """The attributes that instances of a class have by its source: annotated in its body, fields of
-    a struct, arguments of its constructor, or assigned to ``self`` in a method, of the class or of
+    """The attributes of a class's instances, according to its source: annotated in its body, fields
+    of a struct, arguments of its constructor, or assigned to ``self`` in a method, in the class or
     one of its bases."""
     found: set[str] = set()
     for base in owner.__mro__:

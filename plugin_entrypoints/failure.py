@@ -1,10 +1,10 @@
-"""Carries what a plugin did in an engine's processes to the process that the user started.
+"""Reports errors and confirmations from an engine's processes to the process that the user started.
 
-An engine runs in several processes. What goes wrong while a worker loads a model ends up as a
-traceback in its log, and the process that the user started only learns that a child has died. So
-that process makes a small file and names it in the environment of its children (`listen`); a worker
-writes one line there before it ends (`end`), and the first process ends with that line (`repeat`).
-A worker that has loaded a model with our layers says so in the same way (`confirm`).
+An engine runs in several processes. If a worker fails to load a model, its log gets a traceback,
+and the process that the user started only learns that a child has died. That process therefore
+creates a small file and names it in the environment of its children (`listen`). A worker writes one
+line to the file before it ends (`end`), and the first process ends with that line (`repeat`). A
+worker that has loaded a model with our layers confirms it in the same way (`confirm`).
 """
 
 import atexit
@@ -27,16 +27,16 @@ _PATIENCE = 3.0  # seconds for a helper process to end
 
 
 class StartError(RuntimeError):
-    """An engine could not start; the message is the line that its command would have ended with."""
+    """An engine could not start. A command would have ended with the message."""
 
 
 def listen() -> None:
-    """Called where an engine is about to start its processes: makes the file, or empties the one of
-    an earlier engine. Without a place for it, errors stay in the log of the process they occur in.
+    """Called before an engine starts its processes: creates the file, or empties that of an earlier
+    engine. If it cannot be created, errors stay in the log of the process that raised them.
     """
     path = _file()
     if path is not None and _started_here():
-        with contextlib.suppress(OSError):  # gone: something has cleared the temporary folder
+        with contextlib.suppress(OSError):  # the temporary folder was cleared
             os.truncate(path, 0)
             return
     with contextlib.suppress(OSError):
@@ -47,17 +47,17 @@ def listen() -> None:
 
 
 def end(error: Exception, engine: str, *, exits: bool = True) -> None:
-    """Called in a process of the engine with the error that ended its start.
+    """Called in a process of the engine with the error that made its start fail.
 
-    Returns if the engine's own code raised it. An error of ours is reported. In a child process it
-    then becomes SystemExit, whose line a traceback would hide; in the process that the user started
-    it becomes `StartError`.
+    Returns if the engine's own code raised it. An error of ours is reported. It then becomes
+    SystemExit in a child process, where a traceback would hide the line, and `StartError` in the
+    process that the user started.
 
     Args:
-        error: the error, while it is handled.
+        error: the error being handled.
         engine: the engine's import package.
-        exits: whether other processes notice if this one exits here; otherwise a child returns, for
-            the engine to handle the error as its own.
+        exits: whether other processes notice if this one exits here. Otherwise a child returns, and
+            the engine handles the error.
     """
     ours = _of_ours(error, engine)
     if ours is None or isinstance(error, StartError):
@@ -71,10 +71,10 @@ def end(error: Exception, engine: str, *, exits: bool = True) -> None:
 
 
 def repeat(command_line: bool = False) -> None:
-    """Called where a process of the engine learns that another one has ended: ends this one with
-    the line that was reported there; returns if there is none.
+    """Called when a process of the engine learns that another one has ended. Ends this process with
+    the reported line; returns if there is none.
 
-    command_line: the user started a command of the engine, which ends without a traceback.
+    command_line: the user started a command of the engine, so it ends without a traceback.
     """
     line = reported()
     if line:
@@ -82,7 +82,7 @@ def repeat(command_line: bool = False) -> None:
 
 
 def stop(message: str, command_line: bool) -> NoReturn:
-    """Ends a start with a line: by SystemExit in a command and in its children, else by
+    """Ends a start with one line: by SystemExit in a command and its children, otherwise by
     `StartError`."""
     line = _line(RuntimeError(message))
     if command_line:
@@ -93,9 +93,9 @@ def stop(message: str, command_line: bool) -> NoReturn:
 
 
 def _say_nothing_more() -> None:
-    """Keeps what this process, and a helper of Python's, print later from following the line."""
-    logging.disable(logging.CRITICAL)  # the engine tells how it ends its other processes
-    # The helper tells of shared memory that was left behind, once nobody writes to it any more.
+    """Silences this process and a helper process of Python, so that the line is the last output."""
+    logging.disable(logging.CRITICAL)  # the engine logs how it ends its other processes
+    # The helper reports leaked shared memory once its pipe is closed.
     tracker = getattr(resource_tracker, "_resource_tracker", None)
     descriptor, pid = getattr(tracker, "_fd", None), getattr(tracker, "_pid", None)
     if tracker is None or descriptor is None or pid is None:
@@ -119,7 +119,7 @@ def confirm() -> None:
 
 
 def confirmed() -> int:
-    """How many workers have confirmed since `listen`; -1 where they have no place to do so."""
+    """How many workers have confirmed since `listen`; -1 if there is no file for it."""
     return -1 if _file() is None else _lines().count(_CONFIRMATION)
 
 
@@ -153,7 +153,8 @@ def _lines() -> list[str]:
 
 def _of_ours(error: BaseException, engine: str) -> BaseException | None:
     """The error in a chain of causes that our code raised, or that was raised below our code
-    without the engine's code in between; the first cause if there are several. Else None."""
+    without engine code in between. If there are several, the first cause; if there is none,
+    None."""
     found = None
     seen: set[int] = set()
     link: BaseException | None = error
@@ -166,7 +167,7 @@ def _of_ours(error: BaseException, engine: str) -> BaseException | None:
 
 
 def _package_of(traceback: TracebackType | None, engine: str) -> str:
-    """Whether the innermost frame of the two packages is ours or the engine's; "" for neither."""
+    """The package of the innermost frame that belongs to us or to the engine; "" if none does."""
     package = ""
     while traceback is not None:
         name = str(traceback.tb_frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -151,7 +151,7 @@ def test_waiting_in_vain(tmp_path: Path) -> None:
         wait_until_healthy(process, url, 0)
     with (
         process_group([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log") as process,
-        pytest.raises(ServerFailed, match="ended with code 3"),
+        pytest.raises(ServerFailed, match="exited with code 3"),
     ):
         wait_until_healthy(process, url, 60)
 

@@ -11,7 +11,7 @@ from .contract import BESIDE_COLD, CONTRACT, DECLARE_LATE, DECLARE_RESOLUTION
 from .options import OPTIONS_KEY, language_model, model_config_of, options_of, resolved
 
 _GRAPHS = ("full", "breakable", "disabled")  # ways to make CUDA graphs
-_SOURCE = "kt"  # who decided, in SGLang's records of decisions
+_SOURCE = "kt"  # our name in SGLang's records of decisions
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
 
 _logger = logging.getLogger("sglang.kt")
@@ -38,7 +38,7 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
 def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions:
     """The options as the workers need them: see `kt_kernel.serving.preflight.prepare`.
 
-    Raises OptionError, one line, for an engine configuration that the hybrid layer cannot serve.
+    Raises OptionError, one line, if the engine's configuration is not supported.
 
     arguments: resolved server arguments; model_config: SGLang's ModelConfig.
     """
@@ -65,8 +65,8 @@ def _refuse_compiled_graphs(arguments: Any) -> None:
         backend = getattr(arguments.cuda_graph_config, phase).backend
         if backend not in _GRAPHS:
             raise OptionError(
-                f"--cuda-graph-backend-{phase} {backend}: kt-moe's kernels are no torch "
-                f"operations; accepted: {', '.join(_GRAPHS)}"
+                f"--cuda-graph-backend-{phase} {backend}: torch.compile cannot capture "
+                f"kt-moe's kernels; accepted: {', '.join(_GRAPHS)}"
             )
 
 
@@ -76,14 +76,14 @@ def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
         return
     if options.max_deferred_experts_per_token:
         raise OptionError(
-            f"--kt-max-deferred-experts-per-token {options.max_deferred_experts_per_token}: which "
-            "experts are deferred depends on the batch; remove it, or "
-            "--enable-deterministic-inference"
+            f"--kt-max-deferred-experts-per-token {options.max_deferred_experts_per_token}: "
+            "deferral depends on the batch, which --enable-deterministic-inference forbids; "
+            "remove one of them"
         )
     if kernel_kind() == 0:
         raise OptionError(
-            "--enable-deterministic-inference: the last bits of the cold experts' results depend "
-            "on the batch size; set KT_KERNEL_KIND=vector, or remove the flag"
+            "--enable-deterministic-inference: results of cold experts depend on the batch size in "
+            "their last bits; set KT_KERNEL_KIND=vector, or remove the flag"
         )
 
 
@@ -96,30 +96,31 @@ def _some_are_cold(model_config: Any, options: KTOptions) -> bool:
 
 
 def _separate_shared_experts(server_args: Any, arguments: Any) -> None:
-    """Keeps SGLang from fusing a model's shared experts into the routed ones, as it does on GPUs.
+    """Prevents SGLang from fusing a model's shared experts with the routed ones, as it does on
+    GPUs.
 
-    Apart from them, the device computes the shared experts while the CPU computes the cold ones.
+    If they are separate, the device computes them while the CPU computes the cold experts.
     """
     if arguments.disable_shared_experts_fusion:
         return
     _decide(server_args, disable_shared_experts_fusion=True)
     _logger.info(
-        "kt: --disable-shared-experts-fusion is set: the device computes the shared experts, in "
-        "models that have them, while the CPU computes the cold experts"
+        "kt: --disable-shared-experts-fusion is set automatically: the device computes shared "
+        "experts, in models that have them, while the CPU computes the cold experts"
     )
 
 
 def _decide(server_args: Any, **fields: Any) -> None:
-    """Records values of SGLang's arguments that we decide, as each version records its own."""
+    """Sets values of SGLang's arguments, in the way in which each version records its own."""
     from sglang.srt.arg_groups import overrides
     from sglang.srt.runtime_context import get_context
 
     context = get_context()
     try:
         published = context.server_args is server_args
-    except ValueError:  # none are
+    except ValueError:  # none were published
         published = False
-    if published:  # a process that does not run SGLang's checks: what it read from them counts
+    if published:  # a process that does not run SGLang's checks and has already read the arguments
         context.override(_SOURCE, **fields)
     elif CONTRACT.holds(DECLARE_RESOLUTION.versions):
         overrides.declare_resolution(server_args, _SOURCE, **fields)

@@ -1,4 +1,4 @@
-"""The contract with SGLang: all that the plugin relies on in it. See ``../contract.py``.
+"""The contract with SGLang: everything that the plugin relies on. See ``../contract.py``.
 
 This is the file to read, and to change, for a new release of SGLang.
 """
@@ -32,8 +32,8 @@ _MESSAGES = f"{_SRT}.managers.io_struct"
 
 # ---- requests to a running engine
 
-_READS_A_PART = "the engine holds the hot experts only; read the checkpoint instead"
-_SENDS_A_PART = "the engine holds the hot experts only; load the checkpoint there"
+_READS_A_PART = "the engine holds only the hot experts; read the checkpoint instead"
+_SENDS_A_PART = "the engine holds only the hot experts; load the checkpoint there"
 
 # Handled by the scheduler's weight updater, in methods of the same names.
 _WEIGHTS = (
@@ -111,7 +111,7 @@ ENTRIES = {
 HANDLERS = {_UPDATER: UPDATER_OPERATIONS, _SCHEDULER: SCHEDULER_OPERATIONS}
 
 
-# ---- what models ask of their experts
+# ---- what models request of their experts
 
 _ACTIVATION = (
     Refusal("activation", ("silu",), "an activation other than silu"),
@@ -124,15 +124,15 @@ _ACTIVATION = (
     Refusal("no_combine", (False,), "one result per expert"),
 )
 _COMMON = (
-    "gate_up_interleaved",  # which only activations with an alpha or a limit look at
+    "gate_up_interleaved",  # used only by activations with an alpha or a limit
     "hidden_size",
     "inplace",
     "layer_id",
     "num_experts",
-    "num_fused_shared_experts",  # refused beside cold experts
+    "num_fused_shared_experts",  # refused if some experts are cold
     "params_dtype",
     "routed_scaling_factor",
-    "routing_method_type",  # for kernels that choose the experts, which are refused
+    "routing_method_type",  # for kernels that do the routing, which are refused
     "top_k",
 )
 EXPERT_ARGUMENTS = Arguments(
@@ -172,7 +172,7 @@ EXPERT_CONFIG = Arguments(
         "runner_backend",
     ),
 )
-# What the layer passes on when it has its weights created.
+# What the layer passes to the creation of its weights.
 EXPERT_WEIGHTS = Arguments(
     f"{_KT_WRAPPER}:KTEPWrapperMethod",
     refused=(),
@@ -182,16 +182,16 @@ EXPERT_WEIGHTS = Arguments(
 
 # ---- server arguments that are refused
 
-_PLACES = "both decide where experts are kept"
-_MOVES = "moving experts between ranks is not supported together with kt options"
-_BATCHES = "the CPU works on one batch at a time"
-_LORA = "LoRA is not supported together with kt options yet"
-_NO_COMPILER = "kt-moe's kernels are no torch operations"
-_WHOLE = "kernels that read all experts' weights are not supported"
+_PLACES = "both settings decide where experts are kept"
+_MOVES = "moving experts between ranks is not supported with kt options"
+_BATCHES = "the CPU computes one batch at a time"
+_LORA = "LoRA is not supported with kt options yet"
+_NO_COMPILER = "kt-moe's kernels cannot be compiled by torch.compile"
+_WHOLE = "kernels that read the weights of all experts are not supported"
 _QUANTISES = "only the hot experts would be quantised"
-_ONE_BY_ONE = "the cold experts need their weights one by one"
+_ONE_BY_ONE = "cold experts need their weights one by one"
 
-# Checked as soon as the command line is read: a server with --encoder-only checks nothing later.
+# Checked as soon as the command line is parsed: a server with --encoder-only checks nothing later.
 BEFORE_LAUNCH = (
     Refusal("encoder_only", (False,), "a server without a language model has no experts"),
     Refusal("use_ray", (False,), "Ray's workers do not load plugins"),
@@ -204,7 +204,7 @@ REFUSED = (
     Refusal("ep_size", (1,), SINGLE_RANK),
     Refusal("attn_dp_size", (1, None), SINGLE_RANK, versions=">=0.5.22"),
     Refusal("enable_dp_attention", (False,), SINGLE_RANK),
-    # With context parallelism a layer's rows are not those of the batch.
+    # With context parallelism, a layer does not see all rows of the batch.
     Refusal("attn_cp_size", (1, None), SINGLE_RANK),
     Refusal("dcp_size", (1, None), SINGLE_RANK),
     Refusal("enable_prefill_cp", (False,), SINGLE_RANK),
@@ -214,7 +214,9 @@ REFUSED = (
     Refusal("moe_dp_size", (1,), SINGLE_RANK),
     Refusal("dwdp_size", (1,), _MOVES),
     Refusal(
-        "moe_a2a_backend", ("none", None), "expert-parallel dispatch does not know CPU experts"
+        "moe_a2a_backend",
+        ("none", None),
+        "expert-parallel dispatch does not support CPU experts",
     ),
     Refusal("enable_w4a4_mxfp4_megamoe", (False,), _WHOLE, versions=">=0.5.19"),
     Refusal("enable_eplb", (False,), _MOVES),
@@ -234,7 +236,9 @@ REFUSED = (
     ),
     Refusal("dllm_algorithm", (None,), "diffusion decoding is not supported with kt options"),
     Refusal(
-        "moe_runner_backend", ("auto", "triton"), "the hot experts' kernel must skip the cold ones"
+        "moe_runner_backend",
+        ("auto", "triton"),
+        "the kernel of the hot experts must skip cold experts",
     ),
     Refusal("model_impl", ("auto", "sglang"), "only SGLang's own model code is supported"),
     Refusal("enable_two_batch_overlap", (False,), _BATCHES),
@@ -243,14 +247,18 @@ REFUSED = (
     Refusal("enable_torch_compile", (False,), _NO_COMPILER),
     Refusal("enable_nvidia_megakernel", (False,), _WHOLE, versions=">=0.5.23"),
     Refusal("enable_amd_monokernel", (False,), _WHOLE, versions=">=0.5.23"),
-    Refusal("device", ("cuda", "cpu"), "kt-moe runs beside CUDA devices, or on the CPU alone"),
+    Refusal("device", ("cuda", "cpu"), "kt-moe supports CUDA devices and CPUs"),
     Refusal("load_format", LOAD_FORMATS, _ONE_BY_ONE),
     Refusal("startup_weight_load_mode", ("serial",), _ONE_BY_ONE, versions=">=0.5.18"),
-    Refusal("weight_cache_mode", ("off",), "the cache does not know CPU experts"),
+    Refusal("weight_cache_mode", ("off",), "this cache does not support CPU experts"),
     Refusal("quantize_and_serve", (False,), _QUANTISES),
     Refusal("modelopt_quant", (None,), _QUANTISES),
     Refusal("torchao_config", ("", None), _QUANTISES, versions="<0.5.18"),
-    Refusal("rl_on_policy_target", (None,), "the cold experts' kernels are not those of training"),
+    Refusal(
+        "rl_on_policy_target",
+        (None,),
+        "kt-moe has no training kernels that match its inference kernels",
+    ),
     Refusal("custom_weight_loader", (None, []), NO_EXCHANGE),
     Refusal("checkpoint_engine_wait_weights_before_ready", (False,), NO_EXCHANGE),
     Refusal("enable_memory_saver", (False,), NO_EXCHANGE),
@@ -258,15 +266,15 @@ REFUSED = (
     Refusal(
         "remote_instance_weight_loader_start_seed_via_transfer_engine",
         (False,),
-        "other instances would get the hot experts only",
+        "other instances would get only the hot experts",
     ),
 )
-# Checked where some experts are cold.
+# Checked if some experts are cold.
 BESIDE_COLD = (
     Refusal(
         "enforce_shared_experts_fusion",
         (False,),
-        "a shared expert among the routed ones has no place beside cold experts",
+        "shared experts cannot be fused with routed experts if some are cold",
     ),
     Refusal(
         "enable_fused_moe_sum_all_reduce",
@@ -279,40 +287,40 @@ BESIDE_COLD = (
 # ---- names in SGLang's code
 
 _ADDS_ARGUMENTS = "SGLang lets plugins add arguments"
-_TELLS_PADDING = "a layer is told which rows are padding"
+_TELLS_PADDING = "a layer gets the padding rows"
 _CALLS_WITH_ARGUMENTS = "SGLang calls plugins with the finished arguments"
 _SCALES_TWICE = (
-    "these models multiply what such a layer returns by routed_scaling_factor, two of them in one "
-    "of two ways through their layer only; they find a class that no layer has"
+    "these models multiply the layer's output by routed_scaling_factor, two of them only on one of "
+    "two code paths; a class that no layer has makes their check fail"
 )
-_TESTED_METHOD = "a method of hot experts that is tested; others are refused"
-_REQUESTS = "refuses a request that the hybrid layer cannot do"
+_TESTED_METHOD = "a tested method for hot experts; others are refused"
+_REQUESTS = "refuses a request that the hybrid layer does not support"
 
 RESOLVING_VIEW = Name(
     f"{_OVERRIDES}:resolving_view",
     "called",
-    "server arguments with SGLang's own choices filled in; older versions write over the arguments",
+    "server arguments with SGLang's own choices filled in; older versions change the arguments",
     versions=">=0.5.19",
 )
 MODEL_CONFIG = Name(
     f"{_OVERRIDES}:model_config_of",
     "called",
-    "the served model's configuration, and what it is quantised with",
+    "the served model's configuration and quantisation",
     versions=">=0.5.19",
 )
 DECLARE_RESOLUTION = Name(
     f"{_OVERRIDES}:declare_resolution",
     "called",
-    "records that shared experts are not fused, with SGLang's own decisions",
+    "records, with SGLang's own decisions, that shared experts are not fused",
     versions=">=0.5.19",
-    until="a layer of SGLang can say that it takes no fused shared experts",
+    until="a layer of SGLang can refuse fused shared experts",
 )
 DECLARE_LATE = Name(
     f"{_OVERRIDES}:declare_late_resolution",
     "called",
     "the same in one version",
     versions=">=0.5.18,<0.5.20",
-    until="this version is not supported any more",
+    until="this version is no longer supported",
 )
 
 NAMES = (
@@ -323,13 +331,13 @@ NAMES = (
     Name(
         f"{_REGISTRY}:HookRegistry._apply_target",
         "called",
-        "applies hooks in the main process, which learns of the options after SGLang applied all",
+        "applies hooks in the main process, which gets the options after SGLang applied all hooks",
         until=_CALLS_WITH_ARGUMENTS,
     ),
     Name(
         f"{_REGISTRY}:HookRegistry._hooks",
         "read",
-        "the hooks of other plugins: one that replaces what we replace is a conflict",
+        "the hooks of other plugins: two replacements of one target are a conflict",
         until="SGLang refuses two replacements of one function",
     ),
     Name(f"{_REGISTRY}:HookType.REPLACE", "read", "the kind of hook that may conflict"),
@@ -338,26 +346,27 @@ NAMES = (
     Name(
         f"{_ARGUMENTS}.add_cli_args",
         "wrapped",
-        "the --kt-* flags that SGLang lacks; its own lose their defaults, to see which are given",
+        "adds the --kt-* flags that SGLang lacks; removes defaults of its own, to see which are "
+        "given",
         until=_ADDS_ARGUMENTS,
     ),
     Name(
         f"{_ARGUMENTS}.from_cli_args",
         "wrapped",
-        "checks the flags, and keeps them in a private attribute for the workers",
+        "checks the flags and keeps them in a private attribute for the workers",
         until=_ADDS_ARGUMENTS,
     ),
     Name(
         f"{_ARGUMENTS}.check_server_args",
         "wrapped",
-        "refuses, before a worker starts, what the hybrid layer cannot serve; installs the hooks",
+        "refuses unsupported settings before a worker starts; installs the hooks",
         until=_CALLS_WITH_ARGUMENTS,
     ),
     Name(f"{_SRT}.runtime_context:get_server_args", "called", "where a worker finds the options"),
     Name(
         f"{_SRT}.runtime_context:get_context",
         "called",
-        "whether processes have read arguments already, and where",
+        "whether processes have already read arguments, and where",
         until=_CALLS_WITH_ARGUMENTS,
     ),
     RESOLVING_VIEW,
@@ -378,37 +387,37 @@ NAMES = (
     Name(
         f"{_SRT}.model_loader.loader:_initialize_model",
         "wrapped",
-        "the layers of one model, in their order, share one HybridModel",
-        until="create_kt_config_from_server_args is told which model a layer belongs to",
+        "makes the layers of one model share one HybridModel, in their order",
+        until="create_kt_config_from_server_args gets the model of a layer",
     ),
     Name(
         f"{_KT_WRAPPER}:create_kt_config_from_server_args",
         "replaced",
-        "SGLang's own wants --kt-weight-path, and knows no other source of options",
-        until="SGLang's own takes kt options without a weight path",
+        "SGLang's own needs --kt-weight-path and has no other source of options",
+        until="SGLang's own supports kt options without a weight path",
     ),
     Name(
         f"{_KT_WRAPPER}:KTEPWrapperMethod",
         "replaced",
         "SGLang's own passes no mask of experts, has no CPU path, reads weights a second time and "
         "multiplies by routed_scaling_factor twice on CUDA",
-        until="SGLang's own takes a HybridLayer",
+        until="SGLang's own accepts a HybridLayer",
     ),
     Name(
         f"{_FUSED_MOE}:create_kt_config_from_server_args",
         "read",
-        "the layer's own reference to the function: the hook must have reached it",
+        "the layer's own reference to the function, which the hook must have replaced",
     ),
     Name(
         f"{_FUSED_MOE}:KTEPWrapperMethod",
         "read",
-        "the layer's own reference to the class: the hook must have reached it",
+        "the layer's own reference to the class, which the hook must have replaced",
     ),
     Name(
         f"{_FUSED_MOE}:FusedMoE.__init__",
         "wrapped",
-        "refuses what a model asks of its experts and the CPU does not compute",
-        until="MoeRunnerConfig holds all that changes a layer's result",
+        "refuses what a model requests of its experts and the CPU does not compute",
+        until="MoeRunnerConfig holds everything that affects a layer's result",
     ),
     Name(
         f"{_FUSED_MOE}:FusedMoE._weight_loader_impl",
@@ -418,7 +427,7 @@ NAMES = (
     Name(
         f"{_SRT}.layers.moe.topk:TopKOutputChecker.format_is_standard",
         "called",
-        "tells routing that was computed from routing left to a fused kernel",
+        "distinguishes computed routing from routing left to a fused kernel",
     ),
     Name(f"{_SRT}.layers.moe.topk:TopKOutputChecker.format_is_bypassed", "called", "the same"),
     Name(f"{_SRT}.layers.quantization.unquant:UnquantizedFusedMoEMethod", "read", _TESTED_METHOD),
@@ -426,7 +435,9 @@ NAMES = (
     Name(
         f"{_SRT}.layers.moe.token_dispatcher:StandardCombineInput", "called", "what a layer returns"
     ),
-    Name(f"{_SRT}.utils.common:is_cpu", "called", "who multiplies by routed_scaling_factor"),
+    Name(
+        f"{_SRT}.utils.common:is_cpu", "called", "decides who multiplies by routed_scaling_factor"
+    ),
     *(
         Name(
             f"{_SRT}.models.{model}:KTEPWrapperMethod",
@@ -440,25 +451,24 @@ NAMES = (
     Name(
         f"{_MODEL_RUNNER}.cuda_graph_buffer_registry:CudaGraphBufferRegistry.fill_from",
         "wrapped",
-        "is told how many rows of a graph's batch are tokens, which decides what padding costs",
+        "gets the number of tokens in a graph's batch, from which padding is known",
         until=_TELLS_PADDING,
-        without="the CPU computes the rows that pad CUDA graphs like tokens",
+        without="the CPU computes the padding rows of CUDA graphs like tokens",
     ),
     *(
         Name(
             f"{_MODEL_RUNNER}.runner.{module}:{runner}.capture",
             "wrapped",
-            "batches are dummies meanwhile, of which the CPU is to compute nothing",
+            "its batches are dummies, for which the CPU should compute nothing",
             until=_TELLS_PADDING,
-            without="the CPU computes the dummies that CUDA graphs are captured with, which can "
-            "take minutes",
+            without="the CPU computes the dummy batches of graph captures, which can take minutes",
         )
         for module, runner in (
             ("decode_cuda_graph_runner", "DecodeCudaGraphRunner"),
             ("prefill_cuda_graph_runner", "PrefillCudaGraphRunner"),
         )
     ),
-    # Requests, but for those of CONTROL_OPERATIONS
+    # Requests, except those of CONTROL_OPERATIONS
     *(
         Name(f"{owner}.{operation.name}", "wrapped", _REQUESTS, operation.versions)
         for owner, operations in (ENTRIES | HANDLERS).items()
@@ -469,14 +479,14 @@ NAMES = (
     Name(
         f"{_SCHEDULER}.__init__",
         "wrapped",
-        "an error of ours in it becomes the line that the user's process ends with",
-        until="SGLang tells why a process of an engine has ended",
+        "if our code fails in it, the user's process ends with that error",
+        until="SGLang reports why a process of an engine has ended",
     ),
     Name(
         f"{_SRT}.entrypoints.engine:_wait_for_scheduler_ready",
         "wrapped",
-        "ends with the line that a worker ended with",
-        until="SGLang tells why a process of an engine has ended",
+        "reports the error line of the worker that failed",
+        until="SGLang reports why a process of an engine has ended",
     ),
 )
 
@@ -484,7 +494,7 @@ NAMES = (
 # ---- attributes of SGLang's objects
 
 ATTRIBUTES = (
-    Attributes(f"{_REGISTRY}:HookSource", ("plugin_name",), "whose hook is in the way"),
+    Attributes(f"{_REGISTRY}:HookSource", ("plugin_name",), "the owner of a conflicting hook"),
     Attributes(
         _ARGUMENTS,
         (
@@ -495,7 +505,7 @@ ATTRIBUTES = (
             "kt_num_gpu_experts",
             "kt_max_deferred_experts_per_token",
         ),
-        "options that SGLang knows: Engine takes them by name",
+        "options that SGLang knows: Engine accepts them by name",
     ),
     Attributes(
         _ARGUMENTS,
@@ -529,7 +539,7 @@ ATTRIBUTES = (
     Attributes(
         f"{_SRT}.runtime_context:RuntimeContext",
         ("server_args", "override"),
-        "arguments that processes have read already",
+        "arguments that processes have already read",
     ),
     Attributes(
         f"{_FUSED_MOE}:FusedMoE",

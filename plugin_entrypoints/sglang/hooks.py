@@ -2,15 +2,15 @@
 
 SGLang collects the hooks of all plugins before it reads its arguments, and applies them at once.
 kt-moe hooks SGLang's model code and its request handlers only in processes that serve with kt
-options, so that SGLang and other plugins do not notice it otherwise:
+options, so that SGLang and other plugins are not affected otherwise:
 
-- A worker process learns of the options before SGLang loads its plugins. It registers its hooks
-  like any plugin (`register`).
-- The main process learns of them later. It applies its hooks to what SGLang and the other plugins
-  left there (`apply`).
+- A worker process gets the options before SGLang loads its plugins. It registers its hooks like
+  any plugin (`register`).
+- The main process gets them later. It applies its hooks on top of those of SGLang and the other
+  plugins (`apply`).
 
-SGLang only logs a hook that it cannot apply, and lets the last of two plugins that replace the same
-function win. `verify` refuses both.
+If SGLang cannot apply a hook, it only logs that. If two plugins replace the same function, the last
+one wins. `verify` refuses both cases.
 """
 
 import logging
@@ -36,7 +36,7 @@ class Hook:
 
     Attributes:
         target: ``module:attribute.path``, as in the contract.
-        kind: what SGLang's HookType of that name means.
+        kind: the name of SGLang's HookType.
         function: the hook, or the class that replaces one.
     """
 
@@ -55,12 +55,12 @@ class Hook:
 
     @property
     def without(self) -> str:
-        """What is lost without the hook; "" for those that kt-moe needs."""
+        """What is lost without the hook; "" if kt-moe needs it."""
         return _WITHOUT.get(self.target, "")
 
 
 def register(hooks: Iterable[Hook]) -> None:
-    """Hands hooks to SGLang, which applies them together with those of the other plugins."""
+    """Registers hooks with SGLang, which applies them together with those of other plugins."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -69,7 +69,7 @@ def register(hooks: Iterable[Hook]) -> None:
 
 
 def apply(hooks: Iterable[Hook]) -> None:
-    """Applies hooks in a process whose plugins are loaded; those in effect stay as they are.
+    """Applies hooks in a process whose plugins are loaded; hooks in effect stay unchanged.
 
     Raises OptionError as `verify` does.
     """
@@ -79,7 +79,7 @@ def apply(hooks: Iterable[Hook]) -> None:
     for hook in hooks:
         _refuse_if_taken(hook)
     source = HookSource(_PLUGIN, "kt-moe")
-    with _quiet(HookRegistry.__module__):  # a line for each hook
+    with _quiet(HookRegistry.__module__):  # it logs a line for each hook
         for hook in hooks:
             if in_effect(hook) or (hook.without and not hook.exists()):
                 continue
@@ -95,7 +95,7 @@ def apply(hooks: Iterable[Hook]) -> None:
 
 @contextmanager
 def _quiet(module: str) -> Iterator[None]:
-    """Within, the module's logger only warns."""
+    """Inside, the module's logger logs only warnings and errors."""
     logger = logging.getLogger(module)
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -106,8 +106,8 @@ def _quiet(module: str) -> Iterator[None]:
 
 
 def verify(hooks: Iterable[Hook]) -> None:
-    """Raises OptionError for the first hook that kt-moe needs and that is not in effect, or whose
-    target another plugin replaces. Logs a warning for those that it can do without."""
+    """Raises OptionError for the first required hook that is not in effect, or whose target another
+    plugin replaces. Logs a warning for optional ones."""
     for hook in hooks:
         _refuse_if_taken(hook)
         if in_effect(hook):
@@ -116,8 +116,8 @@ def verify(hooks: Iterable[Hook]) -> None:
             _logger.warning("kt: the hook on %s is not in effect: %s", hook.dotted, hook.without)
             continue
         raise OptionError(
-            f"the hook on {hook.dotted} is not in effect; SGLang's log may say why. If another "
-            "plugin is the cause, list the plugins to load, without it, in SGLANG_PLUGINS"
+            f"the hook on {hook.dotted} is not in effect; see SGLang's log. If another plugin "
+            "causes this, set SGLANG_PLUGINS to a list without it"
         )
 
 
@@ -143,8 +143,8 @@ def _refuse_if_taken(hook: Hook) -> None:
             others.append(f"code of {module}")
     if others:
         raise OptionError(
-            f"{hook.dotted} is replaced by {others[0]}, and kt-moe replaces it too; use one of the "
-            "two: SGLANG_PLUGINS lists the plugins to load"
+            f"both {others[0]} and kt-moe replace {hook.dotted}; choose one of the plugins with "
+            "SGLANG_PLUGINS"
         )
 
 
@@ -168,6 +168,6 @@ def _closure(function: Any) -> list[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
+        except ValueError:  # not set yet
             continue
     return found

@@ -1,4 +1,4 @@
-"""SGLang plugin: the MoE method whose cold experts live on the CPU. Imported only inside SGLang."""
+"""SGLang plugin: the MoE method with cold experts on the CPU. Imported only inside SGLang."""
 
 import inspect
 import logging
@@ -31,49 +31,49 @@ from .options import language_model, options_of, resolved, text_config
 
 _logger = logging.getLogger("sglang.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
-# The models under construction, innermost last, with the sizes that SGLang padded.
+# The models being built, innermost last, with the sizes that SGLang padded.
 _building: list[tuple[HybridModel, Mapping[int, int]]] = []
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What create_kt_config_from_server_args hands to KTEPWrapperMethod for one layer.
+    """What create_kt_config_from_server_args passes to KTEPWrapperMethod for one layer.
 
-    unpadded: an expert's intermediate size as the layer is told it -> as the checkpoint has it.
+    unpadded: an expert's intermediate size in the layer -> its size in the checkpoint.
     """
 
     model: HybridModel
     unpadded: Mapping[int, int]
     layer_idx: int
     max_tokens: int
-    experts_per_token: int | None  # for models that do not tell their layers, such as OLMoE
+    experts_per_token: int | None  # for models that do not pass it to their layers, such as OLMoE
 
 
 class NotSeen:
-    """What models find in place of KTEPWrapperMethod, see `KTEPWrapperMethod.settle_scaling`."""
+    """What models find instead of KTEPWrapperMethod, see `KTEPWrapperMethod.settle_scaling`."""
 
 
 class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
-    """SGLang's slot for such a plugin: wraps the method that computes a layer's hot experts.
+    """Wraps the method that computes a layer's hot experts; SGLang has a slot for such a class.
 
-    The name and the base class stay: SGLang's layers test for both. The hot experts keep
-    SGLang's kernels and weights; a cold expert's weights go to a HybridLayer and never to the
-    device. With all experts hot it hands every call on.
+    The name and the base class are those of SGLang, whose layers test for both. The hot experts
+    keep SGLang's kernels and weights; the weights of a cold expert go to a HybridLayer and never to
+    the device. With all experts hot, every call is passed on.
     """
 
     def __init__(self, gpu_method: Any, config: LayerConfig) -> None:
-        # The base class constructs SGLang's own use of kt_kernel, which this one replaces.
+        # Does not call the base class, which sets up SGLang's own use of kt_kernel.
         self.gpu_method = gpu_method
         self.config = config
         self.scaling = 1.0
         if not isinstance(gpu_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
                 f"layer {config.layer_idx}: {type(gpu_method).__name__} is not supported; kt-moe "
-                "serves BF16, FP16, FP32 and FP8 checkpoints so far"
+                "supports BF16, FP16, FP32 and FP8 checkpoints"
             )
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("gpu_method", "config", "hybrid"):  # not set yet: no way to delegate
+        if name in ("gpu_method", "config", "hybrid"):  # not set yet, so nothing to delegate to
             raise AttributeError(name)
         return getattr(self.gpu_method, name)
 
@@ -88,7 +88,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
     ) -> None:
         """Allocates the hot experts on the engine's device and the cold layer on the CPU."""
         runner = layer.moe_runner_config
-        fused = layer.num_fused_shared_experts  # behind the routed ones
+        fused = layer.num_fused_shared_experts  # numbered after the routed ones
         routed = num_experts - fused
         placement = initial_placement(self.config.model.options, routed)
         place = f"layer {self.config.layer_idx}"
@@ -98,8 +98,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         experts_per_token = layer.top_k or self.config.experts_per_token
         if experts_per_token is None:
             raise ValueError(
-                f"{place}: neither the model nor its configuration (num_experts_per_tok) tells how "
-                "many experts a token has"
+                f"{place}: neither the model nor its configuration (num_experts_per_tok) has the "
+                "number of experts per token"
             )
         size = intermediate_size_per_partition * layer.moe_tp_size
         self.hybrid: HybridLayer = self.config.model.add_layer(
@@ -112,7 +112,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             max_tokens=self.config.max_tokens,
             has_cpu_part=layer.moe_tp_rank == 0,
         )
-        self.num_gpu_experts = -1  # SGLang's layer reads it: its loader leaves none out
+        self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots
             extra["weight_loader"] = self._make_loader(layer)
@@ -137,8 +137,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             single = loaded_weight.dim() == 2 or not self.hybrid.takes_weights
             if expert_id is None or not single or shard_id not in _MATRIX:
                 raise ValueError(
-                    f"{place}, {shard_id}: shape {list(loaded_weight.shape)}; one matrix of one "
-                    f"expert is expected, {', '.join(_MATRIX)}"
+                    f"{place}, {shard_id}: shape {list(loaded_weight.shape)}; expected one matrix "
+                    f"of one expert, {', '.join(_MATRIX)}"
                 )
             self.hybrid.refuse_reload(place)
             slot = self.hybrid.slot_of(expert_id)
@@ -156,17 +156,16 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         return load
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Called by SGLang after the checkpoint; ValueError names what did not arrive."""
+        """Called by SGLang after loading the checkpoint; ValueError names missing weights."""
         self.hybrid.finish_loading()
-        if self.hybrid.placement.num_slots:  # SGLang's repacking does not expect an empty weight
+        if self.hybrid.placement.num_slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)
         if self.config.model.loaded:
             failure.confirm()
             watch(self.config.model, _logger)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """Makes the runner of the hot experts. It is told the number of slots and skips ids of
-        -1."""
+        """Creates the runner of the hot experts, with the number of slots. It skips ids of -1."""
         self.moe_runner_config = moe_runner_config
         if not self.hybrid.placement.all_hot:
             moe_runner_config = replace(
@@ -178,11 +177,12 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.gpu_method.create_moe_runner(layer, moe_runner_config)
 
     def settle_scaling(self, caller: Any) -> None:
-        """Has routed_scaling_factor applied once; caller: the module around the layer.
+        """Ensures that routed_scaling_factor is applied once. caller: the module around the layer.
 
-        On CUDA SGLang leaves it to the expert kernel, which sees only the hot half here, so `apply`
-        does it. Models that find KTEPWrapperMethod multiply too, GLM-4 MoE in one of two ways
-        through its layer only, so that none may find it. On the CPU models always multiply.
+        On CUDA, SGLang leaves the factor to the expert kernel. Here that kernel sees only the hot
+        experts, so `apply` multiplies instead. Models that find KTEPWrapperMethod multiply, too
+        (GLM-4 MoE on only one of two code paths), so no model may find it. On the CPU, models
+        always multiply.
         """
         for part in type(caller).__mro__:
             module = sys.modules[part.__module__]
@@ -192,13 +192,13 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             self.scaling = self.moe_runner_config.routed_scaling_factor or 1.0
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """Hot experts on the device, cold ones on the CPU at the same time; returns their sum."""
+        """Computes hot experts on the device and cold ones on the CPU at once; returns the sum."""
         if self.hybrid.placement.all_hot:
             return self.gpu_method.apply(layer=layer, dispatch_output=dispatch_output)
         if dispatch_output.hidden_states_scale is not None:
             raise RuntimeError(
                 f"layer {self.config.layer_idx}: quantised activations are not supported; remove "
-                "the flag that makes SGLang quantise them before it dispatches them"
+                "the flag that makes SGLang quantise them before dispatch"
             )
         topk = dispatch_output.topk_output
         if TopKOutputChecker.format_is_bypassed(topk):
@@ -221,7 +221,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         return StandardCombineInput(hidden_states=total)
 
     def _hot_on_device(self, layer: Any, dispatch_output: Any, routes: Any) -> torch.Tensor:
-        # Some models' routing is int64, and SGLang's kernels that can skip a route are not.
+        # Some models route in int64, but SGLang's kernels that skip routes need int32.
         routes = routes._replace(topk_ids=routes.topk_ids.to(torch.int32))
         return self.gpu_method.apply(
             layer=layer, dispatch_output=dispatch_output._replace(topk_output=routes)
@@ -230,9 +230,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
     def _hot_on_cpu(self, layer: Any, dispatch_output: Any, routes: Any) -> torch.Tensor:
         """The hot experts' weighted sum, float32.
 
-        SGLang's method for the CPU knows no route to skip and wants distinct ids in a row, so it
-        gets one row per hot route, each with one expert at weight 1. Weighting and summing are done
-        here as it does them, in float32.
+        SGLang's CPU method cannot skip routes and needs distinct ids in a row, so it gets one row
+        per hot route, with one expert at weight 1. Rows are weighted and summed here in float32, as
+        SGLang does.
         """
         x = dispatch_output.hidden_states
         slots, weights = routes.topk_ids, routes.topk_weights
@@ -254,11 +254,11 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
 
 def _create_kt_config(server_args: Any, layer_id: int) -> Any:
-    """In place of SGLang's: the layer's LayerConfig, or None where SGLang is to run as it is."""
+    """Replaces SGLang's function: the layer's LayerConfig, or None if SGLang runs unchanged."""
     if options_of(server_args) is None:
         return None
     if not _building:
-        raise RuntimeError(f"layer {layer_id}: it is built outside SGLang's _initialize_model")
+        raise RuntimeError(f"layer {layer_id}: built outside of SGLang's _initialize_model")
     model, unpadded = _building[-1]
     return LayerConfig(
         model=model,
@@ -272,7 +272,7 @@ def _create_kt_config(server_args: Any, layer_id: int) -> Any:
 def _around_initialize_model(
     original: Callable[..., Any], model_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around the construction of a model: its layers, in order, belong to one HybridModel."""
+    """Around the construction of a model: its layers, in order, form one HybridModel."""
     options = checked_options_of(get_server_args())
     if options is None:
         return original(model_config, *args, **kwargs)
@@ -283,8 +283,8 @@ def _around_initialize_model(
         model = original(model_config, *args, **kwargs)
         if not hybrid.layers:
             raise OptionError(
-                f"model class {type(model).__name__}: it has no FusedMoE layer of SGLang; remove "
-                "the kt options"
+                f"model class {type(model).__name__} has no FusedMoE layer of SGLang; remove the "
+                "kt options"
             )
     finally:
         _building.pop()
@@ -297,12 +297,12 @@ def _around_initialize_model(
 
 
 def unpadded_sizes(config: Any) -> dict[int, int]:
-    """Intermediate sizes of experts -> what they are in the checkpoint.
+    """Intermediate sizes of experts -> their sizes in the checkpoint.
 
-    For its kernels on the CPU SGLang pads them in the model's configuration, and keeps what they
-    were.
+    For its CPU kernels, SGLang pads the sizes in the model's configuration and keeps the original
+    ones.
     """
-    names = ("intermediate_size", "moe_intermediate_size")  # the second one where there are both
+    names = ("intermediate_size", "moe_intermediate_size")  # the second one if there are both
     return {
         getattr(config, name): getattr(config, f"original_{name}", getattr(config, name))
         for name in names
@@ -320,18 +320,18 @@ def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **gi
 
 
 def _refuse_layer(layer_idx: int, layer: Any, fused_beside_cold: bool) -> None:
-    """ValueError for a kind of layer that the hybrid layer cannot be a part of."""
+    """ValueError for a kind of layer that the hybrid layer does not support."""
     for what, present in (
         (f"a layer of class {type(layer).__name__}", type(layer) is not fused_moe.FusedMoE),
         ("a layer of shared experts", layer.is_shared_fused_moe),
         ("expert parallelism", layer.moe_ep_size > 1),
         (
-            "fusing shared experts (in spite of --disable-shared-experts-fusion)",
+            "fusing shared experts (despite --disable-shared-experts-fusion)",
             fused_beside_cold,
         ),
     ):
         if present:
-            raise ValueError(f"layer {layer_idx}: {what} is not supported together with kt options")
+            raise ValueError(f"layer {layer_idx}: {what} is not supported with kt options")
 
 
 HOOKS = (
@@ -361,5 +361,5 @@ def verify_hooks() -> None:
     for name in ("create_kt_config_from_server_args", "KTEPWrapperMethod"):
         if getattr(fused_moe, name) is not getattr(kt_ep_wrapper, name):
             raise OptionError(
-                f"the hook on {kt_ep_wrapper.__name__}.{name} did not reach {fused_moe.__name__}"
+                f"the hook on {kt_ep_wrapper.__name__}.{name} has no effect in {fused_moe.__name__}"
             )

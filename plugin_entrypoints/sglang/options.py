@@ -1,8 +1,8 @@
 """SGLang plugin: where the options and SGLang's own arguments come from.
 
-The options come from the --kt-* flags, from the arguments of ``Engine(...)`` (there a value that
-equals SGLang's default counts as not given), or, when there are none of those, from the environment
-variable KT_CONFIG (there an empty object counts: all options have their defaults). They travel to
+The options come from the --kt-* flags or from the arguments of ``Engine(...)``, where a value equal
+to SGLang's default counts as not given. If there are none, they come from the environment variable
+KT_CONFIG, where an empty object counts as given: all options have their defaults. They travel to
 the workers in a private attribute of the server arguments.
 """
 
@@ -15,15 +15,15 @@ from kt_kernel.serving.options import OPTIONS, KTOptions
 from ..common import choose
 from .contract import CONTRACT, MODEL_CONFIG, RESOLVING_VIEW
 
-OPTIONS_KEY = "_kt_options"  # checked options as a mapping; absent: SGLang runs as it is
+OPTIONS_KEY = "_kt_options"  # checked options as a mapping; absent: SGLang runs unchanged
 
 _logger = logging.getLogger("sglang.kt")
 
 
 def options_of(server_args: Any) -> KTOptions | None:
-    """The options of an engine, checked; None when there are none and SGLang is to run as it is.
+    """The options of an engine, checked; None if there are none and SGLang should run unchanged.
 
-    Raises OptionError for a wrong value.
+    Raises OptionError for an invalid value.
     """
     if hasattr(server_args, OPTIONS_KEY):
         return KTOptions.from_mapping(getattr(server_args, OPTIONS_KEY))
@@ -34,7 +34,7 @@ def options_of(server_args: Any) -> KTOptions | None:
 
 
 def _given_as_fields(server_args: Any) -> dict[str, Any]:
-    """The kt options among the arguments of ``Engine(...)``: those unlike their defaults."""
+    """The kt options among the arguments of ``Engine(...)`` that differ from their defaults."""
     parameters = inspect.signature(type(server_args)).parameters
     return {
         option.name: getattr(server_args, option.dest)
@@ -47,7 +47,7 @@ def _given_as_fields(server_args: Any) -> dict[str, Any]:
 def resolved(server_args: Any) -> Any:
     """The server arguments with SGLang's own choices filled in.
 
-    Newer versions keep what was given apart from what was decided; older ones write over it.
+    Newer versions keep given and decided values apart; older ones overwrite the given values.
     """
     if not CONTRACT.holds(RESOLVING_VIEW.versions):
         return server_args

@@ -1,10 +1,11 @@
-"""SGLang plugin: which rows of a captured graph are no tokens. Imported only inside SGLang.
+"""SGLang plugin: finds the padding rows of a captured graph. Imported only inside SGLang.
 
-For a captured graph SGLang pads a batch up to the graph's size, and routes the padding like tokens.
-Below its runners nothing tells them apart, but all of them fill their graphs' inputs by one
-function, which is given both numbers. A hook on it writes a mask that the graphs read at each
-replay. While graphs are captured all batches are dummies, hundreds of thousands of rows: the masks
-call them padding, or a large model's start would take the CPU minutes.
+SGLang pads a batch to the size of a captured graph, and routes the padding like tokens. Below its
+runners, nothing distinguishes the two, but all runners fill their graphs' inputs with one function,
+which gets both numbers. A hook on it writes a mask that the graphs read at each replay. While
+graphs are captured, all batches are dummies with hundreds of thousands of rows in total. The masks
+mark all of these rows as padding; otherwise the CPU would spend minutes on the start of a large
+model.
 """
 
 import inspect
@@ -25,22 +26,25 @@ _logger = logging.getLogger("sglang.kt")
 
 
 class Masks:
-    """Of one process, whose passes come one after the other.
+    """The padding masks of one process, whose passes run one after the other.
 
-    At most the mask of the last batch's rows says that there is padding: a layer that is given some
-    of a graph's rows has the mask of another batch, which must not. A layer that is given all rows
-    has them in the batch's order; parallelism that changes it is refused.
+    Only the mask for the last batch's number of rows may mark padding. A layer that gets only some
+    of a graph's rows uses the mask for another number of rows, which must not mark any. A layer
+    that gets all rows has them in the order of the batch; parallelism that changes the order is
+    refused.
     """
 
     def __init__(self) -> None:
         self._masks: dict[int, torch.Tensor] = {}  # by rows: bool, True for padding
-        self._padded: set[int] = set()  # whose masks have a True
-        self._last: Any = None  # numbers filled in; while they stay, nothing is launched
-        self._given = False  # to layers, whose batches are dummies now
+        self._padded: set[int] = set()  # numbers of rows whose masks have a True
+        self._last: Any = (
+            None  # the last (tokens, rows); while they are the same, nothing is launched
+        )
+        self._given = False  # whether layers get masks: batches are dummies now
 
     @contextmanager
     def dummies(self) -> Iterator[None]:
-        """Within, batches are dummies, which graphs are captured with."""
+        """Inside, batches are the dummies of graph captures."""
         self._clear()
         self._given = _fills()
         try:
@@ -54,14 +58,16 @@ class Masks:
 
     def of(self, x: torch.Tensor) -> torch.Tensor | None:
         """The mask [T] of a batch x [T, H] that is captured, or run before its capture; None for
-        those that are in no graph, which SGLang does not pad."""
+        batches outside of graphs, which SGLang does not pad."""
         if not self._given:
             return None
         rows = x.shape[0]
         if not _in_graph(x):
             self._last = None
             if rows not in self._masks:
-                with torch.inference_mode(False):  # or it could not be written outside of it
+                with torch.inference_mode(
+                    False
+                ):  # otherwise it could not be written outside of inference mode
                     self._masks[rows] = torch.empty(rows, dtype=torch.bool, device=x.device)
             if rows not in self._padded:
                 self._padded.add(rows)
@@ -69,7 +75,7 @@ class Masks:
         return self._masks.get(rows)
 
     def fill(self, tokens: int, rows: int) -> None:
-        """A batch of ``tokens`` goes to a graph of ``rows``; on the stream that replays it."""
+        """Called for a batch of ``tokens`` in a graph of ``rows``, on the replaying stream."""
         if self._last == (tokens, rows):
             return
         self._clear()
@@ -90,7 +96,7 @@ masks = Masks()
 
 def _around_fill_from(original: Callable[..., Any], registry: Any, *args: Any, **given: Any) -> Any:
     result = original(registry, *args, **given)
-    if masks.used:  # only by kt's layers, and where the numbers have these names
+    if masks.used:  # only by kt-moe's layers, and only if the numbers have these names
         masks.fill(given["raw_num_tokens"], given["padded_num_tokens"])
     return result
 
@@ -117,7 +123,7 @@ HOOKS = (
 
 
 def _fills() -> bool:
-    """Whether the hook on fill_from is in effect and is given the numbers that it needs."""
+    """Whether the hook on fill_from is in effect and gets the numbers that it needs."""
     if not in_effect(_FILL):
         return False
     parameters = inspect.signature(CudaGraphBufferRegistry.fill_from).parameters

@@ -1,8 +1,8 @@
 """SGLang plugin: registers with SGLang, and hooks its arguments.
 
 SGLang calls `register` in every process, before it reads the command line, and applies the hooks
-afterwards. Those on its arguments are always registered: they add the --kt-* flags. All other hooks
-are installed only where options were given, see hooks.py.
+afterwards. The hooks on its arguments are always registered: they add the --kt-* flags. All other
+hooks are installed only if options were given, see hooks.py.
 """
 
 import logging
@@ -25,21 +25,21 @@ from .contract import BEFORE_LAUNCH, CONTRACT
 from .hooks import Hook
 from .options import OPTIONS_KEY, options_of
 
-_COMMAND_LINE_KEY = "_kt_command_line"  # errors are told in one line, not as a traceback
+_COMMAND_LINE_KEY = "_kt_command_line"  # report errors in one line instead of a traceback
 _REPLACED_KEY = "kt_replaced_defaults"  # in the namespace: SGLang's defaults of the kt options
 _GIVEN_KEY = "kt_given"  # in the namespace: the options given on the command line
 
 _logger = logging.getLogger("sglang.kt")
 _registered = False
-_problem = ""  # why the plugin cannot serve; stops a start with kt options
-_arrived = False  # this process got server arguments with kt options from another one
+_problem = ""  # why the plugin cannot serve; ends a start with kt options
+_arrived = False  # whether another process sent server arguments with kt options
 
 
 class Travelling(dict[str, Any]):
-    """Checked options, as a mapping, in server arguments that are sent to other processes.
+    """Checked options, as a mapping, in server arguments that travel to other processes.
 
-    A worker unpickles the server arguments before SGLang loads its plugins there, which is how the
-    plugin learns that it has to register all of its hooks.
+    A worker unpickles the server arguments before SGLang loads its plugins there. The plugin then
+    knows that it must register all of its hooks.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ class Travelling(dict[str, Any]):
 def _arrive(options: dict[str, Any]) -> Travelling:
     global _arrived
     _arrived = True
-    # Tokenizer workers load no plugins: they take requests, and nothing else.
+    # Tokenizer workers load no plugins; they only receive requests.
     if "sglang.srt.managers.tokenizer_manager" in sys.modules:
         from . import requests
 
@@ -67,7 +67,7 @@ def register() -> None:
     if _arrived:
         try:
             _register_in_worker()
-        except OptionError as error:  # SGLang would log it, and serve without us
+        except OptionError as error:  # SGLang would log it and serve without the plugin
             failure.end(error, CONTRACT.package)
             raise exit_with(error) from error
 
@@ -114,7 +114,7 @@ def _after_add_cli_args(result: Any, parser: Any) -> Any:
 
 def _before_from_cli_args(cls: Any, args: Any) -> None:
     """Takes the kt options out of the namespace, so that SGLang reads its own defaults."""
-    if hasattr(args, _REPLACED_KEY):  # a namespace that our parser made
+    if hasattr(args, _REPLACED_KEY):  # a namespace made by our parser
         setattr(args, _GIVEN_KEY, collect(args))
         restore_defaults(args, getattr(args, _REPLACED_KEY))
 

@@ -1,10 +1,10 @@
-"""SGLang plugin: refuses requests to a running engine that the hybrid layer cannot do.
+"""SGLang plugin: refuses requests to a running engine that the hybrid layer does not support.
 
-They would load, release or export weights, and SGLang does not know those of the cold experts,
-which are packed on the CPU. Each is refused where it enters, in the TokenizerManager that serves
-both HTTP and ``Engine``, before anything is touched: it fails in its usual way, and the engine
-serves on. Servers that bypass the TokenizerManager send requests straight to the scheduler, which
-refuses them too.
+They would load, release or export weights, and SGLang does not have the weights of the cold
+experts, which are packed on the CPU. Each is refused before anything is changed, where it enters:
+in the TokenizerManager that serves both HTTP and ``Engine``. It fails in its usual way, and the
+engine continues to serve. Servers that bypass the TokenizerManager send requests straight to the
+scheduler, which refuses them, too.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from .contract import CONTRACT, ENTRIES, HANDLERS
 from .hooks import Hook
 from .options import options_of
 
-# How a method fails where a request enters. Most return (success, message).
+# How a method reports failure where a request enters. Most return (success, message).
 _RAISE = (
     "get_weights_by_name",
     "release_memory_occupation",
@@ -83,12 +83,12 @@ def _at_entry(
 def _at_handler(
     operation: Operation, original: Callable[..., Any], owner: Any, *args: Any, **given: Any
 ) -> Any:
-    """Around a method of the scheduler, where an error would end the engine."""
+    """Around a method of the scheduler, in which an error would end the engine."""
     asked = next(iter((*args, *given.values())), None)
     if options_of(get_server_args()) is None or not _is_refused(operation, asked):
         return original(owner, *args, **given)
     message = _message(operation)
-    if operation.name.startswith("save_"):  # a remote call, which is answered with the error
+    if operation.name.startswith("save_"):  # a remote call, whose answer is the error
         raise RequestRefused(message)
     return _failed_output(asked, message)
 
@@ -99,12 +99,12 @@ def _is_refused(operation: Operation, asked: Any) -> bool:
 
 def _message(operation: Operation) -> str:
     message = f"kt-moe does not support {operation.name}: {operation.reason}"
-    _logger.warning("kt: a request is refused: %s", message)
+    _logger.warning("kt: refused a request: %s", message)
     return message
 
 
 def _failed_output(asked: Any, message: str) -> Any:
-    """SGLang's answer to a request, which says that it failed and, where it can, why."""
+    """SGLang's answer to a failed request, with the reason if it has a field for it."""
     kind = type(asked)
     output = getattr(sys.modules[kind.__module__], kind.__name__.replace("Input", "Output"))
     said = {"success": False, "message": message, "error_message": message, "parameter": None}

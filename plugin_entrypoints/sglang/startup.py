@@ -1,8 +1,8 @@
-"""SGLang plugin: a start that fails ends with one line, whichever process found the error.
+"""SGLang plugin: ends a failed start with one line, whichever process found the error.
 
-A scheduler that cannot load the model logs a traceback and has the main process killed. An error of
-ours is reported to the main process instead, which stops its other processes and ends with that
-line: a command exits, and ``Engine(...)`` raises.
+A scheduler that cannot load the model logs a traceback and gets the main process killed. An error
+of our code is instead reported to the main process, which stops its other processes and ends with
+that line: a command exits, and ``Engine(...)`` raises.
 """
 
 import gc
@@ -21,8 +21,8 @@ from .contract import CONTRACT
 from .hooks import Hook
 
 _starting = False  # an engine with kt options
-_command_line = False  # a start that fails ends the process
-# From before the start: child processes, and contexts of sockets.
+_command_line = False  # a failed start ends the process
+# Child processes and socket contexts from before the start.
 _others: set[multiprocessing.process.BaseProcess] = set()
 _contexts: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -30,7 +30,7 @@ _contexts: weakref.WeakSet[Any] = weakref.WeakSet()
 def listen(command_line: bool) -> None:
     """Called in the main process before it starts others.
 
-    command_line: the process is a command of SGLang's; else a Python program.
+    command_line: the process is a SGLang command; otherwise it is a Python program.
     """
     global _starting, _command_line, _others, _contexts
     _starting, _command_line = True, command_line
@@ -48,8 +48,8 @@ def forget() -> None:
 
 
 def _on_quit(original: Any) -> Callable[[int, FrameType | None], None]:
-    """In place of SGLang's handler of the signal that a failed scheduler sends: other ranks send it
-    too when the one that found the error has ended."""
+    """Replaces SGLang's handler of the signal that a failed scheduler sends. Other ranks send it,
+    too, once the rank that found the error has ended."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         _end_if_reported()
@@ -63,7 +63,7 @@ def _around_wait(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """Around the main process's wait for the schedulers, each of which sends a mapping."""
     try:
         schedulers = original(*args, **given)
-    except Exception:  # SGLang only says that a scheduler has ended
+    except Exception:  # SGLang only reports that a scheduler has ended
         _end_if_reported()
         raise
     if _starting and 0 <= failure.confirmed() < len(schedulers):
@@ -81,8 +81,8 @@ def _end_if_reported() -> None:
 
 
 def _stop() -> None:
-    """Ends what the start has made: its processes, and its sockets, on which this process would
-    wait for ever, when it ends or earlier, to send to them."""
+    """Ends the processes that the start created, and closes its sockets, on which this process
+    would wait forever."""
     main = threading.current_thread() is threading.main_thread()
     if main:
         signal.signal(signal.SIGQUIT, signal.SIG_IGN)
@@ -92,14 +92,16 @@ def _stop() -> None:
     for process in started:
         process.join()
     if main:
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # SGLang sets its own when it starts again
+        signal.signal(
+            signal.SIGQUIT, signal.SIG_DFL
+        )  # SGLang installs its handler when it starts again
     for context in _open_contexts():
         if context not in _contexts:
             context.destroy(linger=0)
 
 
 def _open_contexts() -> list[Any]:
-    import zmq  # which SGLang has
+    import zmq  # a dependency of SGLang
 
     return [
         found

@@ -1,4 +1,4 @@
-"""The contract with vLLM: all that the plugin relies on in it. See ``../contract.py``.
+"""The contract with vLLM: everything that the plugin relies on. See ``../contract.py``.
 
 This is the file to read, and to change, for a new release of vLLM.
 """
@@ -23,10 +23,10 @@ from ..contract import (
     Refusal,
 )
 
-_TOGETHER = "not supported together with kt options yet"
-_PLACES = "both decide where weights are kept"
-_MORE_WORK = "a batch's padding is computed like its tokens"
-_PADDING = "the oldest version tells a layer which rows are padding"
+_TOGETHER = "not supported with kt options yet"
+_PLACES = "both settings decide where weights are kept"
+_MORE_WORK = "padding is computed like tokens"
+_PADDING = "the oldest version passes the padding rows to a layer"
 
 _ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
 _LAYERS = "vllm.model_executor.layers.fused_moe"
@@ -69,33 +69,33 @@ NAMES = (
     Name(
         "vllm.v1.engine.utils:wait_for_engine_startup",
         "wrapped",
-        "ends with the line that a worker ended with",
-        until="vLLM tells why a process of an engine has ended",
+        "reports the error line of the worker that failed",
+        until="vLLM reports why a process of an engine has ended",
     ),
     # The engine's processes.
     Name(
         "vllm.v1.executor.abstract:Executor.__init__",
         "wrapped",
-        "ends with the line that a worker ended with",
-        until="vLLM tells why a process of an engine has ended",
+        "reports the error line of the worker that failed",
+        until="vLLM reports why a process of an engine has ended",
     ),
     Name(
         "vllm.v1.worker.worker_base:WorkerBase.__init__",
         "wrapped",
-        "where a worker is given the configuration: its methods that load the model, start, and "
-        "change or move weights are wrapped from here",
+        "where a worker gets the configuration; wraps its methods that load the model, start, and "
+        "change or move weights",
         until="vLLM calls plugins with a worker and its configuration",
     ),
     Name(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
         "replaced",
-        "refused in the runner too, which custom code can reach",
+        "refused in the runner, too, because custom code can reach it",
         until="vLLM asks plugins about such requests",
     ),
     Name(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights",
         "replaced",
-        "the same, in vLLM's second runner",
+        "the same for vLLM's second runner",
         until="vLLM asks plugins about such requests",
     ),
     # The model.
@@ -103,24 +103,24 @@ NAMES = (
     Name(
         f"{_EXPERTS}.register_oot",
         "called",
-        "allocates the hot experts only, takes the cold ones' weights, adds their output",
+        "allocates only the hot experts, receives the weights of cold ones, adds their output",
     ),
     Name(
         f"{_EXPERTS}.weight_loader.supports_moe_loading",
         "wrapped",
-        "gets each expert's matrices; vLLM reads the mark from the function",
+        "receives each expert's matrices; vLLM reads this mark from the function",
     ),
-    Name(f"{_EXPERTS}.forward_modular", "wrapped", "computes a batch whose experts are chosen"),
+    Name(f"{_EXPERTS}.forward_modular", "wrapped", "computes a batch whose experts are selected"),
     Name(
         f"{_EXPERTS}._map_global_expert_id_to_local_expert_id",
         "replaced",
         "an expert's row in vLLM's weights",
     ),
-    Name(f"{_EXPERTS}.expert_map", "wrapped", "by which vLLM's kernel leaves cold routes out"),
+    Name(f"{_EXPERTS}.expert_map", "wrapped", "through which vLLM's kernel skips cold routes"),
     Name(
         f"{_RUNNER}._select_forward",
         "wrapped",
-        "on the CPU torch.compile would trace into our layer; the opaque operator hides it",
+        "on the CPU, torch.compile would trace into our layer; the opaque operator prevents it",
         until="the CPU platform uses the opaque operator like the others",
     ),
     Name("torch:ops.vllm.moe_forward", "called", "that operator"),
@@ -128,36 +128,36 @@ NAMES = (
     Name(
         "vllm.model_executor.custom_op:op_registry_oot",
         "read",
-        "tells whether another plugin has replaced RoutedExperts; our class leaves it again",
-        until="register_oot names the conflict itself, and can be undone",
+        "shows whether another plugin has replaced RoutedExperts; our class is removed afterwards",
+        until="register_oot reports the conflict itself and can be undone",
     ),
     Name(
         f"{_LAYERS}.experts.triton_moe:TritonExperts",
         "read",
-        "a kernel that is known to leave out the experts that its map says are elsewhere",
+        "a kernel that skips experts that the expert map marks as remote",
     ),
     Name(
         f"{_LAYERS}.fused_moe:_prepare_expert_assignment",
         "called",
-        "asked up to which batch that kernel takes the routes as they are",
+        "gives the largest batch for which that kernel uses the routes unchanged",
     ),
     Name(
         f"{_LAYERS}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
         ".process_weights_after_loading",
         "wrapped",
-        "the moment when all weights of a layer have arrived",
+        "called when all weights of a layer are loaded",
         until="RoutedExperts gets such a call itself",
     ),
     Name(
         "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod.process_weights_after_loading",
         "wrapped",
-        "the same, of a model in FP8",
+        "the same for models in FP8",
         until="RoutedExperts gets such a call itself",
     ),
     Name(
         f"{_LAYERS}.fused_moe_method_base:FusedMoEMethodBase.maybe_make_prepare_finalize",
         "replaced",
-        "without hot experts no kernel of vLLM's is made, not late either",
+        "with no hot expert, vLLM must create no kernel, now or later",
         versions="<0.27",
         until="the oldest version is one without it",
     ),
@@ -167,21 +167,21 @@ NAMES = (
     Name(
         "vllm.forward_context:get_forward_context",
         "called",
-        "leads to the slots in the KV cache: padding has none",
+        "holds the KV cache slots; padding has none",
         until=_PADDING,
         without=_MORE_WORK,
     ),
     Name(
         "vllm.model_executor.layers.attention:Attention.forward",
         "read",
-        "a layer in whose KV cache each token has a slot",
+        "a layer whose KV cache has a slot for each token",
         until=_PADDING,
         without=_MORE_WORK,
     ),
     Name(
         "vllm.model_executor.layers.attention:MLAAttention.forward",
         "read",
-        "the same, of DeepSeek's models",
+        "the same for DeepSeek's models",
         until=_PADDING,
         without=_MORE_WORK,
     ),
@@ -198,7 +198,7 @@ ATTRIBUTES = (
             "model_config",
             "parallel_config",
         ),
-        "the options, and what they are checked against",
+        "the options, and the settings they are checked against",
     ),
     Attributes(
         "vllm.config:ModelConfig",
@@ -211,12 +211,12 @@ ATTRIBUTES = (
     Attributes(
         "vllm.config:ParallelConfig",
         ("worker_cls", "worker_extension_cls"),
-        "whether workers have methods that their user wrote",
+        "whether workers have custom methods",
     ),
     Attributes(
         "vllm.config:ParallelConfig",
         ("distributed_executor_backend", "nnodes", "world_size"),
-        "how many workers on this machine have to confirm that they loaded our layers",
+        "how many workers on this machine must confirm that they loaded our layers",
     ),
     Attributes("vllm.config:DeviceConfig", ("device_type",), "whether a trace can be made"),
     Attributes(
@@ -227,7 +227,7 @@ ATTRIBUTES = (
     Attributes(
         "vllm.v1.engine.async_llm:AsyncLLM",
         ("vllm_config", "collective_rpc", "engine_core"),
-        "the engine's options; which methods of workers are called is looked at; to stop it",
+        "the engine's options; its calls of worker methods are checked; needed to stop it",
     ),
     Attributes(
         "vllm.v1.engine.llm_engine:LLMEngine",
@@ -245,7 +245,7 @@ ATTRIBUTES = (
             "initialize_from_config",
             "compile_or_warm_up_model",
         ),
-        "the worker's options, its start, and what it serves",
+        "the worker's options, its start, and its model",
     ),
     Attributes(_RUNNER, ("routed_experts", "layer_name", "_shared_experts"), "its experts"),
     Attributes(
@@ -258,7 +258,7 @@ ATTRIBUTES = (
             "quant_method",
             "top_k",
         ),
-        "what its base class set up",
+        "set up by its base class",
     ),
     Attributes(
         _MOE_CONFIG,
@@ -281,12 +281,12 @@ ATTRIBUTES = (
     Attributes(
         f"{_LAYERS}.expert_map_manager:ExpertMapManager",
         ("num_fused_shared_experts",),
-        "whether shared experts are among the routed ones",
+        "whether shared experts are fused with the routed ones",
     ),
     Attributes(
         f"{_LAYERS}.fused_moe_method_base:FusedMoEMethodBase",
         ("is_monolithic", "moe_kernel"),
-        "whether the kernel routes by itself, and which it is",
+        "whether the kernel does the routing, and which kernel it is",
     ),
     Attributes(
         f"{_LAYERS}.modular_kernel:FusedMoEKernel", ("fused_experts",), "which kernel it is"
@@ -294,44 +294,44 @@ ATTRIBUTES = (
     Attributes(
         "vllm.forward_context:ForwardContext",
         ("slot_mapping", "no_compile_layers"),
-        "the slots in the KV cache, and whose they are",
+        "the KV cache slots, and their layers",
         without=_MORE_WORK,
     ),
     Attributes(
         "vllm.config:VllmConfig",
         ("cache_config", "attention_config"),
-        "what decides whether every token has a slot",
+        "determine whether every token has a slot",
         without=_MORE_WORK,
     ),
     Attributes(
         "vllm.config:CacheConfig",
         ("kv_sharing_fast_prefill",),
-        "with it a layer's rows are not those of the batch",
+        "with it, a layer does not see all rows of the batch",
         without=_MORE_WORK,
     ),
     Attributes(
         "vllm.config:ParallelConfig",
         ("decode_context_parallel_size",),
-        "with more than one rank a token has no slot on the others",
+        "with more than one rank, a token has a slot on only one of them",
         without=_MORE_WORK,
     ),
     Attributes(
         "vllm.config:AttentionConfig",
         ("hisparse_config",),
-        "with it tokens whose keys are on the host have no slot",
+        "with it, tokens whose keys are on the host have no slot",
         versions=">=0.32",
         without=_MORE_WORK,
     ),
     Attributes(
         "vllm.model_executor.layers.attention:Attention",
         ("attn_type",),
-        "an encoder's output has no slots",
+        "the output of an encoder has no slots",
         without=_MORE_WORK,
     ),
 )
 # Checked on the finished configuration.
 REFUSED = (
-    Refusal("device_config.device_type", ("cuda", "cpu"), "kt-moe runs beside CUDA, or on the CPU"),
+    Refusal("device_config.device_type", ("cuda", "cpu"), "kt-moe supports CUDA devices and CPUs"),
     Refusal("parallel_config.pipeline_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.data_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.prefill_context_parallel_size", (1,), SINGLE_RANK),
@@ -349,11 +349,9 @@ REFUSED = (
     Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
     Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
     Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
-    Refusal(
-        "load_config.load_format", LOAD_FORMATS, "the cold experts need their weights one by one"
-    ),
+    Refusal("load_config.load_format", LOAD_FORMATS, "cold experts need their weights one by one"),
 )
-# What a model may ask of its experts. The router's part comes before them, and is vLLM's.
+# What a model may request of its experts. The router runs before them, in vLLM.
 _SWIGLU = (
     Refusal("swiglu_limit", (None,), "a SwiGLU limit"),
     Refusal("swiglu_alpha", (None, 1.0), "a SwiGLU alpha"),
@@ -466,7 +464,7 @@ _ENGINES_ALIKE = (
     "stop_profile",
     "wake_up",
 )
-# Requests to a running engine. sleep is refused above level 0, discard for weights.
+# Requests to a running engine. sleep is refused above level 0, discard if it names weights.
 ASYNC_OPERATIONS = Operations(
     "vllm.v1.engine.async_llm:AsyncLLM",
     refused=(
@@ -474,7 +472,7 @@ ASYNC_OPERATIONS = Operations(
         Operation("add_lora", NO_LORA),
         Operation("scale_elastic_ep", NO_SCALING),
     ),
-    # The others that concern weights call methods of the workers by collective_rpc.
+    # The others that concern weights call worker methods through collective_rpc.
     accepted=(
         *_ENGINES_ALIKE,
         "abort",
@@ -525,7 +523,7 @@ WORKER_OPERATIONS = Operations(
     refused=(
         Operation("load_model", KEEPS_WEIGHTS),
         Operation("reload_weights", KEEPS_WEIGHTS),
-        Operation("update_config", KEEPS_WEIGHTS),  # of loading the weights
+        Operation("update_config", KEEPS_WEIGHTS),  # the configuration of weight loading
         Operation("init_weight_transfer_engine", KEEPS_WEIGHTS),
         Operation("start_weight_update", KEEPS_WEIGHTS),
         Operation("start_draft_weight_update", KEEPS_WEIGHTS),
@@ -582,7 +580,7 @@ WORKER_OPERATIONS = Operations(
         "wait_for_comm",
     ),
 )
-# Not reached by requests, but by functions that programs run in a worker.
+# Requests cannot reach these, but functions that programs run in a worker can.
 RUNNER_OPERATIONS = (Operation("reload_weights", KEEPS_WEIGHTS),)
 MODEL_OPERATIONS = (Operation("load_weights", KEEPS_WEIGHTS),)
 

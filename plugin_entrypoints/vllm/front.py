@@ -1,6 +1,6 @@
-"""vLLM plugin: what is different in the process that takes requests, once an engine has kt options.
+"""vLLM plugin: changes in the process that receives requests, if an engine has kt options.
 
-The hooks are installed by the first such engine of a process. They pass calls of other engines on.
+The first such engine of a process installs the hooks. They pass calls of other engines on.
 """
 
 import functools
@@ -13,13 +13,14 @@ from .options import options_of
 from .requests import guard_front
 
 _installed = False
-_command_line = False  # a start that fails ends the process, in one line
+_command_line = False  # a failed start ends the process with one line
 
 
 def install(command_line: bool) -> None:
-    """Has engines with kt options refuse requests, and tell in one line why they do not start.
+    """Makes engines with kt options refuse requests, and report a failed start in one line.
 
-    command_line: the process is a command of vLLM's; else a Python program that gets an exception.
+    command_line: the process is a vLLM command; otherwise it is a Python program, which gets an
+    exception.
     """
     global _installed, _command_line
     _command_line = command_line
@@ -42,7 +43,7 @@ def _hook_engine(engine: Any, operations: Operations) -> None:
     def start_with_kt(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         if options_of(self.vllm_config) is not None:
-            # A client of an engine that another process has started cannot tell.
+            # A client of an engine started by another process cannot know.
             if kwargs.get("client_addresses") is None:
                 _require_plugin(self)
             guard_front(self, operations)
@@ -51,8 +52,8 @@ def _hook_engine(engine: Any, operations: Operations) -> None:
 
 
 def _require_plugin(engine: Any) -> None:
-    """Ends the start if vLLM's workers serve the model without our layers: vLLM only logs it when a
-    plugin cannot be loaded."""
+    """Ends the start if vLLM's workers serve the model without our layers. If a plugin cannot be
+    loaded, vLLM only logs it."""
     parallel = engine.vllm_config.parallel_config
     local = parallel.distributed_executor_backend in ("mp", "uni") and parallel.nnodes == 1
     if local and 0 <= failure.confirmed() < parallel.world_size:
@@ -67,7 +68,7 @@ def _hook_startup(utils: Any) -> None:
     def wait_with_kt(*args: Any, **kwargs: Any) -> Any:
         try:
             return wait(*args, **kwargs)
-        except Exception:  # vLLM only says that a process has ended
+        except Exception:  # vLLM only reports that a process has ended
             failure.repeat(_command_line)
             raise
 

@@ -1,7 +1,7 @@
 """vLLM plugin: registers with vLLM. The entry point is `register`.
 
-vLLM calls it in every process, before it reads the command line. What is installed then looks for
-kt options and passes every call on; the rest is installed by the first engine that has some.
+vLLM calls it in every process, before it reads the command line. The hooks installed then look for
+kt options and pass every call on. The first engine with kt options installs the rest.
 """
 
 import functools
@@ -16,7 +16,7 @@ from .contract import CONTRACT
 from .options import CONFIG_KEY, logger, merge, options_of, prepared, take_environment
 
 _registered = False
-_problem = ""  # why the hybrid layer cannot be installed; stops a start with kt options
+_problem = ""  # why the hybrid layer cannot be installed; ends a start with kt options
 
 
 def register() -> None:
@@ -51,7 +51,7 @@ def _hook_arguments(engine_args: Any) -> None:
     @functools.wraps(from_cli_args)
     def from_cli_args_with_kt(cls: Any, args: Any) -> Any:
         made = from_cli_args(cls, args)
-        made.kt_command_line = True  # errors are told in one line, not as a traceback
+        made.kt_command_line = True  # report errors in one line instead of a traceback
         try:
             merge(made, collect(args) or None)
         except OptionError as error:
@@ -80,8 +80,8 @@ def _hook_arguments(engine_args: Any) -> None:
 
 
 def _prepared(create: Callable[[], Any], command_line: bool) -> Any:
-    """The configuration of an engine with kt options, checked, and this process prepared for the
-    engine. OptionError says why it cannot be served."""
+    """Returns the checked configuration of an engine with kt options, and prepares this process for
+    the engine. Raises OptionError if it cannot be served."""
     if _problem:
         raise OptionError(_problem)
     CONTRACT.check(logger)
@@ -102,7 +102,7 @@ def _prepared(create: Callable[[], Any], command_line: bool) -> Any:
 
 
 def _hook_processes(executor: Any, worker: Any) -> None:
-    """Where an engine's processes get its configuration: those that run workers, and workers."""
+    """Hooks the points at which executors and workers get the configuration."""
     start_workers = executor.__init__
     start_worker = worker.__init__
 
@@ -114,7 +114,7 @@ def _hook_processes(executor: Any, worker: Any) -> None:
             start_workers(self, vllm_config, *args, **kwargs)
         except failure.StartError:
             raise
-        except Exception:  # vLLM only says that a worker has ended
+        except Exception:  # vLLM only reports that a worker has ended
             failure.repeat()
             raise
 

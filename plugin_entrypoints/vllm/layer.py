@@ -1,10 +1,10 @@
-"""vLLM plugin: the MoE layer whose cold experts live on the CPU. Imported only inside vLLM."""
+"""vLLM plugin: the MoE layer with cold experts on the CPU. Imported only inside vLLM."""
 
 from typing import Any
 
 import torch
 
-# The package before routed_experts: vLLM's modules import each other in a circle.
+# The package before routed_experts, because vLLM's modules have circular imports.
 import vllm.model_executor.layers.fused_moe  # noqa: F401
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -30,8 +30,8 @@ _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
 class HybridExperts(RoutedExperts):
     """RoutedExperts with the hot experts in vLLM's kernels and the cold ones in ours.
 
-    Built for models with kt options only, see slot.py. With all experts hot it is RoutedExperts and
-    nothing else.
+    Built only for models with kt options, see slot.py. With all experts hot, it behaves like
+    RoutedExperts.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HybridExperts(RoutedExperts):
         self.kt_padding = Padding(config)
         self.kt_skip: SkipColdRoutes | None = None
         ranks = moe_config.moe_parallel_config
-        # moe_config's sizes, before vLLM pads them for its kernels.
+        # The sizes in moe_config, before vLLM pads them for its kernels.
         self.kt_layer: HybridLayer = self.kt_model.add_layer(
             layer_idx=extract_layer_index(layer_name),
             num_experts=moe_config.num_experts,
@@ -61,7 +61,7 @@ class HybridExperts(RoutedExperts):
             max_tokens=moe_config.max_num_tokens,
             has_cpu_part=ranks.tp_rank == 0,
         )
-        # vLLM allocates this many.
+        # The number of experts that vLLM allocates.
         moe_config.num_local_experts = self.kt_layer.placement.num_slots
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **kwargs)
         self._check_method()
@@ -71,29 +71,29 @@ class HybridExperts(RoutedExperts):
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
                 f"kt: {self.layer_name}: {type(self.quant_method).__name__} is not supported; "
-                "kt-moe takes BF16, FP16, FP32 and FP8 checkpoints so far"
+                "kt-moe supports BF16, FP16, FP32 and FP8 checkpoints"
             )
         if self.quant_method.is_monolithic:
             raise ValueError(
-                f"kt: {self.layer_name}: the chosen MoE backend routes inside its kernel; "
-                "add --moe-backend triton"
+                f"kt: {self.layer_name}: the selected MoE backend routes inside its kernel, "
+                "which kt-moe does not support; add --moe-backend triton"
             )
         if self.hidden_size != self.kt_layer.hidden_size:
             raise ValueError(
-                f"kt: {self.layer_name}: the chosen MoE backend pads the hidden size "
-                f"{self.kt_layer.hidden_size} to {self.hidden_size}, which is not supported; "
-                "add --moe-backend triton"
+                f"kt: {self.layer_name}: the selected MoE backend pads the hidden size "
+                f"{self.kt_layer.hidden_size} to {self.hidden_size}, which kt-moe does not "
+                "support; add --moe-backend triton"
             )
 
     def _hook_end_of_loading(self) -> None:
         after_loading = self.quant_method.process_weights_after_loading
 
         def finish(layer: Any) -> None:
-            # Models change it after their layers are built.
+            # Models change moe_config after their layers are built.
             _check(EXPERT_CONFIG, self.moe_config, f"kt: {self.layer_name}")
             self.kt_layer.finish_loading()
             placement = self.kt_layer.placement
-            if placement.num_slots:  # vLLM's repacking does not expect an empty weight
+            if placement.num_slots:  # vLLM cannot repack an empty weight
                 after_loading(layer)
                 if not placement.all_hot:
                     self.kt_skip = skip_cold_routes(self, placement.num_slots)
@@ -102,13 +102,13 @@ class HybridExperts(RoutedExperts):
 
         self.quant_method.process_weights_after_loading = finish
         if not self.kt_layer.placement.num_slots:
-            # vLLM 0.26 asks for it under tensor parallelism, where loading made no kernel.
+            # vLLM 0.26 calls it under tensor parallelism if loading created no kernel.
             self.quant_method.maybe_make_prepare_finalize = lambda **given: None
 
     @property
     def expert_map(self) -> torch.Tensor | None:
-        """For vLLM's kernels: the row in its weights of each number that a route may have, which
-        is a slot by then; -1 for none."""
+        """For vLLM's kernels: the row in its weights for each slot number that a route may have; -1
+        for none."""
         skip = self.kt_skip
         return super().expert_map if skip is None else skip.expert_map
 
@@ -124,7 +124,7 @@ class HybridExperts(RoutedExperts):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """vLLM's loading callback; a cold matrix goes to the CPU layer and nowhere else."""
+        """vLLM's loading callback; a cold matrix goes only to the CPU layer."""
         layer = self.kt_layer
         if layer.placement.all_hot:
             return super().weight_loader(
@@ -133,8 +133,8 @@ class HybridExperts(RoutedExperts):
         layer.refuse_reload(f"kt: layer {layer.layer_idx}: {weight_name}")
         if layer.takes_weights and loaded_weight.dim() != 2:
             raise ValueError(
-                f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; one matrix of one "
-                "expert is expected"
+                f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; expected one matrix of "
+                "one expert"
             )
         if layer.slot_of(expert_id) >= 0:
             return super().weight_loader(
@@ -149,7 +149,7 @@ class HybridExperts(RoutedExperts):
     def forward_modular(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **shared: Any
     ) -> torch.Tensor:
-        """x [T, H], router weights and global ids [T, k]; shared experts are vLLM's business."""
+        """x [T, H], router weights and global ids [T, k]; vLLM computes shared experts."""
         layer = self.kt_layer
         if layer.placement.all_hot:
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
@@ -170,34 +170,34 @@ class HybridExperts(RoutedExperts):
     def _hot(
         self, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, **shared: Any
     ) -> torch.Tensor:
-        """The hot experts' sum [T, H], by vLLM's kernels."""
+        """The sum of the hot experts [T, H], computed by vLLM's kernels."""
         hot = super().forward_modular(x, weights, slots, **shared)
         if not isinstance(hot, torch.Tensor):
             raise RuntimeError(
-                f"kt: {self.layer_name}: leaving the sum over experts to the model "
-                f"({type(hot).__name__}) is not supported together with kt options"
+                f"kt: {self.layer_name}: a model that sums the experts itself "
+                f"({type(hot).__name__}) is not supported with kt options"
             )
         return hot
 
 
 def select_forward(runner: Any) -> Any:
-    """How a model's MoE layer is called: in place of MoERunner._select_forward.
+    """How a model's MoE layer is called; replaces MoERunner._select_forward.
 
-    It is the opaque operator, which vLLM leaves out on the CPU. torch.compile would trace into the
-    layer without it, and our kernels are no torch operations. ValueError if the layer's experts are
-    a class of the model's own.
+    Returns the opaque operator, which vLLM omits on the CPU. Without it, torch.compile would trace
+    into the layer, and our kernels are not torch operations. Raises ValueError if the model uses
+    its own class of experts.
     """
     if getattr(runner.routed_experts, "kt_layer", None) is None:
         raise ValueError(
-            f"kt: {runner.layer_name}: {type(runner.routed_experts).__name__}, experts with "
-            "loading or computation of the model's own, is not supported together with kt options"
+            f"kt: {runner.layer_name}: experts with their own loading or computation "
+            f"({type(runner.routed_experts).__name__}) are not supported with kt options"
         )
     ops = torch.ops.vllm
     return ops.moe_forward if runner._shared_experts is None else ops.moe_forward_shared
 
 
 def _model_of(config: Any, options: KTOptions) -> HybridModel:
-    """The model under construction: that of this configuration's earlier layers, or a new one."""
+    """The model being built: that of earlier layers with this configuration, or a new one."""
     for runner in config.compilation_config.static_forward_context.values():
         model = getattr(getattr(runner, "routed_experts", None), "kt_model", None)
         if model is not None:
@@ -206,7 +206,7 @@ def _model_of(config: Any, options: KTOptions) -> HybridModel:
 
 
 def _refuse(layer_name: str, moe_config: Any, arguments: dict[str, Any]) -> None:
-    """Raises ValueError for what a model asks of its experts that the CPU layer does not do."""
+    """Raises ValueError if a model's experts need something that the CPU layer does not support."""
     place = f"kt: {layer_name}"
     EXPERT_ARGUMENTS.check(arguments, place)
     _check(EXPERT_CONFIG, moe_config, place)
@@ -219,14 +219,14 @@ def _refuse(layer_name: str, moe_config: Any, arguments: dict[str, Any]) -> None
         ),
         ("redundant experts", moe_config.num_experts != moe_config.num_logical_experts),
         (
-            "padding of the model's own",
+            "padding by the model itself",
             unpadded != (moe_config.hidden_dim, moe_config.intermediate_size_per_partition),
         ),
     ):
         if present:
-            raise ValueError(f"{place}: {what} is not supported together with kt options")
+            raise ValueError(f"{place}: {what} is not supported with kt options")
 
 
 def _check(known: Arguments, given: Any, place: str) -> None:
-    """known.check, of all fields of a dataclass."""
+    """``known.check`` of all fields of a dataclass."""
     known.check({name: getattr(given, name) for name in known.defaults()}, place)

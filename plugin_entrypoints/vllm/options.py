@@ -1,8 +1,8 @@
-"""vLLM plugin: where the options are, and the configurations that are refused.
+"""vLLM plugin: where the options are kept, and which configurations are refused.
 
 The options travel in ``additional_config["kt"]``: from the --kt-* flags, from Python (``LLM(...,
 additional_config={"kt": {...}})``), or from the environment variable KT_CONFIG. An empty mapping
-counts as given: all options have their defaults. Without any of them vLLM runs as it is.
+counts as given: all options have their defaults. Without options, vLLM runs unchanged.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.kt")
 
 
 def options_of(vllm_config: Any) -> KTOptions | None:
-    """The options of an engine, checked; None when there are none and vLLM is to run as it is.
+    """The options of an engine, checked; None if there are none and vLLM should run unchanged.
 
     vllm_config: anything with vLLM's ``additional_config``, such as its engine arguments.
     """
@@ -29,7 +29,7 @@ def options_of(vllm_config: Any) -> KTOptions | None:
 
 
 def take_environment(engine_args: Any) -> None:
-    """Takes the options in KT_CONFIG; where some were given another way, it only says so."""
+    """Uses the options in KT_CONFIG; if options were given in another way, only logs a warning."""
     additional = engine_args.additional_config
     present = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
     options = choose(present, logger)
@@ -44,12 +44,12 @@ def merge(engine_args: Any, given: dict[str, Any] | None) -> None:
     additional = engine_args.additional_config
     if not isinstance(additional, dict):
         raise OptionError(
-            f"additional_config {type(additional).__name__}: kt options need a dict there"
+            f"additional_config is a {type(additional).__name__}; kt options need a dict"
         )
     present = additional.get(CONFIG_KEY)
     if present is not None:
         raise OptionError(
-            "kt options: given as flags and in additional_config; give them in one place"
+            "kt options were given as flags and in additional_config; give them in one place"
         )
     # A copy: additional_config's default is shared between instances.
     options = KTOptions.from_mapping(given)
@@ -59,7 +59,7 @@ def merge(engine_args: Any, given: dict[str, Any] | None) -> None:
 def prepared(config: Any, options: KTOptions) -> KTOptions:
     """The options as the workers need them: see `kt_kernel.serving.preflight.prepare`.
 
-    Raises OptionError, one line, for an engine configuration that we cannot serve.
+    Raises OptionError, one line, if the engine's configuration is not supported.
     """
     from kt_kernel.serving.preflight import ServedModel, prepare
 

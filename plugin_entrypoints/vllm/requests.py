@@ -1,8 +1,9 @@
-"""vLLM plugin: refuses requests to a running engine that the hybrid layer cannot do.
+"""vLLM plugin: refuses requests to a running engine that the hybrid layer does not support.
 
-They would change, move or write weights, and a part of the weights is ours. Each is refused where
-it enters, before the engine has touched anything, so that the engine serves on: in the process that
-takes requests, and again in the workers, which custom code can reach in other ways.
+They would change, move or write weights, and the plugin holds some of the weights. Each is refused
+where it enters, before the engine has changed anything, so the engine continues to serve. This is
+done in the process that receives requests, and again in the workers, which custom code can reach in
+other ways.
 """
 
 import functools
@@ -14,7 +15,7 @@ from ..common import RequestRefused
 from ..contract import Operation, Operations
 from .contract import WORKER_OPERATIONS
 
-Given = Callable[[], dict[str, Any]]  # the arguments of a call, by name, with the defaults
+Given = Callable[[], dict[str, Any]]  # the arguments of a call, by name, defaults included
 
 # Operations that are refused with some arguments only.
 _REFUSED_IF: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -24,7 +25,7 @@ _REFUSED_IF: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def guard(owner: Any, operations: Iterable[Operation]) -> None:
-    """Has one object of vLLM refuse the operations. Its class stays as it is."""
+    """Makes one object of vLLM refuse the operations. Its class stays unchanged."""
     for operation in operations:
         method = getattr(owner, operation.name, None)
         if method is not None:
@@ -32,10 +33,10 @@ def guard(owner: Any, operations: Iterable[Operation]) -> None:
 
 
 def guard_front(engine: Any, operations: Operations) -> None:
-    """`guard`, for an object that also calls methods of the workers by their names."""
+    """`guard` for an object that also calls worker methods by name."""
     guard(engine, operations.refused)
     parallel = engine.vllm_config.parallel_config
-    # A worker may have methods that its user wrote.
+    # A worker may have custom methods.
     custom = bool(parallel.worker_extension_cls) or not parallel.worker_cls.startswith("vllm.")
     check = functools.partial(_refuse_method, custom)
     engine.collective_rpc = _guarded(engine.collective_rpc, check)
@@ -48,8 +49,8 @@ def _refuse(operation: Operation, given: Given) -> None:
 
 
 def _refuse_method(custom: bool, given: Given) -> None:
-    """Refuses a method of the workers that is on the table, or that no tested version has.
-    Functions pass: what they do cannot be seen, and the workers refuse most of it."""
+    """Refuses a worker method that is in the table, or that no tested version has. Functions pass,
+    because their effects cannot be checked here; the workers refuse most of them."""
     name = given()["method"]
     if not isinstance(name, str):
         return
@@ -58,13 +59,13 @@ def _refuse_method(custom: bool, given: Given) -> None:
         raise RequestRefused(f"kt: {name}: {operation.reason}")
     if name not in WORKER_OPERATIONS.accepted and not custom:
         raise RequestRefused(
-            f"kt: {name}: kt-moe does not know this method of vLLM's workers, and it might change "
-            "weights; install a tested version of vLLM, or start it without kt options"
+            f"kt: {name}: this is not a known worker method, and it might change weights; install "
+            "a tested version of vLLM, or start it without kt options"
         )
 
 
 def _guarded(method: Callable[..., Any], check: Callable[[Given], None]) -> Callable[..., Any]:
-    """The method, called only if check lets it."""
+    """The method, called only if ``check`` does not raise."""
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = inspect.signature(method).bind(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""vLLM plugin: takes vLLM's slot for expert layers while a model with kt options is built.
+"""vLLM plugin: uses vLLM's slot for expert layers while a model with kt options is built.
 
-vLLM has one slot for a class that replaces RoutedExperts. It is ours only while such a model is
-built, so that other models and other plugins find it as they left it.
+vLLM has one slot for a class that replaces RoutedExperts. The plugin uses it only while such a
+model is built, so other models and plugins are not affected.
 """
 
 import functools
@@ -22,14 +22,14 @@ def refuse_taken() -> None:
     if other is not None:
         raise OptionError(
             f"another plugin has replaced vLLM's {_NAME} with {other.__module__}."
-            f"{other.__qualname__}, and kt-moe needs that place; name the plugins to load in "
-            "VLLM_PLUGINS, or remove the kt options"
+            f"{other.__qualname__}, which kt-moe must replace, too; choose one with VLLM_PLUGINS, "
+            "or remove the kt options"
         )
 
 
 @contextmanager
 def taken() -> Iterator[None]:
-    """Within, vLLM builds our expert layers. OptionError if another plugin's are in the way."""
+    """Inside, vLLM builds our expert layers. OptionError if another plugin has the slot."""
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

@@ -1,6 +1,6 @@
-"""vLLM plugin: what is different in a worker whose engine has kt options.
+"""vLLM plugin: changes in a worker whose engine has kt options.
 
-All of it is done to the worker object; its class stays as it is.
+Only the worker object is changed; its class stays unchanged.
 """
 
 import functools
@@ -14,16 +14,16 @@ from .contract import CONTRACT, MODEL_OPERATIONS, RUNNER_OPERATIONS, WORKER_OPER
 from .requests import guard
 from .slot import taken
 
-# The methods that vLLM calls when it starts and in which our code runs, besides load_model.
+# Methods besides load_model that vLLM calls at the start and in which our code runs.
 _STARTING = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
 
 
 def prepare(worker: Any) -> None:
-    """Has a new worker build our expert layers, tell of our errors, and refuse, once the model is
-    loaded, what would change or move its weights."""
+    """Makes a new worker build our expert layers and report our errors. Once the model is loaded,
+    the worker refuses requests that would change or move weights."""
     worker.load_model = _telling(_loading(worker, worker.load_model), exits=True)
     for name in _STARTING:
-        # Called from a loop in which vLLM waits for an answer.
+        # vLLM calls these in a loop and waits for an answer.
         setattr(worker, name, _telling(getattr(worker, name), exits=False))
 
 
@@ -63,7 +63,7 @@ def _verify(model: Any) -> None:
 
 
 def _telling(method: Callable[..., Any], exits: bool) -> Callable[..., Any]:
-    """The method; an error of ours in it becomes the line that the user's process ends with."""
+    """Wraps the method: if our code fails in it, the user's process ends with that error."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -31,12 +31,10 @@ LOG_LINES = 25  # shown when the server does not start
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves, sends one request, prints what came of it, stops the server; 0 when all went well."""
+    """Starts the server, sends one request, prints the result, stops the server; 0 on success."""
     args = _arguments(arguments)
     if not (args.model / "config.json").exists():
-        raise exit_with(
-            OptionError(f"--model {args.model}: no model there (config.json is missing)")
-        )
+        raise exit_with(OptionError(f"--model {args.model}: not a model (config.json is missing)"))
     if find_spec("vllm") is None:
         raise exit_with(OptionError("vLLM is not installed here; `make demo` installs it"))
     port = args.port or free_port()
@@ -67,7 +65,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hot", type=int, default=4, help="--kt-num-gpu-experts of the server")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--port", type=int, default=0, help="port of the server; 0: any free port")
     parser.add_argument("--timeout", type=float, default=600, help="seconds to wait for the server")
     return parser.parse_args(arguments)
 
@@ -94,7 +92,7 @@ def _environment(stats: Path) -> dict[str, str]:
 
 
 def _wait(server: subprocess.Popen[bytes], url: str, log: Path, timeout: float) -> bool:
-    """True when the server answers; False, with the end of its log shown, when it does not."""
+    """True once the server answers; if it does not, prints the end of its log and returns False."""
     if not sys.stdout.isatty():
         print("waiting for the server (a minute or two)", flush=True)
 
@@ -105,7 +103,7 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path, timeout: float) 
         seconds = wait_until_healthy(server, url, timeout, waiting)
     except ServerFailed as problem:
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        print(f"\nkt: error: {problem}; the end of its log:", file=sys.stderr)
+        print(f"\nkt: error: {problem}; its log ends with:", file=sys.stderr)
         print("\n".join(lines), file=sys.stderr)
         return False
     _progress(f"server ready after {seconds:.0f} s", end="\n")
@@ -113,7 +111,7 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path, timeout: float) 
 
 
 def _progress(text: str, end: str = "") -> None:
-    """Overwrites the line on a terminal; elsewhere only the last text is printed."""
+    """Overwrites the line on a terminal; otherwise prints only the last text."""
     if sys.stdout.isatty():
         print(f"\r{text}\033[K", end=end, flush=True)
     elif end:

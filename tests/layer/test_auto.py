@@ -125,7 +125,7 @@ def test_a_model_that_the_engine_quantises(tmp_path: Path) -> None:
 
 def test_a_quantised_model_that_is_nowhere() -> None:
     error = error_of(ServedModel("nothing", "fp8"))
-    assert error.startswith("served model nothing, quantised with fp8: no such file or folder; a")
+    assert error.startswith("served model nothing, quantised with fp8: no such file or folder, and")
 
 
 def test_layers_that_differ(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_sizes_that_do_not_suit_the_method_chosen() -> None:
     with pytest.raises(OptionError) as caught:
         prepare(KTOptions(), config, UNQUANTISED)
     assert str(caught.value).startswith(
-        "--kt-method INT4_G32 (chosen for 16- or 32-bit weights): moe_intermediate_size=80 is not"
+        "--kt-method INT4_G32 (selected for 16- or 32-bit weights): moe_intermediate_size=80 is not"
     )
     assert prepare(KTOptions(method="AMXINT4"), config, UNQUANTISED).method == "AMXINT4"
 

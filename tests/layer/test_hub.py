@@ -124,12 +124,12 @@ def test_several_gguf_models(cache: Path) -> None:
     path = keep(cache, "org/name", QUANTISATIONS)
     assert problem("org/name") == (
         f"its copy in the cache, {path}, has 2 GGUF models (m-Q4_K_M.gguf, m-Q8_0.gguf); "
-        "name one as org/name/FILE"
+        "choose one as org/name/FILE"
     )
     assert found("org/name/m-Q8_0.gguf") == str(path / "m-Q8_0.gguf")
     many = keep(cache, "org/many", {f"m-{i}.gguf": str(i) for i in range(30)})
     assert f"{many}, has 30 GGUF models (m-0.gguf, " in problem("org/many")
-    assert problem("org/many").endswith(" and 22 more); name one as org/many/FILE")
+    assert problem("org/many").endswith(" and 22 more); choose one as org/many/FILE")
 
 
 def test_split_gguf_models(cache: Path) -> None:
@@ -162,7 +162,7 @@ def test_another_hub(variable: str, cache: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(variable, "0")
     assert found("org/name") == str(path)
     monkeypatch.setenv(variable, "True")
-    assert problem("org/name").startswith(f"{variable} is set, but kt-moe takes repositories from")
+    assert problem("org/name").startswith(f"{variable} is set, but kt-moe reads repositories from")
 
 
 # ---- a hub
@@ -281,12 +281,12 @@ def test_what_is_downloaded(tmp_path: Path, hub: str) -> None:
 
 def test_what_a_hub_refuses(tmp_path: Path, hub: str) -> None:
     lines = {
-        "org/none": "no such file or folder, and the hub has no such repository, or a private one",
-        "org/private": "no such file or folder, and the hub has no such repository, or a private",
+        "org/none": "no such file or folder, and the hub has no such repository, or it is private",
+        "org/private": "no such file or folder, and the hub has no such repository, or it is",
         "org/gated": "access to this repository is restricted; accept its conditions on the hub",
         "org/broken": "no such file or folder, not in the cache",
         "org/shards@v9": "the repository has no revision 'v9'",
-        "org/gguf": "the repository has 2 GGUF models (m-Q4_K_M.gguf, m-Q8_0.gguf); name one as",
+        "org/gguf": "the repository has 2 GGUF models (m-Q4_K_M.gguf, m-Q8_0.gguf); choose one",
     }
     kept = keep(tmp_path / "hub", "org/gated-but-here", SHARDS)
     answers = ask(tmp_path, hub, *lines, "org/gated-but-here")

@@ -343,10 +343,10 @@ def test_stats_file_that_cannot_be_written(
     logger = logging.getLogger("test")
     report.watch(model, logger)
     report.watch(model, logger)
-    assert caplog.text.count("counters not written") == 1
+    assert caplog.text.count("cannot write the counters") == 1
     monkeypatch.setenv(report.STATS_FILE_VARIABLE, str(tmp_path))  # a folder: replacing it fails
     report.watch(model, logger)
-    assert caplog.text.count("counters not written") == 2
+    assert caplog.text.count("cannot write the counters") == 2
     assert list(tmp_path.iterdir()) == [] and list(tmp_path.parent.glob("*.[0-9]*")) == []
 
 

@@ -43,7 +43,11 @@ def test_accepted() -> None:
     [
         ({"threadpool_count": 65}, {}, "--kt-threadpool-count 65: threadpool_count=65; accepted"),
         ({"cpuinfer": 5000}, {}, "--kt-cpuinfer 5000: cpuinfer_threads=5000; accepted: 1 to"),
-        ({"num_gpu_experts": 17}, {}, "--kt-num-gpu-experts 17: the model has 16 experts a layer"),
+        (
+            {"num_gpu_experts": 17},
+            {},
+            "--kt-num-gpu-experts 17: the model has 16 experts",
+        ),
         (
             {"method": "INT4_G128"},
             {"moe_intermediate_size": 96},
@@ -128,7 +132,7 @@ def test_method_and_checkpoint_that_disagree(tmp_path: Path) -> None:
     error = check({"weight_path": str(DEMO_MODEL), "method": "MXFP4"})
     assert error.startswith(f"--kt-weight-path {DEMO_MODEL}: ") and "not quantised (BF16)" in error
     error = check({"method": "MXFP4"})
-    assert error.startswith("--kt-method MXFP4: it takes weights that are quantised already, and")
+    assert error.startswith("--kt-method MXFP4 needs quantised weights, but the served")
 
 
 def test_sizes_that_do_not_suit_the_method() -> None:

@@ -141,10 +141,10 @@ def check_what_a_layer_may_be() -> None:
         ("silu_mul_keep_fp32", True, "a float32 activation"),
         ("no_combine_keep_router_weight", True, "one result per expert"),
     ):
-        expected = f"layer 0: {what} is not supported together with kt options"
+        expected = f"layer 0: {what} is not supported with kt options"
         assert refusal(8, **{name: value}) == expected, name
     new = refusal(8, {"sparsity": 0.5})
-    assert new.startswith("layer 0: KTEPWrapperMethod is given sparsity=0.5, which kt-moe"), new
+    assert new.startswith("layer 0: KTEPWrapperMethod has sparsity=0.5, which kt-moe"), new
 
 
 def check_what_models_ask() -> None:
@@ -168,11 +168,9 @@ def check_what_models_ask() -> None:
         return ""
 
     assert refusal() == refusal(with_bias=False) == "" and len(asked) == 2
-    assert refusal(with_bias=True) == (
-        "layer 4: an expert bias is not supported together with kt options"
-    )
+    assert refusal(with_bias=True) == ("layer 4: an expert bias is not supported with kt options")
     assert refusal(use_weight_loader_fused=True).startswith("layer 4: a stacked checkpoint")
-    assert refusal(new=0.5).startswith("layer 4: FusedMoE is given new=0.5, which kt-moe does not")
+    assert refusal(new=0.5).startswith("layer 4: FusedMoE has new=0.5, which kt-moe does not")
     assert len(asked) == 2
 
 

@@ -178,10 +178,10 @@ def test_a_value_is_refused(path: str, accepted: tuple, line: str) -> None:
     ("given", "line"),
     [
         ({"size": 3, "beta": 0.0}, ""),
-        ({"size": 3, "beta": 1.0}, "layer 1: a beta is not supported together with kt options"),
+        ({"size": 3, "beta": 1.0}, "layer 1: a beta is not supported with kt options"),
         ({"gamma": None}, ""),  # not known, and its default
-        ({"gamma": 0.5}, "layer 1: Shape is given gamma=0.5, which kt-moe does not know; install"),
-        ({"delta": None}, "layer 1: Shape is given delta=None, which kt-moe does not know"),
+        ({"gamma": 0.5}, "layer 1: Shape has gamma=0.5, which kt-moe does not know; install"),
+        ({"delta": None}, "layer 1: Shape has delta=None, which kt-moe does not know"),
     ],
 )
 def test_an_argument_is_refused(given: dict[str, Any], line: str) -> None:

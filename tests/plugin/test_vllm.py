@@ -64,7 +64,7 @@ QUANTISED = ("AMXINT8", "AMXINT4", "INT4_G32")
 CHUNKS = {"block_size": 32, "max_num_batched_tokens": 48, "max_num_seqs": 4}
 _WORDS = [3 + (11 * i * i + 7 * i) % (VOCABULARY - 3) for i in range(180)]
 LONG = [_WORDS[:75], _WORDS[:70] + _WORDS[100:109], _WORDS[75:180]]
-REFUSED = "cannot be exchanged while the engine runs; restart it with the new weights"
+REFUSED = "cannot be replaced while the engine runs; restart it with the new weights"
 
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="KT_VLLM_PYTHON is not set (make test sets it)"),
@@ -290,15 +290,18 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("too many", "--kt-num-gpu-experts 9: the model has 8 experts a layer; 0 to 8"),
-        ("unknown", "kt option 'gpu_experts' is unknown"),
-        ("parallel", "--enable-expert-parallel: not supported together with kt options"),
-        ("lora", "--enable-lora: not supported together with kt options"),
-        ("dummy", "--load-format dummy: the cold experts need their weights one by one"),
-        ("offload", "--cpu-offload-gb 1.0: both decide where weights are kept; accepted: 0"),
+        ("too many", "--kt-num-gpu-experts 9: the model has 8 experts per layer; accepted: 0 to 8"),
+        ("unknown", "unknown kt option 'gpu_experts'"),
+        ("parallel", "--enable-expert-parallel: not supported with kt options"),
+        ("lora", "--enable-lora: not supported with kt options"),
+        ("dummy", "--load-format dummy: cold experts need their weights one by one"),
+        (
+            "offload",
+            "--cpu-offload-gb 1.0: both settings decide where weights are kept",
+        ),
         ("transformers", "--model-impl transformers: only vLLM's own model code is supported"),
         ("broken", f"StartError: kt: error: {{path}}: {broken_checkpoint.LINE}"),
-        ("class", "model class BailingMoeForCausalLM: not tested with kt-moe"),
+        ("class", "model class BailingMoeForCausalLM was not tested with kt-moe"),
     ],
 )
 def test_refused_from_python(name: str, line: str, answers: Answers, broken: dict) -> None:
@@ -392,8 +395,8 @@ def test_an_error_while_loading_ends_in_one_line(model: Path, broken: dict[str, 
 
 # Requests to a server in development mode, and what the answer names.
 REQUESTS = {
-    "/sleep?level=1": (None, "sleep: the cold experts' weights cannot be put aside"),
-    "/sleep?level=2": (None, "sleep: the cold experts' weights cannot be put aside"),
+    "/sleep?level=1": (None, "sleep: the weights of cold experts cannot be released"),
+    "/sleep?level=2": (None, "sleep: the weights of cold experts cannot be released"),
     "/init_weight_transfer_engine": ({"init_info": {}}, f"init_weight_transfer_engine: {REFUSED}"),
     "/start_weight_update": (None, "start_weight_update: "),
     "/start_draft_weight_update": (None, "start_draft_weight_update: "),
@@ -403,7 +406,7 @@ REQUESTS = {
     "/scale_elastic_ep": ({"new_data_parallel_size": 2}, "scale_elastic_ep: the number of ranks"),
     "/v1/load_lora_adapter": (
         {"lora_name": "a", "lora_path": "/tmp/a"},
-        "add_lora: LoRA adapters are not supported together with kt options; merge the adapter",
+        "add_lora: LoRA adapters are not supported with kt options; merge the adapter",
     ),
 }
 METHODS = (*WORKER_METHODS, "save_tensorized_model", "checkpoint_restore", "swap_weights")

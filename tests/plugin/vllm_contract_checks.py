@@ -69,19 +69,25 @@ def error_of(call: Any, *arguments: Any) -> str:
 
 LINES = {
     "parallel_config.pipeline_parallel_size": (2, "--pipeline-parallel-size 2: kt-moe supports"),
-    "parallel_config.enable_eplb": (True, "--enable-eplb: not supported together"),
-    "parallel_config.ubatch_size": (2, "--ubatch-size 2: not supported together"),
-    "lora_config": (object(), "--enable-lora: not supported together"),
-    "speculative_config": (object(), "--speculative-config: not supported together"),
-    "weight_transfer_config": (object(), "--weight-transfer-config: the cold experts'"),
-    "model_config.enable_sleep_mode": (True, "--enable-sleep-mode: the cold experts' weights"),
+    "parallel_config.enable_eplb": (True, "--enable-eplb: not supported with"),
+    "parallel_config.ubatch_size": (2, "--ubatch-size 2: not supported with"),
+    "lora_config": (object(), "--enable-lora: not supported with"),
+    "speculative_config": (object(), "--speculative-config: not supported with"),
+    "weight_transfer_config": (object(), "--weight-transfer-config: the weights"),
+    "model_config.enable_sleep_mode": (True, "--enable-sleep-mode: the weights of cold"),
     "model_config.model_impl": ("terratorch", "--model-impl terratorch: only vLLM's own"),
-    "model_config.quantization": ("awq", "a model quantised with awq: the hot experts' kernels"),
-    "offload_config.uva.cpu_offload_gb": (0.5, "--cpu-offload-gb 0.5: both decide"),
-    "offload_config.prefetch.offload_group_size": (8, "--offload-group-size 8: both decide"),
-    "offload_config.offload_backend": ("prefetch", "--offload-backend prefetch: both decide"),
-    "load_config.load_format": ("sharded_state", "--load-format sharded_state: the cold"),
-    "device_config.device_type": ("xpu", "--device-type xpu: kt-moe runs beside CUDA"),
+    "model_config.quantization": ("awq", "models quantised with awq are not"),
+    "offload_config.uva.cpu_offload_gb": (0.5, "--cpu-offload-gb 0.5: both settings decide"),
+    "offload_config.prefetch.offload_group_size": (
+        8,
+        "--offload-group-size 8: both settings",
+    ),
+    "offload_config.offload_backend": (
+        "prefetch",
+        "--offload-backend prefetch: both settings",
+    ),
+    "load_config.load_format": ("sharded_state", "--load-format sharded_state: cold experts"),
+    "device_config.device_type": ("xpu", "--device-type xpu: kt-moe supports CUDA"),
     "model_config.hf_text_config": (
         SimpleNamespace(architectures=["Dense"], hidden_size=8),
         "model class Dense: its configuration has no number of experts",
@@ -176,7 +182,7 @@ def check_layers_are_refused() -> None:
         (with_config("has_bias", True), "an expert bias"),
         (with_config("is_lora_enabled", True), "LoRA on experts"),
         (with_config("num_logical_experts", 7), "redundant experts"),
-        (with_config("hidden_dim_unpadded", 60), "padding of the model's own"),
+        (with_config("hidden_dim_unpadded", 60), "padding by the model itself"),
         (with_config("intermediate_pad", 32), "padding of the intermediate size"),
         (with_config("skip_final_all_reduce", True), "leaving the sum over ranks to the model"),
         (with_ranks(sp_size=2), "sequence parallelism"),
@@ -186,7 +192,7 @@ def check_layers_are_refused() -> None:
         (with_ranks(enable_eplb=True), "moving experts between ranks"),
     ):
         line = f"kt: model.layers.3.mlp.experts: {what}"
-        assert found.startswith(line) and "not supported together with kt options" in found, found
+        assert found.startswith(line) and "not supported with kt options" in found, found
     made.defer_moe_finalize()
     assert "leaving the sum over experts to the model" in error()
     # Of a version that is not known.
@@ -241,7 +247,7 @@ def check_a_wrong_value_ends_the_command_line() -> None:
     try:
         parser.parse_args(["--kt-method", "AMXINT9"])
     except SystemExit as stopped:
-        assert str(stopped).startswith("kt: error: --kt-method AMXINT9: this method is unknown")
+        assert str(stopped).startswith("kt: error: --kt-method AMXINT9: unknown method")
     else:
         raise AssertionError("not refused")
 
@@ -320,5 +326,5 @@ def check_requests() -> None:
             assert call(engine, entry.name) == f"kt: {entry.name}: {entry.reason}"
         for name in (*WORKER_OPERATIONS.accepted, print):
             assert call(engine, name) == "called"
-    assert call(plain, "swap_weights").startswith("kt: swap_weights: kt-moe does not know")
+    assert call(plain, "swap_weights").startswith("kt: swap_weights: this is not a known")
     assert call(extended, "swap_weights") == "called"

@@ -24,8 +24,8 @@ def register():
 """
 LINE = (
     "another plugin has replaced vLLM's RoutedExperts with other_plugin.register.<locals>."
-    "OtherExperts, and kt-moe needs that place; name the plugins to load in VLLM_PLUGINS, or "
-    "remove the kt options"
+    "OtherExperts, which kt-moe must replace, too; choose one with VLLM_PLUGINS, or remove the kt "
+    "options"
 )
 
 

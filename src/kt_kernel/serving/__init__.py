@@ -1,1 +1,1 @@
-"""What an engine is given: options, checks before the start, the hybrid layer, reports."""
+"""The interface to engines: options, checks before the start, the hybrid layer, reports."""

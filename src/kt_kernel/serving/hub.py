@@ -1,8 +1,8 @@
 """Checkpoints named as repositories of the Hugging Face hub, found in its local cache.
 
-A name is ``org/name``, ``org/name/file or folder``, and either with ``@revision``. Unless
-HF_HUB_OFFLINE is set, what is missing in the cache is downloaded: of a repository the safetensors
-files, those that its index lists if it has one, or its only GGUF model, with all JSON files.
+A name is ``org/name`` or ``org/name/file or folder``, optionally with ``@revision``. Unless
+HF_HUB_OFFLINE is set, files missing in the cache are downloaded: all JSON files, and either the
+safetensors files (those in the index, if there is one) or the repository's only GGUF model.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from ..checkpoint.index import INDEX_SUFFIX, MAIN_INDEX, listed_files
 from .repository import Repository
 
 _PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}\.gguf$")
-_SIDECARS = ("mmproj", "imatrix")  # in names of GGUF files that hold no model
-_NAMED = 8  # files in a message
-# With one of these set an engine takes repositories from another hub.
+_SIDECARS = ("mmproj", "imatrix")  # in names of GGUF files that are not models
+_NAMED = 8  # files named in a message
+# If one of these is set, the engine downloads repositories from another hub.
 _OTHER_HUBS = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 
 _logger = logging.getLogger(__name__)
 
 
 def local_path(repository: Repository, cache_dir: str | None = None) -> str:
-    """The path of a repository, or of what is meant in it, in the hub's cache.
+    """The path of a repository, or of the file or folder named in it, in the hub's cache.
 
     Args:
         cache_dir: None: the hub's own, which HF_HOME and HF_HUB_CACHE set.
 
     Raises:
-        ValueError: it is not in the cache and cannot be downloaded, or its name does not tell which
-            checkpoint is meant. One line, which does not repeat the repository's name.
+        ValueError: it is not in the cache and cannot be downloaded, or its name is ambiguous. One
+            line, without the repository's name.
     """
     for variable in _OTHER_HUBS:
         if os.environ.get(variable, "").strip().lower() in ("1", "true"):
             raise ValueError(
-                f"{variable} is set, but kt-moe takes repositories from the Hugging Face hub only; "
-                "name the model's folder"
+                f"{variable} is set, but kt-moe reads repositories from the Hugging Face hub only; "
+                "give the model's folder"
             )
     cache = cache_dir or constants.HF_HUB_CACHE
     where = {"repo_id": repository.name, "revision": repository.revision, "cache_dir": cache}
@@ -74,8 +74,8 @@ def _cached(repository: Repository, where: dict[str, Any]) -> str:
 
 
 def _downloaded(repository: Repository, where: dict[str, Any]) -> str:
-    """The same, with those that are needed downloaded. The cache alone has to do where the hub
-    cannot be asked."""
+    """The same, after downloading the files that are needed. If the hub is unreachable, only the
+    cache is used."""
     try:
         listing = HfApi().model_info(repository.name, revision=repository.revision)
     except RevisionNotFoundError:
@@ -86,7 +86,7 @@ def _downloaded(repository: Repository, where: dict[str, Any]) -> str:
         except LocalEntryNotFoundError:
             raise error from None
         _logger.warning(
-            "kt: %s: the copy in the cache is used, since the hub cannot be asked: %s",
+            "kt: %s: using the copy in the cache, because the hub is unreachable: %s",
             repository.name,
             _in_words(error),
         )
@@ -103,9 +103,9 @@ def _downloaded(repository: Repository, where: dict[str, Any]) -> str:
 
 
 def _choose(repository: Repository, files: Sequence[str], place: str) -> list[str]:
-    """The files of the checkpoint that is meant, or its index alone. `place` is where they are.
+    """The files of the named checkpoint, or only its index. `place` describes where they are.
 
-    Raises ValueError where there is none, or more than one.
+    Raises ValueError if there is none or more than one.
     """
     inside = repository.inside
     below = [name for name in files if not inside or name == inside or _is_in(inside, name)]
@@ -120,7 +120,7 @@ def _choose(repository: Repository, files: Sequence[str], place: str) -> list[st
     if gguf and safetensors:
         raise ValueError(
             f"{place} has both GGUF files ({gguf[0]}) and safetensors files "
-            f"({safetensors[0]}); name a file as {repository.name}/FILE"
+            f"({safetensors[0]}); choose a file as {repository.name}/FILE"
         )
     if gguf:
         return _only_model(repository, gguf, place)
@@ -146,7 +146,7 @@ def _only_model(repository: Repository, files: list[str], place: str) -> list[st
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise ValueError(
             f"{place} has {len(names)} GGUF models ({', '.join(names[:_NAMED])}{more}); "
-            f"name one as {repository.name}/FILE"
+            f"choose one as {repository.name}/FILE"
         )
     return next(iter(models.values()))
 
@@ -161,7 +161,7 @@ def _depth(folder: str, name: str) -> int:
 
 
 def _problem(repository: Repository, error: Exception, cache_dir: str) -> str:
-    """What an error of the hub's library means, in one line."""
+    """Explains an error of the hub's library in one line."""
     if isinstance(error, GatedRepoError):
         return (
             "access to this repository is restricted; accept its conditions on the hub, and set "
@@ -169,8 +169,8 @@ def _problem(repository: Repository, error: Exception, cache_dir: str) -> str:
         )
     if isinstance(error, RepositoryNotFoundError):
         return (
-            "no such file or folder, and the hub has no such repository, or a private one "
-            "(HF_TOKEN is a token that may read it)"
+            "no such file or folder, and the hub has no such repository, or it is private "
+            "(set HF_TOKEN to a token that may read it)"
         )
     if isinstance(error, RevisionNotFoundError):
         return f"the repository has no revision {repository.revision!r}"
@@ -178,11 +178,11 @@ def _problem(repository: Repository, error: Exception, cache_dir: str) -> str:
         at = f" at revision {repository.revision!r}" if repository.revision else ""
         return (
             f"no such file or folder, and no such repository{at} in the cache {cache_dir}; "
-            "HF_HUB_OFFLINE is set, so it is not downloaded"
+            "HF_HUB_OFFLINE is set, so it was not downloaded"
         )
     return (
-        f"no such file or folder, not in the cache {cache_dir} either, and it cannot be "
-        f"downloaded: {_in_words(error)}"
+        f"no such file or folder, not in the cache {cache_dir}, and the download failed: "
+        f"{_in_words(error)}"
     )
 
 

@@ -1,10 +1,10 @@
 """The server options of the hybrid layer: one table, from which the engine plugins make flags.
 
-Knows no engine. A value travels as a plain mapping ``{"method": "AMXINT8", ...}`` (from flags, from
-the engine's Python arguments, or from the environment variable ``KT_CONFIG``) and is checked as a
-whole by ``KTOptions.from_mapping`` before an engine starts work; `kt_kernel.serving.preflight`
-then decides what they leave open and checks them against the model. An empty mapping that is given
-counts: all options have their defaults.
+Independent of the engines. Options travel as a plain mapping ``{"method": "AMXINT8", ...}`` (from
+flags, from the engine's Python arguments, or from the environment variable ``KT_CONFIG``).
+``KTOptions.from_mapping`` checks the whole mapping before an engine starts work;
+`kt_kernel.serving.preflight` then fills in the options that were not given and checks all of them
+against the model. An empty mapping counts as given: all options have their defaults.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from ..weights.methods import METHODS, QUANTISED_TO
 from .repository import Repository
 
 ENVIRONMENT_VARIABLE = "KT_CONFIG"
-AUTO = "auto"  # as a method: to be chosen by what the weights are stored as
+AUTO = "auto"  # as a method: chosen by the format of the stored weights
 
 
 class OptionError(ValueError):
-    """An option or its value is not usable; the message is one line that names both."""
+    """An invalid option or value; the message is one line that names both."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One server option. ``kind`` is what its value is: int, method, path, flag or text."""
+    """One server option. ``kind`` is the kind of its value: int, method, path, flag or text."""
 
     flag: str
     kind: str
@@ -55,33 +55,34 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--kt-method",
         "method",
-        f"weight format of the cold experts (default {AUTO}: what their checkpoint holds; of 16- "
-        f"and 32-bit weights {QUANTISED_TO})",
+        f"format of the cold experts (default {AUTO}: the checkpoint's own format; {QUANTISED_TO} "
+        "for 16- and 32-bit weights)",
     ),
     Option(
         "--kt-weight-path",
         "path",
-        "checkpoint of the cold experts: a file, a folder, or a repository as org/name[/file]"
+        "where to read the cold experts: a file, a folder, or a repository as org/name[/file]"
         "[@revision] (default: the served model)",
     ),
-    Option("--kt-cpuinfer", "int", "CPU threads in total (default: as many as memory can feed)", 1),
+    Option("--kt-cpuinfer", "int", "CPU threads in total (default: as many as saturate memory)", 1),
     Option("--kt-threadpool-count", "int", "thread pools (default: one per NUMA node in use)", 1),
     Option(
         "--kt-num-gpu-experts",
         "int",
-        "hot experts per layer, kept on the engine's device: the first N (default 0)",
+        "hot experts per layer: the first N stay on the engine's device (default 0)",
     ),
     Option(
         "--kt-max-deferred-experts-per-token",
         "int",
-        "lowest-weight experts of a token that may be added one MoE layer later (default 0: off)",
+        "experts per token, those with the lowest router weights, that may be added one MoE layer "
+        "later (default 0: off)",
     ),
     Option("--kt-allow-untested", "flag", "serve model classes that are not on the tested list"),
     Option(
         "--kt-numa-nodes",
         "text",
         "NUMA nodes to use",
-        why_not="pools take all allowed NUMA nodes; remove it, or start the server under numactl",
+        why_not="pools use all allowed NUMA nodes; remove it, or start the server under numactl",
     ),
     Option(
         "--kt-gpu-experts-ratio",
@@ -92,8 +93,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--kt-gpu-prefill-token-threshold",
         "text",
-        "prefill length from which the GPU computes all",
-        why_not="long prompts are computed like short ones; remove it",
+        "prompt length from which the GPU computes all experts",
+        why_not="cold experts are always computed on the CPU; remove it",
     ),
     Option(
         "--kt-expert-placement-strategy",
@@ -123,7 +124,7 @@ OPTIONS: tuple[Option, ...] = (
         "--kt-expert-lora-path",
         "text",
         "LoRA adapter of the experts",
-        why_not="LoRA on experts is not served yet; merge the adapter into the checkpoint",
+        why_not="LoRA on experts is not supported yet; merge the adapter into the checkpoint",
     ),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}
@@ -131,10 +132,10 @@ _BY_NAME = {option.name: option for option in OPTIONS}
 
 @dataclass(frozen=True)
 class KTOptions:
-    """Checked options. None means not given: chosen by the layer and logged.
+    """Checked options. None means not given: the layer selects a value and logs it.
 
-    `kt_kernel.serving.preflight.prepare` replaces a method of `AUTO` by the one that it decides
-    for, and a repository in `weight_path` by the folder that it is in. ``reason`` then says why.
+    `kt_kernel.serving.preflight.prepare` replaces the method `AUTO` by the one that it selects, and
+    a repository in `weight_path` by its local folder. ``reason`` then states why.
     """
 
     method: str = AUTO
@@ -150,12 +151,12 @@ class KTOptions:
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "KTOptions":
         """Checks a mapping of option names to values (strings are converted).
 
-        Names may be spelled ``method``, ``kt_method`` or ``--kt-method``. A value of None counts as
-        not given. Raises OptionError, one line, for an unknown or refused option or a bad value.
+        A name may be spelled ``method``, ``kt_method`` or ``--kt-method``. A value of None counts
+        as not given. Raises OptionError, one line, for an unknown or refused option or a bad value.
         """
         if not isinstance(mapping, Mapping):
             raise OptionError(
-                f"kt options {mapping!r}: a mapping of option names to values is expected"
+                f"kt options {mapping!r}: expected a mapping of option names to values"
             )
         values: dict[str, Any] = {}
         for key, value in mapping.items():
@@ -169,8 +170,8 @@ class KTOptions:
         threads, pools = options.cpuinfer, options.threadpool_count
         if threads is not None and pools is not None and threads < pools:
             raise OptionError(
-                f"--kt-cpuinfer {threads}: fewer threads than pools; at least "
-                f"--kt-threadpool-count {pools} is accepted"
+                f"--kt-cpuinfer {threads}: fewer threads than pools; accepted: at least "
+                f"{pools} (--kt-threadpool-count {pools})"
             )
         return options
 
@@ -183,12 +184,12 @@ class KTOptions:
         }
 
     def hot_count(self, num_experts: int) -> int:
-        """Hot experts of a layer with num_experts; OptionError when it has not that many."""
+        """Hot experts of a layer with num_experts; OptionError if it has fewer than requested."""
         hot = self.num_gpu_experts or 0
         if hot > num_experts:
             raise OptionError(
-                f"--kt-num-gpu-experts {hot}: the model has {num_experts} experts a layer; "
-                f"0 to {num_experts} is accepted"
+                f"--kt-num-gpu-experts {hot}: the model has {num_experts} experts per layer; "
+                f"accepted: 0 to {num_experts}"
             )
         return hot
 
@@ -211,10 +212,10 @@ class KTOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Adds the options to an engine's parser.
 
-    A flag the parser has already is taken over: its default becomes None, so that a value equal to
-    the engine's default still counts as given. A wrong value ends the process while the command
-    line is parsed, with one line and without argparse's page of usage. Returns the engine's
-    defaults of the flags taken over, by namespace attribute, for `restore_defaults`.
+    A flag that the parser already has is taken over: its default becomes None, so that a value
+    equal to the engine's default still counts as given. An invalid value ends the process during
+    parsing with one line, without argparse's usage page. Returns the engine's defaults of the flags
+    taken over, by namespace attribute, for `restore_defaults`.
     """
     group = parser.add_argument_group(
         "kt-moe", "hot experts on the device, cold experts on the CPU"
@@ -246,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def collect(namespace: argparse.Namespace) -> dict[str, Any]:
-    """The options given on the command line, by option name, unchecked; {} when there are none."""
+    """The options given on the command line, by option name, unchecked; {} if there are none."""
     return {
         option.name: getattr(namespace, option.dest)
         for option in OPTIONS
@@ -255,17 +256,18 @@ def collect(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def restore_defaults(namespace: argparse.Namespace, replaced: Mapping[str, Any]) -> None:
-    """Sets what `add_arguments` took over and nobody gave back to the engine's defaults."""
+    """Resets flags that `add_arguments` took over and that were not given to the engine's
+    defaults."""
     for dest, default in replaced.items():
         if getattr(namespace, dest, None) is None:
             setattr(namespace, dest, default)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """The options in KT_CONFIG, unchecked; None when it is unset or empty.
+    """The options in KT_CONFIG, unchecked; None if it is unset or empty.
 
-    "{}" is present: it asks for the hybrid layer with all options at their defaults, as an engine's
-    ``additional_config={"kt": {}}`` does. OptionError if it is no JSON object.
+    "{}" counts as given: it turns the hybrid layer on with all options at their defaults, like an
+    engine's ``additional_config={"kt": {}}``. Raises OptionError if it is not a JSON object.
     """
     text = environ.get(ENVIRONMENT_VARIABLE)
     if not text:
@@ -276,8 +278,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any] 
         raise OptionError(f"{ENVIRONMENT_VARIABLE} {text!r}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} {text!r}: a JSON object of option names and values "
-            'is expected, such as {"method": "AMXINT8", "num_gpu_experts": 4}'
+            f"{ENVIRONMENT_VARIABLE} {text!r}: expected a JSON object of option names and values, "
+            'such as {"method": "AMXINT8", "num_gpu_experts": 4}'
         )
     return value
 
@@ -292,7 +294,7 @@ def _find(key: str) -> Option:
     option = _BY_NAME.get(name.removeprefix("kt_")) or _BY_NAME.get(name)
     if option is None:
         raise OptionError(
-            f"kt option {key!r} is unknown; known: "
+            f"unknown kt option {key!r}; accepted: "
             + ", ".join(option.name for option in OPTIONS if option.supported)
         )
     return option
@@ -303,7 +305,7 @@ def _parser(option: Option) -> Callable[[str], Any]:
         try:
             return _checked(option, text)
         except OptionError as error:
-            raise exit_with(error) from None  # argparse lets SystemExit pass
+            raise exit_with(error) from None  # argparse does not catch SystemExit
 
     return parse
 
@@ -314,7 +316,7 @@ def _checked(option: Option, value: Any) -> Any:
         raise OptionError(f"{flag} is not supported by this version: {option.why_not}")
     if option.kind == "flag":
         if not isinstance(value, bool):
-            raise OptionError(f"{flag} {value!r}: true or false is expected")
+            raise OptionError(f"{flag} {value!r}: expected true or false")
         return value
     if option.kind == "int":
         try:
@@ -322,29 +324,27 @@ def _checked(option: Option, value: Any) -> Any:
         except (TypeError, ValueError):
             number = None
         if number is None or not option.minimum <= number < 2**31:
-            raise OptionError(
-                f"{flag} {value}: an integer of at least {option.minimum} is accepted"
-            )
+            raise OptionError(f"{flag} {value}: expected an integer of at least {option.minimum}")
         return number
     if not isinstance(value, (str, os.PathLike)):
-        raise OptionError(f"{flag} {value!r}: text is expected")
+        raise OptionError(f"{flag} {value!r}: expected text")
     text = os.fspath(value)
     if option.kind == "path":
         _check_exists(flag, text)
     if option.kind == "method" and text not in (AUTO, *METHODS):
         accepted = ", ".join((AUTO, *METHODS))
-        raise OptionError(f"{flag} {text}: this method is unknown; accepted: {accepted}")
+        raise OptionError(f"{flag} {text}: unknown method; accepted: {accepted}")
     return text
 
 
 def _check_exists(flag: str, text: str) -> None:
     try:
         found = bool(text) and Path(text).exists()
-    except (OSError, ValueError) as error:  # too long a name, a folder that may not be read
+    except (OSError, ValueError) as error:  # a name that is too long, an unreadable folder
         raise OptionError(f"{flag} {text}: {getattr(error, 'strerror', None) or error}") from None
     if not found and Repository.parse(text) is None:
         raise OptionError(
-            f"{flag} {text}: no such file or folder; a repository is named as org/name"
+            f"{flag} {text}: no such file or folder, and not a repository name (org/name)"
         )
 
 

@@ -1,8 +1,8 @@
-"""Decides what the options leave open and checks them, before an engine loads anything.
+"""Fills in options that were not given, and checks all of them before an engine loads anything.
 
-What a layer would refuse while it is built in a worker, as a traceback, is refused here in one line
-that names the option. Knows no engine; the configuration is any object with the attributes of a
-Hugging Face ``config.json``.
+Checks that would otherwise fail in a worker, with a traceback, are made here, and fail with one
+line that names the option. Independent of the engines: the configuration is any object with the
+attributes of a Hugging Face ``config.json``.
 """
 
 import os
@@ -22,16 +22,16 @@ from .options import AUTO, KTOptions, OptionError
 from .repository import Repository
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-_ANY_SIZE = 1024  # in place of a size the configuration does not tell: no method refuses it
-_ANY_METHOD = "BF16"  # in place of one that is not decided: it takes any size
-# What the checks call a value, and the option it came from.
+_ANY_SIZE = 1024  # stands for a size that the configuration lacks: every method accepts it
+_ANY_METHOD = "BF16"  # stands for an undecided method: it accepts any size
+# The checks' name of a value, and the option that it came from.
 _FLAGS = {
     "threadpool_count": "threadpool_count",
     "cpuinfer_threads": "cpuinfer",
     "max_deferred_experts_per_token": "max_deferred_experts_per_token",
     "method": "method",
     "weight_path": "weight_path",
-    "hidden_size": "method",  # a size that does not suit the method's groups
+    "hidden_size": "method",  # a size that does not fit the method's groups
     "moe_intermediate_size": "method",
 }
 
@@ -41,8 +41,8 @@ class ServedModel:
     """The model that an engine serves.
 
     Attributes:
-        path: folder or repository, as the engine is told.
-        quantisation: what the engine calls the model's quantisation; None or "" for 16- and 32-bit
+        path: folder or repository, as given to the engine.
+        quantisation: the engine's name of the model's quantisation; None or "" for 16- and 32-bit
             weights.
         revision: of a repository; None: its main branch.
         cache_dir: where the engine keeps repositories; None: the hub's cache.
@@ -55,19 +55,20 @@ class ServedModel:
 
 
 def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
-    """The options as the workers need them: with a method, and with the weight path as a file or
-    folder of this machine.
+    """Returns the options as the workers need them: with a method, and with a local file or folder
+    as the weight path.
 
-    Without a weight path, the cold experts of a quantised model are read from the served model:
-    the single tensors that engines deliver are no use to our readers. Of files only headers are
-    read. A repository that is not in the cache is downloaded, once all else was checked.
+    Without a weight path, the cold experts of a quantised model are read from the served model's
+    files, because our readers cannot use the single tensors that engines deliver. Only file headers
+    are read. A repository that is not in the cache is downloaded after everything else was checked.
 
     Args:
-        config: the language model's configuration. Its number of experts has to be there; where
-            the name of another size is not a usual one, the layers check what depends on it.
+        config: the language model's configuration. It must have the number of experts. If it has
+            another size under an unusual name, the layers check what depends on that size.
 
     Raises:
-        OptionError: one line, for options that this model, its weights or this machine cannot take.
+        OptionError: one line, if this model, its weights or this machine do not support the
+            options.
     """
     _check_settings(options, config)
     given = options.weight_path
@@ -82,9 +83,9 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
         if given is None and not checkpoint.quantization.settings:
             raise ValueError(
                 f"{path} is not quantised, and kt-moe does not support experts that the engine "
-                "quantises while loading; leave its quantisation out, or serve a quantised model"
+                "quantises while loading; remove --quantization, or serve a quantised model"
             )
-        # Behind the model's own layers there may be others, for predicting several tokens.
+        # The model's own layers may be followed by layers that predict several tokens.
         count = _size(config, "num_hidden_layers")
         choice = QUANTISE
         if options.method == AUTO:
@@ -96,12 +97,12 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
 
 
 def _prepared(options: KTOptions, config: Any, choice: Choice) -> KTOptions:
-    """With the method: the one that is named, or the choice."""
+    """The options with a method: the one that was given, or the choice."""
     if options.method != AUTO:
         if get_method(options.method).quantised and options.weight_path is None:
             raise OptionError(
-                f"--kt-method {options.method}: it takes weights that are quantised already, and "
-                "the served model's are not; name their checkpoint with --kt-weight-path"
+                f"--kt-method {options.method} needs quantised weights, but the served model is "
+                "not quantised; name a quantised checkpoint with --kt-weight-path"
             )
         return options
     hidden, inter = _sizes(config)
@@ -111,25 +112,25 @@ def _prepared(options: KTOptions, config: Any, choice: Choice) -> KTOptions:
         )
     except ValueError as error:
         raise OptionError(
-            f"--kt-method {choice.method} (chosen for {choice.reason}): {error}"
+            f"--kt-method {choice.method} (selected for {choice.reason}): {error}"
         ) from error
     return replace(options, method=choice.method, reason=choice.reason)
 
 
 def _local(text: str, served: ServedModel) -> str:
-    """The file or folder that a user, or an engine, names. ValueError if there is none."""
+    """The file or folder that a user or an engine named. ValueError if there is none."""
     if os.path.exists(text):
         return os.path.abspath(text)
     repository = Repository.parse(text)
     if repository is None:
-        raise ValueError("no such file or folder; a repository is named as org/name")
+        raise ValueError("no such file or folder, and not a repository name (org/name)")
     if repository.name == served.path and repository.revision is None:
         repository = replace(repository, revision=served.revision)
     return local_path(repository, served.cache_dir)
 
 
 def num_experts(config: Any) -> int:
-    """Routed experts per layer; OptionError when the configuration has no such number."""
+    """Routed experts per layer; OptionError if the configuration has no such number."""
     for name in _EXPERTS:
         if count := _size(config, name):
             return count
@@ -141,8 +142,8 @@ def num_experts(config: Any) -> int:
 
 
 def moe_layers(config: Any) -> list[int]:
-    """Numbers of the layers with experts; where the configuration's way to tell is not known, only
-    the last layer, which has experts in all such models."""
+    """Numbers of the layers with experts. If the configuration describes them in an unknown way,
+    only the last layer, which has experts in all such models."""
     count = _size(config, "num_hidden_layers")
     if count is None:
         return []
@@ -163,7 +164,7 @@ def _size(config: Any, name: str) -> int | None:
 
 
 def _sizes(config: Any) -> tuple[int | None, int | None]:
-    """Hidden and intermediate size of the experts; None where their names are not usual ones."""
+    """Hidden and intermediate size of the experts; None if they have unusual names."""
     hidden, inter = _size(config, "hidden_size"), _size(config, "moe_intermediate_size")
     if inter is None and hasattr(config, "num_local_experts"):  # such models have one size
         inter = _size(config, "intermediate_size")
@@ -171,8 +172,8 @@ def _sizes(config: Any) -> tuple[int | None, int | None]:
 
 
 def _check_settings(options: KTOptions, config: Any) -> None:
-    """Raises OptionError, one line, for values that this model or this machine cannot take. What
-    depends on the method is not checked of `AUTO`."""
+    """Raises OptionError, one line, for values that this model or this machine does not support.
+    Checks that depend on the method are skipped for `AUTO`."""
     experts = num_experts(config)
     placement = initial_placement(options, experts)
     hidden, inter = _sizes(config)
@@ -193,7 +194,7 @@ def _check_settings(options: KTOptions, config: Any) -> None:
     except (ImportError, OSError, TypeError, ValueError) as error:
         name = re.split(r"\W", str(error), maxsplit=1)[0]
         option = _FLAGS.get(name)
-        if option is None:  # the message names an environment variable, or the model's number
+        if option is None:  # the message names an environment variable or the model's number
             raise OptionError(str(error)) from error
         flag = "--kt-" + option.replace("_", "-")
         raise OptionError(f"{flag} {getattr(options, option)}: {error}") from error
@@ -201,7 +202,7 @@ def _check_settings(options: KTOptions, config: Any) -> None:
 
 @contextmanager
 def _naming(place: str) -> Iterator[None]:
-    """Errors of readers, from inside, become OptionErrors that begin with `place`."""
+    """Turns errors of readers inside the block into OptionErrors that begin with `place`."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -209,8 +210,8 @@ def _naming(place: str) -> Iterator[None]:
 
 
 def _check_weights(checkpoint: Checkpoint, config: Any, method: str) -> None:
-    """Names, shapes and dtypes of all experts of the model's layers, and whether the method takes
-    them. Raises what the readers raise."""
+    """Checks names, shapes and dtypes of all experts of the model's layers, and whether the method
+    reads them. Raises what the readers raise."""
     experts = num_experts(config)
     hidden, inter = _sizes(config)
     for layer in moe_layers(config):

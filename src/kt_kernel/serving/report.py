@@ -1,7 +1,7 @@
-"""Tells an operator that the CPU kernels are at work: log lines, and a file on request.
+"""Shows operators that the CPU kernels are used: log lines, and counters in a file.
 
-The engines run the model in a process of their own, often killed rather than ended, so the counters
-are published while it runs: a daemon thread looks twice a second and reports what has changed.
+Engines run the model in a separate process that is often killed. A daemon thread therefore
+publishes the counters twice a second if they have changed.
 """
 
 import json
@@ -15,7 +15,7 @@ from ..runtime.files import replace_file
 from ..runtime.pools import log_crowding
 from .hybrid import HybridModel
 
-STATS_FILE_VARIABLE = "KT_STATS_FILE"  # the counters as JSON go to this file, replaced atomically
+STATS_FILE_VARIABLE = "KT_STATS_FILE"  # counters are written to this file as JSON, atomically
 LOOK_SECONDS = 0.5
 LOG_SECONDS = 30.0
 
@@ -25,8 +25,8 @@ _warned_of: set[str] = set()  # files that could not be written
 
 
 def watch(model: HybridModel, logger: logging.Logger) -> None:
-    """Reports this loaded model's counters from now on, for as long as it exists; only what it is
-    where another rank's process has the counters."""
+    """Reports this loaded model's counters from now on, for as long as it exists. If another rank's
+    process has the counters, only the description is logged."""
     global _started_in
     logger.info(model.describe())
     for number, line in enumerate(model.describe_loading()):
@@ -60,16 +60,18 @@ def _calls() -> int:
 
 
 def _publish(logger: logging.Logger) -> None:
-    """Writes the counters; a file that cannot be written is worth a warning, not the server."""
+    """Writes the counters. If the file cannot be written, logs a warning and goes on."""
     path = os.environ.get(STATS_FILE_VARIABLE)
     if not path:
         return
     try:
         _write(path)
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid path
         if path not in _warned_of:
             _warned_of.add(path)
-            logger.warning("kt: %s %s: counters not written: %s", STATS_FILE_VARIABLE, path, error)
+            logger.warning(
+                "kt: %s %s: cannot write the counters: %s", STATS_FILE_VARIABLE, path, error
+            )
 
 
 def _write(path: str) -> None:

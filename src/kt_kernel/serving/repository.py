@@ -1,4 +1,4 @@
-"""Names of repositories on the Hugging Face hub."""
+"""Parses names of repositories on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Repository:
 
     Attributes:
         name: ``org/name``.
-        inside: path of the file or folder; "": all of the repository.
+        inside: path of the file or folder; "": the whole repository.
         revision: branch, tag or commit; None: the main branch.
     """
 
@@ -27,7 +27,7 @@ class Repository:
 
     @classmethod
     def parse(cls, text: str) -> Repository | None:
-        """From ``org/name[/inside][@revision]``; None for text of another form."""
+        """Parses ``org/name[/inside][@revision]``; None if the text has another form."""
         match = _NAME.fullmatch(text)
         if match is None or ".." in text:
             return None

@@ -1,4 +1,4 @@
-"""Processes of an engine: started in a group of their own, waited for, and ended all together."""
+"""Starts an engine's processes in a group of their own, waits for them, and ends them together."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# The servers are on this machine: a proxy named in the environment is not asked.
+# The servers are local, so proxies named in the environment are not used.
 local_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerFailed(Exception):
-    """A server ended, or did not answer in time."""
+    """A server exited, or did not answer in time."""
 
 
 @contextmanager
@@ -30,11 +30,12 @@ def process_group(
     env: Mapping[str, str] | None = None,
     patience: float = 15,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a command whose output goes to ``log``; when the block ends none of its processes runs.
+    """Runs a command and writes its output to ``log``. When the block ends, none of its processes
+    runs.
 
-    Engines start processes which may outlive the first one, so the group is what is ended: asked to
-    end with SIGTERM, and killed after ``patience`` seconds. In the main thread, SIGTERM to this
-    process leaves the block with SystemExit, and SIGINT does not interrupt the end of the group.
+    Engines start processes that may outlive the first one, so the whole group is ended: by SIGTERM,
+    and by SIGKILL after ``patience`` seconds. In the main thread, SIGTERM to this process leaves
+    the block with SystemExit, and SIGINT does not interrupt ending the group.
     """
     catches = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, _exit) if catches else None
@@ -68,8 +69,9 @@ def _exit(number: int, frame: object) -> None:
 def end_group(group: int, patience: float = 15) -> None:
     """Ends all processes of a group.
 
-    SIGTERM first, SIGKILL to what still runs after ``patience`` seconds. Returns when nothing of it
-    runs; RuntimeError if that takes 15 more seconds, as with a process that waits for a device.
+    Sends SIGTERM first, and SIGKILL to processes that still run after ``patience`` seconds. Returns
+    when none of them runs. Raises RuntimeError if that takes 15 more seconds, as with a process
+    that waits for a device.
     """
     for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 15)):
         with suppress(ProcessLookupError):
@@ -85,7 +87,7 @@ def end_group(group: int, patience: float = 15) -> None:
 
 
 def _runs(group: int) -> bool:
-    """Whether a process of the group runs. Zombies do not; their parents may never look at them."""
+    """Whether a process of the group runs. Zombies do not: their parents may never reap them."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = stat.read_text()
@@ -104,16 +106,16 @@ def wait_until_healthy(
     timeout: float,
     waiting: Callable[[float], None] = lambda seconds: None,
 ) -> float:
-    """Waits until ``url``/health answers with status 200; returns the seconds that took.
+    """Waits until ``url``/health answers with status 200; returns how many seconds it took.
 
-    ``waiting`` is called about once a second with the seconds so far. ServerFailed if the process
-    ends before, or after ``timeout`` seconds without an answer.
+    ``waiting`` is called about once a second with the seconds so far. Raises ServerFailed if the
+    process exits first, or after ``timeout`` seconds without an answer.
     """
     start = time.monotonic()
     while True:
         elapsed = time.monotonic() - start
         if server.poll() is not None:
-            raise ServerFailed(f"the server ended with code {server.returncode}")
+            raise ServerFailed(f"the server exited with code {server.returncode}")
         if elapsed > timeout:
             raise ServerFailed(f"the server did not answer within {timeout:.0f} s")
         with (
@@ -127,7 +129,7 @@ def wait_until_healthy(
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody uses just now."""
+    """A TCP port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
