@@ -1,7 +1,7 @@
 """Mixture-of-Experts inference with experts on the CPU, next to a GPU engine.
 
-Names are loaded at first use, so that reading options in an engine's start-up stays cheap. What is
-checked at import: the platform, the files of the package, and the variables that choose kernels.
+Names are loaded at first use, so that reading options during an engine's start stays cheap. The
+import checks the platform, the files of the package, and the variables that select kernels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ with _conflict.told_to_engines():
 
     variant.check_platform()
     _conflict.check()
-    # An engine swallows errors of plugins. Where its kt options, if there are any, are not seen
-    # yet, they are checked together with the variables.
+    # An engine swallows errors of plugins. If kt options may exist that are not visible yet, the
+    # variables are checked together with them.
     if _conflict.options_visible() or not _conflict.in_engine():
         variant.check_environment()
 
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"kt_kernel.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
-    # Both are asked for anew each time: the environment may lower the instruction set.
+    # Both are evaluated on each access: the environment may lower the instruction set.
     if name == "__cpu_variant__":
         return importlib.import_module("kt_kernel.runtime.variant").cpu_variant()
     if name == "__cpu_kernel__":

@@ -1,7 +1,7 @@
-"""Faults of the installation: another distribution in our files, and faults engines would swallow.
+"""Installation faults: files overwritten by another distribution, and errors that engines swallow.
 
-The distribution kt-kernel installs the same import package over ours. What it replaces first is
-``kt_kernel/__init__.py``, so the plugins, which it does not have, call `check` as well.
+The distribution kt-kernel installs the same import package over ours, including
+``kt_kernel/__init__.py``. The plugins, which it does not have, therefore call `check` as well.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-_MARKER = "_kt_moe_marker"  # a file no other distribution has
+_MARKER = "_kt_moe_marker"  # a file that no other distribution has
 _LOADERS = ("vllm.plugins", "sglang.srt.plugins")  # the engines' modules that import plugins
 
 
 def overwritten() -> str | None:
-    """A line saying so when files of this package were removed or replaced, else None."""
+    """An error line if files of this package were removed or replaced, else None."""
     folder = Path(__file__).parent
     try:
         ours = "_conflict.check()" in (folder / "__init__.py").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def overwritten() -> str | None:
 
 
 def both_installed() -> str | None:
-    """A line saying so when kt-kernel is installed next to kt-moe, else None."""
+    """A warning line if kt-kernel is installed next to kt-moe, else None."""
     try:
         version = metadata.version("kt-kernel")
     except metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ def both_installed() -> str | None:
 
 
 def _repair() -> str:
-    """What removes kt-kernel and puts our files back, which its removal takes away."""
+    """The commands that remove kt-kernel and restore our files, which its removal deletes."""
     path = _installed_from()
     again = "pip install --force-reinstall --no-deps"
     if path is None:
@@ -79,7 +79,7 @@ def check() -> None:
         ImportError: files of this package are gone or replaced.
 
     Warns:
-        RuntimeWarning: kt-kernel is installed too.
+        RuntimeWarning: kt-kernel is installed, too.
     """
     if (problem := overwritten()) is not None:
         raise ImportError(problem)
@@ -88,10 +88,10 @@ def check() -> None:
 
 
 def options_visible() -> bool:
-    """Whether kt options are seen before an engine has read its arguments.
+    """Whether kt options are visible before an engine has read its arguments.
 
-    That is, in KT_CONFIG or as a flag, spelled with hyphens or, as vLLM allows, underscores. Those
-    in a configuration file or in an engine's Python arguments are not seen here.
+    That is, in KT_CONFIG or as a flag, spelled with hyphens or, as vLLM allows, underscores.
+    Options in a configuration file or in an engine's Python arguments are not visible here.
     """
     return bool(os.environ.get("KT_CONFIG")) or any(
         argument.replace("_", "-").startswith(("--kt-", "--record-kt-"))
@@ -106,11 +106,11 @@ def in_engine() -> bool:
 
 @contextmanager
 def told_to_engines() -> Iterator[None]:
-    """Within, an ImportError ends the process with one line where an engine loads us and kt options
+    """Inside, an ImportError ends the process with one line if an engine loads us and kt options
     are visible, and in the command `kt`.
 
-    The engines log an exception of a plugin and serve without it; SystemExit passes. Everywhere
-    else the ImportError is raised as it is.
+    The engines log an exception of a plugin and serve without it, but do not catch SystemExit.
+    Otherwise the ImportError is raised unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The published interface: `KTMoEWrapper`, the factory of the layers' wrappers."""
+"""The public interface: `KTMoEWrapper`, the factory of layer wrappers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _BEFORE_MODE = 13  # positional parameters of the constructor before ``mode``
-# What follows there in kt-kernel 0.7.2.
+# The parameters that follow in kt-kernel 0.7.2.
 _OLDER_ORDER = (
     "numa_nodes",
     "mode",
@@ -54,7 +54,7 @@ def _takes_older_order(
     new: Callable[Concatenate[type, _P], _T],
 ) -> Callable[Concatenate[type, _P], _T]:
     """Also accepts positional arguments in the order of kt-kernel 0.7.2, which has ``numa_nodes``
-    in the place of ``mode``: a list or None there tells them apart."""
+    in place of ``mode``: a list or None there distinguishes the two."""
 
     @functools.wraps(new)
     def construct(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -79,31 +79,31 @@ def _is_list(value: Any) -> bool:
 
 
 class KTMoEWrapper:
-    """Makes the object that computes one MoE layer's experts on the CPU.
+    """Creates the object that computes one MoE layer's experts on the CPU.
 
-    Every argument is a read-only attribute of that object: as given or, where None was given or the
-    argument was left out, what was chosen instead.
+    Every argument is a read-only attribute of that object. If it was None or omitted, the attribute
+    has the selected value.
 
     Args:
-        layer_idx: number of the layer; names the checkpoint's tensors and orders deferral.
+        layer_idx: number of the layer; selects the tensors of the checkpoint and orders deferral.
         num_experts: E. num_experts_per_tok: k. hidden_size: H. moe_intermediate_size: I.
         gpu_experts_mask: bool [E], True = on the GPU (skipped here). An int is taken as
             ``num_gpu_experts``.
-        cpuinfer_threads: threads over all pools; None: what saturates the read bandwidth.
+        cpuinfer_threads: threads in all pools; None: as many as saturate the read bandwidth.
         threadpool_count: pools; None: one per NUMA node in use.
         weight_path: checkpoint file, folder or packed directory for ``load_weights``. An empty
             string counts as not given.
-        chunked_prefill_size: largest batch expected; only sizes buffers, and more than is worth
-            its memory counts as less. -1: not known.
-        cpu_save: also write the packed layer to disk, all of its experts. Weights from tensors go
-            to ``weight_path``, a packed directory that is made if it is not there. Weights from a
-            checkpoint go to the subfolder ``kt-packed`` of ``weight_path`` (of a file: of its
+        chunked_prefill_size: largest batch expected, -1 if unknown. It only sizes buffers, and very
+            large values are reduced.
+        cpu_save: also write all experts of the packed layer to disk. Weights from tensors go to the
+            packed directory ``weight_path``, which is created if it does not exist. Weights from a
+            checkpoint go to the subfolder ``kt-packed`` of ``weight_path`` (for a file: of its
             folder), and are loaded from there the next time.
-        max_deferred_experts_per_token: d, experts per token that a layer may hand to the next.
+        max_deferred_experts_per_token: d, experts per token that a layer may defer to the next.
         method: weight format, one of ``INFERENCE_METHODS`` (of ``SFT_METHODS`` with mode="sft").
-        mode: "inference" or "sft". A list or None here, by position, is taken as ``numa_nodes``,
-            and what follows by position as kt-kernel 0.7.2 has it.
-        num_gpu_experts: n puts slots 0 … n-1 on the GPU; with a mask the two must agree.
+        mode: "inference" or "sft". A positional list or None here is taken as ``numa_nodes``, and
+            the positional arguments after it in the order of kt-kernel 0.7.2.
+        num_gpu_experts: n puts slots 0 … n-1 on the GPU; it must agree with a mask.
         numa_nodes: NUMA node of each pool.
         swiglu_limit: > 0 clamps gate from above and up to ±limit.
         swiglu_alpha: != 0 uses ``gate * sigmoid(alpha * gate) * (up + 1)``.
@@ -196,5 +196,5 @@ class KTMoEWrapper:
     select_deferred_experts = staticmethod(select_deferred_experts)
 
 
-#: The name that code written for kt-kernel uses where it wants AMXINT4 or AMXINT8.
+#: The name that kt-kernel has for methods AMXINT4 and AMXINT8.
 AMXMoEWrapper = KTMoEWrapper

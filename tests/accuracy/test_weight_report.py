@@ -112,5 +112,5 @@ def test_quantised_source(tmp_path):
         tensors[name + "_packed"] = torch.zeros(len(tensor), tensor.shape[1] // 8).int()
         tensors[name + "_scale"] = torch.ones(len(tensor), tensor.shape[1] // 32)
     source = save(tmp_path / "source", tensors)
-    with pytest.raises(ValueError, match="RAWINT4.*method BF16 was asked for"):
+    with pytest.raises(ValueError, match="RAWINT4.*method BF16 was requested"):
         weight_report(source, source, "RAWINT4", threads=1)

@@ -248,7 +248,7 @@ def test_other_methods_are_refused_with_the_one_that_fits(tmp_path, method):
     path = Model(("BF16", "BF16", "Q4_0")).save(tmp_path / "m.gguf")
     dense = method in ("BF16", "AMXINT4")
     name = "blk.0.ffn_down_exps.weight" if dense else "blk.0.ffn_gate_exps.weight"
-    fails(path, path, name, "LLAMAFILE", f"method {method} was asked for", method=method)
+    fails(path, path, name, "LLAMAFILE", f"method {method} was requested", method=method)
 
 
 def test_mxfp4_for_its_own_method(tmp_path):

@@ -110,9 +110,9 @@ def test_layers_that_differ(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         chosen(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: the layers differ in format (layer 0: 16- or 32-bit weights; layers 1-2: FP8 "
-        "with scales per 128x128 block), so no method is chosen by itself; choose one of the "
-        f"methods that take all of them: {', '.join(QUANTISED_ON_LOAD)}"
+        f"{tmp_path}: the layers have different formats (layer 0: 16- or 32-bit weights; layers 1-2: "
+        "FP8 with scales per 128x128 block), so auto cannot choose a method; choose a "
+        f"method that reads all of them: {', '.join(QUANTISED_ON_LOAD)}"
     )
     assert chosen(tmp_path, 1, 2).method == "FP8"  # layers that do not count
 
@@ -143,7 +143,7 @@ def test_scales_of_an_unknown_kind(tmp_path: Path) -> None:
 
 def test_no_layer_that_counts(tmp_path: Path) -> None:
     write(tmp_path, "dense", 4)
-    with pytest.raises(ValueError, match="none of the model's layers has experts .*: 4$"):
+    with pytest.raises(ValueError, match="no layer of the model has experts .*: 4$"):
         chosen(tmp_path, 0, 1)
     save_file({"lm_head.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="layers with experts: none"):

@@ -183,7 +183,7 @@ def test_experts_one_by_one(tmp_path):
         for field, tensor in parts.items():
             assert torch.equal(tensor, getattr(whole, field)[expert])
     with (
-        pytest.raises(ValueError, match="expected are 5 experts"),
+        pytest.raises(ValueError, match="expected 5 experts"),
         checkpoint.each_expert(3, 5, H, I),
     ):
         pass

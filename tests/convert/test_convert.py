@@ -306,7 +306,7 @@ def test_resume_with_something_else(int8, tmp_path, change, words):
     before = contents(int8)
     method = change.pop("method", "AMXINT8")
     other = save_checkpoint(tmp_path / "other", **change)
-    with pytest.raises(ValueError, match=f"{re.escape(str(int8))}: holds something else.*{words}"):
+    with pytest.raises(ValueError, match=f"{re.escape(str(int8))} holds a different .*{words}"):
         run_convert(other, int8, method, resume=True)
     assert contents(int8) == before
 
@@ -375,7 +375,7 @@ def test_a_weight_that_cannot_be_converted(tmp_path):
     with pytest.raises(ValueError, match="layer 2.*up row 7: .*finite"):
         run_convert(source, tmp_path / "out")
     assert sorted(contents(tmp_path / "out")) == ["kt_manifest.json", "layer-00001.safetensors"]
-    with pytest.raises(ValueError, match="layer 2 is not there yet.*--resume"):
+    with pytest.raises(ValueError, match="layer 2 is missing.*--resume"):
         loaded(2, "AMXINT8", tmp_path / "out")
     loaded(1, "AMXINT8", tmp_path / "out")
 
@@ -464,7 +464,7 @@ def test_a_source_that_changes_meanwhile(tmp_path, layer):
     with pytest.raises(ValueError, match=f"{source}/.*: changed during the conversion"):
         run_convert(source, out, progress=Changes())
     assert len(list(out.glob("layer-*"))) == LAYERS.index(layer)
-    with pytest.raises(ValueError, match="holds something else: .*source"):
+    with pytest.raises(ValueError, match="holds a different conversion .*source"):
         run_convert(source, out, resume=True)
 
 

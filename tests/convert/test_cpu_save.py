@@ -103,7 +103,7 @@ def test_columns_in_another_order(tmp_path):
     ordered = replace(matrix, order=torch.arange(H, dtype=torch.int32))
     settings = wrapper(3, "GPTQ_INT4", tmp_path / "out")._settings
     check_target(settings, [[matrix, matrix]])
-    with pytest.raises(ValueError, match=r"layer 3: columns in another order \(act-order\)"):
+    with pytest.raises(ValueError, match=r"layer 3: weights with a column order \(act-order\)"):
         check_target(settings, [[matrix, ordered]])
 
 
@@ -140,7 +140,7 @@ def test_layers_of_one_model_share_a_directory(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"given": weights(1)}, "layer-00003.*layer 3 is there already with other weights"),
+        ({"given": weights(1)}, "layer-00003.*layer 3 already exists with other weights"),
         ({"method": "AMXINT4"}, "method 'AMXINT4', not 'AMXINT8'"),
     ],
 )
@@ -163,7 +163,7 @@ def test_another_hidden_size(tmp_path):
 
 def test_a_converted_directory(tmp_path):
     out = run_convert(save_checkpoint(tmp_path / "source", layers=(3,)), tmp_path / "out")
-    with pytest.raises(ValueError, match="holds something else: .*source None"):
+    with pytest.raises(ValueError, match="holds a different conversion .*source None"):
         save(out)
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_is_not_written_to(tmp_path):
         save(source)
     assert contents(source) == before
     file = source / "model-3.safetensors"
-    with pytest.raises(ValueError, match="a file; expected a folder to write to"):
+    with pytest.raises(ValueError, match="this is a file; expected a folder"):
         save(file)
 
 

@@ -61,8 +61,8 @@ def test_given_as_a_file(good):
 
 
 def test_another_method(good):
-    fails(good, good, "packed for method AMXINT8; method INT4_G32 was asked for", method="INT4_G32")
-    fails(good, "packed for method AMXINT8; method FP8 was asked for", method="FP8")
+    fails(good, good, "packed for method AMXINT8, but method INT4_G32", method="INT4_G32")
+    fails(good, "packed for method AMXINT8, but method FP8 was requested", method="FP8")
 
 
 def test_other_sizes(good):
@@ -81,7 +81,7 @@ def test_another_version_is_refused_with_the_command(packed, key, value):
     change(packed, lambda content: content.update({key: value}))
     command = f"kt quant --input-path CHECKPOINT --output {packed} --quant-method int8"
     mine = {"version": VERSION, "layout_version": native().layout_version}[key]
-    fails(packed, "kt_manifest.json", f"{key} is {value!r}, this kt-moe reads {mine}", command)
+    fails(packed, "kt_manifest.json", f"{key} is {value!r}; this kt-moe reads {mine}", command)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_another_version_is_refused_with_the_command(packed, key, value):
         (lambda c: c["layers"].update({"02": c["layers"]["2"]}), ["'02' in layers"]),
         (lambda c: c["layers"].update({"-1": c["layers"]["2"]}), ["'-1' in layers"]),
         (lambda c: c["layers"].update({"9" * 5000: c["layers"]["2"]}), ["kt_manifest.json: '999"]),
-        (lambda c: c["layers"].pop("2"), ["layer 2 is not there yet", "--resume"]),
+        (lambda c: c["layers"].pop("2"), ["layer 2 is missing", "--resume"]),
         (lambda c: c["layers"]["2"].update(file="../x"), ["file is '../x'"]),
         (lambda c: c["layers"]["2"].update(bytes=1), ["layer 2: bytes is 1; expected"]),
         (lambda c: c["layers"]["2"].update(num_experts=4), ["layer 2: bytes is", "expected"]),
@@ -108,7 +108,7 @@ def test_another_version_is_refused_with_the_command(packed, key, value):
         (lambda c: c["layers"]["2"].update(sha256="0"), ["sha256 is '0'"]),
         (lambda c: c["layers"]["2"].update(biases=["bias"]), ["biases is ['bias']"]),
         (lambda c: c["layers"]["2"]["forms"].pop("up"), ["forms lacks 'up'"]),
-        (lambda c: c["layers"]["2"]["forms"]["up"].update(format=99), ["not a form of weights"]),
+        (lambda c: c["layers"]["2"]["forms"]["up"].update(format=99), ["not a weight form"]),
         (lambda c: c["layers"]["2"]["forms"]["up"].update(group_size=32), ["not a form"]),
         (lambda c: c.update(model_type="other"), ["layer-00002", "header is not what"]),
     ],
@@ -147,7 +147,7 @@ def test_a_form_that_the_method_does_not_make(packed):
     fails(packed, "layer-00001", "bytes, but")  # the file's size is another
     for file in packed.glob("layer*"):
         os.truncate(file, int(text.split("expected ")[1]))
-    fails(packed, "layer 2 is of BF16, which is not what method AMXINT8 makes")
+    fails(packed, "layer 2 is BF16, which method AMXINT8 does not produce")
 
 
 def test_files_that_are_wrong(packed, good):
@@ -158,7 +158,7 @@ def test_files_that_are_wrong(packed, good):
     second.write_bytes(data[:-1])
     fails(packed, second, f"{len(data) - 1} bytes, but", len(data))
     second.write_bytes((good / "layer-00001.safetensors").read_bytes())
-    fails(packed, second, "its header is not what kt_manifest.json says")
+    fails(packed, second, "its header does not match kt_manifest.json")
     second.write_bytes(b"\0" * len(data))
     fails(packed, second, "header is not valid JSON")
     second.write_bytes(struct.pack("<Q", 1 << 60) + data[8:])

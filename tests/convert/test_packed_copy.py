@@ -141,7 +141,7 @@ def test_a_copy_of_something_else(source, quantised):
     folder = source / "kt-packed"
     load(source)
     before = contents(folder)
-    words = f"{folder}: a packed copy of something else: .*; remove this folder, or pass cpu_save"
+    words = rf"{folder} holds a packed copy of something else \(.*\); delete the folder, or"
     for layer in (3, 4):
         with pytest.raises(ValueError, match=rf"layer {layer}: .*{words}") as caught:
             load(source, layer, method="AMXINT4")
@@ -158,7 +158,7 @@ def test_a_copy_of_something_else(source, quantised):
         load(source)
     shutil.rmtree(folder)
     folder.write_text("a file")
-    with pytest.raises(ValueError, match=f"{folder}: a file; expected a folder"):
+    with pytest.raises(ValueError, match=f"{folder}: this is a file; expected a folder"):
         load(source)
     assert quantised == [3]
 

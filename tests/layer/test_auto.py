@@ -132,7 +132,7 @@ def test_layers_that_differ(tmp_path: Path) -> None:
     path = save(tmp_path / "mixed", ["BF16", "FP8"])
     error = error_of(UNQUANTISED, weight_path=str(path))
     assert error.startswith(
-        f"--kt-weight-path {path}: {path}: the layers differ in format (layer 0"
+        f"--kt-weight-path {path}: {path}: the layers have different formats (layer 0"
     )
     assert decide(UNQUANTISED, weight_path=str(path), method="INT4_G128").method == "INT4_G128"
 
@@ -174,7 +174,7 @@ def test_other_options_are_checked_before_anything_is_fetched(
 
 def test_a_layer_takes_no_undecided_method() -> None:
     with pytest.raises(
-        ValueError, match="layer 3: method auto is not decided; kt_kernel.serving.preflight"
+        ValueError, match="layer 3: method auto is not decided; call kt_kernel.serving.preflight"
     ):
         HybridLayer(
             KTOptions(),

@@ -160,7 +160,7 @@ def test_placement() -> None:
     assert layer.placement == Placement.first(E, 2)
     assert [layer.slot_of(expert) for expert in range(E)] == [0, 1, -1, -1, -1, -1]
     for expert in (-1, E):
-        with pytest.raises(ValueError, match=f"expert {expert} does not exist; 0 to 5"):
+        with pytest.raises(ValueError, match=f"expert {expert} does not exist; accepted: 0 to 5"):
             layer.slot_of(expert)
 
 
@@ -198,8 +198,13 @@ def test_missing_weights_are_named(weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("expert", "which", "tensor", "message"),
     [
-        (1, "gate", torch.zeros(INNER, H), "hot expert's weights belong to the engine; cold: 2-5"),
-        (9, "gate", torch.zeros(INNER, H), "expert 9 does not exist; 0 to 5"),
+        (
+            1,
+            "gate",
+            torch.zeros(INNER, H),
+            "weights of hot experts belong to the engine; cold experts: 2-5",
+        ),
+        (9, "gate", torch.zeros(INNER, H), "expert 9 does not exist; accepted: 0 to 5"),
         (2, "w1", torch.zeros(INNER, H), "unknown matrix; accepted: gate, up, down"),
         (2, "down", torch.zeros(INNER, H), r"shape \(48, 64\), expected \(64, 48\)"),
         (2, "up", torch.zeros(INNER, H, dtype=torch.int8), "dtype torch.int8; accepted: "),
@@ -247,7 +252,7 @@ def test_weight_path(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     assert not layer.takes_weights
     layer.add_weight(2, "gate", torch.zeros(INNER, H))  # the engine's own are not wanted
     layer.finish_loading()
-    with pytest.raises(RuntimeError, match="exchanging weights while serving is not supported"):
+    with pytest.raises(RuntimeError, match="replacing weights while serving is not supported"):
         layer.add_weight(2, "gate", torch.zeros(INNER, H))
     x, ids, router = batch(5)
     layer.submit(x, ids, router)

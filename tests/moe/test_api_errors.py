@@ -165,7 +165,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
         ({"map": torch.tensor([0, 1, 2, 6, 4, 5])}, ValueError, "[3] = 6; accepted: 0 to 5"),
         ({"map": torch.tensor([0, 1, -1, 3, 4, 5])}, ValueError, "[2] = -1; accepted: 0 to 5"),
         ({"map": torch.tensor([2**63 + 1] * 6, dtype=torch.uint64)}, ValueError, "[0] = 9223"),
-        ({"map": torch.arange(6, device="meta")}, ValueError, "must be on the CPU, it is on meta"),
+        ({"map": torch.arange(6, device="meta")}, ValueError, "must be on the CPU, but is on meta"),
         ({"map": torch.arange(6).to_sparse()}, ValueError, "must be a dense tensor with data"),
         (
             {"gate": torch.empty(6, 32, 64, device="meta")},

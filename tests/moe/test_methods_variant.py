@@ -97,8 +97,11 @@ def test_variables_are_checked_at_import(variables, text):
 def test_debug_prints_at_import():
     lowered = {"KT_KERNEL_CPU_VARIANT": "avx2", "KT_KERNEL_KIND": "tile"}
     for variables, chosen in (
-        ({}, f"chose {variant.native().kernel_tables()[0]} kernels, vector and tile (by itself)"),
-        (lowered, "chose avx2 kernels, tile (KT_KERNEL_CPU_VARIANT=avx2, KT_KERNEL_KIND=tile)"),
+        (
+            {},
+            f"selected {variant.native().kernel_tables()[0]} kernels, vector and tile (auto",
+        ),
+        (lowered, "selected avx2 kernels, tile (KT_KERNEL_CPU_VARIANT=avx2, KT_KERNEL_KIND=tile)"),
     ):
         done = python(
             "import kt_kernel; kt_kernel.cpu_features()", KT_KERNEL_DEBUG="1", **variables

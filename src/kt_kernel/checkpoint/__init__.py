@@ -1,4 +1,4 @@
-"""Reads expert weights from checkpoints. One reader per source format, all give ExpertTensors.
+"""Reads expert weights from checkpoints. One reader per source format; all return ExpertTensors.
 
 checkpoint.py  opens what a path holds; base.py what every checkpoint offers
 hugging_face.py  checkpoints in safetensors files

@@ -1,4 +1,4 @@
-"""Experts are read ahead of their packing: the disk, conversions and packing work at once."""
+"""Reads experts ahead, so that the disk, conversions and packing work at the same time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-#: What may wait to be packed, beside one expert that is being read and one that is being packed; a
-#: larger expert may wait alone. More than a disk needs to be busy.
+#: Bytes that may wait for packing, in addition to one expert being read and one being packed; a
+#: larger expert may wait alone. This is more than enough to keep a disk busy.
 AHEAD_BYTES = 64 << 20
 
 _MADVISE = ctypes.CDLL(None).madvise
@@ -23,16 +23,16 @@ _END: Any = object()
 
 
 def will_need(tensor: torch.Tensor) -> torch.Tensor:
-    """Has the memory of a tensor that lies in a mapped file read, all of it at once rather than
-    page by page as it is touched. Returns at once, with the tensor."""
+    """Starts reading the memory of a tensor in a mapped file, as a whole instead of page by page on
+    access. Returns the tensor at once."""
     will_need_bytes(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 
 def will_need_bytes(address: int, size: int) -> None:
-    """The same of memory."""
+    """The same for a range of memory."""
     begin = address - address % mmap.PAGESIZE
-    # Only advice: whether it is taken makes no difference but in time.
+    # This is only advice; it affects only the time.
     _MADVISE(begin, address + size - begin, mmap.MADV_WILLNEED)
 
 

@@ -1,4 +1,4 @@
-"""What every checkpoint offers, whatever files it is in."""
+"""The interface of all checkpoints, independent of their file format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Sizes = tuple[int, int, int]
 
 
 class Checkpoint(ABC):
-    """A checkpoint on disk, opened once, then asked for layers. Made by `open_checkpoint`.
+    """A checkpoint on disk, opened once and read layer by layer. Made by `open_checkpoint`.
 
     Only headers are held; no file stays open. May be used from several threads.
     """
@@ -44,11 +44,11 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def model_type(self) -> str | None:
-        """As config.json names it; None where the files do not tell."""
+        """model_type of config.json; None if the files have none."""
 
     @property
     def quantization(self) -> Quantization:
-        """What config.json says of quantisation; of other files than safetensors, nothing."""
+        """The quantisation settings of config.json; empty except for safetensors."""
         return Quantization()
 
     @property
@@ -62,7 +62,7 @@ class Checkpoint(ABC):
         return fingerprint(self)
 
     def changed(self, folders: bool = True) -> str | None:
-        """The first file or, with `folders`, folder that is no longer as it was read, or None."""
+        """The first file or, with `folders`, folder that has changed since it was read, or None."""
         return self._index.changed(folders)
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def sizes(self, layer_idx: int) -> Sizes:
-        """(num_experts, hidden_size, moe_intermediate_size) as the files have them."""
+        """(num_experts, hidden_size, moe_intermediate_size) in the files."""
 
     @abstractmethod
     def stored(self, layer_idx: int) -> Stored:
@@ -101,7 +101,7 @@ class Checkpoint(ABC):
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
     ) -> AbstractContextManager[LayerReader]:
-        """The reader of one layer, all of which was checked; see `read_experts`."""
+        """The reader of one completely checked layer; see `read_experts`."""
 
     def read_experts(
         self,
@@ -167,7 +167,7 @@ class Checkpoint(ABC):
 
 
 class ExpertStream:
-    """The experts of a layer, read a little before they are asked for.
+    """The experts of a layer, read slightly ahead.
 
     form: of the weights; None if all are dense. fields: those of `ExpertTensors` that there are.
     stored_bytes: that the files have of the experts read so far.
@@ -191,7 +191,7 @@ class ExpertStream:
         return tensors
 
     def close(self) -> None:
-        """Ends the reading. What was given stays valid."""
+        """Stops reading. Experts already returned stay valid."""
         self._running.close()
 
 

@@ -1,4 +1,4 @@
-"""Opens what a path holds, once for all callers."""
+"""Opens checkpoints, each once for all callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells one checkpoint from another without reading all of it."""
+"""Identifies a checkpoint without reading all of it."""
 
 from __future__ import annotations
 

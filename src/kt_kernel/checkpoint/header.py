@@ -85,11 +85,11 @@ def read_header(path: str) -> dict[str, TensorInfo]:
 def explain_other_formats(path: str, start: bytes) -> None:
     """ValueError for a file that begins like one of another format."""
     if start.startswith(b"GGUF"):
-        raise ValueError(f"{path}: a GGUF file; expected safetensors, as it is named")
+        raise ValueError(f"{path}: this is a GGUF file, but its name says safetensors")
     if start.startswith(b"version "):
         raise ValueError(f"{path}: a Git LFS pointer, not the file itself; run `git lfs pull`")
     if start.startswith(b"PK\x03\x04"):
-        raise ValueError(f"{path}: a PyTorch pickle file is not read; convert it to safetensors")
+        raise ValueError(f"{path}: PyTorch pickle files are not read; convert it to safetensors")
 
 
 def _is_size(value: Any) -> bool:

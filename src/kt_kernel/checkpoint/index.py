@@ -129,7 +129,7 @@ def folders(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def _check_shards(folder: str, files: list[str]) -> None:
-    """ValueError for shards of two models in a folder that has no index to choose among them."""
+    """ValueError if a folder has shards of two models and no index."""
     first: dict[str, tuple[str, str]] = {}
     for name in files:
         match = _SHARD.fullmatch(name)
@@ -147,7 +147,7 @@ def _choose_index(folder: str, files: list[str]) -> str | None:
     found = sorted(name for name in files if name.endswith(INDEX_SUFFIX))
     if len(found) > 1 and MAIN_INDEX not in found:
         raise ValueError(
-            f"{folder}: {len(found)} indices ({', '.join(found)}); name the one to use"
+            f"{folder}: {len(found)} indices ({', '.join(found)}); give the path of one of them"
         )
     return MAIN_INDEX if MAIN_INDEX in found else found[0] if found else None
 
@@ -198,18 +198,18 @@ def listed_files(path: str) -> dict[str, set[str]]:
 def disagreements(
     path: str, files: dict[str, set[str]], file: str, present: Iterable[str] | None
 ) -> Iterator[str]:
-    """In what an index and one of its files disagree. files: those of `listed_files`. present: the
-    file's tensors; None where there is no file."""
+    """Differences between an index and one of its files. files: those of `listed_files`. present:
+    the file's tensors; None if there is no file."""
     listed = files[file]
     if present is None:
         yield (
-            f"{file}: missing, but {path} says it holds {len(listed)} tensors, among them"
+            f"{file}: missing, but {path} lists {len(listed)} tensors in it, among them"
             f" {min(listed)!r}"
         )
         return
     found = set(present)
     for name in sorted(listed - found):
-        yield f"{file}: tensor {name!r} is missing, but {path} says it is there"
+        yield f"{file}: tensor {name!r} is missing, but {path} lists it"
     for name in sorted(found - listed):
         others = [other for other, names in files.items() if name in names]
         where = f"is in {others[0]}" if others else "does not exist"

@@ -1,4 +1,4 @@
-"""The method that suits a checkpoint: what `--kt-method auto` chooses."""
+"""Selects the method for a checkpoint: `--kt-method auto`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .stored import Stored, dense_weights
 
 @dataclass(frozen=True)
 class Choice:
-    """A method, and in a few words why it was chosen."""
+    """A method, and a short reason for it."""
 
     method: str
     reason: str
@@ -24,7 +24,7 @@ QUANTISE = Choice(QUANTISED_TO, dense_weights().title)
 
 
 def method_of(checkpoint: Checkpoint, layers: Container[int] | None = None) -> Choice:
-    """The method that takes the experts as they are stored; `QUANTISED_TO` for 16- and 32-bit ones.
+    """The method that reads the experts as they are stored; `QUANTISED_TO` for 16 and 32 bits.
 
     Reads nothing: what opening the checkpoint found is enough.
 
@@ -41,7 +41,7 @@ def method_of(checkpoint: Checkpoint, layers: Container[int] | None = None) -> C
             found.setdefault(checkpoint.stored(layer), []).append(layer)
     if not found:
         raise ValueError(
-            f"{checkpoint.path}: none of the model's layers has experts there; layers with "
+            f"{checkpoint.path}: no layer of the model has experts there; layers with "
             f"experts: {ranges(checkpoint.layers(), ', ') or 'none'}"
         )
     if all(stored.dense for stored in found):
@@ -64,8 +64,8 @@ def _differ(found: dict[Stored, list[int]]) -> str:
         if all(stored.taken_by(method) for stored in found)
     ]
     advice = (
-        f"choose one of the methods that take all of them: {', '.join(methods)}"
+        f"choose a method that reads all of them: {', '.join(methods)}"
         if methods
-        else "no method takes all of them; name a checkpoint in one format"
+        else "no method reads all of them; use a checkpoint in one format"
     )
-    return f"the layers differ in format ({what}), so no method is chosen by itself; {advice}"
+    return f"the layers have different formats ({what}), so auto cannot choose a method; {advice}"

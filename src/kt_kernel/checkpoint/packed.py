@@ -59,7 +59,7 @@ class PackedCheckpoint(Checkpoint):
 
     @property
     def method(self) -> str:
-        """What the experts are packed for."""
+        """The method that the experts are packed for."""
         return self._manifest.method
 
     @property
@@ -96,7 +96,7 @@ class PackedCheckpoint(Checkpoint):
         if _sizes(spec) != sizes:
             raise ValueError(
                 f"{os.path.join(self.path, spec.file)}: layer {layer_idx} has"
-                f" {in_words(_sizes(spec))}; expected are {in_words(sizes)}"
+                f" {in_words(_sizes(spec))}; expected {in_words(sizes)}"
             )
         with _LayerFile(self, entry) as file:
             file.map()
@@ -107,8 +107,8 @@ class PackedCheckpoint(Checkpoint):
         if entry is None:
             if layer_idx in (self._manifest.expected or ()):
                 raise ValueError(
-                    f"{self.path}: layer {layer_idx} is not there yet; the conversion was not "
-                    "finished: run kt quant again with --resume"
+                    f"{self.path}: layer {layer_idx} is missing: the conversion was not finished; "
+                    "run kt quant again with --resume"
                 )
             raise self._no_experts(layer_idx)
         return entry
@@ -125,19 +125,19 @@ class PackedCheckpoint(Checkpoint):
         packed = stored.name
         if name is not None and not _same_weights(stored, get_method(name)):
             raise ValueError(
-                f"{self.path}: packed for method {packed}; method {name} was asked for"
+                f"{self.path}: packed for method {packed}, but method {name} was requested"
             )
         if not _makes(stored, spec.form):
             raise ValueError(
-                f"{os.path.join(self.path, MANIFEST)}: layer {spec.layer} is of {spec.form}, which "
-                f"is not what method {packed} makes"
+                f"{os.path.join(self.path, MANIFEST)}: layer {spec.layer} is {spec.form}, which "
+                f"method {packed} does not produce"
             )
         return spec.form
 
 
 class _LayerFile(OpenFiles):
-    """One layer's file. What is given of it stays valid on its own: the map goes with the last
-    array that refers to it."""
+    """One layer's file. Returned arrays stay valid: the mapping is closed with the last array that
+    refers to it."""
 
     def __init__(self, checkpoint: PackedCheckpoint, entry: LayerEntry) -> None:
         super().__init__(checkpoint._index)
@@ -146,13 +146,13 @@ class _LayerFile(OpenFiles):
         self._header = checkpoint.manifest.header(entry.spec)
 
     def map(self) -> None:
-        """Maps the file, which comes before all else, once its header was compared."""
+        """Maps the file once its header was compared. Called first."""
         descriptor = self.descriptor(self._path)
         check_header(self._path, self._header)
         self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
 
     def tensor(self, name: str, expert: int | None = None) -> np.ndarray:
-        """A tensor, or one expert's part of it, as the file has it."""
+        """A tensor, or one expert's part of it, as stored."""
         info = self._spec.tensors[name]
         dtype = np.float32 if info["dtype"] == "F32" else np.uint8
         shape = info["shape"] if expert is None else info["shape"][1:]
@@ -163,8 +163,8 @@ class _LayerFile(OpenFiles):
         return np.frombuffer(memoryview(self._map)[begin:end], dtype).reshape(shape)
 
     def expert(self, number: int) -> dict[str, Matrix]:
-        """The fields of one expert. All of it is asked of the disk at once, rather than page by
-        page as it is copied."""
+        """The fields of one expert. They are read from disk at once instead of page by page during
+        copying."""
         spec = self._spec
         self.descriptor(self._path)  # which is as it was
         fields: dict[str, Matrix] = {}
@@ -188,8 +188,8 @@ def refuse_layer_files(index: Index) -> None:
     for name, info in index.tensors.items():
         if layer_of_tensor(name) is not None:
             raise ValueError(
-                f"{info}: a file of a packed directory; give the folder that holds it and "
-                f"{MANIFEST}, which must be there"
+                f"{info}: this file belongs to a packed directory; give the folder that holds it "
+                f"and its {MANIFEST}"
             )
 
 
@@ -197,7 +197,7 @@ def check_size(path: str, entry: LayerEntry) -> None:
     """Raises ValueError unless a layer's file has the manifest's size, OSError without one."""
     size = os.stat(path).st_size
     if size != entry.bytes:
-        raise ValueError(f"{path}: {size} bytes, but {MANIFEST} says {entry.bytes}")
+        raise ValueError(f"{path}: {size} bytes, but {MANIFEST} has {entry.bytes}")
 
 
 def check_header(path: str, expected: bytes) -> None:
@@ -205,10 +205,9 @@ def check_header(path: str, expected: bytes) -> None:
     with open(path, "rb") as file:
         found = file.read(len(expected))
     if found != expected:
-        read_header(path)  # says so if it is no such file at all
+        read_header(path)  # raises if it is not such a file
         raise ValueError(
-            f"{path}: its header is not what {MANIFEST} says: a file of another model, or a damaged"
-            " one"
+            f"{path}: its header does not match {MANIFEST}: the file is damaged or of another model"
         )
 
 

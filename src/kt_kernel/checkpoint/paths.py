@@ -1,4 +1,4 @@
-"""Checks of a path that a user gave, before anything is read."""
+"""Checks paths from users before anything is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json says of a checkpoint's quantisation (quantization_config)."""
+"""A checkpoint's quantisation according to config.json (quantization_config)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEYS = ("quantization_config", "compression_config")
 
 @dataclass(frozen=True)
 class Quantization:
-    """file: the config.json, None without one. settings: its quantization_config, {} without."""
+    """file: the config.json, or None. settings: its quantization_config, or {}."""
 
     file: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -30,12 +30,12 @@ class Quantization:
         """ValueError if quant_method is there and none of `names`: files and config disagree."""
         if self.name is not None and self.name not in names:
             raise ValueError(
-                f"{info} is of {title}, but {self.file} has quant_method {self.name!r}; expected"
+                f"{info} is {title}, but {self.file} has quant_method {self.name!r}; expected"
                 f" {' or '.join(names)}"
             )
 
     def expect_value(self, info: TensorInfo, keys: tuple[str, ...], *accepted: Any) -> None:
-        """ValueError if one of the settings is there with another value."""
+        """ValueError if one of the settings has another value."""
         for key in keys:
             value = self.settings.get(key)
             if value is not None and (value not in accepted or isinstance(value, bool)):
@@ -54,8 +54,8 @@ class Quantization:
 
 
 def read_quantization(config: dict[str, Any] | None, file: str | None) -> Quantization:
-    """From a config.json, or from its text_config. An empty object says nothing, as if there were
-    none: another place may have the settings."""
+    """From a config.json, or from its text_config. An empty object counts as absent, because the
+    settings may be in another place."""
     for part in (config, (config or {}).get("text_config")):
         if not isinstance(part, dict):
             continue

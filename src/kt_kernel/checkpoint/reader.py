@@ -1,4 +1,4 @@
-"""The reader of one layer: dense or quantised, checked against sizes and method before it reads."""
+"""Reads one layer, dense or quantised, after checking it against sizes and method."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .safetensors.stacks import part_reader, single_experts
 
 @dataclass(frozen=True)
 class LayerReader:
-    """fields: those of ExpertTensors that the layer has. form: of the weights, None if all are
-    dense; a dense matrix beside quantised ones counts as BF16. read: gives the fields of one
-    expert. size: the bytes that the files have of one expert; None: as many as are read."""
+    """fields: the fields of ExpertTensors that the layer has. form: the form of the weights, None
+    if all are dense; a dense matrix together with quantised ones counts as BF16. read: returns the
+    fields of one expert. size: the bytes of one expert in the files; None: as many as are read."""
 
     fields: tuple[str, ...]
     form: LayerForm | None
@@ -43,7 +43,7 @@ class LayerReader:
 
 
 def infer_sizes(layout: Layout, quantization: Quantization) -> tuple[int, int, int]:
-    """(num_experts, hidden_size, moe_intermediate_size) as the shapes have them."""
+    """(num_experts, hidden_size, moe_intermediate_size) according to the shapes."""
     if isinstance(layout, StackedExperts):
         if has_blocks(layout):
             return gpt_oss.size_of_blocks(layout)
@@ -87,14 +87,14 @@ def open_layer(
 
 
 def other_model(infer: Callable[[], tuple[int, int, int]], expected: tuple[int, int, int]) -> str:
-    """All sizes side by side, where the layer as a whole has others than expected."""
+    """The end of a message: all found and expected sizes, if the layer as a whole differs."""
     try:
         found = infer()
     except ValueError:
         return ""
     if found == expected:
         return ""
-    return f"; the checkpoint has {in_words(found)} there, expected are {in_words(expected)}"
+    return f"; the checkpoint has {in_words(found)}; expected {in_words(expected)}"
 
 
 def in_words(sizes: tuple[int, int, int]) -> str:
@@ -169,9 +169,9 @@ def _check_dense(layout: Layout, method: Method | None) -> None:
     else:
         info = next(iter(layout.tensors.values()))
     raise ValueError(
-        f"{info}: experts are not quantised ({info.dtype}), but method {method.name} takes"
-        " quantised weights over; use a checkpoint in that format, or a method that quantises"
-        " while loading, such as AMXINT8 or INT4_G32"
+        f"{info}: the experts are not quantised ({info.dtype}), but method {method.name} needs"
+        " quantised weights; use a checkpoint in that format, or a method that quantises while"
+        " loading, such as AMXINT8 or INT4_G32"
     )
 
 
@@ -183,6 +183,6 @@ def _check_method(
     if not method.quantised and form.format in CONVERTED:
         return
     raise ValueError(
-        f"{info}: experts are of {kind.title}, for method {kind.method};"
-        f" method {method.name} was asked for"
+        f"{info}: the experts are {kind.title}, which method {kind.method} reads;"
+        f" method {method.name} was requested"
     )

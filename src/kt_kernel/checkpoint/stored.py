@@ -1,4 +1,4 @@
-"""What a layer's experts are stored as, told by names, dtypes and shapes in the headers."""
+"""Recognises the format of a layer's experts from names, dtypes and shapes in the headers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .safetensors.stacks import single_experts
 
 @dataclass(frozen=True)
 class Stored:
-    """One way of storing experts.
+    """One way to store experts.
 
     Attributes:
         title: for messages.
@@ -32,17 +32,17 @@ class Stored:
     dense: bool = False
 
     def taken_by(self, method: Method) -> bool:
-        """Whether a method takes such experts."""
+        """Whether a method reads such experts."""
         return method.name == self.method or (self.convertible and not method.quantised)
 
 
 def dense_weights(method: str = "BF16") -> Stored:
-    """16- or 32-bit weights, which a method takes as they are."""
+    """16- or 32-bit weights."""
     return Stored("16- or 32-bit weights", method, convertible=True, dense=True)
 
 
 def stored_in(layout: Layout, quantization: Quantization) -> Stored:
-    """What the experts of a layer in safetensors files are stored as.
+    """The format of a layer's experts in safetensors files.
 
     The first expert's gate stands for all: a layer whose experts differ is refused when it is read.
 
@@ -71,7 +71,7 @@ def _dense(info: TensorInfo) -> Stored:
     if info.dtype not in DTYPES:
         methods = ", ".join(dict.fromkeys(kind.method for kind in FORMATS))
         raise ValueError(
-            f"{info} has dtype {info.dtype} and no scales beside it; recognised are "
+            f"{info} has dtype {info.dtype} and no scales; accepted: "
             f"{', '.join(DTYPES)} and the quantised formats of {methods}"
         )
     return dense_weights()

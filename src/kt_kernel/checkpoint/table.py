@@ -1,4 +1,4 @@
-"""The page of formats, families and kernels, from what the code itself goes by.
+"""Generates docs/formats.md from the tables of readers, families and kernels.
 
 python -m kt_kernel.checkpoint.table > docs/formats.md
 """

@@ -14,12 +14,11 @@ from .settings import LayerSettings
 class WrapperArguments:
     """Read-only attributes named like the constructor's arguments.
 
-    Each has the value that was given. Where None was given or the argument was left out, it has the
-    value that was chosen instead.
+    Each has the given value or, if the argument was None or omitted, the selected one.
     """
 
     _settings: LayerSettings
-    _placement: Placement  # the present one
+    _placement: Placement  # the current one
 
     @property
     def layer_idx(self) -> int:
@@ -28,12 +27,12 @@ class WrapperArguments:
 
     @property
     def num_experts(self) -> int:
-        """E, the layer's experts on both sides."""
+        """E, all experts of the layer."""
         return self._settings.num_experts
 
     @property
     def num_experts_per_tok(self) -> int:
-        """k, the experts that the router chooses per token."""
+        """k, the experts per token."""
         return self._settings.num_experts_per_tok
 
     @property
@@ -48,7 +47,7 @@ class WrapperArguments:
 
     @property
     def gpu_experts_mask(self) -> torch.Tensor:
-        """A copy of the mask: bool [E] on the CPU, True = on the GPU. It is the present one, see
+        """A copy of the current mask: bool [E] on the CPU, True = on the GPU. See
         ``InferenceMoEWrapper.set_gpu_experts_mask``."""
         return self._placement.mask
 
@@ -59,7 +58,7 @@ class WrapperArguments:
 
     @property
     def cpuinfer_threads(self) -> int:
-        """Threads over all pools."""
+        """Threads in all pools."""
         return sum(self._settings.pools.threads)
 
     @property
@@ -74,12 +73,12 @@ class WrapperArguments:
 
     @property
     def weight_path(self) -> str | os.PathLike[str] | None:
-        """As given; None where it was not given or is empty."""
+        """As given; None if it was not given or is empty."""
         return self._settings.weight_path
 
     @property
     def chunked_prefill_size(self) -> int:
-        """The largest batch expected; -1: not known."""
+        """The largest batch expected; -1: unknown."""
         return self._settings.chunked_prefill_size
 
     @property
@@ -89,7 +88,7 @@ class WrapperArguments:
 
     @property
     def max_deferred_experts_per_token(self) -> int:
-        """d, the experts per token that may be handed to the next layer; 0: none."""
+        """d, the experts per token that may be deferred to the next layer; 0: none."""
         return self._settings.max_deferred
 
     @property
@@ -99,7 +98,7 @@ class WrapperArguments:
 
     @property
     def mode(self) -> str:
-        """What the wrapper is for."""
+        """The wrapper's mode."""
         return "inference"
 
     @property
@@ -134,7 +133,7 @@ class WrapperArguments:
 
     @property
     def group_size(self) -> Any:
-        """As given; inference does not use it: the method or the weights tell the group size."""
+        """As given; inference does not use it: the method or the weights have the group size."""
         return self._settings.sft["group_size"]
 
     @property

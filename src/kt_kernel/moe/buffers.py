@@ -1,7 +1,7 @@
-"""Memory of calls in flight: snapshots of their inputs, and what keeps it all alive.
+"""Memory of calls in flight: snapshots of their inputs, and references that keep it alive.
 
-The compiled core works on addresses. Everything an unfinished call points to is held here, in
-the process, not by the wrapper: an exception or a wrapper that goes away frees nothing too early.
+The compiled core works on addresses. The process, not the wrapper, holds everything that an
+unfinished call points to, so neither an exception nor a deleted wrapper frees memory too early.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _generation = 0  # grows in a forked child, where calls of the parent are lost
 
 
 class Call:
-    """One job handed to a team, with everything it reads and writes."""
+    """One job submitted to a team, with everything that it reads and writes."""
 
     def __init__(self, *keep: Any, snapshot: Snapshot | None = None) -> None:
         self._keep = keep
@@ -89,10 +89,10 @@ class Snapshot:
 
 
 class _Kept:
-    """Buffers for use again, by key.
+    """Reusable buffers, by key.
 
-    Batch sizes outside the announced ones come and go: only the latest key with one of them is
-    kept, or this would grow with every prompt length. Keys in ``for_ever`` stay in any case.
+    Of the keys whose batch size was not announced, only the latest is kept; otherwise this would
+    grow with every prompt length. Keys in ``for_ever`` always stay.
     """
 
     def __init__(self) -> None:
@@ -101,11 +101,11 @@ class _Kept:
         self._last_other: Hashable = None
 
     def get(self, key: Hashable) -> list[Any]:
-        """The buffers of ``key``, to take from; empty where there are none."""
+        """The buffers of ``key``, to take from; empty if there are none."""
         return self._entries[key][1] if key in self._entries else []
 
     def for_adding(self, key: Hashable, tokens: int) -> list[Any]:
-        """The list of ``key``, to put into; drops what is not worth keeping beside it."""
+        """The list of ``key``, to add to; drops other keys that are not worth keeping."""
         if tokens not in _capture_batch_sizes and key != self._last_other:
             self._last_other = key
             self.drop_others()
@@ -117,7 +117,7 @@ class _Kept:
                 self._drop(key)
 
     def clear(self) -> int:
-        """Empties it; returns the bytes that were dropped."""
+        """Drops all buffers; returns their bytes."""
         return sum(self._drop(key) for key in list(self._entries))
 
     def _drop(self, key: Hashable) -> int:
@@ -135,12 +135,12 @@ _KEPT_PER_KEY = 2
 
 
 def generation() -> int:
-    """Grows with every fork: what a call of another generation was to write never comes."""
+    """Grows with every fork: the result of a call of another generation will never arrive."""
     return _generation
 
 
 def reap() -> None:
-    """Lets go of the memory of finished calls that nobody waits for."""
+    """Releases the memory of finished calls that nobody waits for."""
     with _lock:
         for call in [call for call in _in_flight if call.finished()]:
             call._retire()
@@ -151,7 +151,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Unused input buffers for a batch of ``owner`` that comes from ``device``.
 
-    They belong to the caller, next to the calls started on them, until ``release_snapshot``.
+    They belong to the caller, and to the calls started on them, until ``release_snapshot``.
     """
     key = owner, tokens, hidden, k, dtype, device
     reap()
@@ -192,8 +192,8 @@ def device_result(
     """A device buffer [T, H] for a result of ``owner``, valid until the next-but-one call with the
     same arguments.
 
-    capturing: a graph is captured, which writes there whenever it is replayed, so that the pair is
-    kept for ever; None where there is none yet.
+    capturing: a graph is being captured. It will write to the buffer at each replay, so the pair is
+    kept forever. Returns None if there is no pair yet.
     """
     key = owner, shape, dtype, device
     with _lock:
@@ -210,7 +210,7 @@ def device_result(
 
 
 def set_capture_batch_sizes(sizes: Iterable[int]) -> None:
-    """Announces the batch sizes whose buffers are to be kept.
+    """Announces the batch sizes whose buffers should be kept.
 
     Raises:
         ValueError: a size that is not a positive integer.
@@ -245,7 +245,7 @@ def clear_buffer_cache() -> int:
 
 
 def _finish_all() -> None:
-    # At exit tensors go before threads do; unfinished jobs would write to freed memory.
+    # At exit, tensors are freed before threads end; unfinished jobs would write to freed memory.
     for call in list(_in_flight):
         with contextlib.suppress(Exception):
             call.wait()

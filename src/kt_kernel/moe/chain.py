@@ -1,8 +1,8 @@
-"""The order of a model's MoE layers, along which deferred experts are handed on.
+"""The order of a model's MoE layers, which deferral follows.
 
-The layers of one model form a chain in the order of their construction. A layer's deferred sum
-is offered to the very next submit of the chain: the following layer takes it, any other layer
-(a new pass, a skipped layer, another batch) drops it. So nothing outlives its pass.
+The layers of one model form a chain in the order of their construction. A layer's deferred sum is
+offered to the next submit of the chain. The following layer takes it; any other layer (a new pass,
+a skipped layer, another batch) drops it. So no sum outlives its pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Carry:
     """A deferred float32 sum on its way from one layer to the next."""
 
     position: int  # of the layer that deferred
-    key: Hashable  # what must be equal for the next layer to take it: tokens, device, process
+    key: Hashable  # must be equal for the next layer to take it: tokens, device, process
     partial: Any  # float32 [T, H]
 
 
@@ -30,10 +30,10 @@ class ModelChain:
     """MoE layers of one model, weakly held, in order of construction."""
 
     def __init__(self, settings: Hashable) -> None:
-        self.number = next(_numbers)  # tells chains apart for the life of the process
+        self.number = next(_numbers)  # unique in the process
         self.settings = settings
         self.last_layer_idx = -1
-        self.order = object()  # another one whenever positions change
+        self.order = object()  # a new object whenever positions change
         self._members: list[weakref.ref[Any]] = []
         self._carry: Carry | None = None
 
@@ -43,7 +43,7 @@ class ModelChain:
         self.order = object()
 
     def _forget(self, reference: weakref.ref[Any]) -> None:
-        # The carry names positions of before, so it goes too.
+        # The carry has old positions, so it is dropped, too.
         self._members = [member for member in self._members if member is not reference]
         self.order = object()
         self._carry = None
@@ -58,7 +58,7 @@ class ModelChain:
         return self._members[-1]() is layer
 
     def take(self, layer: Any, key: Hashable) -> Any | None:
-        """The sum that the previous layer deferred to this one, or None. Empties the hand-over."""
+        """The sum that the previous layer deferred to this one, or None. Clears the offer."""
         carry, self._carry = self._carry, None
         if carry is None or carry.key != key or carry.position + 1 != self.position(layer):
             return None
@@ -99,8 +99,8 @@ class ModelScope:
 def model_scope() -> ModelScope:
     """A new ``ModelScope``: ``with model_scope(): ...`` around the construction of a model.
 
-    Only needed where the layer index does not tell models apart: a draft model whose numbers go
-    on after the main model's, or models constructed in turns.
+    Only needed if the layer index does not distinguish models: for a draft model whose numbers
+    continue those of the main model, or for models constructed in turns.
     """
     return ModelScope()
 
@@ -108,9 +108,9 @@ def model_scope() -> ModelScope:
 def join_chain(layer: Any, layer_idx: int, settings: Hashable) -> ModelChain:
     """Appends a newly constructed layer to the chain of its model and returns the chain.
 
-    Outside a ``ModelScope`` a new chain starts where the layer index does not grow (another
-    model). A new chain starts in any case where ``settings`` (hidden size, k, pools) differ,
-    since such layers cannot hand sums to each other.
+    Outside a ``ModelScope``, a new chain starts if the layer index does not grow (another model). A
+    new chain always starts if ``settings`` (hidden size, k, pools) differ, because such layers
+    cannot pass sums to each other.
     """
     scope = _current.scope
     if scope is not None:

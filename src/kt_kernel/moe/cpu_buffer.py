@@ -1,4 +1,4 @@
-"""`KExpertsCPUBuffer`: host and device buffers for callers that move batches themselves."""
+"""`KExpertsCPUBuffer`: host and device buffers for callers that copy batches themselves."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class _AnnouncedSizes(type):
 
 
 class KExpertsCPUBuffer(metaclass=_AnnouncedSizes):
-    """Buffers of a batch, under the name and in the shape that the published interface has.
+    """Buffers of a batch, with the name and shape of the public interface.
 
-    The wrappers do not use them: their own buffers are not visible from outside, so nothing that a
-    wrapper computes is ever found here.
+    The wrappers do not use them: they have their own, private buffers, so no result of a wrapper is
+    ever found here.
 
     Attributes:
         capture_bs: the sizes given to ``set_capture_batch_sizes``; assigning to it sets them.
         buffer_depth: tensors in each list of ``get_buffer``.
-        capture_buffers: buffers of the announced batch sizes, by all that shapes them.
+        capture_buffers: buffers of the announced batch sizes, by everything that shapes them.
         temp_bs, temp_buffer: the batch size and buffers of the latest other call.
     """
 
@@ -48,8 +48,8 @@ class KExpertsCPUBuffer(metaclass=_AnnouncedSizes):
     def get_buffer(cls, hidden_states: torch.Tensor, num_experts_per_tok: int) -> Buffers:
         """The buffers for a batch: the same ones for the same sizes, dtype and device.
 
-        Those of announced batch sizes are kept until ``clear_buffer_cache``; of others only the
-        latest are.
+        Buffers of announced batch sizes are kept until ``clear_buffer_cache``; of the others, only
+        the latest ones.
 
         Args:
             hidden_states: [T, H]; only its shape, dtype and device are read.
@@ -75,7 +75,7 @@ class KExpertsCPUBuffer(metaclass=_AnnouncedSizes):
             return cls.capture_buffers[key]
         if key == cls._temp_key:
             return cls.temp_buffer
-        with torch.inference_mode(False):  # or they could not be written outside of it
+        with torch.inference_mode(False):  # writable outside of inference mode, too
             made = cls._make(tokens, hidden, num_experts_per_tok, dtype, device)
         if tokens in cls.capture_bs:
             cls.capture_buffers[key] = made
@@ -85,7 +85,7 @@ class KExpertsCPUBuffer(metaclass=_AnnouncedSizes):
 
     @classmethod
     def clear(cls) -> int:
-        """Lets go of all buffers; returns their bytes. Those that a caller holds stay valid."""
+        """Drops all buffers; returns their bytes. Buffers that a caller holds stay valid."""
         kept = [*cls.capture_buffers.values(), cls.temp_buffer]
         cls.capture_buffers.clear()
         cls._temp_key, cls.temp_bs, cls.temp_buffer = None, 0, ()
@@ -98,7 +98,7 @@ class KExpertsCPUBuffer(metaclass=_AnnouncedSizes):
         pinned = torch.cuda.is_available()
 
         def on_host(shape: tuple[int, ...], dtype: torch.dtype, value: int) -> list[torch.Tensor]:
-            # device="cpu" spelled out: engines run models under a device context.
+            # Explicit device="cpu": engines run models under a device context.
             return [
                 torch.full(shape, value, dtype=dtype, device="cpu", pin_memory=pinned)
                 for _ in range(cls.buffer_depth)

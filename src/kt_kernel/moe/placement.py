@@ -14,7 +14,7 @@ from ..runtime.tensors import need_dense
 if TYPE_CHECKING:
     from ..serving.options import KTOptions
 
-COLD = -1  # in place of the slot of a cold expert
+COLD = -1  # instead of the slot of a cold expert
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Placement:
 
     Attributes:
         slots: [E], the slot of each expert, `COLD` for a cold one.
-        num_slots: slots that the engine's weights have. Some may be unused. With as many slots as
-            experts every expert is hot, in the slot of its own number: the engine's layer runs as
-            it is.
+        num_slots: slots in the engine's weights. Some may be unused. If there are as many slots as
+            experts, every expert is hot and has the slot of its own number: the engine's layer runs
+            unchanged.
 
     Raises:
         TypeError: a slot, or ``num_slots``, is not an integer.
         ValueError: no experts, more slots than experts, a slot that does not exist or that two
-            experts share, or ``num_slots`` = E and other slots than 0 … E-1.
+            experts share, or ``num_slots`` = E and slots other than 0 … E-1.
     """
 
     slots: tuple[int, ...]
@@ -62,8 +62,8 @@ class Placement:
             owner[slot] = expert
         if count == experts and slots != tuple(range(experts)):
             raise ValueError(
-                f"placement: num_slots={count} is the number of experts, so that expert e must be "
-                "in slot e; a layer with cold experts needs fewer slots"
+                f"placement: num_slots={count} is the number of experts, so expert e must be in "
+                "slot e; a layer with cold experts needs fewer slots"
             )
         object.__setattr__(self, "slots", slots)
         object.__setattr__(self, "num_slots", count)
@@ -79,10 +79,10 @@ class Placement:
 
     @classmethod
     def from_mask(cls, mask: Any, name: str = "mask") -> Placement:
-        """From bool [E], True = hot: a tensor, or what ``torch.as_tensor`` takes. Hot experts get
-        the slots from 0 on, in ascending order; no slot is unused.
+        """From bool [E], True = hot: a tensor, or a value that ``torch.as_tensor`` accepts. Hot
+        experts get the slots from 0 on, in ascending order; no slot is unused.
 
-        TypeError for no mask at all, ValueError for another dtype or shape; both say ``name``.
+        TypeError if it is not a mask, ValueError for another dtype or shape; both contain ``name``.
         """
         if not isinstance(mask, torch.Tensor):
             try:
@@ -117,8 +117,8 @@ class Placement:
 
     @property
     def all_hot(self) -> bool:
-        """Whether every expert is hot. The placements of a layer agree on it: it depends on
-        ``num_slots`` alone."""
+        """Whether every expert is hot. This depends only on ``num_slots``, so all placements of a
+        layer agree."""
         return self.num_slots == self.num_experts
 
     @cached_property
@@ -142,7 +142,7 @@ class Placement:
 
 
 def initial_placement(options: KTOptions, num_experts: int) -> Placement:
-    """Where a layer's experts are when it is loaded; OptionError if the layer has too few."""
+    """The placement of a layer while it is loaded; OptionError if it has too few experts."""
     return Placement.first(num_experts, options.hot_count(num_experts))
 
 
@@ -159,17 +159,17 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
     """Puts the globally most frequent layer-expert pairs on the GPU.
 
     Args:
-        activation_freq: [L, E], how often expert e of layer l was chosen; any real dtype, any
+        activation_freq: [L, E], how often expert e of layer l was selected; any real dtype, any
             device.
         num_gpu_experts: total over all layers, not per layer; clamped to 0 … L·E.
 
     Returns:
-        bool [L, E] on the CPU, True = on the GPU. Equal frequencies: the lower layer first, then
-        the lower expert.
+        bool [L, E] on the CPU, True = on the GPU. Among equal frequencies, the lower layer comes
+            first, then the lower expert.
 
     Raises:
         TypeError: ``activation_freq`` is not a tensor or ``num_gpu_experts`` not an integer.
-        ValueError: not two-dimensional, not dense, complex, or with a NaN.
+        ValueError: not two-dimensional, not dense, complex, or contains NaN.
     """
     if not isinstance(activation_freq, torch.Tensor):
         raise TypeError(

@@ -1,6 +1,7 @@
-"""Small tensor functions on routes: which to postpone, which the device computes.
+"""Small tensor functions on routes: which to defer, and which the device computes.
 
-None of them synchronises with the device or allocates by data, so they can be captured.
+None of them synchronises with the device or has shapes that depend on data, so they can be
+captured.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 def select_deferred_experts(
     expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits the routes of a batch into those to compute now and those to postpone.
+    """Splits the routes of a batch into immediate and deferred ones.
 
-    Per token the ``protected_k`` highest scores are protected (equal scores: the earlier one).
-    An expert that any token of the batch protects is immediate for all tokens, since its weights
-    are read anyway.
+    For each token, the ``protected_k`` highest scores are protected (among equal scores, the
+    earlier one). An expert that any token of the batch protects is immediate for all tokens,
+    because its weights are read anyway.
 
     Args:
         expert_ids: [T, k], any integer dtype; not modified.
@@ -30,8 +31,8 @@ def select_deferred_experts(
         protected_k: routes protected per token; 0 or less defers all, k or more none.
 
     Returns:
-        (immediate, deferred), each [T, k]: the ids with the routes of the other set at -1. The
-        dtype is that of ``expert_ids``, int64 if that is unsigned.
+        (immediate, deferred), each [T, k]: the ids, with -1 for the routes of the other set. The
+            dtype is that of ``expert_ids``, or int64 if that is unsigned.
 
     Raises:
         TypeError: not tensors, or ``protected_k`` is not an integer.
@@ -66,11 +67,11 @@ def select_deferred_experts(
 
 
 def need_padding(place: str, padding: Any, tokens: int, device: torch.device) -> None:
-    """Raises, naming ``place``, for anything but a mask of the rows that are padding.
+    """Checks a mask of padding rows. Errors begin with ``place``.
 
-    It is [tokens] on the device, contiguous: bool, True for padding; or int64, negative for padding
-    (an engine's mapping of tokens to slots of its KV cache). TypeError for no tensor, else
-    ValueError.
+    The mask is [tokens] on the device, contiguous: bool, True for padding, or int64, negative for
+    padding (an engine's mapping of tokens to KV cache slots). Raises TypeError if it is not a
+    tensor, ValueError if it is not such a mask.
     """
     place = f"{place}: padding"
     need_tensor(place, padding)
@@ -89,7 +90,7 @@ def need_padding(place: str, padding: Any, tokens: int, device: torch.device) ->
 
 
 def without_padding(topk_ids: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
-    """topk_ids [..., k] as int64, -1 in the rows that are padding, see `need_padding`."""
+    """topk_ids [..., k] as int64, -1 in padding rows, see `need_padding`."""
     ids = topk_ids.long()
     if padding is None:
         return ids
@@ -111,8 +112,8 @@ def hot_routes(
             as cold.
         topk_weights: [T, k] router weights.
         slot_map: [E] on the same device: the device slot of a hot expert, -1 for a cold one.
-        cold_slot: what a cold route points at: -1 where the kernel skips it, 0 where every route
-            must name a real slot (its weight is 0 then).
+        cold_slot: the slot of a cold route: -1 if the kernel skips it, 0 if every route must have a
+            real slot (with weight 0).
         padding: rows whose routes all count as cold, see `need_padding`.
 
     Returns:

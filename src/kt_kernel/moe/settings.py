@@ -1,4 +1,4 @@
-"""Checked settings of one MoE layer: what the constructor's arguments come to."""
+"""Checked settings of one MoE layer, made from the constructor's arguments."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .placement import Placement
 
 MAX_DIMENSION = 65536  # of H and I
 MAX_EXPERTS = 65536
-_MAX_CHUNK = 1024  # tokens per chunk; more gain nothing
+_MAX_CHUNK = 1024  # tokens per chunk; larger chunks are not faster
 _MAX_CHUNK_PAIRS = 65536  # token-expert pairs per chunk
 
-#: The arguments that only mode="sft" reads, and their defaults. Inference keeps them as given.
+#: The arguments that only mode="sft" reads, and their defaults. Inference stores them as given.
 SFT_DEFAULTS: dict[str, Any] = {
     "lora_rank": 16,
     "lora_alpha": 32.0,
@@ -52,7 +52,7 @@ def real(name: str, value: Any, low: float | None = None) -> float:
     """``value`` as a float32 number; None counts as 0."""
     if value is None:
         return 0.0
-    if isinstance(value, bool | str | bytes | bytearray):  # float() would take them
+    if isinstance(value, bool | str | bytes | bytearray):  # float() would accept them
         raise TypeError(f"{name} must be a number, got {value!r}")
     try:
         number = float(value)
@@ -74,7 +74,7 @@ def real(name: str, value: Any, low: float | None = None) -> float:
 def check_sizes(
     form: Method | LayerForm, method: str, hidden_size: int, intermediate: int, where: str = ""
 ) -> None:
-    """Raises ValueError for sizes that the weights' groups do not divide."""
+    """Raises ValueError for sizes that are not divisible by the weights' group size."""
     sizes = ("hidden_size", hidden_size), ("moe_intermediate_size", intermediate)
     for (name, size), unit in zip(sizes, form.units, strict=True):
         if size % unit:
@@ -97,12 +97,12 @@ def _weight_path(path: Any) -> str | os.PathLike[str] | None:
 def _chunked_prefill_size(given: Any) -> int:
     size = integer("chunked_prefill_size", -1 if given is None else given, -1)
     if size == 0:
-        raise ValueError("chunked_prefill_size=0; accepted: -1 (not known), 1 or more")
+        raise ValueError("chunked_prefill_size=0; accepted: -1 (unknown), 1 or more")
     return size
 
 
 def _chunk_tokens(chunked_prefill_size: int, k: int) -> int:
-    """Tokens per chunk. No result depends on it, so it is no larger than is worth its memory."""
+    """Tokens per chunk. Results do not depend on it, so it is limited to save memory."""
     given = chunked_prefill_size if chunked_prefill_size > 0 else _MAX_CHUNK
     return max(1, min(given, _MAX_CHUNK, _MAX_CHUNK_PAIRS // k))
 
@@ -114,11 +114,11 @@ def placement_of(mask: Any, num_gpu_experts: int | None, num_experts: int) -> Pl
         TypeError, ValueError: wrong type, dtype, length or count, or the two disagree.
     """
     if isinstance(mask, numbers.Integral) and not isinstance(mask, bool):
-        # Older callers pass num_gpu_experts in the mask's place.
+        # Older callers pass num_gpu_experts in place of the mask.
         if num_gpu_experts is not None and num_gpu_experts != mask:
             raise ValueError(
-                f"num_gpu_experts={num_gpu_experts}, but {mask} was passed in the place of "
-                "gpu_experts_mask; give one of them"
+                f"num_gpu_experts={num_gpu_experts}, but {mask} was passed in place of "
+                "gpu_experts_mask; give only one of them"
             )
         num_gpu_experts, mask = int(mask), None
     first = None
@@ -131,7 +131,7 @@ def placement_of(mask: Any, num_gpu_experts: int | None, num_experts: int) -> Pl
     if num_gpu_experts is not None and first != placement:
         raise ValueError(
             f"num_gpu_experts={num_gpu_experts} means slots 0 to {num_gpu_experts - 1}, but "
-            f"gpu_experts_mask names {list(placement.hot_experts)}; give one of them"
+            f"gpu_experts_mask has {list(placement.hot_experts)}; give only one of them"
         )
     return placement
 
@@ -152,15 +152,12 @@ class LayerSettings:
     """One MoE layer for inference, all values checked. See ``KTMoEWrapper``.
 
     Attributes beyond its arguments:
-        placement: ``gpu_experts_mask`` and ``num_gpu_experts``. Its cold experts are those whose
-            weights the CPU gets.
-        max_tokens: tokens per chunk.
-        max_deferred: ``max_deferred_experts_per_token``, 0 for None.
-        table, kind: the kernels to use, see `variant`.
-        sft: the arguments of ``SFT_DEFAULTS`` as given.
-        scale_search: whether scales of INT4_G32 and INT4_G128 are searched for the least error when
-            weights are quantised, rather than absmax / 7. It takes several times as long and is for
-            conversions.
+        placement: from ``gpu_experts_mask`` and ``num_gpu_experts``. The CPU gets the weights of
+        its cold experts. max_tokens: tokens per chunk. max_deferred:
+        ``max_deferred_experts_per_token``, 0 for None. table, kind: the kernels to use, see
+        `variant`. sft: the arguments of ``SFT_DEFAULTS`` as given. scale_search: whether quantising
+        to INT4_G32 and INT4_G128 searches the scales with the least error instead of using absmax /
+        7. It takes several times as long; conversions use it.
     """
 
     layer_idx: int

@@ -1,17 +1,16 @@
 """Settings of the forward pass that depend on the machine, measured once on each.
 
-    python -m kt_kernel.moe.tuning                    # measures all methods here, prints the result
+    python -m kt_kernel.moe.tuning                    # measures all methods, prints the result
     python -m kt_kernel.moe.tuning --save FILE.json   # and writes it, for configs/machines
 
 A GEMV kernel streams an expert's weights for a few rows; a GEMM kernel unpacks them into a cache
-for many. From how many rows on the second is the faster one, and over how many rows it should use
-what it has unpacked, depends on the machine. The answer is looked for in the files of
-``configs/machines`` (installed as ``kt_kernel/machines``), then in the user's cache folder, and is
-measured otherwise, in about a second per weight format, by one process at a time. A measurement on
-a quiet machine is kept (`machine_cache`) and holds for the same CPUs from then on, whatever the
-number of threads; one that was disturbed holds for the process. In formats with float products it
-decides the last bits of results: ``KT_KERNEL_KIND`` leaves no choice, and a file in
-``configs/machines`` makes it the same on every machine of a kind.
+for many. The number of rows at which GEMM becomes faster, and the number of rows that should share
+unpacked weights, depend on the machine. They come from ``configs/machines`` (installed as
+``kt_kernel/machines``), from the user's cache folder, or from a measurement of about a second per
+weight format, made by one process at a time. A measurement on a quiet machine is kept
+(`machine_cache`) and used from then on, for any number of threads; a disturbed one is used by its
+own process only. In formats with float products, the choice of kernel affects the last bits of
+results. ``KT_KERNEL_KIND``, or a file in ``configs/machines``, fixes it.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ from ..weights.formats import FP8_BLOCK, FP8_ROW, NVFP4, LayerForm, WeightForm
 from ..weights.methods import METHODS
 from ..weights.quantised import SCALE_TYPES, CoreSource, QuantisedMatrix
 
-#: Layers of fewer packed bytes keep the defaults: measuring would take longer than it saves.
+#: Smaller layers (packed bytes) keep the defaults: measuring would take longer than it saves.
 WORTH_BYTES = 256 << 20
 
 TRIED_ROWS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48)  # rows of an expert
 TRIED_BLOCKS = (64, 128, 256)
-NEVER = 64  # gemm_min_rows where GEMM was slower at the largest of TRIED_ROWS
+NEVER = 64  # gemm_min_rows if GEMM was slower at the largest of TRIED_ROWS
 _EXPERTS, _HIDDEN, _INTER = 16, 2048, 512
-_ROUNDS = 2  # of each of the two passes
-_NOISE = 1.03  # times of one kernel differ by as much
-# Two passes agree if the times of a run typically differ by less than this factor, and the row
-# counts that they choose are at most so many steps of TRIED_ROWS apart.
+_ROUNDS = 2  # in each of the two passes
+_NOISE = 1.03  # normal variation of the times of one kernel
+# Two passes agree if their times typically differ by less than this factor, and their resulting row
+# counts by at most this many steps of TRIED_ROWS.
 _SAME_TIME, _SAME_ROWS = 1.15, 2
 _Source = torch.Tensor | QuantisedMatrix  # what the core packs
 _MACHINES = Path(__file__).parents[1] / "machines"
@@ -57,11 +56,11 @@ _MACHINES = Path(__file__).parents[1] / "machines"
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a layer is made with.
+    """Machine-dependent arguments of a layer.
 
     Attributes:
-        gemm_min_rows: rows of an expert from which its GEMM kernel runs, 1 to ``NEVER``.
-        row_block: rows that a GEMM kernel takes at a time, a multiple of 32.
+        gemm_min_rows: rows of an expert from which its GEMM kernel is used, 1 to ``NEVER``.
+        row_block: rows that a GEMM kernel processes at a time, a multiple of 32.
     """
 
     gemm_min_rows: int
@@ -69,7 +68,7 @@ class Tuning:
 
 
 def tuning_for(form: WeightForm, table: str) -> Tuning:
-    """What was measured for weights of ``form`` with this kernel table on this machine."""
+    """The tuning for weights of ``form`` with this kernel table on this machine."""
     found = _sensible(_saved().get(_key(form, table)))
     if found is not None:
         debug(f"{_key(form, table)}: {found} (configs/machines)")
@@ -84,8 +83,8 @@ def _entry(form: WeightForm, table: str) -> tuple[dict[str, int], str | None]:
 
 
 def layer_tuning(form: LayerForm, table: str) -> dict[str, Any]:
-    """Arguments of the compiled layer, for weights of ``form``: each matrix changes to its GEMM
-    kernel at the rows measured for its own form, and they share the smallest row block."""
+    """Arguments of the compiled layer for weights of ``form``. Each matrix switches to GEMM at the
+    number of rows measured for its own form; all matrices share the smallest row block."""
     found = [tuning_for(one, table) for one in form]
     return {
         "gemm_min_rows": [one.gemm_min_rows for one in found],
@@ -94,7 +93,7 @@ def layer_tuning(form: LayerForm, table: str) -> dict[str, Any]:
 
 
 def _key(form: WeightForm, table: str) -> str:
-    """In the files of ``configs/machines``, which are for all machines with such a CPU."""
+    """The key in ``configs/machines``, whose files are for all machines with the same CPU."""
     return f"{cpu_model()}, {table}: {_name(form)}"
 
 
@@ -104,7 +103,7 @@ def _name(form: WeightForm) -> str:
 
 
 def _sensible(entry: Any) -> Tuning | None:
-    """A stored entry, or None where it is not one."""
+    """A stored entry as a Tuning, or None if it is invalid."""
     if not isinstance(entry, dict):
         return None
     values: list[Any] = [entry.get(name) for name in ("gemm_min_rows", "row_block")]
@@ -141,7 +140,7 @@ def first_row_count(gemv: Sequence[float], gemm: Sequence[float]) -> int:
 def measure(form: WeightForm, table: str) -> tuple[Tuning, str | None]:
     """Times a synthetic layer of these weights: both kinds of kernels, and several row blocks.
 
-    Returns the result of two passes together, and where they disagree, if they do.
+    Returns the combined result of two passes, and how they disagree (None if they agree).
     """
     rows = max(*TRIED_ROWS, *TRIED_BLOCKS)
     make = functools.partial(_Layer, form, table, _random_expert(form), rows)
@@ -181,18 +180,18 @@ def _disagreement(one: list[float], other: list[float]) -> str | None:
     rows = _first_rows(one), _first_rows(other)
     steps = [[*TRIED_ROWS, NEVER].index(count) for count in rows]
     if abs(steps[0] - steps[1]) > _SAME_ROWS:
-        return f"one pass says {rows[0]} rows and another {rows[1]}"
+        return f"one pass results in {rows[0]} rows and another in {rows[1]}"
     return None
 
 
 def _sizes(form: WeightForm) -> tuple[int, int]:
-    """H and I that the form's groups divide."""
+    """H and I, multiples of the form's group size."""
     unit = form.column_unit
     return -(-_HIDDEN // unit) * unit, -(-_INTER // unit) * unit
 
 
 class _Layer:
-    """Experts of one kind of kernel that all get the same number of rows."""
+    """Experts with one kind of kernel, all of which get the same number of rows."""
 
     def __init__(
         self,
@@ -277,7 +276,7 @@ def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:
 
 
 def _forms() -> list[WeightForm]:
-    """The forms of all methods; for those whose source decides, groups of 32 and 128."""
+    """The forms of all methods; if the source decides the group size, 32 and 128."""
     forms: dict[WeightForm, None] = {}
     for method in METHODS.values():
         if method.form is not None:
@@ -292,9 +291,12 @@ def _forms() -> list[WeightForm]:
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m kt_kernel.moe.tuning",
-        description="Measures from how many rows GEMM kernels pay on this machine.",
+        description="Measure how many rows an expert needs before GEMM kernels are faster on "
+        "this machine.",
     )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="also write the result as JSON")
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="also write the result to this file, as JSON"
+    )
     args = parser.parse_args()
     table = kernel_table()
     result: dict[str, dict[str, int]] = {}

@@ -1,4 +1,4 @@
-"""Checks of the weights, biases and maps that a wrapper is given, before anything is packed."""
+"""Checks the weights, biases and maps passed to a wrapper before anything is packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..weights.formats import BF16, LayerForm, WeightForm
 from ..weights.quantised import QuantisedMatrix, check_matrix
 from .settings import LayerSettings, integer
 
-#: Form of dense weights where the method does not tell it.
+#: Form of dense weights if the method has none.
 DENSE_FORM = WeightForm(BF16)
 
 #: Parameter names of `MATRICES`.
@@ -65,7 +65,7 @@ class WeightChecks:
         place = f"{s.where}: physical_to_logical_map_cpu"
         need_tensor(place, mapping)
         if mapping.device.type != "cpu":
-            raise ValueError(f"{place} must be on the CPU, it is on {mapping.device}")
+            raise ValueError(f"{place} must be on the CPU, but is on {mapping.device}")
         need_dense(place, mapping)
         if not is_integer(mapping):
             raise ValueError(f"{place} has dtype {mapping.dtype}; accepted: integer dtypes")
@@ -139,7 +139,7 @@ class WeightChecks:
         for (first, expected), each in zip(every, matrices, strict=True):
             for name, form in each:
                 if form != expected:
-                    raise ValueError(f"{s.where}: {name} is {form}; {first} is {expected}")
+                    raise ValueError(f"{s.where}: {name} is {form}, but {first} is {expected}")
         return LayerForm(*(form for _, form in every))
 
 

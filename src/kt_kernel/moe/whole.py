@@ -1,4 +1,4 @@
-"""Layers with all experts on the CPU in logical order, as packed directories have them."""
+"""Layers with all experts on the CPU in logical order, as in packed directories."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .wrapper import BaseMoEWrapper, naming_path
 
 
 class WholeLayer(BaseMoEWrapper):
-    """A layer that is loaded to be written.
+    """A layer that is loaded in order to be written to disk.
 
-    Keeps the experts' biases, which the compiled layer does not give back.
+    Keeps the experts' biases, which the compiled layer does not return.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -44,7 +44,7 @@ class WholeLayer(BaseMoEWrapper):
         return self._packed()
 
     def load_from_tensors(self, given: dict[str, Any]) -> PackedLayer:
-        """The layer from tensors by their names in `ExpertTensors`. Raises what
+        """The layer from tensors, by their names in `ExpertTensors`. Raises what
         ``load_weights_from_tensors`` raises."""
         arguments = {PARAMETERS.get(name, name): value for name, value in given.items()}
         self.load_weights_from_tensors(**arguments, physical_to_logical_map_cpu=self._logical_order)
@@ -69,16 +69,16 @@ class WholeLayer(BaseMoEWrapper):
 
 
 def packed_copy(settings: LayerSettings) -> tuple[str, LoadRecord | None]:
-    """The packed directory to load the layer of ``weight_path`` from, and what making it took.
+    """The packed directory to load the layer of ``weight_path`` from, and the cost of making it.
 
     That is ``weight_path`` itself if it is one, else its subfolder ``kt-packed``, to which the
-    layer is added if it is not there. What is there counts only if it was made of the same
+    layer is added if it is missing. An existing layer is used only if it was made from the same
     checkpoint for the same method.
 
-    Raises what ``BaseMoEWrapper.load_weights`` says.
+    Raises what ``BaseMoEWrapper.load_weights`` raises.
     """
     s = settings
-    assert s.weight_path is not None  # or there would be nothing to read
+    assert s.weight_path is not None  # otherwise there is nothing to read
     with naming_path(s.where, s.weight_path):
         checkpoint = open_checkpoint(s.weight_path)
         if isinstance(checkpoint, PackedCheckpoint):

@@ -1,4 +1,4 @@
-"""What the wrappers of all modes share: settings, weights, and the static buffer calls."""
+"""The base of the wrappers of all modes: settings, weights, and the static buffer calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .weight_checks import DENSE_FORM, WeightChecks
 
 @contextmanager
 def naming_path(where: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """A ValueError from inside names the layer and the path that is read."""
+    """Adds the layer and the path to a ValueError raised inside."""
     try:
         yield
     except ValueError as error:
@@ -54,7 +54,7 @@ class BaseMoEWrapper(WrapperArguments):
         self._loaded = False
         self._record = LoadRecord()
         self._arrived: set[int] = set()
-        # Another thread of a parent may load while it forks; to the child that is not loaded.
+        # Another thread of the parent may be loading at the fork. In the child it is not loaded.
         per_process(self, "_load_lock", threading.RLock)
 
     # ---- what it is -------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class BaseMoEWrapper(WrapperArguments):
 
     @property
     def load_record(self) -> LoadRecord:
-        """What loading took so far."""
+        """Time and bytes of loading so far."""
         return replace(self._record, packed_bytes=self.packed_bytes)
 
     def stats(self) -> dict[str, int]:
@@ -131,7 +131,7 @@ class BaseMoEWrapper(WrapperArguments):
         up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
     ) -> None:
-        """Packs the experts of this layer that are on the CPU. They may be freed afterwards.
+        """Packs the experts of this layer that are on the CPU. The tensors may be freed afterwards.
 
         Args:
             gate_proj, up_proj: [E, I, H], down_proj: [E, H, I], logical order; bf16, fp16 or fp32,
@@ -144,16 +144,16 @@ class BaseMoEWrapper(WrapperArguments):
 
         With ``cpu_save=True`` all experts of the layer are also written to ``weight_path``.
 
-        A second call after a successful load does nothing. After an error the wrapper is as
-        unloaded as before.
+        A second call after a successful load does nothing. After an error, the wrapper is
+        still not loaded.
 
         Raises:
             TypeError: not tensors.
-            OSError: ``cpu_save=True``, and the layer cannot be written; names folder or file. What
-                can be known before packing is raised before.
-            ValueError: wrong shape or dtype, a map that is wrong, a weight that is not finite
-                (integer and FP8 methods) or a scale that is negative or not finite;
-                ``cpu_save=True``, and ``weight_path`` holds something else.
+            OSError: ``cpu_save=True``, and the layer cannot be written; names folder or file.
+                Raised before packing where possible.
+            ValueError: wrong shape or dtype, an invalid map, a weight that is not finite (integer
+                and FP8 methods), or a scale that is negative or not finite; ``cpu_save=True``, and
+                ``weight_path`` holds something else.
         """
         if self._loaded:
             return
@@ -179,24 +179,24 @@ class BaseMoEWrapper(WrapperArguments):
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
         """Reads this layer's experts from ``weight_path`` and packs those on the CPU.
 
-        With ``cpu_save=True`` the layer is loaded from a packed directory: ``weight_path`` itself
-        if it is one, else its subfolder ``kt-packed`` (of a file, the subfolder of its folder). If
-        the layer is not there yet, all of its experts are quantised and written there first.
+        With ``cpu_save=True``, the layer is loaded from a packed directory: ``weight_path`` itself
+        if it is one, else its subfolder ``kt-packed`` (for a file, the subfolder of its folder). If
+        that lacks the layer, all of its experts are quantised and written there first.
 
         Args:
             physical_to_logical_map_cpu: as in ``load_weights_from_tensors``.
 
-        All that the files say of themselves is checked before anything is packed. After an error
-        the wrapper is as unloaded as before.
+        File headers are checked before anything is packed. After an error,
+        the wrapper is still not loaded.
 
         Raises:
             RuntimeError: no ``weight_path`` was given.
-            ValueError: a wrong map, or a checkpoint that does not fit; names file, tensor, expected
-                and found sizes. ``cpu_save=True``: ``kt-packed`` was made of another checkpoint,
-                for another method, or is no packed directory.
+            ValueError: an invalid map, or a checkpoint that does not fit; names file, tensor,
+                expected and found sizes. ``cpu_save=True``: ``kt-packed`` was made from another
+                checkpoint or for another method, or is not a packed directory.
             FileNotFoundError, PermissionError: nothing to read.
-            OSError: ``cpu_save=True``, and the layer cannot be written; names folder or file. What
-                can be known before quantising is raised before.
+            OSError: ``cpu_save=True``, and the layer cannot be written; names folder or file.
+                Raised before quantising where possible.
         """
         if self._loaded:
             return
@@ -209,7 +209,7 @@ class BaseMoEWrapper(WrapperArguments):
         mapping = self._checks.mapping(physical_to_logical_map_cpu)
         path, saved = s.weight_path, None
         if s.cpu_save:
-            from .whole import packed_copy  # which uses a wrapper
+            from .whole import packed_copy  # imports this module
 
             path, saved = packed_copy(s)
         slots: dict[int, list[int]] = {}  # by logical expert
@@ -220,7 +220,7 @@ class BaseMoEWrapper(WrapperArguments):
             return
         from ..checkpoint import open_checkpoint  # the readers are not needed without a path
 
-        # Few at a time: what has to be transposed or converted is not in memory twice for all.
+        # Few at a time, so that only these are in memory twice while they are converted.
         with (
             naming_path(s.where, path),
             open_checkpoint(path).each_expert(
@@ -255,10 +255,10 @@ class BaseMoEWrapper(WrapperArguments):
         """Packs one expert, for weights that arrive one by one; then call ``finish_loading``.
 
         Args:
-            slot: 0 … E-1, a slot on the CPU. A slot given twice keeps what is given later, of
-                biases too: none then means none.
+            slot: 0 … E-1, a slot on the CPU. If a slot is given twice, the later call counts, also
+                for biases: if it has none, the slot has none.
             gate_proj, up_proj: [I, H], down_proj: [H, I]; bf16, fp16 or fp32, any device. For a
-                method that takes quantised weights: of the form that the first expert's had.
+                method that takes quantised weights: in the same form as the first expert.
             gate_bias, up_bias: [I], down_bias: [H].
 
         After an error while packing, the slot counts as not loaded.
@@ -307,7 +307,7 @@ class BaseMoEWrapper(WrapperArguments):
                     f"{self._settings.where}: {len(missing)} CPU experts were not loaded: slots "
                     f"{missing}"
                 )
-            if self._core is None:  # no expert is on the CPU, so any form will do
+            if self._core is None:  # no expert is on the CPU, so any form works
                 any_form = self._settings.method.layer_form or LayerForm.same(DENSE_FORM)
                 self._core = self._make_core(any_form)
             self._loaded = True
@@ -320,15 +320,15 @@ class BaseMoEWrapper(WrapperArguments):
         stored_bytes: Callable[[], int] | None = None,
         save: Callable[[Any], None] | None = None,
     ) -> None:
-        """Packs ``experts``, which are those of all CPU slots. stored_bytes: what files have of
-        those given; None: as much as was given. ``save`` gets the compiled layer before it counts
-        as loaded."""
+        """Packs ``experts``, which are those of all CPU slots. stored_bytes: their bytes in files;
+        None: the bytes that were given. ``save`` gets the compiled layer before it counts as
+        loaded."""
         with self._load_lock:
             if self._loaded:
                 return
             record = LoadRecord()
             with record.timed():
-                core = self._make_core(form)  # a failure leaves what was loaded before untouched
+                core = self._make_core(form)  # a failure leaves earlier weights untouched
                 for batch in batches(experts):
                     self._pack(core, batch)
                     record.source_bytes += sum(bytes_of(expert) for _, expert in batch)
@@ -342,7 +342,7 @@ class BaseMoEWrapper(WrapperArguments):
 
     def _save(self, form: LayerForm, given: dict[str, Any], mapping: list[int], core: Any) -> None:
         """Writes the layer: all experts, in logical order."""
-        from .whole import WholeLayer  # which is a wrapper
+        from .whole import WholeLayer  # imports this module
 
         s = self._settings
         if all(s.cpu_slots) and mapping == list(range(s.num_experts)):
@@ -382,16 +382,16 @@ class BaseMoEWrapper(WrapperArguments):
             ) from None
 
     def _tuning(self, form: LayerForm) -> dict[str, Any]:
-        """What the compiled layer is made with beyond its shape; measured for large layers only."""
+        """Tuned arguments of the compiled layer; measured only for large layers."""
         s = self._settings
         values = 3 * len(self._cpu_slots()) * s.hidden_size * s.moe_intermediate_size
-        if values // 2 < WORTH_BYTES or s.kind:  # half a byte each at least
+        if values // 2 < WORTH_BYTES or s.kind:  # at least half a byte each
             return {}
         return layer_tuning(form, s.table)
 
     def _pack(self, core: Any, experts: Sequence[tuple[int, Expert]]) -> None:
-        """Packs experts by slot, all in one go; or copies packed ones."""
-        kept = []  # what the addresses below are of
+        """Packs experts by slot, all at once, or copies packed ones."""
+        kept = []  # owns the memory of the addresses below
         given = []
         try:
             for slot, expert in experts:

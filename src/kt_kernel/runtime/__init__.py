@@ -1,1 +1,1 @@
-"""What the package needs of the process and the machine: threads, files, locks, the CPU variant."""
+"""The process and the machine: threads, files, locks, forks, the choice of kernels."""

@@ -1,4 +1,4 @@
-"""Locks between processes, on files."""
+"""Locks between processes, based on files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import time
 
 _POLL_SECONDS = 0.05
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 _held: dict[int, FileLock] = {}  # by descriptor
@@ -18,7 +18,7 @@ _held: dict[int, FileLock] = {}  # by descriptor
 class FileLock:
     """An exclusive lock on a file that exists only while the lock is held.
 
-    Two objects exclude each other in one process as well. A process that ends gives its locks back.
+    Two objects in one process exclude each other, too. When a process ends, its locks are released.
     """
 
     def __init__(self, path: str) -> None:
@@ -26,8 +26,8 @@ class FileLock:
         self._fd: int | None = None
 
     def acquire(self, seconds: float | None) -> bool:
-        """Takes the lock, and returns whether this succeeded in so many seconds; None: waits until
-        it does. Where the file system has no locks, every caller gets one.
+        """Takes the lock. Returns False if this takes longer than ``seconds``; None waits without
+        limit. If the file system has no locks, every caller gets one.
 
         Raises OSError naming the file if it cannot be created or locked.
         """
@@ -43,8 +43,8 @@ class FileLock:
             if not locked:
                 os.close(fd)
                 return False
-            # The last holder removed the file, perhaps after it was opened here: then this is a
-            # lock on a file that nobody else will open.
+            # The last holder may have removed the file after it was opened here. The lock would
+            # then be on a file that nobody else can open.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                     self._fd = fd
@@ -68,8 +68,8 @@ class FileLock:
             time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Gives the lock back. Does nothing if this process does not have it: a child that was
-        forked meanwhile has the object, but not the lock."""
+        """Releases the lock. Does nothing if this process does not hold it: a child forked
+        meanwhile has the object, but not the lock."""
         fd, self._fd = self._fd, None
         if fd is None or _held.get(fd) is not self:
             return
@@ -77,7 +77,7 @@ class FileLock:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
         with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough while a forked child has it
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough while a forked child has it open
         os.close(fd)
 
 

@@ -1,4 +1,4 @@
-"""Files: checks of those that a user named, reading JSON, and replacing a file in one step."""
+"""Files: checks of paths from users, reading JSON, and atomic replacement."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PARTIAL = ".partial"  # suffix of a file that is still being written
 
 
 def need_file(path: str, expected: str) -> None:
-    """ValueError for what is no regular file: opening a pipe would wait for ever. Raises OSError
-    with the path for what cannot be looked at."""
+    """Raises ValueError unless `path` is a regular file (opening a pipe would wait forever), and
+    OSError with the path if it cannot be examined."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f"{path}: not a file; expected {expected}")
 
@@ -29,9 +29,9 @@ def is_inside(folder: str, path: str) -> bool:
 
 
 def parse_object(text: bytes, place: str, unique: bool = False) -> dict[str, Any]:
-    """The JSON object in a text. unique: whether a key that is there twice is an error.
+    """Parses a JSON object. unique: whether a duplicate key is an error.
 
-    Raises ValueError that begins with `place` for anything else.
+    Raises ValueError, beginning with `place`, for anything else.
     """
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_unique if unique else None)
@@ -52,21 +52,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Replacement:
-    """A new file that takes the place of `path` in one step.
+    """A new file that replaces `path` atomically.
 
         with Replacement(path) as new:
             new.write(data)
             new.commit()
 
-    Readers see the old file or the whole new one. Leaving without `commit` removes what was
-    written. The new file gets the permissions of the one it replaces, else those of any new file.
-    A symbolic link at `path` is replaced, not followed. Every OSError names a file; one that is
-    neither a regular file nor a link is refused with an OSError, since it would be gone afterwards.
+    Readers see the old file or the complete new one. Leaving the block without `commit` removes the
+    new file. It gets the permissions of the file that it replaces, or the default ones. A symbolic
+    link at `path` is replaced, not followed. Every OSError names a file. If `path` is neither a
+    regular file nor a link, an OSError is raised, because it would be lost.
 
-    durable: whether the new file, once `commit` has returned, survives a loss of power.
-    partial: name under which the file is written; only one writer at a time may use it, and what a
-    killed one left there is removed. None: a name that nobody can know beforehand. Either way the
-    file is created anew in the folder of `path`: nothing that lies there is opened or followed.
+    durable: whether the new file survives a power failure once `commit` has returned. partial:
+    temporary name of the file. Only one writer at a time may use it, and a file left by a killed
+    writer is removed. None: an unpredictable name. In either case the file is created anew in the
+    folder of `path`; an existing file or link is never opened.
     """
 
     def __init__(self, path: str, *, durable: bool = False, partial: str | None = None) -> None:
@@ -95,7 +95,7 @@ class Replacement:
                 rest = rest[os.write(self._fd, rest) :]
 
     def commit(self) -> None:
-        """Puts the file in its place."""
+        """Moves the file to `path`."""
         with named(self.path):
             if self._durable:
                 os.fsync(self._fd)
@@ -105,12 +105,12 @@ class Replacement:
 
     def __exit__(self, *error: object) -> None:
         os.close(self._fd)
-        with contextlib.suppress(FileNotFoundError):  # it is in its place
+        with contextlib.suppress(FileNotFoundError):  # it was moved
             os.unlink(self._partial)
 
 
 def replace_file(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text as UTF-8 to `path` in one step, see `Replacement`; OSError if it cannot."""
+    """Writes text to `path` as UTF-8, atomically, see `Replacement`. Raises OSError."""
     with Replacement(os.fspath(path)) as new:
         new.write(text.encode())
         new.commit()
@@ -118,7 +118,7 @@ def replace_file(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def named(path: str) -> Iterator[None]:
-    """OSErrors from inside name `path`, which those of open files do not."""
+    """Adds `path` to OSErrors raised inside, because those of open files name none."""
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def named(path: str) -> Iterator[None]:
 
 
 def _permissions(path: str) -> int | None:
-    """Those of the regular file at `path`, None without one."""
+    """Permissions of the regular file at `path`; None if there is none."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def _permissions(path: str) -> int | None:
         return stat.S_IMODE(mode) & 0o777
     if stat.S_ISLNK(mode):
         return None
-    raise OSError(errno.EEXIST, "is there, and is not a regular file", path)
+    raise OSError(errno.EEXIST, "exists and is not a regular file", path)
 
 
 def nearest_existing(path: str) -> str:
@@ -147,7 +147,7 @@ def nearest_existing(path: str) -> str:
 
 
 def _sync_folder(path: str) -> None:
-    """Makes the names in a folder last."""
+    """Makes the entries of a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

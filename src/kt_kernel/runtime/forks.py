@@ -1,4 +1,4 @@
-"""What a forked child must not take over from its parent, whose other threads it does not have."""
+"""State that a forked child must recreate, because it does not have its parent's threads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _renewed: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], Any]]] = weakref
 def per_process(owner: Any, attribute: str, make: Callable[[], Any]) -> None:
     """Sets ``owner.attribute`` to ``make()``, now and again in every forked child.
 
-    For locks, which another thread of the parent may hold at the fork, and for whatever describes
-    work that only the parent completes.
+    For locks, which another thread of the parent may hold at the fork, and for state of work that
+    only the parent completes.
     """
     setattr(owner, attribute, make())
     _renewed.setdefault(owner, {})[attribute] = make

@@ -1,4 +1,4 @@
-"""What this process may use of the machine, and how busy others keep it."""
+"""The CPUs that this process may use, and how busy other processes keep them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from importlib import metadata
 from .text import ranges
 from .variant import native
 
-# Shares of the time of all allowed CPUs.
-_MOST_BUSY = 0.10  # that other processes may take from a measurement
+# Fractions of the time of all allowed CPUs.
+_MOST_BUSY = 0.10  # that other processes may use during a measurement
 _MOST_STOLEN = 0.02  # that the host of a virtual machine may take
-_TICK = 0.01  # seconds in which /proc/stat counts
+_TICK = 0.01  # resolution of /proc/stat in seconds
 
 
 def allowed_cpus() -> list[int]:
-    """Numbers of the CPUs in this thread's affinity mask, ascending; all CPUs where a sandbox
-    forbids the question, as in the compiled core."""
+    """Numbers of the CPUs in this thread's affinity mask, ascending; all CPUs if a sandbox forbids
+    reading it, as in the compiled core."""
     try:
         return sorted(os.sched_getaffinity(0))
     except OSError:
@@ -31,7 +31,7 @@ def allowed_cpus() -> list[int]:
 def usable_cores(nodes: Sequence[tuple[int, int, int]] | None = None) -> int:
     """Cores that this process may run on, bounded by its CPU quota.
 
-    nodes: (NUMA node, allowed CPUs, allowed cores), where they are known already.
+    nodes: (NUMA node, allowed CPUs, allowed cores), if already known.
     """
     core = native()
     if nodes is None:
@@ -41,27 +41,27 @@ def usable_cores(nodes: Sequence[tuple[int, int, int]] | None = None) -> int:
 
 @functools.cache
 def cpu_model() -> str:
-    """The CPU's name, family, model and stepping: the name of a virtual one says little."""
+    """The CPU's name, family, model and stepping: names of virtual CPUs are not specific."""
     numbers = {}
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii") as file:
         for line in file:
             name, _, value = line.partition(":")
             if not name.strip():
-                break  # the first processor is like the others
+                break  # all processors are alike
             numbers[name.strip()] = value.strip()
     version = "-".join(numbers.get(n, "") for n in ("cpu family", "model", "stepping"))
     return f"{native().cpu_brand()} {version}"
 
 
 def machine_key() -> str:
-    """All that measurements depend on: this package's version, the CPU, the NUMA nodes with their
-    allowed CPUs and cores, which CPUs are allowed, and the CPU quota."""
+    """Everything that measurements depend on: the package's version, the CPU, the NUMA nodes with
+    their allowed CPUs and cores, the numbers of the allowed CPUs, and the CPU quota."""
     return _machine_key(tuple(allowed_cpus()), os.environ.get("KT_TOPOLOGY"))
 
 
 @functools.cache
 def _machine_key(cpus: tuple[int, ...], topology: str | None) -> str:
-    """topology: what decides native().topology() beside the CPUs."""
+    """topology: an additional input of native().topology()."""
     core = native()
     found = core.topology()
     nodes = " ".join(f"{node}:{count}/{cores}" for node, count, cores in found)
@@ -79,8 +79,9 @@ def _version() -> str:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Seconds since the system started, summed over the allowed CPUs: busy, and taken away by the
-    host of a virtual machine. own: what this process used of them. at: the time on the clock."""
+    """Seconds since the system started, summed over the allowed CPUs. busy: in use. stolen: taken
+    by the host of a virtual machine. own: used by this process. at: time of the reading (monotonic
+    clock)."""
 
     busy: float
     stolen: float
@@ -89,7 +90,7 @@ class CpuTimes:
 
 
 def cpu_times() -> CpuTimes:
-    """The times until now; zeros where the system does not tell."""
+    """The times until now; zeros if the system does not report them."""
     busy, stolen = 0.0, 0.0
     with contextlib.suppress(OSError, ValueError), open("/proc/stat", encoding="ascii") as file:
         busy, stolen = sum_times(file, allowed_cpus())
@@ -109,13 +110,13 @@ def sum_times(lines: Iterable[str], cpus: Sequence[int]) -> tuple[float, float]:
 
 
 def disturbance(before: CpuTimes, after: CpuTimes, cpus: int) -> str | None:
-    """What others did on so many CPUs between two times, in words; None if it was little."""
+    """Describes the load by others on ``cpus`` CPUs between two times; None if it was low."""
     available = cpus * (after.at - before.at)
     uncertain = 2 * cpus * _TICK  # each counter may be a tick off at either end
     others = after.busy - before.busy - (after.own - before.own)
     stolen = after.stolen - before.stolen
     if others > _MOST_BUSY * available + uncertain:
-        return f"other processes used {others / available:.0%} of the CPUs meanwhile"
+        return f"other processes used {others / available:.0%} of the CPUs during the measurement"
     if stolen > _MOST_STOLEN * available + uncertain:
-        return f"the host took {stolen / available:.0%} of the CPUs away meanwhile"
+        return f"the host took {stolen / available:.0%} of the CPUs during the measurement"
     return None

@@ -1,11 +1,11 @@
-"""What was measured on this machine, as small JSON files in the user's cache folder.
+"""Measurements of this machine, as small JSON files in the user's cache folder.
 
-    kt cache            # shows all of it
-    kt cache --clear    # removes it
+    kt cache            # shows them
+    kt cache --clear    # removes them
 
-A measurement is kept under a key that names all that it depends on, unless the machine was busy or
-the measurement says that it cannot be trusted. Whatever else lies in the folder, whoever else uses
-it, and whether it can be written to, makes no difference but that something is measured again.
+A measurement is kept under a key that names everything it depends on. Measurements on a busy
+machine, or with inconsistent results, are not kept. A folder that is unreadable, not writable or
+holds other files only means that measurements are repeated.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from .variant import debug
 
 FILES = ("threads.json", "tuning.json")
 _LOCK = "lock"
-_MOST_ENTRIES = 256  # in a file: containers may get other CPUs at each start
+_MOST_ENTRIES = 256  # per file: containers may get other CPUs at each start
 _MOST_BYTES = 1 << 20
 
 T = TypeVar("T")
 
-_known: dict[tuple[Path | None, str], Any] = {}  # what this process uses, kept or not
+# The measurements that this process uses, kept or not.
+_known: dict[tuple[Path | None, str], Any] = {}
 _one_thread = threading.RLock()
-_locked = False  # whether this process has the lock on the folder
-_lock_seconds = 60.0  # to wait for it: far longer than a measurement
-_unwritable = False  # whether it was told that nothing can be kept
+_locked = False  # whether this process holds the lock on the folder
+_lock_seconds = 60.0  # maximum wait for the lock: far longer than a measurement
+_unwritable = False  # whether this was already reported
 
 
 def cache_folder() -> Path | None:
-    """``$XDG_CACHE_HOME/kt-moe``, else ``~/.cache/kt-moe``; None where there is no home."""
+    """``$XDG_CACHE_HOME/kt-moe``, else ``~/.cache/kt-moe``; None if there is no home folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     if base and os.path.isabs(base):  # the XDG specification ignores relative paths
         return Path(base) / "kt-moe"
@@ -55,12 +56,12 @@ def measured_once(
     accept: Callable[[Any], T | None],
     measure: Callable[[], tuple[Any, str | None]],
 ) -> T:
-    """What the file ``name`` of the cache folder has for ``key``, measured where it has nothing.
+    """The entry for ``key`` in the cache file ``name``; measured if there is none.
 
-    accept: what an entry, any JSON value, stands for; None for one that is not valid.
-    measure: returns an entry, and None or why it should not be kept: this process uses it anyway.
+    accept: converts an entry, any JSON value; returns None if it is invalid. measure: returns an
+    entry, and None or a reason not to keep it; this process uses it in either case.
 
-    One process and thread at a time measures; the others wait, and use what was kept.
+    Only one process and thread measures at a time; the others wait and use the kept result.
     """
     folder = cache_folder()
     path = None if folder is None else folder / name
@@ -93,7 +94,7 @@ def _measure(path: Path | None, key: str, measure: Callable[[], tuple[Any, str |
 
 
 def read_cache(path: Path | None) -> dict[str, Any]:
-    """The file's object; empty where it is absent, unreadable or something else."""
+    """The file's JSON object; empty if the file is missing, unreadable or has other content."""
     if path is None:
         return {}
     try:
@@ -107,7 +108,7 @@ def read_cache(path: Path | None) -> dict[str, Any]:
 
 
 def entries() -> Iterator[tuple[Path, str, Any]]:
-    """File, key and entry of all that is kept."""
+    """File, key and value of all kept entries."""
     folder = cache_folder()
     if folder is None:
         return
@@ -133,8 +134,8 @@ def clear() -> list[Path]:
 
 @contextlib.contextmanager
 def _lock_on(folder: Path | None) -> Iterator[None]:
-    """Holds the lock on the folder, which is made if it is not there. Where it cannot be had, as in
-    a read-only home, this process goes on by itself."""
+    """Holds the lock on the folder, which is created if needed. If that is impossible, as in a
+    read-only home, this process continues without it."""
     global _locked, _lock_seconds
     lock = None
     if folder is not None and not _locked:
@@ -143,7 +144,7 @@ def _lock_on(folder: Path | None) -> Iterator[None]:
             lock = FileLock(str(folder / _LOCK))
             _locked = lock.acquire(_lock_seconds)
             if not _locked:
-                _lock_seconds = 0.0  # its holder is stuck: one wait is enough
+                _lock_seconds = 0.0  # the holder is stuck, so later calls do not wait
         except OSError as error:
             _cannot_keep(error)
     if lock is None or not _locked:

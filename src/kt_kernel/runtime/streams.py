@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Takes a tenth of the time of current_stream; torch without CUDA lacks it.
+# Ten times as fast as current_stream; torch without CUDA lacks it.
 _current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -17,7 +17,7 @@ def on_stream(device: torch.device, stream: Any) -> Any:
         return contextlib.nullcontext()
     if stream is None:
         return torch.cuda.device(device)
-    if stream == 0:  # ExternalStream would take 0 for "any stream"
+    if stream == 0:  # ExternalStream would treat 0 as "any stream"
         stream = torch.cuda.default_stream(device)
     elif isinstance(stream, int):
         stream = torch.cuda.ExternalStream(stream, device=device)
@@ -27,8 +27,8 @@ def on_stream(device: torch.device, stream: Any) -> Any:
 def handle_of(device: torch.device, stream: Any) -> int:
     """The handle of ``stream``, which must be one of the CUDA device.
 
-    Raises ValueError for a torch stream of another device, TypeError for anything but a stream. A
-    bare handle cannot be checked: CUDA refuses a wrong one at the launch.
+    Raises ValueError for a torch stream of another device, and TypeError for anything but a stream.
+    A bare handle cannot be checked; CUDA refuses an invalid one at the launch.
     """
     if stream is None:
         if _current_handle is None:
@@ -40,5 +40,5 @@ def handle_of(device: torch.device, stream: Any) -> int:
     if handle is None:
         raise TypeError(f"cuda_stream must be a CUDA stream, got {type(stream).__name__}")
     if stream.device != device:
-        raise ValueError(f"cuda_stream is on {stream.device}, the hidden states are on {device}")
+        raise ValueError(f"cuda_stream is on {stream.device}, but hidden_states is on {device}")
     return handle

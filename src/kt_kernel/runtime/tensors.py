@@ -18,7 +18,7 @@ def need_tensor(place: str, value: Any) -> None:
 
 
 def need_dense(place: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError, naming ``place``, for a tensor that has no plain memory of its own."""
+    """Raises ValueError, naming ``place``, for a tensor without plain strided memory."""
     if tensor.is_nested:
         problem = "is nested"
     elif tensor.device.type == "meta":
@@ -27,7 +27,7 @@ def need_dense(place: str, tensor: torch.Tensor) -> None:
         problem = f"has layout {tensor.layout}"
     else:
         return
-    raise ValueError(f"{place} must be a dense tensor with data, it {problem}")
+    raise ValueError(f"{place} must be a dense tensor with data, but it {problem}")
 
 
 def is_integer(tensor: torch.Tensor) -> bool:
@@ -41,6 +41,6 @@ def is_integer(tensor: torch.Tensor) -> bool:
 
 
 def on_cpu(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Contiguous, on the CPU, without gradient; the tensor itself where it is that already."""
+    """The tensor, contiguous, on the CPU, without gradient; itself if it already is."""
     result = tensor.detach().to("cpu", dtype or tensor.dtype)
     return result.resolve_conj().resolve_neg().contiguous()

@@ -1,4 +1,4 @@
-"""Words for messages."""
+"""Formats parts of messages."""
 
 from __future__ import annotations
 

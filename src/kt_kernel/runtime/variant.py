@@ -8,7 +8,7 @@ import platform
 import sys
 from types import ModuleType
 
-#: Kernel tables from best to least, and the family each is reported as.
+#: Kernel tables from best to worst, and the family that each is reported as.
 TABLES: dict[str, str] = {
     "amx": "amx",
     "avx512_bf16": "avx512",
@@ -33,7 +33,7 @@ def debug(message: str) -> None:
 
 
 def check_platform() -> None:
-    """Raises ImportError, one line, where the package cannot run."""
+    """Raises ImportError, one line, if the package cannot run here."""
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in ("x86_64", "AMD64"):
         raise ImportError(f"kt-moe runs on Linux x86-64 only; this is {system} {machine}")
@@ -42,7 +42,7 @@ def check_platform() -> None:
             flags = next((line for line in file if line.startswith("flags")), None)
     except OSError:
         flags = None
-    if flags is None:  # no cpuinfo here: the compiled core checks again with cpuid
+    if flags is None:  # no cpuinfo: the compiled core checks again with cpuid
         return
     present = set(flags.split(":", 1)[1].split())
     missing = [name for name in _FLOOR if name not in present]
@@ -54,14 +54,14 @@ def check_platform() -> None:
 
 
 def check_environment() -> None:
-    """Checks KT_KERNEL_CPU_VARIANT and KT_KERNEL_KIND, and prints detection and choices when
+    """Checks KT_KERNEL_CPU_VARIANT and KT_KERNEL_KIND. Prints what was detected and selected if
     KT_KERNEL_DEBUG=1. Called at import.
 
-    With none of them set, the compiled core is not loaded: engines import this package in every
-    process, whether it is used or not.
+    If none of them is set, the compiled core is not loaded, because engines import this package in
+    every process, even if it is not used.
 
     Raises:
-        ImportError: a variable has a value that is not accepted; one line that names both.
+        ImportError: a variable has an invalid value; one line that names both.
     """
     variables = ("KT_KERNEL_CPU_VARIANT", "KT_KERNEL_KIND")
     given = {name: os.environ[name] for name in variables if os.environ.get(name, "").strip()}
@@ -72,13 +72,13 @@ def check_environment() -> None:
     except ValueError as error:
         raise ImportError(str(error)) from None
     kinds = next((name for name, number in KINDS.items() if number == kind), "vector and tile")
-    chosen = ", ".join(f"{name}={value}" for name, value in given.items()) or "by itself"
-    debug(f"chose {table} kernels, {kinds} ({chosen})")
+    chosen = ", ".join(f"{name}={value}" for name, value in given.items()) or "automatically"
+    debug(f"selected {table} kernels, {kinds} ({chosen})")
 
 
 @functools.cache
 def native() -> ModuleType:
-    """The compiled core, imported at first use so that option parsing does not need it."""
+    """The compiled core, imported at first use, so that option parsing does not need it."""
     from .. import _C
 
     if not _C.kernel_tables():
@@ -94,10 +94,10 @@ def native() -> ModuleType:
 
 
 def kernel_table() -> str:
-    """Exact name of the kernel table to use: the best one, or what KT_KERNEL_CPU_VARIANT says.
+    """Exact name of the kernel table to use: the best one, or that of KT_KERNEL_CPU_VARIANT.
 
     Raises:
-        ValueError: KT_KERNEL_CPU_VARIANT is not a table, or one that this CPU cannot run.
+        ValueError: KT_KERNEL_CPU_VARIANT is not a table, or this CPU cannot run it.
     """
     usable = native().kernel_tables()
     wanted = os.environ.get("KT_KERNEL_CPU_VARIANT", "").strip()
@@ -117,7 +117,7 @@ def cpu_variant() -> str:
 
 
 def kernel_kind() -> int:
-    """0 (chosen by tokens per expert), 1 (vector) or 2 (tile), from KT_KERNEL_KIND.
+    """0 (selected by tokens per expert), 1 (vector) or 2 (tile), from KT_KERNEL_KIND.
 
     Raises:
         ValueError: another value than "", "vector" or "tile".
@@ -131,5 +131,5 @@ def kernel_kind() -> int:
 
 
 def cpu_features() -> dict[str, bool]:
-    """Instruction sets that CPU and operating system offer, by name."""
+    """Instruction sets that the CPU and the operating system support, by name."""
     return dict(native().cpu_features())

@@ -1,7 +1,8 @@
 """One MoE layer split into hot experts (the engine computes them) and cold experts (the CPU does).
 
-Knows no engine: a plugin gives it options, the cold experts' weights as they arrive, and per step
-the hidden states with the router's choice; it returns the cold experts' weighted sum.
+Independent of the engines. A plugin passes options, the weights of the cold experts as they arrive,
+and, for each step, hidden states and the router's choice. The layer returns the weighted sum of the
+cold experts.
 """
 
 import threading
@@ -25,18 +26,18 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class HybridLayer:
-    """The cold half of one MoE layer, and the bookkeeping of which experts are hot.
+    """The cold experts of one MoE layer, and its placement.
 
-    Expert ids are the model's own (global). `placement.initial_placement` says which are hot at
-    first, and `set_placement` moves them later. Layers of one model are made by
-    `HybridModel.add_layer`, in the order in which they run.
+    Expert ids are the model's own (global). `placement.initial_placement` selects the experts that
+    are hot at first, and `set_placement` moves experts later. `HybridModel.add_layer` creates the
+    layers of a model, in the order in which they run.
 
-    num_experts_per_tok is k, max_tokens the largest batch expected (-1: not known; it only sizes
-    buffers). Under tensor parallelism one rank computes the cold experts, whole, before the ranks'
-    outputs are summed; on the others ``has_cpu_part`` is False: they take no cold weights, and add
-    nothing. moe_intermediate_size is that of the whole expert. Raises OptionError for options that
-    do not fit, ValueError for a method that `kt_kernel.serving.preflight.prepare` has not decided,
-    and what KTMoEWrapper raises.
+    num_experts_per_tok is k; max_tokens is the largest batch expected (-1: unknown), which only
+    sizes buffers. Under tensor parallelism, one rank computes whole cold experts before the ranks'
+    outputs are summed. On the other ranks, ``has_cpu_part`` is False: they take no cold weights and
+    add nothing. moe_intermediate_size is that of the whole expert. Raises OptionError if options do
+    not fit the layer, ValueError if `kt_kernel.serving.preflight.prepare` has not selected the
+    method, and what KTMoEWrapper raises.
     """
 
     _lock: threading.Lock
@@ -64,7 +65,7 @@ class HybridLayer:
         if options.method == AUTO:
             raise ValueError(
                 f"layer {layer_idx}: method {AUTO} is not decided; "
-                "kt_kernel.serving.preflight.prepare decides it"
+                "call kt_kernel.serving.preflight.prepare first"
             )
         self.options = options
         self.layer_idx = layer_idx
@@ -98,13 +99,13 @@ class HybridLayer:
 
     @property
     def placement(self) -> Placement:
-        """Which experts are hot now, and in which slots of the engine's weights."""
+        """The current placement: which experts are hot, and their slots in the engine's weights."""
         return self._placement
 
     @property
     def takes_weights(self) -> bool:
-        """Whether cold weights come through `add_weight` (else from the weight path, or this rank
-        has no use for them)."""
+        """Whether cold weights come through `add_weight`. Otherwise they come from the weight path,
+        or this rank does not need them."""
         return self._wrapper is not None and self.options.weight_path is None
 
     @property
@@ -117,26 +118,27 @@ class HybridLayer:
         if not 0 <= expert_id < self.num_experts:
             raise ValueError(
                 f"layer {self.layer_idx}: expert {expert_id} does not exist; "
-                f"0 to {self.num_experts - 1} is accepted"
+                f"accepted: 0 to {self.num_experts - 1}"
             )
         return self._placement.slots[expert_id]
 
     def set_placement(self, placement: Placement) -> None:
-        """Moves experts: batches submitted from now on go by this placement.
+        """Moves experts: batches submitted from now on use this placement.
 
-        Call it between forward passes, once loading is finished; under tensor parallelism on every
-        rank between the same two passes. The engine's weights must hold each hot expert in its slot
-        by then. The CPU has the weights of the experts that were cold when they were loaded: only
-        these may be cold.
+        Call it between forward passes, once loading is finished. Under tensor parallelism, call it
+        on every rank between the same two passes. The engine's weights must already hold each hot
+        expert in its slot. The CPU has the weights of the experts that were cold during loading;
+        only these may be cold.
 
-        It waits for all batches submitted before. The routes of the engine's kernels and the CPU's
-        plan then change together, in place: a captured graph follows from its next replay on.
+        Waits for all earlier batches. The routes of the engine's kernels and the CPU's plan then
+        change together, in place, so captured graphs use the new placement from their next replay
+        on.
 
         Raises:
             RuntimeError: loading is not finished, a CUDA graph is captured, or batches on a device
                 do not end.
             ValueError: another number of experts or slots, or a cold expert that the CPU does not
-                have. Nothing has changed then.
+                have. Nothing is changed in this case.
         """
         place, old = f"layer {self.layer_idx}", self._placement
         if not self._finished:
@@ -160,10 +162,10 @@ class HybridLayer:
         if self._wrapper is not None:
             self._wrapper.set_gpu_experts_mask(placement.mask)
         self._placement = placement
-        with torch.inference_mode():  # in which engines' batches made the maps
+        with torch.inference_mode():  # the mode in which the engine's batches created the maps
             for slot_map in self._slot_maps.values():
                 slot_map.copy_(placement.slot_map())
-        self._wait_for_devices()  # before another stream reads the maps
+        self._wait_for_devices()  # before another stream can read the maps
 
     def _wait_for_devices(self) -> None:
         for device in self._slot_maps:
@@ -173,17 +175,17 @@ class HybridLayer:
     def add_weight(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
         """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
 
-        which: "gate" or "up" [I, H], or "down" [H, I]. The expert is packed, and the copies freed,
-        when its third matrix arrives. Does nothing where `takes_weights` is False.
-        ValueError for a hot expert, a second delivery, or a wrong shape or dtype. RuntimeError once
-        loading is finished, see `refuse_reload`.
+        which: "gate" or "up" [I, H], or "down" [H, I]. When the third matrix of an expert arrives,
+        the expert is packed and the copies are freed. Does nothing if `takes_weights` is False.
+        Raises ValueError for a hot expert, a second delivery, or a wrong shape or dtype, and
+        RuntimeError once loading is finished, see `refuse_reload`.
         """
         place = f"layer {self.layer_idx}, expert {expert_id}, {which}"
         if which not in MATRICES:
             raise ValueError(f"{place}: unknown matrix; accepted: {', '.join(MATRICES)}")
         if self.slot_of(expert_id) >= 0:
             raise ValueError(
-                f"{place}: a hot expert's weights belong to the engine; cold: "
+                f"{place}: the weights of hot experts belong to the engine; cold experts: "
                 f"{ranges(self._placement.cold_experts)}"
             )
         self.refuse_reload(place)
@@ -198,7 +200,7 @@ class HybridLayer:
                 f"{place}: dtype {tensor.dtype}; accepted: "
                 + ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
             )
-        # device="cpu" spelled out: engines build and load models under a device context.
+        # Explicit device="cpu": engines build and load models under a device context.
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         copy.copy_(tensor.detach())
         with self._lock:
@@ -208,25 +210,26 @@ class HybridLayer:
                 raise ValueError(f"{place}: arrived twice")
             matrices[which] = copy
             if len(matrices) == len(MATRICES):
-                # First: where packing fails, or a child is forked meanwhile, all three must come
+                # First: if packing fails, or a child is forked meanwhile, all three must arrive
                 # again.
                 del self._arrived[expert_id]
                 self._wrapper.load_expert(expert_id, *(matrices[name] for name in MATRICES))
                 self._packed.add(expert_id)
 
     def refuse_reload(self, place: str) -> None:
-        """RuntimeError when loading is finished and some experts are cold: an engine that exchanges
-        weights while serving would leave them as they were. ``place`` begins the message."""
+        """RuntimeError if loading is finished and some experts are cold: an engine that replaces
+        weights while serving would not change them. The message begins with ``place``."""
         if self._finished and not self._placement.all_hot:
             raise RuntimeError(
                 f"{place}: weights arrive after loading was finished; "
-                "exchanging weights while serving is not supported"
+                "replacing weights while serving is not supported"
             )
 
     def finish_loading(self) -> None:
-        """Ends loading: reads --kt-weight-path if given, else checks that all cold weights arrived.
+        """Finishes loading: reads --kt-weight-path if given, else checks that all cold weights
+        arrived.
 
-        ValueError names the matrices that are missing. A second call does nothing.
+        Raises ValueError naming missing matrices. A second call does nothing.
         """
         if self._finished or self._wrapper is None:
             self._finished = True
@@ -261,11 +264,12 @@ class HybridLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts the cold experts on x [T, H]; ids and router weights are [T, k]. Returns at once.
 
-        Ids are global; those of hot experts, negative ones and ones that do not exist are skipped.
-        Returns the router's choice as the engine's hot kernel needs it, slots [T, k] and weights
-        [T, k], dtypes kept: a route to a cold expert, or to none, gets slot ``cold_slot`` and
-        weight 0. stream: of the device, None for the current one; nothing waits on the host.
-        padding: rows that are no tokens, whose routes are to none, see `routing.need_padding`.
+        Ids are global. Ids of hot experts, negative ids and ids of experts that do not exist are
+        skipped. Returns the routes for the engine's kernel of hot experts: slots [T, k] and weights
+        [T, k], in the dtypes of the arguments. A route to a cold expert, or to none, gets slot
+        ``cold_slot`` and weight 0. stream: a stream of the device, None for the current one;
+        nothing waits on the host. padding: mask of rows that are not tokens and have no routes, see
+        `routing.need_padding`.
         """
         self._need_cold("submit")
         slot_map = self._slot_maps.get(x.device)
@@ -293,9 +297,9 @@ class HybridLayer:
         *,
         scale: float = 1.0,
     ) -> torch.Tensor:
-        """scale * (the cold experts' sum + hot) [T, H] in x's dtype, for the last `submit`.
+        """scale * (sum of the cold experts + hot) [T, H] in x's dtype, for the last `submit`.
 
-        hot: the engine's sum [T, H], which may be written over; None where the engine has no slot.
+        hot: the engine's sum [T, H], which may be overwritten; None if the engine has no slot.
         """
         self._need_cold("collect")
         if self._wrapper is not None:
@@ -305,8 +309,8 @@ class HybridLayer:
         return hot if scale == 1.0 else hot * scale
 
     def stats(self) -> dict[str, int]:
-        """Counters of the CPU kernels so far: forwards, tokens, expert_calls and others; {} without
-        cold experts or before their weights arrive."""
+        """Counters of the CPU kernels so far: forwards, tokens, expert_calls and others. Empty
+        without cold experts, or before their weights arrive."""
         return self._wrapper.stats() if self._wrapper is not None else {}
 
     @property
@@ -316,11 +320,11 @@ class HybridLayer:
 
     @property
     def load_record(self) -> LoadRecord:
-        """What loading the cold experts took."""
+        """Time and bytes of loading the cold experts."""
         return self._wrapper.load_record if self._wrapper is not None else LoadRecord()
 
     def describe(self) -> str:
-        """One line: which experts are where, in what format, how many megabytes."""
+        """One line: the placement, the format and the packed megabytes."""
         p = self._placement
         return (
             f"layer {self.layer_idx}: {p.num_hot} hot experts{_bracketed(p.hot_experts)} on "
@@ -346,10 +350,9 @@ class HybridLayer:
 
 
 class HybridModel:
-    """The MoE layers of one model: what they share, one log line, and their counters summed.
+    """The MoE layers of one model: shared state, one log line, and the sum of their counters.
 
-    Keep one per model; layers are added in the order in which they run, which is the order deferral
-    follows.
+    Keep one per model. Add layers in the order in which they run, which deferral follows.
     """
 
     def __init__(self, options: KTOptions) -> None:
@@ -358,7 +361,7 @@ class HybridModel:
         self._scope = model_scope()
 
     def add_layer(self, **shape: Any) -> HybridLayer:
-        """Constructs the next layer; the keywords are those of HybridLayer."""
+        """Creates the next layer; the keywords are those of HybridLayer."""
         with self._scope:
             layer = HybridLayer(self.options, **shape)
         self.layers.append(layer)
@@ -382,10 +385,10 @@ class HybridModel:
             f"{packed:.1f} MB packed from {self.options.weight_path or 'the served checkpoint'}; "
             f"{first.describe_cpu()}"
             if not first.placement.all_hot
-            else "nothing to do for the CPU"
+            else "no work for the CPU"
         )
         placements = [layer.placement for layer in self.layers]
-        # Where the layers differ, their experts are told by `HybridLayer.describe` and the report.
+        # If the layers differ, `HybridLayer.describe` and the report list their experts.
         hot = {_bracketed(p.hot_experts) for p in placements}
         cold = {_bracketed(p.cold_experts) for p in placements}
         return (
@@ -397,13 +400,13 @@ class HybridModel:
         )
 
     def describe_loading(self) -> list[str]:
-        """What loading took, once loaded: a line for the model, then one for each layer; none
-        without cold experts here."""
+        """Time and bytes of loading, once loaded: a line for the model, then one for each layer.
+        Empty if there are no cold experts here."""
         layers = [layer for layer in self.layers if layer.has_cpu_part]
         if not layers:
             return []
         total = sum((layer.load_record for layer in layers), LoadRecord())
-        # An engine that delivers the weights reads them by itself.
+        # An engine that delivers the weights reads them itself.
         part = " of packing" if layers[0].takes_weights else ""
         return [
             f"kt: {len(layers)} MoE layers loaded: {total.describe(part)}",

@@ -1,1 +1,1 @@
-"""Methods, weight formats and expert weights in memory and in packed directories."""
+"""Methods, weight formats, and expert weights in memory and in packed directories."""

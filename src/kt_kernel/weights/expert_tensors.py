@@ -1,4 +1,4 @@
-"""The one shape in which expert weights travel: every reader makes it, packing takes it."""
+"""The common form of expert weights: every reader returns it, and packing accepts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .quantised import QuantisedMatrix
 
 Matrix = torch.Tensor | QuantisedMatrix | PackedMatrix
 
-#: Of an expert, by name and in the order of the compiled core.
+#: Parts of an expert, by name and in the order of the compiled core.
 MATRICES = ("gate", "up", "down")
 BIASES = ("gate_bias", "up_bias", "down_bias")
 
@@ -27,10 +27,9 @@ class ExpertTensors:
 
     gate, up: [I, H]; down: [H, I]. Contiguous CPU tensors, bfloat16, float16 or float32; or, from
     quantised checkpoints, a QuantisedMatrix each; or, from packed directories, a PackedMatrix each.
-    All gates are of one dtype or form, and so are all ups and all downs; the three are of the same
-    one except in checkpoints that mix them.
-    An entry is None where that expert was not asked for. Biases are float32, [I], [I] and [H]; the
-    lists are None for models without biases.
+    All gates have the same dtype or form, and so have all ups and all downs; the three differ only
+    in checkpoints that mix them. An entry is None if that expert was not requested. Biases are
+    float32, [I], [I] and [H]; the lists are None for models without biases.
 
     Entries may be views into a memory-mapped file: treat them as read-only, and expect pages to be
     read on first use.

@@ -1,7 +1,7 @@
 """The weight formats of the compiled core, by name, and the forms of matrices and layers.
 
-A format is a row of kernels/include/kt/format.h. The core is loaded when something about a format
-is asked for, not when one is named: methods are named in processes that load no weights.
+A format is a row of kernels/include/kt/format.h. The core is loaded when a property of a format is
+read, not when a format is named, because methods are named in processes that load no weights.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SCALE_TYPE_NAMES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One weight format. All but its name comes from the compiled core.
+    """One weight format. Everything except its name comes from the compiled core.
 
     Attributes:
-        name: as kt_kernel has it, such as "INT4_GROUP".
+        name: its name in Python, such as "INT4_GROUP".
         id: its number, also in packed files.
         title: its name in messages.
         bits: bits of a code.
@@ -31,8 +31,8 @@ class WeightFormat:
         scale_columns: columns per scale of "ue8m0" and "e4m3".
         zero_points: whether groups have zero points.
         file_bytes: bytes of a block in a GGUF file, of ggml's formats.
-        block_columns: columns of a block; 0 where it is the group.
-        column_unit: what K must be a multiple of; of the group size, too, where there are groups.
+        block_columns: columns of a block; 0 if the block is the group.
+        column_unit: K must be a multiple of it and, if there are groups, of the group size.
         from_dense: whether the core quantises dense weights to it.
 
     The other keys of a row of ``_C.weight_formats`` are attributes, too: they describe the packed
@@ -42,7 +42,7 @@ class WeightFormat:
     name: str
 
     def __getattr__(self, attribute: str) -> Any:
-        if not attribute.startswith("_"):  # the rest is Python's own
+        if not attribute.startswith("_"):  # Python's own attributes
             row = _rows().get(self.name)
             if row is None:
                 known = ", ".join(_rows())
@@ -82,24 +82,24 @@ def _rows() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def all_formats() -> tuple[WeightFormat, ...]:
-    """Every format, each at the place of its id."""
+    """All formats, in the order of their ids."""
     return tuple(map(WeightFormat, _rows()))
 
 
 @functools.cache
 def ggml_formats() -> tuple[WeightFormat, ...]:
-    """Those that keep ggml's blocks, under ggml's names."""
+    """The formats that keep ggml's blocks, by ggml's names."""
     return tuple(format for format in all_formats() if format.ggml)
 
 
 @dataclass(frozen=True)
 class WeightForm:
-    """What the compiled core has to know of a matrix.
+    """How the weights of a matrix are stored, for the compiled core.
 
     Attributes:
         format: weight format.
         group_size: columns per scale of formats with groups, else 0.
-        scale_type: of the same formats, the place in `SCALE_TYPE_NAMES`; else 0.
+        scale_type: for the same formats, the index in `SCALE_TYPE_NAMES`; else 0.
     """
 
     format: WeightFormat
@@ -108,12 +108,12 @@ class WeightForm:
 
     @property
     def core(self) -> tuple[int, int, int]:
-        """As the compiled core takes it."""
+        """The arguments of the compiled core."""
         return self.format.id, self.group_size, self.scale_type
 
     @property
     def column_unit(self) -> int:
-        """What K must be a multiple of."""
+        """K must be a multiple of this."""
         return self.group_size or self.format.column_unit
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class WeightForm:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """The forms of a layer's matrices: each is that of all its experts."""
+    """The forms of a layer's gate, up and down; all experts have the same."""
 
     gate: WeightForm
     up: WeightForm
@@ -142,7 +142,7 @@ class LayerForm:
 
     @property
     def units(self) -> tuple[int, int]:
-        """What H and I must be multiples of."""
+        """H and I must be multiples of these."""
         return math.lcm(self.gate.column_unit, self.up.column_unit), self.down.column_unit
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How experts are packed: several at a time, and with a record of what it took."""
+"""Packs experts in batches, and records the time and bytes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 #: The matrices and biases of one expert by their names.
 Expert = dict[str, Any]
 
-#: Weights packed in one go, by the bytes of their sources: enough for the threads to meet seldom.
+#: Source bytes packed at a time: enough that the threads rarely synchronise.
 BATCH_BYTES = 16 << 20
 
 
 def bytes_of(expert: Expert) -> int:
-    """Bytes of an expert's matrices and biases; those that are None count nothing."""
+    """Bytes of an expert's matrices and biases, without those that are None."""
     return sum(part.nbytes for part in expert.values() if part is not None)
 
 
 def batches(experts: Iterable[tuple[int, Expert]]) -> Iterator[list[tuple[int, Expert]]]:
-    """(slot, expert) in lists of about `BATCH_BYTES`, or one larger expert. Holds no expert of a
-    list that was given."""
+    """(slot, expert) in lists of about `BATCH_BYTES`, or one larger expert. Keeps no reference to
+    experts already yielded."""
     batch: list[tuple[int, Expert]] = []
     size = 0
     for slot, expert in experts:
@@ -38,8 +38,8 @@ def batches(experts: Iterable[tuple[int, Expert]]) -> Iterator[list[tuple[int, E
 
 @dataclass
 class LoadRecord:
-    """source_bytes: of the weights as they came, in files or from an engine. seconds: spent in
-    reading and packing; of weights that an engine delivers, in packing alone."""
+    """source_bytes: bytes of the weights in files or as an engine delivered them. seconds: time of
+    reading and packing; only of packing if an engine delivers the weights."""
 
     source_bytes: int = 0
     packed_bytes: int = 0
@@ -62,7 +62,7 @@ class LoadRecord:
         )
 
     def describe(self, part: str = "") -> str:
-        """Sizes, seconds and rate; `part` says of what the seconds are."""
+        """Sizes, seconds and rate. `part` describes what the seconds cover."""
         rate = f" ({_size(self.source_bytes / self.seconds)}/s)" if self.seconds else ""
         return (
             f"{_size(self.packed_bytes)} packed from {_size(self.source_bytes)} in "

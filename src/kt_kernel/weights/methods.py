@@ -1,4 +1,4 @@
-"""The weight methods by name: what each stores, and which of them run today."""
+"""The weight methods by name, and the formats that they store."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from . import formats
 from .formats import LayerForm, WeightForm, WeightFormat
 
-_ROW_INTEGERS = (formats.INT8_ROW, formats.INT4_ROW)  # quantised while loading, or before
+_ROW_INTEGERS = (formats.INT8_ROW, formats.INT4_ROW)  # quantised while loading or beforehand
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way of storing expert weights.
+    """One way to store expert weights.
 
     Attributes:
-        name: what users pass as ``method=`` or ``--kt-method``.
-        own_formats: weight formats; more than one where the source tells which. ``formats`` adds
-            those of ggml to a mixed method's.
-        group_size: columns per scale where the method's name says it, else 0.
-        quantised: whether weights come quantised and are taken over bit for bit; otherwise they
-            come as BF16, FP16 or FP32 and are quantised while loading (see ``takes_quantised``).
-        mixed: whether gate, up and down may differ in form, and any of them be dense.
+        name: the value of ``method=`` or ``--kt-method``.
+        own_formats: weight formats; more than one if the source decides. ``formats`` adds ggml's
+            formats for mixed methods.
+        group_size: columns per scale if the method fixes it, else 0.
+        quantised: whether the method reads quantised weights and keeps them unchanged. Otherwise it
+            reads BF16, FP16 or FP32 and quantises while loading (see ``takes_quantised``).
+        mixed: whether gate, up and down may have different forms, and may be dense.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Method:
 
     @property
     def format(self) -> WeightFormat:
-        """The weight format, the first one where the source tells."""
+        """The weight format; the first one if the source decides."""
         return self.own_formats[0]
 
     @property
     def int8_activations(self) -> bool:
-        """Whether x and h are rounded to int8 with a scale per token before a product; to bfloat16
-        otherwise."""
+        """Whether x and h are rounded to int8 with a scale per token before a product. Otherwise
+        they are rounded to bfloat16."""
         return self.format in _ROW_INTEGERS
 
     @property
     def form(self) -> WeightForm | None:
-        """Form of all matrices; None where the source tells it."""
+        """Form of all matrices; None if the source decides."""
         if self.mixed or self.groups_of_source:
             return None
         return WeightForm(self.format, self.group_size)
@@ -61,30 +61,30 @@ class Method:
 
     @property
     def groups_of_source(self) -> bool:
-        """Whether the weights have groups whose size and type of scales are the source's."""
+        """Whether the source decides the group size and the type of scales."""
         return self.quantised and not self.mixed and self.format.grouped
 
     @property
     def takes_dense(self) -> bool:
-        """Whether weights may come as tensors."""
+        """Whether the method accepts tensors."""
         return self.mixed or not self.quantised
 
     @property
     def takes_quantised(self) -> bool:
-        """Whether weights may come as QuantisedMatrix, in one of ``formats``: always where they
-        must, and with row scales also beside dense ones, for other tools' converted weights."""
+        """Whether the method accepts QuantisedMatrix in one of ``formats``. Methods with row scales
+        accept both dense and quantised weights, for weights that other tools converted."""
         return self.mixed or self.quantised or self.format in _ROW_INTEGERS
 
     @property
     def column_unit(self) -> int:
-        """What H and I must be multiples of, as far as it is known without the weights."""
+        """H and I must be multiples of this, as far as known without the weights."""
         if self.mixed:
             return 1
         return self.group_size or self.format.column_unit
 
     @property
     def units(self) -> tuple[int, int]:
-        """The same, of H and of I."""
+        """The same for H and for I."""
         return self.column_unit, self.column_unit
 
 
@@ -111,7 +111,7 @@ METHODS = {
     )
 }
 
-#: What 16- and 32-bit weights are quantised to where the choice is left to us.
+#: The method that ``auto`` selects for 16- and 32-bit weights.
 QUANTISED_TO = "INT4_G32"
 
 #: Names of the inference methods.

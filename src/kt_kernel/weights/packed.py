@@ -1,4 +1,4 @@
-"""Weight matrices in the layout of the compiled core, as a packed directory holds them."""
+"""Weight matrices in the layout of the compiled core, as in packed directories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PackedMatrix:
     """One weight matrix W [N, K], packed (kernels/include/kt/format.h).
 
     shape: (N, K). tiles: uint8 [tiles, tile_bytes] of `packed_shape`, contiguous; may be a
-    read-only map of a file.
+    read-only mapping of a file.
     """
 
     form: WeightForm

@@ -1,4 +1,4 @@
-"""Weight matrices that come quantised: their shapes in memory, and the checks of them."""
+"""Quantised weight matrices: their tensors, and checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALE_TYPES = {getattr(torch, name): i for i, name in enumerate(SCALE_TYPE_NAMES
 
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
-    """One weight matrix W [N, K] as a checkpoint has it quantised, in row-major tensors.
+    """One quantised weight matrix W [N, K], in row-major tensors.
 
     format: one of `kt_kernel.weights.formats`.
 
@@ -42,15 +42,15 @@ class QuantisedMatrix:
     Q4_1 .. IQ4_XS (ggml)     uint8 [N, K/c*b]        None
     ========================  ======================  ==========================================
 
-    Two codes in a byte: column 2j in the low half of byte j. A float8 tensor may as well be given
+    Two codes share a byte: column 2j is the low half of byte j. A float8 tensor may also be given
     as uint8. W = code * scale, where an INT4 code stands for code - 8, or code - zero with
     INT4_ZERO: ``zero`` is uint8 [N, K/g] of 0 to 16. NVFP4 also multiplies with ``global_scale``.
     Group sizes g are multiples of 32 that divide K. e2m1 and ue8m0 are those of the OCP
-    Microscaling Formats specification 1.0. Codes of ggml's formats are its blocks as they are, of c
-    columns and b bytes (``block_columns`` and ``file_bytes``), with all scales in them.
+    Microscaling Formats specification 1.0. Codes of ggml's formats are its unchanged blocks of c
+    columns and b bytes (``block_columns`` and ``file_bytes``), which contain all scales.
 
     ``order``, int32 [K] or None: stored column j is column order[j] of W (act-order of GPTQ), so
-    that groups are contiguous as they are stored; INT4_GROUP and INT4_ZERO only.
+    that stored groups are contiguous. INT4_GROUP and INT4_ZERO only.
     """
 
     format: WeightFormat
@@ -68,14 +68,14 @@ class QuantisedMatrix:
 
 
 class CoreSource:
-    """A matrix in the memory that the compiled core reads.
+    """A matrix in memory, as the compiled core reads it.
 
-    rows: the order in which it gets the matrix's rows, int32 [N]; not for scales per block of rows.
+    rows: order of the matrix's rows, int32 [N]; not for scales per block of rows.
 
     Attributes:
         address: (data, scale, zero, global), valid while this object lives.
         dtype: number of a dense matrix's dtype; -1 for quantised ones.
-        order: address of the columns' order, 0 where they have none.
+        order: address of the column order, 0 if there is none.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CoreSource:
 
 
 def column_order(matrix: torch.Tensor | QuantisedMatrix) -> torch.Tensor | None:
-    """The order of a matrix's columns, where it has one."""
+    """The column order of a matrix, or None."""
     return matrix.order if isinstance(matrix, QuantisedMatrix) else None
 
 
@@ -110,10 +110,10 @@ def check_matrix(
     place: str, matrix: Any, formats: tuple[WeightFormat, ...], rows: int, columns: int
 ) -> WeightForm:
     """Checks shapes and dtypes of a matrix [rows, columns] and returns its form. Values are checked
-    while they are packed.
+    during packing.
 
     Raises:
-        TypeError, ValueError: not a matrix in one of ``formats``, or a shape or dtype is wrong;
+        TypeError, ValueError: not a matrix in one of ``formats``, or an invalid shape or dtype;
             names ``place`` and what is accepted.
     """
     if not isinstance(matrix, QuantisedMatrix):
@@ -175,7 +175,7 @@ def _check_order(place: str, matrix: QuantisedMatrix, columns: int) -> None:
     if len(wrong):
         raise ValueError(
             f"{place}.order must have every column from 0 to {columns - 1} once; "
-            f"{int(wrong[0])} is missing or comes again"
+            f"{int(wrong[0])} is missing or repeated"
         )
 
 

@@ -117,9 +117,9 @@ def _check_method(layer: GgufLayer, method: Method) -> None:
     for source in layer.matrices.values():
         if source.dtype not in accepted:
             raise ValueError(
-                f"{source.some} is of type {source.dtype}, which method {ANY_TYPE} takes as it is;"
-                f" method {method.name} was asked for, which takes"
-                f" {' or '.join(accepted) or 'no type'} from GGUF files"
+                f"{source.some} has type {source.dtype}, which only method {ANY_TYPE} reads; method"
+                f" {method.name} was requested, which reads {' or '.join(accepted) or 'no type'}"
+                " from GGUF files"
             )
 
 

@@ -125,7 +125,7 @@ class _Cursor:
         """ValueError unless there are `count` more bytes."""
         if count > self._limit - self.position:
             if self._limit == self.size:
-                problem = f"the file has only {self.size} (truncated, or a length that lies)"
+                problem = f"the file has only {self.size} (file truncated, or length is wrong)"
             else:
                 problem = f"the limit of a header is {self._limit}"
             raise ValueError(
@@ -133,13 +133,13 @@ class _Cursor:
             )
 
     def check_count(self, count: int, least: int, things: str, most: int) -> None:
-        """ValueError unless so many things of at least so many bytes can follow, and are no more
-        than `most`."""
+        """ValueError unless `count` things of at least `least` bytes each can follow, and `count`
+        is at most `most`."""
         if count > (self._limit - self.position) // least:
             raise ValueError(
                 f"{self.path}: {self.what}: {count} {things} do not fit into the"
-                f" {self._limit - self.position} bytes that can follow (truncated, or a number that"
-                " lies)"
+                f" {self._limit - self.position} bytes that can follow (file truncated, or count is"
+                " wrong)"
             )
         if count > most:
             raise ValueError(f"{self.path}: {self.what}: {count} {things}; accepted: up to {most}")

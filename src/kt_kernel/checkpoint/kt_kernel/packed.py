@@ -135,8 +135,8 @@ class KtPackedCheckpoint(Checkpoint):
         accepted = METHODS[layer.bits]
         if method is not None and get_method(method).name not in accepted:
             raise ValueError(
-                f"{some}: experts are int{layer.bits} of kt-kernel, for method"
-                f" {' or '.join(accepted)}; method {method} was asked for"
+                f"{some}: the experts are kt-kernel's int{layer.bits}, which method"
+                f" {' or '.join(accepted)} reads; method {method} was requested"
             )
         with KtFiles(self._index) as files:
             yield LayerReader(MATRICES, layer.form, lambda expert: layer.read(expert, files.read))

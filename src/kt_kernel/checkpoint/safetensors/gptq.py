@@ -45,7 +45,7 @@ class Gptq(MatrixFormat):
         if not quantization.settings:
             raise ValueError(
                 f"{info}: GPTQ experts need the quantization_config of the model's config.json:"
-                " only its checkpoint_format tells how zero points are stored"
+                " only its checkpoint_format determines how zero points are stored"
             )
         quantization.expect_value(info, ("checkpoint_format",), "gptq", "gptq_v2")
         if quantization.settings.get("checkpoint_format") == "gptq_v2":

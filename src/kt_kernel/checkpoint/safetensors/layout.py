@@ -141,8 +141,8 @@ def find_layout(
     places = sorted(groups) + sorted(found.where + "…" for found in stacked)
     if len(places) > 1:
         raise ValueError(
-            f"{path}: layer {layer_idx} has experts in more than one place ({', '.join(places)});"
-            f" model_type {kind!r} does not tell which to take"
+            f"{path}: layer {layer_idx} has experts in several places ({', '.join(places)});"
+            f" model_type {kind!r} does not determine which to use"
         )
     if stacked:
         return stacked[0]
@@ -174,11 +174,11 @@ def _refuse_stacked(
         if in_module or _stack_elsewhere(rest, info):
             if not has_config:
                 raise ValueError(
-                    f"{info}: stacked experts need the config.json of the model beside {path}: only"
-                    " its model_type tells their orientation and the order of gate and up"
+                    f"{info}: stacked experts need the model's config.json next to {path}: only its"
+                    " model_type determines their orientation and the order of gate and up"
                 )
             raise ValueError(
-                f"{info}: stacked experts of model_type {kind!r} are not known; known types:"
+                f"{info}: unknown model_type {kind!r} for stacked experts; known:"
                 f" {', '.join(sorted(FAMILIES))}"
             )
 

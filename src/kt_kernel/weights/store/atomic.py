@@ -1,4 +1,4 @@
-"""Files with a checksum that are there whole or not at all, also after a loss of power."""
+"""Files with a checksum that exist completely or not at all, even after a power failure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...runtime.files import PARTIAL, Replacement, named
 
 
 class AtomicFile(Replacement):
-    """A `Replacement` that lasts, with its size and checksum. It is written as `path`.partial, so
-    only one writer at a time may use a path."""
+    """A durable `Replacement` with its size and checksum. It is written as `path`.partial, so only
+    one writer at a time may use a path."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, durable=True, partial=path + PARTIAL)
         self._hash = hashlib.sha256()
-        self._hasher = ThreadPoolExecutor(1, "kt-hash")  # takes as long as writing: beside it
+        self._hasher = ThreadPoolExecutor(1, "kt-hash")  # runs while the file is written
         self.bytes = 0
 
     def write(self, data: Any) -> None:
@@ -33,7 +33,7 @@ class AtomicFile(Replacement):
 
     @property
     def sha256(self) -> str:
-        """Of what was written so far."""
+        """SHA-256 of the data written so far."""
         return self._hash.hexdigest()
 
     def __exit__(self, *error: object) -> None:

@@ -1,5 +1,5 @@
-"""One layer's file in a packed directory: a safetensors file whose every byte before the data
-follows from the layer's description, so that a reader can compare instead of trusting it."""
+"""One layer's file in a packed directory: a safetensors file whose header follows completely from
+the layer's description, so that a reader can compare it instead of trusting it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..expert_tensors import BIASES, MATRICES, matrix_shapes
 from ..formats import LayerForm
 from ..packed import packed_shape
 
-MAX_LAYER = 99999  # so that the files' names sort
+MAX_LAYER = 99999  # so that file names sort by layer
 METADATA_KEY = "kt_packed"
 _TENSOR = re.compile(rf"layers\.([0-9]{{1,5}})\.experts\.({'|'.join(MATRICES + BIASES)})")
-_ALIGNMENT = 64  # of the data, so that packed tiles can be copied from where they are mapped
+_ALIGNMENT = 64  # of the data, so that packed tiles can be copied from the mapped file
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer's file holds.
+    """The content of one layer's file.
 
-    biases: which of `BIASES` there are. ValueError for a layer above `MAX_LAYER`.
+    biases: the layer's `BIASES`. ValueError for a layer above `MAX_LAYER`.
     """
 
     layer: int
@@ -85,7 +85,7 @@ class LayerSpec:
         return max(entry["data_offsets"][1] for entry in self.tensors.values())
 
     def header(self, model: dict[str, Any]) -> bytes:
-        """All that precedes the data. `model`: what the manifest says of all layers."""
+        """Everything before the data. `model`: the manifest's entries for all layers."""
         about = model | {
             "layer": self.layer,
             "moe_intermediate_size": self.moe_intermediate_size,  # the tiles' number rounds it up
@@ -100,7 +100,7 @@ class LayerSpec:
 
 
 def check_layer(layer: int) -> None:
-    """ValueError for a number that no file can have."""
+    """ValueError for a layer number that is too large."""
     if layer > MAX_LAYER:
         raise ValueError(f"layer {layer}: packed directories have layers 0 to {MAX_LAYER}")
 
@@ -117,8 +117,7 @@ def layer_of_tensor(name: str) -> int | None:
 
 
 def form_entries(form: LayerForm) -> dict[str, dict[str, int]]:
-    """A layer's form as JSON has it: the numbers of the compiled core, which the layout's version
-    pins."""
+    """A layer's form in JSON: the numbers of the compiled core, which the layout version pins."""
     return {
         name: {"format": f.format.id, "group_size": f.group_size, "scale_type": f.scale_type}
         for name, f in zip(MATRICES, form, strict=True)

@@ -1,4 +1,4 @@
-"""One process at a time writes to a packed directory."""
+"""Ensures that only one process at a time writes to a packed directory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ LOCK = "kt_manifest.json.lock"
 
 @contextlib.contextmanager
 def only_writer(folder: str, wait: bool) -> Iterator[None]:
-    """Holds the lock of a directory. A file system without locks keeps no two writers apart.
+    """Holds the lock of a directory. On a file system without locks, it does not exclude other
+    writers.
 
-    wait: for another process that holds it. Raises BlockingIOError where another one does and
-    `wait` is false; OSError naming the lock's file where it cannot be made.
+    wait: whether to wait for another process that holds the lock. Raises BlockingIOError if another
+    process holds it and `wait` is false, and OSError naming the lock file if it cannot be created.
     """
     lock = FileLock(os.path.join(folder, LOCK))
     if not lock.acquire(None if wait else 0):

@@ -1,7 +1,7 @@
-"""kt_manifest.json of a packed directory: what it says of the model and of each layer's file.
+"""kt_manifest.json of a packed directory: describes the model and each layer's file.
 
-Every value is checked when it is read, and what follows from others (names and sizes of files) must
-be what it follows to: nothing in a manifest leads to memory that is not there.
+Every value is checked when it is read, and derived values (names and sizes of files) are compared
+with what they are derived from, so no manifest can cause invalid memory accesses.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..formats import SCALE_TYPE_NAMES, LayerForm, WeightForm, all_formats
 from .layer_file import MAX_LAYER, LayerSpec, form_entries
 
 MANIFEST = "kt_manifest.json"
-PACKED_COPY = "kt-packed"  # subfolder of a checkpoint, no part of it, that ``cpu_save`` writes to
+PACKED_COPY = "kt-packed"  # subfolder that ``cpu_save`` writes to; not part of the checkpoint
 VERSION = 1  # of the directory's format; that of the packed bytes is the compiled core's
 _MAX_BYTES = 64 << 20  # of the file: no model has so many layers
 _MAX_SIZE = 65536  # of a dimension, and experts
 _NUMBER = re.compile("0|[1-9][0-9]{0,4}")  # of a layer
 
-# Methods by what `kt quant` calls them.
+# Methods by their names in `kt quant`.
 QUANT_METHODS = {
     "int8": "AMXINT8",
     "int4": "AMXINT4",
@@ -48,10 +48,10 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """method: the name as users give it. model_type: of the source's config.json. generator: the
-    program that quantised. scale_search: see `LayerSettings`. source: fingerprint of the
-    checkpoint; None where the weights came as tensors. expected: the layers that there will be;
-    None where that is not known. layers: those that are there, by number."""
+    """method: its name. model_type: from the source's config.json. generator: the program that
+    quantised. scale_search: see `LayerSettings`. source: fingerprint of the checkpoint; None if the
+    weights came as tensors. expected: the layers of the finished directory; None if unknown.
+    layers: the layers that exist, by number."""
 
     method: str
     model_type: str | None
@@ -70,11 +70,11 @@ class Manifest:
 
     @property
     def missing(self) -> list[int]:
-        """Layers that are to come."""
+        """Layers that do not exist yet."""
         return [n for n in self.expected or () if n not in self.layers]
 
     def about(self) -> dict[str, Any]:
-        """What all layers share, as it also stands in each file."""
+        """The entries shared by all layers, which each file also has."""
         return {
             "version": VERSION,
             "layout_version": native().layout_version,
@@ -87,20 +87,20 @@ class Manifest:
         }
 
     def header(self, spec: LayerSpec) -> bytes:
-        """All that precedes the data in a layer's file."""
+        """Everything before the data in a layer's file."""
         return spec.header(self.about())
 
     def file_bytes(self, spec: LayerSpec) -> int:
         return len(self.header(spec)) + spec.data_bytes
 
     def differences(self, other: Manifest) -> list[str]:
-        """In what two directories are of different models or settings, as "name a, not b"."""
+        """The differences between two directories' models or settings, as "name a, not b"."""
         mine, others = self.about(), other.about()
         mine["layers"], others["layers"] = self.expected, other.expected
         return [f"{k} {mine[k]!r}, not {others[k]!r}" for k in mine if mine[k] != others[k]]
 
     def to_json(self) -> str:
-        """The same text for the same content."""
+        """JSON; equal manifests give equal text."""
         layers = {
             str(number): {
                 "file": entry.spec.file,
@@ -119,7 +119,7 @@ class Manifest:
 
 
 def generator() -> str:
-    """What this version calls itself: another one may quantise otherwise."""
+    """The name and version of this program: another version may quantise differently."""
     from ... import __version__
 
     return f"kt-moe {__version__}"
@@ -128,8 +128,8 @@ def generator() -> str:
 def read_manifest(folder: str) -> Manifest:
     """The manifest of a packed directory.
 
-    Raises FileNotFoundError or PermissionError with the path; ValueError naming file and key for
-    anything that is not as this version writes it, and for another version with the command that
+    Raises FileNotFoundError or PermissionError with the path, and ValueError naming file and key if
+    a value is not as this version writes it. For another version, the message has the command that
     converts again.
     """
     path = os.path.join(folder, MANIFEST)
@@ -144,13 +144,13 @@ def read_manifest(folder: str) -> Manifest:
 
 
 def convert_command(folder: str, method: str) -> str:
-    """What makes a packed directory anew."""
+    """The command that recreates a packed directory."""
     names = [name for name, other in QUANT_METHODS.items() if other == method]
     if not names:
         return "load the weights again with cpu_save=True and another weight_path"
     return (
-        f"convert again: kt quant --input-path CHECKPOINT --output {folder} --quant-method "
-        f"{names[0]}, after removing what is there"
+        f"remove the folder and convert again: kt quant --input-path CHECKPOINT --output {folder} "
+        f"--quant-method {names[0]}"
     )
 
 
@@ -161,7 +161,7 @@ def _check_versions(folder: str, path: str, content: dict[str, Any]) -> None:
         if type(found) is not int or found != wanted:
             method = content.get("method")
             command = convert_command(folder, method if isinstance(method, str) else "")
-            raise ValueError(f"{path}: {key} is {found!r}, this kt-moe reads {wanted}; {command}")
+            raise ValueError(f"{path}: {key} is {found!r}; this kt-moe reads {wanted}; {command}")
 
 
 def _manifest(path: str, content: dict[str, Any]) -> Manifest:
@@ -209,7 +209,9 @@ def _entry(path: str, layer: int, entry: Any, hidden_size: int) -> LayerEntry:
     _check_keys(path, where, entry, {"file", "bytes", "sha256", "forms", "biases", *sizes})
     for key in sizes:
         if not _is_int(entry[key], 1, _MAX_SIZE):
-            raise ValueError(f"{path}: {where}: {key} is {entry[key]!r}; 1 to {_MAX_SIZE}")
+            raise ValueError(
+                f"{path}: {where}: {key} is {entry[key]!r}; accepted: 1 to {_MAX_SIZE}"
+            )
     _check_keys(path, f"{where}: forms", entry["forms"], set(MATRICES))
     biases = entry["biases"]
     if not isinstance(biases, list) or biases != [b for b in BIASES if b in biases]:
@@ -245,7 +247,7 @@ def _form(path: str, where: str, entry: Any) -> WeightForm:
         and _is_int(group, 32 if grouped else 0, _MAX_SIZE if grouped else 0)
         and group % 32 == 0
     ):
-        raise ValueError(f"{path}: {where}: {entry} is not a form of weights")
+        raise ValueError(f"{path}: {where}: {entry} is not a weight form")
     return WeightForm(format, group, scale)
 
 

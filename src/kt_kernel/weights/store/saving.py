@@ -1,4 +1,4 @@
-"""``cpu_save=True``: where a layer may be saved, and the saving."""
+"""``cpu_save=True``: checks where a layer can be saved, and saves it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def check_target(settings: LayerSettings, weights: Iterable[Any]) -> None:
-    """Raises ValueError or OSError where the layer could not be saved to ``weight_path``, before it
-    is packed.
+    """Raises ValueError or OSError if the layer cannot be saved to ``weight_path``. Called before
+    packing.
 
-    weights: what it was given, stacked or a list per matrix.
+    weights: the given weights, stacked or a list per matrix.
     """
     assert settings.weight_path is not None  # cpu_save needs one, see `check_settings`
     refuse_order(settings, (one for given in weights for one in given))
@@ -36,16 +36,16 @@ def check_target(settings: LayerSettings, weights: Iterable[Any]) -> None:
 
 
 def refuse_order(settings: LayerSettings, matrices: Iterable[Any]) -> None:
-    """Raises ValueError for a matrix with an order of its own: packed bytes do not tell it."""
+    """Raises ValueError for a matrix with a column order, which packed files cannot hold."""
     if any(getattr(matrix, "order", None) is not None for matrix in matrices):
         raise ValueError(
-            f"{settings.where}: columns in another order (act-order) cannot be saved; pass "
+            f"{settings.where}: weights with a column order (act-order) cannot be saved; pass "
             "cpu_save=False"
         )
 
 
 def copy_folder(checkpoint: str) -> str:
-    """Where the packed copy of a checkpoint, a file or a folder, is."""
+    """The folder of the packed copy of a checkpoint (a file or a folder)."""
     folder = checkpoint if os.path.isdir(checkpoint) else os.path.dirname(checkpoint)
     return os.path.join(os.path.abspath(folder), PACKED_COPY)
 
@@ -53,7 +53,7 @@ def copy_folder(checkpoint: str) -> str:
 def has_copy(folder: str, model: Manifest, layer: int) -> bool:
     """Whether the packed copy of a checkpoint has a layer; False also without a copy.
 
-    model: what a new manifest would say. A layer that is there may be of another version of kt-moe.
+    model: the content of a new manifest. An existing layer may be from another version of kt-moe.
 
     Raises ValueError, naming the folder, for a copy of something else, and what `manifest_if_any`
     raises.
@@ -67,14 +67,14 @@ def has_copy(folder: str, model: Manifest, layer: int) -> bool:
         model = replace(model, generator=found.generator, expected=found.expected)
     if different := model.differences(found):
         raise ValueError(
-            f"{folder}: a packed copy of something else: needed is {'; '.join(different)}; remove "
-            "this folder, or pass cpu_save=False"
+            f"{folder} holds a packed copy of something else ({'; '.join(different)}); delete the "
+            "folder, or pass cpu_save=False"
         )
     return there
 
 
 def check_folder(folder: str) -> None:
-    """Raises OSError, naming the folder, where files cannot be made in it. It need not exist, and
+    """Raises OSError, naming the folder, if files cannot be created in it. It need not exist, and
     nothing is left behind."""
     with named(folder), tempfile.TemporaryFile(dir=nearest_existing(folder)):
         pass
@@ -83,8 +83,8 @@ def check_folder(folder: str) -> None:
 def packed_layer(
     settings: LayerSettings, form: LayerForm, core: Any, biases: dict[str, np.ndarray]
 ) -> PackedLayer:
-    """What a layer's file is written from. core: the compiled layer, expert e in slot e. biases:
-    float32 [E, n]."""
+    """A layer to be written. core: the compiled layer, with expert e in slot e. biases: float32 [E,
+    n]."""
     spec = LayerSpec(
         layer=settings.layer_idx,
         num_experts=settings.num_experts,
@@ -97,7 +97,7 @@ def packed_layer(
 
 
 def save(folder: str | os.PathLike[str], model: Manifest, layer: PackedLayer) -> None:
-    """Adds a layer to a packed directory, which is made if it is not there."""
+    """Adds a layer to a packed directory, which is created if needed."""
     with PackedWriter(folder, model, wait=True) as writer:
         writer.add(layer)
 

@@ -20,8 +20,8 @@ from .manifest import MANIFEST, LayerEntry, Manifest, read_manifest
 
 @dataclass(eq=False)
 class PackedLayer:
-    """What a layer's file is written from: the compiled layer, expert e in slot e, and its biases,
-    float32 [E, n] by name, those that `spec` names."""
+    """A layer to be written: the compiled layer, with expert e in slot e, and the biases that
+    `spec` names, float32 [E, n]."""
 
     spec: LayerSpec
     core: Any
@@ -34,19 +34,19 @@ class PackedLayer:
 
 
 class PackedWriter:
-    """Adds layers to the packed directory `folder`, which is made if it is not there.
+    """Adds layers to the packed directory `folder`, which is created if needed.
 
         with PackedWriter(folder, model) as writer:
             writer.add(layer)
 
-    model: what a new manifest says; that of a directory with one must say the same. A layer counts
-    from when the manifest names it, which is written anew after each: whatever happens, the
-    directory holds whole layers of one model.
+    model: the content of a new manifest; an existing manifest must agree with it. The manifest is
+    rewritten after each layer, and a layer counts once the manifest names it. The directory
+    therefore always holds complete layers of one model.
 
-    wait: whether to wait for another process that writes there, rather than refuse.
+    wait: whether to wait for another writing process instead of raising.
 
-    Entering raises ValueError for a directory of another model, or with other files and no
-    manifest, BlockingIOError where another process is writing, and OSError naming the path.
+    Entering raises ValueError if the directory is of another model, or has other files and no
+    manifest, BlockingIOError if another process is writing, and OSError naming the path.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: Manifest, wait: bool = False) -> None:
@@ -75,8 +75,8 @@ class PackedWriter:
     def add(self, layer: PackedLayer, progress: Callable[[int], None] = lambda count: None) -> None:
         """Writes one layer and names it in the manifest.
 
-        progress: called with the bytes of each piece written; what it raises ends the writing.
-        Raises ValueError if other bytes of that layer are there already, OSError naming the file.
+        progress: called with the bytes of each piece written; an exception from it ends writing.
+        Raises ValueError if the layer already exists with other bytes, and OSError naming the file.
         """
         spec = layer.spec
         with AtomicFile(os.path.join(self.folder, spec.file)) as file:
@@ -96,14 +96,14 @@ class PackedWriter:
             entry = LayerEntry(spec, file.bytes, file.sha256)
             if self.manifest.layers.get(spec.layer, entry) != entry:
                 raise ValueError(
-                    f"{file.path}: layer {spec.layer} is there already with other weights; give "
-                    "another folder"
+                    f"{file.path}: layer {spec.layer} already exists with other weights; "
+                    "choose another folder"
                 )
             file.commit()
         self._write_manifest(self.manifest.with_layer(entry))
 
     def remove(self, layers: Iterable[int]) -> None:
-        """Takes layers out of the manifest, to be added anew."""
+        """Removes layers from the manifest, so that they can be added again."""
         self._write_manifest(self.manifest.without(set(layers)))
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -114,32 +114,30 @@ class PackedWriter:
 
 
 def refuse_other(folder: str, wanted: Manifest, found: Manifest) -> None:
-    """Raises ValueError where a directory is of another model or of other settings."""
+    """Raises ValueError if a directory has another model or other settings."""
     if different := wanted.differences(found):
         raise ValueError(
-            f"{folder}: holds something else: to be written is {'; '.join(different)}; give "
-            "another folder"
+            f"{folder} holds a different conversion ({'; '.join(different)}); choose another folder"
         )
 
 
 def manifest_if_any(folder: str) -> Manifest | None:
-    """The manifest of a directory to write to; None for one that is not there or is empty.
+    """The manifest of a directory to write to; None if it does not exist or is empty.
 
-    Raises ValueError for a file, a directory with other things in it, and what `read_manifest`
-    refuses.
+    Raises ValueError for a file or a directory with other content, and what `read_manifest` raises.
     """
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        raise ValueError(f"{folder}: a file; expected a folder to write to") from None
+        raise ValueError(f"{folder}: this is a file; expected a folder") from None
     if MANIFEST in names:
         return read_manifest(folder)
     others = sorted(set(names) - {MANIFEST + PARTIAL, LOCK})
     if others:
         raise ValueError(
             f"{folder}: holds other files ({', '.join(others[:3])}{', …' if others[3:] else ''}) "
-            "and no kt_manifest.json; give an empty folder or a new one"
+            "and no kt_manifest.json; choose an empty or a new folder"
         )
     return None
