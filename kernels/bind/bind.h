@@ -8,15 +8,15 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
-// For every function that takes a lock, waits, reads files or computes for longer than a few
-// microseconds. With the GIL held, all of Python would stand still meanwhile; and whoever it waits
-// for may need the GIL.
+// For every function that takes a lock, waits, reads files or computes for more than a few
+// microseconds. Holding the GIL would stop all other Python threads, and could deadlock with a
+// thread that needs it.
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
-// make_shared for objects that Python owns and whose destructors may take long: those that join
-// threads or free large memory. They end without the GIL. Only for types that C++ holds through
-// Python's references (nanobind's shared_ptr of a type without enable_shared_from_this), which are
-// dropped with the GIL held, on whatever thread.
+// make_shared for objects that Python owns and whose destructors may take long, because they join
+// threads or free large memory. The destructors run without the GIL. Only for types that C++ holds
+// through Python's references (nanobind's shared_ptr of a type without enable_shared_from_this),
+// which any thread drops with the GIL held.
 template <class T, class... Arguments> std::shared_ptr<T> make_unlocked(Arguments&&... arguments) {
   return {new T(std::forward<Arguments>(arguments)...), [](T* object) {
             const nb::gil_scoped_release unlocked;

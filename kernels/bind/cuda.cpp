@@ -103,13 +103,13 @@ void bind_cuda(nb::module_& m) {
       // With the GIL, since it is called at each batch: the driver answers from its own state.
       .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a)
       .def("wait", &kt::sys::CudaContext::wait, "stream"_a, "address"_a, "value"_a, Unlocked(),
-           "Has a stream wait until the 32-bit word at the address is value. Of streams and "
-           "addresses no more can be checked than that the address is a multiple of 4 above 0.");
+           "Makes a stream wait until the 32-bit word at the address is value. Streams are not "
+           "checked; the address is only checked to be a multiple of 4 above 0.");
 
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
                                     "A CUfunction to be launched; kinds: one letter per parameter, "
-                                    "p pointer, i int32. Of a function, streams and pointers no "
-                                    "more can be checked than that the function is not 0.")
+                                    "p pointer, i int32. Only the function is checked for 0; "
+                                    "streams and pointers are not checked.")
       .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
            "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::CudaContext::kDriver,
            Unlocked())

@@ -159,8 +159,8 @@ void bind_layer(nb::module_& m) {
           "orders"_a = std::array<uintptr_t, 2>{}, "scale_search"_a = false, Unlocked(),
           "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
           "have a number in `dtypes`, where quantised ones have -1. Column j of gate's and up's "
-          "source is column order[j] of the matrix: int32 permutations, or 0. Of an address no "
-          "more can be checked than that it is not 0.")
+          "source is column order[j] of the matrix: int32 permutations, or 0. Addresses are only "
+          "checked for 0.")
       .def(
           "load_many",
           [](kt::MoeLayer& layer, const std::vector<SlotWeights>& experts, bool scale_search) {
@@ -192,7 +192,7 @@ void bind_layer(nb::module_& m) {
           "add_ptr"_a = 0, "partial_ptr"_a = 0, Unlocked(),
           "Queues a forward pass (kernels/moe/config.h, ForwardArgs). The memory behind the "
           "addresses "
-          "must stay until it is done. Of an address no more can be checked than that it is not 0.")
+          "must stay until it is done. Addresses are only checked for 0.")
       .def(
           "set_cpu_slots",
           [](kt::MoeLayer& layer, const std::vector<bool>& cpu_slots) {

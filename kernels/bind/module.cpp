@@ -1,7 +1,6 @@
-// The Python extension. Private API, but every entry checks its arguments: a wrong one raises
-// ValueError or TypeError (tests/kernels/test_entries.py calls them all). Where a call must cost no
-// conversions, tensors cross as addresses, of which no more can be checked than that they are not
-// 0.
+// The Python extension. A private API, but every function checks its arguments: an invalid one
+// raises ValueError or TypeError (tests/kernels/test_entries.py calls them all). If a call must
+// cost no conversions, it takes addresses of tensors, which are only checked for 0.
 #include "../sys/team.h"
 #include "bind.h"
 #include "kt/format.h"

@@ -16,7 +16,7 @@
 
 namespace {
 
-// Of what lies in a buffer. Throws std::runtime_error in a child of the process that made it.
+// The address of a part of a buffer. Throws std::runtime_error in a forked child.
 template <class T> uintptr_t address(const kt::HostBuffer& buffer, T* p) {
   if (!buffer.here())
     throw std::runtime_error(

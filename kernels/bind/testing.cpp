@@ -163,8 +163,8 @@ auto split_deferred(const Longs& ids, const Floats& weights, int64_t protected_k
 void bind_testing(nb::module_& m) {
   nb::class_<kt::ProductBench>(
       m, "ProductBench",
-      "Times one kernel (benchmarks). Dense weights are float32. Of the addresses "
-      "in w no more can be checked than that data is not 0.")
+      "Times one kernel (benchmarks). Dense weights are float32. Addresses "
+      "are only checked for 0.")
       .def(nb::new_(&make_product_bench), "team"_a, nb::kw_only(), "table"_a, "gemm"_a, "format"_a,
            "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a, "bytes"_a, Unlocked())
       .def("set_rows",
@@ -179,13 +179,12 @@ void bind_testing(nb::module_& m) {
 
   m.def("product_quantised", product_quantised, "table"_a, "gemm"_a, "format"_a, "group_size"_a,
         "scale_type"_a, "n"_a, "w"_a, "x"_a,
-        "The same for quantised weights, (data, scale, zero, global) (tests). Of an address no "
-        "more can be checked than that data is not 0.");
+        "The same for quantised weights, (data, scale, zero, global) (tests). Addresses are only "
+        "checked for 0.");
   m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
         "dtype"_a = 2, "scale_search"_a = false,
         "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "
-        "dense ones of `dtype`, whose scale is 0 (tests). Of an address no more can be checked "
-        "than that data is not 0.");
+        "dense ones of `dtype`, whose scale is 0 (tests). Addresses are only checked for 0.");
   m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
         "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,

@@ -17,10 +17,9 @@ template <int M> inline Rows<M> rows_at(const ActRows& a, int64_t first) {
   return rows;
 }
 
-// Vectors of a step that M rows take at a time when each row needs `registers` accumulators for
-// each vector: `most`, or as many as fill half of the register file. Fewer than kTileVectors means
-// that a kernel goes over a few columns for the first vectors, then for the others, so that the
-// weights come from the first-level cache after the first time.
+// How many vectors of a step M rows process at a time, if each row needs `registers` accumulators
+// per vector: `most`, or as many as fit in half of the register file. With fewer than kTileVectors,
+// a kernel makes several passes over a few columns, and the weights come from L1 after the first.
 constexpr int vectors_at_once(int rows, int registers, int most) {
   while (most > 1 && rows * most * registers > kRegisters / 2) most /= 2;
   return most;

@@ -1,10 +1,10 @@
-// What the GEMM kernels of the vector units share. A stretch of a tile's columns is unpacked once
-// into a buffer in the first-level cache; then blocks of rows run over it. Accumulators go through
-// `out` from one stretch to the next, so every output is one chain of operations in ascending k,
-// whatever rows come with it.
+// Shared by the GEMM kernels of the vector units. A stretch of a tile's columns is unpacked once
+// into a buffer in L1; then blocks of rows are multiplied with it. Accumulators pass through `out`
+// from one stretch to the next, so every output is one chain of operations in ascending k,
+// independent of the other rows.
 
-// Weights of the next stretch, brought to the first-level cache while this one is used: unpack
-// loops come too seldom for the hardware to run ahead of them.
+// Prefetches the next stretch's weights to L1 while this one is used: unpack loops are too short
+// and rare for the hardware prefetcher.
 struct Ahead {
   const uint8_t* from;
   int64_t bytes;

@@ -11,7 +11,7 @@ namespace kt {
 // Rows that a GEMM kernel may touch past the last one.
 constexpr int64_t kRowSlack = 32;
 
-// Where rows begin, with their scales and sums, per row or per row and group.
+// Addresses of rows and of their scales and sums, per row or per row and group.
 struct RowPointers {
   uint8_t* data;
   float* scale;
@@ -24,11 +24,11 @@ struct ActBuffer {
 
 template <class T> T* as(const sys::Mapping& m) { return reinterpret_cast<T*>(m.data()); }
 
-// Rows of so many padded columns.
+// Rows of `columns` padded columns.
 ActRows act_rows(ActKind act, int64_t columns, const RowPointers& at);
 
-// The rows from `row` on of a buffer for both kernels of a format, where every row has the room
-// that the larger kind needs.
+// The rows from `row` on in a buffer for both kernels of a format, in which every row has room for
+// the larger kind.
 ActRows act_rows(const FormatKernels& kernels, bool gemm, int64_t columns, const ActBuffer& buffer,
                  int64_t row);
 

@@ -1,4 +1,4 @@
-// What a layer is made of, and what it is given: plain data, and the checks of it.
+// The configuration of a layer and the arguments of a pass: plain data, and its checks.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace kt {
 
-// What may be tuned per machine; no bit of a result depends on it, except that gemm_min_rows
-// decides which kind of kernel runs. 0 stands for the default.
+// Settings tuned per machine. Results do not depend on them, except that gemm_min_rows selects the
+// kind of kernel. 0 means the default.
 struct LayerTuning {
   ByMatrix<int64_t> gemm_min_rows{};  // rows of an expert from which GEMM kernels run; the table's
   int64_t row_block = 0;   // rows per kernel call, a multiple of 32 up to kRowBlock; kRowBlock
@@ -23,7 +23,7 @@ struct LayerConfig {
   ByMatrix<MatrixForm> forms;
   Activation activation;
   std::vector<uint8_t> on_cpu;  // [num_experts], 1 for slots held here, which passes compute
-  int64_t max_tokens;           // a longer batch is computed in chunks of so many
+  int64_t max_tokens;           // longer batches are computed in chunks of this size
   const KernelTable* table;
   KernelKind kind;
   LayerTuning tuning;
@@ -35,8 +35,8 @@ struct LayerConfig {
   }
 };
 
-// The orders in which gate and up have their columns (act-order), each a permutation of the H
-// columns: column j of the source is column order[j] of the matrix. Null: its own.
+// The column orders of gate and up (act-order), each a permutation of the H columns: column j of
+// the source is column order[j] of the matrix. Null: no order.
 using ColumnOrders = std::array<const int32_t*, 2>;
 
 // Row-major weights of one expert: gate and up [I, H], down [H, I]. Biases are float32 and may be
@@ -47,7 +47,7 @@ struct ExpertSource {
   ColumnOrders order{};
 };
 
-// What a slot is loaded with.
+// The source of a slot.
 struct SlotSource {
   int64_t slot;
   ExpertSource source;

@@ -40,7 +40,8 @@ class Decode : Phases {
     pass_.team_barrier();
   }
 
-  // Every thread converts whole rows of the experts that it has tiles of: a few, and no barrier.
+  // Every thread converts the whole rows of the experts whose tiles it has. They are few, and it
+  // saves a barrier.
   ActRows h_rows(const ExpertRows& e) {
     if (!h_.whole(e)) return h_.rows(e);
     const ActRows own = h_.own();
@@ -69,7 +70,7 @@ class Decode : Phases {
     });
   }
 
-  // What prefill does with the results as they come, in the same order.
+  // Adds the results in the same order as prefill, which adds them as they are computed.
   void sum_pairs(int pool, int64_t group, int64_t tile) const {
     float* sum = new_sum(pool, group, tile);
     for (int64_t i = plan_.group(group).first; i < plan_.group(group).last; ++i) {

@@ -1,4 +1,4 @@
-// The drivers of a forward pass: each computes a chunk whose plan and rows of x are made.
+// The drivers of a forward pass. Each computes a chunk whose plan and rows of x exist.
 #pragma once
 
 namespace kt {
@@ -8,10 +8,10 @@ class Plan;
 class XRows;
 struct Chunk;
 
-// Few pairs of token and expert: reading the weights is what takes the time.
+// For few pairs of token and expert: reading the weights dominates.
 void decode(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x);
 
-// Many pairs: multiplying is.
+// For many pairs: multiplication dominates.
 void prefill(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x);
 
 }  // namespace kt

@@ -1,5 +1,5 @@
-// How matrices are stored, and what of it exists: checks of numbers that callers give. All throw
-// std::invalid_argument, which names the value and what is accepted.
+// How matrices are stored, and checks of the numbers that describe it. All checks throw
+// std::invalid_argument naming the value and what is accepted.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -28,19 +28,19 @@ struct MatrixForm {
   }
 };
 
-// Whether value is from `least` to `most`.
+// Checks that value is from `least` to `most`.
 void need_in_range(const std::string& name, int64_t value, int64_t least, int64_t most);
 
 void need_dtype(const std::string& name, DType dtype);
 
-// A form that exists, whose blocks divide so many columns (1 to kMaxColumns). Messages begin with
-// `where`.
+// Checks that the form exists and that its blocks divide `columns` (1 to kMaxColumns). Messages
+// begin with `where`.
 void check_form(const MatrixForm& form, int64_t columns, const std::string& where);
 
 // The layout of a matrix [rows, columns], both 1 to kMaxColumns, in a form that exists.
 MatrixLayout checked_layout(const MatrixForm& form, int64_t rows, int64_t columns);
 
-// What can be told of a source without reading it: its address and its type.
+// Checks a source without reading it: its address and its type.
 void check_source(const WeightSource& source, const std::string& name);
 
 }  // namespace kt

@@ -4,23 +4,23 @@
 
 namespace kt {
 
-// Most kinds of rows are converted tile by tile, as the tiles come. A kind with one scale per row
-// (int8) needs the whole row, of all pools: it is kept as float32 until then.
+// Most kinds of rows are converted tile by tile. A kind with one scale per row (int8) needs the
+// whole row, of all pools, so it is stored as float32 until then.
 class HRows {
  public:
   explicit HRows(Pass& pass)
       : pass_(pass), layout_(pass.part().layout[kDown]), table_(*pass.layer.config.table) {}
 
-  // Whether the expert's rows need to be whole, and whether those of any do.
+  // Whether the expert's rows must be converted as a whole, and whether those of any expert must.
   bool whole(const ExpertRows& e) const { return pass_.kernel(e, kDown).act == ActKind::kInt8Row; }
   bool any_whole(const Plan& plan) const;
 
-  // Keeps a tile of h, rows [first, first + m) of the expert: converted, or as float32.
+  // Stores a tile of h, rows [first, first + m) of the expert, converted or as float32.
   void keep(const ExpertRows& e, const float* values, int64_t first, int64_t m, int64_t tile) const;
-  // Converts a whole row, once all its tiles were kept.
+  // Converts a whole row, once all its tiles are stored.
   void quantise(const ExpertRows& e, const ActRows& to, int64_t row) const;
 
-  // What down of an expert is multiplied with, and this thread's room for whole rows.
+  // The rows that down of an expert is multiplied with, and this thread's buffer for whole rows.
   ActRows rows(const ExpertRows& e) const;
   ActRows own() const;
 

@@ -13,13 +13,14 @@ struct LayerState;
 
 class MoeLayer {
  public:
-  // Throws std::invalid_argument for a configuration that no kernel serves.
+  // Throws std::invalid_argument for a configuration that no kernel supports.
   MoeLayer(std::shared_ptr<sys::Team> team, LayerConfig config);
 
-  // Packs experts, with all threads of the team; blocks. Several small ones at once keep the
-  // threads busier. A slot loaded twice keeps the later weights. Throws std::invalid_argument when
-  // a slot is named twice or not held here, or a weight cannot be represented; what was loaded
-  // before is then as it was, and slots not loaded before count as not loaded.
+  // Packs experts with all threads of the team, and blocks. Passing several small experts at once
+  // keeps the threads busier. A slot loaded twice keeps the later weights. Throws
+  // std::invalid_argument if a slot is named twice or not held here, or if a weight cannot be
+  // represented. Slots loaded before then keep their weights, and the others still count as not
+  // loaded.
   void load(const std::vector<SlotSource>& experts);
 
   // The same from packed tiles as save_packed writes them; they may begin at any address. Throws
@@ -29,15 +30,15 @@ class MoeLayer {
                    const ByMatrix<const float*>& bias);
 
   // Writes the packed tiles of a whole matrix of a slot, [tiles, tile_bytes] of its layout: the
-  // same bytes whatever the pools. Throws std::invalid_argument for a slot whose columns have
-  // orders, which packed tiles do not tell.
+  // same bytes whatever the pools. Throws std::invalid_argument for a slot with column orders,
+  // which packed tiles do not hold.
   void save_packed(int64_t slot, int matrix, uint8_t* dst) const;
 
   // Sets which slots passes compute, [num_experts], 1 for those; the others' routes are skipped.
   // Waits for the passes submitted before, which still compute the old ones. Experts that a stream
-  // defers belong to their pass, so the stream must be drained first. Weights stay: a slot switched
-  // off can be switched on again. Throws std::invalid_argument for a slot that is not loaded; then
-  // nothing changes.
+  // defers belong to their pass, so the stream must be drained first. The weights stay, so a slot
+  // that was switched off can be switched on again. Throws std::invalid_argument for a slot that is
+  // not loaded; nothing changes then.
   void set_on_cpu(std::vector<uint8_t> on_cpu);
 
   // Queues a forward pass and returns at once. All experts held must have been loaded.
@@ -48,7 +49,7 @@ class MoeLayer {
   void unpack(int64_t slot, int matrix, float* dst) const;
 
   const LayerConfig& config() const;
-  // For jobs on this layer that others make.
+  // For jobs on this layer that other code creates.
   sys::Team& team() const { return *team_; }
   const std::shared_ptr<sys::Team>& shared_team() const { return team_; }
   const std::shared_ptr<LayerState>& state() const { return state_; }

@@ -1,5 +1,4 @@
-// One worker's part in a pass over a layer: the tasks that it takes in each phase, and where it
-// waits for the others.
+// One worker's part in a pass over a layer: its tasks in each phase, and the barriers.
 #pragma once
 #include <algorithm>
 
@@ -7,9 +6,8 @@
 
 namespace kt {
 
-// In each phase the threads share tasks, which they take from each other when they run out. No data
-// is shared between the tasks of a phase, and between phases that depend on each other there is a
-// barrier.
+// In each phase, the threads share tasks and steal from each other when they run out. The tasks of
+// a phase share no data, and there is a barrier between phases that depend on each other.
 class Pass {
  public:
   Pass(LayerState& state, sys::Worker& w)
@@ -25,15 +23,15 @@ class Pass {
   Workspace& work;
   sys::Worker& worker;
   ThreadSpace& space;
-  const ByMatrix<FormatKernels> kernels;  // copies: next to each other
+  const ByMatrix<FormatKernels> kernels;  // copies, to have them in adjacent memory
 
   const ProductKernel& kernel(const ExpertRows& e, Matrix m) const {
     return e.gemm[m] ? kernels[m].gemm : kernels[m].gemv;
   }
-  // What this worker's pool holds.
+  // The part of the layer in this worker's pool.
   const PoolPart& part() const { return layer.pools[size_t(worker.pool)]; }
 
-  // The last call of a pass: a barrier must come between the last phase and the next pass.
+  // The last call of a pass. There must be a barrier between the last phase and the next pass.
   void end() const {
     if (worker.rank != 0) return;
     // Every other thread read it before the last barrier, and reads it next in another job.
@@ -61,9 +59,9 @@ class Pass {
     run(phase, among, 4,
         [&](const sys::TaskRange& r) { f(r.first * size, std::min(r.last * size, n)); });
   }
-  // Calls f(segment, first, last) for parts of the segments 0..segments-1 of `size` tasks each,
-  // among the threads of the pool; cost(segment) is that of each task. A thread takes at most
-  // `most` tasks at a time.
+  // Calls f(segment, first, last) for parts of the segments 0..segments-1, of `size` tasks each,
+  // among the threads of the pool. cost(segment) is the cost of each of its tasks. A thread takes
+  // at most `most` tasks at a time.
   template <class Cost, class F>
   void costed_phase(Phase phase, int64_t segments, int64_t size, Cost cost, int64_t most, F f) {
     int64_t total = 0;
@@ -80,7 +78,7 @@ class Pass {
       }
     });
   }
-  // Books the time since the last phase or barrier.
+  // Records the time since the last phase or barrier.
   void worked(Phase phase) {
     watch_.worked(phase);
     last_ = phase;
@@ -95,7 +93,7 @@ class Pass {
   }
 
  private:
-  // With space.starts as they are.
+  // Uses space.starts as set by the caller.
   template <class F> void run(Phase phase, const Threads& among, int64_t most, F f) {
     sys::TaskPhase tasks(among.slots, among.count, among.self, ++number_, space.starts.data());
     for (sys::TaskRange r; !(r = tasks.claim(most)).empty();) f(r);

@@ -1,19 +1,19 @@
-// What the drivers of a forward pass share: phases, and parts of phases. A driver derives from
-// Phases and lists its own (decode.cpp, prefill.cpp).
+// Phases and parts of phases that the drivers of a forward pass share. A driver derives from Phases
+// and lists its phases (decode.cpp, prefill.cpp).
 #pragma once
 #include "h_rows.h"
 #include "x_rows.h"
 
 namespace kt {
 
-// Rows of a task that only converts rows.
+// Rows per task, if a task only converts rows.
 constexpr int64_t kRowTask = 8;
 
 // The chunk from token `first` on.
 Chunk chunk_at(const LayerState& layer, const ForwardArgs& args, int64_t first);
 
-// The first phase of every driver: the chunk's plan, and its rows of x. Few tokens need no barrier,
-// since every thread makes both for itself.
+// The first phase of every driver makes the chunk's plan and its rows of x. Few tokens need no
+// barrier, because every thread makes both itself.
 const Plan& start_chunk(Pass& pass, const Chunk& chunk, const XRows& x);
 
 class Phases {
@@ -22,27 +22,27 @@ class Phases {
   Phases(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x);
 
  protected:
-  // The rows of x of experts that have their own, in tasks of so many pairs, and a barrier.
+  // Makes the rows of x for experts that have their own, in tasks of `pairs` pairs; then a barrier.
   void gather(int64_t pairs);
-  // gate, up, activation: h, in tasks of at most so many tiles, and a barrier.
+  // Computes h from gate, up and the activation, in tasks of at most `tiles` tiles; then a barrier.
   void gate_up(int64_t tiles);
-  // The same up to the products: keep(expert, gate, up, first row, rows, tile) takes them.
+  // The products only, passed to keep(expert, gate, up, first row, rows, tile).
   template <class F> void gate_up_products(int64_t tiles, F keep);
-  // An expert's products with the tiles [first, last) of down, by blocks of rows: keep(first row,
-  // rows, tile) takes each from the thread's scratch.
+  // An expert's products with the tiles [first, last) of down, in blocks of rows. keep(first row,
+  // rows, tile) reads each from the thread's scratch.
   template <class F>
   void down_products(const ExpertRows& e, const ActRows& h, int64_t first, int64_t last, F keep);
-  // A tile's sums over all pools and groups are there: adds them up, with what the layer before
-  // deferred, and rounds once.
+  // Called when a tile's sums of all pools and groups are complete: adds them and the previous
+  // layer's deferred sum, and rounds once.
   void finish_tile(int64_t tile);
 
   int64_t down_tiles() const { return part().size ? part().layout[kDown].tiles() : 0; }
-  // Cost of a tile: below some number of rows reading the weights is what takes the time.
+  // Cost of a tile. Below some number of rows, reading the weights dominates.
   int64_t tile_cost(const WorkItem& item, Matrix m) const {
     return std::max<int64_t>(item.rows(), plan_.expert(item.expert).gemm[m] ? 32 : 8);
   }
-  // The weighted sums of a group's experts, per token of the chunk: in a new tile of zeros, and
-  // with the results of rows [first, first + m) of an expert added.
+  // The weighted sums of a group's experts, per token of the chunk: new_sum zeroes a tile, and
+  // add_rows adds the results of rows [first, first + m) of an expert.
   float* new_sum(int pool, int64_t group, int64_t tile) const;
   float* sum_of(int pool, int64_t group, int64_t tile) const;
   void add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
@@ -82,7 +82,7 @@ template <class F> void Phases::gate_up_products(int64_t most, F keep) {
         const ActRows gate_rows = x_.rows(plan_, e, kGate), up_rows = x_.rows(plan_, e, kUp);
         const uint8_t* weights = layer_.expert(pool_, e.slot);
         const int64_t block = block_of(item.rows());
-        // The rows of an item stay in the second-level cache from one tile to the next.
+        // The rows of an item stay in L2 from one tile to the next.
         for (int64_t tile = first; tile < last; ++tile) {
           const uint8_t* gate_tile = weights + tile * part().pair_bytes();
           for (int64_t r = item.first; r < item.last; r += block) {

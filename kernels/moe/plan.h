@@ -20,22 +20,23 @@ struct ExpertRows {
 
 constexpr int64_t kMaxGroups = 4;
 
-// Most rows of a work item: an expert that has most of the tokens must not keep a thread busy
-// alone.
+// The most rows of an expert in one work item, unless there are few pairs. Otherwise an expert with
+// most of the tokens would keep a single thread busy.
 constexpr int64_t kItemRows = 512;
 
-// The rows of equal parts of at most `most`, so that none is a small rest: whole blocks of A rows.
+// Splits rows into equal parts of at most `most`, rounded up to whole blocks of A rows, so that no
+// part is a small remainder.
 inline int64_t even_part(int64_t rows, int64_t most) {
   constexpr int64_t kUnit = 32;
   const int64_t parts = (rows + most - 1) / most, part = (rows + parts - 1) / parts;
   return (part + kUnit - 1) / kUnit * kUnit;
 }
 
-// Pairs that are sorted by insertion, without looking at all experts.
+// Up to this many pairs are sorted by insertion, without visiting all experts.
 constexpr int64_t kFewIds = 64;
 
-// Pairs up to which reading the weights is what takes the time: a chunk of so many is a decode
-// step, one of more is prefill.
+// Up to this many pairs, reading the weights dominates, and a chunk is computed as a decode step;
+// with more pairs, it is computed as prefill.
 constexpr int64_t kFewPairs = 512;
 
 // Whether more than `most` of n ids name an expert that is on the CPU. Another thread may change
@@ -48,12 +49,12 @@ struct WorkItem {
   int64_t rows() const { return last - first; }
 };
 
-// The sum over a token's experts is taken inside groups of slots in ascending order, then over the
-// groups in ascending order: a thread computes one output tile of one group. The number of groups
-// depends on the layer alone, so that the bits depend neither on threads nor on tokens.
+// A token's experts are summed inside groups of slots in ascending order, then over the groups in
+// ascending order. A thread computes one output tile of one group. The number of groups depends
+// only on the layer, so that results depend neither on threads nor on other tokens.
 int64_t expert_groups(int64_t num_experts, int64_t hidden);
 
-// The experts [first, last) of a plan that are in one group with any.
+// The experts [first, last) of a plan that belong to one group, which has at least one.
 struct ExpertGroup {
   int64_t first, last;
   int64_t pairs;
@@ -72,12 +73,12 @@ struct PlanInput {
 // token that names an expert twice has two pairs. All memory is reserved by the constructor.
 class Plan {
  public:
-  // For layers with at most so many experts, and at most so many pairs of token and id.
+  // For layers with at most max_experts experts, and at most max_pairs pairs of token and id.
   Plan(int64_t max_experts, int64_t max_pairs);
 
-  // An expert is one work item. Of more than kFewPairs pairs, its parts of at most kItemRows are;
-  // those with most rows come first: what is left for the end, when threads run out of work, is
-  // then small.
+  // An expert is one work item. With more than kFewPairs pairs, it is split into items of at most
+  // kItemRows rows. The items with the most rows come first, so that only small ones are left when
+  // threads run out of work.
   void build(const PlanInput& in);
 
   int64_t pairs() const { return pairs_; }

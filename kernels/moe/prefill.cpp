@@ -4,8 +4,8 @@
 namespace kt {
 namespace {
 
-// The tasks of down are (group of experts, tile), which sum in their own tile of the group's sums;
-// whoever completes the last group of a tile finishes it.
+// The tasks of down are (group of experts, tile). Each sums in its own tile of the group's sums,
+// and the thread that completes the last group of a tile finishes the tile.
 class Prefill : Phases {
  public:
   using Phases::Phases;
@@ -32,11 +32,11 @@ class Prefill : Phases {
     pass_.pool_barrier();
   }
 
-  // Tasks (block of tiles, group, tile of the block): a thread that has several groups of a tile
-  // has them in succession, and their sums in its cache.
+  // Tasks are (block of tiles, group, tile of the block): a thread with several groups of a tile
+  // computes them in succession, with their sums in its cache.
   void down() {
     const int64_t tiles = down_tiles();
-    // A thread takes a block at once where it can: its tiles share the reads of the h rows.
+    // A thread takes a whole block if possible, because its tiles share the reads of the h rows.
     const int64_t block =
         std::clamp<int64_t>(ceil_div(tiles, 2 * pass_.worker.pool_threads), 4, 16);
     const int64_t groups = plan_.groups();
@@ -63,10 +63,11 @@ class Prefill : Phases {
     }
   }
 
-  // Whoever completes the last of a tile's sums finishes it, while they are in a cache.
+  // The thread that completes the last of a tile's sums finishes it, while the sums are in a cache.
   void sum_done(int64_t tile, int sums) {
     std::atomic<int>& done = pass_.work.sums_done[size_t(tile)];
-    // acq_rel: the last one sees what the others wrote. Nobody looks at it again in this chunk.
+    // acq_rel: the last thread sees the stores of the others. Nobody reads the counter again in
+    // this chunk.
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != sums) return;
     done.store(0, std::memory_order_relaxed);
     finish_tile(tile);

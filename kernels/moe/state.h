@@ -1,5 +1,5 @@
-// The memory of a layer, which its jobs work on: packed weights on the NUMA pools, biases, orders
-// of columns, counters.
+// The memory of a layer, on which its jobs work: packed weights in the NUMA pools, biases, column
+// orders, counters.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -16,12 +16,12 @@ namespace kt {
 
 constexpr int kMaxPools = 64;
 
-// Counters since construction. A pass of more tokens than max_tokens counts as one forward, but its
-// chunks count their experts each.
+// Counters since construction. A pass of more than max_tokens tokens counts as one forward, but
+// each of its chunks counts its experts.
 struct LayerStats {
   std::atomic<int64_t> forwards{0}, tokens{0}, expert_calls{0}, experts_touched{0};
   std::atomic<int64_t> vector_calls{0}, tile_calls{0};  // experts by kind of kernel
-  std::atomic<int64_t> stolen_tasks{0};  // computed by another thread than the split gave them to
+  std::atomic<int64_t> stolen_tasks{0};                 // computed by another thread than planned
 };
 
 // The part of the intermediate dimension that one pool holds.
@@ -30,11 +30,11 @@ struct PoolPart {
   ByMatrix<MatrixLayout> layout;  // of this part of the matrices
   sys::Mapping memory;            // experts held, in ascending slot order
 
-  // A tile of gate, and the one of up beside it.
+  // A tile of gate together with the tile of up that follows it.
   int64_t pair_bytes() const { return layout[kGate].tile_bytes() + layout[kUp].tile_bytes(); }
   int64_t down_begin() const { return layout[kGate].bytes() + layout[kUp].bytes(); }
   int64_t expert_bytes() const { return down_begin() + layout[kDown].bytes(); }
-  // Where the first tile of a matrix lies in an expert, and the bytes from one to the next.
+  // Offset of the first tile of a matrix in an expert, and the distance between its tiles.
   int64_t begin_of(Matrix m) const {
     return m == kGate ? 0 : m == kUp ? layout[kGate].tile_bytes() : down_begin();
   }
@@ -42,8 +42,7 @@ struct PoolPart {
     return m == kDown ? layout[kDown].tile_bytes() : pair_bytes();
   }
 
-  // Tile i of all, in the order in which they lie in an expert: its number in its matrix, and its
-  // place.
+  // Tile i of an expert, in memory order: its matrix, its number in the matrix, and its offset.
   struct Tile {
     Matrix matrix;
     int64_t number, at;
@@ -83,8 +82,9 @@ struct OrderTable {
   }
 };
 
-// What the jobs of a layer work on. Jobs share its ownership, so a layer may go while some are
-// queued; it does not own the team, which no worker may be the last to drop.
+// The state on which the jobs of a layer work. Jobs share its ownership, so a layer may be deleted
+// while some are queued. It does not own the team, because no worker may be the last owner of the
+// team.
 struct LayerState {
   LayerConfig config;
   std::vector<int64_t> position;  // slot -> place among the experts held, or -1
@@ -100,7 +100,7 @@ struct LayerState {
   LayerStats stats;
   Timings timings;
 
-  // Throws std::invalid_argument for a configuration that no kernel serves.
+  // Throws std::invalid_argument for a configuration that no kernel supports.
   LayerState(const sys::Team& team, LayerConfig config);
   LayerState(const LayerState&) = delete;
   const FormatKernels& kernels(Matrix m) const {
@@ -113,7 +113,7 @@ struct LayerState {
   const float* bias_of(Matrix m, int64_t slot) const {
     return bias[m].any ? bias[m].row(position[size_t(slot)]) : nullptr;
   }
-  // Copies what a slot has beside its packed weights; null: nothing.
+  // Copies the biases and column orders of a slot; null: none.
   void keep_rest(int64_t slot, const ByMatrix<const float*>& biases, const ColumnOrders& orders);
 };
 

@@ -1,4 +1,4 @@
-// Where the threads of a layer's team spend a forward pass: for benchmarks, off by default.
+// Measures how the threads of a layer's team spend a forward pass. For benchmarks; off by default.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -21,7 +21,7 @@ struct alignas(128) ThreadTimes {
 class Timings {
  public:
   explicit Timings(int threads) : threads_(size_t(threads)) {}
-  // Also sets all times to zero. For passes that start afterwards.
+  // Also resets all times. Affects passes that start afterwards.
   void set(bool on) {
     for (ThreadTimes& t : threads_)
       for (int p = 0; p < kPhaseCount; ++p) t.work[p] = t.wait[p] = 0;
@@ -36,7 +36,7 @@ class Timings {
   std::vector<ThreadTimes> threads_;
 };
 
-// One thread's stop watch: each call books the time since the one before.
+// One thread's stop watch. Each call records the time since the previous one.
 class StopWatch {
  public:
   StopWatch(Timings& timings, int thread)

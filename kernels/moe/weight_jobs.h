@@ -10,34 +10,35 @@
 
 namespace kt {
 
-// What is wrong with weights that several threads look at.
+// An error in weights that several threads check.
 struct Finding {
   PackError error = PackError::kNone;
   int64_t expert = 0;  // of those that are loaded at once
   Matrix matrix = kGate;
   int64_t row = 0;
 
-  // In the order of an expert's tiles (PoolPart::tile), in which each pool's threads look at them:
-  // among what they stopped at is the first bad tile of all, whatever the pools and threads.
+  // Sort key in the order of an expert's tiles (PoolPart::tile), in which each pool's threads check
+  // them. The first bad tile is always among those at which they stopped, for any pools and
+  // threads.
   std::tuple<int64_t, bool, int64_t, Matrix, int64_t> place() const {
     return {expert, matrix == kDown, row / kTileRows, matrix, row};
   }
 };
 
-// Packs the tiles of all experts in one go. Those of each pool are taken by its threads one by one,
-// which so touch the memory first. A slot loaded before keeps its weights when one of the new ones
-// cannot be represented: then all are checked before the first is written.
+// Packs the tiles of all experts. Each pool's threads take its tiles one by one, so they touch the
+// memory first. If a loaded slot gets new weights, all of them are checked before the first is
+// written, so the slot keeps its old weights if one cannot be represented.
 class PackJob : public sys::Job {
  public:
   PackJob(std::shared_ptr<LayerState> layer, const std::vector<SlotSource>& experts,
           const sys::Team& team);
   void run(sys::Worker& worker) noexcept override;
 
-  // Once done: the slot and what is wrong with its weights, "" when all were packed.
+  // Once done: the slot and the error in its weights, "" if all were packed.
   std::string problem() const;
 
  private:
-  // The tiles of a pool, of one expert after the other, that are not taken yet.
+  // The next tiles of a pool to take, expert by expert.
   struct alignas(128) Tasks {
     std::atomic<int64_t> check{0}, pack{0};
   };
@@ -54,18 +55,18 @@ class PackJob : public sys::Job {
   std::unique_ptr<float[]> scratch_;
 };
 
-// A packed matrix outside the layer is one run of whole tiles, whatever the pools: what files of
-// packed weights hold.
+// Outside the layer, a packed matrix is one run of whole tiles, independent of the pools. Packed
+// files hold this form.
 
-// Fills a slot, each pool's part by its threads, which so touch the memory first. A tile is checked
-// and copied while it is in a cache; after an error the slot's weights are partly the old ones.
+// Fills a slot. Each pool's threads fill its part, so they touch the memory first. A tile is
+// checked and copied while it is in a cache. After an error, the slot has partly old weights.
 class PackedLoad : public sys::Job {
  public:
   PackedLoad(std::shared_ptr<LayerState> layer, int64_t slot, const ByMatrix<const uint8_t*>& tiles,
              const ByMatrix<const float*>& bias, int threads);
   void run(sys::Worker& worker) noexcept override;
 
-  // Once done: what is wrong with the weights, "" where nothing is.
+  // Once done: the error in the weights, "" if there is none.
   std::string problem() const;
 
  private:

@@ -89,10 +89,9 @@ ThreadSpace thread_space(const WorkspaceCapacity& c, int threads) {
   return t;
 }
 
-// Workspaces by team. By its address: a shared_ptr that comes from Python is not of one family
-// with another of the same team, so they cannot be compared as owners. The address of a team that
-// is gone may come again, together with what its layers left; an idle workspace fits any team
-// with as many pools and threads.
+// Workspaces by address of the team. shared_ptrs that come from Python have different control
+// blocks for the same team, so owner comparison fails. A new team may get the address of a deleted
+// one and find its workspace; an idle workspace fits any team with the same pools and threads.
 std::map<const sys::Team*, std::weak_ptr<Workspace>> g_known;
 std::mutex g_mutex;
 

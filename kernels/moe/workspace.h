@@ -15,7 +15,7 @@
 
 namespace kt {
 
-// What one layer asks of a workspace. All are positive.
+// The sizes that one layer needs. All are positive.
 struct WorkspaceSize {
   int64_t max_tokens, top_k;
   int64_t experts;       // E
@@ -23,25 +23,26 @@ struct WorkspaceSize {
   int64_t intermediate;  // I, of all pools
 };
 
-// What a workspace holds; the largest of each field over the layers that share it.
+// The capacity of a workspace: the maximum of each field over the layers that share it.
 struct WorkspaceCapacity {
   int64_t tokens, hidden, intermediate, experts;
   int64_t pairs;      // of token and expert
   int64_t pair_rows;  // rows for the pairs, with what whole blocks of them add
   int64_t sums;       // floats of the sums over experts, per pool
-  // Throws std::bad_alloc where a count does not fit into 64 bits.
+  // Throws std::bad_alloc if a count does not fit into 64 bits.
   explicit WorkspaceCapacity(const WorkspaceSize& size);
   bool holds(const WorkspaceCapacity& other) const;
   void grow_to(const WorkspaceCapacity& other);
 };
 
-// Rows per kernel call, at most: bounds the scratch of a thread.
+// Maximum number of rows per kernel call, which bounds the scratch of a thread.
 constexpr int64_t kRowBlock = 256;
 
-// Tokens up to which every thread makes the plan and the A rows for itself: cheaper than a barrier.
+// Up to this many tokens, every thread makes the plan and the A rows itself, which is cheaper than
+// a barrier.
 constexpr int64_t kOwnTokens = 4;
 
-// What a thread keeps for itself during a forward pass.
+// The private memory of a thread during a forward pass.
 struct ThreadSpace {
   Plan plan;                    // of at most kFewIds pairs
   std::vector<int64_t> starts;  // [threads + 1], of the tasks of a phase
@@ -54,11 +55,11 @@ struct ThreadSpace {
 };
 
 struct Workspace {
-  // Throws std::bad_alloc for sizes that no memory holds.
+  // Throws std::bad_alloc if there is not enough memory.
   Workspace(const WorkspaceCapacity& capacity, int pools, int threads);
 
-  // Before a pass is queued. In a child, the first call resets what a pass of the parent's left
-  // half done.
+  // Call it before a pass is queued. In a forked child, the first call resets the state of a pass
+  // that the parent had not finished.
   void renew_after_fork();
 
   WorkspaceCapacity capacity;

@@ -4,16 +4,16 @@
 
 namespace kt {
 
-// The tokens of a batch that are computed at a time, at most max_tokens.
+// A part of a batch that is computed at a time, at most max_tokens tokens.
 struct Chunk {
   const ForwardArgs& args;
   int64_t first, count;
   bool own;  // every thread makes the plan and the rows of x for itself
 };
 
-// GEMV kernels read the chunk's tokens by index. Experts have rows of their own (gathered) where a
-// GEMM kernel wants another kind of rows, and all of them have where the columns of a matrix have
-// an order (act-order). Matrices whose kernels want the same rows share them.
+// GEMV kernels read the chunk's tokens by index. An expert has rows of its own (gathered) if a GEMM
+// kernel needs another kind of rows. If columns have an order (act-order), all experts have their
+// own. Matrices whose kernels need the same rows share them.
 class XRows {
  public:
   XRows(Pass& pass, const Chunk& chunk);
@@ -21,11 +21,11 @@ class XRows {
   // The chunk's tokens [first, last) for GEMV kernels.
   void convert(int64_t first, int64_t last) const;
 
-  // Whether any expert has rows of its own; those of its pairs [first, last), if it has.
+  // Whether any expert has rows of its own; makes those of its pairs [first, last).
   bool gathers(const Plan& plan) const;
   void gather(const Plan& plan, const ExpertRows& e, int64_t first, int64_t last) const;
 
-  // What gate or up of an expert is multiplied with.
+  // The rows that gate or up of an expert is multiplied with.
   ActRows rows(const Plan& plan, const ExpertRows& e, Matrix m) const;
 
  private:

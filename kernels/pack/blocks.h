@@ -44,10 +44,11 @@ struct BlockValues {
 void write_blocks(const MatrixLayout& layout, const ByteRows& lanes, LaneOrder order,
                   const BlockValues& scales, const BlockValues& zeros, uint8_t* tile);
 
-// Copies past the caches, which have no use for packed weights: half the traffic of plain stores
-// that first read the line. dst is aligned to 32 bytes, and their number a multiple of it.
+// Copies with non-temporal stores, because packed weights are not read again soon. Plain stores
+// would read the cache line first and double the traffic. dst is aligned to 32 bytes; bytes is a
+// multiple of 32.
 void stream_bytes(const uint8_t* src, int64_t bytes, uint8_t* dst);
-// After the last of a tile: other threads read it once the job is done.
+// Call it after the last copy of a tile: other threads read the tile once the job is done.
 void stream_fence();
 
 // Rows of a tile that the matrix has; the last tile may have fewer than 32.

@@ -1,4 +1,4 @@
-// The scale of a group of 4-bit codes that loses least.
+// Searches the scale of a group of 4-bit codes with the least error.
 #pragma once
 #include <cstdint>
 
@@ -6,10 +6,10 @@
 
 namespace kt {
 
-// The fp16 scale s for which codes q = clamp(rint(w / s), -8, 7) have about the least squared error
-// sum of (w - q * s)^2, over n weights, a multiple of 32. s has the sign that gives the largest
-// weight a negative code. `plain` is fp16(absmax / 7), finite, and what is returned where the fp16
-// range leaves no choice. The same on every machine.
+// The fp16 scale s with nearly the least squared error sum of (w - q * s)^2 for codes q =
+// clamp(rint(w / s), -8, 7), over n weights, a multiple of 32. The sign of s gives the largest
+// weight a negative code. Returns plain, fp16(absmax / 7), finite, if fp16 has no better scale in
+// range. Deterministic on all machines.
 uint16_t search_scale(const void* weights, DType type, int64_t n, uint16_t plain);
 
 }  // namespace kt

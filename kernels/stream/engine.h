@@ -1,4 +1,4 @@
-// Layers whose passes GPU kernels start and wait for, without a call from the host.
+// Layers whose passes are started and awaited by GPU kernels, without a call from the host.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -18,15 +18,15 @@ class StreamPoller;
 // A kernel before the layer writes a batch to a StreamSide and publishes an entry of the ring; a
 // kernel after it waits for the side's done word. Entry number s (uint32; the first is 1, it wraps)
 // is ring[s & (entries - 1)] = (uint64(slot) << 32) | s, written with one 8-byte store after a
-// system fence. head is the number of the last entry taken: who publishes s needs
-// s - head <= entries, which the poller soon brings about whatever it is given.
+// system fence. head is the number of the last entry taken. A publisher of entry s must wait until
+// s - head <= entries; the poller always gets there.
 //
-// A thread of the engine polls the ring and hands jobs to the layers' teams. Every entry with a
+// A thread of the engine polls the ring and submits jobs to the layers' teams. Every entry with a
 // slot gets its done word: when its job is done, when it cannot be started, or when the watchdog's
 // time is over. The thread never needs the GIL.
 //
-// In the child of a fork all functions throw std::runtime_error, and destruction leaves the
-// parent's state behind.
+// In a forked child, all functions throw std::runtime_error, and destruction does not touch the
+// parent's state.
 class StreamEngine {
  public:
   // entries: a power of two. `first`: the number before the first entry (tests). Throws
@@ -41,28 +41,29 @@ class StreamEngine {
   uint64_t* ring() const { return reinterpret_cast<uint64_t*>(buffer_->data()); }
   uint32_t* head() const;
 
-  // The number of a slot, never used again. chain and position say whose deferred experts a layer
-  // adds: those of position - 1 of the same chain, if they came last in it and with as many tokens.
-  // protected_k >= top_k: it defers nothing itself; otherwise the side needs a partial. All experts
-  // of the layer must be loaded. Throws std::invalid_argument, std::system_error.
+  // Returns the number of a slot, which is never reused. chain and position determine whose
+  // deferred experts a layer adds: those of position - 1 in the same chain, if that layer came last
+  // in it and had as many tokens. protected_k >= top_k: the layer defers nothing itself; otherwise
+  // the side needs a partial. All experts of the layer must be loaded. Throws
+  // std::invalid_argument, std::system_error.
   int64_t add_slot(std::shared_ptr<MoeLayer> layer, std::string where,
                    std::shared_ptr<StreamSide> side, int64_t chain, int64_t position,
                    int64_t protected_k);
-  // The layer goes as soon as no job runs; its side stays, since a graph may still ring, unless
-  // `forget` says that nothing will.
+  // Releases the layer as soon as no job runs. Its side stays, because a graph may still ring,
+  // unless `forget` is true.
   void drop_slot(int64_t slot, bool forget = false);
-  int64_t entries_of(int64_t slot);  // that were handled: their layer is not needed for them
+  int64_t entries_of(int64_t slot);  // handled entries, which no longer need the layer
 
-  // Throws std::runtime_error with the first not yet raised, or once the engine was stopped.
+  // Throws std::runtime_error with the first error not yet raised, or if the engine was stopped.
   void raise_error();
   int64_t pending() const;  // entries taken whose done word was not yet written
-  // Waits until what was rung is done, deferred experts included; false after the time.
+  // Waits until all entries are done, deferred experts included; returns false after the timeout.
   bool drain(double timeout_seconds);
-  void stop();  // handles what was rung, waits for its done words, ends the thread
-  void wake();  // something will be rung at once: ends a sleep of the poller
+  void stop();  // handles the entries so far, waits for their done words, ends the thread
+  void wake();  // an entry will follow at once: ends a sleep of the poller
   std::map<std::string, int64_t> stats() const;
-  // What happened to entries that were not in it before: an entry comes once its side has the next
-  // one, or the engine was stopped. Empty without `traces`.
+  // Records of entries since the last call. An entry is included once its side has the next one, or
+  // the engine was stopped. Empty without `traces`.
   std::vector<StreamTrace::Row> take_trace();
 
  private:

@@ -1,4 +1,4 @@
-// What went wrong on threads that no caller waits for.
+// Errors on threads that no caller waits for.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -12,13 +12,14 @@ namespace kt {
 // From any thread.
 class Errors {
  public:
-  // Keeps the text, parts joined, unless an earlier one still waits to be raised. say() is still to
-  // be called, when nobody waits any more.
+  // Keeps the joined text, unless an earlier error has not been raised yet. say() must be called
+  // later, once the GPU no longer waits.
   void record(std::initializer_list<std::string_view> parts) noexcept;
-  // On stderr, what was recorded and not said yet; a hundred lines at most in all. A replayed graph
-  // makes no call that could raise it.
+  // Prints recorded errors that were not printed yet to stderr, a hundred lines at most in total.
+  // (A replayed graph makes no call that could raise them.)
   void say() noexcept;
-  // Throws std::runtime_error with the first that was not raised yet. One atomic load without.
+  // Throws std::runtime_error with the first error not yet raised. One atomic load if there is
+  // none.
   void raise();
   int64_t count() const { return count_.load(std::memory_order_relaxed); }
 

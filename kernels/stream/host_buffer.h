@@ -1,4 +1,4 @@
-// Memory that a GPU may be given access to.
+// Host memory to which a GPU can get access.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -7,18 +7,19 @@
 
 namespace kt {
 
-// Bytes: what one of GPU and CPU writes and the other polls has a prefetched pair of cache lines
-// for itself.
+// Bytes. A word that one of GPU and CPU writes and the other polls has a pair of cache lines (which
+// are prefetched together) of its own.
 constexpr int64_t kApart = 128;
 
-// Zeroed, page-aligned memory of its own. Whoever registers it with CUDA does so by its address,
-// and keeps the buffer until it is no longer registered.
+// Zeroed, page-aligned memory. A caller that registers its address with CUDA keeps the buffer until
+// it is unregistered.
 //
-// A forked child does not inherit it: with copy-on-write, the parent's next write could move a page
-// that the GPU knows by its place. The object exists there, its memory does not: see here().
+// A forked child does not inherit the memory: with copy-on-write, the parent's next write could
+// move a page that the GPU accesses by its physical address. The object exists in the child, but
+// its memory does not: see here().
 //
-// enable_shared_from_this here and in StreamSide: Python's references then count in the same place
-// as those of jobs, which so never need the GIL to drop one.
+// enable_shared_from_this here and in StreamSide: Python's references and those of jobs then share
+// one count, so jobs never need the GIL to drop one.
 class HostBuffer : public std::enable_shared_from_this<HostBuffer> {
  public:
   explicit HostBuffer(int64_t bytes);  // throws std::invalid_argument, std::bad_alloc

@@ -19,14 +19,14 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// A decode step rings every few hundred microseconds: spin through one, sleep lightly between
-// requests, deeply without any. Eager callers wake() the poller, so only replayed graphs meet the
-// sleep, and only the first layer of theirs.
+// A decode step rings every few hundred microseconds. The poller spins during one, sleeps briefly
+// between requests, and longer without any. Eager callers wake() it, so only the first layer of a
+// replayed graph can find it asleep.
 constexpr int64_t kSpinNs = 2'000'000;
 constexpr nanoseconds kNap{50'000};
 constexpr int64_t kNapNs = 1'000'000'000;
 constexpr nanoseconds kSleep{500'000};
-// Instead of spinning, where a CPU is wanting.
+// Sleeps this long instead of spinning if there are not enough CPUs.
 constexpr nanoseconds kShortNap{20'000};
 
 std::string seconds(int64_t ns) {
@@ -98,7 +98,7 @@ int64_t StreamPoller::entries_of(int64_t slot) {
   return at(slot).entries;
 }
 
-// The slot of an entry, whose side stays until release(). Null: it does not exist, or not any more.
+// The slot of an entry; its side stays until release(). Null if it does not exist, or no longer.
 StreamSlot* StreamPoller::claim(uint32_t slot) {
   std::lock_guard lock(mutex_);
   if (slot >= slots_.size() || !slots_[slot].side) return nullptr;
@@ -130,7 +130,7 @@ void StreamPoller::stop() {
     if (thread.joinable()) ending_ = true;
   }
   wake();
-  // Without a lock, which may take as long as the watchdog.
+  // Without a lock, because joining may take as long as the watchdog.
   if (!thread.joinable()) return ending_.wait(true);
   thread.join();
   if (trace_) {
@@ -152,8 +152,8 @@ bool StreamPoller::drain(nanoseconds timeout) {
   const int64_t end = sys::now_ns() + timeout.count();
   wake();
   for (;;) {
-    // In this order: an entry counts as pending and running before head says that it was taken,
-    // and its jobs count as running before it does not.
+    // The order matters: an entry counts as pending and running before head shows that it was
+    // taken, and its jobs count as running before the entry stops counting.
     const uint32_t next = std::atomic_ref(*head_).load(std::memory_order_acquire) + 1;
     const auto entry = std::atomic_ref(ring_[next & mask_]).load(std::memory_order_acquire);
     if (uint32_t(entry) != next && !progress_->pending.load(std::memory_order_acquire) &&
@@ -174,7 +174,7 @@ void StreamPoller::run() noexcept {
     if (rung()) {
       take();
     } else if (stopping_.load(std::memory_order_acquire)) {
-      // What came before stop() was there to be seen; now the next one was looked for after it.
+      // Entries from before stop() are visible by now, so look for the next one once more.
       if (rung()) continue;
       if (!progress_->pending.load(std::memory_order_acquire)) return;
       idle();
@@ -185,7 +185,7 @@ void StreamPoller::run() noexcept {
 }
 
 bool StreamPoller::rung() const {
-  // acquire: what the GPU wrote before it rang is there.
+  // acquire: everything that the GPU wrote before it rang is visible.
   return uint32_t(std::atomic_ref(ring_[next_ & mask_]).load(std::memory_order_acquire)) == next_;
 }
 
@@ -198,7 +198,7 @@ void StreamPoller::take() noexcept {
   stats_.entries.fetch_add(1, std::memory_order_relaxed);
   progress_->pending.fetch_add(1, std::memory_order_relaxed);
   progress_->running.fetch_add(1, std::memory_order_relaxed);
-  // At once: the ring needs room, whatever becomes of the entry. release: see drain().
+  // At once, because the ring needs room, whatever happens to the entry. release: see drain().
   std::atomic_ref(*head_).store(number, std::memory_order_release);
   handle(uint32_t(entry >> 32), number);
   progress_->running.fetch_sub(1, std::memory_order_release);
@@ -225,11 +225,11 @@ void StreamPoller::handle(uint32_t slot, uint32_t number) noexcept {
   } catch (...) {
     fail(entry, Out::kZero, {"unknown error"});
   }
-  if (before) trace_->add(before);  // what was deferred with it is done: see start()
+  if (before) trace_->add(before);  // its deferred job is done: see start()
   release(*found);
 }
 
-// Null when there is no memory for it.
+// Null if there is not enough memory.
 std::shared_ptr<TraceRecord> StreamPoller::record_of(uint32_t slot, const Entry& entry) noexcept {
   try {
     const auto record = std::make_shared<TraceRecord>();
@@ -248,7 +248,7 @@ std::shared_ptr<TraceRecord> StreamPoller::record_of(uint32_t slot, const Entry&
   }
 }
 
-// Throws only where the GPU still waits and no job of this entry was queued.
+// Throws only while the GPU still waits and no job of this entry was queued.
 void StreamPoller::start(const Entry& entry) {
   StreamSlot& slot = entry.slot;
   StreamSide& side = *slot.side;
@@ -256,21 +256,23 @@ void StreamPoller::start(const Entry& entry) {
   Carry carry = std::exchange(*slot.carry, {});
   if (tokens < 1 || tokens > side.capacity())
     return fail(entry, Out::kLeave,
-                {"a batch of ", std::to_string(tokens), " tokens was rung; 1 to ",
-                 std::to_string(side.capacity()), " fit"});
+                {"a batch of ", std::to_string(tokens), " tokens was submitted; accepted: 1 to ",
+                 std::to_string(side.capacity())});
   const bool follows = slot.position > 0 && carry.position + 1 == slot.position &&
                        carry.tokens == tokens && carry.side &&
                        carry.side->dtype() == side.dtype() && carry.side->hidden() == side.hidden();
   if (!follows) carry = {};
-  // The layer before still reads x for what it deferred when this batch is written over it.
+  // The previous layer still reads x for its deferred experts, and this batch overwrote it.
   if (carry.side == slot.side)
-    return fail(entry, Out::kZero,
-                {"handed over in the buffers of the layer before, which defers"});
-  // Jobs of one team run in order; those of another one may still be computing what is added.
+    return fail(
+        entry, Out::kZero,
+        {"this batch uses the buffers of the previous layer, whose deferred experts still read "
+         "them"});
+  // Jobs of one team run in order, but those of another team may still be computing the sum to add.
   if (!wait_for(side, entry)) return;
   if (carry.side && carry.team != slot.team && !wait_for(*carry.side, entry)) return;
   {
-    // Held while jobs are made and queued, which is short: the layer cannot go meanwhile.
+    // Held briefly, while jobs are created and queued, so that the layer cannot be deleted.
     std::lock_guard lock(mutex_);
     if (slot.layer) return submit(entry, *slot.layer, carry);
   }
@@ -317,7 +319,8 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
   layer.team().expect_until(sys::now_ns() + kExpectNs);
 }
 
-// Queues what the next layer is to add, if the CPU holds any of it. The GPU does not wait for this.
+// Queues the sum that the next layer will add, if the CPU holds any of its experts. The GPU does
+// not wait for it.
 void StreamPoller::defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) noexcept {
   StreamSlot& slot = entry.slot;
   const int64_t* const ids = slot.side->priv.deferred.get();
@@ -372,18 +375,19 @@ void StreamPoller::fail(const Entry& entry, Out out,
   errors_.say();
 }
 
-// Until the jobs submitted on a side are done. False when that took too long and the entry was
-// given up.
+// Waits until the jobs submitted on a side are done. Returns false if the watchdog gave up the
+// entry first.
 bool StreamPoller::wait_for(StreamSide& side, const Entry& entry) noexcept {
   for (int64_t now = 0; side.priv.in_flight; now = sys::now_ns()) {
-    if (now) watch(now);  // first, so that an older entry of this side is never rung after this one
+    if (now)
+      watch(now);  // first, so that an older entry of this side is never answered after this one
     if (now - entry.since > watchdog_ns_) {
       const std::string age = seconds(now - entry.since);
       stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
       fail(entry, Out::kLeave,  // which that batch may be writing
            {"not started for ", age,
-            ": a batch handed over before in the same buffers is still being computed; the GPU "
-            "goes on without a result"});
+            ": an earlier batch in the same buffers is still being computed; the GPU continues "
+            "without a result"});
       return false;
     }
     const auto done = [&] { return retire(), !side.priv.in_flight; };
@@ -412,8 +416,8 @@ void StreamPoller::watch(int64_t now) noexcept {
     const std::string age = seconds(now - running.since);
     stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
     errors_.record({running.slot->where, ": no result for ", age,
-                    ": its job still waits for the CPU threads of its layer, or runs on them; the "
-                    "GPU goes on without a result"});
+                    ": the layer's job is still waiting for CPU threads or running; the GPU "
+                    "continues without a result"});
     running.job->ring();
     errors_.say();
   }
@@ -444,8 +448,8 @@ void StreamPoller::idle() noexcept {
     spun_ = now;
 }
 
-// Whether a spin would take the CPU from a worker, or be interrupted for long by what else runs
-// here, as this one was.
+// Whether a spin would take the CPU from a worker, or would be interrupted for long by other
+// processes, as the last one was.
 bool StreamPoller::crowded(int64_t now) noexcept {
   if (spun_) crowding_.spun(spun_, now);
   return crowding_.at(now) || crowded_.load(std::memory_order_relaxed);

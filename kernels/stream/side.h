@@ -1,4 +1,4 @@
-// One set of buffers through which a GPU hands batches over and gets results back.
+// One set of buffers through which a GPU hands over batches and gets results.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -71,10 +71,10 @@ class StreamSide : public std::enable_shared_from_this<StreamSide> {
   void zero_out(int64_t tokens) const;
   void ring(uint32_t number) const noexcept;  // writes `done` and `ready`
 
-  // The engine whose poller serves it: the first that asks. False for any other.
+  // Claims the side for an engine: the first caller gets it. Returns false for any other.
   bool belongs_to(const void* engine);
 
-  // What only the poller touches.
+  // Used by the poller only.
   struct Private {
     // [capacity, k], read by the jobs while in_flight > 0. Untouched where batches are smaller.
     std::unique_ptr<int64_t[]> immediate, deferred;

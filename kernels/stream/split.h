@@ -1,4 +1,4 @@
-// Which routes of a batch a layer computes now, and which it leaves to the next one.
+// Splits the routes of a batch into those that a layer computes now and those that it defers.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -6,15 +6,15 @@
 namespace kt {
 
 // select_deferred_experts of src/kt_kernel/moe/routing.py, for a layer's ids. Keeps its scratch
-// memory: a split allocates nothing.
+// memory, so a split allocates nothing.
 class DeferredSplit {
  public:
   DeferredSplit(int64_t num_experts, int64_t top_k);
 
-  // All arrays are [tokens, top_k]. Per token the protected_k highest weights are protected (equal
-  // ones: the earlier; NaN is the highest). An expert that any token protects is immediate for all:
-  // its routes stay in `ids`, those of others move to `deferred`, and each has -1 where the other
-  // has an id. Ids that are no expert's become -1 in both.
+  // All arrays are [tokens, top_k]. For each token, the protected_k highest weights are protected
+  // (among equal ones, the earlier; NaN is the highest). An expert that any token protects is
+  // immediate for all: its routes stay in `ids`, the others move to `deferred`, and each array has
+  // -1 where the other has an id. Ids of experts that do not exist become -1 in both.
   void run(const float* weights, int64_t tokens, int64_t protected_k, int64_t* ids,
            int64_t* deferred);
 

@@ -1,4 +1,4 @@
-// When what happened to the entries of a stream engine: for traces.
+// Times of the entries of a stream engine, for traces.
 #pragma once
 #include <array>
 #include <atomic>
@@ -26,13 +26,13 @@ class StreamTrace {
   // late_begun, late_ended, back_start, back_ready, back_end
   using Row = std::array<int64_t, 16>;
 
-  // By the poller, which has just taken an entry of this side: makes its record the side's, and
-  // returns the one before with the times of its result, which are there by now. Its deferred job
-  // may still run.
+  // Called by the poller when it has taken an entry of this side: stores its record in the side,
+  // and returns the previous record with the times of its result, which exist by now. The deferred
+  // job of that entry may still run.
   std::shared_ptr<TraceRecord> next(StreamSide& side, std::shared_ptr<TraceRecord> record);
   // Of an entry whose jobs are done. Null: does nothing.
   void add(const std::shared_ptr<TraceRecord>& record) noexcept;
-  // What was added since the last call. More than kMost, or than there is memory for, are dropped.
+  // Rows added since the last call. Rows beyond kMost, or without memory for them, are dropped.
   std::vector<Row> take();
   int64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
 

@@ -1,4 +1,4 @@
-// Whether other processes want the CPUs on which threads of ours spin.
+// Detects whether other processes need the CPUs on which our threads spin.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -6,12 +6,11 @@
 
 namespace kt::sys {
 
-// Spins that the system interrupts are replaced by sleeps for a while: 1 ms after an interruption,
-// twice as long with each further one that comes soon after, 50 ms at most. Some thread always
-// interrupts a spin now and then, which is not worth many sleeps: a virtual CPU that sleeps may
-// take far longer to come back than a futex call takes.
+// After an interrupted spin, threads sleep for a while: 1 ms at first, doubling with each further
+// interruption that follows soon, up to 50 ms. Occasional interruptions are normal and should not
+// cost many sleeps: a sleeping virtual CPU may take far longer to return than a futex call.
 //
-// From any thread. relaxed everywhere: it only says how to wait.
+// Thread-safe. All operations are relaxed, because the result only affects how to wait.
 class Crowding {
  public:
   // Of a spin that looked at the clock (now_ns, futex.h) at `before` and again now.

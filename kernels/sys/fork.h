@@ -1,4 +1,4 @@
-// Forks, and state that a forked child renews before it uses it.
+// Forks, and state that a forked child resets before it uses it.
 #pragma once
 #include <sched.h>
 
@@ -7,14 +7,14 @@
 
 namespace kt::sys {
 
-// The number of forks between the first process that loaded the library and this one. Whatever was
-// made under another number belongs to threads that do not exist here; its mutexes may be held for
-// ever.
+// How many forks lie between the process that loaded the library and this one. Objects created
+// under another number belong to threads that do not exist in this process, and their mutexes may
+// be locked forever.
 uint32_t forks();
 
-// Guards state that several threads change in steps. A child has its parent's state as it was at
-// the fork, perhaps in the middle of a step that nobody will complete. Each process therefore
-// renews it before its first use.
+// Guards state that several threads change in steps. A child has the state that its parent had at
+// the fork, perhaps in the middle of a step that will never be completed. Each process therefore
+// resets it before its first use.
 //
 // A mutex would not do: a fork could leave it locked in the child.
 class PerProcess {

@@ -8,9 +8,9 @@ namespace kt::sys {
 // Tasks of a phase are numbered from 0; this many fit.
 constexpr int64_t kMaxTasks = (int64_t{1} << 24) - 1;
 
-// What a thread has still to do, as { phase : 16, end : 24, next : 24 }: one word, so that the
-// owner (at the front) and thieves (at the tail) never take the same task. Two cache lines: the
-// prefetcher of neighbouring lines makes pairs of them travel together.
+// The remaining tasks of a thread, { phase : 16, end : 24, next : 24 }, in one word, so that the
+// owner (at the front) and thieves (at the tail) never take the same task. Two cache lines, because
+// the adjacent-line prefetcher moves lines in pairs.
 struct alignas(128) TaskSlot {
   static constexpr int kBits = 24;
   std::atomic<uint64_t> word{0};
@@ -27,7 +27,7 @@ struct TaskRange {
   bool empty() const { return first == last; }
 };
 
-// One phase as one of its threads sees it. Thread i owns the tasks [starts[i], starts[i + 1]): all
+// One phase, as seen by one of its threads. Thread i owns the tasks [starts[i], starts[i + 1]). All
 // threads must have the same starts and phase number, and no thread may still be in another phase
 // of the same slots. A phase follows its predecessor by one (modulo 2^16) and every thread takes
 // part in each, so that a slot is at most one phase behind; whoever comes first to one that is (its
@@ -35,8 +35,8 @@ struct TaskRange {
 // that sits phases out must skip to the last of them before anybody uses it again: 2^16 phases
 // later it would seem to be up to date, and its tasks to be done.
 //
-// The words hand out numbers only, so relaxed operations do: what tasks read was made visible by a
-// barrier before the phase, and what they write becomes so by one after it.
+// The words only distribute numbers, so relaxed operations are enough: a barrier before the phase
+// makes the inputs of tasks visible, and one after it their results.
 class TaskPhase {
  public:
   TaskPhase(TaskSlot* slots, int threads, int self, uint16_t phase, const int64_t* starts)
@@ -51,8 +51,8 @@ class TaskPhase {
       slots_[self_].word.compare_exchange_strong(word, fresh(self_), std::memory_order_relaxed);
   }
 
-  // At most `most` of the own tasks in ascending order, fewer towards the end, where others may
-  // soon want some; then single ones of others, from the tail. Empty once all are taken.
+  // Takes at most `most` of the own tasks in ascending order (fewer towards the end, when others
+  // may steal some), then single tasks of others, from the tail. Empty once all are taken.
   TaskRange claim(int64_t most) {
     std::atomic<uint64_t>& own = slots_[self_].word;
     uint64_t word = own.load(std::memory_order_relaxed);

@@ -258,7 +258,7 @@ def _create_kt_config(server_args: Any, layer_id: int) -> Any:
     if options_of(server_args) is None:
         return None
     if not _building:
-        raise RuntimeError(f"layer {layer_id}: built outside of SGLang's _initialize_model")
+        raise RuntimeError(f"layer {layer_id}: built outside SGLang's _initialize_model")
     model, unpadded = _building[-1]
     return LayerConfig(
         model=model,

@@ -238,7 +238,7 @@ def test_two_models_in_one_folder(tmp_path, sample):
         for n, t in sample.tensors.items()
     }
     path = write(tmp_path / "a", sample, sample.tensors | other)
-    places = ("model.layers.0.", "model.language_model.layers.0.", "more than one place")
+    places = ("model.layers.0.", "model.language_model.layers.0.", "several places")
     refused(path, sample, path, *places)
     if per_expert(sample):
         stack = {
@@ -246,4 +246,4 @@ def test_two_models_in_one_folder(tmp_path, sample):
             "model.layers.0.mlp.experts.down_proj": torch.zeros(E, H, I),
         }
         path = write(tmp_path / "b", sample, sample.tensors | stack)
-        refused(path, sample, path, "more than one place", "model.layers.0.mlp.experts")
+        refused(path, sample, path, "several places", "model.layers.0.mlp.experts")

@@ -192,7 +192,7 @@ def test_two_namings(tmp_path):
 
 
 def test_per_expert_and_stacked(tmp_path):
-    fails(save(tmp_path, per_expert() | stacked()), "more than one place")
+    fails(save(tmp_path, per_expert() | stacked()), "several places")
 
 
 def test_no_gate(tmp_path):
@@ -226,7 +226,7 @@ def test_per_expert_names_need_no_known_model(tmp_path, model_type, where):
 
 def test_ambiguous_place(tmp_path):
     tensors = per_expert() | per_expert("mtp.layers.0.mlp.experts")
-    fails(save(tmp_path / "a", tensors, model_type=None), "more than one place", "mtp.layers.0")
+    fails(save(tmp_path / "a", tensors, model_type=None), "several places", "mtp.layers.0")
     found = read_experts(save(tmp_path / "b", tensors), 0, *SIZES)  # the family says which
     assert torch.equal(found.up[1], tensors[f"{MOE}.1.up_proj.weight"])
 

@@ -110,8 +110,8 @@ def test_layers_that_differ(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         chosen(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: the layers have different formats (layer 0: 16- or 32-bit weights; layers 1-2: "
-        "FP8 with scales per 128x128 block), so auto cannot choose a method; choose a "
+        f"{tmp_path}: the layers have different formats (layer 0: 16- or 32-bit weights; layers "
+        "1-2: FP8 with scales per 128x128 block), so auto cannot choose a method; choose a "
         f"method that reads all of them: {', '.join(QUANTISED_ON_LOAD)}"
     )
     assert chosen(tmp_path, 1, 2).method == "FP8"  # layers that do not count
@@ -120,14 +120,14 @@ def test_layers_that_differ(tmp_path: Path) -> None:
 def test_layers_that_no_method_takes_together(tmp_path: Path) -> None:
     for layer, name in enumerate(["dense", "RAWINT4"]):
         write(tmp_path, name, layer)
-    with pytest.raises(ValueError, match="no method takes all of them; name a checkpoint in one"):
+    with pytest.raises(ValueError, match="no method reads all of them; use a checkpoint in one"):
         chosen(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])
 def test_weights_of_an_unknown_kind(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in SAMPLES["dense"].tensors.items()}
-    with pytest.raises(ValueError, match=r"tensor '.*' has dtype .* no scales beside") as caught:
+    with pytest.raises(ValueError, match=r"tensor '.*' has dtype .* no scales; accepted") as caught:
         chosen(save(tmp_path, tensors))
     message = str(caught.value)
     assert "\n" not in message

@@ -61,7 +61,12 @@ def test_every_method_with_every_checkpoint(checkpoints, stored, method):
     elif chosen.mixed:
         fails(path, method, path, "safetensors", f"method {method} takes GGUF files")
     else:
-        fails(path, method, path / "model.safetensors", f"for method {stored}; method {method} was")
+        fails(
+            path,
+            method,
+            path / "model.safetensors",
+            f"{stored} reads; method {method} was",
+        )
 
 
 @pytest.mark.parametrize("stored", [*CHECKPOINTS, "dense"])
@@ -96,7 +101,7 @@ def test_config_and_files_that_disagree(tmp_path, stored):
 
 @pytest.mark.parametrize("stored", CHECKPOINTS)
 def test_sizes_of_another_model(checkpoints, stored):
-    expected = f"has {E} experts of hidden size {H} and intermediate size {I} there"
+    expected = f"has {E} experts of hidden size {H} and intermediate size {I}; expected"
     fails(checkpoints[stored], stored, expected, hidden=2 * H, inter=2 * I)
 
 

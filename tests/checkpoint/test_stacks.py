@@ -203,7 +203,7 @@ def test_methods_that_quantise(tmp_path):
     found = read_experts(path, 0, E, H, I, [1], method="INT4_G32")
     assert found.gate[0] is None
     assert torch.equal(found.up[1], values["up"][1].float())
-    fails(path, "MXFP8", "for method FP8", hidden=H, inter=I)
+    fails(path, "MXFP8", "which method FP8 reads", hidden=H, inter=I)
 
 
 def test_bias(tmp_path):
@@ -278,7 +278,7 @@ def test_integers_of_no_known_format(tmp_path):
 def test_other_sizes(tmp_path):
     tensors, _ = make_stacks("NVFP4, transposed")
     path = save(tmp_path, tensors, model_type="llama4")
-    expected = f"has {E} experts of hidden size {H} and intermediate size {I} there"
+    expected = f"has {E} experts of hidden size {H} and intermediate size {I}; expected"
     fails(
         path,
         "NVFP4",

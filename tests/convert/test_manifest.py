@@ -56,7 +56,9 @@ def test_round_trip(good):
 
 def test_given_as_a_file(good):
     assert open_checkpoint(good / "kt_manifest.json").layers() == [1, 2]
-    with pytest.raises(ValueError, match="layer-00001.*a file of a packed directory; give the"):
+    with pytest.raises(
+        ValueError, match="layer-00001.*this file belongs to a packed directory; give the"
+    ):
         open_checkpoint(good / "layer-00001.safetensors")
 
 
@@ -109,8 +111,8 @@ def test_another_version_is_refused_with_the_command(packed, key, value):
         (lambda c: c["layers"]["2"].update(biases=["bias"]), ["biases is ['bias']"]),
         (lambda c: c["layers"]["2"]["forms"].pop("up"), ["forms lacks 'up'"]),
         (lambda c: c["layers"]["2"]["forms"]["up"].update(format=99), ["not a weight form"]),
-        (lambda c: c["layers"]["2"]["forms"]["up"].update(group_size=32), ["not a form"]),
-        (lambda c: c.update(model_type="other"), ["layer-00002", "header is not what"]),
+        (lambda c: c["layers"]["2"]["forms"]["up"].update(group_size=32), ["not a weight form"]),
+        (lambda c: c.update(model_type="other"), ["layer-00002", "header does not match"]),
     ],
 )
 def test_manifests_that_are_wrong(packed, edit, words):
@@ -166,13 +168,13 @@ def test_files_that_are_wrong(packed, good):
     second.write_bytes(data)
     loaded(2, "AMXINT8", packed)
     (packed / "kt_manifest.json").unlink()
-    fails(packed, "layer-00001", "a file of a packed directory; give the folder")
+    fails(packed, "layer-00001", "this file belongs to a packed directory; give the folder")
 
 
 def test_a_layer_of_a_model_of_the_same_sizes(packed, tmp_path):
     other = run_convert(save_checkpoint(tmp_path / "source", seed=5), tmp_path / "other")
     shutil.copy(other / "layer-00002.safetensors", packed / "layer-00002.safetensors")
-    fails(packed, "layer-00002", "a file of another model, or a damaged one")
+    fails(packed, "layer-00002", "the file is damaged or of another model")
 
 
 def test_a_file_that_changes_after_it_was_opened(packed):
@@ -232,7 +234,7 @@ def test_before_an_engine_loads_anything(packed):
     other = KTOptions.from_mapping(
         {"method": "BF16", "weight_path": str(packed.parent), "cpuinfer": 1}
     )
-    with pytest.raises(OptionError, match="a file of a packed directory"):
+    with pytest.raises(OptionError, match="this file belongs to a packed directory"):
         prepare(other, Config(), ServedModel("served"))
 
 

@@ -100,7 +100,8 @@ def test_a_method_that_is_named(fp8: Path) -> None:
         assert decided.method == method and f"method {method}, hot" in decided.describe()
     error = error_of(UNQUANTISED, weight_path=str(fp8), method="RAWINT4")
     assert (
-        error.startswith(f"--kt-weight-path {fp8}: ") and "for method FP8; method RAWINT4" in error
+        error.startswith(f"--kt-weight-path {fp8}: ")
+        and "method FP8 reads; method RAWINT4" in error
     )
 
 

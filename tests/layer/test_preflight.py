@@ -128,7 +128,7 @@ def test_method_and_checkpoint_that_disagree(tmp_path: Path) -> None:
     assert check({"weight_path": str(path), "method": "FP8_PERCHANNEL"}) == ""
     assert check({"weight_path": str(path), "method": "AMXINT8"}) == ""
     error = check({"weight_path": str(path), "method": "FP8"})
-    assert error.startswith(f"--kt-weight-path {path}: ") and "method FP8_PERCHANNEL;" in error
+    assert error.startswith(f"--kt-weight-path {path}: ") and "FP8_PERCHANNEL reads;" in error
     error = check({"weight_path": str(DEMO_MODEL), "method": "MXFP4"})
     assert error.startswith(f"--kt-weight-path {DEMO_MODEL}: ") and "not quantised (BF16)" in error
     error = check({"method": "MXFP4"})
@@ -161,6 +161,6 @@ def test_gguf(tmp_path: Path) -> None:
     error = check(options, **config | {"num_experts": 4})
     assert error.startswith(start) and "ffn_gate_exps" in error and "3 experts of" in error
     error = check(options | {"method": "AMXINT8"}, **config)
-    assert error.startswith(start) and "which method LLAMAFILE takes as it is" in error
+    assert error.startswith(start) and "which only method LLAMAFILE reads" in error
     error = check(options | {"weight_path": str(DEMO_MODEL)})
     assert "method LLAMAFILE takes GGUF files" in error

@@ -188,7 +188,7 @@ def test_weights_of_another_model(tmp_path, monkeypatch, other, found, stacked):
     wrapper = Case().wrapper(load=False, weight_path=save(tmp_path, Case(**other), stacked))
     monkeypatch.setattr(wrapper, "_make_core", None)  # nothing may be packed before
     expected = "expected 6 experts of hidden size 64 and intermediate size 32"
-    with pytest.raises(ValueError, match=f"{found} there, {expected}") as caught:
+    with pytest.raises(ValueError, match=f"{found}; {expected}") as caught:
         wrapper.load_weights(torch.arange(6))
     assert f"layer 0: weight_path {tmp_path}: " in str(caught.value)
     assert str(tmp_path / "model.safetensors") in str(caught.value)

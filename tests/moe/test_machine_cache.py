@@ -285,7 +285,7 @@ def test_times_of_the_allowed_cpus():
         (8.5, 0.0, 8.0, None),
         (9.5, 0.0, 8.0, "other processes used 19% of the CPUs"),
         (8.0, 0.1, 8.0, None),
-        (8.0, 0.5, 8.0, "the host took 6% of the CPUs away"),
+        (8.0, 0.5, 8.0, "the host took 6% of the CPUs"),
         (0.0, 0.0, 8.0, None),  # where the system does not tell
     ],
 )

@@ -99,7 +99,8 @@ def test_debug_prints_at_import():
     for variables, chosen in (
         (
             {},
-            f"selected {variant.native().kernel_tables()[0]} kernels, vector and tile (auto",
+            f"selected {variant.native().kernel_tables()[0]} kernels, vector and tile "
+            "(automatically)",
         ),
         (lowered, "selected avx2 kernels, tile (KT_KERNEL_CPU_VARIANT=avx2, KT_KERNEL_KIND=tile)"),
     ):

@@ -101,9 +101,9 @@ def test_stacked_tensors_beside_matrices():
 @pytest.mark.parametrize(
     ("which", "expert", "form", "text"),
     [
-        (1, 3, G64, r"up_proj\[3\] is .*group size 64\); up_proj\[0\] is .*group size 32\)"),
-        (1, 3, DENSE, r"up_proj\[3\] is BF16; up_proj\[0\] is int4"),
-        (0, 2, FP4, r"gate_proj\[2\] is MXFP4; gate_proj\[0\] is BF16"),
+        (1, 3, G64, r"up_proj\[3\] is .*group size 64\), but up_proj\[0\] is .*group size 32\)"),
+        (1, 3, DENSE, r"up_proj\[3\] is BF16, but up_proj\[0\] is int4"),
+        (0, 2, FP4, r"gate_proj\[2\] is MXFP4, but gate_proj\[0\] is BF16"),
         (2, 5, WeightForm(FP8_ROW), r"down_proj\[5\] is FP8 with row scales; accepted: int4 .* or"),
     ],
 )

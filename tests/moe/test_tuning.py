@@ -96,8 +96,8 @@ QUIET = times_of(4)
         ([1.2 * t for t in QUIET], "1.20 times"),
         ([1.2 * t for t in QUIET[:4]] + QUIET[4:], None),  # a moment of something else
         (times_of(6), None),
-        (times_of(7), f"{TRIED_ROWS[4]} rows and another {TRIED_ROWS[7]}"),
-        (times_of(N), f"{TRIED_ROWS[4]} rows and another {NEVER}"),
+        (times_of(7), f"{TRIED_ROWS[4]} rows and another in {TRIED_ROWS[7]}"),
+        (times_of(N), f"{TRIED_ROWS[4]} rows and another in {NEVER}"),
     ],
 )
 def test_passes_that_disagree(other, words):

@@ -49,7 +49,7 @@ def test_bad_tokens(tokens: int) -> None:
     gpu.drain()
     assert side.done[0] == number
     assert (side.out == 7).all()
-    assert raised(gpu) == f"layer 0: a batch of {tokens} tokens was rung; 1 to 8 fit"
+    assert raised(gpu) == f"layer 0: a batch of {tokens} tokens was submitted; accepted: 1 to 8"
     assert np.array_equal(gpu.call(slot, side, batch), by_hand(layer, batch))
 
 
@@ -222,7 +222,7 @@ def test_two_layers_in_turn_need_two_sides_to_defer() -> None:
     first, second = (gpu.add(make_layer(seed=i), side, i, 1 - i or TOP_K) for i in range(2))
     assert not gpu.call(first, side, make_batch(4, 1)).all()
     assert not gpu.call(second, side, make_batch(4, 2)).any()
-    with pytest.raises(RuntimeError, match="^layer 1: handed over in the buffers of the layer"):
+    with pytest.raises(RuntimeError, match="^layer 1: this batch uses the buffers of the"):
         gpu.engine.raise_error()
 
 

@@ -1,6 +1,6 @@
 // The packed weight layouts: the written specification of every byte that pack/ writes and the
 // kernels in isa/ read. Layouts do not depend on the instruction set. A format is one row of
-// kFormats; docs/adding-a-format.md says what else a new one needs.
+// kFormats; docs/adding-a-format.md lists what else a new one needs.
 //
 // A matrix W [N rows, K columns] becomes ceil(N/32) tiles of 32 rows. One tile is one contiguous
 // stream in ascending k, 64-byte aligned: a head, then blocks of columns, each with its scales and
@@ -23,7 +23,7 @@
 //
 // W = value of the code * scale, by CodeType and ScaleKind. With a zero point the value is the code
 // minus the zero point of its row or group. Products of ggml's formats are exact in float32, so
-// their W as float32 has one rounding at most, where there is a minimum.
+// their W as float32 is rounded at most once, in formats with a minimum.
 //
 // Rows past N and columns past K are pads that dequantise to 0: the code of value 0 (with zero
 // points, code 0 and zero point 0) and scales of 0, except ue8m0 scales, which have no zero: 127
@@ -36,11 +36,11 @@
 
 namespace kt {
 
-// Changes with any packed byte, so that files of packed weights can tell. The golden bytes of
-// tests/kernels/test_pack_golden.py change only together with it.
+// Changes with any packed byte, so that packed files with another layout are recognised. The golden
+// bytes of tests/kernels/test_pack_golden.py change only together with it.
 constexpr int kLayoutVersion = 2;
 
-// Packed files hold these numbers: none of them changes, and a new format takes the next one.
+// Packed files store these numbers, so they never change. A new format gets the next one.
 enum class WeightFormat : int {
   kBF16 = 0,
   kInt8Row = 1,
@@ -85,7 +85,7 @@ constexpr int64_t kStepBytes = 128;  // 32 lanes of 4 bytes
 KT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 KT_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Bits of the first plane of codes; what is left is in the second.
+// Bits of the first plane of codes; the other bits are in the second.
 KT_INLINE int low_plane_bits(int bits) { return bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits; }
 
 // The value of a code.
@@ -301,8 +301,8 @@ KT_INLINE bool is_ggml(WeightFormat format) {
   return traits_of(format).scales.kind == ScaleKind::kGgml;
 }
 
-// The rest refuses slips in a row, and codes and scales that pack/ cannot write together: they do
-// not compile.
+// The following checks reject mistakes in a row, and codes and scales that pack/ cannot write
+// together, at compile time.
 constexpr bool same_text(const char* a, const char* b) {
   while (*a && *a == *b) ++a, ++b;
   return *a == *b;

@@ -1,4 +1,4 @@
-"""What the hand-over asks of CUDA: pinned memory, compiled kernels, whether a graph is captured."""
+"""CUDA for the hand-over: pinned memory, compiled kernels, state of graph captures."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SCRATCH = 2  # pointers that Triton's kernels take after their own arguments; o
 
 
 class CudaBackend:
-    """One CUDA device. Raises RuntimeError naming CUDA's error where a call fails."""
+    """One CUDA device. Raises RuntimeError naming CUDA's error if a call fails."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._context: Any = None  # the compiled core's CudaContext, made at its first use
 
     def pin(self, buffer: Any) -> None:
-        """Lets the device read and write a HostBuffer at the addresses it has on the host."""
+        """Gives the device access to a HostBuffer, at its host addresses."""
         with torch.cuda.device(self.device):
             status = torch.cuda.cudart().cudaHostRegister(
                 buffer.address, buffer.nbytes, _PORTABLE_AND_MAPPED
@@ -44,27 +44,27 @@ class CudaBackend:
         """A KernelLaunch of a Triton kernel: its parameters are addresses and int32s, and _SCRATCH
         addresses of 0.
 
-        arguments: of each parameter that is no constant, the dtype it points to, or 0 for an int32.
-        Every address must be a multiple of 16, but of parameters that the kernel exempts.
+        arguments: for each non-constant parameter, the dtype that it points to, or 0 for an int32.
+        Every address must be a multiple of 16, except for parameters that the kernel exempts.
         """
         with torch.cuda.device(self.device):
             kernel = function.warmup(
                 *(argument or 1 for argument in arguments), grid=(1,), num_warps=warps, **constants
             )
-            kernel._init_handles()  # loads it; nothing may be loaded while a graph is captured
+            kernel._init_handles()  # loads the kernel, impossible while a graph is captured
             kinds = "".join("p" if argument else "i" for argument in arguments) + "p" * _SCRATCH
             return native().KernelLaunch(  # launches in the context that is current here
                 kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, kinds
             )
 
     def capturing(self, stream: int | None = None) -> bool:
-        """Whether a graph is captured on a stream, given by its handle; None: the current one."""
+        """Whether a graph is captured on a stream (a handle; None: the current stream)."""
         return self._own_context().capturing(
             handle_of(self.device, None) if stream is None else stream
         )
 
     def wait(self, address: int, value: int) -> None:
-        """Has the current stream wait until the 32-bit word at an address in pinned memory is
+        """Makes the current stream wait until the 32-bit word at an address in pinned memory is
         ``value``."""
         self._own_context().wait(handle_of(self.device, None), address, value)
 
@@ -76,7 +76,7 @@ class CudaBackend:
         return self._context
 
     def idle(self) -> bool:
-        """Whether the device is done with the current and the default stream."""
+        """Whether the device has finished the current and the default stream."""
         streams = torch.cuda.current_stream(self.device), torch.cuda.default_stream(self.device)
         return all(stream.query() for stream in streams)
 

@@ -1,4 +1,4 @@
-"""Memory of the batches that go between a device and the CPU, shared by the layers of a model."""
+"""Memory of batches between a device and the CPU, shared by the layers of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEPT_VIEWS = 512  # tokens
 
 
 class BankKey(NamedTuple):
-    """All that shapes a bank's memory."""
+    """Everything that shapes a bank's memory."""
 
     dtype: torch.dtype
     hidden: int
@@ -25,13 +25,13 @@ class BankKey(NamedTuple):
 
 
 class Side:
-    """Memory of one batch under way: pinned, and a cell of counters on the device."""
+    """Memory of one batch in flight: pinned memory, and a cell of counters on the device."""
 
     def __init__(self, core: Any, cell: torch.Tensor) -> None:
         self.core = core  # the compiled core's StreamSide
         self.cell = cell  # int32 [_CELL]
         self.batches = 0  # so far
-        # Addresses in the order in which the kernels take them.
+        # Addresses in the order of the kernels' parameters.
         self.inputs = (
             core.x_address,
             core.ids_address,
@@ -45,7 +45,7 @@ class Side:
 
 
 class Rows:
-    """Device memory whose first rows are handed out, as the same tensor for the same number."""
+    """Device memory whose first rows are returned, as the same tensor for the same number."""
 
     def __init__(self, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):  # or it could not be written outside of it
@@ -68,14 +68,14 @@ class Rows:
 class Bank:
     """The two sides that the layers of a model use in turns, for batches of up to ``capacity``.
 
-    In turns, so that the next layer's batch is not written where the CPU still computes what the
-    layer before deferred, and so that two submits of one layer may wait for their results.
+    They alternate, so that the next layer's batch does not overwrite one whose deferred experts the
+    CPU still computes, and so that two submits of one layer may be outstanding.
     """
 
     def __init__(self, backend: Any, key: BankKey) -> None:
         self.key = key
         self.capacity = key.capacity
-        self.captured = False  # by a graph: the memory must stay where it is for ever
+        self.captured = False  # by a graph: the memory must never move
         self._backend = backend
         self._turn = 0
         self._last_position = -1
@@ -106,7 +106,7 @@ class Bank:
         """A device buffer [tokens, k] for routes, valid until the side's next batch."""
         rows = self._routes.get((side, dtype))
         if rows is None:
-            if capturing:  # it would lie in the graph's own memory
+            if capturing:  # it would be in the graph's own memory
                 return torch.empty(
                     (tokens, self.key.top_k), dtype=dtype, device=self._backend.device
                 )
@@ -121,7 +121,7 @@ class Bank:
         return pinned + sum(rows.nbytes for rows in self._routes.values())
 
     def free(self) -> None:
-        """Takes the memory from the device, which must not use it any more."""
+        """Frees the memory, which the device must no longer use."""
         for side in self.sides:
             self._backend.unpin(side.core.buffer)
         self.sides.clear()

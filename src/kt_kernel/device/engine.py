@@ -1,4 +1,4 @@
-"""Per device: the compiled core's polling thread with its ring, the kernels, and the banks."""
+"""The state of a device: polling thread and ring of the compiled core, kernels, and banks."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _DRAIN_SECONDS = 5.0
 _SMALLEST_BANK = 16
 
 _logger = logging.getLogger("kt_kernel.device")
-_engines: dict[torch.device, DeviceEngine | None] = {}  # None: this device cannot
+_engines: dict[torch.device, DeviceEngine | None] = {}  # None: the device does not support it
 _lock = threading.Lock()
 
 
 class DeviceEngine:
-    """What the layers on one device share. ``core`` is the compiled StreamEngine."""
+    """The shared state of the layers on one device. ``core`` is the compiled StreamEngine."""
 
     _lock: threading.RLock
 
@@ -46,26 +46,26 @@ class DeviceEngine:
         path = os.environ.get(TRACE_VARIABLE)
         self.core = native().StreamEngine(_ENTRIES, watchdog_seconds(), traces=bool(path))
         backend.pin(self.core.buffer)
-        # A trace has the time for which the kernel waits; otherwise the stream waits before it.
+        # A trace measures how long the kernel waits; otherwise the stream waits before it.
         self.waits = not path and self._stream_waits()
-        # Last of what may fail: it has a thread and a file.
+        # The last step that may fail, because it has a thread and a file.
         self.tracer = Tracer(self.core, path, backend.device) if path else None
         self.launches: dict[Any, Any] = {}  # compiled kernels, by what they were compiled for
         # By the number of the chain that uses them, and by their keys without a capacity.
         self._banks: dict[int, dict[BankKey, list[Bank]]] = {}
-        self._captured: list[Bank] = []  # of any chain, gone or not: kept for ever
-        self._gone: deque[int] = deque()  # chains that are, whose banks are still to be sorted out
-        self._idle: list[Bank] = []  # whose chains are gone
+        self._captured: list[Bank] = []  # of any chain, existing or not: kept forever
+        self._gone: deque[int] = deque()  # deleted chains whose banks are still to be sorted out
+        self._idle: list[Bank] = []  # banks of deleted chains
         per_process(self, "_lock", threading.RLock)
 
     def _stream_waits(self) -> bool:
         """Whether the device's streams can wait for a word in pinned memory; a warning if not."""
         try:
-            self.backend.wait(self.core.head_address, 0)  # which it is: nothing was taken yet
+            self.backend.wait(self.core.head_address, 0)  # true: nothing was taken yet
         except RuntimeError as error:
             _logger.warning(
-                "kt: %s: streams cannot wait for the CPU (%s); kernels do, and while this process "
-                "is stopped, they slow down other processes on the GPU",
+                "kt: %s: streams cannot wait for the CPU (%s), so kernels wait instead; while this "
+                "process is stopped, they slow down other processes on the GPU",
                 self.backend.device,
                 error,
             )
@@ -86,9 +86,9 @@ class DeviceEngine:
     def add_bank(
         self, banks: list[Bank], key: BankKey, smallest: int, tokens: int, capturing: bool
     ) -> Bank:
-        """Adds one for ``tokens`` tokens, more than the others have room for.
+        """Adds a bank for ``tokens`` tokens, more than the existing banks have room for.
 
-        RuntimeError while a graph is captured, or when there is no memory for one.
+        RuntimeError while a graph is captured, or if there is not enough memory.
         """
         if capturing:
             raise RuntimeError(
@@ -105,14 +105,14 @@ class DeviceEngine:
             bank = next((bank for bank in self._idle if bank.key == wanted), None)
             if bank is not None:
                 self._idle.remove(bank)
-                self.backend.synchronize()  # its last user may have left something under way
+                self.backend.synchronize()  # its last user may have left work in flight
             else:
                 bank = Bank(self.backend, wanted)
             banks.append(bank)
         return bank
 
     def keep_for_ever(self, bank: Bank) -> None:
-        """A graph has captured the bank's addresses, and nobody tells when a graph is gone."""
+        """Called if a graph captures the bank's addresses: deleting a graph gives no notice."""
         if not bank.captured:
             bank.captured = True
             self._captured.append(bank)
@@ -123,7 +123,7 @@ class DeviceEngine:
                 self._idle += [bank for bank in banks if not bank.captured]
 
     def clear(self) -> int:
-        """Frees the banks that no chain uses and no graph has captured; returns their bytes."""
+        """Frees banks that no chain uses and no graph has captured; returns their bytes."""
         with self._lock:
             self._sort_out()
             if not self._idle or self.backend.capturing():
@@ -136,13 +136,13 @@ class DeviceEngine:
             return freed
 
     def warn_of_threads(self, threads: int) -> None:
-        """Logs once that this many CPU threads leave no core to those that wait for the device."""
+        """Logs once if this many CPU threads leave no core to the threads that serve the device."""
         reserved = cores_for_serving(usable_cores())
         log_once(_logger, too_many_threads(threads, reserved=reserved))
 
     def stop(self) -> None:
-        """Ends the polling thread once all that was launched is answered; where that takes too
-        long, the thread goes on until the process ends."""
+        """Ends the polling thread once all launched batches are answered. If that takes too long,
+        the thread continues until the process ends."""
         end = time.monotonic() + _DRAIN_SECONDS
         with contextlib.suppress(Exception):
             while not self.backend.idle() and time.monotonic() < end:
@@ -150,13 +150,13 @@ class DeviceEngine:
         if self.core.drain(max(end - time.monotonic(), 0.1)):
             self.core.stop()
         else:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.core))  # its end would wait
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.core))  # its destructor would wait
         if self.tracer is not None:
             self.tracer.close()
 
 
 def watchdog_seconds() -> float:
-    """The longest time that a layer may take before it counts as stuck, from KT_WATCHDOG_SECONDS.
+    """How long a layer may take before it counts as stuck, from KT_WATCHDOG_SECONDS.
 
     ValueError for anything but a number above 0.
     """
@@ -171,10 +171,10 @@ def watchdog_seconds() -> float:
 
 
 def engine_of(device: torch.device) -> DeviceEngine | None:
-    """The engine of a CUDA device, made at the first call; None, with a warning, where the device
-    cannot work with the CPU through pinned memory: batches are copied then, without graphs.
+    """The engine of a CUDA device, created at the first call. None, with a warning, if the device
+    and the CPU cannot share pinned memory: batches are then copied, without graphs.
 
-    RuntimeError when the first call is captured in a graph; torch.OutOfMemoryError.
+    Raises RuntimeError if the first call is captured in a graph, and torch.OutOfMemoryError.
     """
     with _lock:
         return _engines[device] if device in _engines else _make_engine(device)
@@ -184,19 +184,19 @@ def _make_engine(device: torch.device) -> DeviceEngine | None:
     backend = cuda.CudaBackend(device)
     if backend.capturing():
         raise RuntimeError(
-            f"{device}: the first batch of all is captured in a CUDA graph; run one before the "
-            "capture, which makes the memory and the kernels"
+            f"{device}: the very first batch is captured in a CUDA graph; run one before the "
+            "capture, to create memory and kernels"
         )
     try:
         from . import kernels  # noqa: F401 - Triton may be missing
 
         _engines[device] = DeviceEngine(backend)
     except torch.OutOfMemoryError:
-        raise  # there may be room another time
+        raise  # there may be enough memory later
     except (RuntimeError, ImportError, OSError) as error:
         _engines[device] = None
         _logger.warning(
-            "kt: %s: no hand-over through pinned memory (%s); batches are copied, which is slower "
+            "kt: %s: cannot use pinned memory (%s); batches are copied, which is slower "
             "and cannot be captured in CUDA graphs",
             device,
             error,
@@ -205,7 +205,7 @@ def _make_engine(device: torch.device) -> DeviceEngine | None:
 
 
 def clear_banks() -> int:
-    """Frees what `DeviceEngine.clear` does on all devices; returns the bytes."""
+    """Calls `DeviceEngine.clear` on all devices; returns the bytes."""
     return sum(engine.clear() for engine in _engines.values() if engine is not None)
 
 

@@ -1,15 +1,16 @@
 """The two Triton kernels around a layer. Protocol and memory: kernels/stream/ of the compiled core.
 
-Memory ordering. After a barrier, one thread of each program fences at system scope, which covers
-the stores of all its threads, and counts the program in; the last one to arrive therefore knows all
-of them done, fences once more and publishes the ring's entry with one 8-byte store. The other way
-the CPU stores ``done`` after its results (x86 keeps that order); one thread of each program waits
-for it and fences, and the others read the results, past all caches, after a barrier. Before
-`take_back` the stream itself waits for the ``ready`` word beside ``done``, where it can: a kernel
-that spins takes its share of the GPU from other processes for as long as this one is stopped.
+Memory ordering. To the CPU: after a barrier, one thread of each program fences at system scope,
+which covers the stores of all its threads, and increments a counter. The last program to arrive
+knows that all are done. It fences once more and publishes the ring's entry with one 8-byte store.
+From the CPU: the CPU stores ``done`` after its results (x86 keeps that order). One thread of each
+program waits for it and fences; after a barrier, the others read the results, bypassing all caches.
+Before `take_back`, the stream itself waits for the ``ready`` word next to ``done``, if streams can
+wait: a kernel that spins would keep its share of the GPU from other processes while this process is
+stopped.
 
-One thread, since a fence at system scope is carried out by every warp that executes it, one after
-the other, and so is a read of the host's memory.
+Only one thread does this, because warps execute fences at system scope and reads of host memory one
+after the other.
 
 Numbers of entries are 32 bits and wrap; they are compared for equality, or by their difference.
 """
@@ -17,11 +18,11 @@ Numbers of entries are 32 bits and wrap; they are compared for equality, or by t
 import triton
 import triton.language as tl
 
-ROOM_CHECK = 256  # entries from one look at the CPU's progress to the next
+ROOM_CHECK = 256  # entries between two checks of the CPU's progress
 
 
 def routes_with(blocks: int, top_k: int) -> int:
-    """How many routes a program takes with each of a row's ``blocks``, so that none is left."""
+    """How many routes a program copies with each of a row's ``blocks``, so that none is left."""
     return max(256, triton.next_power_of_2(-(-top_k // blocks)))
 
 
@@ -39,7 +40,7 @@ def _clock(FENCE: tl.constexpr):
 @triton.jit
 def _system_fence(value, FENCE: tl.constexpr):
     """value, int32, once the CPU can see every store of the program before the last barrier."""
-    if FENCE:  # Triton's interpreter has no assembler, and needs none
+    if FENCE:  # Triton's interpreter has no assembler and needs no fence
         value = tl.inline_asm_elementwise(
             """{
             .reg .pred first;
@@ -60,7 +61,7 @@ def _system_fence(value, FENCE: tl.constexpr):
 
 @triton.jit
 def _wait_for(word, number, FENCE: tl.constexpr):
-    """Until the CPU has written ``number`` to the word; what it wrote before is there then."""
+    """Waits until the CPU has written ``number`` to the word, and earlier stores are visible."""
     if FENCE:
         tl.inline_asm_elementwise(
             """{
@@ -90,7 +91,7 @@ def _wait_for(word, number, FENCE: tl.constexpr):
     tl.debug_barrier()
 
 
-# padding may begin at any row of a tensor, where the other addresses are aligned.
+# padding may begin at any row of a tensor; the other addresses are aligned.
 @triton.jit(do_not_specialize=["tokens", "slot"], do_not_specialize_on_alignment=["padding"])
 def hand_over(
     x,
@@ -141,11 +142,11 @@ def hand_over(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     number = tl.cast(0, tl.int32)
-    if programs == 1:  # early, while the copies are under way
+    if programs == 1:  # early, to overlap with the copies
         number = tl.atomic_add(counter, 1, sem="relaxed") + 1
     blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     for piece in range(program, tokens * blocks, programs):
-        # All is asked for before anything is stored, so that the waits for memory overlap.
+        # All loads come before all stores, so that the waits for memory overlap.
         row = tl.cast(piece // blocks, tl.int64) * HIDDEN
         column = (piece % blocks) * BLOCK + tl.arange(0, BLOCK)
         in_row = column < HIDDEN
@@ -188,7 +189,7 @@ def hand_over(
         tl.store(cell + 1, number)
         tl.store(pinned_tokens, tokens)
         tl.store(done + 1, 0)  # the side's ready word
-        if number % ROOM_CHECK == 0:  # nobody can be so far ahead of the CPU, unless on purpose
+        if number % ROOM_CHECK == 0:  # no caller gets this far ahead of the CPU except on purpose
             consumed = tl.load(head, volatile=True)
             while number - consumed > ENTRIES - ROOM_CHECK:
                 consumed = tl.load(head, volatile=True)

@@ -1,4 +1,4 @@
-"""One layer's calls on one device: submit and collect as kernels on the caller's stream."""
+"""One layer on one device: submit and collect, as kernels on the caller's stream."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .bank import Bank, BankKey, Side
 from .engine import DeviceEngine
 
 _WARPS = 8
-_BLOCK = 4096  # elements that a program copies at a time, at most
+_BLOCK = 4096  # maximum number of elements that a program copies at a time
 _MAX_PROGRAMS = 64  # of one launch; each of `take_back` polls the CPU's answer
-# Of router weights and ids too; other kinds of floats are converted.
+# Also of router weights and ids; other kinds of floats are converted.
 _DTYPES = {
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
@@ -29,7 +29,7 @@ _DTYPES = {
 _PADDING = {torch.bool: torch.uint8, torch.int64: torch.int64, None: torch.int32}
 _CLOSE_SECONDS = 5.0
 _SETTLE_SECONDS = 60.0
-_ALIGNMENT = 16  # bytes, of all addresses but padding's: the kernels are compiled for it
+_ALIGNMENT = 16  # bytes, of all addresses except padding: the kernels are compiled for it
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +38,12 @@ class Batch:
 
     layer: LayerStream
     plan: _Plan
-    number: int  # among those of plan.counted
+    number: int  # among the batches of plan.counted
     stream: int  # handle of the stream that it was submitted on
 
     def collect(self, cuda_stream: Any) -> torch.Tensor:
-        """Lets the stream wait for the CPU's sum [T, H]; a buffer valid until the next but one."""
+        """Makes the stream wait for the CPU's sum [T, H]; a buffer valid until the next batch but
+        one."""
         stream, capturing = self._ready(cuda_stream)
         layer, plan = self.layer, self.plan
         out = buffers.device_result(
@@ -50,15 +51,15 @@ class Batch:
         )
         if out is None:
             raise RuntimeError(
-                f"{layer.where}: the result of a batch of {plan.shape[0]} tokens is captured in "
-                "a CUDA graph but has no memory yet; collect a batch of that size once before"
+                f"{layer.where}: collecting a batch of {plan.shape[0]} tokens is captured in a "
+                "CUDA graph but has no memory yet; collect a batch of that size once before"
             )
         return layer.take_back(self, out, stream, capturing)
 
     def collect_and_add(
         self, hot: torch.Tensor | None, cuda_stream: Any, scale: float
     ) -> torch.Tensor:
-        """Lets the stream wait for scale * (the CPU's sum + hot); written over hot, if given."""
+        """Makes the stream wait for scale * (the CPU's sum + hot); overwrites hot, if given."""
         shape, dtype = self.plan.shape, self.plan.dtype
         device = self.layer.backend.device
         stream, capturing = self._ready(cuda_stream)
@@ -77,15 +78,15 @@ class Batch:
         return self.layer.take_back(self, out, stream, capturing, hot, scale)
 
     def _ready(self, cuda_stream: Any) -> tuple[int, bool]:
-        """The stream's handle, and whether a graph is captured on it. RuntimeError where the result
-        is not to be had there any more, or something went wrong on the CPU before."""
+        """The stream's handle, and whether a graph is captured on it. RuntimeError if the result is
+        lost, or after an earlier error on the CPU."""
         layer = self.layer
         layer.engine.core.raise_error()
         if self.plan.counted.batches != self.number:
             raise RuntimeError(
-                f"{layer.where}: the result of a batch is asked for after its buffers went to "
-                "another one; of a model two batches may wait for their results, one where experts "
-                "are deferred"
+                f"{layer.where}: a later batch already uses the buffers of this batch, so its "
+                "result is lost; at most two batches per model may be outstanding, or one if "
+                "experts are deferred"
             )
         backend = layer.backend
         stream = handle_of(backend.device, cuda_stream)
@@ -93,15 +94,15 @@ class Batch:
         if stream != self.stream:
             if capturing:
                 raise RuntimeError(
-                    f"{layer.where}: a batch is collected on another stream than it was submitted "
-                    "on, in a CUDA graph; both must be on one stream there"
+                    f"{layer.where}: in a CUDA graph, a batch must be collected on the stream that "
+                    "it was submitted on"
                 )
             backend.synchronize()  # until the batch is handed over
         return stream, capturing
 
 
 class _Slot:
-    """A number of the core's, and how many batches were launched with it outside of graphs."""
+    """A slot number of the core, and how many batches were launched with it outside of graphs."""
 
     def __init__(self, number: int, bank: Bank) -> None:
         self.number, self.bank, self.launched = number, bank, 0
@@ -109,16 +110,16 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class _Plan:
-    """What does not change between two batches of the same kinds, place, side and split."""
+    """The constants of batches of the same kinds, place, side and split."""
 
     place: tuple[int, int]
-    slot_map: torch.Tensor | None  # kept, since it is compared by its address
+    slot_map: torch.Tensor | None  # kept alive, because it is compared by its address
     slot_map_address: int | None
     cold_slot: int | None
     padding: torch.dtype | None
     bank: Bank
     side: Side
-    counted: Bank | Side  # its batches: a later one has the buffers
+    counted: Bank | Side  # whose batches are counted: a later batch reuses the buffers
     shape: tuple[int, int]  # [T, H]
     dtype: torch.dtype
     slot: _Slot
@@ -129,7 +130,7 @@ class _Plan:
 
 
 class _Known:
-    """The bank of the last kinds of batch that kernels can read, and a plan for each side."""
+    """The bank of the last readable kinds of batch, and a plan for each side."""
 
     def __init__(self, kinds: Any, bank: Bank) -> None:
         self.kinds, self.bank = kinds, bank
@@ -139,8 +140,8 @@ class _Known:
 class LayerStream:
     """The hand-over of one layer on one device.
 
-    core: the compiled MoeLayer; where: names the layer in errors; smallest: tokens for which its
-    first bank has room.
+    core: the compiled MoeLayer. where: names the layer in errors. smallest: capacity of its first
+    bank, in tokens.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class LayerStream:
         self._slots: dict[Any, _Slot] = {}
         self._block = min(_BLOCK, 1 << (hidden - 1).bit_length())
         self._blocks = -(-hidden // self._block)
-        self._unused = (engine.counter.data_ptr(),) * 3  # for what a kernel does not look at
+        self._unused = (engine.counter.data_ptr(),) * 3  # for arguments that a kernel does not use
         self._known: _Known | None = None
 
     def submit(
@@ -230,7 +231,7 @@ class LayerStream:
         if capturing:
             engine.keep_for_ever(bank)
         elif stream != bank.stream and bank.stream is not None:
-            backend.synchronize()  # the other stream may still use the sides
+            backend.synchronize()  # the other stream may still be using the sides
         bank.stream = stream
         index = bank.next_side(place[0])
         slot_map, cold_slot = (None, None) if split is None else (split[0].data_ptr(), split[1])
@@ -398,10 +399,10 @@ class LayerStream:
             return rows.clone(memory_format=torch.contiguous_format)
 
     def settle(self) -> None:
-        """Waits for every batch launched on the device, and for the experts that it deferred.
+        """Waits for all batches launched on the device, and for their deferred experts.
 
-        RuntimeError while a graph is captured, for what went wrong on the CPU before, and if the
-        CPU does not end.
+        Raises RuntimeError while a graph is captured, after an earlier error on the CPU, and if the
+        CPU does not finish.
         """
         core, backend = self.engine.core, self.backend
         if backend.capturing():
@@ -410,15 +411,15 @@ class LayerStream:
         core.raise_error()
         if not core.drain(_SETTLE_SECONDS):
             raise RuntimeError(
-                f"{self.where}: batches on {backend.device} did not end within "
+                f"{self.where}: batches on {backend.device} did not finish within "
                 f"{_SETTLE_SECONDS:g} s"
             )
 
     def close(self) -> None:
-        """Lets go of the weights; a graph that still calls the layer gets zeros and an error.
+        """Releases the weights; a graph that still calls the layer gets zeros and an error.
 
-        What was launched and is not handed over yet needs them: it is waited for, but not for long.
-        No call of CUDA's, since this runs in whatever thread, at whatever moment.
+        Launched batches that are not handed over yet need the weights, so this waits for them, but
+        not for long. It calls no CUDA function, because it may run in any thread at any time.
         """
         core, slots = self.engine.core, list(self._slots.values())
         self._slots.clear()
@@ -495,8 +496,8 @@ class LayerStream:
     ) -> Any:
         if capturing:
             raise RuntimeError(
-                f"{self.where}: a batch of another kind than those before is captured in a CUDA "
-                "graph; run it once before the capture, so that its kernels are compiled"
+                f"{self.where}: a batch that needs another kernel is captured in a CUDA graph; run "
+                "it once before the capture, so that the kernel is compiled"
             )
         launch = self.engine.launches[key] = self.backend.compile(
             function,

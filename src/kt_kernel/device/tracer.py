@@ -1,4 +1,4 @@
-"""Writes what a device's stream engine records to the file that KT_TRACE names."""
+"""Writes the records of a device's stream engine to the file that KT_TRACE names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from ..trace.records import Record
 from ..trace.writer import TraceWriter
 
-_SECONDS = 0.5  # from one look to the next: a process may be killed, and the clocks drift
+_SECONDS = 0.5  # between writes: the process may be killed, and the clocks drift
 
 
 class Tracer:
-    """A thread that looks for records while the process lives; devices share the file."""
+    """A thread that writes new records while the process runs; devices share the file."""
 
     def __init__(self, core: Any, path: str, device: torch.device) -> None:
         self._core = core
@@ -26,11 +26,11 @@ class Tracer:
         self._thread.start()
 
     def name(self, slot: int, where: str) -> None:
-        """Says which layer a slot of the core's belongs to."""
+        """Names the layer of a slot of the core."""
         self._names[slot] = where
 
     def close(self) -> None:
-        """Writes the rest: all of it if the core was stopped."""
+        """Writes the remaining records: all of them if the core was stopped."""
         self._ending.set()
         self._thread.join()
         self._write()
