@@ -158,6 +158,34 @@ def steady(content: Content) -> str:
     )
 
 
+def before_and_after(content: Content) -> str:
+    """A layer's passes by two versions in turns, for each method."""
+    columns = ["decode, µs", "after / before", "prefill, µs", "after / before", "before / before"]
+    rows = {(row["method"], row["tokens"]): row for row in content["rows"]}
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in content["rows"]):
+        decode, prefill = rows[method, 1], rows[method, 64]
+        noise = (decode["before_against_before"], prefill["before_against_before"])
+        lines.append(
+            (
+                method,
+                [
+                    f"{decode['after_us']:.0f}",
+                    f"{decode['ratio']:.2f}",
+                    f"{prefill['after_us']:.0f}",
+                    f"{prefill['ratio']:.2f}",
+                    " and ".join(f"{one:.2f}" for one in noise),
+                ],
+            )
+        )
+    shape = content["shape"]
+    return (
+        f"{content['cpu']}, {content['threads']} thread, {content['table']} kernels, "
+        f"E={shape['experts']} H={shape['hidden']} I={shape['inter']} k={shape['top_k']}, "
+        f"1 and 64 tokens. {content['date']}.\n\n" + grid("method", columns, lines)
+    )
+
+
 def perplexity(content: Content) -> str:
     """Held-out loss of the demo model."""
     lines = [
@@ -265,13 +293,16 @@ PARTS = (
     Part(
         "How steady decoding is",
         "`before` is the version that slept for up to 50 ms after each interrupted spin. In the "
-        "first file, `now` has 14 threads by default; in the last two it has 13, and `fourteen` is "
-        "the same with `--kt-cpuinfer 14`.",
+        "first file, `now` has 14 threads by default; in the third and fourth it has 13, and "
+        "`fourteen` is the same with `--kt-cpuinfer 14`. In the last two, `now` has 14 threads, of "
+        "which 12 decode (the default), and `thirteen` is the version with 13 in every pass.",
         [
             "2026-11-29-steady-sglang-h200",
             "2026-11-29-threads-sglang-h200",
             "2026-11-29-steady-three-cores-sglang-h200",
             "2026-11-29-steady-three-cores-vllm-h200",
+            "2026-11-29-steady-reserves-sglang-h200",
+            "2026-11-29-steady-reserves-vllm-h200",
         ],
         steady,
     ),
@@ -315,6 +346,13 @@ PARTS = (
             "2026-11-28-kimi-k2-amx",
         ],
         markdown,
+    ),
+    Part(
+        "Formats as rows of a table",
+        "A layer before and after a weight format became one row, in turns. `before / before` is "
+        "the noise between two processes of the same version, in decode and in prefill.",
+        ["2026-11-29-format-rows-avx2"],
+        before_and_after,
     ),
     Part(
         "Packing",
