@@ -17,6 +17,7 @@ from kt_kernel import (
     model_scope,
 )
 from kt_kernel.checkpoint import Checkpoint, open_checkpoint
+from kt_kernel.sft import BaseSFTMoEWrapper
 from kt_kernel.utils.loader import BF16SafeTensorLoader, SafeTensorLoader
 from kt_kernel.weights.expert_tensors import ExpertTensors
 
@@ -38,6 +39,12 @@ def of_a_layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Non
     KTMoEWrapper.set_capture_batch_sizes([1])
     assert_type(KTMoEWrapper.get_capture_batch_sizes(), list[int])
     assert_type(KTMoEWrapper.clear_buffer_cache(), int)
+
+
+def of_a_layer_for_fine_tuning(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    wrapper = KTMoEWrapper(0, 8, 2, 64, 32, method="AMXBF16_SFT", mode="sft", lora_rank=8)
+    assert_type(wrapper, BaseSFTMoEWrapper)
+    assert_type(wrapper.forward_sft(x, ids, weights), torch.Tensor)
 
 
 def of_the_package(frequencies: torch.Tensor) -> None:
@@ -63,6 +70,6 @@ def of_checkpoints() -> None:
 
 
 def wrong() -> None:
-    KTMoEWrapper(0, "8", 2, 64, 32)  # type: ignore[arg-type]
-    KTMoEWrapper(0, 8, 2, 64, 32, threads=1)  # type: ignore[call-arg]
+    KTMoEWrapper(0, "8", 2, 64, 32)  # type: ignore[call-overload]
+    KTMoEWrapper(0, 8, 2, 64, 32, threads=1)  # type: ignore[call-overload]
     KTMoEWrapper(0, 8, 2, 64, 32).forwards()  # type: ignore[attr-defined]

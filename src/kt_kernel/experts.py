@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import torch
 
@@ -46,13 +46,10 @@ _OLDER_ORDER = (
     "swiglu_alpha",
 )
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_New = TypeVar("_New", bound=Callable[..., Any])
 
 
-def _takes_older_order(
-    new: Callable[Concatenate[type, _P], _T],
-) -> Callable[Concatenate[type, _P], _T]:
+def _takes_older_order(new: _New) -> _New:
     """Also accepts positional arguments in the order of kt-kernel 0.7.2, which has ``numa_nodes``
     in place of ``mode``: a list or None there distinguishes the two."""
 
@@ -71,7 +68,7 @@ def _takes_older_order(
             args, kwargs = args[:_BEFORE_MODE], kwargs | older
         return new(cls, *args, **kwargs)
 
-    return construct
+    return cast(_New, construct)
 
 
 def _is_list(value: Any) -> bool:
@@ -123,6 +120,68 @@ class KTMoEWrapper:
         TypeError, ValueError: an argument is wrong; names it, its value and what is accepted.
     """
 
+    @overload
+    def __new__(  # type: ignore[misc]
+        cls,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        gpu_experts_mask: torch.Tensor | int | None = ...,
+        cpuinfer_threads: int | None = ...,
+        threadpool_count: int | None = ...,
+        weight_path: str | os.PathLike[str] | None = ...,
+        chunked_prefill_size: int | None = ...,
+        cpu_save: bool = ...,
+        max_deferred_experts_per_token: int | None = ...,
+        method: str = ...,
+        mode: Literal["inference"] = ...,
+        num_gpu_experts: int | None = ...,
+        lora_rank: int = ...,
+        lora_alpha: float = ...,
+        max_cache_depth: int = ...,
+        group_size: int = ...,
+        zero_point: bool = ...,
+        *,
+        numa_nodes: Sequence[int] | None = ...,
+        lora_dropout: float = ...,
+        full_weight_grad: bool = ...,
+        swiglu_limit: float | None = ...,
+        swiglu_alpha: float | None = ...,
+    ) -> InferenceMoEWrapper: ...
+
+    @overload
+    def __new__(  # type: ignore[misc]
+        cls,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        gpu_experts_mask: torch.Tensor | int | None = ...,
+        cpuinfer_threads: int | None = ...,
+        threadpool_count: int | None = ...,
+        weight_path: str | os.PathLike[str] | None = ...,
+        chunked_prefill_size: int | None = ...,
+        cpu_save: bool = ...,
+        max_deferred_experts_per_token: int | None = ...,
+        method: str = ...,
+        *,
+        mode: Literal["sft"],
+        num_gpu_experts: int | None = ...,
+        lora_rank: int = ...,
+        lora_alpha: float = ...,
+        max_cache_depth: int = ...,
+        group_size: int = ...,
+        zero_point: bool = ...,
+        numa_nodes: Sequence[int] | None = ...,
+        lora_dropout: float = ...,
+        full_weight_grad: bool = ...,
+        swiglu_limit: float | None = ...,
+        swiglu_alpha: float | None = ...,
+    ) -> BaseSFTMoEWrapper: ...
+
     @_takes_older_order
     def __new__(  # type: ignore[misc]
         cls,
@@ -153,7 +212,7 @@ class KTMoEWrapper:
         swiglu_limit: float | None = 0.0,
         swiglu_alpha: float | None = 0.0,
     ) -> InferenceMoEWrapper | BaseSFTMoEWrapper:
-        given = dict(
+        given: dict[str, Any] = dict(
             layer_idx=layer_idx,
             num_experts=num_experts,
             num_experts_per_tok=num_experts_per_tok,

@@ -33,9 +33,12 @@ class CpuBatch:
             self.call.wait()
         if self.device.type == "cpu":
             return self.out
-        shape, dtype = tuple(self.out.shape), self.out.dtype
+        tokens, hidden_size = self.out.shape
         with on_stream(self.device, cuda_stream):
-            result = buffers.device_result(self.owner, shape, dtype, self.device)
+            result = buffers.device_result(
+                self.owner, (tokens, hidden_size), self.out.dtype, self.device
+            )
+            assert result is not None  # only a capture can lack one
             result.copy_(self.out)
         return result
 

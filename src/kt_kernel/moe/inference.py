@@ -13,7 +13,7 @@ from .batch_checks import BatchChecks, Inputs, Like
 from .chain import join_chain
 from .routing import hot_routes, need_padding, select_deferred_experts
 from .settings import LayerSettings, placement_of_mask
-from .waiting import Waiting
+from .waiting import StartedBatch, Waiting
 from .wrapper import BaseMoEWrapper
 from .wrong_mode import refuse_calls
 
@@ -95,7 +95,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 the CPU nor the GPU computes them. A graph reads it anew at each replay.
         """
         inputs = hidden_states, topk_ids, topk_weights
-        return self._submit(inputs, cuda_stream, split=(slot_map, cold_slot), padding=padding)
+        routes = self._submit(inputs, cuda_stream, split=(slot_map, cold_slot), padding=padding)
+        assert routes is not None  # they were asked for
+        return routes
 
     def sync_forward(
         self, hidden_states: torch.Tensor | None = None, cuda_stream: Any = None
@@ -189,7 +191,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         copy: bool = True,
         split: tuple[torch.Tensor, int] | None = None,
         padding: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Checks a batch, starts it on copies of its inputs, and remembers it for its sync.
 
         copy: False: the caller waits before the inputs can change, so tensors on the CPU may be
@@ -211,6 +213,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         if padding is not None:
             need_padding(s.where, padding, tokens, device)
         address = x.data_ptr()
+        batch: StartedBatch
         routes = None
         if stream is not None:
             batch, routes = stream.submit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,11 +14,21 @@ from .batch_checks import BatchChecks, Like
 _MOST = 4  # batches of one layer
 
 
+class StartedBatch(Protocol):
+    """A CpuBatch, or a Batch of device.layer."""
+
+    def collect(self, cuda_stream: Any) -> torch.Tensor: ...
+
+    def collect_and_add(
+        self, hot: torch.Tensor | None, cuda_stream: Any, scale: float
+    ) -> torch.Tensor: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     address: int  # of the hidden states
     like: Like
-    batch: Any  # a CpuBatch, or a Batch of device.layer
+    batch: StartedBatch
 
 
 class Waiting:
@@ -38,7 +48,7 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, address: int, like: Like, batch: Any) -> None:
+    def add(self, address: int, like: Like, batch: StartedBatch) -> None:
         """Remembers a batch; one with the same hidden states before it is forgotten."""
         if self._entries:
             others = [e for e in self._entries if e.address != address or e.like != like]
@@ -46,7 +56,7 @@ class Waiting:
             self._entries = others[1 - _MOST :]
         self._entries.append(_Entry(address, like, batch))
 
-    def take(self, hidden_states: torch.Tensor | None) -> Any:
+    def take(self, hidden_states: torch.Tensor | None) -> StartedBatch:
         """Removes and returns the latest batch with these hidden states; None: the latest of all.
 
         A copy of the hidden states will do while exactly one batch waits and none was dropped.

@@ -399,16 +399,18 @@ class BaseMoEWrapper(WrapperArguments):
                     self._packable(f"{name} of slot {slot}", expert[name]) for name in MATRICES
                 )
                 # The columns of down may have an order: gate and up make h in that order.
-                rows = column_order(down)
+                rows = None if isinstance(down, PackedMatrix) else column_order(down)
                 biases = [
                     None if bias is None else in_order(on_cpu(bias, torch.float32), order)
                     for bias, order in zip(map(expert.get, BIASES), (rows, rows, None), strict=True)
                 ]
                 if isinstance(gate, PackedMatrix):
-                    tiles = [matrix.tiles for matrix in (gate, up, down)]
+                    assert isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix)
+                    tiles = [gate.tiles, up.tiles, down.tiles]
                     arrays = [None if bias is None else bias.numpy() for bias in biases]
                     core.load_packed(slot, *tiles, *arrays)
                     continue
+                assert not isinstance(up, PackedMatrix) and not isinstance(down, PackedMatrix)
                 addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
                 sources = [CoreSource(gate, rows), CoreSource(up, rows), CoreSource(down)]
                 kept.append((sources, biases))

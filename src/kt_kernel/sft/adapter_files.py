@@ -34,7 +34,7 @@ class Adapter:
     config: Mapping[str, Any]
     tensors: dict[str, torch.Tensor]
 
-    def scaling(self, module: str, rank: int) -> float:
+    def scaling(self, module: str, rank: float) -> float:
         """What the product of B and A of a module or parameter is multiplied by: alpha / rank, or
         alpha / sqrt(rank) with ``use_rslora``."""
         alpha = pattern_value(self.config, "alpha_pattern", "lora_alpha", module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from .wrap import wrapped_experts
 
 FUSED, PER_EXPERT = "fused", "per_expert"
 
-_NEW_CONFIG = {
+_NEW_CONFIG: dict[str, Any] = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "auto_mapping": None,
@@ -124,12 +124,13 @@ def _others(
     from peft import get_peft_model_state_dict
 
     adapter = next(iter(modules.values())).adapter_name
-    if adapter not in model.peft_config:
+    configs = cast(dict[str, Any], model.peft_config)
+    if adapter not in configs:
         raise ValueError(
-            f"the experts' adapter is {adapter!r}, the PeftModel has {sorted(model.peft_config)}; "
+            f"the experts' adapter is {adapter!r}, the PeftModel has {sorted(configs)}; "
             "pass its name as adapter_name to wrap_experts"
         )
-    config = model.peft_config[adapter].to_dict() | {"inference_mode": True}
+    config = configs[adapter].to_dict() | {"inference_mode": True}
     ours = tuple(f"{PREFIX}{path}." for path in modules)
     state = get_peft_model_state_dict(model, adapter_name=adapter)
     return config, {

@@ -263,9 +263,8 @@ class BaseSFTMoEWrapper(LoraWeights):
         if tokens:
             staging = self._take_buffer(tokens) if grad_output.device.type != "cpu" else None
             try:
-                grad = on_host(
-                    grad_output, hidden, torch.bfloat16, staging and staging.grad_output_cpu
-                )
+                room = None if staging is None else staging.grad_output_cpu
+                grad = on_host(grad_output, hidden, torch.bfloat16, room)
                 wait_for_copies(grad_output.device)
                 self._need_finite("grad_output", grad, "token", "the loss or a later layer made it")
                 self._sft_core.backward(

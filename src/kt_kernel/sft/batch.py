@@ -58,7 +58,7 @@ def _need_float(s: LayerSettings, name: str, tensor: torch.Tensor) -> None:
 
 def on_host(
     tensor: torch.Tensor,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     staging: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -92,7 +92,7 @@ class HostBatch:
     ) -> None:
         routes = tuple(expert_ids.shape)
         self.buffer = buffer
-        staging = (None,) * 3
+        staging: tuple[torch.Tensor | None, ...] = (None,) * 3
         if buffer is not None:
             staging = buffer.input_cpu, buffer.expert_ids_cpu, buffer.weights_cpu
         self.x = on_host(hidden_states, (tokens, hidden), torch.bfloat16, staging[0])

@@ -109,11 +109,17 @@ class KExpertsSFTBuffer:
             return buffer
 
     @classmethod
-    def take(cls, qlen: int, *shape: int) -> KExpertsSFTBuffer:
-        """An unused bf16 buffer, which belongs to the caller until `release`.
-
-        shape: H, I, E, k and R.
-        """
+    def take(
+        cls,
+        qlen: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        lora_rank: int,
+    ) -> KExpertsSFTBuffer:
+        """An unused bf16 buffer, which belongs to the caller until `release`."""
+        shape = hidden_size, moe_intermediate_size, num_experts, num_experts_per_tok, lora_rank
         with _lock:
             free = cls._free.get(shape, [])
             for index, buffer in enumerate(free):

@@ -6,7 +6,7 @@ A class that is listed was compared with its own forward pass by tests/sft/test_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -48,28 +48,34 @@ class Fused:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """E, H, I."""
-        experts, *rest = self.module.down_proj.shape
-        inter, hidden = rest if self.transposed else reversed(rest)
+        experts, rows, columns = _tensor(self.module, "down_proj").shape
+        inter, hidden = (rows, columns) if self.transposed else (columns, rows)
         return experts, hidden, inter
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Views of gate_proj and up_proj [E, I, H] and down_proj [E, H, I], and of the biases where
         there are any."""
-        gate_up, down = self.module.gate_up_proj.detach(), self.module.down_proj.detach()
+        gate_up = _tensor(self.module, "gate_up_proj").detach()
+        down = _tensor(self.module, "down_proj").detach()
         if self.transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         gate, up = self._halves(gate_up)
         weights = {"gate_proj": gate, "up_proj": up, "down_proj": down}
         if self.biased:
-            gate, up = self._halves(self.module.gate_up_proj_bias.detach())
-            down = self.module.down_proj_bias.detach()
+            gate, up = self._halves(_tensor(self.module, "gate_up_proj_bias").detach())
+            down = _tensor(self.module, "down_proj_bias").detach()
             weights |= {"gate_bias": gate, "up_bias": up, "down_bias": down}
         return weights
 
     def _halves(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.layout.interleaved:
             return tensor[:, 0::2], tensor[:, 1::2]
-        return tensor.chunk(2, dim=1)
+        gate, up = tensor.chunk(2, dim=1)
+        return gate, up
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    return cast(torch.Tensor, getattr(module, name))  # torch declares Tensor | Module
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -93,7 +99,7 @@ def open_fused(path: str, module: nn.Module, allow_untested: bool = False) -> Fu
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError(f"{path}: the experts are distributed over ranks (expert parallelism)")
     transposed = bool(getattr(module, "is_transposed", False))
-    gate_up, down = module.gate_up_proj, module.down_proj
+    gate_up, down = _tensor(module, "gate_up_proj"), _tensor(module, "down_proj")
     wide, narrow = (2, 1) if transposed else (1, 2)
     if gate_up.shape[wide] != 2 * down.shape[narrow]:
         raise ValueError(
@@ -115,8 +121,9 @@ def open_fused(path: str, module: nn.Module, allow_untested: bool = False) -> Fu
 def _activation(path: str, module: nn.Module) -> tuple[float, float]:
     """swiglu_limit and swiglu_alpha."""
     limit = float(getattr(module, "limit", 0.0) or 0.0)
-    if getattr(module, "alpha", None) is not None:
-        return limit, float(module.alpha)
+    alpha: Any = getattr(module, "alpha", None)
+    if alpha is not None:
+        return limit, float(alpha)
     activation: Any = getattr(module, "act_fn", None)
     probe = torch.linspace(-4, 4, 9)
     if activation is None or not torch.equal(activation(probe), nn.functional.silu(probe)):

@@ -19,7 +19,7 @@ GRAD_NAMES = tuple(f"grad_{name}" for name in LORA_NAMES)
 
 def lora_shapes(experts: int, rank: int, hidden: int, inter: int) -> dict[str, tuple[int, ...]]:
     """Shapes by `LORA_NAMES`: A [E, R, in], B [E, out, R]."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for matrix in MATRICES:
         columns, rows = (inter, hidden) if matrix == "down" else (hidden, inter)
         shapes[f"{matrix}_lora_a"] = (experts, rank, columns)

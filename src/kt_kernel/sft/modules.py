@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -120,7 +120,7 @@ class LoraExperts(nn.Module):
 
     def _bind(self) -> tuple[torch.Tensor, ...]:
         """The LoRA tensors, which the wrapper has by reference."""
-        lora = tuple(self.lora_parameters().values())
+        lora: tuple[torch.Tensor, ...] = tuple(self.lora_parameters().values())
         if not self.adapter_is_on:
             if self._zeros is None:
                 self._zeros = tuple(p.new_zeros(()).expand(p.shape) for p in lora)
@@ -153,7 +153,7 @@ def module_class() -> type[LoraExperts]:
 
 @functools.cache
 def _peft_class(layer: type) -> type[LoraExperts]:
-    class PeftLoraExperts(LoraExperts, layer):  # type: ignore[misc]
+    class PeftLoraExperts(LoraExperts, layer):
         adapter_layer_names = tuple(map(_holder, LORA_NAMES))
 
         def __init__(self, wrapper: BaseSFTMoEWrapper, **arguments: Any) -> None:
@@ -163,7 +163,8 @@ def _peft_class(layer: type) -> type[LoraExperts]:
 
         @property
         def adapter_is_on(self) -> bool:
-            return not self.disable_adapters and self.adapter_name in self.active_adapters
+            active = cast(list[str], self.active_adapters)
+            return not self.disable_adapters and self.adapter_name in active
 
     return PeftLoraExperts
 

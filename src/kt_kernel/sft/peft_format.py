@@ -9,6 +9,7 @@ share its A. With r = 2R, A of both stacked and B block diagonal, it stands for 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,7 @@ class Layout:
         return f"{parent.rpartition('.')[0]}.{self.block}.{experts}"
 
 
-def to_fused(lora: Tensors, layout: Layout) -> Tensors:
+def to_fused(lora: Mapping[str, torch.Tensor], layout: Layout) -> Tensors:
     """The adapter of two 3-D parameters; that of ``gate_up_proj`` has rank 2R."""
     gate_a, gate_b, up_a, up_b, down_a, down_b = (t.detach().cpu() for t in lora.values())
     experts, inter, rank = gate_b.shape
@@ -98,7 +99,7 @@ def from_fused(tensors: Tensors, experts: int, rank: int, layout: Layout) -> Ten
     return _named(gate_a, gate_b, up_a, up_b, down_a, down_b)
 
 
-def to_single(lora: Tensors, layout: Layout) -> Tensors:
+def to_single(lora: Mapping[str, torch.Tensor], layout: Layout) -> Tensors:
     """The adapter of every expert's own modules."""
     single = {}
     for matrix, name in zip(MATRICES, layout.names, strict=True):

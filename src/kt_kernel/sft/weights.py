@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,8 @@ from .settings import SftSettings
 
 class LoraWeights(BaseMoEWrapper):
     """The weights of one MoE layer: base weights and LoRA, the latter in logical order."""
+
+    _in_use: threading.Lock
 
     def __init__(self, settings: LayerSettings, sft: SftSettings) -> None:
         super().__init__(settings)
@@ -61,16 +63,25 @@ class LoraWeights(BaseMoEWrapper):
 
     def load_weights_from_tensors(
         self,
-        gate_proj: Any,
-        up_proj: Any,
-        down_proj: Any,
+        gate_proj: torch.Tensor | Sequence[Matrix],
+        up_proj: torch.Tensor | Sequence[Matrix],
+        down_proj: torch.Tensor | Sequence[Matrix],
         physical_to_logical_map_cpu: torch.Tensor,
-        **biases: torch.Tensor | None,
+        *,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
     ) -> None:
         """The base weights, as in inference. Afterwards the tensors may be freed."""
         self._take_map(physical_to_logical_map_cpu)
         super().load_weights_from_tensors(
-            gate_proj, up_proj, down_proj, physical_to_logical_map_cpu, **biases
+            gate_proj,
+            up_proj,
+            down_proj,
+            physical_to_logical_map_cpu,
+            gate_bias=gate_bias,
+            up_bias=up_bias,
+            down_bias=down_bias,
         )
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
@@ -245,8 +256,8 @@ def _lora_attribute(name: str) -> property:
 
     def set(self: LoraWeights, tensor: torch.Tensor) -> None:
         check_lora(self._settings.where, name, tensor, self._shapes[name])
-        self._lora = {key: self._lora.get(key) for key in LORA_NAMES} | {name: tensor}
-        self._lora = {key: value for key, value in self._lora.items() if value is not None}
+        lora = self._lora | {name: tensor}
+        self._lora = {key: lora[key] for key in LORA_NAMES if key in lora}
 
     side = "[E, R, in]" if name.endswith("a") else "[E, out, R]"
     return property(get, set, doc=f"{side}; after assigning to it call update_lora_weights.")

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..experts import KTMoEWrapper
-from .config import KTConfig, get_sft_weight_path
+from .base import BaseSFTMoEWrapper
+from .config import KTConfig, Path, get_sft_weight_path
 from .families import Fused, is_fused, open_fused
 from .modules import LoraExperts, module_class
 
@@ -131,7 +132,7 @@ def layer_number(name: str) -> int:
 
 
 def _experts_per_token(model: nn.Module) -> int:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     top_k = getattr(config, "num_experts_per_tok", None)
     if top_k is None:
@@ -139,9 +140,11 @@ def _experts_per_token(model: nn.Module) -> int:
     return top_k
 
 
-def _make_layer(name: str, fused: Fused, top_k: int, path: Any, config: KTConfig) -> Any:
+def _make_layer(
+    name: str, fused: Fused, top_k: int, path: Path | None, config: KTConfig
+) -> BaseSFTMoEWrapper:
     experts, hidden, inter = fused.sizes
-    wrapper = KTMoEWrapper(
+    wrapper: BaseSFTMoEWrapper = KTMoEWrapper(
         layer_idx=layer_number(name),
         num_experts=experts,
         num_experts_per_tok=top_k,
@@ -156,7 +159,5 @@ def _make_layer(name: str, fused: Fused, top_k: int, path: Any, config: KTConfig
     if path is not None:
         wrapper.load_weights(order)
         return wrapper
-    weights = fused.weights()
-    matrices = (weights.pop(name) for name in ("gate_proj", "up_proj", "down_proj"))
-    wrapper.load_weights_from_tensors(*matrices, order, **weights)
+    wrapper.load_weights_from_tensors(**fused.weights(), physical_to_logical_map_cpu=order)
     return wrapper
