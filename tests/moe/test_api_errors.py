@@ -258,11 +258,13 @@ def test_loading_one_by_one():
         wrapper.load_expert(True, *expert)
     with pytest.raises(ValueError, match=r"down_proj of slot 1 must be \[64, 32\], got \[32, 64\]"):
         wrapper.load_expert(1, CASE.gate[1], CASE.up[1], CASE.gate[1])
-    with pytest.raises(ValueError, match=r"5 CPU experts were not loaded: slots \[1, 2, 3, 4, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"5 cold experts were not loaded: slots \[1, 2, 3, 4, 5\]"
+    ):
         wrapper.finish_loading()
     for slot in range(1, 5):
         wrapper.load_expert(slot, CASE.gate[slot], CASE.up[slot], CASE.down[slot])
-    with pytest.raises(ValueError, match=r"1 CPU experts were not loaded: slots \[5\]"):
+    with pytest.raises(ValueError, match=r"1 cold experts were not loaded: slots \[5\]"):
         wrapper.finish_loading()
     wrapper.load_expert(5, CASE.gate[5], CASE.up[5], CASE.down[5])
     wrapper.finish_loading()

@@ -36,7 +36,7 @@ def test_a_failed_delivery_counts_as_none():
     bad[1, 2] = float("nan")
     with pytest.raises(ValueError, match="slot 4, down row 1"):
         wrapper.load_expert(4, CASE.up[0], CASE.up[1], bad)
-    with pytest.raises(ValueError, match=r"1 CPU experts were not loaded: slots \[4\]"):
+    with pytest.raises(ValueError, match=r"1 cold experts were not loaded: slots \[4\]"):
         wrapper.finish_loading()
     with pytest.raises(ValueError, match="gate_proj of slot 5"):  # refused before anything happens
         wrapper.load_expert(5, CASE.down[5], CASE.up[5], CASE.down[5])

@@ -164,7 +164,7 @@ def test_experts_of_two_forms():
     wide = [quantise(m[1], WeightForm(INT4_GROUP, 64, 1)) for m in (case.gate, case.up, case.down)]
     with pytest.raises(ValueError, match=r"slot 1 is .*size 64\); slots loaded before are .*32"):
         wrapper.load_expert(1, *wide)
-    with pytest.raises(ValueError, match=r"5 CPU experts were not loaded"):
+    with pytest.raises(ValueError, match=r"5 cold experts were not loaded"):
         wrapper.finish_loading()
 
 

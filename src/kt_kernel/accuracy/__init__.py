@@ -1,4 +1,4 @@
-"""What quantisation costs: errors of weights, and a model's loss.
+"""Measures the accuracy of quantisation: weight errors, and a model's loss.
 
 weights.py  errors of a layer's packed weights against the checkpoint that they came from
 loss.py     loss of a transformers model with its experts computed here

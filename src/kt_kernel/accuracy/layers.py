@@ -1,4 +1,4 @@
-"""Layers loaded from a path, outside of an engine."""
+"""Loads layers from a path, outside of an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_layer(
     swiglu_alpha: float = 0.0,
     to_run: bool = True,
 ) -> InferenceMoEWrapper:
-    """All experts of a layer, on the CPU, in logical order; packed anew unless they are packed.
+    """All experts of a layer, on the CPU, in logical order; packed unless they already are.
 
     path: a checkpoint, or weights that were converted. threads: None for what saturates the memory.
     scale_search: see `LayerSettings`. to_run: False spares the measurement of which kernels are

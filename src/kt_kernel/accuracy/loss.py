@@ -1,4 +1,4 @@
-"""Loss of a transformers model on a text, with its experts computed here.
+"""The loss of a transformers model on a text, with its experts computed by kt-moe.
 
 Everything but the experts runs in transformers in float32 on the CPU, so that differences are those
 of the experts' method, or of deferral. Loss is in nats per token: windows that do not overlap, each
@@ -18,7 +18,7 @@ import torch
 
 from .layers import load_layer
 
-WINDOW = 2048  # tokens that are predicted from each other, at most
+WINDOW = 2048  # maximum number of tokens in one context
 # How far a layer's output may be from the model's own: any quantisation is far nearer, another
 # function of the same weights is not.
 _SAME_LAYER = 0.7
@@ -28,7 +28,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
 @dataclass(frozen=True)
 class LossReport:
-    """tokens: that were predicted. before, after: nats per token."""
+    """tokens: number of predicted tokens. before, after: loss in nats per token."""
 
     tokens: int
     before: float
@@ -103,7 +103,7 @@ def _transformers() -> Any:
 
 
 class KTExperts(torch.nn.Module):
-    """Takes the place of a transformers MoE block's `experts` module."""
+    """Replaces the `experts` module of a transformers MoE block."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class KTExperts(torch.nn.Module):
 
 
 def replace_experts(model: Any, path: str | os.PathLike[str], method: str, **options: Any) -> Any:
-    """Puts layers loaded from `path` under every MoE block of a transformers model, in place.
+    """Replaces the experts of every MoE block of a transformers model by layers from `path`.
 
     options: of `load_layer`. Raises ValueError for a model without experts modules, or one whose
     experts give something else.

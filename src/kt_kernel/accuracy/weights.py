@@ -1,4 +1,4 @@
-"""Errors of packed weights against the checkpoint that they came from."""
+"""Errors of packed weights, compared with their checkpoint."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def weight_report(
 def unpacked(
     layer: InferenceMoEWrapper, slot: int, matrix: str, shape: Sequence[int]
 ) -> torch.Tensor:
-    """The weights that a loaded layer holds, float32 [N, K]."""
+    """The weights of a loaded layer, float32 [N, K]."""
     weights = torch.empty(tuple(shape), device="cpu")
     layer._core.unpack(slot, MATRICES.index(matrix), weights.numpy())
     return weights

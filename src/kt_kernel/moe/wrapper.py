@@ -296,7 +296,7 @@ class BaseMoEWrapper(WrapperArguments):
         """Declares the weights complete. A second call does nothing.
 
         Raises:
-            ValueError: CPU experts are missing; names their slots.
+            ValueError: cold experts are missing; names their slots.
         """
         with self._load_lock:
             if self._loaded:
@@ -304,7 +304,7 @@ class BaseMoEWrapper(WrapperArguments):
             missing = [slot for slot in self._cpu_slots() if slot not in self._arrived]
             if missing:
                 raise ValueError(
-                    f"{self._settings.where}: {len(missing)} CPU experts were not loaded: slots "
+                    f"{self._settings.where}: {len(missing)} cold experts were not loaded: slots "
                     f"{missing}"
                 )
             if self._core is None:  # no expert is on the CPU, so any form works

@@ -1,4 +1,4 @@
-"""The GPU's clock against the CPU's."""
+"""Converts the GPU's clock to the CPU's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .records import Record
 
-_SPAN = 10**9  # nanoseconds, in which the clocks drift by some microseconds at most
+_SPAN = 10**9  # nanoseconds; the clocks drift by at most some microseconds in this time
 
 
 class Offset:

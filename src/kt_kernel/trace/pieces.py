@@ -1,4 +1,4 @@
-"""The stretches of time that a record gives, and the lanes that they are shown in."""
+"""The time slices of a record, and the lanes in which they are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace's events from its file."""
+"""Reads the events of a trace file."""
 
 from __future__ import annotations
 

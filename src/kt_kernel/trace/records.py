@@ -1,4 +1,4 @@
-"""What the compiled core says of one batch of one layer."""
+"""The compiled core's record of one batch of one layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Record(NamedTuple):
     CPU's steady one.
     """
 
-    slot: int  # which layer with which buffers
-    number: int  # of the entry: uint32, counted up by one on a device
+    slot: int  # the layer and its buffers
+    number: int  # of the entry: uint32, incremented by one per device
     position: int  # the layer's place in its model's order, from 0
     chain: int  # number of the model
     tokens: int

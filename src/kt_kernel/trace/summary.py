@@ -1,4 +1,4 @@
-"""A trace's events into times per layer and model."""
+"""Summarises a trace: times per layer and model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModelTimes:
     device: str
     chain: int
     tokens: int  # of each pass
-    passes: int  # of the layer that has most
+    passes: int  # of the layer with the most
     t_cpu: float
     t_gpu: float
     exposed: float
@@ -62,7 +62,7 @@ class ModelTimes:
     bound: float | None
     reached: float | None
     share: float | None
-    counts: dict[int, int]  # tokens: passes, of all that the trace has of this model
+    counts: dict[int, int]  # tokens: passes, for all passes of this model in the trace
     layers: list[LayerTimes]  # in the model's order
 
 
@@ -128,7 +128,7 @@ def _collect(
     for event in events:
         process, about = event.get("pid"), event.get("args")
         if not isinstance(process, int) or not isinstance(about, dict):
-            continue  # a trace may be merged with others'
+            continue  # the trace may be merged with others
         if event.get("name") == "process_name":
             devices[process] = str(about.get("name"))
         elif _is_piece(event, about):

@@ -1,4 +1,4 @@
-"""Records into a file for Chrome's and Perfetto's viewers.
+"""Writes records to a file for Chrome's and Perfetto's viewers.
 
 The format is Chrome's JSON array, an event a line. Engines' workers are killed rather than ended,
 so every call of `TraceWriter.write` leaves a file that can be opened: the array's end may be
@@ -27,9 +27,9 @@ from .records import Record
 TRACE_VARIABLE = "KT_TRACE"
 
 _logger = logging.getLogger("kt_kernel.trace")
-_numbers = itertools.count(1)  # of writers: a device is shown as a process of that number
+_numbers = itertools.count(1)  # numbers of writers: a device is shown as a process with that number
 _writers: Counter[str] = Counter()  # that this process has, by file: several devices share one
-_parents: set[str] = set()  # files that the parent of a forked process writes
+_parents: set[str] = set()  # files that the parent of this forked process writes
 _THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
 
 
@@ -52,7 +52,7 @@ class TraceWriter:
         first = not _writers[self._path]
         try:
             self._file = _open(self._path, first)
-        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        except (OSError, ValueError) as error:  # ValueError: an invalid path
             self._warn(error)
             return
         _writers[self._path] += 1

@@ -1,1 +1,1 @@
-"""Checkpoints in safetensors files, named as Hugging Face's models name their tensors."""
+"""Checkpoints in safetensors files, with Hugging Face's tensor names."""

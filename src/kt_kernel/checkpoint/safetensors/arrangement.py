@@ -1,4 +1,4 @@
-"""Shapes of stacked experts: what an arrangement of families.py makes of sizes, and back."""
+"""Shapes of stacked experts: computed from sizes and an arrangement, and the reverse."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def infer_arrangement(layout: StackedExperts) -> tuple[Stacked, tuple[int, int, 
                 return candidate, sizes
     info = next(iter(weights.values()))
     raise ValueError(
-        f"{info} has shape {list(info.shape)} and dtype {info.dtype}, which does not go with {down}"
+        f"{info} has shape {list(info.shape)} and dtype {info.dtype}, which does not match {down}"
         f" of shape {list(down.shape)} and dtype {down.dtype}"
     )
 

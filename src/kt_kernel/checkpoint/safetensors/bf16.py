@@ -1,7 +1,7 @@
 """Reads unquantised experts (BF16, FP16, FP32) of one layer into ExpertTensors.
 
-Shapes and dtypes are checked for the whole layer from the headers; data is read for the experts
-asked for only. Tensors stored as they are needed stay views of the mapped file; the others are
+Shapes and dtypes are checked for the whole layer from the headers; data is read only for the
+requested experts. Tensors that need no conversion stay views of the mapped file; the others are
 transposed into memory of their own, expert by expert.
 """
 
@@ -23,7 +23,7 @@ DTYPES = ("BF16", "F16", "F32")
 
 
 def infer_sizes(layout: PerExpert) -> tuple[int, int, int]:
-    """(num_experts, hidden_size, moe_intermediate_size) as the shapes have them."""
+    """(num_experts, hidden_size, moe_intermediate_size) according to the shapes."""
     return len(layout.experts), *two_dimensions(layout.experts[0]["down"]["weight"])
 
 
@@ -49,7 +49,7 @@ def open_dense(
 def _check(info: TensorInfo, shape: Sequence[int], dtype: str | None) -> None:
     if info.dtype not in DTYPES:
         raise ValueError(
-            f"{info} has dtype {info.dtype} and no scales beside it; expected {', '.join(DTYPES)}"
+            f"{info} has dtype {info.dtype} and no scales; expected {', '.join(DTYPES)}"
         )
     if dtype and info.dtype != dtype:
         raise ValueError(f"{info} has dtype {info.dtype}; expected {dtype} as in the first expert")

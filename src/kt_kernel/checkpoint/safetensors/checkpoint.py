@@ -1,4 +1,4 @@
-"""A checkpoint in safetensors files, named as Hugging Face's models name their tensors."""
+"""A checkpoint in safetensors files, with Hugging Face's tensor names."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
 
 def _stored_bytes(layout: Layout, experts: int, expert: int) -> int:
-    """Bytes that the files have of one of the experts."""
+    """Bytes of one expert in the files."""
     if isinstance(layout, PerExpert):
         parts = (info for parts in layout.experts[expert].values() for info in parts.values())
         return sum(info.end - info.begin for info in parts)

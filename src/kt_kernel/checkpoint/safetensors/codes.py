@@ -1,4 +1,4 @@
-"""What the formats share whose form is known by their name: where their codes are, and how many."""
+"""Shared by formats with a fixed form: the position and number of their codes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
 
 
 def scale_of(parts: Parts) -> TensorInfo:
-    """The one tensor of scales beside the codes."""
+    """The tensor of scales that belongs to the codes."""
     return next(parts[name] for name in SCALE_NAMES if name in parts)
 
 
 class FixedForm(MatrixFormat):
-    """Weights of one form, whatever the layer."""
+    """Weights with the same form in every layer."""
 
     format: ClassVar[WeightFormat]
     stacked = True

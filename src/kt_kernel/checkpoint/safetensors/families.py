@@ -1,8 +1,9 @@
 """Where each family of models keeps its experts, keyed by model_type of config.json.
 
 Only what tests/checkpoint/test_families.py has compared with the family's own modules is listed.
-Per-expert names say all by themselves. Stacked tensors do not: nothing in the file tells whether
-gate or up comes first or whether their rows alternate, so without an entry here they are refused.
+Per-expert names are sufficient by themselves. Stacked tensors are not: nothing in the file shows
+whether gate or up comes first, or whether their rows alternate, so without an entry here they are
+refused.
 """
 
 from __future__ import annotations

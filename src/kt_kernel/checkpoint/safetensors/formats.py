@@ -1,4 +1,4 @@
-"""Which quantised format the tensors of an expert are in, by their names, dtypes and shapes."""
+"""Recognises the quantised format of an expert from its tensors' names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _with_scale(parts: Parts) -> type[MatrixFormat]:
         )
     if scale.dtype not in FLOATS + UE8M0:
         raise ValueError(
-            f"{scale} has dtype {scale.dtype}; expected {' or '.join(FLOATS + UE8M0)} beside e4m3"
+            f"{scale} has dtype {scale.dtype}; expected {' or '.join(FLOATS + UE8M0)} with e4m3"
         )
     if scale.dtype in UE8M0 and len(weight.shape) == 2 and len(scale.shape) == 2:
         per_block = scale.shape[1] == -(-weight.shape[1] // BLOCK)

@@ -1,8 +1,8 @@
 """Finds the expert tensors of one layer by their names.
 
 Two layouts are known: one tensor per expert and matrix, and one tensor per matrix stacked over the
-experts. Anything in the experts' module that belongs to neither is refused by name rather than
-ignored: a scale overlooked would make wrong weights of right ones.
+experts. Any other tensor in the experts' module is refused by name instead of ignored, because
+ignoring a scale would give wrong weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a reader of one quantised format offers; the formats are in the modules that use it."""
+"""The interface of readers of quantised formats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MatrixFormat(ABC):
     @classmethod
     @abstractmethod
     def size(cls, parts: Parts) -> tuple[int, int]:
-        """(rows, columns) as the shapes have them. ValueError for shapes that make no sense."""
+        """(rows, columns) according to the shapes. ValueError for invalid shapes."""
 
     @classmethod
     def open(cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization) -> Self:
