@@ -133,7 +133,7 @@ def test_watchdog(capfd: pytest.CaptureFixture[str]) -> None:
     gpu.call(slot, side, batch)
     assert time.monotonic() - start > 0.04
     assert not work[0][-1].done and not gpu.engine.drain(0.01)
-    with pytest.raises(RuntimeError, match=r"^layer 3: no result for 0\.0\d+ s: its job still wai"):
+    with pytest.raises(RuntimeError, match=r"^layer 3: no result for 0\.0\d+ s: the layer's jo"):
         gpu.engine.raise_error()
     # Its buffers are still in use, so the next one cannot even start.
     first = gpu.number
