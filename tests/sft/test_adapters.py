@@ -184,6 +184,37 @@ def test_beside_adapters_of_peft(tmp_path, before):
     assert torch.equal(another(tokens()).logits, model(tokens()).logits)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_reference_pass_between_forward_and_backward(depth):
+    """The order of DPO and KL penalties: the policy's pass, one without the adapter, backward."""
+    gradients = []
+    for order in ("reference first", "policy first", "policy twice"):
+        config = LoraConfig(r=4, target_modules=["q_proj"])
+        model = get_peft_model(tiny("qwen3_moe", torch.float32), config)
+        modules = wrap_experts(model, **SETTINGS, max_cache_depth=depth)
+        fill_lora(modules)
+
+        def reference(model=model):
+            with torch.no_grad(), model.disable_adapter():
+                return model(tokens()).logits
+
+        if order == "reference first":
+            reference()
+        loss = model(tokens()).logits.square().mean()
+        if order != "reference first":
+            reference()
+        if order == "policy twice":
+            loss = (loss + model(tokens()).logits.square().mean()) / 2
+            reference()
+        loss.backward()
+        lora = [p for m in modules.values() for p in m.lora_parameters().values()]
+        gradients.append([p.grad for p in lora])
+        assert all(gradient.any() for gradient in gradients[-1])
+    for first, second, twice in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+        close(twice, first)
+
+
 def tiny_wrapped_logits() -> torch.Tensor:
     return wrapped(seed=None)[0](tokens()).logits
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kt_kernel.sft import merge_adapter, save_adapter, wrap_experts
 
@@ -57,6 +57,44 @@ def test_outputs(tmp_path, family, layout, original):
     assert (merged - wanted).norm() < 0.02 * wanted.norm()
 
 
+@pytest.mark.parametrize("layout", ["fused", "per_expert"])
+def test_a_draft_head_stays_as_it_is(tmp_path, layout):
+    """Its layers are numbered from 0 again."""
+    model = tiny("qwen3_moe", torch.float32, **ONE)
+    model.save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(path)
+    draft = {
+        name.replace("model.layers.0", "mtp.layers.0"): tensor.clone()
+        for name, tensor in tensors.items()
+        if ".experts." in name
+    }
+    save_file(tensors | draft, path, {"format": "pt"})
+    fill_lora(wrap_experts(model, **SETTINGS))
+    save_adapter(model, tmp_path / "adapter", layout=layout)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, tensor in draft.items():
+        assert torch.equal(merged[name], tensor)
+        assert not torch.equal(merged[name.replace("mtp.", "model.")], tensor)
+
+
+@pytest.mark.parametrize("layout", ["fused", "per_expert"])
+@pytest.mark.parametrize("original", [True, False], ids=["one by one", "in 3-D"])
+def test_another_number_of_experts(tmp_path, layout, original):
+    model = tiny("qwen3_moe", **ONE)
+    fill_lora(wrap_experts(model, **SETTINGS))
+    save_adapter(model, tmp_path / "adapter", layout=layout)
+    for experts in (model.config.num_experts - 2, model.config.num_experts + 2):
+        base, new = tmp_path / f"base{experts}", tmp_path / "new"
+        tiny("qwen3_moe", **ONE | dict(num_experts=experts)).save_pretrained(
+            base, save_original_format=original
+        )
+        with pytest.raises(ValueError, match=rf"has {experts} experts, but .* of another model"):
+            merge_adapter(base, tmp_path / "adapter", new)
+        assert not new.exists()
+
+
 def test_refused(tmp_path):
     model = tiny("qwen3_moe", **ONE)
     model.save_pretrained(tmp_path / "base")
@@ -74,7 +112,7 @@ def test_refused(tmp_path):
         (
             (tmp_path / "dense", adapter, new),
             ValueError,
-            "no weights for 1 adapted modules, such as the exp",
+            "no weights for 1 adapted modules, such as model.layers.0.mlp.experts",
         ),
         ((tmp_path / "none", adapter, new), FileNotFoundError, "none"),
         ((base, tmp_path / "none", new), FileNotFoundError, "none"),

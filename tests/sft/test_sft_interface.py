@@ -142,6 +142,21 @@ def test_batches_are_checked_before_anything_is_kept():
     assert wrapper.pending == 0
 
 
+def test_results_for_a_device_that_is_not_there():
+    """The pass is not kept: nobody can ask for its backward."""
+    wrapper = ready()
+    batch = Batch(4)
+    with pytest.raises((RuntimeError, AssertionError)):
+        wrapper.forward_sft(*batch.forward, output_device="cuda:99")
+    assert wrapper.pending == 0
+    wrapper.submit_forward_sft(*batch.forward)
+    with pytest.raises((RuntimeError, AssertionError)):
+        wrapper.sync_forward_sft("cuda:99")
+    assert wrapper.pending == 0
+    wrapper.forward_sft(*batch.forward)
+    assert wrapper.pending == 1
+
+
 def test_backward_errors_lose_nothing():
     wrapper, b = ready(), Batch(4)
     wrapper.forward_sft(*b.forward)

@@ -69,6 +69,7 @@ class _LoraExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         out, saved, seed = _forward(wrapper, hidden_states, expert_ids, weights, True, training)
         ctx.wrapper, ctx.training = wrapper, training
+        ctx.lora, ctx.mark = lora, wrapper.mark_of(lora)
         ctx.save_for_backward(
             hidden_states, expert_ids, weights, _ticket(wrapper, saved, seed), *lora
         )
@@ -82,6 +83,14 @@ class _LoraExperts(torch.autograd.Function):
         number, seed = ticket.tolist()
         with wrapper._exclusive("backward"):
             tokens = check_batch(wrapper._settings, hidden_states, expert_ids, weights)
+            if wrapper.mark_of(ctx.lora) != ctx.mark:
+                raise RuntimeError(
+                    f"layer {wrapper.layer_idx}: the LoRA weights changed between a forward pass "
+                    "and its backward; call backward before optimizer.step() and "
+                    "update_lora_weights()"
+                )
+            # A pass with the adapter switched off may have come between.
+            wrapper.hold_lora(ctx.lora)
             again = None
             if not wrapper._saved or wrapper._saved[-1].number != number:
                 again = _compute_again(ctx, hidden_states, expert_ids, weights, tokens, seed)
@@ -115,11 +124,6 @@ def _compute_again(
 ) -> Saved | None:
     """Makes a pass the newest saved one."""
     wrapper: BaseSFTMoEWrapper = ctx.wrapper
-    if wrapper.lora_changed:
-        raise RuntimeError(
-            f"layer {wrapper.layer_idx}: the LoRA weights changed between a forward pass and its "
-            "backward; call backward before optimizer.step()"
-        )
     if wrapper.lora_dropout and not ctx.training:
         raise RuntimeError(
             f"layer {wrapper.layer_idx}: backward in evaluation mode with lora_dropout="
@@ -166,7 +170,12 @@ def _forward(
             if drops and not keep:
                 wrapper.drop_newest()
                 saved = None
-            return batch.result(hidden_states.device), saved, seed
+            try:
+                return batch.result(hidden_states.device), saved, seed
+            except BaseException:  # no room on the device: nobody will ask for the pass
+                if saved is not None:
+                    wrapper.drop_newest()
+                raise
         finally:
             batch.release()
 

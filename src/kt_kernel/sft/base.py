@@ -119,7 +119,12 @@ class BaseSFTMoEWrapper(LoraWeights):
             batch = self._host_batch(*given, tokens, staged)
             try:
                 self.compute(batch, save_for_backward, self.draw_seed(save_for_backward))
-                return batch.result(output_device)
+                try:
+                    return batch.result(output_device)
+                except BaseException:  # no such device, or no room on it: the pass is lost
+                    if save_for_backward:
+                        self.drop_newest()
+                    raise
             finally:
                 batch.release()
 
@@ -175,6 +180,10 @@ class BaseSFTMoEWrapper(LoraWeights):
                 raise
             try:
                 return submitted.batch.result(output_device)
+            except BaseException:  # as in forward_sft
+                if submitted.saved is not None:
+                    self.drop_newest()
+                raise
             finally:
                 submitted.batch.release()
 
@@ -220,9 +229,14 @@ class BaseSFTMoEWrapper(LoraWeights):
                     f"{where}: grad_output must be [{newest.tokens}, {self.hidden_size}] for the "
                     f"newest forward pass, got {list(grad_output.shape)}"
                 )
+            if lora_params is not None and not isinstance(lora_params, Mapping):
+                raise TypeError(
+                    f"{where}: lora_params must be a mapping with the keys "
+                    f"{', '.join(LORA_NAMES)}, got {type(lora_params).__name__}"
+                )
             if lora_params is not None and set(lora_params) != set(LORA_NAMES):
                 raise ValueError(
-                    f"{where}: lora_params has the keys {sorted(lora_params)}; accepted: "
+                    f"{where}: lora_params has the keys {sorted(map(str, lora_params))}; accepted: "
                     f"{', '.join(LORA_NAMES)}"
                 )
             if newest.updates != self._updates:

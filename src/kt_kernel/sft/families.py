@@ -125,7 +125,7 @@ def _activation(path: str, module: nn.Module) -> tuple[float, float]:
     if alpha is not None:
         return limit, float(alpha)
     activation: Any = getattr(module, "act_fn", None)
-    probe = torch.linspace(-4, 4, 9)
+    probe = torch.linspace(-4, 4, 9, device="cpu")
     if activation is None or not torch.equal(activation(probe), nn.functional.silu(probe)):
         raise ValueError(
             f"{path}: activation {type(activation).__name__} is not supported; supported: SiLU"

@@ -18,9 +18,11 @@ from .adapter_files import PREFIX, Adapter, pattern_value, read_adapter
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
-_EXPERT = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(\w+)\.weight$")
-_FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)(?:\.weight)?$")
-_IN_ADAPTER = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(.*)lora_([AB])\.weight$")
+_PLACE = r"^(.*\blayers\.\d+\.(?:.*\.)?experts)\."
+_EXPERT = re.compile(_PLACE + r"(\d+)\.(\w+)\.weight$")
+_FUSED = re.compile(_PLACE + r"(gate_up_proj|down_proj)(?:\.weight)?$")
+_IN_ADAPTER = re.compile(_PLACE + r"(.*)lora_([AB])\.weight$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _MATRIX = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -38,20 +40,35 @@ class _Layer:
     """What an adapter adds to a layer's experts.
 
     fused: (A [E r, in], B [out, r E], scaling) of "gate_up_proj" and "down_proj". single: (A, B,
-    scaling) by matrix and expert.
+    scaling) by matrix and expert. ranks: r of the fused ones.
     """
 
     fused: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
     single: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, float]] = field(
         default_factory=dict
     )
+    ranks: dict[str, float] = field(default_factory=dict)
+
+    def misfit(self, experts: int) -> str:
+        """Why it is not for so many experts; "" if it is."""
+        for name, (a, _, _) in self.fused.items():
+            if len(a) != self.ranks[name] * experts:
+                return f"{name} has {len(a)} rows of A for rank {self.ranks[name]}"
+        for matrix in {matrix for matrix, _ in self.single}:
+            named = {expert for other, expert in self.single if other == matrix}
+            if named != set(range(experts)):
+                return f"{matrix} has adapters of {len(named)} experts up to {max(named)}"
+        return ""
 
     def matrix(self, name: str, expert: int, experts: int, interleaved: bool) -> torch.Tensor:
         """float32 [N, K] for "gate", "up" or "down" of one expert. KeyError if there is none."""
         if (name, expert) in self.single:
             a, b, scaling = self.single[name, expert]
             return scaling * b.float() @ a.float()
-        both = self.parameter("down_proj" if name == "down" else "gate_up_proj", expert, experts)
+        fused = "down_proj" if name == "down" else "gate_up_proj"
+        if fused not in self.fused:
+            raise KeyError(f"no {name} of expert {expert}")
+        both = self.parameter(fused, expert, experts)
         if name == "down":
             return both
         number = ("gate", "up").index(name)
@@ -118,7 +135,8 @@ class _Merge:
                 "that, with kt quant"
             )
         self._columns = self._config.get("model_type") in _COLUMNS
-        self._experts, self._linear = _sort(adapter)
+        experts, self._linear = _sort(adapter)
+        self._experts = self._places(experts)
 
     @property
     def files(self) -> list[str]:
@@ -130,10 +148,43 @@ class _Merge:
         with open(index, "rb") as file:
             return sorted(set(parse_object(file.read(), f"{index}: ")["weight_map"].values()))
 
+    def _places(self, layers: dict[str, _Layer]) -> dict[str, _Layer]:
+        """What is added, by the module of the model's experts. Those of the adapter may be called
+        otherwise, but a layer with several modules of experts (a draft head's layers are numbered
+        again from 0) needs the adapter's own name."""
+        experts: dict[str, set[int]] = {}
+        for file in self.files:
+            path = os.path.join(self._model, file)
+            with safe_open(path, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    if found := _EXPERT.search(name):
+                        experts.setdefault(found[1], set()).add(int(found[2]))
+                    elif found := _FUSED.search(name):
+                        shape = opened.get_slice(name).get_shape()
+                        experts.setdefault(found[1], set()).update(range(shape[0]))
+        places = {}
+        for module, layer in layers.items():
+            place, number = module, _number(module)
+            if place not in experts:
+                like = sorted(other for other in experts if _number(other) == number)
+                if len(like) > 1:
+                    raise ValueError(
+                        f"{self._adapter.folder}: {module} could be any of {', '.join(like)} of "
+                        "the model"
+                    )
+                place = like[0] if like else module
+            if place in experts and (why := layer.misfit(len(experts[place]))):
+                raise ValueError(
+                    f"{self._adapter.folder}: {place} has {len(experts[place])} experts, but "
+                    f"{why}; it is the adapter of another model"
+                )
+            places[place] = layer
+        return places
+
     def check(self) -> None:
         """ValueError unless every tensor of the adapter has its place, and every place its dtype
         and shape."""
-        missing = set(self._linear) | {_experts_of(layer) for layer in self._experts}
+        missing = set(self._linear) | set(self._experts)
         for file in self.files:
             path = os.path.join(self._model, file)
             with safe_open(path, "pt") as opened:
@@ -182,8 +233,7 @@ class _Merge:
         """The adapted module that a tensor belongs to."""
         found = _EXPERT.search(name) or _FUSED.search(name)
         if found:
-            layer = int(found[1])
-            return _experts_of(layer) if layer in self._experts else None
+            return found[1] if found[1] in self._experts else None
         module = name.removesuffix(".weight")
         return module if module in self._linear else None
 
@@ -191,11 +241,11 @@ class _Merge:
         """(row, what is added to it) of a tensor; of a 2-D one row 0."""
         if found := _EXPERT.search(name):
             experts = self._config_experts()
-            layer = self._experts[int(found[1])]
+            layer = self._experts[found[1]]
             yield 0, layer.matrix(_MATRIX[found[3]], int(found[2]), experts, self._columns)
         elif found := _FUSED.search(name):
             for expert in range(rows):
-                change = self._experts[int(found[1])].parameter(found[2], expert, rows)
+                change = self._experts[found[1]].parameter(found[2], expert, rows)
                 yield expert, change.T if self._columns else change
         else:
             a, b, scaling = self._linear[name.removesuffix(".weight")]
@@ -209,15 +259,18 @@ class _Merge:
         raise KeyError("config.json has no number of experts")
 
 
-def _experts_of(layer: int) -> str:
-    return f"the experts of layer {layer}"
+def _number(module: str) -> int:
+    """Of the layer that a module of experts is in."""
+    found = _LAYER.search(module)
+    assert found is not None  # _PLACE has one
+    return int(found[1])
 
 
 def _sort(
     adapter: Adapter,
-) -> tuple[dict[int, _Layer], Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]]:
-    """What the adapter changes: experts by layer, other modules by name."""
-    layers: dict[int, _Layer] = {}
+) -> tuple[dict[str, _Layer], Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]]:
+    """What the adapter changes: experts by their module, other modules by name."""
+    layers: dict[str, _Layer] = {}
     linear = {}
     for key, a in adapter.tensors.items():
         if not key.endswith(".lora_A.weight"):
@@ -232,13 +285,14 @@ def _sort(
         if found is None:
             linear[module] = a, b, adapter.scaling(module, len(a))
             continue
-        layer = layers.setdefault(int(found[1]), _Layer())
+        layer = layers.setdefault(found[1].removeprefix(PREFIX), _Layer())
         if found[2] in ("", "base_layer."):
             name = "down_proj" if not found[2] else "gate_up_proj"
             path = f"{module.removesuffix('.base_layer')}.{name}"
             # The rank is the rows of A for each expert, whose number the adapter does not tell.
             rank = pattern_value(adapter.config, "rank_pattern", "r", path)
             layer.fused[name] = a, b, adapter.scaling(path, rank)
+            layer.ranks[name] = rank
         else:
             expert, name = found[2].rstrip(".").split(".")
             scaling = adapter.scaling(module, len(a))

@@ -65,7 +65,6 @@ class LoraExperts(nn.Module):
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), trained)
             self.register_module(_holder(name), nn.ParameterDict({adapter_name: parameter}))
         self.reset_lora_parameters()
-        self._bound: tuple[torch.Tensor, ...] = ()
         self._zeros: tuple[torch.Tensor, ...] | None = None  # instead of an adapter that is off
 
     def reset_lora_parameters(self) -> None:
@@ -126,11 +125,8 @@ class LoraExperts(nn.Module):
                 self._zeros = tuple(p.new_zeros(()).expand(p.shape) for p in lora)
             lora = self._zeros
         # `module.to()` may replace the parameters.
-        if len(self._bound) != len(lora) or any(
-            a is not b for a, b in zip(self._bound, lora, strict=True)
-        ):
+        if not self.wrapper.holds_lora(lora):
             self.wrapper.init_lora_weights(*lora)
-            self._bound = lora
         return lora
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ optimizer of torch runs the hooks for steps, though.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -33,6 +34,13 @@ class StepWatcher:
 
 
 _watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
+_steps = itertools.count(1)
+_last_step: dict[int, int] = {}  # by memory: the number of the last step on it
+
+
+def last_step(*tensors: torch.Tensor) -> int:
+    """The number of the last step that an optimizer made on one of the tensors; 0 for none."""
+    return max(_last_step.get(tensor.data_ptr(), 0) for tensor in tensors)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -45,6 +53,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for parameter in group["params"]
         if type(parameter) in (torch.Tensor, torch.nn.Parameter)  # others have no memory of theirs
     )
+    _last_step.update(dict.fromkeys(changed, next(_steps)))
     for watcher in watchers:
         watcher.note(changed)
 

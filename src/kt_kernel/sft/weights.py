@@ -15,7 +15,7 @@ from ..runtime.forks import per_process
 from ..runtime.variant import native
 from ..weights.expert_tensors import MATRICES, Matrix
 from .lora import LORA_NAMES, SlotOrder, check_lora, lora_shapes, state_of
-from .optimizer_steps import StepWatcher
+from .optimizer_steps import StepWatcher, last_step
 from .quantise import quantise_asymmetric
 from .settings import SftSettings
 
@@ -39,6 +39,7 @@ class LoraWeights(BaseMoEWrapper):
         )
         self._read: tuple[Any, ...] = ()  # state of the LoRA tensors when they were last read
         self._updates = 0  # how often they were read
+        self._told = 0  # how often a caller said that their values changed
         self._steps = StepWatcher()
         per_process(self, "_in_use", threading.Lock)
 
@@ -166,7 +167,24 @@ class LoraWeights(BaseMoEWrapper):
         """
         with self._exclusive("update_lora_weights"):
             self._need_weights("update_lora_weights")
+            self._told += 1
             self._read_lora()
+
+    def holds_lora(self, lora: Sequence[torch.Tensor]) -> bool:
+        """Whether these six are the tensors that `init_lora_weights` was given last."""
+        return len(self._lora) == len(lora) and all(
+            a is b for a, b in zip(self._lora.values(), lora, strict=True)
+        )
+
+    def hold_lora(self, lora: Sequence[torch.Tensor]) -> None:
+        """Takes the tensors and reads them, unless it holds them; inside `_exclusive`."""
+        if not self.holds_lora(lora):
+            self._lora = dict(zip(LORA_NAMES, lora, strict=True))
+            self._read_lora()
+
+    def mark_of(self, lora: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Equal as long as the values of the tensors are, whichever tensors the wrapper holds."""
+        return self._told, last_step(*lora), tuple(map(state_of, lora))
 
     @property
     def lora_changed(self) -> bool:
