@@ -255,7 +255,7 @@ def test_plain_scales(kt, source, tmp_path):
     failed(
         kt("quant", source, paths["plain"], "--quant-method", "int4_g32", "--resume"),
         1,
-        "holds something else",
+        "holds a different conversion",
         "scale_search True",
     )
 

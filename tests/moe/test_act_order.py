@@ -88,7 +88,7 @@ CASE = Case(method="GPTQ_INT4", inter=64)
         ),
         (
             torch.arange(64, dtype=torch.int32).clamp(max=62),
-            "order must have every column from 0 to 63 once; 63 is missing or comes again",
+            "order must have every column from 0 to 63 once; 63 is missing or repeated",
         ),
         (torch.full((64,), 2**31 - 1, dtype=torch.int32), "every column from 0 to 63 once"),
     ],

@@ -101,7 +101,7 @@ mask_of = torch.tensor
         ({"num_gpu_experts": 7}, ValueError, "num_gpu_experts=7; accepted: 0 to 6"),
         ({"gpu_experts_mask": 7}, ValueError, "num_gpu_experts=7; accepted: 0 to 6"),
         ({"gpu_experts_mask": -1}, ValueError, "num_gpu_experts=-1; accepted: 0 to 6"),
-        ({"gpu_experts_mask": 2, "num_gpu_experts": 3}, ValueError, "give one of them"),
+        ({"gpu_experts_mask": 2, "num_gpu_experts": 3}, ValueError, "give only one of them"),
         (
             {"gpu_experts_mask": torch.zeros(5, dtype=torch.bool)},
             ValueError,
@@ -112,7 +112,7 @@ mask_of = torch.tensor
         (
             {"gpu_experts_mask": torch.zeros(6, dtype=torch.bool, device="meta")},
             ValueError,
-            "gpu_experts_mask must be a dense tensor with data, it is on meta",
+            "gpu_experts_mask must be a dense tensor with data, but it is on meta",
         ),
         (
             {"gpu_experts_mask": torch.zeros(6, dtype=torch.bool).to_sparse()},
@@ -123,12 +123,12 @@ mask_of = torch.tensor
         (
             {"gpu_experts_mask": torch.arange(6) >= 4, "num_gpu_experts": 2},
             ValueError,
-            "means slots 0 to 1, but gpu_experts_mask names [4, 5]",
+            "means slots 0 to 1, but gpu_experts_mask has [4, 5]",
         ),
         (
             {"gpu_experts_mask": torch.arange(6) < 3, "num_gpu_experts": 2},
             ValueError,
-            "names [0, 1, 2]",
+            "has [0, 1, 2]",
         ),
     ],
 )
@@ -170,18 +170,22 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
         (
             {"gate": torch.empty(6, 32, 64, device="meta")},
             ValueError,
-            "gate_proj must be a dense tensor with data, it is on meta",
+            "gate_proj must be a dense tensor with data, but it is on meta",
         ),
-        ({"up": CASE.up.to_sparse()}, ValueError, "up_proj must be a dense tensor with data, it h"),
+        (
+            {"up": CASE.up.to_sparse()},
+            ValueError,
+            "up_proj must be a dense tensor with data, but it h",
+        ),
         (
             {"down": torch.nested.nested_tensor([CASE.down[0], CASE.down[1]])},
             ValueError,
-            "down_proj must be a dense tensor with data, it is nested",
+            "down_proj must be a dense tensor with data, but it is nested",
         ),
         (
             {"up_bias": torch.zeros(6, 32, device="meta")},
             ValueError,
-            "up_bias must be a dense tensor with data, it is on meta",
+            "up_bias must be a dense tensor with data, but it is on meta",
         ),
         ({"map": list(range(6))}, TypeError, "must be a tensor, got list"),
         ({"map": None}, TypeError, "must be a tensor, got NoneType"),
@@ -293,7 +297,7 @@ def loaded():
         (
             {"weights": torch.nested.nested_tensor([torch.zeros(3)])},
             ValueError,
-            "topk_weights must be a dense tensor with data, it is nested",
+            "topk_weights must be a dense tensor with data, but it is nested",
         ),
         ({"hidden": [0.0] * H}, TypeError, "hidden_states must be a tensor, got list"),
         ({"hidden": torch.zeros(5, H)}, ValueError, "topk_ids must be [5, 3], got [4, 3]"),

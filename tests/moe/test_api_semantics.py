@@ -140,7 +140,7 @@ def test_the_mask_changes_between_batches(deferred):
         wrapper.set_gpu_experts_mask(mask)
         assert torch.equal(wrapper.gpu_experts_mask, mask)
         assert wrapper.num_gpu_experts == int(mask.sum())
-        assert f"{6 - wrapper.num_gpu_experts} of 6 experts cold" in wrapper.describe()
+        assert f"{6 - wrapper.num_gpu_experts} of 6 experts on the CPU" in wrapper.describe()
         fresh = CASE.wrapper(gpu_experts_mask=mask, max_deferred_experts_per_token=deferred)
         assert torch.equal(wrapper.forward(*batch), fresh.forward(*batch))
 
@@ -541,7 +541,7 @@ def test_stats_and_description(loaded):
     assert stats["experts_touched"] == 2
     assert wrapper.packed_bytes >= 4 * 3 * 64 * 32 * 2
     assert wrapper.describe().startswith("layer 0: BF16, ")
-    assert "4 of 6 experts cold" in wrapper.describe()
+    assert "4 of 6 experts on the CPU" in wrapper.describe()
 
 
 FORK = """

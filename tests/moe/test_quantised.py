@@ -138,7 +138,7 @@ def other(matrix, **changes):
         (
             lambda m: quantise(CASE.up[1], WeightForm(INT4_GROUP, 64, 1)),
             ValueError,
-            "up_proj of slot 1 is int4 with group scales (bfloat16, group size 64); gate_proj of",
+            "up_proj of slot 1 is int4 with group scales (bfloat16, group size 64), but gate_proj",
         ),
         (lambda m: quantise(CASE.up[1], form_of_case("RAWINT4:zero")), ValueError, "zero points"),
         (

@@ -219,10 +219,10 @@ def test_requests_that_change_weights(name: str, answers: Answers) -> None:
     for request in ("sleep 0", "wake up", "wake up again"):
         assert found[request] == "served"
     for request in ("reload", "reload in place"):
-        assert found[request].startswith("RequestRefused: kt: reload_weights: the cold experts'")
+        assert found[request].startswith("RequestRefused: kt: reload_weights: the weights of cold")
         assert found[request].endswith(REFUSED)
     for request in ("sleep 1", "sleep 2"):
-        assert found[request].startswith("RequestRefused: kt: sleep: the cold experts' weights")
+        assert found[request].startswith("RequestRefused: kt: sleep: the weights of cold expert")
 
 
 def test_zeroed_cold_experts_are_noticed(answers: Answers, greedy: Greedy) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from kernels.core import INTEGER, Layer
+from kernels.core import INTEGER, Kind, Layer
 
 from kernels import core
 
@@ -176,10 +176,12 @@ class Trained:
             adapter's, a constant where backward leaves it out."""
             name = WEIGHTS[m]
             w = weights[name][expert]
-            # The tile unit takes weights in bf16.
-            transposed = rounded(w) if base.variant[1] == "amx" else w
+            # The tile unit takes weights in bf16, but for integer products.
+            tiles = base.variant.table == "amx"
+            transposed = rounded(w) if tiles else w
+            forward = transposed if tiles and base.kind == Kind.TILE and not integer else w
             y = values @ transposed.T
-            y = y + (operand @ w.T - y).detach()
+            y = y + (operand @ forward.T - y).detach()
             if bias[m] is not None:
                 y = y + bias[m][expert]
             mask = mask_of(self.dropout, batch.seed, m, token, expert, values.shape[-1])

@@ -51,7 +51,7 @@ def test_packed_directories(tmp_path, method, inference):
         found.load_weights(mapping)
         same(step(found), expected)
     other = make_wrapper("AMXBF16_SFT", weight_path=tmp_path / "sft")
-    with pytest.raises(ValueError, match="packed for method .*; method BF16 was asked for"):
+    with pytest.raises(ValueError, match="packed for method .*, but method BF16 was requested"):
         other.load_weights(IDENTITY)
     assert not other.loaded
 
