@@ -54,8 +54,7 @@ class Pass {
   // Calls f(first, last) for parts of 0..n-1, in tasks of `size`.
   template <class F>
   void even_phase(Phase phase, const Threads& among, int64_t n, int64_t size, F f) {
-    const int64_t tasks = ceil_div(n, size);
-    for (int i = 0; i <= among.count; ++i) space.starts[size_t(i)] = tasks * i / among.count;
+    split(among, ceil_div(n, size));
     run(phase, among, 4,
         [&](const sys::TaskRange& r) { f(r.first * size, std::min(r.last * size, n)); });
   }
@@ -64,11 +63,7 @@ class Pass {
   // at most `most` tasks at a time.
   template <class Cost, class F>
   void costed_phase(Phase phase, int64_t segments, int64_t size, Cost cost, int64_t most, F f) {
-    int64_t total = 0;
-    for (int64_t i = 0; i < segments; ++i) total += size * cost(i);
-    sys::TaskSplit split(total, worker.pool_threads, space.starts.data());
-    for (int64_t i = 0; i < segments; ++i) split.add(size, cost(i));
-    split.end();
+    split(pool(), segments, size, cost);
     run(phase, pool(), most, [&](sys::TaskRange r) {
       while (!r.empty()) {
         const int64_t segment = r.first / size, begin = segment * size;
@@ -78,6 +73,31 @@ class Pass {
       }
     });
   }
+
+  // A phase in two steps, for passes whose time is not recorded: `split` gives each thread its
+  // tasks, then `share` runs them.
+  //
+  // Splits the tasks evenly.
+  void split(const Threads& among, int64_t tasks) {
+    for (int i = 0; i <= among.count; ++i) space.starts[size_t(i)] = tasks * i / among.count;
+  }
+  // Splits `size` tasks of each segment by cost(segment), which is the cost of each of its tasks.
+  template <class Cost>
+  void split(const Threads& among, int64_t segments, int64_t size, Cost cost) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < segments; ++i) total += size * cost(i);
+    sys::TaskSplit shares(total, among.count, space.starts.data());
+    for (int64_t i = 0; size && i < segments; ++i) shares.add(size, cost(i));
+    shares.end();
+  }
+  // Calls f(range) for this thread's tasks, then for stolen ones, at most `most` at a time. Returns
+  // the number of stolen tasks.
+  template <class F> int64_t share(const Threads& among, int64_t most, F f) {
+    sys::TaskPhase tasks(among.slots, among.count, among.self, ++number_, space.starts.data());
+    for (sys::TaskRange r; !(r = tasks.claim(most)).empty();) f(r);
+    return tasks.stolen();
+  }
+
   // Records the time since the last phase or barrier.
   void worked(Phase phase) {
     watch_.worked(phase);
@@ -93,12 +113,9 @@ class Pass {
   }
 
  private:
-  // Uses space.starts as set by the caller.
   template <class F> void run(Phase phase, const Threads& among, int64_t most, F f) {
-    sys::TaskPhase tasks(among.slots, among.count, among.self, ++number_, space.starts.data());
-    for (sys::TaskRange r; !(r = tasks.claim(most)).empty();) f(r);
-    if (tasks.stolen())
-      layer.stats.stolen_tasks.fetch_add(tasks.stolen(), std::memory_order_relaxed);
+    const int64_t stolen = share(among, most, f);
+    if (stolen) layer.stats.stolen_tasks.fetch_add(stolen, std::memory_order_relaxed);
     worked(phase);
   }
 

@@ -10,17 +10,6 @@ int64_t gemm_min_rows(const LayerState& layer, Matrix m) {
   return c.tuning.gemm_min_rows[m] ? c.tuning.gemm_min_rows[m] : layer.kernels(m).gemm_min_rows;
 }
 
-void make_plan(const LayerState& layer, const Chunk& chunk, Plan& plan) {
-  const LayerConfig& c = layer.config;
-  plan.build({chunk.args.ids + chunk.first * c.top_k,
-              chunk.args.weights + chunk.first * c.top_k,
-              chunk.count,
-              c.top_k,
-              layer.on_cpu,
-              {gemm_min_rows(layer, kGate), gemm_min_rows(layer, kUp), gemm_min_rows(layer, kDown)},
-              expert_groups(c.num_experts, c.hidden_size)});
-}
-
 void count(LayerStats& stats, const Chunk& chunk, const Plan& plan) {
   for (int64_t i = 0; i < plan.active(); ++i)
     ++(plan.expert(i).any_gemm() ? stats.tile_calls : stats.vector_calls);
@@ -32,6 +21,18 @@ void count(LayerStats& stats, const Chunk& chunk, const Plan& plan) {
 
 }  // namespace
 
+void make_plan(const LayerState& layer, const int64_t* ids, const float* weights, int64_t tokens,
+               Plan& plan) {
+  const LayerConfig& c = layer.config;
+  plan.build({ids,
+              weights,
+              tokens,
+              c.top_k,
+              layer.on_cpu,
+              {gemm_min_rows(layer, kGate), gemm_min_rows(layer, kUp), gemm_min_rows(layer, kDown)},
+              expert_groups(c.num_experts, c.hidden_size)});
+}
+
 Chunk chunk_at(const LayerState& layer, const ForwardArgs& args, int64_t first) {
   const int64_t tokens = std::min(layer.config.max_tokens, args.tokens - first);
   return {args, first, tokens, tokens <= kOwnTokens && tokens * layer.config.top_k <= kFewIds};
@@ -40,7 +41,11 @@ Chunk chunk_at(const LayerState& layer, const ForwardArgs& args, int64_t first) 
 const Plan& start_chunk(Pass& pass, const Chunk& chunk, const XRows& x) {
   Plan& plan = chunk.own ? pass.space.plan : pass.work.plan;
   const bool first = pass.worker.rank == 0;
-  if (chunk.own || first) make_plan(pass.layer, chunk, plan);
+  if (chunk.own || first) {
+    const int64_t skipped = chunk.first * pass.layer.config.top_k;
+    make_plan(pass.layer, chunk.args.ids + skipped, chunk.args.weights + skipped, chunk.count,
+              plan);
+  }
   if (first) count(pass.layer.stats, chunk, plan);
   const auto convert = [&](int64_t from, int64_t to) { x.convert(from, to); };
   if (chunk.own) {

@@ -18,26 +18,7 @@ TrainingPass::TrainingPass(TrainingState& state, sys::Worker& worker, const Trai
       mine_(space_.thread[size_t(worker.thread)]),
       pass_(layer_, worker),
       h_(pass_),
-      in_(in),
-      phase_(work_.phase) {}
-
-int64_t TrainingPass::gemm_min_rows(Matrix m) const {
-  if (config_.kind == KernelKind::kVector) return INT64_MAX;
-  if (config_.kind == KernelKind::kTile) return 1;
-  const int64_t tuned = config_.tuning.gemm_min_rows[m];
-  return tuned ? tuned : pass_.kernels[m].gemm_min_rows;
-}
-
-void TrainingPass::build_plan() {
-  const int64_t k = config_.top_k;
-  work_.plan.build({in_.ids + first_ * k,
-                    in_.weights + first_ * k,
-                    count_,
-                    k,
-                    layer_.on_cpu,
-                    {gemm_min_rows(kGate), gemm_min_rows(kUp), gemm_min_rows(kDown)},
-                    expert_groups(config_.num_experts, config_.hidden_size)});
-}
+      in_(in) {}
 
 bool TrainingPass::shares_x(const ExpertRows& e) const {
   const ProductKernel &gate = pass_.kernel(e, kGate), &up = pass_.kernel(e, kUp);

@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "../moe/h_rows.h"
-#include "../moe/pass.h"
-#include "../sys/task_queue.h"
+#include "../moe/phases.h"
 #include "rows.h"
 #include "state.h"
 
@@ -34,35 +32,33 @@ class TrainingPass {
     table_.thread_begin();
     for (first_ = 0; first_ < in_.tokens; first_ += count_) {
       count_ = std::min(config_.max_tokens, in_.tokens - first_);
-      if (worker_.rank == 0) build_plan();
+      if (worker_.rank == 0) {
+        const int64_t skipped = first_ * config_.top_k;
+        make_plan(layer_, in_.ids + skipped, in_.weights + skipped, count_, work_.plan);
+      }
       worker_.team_barrier();
       chunk();
       worker_.team_barrier();  // before the next one takes the buffers
     }
+    pass_.end();
     table_.thread_end();
-    // Every other thread read it before the last barrier, and reads it next in another job.
-    if (worker_.rank == 0) work_.phase = phase_;
   }
 
   // Phases. Each ends with a barrier of the team.
   //
   // f(task) for n tasks of about the same cost, among all threads.
   template <class F> void team_phase(int64_t n, F f) {
-    for (int i = 0; i <= worker_.team_threads; ++i) starts()[i] = n * i / worker_.team_threads;
-    run_tasks(work_.slots.data(), worker_.team_threads, worker_.rank, f);
+    pass_.split(pass_.team(), n);
+    run_tasks(pass_.team(), f);
   }
   // f(segment, task) for `each` tasks of each segment, whose tasks have cost(segment) >= 1, among
   // the threads of the pool.
   template <class Cost, class F> void pool_phase(int64_t segments, int64_t each, Cost cost, F f) {
-    split(segments, each, cost, worker_.pool_threads);
-    run_tasks(work_.slots.data() + (worker_.rank - worker_.index), worker_.pool_threads,
-              worker_.index, [&](int64_t task) { f(task / each, task % each); });
+    segment_phase(pass_.pool(), segments, each, cost, f);
   }
   // The same among all threads.
   template <class Cost, class F> void team_phase(int64_t segments, int64_t each, Cost cost, F f) {
-    split(segments, each, cost, worker_.team_threads);
-    run_tasks(work_.slots.data(), worker_.team_threads, worker_.rank,
-              [&](int64_t task) { f(task / each, task % each); });
+    segment_phase(pass_.team(), segments, each, cost, f);
   }
   // f(first, last) for rows [first, last) of a range in blocks of a kernel call.
   template <class F> static void row_blocks(int64_t first, int64_t last, F f) {
@@ -163,29 +159,24 @@ class TrainingPass {
   sys::Worker& worker_;
   ThreadSpace& own_;
   TrainingSpace& mine_;
-  Pass pass_;  // the kernels and buffers of inference; its phases are not used
+  Pass pass_;
   const HRows h_;
   const TrainingInput in_;
   int64_t first_ = 0, count_ = 0;  // tokens of the present chunk
 
  private:
-  int64_t* starts() { return own_.starts.data(); }
-  template <class Cost> void split(int64_t segments, int64_t each, Cost cost, int threads) {
-    int64_t total = 0;
-    for (int64_t i = 0; i < segments; ++i) total += each * cost(i);
-    sys::TaskSplit shares(total, threads, starts());
-    for (int64_t i = 0; each && i < segments; ++i) shares.add(each, cost(i));
-    shares.end();
-  }
-  template <class F> void run_tasks(sys::TaskSlot* slots, int threads, int self, F f) {
-    sys::TaskPhase tasks(slots, threads, self, ++phase_, starts());
-    for (sys::TaskRange r; !(r = tasks.claim(4)).empty();)
+  template <class F> void run_tasks(const Pass::Threads& among, F f) {
+    pass_.share(among, 4, [&](const sys::TaskRange& r) {
       for (int64_t task = r.first; task < r.last; ++task) f(task);
+    });
     worker_.team_barrier();
   }
+  template <class Cost, class F>
+  void segment_phase(const Pass::Threads& among, int64_t segments, int64_t each, Cost cost, F f) {
+    pass_.split(among, segments, each, cost);
+    run_tasks(among, [&](int64_t task) { f(task / each, task % each); });
+  }
 
-  void build_plan();
-  int64_t gemm_min_rows(Matrix m) const;
   // The expert's A rows of x, of one matrix; up may share those of gate.
   bool shares_x(const ExpertRows& e) const;
   ActRows base_x(const ExpertRows& e, Matrix m) const {
@@ -199,8 +190,6 @@ class TrainingPass {
   }
   void put_base_x(const ExpertRows& e, Matrix m, int64_t row);
   void put_adapter_x(const ExpertRows& e, Matrix m, int64_t row);
-
-  uint16_t phase_;
 };
 
 template <class F> void TrainingPass::gate_up(F keep) {
