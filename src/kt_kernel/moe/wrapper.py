@@ -162,7 +162,7 @@ class BaseMoEWrapper(WrapperArguments):
         given: dict[str, Any] = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
         given |= {name: bias for name, bias in biases if bias is not None}
         form = self._checks.layer(given)
-        mapping = self._checks.mapping(physical_to_logical_map_cpu)
+        mapping = self._mapping(physical_to_logical_map_cpu)
         save = None
         if s.cpu_save:
             saving.check_target(s, given.values())
@@ -206,7 +206,7 @@ class BaseMoEWrapper(WrapperArguments):
                 f"{s.where}: load_weights needs weight_path, which was not given; pass it to the "
                 "constructor, or pass tensors to load_weights_from_tensors"
             )
-        mapping = self._checks.mapping(physical_to_logical_map_cpu)
+        mapping = self._mapping(physical_to_logical_map_cpu)
         path, saved = s.weight_path, None
         if s.cpu_save:
             from .whole import packed_copy  # imports this module
@@ -422,6 +422,10 @@ class BaseMoEWrapper(WrapperArguments):
                 core.load_many(given, scale_search=self._settings.scale_search)
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None
+
+    def _mapping(self, given: torch.Tensor) -> list[int]:
+        """The logical expert of each slot; ValueError for what is no map."""
+        return self._checks.mapping(given)
 
     @property
     def _reads_as(self) -> str:

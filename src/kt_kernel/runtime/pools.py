@@ -24,6 +24,7 @@ MAX_POOLS = 64
 _GOOD_ENOUGH = 0.97  # of the best one, that a thread count must reach
 _COULD_BE_CHOSEN = 0.85  # of the best one, below which noise does not decide
 _SAME = 0.90  # of one pass, that another one must reach
+_MANY_CORES = 12  # from which some are left to an engine's processes that take turns
 
 
 @dataclass(frozen=True)
@@ -191,24 +192,24 @@ def log_crowding(logger: logging.Logger) -> None:
 
 
 def cores_for_serving(cores: int) -> int:
-    """How many of ``cores`` threads that decode must leave to the rest of an engine with a GPU.
+    """How many of ``cores`` the decoding threads must leave to an engine with a GPU.
 
     Two threads spin beside the team: the engine's scheduler and the thread that hands batches over.
     From 12 cores on, a third core serves the processes that take turns (tokenizer, detokenizer,
     HTTP server). Without it they interrupt the team: on 16 cores, 14 threads decoded at 85% of the
     speed of 13, and single rounds at 63%.
     """
-    return native().beside_team + (cores >= 12)
+    return native().beside_team + (cores >= _MANY_CORES)
 
 
 def _cores_beside_decode(cores: int) -> int:
-    """The same of the default, which leaves one more.
+    """How many the default leaves: one more.
 
     Decoding is bound by memory bandwidth: on 16 cores, 12 threads decode at 96% of the speed of 13,
     but no round of 20 was below 89% of the median. Prompts are bound by the cores, and there the
     reserves count: 14 threads are 2 to 13% faster than 13.
     """
-    return cores_for_serving(cores) + (cores >= 12)
+    return cores_for_serving(cores) + (cores >= _MANY_CORES)
 
 
 def _reserved(cores: int) -> int:

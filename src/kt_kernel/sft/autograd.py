@@ -170,12 +170,7 @@ def _forward(
             if drops and not keep:
                 wrapper.drop_newest()
                 saved = None
-            try:
-                return batch.result(hidden_states.device), saved, seed
-            except BaseException:  # no room on the device: nobody will ask for the pass
-                if saved is not None:
-                    wrapper.drop_newest()
-                raise
+            return wrapper.deliver(batch, hidden_states.device, saved), saved, seed
         finally:
             batch.release()
 

@@ -118,13 +118,10 @@ class BaseSFTMoEWrapper(LoraWeights):
             staged = any(tensor.device.type != "cpu" for tensor in given)
             batch = self._host_batch(*given, tokens, staged)
             try:
-                self.compute(batch, save_for_backward, self.draw_seed(save_for_backward))
-                try:
-                    return batch.result(output_device)
-                except BaseException:  # no such device, or no room on it: the pass is lost
-                    if save_for_backward:
-                        self.drop_newest()
-                    raise
+                seed = self.draw_seed(save_for_backward)
+                return self.deliver(
+                    batch, output_device, self.compute(batch, save_for_backward, seed)
+                )
             finally:
                 batch.release()
 
@@ -179,11 +176,7 @@ class BaseSFTMoEWrapper(LoraWeights):
                     self._saved.remove(submitted.saved)
                 raise
             try:
-                return submitted.batch.result(output_device)
-            except BaseException:  # as in forward_sft
-                if submitted.saved is not None:
-                    self.drop_newest()
-                raise
+                return self.deliver(submitted.batch, output_device, submitted.saved)
             finally:
                 submitted.batch.release()
 
@@ -266,6 +259,18 @@ class BaseSFTMoEWrapper(LoraWeights):
             return self._keep(0) if save else None
         self._sft_core.forward(*batch.arrays, save=save, seed=seed)
         return self._keep(len(batch.x)) if save else None
+
+    def deliver(
+        self, batch: HostBatch, device: torch.device | str | None, saved: Saved | None
+    ) -> torch.Tensor:
+        """The result of the newest pass on ``device``. Without such a device, or room on it, the
+        pass is dropped: nobody can ask for its backward."""
+        try:
+            return batch.result(device)
+        except BaseException:
+            if saved is not None:
+                self.drop_newest()
+            raise
 
     def compute_gradients(self, grad_output: torch.Tensor, tokens: int) -> Gradients:
         """The gradients of the newest saved pass, which is taken away."""

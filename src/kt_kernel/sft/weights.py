@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..runtime.forks import per_process
 from ..runtime.variant import native
 from ..weights.expert_tensors import MATRICES, Matrix
 from .lora import LORA_NAMES, SlotOrder, check_lora, lora_shapes, state_of
-from .optimizer_steps import StepWatcher, last_step
+from .optimizer_steps import last_step
 from .quantise import quantise_asymmetric
 from .settings import SftSettings
 
@@ -37,10 +37,9 @@ class LoraWeights(BaseMoEWrapper):
             settings.hidden_size,
             settings.moe_intermediate_size,
         )
-        self._read: tuple[Any, ...] = ()  # state of the LoRA tensors when they were last read
+        self._read = _state_of(())  # of the LoRA tensors when they were last read
         self._updates = 0  # how often they were read
         self._told = 0  # how often a caller said that their values changed
-        self._steps = StepWatcher()
         per_process(self, "_in_use", threading.Lock)
 
     @property
@@ -61,35 +60,6 @@ class LoraWeights(BaseMoEWrapper):
     def pending(self) -> int:
         """Forward passes that wait for their backward."""
         return 0
-
-    def load_weights_from_tensors(
-        self,
-        gate_proj: torch.Tensor | Sequence[Matrix],
-        up_proj: torch.Tensor | Sequence[Matrix],
-        down_proj: torch.Tensor | Sequence[Matrix],
-        physical_to_logical_map_cpu: torch.Tensor,
-        *,
-        gate_bias: torch.Tensor | None = None,
-        up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None,
-    ) -> None:
-        """The base weights, as in inference. Afterwards the tensors may be freed."""
-        self._take_map(physical_to_logical_map_cpu)
-        super().load_weights_from_tensors(
-            gate_proj,
-            up_proj,
-            down_proj,
-            physical_to_logical_map_cpu,
-            gate_bias=gate_bias,
-            up_bias=up_bias,
-            down_bias=down_bias,
-        )
-
-    def load_weights(self, physical_to_logical_map_cpu: torch.Tensor) -> None:
-        """The base weights from ``weight_path``, as in inference."""
-        if self._settings.weight_path is not None:
-            self._take_map(physical_to_logical_map_cpu)
-        super().load_weights(physical_to_logical_map_cpu)
 
     def finish_loading(self) -> None:
         super().finish_loading()
@@ -184,13 +154,13 @@ class LoraWeights(BaseMoEWrapper):
 
     def mark_of(self, lora: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Equal as long as the values of the tensors are, whichever tensors the wrapper holds."""
-        return self._told, last_step(*lora), tuple(map(state_of, lora))
+        return self._told, _state_of(lora)
 
     @property
     def lora_changed(self) -> bool:
         """Whether a LoRA tensor was replaced, changed in place, or changed by an optimizer, since
         it was last read. Other changes through ``.data`` are not seen."""
-        return self._steps.stepped or self._state_of_lora() != self._read
+        return self._read != _state_of(self._lora.values())
 
     # ---- how --------------------------------------------------------------------------------
 
@@ -226,9 +196,10 @@ class LoraWeights(BaseMoEWrapper):
             raise RuntimeError(f"{where}: {call} before init_lora_weights; call that first")
         self._need_idle(call)
 
-    def _take_map(self, mapping: torch.Tensor) -> None:
-        if not self._loaded:
-            self._order = SlotOrder(self._checks.mapping(mapping))
+    def _mapping(self, given: torch.Tensor) -> list[int]:
+        mapping = super()._mapping(given)
+        self._order = SlotOrder(mapping)
+        return mapping
 
     def _make_sft_core(self) -> Any:
         sft = self._sft
@@ -244,18 +215,14 @@ class LoraWeights(BaseMoEWrapper):
         )
 
     def _read_lora(self) -> None:
-        state = self._state_of_lora()
+        state = _state_of(self._lora.values())
         arrays = [self._order.to_slots(self._lora[name]).numpy() for name in LORA_NAMES]
         try:
             self._sft_core.update_lora(*arrays)
         except ValueError as error:
             raise ValueError(f"{self._settings.where}: {error}") from None
         self._read = state
-        self._steps.watch(*self._lora.values())
         self._updates += 1
-
-    def _state_of_lora(self) -> tuple[Any, ...]:
-        return tuple(map(state_of, self._lora.values()))
 
     @property
     def _reads_as(self) -> str:
@@ -266,6 +233,11 @@ class LoraWeights(BaseMoEWrapper):
         if not method.packs_zero_points or not isinstance(matrix, torch.Tensor):
             return matrix
         return quantise_asymmetric(matrix, method.base.group_size, method.per_row, place)
+
+
+def _state_of(lora: Collection[torch.Tensor]) -> tuple[Any, ...]:
+    """What differs after changes in place and optimizer steps."""
+    return last_step(lora), tuple(map(state_of, lora))
 
 
 def _lora_attribute(name: str) -> property:
