@@ -182,7 +182,8 @@ def before_and_after(content: Content) -> str:
     return (
         f"{content['cpu']}, {content['threads']} thread, {content['table']} kernels, "
         f"E={shape['experts']} H={shape['hidden']} I={shape['inter']} k={shape['top_k']}, "
-        f"1 and 64 tokens. {content['date']}.\n\n" + grid("method", columns, lines)
+        f"1 and 64 tokens. {content['before']} and {content['after']}, {content['date']}.\n\n"
+        + grid("method", columns, lines)
     )
 
 
@@ -348,10 +349,12 @@ PARTS = (
         markdown,
     ),
     Part(
-        "Formats as rows of a table",
-        "A layer before and after a weight format became one row, in turns. `before / before` is "
-        "the noise between two processes of the same version, in decode and in prefill.",
-        ["2026-11-29-format-rows-avx2"],
+        "One layer: two versions in turns",
+        "`versions.py`, before and after the code was put in order: weight formats as rows of a "
+        "table, layered drivers, placements as values. `after / before` is the median of paired "
+        "ratios, `before / before` the noise between two processes of the same version, in decode "
+        "and in prefill.",
+        ["2026-11-29-versions-avx2"],
         before_and_after,
     ),
     Part(
