@@ -72,7 +72,7 @@ def test_renamed(tmp_path, sample):
             tensors = dict(sample.tensors)
             tensors[name + end] = tensors.pop(name)
             path = write(tmp_path / f"{number}{end}", sample, tensors)
-            # Either the new name is not understood or the old one is missing.
+            # Either the new name is unknown or the old one is missing.
             refused(path, sample, path / "model.safetensors", "tensor 'model.layers.0.")
 
 

@@ -173,22 +173,22 @@ def test_only_scales_of_activations(tmp_path):
 
 def test_unknown_part_of_an_expert(tmp_path):
     name = f"{MOE}.0.up_proj.lora_a"
-    fails(save(tmp_path, per_expert() | {name: torch.ones(1)}), name, "not understood")
+    fails(save(tmp_path, per_expert() | {name: torch.ones(1)}), name, "unknown name")
 
 
 def test_unexpected_companion_of_a_stack(tmp_path):
     name = f"{MOE}.gate_up_proj_bias"
-    fails(save(tmp_path, stacked() | {name: torch.ones(E, 2 * I)}), name, "not expected")
+    fails(save(tmp_path, stacked() | {name: torch.ones(E, 2 * I)}), name, "unexpected tensor")
 
 
 def test_number_written_twice(tmp_path):
     name = f"{MOE}.01.up_proj.weight"
-    fails(save(tmp_path, per_expert() | {name: torch.ones(I, H)}), name, "not understood")
+    fails(save(tmp_path, per_expert() | {name: torch.ones(I, H)}), name, "unknown name")
 
 
 def test_two_namings(tmp_path):
     name = f"{MOE}.1.w1.weight"
-    fails(save(tmp_path, per_expert() | {name: torch.ones(I, H)}), "named otherwise")
+    fails(save(tmp_path, per_expert() | {name: torch.ones(I, H)}), "other naming scheme")
 
 
 def test_per_expert_and_stacked(tmp_path):

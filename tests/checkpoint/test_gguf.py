@@ -392,7 +392,7 @@ def test_safetensors_for_llamafile(tmp_path):
     from quantised_files import make_experts, save
 
     path = save(tmp_path, make_experts(lambda *shape: {"weight": torch.randn(shape)}))
-    fails(path, path, "LLAMAFILE takes GGUF files")
+    fails(path, path, "LLAMAFILE reads GGUF files")
 
 
 # --- architectures

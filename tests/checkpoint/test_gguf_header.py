@@ -125,7 +125,7 @@ BAD = {
     "long key": (gguf([text("k", 70000)], data=100000), "70000 bytes; accepted: 1 to 65535"),
     "lying key": (gguf([text("k", 900)], data=100), "900 bytes from byte"),
     "key that is no text": (gguf([key(b"\xff\xfe", U32, bytes(4))]), "not UTF-8"),
-    "same key": (gguf([LAST, LAST]), "key 'split.count' is there twice"),
+    "same key": (gguf([LAST, LAST]), "key 'split.count' occurs twice"),
     "unknown value": (gguf([key("k", 13, bytes(8))]), "key 'k' has a value of type 13"),
     "lying string": (gguf([key("k", STRING, text("x", HUGE))]), f"key 'k': {HUGE} bytes"),
     "lying long string": (gguf([key("k", STRING, text("x", 9000))]), "key 'k': 9000 bytes"),
@@ -157,7 +157,7 @@ BAD = {
     "far beyond": (gguf(tensors=[tensor("t", offset=2**64 - 32)], data=128), "'t'", "truncated"),
     "overlap": (gguf(tensors=[TWO[0], tensor("b", offset=96)], data=512), "'b' overlaps", "'a'"),
     "same place": (gguf(tensors=[TWO[0], tensor("b")], data=512), "'b' overlaps tensor 'a'"),
-    "same name": (gguf(tensors=[TWO[0], tensor("a", offset=128)], data=512), "'a' is there twice"),
+    "same name": (gguf(tensors=[TWO[0], tensor("a", offset=128)], data=512), "'a' occurs twice"),
     "ends in a tensor": (gguf(tensors=[tensor("t")[:-12]]), "tensor 't'", "truncated"),
 } | {
     f"type {name}": (gguf(tensors=[tensor("t", kind=n)], data=128), f"'t' is of ggml type {name}")

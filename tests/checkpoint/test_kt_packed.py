@@ -381,7 +381,7 @@ def test_another_method(tmp_path, method):
 )
 def test_other_names(tmp_path, name):
     path = changed(tmp_path, **{name: np.zeros(4, np.float32)})
-    fails(path, name, "packed in a way that is unknown", "numa.<part>")
+    fails(path, name, "have an unknown packing", "numa.<part>")
 
 
 def test_named_as_in_gguf(tmp_path):
@@ -392,7 +392,7 @@ def test_named_as_in_gguf(tmp_path):
 def test_beside_the_model_itself(tmp_path):
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     path = changed(tmp_path, **{name: np.zeros((4, 4), np.float32)})
-    fails(path, name, "beside packed ones", "blk.0.ffn_")
+    fails(path, name, "together with packed ones", "blk.0.ffn_")
 
 
 # --- folders of .kt files

@@ -59,7 +59,7 @@ def test_every_method_with_every_checkpoint(checkpoints, stored, method):
         found = read_experts(path, 0, E, H, I, method=method)
         assert isinstance(found.gate[0], QuantisedMatrix if chosen.quantised else torch.Tensor)
     elif chosen.mixed:
-        fails(path, method, path, "safetensors", f"method {method} takes GGUF files")
+        fails(path, method, path, "safetensors", f"method {method} reads GGUF files")
     else:
         fails(
             path,

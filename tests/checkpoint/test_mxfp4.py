@@ -160,7 +160,7 @@ def test_blocks_beside_something_else(tmp_path, names):
     base, tensors = gpt_oss()
     for name in names:
         tensors[f"{base}.{name}"] = torch.ones(1)
-    fails(save(tmp_path, tensors, GPT_OSS, "gpt_oss"), "MXFP4", f"{base}.", "not expected")
+    fails(save(tmp_path, tensors, GPT_OSS, "gpt_oss"), "MXFP4", f"{base}.", "unexpected tensor")
 
 
 def test_bad_parts(tmp_path):

@@ -213,7 +213,7 @@ def test_bias(tmp_path):
         f"{MLP}down_proj_bias": torch.randn(E, H),
     }
     path = save(tmp_path, tensors, model_type="minimax_m3_vl")
-    fails(path, "MXFP8", "proj_bias", "not expected", hidden=H, inter=I)
+    fails(path, "MXFP8", "proj_bias", "unexpected tensor", hidden=H, inter=I)
 
 
 # --- what can be wrong
@@ -264,7 +264,7 @@ def test_companions_of_no_known_format(tmp_path, end):
     tensors, _ = make_stacks("fine-grained FP8")
     name = f"{MLP}gate_up_proj{end}"
     path = save(tmp_path, tensors | {name: torch.ones(1)}, model_type="qwen3_5_moe")
-    fails(path, "FP8", name, "not expected", hidden=H, inter=I)
+    fails(path, "FP8", name, "unexpected tensor", hidden=H, inter=I)
 
 
 def test_integers_of_no_known_format(tmp_path):

@@ -163,4 +163,4 @@ def test_gguf(tmp_path: Path) -> None:
     error = check(options | {"method": "AMXINT8"}, **config)
     assert error.startswith(start) and "which only method LLAMAFILE reads" in error
     error = check(options | {"weight_path": str(DEMO_MODEL)})
-    assert "method LLAMAFILE takes GGUF files" in error
+    assert "method LLAMAFILE reads GGUF files" in error

@@ -1,29 +1,22 @@
-"""Reads expert weights from checkpoints. One reader per source format; all return ExpertTensors.
+"""Reads expert weights from checkpoints. Each source format has a reader; all return ExpertTensors.
 
-checkpoint.py  opens what a path holds; base.py what every checkpoint offers
-hugging_face.py  checkpoints in safetensors files
-packed.py    packed directories, which kt_kernel.weights.store writes
-paths.py     a path given by a user, checked
-header.py    one safetensors file: its header, checked
-index.py     which files make up a checkpoint, which holds which tensor
-fingerprint.py  tells one checkpoint from another without reading all of it
-open_files.py  these, held open and looked at before each read
-families.py  where each family of models keeps its experts
-layout.py    the expert tensors of one layer, by name
-quantization.py  what config.json says of quantisation
-reader.py    the reader of one layer, for what a method takes
-stored.py    what a layer's experts are stored as; method.py the method that suits a checkpoint
-bf16.py      BF16, FP16 and FP32 experts
-formats.py   which quantised format the tensors are in; matrix.py what each of them offers:
-             fp8.py  mx.py (gpt_oss.py: its stacks)  nvfp4.py  int4.py (compressed-tensors)
-             gptq.py  awq.py
-kt_packed.py  what kt-kernel converted; kt_tiles.py its order of bytes, kt_folder.py its .kt files
-arrangement.py  shapes of stacked experts; stacks.py  quantised ones, read as single experts
-parts.py, groups.py  what these share
-
-gguf.py      checkpoints in GGUF files; gguf_files.py which files, gguf_header.py one of them,
-             gguf_types.py ggml's types, gguf_layout.py names of experts, gguf_blocks.py from bytes
-             to matrices, gguf_architectures.py kinds of models
+checkpoint.py    opens a path, whatever it holds
+base.py          the interface of all checkpoints
+safetensors/     checkpoints in safetensors files
+gguf/            checkpoints in GGUF files
+kt_kernel/       weights that kt-kernel converted
+packed.py        packed directories, which kt_kernel.weights.store writes
+reader.py        reads one layer after checking it against sizes and method
+stored.py        recognises the format of a layer's experts
+method.py        selects the method for a checkpoint (``--kt-method auto``)
+quantization.py  the quantisation settings of config.json
+index.py         the files of a checkpoint and the tensors in each
+header.py        reads and checks the header of one safetensors file
+open_files.py    files held open during a call
+ahead.py         reads experts ahead of packing
+fingerprint.py   identifies a checkpoint without reading all of it
+paths.py         checks paths from users
+table.py         generates docs/formats.md
 """
 
 from .base import Checkpoint

@@ -1,4 +1,4 @@
-"""Reads experts ahead, so that the disk, conversions and packing work at the same time."""
+"""Reads experts ahead, so that reading, conversion and packing overlap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-#: Bytes that may wait for packing, in addition to one expert being read and one being packed; a
+#: Bytes that may wait for packing, in addition to one expert being read and one being packed. A
 #: larger expert may wait alone. This is more than enough to keep a disk busy.
 AHEAD_BYTES = 64 << 20
 
@@ -23,26 +23,26 @@ _END: Any = object()
 
 
 def will_need(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts reading the memory of a tensor in a mapped file, as a whole instead of page by page on
-    access. Returns the tensor at once."""
+    """Starts reading the memory of a tensor in a mapped file in one go, instead of page by page on
+    access. Returns the tensor without waiting."""
     will_need_bytes(tensor.data_ptr(), tensor.nbytes)
     return tensor
 
 
 def will_need_bytes(address: int, size: int) -> None:
-    """The same for a range of memory."""
+    """Starts reading a range of memory in a mapped file; see `will_need`."""
     begin = address - address % mmap.PAGESIZE
-    # This is only advice; it affects only the time.
+    # This is only advice: if it fails, only time is lost.
     _MADVISE(begin, address + size - begin, mmap.MADV_WILLNEED)
 
 
 def read_ahead(
     keys: Iterable[int], read: Callable[[int], T], size: Callable[[T], int]
 ) -> Generator[tuple[int, T], None, None]:
-    """`(key, read(key))` for each key in order, read by a thread of its own.
+    """Yields `(key, read(key))` for each key in order. A separate thread calls `read`.
 
-    size: bytes of what was read; see `AHEAD_BYTES`. What `read` raises is raised where its result
-    would have come. When the iterator is closed, no read is under way any more.
+    size: returns the bytes of a result; see `AHEAD_BYTES`. An exception from `read` is raised in
+    place of its result. Once the iterator is closed, `read` is no longer running.
     """
     return _Reader(read, size).results(iter(keys))
 
@@ -50,19 +50,19 @@ def read_ahead(
 class _Reader(Generic[T]):
     def __init__(self, read: Callable[[int], T], size: Callable[[T], int]) -> None:
         self._read, self._size = read, size
-        self._changed = threading.Condition()  # guards what follows
-        # Key; what was read, an error or _END; bytes.
+        self._changed = threading.Condition()  # guards the fields below
+        # (key, result or exception or _END, bytes)
         self._waiting: deque[tuple[int, Any, int]] = deque()
         self._bytes = 0
         self._stopped = False
 
     def results(self, keys: Iterator[int]) -> Generator[tuple[int, T], None, None]:
-        # A daemon: an iterator that is never closed does not keep the process from ending.
+        # A daemon, so that an iterator that is never closed does not keep the process alive.
         thread = threading.Thread(target=self._run, args=(keys,), name="kt-read", daemon=True)
         thread.start()
         try:
             while self._await():
-                yield self._pop()  # which leaves nothing here
+                yield self._pop()  # keep no reference to the result
         finally:
             with self._changed:
                 self._stopped = True
@@ -70,7 +70,7 @@ class _Reader(Generic[T]):
             thread.join()
 
     def _await(self) -> bool:
-        """Waits for the next result; False after the last. Raises what its read did."""
+        """Waits for the next result; False after the last. Raises what `read` raised."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             result = self._waiting[0][1]
@@ -98,7 +98,7 @@ class _Reader(Generic[T]):
                 self._put(key, result, self._size(result))
                 del result
             self._put(-1, _END, 0)
-        except BaseException as error:  # for the other thread, which waits
+        except BaseException as error:  # passed to the waiting thread
             self._put(-1, error, 0)
 
     def _put(self, key: int, result: T | BaseException, size: int) -> None:

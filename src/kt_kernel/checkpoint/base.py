@@ -29,9 +29,9 @@ Sizes = tuple[int, int, int]
 
 
 class Checkpoint(ABC):
-    """A checkpoint on disk, opened once and read layer by layer. Made by `open_checkpoint`.
+    """A checkpoint on disk, opened once and read layer by layer. Created by `open_checkpoint`.
 
-    Only headers are held; no file stays open. May be used from several threads.
+    Holds only headers and keeps no file open. Thread-safe.
     """
 
     def __init__(self, index: Index) -> None:
@@ -44,50 +44,50 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def model_type(self) -> str | None:
-        """model_type of config.json; None if the files have none."""
+        """model_type of config.json, or None."""
 
     @property
     def quantization(self) -> Quantization:
-        """The quantisation settings of config.json; empty except for safetensors."""
+        """The quantisation settings of config.json. Empty for formats other than safetensors."""
         return Quantization()
 
     @property
     def tensors(self) -> MappingProxyType[str, TensorInfo]:
-        """Name, file, dtype and shape of every tensor, by name."""
+        """File, dtype and shape of every tensor, by name."""
         return MappingProxyType(self._index.tensors)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """See `kt_kernel.checkpoint.fingerprint`; computed once."""
+        """See `kt_kernel.checkpoint.fingerprint`. Computed once."""
         return fingerprint(self)
 
     def changed(self, folders: bool = True) -> str | None:
-        """The first file or, with `folders`, folder that has changed since it was read, or None."""
+        """The first file (or folder, with `folders`) that has changed since it was read."""
         return self._index.changed(folders)
 
     @abstractmethod
     def layers(self) -> list[int]:
-        """Numbers of the layers that have tensors named like experts, ascending."""
+        """Numbers of the layers that have expert tensors, ascending."""
 
     @abstractmethod
     def where(self, layer_idx: int) -> str:
-        """What the names of the layer's experts begin with: "model.layers.3.mlp.experts" or, for
-        stacked ones, "model.layers.3."; "blk.3." in GGUF files."""
+        """The common prefix of the names of the layer's experts: "model.layers.3.mlp.experts", or
+        "model.layers.3." if they are stacked, or "blk.3." in GGUF files."""
 
     @abstractmethod
     def sizes(self, layer_idx: int) -> Sizes:
-        """(num_experts, hidden_size, moe_intermediate_size) in the files."""
+        """(num_experts, hidden_size, moe_intermediate_size) according to the files."""
 
     @abstractmethod
     def stored(self, layer_idx: int) -> Stored:
-        """What the layer's experts are stored as.
+        """The format in which the layer's experts are stored.
 
-        Raises ValueError naming file and tensor for a layer without experts or in no known format.
+        Raises ValueError naming file and tensor if the layer has no experts or an unknown format.
         """
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Any tensor by its name, on the CPU; of a quantised one of GGUF its blocks, uint8 [...,
-        bytes of a row]. KeyError if there is none of that name."""
+        """Reads any tensor by name, to the CPU. A quantised GGUF tensor is returned as its blocks,
+        uint8 [..., bytes of a row]. Raises KeyError if there is no such tensor."""
         info = self._index.tensors.get(name)
         if info is None:
             raise KeyError(f"{self.path}: no tensor {name!r}")
@@ -95,13 +95,13 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
-        """A tensor of the index."""
+        """Reads a tensor of the index."""
 
     @abstractmethod
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
     ) -> AbstractContextManager[LayerReader]:
-        """The reader of one completely checked layer; see `read_experts`."""
+        """The reader of a layer that passed all checks; see `read_experts`."""
 
     def read_experts(
         self,
@@ -114,15 +114,17 @@ class Checkpoint(ABC):
     ) -> ExpertTensors:
         """Reads the experts of one layer, in logical order.
 
-        experts: the logical ids wanted (default all); the entries of the others are None and their
-        data is not read. method: the weights are given as this method takes them, which for FP8
-        checkpoints and methods that quantise by themselves is float32; None: as they are stored.
-        Weights are contiguous CPU tensors that stay valid on their own; see `ExpertTensors` for
+        experts: the logical ids to read (default: all). The entries of all others are None, and
+        their data is not read.
+        method: return the weights in the form that this method accepts. For FP8 checkpoints and
+        quantising methods this is float32. None: return them as they are stored.
+
+        Returns contiguous CPU tensors that stay valid after the call; see `ExpertTensors` for
         shapes.
 
-        Raises ValueError naming file and tensor if experts are missing, too many, of another shape
-        or dtype, laid out in a way that is not known, not what the method takes, or with scales
-        that are negative or not finite.
+        Raises ValueError naming file and tensor if experts are missing, if there are too many, if
+        their shape, dtype or layout is wrong, if the method does not accept them, or if scales are
+        negative or not finite.
         """
         layer_idx, sizes, wanted = _request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
@@ -140,16 +142,16 @@ class Checkpoint(ABC):
         experts: Iterable[int] | None = None,
         method: str | None = None,
     ) -> Iterator[ExpertStream]:
-        """`read_experts` one by one, so that only few experts' copies need be in memory: the next
-        ones are read while the caller is busy, up to `ahead.AHEAD_BYTES` or one expert.
+        """Reads the experts of one layer one by one, so that only a few are in memory at a time.
+        The next ones, up to `ahead.AHEAD_BYTES` or one expert, are read while the caller is busy.
 
             with checkpoint.each_expert(3, 128, 2048, 768) as experts:
                 for expert, tensors in experts: ...
 
-        Gives the logical id, ascending, and a dictionary of the fields of `ExpertTensors`. On
-        entry all of the layer has been checked and nothing was read.
+        Yields the logical id, ascending, and a dict of the fields of `ExpertTensors`. On entry, the
+        whole layer has been checked and no data has been read.
 
-        Raises what `read_experts` raises; for all but values of scales, on entry.
+        Raises what `read_experts` raises, on entry unless the fault is in the values of scales.
         """
         layer_idx, sizes, wanted = _request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
@@ -169,8 +171,9 @@ class Checkpoint(ABC):
 class ExpertStream:
     """The experts of a layer, read slightly ahead.
 
-    form: of the weights; None if all are dense. fields: those of `ExpertTensors` that there are.
-    stored_bytes: that the files have of the experts read so far.
+    form: the form of the weights, or None if all are dense.
+    fields: the fields of `ExpertTensors` that the layer has.
+    stored_bytes: bytes in the files of the experts read so far.
     """
 
     def __init__(self, reader: LayerReader, wanted: list[int]) -> None:
@@ -198,7 +201,7 @@ class ExpertStream:
 def _request(
     layer_idx: Any, num_experts: Any, hidden: Any, inter: Any, experts: Any
 ) -> tuple[int, Sizes, list[int]]:
-    """Layer, sizes and sorted ids of a call, checked."""
+    """Checks the arguments of a call. Returns the layer, its sizes, and the sorted ids."""
     layer_idx = _integer("layer_idx", layer_idx, 0)
     num_experts = _integer("num_experts", num_experts, 1)
     hidden = _integer("hidden_size", hidden, 1)

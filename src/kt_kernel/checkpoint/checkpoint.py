@@ -1,4 +1,4 @@
-"""Opens checkpoints, each once for all callers."""
+"""Opens checkpoints. All callers share one opened checkpoint per path."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ os.register_at_fork(after_in_child=_renew_lock_after_fork)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a safetensors file, an index (*.safetensors.index.json), a GGUF file (of a split model
-    any part), a folder (recursive), or a packed directory.
+    """Opens a safetensors file, an index (*.safetensors.index.json), a GGUF file (any part of a
+    split model), a folder (searched recursively), or a packed directory.
 
-    Reads and checks all headers, no tensor data. The result is shared by all callers of the same
-    path for as long as nothing there changes.
+    Reads and checks all headers, but no tensor data. Calls with the same path share the result
+    until something there changes.
 
-    Raises FileNotFoundError, PermissionError, or ValueError naming file and tensor: see
-    `kt_kernel.checkpoint.index` and `gguf_files`; TypeError or ValueError for what is no path.
+    Raises FileNotFoundError, PermissionError, or ValueError naming file and tensor; see
+    `kt_kernel.checkpoint.index` and `kt_kernel.checkpoint.gguf.files`. Raises TypeError or
+    ValueError if `path` cannot be a path.
     """
     path = os.path.abspath(check_path("path", path))
     with _lock:
@@ -47,7 +48,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if checkpoint is None or checkpoint.changed():
             try:
                 checkpoint = _opened[path] = _read(path)
-            except NotADirectoryError as error:  # a file where the path has a folder
+            except NotADirectoryError as error:  # the path goes through a file
                 raise FileNotFoundError(errno.ENOENT, error.strerror, path) from None
         return checkpoint
 

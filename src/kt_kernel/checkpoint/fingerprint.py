@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from .base import Checkpoint
 
 _SAMPLE = 4096  # bytes
-_SAMPLES = 16  # per file, evenly spaced, the first and the last bytes among them
+_SAMPLES = 16  # per file, evenly spaced, including its first and last bytes
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """SHA-256 of the tensors' names, dtypes and shapes, and of samples of each file with tensors.
 
-    The same for a copy elsewhere; another one for a model of the same shapes with other weights.
-    OSError where a file cannot be read.
+    A copy in another place has the same fingerprint. A model with the same shapes but other weights
+    has a different one. Raises OSError if a file cannot be read.
     """
     root = checkpoint.path
     if not os.path.isdir(root):

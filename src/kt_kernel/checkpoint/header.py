@@ -1,12 +1,12 @@
 """Reads and checks the header of one safetensors file, without touching its tensor data.
 
-Format: an unsigned 64-bit little-endian length, that many bytes of JSON, then the data. The JSON
-maps each tensor name to {"dtype", "shape", "data_offsets": [begin, end]}, offsets relative to the
-data, which the tensors must fill without holes or overlaps.
+The format is an unsigned 64-bit little-endian length, that many bytes of JSON, then the data. The
+JSON maps each tensor name to {"dtype", "shape", "data_offsets": [begin, end]}. Offsets are relative
+to the data, which the tensors must fill without holes or overlaps.
 (https://huggingface.co/docs/safetensors/index#format)
 
-The checks are ours rather than the library's so that every problem is a ValueError that names the
-file and the tensor, and comes before anything is mapped: touching a page beyond the end of a
+This module does its own checks instead of using the library's. Every problem is a ValueError that
+names the file and the tensor, before anything is mapped: touching a page beyond the end of a
 truncated file would kill the process.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from ..runtime.files import need_file, parse_object
 
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 _BITS = {
     4: "F4",
@@ -34,8 +34,8 @@ DTYPE_BITS = {name: bits for bits, names in _BITS.items() for name in names.spli
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor is. `file` is a path; begin and end are bytes relative to the data, in a
-    GGUF file relative to the file."""
+    """Where a tensor is stored. `file` is a path. begin and end are byte offsets relative to the
+    data, in GGUF files relative to the file."""
 
     name: str
     file: str
@@ -51,8 +51,8 @@ class TensorInfo:
 def read_header(path: str) -> dict[str, TensorInfo]:
     """Returns the tensors of the safetensors file at `path`, in the order of the header.
 
-    Raises ValueError naming the file and, where there is one, the tensor; OSError (with the path)
-    when the file cannot be read.
+    Raises ValueError naming the file and, if applicable, the tensor. Raises OSError (with the path)
+    if the file cannot be read.
     """
     need_file(path, "a safetensors file")
     with open(path, "rb") as file:
@@ -83,7 +83,7 @@ def read_header(path: str) -> dict[str, TensorInfo]:
 
 
 def explain_other_formats(path: str, start: bytes) -> None:
-    """ValueError for a file that begins like one of another format."""
+    """Raises ValueError if a file begins like one of another format."""
     if start.startswith(b"GGUF"):
         raise ValueError(f"{path}: this is a GGUF file, but its name says safetensors")
     if start.startswith(b"version "):

@@ -1,10 +1,10 @@
-"""Which files make up a checkpoint, and which of them holds which tensor.
+"""Finds the files of a checkpoint and the tensors in each.
 
 A path is a safetensors file, an index (`*.safetensors.index.json`), or a folder, which is searched
-recursively. The index of a folder decides alone which files of that folder and of those below it
-count, as everywhere in the ecosystem: other files there (another format of the same model, shards
-of an earlier version) are left alone. Hidden folders (download caches) are not searched, nor are
-packed copies (`kt-packed`), which are made of the checkpoint.
+recursively. If a folder has an index, only the files that it lists count, in that folder and below,
+as in other tools. Other files there, such as another format of the same model or shards of an
+earlier version, are ignored. Hidden folders (download caches) and packed copies (`kt-packed`) are
+not searched.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Stamp = tuple[int, int, int, int]
 
 
 def stamp(path: str | int) -> Stamp:
-    """Changes when the file or folder at `path`, or open as a number, does. Raises OSError."""
+    """Identifies a state of a file or folder, given by path or descriptor. Raises OSError."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @dataclass
 class Index:
-    """The tensors of a checkpoint by name, its config.json if there is one, and what was looked at
-    to find out (`stamps`: path to state)."""
+    """The tensors of a checkpoint by name, its config.json if it has one, and the state of every
+    file and folder that was read (`stamps`, by path)."""
 
     path: str
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -45,8 +45,8 @@ class Index:
     stamps: dict[str, Stamp] = field(default_factory=dict)
 
     def changed(self, folders: bool = True) -> str | None:
-        """The first path that is no longer as it was read, or None. folders: whether files that
-        came or went in a folder count, too."""
+        """The first path that has changed since it was read, or None. folders: whether files added
+        to or removed from a folder count as changes."""
         for path, before in self.stamps.items():
             if not folders and os.path.isdir(path):
                 continue
@@ -59,11 +59,11 @@ class Index:
 
 
 def read_index(path: str) -> Index:
-    """Reads all headers below `path`; no tensor data.
+    """Reads all headers at `path`, but no tensor data.
 
-    Raises FileNotFoundError if there is nothing to read, PermissionError (naming the file) if it
-    may not be read, ValueError naming file and tensor for anything wrong in a header, a tensor in
-    two files, shards of two models without an index, or an index that disagrees with its files.
+    Raises FileNotFoundError if there is nothing to read, PermissionError naming the file if it is
+    not readable, and ValueError naming file and tensor for a fault in a header, a tensor in two
+    files, shards of two models without an index, or an index that contradicts its files.
     """
     path = os.path.abspath(path)
     index = Index(path)
@@ -95,7 +95,7 @@ def _read_folder(index: Index, root: str) -> None:
 
 
 def walk(root: str) -> Iterator[tuple[str, str | None, list[str]]]:
-    """Each folder from `root` on that counts: its path, its index or None, and its files.
+    """Yields each searched folder, starting with `root`: its path, its index or None, its files.
 
     Raises OSError for a folder that cannot be read, ValueError for one with several indices.
     """
@@ -114,8 +114,8 @@ def walk(root: str) -> Iterator[tuple[str, str | None, list[str]]]:
 
 
 def folders(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each folder from `root` on that is searched: its path, and the names of the folders and of
-    the files in it, sorted. Those taken out of the list of folders are left alone.
+    """Yields each searched folder, starting with `root`: its path, the names of its subfolders, and
+    the names of its files, both sorted. Subfolders removed from the list are not searched.
 
     Raises OSError for a folder that cannot be read.
     """
@@ -129,7 +129,7 @@ def folders(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def _check_shards(folder: str, files: list[str]) -> None:
-    """ValueError if a folder has shards of two models and no index."""
+    """Raises ValueError if a folder has shards of two models and no index."""
     first: dict[str, tuple[str, str]] = {}
     for name in files:
         match = _SHARD.fullmatch(name)
@@ -176,8 +176,8 @@ def _read_index_file(index: Index, path: str) -> None:
 
 
 def listed_files(path: str) -> dict[str, set[str]]:
-    """The files that an index names, and the names of the tensors that each is to hold. ValueError
-    for an index that makes no sense."""
+    """The files that an index names, with the names of the tensors in each. Raises ValueError for
+    an invalid index."""
     content = read_json(path)
     names = content.get("weight_map")
     if not isinstance(names, dict) or not names:
@@ -198,8 +198,8 @@ def listed_files(path: str) -> dict[str, set[str]]:
 def disagreements(
     path: str, files: dict[str, set[str]], file: str, present: Iterable[str] | None
 ) -> Iterator[str]:
-    """Differences between an index and one of its files. files: those of `listed_files`. present:
-    the file's tensors; None if there is no file."""
+    """Yields the differences between an index and one of its files. files: the result of
+    `listed_files`. present: the tensors in the file, or None if it does not exist."""
     listed = files[file]
     if present is None:
         yield (
@@ -227,7 +227,7 @@ def _add_file(index: Index, path: str) -> dict[str, TensorInfo]:
 
 
 def read_config(index: Index) -> None:
-    """Adds config.json of the path itself or, failing that, the only one beside its files."""
+    """Adds the config.json of the path or else the only one in the folders of its files."""
     root = index.path if os.path.isdir(index.path) else os.path.dirname(index.path)
     folders = {os.path.dirname(info.file) for info in index.tensors.values()} - {root}
     for group in ([root], sorted(folders)):
@@ -241,7 +241,7 @@ def read_config(index: Index) -> None:
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """Returns the JSON object in a file. ValueError naming the file if it is something else."""
+    """Returns the JSON object in a file. Raises ValueError naming the file if it is not one."""
     need_file(path, "a JSON object")
     with open(path, "rb") as file:
         return parse_object(file.read(), f"{path}: ")

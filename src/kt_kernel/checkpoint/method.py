@@ -24,16 +24,16 @@ QUANTISE = Choice(QUANTISED_TO, dense_weights().title)
 
 
 def method_of(checkpoint: Checkpoint, layers: Container[int] | None = None) -> Choice:
-    """The method that reads the experts as they are stored; `QUANTISED_TO` for 16 and 32 bits.
+    """The method that keeps the experts as they are stored, or `QUANTISED_TO` for 16 and 32 bits.
 
-    Reads nothing: what opening the checkpoint found is enough.
+    Uses only the headers that were read on opening.
 
     Args:
-        layers: the numbers of layers that count. None: all that have experts.
+        layers: numbers of the layers to consider. None: all that have experts.
 
     Raises:
-        ValueError: no such layer has experts, a layer's experts are stored in no known way, or the
-            layers differ; names what was found and the methods that take it.
+        ValueError: none of these layers has experts, a layer's format is unknown, or the layers
+            differ. The message has the formats found and the methods that read them all.
     """
     found: dict[Stored, list[int]] = {}
     for layer in checkpoint.layers():

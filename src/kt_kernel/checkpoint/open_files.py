@@ -1,4 +1,4 @@
-"""A checkpoint's files, held open during one call."""
+"""The files of a checkpoint, held open during one call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from .index import Index, stamp
 
 
 class OpenFiles:
-    """A mapped file that has become shorter kills the process on access, so each read asks for its
-    file anew, which looks whether it is as it was; what is in memory by then may still be cut off
-    afterwards. Descriptors are held, since another file may come to have the name.
+    """Opens files, and checks before each read that they have not changed.
+
+    Accessing a mapped file that has become shorter kills the process. Each read therefore requests
+    its file again, which checks it. A file can still be truncated after the check. Descriptors stay
+    open because another file may take over the name.
     """
 
     def __init__(self, index: Index) -> None:
@@ -27,7 +29,7 @@ class OpenFiles:
         self._stack.close()
 
     def descriptor(self, path: str) -> int:
-        """Of one of the index's files. ValueError if it was changed."""
+        """The descriptor of one of the index's files. Raises ValueError if the file has changed."""
         if path not in self._descriptors:
             self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._stack.callback(os.close, self._descriptors[path])
@@ -35,6 +37,6 @@ class OpenFiles:
         return self._descriptors[path]
 
     def check(self, path: str, descriptor: int | None = None) -> None:
-        """ValueError if a file, open as `descriptor` or by its name, was changed."""
+        """Raises ValueError if a file, found by `descriptor` or else by name, has changed."""
         if stamp(path if descriptor is None else descriptor) != self._index.stamps[path]:
             raise ValueError(f"{path}: changed since the checkpoint was opened")

@@ -1,8 +1,8 @@
-"""Reads packed directories: a layer's file is mapped, and its tiles are given as they are.
+"""Reads packed directories: maps each layer's file and returns its tiles unchanged.
 
-What the manifest says is compared with each file's size when the directory is opened, and with its
-header before the file is mapped. Checksums are for `kt model verify`: to compute them here would
-read every weight once more.
+The manifest is compared with each file's size when the directory is opened, and with each file's
+header before it is mapped. Only `kt model verify` compares checksums, because that reads every
+weight once more.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PackedCheckpoint(Checkpoint):
     """The experts of a model in a packed directory."""
 
     def __init__(self, path: str) -> None:
-        """Raises FileNotFoundError, PermissionError, or ValueError naming the file and what is
-        wrong with the manifest, or with the size of a file."""
+        """Raises FileNotFoundError, PermissionError, or ValueError naming the file and the fault in
+        the manifest or in the size of a file."""
         super().__init__(Index(path))
         manifest_path = os.path.join(path, MANIFEST)
         self._index.stamps[manifest_path] = stamp(manifest_path)
@@ -59,7 +59,7 @@ class PackedCheckpoint(Checkpoint):
 
     @property
     def method(self) -> str:
-        """The method that the experts are packed for."""
+        """The method for which the experts are packed."""
         return self._manifest.method
 
     @property
@@ -81,7 +81,7 @@ class PackedCheckpoint(Checkpoint):
 
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
         layer_idx = layer_of_tensor(info.name)
-        assert layer_idx is not None  # all names are the manifest's
+        assert layer_idx is not None  # the names are from the manifest
         with _LayerFile(self, self._entry(layer_idx)) as file:
             file.map()
             return torch.from_numpy(file.tensor(info.name).copy())
@@ -120,7 +120,7 @@ class PackedCheckpoint(Checkpoint):
             raise ValueError(f"{self.path}: packed for {error}") from None
 
     def _check_method(self, spec: LayerSpec, name: str | None) -> LayerForm:
-        """The layer's form, which is what the method, if one is given, makes of weights."""
+        """The layer's form. Checks that the requested method, if any, produces it."""
         stored = self._packed_for()
         packed = stored.name
         if name is not None and not _same_weights(stored, get_method(name)):
@@ -136,7 +136,7 @@ class PackedCheckpoint(Checkpoint):
 
 
 class _LayerFile(OpenFiles):
-    """One layer's file. Returned arrays stay valid: the mapping is closed with the last array that
+    """A layer's file. Returned arrays stay valid: the mapping is closed with the last array that
     refers to it."""
 
     def __init__(self, checkpoint: PackedCheckpoint, entry: LayerEntry) -> None:
@@ -146,7 +146,7 @@ class _LayerFile(OpenFiles):
         self._header = checkpoint.manifest.header(entry.spec)
 
     def map(self) -> None:
-        """Maps the file once its header was compared. Called first."""
+        """Maps the file after comparing its header. Must be called first."""
         descriptor = self.descriptor(self._path)
         check_header(self._path, self._header)
         self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
@@ -163,10 +163,10 @@ class _LayerFile(OpenFiles):
         return np.frombuffer(memoryview(self._map)[begin:end], dtype).reshape(shape)
 
     def expert(self, number: int) -> dict[str, Matrix]:
-        """The fields of one expert. They are read from disk at once instead of page by page during
-        copying."""
+        """Reads the fields of one expert in one go, instead of page by page while they are
+        copied."""
         spec = self._spec
-        self.descriptor(self._path)  # which is as it was
+        self.descriptor(self._path)  # raises if the file has changed
         fields: dict[str, Matrix] = {}
         for matrix, name in enumerate(MATRICES):
             tiles = self.tensor(spec.tensor(name), number)
@@ -194,7 +194,8 @@ def refuse_layer_files(index: Index) -> None:
 
 
 def check_size(path: str, entry: LayerEntry) -> None:
-    """Raises ValueError unless a layer's file has the manifest's size, OSError without one."""
+    """Raises ValueError unless a layer's file has the size in the manifest; OSError if it is
+    missing."""
     size = os.stat(path).st_size
     if size != entry.bytes:
         raise ValueError(f"{path}: {size} bytes, but {MANIFEST} has {entry.bytes}")
@@ -205,7 +206,7 @@ def check_header(path: str, expected: bytes) -> None:
     with open(path, "rb") as file:
         found = file.read(len(expected))
     if found != expected:
-        read_header(path)  # raises if it is not such a file
+        read_header(path)  # raises if this is not a safetensors file
         raise ValueError(
             f"{path}: its header does not match {MANIFEST}: the file is damaged or of another model"
         )
@@ -216,11 +217,11 @@ def _sizes(spec: LayerSpec) -> Sizes:
 
 
 def _makes(method: Method, form: LayerForm) -> bool:
-    """Whether a layer of that form can be what the method made."""
+    """Whether the method can have produced a layer of that form."""
     made = method.form
     if made is not None:
         if made.format == INT4_ROW and form.down.format == INT4_GROUP:
-            form = replace(form, down=made)  # columns in parts, by kt-kernel
+            form = replace(form, down=made)  # kt-kernel's columns in parts
         return form == LayerForm.same(made)
     formats = (*method.formats, BF16) if method.mixed else method.formats
     alike = method.mixed or form == LayerForm.same(form.gate)

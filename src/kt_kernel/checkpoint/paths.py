@@ -10,9 +10,9 @@ _SHOWN = 80  # characters of a path in a message about its length
 
 
 def check_path(name: str, path: Any) -> str:
-    """``path`` as a str. It need not exist.
+    """Returns ``path`` as a str. It need not exist.
 
-    Raises TypeError or ValueError naming ``name`` for what no file system takes as a path.
+    Raises TypeError or ValueError naming ``name`` if no file system accepts it as a path.
     """
     try:
         text = os.fspath(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .header import TensorInfo
 
-#: What AutoRound calls itself; its packing_format tells in which other format's way it packs.
+#: AutoRound's names for itself. Its packing_format names the format whose packing it uses.
 AUTO_ROUND = ("auto-round", "intel/auto-round")
 
 _KEYS = ("quantization_config", "compression_config")
@@ -27,7 +27,8 @@ class Quantization:
         return name if isinstance(name, str) else None
 
     def expect(self, info: TensorInfo, title: str, *names: str) -> None:
-        """ValueError if quant_method is there and none of `names`: files and config disagree."""
+        """Raises ValueError if quant_method is set but not one of `names`: files and config
+        contradict each other."""
         if self.name is not None and self.name not in names:
             raise ValueError(
                 f"{info} is {title}, but {self.file} has quant_method {self.name!r}; expected"
@@ -35,7 +36,7 @@ class Quantization:
             )
 
     def expect_value(self, info: TensorInfo, keys: tuple[str, ...], *accepted: Any) -> None:
-        """ValueError if one of the settings has another value."""
+        """Raises ValueError if one of the settings has another value."""
         for key in keys:
             value = self.settings.get(key)
             if value is not None and (value not in accepted or isinstance(value, bool)):
@@ -45,7 +46,7 @@ class Quantization:
                 )
 
     def weight_groups(self) -> Iterator[dict[str, Any]]:
-        """The weights' settings in each of compressed-tensors' config_groups."""
+        """Yields the settings for weights in each of compressed-tensors' config_groups."""
         groups = self.settings.get("config_groups")
         for group in groups.values() if isinstance(groups, dict) else ():
             weights = group.get("weights") if isinstance(group, dict) else None
@@ -54,8 +55,8 @@ class Quantization:
 
 
 def read_quantization(config: dict[str, Any] | None, file: str | None) -> Quantization:
-    """From a config.json, or from its text_config. An empty object counts as absent, because the
-    settings may be in another place."""
+    """Reads the settings of a config.json or of its text_config. An empty object counts as absent,
+    because the settings may be in the other place."""
     for part in (config, (config or {}).get("text_config")):
         if not isinstance(part, dict):
             continue

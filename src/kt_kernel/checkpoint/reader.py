@@ -24,9 +24,13 @@ from .safetensors.stacks import part_reader, single_experts
 
 @dataclass(frozen=True)
 class LayerReader:
-    """fields: the fields of ExpertTensors that the layer has. form: the form of the weights, None
+    """Reads the experts of one layer.
+
+    fields: the fields of ExpertTensors that the layer has. form: the form of the weights, or None
     if all are dense; a dense matrix together with quantised ones counts as BF16. read: returns the
-    fields of one expert. size: the bytes of one expert in the files; None: as many as are read."""
+    fields of one expert. size: returns the bytes of one expert in the files; None if they are as
+    many as in memory.
+    """
 
     fields: tuple[str, ...]
     form: LayerForm | None
@@ -63,11 +67,11 @@ def open_layer(
 ) -> LayerReader:
     """Checks all of `layout` against sizes and method; reads nothing.
 
-    sizes: num_experts, hidden_size, moe_intermediate_size. method: the weights are given as it
-    takes them; None: as they are stored.
+    sizes: num_experts, hidden_size, moe_intermediate_size. method: the reader returns the weights
+    in the form that this method accepts. None: as they are stored.
 
-    Raises ValueError naming file and tensor for a wrong number of experts, shape or dtype, a method
-    that takes other weights, or a config.json that says otherwise.
+    Raises ValueError naming file and tensor for a wrong number of experts, a wrong shape or dtype,
+    a method that does not accept the weights, or a config.json that contradicts them.
     """
     chosen = None if method is None else get_method(method)
     try:
@@ -87,7 +91,7 @@ def open_layer(
 
 
 def other_model(infer: Callable[[], tuple[int, int, int]], expected: tuple[int, int, int]) -> str:
-    """The end of a message: all found and expected sizes, if the layer as a whole differs."""
+    """The end of a message: all sizes found and expected, if the layer as a whole differs."""
     try:
         found = infer()
     except ValueError:
@@ -98,7 +102,7 @@ def other_model(infer: Callable[[], tuple[int, int, int]], expected: tuple[int, 
 
 
 def in_words(sizes: tuple[int, int, int]) -> str:
-    """num_experts, hidden_size and moe_intermediate_size."""
+    """Describes num_experts, hidden_size and moe_intermediate_size."""
     return "{} experts of hidden size {} and intermediate size {}".format(*sizes)
 
 

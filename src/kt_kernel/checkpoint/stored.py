@@ -17,13 +17,13 @@ from .safetensors.stacks import single_experts
 
 @dataclass(frozen=True)
 class Stored:
-    """One way to store experts.
+    """A format in which experts are stored.
 
     Attributes:
         title: for messages.
-        method: the method that takes the weights as they are.
-        convertible: whether the methods that quantise take them, too.
-        dense: whether they are 16- or 32-bit weights.
+        method: the method that keeps the weights unchanged.
+        convertible: whether quantising methods read it, too.
+        dense: whether the weights have 16 or 32 bits.
     """
 
     title: str
@@ -32,7 +32,7 @@ class Stored:
     dense: bool = False
 
     def taken_by(self, method: Method) -> bool:
-        """Whether a method reads such experts."""
+        """Whether a method reads this format."""
         return method.name == self.method or (self.convertible and not method.quantised)
 
 
@@ -44,10 +44,11 @@ def dense_weights(method: str = "BF16") -> Stored:
 def stored_in(layout: Layout, quantization: Quantization) -> Stored:
     """The format of a layer's experts in safetensors files.
 
-    The first expert's gate stands for all: a layer whose experts differ is refused when it is read.
+    Looks at the gate of the first expert only. A layer whose experts differ is refused when it is
+    read.
 
     Raises:
-        ValueError: names file and tensor, what was found, and what is recognised.
+        ValueError: names file and tensor, what was found, and what is accepted.
     """
     if isinstance(layout, StackedExperts):
         if has_blocks(layout):

@@ -1,13 +1,13 @@
-"""The kinds of models with routed experts that GGUF files name (general.architecture).
+"""The MoE architectures that GGUF files name (general.architecture).
 
-A file's names and shapes say all that is needed to read it, so one of an unknown architecture is
-read as well. The table gives the model type that Hugging Face has for one, and the architectures
-whose experts are no SwiGLU: their weights would be read right and used wrong.
+Names and shapes are enough to read a file, so unknown architectures are read as well. This module
+maps architectures to Hugging Face's model types, and lists those whose experts are not SwiGLU:
+their weights could be read, but the results would be wrong.
 """
 
 from __future__ import annotations
 
-#: Architecture to model_type of config.json.
+#: Architecture to model_type in config.json.
 ARCHITECTURES: dict[str, str] = {
     "afmoe": "afmoe",
     "bailingmoe": "bailing_moe",

@@ -1,8 +1,8 @@
-"""From the rows of a GGUF tensor to the matrix that they stand for, exactly.
+"""Converts the rows of a GGUF tensor to the matrix that they represent, exactly.
 
-F32, F16 and BF16 are dense. Q4_0 becomes INT4_GROUP and MXFP4 stays what it is, with their nibbles
-in another order: ggml has columns j and j + 16 of a block in one byte, where we have neighbours.
-The blocks of the other types are taken as they are.
+F32, F16 and BF16 are dense. Q4_0 becomes INT4_GROUP, and MXFP4 stays MXFP4. The nibbles of both are
+reordered: ggml puts columns j and j + 16 of a block into one byte, kt-moe puts neighbours there.
+The blocks of the other types are kept unchanged.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .types import BY_NAME
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-# Bytes of codes that a thread puts in another order at a time: so many stay in its cache.
+# Bytes of codes that a thread reorders at a time, so that they stay in its cache.
 _AT_A_TIME = 1 << 18
-# Moves the low nibbles of eight bytes into the low four of them.
+# Shifts and masks that move the low nibbles of eight bytes into the low four bytes.
 _SQUEEZE = ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF))
 
 
 @functools.cache
 def forms() -> dict[str, WeightForm]:
-    """ggml type to the form of such a matrix. Dense ones are rounded to bfloat16, as method BF16
-    does."""
+    """The form of each supported ggml type. Dense types are rounded to bfloat16, as in method
+    BF16."""
     return {
         **dict.fromkeys(DENSE, WeightForm(BF16)),
         "Q4_0": WeightForm(INT4_GROUP, group_size=32, scale_type=0),
@@ -38,7 +38,7 @@ def forms() -> dict[str, WeightForm]:
 
 
 def form_of(info: TensorInfo) -> WeightForm:
-    """ValueError naming the type if there are no kernels for it."""
+    """The form of a tensor. Raises ValueError naming the type if no kernel supports it."""
     form = forms().get(info.dtype)
     if form is None:
         supported = ", ".join(forms())
@@ -55,8 +55,8 @@ def row_bytes(info: TensorInfo) -> int:
 
 
 def to_matrix(info: TensorInfo, data: torch.Tensor, place: str) -> Matrix:
-    """Rows uint8 [N, bytes of a row] of a tensor as a matrix. A view of `data` where its bytes are
-    what is wanted. ValueError naming `place` for a scale that is not finite."""
+    """Converts the rows of a tensor, uint8 [N, bytes of a row]. Returns a view of `data` where its
+    bytes are kept. Raises ValueError naming `place` if a scale is not finite."""
     if info.dtype in DENSE:
         return to_dense(info, data)
     kind = BY_NAME[info.dtype]
@@ -76,25 +76,26 @@ def to_matrix(info: TensorInfo, data: torch.Tensor, place: str) -> Matrix:
 
 
 def to_dense(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
-    """The values of bytes [..., bytes] of a dense tensor."""
+    """The values of a dense tensor, from its bytes [..., bytes]."""
     dtype = DENSE[info.dtype]
     return _aligned(data, dtype.itemsize).view(dtype)
 
 
 def _aligned(data: torch.Tensor, size: int) -> torch.Tensor:
-    """The format may align data to a byte; code that takes the pointer expects its elements so."""
+    """Copies data if it is not aligned to its elements, as code that takes the pointer expects. The
+    format may align data to single bytes."""
     return data.clone() if data.data_ptr() % size else data
 
 
 def _neighbours(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, blocks, 16] with columns j and j + 16 in byte j, to [N, blocks * 16] with columns
-    2 j and 2 j + 1."""
+    """Reorders uint8 [N, blocks, 16] with columns j and j + 16 in byte j to [N, blocks * 16] with
+    columns 2 j and 2 j + 1 in byte j."""
     rows, blocks, _ = codes.shape
     result = torch.empty(rows, blocks, 2, dtype=torch.int64, device="cpu")
     step = max(1, _AT_A_TIME * torch.get_num_threads() // (16 * blocks))
     for begin in range(0, rows, step):
         words = codes[begin : begin + step].contiguous().view(torch.int64)
-        for half in range(2):  # of the columns: the low nibbles, then the high ones
+        for half in range(2):  # of the columns: low nibbles, then high nibbles
             pairs = words >> 4 * half & 0x0F0F0F0F0F0F0F0F
             for shift, mask in _SQUEEZE:
                 pairs = (pairs | pairs >> shift) & mask

@@ -1,4 +1,4 @@
-"""A checkpoint in GGUF files: its experts, each with the quantisation that ggml gave it."""
+"""Checkpoints in GGUF files, whose experts keep ggml's quantisation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .blocks import DENSE, form_of, forms, row_bytes, to_dense, to_matrix
 from .files import GgufIndex
 from .layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
 
-ANY_TYPE = "LLAMAFILE"  # the method that takes all types
+ANY_TYPE = "LLAMAFILE"  # the method that accepts all types
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of a model in GGUF files. dtypes are ggml's types, shapes row-major."""
+    """A model in GGUF files. dtypes are ggml's types; shapes are row-major."""
 
     _index: GgufIndex
 
@@ -37,7 +37,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def architecture(self) -> str | None:
-        """As the file names it: "qwen3moe"."""
+        """The architecture according to the file, such as "qwen3moe"."""
         return self._index.header.architecture
 
     @property
@@ -58,7 +58,7 @@ class GgufCheckpoint(Checkpoint):
         return dense_weights(ANY_TYPE) if types <= DENSE.keys() else Stored("GGUF", ANY_TYPE)
 
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
-        """Of a quantised one the blocks, uint8 [..., bytes of a row]."""
+        """Returns the blocks of a quantised tensor as uint8 [..., bytes of a row]."""
         with _Data(self._index) as files:
             data = files.read(info)
         if info.dtype in DENSE:
@@ -94,8 +94,8 @@ class GgufCheckpoint(Checkpoint):
 
 
 def _form(layer: GgufLayer, method: Method | None) -> LayerForm | None:
-    """What the layer is given as; None for dense tensors. ValueError for a type that the method, or
-    no kernel, takes."""
+    """The form in which the layer's weights are returned; None if they are dense. Raises ValueError
+    for a type that the method does not accept, or that no kernel supports."""
     forms = {matrix: form_of(source.some) for matrix, source in layer.matrices.items()}
     for bias in layer.biases.values():
         if bias.dtype not in DENSE:
@@ -109,8 +109,8 @@ def _form(layer: GgufLayer, method: Method | None) -> LayerForm | None:
 
 
 def _check_method(layer: GgufLayer, method: Method) -> None:
-    """ValueError unless the method takes the types of all matrices: dense ones if it quantises by
-    itself, else exactly its own form."""
+    """Raises ValueError unless the method accepts the types of all matrices. A quantising method
+    accepts dense types, another method only its own form."""
     accepted = [name for name, form in forms().items() if form == method.form]
     if not method.quantised:
         accepted = list(DENSE)
@@ -124,7 +124,7 @@ def _check_method(layer: GgufLayer, method: Method) -> None:
 
 
 def _read(layer: GgufLayer, experts: int, expert: int, data: _Data) -> dict[str, Matrix]:
-    """The fields of one of the experts."""
+    """Reads the fields of one expert."""
     result: dict[str, Matrix] = {}
     for matrix, source in layer.matrices.items():
         info, part = _part(source, experts, expert, data)
@@ -139,7 +139,7 @@ def _read(layer: GgufLayer, experts: int, expert: int, data: _Data) -> dict[str,
 def _part(
     source: Source, experts: int, expert: int, data: _Data
 ) -> tuple[TensorInfo, torch.Tensor]:
-    """The tensor that an expert's matrix or bias is in, and its bytes."""
+    """The tensor that holds an expert's matrix or bias, and the bytes of this part."""
     info = source.tensors[0 if source.stacked else expert]
     part = data.read(info)
     if source.stacked:
@@ -148,15 +148,16 @@ def _part(
 
 
 class _Data(OpenFiles):
-    """Maps each tensor at most once during one call; what was given keeps its map. Privately, which
-    counts as memory in use before it is, so one by one: a file may be larger than the memory."""
+    """Maps each tensor at most once during a call. Returned tensors keep their mapping alive.
+    Private mappings count fully against the memory limit, so each tensor is mapped by itself: the
+    file may be larger than the memory."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
         self._mapped: dict[str, torch.Tensor] = {}
 
     def read(self, info: TensorInfo) -> torch.Tensor:
-        """All bytes of a tensor, uint8. ValueError if the file was changed meanwhile."""
+        """All bytes of a tensor, uint8. Raises ValueError if the file has changed."""
         if info.begin == info.end:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         file = self.descriptor(info.file)

@@ -1,8 +1,8 @@
-"""Which GGUF files make up a model: one, or all parts of one that was split.
+"""Finds the GGUF files of a model: one file, or all parts of a split model.
 
-A path is a GGUF file, any part of a split model, or a folder, which is searched recursively (hidden
-folders are not). A part is named `{name}-{i:05d}-of-{n:05d}.gguf` and says so itself (keys split.no
-from 0, split.count, split.tensors.count); the keys of the model are in the first one.
+A path is a GGUF file, any part of a split model, or a folder. Folders are searched recursively,
+except hidden ones. A part is named `{name}-{i:05d}-of-{n:05d}.gguf`. Its keys split.no (from 0),
+split.count and split.tensors.count must agree with that. The first part has the model's keys.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .header import MAGIC, SPLIT, TYPE, GgufHeader, read_gguf_header
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
-# Files beside a model that are none: projectors, adapters, statistics.
+# GGUF files that accompany a model: projectors, adapters, statistics.
 _SIDECAR_TYPES = ("adapter", "imatrix", "mmproj")
 _SIDECAR_ARCHITECTURES = ("clip", "mmproj")
 
 
 @dataclass
 class GgufIndex(Index):
-    """header: of the only or first file, which describes the model."""
+    """header: that of the only file, or of the first part, which describes the model."""
 
     header: GgufHeader = field(kw_only=True)
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a file or folder is to be read as GGUF. Raises OSError, and ValueError for a folder
-    with models in both formats."""
+    """Whether to read a file or folder as GGUF. Raises OSError, and ValueError for a folder with
+    models in both formats."""
     if not os.path.isdir(path):
         if path.endswith(SUFFIX):
             return True
@@ -51,10 +51,11 @@ def is_gguf(path: str) -> bool:
 
 
 def read_gguf_index(path: str) -> GgufIndex:
-    """Reads the headers of all files of the model at `path`; no tensor data.
+    """Reads the headers of all files of the model at `path`, but no tensor data.
 
-    Raises FileNotFoundError, PermissionError, or ValueError naming the file for anything wrong in a
-    header, a missing or foreign part, a tensor in two parts, or more than one model in a folder.
+    Raises FileNotFoundError, PermissionError, or ValueError naming the file for a fault in a
+    header, a missing part, a part of another model, a tensor in two parts, or several models in a
+    folder.
     """
     path = os.path.abspath(path)
     stamps = {path: stamp(path)}
@@ -85,7 +86,7 @@ def read_gguf_index(path: str) -> GgufIndex:
 
 
 def _only_model(root: str, files: list[str], header: Callable[[str], GgufHeader]) -> str:
-    """A file of the one model among them."""
+    """A file of the only model among these files."""
     models: dict[str, str] = {}
     for file in files:
         match = _PART.fullmatch(file)
@@ -106,7 +107,7 @@ def _is_sidecar(header: GgufHeader) -> bool:
 
 
 def _parts(file: str, header: GgufHeader) -> list[str]:
-    """The files of all parts of the model that the file is one of."""
+    """The files of all parts of the model that this file belongs to."""
     count = _split_number(header, "split.count", 1)
     match = _PART.fullmatch(file)
     named = int(match[3]) if match else 1
@@ -115,7 +116,7 @@ def _parts(file: str, header: GgufHeader) -> list[str]:
     if named != count:
         says = f"{count} parts" if count > 1 else "no other part"
         raise ValueError(
-            f"{file}: says in split.count that there are {says}; expected a name that ends in"
+            f"{file}: split.count means {says}; expected a name that ends in"
             f" -00001-of-{max(count, named):05d}.gguf and so on, and the same number in both"
         )
     assert match is not None
@@ -124,13 +125,13 @@ def _parts(file: str, header: GgufHeader) -> list[str]:
         if not os.path.lexists(part):
             raise ValueError(
                 f"{part}: missing; {file} is a part of a model of {count} parts,"
-                f" and part {number + 1} is not there"
+                f" but part {number + 1} does not exist"
             )
     return files
 
 
 def _check_parts(parts: list[GgufHeader]) -> None:
-    """Whether the parts say of themselves that they belong together."""
+    """Raises ValueError unless the keys of the parts agree."""
     if len(parts) == 1:
         return
     first = parts[0]

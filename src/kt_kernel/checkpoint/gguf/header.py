@@ -1,16 +1,21 @@
 """Reads and checks the header of one GGUF file, without touching its tensor data.
 
-Format, all little-endian: "GGUF", uint32 version (2 or 3), uint64 number of tensors, uint64 number
-of keys; the keys, each a string, uint32 type, and a value; the tensors, each a name, uint32 number
-of dimensions, the dimensions (uint64, the innermost first), uint32 type, uint64 offset; then the
-data, to which offsets are relative, at the next multiple of the alignment (key general.alignment,
-or 32). A string is a uint64 length and UTF-8; an array is a uint32 type, a uint64 length, and the
-values. (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
+The format, all little-endian:
 
-The checks are ours rather than a library's so that every problem is a ValueError that names the
-file and the key or tensor, comes before anything is mapped or allocated, and costs little time.
-Only the keys that are used are kept. The others, vocabularies among them, are skipped over, and a
-header with more parts than any model needs is refused before they are read.
+- "GGUF", uint32 version (2 or 3), uint64 number of tensors, uint64 number of keys
+- the keys: for each a string, a uint32 type, and a value
+- the tensors: for each a name, the uint32 number of dimensions, the dimensions (uint64, innermost
+  first), a uint32 type, and a uint64 offset
+- the data, at the next multiple of the alignment (key general.alignment, or 32); offsets are
+  relative to it
+
+A string is a uint64 length and UTF-8. An array is a uint32 type, a uint64 length, and the values.
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
+
+This module does its own checks instead of using a library. Every problem is a ValueError that names
+the file and the key or tensor, before anything is mapped or allocated, and in little time. Only the
+keys that are used are kept; all others, such as vocabularies, are skipped. A header with more parts
+than any model needs is refused before they are read.
 """
 
 from __future__ import annotations
@@ -29,9 +34,9 @@ from .types import NOT_STORED, TYPES, GgmlType
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ARCHITECTURE, TYPE, ALIGNMENT = "general.architecture", "general.type", "general.alignment"
-#: Number of a part, how many parts there are, and how many tensors they have together.
+#: Number of a part, number of parts, and number of tensors in all parts.
 SPLIT = ("split.no", "split.count", "split.tensors.count")
-#: E, H and I, after the architecture's name and a dot.
+#: E, H and I. The full key is the architecture's name, a dot, and one of these.
 SIZES = ("expert_count", "embedding_length", "expert_feed_forward_length")
 _USED = {ARCHITECTURE, TYPE, ALIGNMENT, *SPLIT}
 _USED_SIZES = re.compile(rf"[^.]{{1,64}}\.({'|'.join(SIZES)})")
@@ -39,13 +44,13 @@ _USED_SIZES = re.compile(rf"[^.]{{1,64}}\.({'|'.join(SIZES)})")
 # Limits for time and memory.
 MAX_HEADER_BYTES = 1 << 27  # the largest vocabularies make headers of about 20 MB
 MAX_KEYS = 1 << 14  # models have about a hundred
-MAX_TENSORS = 1 << 17  # of a file; Kimi-K2 would have 70,000 if its experts were not stacked
-MAX_STRINGS = 1 << 21  # in all arrays together; the largest vocabularies have 300,000, and merges
-MAX_ARRAYS = 1 << 14  # in arrays, all together; no model has any
+MAX_TENSORS = 1 << 17  # per file; Kimi-K2 would have 70,000 if its experts were not stacked
+MAX_STRINGS = 1 << 21  # in all arrays; the largest vocabularies have 300,000, and as many merges
+MAX_ARRAYS = 1 << 14  # in all arrays; no model has any
 MAX_DEPTH = 4  # of arrays in arrays
-MAX_KEY_BYTES = 65535  # of a key, by the specification
+MAX_KEY_BYTES = 65535  # the specification's limit
 MAX_NAME_BYTES = 256  # of a tensor's name; the specification allows 64
-MAX_KEPT_BYTES = 4096  # of strings; longer values are not needed
+MAX_KEPT_BYTES = 4096  # of a string; longer values are not used
 MAX_RANK = 4
 DEFAULT_ALIGNMENT = 32
 
@@ -67,7 +72,7 @@ _STRING, _ARRAY, _UINT32 = 8, 9, 4
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _TENSOR = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_RANK + 1)}  # after the rank
 _WINDOW = 1 << 16  # bytes read at a time
-# Files of llama.cpp before GGUF, by how they begin.
+# First bytes of llama.cpp's formats before GGUF.
 _OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 
 Value = int | float | bool | str
@@ -75,8 +80,8 @@ Value = int | float | bool | str
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """tensors: by name, in the order of the header; begin and end are bytes of the file. metadata:
-    of the keys that are used, those that are numbers, bools or short strings."""
+    """tensors: by name, in the order of the header; begin and end are offsets in the file.
+    metadata: those of the used keys whose values are numbers, bools or short strings."""
 
     path: str
     tensors: dict[str, TensorInfo]
@@ -84,16 +89,16 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str | None:
-        """What the file calls its kind of model: "qwen3moe"."""
+        """The architecture according to the file, such as "qwen3moe"."""
         name = self.metadata.get(ARCHITECTURE)
         return name if isinstance(name, str) else None
 
 
 def read_gguf_header(path: str) -> GgufHeader:
-    """The header of the GGUF file at `path`.
+    """Reads the header of the GGUF file at `path`.
 
-    Raises ValueError naming the file and, where there is one, the key or tensor; OSError (with the
-    path) when the file cannot be read.
+    Raises ValueError naming the file and, if applicable, the key or tensor. Raises OSError (with
+    the path) if the file cannot be read.
     """
     need_file(path, "a GGUF file")
     with open(path, "rb") as file:
@@ -110,7 +115,7 @@ def read_gguf_header(path: str) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads forward through a header; ValueError for what would be beyond its end."""
+    """Reads forward through a header. Raises ValueError instead of reading past its end."""
 
     def __init__(self, path: str, file: BinaryIO) -> None:
         self.path, self._file = path, file
@@ -119,10 +124,10 @@ class _Cursor:
         self.what = "header"
         self._limit = min(self.size, MAX_HEADER_BYTES)
         self._window, self._start = b"", 0
-        self._strings, self._arrays = MAX_STRINGS, MAX_ARRAYS  # that may still come in arrays
+        self._strings, self._arrays = MAX_STRINGS, MAX_ARRAYS  # how many more arrays may contain
 
     def need(self, count: int) -> None:
-        """ValueError unless there are `count` more bytes."""
+        """Raises ValueError unless at least `count` bytes follow."""
         if count > self._limit - self.position:
             if self._limit == self.size:
                 problem = f"the file has only {self.size} (file truncated, or length is wrong)"
@@ -133,8 +138,8 @@ class _Cursor:
             )
 
     def check_count(self, count: int, least: int, things: str, most: int) -> None:
-        """ValueError unless `count` things of at least `least` bytes each can follow, and `count`
-        is at most `most`."""
+        """Raises ValueError if `count` is above `most`, or if `count` things of at least `least`
+        bytes each cannot follow."""
         if count > (self._limit - self.position) // least:
             raise ValueError(
                 f"{self.path}: {self.what}: {count} {things} do not fit into the"
@@ -161,7 +166,7 @@ class _Cursor:
         self.position += count
 
     def skip_strings(self, count: int) -> None:
-        """A vocabulary has hundreds of thousands, so this is written out."""
+        """Skips strings. The loop is inlined because a vocabulary has hundreds of thousands."""
         self.check_count(count, 8, "strings in arrays", self._strings)
         self._strings -= count
         position, limit, unpack = self.position, self._limit, _U64.unpack_from
@@ -179,7 +184,7 @@ class _Cursor:
         self.position = position
 
     def begin_arrays(self, count: int) -> None:
-        """ValueError unless so many arrays can follow in another one."""
+        """Raises ValueError unless this many arrays can follow in an array."""
         self.check_count(count, 12, "arrays in arrays", self._arrays)
         self._arrays -= count
 
@@ -191,7 +196,7 @@ class _Cursor:
         return _U64.unpack(self.take(8))[0]
 
     def name(self, kind: str, most: int) -> str:
-        """A key, or a tensor's name, of so many bytes at most."""
+        """Reads a key or a tensor's name of at most this many bytes."""
         before, self.what = self.what, f"name of a {kind}"
         length = self.u64()
         if not 0 < length <= most:
@@ -227,7 +232,7 @@ def _check_start(path: str, cursor: _Cursor) -> None:
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Value], int]:
-    """The keys that are used, and the alignment."""
+    """Returns the used keys and the alignment."""
     metadata: dict[str, Value] = {}
     seen: set[str] = set()
     alignment = DEFAULT_ALIGNMENT
@@ -238,7 +243,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Value], int]:
             _skip_value(cursor, kind)
             continue
         if key in seen:
-            raise ValueError(f"{cursor.path}: key {key!r} is there twice")
+            raise ValueError(f"{cursor.path}: key {key!r} occurs twice")
         seen.add(key)
         value = _read_value(cursor, kind)
         if key == ALIGNMENT:
@@ -253,7 +258,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Value], int]:
 
 
 def _read_value(cursor: _Cursor, kind: int) -> Value | None:
-    """None for an array, and for a long string."""
+    """Reads a value. Returns None for an array or a long string."""
     if kind in _CODES:
         return _CODES[kind].unpack(cursor.take(_CODES[kind].size))[0]
     if kind != _STRING:
@@ -303,7 +308,7 @@ def _unknown_type(cursor: _Cursor, kind: int) -> ValueError:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor as the header has it: begin is relative to the data."""
+    """A tensor as described by the header. begin is relative to the data."""
 
     name: str
     kind: GgmlType
@@ -325,7 +330,7 @@ def _read_tensor(cursor: _Cursor) -> _Entry:
         known = ", ".join(kind.name for kind in TYPES.values())
         title = NOT_STORED.get(number, number)
         raise ValueError(f"{where} is of ggml type {title}; known: {known}")
-    # Also of a tensor without values: its rows could not be counted.
+    # Checked for tensors without values, too: the number of their rows must not overflow.
     if math.prod(max(size, 1) for size in shape) * kind.size >= 2**63:
         raise ValueError(f"{where} has shape {list(shape)}; expected less than 2^63 bytes")
     if shape[-1] % kind.columns:
@@ -339,13 +344,14 @@ def _read_tensor(cursor: _Cursor) -> _Entry:
 def _place(
     path: str, entries: list[_Entry], start: int, alignment: int, size: int
 ) -> dict[str, TensorInfo]:
-    """The tensors by name, placed in the file and checked against it and each other."""
+    """Returns the tensors by name, with their offsets in the file. Checks that they lie within the
+    file and do not overlap."""
     tensors: dict[str, TensorInfo] = {}
     for entry in entries:
         begin = start + entry.begin
         info = TensorInfo(entry.name, path, entry.kind.name, entry.shape, begin, begin + entry.size)
         if info.name in tensors:
-            raise ValueError(f"{info} is there twice")
+            raise ValueError(f"{info} occurs twice")
         if entry.begin % alignment:
             raise ValueError(
                 f"{info} begins at byte {entry.begin} of the data; expected a multiple of the"

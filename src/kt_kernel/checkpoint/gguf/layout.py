@@ -1,15 +1,14 @@
 """Finds the expert tensors of one layer of a GGUF file by their names.
 
-Stacked: blk.{L}.ffn_gate_exps.weight [E, I, H], ffn_up_exps the same, ffn_down_exps [E, H, I]; or
-ffn_gate_up_exps [E, 2I, H], the rows of gate first (llama.cpp's convert_hf_to_gguf.py with
---fuse-gate-up-exps, and its build_moe_ffn). Files of early 2024 have a tensor for each expert:
-blk.{L}.ffn_gate.{e}.weight [I, H] and so on. Biases: .bias in the place of .weight, [E, I] and
-[E, H]. Shapes are those of row-major tensors; the file has them the other way round. No
-architecture reorders the rows of experts; where a model's own checkpoint interleaves gate and up
-(gpt-oss), the conversion undoes it.
+Stacked tensors: blk.{L}.ffn_gate_exps.weight and ffn_up_exps [E, I, H], ffn_down_exps [E, H, I].
+ffn_gate_up_exps [E, 2I, H] has the rows of gate first (--fuse-gate-up-exps of llama.cpp's
+convert_hf_to_gguf.py; build_moe_ffn reads it). Files of early 2024 have one tensor per expert:
+blk.{L}.ffn_gate.{e}.weight [I, H] and so on. Biases have .bias instead of .weight, [E, I] and
+[E, H]. These shapes are row-major; the file lists dimensions in reverse. No architecture reorders
+the rows of experts. Where a model's own checkpoint interleaves gate and up (gpt-oss), the
+conversion to GGUF undoes it.
 
-Anything else in the name of an expert's tensor is refused rather than ignored: a scale overlooked
-would make wrong weights of right ones.
+Any other part of an expert is refused, because ignoring a scale would give wrong weights.
 """
 
 from __future__ import annotations
@@ -33,9 +32,10 @@ _PARTS = ("weight", "bias")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a matrix, or bias, of all experts of a layer is.
+    """The tensors that hold a matrix or bias of all experts of a layer.
 
-    tensors: one, stacked over the experts, or one for each. half: None, or which half of the rows.
+    tensors: one tensor stacked over the experts, or one tensor per expert. half: which half of the
+    rows belongs to this matrix; None for all rows.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -51,12 +51,12 @@ class Source:
         return self.some.dtype
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """[E, ...] of so many dimensions; ValueError if the tensor has others. Rows are those of
-        the whole tensor where only half of them are this matrix."""
+        """The shape [E, ...] with `rank` dimensions. Counts the rows of the whole tensor, even if
+        only half of them belong to this matrix. Raises ValueError for another rank."""
         info, shape = self.some, self.some.shape
         if not self.stacked:
             shape = (len(self.tensors), *shape)
-        # ggml drops dimensions of 1 at the outer end, and may as well have them.
+        # ggml may drop outermost dimensions of 1, but need not.
         while len(shape) > rank and shape[0] == 1:
             shape = shape[1:]
         if len(shape) == rank - 1 and self.stacked:
@@ -71,23 +71,23 @@ class Source:
 
 @dataclass(frozen=True)
 class GgufLayer:
-    """The experts of one layer. biases: as matrices, or {}."""
+    """The experts of one layer. biases: their keys are those of `matrices`; {} without biases."""
 
     where: str
     matrices: dict[str, Source]
     biases: dict[str, Source]
 
     def sizes(self) -> Sizes:
-        """(num_experts, hidden_size, moe_intermediate_size) as the shapes have them. ValueError if
-        there are none with which all shapes agree."""
+        """(num_experts, hidden_size, moe_intermediate_size) according to the shapes. Raises
+        ValueError if the shapes contradict each other."""
         down = self.matrices["down"]
         experts, hidden, inter = down.shape(3)
         self.check(experts, hidden, inter)
         return experts, hidden, inter
 
     def check(self, experts: int, hidden: int, inter: int) -> None:
-        """ValueError naming file and tensor for another shape, or tensors of experts that differ
-        in shape or type."""
+        """Raises ValueError naming file and tensor if a shape is wrong, or if the tensors of single
+        experts differ in shape or type."""
         shapes = matrix_shapes(hidden, inter)
         for rank, sources in ((3, self.matrices), (2, self.biases)):
             for name, source in sources.items():
@@ -116,7 +116,7 @@ def _count(source: Source, experts: int) -> str:
 
 
 def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:
-    """Sorts the tensors of experts by layer number."""
+    """Groups expert tensors by layer number."""
     layers: dict[int, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         if match := _EXPERT.fullmatch(name):
@@ -125,8 +125,8 @@ def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorI
 
 
 def find_layer(layer_idx: int, tensors: dict[str, TensorInfo]) -> GgufLayer:
-    """The layout of a layer that has tensors of experts. ValueError naming file and tensor for one
-    that is incomplete, has a part that is not known, or is there in two ways."""
+    """The layout of a layer that has expert tensors. Raises ValueError naming file and tensor if
+    the layer is incomplete, has an unknown part, or has the same matrix in two forms."""
     where = f"blk.{layer_idx}."
     stacked: dict[tuple[str, str], TensorInfo] = {}
     single: dict[tuple[str, str], dict[int, TensorInfo]] = {}
@@ -192,10 +192,10 @@ def _of_each(
 
 
 def check_metadata(header: GgufHeader, sizes: Sizes) -> None:
-    """ValueError naming the key if the model's own description has other sizes."""
+    """Raises ValueError naming the key if the metadata has other sizes."""
     for key, size in zip(SIZES, sizes, strict=True):
         name = f"{header.architecture}.{key}"
-        value = header.metadata.get(name)  # some models have a list, one for each layer
+        value = header.metadata.get(name)  # some models have a list with an entry per layer
         if isinstance(value, int) and not isinstance(value, bool) and value != size:
             raise ValueError(
                 f"{header.path}: key {name!r} is {value}, but the experts' tensors have {size}"

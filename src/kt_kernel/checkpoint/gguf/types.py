@@ -1,7 +1,8 @@
-"""ggml's tensor types, by the numbers that GGUF files have for them.
+"""ggml's tensor types, by their numbers in GGUF files.
 
-Sizes of blocks and places of their scales are those of the structs of ggml
-(https://github.com/ggml-org/ggml, src/ggml-common.h); numbers of enum ggml_type in include/ggml.h.
+Block sizes and the positions of scales are those of ggml's structs
+(https://github.com/ggml-org/ggml, src/ggml-common.h). The numbers are those of enum ggml_type
+(include/ggml.h).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GgmlType:
-    """Rows are made of blocks: `columns` values each, in `size` bytes. scales: byte offsets of the
-    float16 numbers of a block by which its codes are multiplied, or that are added."""
+    """Rows consist of blocks of `columns` values in `size` bytes. scales: byte offsets of the
+    block's float16 numbers that multiply its codes or are added to them."""
 
     name: str
     columns: int
@@ -55,7 +56,7 @@ TYPES: dict[int, GgmlType] = {
     41: GgmlType("Q1_0", 128, 18),
 }
 
-#: Types that ggml removed from files, or uses only while it computes.
+#: Types that ggml has removed from files, or only uses during computation.
 NOT_STORED: dict[int, str] = {
     4: "Q4_2",
     5: "Q4_3",

@@ -1,9 +1,9 @@
-"""kt-kernel's folders of .kt files: what its converter merges, or keeps when told not to.
+"""kt-kernel's folders of .kt files, which its converter merges unless told to keep them.
 
     _layer_{L}/_numa_{p}/INT8_{gate,up,down}_{e}_{n}Byte_{quant,scale}_.kt
 
-A file is the n bytes of a tensor and nothing else; INT4 likewise. Files of `{matrix}_bwd` are
-transposed copies for fine-tuning and not needed.
+A file holds the n bytes of one tensor and nothing else. INT4 files are named likewise. Files of
+`{matrix}_bwd` are transposed copies for fine-tuning and are ignored.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _KINDS = {"quant": ("weight", "I8", 1), "scale": ("scale", "F32", 4)}
 
 
 def read_kt_folder(path: str) -> Index | None:
-    """The files below `path` as tensors named as in merged files; None for another kind of folder.
+    """The files below `path` as tensors with the names of merged files. None for other folders.
 
-    Raises ValueError naming the file for one of another kind or size; OSError.
+    Raises OSError, and ValueError naming the file for one of an unknown kind or a wrong size.
     """
     if not os.path.isdir(path):
         return None
@@ -47,7 +47,7 @@ def read_kt_folder(path: str) -> Index | None:
             if match := _PART.fullmatch(part):
                 _read_part(index, os.path.join(folder, part), layer, match[1])
     if not index.tensors:
-        raise FileNotFoundError(f"{path}: no .kt file in {layers[0][0]} and its like")
+        raise FileNotFoundError(f"{path}: no .kt file in {layers[0][0]} or similar folders")
     read_config(index)
     return index
 
@@ -71,7 +71,8 @@ def _read_part(index: Index, folder: str, layer: str, part: str) -> None:
         found = index.stamps[path][2]
         if found != int(size) or found % width:
             raise ValueError(
-                f"{path}: {found} bytes; its name says {size} (truncated file?), of {width} a value"
+                f"{path}: {found} bytes, but its name has {size} (truncated file?); expected a"
+                f" multiple of {width}"
             )
         tensor = f"blk.{layer}.ffn_{matrix}_exps.{expert}.numa.{part}.{ending}"
         info = TensorInfo(tensor, path, dtype, (found // width,), 0, found)
@@ -81,7 +82,7 @@ def _read_part(index: Index, folder: str, layer: str, part: str) -> None:
 
 
 class KtFiles(Files):
-    """Files of an index, .kt files among them."""
+    """The files of an index that may include .kt files."""
 
     def read(self, info: TensorInfo, first: int | None = None) -> torch.Tensor:
         if not info.file.endswith(".kt"):

@@ -1,19 +1,24 @@
-"""Experts as kt-kernel's converter writes them, int8 or int4, split over n NUMA nodes.
+"""Experts that kt-kernel's converter wrote, int8 or int4, split over n NUMA nodes.
 
-    blk.{L}.ffn_{gate,up,down}_exps.{e}.numa.{p}.weight   int8 [bytes], in the order of kt_tiles.py
+    blk.{L}.ffn_{gate,up,down}_exps.{e}.numa.{p}.weight   int8 [bytes], in the order of tiles.py
     blk.{L}.ffn_{gate,up,down}_exps.{e}.numa.{p}.scale    float32 [rows]
 
-Part p of n holds the p-th of n equal shares of the rows of gate and up, and of the columns of down,
-each quantised by itself: so down has one scale per row and part. With int4 and more than one part,
-down becomes INT4_GROUP, each scale repeated for its groups, which is exact. With int8 its rows get
-the largest scale of the parts, to which the codes of the others are rounded: an error of at most
-half a step of that scale. `*_bwd_exps`, transposed copies for fine-tuning, are not needed. Neither
-the config.json that the converter copies nor anything else tells 8 bits from 4: the sizes do.
+Part p of n holds the p-th of n equal shares of the rows of gate and up, and of the columns of down.
+Each part is quantised by itself, so down has one scale per row and part.
 
-kt-kernel's MOE_INT8 and MOE_INT4, which its x86 wheel does not have, write other orders under these
-names; nothing tells them apart.
+- int4 with several parts: down becomes INT4_GROUP with each scale repeated for its groups. This is
+  exact.
+- int8 with several parts: each row of down gets the largest scale of its parts, and the codes of
+  the other parts are rounded to it. The error is at most half a step of that scale.
 
-The same bytes before the merge, one file a tensor (kt_folder.py), have the same names here.
+`*_bwd_exps`, transposed copies for fine-tuning, are ignored. Nothing states whether codes have 8 or
+4 bits, not even the config.json that the converter copies, so the sizes decide.
+
+kt-kernel's MOE_INT8 and MOE_INT4, which its x86 wheel lacks, write other byte orders under the same
+names. They cannot be told apart.
+
+Before the merge, the same bytes are in one file per tensor (folder.py). They get the same names
+here.
 """
 
 from __future__ import annotations
@@ -39,14 +44,14 @@ from ..stored import Stored
 from .folder import KtFiles
 from .tiles import COLUMN_UNIT, row_major
 
-# Experts under names of this kind are packed by a program, not as Hugging Face's models have them.
+# Experts with such names were packed by a program; Hugging Face's models use other names.
 _EXPERTS = re.compile(r"blk\.([0-9]{1,9})\.ffn_(gate|up|down|gate_up)(_bwd)?_exps\.(.*)", re.DOTALL)
 _TENSOR = re.compile(r"(0|[1-9][0-9]{0,8})\.numa\.(0|[1-9][0-9]{0,8})\.(weight|scale)")
 _UNPACKED = re.compile(r"(?:.+\.)?experts\.[0-9]+\.")
 _KINDS = ("weight", "scale")
-# Rows of INT4 whose columns come in parts: the scale of a part is that of each of its groups.
+# INT4 rows whose columns come in parts: each group has the scale of its part.
 _PARTED_INT4 = WeightForm(INT4_GROUP, COLUMN_UNIT[4], SCALE_TYPES[torch.float32])
-#: Methods that take them, by the bits of a code.
+#: Methods that accept the weights, by bits per code.
 METHODS: dict[int, tuple[str, ...]] = {8: ("AMXINT8", "MOE_INT8"), 4: ("AMXINT4", "MOE_INT4")}
 
 # (expert, matrix, part, "weight" or "scale") to tensor.
@@ -54,7 +59,7 @@ Members = dict[tuple[int, str, int, str], TensorInfo]
 
 
 def find_packed(tensors: dict[str, TensorInfo]) -> TensorInfo | None:
-    """A tensor of experts named blk.{L}.ffn_*_exps.*, if there is one."""
+    """A tensor named blk.{L}.ffn_*_exps.*, or None."""
     return next((info for name, info in tensors.items() if _EXPERTS.match(name)), None)
 
 
@@ -73,17 +78,17 @@ class KtPackedCheckpoint(Checkpoint):
             if _UNPACKED.match(name):
                 packed = find_packed(self._index.tensors)
                 raise ValueError(
-                    f"{info}: experts of a model beside packed ones ({packed}); expected one of"
-                    " both"
+                    f"{info}: unpacked experts together with packed ones ({packed}); expected only"
+                    " one kind"
                 )
             return
         if match[3]:
             return
         found = _TENSOR.fullmatch(match[4]) if match[2] in MATRICES else None
         if found is None:
-            kind = "named as in GGUF" if match[4] == "weight" else "packed in a way that is unknown"
+            kind = "are named as in GGUF" if match[4] == "weight" else "have an unknown packing"
             raise ValueError(
-                f"{info}: experts {kind}; accepted are the original checkpoint, or kt-kernel's int8"
+                f"{info}: experts {kind}; accepted: the original checkpoint, or kt-kernel's int8"
                 f" and int4: blk.{match[1]}.ffn_<gate, up, down>_exps.<expert>.numa.<part>.<weight,"
                 " scale>"
             )
@@ -113,7 +118,7 @@ class KtPackedCheckpoint(Checkpoint):
             return files.read(info, None)
 
     def raw_parts(self, layer_idx: int, matrix: str, kind: str) -> list[list[torch.Tensor]]:
-        """The layer's tensors as stored, per part the experts'. kind: "weight" or "scale"."""
+        """A layer's stored tensors: for each part, one per expert. kind: "weight" or "scale"."""
         layer = self._layer(layer_idx)
         with KtFiles(self._index) as files:
             return [
@@ -150,7 +155,7 @@ class KtPackedCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """One layer, checked. parts: NUMA nodes that the weights are split over."""
+    """A checked layer. parts: the number of NUMA nodes that the weights are split over."""
 
     members: Members
     sizes: Sizes
@@ -167,7 +172,8 @@ class SplitLayer:
         return self.bits == 4 and self.parts > 1
 
     def read(self, expert: int, read: Read) -> dict[str, Matrix]:
-        """gate, up and down of an expert. ValueError for a scale that is no finite number >= 0."""
+        """Reads gate, up and down of an expert. Raises ValueError for a scale that is negative or
+        not finite."""
         _, hidden, inter = self.sizes
         share = inter // self.parts
         result: dict[str, Matrix] = {}
@@ -191,14 +197,14 @@ class SplitLayer:
 
 
 def grouped(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> QuantisedMatrix:
-    """Columns of INT4 in parts [N, bytes] with scales [N] each, as one matrix with groups."""
+    """Joins INT4 columns in parts, [N, bytes] with scales [N] each, into one matrix with groups."""
     groups = codes[0].shape[1] * 2 // _PARTED_INT4.group_size
     scale = torch.stack(scales, 1).repeat_interleave(groups, 1)
     return QuantisedMatrix(_PARTED_INT4.format, torch.cat(codes, 1), scale)
 
 
 def with_common_scale(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> QuantisedMatrix:
-    """Columns of int8 in parts [N, K] with scales [N] each, as one matrix with one scale a row."""
+    """Joins int8 columns in parts, [N, K] with scales [N] each, into one matrix with row scales."""
     scale = torch.stack(scales).amax(0)
     divisor = torch.where(scale == 0, 1, scale)
     rounded = [
@@ -216,9 +222,9 @@ def open_split(path: str, layer_idx: int, members: Members) -> SplitLayer:
     last, last_part = max(members), max(members, key=lambda key: key[2])
     experts, parts = 1 + last[0], 1 + last_part[2]
     for key, count in ((last, experts), (last_part, parts)):
-        if count > len(members):  # before a loop as long as a wrong number
+        if count > len(members):  # before a loop as long as the number
             raise ValueError(
-                f"{members[key]}: the layer's {len(members)} tensors are too few for such a number"
+                f"{members[key]}: the layer's {len(members)} tensors are too few for this number"
             )
     for expert in range(experts):
         for matrix in MATRICES:
@@ -242,13 +248,13 @@ def open_split(path: str, layer_idx: int, members: Members) -> SplitLayer:
     bits = next((b for b in (8, 4) if weight.shape[0] * 8 == rows * hidden * b), None)
     if bits is None:
         raise ValueError(
-            f"{weight}: {weight.shape[0]} bytes are neither int8 nor int4 of the {rows} rows of"
-            f" {scale.name!r} and the {hidden} columns that {other.name!r} tells"
+            f"{weight}: {weight.shape[0]} bytes are neither int8 nor int4 with the {rows} rows of"
+            f" {scale.name!r} and the {hidden} columns according to {other.name!r}"
         )
     unit = COLUMN_UNIT[bits]
     for info, size in ((scale, rows), (other, hidden)):
         if size % unit:
-            raise ValueError(f"{info}: {size} rows; accepted are multiples of {unit} in int{bits}")
+            raise ValueError(f"{info}: {size} rows; accepted: multiples of {unit} in int{bits}")
     for (_, matrix, _, kind), info in members.items():
         if kind == "scale":
             check_tensor(info, ("F32",), (hidden if matrix == "down" else rows,))

@@ -1,16 +1,16 @@
-"""The byte order of the weights that kt-kernel quantised (its AMXINT8 and AMXINT4), undone.
+"""Undoes the byte order of weights that kt-kernel quantised (its AMXINT8 and AMXINT4).
 
-Established from files that kt-kernel 0.7.2 wrote of known weights; tests/checkpoint/kt_writer.py
-states it once more and is held against such files.
+The order was determined from files that kt-kernel 0.7.2 wrote for known weights.
+tests/checkpoint/kt_writer.py implements it independently and is compared with such files.
 
-A matrix W [N rows, K columns] is a flat run of bytes beside N float32 scales.
+A matrix W [N rows, K columns] is a flat run of bytes with N float32 scales.
 
-  8 bits  one int8 code a weight, W = code * scale, scale = absmax / 127
-  4 bits  two codes a byte, each a two's complement nibble within +-7, W = code * 16 * scale,
+  8 bits  one int8 code per weight, W = code * scale, scale = absmax / 127
+  4 bits  two codes per byte, each a two's complement nibble within +-7, W = code * 16 * scale,
           scale = absmax / 112
 
-N is a multiple of 32 and K one of 64 (8 bits) or 128 (4 bits), so nothing is padded. The bytes
-follow each other in this order, the outermost first:
+N is a multiple of 32 and K is a multiple of 64 (8 bits) or 128 (4 bits), so there is no padding.
+The order of the bytes, from the outermost dimension to the innermost:
 
   blocks of 64 rows (8 bits) or 128 rows (4 bits)
   blocks of 3584 columns, the last one smaller
@@ -19,10 +19,10 @@ follow each other in this order, the outermost first:
   the two halves of the 32 rows
   16 units of 4 bytes
   16 rows
-  4 bytes of a unit: with 8 bits unit u holds columns 4u to 4u + 3 of the 64; with 4 bits the low
-  nibbles hold these, the high ones the columns 64 further on
+  4 bytes of a unit: with 8 bits, unit u holds columns 4u to 4u + 3 of the 64; with 4 bits, the low
+  nibbles hold these, and the high nibbles hold the columns 64 further right
 
-As long as K is at most 3584 the blocks of rows make no difference.
+If K is at most 3584, the blocks of rows make no difference.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ ROW_UNIT = 32
 
 
 def row_major(data: torch.Tensor, bits: int, rows: int, columns: int) -> torch.Tensor:
-    """Codes of a matrix [rows, columns] as `kt_kernel.weights.quantised.QuantisedMatrix` has them.
+    """The codes of a matrix [rows, columns] in the order of `QuantisedMatrix`.
 
-    data: int8 or uint8 [rows * columns * bits / 8]; bits: 8 or 4. Returns int8 [rows, columns] of
-    INT8_ROW, or uint8 [rows, columns / 2] of INT4_ROW (code + 8, the even column in the low half).
-    rows and columns are multiples of ROW_UNIT and of COLUMN_UNIT.
+    data: int8 or uint8 [rows * columns * bits / 8]. bits: 8 or 4. rows and columns must be
+    multiples of ROW_UNIT and COLUMN_UNIT. Returns int8 [rows, columns] for INT8_ROW, or uint8
+    [rows, columns / 2] for INT4_ROW (code + 8, the even column in the low nibble).
     """
     per_word = 32 // bits
     if data.data_ptr() % 4 or data.storage_offset() % 4:
         data = data.clone()
-    words = data.view(torch.int32)  # a unit of one row each
+    words = data.view(torch.int32)  # a word is a unit of one row
     out = torch.empty(rows, columns // per_word, dtype=torch.int32, device="cpu")
     width = columns // per_word
     block = min(rows, ROW_BLOCK[bits]) if columns > COLUMN_BLOCK else rows
     whole = rows // block * block
     for first, last, height in ((0, whole, block), (whole, rows, rows - whole)):
-        if height:  # the second time for a last block that is smaller
+        if height:  # the second round is for a smaller last block
             part = words[first * width : last * width].view(-1, height * width)
             _unblock(part, out[first:last].view(-1, height, width), per_word)
     return out.view(torch.int8) if bits == 8 else _in_order(out)
 
 
 def _unblock(words: torch.Tensor, out: torch.Tensor, per_word: int) -> None:
-    """Blocks of rows [blocks, words of one] to [blocks, height, words of a row]."""
+    """Copies [blocks, words of a block] to [blocks, height, words of a row]."""
     height, width = out.shape[1:]
     step = COLUMN_BLOCK // per_word
     for first in range(0, width, step):
@@ -70,7 +70,7 @@ def _unblock(words: torch.Tensor, out: torch.Tensor, per_word: int) -> None:
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """Nibbles q of columns 64 apart in a byte, to q + 8 of neighbours."""
+    """Converts nibbles q of columns 64 apart in a byte to q + 8 of neighbouring columns."""
     words ^= -0x77777778  # 0x88888888
     out = torch.empty(len(words), words.shape[1] // 16, 2, 16, dtype=torch.int16, device="cpu")
     for half in range(2):

@@ -1,4 +1,4 @@
-"""Shapes of stacked experts: computed from sizes and an arrangement, and the reverse."""
+"""Computes the shapes of stacked experts from sizes and an arrangement, and the reverse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 def stacked_shapes(
     s: Stacked, experts: int, hidden: int, inter: int, codes: int = 1
 ) -> dict[str, Shape]:
-    """Shapes by field; of weights of which an element holds so many `codes`, along the columns."""
+    """Shapes by field, for weights with this many `codes` per element along the columns."""
     one, two = (inter, hidden // codes), (2 * inter, hidden // codes)
     down = (hidden, inter // codes)
     matrices = {"gate_up": two, "gate": one, "up": one, "down": down}
@@ -27,19 +27,19 @@ def stacked_shapes(
 
 
 def codes_per_element(info: TensorInfo) -> int:
-    """Of weights: two where a byte holds two."""
+    """Codes in one element of a weight tensor: two if a byte holds two."""
     return 2 if info.dtype in NIBBLES and info.dtype != "F4" else 1
 
 
 def infer_arrangement(layout: StackedExperts) -> tuple[Stacked, tuple[int, int, int]]:
-    """The candidate that the weights' shapes go with, and num_experts, hidden_size,
-    moe_intermediate_size. ValueError naming file and tensor where there is none."""
+    """The candidate that matches the weights' shapes, and (num_experts, hidden_size,
+    moe_intermediate_size). Raises ValueError naming file and tensor if none matches."""
     down = layout.tensors["down"]
     weights = {f: info for f, info in layout.tensors.items() if f in ("gate_up", "gate", "up")}
     for info in (*weights.values(), down):
         if len(info.shape) != 3:
             raise ValueError(f"{info} has shape {list(info.shape)}, expected 3 dimensions")
-    # Bytes may be integers of 8 bits too; then it is their format that is not known.
+    # Bytes may also be 8-bit integers. Then the format is reported as unknown later.
     for codes in dict.fromkeys((codes_per_element(down), 1)):
         for candidate in layout.candidates:
             experts, hidden, inter = down.shape

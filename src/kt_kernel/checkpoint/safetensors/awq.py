@@ -1,7 +1,7 @@
 """AWQ experts, 4 bits, version "gemm".
 
-qweight int32 [K, N/8] and qzeros int32 [K/g, N/8]: of eight rows, 0, 2, 4, 6, 1, 3, 5, 7 are from
-the lowest bits up; scales [K/g, N]. W = (code - zero) * scale.
+qweight int32 [K, N/8] and qzeros int32 [K/g, N/8] hold rows 0, 2, 4, 6, 1, 3, 5, 7 of each eight,
+the first in the lowest bits. scales [K/g, N]. W = (code - zero) * scale.
 """
 
 from __future__ import annotations

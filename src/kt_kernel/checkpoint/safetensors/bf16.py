@@ -1,8 +1,8 @@
 """Reads unquantised experts (BF16, FP16, FP32) of one layer into ExpertTensors.
 
-Shapes and dtypes are checked for the whole layer from the headers; data is read only for the
-requested experts. Tensors that need no conversion stay views of the mapped file; the others are
-transposed into memory of their own, expert by expert.
+Shapes and dtypes of the whole layer are checked from the headers. Data is read only for the
+requested experts. Tensors that need no conversion are views of the mapped file; the others are
+transposed into their own memory, expert by expert.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def open_dense(
 ) -> tuple[tuple[str, ...], Callable[[int], dict[str, Matrix]]]:
     """Checks all of `layout` against the sizes; reads nothing.
 
-    Returns the fields of ExpertTensors that the layer has, and what reads them for one expert.
+    Returns the fields of ExpertTensors that the layer has, and a function that reads them for one
+    expert.
 
     Raises ValueError naming file and tensor for a wrong number of experts, shape or dtype.
     """
@@ -70,7 +71,7 @@ def _check_per_expert(layout: PerExpert, num_experts: int, hidden: int, inter: i
 
 
 def check_count(layout: PerExpert, num_experts: int) -> None:
-    """ValueError for another number of experts."""
+    """Raises ValueError for another number of experts."""
     if len(layout.experts) != num_experts:
         last = next(iter(layout.experts[-1]["down"].values()))
         raise ValueError(
@@ -100,7 +101,7 @@ def _read_per_expert(expert: dict[str, Parts], read: Read) -> dict[str, Matrix]:
 
 
 def read_biases(expert: dict[str, Parts], read: Read) -> dict[str, torch.Tensor]:
-    """The biases that an expert has, float32."""
+    """Reads the biases of an expert, if it has any, as float32."""
     return {
         f"{matrix}_bias": read(parts["bias"], None).float()
         for matrix, parts in expert.items()

@@ -1,4 +1,4 @@
-"""A checkpoint in safetensors files, with Hugging Face's tensor names."""
+"""Checkpoints in safetensors files, with Hugging Face's tensor names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """The tensors of a Hugging Face checkpoint in safetensors files."""
+    """A Hugging Face checkpoint in safetensors files."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -62,7 +62,8 @@ class HuggingFaceCheckpoint(Checkpoint):
     ) -> Iterator[LayerReader]:
         if method is not None and get_method(method).mixed:
             raise ValueError(
-                f"{self.path}: a checkpoint in safetensors files; method {method} takes GGUF files"
+                f"{self.path}: this checkpoint is in safetensors files; method {method} reads GGUF"
+                " files"
             )
         layout = self._layout(layer_idx)
         with Files(self._index) as files:
@@ -93,7 +94,7 @@ def _stored_bytes(layout: Layout, experts: int, expert: int) -> int:
 
 
 class Files(OpenFiles):
-    """Maps each file at most once during one call."""
+    """Maps each file at most once during a call."""
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -108,7 +109,7 @@ class Files(OpenFiles):
         except SafetensorError as error:
             raise ValueError(f"{info}: {error}") from error
         will_need(tensor)
-        # The format does not align data; code that takes the pointer expects it aligned.
+        # The format does not align data, but code that takes the pointer expects aligned elements.
         return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
     def _file(self, path: str) -> Any:

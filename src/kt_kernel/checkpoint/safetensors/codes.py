@@ -1,4 +1,4 @@
-"""Shared by formats with a fixed form: the position and number of their codes."""
+"""The base of formats whose form is the same in every layer: where their codes are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
 
 
 def scale_of(parts: Parts) -> TensorInfo:
-    """The tensor of scales that belongs to the codes."""
+    """The tensor that holds the scales of the codes."""
     return next(parts[name] for name in SCALE_NAMES if name in parts)
 
 
@@ -51,7 +51,7 @@ class E4m3Codes(FixedForm):
 
 
 class E2m1Codes(FixedForm):
-    """weight or weight_packed: bytes [N, K/2], the low nibble first; or what safetensors calls F4,
+    """weight or weight_packed: bytes [N, K/2], the low nibble first; or dtype F4 of safetensors,
     [N, K]."""
 
     @classmethod

@@ -1,9 +1,8 @@
-"""Where each family of models keeps its experts, keyed by model_type of config.json.
+"""Where each model family keeps its experts, by model_type of config.json.
 
-Only what tests/checkpoint/test_families.py has compared with the family's own modules is listed.
-Per-expert names are sufficient by themselves. Stacked tensors are not: nothing in the file shows
-whether gate or up comes first, or whether their rows alternate, so without an entry here they are
-refused.
+Lists only what tests/checkpoint/test_families.py has compared with the family's own modules.
+Per-expert names need no entry. Stacked tensors do: nothing in the file shows whether gate or up
+comes first, or whether their rows alternate, so stacks without an entry are refused.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Before "layers.": a causal language model, a bare one, and the language parts of multimodal ones
-# (Qwen3-Omni calls it thinker, Inkling llm). A layer must be under exactly one of them;
-# multi-token-prediction layers ("mtp.layers.0") are under none.
+# Prefixes of "layers.": of a causal language model, of a bare model, and of the language parts of
+# multimodal models (Qwen3-Omni: thinker; Inkling: llm). A layer must have exactly one of them;
+# multi-token-prediction layers ("mtp.layers.0") have none.
 PREFIXES = (
     "model.",
     "",
@@ -28,13 +27,13 @@ PREFIXES = (
 class Stacked:
     """All experts in one tensor per matrix. Names follow "layers.{L}.".
 
-    columns False: gate_up [E, 2I, H], down [E, H, I], as a linear layer stores them.
-    columns True:  gate_up [E, H, 2I], down [E, I, H], for x @ W.
-    gate and up instead of gate_up: [E, I, H] each, or with columns [E, H, I].
-    interleaved: gate and up alternate along 2I, gate first; otherwise all of gate, then all of up.
-    Biases, where named: [E, 2I], arranged as the weights are, and [E, H].
-    Scales, where named: MXFP4, blocks uint8 [E, 2I, H/32, 16] and [E, H, I/32, 16], their scales
-    [E, 2I, H/32] and [E, H, I/32]. Scales of other formats are beside the weights: see stacks.py.
+    columns=False: gate_up [E, 2I, H], down [E, H, I], as a linear layer stores them.
+    columns=True: gate_up [E, H, 2I], down [E, I, H], for x @ W.
+    gate and up instead of gate_up: [E, I, H] each; with columns=True, [E, H, I].
+    interleaved: gate and up alternate along 2I, gate first. Otherwise all of gate precedes all of
+    up. Biases, if named: [E, 2I], arranged like the weights, and [E, H].
+    Scales, if named: MXFP4 with blocks uint8 [E, 2I, H/32, 16] and [E, H, I/32, 16], scales
+    [E, 2I, H/32] and [E, H, I/32]. stacks.py finds the scales of other formats.
     """
 
     gate_up: str | None
@@ -49,7 +48,7 @@ class Stacked:
     down_scales: str | None = None
 
     def names(self) -> dict[str, str]:
-        """Field to name, of those that there are."""
+        """The names of the tensors that such a model has, by field."""
         weights = ("gate_up", "gate", "up", "down")
         fields = (*weights, "gate_up_bias", "down_bias", "gate_up_scales", "down_scales")
         return {f: getattr(self, f) for f in fields if getattr(self, f) is not None}
@@ -57,9 +56,9 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Family:
-    """block: the module between "layers.{L}." and "experts.{e}." of per-expert names. stacked: what
-    else occurs, also with the same names in both orientations (gate_up and down together tell them
-    apart by shape: one cannot have both H = 2I and H = I)."""
+    """block: the module between "layers.{L}." and "experts.{e}." in per-expert names. stacked: all
+    stacked arrangements of the family. Two of them may share names and differ in orientation; the
+    shapes of gate_up and down tell them apart, because H = 2I and H = I cannot both hold."""
 
     block: str
     stacked: tuple[Stacked, ...] = ()
@@ -193,7 +192,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def model_type(config: dict[str, Any] | None) -> str | None:
-    """model_type of a config.json, or of its text_config when only that one is in the table."""
+    """model_type of a config.json, or of its text_config if only that one is in the table."""
     if config is None:
         return None
     text = config.get("text_config")

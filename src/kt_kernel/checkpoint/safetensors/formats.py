@@ -29,12 +29,12 @@ _INT4_EXTRAS = {"weight_shape", "weight_zero_point", "weight_g_idx"}
 
 
 def is_dense(parts: Parts) -> bool:
-    """Whether a matrix has no more tensors than an unquantised one."""
+    """Whether a matrix has only the tensors of an unquantised one."""
     return parts.keys() <= {"weight", "bias"}
 
 
 def identify(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
-    """The format of a matrix. ValueError naming a tensor where there is none of these parts."""
+    """The format of a matrix. Raises ValueError naming a tensor if the format is unknown."""
     names = parts.keys() - {"bias"}
     if len(names) == 2 and "weight" in names and names & set(SCALE_NAMES):
         return _with_scale(parts)
@@ -74,7 +74,7 @@ def _with_scale(parts: Parts) -> type[MatrixFormat]:
 
 
 def _gptq_or_awq(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
-    """GPTQ packs along K, so that qweight is as wide as the scales; AWQ packs along N."""
+    """GPTQ packs along K, so its qweight is as wide as the scales. AWQ packs along N."""
     if quantization.name in ("gptq", "awq"):
         return Gptq if quantization.name == "gptq" else Awq
     same = parts["qweight"].shape[-1:] == parts["scales"].shape[-1:]

@@ -1,8 +1,8 @@
 """FP8 experts: e4m3 codes with float32 scales per 128x128 block, per row, or per matrix.
 
-DeepSeek-V3 names the scales weight_scale_inv (they are multiplied with nevertheless),
-compressed-tensors weight_scale. Scales may also be powers of two (ue8m0). OFP8 1.0: e4m3 is the
-"fn" variant, without infinities.
+DeepSeek-V3 names the scales weight_scale_inv, although they multiply the codes; compressed-tensors
+names them weight_scale. Scales may also be powers of two (ue8m0). e4m3 is OFP8 1.0's variant
+without infinities ("fn").
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .layout import Parts
 from .matrix import Shapes
 from .parts import FLOATS, UE8M0, Read, check_tensor, float_scales, ue8m0_scales
 
-#: What methods that quantise by themselves read, too.
+#: Formats that quantising methods read, too.
 CONVERTED = (FP8_BLOCK, FP8_ROW)
 
 _BLOCK = 128
@@ -28,7 +28,7 @@ _SINGLE = ((), (1,), (1, 1))
 
 
 class Fp8Block(E4m3Codes):
-    """weight e4m3 [N, K]; scales [ceil(N/128), ceil(K/128)], or one for all of the matrix."""
+    """weight e4m3 [N, K]; scales [ceil(N/128), ceil(K/128)], or one for the whole matrix."""
 
     title = "FP8 with scales per 128x128 block"
     tensors = (
@@ -51,7 +51,7 @@ class Fp8Block(E4m3Codes):
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         super().check(parts, rows, columns)
         blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
-        # transformers drops a dimension of 1 when it takes a stack apart.
+        # transformers drops dimensions of 1 when it splits a stack.
         line = ((max(blocks),),) if 1 in blocks else ()
         check_tensor(scale_of(parts), FLOATS + UE8M0, blocks, *line, *_SINGLE)
 
@@ -88,7 +88,7 @@ class Fp8Row(E4m3Codes):
 
 
 def dequantise(matrix: QuantisedMatrix) -> torch.Tensor:
-    """float32 [N, K] of an FP8 matrix, for methods that quantise by themselves."""
+    """float32 [N, K] of an FP8 matrix, for quantising methods."""
     assert matrix.scale is not None
     weights = _floats(matrix.codes)
     scale = matrix.scale.numpy()
@@ -101,7 +101,7 @@ def dequantise(matrix: QuantisedMatrix) -> torch.Tensor:
 
 
 def _floats(codes: torch.Tensor) -> np.ndarray:
-    """By a table of pairs, on this thread alone: it works beside those that pack."""
+    """Converts codes by a table of pairs. Uses only this thread, because others are packing."""
     if codes.numel() % 2:
         return codes.float().numpy()
     pairs = codes.contiguous().view(-1).view(torch.uint8).numpy().view(np.uint16)
@@ -110,7 +110,7 @@ def _floats(codes: torch.Tensor) -> np.ndarray:
 
 @functools.cache
 def _float_pairs() -> np.ndarray:
-    """Two float32 in a float64's place for each two codes, the first one in the low byte."""
+    """For each pair of codes, the first in the low byte, two float32 in the place of a float64."""
     codes = torch.arange(65536, dtype=torch.int32, device="cpu").to(torch.uint16)
     values = codes.view(torch.uint8).view(torch.float8_e4m3fn).float()
     return values.numpy().view(np.float64)

@@ -1,8 +1,8 @@
-"""MXFP4 experts in stacks, as gpt-oss stores them.
+"""Stacked MXFP4 experts, as gpt-oss stores them.
 
-gate_up_proj_blocks uint8 [E, 2I, H/32, 16] and gate_up_proj_scales [E, 2I, H/32], gate in the even
-rows; down_proj_blocks [E, H, I/32, 16] and down_proj_scales; biases [E, 2I] and [E, H]. The low
-nibble comes first.
+gate_up_proj_blocks uint8 [E, 2I, H/32, 16] and gate_up_proj_scales [E, 2I, H/32], with gate in the
+even rows; down_proj_blocks [E, H, I/32, 16] and down_proj_scales; biases [E, 2I] and [E, H]. The
+low nibble comes first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .parts import FLOATS, UE8M0, Read, check_tensor
 def check_blocks(
     layout: StackedExperts, experts: int, hidden: int, inter: int, quantization: Quantization
 ) -> None:
-    """Checks dtypes and shapes. ValueError naming file and tensor."""
+    """Checks dtypes and shapes. Raises ValueError naming file and tensor."""
     tensors = layout.tensors
     quantization.expect(tensors["down"], MxFp4.title, *MxFp4.quant_methods)
     for size in (hidden, inter):
@@ -41,7 +41,7 @@ def check_blocks(
 
 
 def size_of_blocks(layout: StackedExperts) -> tuple[int, int, int]:
-    """(num_experts, hidden_size, moe_intermediate_size) as the shape of down has them."""
+    """(num_experts, hidden_size, moe_intermediate_size) according to the shape of down."""
     info = layout.tensors["down"]
     if len(info.shape) != 4:
         raise ValueError(f"{info} has shape {list(info.shape)}, expected 4 dimensions")
@@ -51,7 +51,7 @@ def size_of_blocks(layout: StackedExperts) -> tuple[int, int, int]:
 def read_blocks(
     layout: StackedExperts, arrangement: Stacked, expert: int, read: Read
 ) -> dict[str, Matrix]:
-    """One expert, its biases float32."""
+    """Reads one expert. Biases become float32."""
     tensors = layout.tensors
     part = {field: read(info, expert) for field, info in tensors.items()}
     info = tensors["gate_up_scales"]

@@ -1,10 +1,10 @@
 """GPTQ experts, 4 bits.
 
-qweight int32 [K/8, N], the lowest column in the lowest bits; scales [K/g, N]; qzeros int32
-[K/g, N/8], the lowest row in the lowest bits; g_idx [K], the group of each column: any of them
-(desc_act), without g_idx the next g columns each. The format "gptq" stores zero points less one,
-"gptq_v2" as they are (checkpoint_format in config.json; absent: "gptq"). W = (code - zero) * scale.
-Symmetric ones have zero 8 everywhere.
+qweight int32 [K/8, N], with the lowest column in the lowest bits; scales [K/g, N]; qzeros int32
+[K/g, N/8], with the lowest row in the lowest bits. g_idx [K] is the group of each column, in any
+order (desc_act); without it, each g consecutive columns are a group. W = (code - zero) * scale.
+Format "gptq" (the default) stores zero - 1, "gptq_v2" stores zero (checkpoint_format in
+config.json). Symmetric weights have zero = 8 everywhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Gptq(MatrixFormat):
 
     def __init__(self, form: WeightForm) -> None:
         super().__init__(form)
-        self._first_zero = 1  # what a stored 0 means
+        self._first_zero = 1  # the zero point that a stored 0 means
 
     @classmethod
     def size(cls, parts: Parts) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Gptq(MatrixFormat):
         if not bool((zero == _SYMMETRIC_ZERO).all()):
             other = int(zero[zero != _SYMMETRIC_ZERO][0])
             raise ValueError(
-                f"{info} has a zero point of {other}, but quantization_config says sym: true, which"
-                f" is {_SYMMETRIC_ZERO} everywhere (is checkpoint_format right?)"
+                f"{info} has a zero point of {other}, but quantization_config has sym: true, which"
+                f" means {_SYMMETRIC_ZERO} everywhere (is checkpoint_format right?)"
             )
         return QuantisedMatrix(INT4_GROUP, codes, in_groups(scale, count), order=order)

@@ -1,5 +1,4 @@
-"""Groups of INT4 experts: their size, found from the scales and the same for all of a layer, and
-which columns are in them."""
+"""The groups of INT4 experts: their size, derived from the scales, and the order of the columns."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ _USUAL = (128, 64, 32)
 
 
 def scale_type(info: TensorInfo) -> int:
-    """Number of the scales' type. ValueError for one that is none."""
+    """The number of the scales' type. Raises ValueError for other dtypes."""
     if info.dtype not in _DTYPES:
         raise ValueError(f"{info} has dtype {info.dtype}; expected {' or '.join(_DTYPES)}")
     return SCALE_TYPES[_DTYPES[info.dtype]]
 
 
 def check_scale_type(info: TensorInfo, form: WeightForm) -> None:
-    """ValueError for scales of another type than the layer's."""
+    """Raises ValueError if the scales' type differs from the layer's."""
     if scale_type(info) != form.scale_type:
         raise ValueError(
             f"{info} has dtype {info.dtype}; expected that of the first expert's scales"
@@ -33,18 +32,19 @@ def check_scale_type(info: TensorInfo, form: WeightForm) -> None:
 def grouped_form(
     format: WeightFormat, first: dict[str, Parts], scales: str, axis: int, shapes: Shapes
 ) -> WeightForm:
-    """The form of a layer whose first expert has its scales in tensors of the name `scales`, with
-    the groups along `axis`. ValueError where they make none."""
+    """The form of a layer whose first expert has its scales in the tensors named `scales`, with the
+    groups along `axis`. Raises ValueError for invalid groups."""
     tensors = {name: parts[scales] for name, parts in first.items()}
     groups = {name: two_dimensions(info)[axis] for name, info in tensors.items()}
     return WeightForm(format, _layer_group(groups, tensors, shapes), scale_type(tensors["gate"]))
 
 
 def _layer_group(groups: dict[str, int], scales: dict[str, TensorInfo], shapes: Shapes) -> int:
-    """Columns per scale in a layer of which gate, up and down have so many groups along K.
+    """Columns per scale, the same for gate, up and down. groups: the number of groups along K.
 
-    One group per row, in all three, may be longer in gate than in down; it is repeated for groups
-    of a usual size. ValueError where there is no common size, or one that no kernel takes.
+    If all three have one group per row, its size may differ between gate and down; the scales are
+    then repeated for groups of a usual size. Raises ValueError if there is no common size, or if no
+    kernel supports it.
     """
     columns = {name: shape[1] for name, shape in shapes.items()}
     for name, count in groups.items():
@@ -66,29 +66,27 @@ def _layer_group(groups: dict[str, int], scales: dict[str, TensorInfo], shapes: 
     for name, other in sizes.items():
         if other != size:
             raise ValueError(
-                f"{scales[name]}: a group is of {other} columns; expected {size} as in gate"
+                f"{scales[name]}: a group has {other} columns; expected {size} as in gate"
             )
     if size % 32:
-        raise ValueError(
-            f"{scales['gate']}: a group is of {size} columns; accepted: multiples of 32"
-        )
+        raise ValueError(f"{scales['gate']}: a group has {size} columns; accepted: multiples of 32")
     return size
 
 
 def in_groups(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """[N, groups] with `count` groups: as it is, or its only one repeated. Contiguous."""
+    """[N, groups] with `count` groups, contiguous. A single group is repeated."""
     return (tensor.expand(-1, count) if tensor.shape[1] == 1 else tensor).contiguous()
 
 
 def order_of_groups(
     info: TensorInfo, group: torch.Tensor, columns: int, groups: int
 ) -> torch.Tensor | None:
-    """The columns by ascending group, int32 [K]; None where they are in that order.
+    """The columns sorted by group, int32 [K]; None if they are already sorted.
 
     group: [K], the group of each column (g_idx of GPTQ with desc_act, act-order).
 
-    Raises ValueError naming file and tensor for a number that is no group, or groups of which one
-    has more columns than another.
+    Raises ValueError naming file and tensor for an invalid group number, or if groups differ in
+    size.
     """
     group = group.long()
     outside = (group < 0) | (group >= groups)
@@ -112,7 +110,7 @@ def order_of_groups(
 
 
 def nibbles_in_order(packed: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Codes, two in a byte [N, K/2], with column order[j] in place j."""
+    """Reorders codes, two per byte [N, K/2], so that column order[j] comes to place j."""
     if order is None:
         return packed
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, order.long()]

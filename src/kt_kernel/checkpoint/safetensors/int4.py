@@ -1,9 +1,9 @@
 """INT4 experts of compressed-tensors, format pack-quantized (method RAWINT4).
 
-weight_packed int32 [N, K/8] or uint8 [N, K/2], the lowest column in the lowest bits; weight_scale
-[N, K/g], or [N, 1]; weight_shape [2] holds N and K. Asymmetric ones have weight_zero_point int32
-[N/8, K/g], packed along N. weight_g_idx [K] (actorder) is the group of each column. W =
-(code - zero) * scale, where zero is 8 without zero points.
+weight_packed int32 [N, K/8] or uint8 [N, K/2], with the lowest column in the lowest bits;
+weight_scale [N, K/g] or [N, 1]; weight_shape [2] holds N and K. Asymmetric weights have
+weight_zero_point int32 [N/8, K/g], packed along N. weight_g_idx [K] (actorder) is the group of each
+column. W = (code - zero) * scale, with zero = 8 if there are no zero points.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
 
 _BITS = 4
-_NO_GROUP = -1  # in all of weight_g_idx: it was never set
+_NO_GROUP = -1  # fills a weight_g_idx that was never set
 
 
 class PackedInt4(MatrixFormat):

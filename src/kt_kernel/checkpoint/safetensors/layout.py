@@ -1,8 +1,8 @@
 """Finds the expert tensors of one layer by their names.
 
-Two layouts are known: one tensor per expert and matrix, and one tensor per matrix stacked over the
-experts. Any other tensor in the experts' module is refused by name instead of ignored, because
-ignoring a scale would give wrong weights.
+There are two layouts: one tensor per expert and matrix, and one tensor per matrix stacked over the
+experts. Any other tensor in the experts' module is refused, because ignoring a scale would give
+wrong weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...weights.expert_tensors import MATRICES
 from ..header import TensorInfo
 from .families import FAMILIES, PREFIXES, Family, Stacked
 
-# Projection of "experts.{e}.{projection}.weight" to the field of ExpertTensors.
+# The projection in "experts.{e}.{projection}.weight" to the field of ExpertTensors.
 _NAMINGS = (
     {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"},
     {"w1": "gate", "w3": "up", "w2": "down"},
@@ -23,7 +23,7 @@ _NAMINGS = (
 
 _LAYER = re.compile(r"(?:^|(?<=\.))layers\.([0-9]{1,9})\.")
 _EXPERT = re.compile(r"(?:(.+)\.)?experts\.([0-9]{1,9})\.(.+)", re.DOTALL)
-# The same with the projection first, as ModelOpt writes the experts of some models.
+# Names with the projection first, as ModelOpt writes the experts of some models.
 _PROJECTION_FIRST = re.compile(
     r"(?:(.+)\.)?experts\.((?:gate|up|down)_proj)\.([0-9]{1,9})\.(.+)", re.DOTALL
 )
@@ -32,8 +32,8 @@ _LOOKS_STACKED = re.compile(
     r"(\.weight|_blocks)?|(input|output)_linear\.weight|moe\.(gate|up|down)_proj\.weight)"
 )
 
-# What may follow "experts.{e}.{projection}.": parts of a matrix, and scales of activations, which
-# are not needed.
+# What may follow "experts.{e}.{projection}.": the parts of a matrix, and scales of activations,
+# which are ignored.
 _PARTS = tuple(
     (
         "weight bias weight_scale_inv weight_scale weight_scale_2"
@@ -43,8 +43,8 @@ _PARTS = tuple(
 )
 _UNUSED_PARTS = ("input_scale", "input_global_scale", "activation_scale")
 
-# A stack that is called "….weight" has its scales in "….weight_scale" and so on, another one's name
-# is followed by one of these.
+# A stack named "….weight" has its scales in "….weight_scale" and so on. For other stacks, one of
+# these suffixes is appended to the name.
 _STACK_SUFFIXES = {
     "_scale_inv": "weight_scale_inv",
     "_weight_scale": "weight_scale",
@@ -53,14 +53,14 @@ _STACK_SUFFIXES = {
     "_activation_scale": "activation_scale",
 }
 
-# The tensors of one matrix by the part of their names: "weight", "bias", "weight_scale", ...
+# The tensors of one matrix, by the last part of their names: "weight", "bias", "weight_scale", ...
 Parts = dict[str, TensorInfo]
 
 
 @dataclass(frozen=True)
 class PerExpert:
-    """where: the names up to "experts"; experts: per expert, gate, up and down to their tensors,
-    the same parts for all."""
+    """where: the names up to "experts". experts: for each expert, the tensors of gate, up and down;
+    all have the same parts."""
 
     where: str
     experts: list[dict[str, Parts]]
@@ -68,9 +68,9 @@ class PerExpert:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """where: the names up to the layer number; tensors: field of `Stacked` to tensor. `candidates`
-    are the arrangements that have these names. scales: of quantised stacks, field to the parts
-    beside its weights, the same ones for all."""
+    """where: the names up to the layer number. tensors: by field of `Stacked`. candidates: the
+    arrangements with these names. scales: of quantised stacks, the parts of each field besides the
+    weights; all fields have the same parts."""
 
     where: str
     tensors: dict[str, TensorInfo]
@@ -87,7 +87,7 @@ def has_blocks(layout: StackedExperts) -> bool:
 
 
 def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:
-    """Sorts what may belong to experts by layer number, so that a layer is found without a scan."""
+    """Groups possible expert tensors by layer number, so that finding a layer needs no scan."""
     layers: dict[int, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         if "expert" in name or "_linear" in name or ".moe." in name:
@@ -98,7 +98,7 @@ def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorI
 
 
 def holds_experts(tensors: dict[str, TensorInfo]) -> bool:
-    """Whether one of a layer's tensors (`layer_tensors`) is named like experts."""
+    """Whether a layer's tensors (`layer_tensors`) include experts."""
     return any(
         "experts." in name or _stack_elsewhere(_split(name, info)[1], info)
         for name, info in tensors.items()
@@ -106,7 +106,7 @@ def holds_experts(tensors: dict[str, TensorInfo]) -> bool:
 
 
 def _stack_elsewhere(rest: str, info: TensorInfo) -> bool:
-    """Whether it is a stack of experts that is in no module called so."""
+    """Whether a tensor is a stack of experts outside a module named "experts"."""
     return len(info.shape) == 3 and _LOOKS_STACKED.fullmatch(rest) is not None
 
 
@@ -115,8 +115,8 @@ def find_layout(
 ) -> Layout | None:
     """The layout of one layer, or None if it has no experts.
 
-    tensors: those of `layer_tensors`; kind: model_type. Raises ValueError naming file and tensor
-    for unknown, ambiguous or incomplete layouts.
+    tensors: the layer's, from `layer_tensors`. kind: model_type. Raises ValueError naming file and
+    tensor for an unknown, ambiguous or incomplete layout.
     """
     family = FAMILIES.get(kind) if kind else None
     split = [_split(name, info) for name, info in tensors.items()]
@@ -152,7 +152,8 @@ def find_layout(
 
 
 def _expert(rest: str) -> tuple[str | None, str, str] | None:
-    """Block, number and "projection.part" of a name after "layers.{L}."; None if it has none."""
+    """Splits a name after "layers.{L}." into block, number and "projection.part". None if it is not
+    an expert's."""
     match = _EXPERT.fullmatch(rest)
     if match:
         return match[1], match[2], match[3]
@@ -162,7 +163,7 @@ def _expert(rest: str) -> tuple[str | None, str, str] | None:
 
 def _split(name: str, info: TensorInfo) -> tuple[str, str, TensorInfo]:
     match = _LAYER.search(name)
-    assert match is not None  # which `layer_tensors` found
+    assert match is not None  # `layer_tensors` has matched it
     return name[: match.start()], name[match.end() :], info
 
 
@@ -195,7 +196,7 @@ def _find_stacked(
         for names, candidates in variants.items():
             wanted = dict(names)
             present = {f: by_place[prefix, n] for f, n in names if (prefix, n) in by_place}
-            # Biases have the same names in all variants; they tell nothing.
+            # Biases have the same names in all variants, so they decide nothing.
             if not any(not f.endswith("_bias") for f in present):
                 continue
             where = f"{prefix}layers.{layer_idx}."
@@ -212,8 +213,8 @@ def _find_stacked(
 def _stack_scales(
     by_place: dict[tuple[str, str], TensorInfo], prefix: str, where: str, wanted: dict[str, str]
 ) -> dict[str, Parts]:
-    """What is beside the weights of a stack, by field. ValueError for something that belongs to no
-    known format, and for scales that only a part of the weights has."""
+    """The tensors that accompany the weights of a stack, by field. Raises ValueError for a tensor
+    of no known format, and if only some of the weights have scales."""
     weights = {f: n for f, n in wanted.items() if f in ("gate_up", "gate", "up", "down")}
     some = by_place[prefix, next(iter(weights.values()))]
     known: dict[str, tuple[str, str]] = {}
@@ -231,7 +232,7 @@ def _stack_scales(
         if other != prefix or rest in wanted.values() or not rest.startswith(stems):
             continue
         if rest not in known or "gate_up_scales" in wanted:
-            raise ValueError(f"{info}: not expected beside {some.name!r}")
+            raise ValueError(f"{info}: unexpected tensor; found together with {some.name!r}")
         matrix, part = known[rest]
         if part not in _UNUSED_PARTS:
             scales[matrix][part] = info
@@ -253,13 +254,13 @@ def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]
         found = [(i, n[projection]) for i, n in enumerate(_NAMINGS) if projection in n]
         if digits != str(number) or not found or part not in _PARTS + _UNUSED_PARTS:
             raise ValueError(
-                f"{info}: not understood; expected {where}.<number>.<gate_proj, up_proj, down_proj"
+                f"{info}: unknown name; expected {where}.<number>.<gate_proj, up_proj, down_proj"
                 f" or w1, w3, w2>.<{', '.join(_PARTS)}>"
             )
         naming, matrix = found[0]
         namings[naming] = info
         if len(namings) > 1:
-            raise ValueError(f"{info}: named otherwise than {namings[1 - naming].name!r}")
+            raise ValueError(f"{info}: other naming scheme than {namings[1 - naming].name!r}")
         parts = experts.setdefault(number, {}).setdefault(matrix, {})
         if part in _PARTS:
             parts[part] = info
@@ -275,7 +276,7 @@ def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]
                 file, some = _neighbour(experts, number, part, members[0][2])
                 raise ValueError(
                     f"{file or path}: tensor {name!r} is missing; the experts go up to {last}, and"
-                    f" there is {some.name!r}"
+                    f" {some.name!r} exists"
                 )
     return PerExpert(where, [experts[number] for number in range(last + 1)])
 
@@ -283,7 +284,7 @@ def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]
 def _neighbour(
     experts: dict[int, dict[str, Parts]], number: int, part: str, other: TensorInfo
 ) -> tuple[str | None, TensorInfo]:
-    """The file that has something of the expert, and a tensor like the one that it lacks, or
+    """The file with other tensors of the expert, or None; and a tensor like the missing one, or
     `other`."""
     own = [info for parts in experts.get(number, {}).values() for info in parts.values()]
     alike = [parts[part] for e in sorted(experts) for parts in experts[e].values() if part in parts]

@@ -19,10 +19,10 @@ Shapes = dict[str, tuple[int, int]]
 
 
 class MatrixFormat(ABC):
-    """One way in which checkpoints store quantised matrices, one by one, opened for a layer.
+    """A quantised format of single matrices in checkpoints, opened for one layer.
 
     title: for messages. tensors: their names, dtypes and shapes, for the table of formats. method:
-    the one that takes these weights over. quant_methods: what quantization_config may call it.
+    the method that keeps these weights. quant_methods: the format's names in quantization_config.
     stacked: whether stacks of it are read, too (stacks.py).
     """
 
@@ -38,11 +38,12 @@ class MatrixFormat(ABC):
     @classmethod
     @abstractmethod
     def size(cls, parts: Parts) -> tuple[int, int]:
-        """(rows, columns) according to the shapes. ValueError for invalid shapes."""
+        """(rows, columns) according to the shapes. Raises ValueError for invalid shapes."""
 
     @classmethod
     def open(cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization) -> Self:
-        """For a layer whose first expert has these parts. ValueError if config.json disagrees."""
+        """Opens the format for a layer whose first expert has these parts. Raises ValueError if
+        config.json contradicts it."""
         some = next(iter(first["gate"].values()))
         quantization.expect(some, cls.title, *cls.quant_methods)
         return cls(cls.layer_form(first, shapes, quantization))
@@ -52,24 +53,24 @@ class MatrixFormat(ABC):
     def layer_form(
         cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
     ) -> WeightForm:
-        """What the layer's weights are. ValueError if config.json disagrees."""
+        """The form of the layer's weights. Raises ValueError if config.json contradicts it."""
 
     @abstractmethod
     def check(self, parts: Parts, rows: int, columns: int) -> None:
-        """Checks dtypes and shapes. ValueError naming file and tensor."""
+        """Checks dtypes and shapes. Raises ValueError naming file and tensor."""
 
     @abstractmethod
     def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
-        """Reads a matrix that was checked. ValueError naming file and tensor for a bad value."""
+        """Reads a checked matrix. Raises ValueError naming file and tensor for an invalid value."""
 
 
 def two_dimensions(info: TensorInfo) -> tuple[int, int]:
-    """The shape of a matrix; ValueError for something else."""
+    """The shape of a matrix. Raises ValueError for another number of dimensions."""
     if len(info.shape) != 2:
         raise ValueError(f"{info} has shape {list(info.shape)}, expected 2 dimensions")
     return info.shape[0], info.shape[1]
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a matrix as uint8, rows as they are."""
+    """The memory of a matrix as uint8, row by row."""
     return tensor.contiguous().view(torch.uint8)

@@ -1,7 +1,8 @@
 """MXFP8 and MXFP4 experts: e4m3 or e2m1 codes with ue8m0 scales per 32 columns.
 
-OCP Microscaling Formats 1.0. DeepSeek-V4 stores MXFP4 as weight and scale, compressed-tensors as
-weight_packed and weight_scale, gpt-oss in stacks (gpt_oss.py); the low nibble comes first in all.
+The formats are those of OCP Microscaling Formats 1.0. DeepSeek-V4 stores MXFP4 as weight and scale,
+compressed-tensors as weight_packed and weight_scale, gpt-oss in stacks (gpt_oss.py). In all of
+them, the low nibble comes first.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class MxFp4(E2m1Codes):
 
 
 def stacked_matrix(blocks: torch.Tensor, scales: torch.Tensor, info: TensorInfo) -> QuantisedMatrix:
-    """One matrix from gpt-oss's blocks uint8 [N, K/32, 16] and scales [N, K/32] (`info`'s)."""
+    """A matrix from gpt-oss's blocks uint8 [N, K/32, 16] and scales [N, K/32] of tensor `info`."""
     return QuantisedMatrix(
         MXFP4, blocks.flatten(1).contiguous(), ue8m0_scales(info, scales).contiguous()
     )

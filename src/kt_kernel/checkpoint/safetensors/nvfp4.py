@@ -1,8 +1,8 @@
-"""NVFP4 experts: e2m1 codes, e4m3 scales per 16 columns, one float32 scale per matrix.
+"""NVFP4 experts: e2m1 codes, e4m3 scales per 16 columns, and one float32 scale per matrix.
 
-ModelOpt: weight, weight_scale, weight_scale_2, which multiplies. compressed-tensors: weight_packed,
-weight_scale, weight_global_scale, which divides. The low nibble comes first in both; scales of
-activations are not needed.
+ModelOpt stores weight, weight_scale and weight_scale_2, which multiplies. compressed-tensors stores
+weight_packed, weight_scale and weight_global_scale, which divides. In both, the low nibble comes
+first. Scales of activations are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BLOCK = 16
 
 
 class NvFp4(E2m1Codes):
-    """weight or weight_packed [N, K/2] bytes; weight_scale e4m3 [N, K/16]; a float32."""
+    """weight or weight_packed [N, K/2] bytes; weight_scale e4m3 [N, K/16]; a float32 scale."""
 
     title = "NVFP4"
     tensors = (

@@ -8,7 +8,7 @@ import torch
 
 from ..header import TensorInfo
 
-# Returns the tensor, or the part of it with the given first index.
+# Returns a tensor or, if an index is given, that entry along its first dimension.
 Read = Callable[[TensorInfo, int | None], torch.Tensor]
 
 FLOATS = ("F32", "BF16", "F16")
@@ -18,7 +18,7 @@ _INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0
 
 
 def check_tensor(info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-    """Raises ValueError naming file and tensor for another dtype, or none of the shapes."""
+    """Raises ValueError naming file and tensor for another dtype or shape."""
     if info.dtype not in dtypes:
         reason = ""
         if info.dtype == "F8_E4M3FNUZ":
@@ -30,14 +30,14 @@ def check_tensor(info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, 
 
 
 def float_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
-    """The scales as they are. ValueError for one that is negative or not finite."""
-    if not _bits_below(scale, _INFINITY[scale.dtype]):  # or some are -0
+    """Returns the scales. Raises ValueError if one is negative or not finite."""
+    if not _bits_below(scale, _INFINITY[scale.dtype]):  # may also be -0, which is fine
         _refuse(info, scale, ~(scale.isfinite() & (scale >= 0)), "a finite number from 0")
     return scale
 
 
 def ue8m0_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
-    """The codes as uint8: code c is 2^(c - 127). ValueError for 255, NaN."""
+    """The codes as uint8: code c means 2^(c - 127). Raises ValueError for 255 (NaN)."""
     codes = scale.view(torch.uint8)
     if not _bits_below(codes, 255):
         _refuse(info, codes, codes == 255, "ue8m0 codes 0 to 254 (255 is NaN)")
@@ -45,7 +45,7 @@ def ue8m0_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
 
 
 def e4m3_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
-    """The scales as they are. ValueError for one that is negative (-0 too) or NaN."""
+    """Returns the scales. Raises ValueError if one is negative (including -0) or NaN."""
     codes = scale.view(torch.uint8)
     if not _bits_below(codes, 0x7F):
         _refuse(info, scale.float(), codes >= 0x7F, "a finite number from 0")
@@ -53,22 +53,22 @@ def e4m3_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
 
 
 def single(info: TensorInfo, value: torch.Tensor) -> float:
-    """The number of a tensor of one. ValueError if it is negative or not finite."""
+    """The only element of a tensor. Raises ValueError if it is negative or not finite."""
     return float(float_scales(info, value.float()).reshape(()))
 
 
 def nibbles(
     words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))
 ) -> torch.Tensor:
-    """int32 to uint8, eight times as many along `dim`: element order[i] of eight is in bits 4i."""
+    """Unpacks int32 to uint8, eight per word along `dim`: element order[i] is in bits 4i."""
     shifts = torch.tensor([4 * order.index(i) for i in range(8)], dtype=torch.int32, device="cpu")
     parts = (words.unsqueeze(-1) >> shifts & 15).to(torch.uint8)
     return parts.movedim(-1, dim + 1).flatten(dim, dim + 1)
 
 
 def _bits_below(values: torch.Tensor, limit: int) -> bool:
-    """Whether all values are, as unsigned numbers. In one pass: scales are looked at while others
-    are packed, and torch would wake threads for it."""
+    """Whether all values, taken as unsigned numbers, are below `limit`. One pass with numpy: scales
+    are checked while other experts are packed, and torch would wake its threads."""
     unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[values.element_size()]
     return int(values.view(unsigned).numpy().max(initial=0)) < limit
 

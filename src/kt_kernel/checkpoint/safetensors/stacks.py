@@ -1,12 +1,12 @@
-"""Quantised stacks, seen as tensors of single experts, so that the formats' readers read them too.
+"""Presents quantised stacks as tensors of single experts, so that each format has one reader.
 
-Where a stack's scales are is told by names (layout.py), what they are for by shapes:
+Names show where the scales of a stack are (layout.py). Shapes show what they are for:
 - per block (transformers' fine-grained FP8): [E, 2 ceil(I/128), ceil(H/128)], the first half for
   gate, and [E, ceil(H/128), ceil(I/128)]
 - per row (compressed-tensors): [E, 2I, 1] and [E, H, 1]
 - per 32 (MXFP4, MXFP8) or 16 columns (ModelOpt's NVFP4): [E, 2I, H/g] and [E, H, I/g]
-- one number for all, one for each expert, or two: gate's and up's
-Where the weights are transposed, scales of two dimensions are as well.
+- one number for all experts, one per expert, or two per expert, for gate and up
+If the weights are transposed, scales with two dimensions are transposed, too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Part(TensorInfo):
-    """What a stacked tensor has of one expert's matrix. Its shape is that of this part; name and
-    place are those of the whole tensor.
+    """The part of a stacked tensor that belongs to one expert's matrix. The shape is that of the
+    part; name and file are those of the whole tensor.
 
-    expert: its number, None where all share the tensor. half: 0 for gate and 1 for up, where the
-    tensor is of both.
+    expert: its number, or None if all experts share the tensor. half: 0 for gate and 1 for up, if
+    the tensor holds both.
     """
 
     whole: TensorInfo
@@ -66,7 +66,7 @@ class Part(TensorInfo):
         )
 
     def read(self, read: Read) -> torch.Tensor:
-        """Contiguous, as gate's and up's rows of a stack are not in general."""
+        """Reads the part. Copies it if the rows of gate and up are not contiguous in the stack."""
         tensor = read(self.whole, self.expert)
         if self.transposed:
             tensor = tensor.T
@@ -76,8 +76,8 @@ class Part(TensorInfo):
 
 
 def part_reader(read: Read) -> Read:
-    """`read` that takes parts as well. What it read of the last expert is kept, as gate and up are
-    parts of the same tensors."""
+    """Extends `read` to parts. Keeps the tensors of the last expert, because gate and up are parts
+    of the same ones."""
     kept: dict[str, torch.Tensor] = {}
     last: int | None = None
 
@@ -96,12 +96,11 @@ def part_reader(read: Read) -> Read:
 
 
 def single_experts(layout: StackedExperts, sizes: tuple[int, int, int] | None = None) -> PerExpert:
-    """The layout with a part of a stack in place of every tensor of an expert.
+    """The layout with each tensor of an expert replaced by a part of a stack.
 
-    sizes: num_experts, hidden_size and moe_intermediate_size as expected, None: as they are.
+    sizes: the expected num_experts, hidden_size and moe_intermediate_size; None accepts any.
 
-    Raises ValueError naming file and tensor for weights of another shape, or scales that are none
-    of those known.
+    Raises ValueError naming file and tensor for weights of another shape or unknown scales.
     """
     arrangement, found = infer_arrangement(layout)
     if sizes is not None and found != sizes:
@@ -133,7 +132,7 @@ def _explain_sizes(
 
 @dataclass(frozen=True)
 class _Stack:
-    """The tensors of one field of a layout, and which half of them is meant."""
+    """The tensors of one field of a layout. half: the half of them to use, or None."""
 
     layout: StackedExperts
     arrangement: Stacked
@@ -151,7 +150,7 @@ class _Stack:
         return result
 
     def _part(self, info: TensorInfo, expert: int, interleaved: bool | None = None) -> Part:
-        """The rows that are this half's."""
+        """The part of a tensor that belongs to this half."""
         shape, transposed = self._one(info)
         if self.half is None:
             return Part.of(info, shape, expert, transposed)
@@ -161,11 +160,11 @@ class _Stack:
         return Part.of(info, shape, expert, transposed, self.half, interleaved)
 
     def _one(self, info: TensorInfo) -> tuple[tuple[int, ...], bool]:
-        """Shape of what one expert has, as it is to be used, and whether that is transposed."""
+        """The shape of one expert's part after any transposition, and whether it is transposed."""
         if not info.shape or info.shape[0] != self.sizes[0]:
             raise ValueError(
-                f"{info} has shape {list(info.shape)}; expected [{self.sizes[0]}, ...], the first"
-                " dimension that of the experts"
+                f"{info} has shape {list(info.shape)}; expected [{self.sizes[0]}, ...], with the"
+                " experts in the first dimension"
             )
         shape = info.shape[1:]
         transposed = self.arrangement.columns and len(shape) == 2
@@ -179,11 +178,11 @@ class _Stack:
         blocks = len(shape) == 2 and shape[1] == -(-hidden // _BLOCK)
         rows = shape[0] if shape else 1
         one = math.prod(shape) == 1 or (blocks and rows == 1 and 2 * inter <= _BLOCK)
-        if self.half is None or one:  # gate's and up's alike
+        if self.half is None or one:  # gate and up share it
             return Part.of(info, shape, expert, transposed)
         if rows == 2 * inter:
             return self._part(info, expert)
-        # Rows of a block must not be of both; and a count that goes with both does not tell which.
+        # A block must not have rows of both, and such a number of rows would be ambiguous.
         if blocks and inter % _BLOCK and rows == -(-2 * inter // _BLOCK):
             raise ValueError(
                 f"{info}: scales per block of {_BLOCK} rows need an intermediate size that is a"
