@@ -110,7 +110,7 @@ def _write_all(
 
 
 def _refuse_changed(plan: Plan) -> None:
-    """Raises ValueError if the input has changed: each layer opens it anew."""
+    """Raises ValueError if the input has changed. Every layer opens it again."""
     if changed := plan.checkpoint.changed(folders=False):
         raise ValueError(
             f"{changed}: changed during the conversion; the layers written so far are from the old"

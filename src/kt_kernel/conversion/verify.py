@@ -21,8 +21,8 @@ from ..weights.store.manifest import LayerEntry, Manifest, read_manifest
 
 @dataclass
 class Verdict:
-    """files, bytes: how many were checked. against: what they were compared with. problems: one
-    line each, with the file's name. notes: oddities that do no harm."""
+    """files, bytes: the number of checked files, and their bytes. against: what they were compared
+    with. problems: one line each, with the file's name. notes: harmless oddities."""
 
     against: str
     files: int = 0
@@ -113,8 +113,8 @@ def _verify_checkpoint(path: str) -> Verdict:
         if index:
             verdict.problems += disagreements(index, listed, file, present)
     if not verdict.problems:
-        checkpoint = open_checkpoint(path)  # finds faults across files, and a path without any
-        if not verdict.files:  # not safetensors, and checked by now
+        checkpoint = open_checkpoint(path)  # finds faults across files, and paths without any
+        if not verdict.files:  # not safetensors; opening has checked it
             files = {info.file for info in checkpoint.tensors.values()}
             verdict.files, verdict.bytes = len(files), sum(map(os.path.getsize, files))
     return verdict

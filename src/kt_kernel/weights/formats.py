@@ -54,7 +54,7 @@ class WeightFormat:
 
     @property
     def grouped(self) -> bool:
-        """Whether it has a scale per group; the group size is the layer's."""
+        """Whether it has a scale per group. The group size belongs to the layer."""
         return self.scale_kind == "group"
 
     @property
@@ -125,7 +125,7 @@ class WeightForm:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """The forms of a layer's gate, up and down; all experts have the same."""
+    """The forms of a layer's gate, up and down. All experts have the same."""
 
     gate: WeightForm
     up: WeightForm
@@ -133,11 +133,11 @@ class LayerForm:
 
     @classmethod
     def same(cls, form: WeightForm) -> LayerForm:
-        """All three alike."""
+        """The same form for all three."""
         return cls(form, form, form)
 
     def __iter__(self) -> Iterator[WeightForm]:
-        """Those of gate, up and down."""
+        """The forms of gate, up and down."""
         return iter((self.gate, self.up, self.down))
 
     @property

@@ -56,7 +56,7 @@ class Method:
 
     @property
     def layer_form(self) -> LayerForm | None:
-        """The same of a layer."""
+        """Form of a layer; None if the source decides."""
         return None if self.form is None else LayerForm.same(self.form)
 
     @property
@@ -84,7 +84,7 @@ class Method:
 
     @property
     def units(self) -> tuple[int, int]:
-        """The same for H and for I."""
+        """H must be a multiple of the first number, I of the second."""
         return self.column_unit, self.column_unit
 
 
@@ -152,7 +152,7 @@ def get_method(name: str) -> Method:
 
 
 def check_sft_method(name: str) -> None:
-    """Raises what `get_method` raises for anything but a fine-tuning method."""
+    """As `get_method`, for fine-tuning methods."""
     _check_method(name, _SFT_NAMES, "sft", METHODS, "inference")
 
 

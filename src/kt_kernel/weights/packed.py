@@ -14,8 +14,8 @@ from .formats import WeightForm
 class PackedMatrix:
     """One weight matrix W [N, K], packed (kernels/include/kt/format.h).
 
-    shape: (N, K). tiles: uint8 [tiles, tile_bytes] of `packed_shape`, contiguous; may be a
-    read-only mapping of a file.
+    shape: (N, K). tiles: contiguous uint8 array of `packed_shape`; may be a read-only mapping of a
+    file.
     """
 
     form: WeightForm

@@ -102,7 +102,7 @@ def column_order(matrix: torch.Tensor | QuantisedMatrix) -> torch.Tensor | None:
 
 
 def in_order(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """The tensor with its first dimension in this order; the tensor itself for None."""
+    """The tensor with its first dimension in the order of `rows`; the tensor itself for None."""
     return tensor if rows is None else tensor.index_select(0, rows.to("cpu"))
 
 

@@ -49,10 +49,10 @@ class _Stopped(Exception):
 def until_left(
     progress: Callable[[int], None], finish_on_error: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """A `progress` for other threads that ends what calls it once the block was left by an error or
-    an interrupt, so that nobody waits for the end of a large file.
+    """A `progress` for other threads. If the block is left by an error or an interrupt, its next
+    call raises, so that nothing waits for the end of a large file.
 
-    finish_on_error: only an interrupt ends it; after an error it may go on to its end.
+    finish_on_error: only an interrupt has this effect; after an error, the other thread may finish.
     """
     left = threading.Event()
 

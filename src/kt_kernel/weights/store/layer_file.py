@@ -1,5 +1,5 @@
-"""One layer's file in a packed directory: a safetensors file whose header follows completely from
-the layer's description, so that a reader can compare it instead of trusting it."""
+"""One layer's file in a packed directory: a safetensors file. The layer's description determines
+its header completely, so a reader can compare it instead of trusting it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def copy_folder(checkpoint: str) -> str:
 
 
 def has_copy(folder: str, model: Manifest, layer: int) -> bool:
-    """Whether the packed copy of a checkpoint has a layer; False also without a copy.
+    """Whether the packed copy of a checkpoint has a layer. False if there is no copy.
 
     model: the content of a new manifest. An existing layer may be from another version of kt-moe.
 
