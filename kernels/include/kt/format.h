@@ -1,46 +1,46 @@
-// The packed weight layouts: the written specification of every byte that pack/ writes and the
-// kernels in isa/ read. Layouts do not depend on the instruction set. A format is one row of
-// kFormats; docs/adding-a-format.md lists what else a new one needs.
+// The packed weight layouts: the specification of every byte that pack/ writes and that the kernels
+// in isa/ read. Layouts do not depend on the instruction set. A format is one row of kFormats;
+// docs/adding-a-format.md lists what else a new format needs.
 //
-// A matrix W [N rows, K columns] becomes ceil(N/32) tiles of 32 rows. One tile is one contiguous
-// stream in ascending k, 64-byte aligned: a head, then blocks of columns, each with its scales and
-// then its codes. K is padded to whole blocks.
+// A matrix W [N rows, K columns] is stored as ceil(N/32) tiles of 32 rows. A tile is one contiguous
+// stream in ascending k, aligned to 64 bytes: a head, then blocks of columns. Each block has its
+// scales first and then its codes. K is padded to whole blocks.
 //
-// Codes come in steps. "Lane n" is row n of the tile (0..31), so each step is 32 lanes of 4 bytes =
-// 128 bytes: two 16-column AMX B tiles side by side (row stride 128), two 512-bit or four 256-bit
-// vectors. A step of bits p holds 32 / p columns:
+// Codes are stored in steps. "Lane n" is row n of the tile (0..31), so a step has 32 lanes of 4
+// bytes = 128 bytes: two 16-column AMX B tiles side by side (row stride 128), two 512-bit vectors,
+// or four 256-bit vectors. A step of p-bit codes holds 32 / p columns:
 //
 //   16-bit step  2 k: lane n = { W[n,k], W[n,k+1] }
 //   8-bit step   4 k: lane n = { q[n,k], q[n,k+1], q[n,k+2], q[n,k+3] }; e4m3 codes in the order
 //                k, k+2, k+1, k+3, so that the even and the odd bytes are 16-bit pairs of columns
 //   4-bit step   8 k: byte b of lane n = q[n,k+b] | q[n,k+4+b] << 4
-//   2-bit step   16 k: byte b of lane n = the q[n,k+4j+b] << 2j of j = 0..3
-//   1-bit step   32 k: byte b of lane n = the q[n,k+4j+b] << j of j = 0..7
+//   2-bit step   16 k: byte b of lane n = OR of q[n,k+4j+b] << 2j for j = 0..3
+//   1-bit step   32 k: byte b of lane n = OR of q[n,k+4j+b] << j for j = 0..7
 //
-// So (lane >> p * j) & mask are the codes of four columns, 4j to 4j+3, in four bytes, whatever p.
-// Codes of 3, 5 and 6 bits are stored in two "planes": for each 32 columns the steps of the low 2,
-// 4 and 4 bits, then the steps of the bits above.
+// For every p, (lane >> p * j) & mask is therefore the codes of the four columns 4j to 4j+3, one
+// per byte. Codes of 3, 5 and 6 bits are stored in two "planes": for each 32 columns, first the
+// steps of their low 2, 4 and 4 bits, then the steps of the remaining bits.
 //
-// W = value of the code * scale, by CodeType and ScaleKind. With a zero point the value is the code
-// minus the zero point of its row or group. Products of ggml's formats are exact in float32, so
-// their W as float32 is rounded at most once, in formats with a minimum.
+// W = value of the code * scale, according to CodeType and ScaleKind. With zero points, the value
+// is the code minus the zero point of its row or group. In ggml's formats, products are exact in
+// float32, so W in float32 is rounded at most once, and only in formats with a minimum.
 //
-// Rows past N and columns past K are pads that dequantise to 0: the code of value 0 (with zero
-// points, code 0 and zero point 0) and scales of 0, except ue8m0 scales, which have no zero: 127
-// (1.0). Pads of a head and of ggml's formats are zeros.
+// Rows past N and columns past K are padding that dequantises to 0: the code of value 0 (with zero
+// points, code 0 and zero point 0) and scales of 0. ue8m0 scales have no zero; their padding is 127
+// (1.0). Padding of heads and of ggml's formats is zero bytes.
 //
-// One expert of one pool is: gate tile 0, up tile 0, gate tile 1, up tile 1, ... (K = H, rows =
-// the pool's part of I), then the down tiles (K = the pool's part of I, rows = H).
+// The memory of one expert in one pool is: gate tile 0, up tile 0, gate tile 1, up tile 1, ...
+// (K = H, rows = the pool's part of I), then the down tiles (K = the pool's part of I, rows = H).
 #pragma once
 #include <cstdint>
 
 namespace kt {
 
-// Changes with any packed byte, so that packed files with another layout are recognised. The golden
-// bytes of tests/kernels/test_pack_golden.py change only together with it.
+// Changes with any packed byte, so that packed files in another layout are recognised. The expected
+// bytes in tests/kernels/test_pack_golden.py may change only together with this number.
 constexpr int kLayoutVersion = 2;
 
-// Packed files store these numbers, so they never change. A new format gets the next one.
+// Packed files store these numbers, so they never change. A new format gets the next number.
 enum class WeightFormat : int {
   kBF16 = 0,
   kInt8Row = 1,
@@ -67,25 +67,25 @@ enum class WeightFormat : int {
 };
 constexpr int kFormatCount = int(WeightFormat::kCount);
 
-// Type of the scales of ScaleKind::kGroup, as their source has them.
+// The type of the scales of ScaleKind::kGroup, the same as in the source.
 enum class ScaleType : int { kFP16 = 0, kBF16 = 1, kFP32 = 2 };
 
 constexpr int64_t kTileRows = 32;  // rows of a tile
 constexpr int64_t kFp8BlockSize = 128;
-// Largest H and I: the int32 sum of a row's products must not overflow, also with activations
+// Largest H and I. The int32 sum of a row's products must not overflow, even with activations
 // offset to 0..255 (isa/simd_avx512.inl).
 constexpr int64_t kMaxColumns = 65536;
 static_assert(255 * 128 * kMaxColumns < (int64_t{1} << 31));
 constexpr int64_t kStepBytes = 128;  // 32 lanes of 4 bytes
 
-// Functions that the isa/ objects call are always inlined: a shared out-of-line copy could be the
-// one compiled for another instruction set.
+// Always inlines functions that the isa/ objects call. The linker could otherwise choose a shared
+// out-of-line copy that was compiled for another instruction set.
 #define KT_INLINE [[gnu::always_inline]] constexpr
 
 KT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 KT_INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Bits of the first plane of codes; the other bits are in the second.
+// Bits of the first plane of codes. The second plane has the other bits.
 KT_INLINE int low_plane_bits(int bits) { return bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits; }
 
 // The value of a code.
@@ -100,24 +100,24 @@ enum class CodeType : int {
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
 
-// Columns of the bytes of a step of e4m3.
+// The columns of the bytes in a step of e4m3.
 constexpr int kE4m3Order[4] = {0, 2, 1, 3};
 
-// The scales of a format and where they lie. All are finite; only those of kGroup and kGgml may be
+// The scales of a format and their position. All are finite. Only those of kGroup and kGgml may be
 // negative.
 enum class ScaleKind : int {
   kNone,
   kRow,    // head: float32 scale[32]
   kBlock,  // head: float32 scale[ceil(K / 128)], padded to 64 bytes. A scale is for 128 rows by 128
-           // columns, fewer at the matrix's edges
+           // columns, or fewer at the matrix's edges
   kGroup,  // block: scale[32] of the layout's ScaleType
-  kUe8m0,  // block: uint8 scale[32] of each `cols` columns, at most 254, for 2^(scale - 127)
+  kUe8m0,  // block: uint8 scale[32] for each `cols` columns, at most 254, meaning 2^(scale - 127)
            // (OCP MX 1.0)
-  kE4m3,   // block: e4m3 scale[32] of each `cols` columns, without sign bit. Head: a float32 by
-           // which all are multiplied, padded to 64 bytes
-  kGgml,   // block: fp16 d[32]; with a minimum fp16 m[32]; then for each `cols` columns integers s
+  kE4m3,   // block: e4m3 scale[32] for each `cols` columns, without sign bit. Head: a float32 that
+           // multiplies all of them, padded to 64 bytes
+  kGgml,   // block: fp16 d[32]; with a minimum, fp16 m[32]; then for each `cols` columns integers s
            // and, with a minimum, t: int8 s[32], or uint8 s[32] and uint8 t[32], or for bits = 4
-           // uint8 (s | t << 4)[32]. W = d s value - m t; where there are no s and t, d value + m
+           // uint8 (s | t << 4)[32]. W = d s value - m t, or d value + m without s and t
 };
 
 struct FormatTraits {
@@ -129,22 +129,22 @@ struct FormatTraits {
   struct Scales {
     ScaleKind kind = ScaleKind::kNone;
     int cols = 0;  // columns per scale of kUe8m0 and kE4m3, and per s of kGgml (0: no s)
-    int bits = 8;  // of kGgml's s and t: of 6 bits, an int8 s is -32 to 31, uint8 ones at most 63
-    // kRow: after the scales in the head, int32 sum[32] of each row's codes, for kernels that
+    int bits = 8;  // of kGgml's s and t; with 6, an int8 s is -32 to 31, and a uint8 is at most 63
+    // kRow: the head has, after the scales, int32 sum[32] of each row's codes, for kernels that
     // offset activations to unsigned.
     bool sums = false;
-    // kGroup: after the scales in a block, uint8 zero[32], at most 16, and 32 bytes of zeros.
+    // kGroup: a block has, after its scales, uint8 zero[32], at most 16, and 32 zero bytes.
     bool zero = false;
     bool minimum = false;  // kGgml
   };
 
   WeightFormat format;
   const char* name;          // in Python
-  const char* title = name;  // in messages, in tables and in the files of tuning
+  const char* title = name;  // in messages, tables and tuning files
   Codes codes;
   Scales scales = {};
   int block_cols = 0;       // 0: the group, a multiple of 32
-  int file_bytes = 0;       // kGgml: a row's block in a GGUF file (ggml-common.h of ggml)
+  int file_bytes = 0;       // kGgml: bytes of a row's block in a GGUF file (ggml-common.h of ggml)
   bool from_dense = false;  // whether pack/ also quantises dense weights to it
 
   // kGgml: bytes per row of an s with its t, of d and m, and of the codes of 32 columns.
@@ -154,22 +154,22 @@ struct FormatTraits {
   }
   KT_INLINE int64_t part_bytes() const { return codes.bits * kStepBytes; }
 
-  // The rest follows from the above. What K must be a multiple of, for kGroup also of the group:
+  // The rest is derived from the above. K must be a multiple of this and, for kGroup, of the group.
   int column_unit = scales.kind == ScaleKind::kGgml    ? block_cols
                     : scales.kind == ScaleKind::kGroup ? 32
                     : scales.cols                      ? scales.cols
                                                        : 1;
-  // Bytes of a tile's head. For kBlock they depend on K.
+  // Bytes of a tile's head. kBlock's also depend on K.
   int64_t head_bytes = scales.kind == ScaleKind::kRow    ? kTileRows * (scales.sums ? 8 : 4)
                        : scales.kind == ScaleKind::kE4m3 ? 64
                                                          : 0;
-  // Bytes of a block's scales. For kGroup those of the layout's ScaleType come on top.
+  // Bytes of a block's scales, without those of kGroup, which depend on the layout's ScaleType.
   int64_t scale_bytes = d_bytes() +
                         (scales.cols ? block_cols / scales.cols * sub_bytes() * kTileRows : 0) +
                         (scales.zero ? 64 : 0);
 };
 
-// In the order of WeightFormat. Not `inline`: the isa/ objects must not share a symbol.
+// In the order of WeightFormat. Not `inline`, because the isa/ objects must not share a symbol.
 constexpr FormatTraits kFormats[] = {
     {.format = WeightFormat::kBF16,
      .name = "BF16",
@@ -301,8 +301,8 @@ KT_INLINE bool is_ggml(WeightFormat format) {
   return traits_of(format).scales.kind == ScaleKind::kGgml;
 }
 
-// The following checks reject mistakes in a row, and codes and scales that pack/ cannot write
-// together, at compile time.
+// These checks reject, at compile time, inconsistent rows, and combinations of codes and scales
+// that pack/ cannot write.
 constexpr bool same_text(const char* a, const char* b) {
   while (*a && *a == *b) ++a, ++b;
   return *a == *b;
@@ -327,7 +327,7 @@ constexpr bool good_codes(const FormatTraits& f) {
   }
   return false;
 }
-// Which of the fields of `scales` are used, and the sizes that the kernels and pack/ count on.
+// Checks which fields of `scales` are used, and the sizes that the kernels and pack/ rely on.
 constexpr bool good_scales(const FormatTraits& f) {
   const FormatTraits::Scales& s = f.scales;
   const bool groups = s.kind == ScaleKind::kGroup, ggml = is_ggml(f.format);
@@ -345,7 +345,7 @@ constexpr bool good_scales(const FormatTraits& f) {
     default: return s.cols == 0;
   }
 }
-// What pack/ quantises dense weights to.
+// The formats to which pack/ quantises dense weights.
 constexpr bool good_source(const FormatTraits& f) {
   const bool int4 = f.codes.type == CodeType::kUnsigned && f.codes.offset == 8 && !f.scales.zero;
   switch (f.scales.kind) {
@@ -355,7 +355,7 @@ constexpr bool good_source(const FormatTraits& f) {
     default: return !f.from_dense;
   }
 }
-// Packed blocks of ggml's are as large as in a file, but for 6-bit s and t, which get a byte each.
+// Packed blocks of ggml's formats are as large as in a file, except that 6-bit s and t take a byte.
 constexpr bool good_bytes(const FormatTraits& f) {
   const int64_t subs = f.scales.cols ? f.block_cols / f.scales.cols * f.sub_bytes() : 0;
   const int64_t widened = f.scales.bits == 6 ? subs * 2 / 8 : 0;
@@ -367,7 +367,7 @@ constexpr bool every_format(bool (*good)(const FormatTraits&)) {
     if (!good(f)) return false;
   return true;
 }
-static_assert(sizeof kFormats / sizeof *kFormats == kFormatCount, "a row for each format");
+static_assert(sizeof kFormats / sizeof *kFormats == kFormatCount, "one row per format");
 static_assert(every_format([](const FormatTraits& f) { return &traits_of(f.format) == &f; }),
               "rows in the order of WeightFormat");
 static_assert(every_format(good_names), "the names of a row, each used once");

@@ -1,5 +1,6 @@
-// The seam between the instruction-set-neutral core (moe/) and the kernels (isa/): one plain
-// struct of function pointers per instruction set. Each isa/ object exports one table.
+// The interface between the core (moe/), which is independent of the instruction set, and the
+// kernels (isa/): one plain struct of function pointers per instruction set. Each isa/ object
+// exports one table.
 #pragma once
 #include <cstdint>
 
@@ -8,18 +9,18 @@
 
 namespace kt {
 
-// What activation rows (x, or h) are before a product: the A operand. "Columns" are the layout's
-// cols_padded; those past K hold zeros.
+// The type of activation rows (x or h) in a product, where they are the A operand. "Columns" are
+// the layout's cols_padded; those past K hold zeros.
 //   kFloat       float32 that holds bf16 values
 //   kBF16        bf16
 //   kInt8Row     int8 q in [-127, 127]; x = q * scale, one scale and one sum of q per row
 //   kInt16Group  bf16 values in fixed point, for integer products with weights that have a scale
-//                per group of columns: for each 32 columns int8 high[32], then int8 low[32],
-//                q = 256 * high + low in [-32639, 32639], x = q * scale with one scale, a power of
-//                two, per 32 columns; sums of q per 16 columns. Exact for values down to 2^-7 of
-//                the largest of the 32, else within half a scale, which is under 2^-14 of the
-//                largest.
-// A NaN or infinity in a row of the integer kinds makes the scale, and so the row's results, NaN.
+//                per group of columns. For each 32 columns: int8 high[32], then int8 low[32].
+//                q = 256 * high + low in [-32639, 32639]; x = q * scale, with one power-of-two
+//                scale per 32 columns; one sum of q per 16 columns. Exact for values down to 2^-7
+//                of the largest of the 32. The error of smaller values is at most half a scale,
+//                which is under 2^-14 of the largest.
+// A NaN or infinity in a row of an integer kind makes the scale NaN, and so the row's results.
 enum class ActKind : int { kFloat = 0, kBF16 = 1, kInt8Row = 2, kInt16Group = 3 };
 
 constexpr int64_t kActGroup = 32;  // columns per scale of kInt16Group
@@ -36,9 +37,9 @@ KT_INLINE int64_t act_sums(ActKind kind, int64_t columns) {  // per row
 }
 
 // Activation rows. For most kernels a row is contiguous, and row r of the product is stored row
-// index[r] (or r, when index is null). Kernels that want `blocked` rows have them in blocks of 16,
-// as the tile unit reads them: 64 bytes of each of the 16 rows (1 KB), then the next 64 bytes of
-// each. A block takes the bytes of 16 rows; there is no index then.
+// index[r] (or r if index is null). Kernels with `blocked` rows take blocks of 16 rows, in the
+// order in which the tile unit reads them: 64 bytes of each of the 16 rows (1 KB), then the next 64
+// bytes of each. A block has the size of 16 rows. Blocked rows have no index.
 struct ActRows {
   const uint8_t* data;
   int64_t stride;        // bytes of a row: columns * act_bytes
@@ -47,7 +48,7 @@ struct ActRows {
   int64_t scales, sums;  // per row
   const int32_t* index;  // null for contiguous rows
 
-  ActRows from(int64_t row) const {  // the rows from `row` on (a whole block, where blocked)
+  ActRows from(int64_t row) const {  // the rows from `row` on; if blocked, from a whole block on
     if (index) return {data, stride, scale, sum, scales, sums, index + row};
     return {
         data + row * stride, stride, scale + row * scales, sum + row * sums, scales, sums, nullptr};
@@ -55,37 +56,37 @@ struct ActRows {
 };
 
 constexpr int64_t kBlockRows = 16;   // rows of a block of A
-constexpr int64_t kChunkBytes = 64;  // of each row, side by side in a block
+constexpr int64_t kChunkBytes = 64;  // of each row, consecutive in a block
 
-// out[r * 32 + n] = sum_k A[r,k] * W[n,k] of one packed tile, dequantised, for r < m. GEMM kernels
-// may read (not use) up to 31 rows past m and write as many to out, so both buffers have that
-// much slack.
+// out[r * 32 + n] = sum_k A[r,k] * W[n,k] for one packed tile, dequantised, and r < m. GEMM kernels
+// may read up to 31 rows past m without using them, and write as many to out, so both buffers need
+// room for them.
 using TileProduct = void(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                          int64_t m, float* out);
 
-// Converts one row of k values to the A operand: writes k_padded elements (zeros past k) to dst,
-// and its scales and sums where the kind has them. row_absmax is the row's largest absolute value
-// where the caller knows it (a pool holds only a part of the row), -1 otherwise; only kInt8Row
-// reads it. Kinds other than kInt8Row can be converted in pieces of whole 32 columns.
+// Converts a row of k values to the A operand: writes k_padded elements (zeros past k) to dst, and
+// the scales and sums if the kind has them. row_absmax is the row's largest absolute value if the
+// caller knows it (a pool holds only a part of the row), otherwise -1; only kInt8Row uses it. Kinds
+// other than kInt8Row may be converted in pieces of multiples of 32 columns.
 using QuantiseRow = void (*)(const void* src, DType dtype, int64_t k, int64_t k_padded,
                              float row_absmax, uint8_t* dst, float* scale, int32_t* sum);
 
 struct Activation {
-  float limit;  // > 0: gate clamped from above, up to [-limit, limit]
+  float limit;  // > 0: gate is clamped from above, up to [-limit, limit]
   float alpha;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
 };
 
-// A way to multiply with the weights of a format.
+// A kernel that multiplies with the weights of a format.
 struct ProductKernel {
   ActKind act;
-  bool blocked;          // wants A rows in blocks
+  bool blocked;          // needs A rows in blocks
   TileProduct& product;  // a reference, so that a row without a kernel does not compile
 };
 
 struct FormatKernels {
   WeightFormat format;
   ProductKernel gemv;  // few rows: streams the weights from memory once for up to 4 rows
-  ProductKernel gemm;  // many rows: weights unpacked, where need be, once for all of them
+  ProductKernel gemm;  // many rows: unpacks the weights, if necessary, once for all rows
   int gemm_min_rows;   // kAuto: rows of an expert from which gemm is used
 };
 
@@ -97,16 +98,16 @@ struct KernelTable {
   const FormatKernels* format;  // by WeightFormat
   QuantiseRow quantise[4];      // by ActKind
   // out[r * 32 + n] = act(gate + gate_bias) * (up + up_bias) for one tile of 32 columns, m rows of
-  // 32 floats each; biases may be null, out may be gate.
+  // 32 floats each. Biases may be null; out may be gate.
   void (*swiglu)(const float* gate, const float* up, const float* gate_bias, const float* up_bias,
                  const Activation& act, int64_t m, float* out);
-  // Largest absolute value of a row; NaN if it holds a NaN or an infinity.
+  // Largest absolute value of a row; NaN if the row has a NaN or an infinity.
   float (*absmax)(const void* src, DType dtype, int64_t k);
-  // acc[token[r] * 32 + n] += weight[r] * (out[r * 32 + n] + bias[n]) in ascending r. bias may
-  // be null.
+  // acc[token[r] * 32 + n] += weight[r] * (out[r * 32 + n] + bias[n]), in ascending r. bias may be
+  // null.
   void (*merge)(const float* out, const float* bias, const float* weight, const int32_t* token,
                 int64_t m, float* acc);
-  // Writes n values: dst = sum over p of part[p][i] (ascending p), plus add[i] when not null;
+  // Writes n values: dst = sum over p of part[p][i] (ascending p), plus add[i] if add is not null,
   // converted to dtype with one rounding.
   void (*finish)(const float* const* part, int parts, const float* add, int64_t n, void* dst,
                  DType dtype);
@@ -115,7 +116,7 @@ struct KernelTable {
   const TrainingKernels* training;
 };
 
-// Tables linked into this module, best first, ending with null.
+// The tables linked into this module, best first, ending with null.
 extern const KernelTable* const kKernelTables[];
 
 }  // namespace kt

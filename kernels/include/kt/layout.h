@@ -1,4 +1,4 @@
-// Where the parts of one packed matrix lie (kt/format.h).
+// The positions of the parts of a packed matrix (kt/format.h).
 #pragma once
 #include "kt/format.h"
 
@@ -10,7 +10,7 @@ struct MatrixLayout {
   int group;           // columns per scale of ScaleKind::kGroup; 0 for other formats
   ScaleType scale = ScaleType::kFP16;  // of the same
 
-  // The same, with a format that is known when it is compiled.
+  // The same layout with a format that is known at compile time.
   template <WeightFormat kFormat> KT_INLINE MatrixLayout as() const {
     return {kFormat, rows, cols, group, scale};
   }
@@ -23,14 +23,14 @@ struct MatrixLayout {
                ? round_up(ceil_div(cols, kFp8BlockSize) * 4, 64)
                : traits().head_bytes;
   }
-  // Columns that come together in the stream, with their scales.
+  // Columns of a block, which are stored together with their scales.
   KT_INLINE int64_t block_cols() const { return has_group() ? group : traits().block_cols; }
   KT_INLINE int64_t block_scale_bytes() const {  // before the steps of a block
     return traits().scale_bytes + (has_group() ? kTileRows * scale_bytes() : 0);
   }
   KT_INLINE int64_t scale_bytes() const { return scale == ScaleType::kFP32 ? 4 : 2; }
   KT_INLINE int64_t code_bits() const { return traits().codes.bits; }
-  // Columns of a step, where all are of the same bits.
+  // Columns of a step, if all steps have codes of the same bits.
   KT_INLINE int64_t step_cols() const { return 32 / code_bits(); }
   KT_INLINE int64_t block_bytes() const {
     return block_scale_bytes() + block_cols() * code_bits() * kTileRows / 8;
@@ -39,10 +39,10 @@ struct MatrixLayout {
     return head_bytes() + cols_padded() / block_cols() * block_bytes();
   }
   KT_INLINE int64_t bytes() const { return tiles() * tile_bytes(); }
-  // What H and I must be multiples of.
+  // H and I must be multiples of this.
   KT_INLINE int64_t column_unit() const { return has_group() ? group : traits().column_unit; }
-  // What a pool's part of I must be a multiple of: whole tiles, blocks and scales, and no pads but
-  // at the end.
+  // A pool's part of I must be a multiple of this: whole tiles, blocks and scales, with padding
+  // only at the end.
   KT_INLINE int64_t split_unit() const {
     return traits().scales.kind == ScaleKind::kBlock ? kFp8BlockSize : block_cols();
   }

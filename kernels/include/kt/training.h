@@ -1,23 +1,24 @@
-// The kernels that only training needs, a part of the kernel table: gradients of the products, of
-// the activation and of low-rank adapters.
+// The part of the kernel table that only training needs: gradients of the products, of the
+// activation and of low-rank adapters.
 //
-// Gradients and adapter activations are rows of bf16 values as the table's GEMM kernel of bf16
-// weights takes them (kernel_table.h, format[kBF16].gemm), whatever the format of the weights. A
-// "tile" of values is m rows of 32 floats. Every sum has one order, whatever the thread.
+// Gradients and adapter activations are rows of bf16 values in the form that the table's GEMM
+// kernel of bf16 weights takes (kernel_table.h, format[kBF16].gemm), whatever the format of the
+// weights. A "tile" of values is m rows of 32 floats. Every sum has a fixed order, independent of
+// threads.
 #pragma once
 #include "kt/kernel_table.h"
 
 namespace kt {
 
-// Columns that one call of a transposed product computes, two tiles of values; it begins at a
-// multiple of them.
+// Columns computed by one call of a transposed product: two tiles of values, starting at a multiple
+// of this number.
 constexpr int64_t kTransposedColumns = 64;
 
 // out[r * 32 + c] = sum_n A[r,n] * W[n, column + c] for 32 columns, and out[out_stride + ...] for
-// the next 32 where the matrix has them. `tiles` is the first packed tile of W (not transposed),
-// tile_stride the bytes from one to the next. A has 32 columns for each tile, zeros past the rows
-// of W. `out` has the slack of a TileProduct, `scratch` has transposed_scratch() bytes, aligned to
-// 64.
+// the next 32 if the matrix has them. `tiles` is the first packed tile of W (not transposed), and
+// tile_stride is the bytes from one tile to the next. A has 32 columns for each tile, zeros past
+// the rows of W. `out` needs the extra room of a TileProduct; `scratch` has transposed_scratch()
+// bytes, aligned to 64.
 using TransposedProduct = void (*)(const uint8_t* tiles, int64_t tile_stride,
                                    const MatrixLayout& layout, int64_t column, const ActRows& a,
                                    int64_t m, uint8_t* scratch, float* out, int64_t out_stride);
@@ -26,17 +27,17 @@ KT_INLINE int64_t transposed_scratch(int64_t rows) {
   return round_up(rows, kTileRows) * kTransposedColumns * 2;
 }
 
-// Which random numbers decide what is dropped, by Philox 4x32-10 (Salmon et al., "Parallel random
+// Selects the random numbers of dropout, which are Philox 4x32-10 (Salmon et al., "Parallel random
 // numbers: as easy as 1, 2, 3", SC 2011). The number of column c is word c % 4 of the counter
 // (c / 4, token, expert, matrix) under the key (low, high half of the seed).
 struct DropKey {
   uint64_t seed;
   uint32_t threshold;  // numbers below it are dropped: p * 2^32
-  float scale;         // 1 / (1 - p), what is kept is multiplied by
+  float scale;         // 1 / (1 - p), which multiplies the kept values
   uint32_t expert, matrix;
 };
 
-// What SwiGLU's backward writes: tiles of m rows, and one dot product a row.
+// The output of SwiGLU's backward pass: tiles of m rows, and one dot product per row.
 struct SwigluGradients {
   float *h, *gate, *up;
   float* dot;
@@ -45,7 +46,7 @@ struct SwigluGradients {
 struct TrainingKernels {
   const TransposedProduct* transposed;  // by WeightFormat
 
-  // Of one tile: h = act(gate) * up (Activation), the gradients of gate and up for a gradient
+  // For one tile: h = act(gate) * up (Activation), the gradients of gate and up for a gradient
   // weight[r] * v of h, and dot[r] = sum_n v * h. gate and up are bf16 and include their biases.
   void (*swiglu_backward)(const uint16_t* gate, const uint16_t* up, const float* v,
                           const float* weight, const Activation& act, int64_t m,
@@ -56,8 +57,8 @@ struct TrainingKernels {
   void (*outer)(const float* a, int64_t a_stride, int64_t n, const float* b, int64_t b_stride,
                 int64_t m, float* out);
 
-  // A tile of m rows: 32 columns of the bf16 rows index[r], `stride` values apart; times factor[r]
-  // where it is not null. `valid` columns, then zeros.
+  // Gathers a tile of m rows: 32 columns of the bf16 rows index[r], `stride` values apart,
+  // multiplied by factor[r] unless null. Columns past `valid` become zeros.
   void (*columns)(const uint16_t* rows, int64_t stride, const int32_t* index, const float* factor,
                   int64_t m, int64_t valid, float* out);
 
