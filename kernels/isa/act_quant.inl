@@ -1,8 +1,8 @@
-// Activation rows to A operands (kernel_table.h, QuantiseRow).
+// Converts activation rows to A operands (kernel_table.h, QuantiseRow).
 constexpr int32_t kInfBits = 0x7f800000;
 
-// The largest of non-negative lanes as a float. Absolute values compare as integers, NaN above
-// infinity, so one integer maximum finds both; either gives NaN.
+// The largest non-negative lane, as a float. Absolute values compare like integers, NaN above
+// infinity, so one integer maximum finds both. NaN or infinity gives NaN.
 inline float absmax_lanes(I magnitudes) {
   int32_t bits = max_lanes(magnitudes);
   if (bits >= kInfBits) bits = 0x7fc00000;
@@ -21,8 +21,8 @@ inline float absmax_columns(const void* src, DType type, int64_t begin, int64_t 
 
 float absmax_row(const void* src, DType type, int64_t k) { return absmax_columns(src, type, 0, k); }
 
-// int8 values of columns [begin, end), zeros up to padded_end; returns their sum. A multiplier
-// of 0 (nothing to represent, or NaN scale) gives zeros.
+// Writes the int8 values of columns [begin, end), then zeros up to padded_end; returns their sum. A
+// multiplier of 0 (nothing to represent, or a NaN scale) gives zeros.
 inline int32_t quantise_columns(const void* src, DType type, int64_t begin, int64_t end,
                                 int64_t padded_end, float multiplier, int8_t* dst) {
   const F factor = f_set(multiplier);
@@ -35,7 +35,7 @@ inline int32_t quantise_columns(const void* src, DType type, int64_t begin, int6
   return sum_lanes(sum);
 }
 
-// 127 / absmax, or 0 where it has no finite value (absmax zero, under 3.8e-37, or NaN).
+// 127 / absmax, or 0 if that is not finite (absmax is zero, under 3.8e-37, or NaN).
 inline float int8_multiplier(float absmax) {
   const float multiplier = 127.0f / absmax;
   return multiplier <= 3.4028234e38f ? multiplier : 0.0f;
@@ -50,12 +50,13 @@ void quantise_int8_row(const void* src, DType type, int64_t k, int64_t k_padded,
 }
 
 // The power of two 2^e with absmax / 2^e in (16319.5, 32639], the largest range whose high digits
-// are int8; at least 2^-126, so that its inverse is finite. NaN where absmax is.
+// fit into int8. It is at least 2^-126, so that its inverse is finite. NaN if absmax is NaN.
 inline float int16_scale(float absmax) {
   uint32_t bits;
   __builtin_memcpy(&bits, &absmax, 4);
   if (absmax != absmax) return absmax;
-  // absmax < 2^(x - 126): x its biased exponent. Fits 2^15 with e = x - 126 - 15, or one more.
+  // With x the biased exponent, absmax < 2^(x - 126). It fits 2^15 with e = x - 126 - 15 or one
+  // more.
   int32_t e = int32_t(bits >> 23) - 126 - 15;
   if (e < -126) e = -126;
   const auto power = [](int32_t exponent) {

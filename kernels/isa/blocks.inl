@@ -1,6 +1,6 @@
-// Cuts a product into blocks of up to four activation rows, each of which goes over the tile once.
-// Every output is one chain of operations in ascending k whatever its block, so results do not
-// depend on how many rows come together.
+// Splits a product into blocks of up to four activation rows, each of which reads the tile once.
+// Every output is one chain of operations in ascending k, independent of its block, so results do
+// not depend on how many rows are computed together.
 constexpr int kTileVectors = kTileRows / kLanes;  // of a step
 
 template <int M> struct Rows {
@@ -17,16 +17,17 @@ template <int M> inline Rows<M> rows_at(const ActRows& a, int64_t first) {
   return rows;
 }
 
-// How many vectors of a step M rows process at a time, if each row needs `registers` accumulators
-// per vector: `most`, or as many as fit in half of the register file. With fewer than kTileVectors,
-// a kernel makes several passes over a few columns, and the weights come from L1 after the first.
+// How many vectors of a step M rows process at a time if each row needs `registers` accumulators
+// per vector: `most`, or as many as fit into half of the register file. With fewer than
+// kTileVectors, a kernel passes several times over a few columns, and reads the weights from L1
+// after the first pass.
 constexpr int vectors_at_once(int rows, int registers, int most) {
   while (most > 1 && rows * most * registers > kRegisters / 2) most /= 2;
   return most;
 }
 
-// Block::run<M>(tile, layout, a, rows, out): the M rows `rows`, of kind Block::kAct, by all of the
-// tile.
+// Block::run<M>(tile, layout, a, rows, out) multiplies the M rows `rows`, of kind Block::kAct, with
+// the whole tile.
 template <class Block, int M>
 inline void row_block(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a,
                       int64_t first, float* out) {
@@ -44,17 +45,17 @@ void vector_product(const uint8_t* tile, const MatrixLayout& layout, const ActRo
     }
 }
 
-// Two ways to keep the compiler from wasting registers. The first hides what a pointer is, so that
-// loads by it stay where they are, instead of being taken out of a loop and spilled: broadcasts
-// from memory are as cheap as reads of the stack. The second makes it read what was stored.
+// Two ways to keep the compiler from wasting registers. The first hides the origin of a pointer, so
+// that loads through it stay in a loop instead of being hoisted and spilled: broadcasts from memory
+// cost no more than reads of the stack. The second makes the compiler read back what was stored.
 inline const uint8_t* reload(const uint8_t* p) {
   asm("" : "+r"(p));
   return p;
 }
 template <class T, int N> inline void settle(T (&x)[N]) { asm("" : "+m"(x)); }
 
-// The processor's own prefetching follows a kernel that computes on what it reads only so far: 2 KB
-// ahead measured best of 1 to 8 KB. Past the end of a tile lies the next one.
+// The hardware prefetcher does not run far enough ahead of a kernel that computes on what it reads.
+// 2 KB ahead was the fastest of 1 to 8 KB. The next tile follows the end of a tile.
 constexpr int64_t kPrefetchBytes = 2048;
 inline void prefetch_lines(const uint8_t* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i + kPrefetchBytes);

@@ -1,9 +1,9 @@
-// Integer dot products of packed codes with activations in int8 digits. Codes are taken in quads:
-// four columns of a row, in the four bytes of its lane; 32 columns are eight quads.
+// Integer dot products of packed codes with activations in int8 digits. Codes are processed in
+// quads: four columns of a row, in the four bytes of its lane. 32 columns are eight quads.
 
-// ---- codes to unsigned bytes: quad<c>(w) of the kSteps steps of 32 columns at w. kMost is the
-// largest byte there is; kCodeOffset is what bytes are above what the codes stand for, where this
-// is the same for all formats that have them.
+// ---- Codes to unsigned bytes: quad<c>(w) of the kSteps steps of 32 columns at w. kMost is the
+// largest possible byte. kCodeOffset is the difference between bytes and the values of codes, if it
+// is the same in all formats with such codes.
 template <int bits> struct PlaneCodes {
   static constexpr int kSteps = bits, kMost = (1 << bits) - 1, kCodeOffset = 0;
   template <int c> static inline I quad(const uint8_t* w) { return part_quad<bits, c>(w, 0); }
@@ -28,11 +28,12 @@ struct SignedByteCodes {
   }
 };
 
-// ---- products. Where dot_codes adds in 16 bits, sums of few products are taken out before they
-// overflow: of digits down to -128, in pairs of columns.
+// ---- Products. If dot_codes adds in 16 bits, the sums of a few products are widened before they
+// overflow. Digits are -128 at least, and each sum adds pairs of columns.
 constexpr bool fits_narrow(int quads, int most) { return quads * 2 * most * 128 <= 32768; }
-// A single quad of codes of more than 6 bits would overflow as well. These become 16-bit lanes, and
-// the digits of 32 columns the numbers they stand for (pair_digits): even columns, then odd ones.
+// Codes of more than 6 bits would overflow even in a single quad. They become 16-bit lanes, and the
+// digits of 32 columns become the numbers that they represent (pair_digits): even columns, then
+// odd.
 template <class Codes> constexpr bool kPairs = kNarrowDots && !fits_narrow(1, Codes::kMost);
 
 template <class Codes> constexpr int quads_at_once(int quads) {
@@ -52,7 +53,7 @@ inline void pair_digits(const uint8_t* digits, uint8_t* pairs) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(pairs + kActGroup), odd);
 }
 
-// Adds the products of a quad with D digits of its activations, kActGroup bytes apart.
+// Adds the products of a quad with D digits of its activations, which are kActGroup bytes apart.
 template <class Codes, int D> inline void dot_quad(I codes, const uint8_t* x, I (&acc)[D]) {
   for (int d = 0; d < D; ++d) {
     const I digits = i_set(load_i32(x + d * kActGroup));
@@ -64,7 +65,7 @@ template <class Codes, int D> inline void dot_quad(I codes, const uint8_t* x, I 
     }
   }
 }
-// Both digits' sums in one.
+// Combines the sums of both digits.
 template <class Codes> inline I digits_total(const I (&acc)[2]) {
   if constexpr (kPairs<Codes>)
     return i_add(acc[0], acc[1]);

@@ -1,4 +1,4 @@
-// Loads and stores of the tensor element types, 32-bit lanes inside. bf16 is stored with
+// Loads and stores of the tensors' element types as 32-bit lanes. bf16 is stored with
 // round-to-nearest-even; NaN stays NaN.
 inline F load_as_float(const void* p, DType type) {
   const auto* half = static_cast<const uint16_t*>(p);
@@ -9,7 +9,7 @@ inline F load_as_float(const void* p, DType type) {
   }
 }
 
-// The bf16 rounding of x in the upper half of each lane, lower half zero: a float again.
+// x rounded to bf16, as a float: the upper half of each lane, with zeros in the lower half.
 inline F round_bf16(F x) {
   const I bits = as_i(x);
   const I odd = i_and(i_srl<16>(bits), i_set(1));
@@ -28,7 +28,7 @@ inline void store_as(void* p, DType type, F x) {
   }
 }
 
-// Elements [i, i + kLanes) of a row of k, zeros past its end.
+// Elements [i, i + kLanes) of a row of k; zeros past its end.
 inline F load_row(const void* row, DType type, int64_t i, int64_t k) {
   const int64_t bytes = dtype_bytes(type);
   const auto* p = static_cast<const uint8_t*>(row) + i * bytes;
@@ -39,7 +39,7 @@ inline F load_row(const void* row, DType type, int64_t i, int64_t k) {
   return load_as_float(padded, type);
 }
 
-// The first n (<= kLanes) lanes of x.
+// Stores the first n (<= kLanes) lanes of x.
 inline void store_some(void* p, DType type, F x, int64_t n) {
   if (n >= kLanes) return store_as(p, type, x);
   alignas(64) uint8_t all[kLanes * 4];

@@ -1,7 +1,7 @@
-// The end of GEMM kernels with integer products and scales per row.
+// The last step of GEMM kernels with integer products and scales per row.
 inline int64_t row_id(const ActRows& a, int64_t r) { return a.index ? a.index[r] : r; }
 
-// int32 accumulators to floats, in place.
+// Converts int32 accumulators to floats, in place.
 inline void dequantise_rows(const uint8_t* tile, const ActRows& a, int64_t m, float* out) {
   const auto* scale = reinterpret_cast<const float*>(tile);
   for (int64_t r = 0; r < m; ++r)

@@ -1,7 +1,7 @@
-// Dropout (kt/training.h, DropKey). Plain loops, which the compiler turns into vectors.
+// Dropout (kt/training.h, DropKey). Plain loops, which the compiler vectorises.
 constexpr int kDropColumns = 32;  // at a time
 
-// Philox 4x32-10 of counters (first, token, expert, matrix), (first + 1, ...) and so on: word j of
+// Philox 4x32-10 of counters (first, token, expert, matrix), (first + 1, ...) and so on. Word j of
 // counter i is numbers[j][i].
 inline void philox(const DropKey& key, uint32_t first, uint32_t token,
                    uint32_t (&numbers)[4][kDropColumns / 4]) {

@@ -1,23 +1,22 @@
-// The kernels of the weight formats, a row for each in the order of WeightFormat.
+// The kernels of the weight formats: one row per format, in the order of WeightFormat.
 
 template <class Block>
 constexpr ProductKernel vector_kernel{Block::kAct, false, vector_product<Block>};
 
-// KT_GEMM(Units, kernel): the tile kernel of Units with AMX, elsewhere `kernel`. What an
-// instruction set does not use is not even named in it.
+// KT_GEMM(Units, kernel) is the tile kernel of Units with AMX, and `kernel` elsewhere. The unused
+// one is not even named, so it is not compiled.
 #ifdef KT_AMX
 template <class Units>
 constexpr ProductKernel tile_kernel{Units::kInteger ? ActKind::kInt8Row : ActKind::kBF16, true,
                                     tile_product<Units>};
 #define KT_GEMM(Units, ...) tile_kernel<Units>
 #else
-// BF16 weights are multiplied as float32 also where there is dpbf16: on Intel it has half the rate
-// of two FMAs.
+// BF16 weights are multiplied as float32 even if dpbf16 exists: on Intel it has half the rate of
+// two FMAs.
 template <class Columns>
 constexpr ProductKernel float_kernel{ActKind::kFloat, false, gemm_float<Columns>};
-// Integer weights with a scale per group are multiplied fastest as such where there is dpbusd, and
-// GEMV kernels do not wait for memory once a tile is in the cache. Elsewhere float32 FMA is as
-// fast.
+// With dpbusd, integer weights with a scale per group are fastest as integers, and GEMV kernels do
+// not wait for memory once a tile is in the cache. Without it, float32 FMA is as fast.
 #ifdef KT_VNNI
 template <class Scales, class>
 constexpr ProductKernel group_kernel = vector_kernel<GroupBlock<Scales>>;
@@ -27,8 +26,8 @@ template <class, class Columns> constexpr ProductKernel group_kernel = float_ker
 #define KT_GEMM(Units, ...) __VA_ARGS__
 #endif
 
-// Rows per expert from which GEMM is used when the kind is not pinned: where it begins to cost no
-// more than GEMV, measured on one core with weights from memory. avx512_bf16 goes by `vnni`.
+// Rows per expert from which GEMM is used if the kind is not fixed: where GEMM starts to cost no
+// more than GEMV, measured on one core with weights from memory. avx512_bf16 uses `vnni`.
 struct MinRows {
   int amx, vnni, avx512, avx2;
 };
@@ -108,7 +107,7 @@ constexpr FormatKernels kFormatKernels[] = {
     ggml_row<WeightFormat::kIQ4XS>({.amx = 8, .vnni = 5, .avx512 = 20, .avx2 = 48}),
 };
 static_assert(sizeof kFormatKernels / sizeof *kFormatKernels == kFormatCount,
-              "a row of kernels for each format");
+              "one row of kernels per format");
 constexpr bool sound_rows() {
   for (int i = 0; i < kFormatCount; ++i) {
     const FormatKernels& row = kFormatKernels[i];

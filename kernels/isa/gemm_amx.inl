@@ -1,28 +1,28 @@
-// AMX tiles. The columns of a packed tile are taken in stretches whose B operand (a step of the
-// packed layout is one row of both B tiles) stays in the first-level cache while all m rows are
-// multiplied with it. A streams by from the second-level cache: its loads carry the hint not to
-// stay in the first, where they would push B out. The vector unit prepares the next stretch of B
-// between the products. Rows come in blocks of 32 or 16: 2x2 or 1x2 accumulators (tiles 0-3), A in
-// tiles 4 and 5, B in tiles 6 and 7. Rows past m are computed on slack and not used.
+// AMX tile kernels. The columns of a packed tile are processed in stretches, whose B operand stays
+// in L1 while all m rows are multiplied with it. (A step of the packed layout is one row of both B
+// tiles.) A streams from L2; its loads carry a non-temporal hint, because in L1 it would evict B.
+// Between the products, the vector unit prepares the next stretch of B. Rows come in blocks of 32
+// or 16, with 2x2 or 1x2 accumulators (tiles 0-3), A in tiles 4 and 5, and B in tiles 6 and 7. Rows
+// past m are computed on the buffers' extra rows and not used.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Not a local: GCC 12 takes the load to read 8 bytes only, and leaves out the stores of a local's
-// others.
+// Not a local: GCC 12 assumes that the load reads only 8 bytes, and removes the stores to the rest
+// of a local.
 constexpr TileConfig kTileConfig;
 void tiles_begin() { _tile_loadconfig(&kTileConfig); }
 void tiles_end() { _tile_release(); }
 
-// The compiler is not told that _tile_loadd reads memory: vector stores that write what it reads
-// must not be moved past this.
+// The compiler does not know that _tile_loadd reads memory. Vector stores to the memory that it
+// reads must not be moved past this.
 inline void stores_before_tile_loads() { asm volatile("" ::: "memory"); }
 
-// A unit of B is what one product takes, 16 steps: 32 columns of bf16 or 64 of int8. A unit of 16
-// A rows is a tile, 64 bytes of each. A stretch of 8 KB, twice where it is unpacked to a buffer,
-// leaves half of the first-level cache to the sibling thread.
+// A unit of B is the operand of one product, 16 steps: 32 columns of bf16 or 64 of int8. A unit of
+// 16 A rows is a tile, 64 bytes of each row. A stretch takes 8 KB, or twice that if it is unpacked
+// to a buffer, which leaves half of L1 to the sibling thread.
 constexpr int64_t kUnitBytes = 16 * kStepBytes;
 constexpr int64_t kBlockBytes = kBlockRows * kChunkBytes;
 constexpr int64_t kStretchUnits = 4;
@@ -31,17 +31,17 @@ constexpr int64_t kStretchUnits = 4;
 constexpr int64_t kUnitPieces = 4;
 constexpr int64_t kPieceBytes = kUnitBytes / kUnitPieces;
 
-// Prefetches the packed bytes of the piece that comes 8 units after the one at p. Past the end of a
-// tile that is the next one of the stream.
+// Prefetches the packed bytes of the piece that is 8 units after the one at p. Past the end of a
+// tile, this is the next tile of the stream.
 template <int64_t bytes> inline void prefetch_ahead(const uint8_t* p) {
   constexpr int64_t kDistance = 8 * kUnitPieces * bytes;
   for (int64_t i = 0; i < bytes; i += 64)
     _mm_prefetch(reinterpret_cast<const char*>(p + kDistance + i), _MM_HINT_T1);
 }
 
-// B where the packed steps are already what the tile unit takes. What a kernel needs of B:
-// unit(u); prepare(p), called for every piece in ascending order at least a stretch ahead; and
-// finish(), which turns the accumulators of m rows in `out` into the result.
+// B if the packed steps are already what the tile unit takes. A kernel needs of B: unit(u);
+// prepare(p), which is called for every piece in ascending order at least a stretch ahead; and
+// finish(), which converts the accumulators of m rows in `out` to the result.
 template <bool integer> struct PackedUnits {
   static constexpr bool kInteger = integer;
   const uint8_t* steps;
@@ -49,7 +49,7 @@ template <bool integer> struct PackedUnits {
   void prepare(int64_t p) const { prefetch_ahead<kPieceBytes>(steps + p * kPieceBytes); }
 };
 
-// B where steps are unpacked, to a buffer of two stretches.
+// B if steps are unpacked, to a buffer of two stretches.
 template <bool integer> struct UnpackedUnits {
   static constexpr bool kInteger = integer;
   static constexpr int64_t kPieces = 2 * kStretchUnits * kUnitPieces;
@@ -58,12 +58,12 @@ template <bool integer> struct UnpackedUnits {
   const uint8_t* unit(int64_t u) { return piece(u * kUnitPieces); }
 };
 
-// Prepares B at an even pace.
+// Prepares B at an even rate.
 template <class B> struct Pace {
   B& b;
   int64_t ready = 0;                   // pieces
   int64_t end = 0, due = 0, rate = 0;  // the last two in 1/1024 pieces
-  // Pieces before `to` are to be ready after `products` steps.
+  // Pieces before `to` must be ready after `products` steps.
   void stretch(int64_t to, int64_t products) {
     end = to;
     due = ready * 1024;
@@ -77,19 +77,19 @@ template <class B> struct Pace {
   }
 };
 
-// Where accumulator `tile` of the block at c lies: 32 values of 4 bytes a row.
+// The address of accumulator `tile` of the block at c: 32 values of 4 bytes per row.
 template <class Byte> inline Byte* accumulator(Byte* c, int tile) {
   return c + tile / 2 * 16 * kStepBytes + tile % 2 * 64;
 }
 
-// What happens to the accumulators before the first product of a block: those of the block before
-// are stored where `store` is not null, then they start from zero, from `load`, or as they are.
+// What happens to the accumulators before the first product of a block: those of the previous block
+// are stored if `store` is not null. Then they start from zero, from `load`, or unchanged.
 struct Accumulators {
   uint8_t* store;
   const uint8_t* load;
   bool zero;
 };
-// Macros, since GCC 12 pastes tile numbers into the instruction.
+// Macros, because GCC 12 pastes tile numbers into the instruction.
 #define KT_BEGIN(tile)                                                         \
   if (acc.store) _tile_stored(tile, accumulator(acc.store, tile), kStepBytes); \
   if (acc.zero)                                                                \
@@ -102,7 +102,7 @@ struct Accumulators {
   else                        \
     _tile_dpbf16ps(tile, a, b)
 
-// The A and B tiles of a product of 32 or 16 rows.
+// Loads the A and B tiles of a product of 32 or 16 rows.
 inline void load_operands(const uint8_t* a, int64_t stride, const uint8_t* b, bool two) {
   _tile_stream_loadd(4, a, kChunkBytes);
   _tile_loadd(6, b, kStepBytes);
@@ -110,8 +110,8 @@ inline void load_operands(const uint8_t* a, int64_t stride, const uint8_t* b, bo
   if (two) _tile_stream_loadd(5, a + kBlockRows * stride, kChunkBytes);
 }
 
-// The product of the loaded operands. The accumulators of the first one of a block are switched one
-// by one, so that the tile unit always has one to work on.
+// Multiplies the loaded operands. In the first product of a block, the accumulators are switched
+// one by one, so that the tile unit always has one to work on.
 template <bool integer, bool two, bool first> inline void multiply(const Accumulators& acc) {
   if constexpr (first) {
     KT_BEGIN(0);
@@ -145,9 +145,9 @@ inline void store_32(uint8_t* c) {
 #undef KT_BEGIN
 #undef KT_DOT
 
-// Where a product's operands come from.
+// The addresses of a product's operands.
 struct Operands {
-  const uint8_t* a;  // of unit 0; null: there is no product
+  const uint8_t* a;  // of unit 0; null if there is no product
   int64_t unit;
   bool two;
 };
@@ -155,9 +155,9 @@ template <class B> inline void load(B& b, const Operands& o, int64_t stride) {
   load_operands(o.a + o.unit * kBlockBytes, stride, b.unit(o.unit), o.two);
 }
 
-// Units from o on up to `end` of one block of rows. The operands of a product are loaded before the
-// vector work that precedes it, to arrive during it: those of the first one by the caller, and
-// those of `next` here.
+// Multiplies units from o on, up to `end`, of one block of rows. The operands of a product are
+// loaded before the vector work that precedes it, so that they arrive during it. The caller has
+// loaded the first ones; this loads those of `next`.
 template <bool two, class B>
 inline void multiply_block(B& b, Pace<B>& pace, Operands o, int64_t end, const Operands& next,
                            int64_t stride, const Accumulators& acc) {
@@ -187,18 +187,18 @@ void tile_product(const uint8_t* tile, const MatrixLayout& layout, const ActRows
     return Operands{unit < units ? a.data + row * a.stride : nullptr, unit, m - row > 16};
   };
   load(b, operands(0, 0), a.stride);
-  uint8_t* pending = nullptr;  // where the accumulators of 32 rows are to be stored
+  uint8_t* pending = nullptr;  // where to store the accumulators of 32 rows
   for (int64_t first = 0; first < units; first = stretch_end(first)) {
     const int64_t end = stretch_end(first);
-    // Ready before the last step, where the next stretch's first operands are loaded. A stretch of
-    // one product has no next one.
+    // Must be ready before the last step, which loads the first operands of the next stretch. A
+    // stretch of one product has no next one.
     const int64_t products = blocks * (end - first);
     pace.stretch(stretch_end(end) * kUnitPieces, products > 1 ? products - 1 : 1);
     for (int64_t r = 0; r < m; r += 32) {
       auto* c = reinterpret_cast<uint8_t*>(out + r * kTileRows);
       const Operands now = operands(r, first),
                      next = r + 32 < m ? operands(r + 32, first) : operands(0, end);
-      // The accumulators of a single block stay in the tiles.
+      // A single block keeps its accumulators in the tiles.
       const bool alone = blocks == 1, zero = first == 0;
       if (now.two) {
         multiply_block<true>(b, pace, now, end, next, a.stride,

@@ -1,4 +1,4 @@
-// Weights as float32 (unpack_float.inl), A rows of floats: one FMA per vector of weight rows.
+// Weights as float32 (unpack_float.inl) and A rows of floats: one FMA per vector of weight rows.
 struct FloatBlock {
   // AVX-512: 16 accumulators of 32 registers; AVX2: 12 of 16, in both shapes.
   static constexpr int kMaxRows = kLanes == 16 ? 8 : 6;
@@ -45,7 +45,7 @@ void gemm_float(const uint8_t* tile, const MatrixLayout& layout, const ActRows& 
                 float* out) {
   alignas(64) float w[kFloatStretch * kTileRows];
   const int64_t k_end = layout.cols_padded();
-  // Few rows wait for memory: short bursts of prefetches disturb less.
+  // With few rows, the kernel waits for memory, and short bursts of prefetches disturb less.
   const int64_t stretch = m <= 16 ? kFloatStretch / 2 : kFloatStretch;
   const auto at = [&](int64_t k) {
     return tile + layout.head_bytes() + k / layout.block_cols() * layout.block_bytes();

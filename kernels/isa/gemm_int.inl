@@ -1,7 +1,7 @@
-// Integer weights with a scale per row: exact int32 accumulators, which lie in `out` until the
-// scales turn them to floats as in gemv_int.inl, bit for bit.
+// Integer weights with a scale per row. The int32 accumulators are exact and stay in `out` until
+// the scales convert them to floats, bit for bit as in gemv_int.inl.
 
-// What a block of rows works on.
+// The operands of a block of rows.
 struct IntStretch {
   const uint8_t* w;
   int64_t columns;
@@ -26,7 +26,7 @@ template <int M, int V> inline void store_sums(const I (&acc)[M][V], float* y) {
 #include "gemm_maddubs.inl"
 #endif
 
-// A 4-bit stretch to 8-bit steps of u.
+// Unpacks a 4-bit stretch to 8-bit steps of u.
 inline void unpack_nibbles(const uint8_t* p, int64_t columns, uint8_t* dst) {
   const I mask = i_set(0x0f0f0f0f);
   for (int64_t k = 0; k < columns; k += 8, p += kStepBytes, dst += 2 * kStepBytes)

@@ -1,6 +1,7 @@
-// Without dpbusd. INT4: maddubs of u and int8 activations is at most 2 * 15 * 127 = 3810, so eight
-// of them are added in 16 bits before one madd widens them. INT8 would saturate: weights and
-// activations are widened to 16 bits before (once for all rows, or all weight rows), for madd.
+// Products without dpbusd. INT4: maddubs of u and int8 activations is at most 2 * 15 * 127 = 3810,
+// so eight of them are added in 16 bits before a madd widens them. INT8 would saturate, so weights
+// are first widened to 16 bits (once for all rows), and activations, too (once for all weight
+// rows), for madd.
 struct NibbleBlock : IntStretch {
   static constexpr int kMaxRows = kLanes == 16 ? 8 : 6;
   static constexpr int kChunk = 8;  // steps of 4 columns
@@ -38,11 +39,11 @@ struct NibbleBlock : IntStretch {
 
 constexpr int64_t kInt8Stretch = 256;  // columns: 16 KB in 16 bits
 
-// The even and the odd bytes of each lane, sign-extended: two pairs of columns.
+// The even and the odd bytes of each lane, sign-extended, as two pairs of columns.
 inline I even_bytes(I x) { return i_sra16<8>(i_sll16<8>(x)); }
 inline I odd_bytes(I x) { return i_sra16<8>(x); }
 
-struct Int8RowBlock : IntStretch {  // w: for each step its even, then its odd bytes
+struct Int8RowBlock : IntStretch {  // w: for each step, its even bytes, then its odd bytes
   static constexpr int kMaxRows = kLanes == 16 ? 8 : 6;
 
   template <int M> void run(int64_t first, int64_t part, int64_t parts) const {

@@ -1,5 +1,5 @@
-// Shared by the GEMM kernels of the vector units. A stretch of a tile's columns is unpacked once
-// into a buffer in L1; then blocks of rows are multiplied with it. Accumulators pass through `out`
+// Shared by the GEMM kernels of the vector units. A stretch of a tile's columns is unpacked once,
+// to a buffer in L1. Then blocks of rows are multiplied with it. Accumulators pass through `out`
 // from one stretch to the next, so every output is one chain of operations in ascending k,
 // independent of the other rows.
 
@@ -9,7 +9,7 @@ struct Ahead {
   const uint8_t* from;
   int64_t bytes;
 
-  // Part number `part` of `parts`.
+  // Prefetches part number `part` of `parts`.
   void fetch(int64_t part, int64_t parts) const {
     const uint8_t* end = from + bytes * (part + 1) / parts;
     for (const uint8_t* p = from + bytes * part / parts; p < end; p += 64)
@@ -26,7 +26,7 @@ inline void row_block_of(const Block& block, int64_t first, int64_t rows, int64_
   block.template run<M>(first, part, parts);
 }
 
-// All m rows in blocks of nearly equal size: one of few rows would wait for its own results.
+// Processes m rows in blocks of nearly equal size: a block of few rows would wait for its results.
 template <class Block> [[gnu::noinline]] void row_blocks(const Block& block, int64_t m) {
   const int64_t parts = ceil_div(m, Block::kMaxRows);
   for (int64_t part = 0, first = 0; part < parts; ++part) {

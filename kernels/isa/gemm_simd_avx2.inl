@@ -1,4 +1,4 @@
-// What only the GEMM kernels need besides simd_avx2.inl.
+// Additions to simd_avx2.inl that only the GEMM kernels need.
 
 // The values of 4-bit codes, as float32.
 using NibbleTable = __m128i;

@@ -1,6 +1,6 @@
-// dpbusd: four products a lane, one of the operands unsigned.
+// dpbusd: four products per lane; one operand is unsigned.
 
-// M rows of 8-bit steps; the unsigned operand is A, or else W.
+// M rows of 8-bit steps. The unsigned operand is A if unsigned_a, otherwise W.
 template <int M, bool unsigned_a>
 inline void dpbusd_rows(const IntStretch& s, const uint8_t* const (&x)[M], int64_t first,
                         int64_t part, int64_t parts) {
@@ -40,7 +40,7 @@ struct NibbleBlock : IntStretch {
 
 constexpr int64_t kInt8Stretch = 512;  // columns: 16 KB
 
-struct Int8RowBlock : IntStretch {  // activations offset by 128
+struct Int8RowBlock : IntStretch {  // activations are offset by 128
   static constexpr int kMaxRows = 8;
   template <int M> void run(int64_t first, int64_t part, int64_t parts) const {
     const Rows<M> rows = rows_at<M>(a, first);

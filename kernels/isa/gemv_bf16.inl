@@ -1,4 +1,4 @@
-// BF16 weights, vector units. A lane holds two consecutive k.
+// BF16 weights on the vector units. A lane holds two consecutive k.
 struct Bf16Block {
 #ifdef KT_BF16_OPERANDS
   static constexpr ActKind kAct = ActKind::kBF16;
@@ -20,7 +20,7 @@ struct Bf16Block {
   }
 
 #ifdef KT_BF16_OPERANDS
-  // dpbf16ps: two products a lane, A rows of bf16 pairs.
+  // dpbf16ps: two products per lane, A rows of bf16 pairs.
   template <int M>
   static inline void add_step(const uint8_t* w, int64_t s, const Rows<M>& rows,
                               F (&acc)[M][kTileVectors]) {
@@ -31,8 +31,8 @@ struct Bf16Block {
     }
   }
 #else
-  // float32 FMA, A rows of floats that hold bf16 values; shifting and masking make floats of
-  // weights.
+  // float32 FMA, A rows of floats that hold bf16 values. Shifting and masking converts weights to
+  // floats.
   template <int M>
   static inline void add_step(const uint8_t* w, int64_t s, const Rows<M>& rows,
                               F (&acc)[M][kTileVectors]) {

@@ -1,21 +1,21 @@
-// e4m3 weights, vector units: float32 FMA, A rows of floats that hold bf16 values. The fp16 form of
-// a 16-bit step (decode.inl) becomes vectors of pairs of columns, so an accumulator holds the sums
-// of even and of odd columns side by side. They are added up, and scaled, once per part of the
-// columns.
+// e4m3 weights on the vector units: float32 FMA, A rows of floats that hold bf16 values. The fp16
+// form of a 16-bit step (decode.inl) is converted to vectors of pairs of columns, so an accumulator
+// has the sums of even and odd columns next to each other. They are added and scaled once per part
+// of the columns.
 
 // Sums of `steps` steps for vectors [first, first + V) of each: acc[r][2v] and acc[r][2v + 1].
 template <int M, int V>
 inline void e4m3_steps(const uint8_t* w, int first, int64_t steps, const Rows<M>& rows, int64_t k,
                        F (&acc)[M][2 * V]) {
   for (int64_t s = 0; s < steps; ++s, w += kStepBytes, k += 4) {
-    prefetch_steps(w, 1);  // also when it is not the first time: the others spread the load
+    prefetch_steps(w, 1);  // in every pass, not only the first: this spreads the loads
     alignas(64) uint16_t half[2][2 * V * kLanes];
     for (int v = 0; v < V; ++v) {
       const I step = i_load(w + (first + v) * kLanes * 4);
       i_store(half[0] + 2 * v * kLanes, e4m3_even_fp16(step));
       i_store(half[1] + 2 * v * kLanes, e4m3_odd_fp16(step));
     }
-    settle(half);  // converting from memory saves the shuffle that upper halves take
+    settle(half);  // converting from memory avoids the shuffle that upper halves need
     for (int p = 0; p < 2; ++p) {
       F x[M];
       for (int r = 0; r < M; ++r)
@@ -42,7 +42,7 @@ inline void e4m3_part(const uint8_t* w, int64_t steps, const Rows<M>& rows, int6
       const F s = scale(first + v);
       for (int r = 0; r < M; ++r) {
         F& sum = total[r][first + v];
-        // The unit goes into the sum: a scale near the largest float could not take it.
+        // The unit is applied to the sum, because the largest scales would overflow with it.
         sum = f_fma(f_mul(f_pair_sums(acc[r][2 * v], acc[r][2 * v + 1]), f_set(kE4m3Unit)), s, sum);
       }
     }
@@ -80,7 +80,7 @@ struct Fp8RowBlock {
     F total[M][kTileVectors];
     zero_rows(total);
     const int64_t steps = layout.cols_padded() / 4;
-    constexpr int64_t kPart = 32;  // so that what goes over it more than once stays in the cache
+    constexpr int64_t kPart = 32;  // small enough that repeated passes read it from the cache
     const uint8_t* w = tile + layout.head_bytes();
     for (int64_t s = 0; s < steps; s += kPart)
       e4m3_part(

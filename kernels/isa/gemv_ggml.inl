@@ -1,6 +1,6 @@
-// Weights in the formats of ggml: what they are for GroupBlock, from their rows in kt/format.h.
+// The scales and codes of ggml's formats for GroupBlock, derived from their rows in kt/format.h.
 
-// Scales of 32 columns, or of 16 and 16, with what is added to each weight.
+// Scales of 32 columns, or of twice 16, with what is added to each weight.
 template <int n> struct AffineScales {
   AffineScale part[n];
   inline F add(const F (&dot)[n], const F (&sum)[n], F unit, F total) const {
@@ -29,7 +29,7 @@ template <WeightFormat format> struct GgmlScales {
     AffineScales<kSums> scales;
     for (int p = 0; p < kSums; ++p)
       scales.part[p] = ggml_scale<format>(block, i * kSums + p, v * kLanes);
-    // The offset is taken off the integers.
+    // The offset is subtracted from the integers.
     if constexpr (kForm.scales.minimum)
       return scales;
     else if constexpr (kSums == 1)

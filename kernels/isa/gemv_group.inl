@@ -1,16 +1,16 @@
-// Integer weights with a scale per group of columns, vector units. Activations are in fixed point
-// (kernel_table.h, kInt16Group), so products are integer: codes times two digits, exact in int32
-// for 32 columns (16 where these have two scales), then multiplied by the activation's unit, a
-// power of two, and by the weights' scale in float32.
+// Integer weights with a scale per group of columns, on the vector units. Activations are in fixed
+// point (kernel_table.h, kInt16Group), so products are integer: codes times two digits, exact in
+// int32 for 32 columns (16 if these have two scales). The sums are multiplied in float32 by the
+// activation's unit, a power of two, and by the weights' scale.
 
-// A format is the scales of a block of columns, Format(block, layout), and gives
+// A format is a class for the scales of a block of columns, Format(block, layout), with
 //   kFormat
-//   Codes         what its codes are (codes.inl)
-//   kOffset       what Codes' bytes are above the integers they stand for
-//   kScaleBytes   of a block, at least
+//   Codes         the type of its codes (codes.inl)
+//   kOffset       the difference between Codes' bytes and the integers that they represent
+//   kScaleBytes   at least this many bytes of scales per block
 //   kSums         scales, and sums of products, per 32 columns
-//   at(i, v)      what add needs for vector v of rows in 32 columns, the i-th of the block
-//   add(...)      the total with the products of these columns
+//   at(i, v)      what add needs for vector v of rows in the i-th 32 columns of the block
+//   add(...)      the total including the products of these columns
 //   finish(tile, total)
 template <class Format> struct GroupBlock {
   static constexpr ActKind kAct = ActKind::kInt16Group;
@@ -103,7 +103,7 @@ struct OneScale {
   }
 };
 
-// One for the first 16 and one for the others.
+// One scale for the first 16 columns and one for the other 16.
 struct TwoScales {
   F first, second;
   inline F add(const F (&dot)[2], const F (&)[2], F unit, F total) const {
@@ -124,8 +124,8 @@ struct Int4Scales {
   template <int M> static inline void finish(const uint8_t*, F (&)[M][kTileVectors]) {}
 };
 
-// The zero point's part is taken off in float32: both terms are integers under 2^24, so this is
-// the rounding of the exact difference.
+// The zero point's part is subtracted in float32. Both terms are integers under 2^24, so this
+// rounds the exact difference.
 struct Int4ZeroScales : Int4Scales {
   static constexpr WeightFormat kFormat = WeightFormat::kInt4Zero;
   static constexpr int64_t kScaleBytes = 128;
@@ -183,7 +183,7 @@ struct NvFp4Scales {
   template <int M> static inline void finish(const uint8_t* tile, F (&total)[M][kTileVectors]) {
     float global;
     __builtin_memcpy(&global, tile, 4);
-    // kE4m3Unit * kE2m1Unit in the sum: a global scale could overflow with it.
+    // kE4m3Unit * kE2m1Unit is applied to the sum, because a global scale could overflow with it.
     for (auto& row : total)
       for (F& x : row) x = f_mul(f_mul(x, f_set(kE4m3Unit * kE2m1Unit)), f_set(global));
   }

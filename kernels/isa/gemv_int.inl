@@ -1,6 +1,6 @@
-// Integer weights with a scale per row, vector units: exact int32 accumulators, then scales in
-// float32. The float operations after the accumulators are the same on every instruction set and
-// in the tile kernels: results are equal bit for bit.
+// Integer weights with a scale per row, on the vector units: exact int32 accumulators, then scales
+// in float32. The float operations after the accumulators are the same on every instruction set and
+// in the tile kernels, so results are equal bit for bit.
 
 // q * (weight scale * activation scale)
 inline F dequantise(I acc, F weight_scale, float act_scale) {
@@ -47,7 +47,7 @@ struct Int8Block {
   }
 };
 
-struct Int4RowBlock {  // u = q + 8: takes 8 * sum(activations) off the sum
+struct Int4RowBlock {  // u = q + 8, so 8 * sum(activations) is subtracted from the sum
   static constexpr ActKind kAct = ActKind::kInt8Row;
 
   template <int M>

@@ -2,8 +2,8 @@
 //   KT_TABLE      the variable's name             KT_NAME      the table's name
 //   KT_FEATURES   required sys::Feature bits      KT_WIDE      512-bit vectors
 //   KT_VNNI, KT_BF16_OPERANDS, KT_AMX             what else the kernels may use
-// and includes this file, once. Everything is in an anonymous namespace: a symbol shared with
-// another instruction set's object could be kept by the linker in the wrong version.
+// and includes this file once. Everything is in an anonymous namespace: of a symbol shared with
+// another instruction set's object, the linker could keep the wrong version.
 #ifdef KT_EMULATE
 #include "emul/emul512.h"
 #ifdef KT_AMX

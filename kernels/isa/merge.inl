@@ -1,4 +1,4 @@
-// The weighted sum over experts, and its conversion to the output (kernel_table.h).
+// The weighted sum over experts and its conversion to the output (kernel_table.h).
 void merge_tile(const float* out, const float* bias, const float* weight, const int32_t* token,
                 int64_t m, float* acc) {
   for (int64_t r = 0; r < m; ++r) {
@@ -12,7 +12,7 @@ void merge_tile(const float* out, const float* bias, const float* weight, const 
   }
 }
 
-// From +0 on, so that a part of nothing but zeros changes no bit (a part may be -0).
+// Starts from +0, so that a part that has only zeros changes no bit (a part may be -0).
 void finish_columns(const float* const* part, int parts, const float* add, int64_t n, void* dst,
                     DType dtype) {
   for (int64_t i = 0; i < n; i += kLanes) {

@@ -1,9 +1,9 @@
-// Codes of ggml's formats from their planes (kt/format.h), four columns at a time: the unsigned
-// codes of quad `quad` (0 to 7) of a part of 32 columns, in the four bytes of each lane.
+// Reads the codes of ggml's formats from their planes (kt/format.h), four columns at a time: the
+// unsigned codes of quad `quad` (0 to 7) of 32 columns, in the four bytes of each lane.
 
 constexpr uint32_t plane_mask(int bits) { return 0x01010101u * ((1u << bits) - 1); }
 
-// One plane's bits of a quad, moved to bit `to` of each byte.
+// The bits of a quad in one plane, moved to bit `to` of each byte.
 template <int bits, int quad, int to = 0> inline I plane_quad(const uint8_t* plane, int lane) {
   constexpr int kQuads = 8 / bits, kShift = quad % kQuads * bits - to;
   const I x = i_load(plane + quad / kQuads * kStepBytes + lane * 4);
@@ -22,8 +22,8 @@ template <int bits, int quad> inline I part_quad(const uint8_t* part, int lane) 
     return i_or(low, plane_quad<bits - kLow, quad, kLow>(part + kLow * kStepBytes, lane));
 }
 
-// W = q * scale + bias, for the codes q of one sub-block and one vector of rows; exact but for the
-// last rounding.
+// W = q * scale + bias, for the codes q of one sub-block and one vector of rows. Only the last
+// rounding is inexact.
 struct AffineScale {
   F scale, bias;
 };

@@ -1,5 +1,5 @@
-// Eight 32-bit lanes: AVX2 + FMA + F16C. The names here are the vocabulary of all kernels; each
-// simd_*.inl gives the same names for its vector width. Included inside an anonymous namespace.
+// Eight 32-bit lanes: AVX2, FMA, F16C. All kernels are written with the names defined here; each
+// simd_*.inl defines the same names for its vector width. Included in an anonymous namespace.
 using F = __m256;   // float lanes
 using I = __m256i;  // int32 lanes (or the bytes of a step)
 constexpr int kLanes = 8;
@@ -14,7 +14,7 @@ inline F f_fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
 inline F f_add(F a, F b) { return _mm256_add_ps(a, b); }
 inline F f_mul(F a, F b) { return _mm256_mul_ps(a, b); }
 inline F f_div(F a, F b) { return _mm256_div_ps(a, b); }
-// On NaN both return the second operand, so data goes second.
+// If an operand is NaN, both return the second operand, so data is passed second.
 inline F f_min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F f_max(F a, F b) { return _mm256_max_ps(a, b); }
 
@@ -75,7 +75,7 @@ inline F f_set_pair(const float* p) {  // p[0], p[1], p[0], p[1], ...
   __builtin_memcpy(&pair, p, 8);
   return as_f(_mm256_set1_epi64x(pair));
 }
-// zero-extended to 16-bit lanes
+// Zero-extended to 16-bit lanes.
 inline I i_load_u8_as_u16(const uint8_t* p) {
   return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -103,8 +103,8 @@ inline F f_or_nan(F x, F test, F replacement) {  // replacement in the lanes whe
   return _mm256_blendv_ps(x, replacement, _mm256_cmp_ps(test, test, _CMP_UNORD_Q));
 }
 
-// Sums of four products per lane. maddubs adds two products in 16 bits and saturates, so int8
-// times int8 goes as |w| * (a with w's sign): at most 2 * 127 * 127 = 32258.
+// Sums of four products per lane. maddubs adds two products in 16 bits and saturates, so int8 times
+// int8 is computed as |w| * (a with w's sign), which is at most 2 * 127 * 127 = 32258.
 constexpr bool kOffsetActivations = false;
 struct Int8Weights {
   I magnitude, sign;
@@ -114,13 +114,13 @@ inline I dot_int8(I acc, I a, Int8Weights w) {
   const I p = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(a, w.sign));
   return i_add(acc, _mm256_madd_epi16(p, _mm256_set1_epi16(1)));
 }
-// Products of unsigned codes and int8 digits, added up in whatever lanes are fastest: here int16,
-// pairs of k, so the caller takes a total before 8 products of codes up to 15 (2 * 15 * 128 each),
-// or 4 of codes up to 24, overflow.
+// Products of unsigned codes and int8 digits, accumulated in the fastest lanes. Here these are
+// int16, pairs of k, so the caller must take a total before 8 products of codes up to 15
+// (2 * 15 * 128 each), or 4 of codes up to 24, overflow.
 constexpr bool kNarrowDots = true;
 inline I dot_codes(I acc, I codes, I digits) {
   acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(codes, digits));
-  // GCC would put off the additions of an unrolled loop, and spill the products until then.
+  // GCC would postpone the additions of an unrolled loop and spill the products until then.
   asm("" : "+x"(acc));
   return acc;
 }

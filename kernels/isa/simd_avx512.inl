@@ -1,5 +1,5 @@
-// Sixteen 32-bit lanes: AVX-512 F, BW, DQ, VL, with VNNI where KT_VNNI is defined. The same names
-// as simd_avx2.inl. Included inside an anonymous namespace.
+// Sixteen 32-bit lanes: AVX-512 F, BW, DQ, VL, and VNNI if KT_VNNI is defined. Defines the same
+// names as simd_avx2.inl. Included in an anonymous namespace.
 using F = __m512;
 using I = __m512i;
 constexpr int kLanes = 16;
@@ -14,7 +14,7 @@ inline F f_fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F f_div(F a, F b) { return _mm512_div_ps(a, b); }
-// On NaN both return the second operand, so data goes second.
+// If an operand is NaN, both return the second operand, so data is passed second.
 inline F f_min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F f_max(F a, F b) { return _mm512_max_ps(a, b); }
 
@@ -80,7 +80,7 @@ inline F f_set_pair(const float* p) {  // p[0], p[1], p[0], p[1], ...
   __builtin_memcpy(&pair, p, 8);
   return as_f(_mm512_set1_epi64(pair));
 }
-// zero-extended to 16-bit lanes
+// Zero-extended to 16-bit lanes.
 inline I i_load_u8_as_u16(const uint8_t* p) {
   return _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -104,15 +104,16 @@ inline F f_or_nan(F x, F test, F replacement) {  // replacement in the lanes whe
 }
 
 #ifdef KT_VNNI
-// dpbusd wants one unsigned operand: activations are offset by 128 (one xor), and the kernel
-// takes 128 * sum(w) off at the end.
+// dpbusd needs one unsigned operand: activations are offset by 128 (one xor), and the kernel
+// subtracts 128 * sum(w) at the end.
 constexpr bool kOffsetActivations = true;
 struct Int8Weights {
   I w;
 };
 inline Int8Weights int8_weights(I w) { return {w}; }
 inline I dot_int8(I acc, I a, Int8Weights w) { return _mm512_dpbusd_epi32(acc, a, w.w); }
-// Products of unsigned codes and int8 digits, added up in whatever lanes are fastest: here int32.
+// Products of unsigned codes and int8 digits, accumulated in the fastest lanes. Here these are
+// int32.
 constexpr bool kNarrowDots = false;
 inline I dot_codes(I acc, I codes, I digits) { return _mm512_dpbusd_epi32(acc, codes, digits); }
 inline I dot_total(I acc) { return acc; }

@@ -1,11 +1,11 @@
-// exp(x) for any x: 2^n * e^r, |r| <= ln2/2, by the Taylor polynomial of degree 7 (error under
-// 3e-8 relative); the power of two goes in two factors so that overflow gives infinity and
-// underflow zero. Same operations on every instruction set, so the same bits.
+// exp(x) for any x: 2^n * e^r with |r| <= ln2/2, by the Taylor polynomial of degree 7 (relative
+// error under 3e-8). The power of two is applied in two factors, so that overflow gives infinity
+// and underflow gives zero. The operations, and so the bits, are the same on every instruction set.
 inline F exp_lanes(F x) {
   x = f_max(f_set(-104.0f), f_min(f_set(104.0f), x));
   const I n = round_i(f_mul(x, f_set(1.44269504f)));
   const F nf = to_f(n);
-  F r = f_fnma(nf, f_set(0.693359375f), x);  // ln2 in two parts: the first is exact
+  F r = f_fnma(nf, f_set(0.693359375f), x);  // ln2 in two parts, of which the first is exact
   r = f_fnma(nf, f_set(-2.12194440e-4f), r);
   F p = f_set(1.0f / 5040);
   p = f_fma(p, r, f_set(1.0f / 720));
@@ -21,7 +21,7 @@ inline F exp_lanes(F x) {
   return f_mul(f_mul(p, s1), s2);
 }
 
-// act(gate) * up of the layer (kernel_table.h, Activation); NaN in gate or up stays NaN.
+// act(gate) * up of the layer (kernel_table.h, Activation). NaN in gate or up stays NaN.
 inline F gated(F gate, F up, const Activation& act) {
   if (act.limit > 0) {
     gate = f_min(f_set(act.limit), gate);

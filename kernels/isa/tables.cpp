@@ -1,4 +1,4 @@
-// The list of tables in this module; KT_ISA_* say which objects are linked in.
+// The list of tables in this module. KT_ISA_* define which objects are linked in.
 #include "kt/kernel_table.h"
 
 namespace kt {

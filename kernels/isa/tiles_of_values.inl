@@ -1,4 +1,4 @@
-// Tiles of values of training: m rows of 32 floats (kt/training.h).
+// Tiles of values in training: m rows of 32 floats (kt/training.h).
 void gather_columns(const uint16_t* rows, int64_t stride, const int32_t* index, const float* factor,
                     int64_t m, int64_t valid, float* out) {
   for (int64_t r = 0; r < m; ++r) {

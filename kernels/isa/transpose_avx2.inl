@@ -1,4 +1,4 @@
-// Rows to columns, in place: lane j of x[i] and lane i of x[j] change places.
+// Transposes in place: swaps lane j of x[i] and lane i of x[j].
 inline void transpose(F (&x)[8]) {
   F pairs[8], quads[8];
   for (int i = 0; i < 8; i += 2) {

@@ -1,4 +1,4 @@
-// Rows to columns, in place: lane j of x[i] and lane i of x[j] change places.
+// Transposes in place: swaps lane j of x[i] and lane i of x[j].
 inline void transpose(F (&x)[16]) {
   F pairs[16], quads[16];
   for (int i = 0; i < 16; i += 2) {
@@ -11,7 +11,7 @@ inline void transpose(F (&x)[16]) {
       quads[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
       quads[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
     }
-  // Quarter q of quads[4 * g + j] is column 4 * q + j of rows 4 * g on.
+  // Quarter q of quads[4 * g + j] is column 4 * q + j of rows 4 * g to 4 * g + 3.
   for (int j = 0; j < 4; ++j) {
     const F even_low = _mm512_shuffle_f32x4(quads[j], quads[4 + j], 0x88);
     const F even_high = _mm512_shuffle_f32x4(quads[8 + j], quads[12 + j], 0x88);

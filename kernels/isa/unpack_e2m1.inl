@@ -1,11 +1,11 @@
-// B of the tile kernels from e2m1 codes (gemm_amx.inl, unpack_bf16.inl): look-ups of 16-bit words,
-// whose index is the lowest bits of each.
+// B of the tile kernels from e2m1 codes (gemm_amx.inl, unpack_bf16.inl), by look-ups of 16-bit
+// words, whose lowest bits are the index.
 struct CodeWords {
   I words[4];  // of the columns 0 1, 2 3, 4 5, 6 7
 };
 inline CodeWords code_words(const uint8_t* step) {
-  // Bytes 1 and 2 of each lane change places: its words' nibbles are then the columns 0 1, 4 5, 2 3
-  // and 6 7, from the lowest.
+  // Swaps bytes 1 and 2 of each lane. The nibbles of its words are then columns 0 1, 4 5, 2 3 and
+  // 6 7, from the lowest.
   const I swap =
       _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
   const I x = _mm512_shuffle_epi8(i_load(step), swap);
@@ -34,13 +34,13 @@ struct MxFp4Units : UnpackedUnits<false> {
   void finish(const ActRows&, int64_t, float*) const {}
 };
 
-// NVFP4 without its global scale, which comes after the sum: exact in bf16. Magnitudes are 2^e or
-// 1.5 * 2^e, so a weight is the scale or 1.5 * the scale, its exponent moved by e.
+// NVFP4 without its global scale, which is applied to the sum, is exact in bf16. Magnitudes are 2^e
+// or 1.5 * 2^e, so a weight is the scale or 1.5 * the scale, with e added to its exponent.
 struct E4m3LaneScales {
   alignas(64) int32_t one[2][16], one_and_half[2][16];  // bf16, in both halves of a lane
   __mmask32 nonzero[2];
   void set(const uint8_t* codes) {
-    // Seven bits further up e4m3 is fp16 of 2^-8 times its value (not negative here).
+    // e4m3 shifted left by seven bits is fp16 of value * 2^-8 (not negative here).
     const I half = _mm512_slli_epi16(
         _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes))), 7);
     const F scale[2] = {
@@ -68,7 +68,7 @@ struct NvFp4Units : UnpackedUnits<false> {
     const uint8_t* step = block + 64 + p % 4 * kStepBytes;
     uint8_t* dst = piece(p);
     prefetch_ahead<kStepBytes>(step);
-    // Per code: e in the exponent's place, with the sign; whether the magnitude is 1.5 * 2^e.
+    // Per code: e at the place of the exponent, with the sign; whether the magnitude is 1.5 * 2^e.
     const I exponents = word_table(0x8100, 0x8100, 0x8080, 0x8080, 0x8000, 0x8000, 0x7f80, 0, 0x100,
                                    0x100, 0x80, 0x80, 0, 0, 0xff80, 0);
     const I halves =

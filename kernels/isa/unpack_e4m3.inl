@@ -1,5 +1,5 @@
-// B of the tile kernels from e4m3 codes (gemm_amx.inl, unpack_bf16.inl): look-ups in a table of the
-// bf16 of all 128 magnitudes, times a scale.
+// B of the tile kernels from e4m3 codes (gemm_amx.inl, unpack_bf16.inl), by look-ups in a table of
+// all 128 magnitudes as bf16, times a scale.
 struct E4m3Table {
   alignas(64) uint8_t low[128], high[128];
   void set(float scale) {
@@ -8,7 +8,7 @@ struct E4m3Table {
     for (int i = 0; i < 4; ++i) {
       F half[2];
       for (int h = 0; h < 2; ++h) {
-        // Seven bits further up e4m3 is fp16 of 2^-8 times its value.
+        // e4m3 shifted left by seven bits is fp16 of value * 2^-8.
         const I codes = _mm512_slli_epi16(
             _mm512_add_epi16(numbers, _mm512_set1_epi16(int16_t(32 * i + 16 * h))), 7);
         half[h] = f_mul(f_mul(_mm512_cvtph_ps(_mm512_castsi512_si256(codes)), f_set(kE4m3Unit)),
@@ -28,7 +28,7 @@ struct E4m3Table {
   }
 };
 
-// 64 codes (16 lanes of an 8-bit step) to two steps.
+// Unpacks 64 codes (16 lanes of an 8-bit step) to two steps.
 struct TwoSteps {
   I first, second;
 };

@@ -1,8 +1,9 @@
-// Packed weights as float32, scales included: Format::unpack(tile, layout, k, columns, w) writes
+// Packed weights as float32, including scales. Format::unpack(tile, layout, k, columns, w) writes
 // w[column][32] of the stretch of columns that begins at k. Stretches begin at multiples of 64 and
-// are whole 32s of columns, 128 at most. Exact where the product of value and scale is.
+// have a multiple of 32 columns, at most 128. Exact wherever the product of value and scale is
+// exact.
 constexpr int64_t kFloatStretch = 128;              // 16 KB
-static_assert(kFp8BlockSize % kFloatStretch == 0);  // one scale a stretch
+static_assert(kFp8BlockSize % kFloatStretch == 0);  // one scale per stretch
 
 inline void store_column(float* w, int column, int v, F x) {
   f_store(w + column * kTileRows + v * kLanes, x);
@@ -22,9 +23,10 @@ struct Bf16Columns {
   }
 };
 
-// e4m3 from its exponent and mantissa in bits 20 to 26, the exponent's bias corrected to float32's
-// (+ 120 << 23), and its sign in bit 31 of `sign`. That is right for normal numbers; below 2^-6,
-// where the mantissa has no implicit 1, 2 x - 2^-6 is, and it is the lesser of the two there alone.
+// e4m3 with its exponent and mantissa in bits 20 to 26, the exponent's bias corrected to float32's
+// (+ 120 << 23), and its sign in bit 31 of `sign`. The corrected value x is right for normal
+// numbers. Below 2^-6, where the mantissa has no implicit 1, 2 x - 2^-6 is right, and only there is
+// it the smaller of the two.
 inline F e4m3_times(I biased, I sign, F scale) {
   const F x = as_f(biased);
   const F magnitude = f_min(f_fma(x, f_set(2), f_set(-0x1p-6f)), x);
@@ -80,7 +82,7 @@ struct MxFp8Columns {
   }
 };
 
-// 4-bit steps: weight(value, v) is what a value of vector v stands for.
+// 4-bit steps. weight(value, v) is the weight for a code's value in vector v.
 template <class Weight>
 inline void unpack_nibble_steps(const uint8_t* p, int64_t columns, NibbleTable table,
                                 const Weight& weight, float* w) {

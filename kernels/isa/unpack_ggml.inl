@@ -1,8 +1,8 @@
-// B of the tile kernels from ggml's formats (gemm_amx.inl, unpack_bf16.inl): in float32, then
-// rounded to bf16. Codes of up to five bits become floats by look-up. A piece is two quads of
-// columns.
+// B of the tile kernels from ggml's formats (gemm_amx.inl, unpack_bf16.inl): computed in float32,
+// then rounded to bf16. Codes of up to five bits are converted to floats by look-up. A piece is two
+// quads of columns.
 
-// What codes stand for before their scale, by their lowest bits and any others above them.
+// The values of codes without scale, by their lowest bits; other bits may be above them.
 struct CodeValues {
   alignas(64) float of[32];
 };
@@ -22,7 +22,7 @@ template <WeightFormat format> struct GgmlUnits : UnpackedUnits<false> {
   static constexpr int kBits = kForm.codes.bits, kLow = low_plane_bits(kBits);
   static constexpr int64_t kSubCols = kForm.scales.cols == 16 ? 16 : 32;
   static constexpr int64_t kPieceBytes = kForm.part_bytes() / 4;
-  // Beyond five bits, the offset is taken off after the scale; int8 codes get one.
+  // Beyond five bits, the offset is subtracted after scaling; int8 codes get one.
   static constexpr int kOffset = kBits == 8 ? 128 : kBits > 5 ? kForm.codes.offset : 0;
   static constexpr bool kBias = kForm.scales.minimum || kOffset > 0;
   const uint8_t* tile;
@@ -75,7 +75,7 @@ template <WeightFormat format> struct GgmlUnits : UnpackedUnits<false> {
     }
   }
 
-  // Lanes with the quad's codes in them, from first_bit of each byte on, other bits around them.
+  // Lanes with the quad's codes, from first_bit of each byte on, surrounded by other bits.
   static constexpr int first_bit(int quad) { return kBits == kLow ? quad % (8 / kLow) * kLow : 0; }
   template <int quad> static I codes(const uint8_t* part, int lane) {
     constexpr int kQuads = 8 / kLow;

@@ -1,6 +1,6 @@
 // Packed weights of ggml's formats as float32 (unpack_float.inl).
 
-// The four bytes of each lane as floats, signed or not.
+// The four bytes of each lane as floats, signed or unsigned.
 template <bool is_signed> inline void byte_values(I quad, F (&x)[4]) {
   if constexpr (is_signed) {
     x[0] = to_f(i_sra<24>(i_sll<24>(quad)));
@@ -18,7 +18,7 @@ template <bool is_signed> inline void byte_values(I quad, F (&x)[4]) {
 
 template <WeightFormat format> struct GgmlColumns {
   static constexpr const FormatTraits& kForm = traits_of(format);
-  // Sub-blocks in 32 columns, and quads in one of them.
+  // Sub-blocks in 32 columns, and quads in one sub-block.
   static constexpr int kSubs = kForm.scales.cols == 16 ? 2 : 1, kQuads = 8 / kSubs;
 
   static void unpack(const uint8_t* tile, const MatrixLayout& layout, int64_t k, int64_t columns,

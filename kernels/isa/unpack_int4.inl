@@ -1,5 +1,5 @@
-// B of the tile kernels from group-quantised INT4 (gemm_amx.inl, unpack_bf16.inl): in float32, by
-// look-up of the codes' values.
+// B of the tile kernels from group-quantised INT4 (gemm_amx.inl, unpack_bf16.inl): computed in
+// float32 from looked-up values.
 template <bool zero>
 inline void unpack_codes(const uint8_t* step, F table, const LanePairs& scales,
                          const LanePairs& zeros, uint8_t* dst) {
@@ -21,7 +21,7 @@ template <bool has_zero> struct Int4GroupUnits : UnpackedUnits<false> {
   const uint8_t* src;
   const int64_t scale_bytes, block_scale_bytes, block_pieces;
   const ScaleType type;
-  int64_t left = 0;  // pieces of the present group
+  int64_t left = 0;  // pieces that are left of the present group
   LanePairs scales, zeros;
   Int4GroupUnits(const uint8_t* tile, const MatrixLayout& layout)
       : src(tile),

@@ -6,11 +6,11 @@ namespace kt_emul {
 namespace {
 
 inline float scale_by_power(float a, float b) {
-  // a * 2^floor(b). The double product is exact, so that the conversion is the only rounding.
-  // 300 is past every float exponent, the denormals' included.
+  // a * 2^floor(b). The double product is exact, so the conversion is the only rounding. 300 is
+  // beyond every float exponent, including denormals.
   const float inf = __builtin_inff();
   if (b != b) return a != a ? a + b : b + b;
-  if (a != a) {  // a quiet NaN yields to an infinite b, a signalling one does not
+  if (a != a) {  // an infinite b wins over a quiet NaN, but not over a signalling one
     const bool quiet = bits<uint32_t>(a) & 0x00400000u;
     return !quiet || (b != inf && b != -inf) ? a + a : b == inf ? inf : 0.0f;
   }

@@ -1,12 +1,12 @@
-// What the parts of emul512.h share: SIMDe, and vectors seen as lanes and as parts.
+// Shared by the parts of emul512.h: SIMDe, and views of vectors as lanes and as parts.
 //
-// Each part defines static kt_* functions and ends with #undef and #define lines that give them
-// the names the kernels use, in place of GCC's own (functions, or macros at -O0) and SIMDe's.
+// Each part defines static kt_* functions and ends with #undef and #define lines that give them the
+// names used by the kernels, replacing those of GCC (functions, or macros at -O0) and of SIMDe.
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
-// 64-byte vectors are passed only between static functions here: no call crosses an ABI.
+// 64-byte vectors are passed only between static functions here, so no call crosses an ABI.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #define SIMDE_ENABLE_NATIVE_ALIASES

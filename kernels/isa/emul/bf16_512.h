@@ -1,4 +1,4 @@
-// bf16: conversions and the dot product. Also the parts that emul_amx.h shares.
+// bf16 conversions and dot products, including the parts that emul_amx.h shares.
 #pragma once
 #include "base512.h"
 #include "convert512.h"
@@ -19,7 +19,7 @@ inline __attribute__((always_inline)) __m256i bf16_odd(__m256i x) {
   return _mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
 }
 
-// One asm block, so that the compiler can move no other arithmetic between the MXCSR writes.
+// One asm block, so that the compiler cannot move other arithmetic between the MXCSR writes.
 inline __attribute__((always_inline)) HalfPs dpbf16(HalfPs acc, Half a, Half b) {
   unsigned saved = 0;
   const unsigned mode = kFlushDenormals;
@@ -81,7 +81,7 @@ KT_EMUL_FN __m512 kt_mm512_dpbf16_ps(__m512 acc, __m512bh a, __m512bh b) {
                                                kt_emul::bits<kt_emul::Half>(b)));
 }
 
-// The names the kernels use.
+// The names used by the kernels.
 #undef _mm256_cvtneps_pbh
 #define _mm256_cvtneps_pbh kt_mm256_cvtneps_pbh
 #undef _mm512_cvtne2ps_pbh

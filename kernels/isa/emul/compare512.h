@@ -64,7 +64,7 @@ KT_EMUL_FN __mmask16 kt_mm512_cmp_ps_mask(__m512 x, __m512 y, int predicate) {
     const float u = a.v[i], v = b.v[i];
     const bool unordered = __builtin_isunordered(u, v);
     bool hit = false;
-    switch (predicate & 15) {                      // bit 4 only chooses which NaNs signal
+    switch (predicate & 15) {                      // bit 4 only selects which NaNs signal
       case 0: hit = u == v; break;                 // EQ
       case 1: hit = u < v; break;                  // LT
       case 2: hit = u <= v; break;                 // LE
@@ -93,7 +93,7 @@ KT_EMUL_FN __mmask64 kt_mm512_testn_epi8_mask(__m512i x, __m512i y) {
   return kt_mm512_cmp_epi8_mask(_mm512_and_si512(x, y), __m512i{}, 0);
 }
 
-// The names the kernels use.
+// The names used by the kernels.
 #undef _mm512_cmp_epi16_mask
 #define _mm512_cmp_epi16_mask kt_mm512_cmp_epi16_mask
 #undef _mm512_cmp_epi32_mask

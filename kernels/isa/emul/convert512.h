@@ -1,4 +1,4 @@
-// Integer widths, float32 to and from int32 and fp16, the first lane.
+// Integer widening and narrowing, float32 to and from int32 and fp16, and the first lane.
 #pragma once
 #include "base512.h"
 #include "memory512.h"
@@ -21,7 +21,7 @@ KT_EMUL_FN __m512i kt_mm512_cvttps_epi32(__m512 x) {
   return kt_emul::bits<__m512i>(
       kt_emul::Half{_mm256_cvttps_epi32(h.lo), _mm256_cvttps_epi32(h.hi)});
 }
-// vcvtps2ph's rounding is part of the instruction: one call per mode.
+// The rounding of vcvtps2ph is part of the instruction, so there is one call per mode.
 #define KT_EMUL_TO_HALF(mode)    \
   return kt_emul::bits<__m256i>( \
       kt_emul::Pair{{_mm256_cvtps_ph(h.lo, mode), _mm256_cvtps_ph(h.hi, mode)}})
@@ -51,7 +51,7 @@ KT_EMUL_FN int kt_mm512_cvtsi512_si32(__m512i x) {
   return kt_emul::bits<kt_emul::Lanes<int32_t, 16>>(x).v[0];
 }
 
-// The names the kernels use.
+// The names used by the kernels.
 #undef _mm512_cvtepi16_epi32
 #define _mm512_cvtepi16_epi32 kt_mm512_cvtepi16_epi32
 #undef _mm512_cvtepi32_epi16

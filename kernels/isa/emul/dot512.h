@@ -6,7 +6,7 @@ namespace kt_emul {
 namespace {
 
 inline __attribute__((always_inline)) __m256i dpbusd(__m256i acc, __m256i a, __m256i b) {
-  // Even and odd bytes as 16-bit lanes: vpmaddwd is exact on them, where vpmaddubsw saturates.
+  // Even and odd bytes as 16-bit lanes: vpmaddwd is exact on them, whereas vpmaddubsw saturates.
   const __m256i low = _mm256_set1_epi16(0x00ff);
   const __m256i even =
       _mm256_madd_epi16(_mm256_and_si256(a, low), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
@@ -42,7 +42,7 @@ KT_EMUL_FN __m512i kt_mm512_dpwssd_epi32(__m512i acc, __m512i a, __m512i b) {
   return _mm512_add_epi32(acc, kt_mm512_madd_epi16(a, b));
 }
 
-// The names the kernels use.
+// The names used by the kernels.
 #undef _mm256_dpbusd_epi32
 #define _mm256_dpbusd_epi32 kt_mm256_dpbusd_epi32
 #undef _mm512_dpbusd_epi32

@@ -1,17 +1,18 @@
 // AMX tiles in plain memory, for tests only: the _tile_* intrinsics of AMX-TILE, AMX-INT8 and
-// AMX-BF16 over eight thread-local 16 x 64 byte tiles. Include after emul512.h, with the flags
-// given there (and -O3: the products are written for the vectoriser).
+// AMX-BF16 on eight thread-local 16 x 64 byte tiles. Include it after emul512.h, with the flags
+// given there and -O3 (the products are written for the vectoriser).
 //
-// What the processor refuses with #GP or #UD (no or a malformed configuration, shapes that do not
-// fit, a tile used twice in one product) prints a line and aborts: a kernel that passes its tests
-// here would not fault there. Loads clear the rows and bytes outside the configured shape.
+// Where the processor would raise #GP or #UD (missing or malformed configuration, shapes that do
+// not fit, a tile used twice in one product), the emulation prints a line and aborts. A kernel that
+// passes its tests here would not fault there. Loads clear the rows and bytes outside the
+// configured shape.
 //
 //   dpb{ss,su,us,uu}d  dst.i32[m][n] += sum over k, i < 4 of a.byte[m][4k+i] * b.byte[k][4n+i];
 //                      exact, wrapping at 32 bits.
 //   dpbf16ps           Two float32 sums per element, of the even and of the odd products, each an
 //                      FMA chain from +0 in ascending k; dst += even + odd (two more roundings).
-//                      Nearest-even, denormal inputs and results read and written as zero,
-//                      MXCSR ignored.
+//                      Nearest-even; denormal inputs and results are treated as zero; MXCSR is
+//                      ignored.
 #pragma once
 #ifndef KT_EMULATE
 #error "emul_amx.h is for the emulated test build: compile with -DKT_EMULATE"
@@ -84,7 +85,7 @@ template <bool kSigned> inline __attribute__((always_inline)) __m256i odd_bytes(
   return kSigned ? _mm256_srai_epi16(x, 8) : _mm256_srli_epi16(x, 8);
 }
 
-// Bytes past the configured shape are zero in all three tiles, so whole rows are computed.
+// Bytes outside the configured shape are zero in all three tiles, so whole rows are computed.
 template <bool kSignedA, bool kSignedB>
 void int8_product(int d, int a, int b, const char* instruction) {
   require_product(d, a, b, instruction);
@@ -110,8 +111,8 @@ void int8_product(int d, int a, int b, const char* instruction) {
   }
 }
 
-// Floating point under kFlushDenormals. Volatile, so that the compiler keeps these between the
-// two MXCSR writes around a product.
+// Arithmetic under kFlushDenormals. Volatile, so that the compiler keeps it between the two MXCSR
+// writes around a product.
 inline __attribute__((always_inline)) void fma_flushed(__m256& acc, __m256i a, __m256i b) {
   asm volatile("vfmadd231ps %1, %2, %0" : "+x"(acc) : "x"(a), "x"(b));
 }
@@ -148,7 +149,7 @@ inline void bf16_product(int d, int a, int b) {
     _mm256_store_ps(out + 8, d1);
   }
   asm volatile("vldmxcsr %0" : : "m"(saved));
-  // The products of zero padding are zeros, but a NaN of a times such a zero is not: clear them.
+  // Zero padding times a number is zero, but times a NaN of a it is NaN, so it must be cleared.
   if (colsb(d) < 64)
     for (int m = 0; m < m_rows; ++m)
       memset(tiles.data[d][m] + colsb(d), 0, static_cast<size_t>(64 - colsb(d)));
@@ -206,7 +207,7 @@ static inline void kt_tile_dpbuud(int d, int a, int b) {
 }
 static inline void kt_tile_dpbf16ps(int d, int a, int b) { kt_emul::bf16_product(d, a, b); }
 
-// The names the kernels use; those of the compiler are functions or macros.
+// The names used by the kernels; the compiler's own are functions or macros.
 #undef _tile_loadconfig
 #define _tile_loadconfig kt_tile_loadconfig
 #undef _tile_storeconfig

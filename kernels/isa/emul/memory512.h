@@ -1,4 +1,4 @@
-// Masked loads and stores, streaming, gathers.
+// Masked loads and stores, streaming stores, gathers.
 #pragma once
 #include "base512.h"
 
@@ -45,7 +45,7 @@ KT_EMUL_FN void kt_mm512_stream_si512(void* p, __m512i a) { _mm512_store_si512(p
 KT_EMUL_GATHER(__m512i, int32_t, epi32);
 KT_EMUL_GATHER(__m512, float, ps);
 
-// The names the kernels use.
+// The names used by the kernels.
 #undef _mm256_mask_loadu_epi16
 #define _mm256_mask_loadu_epi16 kt_mm256_mask_loadu_epi16
 #undef _mm256_mask_loadu_epi8

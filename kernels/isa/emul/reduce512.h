@@ -23,7 +23,7 @@ KT_EMUL_REDUCE(float, float, add_ps, __m512, __m256, __m128, _mm256_add_ps, _mm_
 KT_EMUL_REDUCE(float, float, max_ps, __m512, __m256, __m128, _mm256_max_ps, _mm_max_ps);
 KT_EMUL_REDUCE(int, int32_t, add_epi32, __m512i, __m256i, __m128i, _mm256_add_epi32, _mm_add_epi32);
 
-// The names the kernels use.
+// The names used by the kernels.
 #undef _mm512_reduce_add_epi32
 #define _mm512_reduce_add_epi32 kt_mm512_reduce_add_epi32
 #undef _mm512_reduce_add_ps

@@ -22,7 +22,7 @@ KT_EMUL_SHUFFLE_QUARTERS(__m512, mm512_shuffle_f32x4);
 KT_EMUL_SHUFFLE_QUARTERS(__m512i, mm512_shuffle_i32x4);
 KT_EMUL_SHUFFLE_QUARTERS(__m512i, mm512_shuffle_i64x2);
 
-// ---- parts of vectors
+// ---- Parts of vectors.
 KT_EMUL_FN __m512i kt_mm512_broadcast_i32x8(__m256i x) {
   return kt_emul::bits<__m512i>(kt_emul::Half{x, x});
 }
@@ -42,7 +42,7 @@ KT_EMUL_FN __m256 kt_mm512_extractf32x8_ps(__m512 x, int at) {
   return at & 1 ? h.hi : h.lo;
 }
 
-// The names the kernels use.
+// The names used by the kernels.
 #undef _mm512_broadcast_i32x8
 #define _mm512_broadcast_i32x8 kt_mm512_broadcast_i32x8
 #undef _mm512_broadcast_i64x2
