@@ -17,8 +17,8 @@ Window window(const ByteRows& rows, int64_t at, int64_t bytes, uint8_t* room) {
 
 namespace {
 
-constexpr int64_t kUnitSteps = 4;   // a unit: 16 bytes of each row become 4 steps
-constexpr int64_t kChunkUnits = 4;  // a chunk: a cache line of each row
+constexpr int64_t kUnitSteps = 4;   // a unit is 16 bytes of each row, which become 4 steps
+constexpr int64_t kChunkUnits = 4;  // a chunk is a cache line of each row
 constexpr int64_t kUnitBytes = 16, kChunkBytes = kChunkUnits * kUnitBytes;
 constexpr int64_t kMaxScaleBytes = kTileRows * 4 + 64;  // kInt4Zero with float32 scales
 
@@ -37,8 +37,8 @@ template <int kSize> __m128i unpack_high(__m128i a, __m128i b) {
   return _mm_unpackhi_epi32(a, b);
 }
 
-// A square of values of kSize bytes: row i becomes column i. Interleaving the first half of the
-// rows with the second turns the bits of a value's place by one.
+// Transposes a square of values of kSize bytes. Interleaving the first half of the rows with the
+// second rotates the bits of a value's position by one.
 template <int kSize> void transpose(__m128i* row) {
   constexpr int kRows = 16 / kSize;
   for (int turn = kRows; turn > 1; turn /= 2) {
@@ -51,12 +51,12 @@ template <int kSize> void transpose(__m128i* row) {
   }
 }
 
-// Values of a tile's rows, 16 bytes of each row at a time.
+// Reads the values of a tile's rows, 16 bytes of each row at a time.
 class ValueReader {
  public:
   explicit ValueReader(const BlockValues& values) : values_(values) {}
 
-  // Copies the next block's values to dst, value by value 32 rows; returns where they end.
+  // Copies the next block's values to dst, 32 rows of each value; returns the end.
   uint8_t* next_block(uint8_t* dst) {
     const int64_t bytes = kTileRows * values_.size;
     for (int64_t i = 0; i < values_.per_block; ++i, dst += bytes, used_ += bytes) {
@@ -90,25 +90,25 @@ class ValueReader {
   }
 
   const BlockValues& values_;
-  int64_t at_ = 0;  // of the rows' bytes
+  int64_t at_ = 0;  // offset in the rows' bytes
   alignas(16) uint8_t lanes_[kTileRows * 16];
   int64_t used_ = sizeof lanes_;
 };
 
-// Lanes of two units in the order of their steps.
+// Puts the lanes of two units in the order of their steps.
 template <LaneOrder kOrder> __m256i in_order(__m256i x) {
   if constexpr (kOrder == LaneOrder::kPlain) return x;
   const __m256i pairs = _mm256_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15,  //
                                          0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
   x = _mm256_shuffle_epi8(x, pairs);
   if constexpr (kOrder == LaneOrder::kPairs) return x;
-  // Now a 16-bit half holds nibbles 0 1 4 5 or 2 3 6 7: its middle two change places.
+  // A 16-bit half now holds nibbles 0 1 4 5 or 2 3 6 7; the middle two must be swapped.
   const __m256i nibbles =
       _mm256_and_si256(_mm256_xor_si256(x, _mm256_srli_epi32(x, 4)), _mm256_set1_epi32(0x00f000f0));
   return _mm256_xor_si256(x, _mm256_xor_si256(nibbles, _mm256_slli_epi32(nibbles, 4)));
 }
 
-// Two units of four rows, side by side, to their places: 4 x 4 lanes of each are transposed.
+// Writes two units of four rows, side by side. Transposes the 4 x 4 lanes of each.
 template <LaneOrder kOrder> void write_two(__m256i* row, uint8_t* first, uint8_t* second) {
   for (int i = 0; i < 4; ++i) row[i] = in_order<kOrder>(row[i]);
   const __m256i even_low = _mm256_unpacklo_epi32(row[0], row[2]);
@@ -124,7 +124,7 @@ template <LaneOrder kOrder> void write_two(__m256i* row, uint8_t* first, uint8_t
   }
 }
 
-// The units of a chunk to their places. Rows are read a cache line each.
+// Writes the units of a chunk. Reads a cache line of each row.
 template <LaneOrder kOrder> void write_units(Window w, int64_t units, uint8_t* const* place) {
   for (int64_t n = 0; n < kTileRows; n += 4) {
     const uint8_t* p = w.first + n * w.stride;

@@ -14,7 +14,7 @@
 namespace kt {
 namespace {
 
-// Lanes of a row, four bytes each: lane s is the row's part of step s (kt/format.h).
+// Lane s of a row: the row's four bytes of step s (kt/format.h).
 using Word = uint32_t;
 constexpr uint8_t kZeroNibbles = 0x88;  // u = q + 8
 
@@ -23,7 +23,7 @@ const uint8_t* source_row(const MatrixSource& source, int64_t row) {
          row * source.cols * dtype_bytes(source.weights.dtype);
 }
 
-// Where the part's columns of a row begin.
+// The first of the part's columns in a row.
 const uint8_t* part_row(const MatrixSource& source, int64_t row) {
   return source_row(source, row) + source.col0 * dtype_bytes(source.weights.dtype);
 }
@@ -36,41 +36,41 @@ template <class F> auto with_dtype(DType type, F f) {
   }
 }
 
-// Infinite when a weight is not finite.
+// The largest magnitude of a row; infinite if a weight is not finite.
 template <DType kType> float row_absmax(const MatrixSource& source, int64_t row) {
   const uint32_t bits = most_of<kType>(source_row(source, row), source.cols);
   return bits >= kBeyondFinite<kType> ? INFINITY : load_float(&bits, kType, 0);
 }
 
-// limit / absmax where it is finite, else 0: the row is zero or too small to represent. The same
-// rule as for activations (isa/act_quant.inl).
+// limit / absmax, or 0 if that is not finite: the row is zero or too small to represent. This is
+// the rule for activations, too (isa/act_quant.inl).
 float multiplier_for(float absmax, int limit) {
   const float m = float(limit) / absmax;
   return std::isfinite(m) ? m : 0.0f;
 }
 
-// absmax / limit, or just below where the rounding would make the row's largest weight infinite.
+// absmax / limit, or just below it if rounding would make the row's largest weight infinite.
 float row_scale(float absmax, int limit) {
   const float scale = absmax / float(limit);
   return std::isfinite(scale * float(limit)) ? scale : std::nextafter(scale, 0.0f);
 }
 
-// What becomes of 32 weights.
+// The conversions of 32 weights.
 
-// rint as int16: to nearest, ties to even, like the kernels'.
+// rint as int16: to nearest, ties to even, as in the kernels.
 __m256i rounded(__m256 even, __m256 odd) {
   return _mm256_packs_epi32(_mm256_cvtps_epi32(even), _mm256_cvtps_epi32(odd));
 }
 
-// Of 32 int16 as bytes, [0, 8) [16, 24) [8, 16) [24, 32).
+// 32 int16 as bytes, in the order [0, 8) [16, 24) [8, 16) [24, 32).
 __m256i to_bytes(__m256i low, __m256i high) { return _mm256_packs_epi16(low, high); }
 
 void store_words(__m256i x, Word* words) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), x);
 }
 
-// Bytes of -8 to 7, in the order of to_bytes, as nibbles u = q + 8: of eight the first four low,
-// the others high.
+// Bytes of -8 to 7, in the order of to_bytes, as nibbles u = q + 8. Of each eight, the first four
+// become the low nibbles.
 void store_nibbles(__m256i q, Word* words) {
   const __m256i u = _mm256_add_epi8(q, _mm256_set1_epi8(8));
   const __m256i pairs = _mm256_or_si256(u, _mm256_srli_epi64(u, 28));
@@ -122,10 +122,10 @@ struct ToInt4 {
   }
 };
 
-// By what the fp16 scale says, not the exact quotient. A scale that was rounded down, or searched,
-// makes values beyond the codes. The product with the reciprocal differs from the quotient by less
-// than kTieMargin where either rounds to a code, so that both round alike except near a tie, where
-// it is divided.
+// Divides by the fp16 scale, which is not exactly absmax / 7. A scale that was rounded down or
+// searched gives values beyond the codes, which are clamped. Multiplying by the reciprocal is
+// faster than dividing. Product and quotient differ by less than kTieMargin wherever they round to
+// a code, so they round alike except near a tie, where this divides.
 struct ToInt4Group {
   static constexpr int64_t kWords = 4;
   __m256 scale, reciprocal;
@@ -138,7 +138,7 @@ struct ToInt4Group {
   void operator()(const Sixteen& x, const Sixteen& y, Word* words) {
     const __m256 w[4] = {x.even, x.odd, y.even, y.odd};
     __m256i q[4];
-    __m256 off = _mm256_setzero_ps();  // the most that rounding changed
+    __m256 off = _mm256_setzero_ps();  // the largest change by rounding
     for (int i = 0; i < 4; ++i) {
       const __m256 product = _mm256_mul_ps(w[i], reciprocal);
       q[i] = _mm256_cvtps_epi32(product);
@@ -153,13 +153,12 @@ struct ToInt4Group {
   }
 
  private:
-  // Relatively, product and quotient are within 1.5 * 2^-23 of each other; 8.5 is the last tie.
+  // The relative difference of product and quotient is at most 1.5 * 2^-23. The last tie is 8.5.
   static constexpr float kTieMargin = 0x1p-19f;
 };
 
-// Writes the words of n columns, and of zeros up to `padded`; both count from p. Brings in what
-// lies `ahead` bytes further. Returns `to` with what it has summed: a copy of its own stays in
-// registers.
+// Writes the words of n columns, then zeros up to `padded`; both count from p. Prefetches what lies
+// `ahead` bytes further. Returns `to` with its sums: taking it by value keeps it in registers.
 template <DType kType, class To>
 To convert(const uint8_t* p, int64_t n, int64_t padded, int64_t ahead, To to, Word* words) {
   constexpr int64_t kBytes = 32 * dtype_bytes(kType);
@@ -177,18 +176,18 @@ To convert(const uint8_t* p, int64_t n, int64_t padded, int64_t ahead, To to, Wo
   return to;
 }
 
-// Bit for bit, without any scratch.
+// Whether weights are copied unchanged, which needs no scratch.
 bool is_copied(const MatrixLayout& layout, DType type) {
   return layout.format == WeightFormat::kBF16 && type == DType::kBF16;
 }
 
 int64_t lane_words(const MatrixLayout& layout) { return layout.cols_padded() / layout.step_cols(); }
 
-// The lanes of a tile, made row by row: a row comes from memory once, and during the work on the
-// one before it.
+// Builds the lanes of a tile row by row. Each row is read from memory once, while the previous row
+// is processed.
 template <DType kType> class DenseTile {
  public:
-  // scratch: [32, lane_words], then of kInt4Group two bytes per row and group.
+  // scratch: [32, lane_words], then for kInt4Group two bytes per row and group.
   DenseTile(const MatrixLayout& layout, const MatrixSource& source, float* scratch)
       : layout_(layout),
         source_(source),
@@ -283,7 +282,7 @@ template <DType kType> class DenseTile {
   Word* lanes_;
   uint16_t* group_scales_;
   int64_t ahead_ = 0;  // bytes to the row that comes next
-  struct {             // of kInt8Row; kInt4Row has the scales
+  struct {             // of kInt8Row; kInt4Row uses the scales
     float scale[kTileRows];
     int32_t sum[kTileRows];
   } head_{};
@@ -300,7 +299,7 @@ PackError check_dense(const MatrixLayout& layout, const MatrixSource& source, in
                                     [&]<DType kType>() { return row_absmax<kType>(source, row); });
     if (!std::isfinite(absmax)) return PackError::kNotFinite;
     if (layout.has_group() && float_to_fp16(absmax / 7.0f) == 0x7c00)
-      return PackError::kScaleOverflow;  // that of the group that holds the row's largest weight
+      return PackError::kScaleOverflow;  // in the group that has the row's largest weight
   }
   return PackError::kNone;
 }

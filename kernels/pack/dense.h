@@ -1,4 +1,4 @@
-// Dense sources: taken over as bf16, or quantised.
+// Dense sources: kept as bf16, or quantised.
 #pragma once
 #include "pack.h"
 
@@ -9,7 +9,7 @@ PackError check_dense(const MatrixLayout& layout, const MatrixSource& source, in
 
 int64_t dense_scratch(const MatrixLayout& layout, DType type);
 
-// Checks on the way what check_dense checks; then dst is left unfinished.
+// Also does the checks of check_dense. If one fails, dst is incomplete.
 PackError pack_dense(const MatrixLayout& layout, const MatrixSource& source, int64_t tile,
                      float* scratch, uint8_t* dst, int64_t* bad_row);
 

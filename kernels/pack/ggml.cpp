@@ -12,11 +12,11 @@ namespace {
 
 bool finite_fp16(uint16_t x) { return (x & 0x7c00) != 0x7c00; }
 
-// Bits [shift, shift + bits) of the codes of 32 columns to one lane of `bits` steps.
+// Moves bits [shift, shift + bits) of the codes of 32 columns to one lane of `bits` steps.
 template <int bits> void write_plane(const uint8_t* q, int shift, uint8_t* lane) {
   if constexpr (bits == 8) {
     for (int step = 0; step < bits; ++step) std::memcpy(lane + step * kStepBytes, q + 4 * step, 4);
-  } else {  // two quads at a time: those of a step in the halves of a word, then one upon the other
+  } else {  // two quads at a time: those of a step in the halves of a word, then combined
     constexpr uint64_t kMask = 0x0101010101010101u * ((1u << bits) - 1);
     for (int step = 0; step < bits; ++step, lane += kStepBytes) {
       uint64_t both = 0;
@@ -28,7 +28,7 @@ template <int bits> void write_plane(const uint8_t* q, int shift, uint8_t* lane)
   }
 }
 
-// Row n of a packed block.
+// Writes row n of a packed block.
 template <WeightFormat format> void write_row(const GgmlBlock& b, int64_t n, uint8_t* dst) {
   constexpr const FormatTraits& f = traits_of(format);
   constexpr int kLow = low_plane_bits(f.codes.bits), kHigh = f.codes.bits - kLow;
@@ -42,7 +42,7 @@ template <WeightFormat format> void write_row(const GgmlBlock& b, int64_t n, uin
   }
 }
 
-// The blocks of a matrix's part, by format.
+// Packs the blocks of a matrix's part, by format.
 template <WeightFormat format> struct Blocks {
   static constexpr const FormatTraits& f = traits_of(format);
   static constexpr int64_t kPackedBytes =
@@ -68,7 +68,7 @@ template <WeightFormat format> struct Blocks {
   }
 
   void pack(int64_t first, int64_t rows, uint8_t* dst) const {
-    alignas(64) uint8_t stage[kPackedBytes] = {};  // with the pads
+    alignas(64) uint8_t stage[kPackedBytes] = {};  // includes padding
     for (int64_t b = 0; b < count; ++b, dst += kPackedBytes) {
       const uint8_t* block = of_row(first) + b * f.file_bytes;
       const int64_t stride = source.cols / f.block_cols * f.file_bytes;

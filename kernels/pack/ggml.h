@@ -1,4 +1,4 @@
-// ggml's formats: raw blocks of rows to the packed layout.
+// ggml's formats: converts raw blocks of rows to the packed layout.
 #pragma once
 #include "pack.h"
 

@@ -1,5 +1,5 @@
-// The blocks of ggml's formats as files have them (structs and dequantisation of ggml:
-// ggml-common.h and ggml-quants.c), taken apart.
+// Takes apart the blocks of ggml's formats in files (structs and dequantisation: ggml-common.h and
+// ggml-quants.c of ggml).
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,13 +11,13 @@ namespace kt {
 // One block of one row. Scales and codes are the numbers of kt/format.h.
 struct GgmlBlock {
   uint16_t d, m;  // fp16
-  // By sub-block, sub_bytes() each: the scale, then t where it has a byte of its own.
+  // By sub-block, sub_bytes() each: the scale, then t if it has its own byte.
   uint8_t scales[16];
   uint8_t q[256];
 };
 
-// Where a block's parts lie in a file, in bytes; -1 where it has none. Of Q2_K to Q6_K "low" is
-// what the first bits of the codes are in, "high" what the others are in.
+// Byte offsets of a block's parts in a file; -1 if it has none. For Q2_K to Q6_K, "low" holds the
+// first bits of the codes and "high" holds the others.
 struct FileBlock {
   int d, low, high = -1, scales = -1;
 };
@@ -35,11 +35,11 @@ constexpr FileBlock ggml_file_block(WeightFormat format) {
     case WeightFormat::kQ8_0:
     case WeightFormat::kIQ4NL: return {0, 2};
     case WeightFormat::kIQ4XS: return {0, 8, -1, 2};
-    default: __builtin_unreachable();  // does not compile, since it is a constant
+    default: __builtin_unreachable();  // would not compile: the format is a constant
   }
 }
 
-// 2 * kHalf columns from kHalf bytes: the low nibbles are the first half.
+// Reads 2 * kHalf columns from kHalf bytes; the low nibbles are the first half.
 template <int kHalf> void read_nibbles(const uint8_t* bytes, uint8_t* q) {
   for (int i = 0; i < kHalf; ++i) {
     q[i] = bytes[i] & 15;
@@ -47,8 +47,8 @@ template <int kHalf> void read_nibbles(const uint8_t* bytes, uint8_t* q) {
   }
 }
 
-// Bits [at, at + bits) of 32 bytes to the codes of 32 columns, from bit `to` on; other bits of the
-// codes stay as they are, or are zeros where `to` is 0.
+// Copies bits [at, at + bits) of 32 bytes to the codes of 32 columns, from bit `to` on. Other bits
+// of the codes stay, or become zeros if `to` is 0.
 template <int bits> inline void read_bits(const uint8_t* bytes, int at, int to, uint8_t* q) {
   constexpr uint64_t kMask = 0x0101010101010101u * ((1u << bits) - 1);
   for (int i = 0; i < 32; i += 8) {
@@ -60,7 +60,7 @@ template <int bits> inline void read_bits(const uint8_t* bytes, int at, int to, 
   }
 }
 
-// Bit 4 of 32 columns from 32 bits, eight at a time: each byte of `bits` keeps one of the eight.
+// Sets bit 4 of 32 columns from 32 bits, eight at a time: each byte of `bits` selects one of eight.
 inline void add_fifth_bits(const uint8_t* high, uint8_t* q) {
   for (int i = 0; i < 4; ++i, q += 8) {
     const uint64_t bits = high[i] * 0x0101010101010101u & 0x8040201008040201u;
@@ -99,8 +99,8 @@ void read_codes(const uint8_t* low, const uint8_t* high, uint8_t* q) {
   }
 }
 
-// Six bits of each of eight scales and minimums in 12 bytes: those of the first four in bytes 0 to
-// 7, those of the others split into four bits in bytes 8 to 11, and two in the tops of the first.
+// Eight scales and minimums of six bits each, in 12 bytes. Those of the first four are in bytes 0
+// to 7. The others have four bits in bytes 8 to 11 and two in the top bits of bytes 0 to 7.
 inline void read_6_bit_scales(const uint8_t* p, uint8_t* scales) {
   for (int i = 0; i < 4; ++i) {
     scales[2 * i] = p[i] & 63;
@@ -114,14 +114,14 @@ template <WeightFormat format> void read_scales(const uint8_t* p, uint8_t* scale
   using enum WeightFormat;
   if constexpr (format == kQ2K || format == kQ6K) {
     std::memcpy(scales, p, 16);
-  } else if constexpr (format == kQ3K) {  // low four bits in bytes 0 to 7, two above in 8 to 11
+  } else if constexpr (format == kQ3K) {  // low four bits in bytes 0 to 7, high two in 8 to 11
     for (int i = 0; i < 16; ++i) {
       const int low = p[i % 8] >> i / 8 * 4 & 15, high = p[8 + i % 4] >> i / 4 * 2 & 3;
       scales[i] = uint8_t((low | high << 4) - 32);
     }
   } else if constexpr (format == kQ4K || format == kQ5K) {
     read_6_bit_scales(p, scales);
-  } else {  // two bits above in 16, low four bits in the four bytes after
+  } else {  // high two bits in 16 bits, low four bits in the next four bytes
     static_assert(format == kIQ4XS);
     for (int i = 0; i < 8; ++i) {
       const int low = p[2 + i / 2] >> i % 2 * 4 & 15, high = p[i / 4] >> i % 4 * 2 & 3;

@@ -9,7 +9,7 @@ namespace {
 
 bool is_dense(const WeightSource& weights) { return !weights.scale && !weights.blocks; }
 
-// Whether this format can be packed from this kind of source.
+// Checks whether this format can be packed from this kind of source.
 PackError check_kind(const MatrixLayout& layout, const MatrixSource& source) {
   const FormatTraits& format = layout.traits();
   const bool blocks = source.weights.blocks, dense = is_dense(source.weights);
@@ -47,7 +47,7 @@ PackError pack_tile(const MatrixLayout& layout, const MatrixSource& source, int6
   }
   if (const PackError error = check_tile(layout, source, tile, bad_row); error != PackError::kNone)
     return error;
-  if (source.weights.blocks)  // from the second-level cache now
+  if (source.weights.blocks)  // the check has brought them into the L2 cache
     pack_ggml(layout, source, tile, dst);
   else
     pack_quantised(layout, source, tile, dst);

@@ -17,7 +17,7 @@ constexpr int64_t kChunkBytes = 8 << 10;    // checked, then copied
 int64_t blocks_of(const MatrixLayout& layout) { return layout.cols_padded() / layout.block_cols(); }
 int64_t body_bytes(const MatrixLayout& layout) { return blocks_of(layout) * layout.block_bytes(); }
 
-// Where the columns' part of a tile's head and body begins.
+// The offset in a tile's head and body where the columns begin.
 int64_t head_begin(const MatrixLayout& layout, int64_t col0) {
   return layout.traits().scales.kind == ScaleKind::kBlock ? col0 / kFp8BlockSize * 4 : 0;
 }
@@ -25,7 +25,7 @@ int64_t body_begin(const MatrixLayout& layout, int64_t col0) {
   return layout.head_bytes() + col0 / layout.block_cols() * layout.block_bytes();
 }
 
-// Bytes of the head that columns have in common with the tile that they are of.
+// Bytes of the head that are the same in the columns' own tile.
 int64_t head_values(const MatrixLayout& layout) {
   switch (layout.traits().scales.kind) {
     case ScaleKind::kRow: return kSumsAt;
@@ -35,8 +35,8 @@ int64_t head_values(const MatrixLayout& layout) {
   }
 }
 
-// The first of n values that is bad, or -1. All are looked at, so that the loop becomes vectors;
-// bad(x) is a T.
+// The index of the first bad value of n, or -1. Tests all values, so that the loop is vectorised;
+// bad(x) returns a T.
 template <class T, class Bad> int64_t first_bad(const uint8_t* p, int64_t n, Bad bad) {
   const auto value = [&](int64_t i) { return load<T>(p + i * int64_t(sizeof(T))); };
   T any = 0;
@@ -47,12 +47,12 @@ template <class T, class Bad> int64_t first_bad(const uint8_t* p, int64_t n, Bad
   return i;
 }
 
-// By the bits of the exponent: NaN and infinity.
+// Finds NaN and infinity by the bits of the exponent.
 template <class T> int64_t first_not_finite(const uint8_t* p, int64_t n, T exponent) {
   return first_bad<T>(p, n, [=](T x) { return T(T(x & exponent) == exponent); });
 }
 
-// And negative ones; -0 is a zero like the other.
+// Also finds negative values; -0 counts as zero.
 int64_t first_bad_float(const uint8_t* p, int64_t n) {
   return first_bad<uint32_t>(
       p, n, [](uint32_t x) { return uint32_t(x >= 0x7f800000) & uint32_t(x != 0x80000000); });
@@ -63,7 +63,7 @@ int64_t first_above(const uint8_t* p, int64_t n, uint8_t most) {
 }
 
 struct Finding {
-  int64_t at;  // the value's number, which counts rows first; -1: there is none
+  int64_t at;  // index of the value, by rows first; -1 if there is none
   PackError error;
 };
 
@@ -90,7 +90,7 @@ Finding bad_group_scale(const MatrixLayout& layout, const uint8_t* scales) {
   return {first(), PackError::kBadGroupScale};
 }
 
-// Of a block of ggml's formats: d and m, then the scales of sub-blocks.
+// For a block of ggml's formats: checks d and m, then the scales of sub-blocks.
 Finding bad_ggml_scale(const MatrixLayout& layout, const uint8_t* scales) {
   const FormatTraits& format = layout.traits();
   const int64_t at = first_not_finite<uint16_t>(scales, format.d_bytes() / 2, 0x7c00);
@@ -119,7 +119,7 @@ Finding bad_in_scales(const MatrixLayout& layout, const uint8_t* block) {
   }
 }
 
-// The first e4m3 code that is NaN, as the number of its lane; bytes are whole steps.
+// The lane of the first e4m3 code that is NaN. bytes is a multiple of a step.
 int64_t first_nan_lane(const uint8_t* steps, int64_t bytes) {
   const __m128i nan = _mm_set1_epi8(0x7f);
   __m128i found[4] = {};
@@ -154,7 +154,7 @@ void add_codes(const uint8_t* steps, int64_t bytes, int32_t* sums) {
   }
 }
 
-// What is wrong in the scales and codes of some blocks.
+// The first error in the scales and codes of some blocks.
 Finding bad_in_blocks(const MatrixLayout& layout, const uint8_t* blocks, int64_t bytes) {
   const int64_t scale_bytes = layout.block_scale_bytes(), size = layout.block_bytes();
   const bool e4m3 = layout.traits().codes.type == CodeType::kE4m3;
@@ -184,7 +184,7 @@ PackError take_columns(const PackedColumns& from, uint8_t* dst, int64_t* lane) {
   alignas(16) int32_t sums[kTileRows] = {};
   uint8_t* to = dst + layout.head_bytes();
   const int64_t all = body_bytes(layout), size = layout.block_bytes();
-  // While they are in the cache nearest by.
+  // Copies each chunk right after checking it, while it is in the L1 cache.
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / size) * size;
   for (int64_t i = 0; i < all && bad.at < 0; i += chunk) {
     const int64_t bytes = std::min(chunk, all - i);

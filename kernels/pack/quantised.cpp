@@ -20,8 +20,8 @@ LaneOrder order_of(const MatrixLayout& layout) {
   return has_e4m3(layout) ? LaneOrder::kPairs : LaneOrder::kPlain;
 }
 
-// The part's codes of `rows` rows from one on. Pads are codes of zero; where there are zero points,
-// those are 0 as well.
+// The part's codes of `rows` rows starting at `row`. Padding has codes of value zero or, with zero
+// points, codes of 0.
 ByteRows codes_of(const MatrixLayout& layout, const MatrixSource& source, int64_t row,
                   int64_t rows) {
   const int64_t per_byte = 8 / layout.code_bits(), stride = source.cols / per_byte;
@@ -40,7 +40,7 @@ int64_t cols_per_scale(const MatrixLayout& layout, const MatrixSource& source) {
   }
 }
 
-// The same of values of `size` bytes, one per cols_per_scale.
+// The part's values of `size` bytes, one per cols_per_scale.
 ByteRows values_of(const void* all, int64_t size, const MatrixLayout& layout,
                    const MatrixSource& source, int64_t row, int64_t rows) {
   const int64_t cols = cols_per_scale(layout, source);
@@ -66,9 +66,9 @@ ByteRows zeros_of(const MatrixLayout& layout, const MatrixSource& source, int64_
   return values_of(source.weights.zero, 1, layout, source, row, rows);
 }
 
-// Whether every value of the first row is below `limit`, or `also` where that is not 0.
+// Whether every value of the first row is below `limit` or, if `also` is not 0, equal to it.
 template <class T> bool all_below(const ByteRows& rows, T limit, T also = 0) {
-  T bad = 0;  // of T, so that the loop becomes vectors
+  T bad = 0;  // a T, so that the loop is vectorised
   for (int64_t i = 0; i < rows.bytes; i += int64_t(sizeof(T))) {
     const T x = load<T>(rows.first + i);
     bad |= T(T(x >= limit) & T(x != also));
@@ -103,7 +103,7 @@ PackError check_scales(const MatrixLayout& layout, const MatrixSource& source, i
       return all_below<uint8_t>(scales, 0x7f) ? PackError::kNone : PackError::kBadE4m3Scale;
     case ScaleKind::kGroup:
       return all_finite(scales, layout.scale) ? PackError::kNone : PackError::kBadGroupScale;
-    default:  // float32, finite and not negative; -0 is a zero like the other
+    default:  // float32, finite and not negative; -0 counts as zero
       return all_below<uint32_t>(scales, 0x7f800000, 0x80000000) ? PackError::kNone
                                                                  : PackError::kBadScale;
   }
@@ -136,7 +136,7 @@ void write_head(const MatrixLayout& layout, const void* values, int64_t bytes, u
   std::memcpy(tile, values, size_t(bytes));
 }
 
-// After the scales of a tile.
+// Writes the sums after the scales of a tile.
 void write_sums(const ByteRows& codes, uint8_t* tile) {
   int32_t sums[kTileRows] = {};
   for (int64_t n = 0; n < codes.count; ++n) {

@@ -1,4 +1,4 @@
-// Quantised sources: codes and scales are checked and taken over bit for bit.
+// Quantised sources: checks codes and scales, and keeps them bit for bit.
 #pragma once
 #include "pack.h"
 

@@ -1,4 +1,4 @@
-// Scalar conversions: to float32 from the 16-bit types, and from the 8- and 4-bit types of the OCP
+// Scalar conversions: to float32 from the 16-bit types and from the 8- and 4-bit types of the OCP
 // Microscaling Formats specification 1.0; to fp16 with round-to-nearest-even.
 #pragma once
 #include <bit>
@@ -41,7 +41,7 @@ inline uint16_t float_to_fp16(float x) {
   return sign | uint16_t((m + 0xfff + (m >> 13 & 1) - (112u << 23)) >> 13);
 }
 
-// "fn": exponents 1 to 15, bias 7; no infinities, mantissa 7 of exponent 15 is NaN.
+// "fn" variant: exponents 1 to 15, bias 7, no infinities; exponent 15 with mantissa 7 is NaN.
 inline float e4m3_to_float(uint8_t x) {
   const int exponent = x >> 3 & 15, mantissa = x & 7;
   const float magnitude = exponent == 0        ? std::ldexp(float(mantissa), -9)
@@ -55,7 +55,7 @@ inline float e2m1_to_float(uint8_t x) {
   return std::copysign(magnitude[x & 7], x & 8 ? -1.0f : 1.0f);
 }
 
-inline float ue8m0_to_float(uint8_t x) {  // 2^(x - 127), at x = 0 a subnormal; 255 is NaN
+inline float ue8m0_to_float(uint8_t x) {  // 2^(x - 127), subnormal for x = 0; 255 is NaN
   return x == 255 ? NAN : std::ldexp(1.0f, x - 127);
 }
 

@@ -5,17 +5,17 @@
 namespace kt {
 namespace {
 
-// Scales tried, as shares of absmax: from no weight clipped (-7 its largest code) to those beyond
-// 0.7 of the largest, clipped to -8. On normal weights more of them, or a wider range, gain less
-// than 0.2% with the refinements that follow.
+// The tried scales range from 1/7 of absmax, where no weight is clipped, to 0.7/8 of it, where
+// weights beyond 0.7 absmax are clipped to -8. On normal weights, more candidates or a wider range
+// gain less than 0.2% after the refinements.
 constexpr int kCandidates = 8, kRefinements = 2;
 constexpr float kFirst = 1.0f / 7, kStep = (0.7f / 8 - kFirst) / (kCandidates - 1);
-constexpr float kSmallest = 6e-8f;  // about the least number of fp16
+constexpr float kSmallest = 6e-8f;  // close to the smallest positive fp16
 
-// Of the codes q at a scale: sums of w * q and of q^2.
+// For the codes q at a scale: sums of w * q and of q^2.
 struct Sums {
   float product, square;
-  // Sum of (w - q * scale)^2, less that of w^2, which all scales share.
+  // Sum of (w - q * scale)^2 minus the sum of w^2, which is the same for all scales.
   float loss(float scale) const { return scale * (scale * square - 2 * product); }
 };
 
@@ -32,7 +32,7 @@ float sum_of(__m256 x) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
-// Sums of the codes at kScales scales; none is 0.
+// Computes the sums for kScales scales, none of which is 0.
 template <DType kType, int kScales>
 void try_scales(const uint8_t* p, int64_t n, const float* scale, Sums* sums) {
   const __m256 least = _mm256_set1_ps(-8), most = _mm256_set1_ps(7);
@@ -51,7 +51,7 @@ void try_scales(const uint8_t* p, int64_t n, const float* scale, Sums* sums) {
   for (int i = 0; i < kScales; ++i) sums[i] = {sum_of(product[i]), sum_of(square[i])};
 }
 
-// The largest weight by magnitude, the positive one of two.
+// The weight with the largest magnitude; of two, the positive one.
 template <DType kType> float largest(const uint8_t* p, int64_t n) {
   __m256 high = _mm256_setzero_ps(), low = _mm256_setzero_ps();
   for (int64_t k = 0; k < n; k += 8, p += 8 * dtype_bytes(kType)) {
@@ -91,7 +91,7 @@ template <DType kType> uint16_t search(const uint8_t* p, int64_t n, uint16_t pla
     if (sums[i].loss(scale[i]) < sums[best].loss(scale[best])) best = i;
   float found = scale[best];
   Sums of_found = sums[best];
-  for (int i = 0; i < kRefinements; ++i) {  // the best scale of the codes that a scale gives
+  for (int i = 0; i < kRefinements; ++i) {  // the best scale for the codes of the last scale
     const float next = rounded(of_found.product / of_found.square);
     Sums of_next;
     try_scales<kType, 1>(p, n, &next, &of_next);

@@ -1,6 +1,6 @@
-// Sixteen source weights at a time, as AVX2 vectors (the floor of the package): to float32 from
-// every type, and to bf16; and the largest magnitude of many. The same results as scalar.h,
-// whatever the thread's denormal mode.
+// Sixteen source weights at a time, as AVX2 vectors (the package's minimum): conversion to float32
+// from every type and to bf16, and the largest magnitude of many. The results are those of
+// scalar.h, in any denormal mode of the thread.
 #pragma once
 #include <immintrin.h>
 
@@ -13,7 +13,7 @@
 
 namespace kt {
 
-// Elements 0-3 and 8-11, 4-7 and 12-15: packing the two to 16 bits puts them in order.
+// Elements 0-3 and 8-11, and 4-7 and 12-15: packing the two to 16 bits puts them in order.
 struct Sixteen {
   __m256 even, odd;
 };
@@ -39,7 +39,7 @@ template <DType kType> Sixteen load_sixteen(const uint8_t* p) {
           _mm256_castsi256_ps(_mm256_permute2x128_si256(x, y, 0x31))};
 }
 
-// Eight bf16, sign-extended, to nearest with ties to even; NaN stay NaN.
+// Eight bf16, sign-extended, rounded to nearest with ties to even; NaN stays NaN.
 inline __m256i to_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -49,20 +49,20 @@ inline __m256i to_bf16(__m256 x) {
   return _mm256_srai_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
 }
 
-// Magnitudes of finite numbers compare as integers do; this is the least that is none.
+// Magnitudes of finite numbers compare like integers. This is the smallest that is not finite.
 template <DType kType>
 constexpr uint32_t kBeyondFinite = kType == DType::kBF16   ? 0x7f80
                                    : kType == DType::kFP16 ? 0x7c00
                                                            : 0x7f800000;
 
-// The largest of the numbers in a vector, of 16 bits each.
+// The largest of the 16-bit numbers in a vector.
 inline uint32_t largest(__m256i x, uint16_t) {
-  const __m128i ones = _mm_set1_epi32(-1);  // minpos finds the smallest
+  const __m128i ones = _mm_set1_epi32(-1);  // minpos finds the minimum
   const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   return 0xffff & ~uint32_t(_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, ones))));
 }
 
-// Of 32 bits each.
+// The largest of the 32-bit numbers in a vector.
 inline uint32_t largest(__m256i x, uint32_t) {
   __m128i four = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   four = _mm_max_epu32(four, _mm_srli_si128(four, 8));
@@ -70,8 +70,8 @@ inline uint32_t largest(__m256i x, uint32_t) {
   return uint32_t(_mm_cvtsi128_si32(four));
 }
 
-// The bits of the largest magnitude of n elements; kBeyondFinite or more when one is not finite.
-// Inlined, since a symbol of code for AVX2 must not serve others.
+// The bits of the largest magnitude of n elements; at least kBeyondFinite if one is not finite.
+// Inlined, because other code must not use a symbol compiled for AVX2.
 template <DType kType> [[gnu::always_inline]] inline uint32_t most_of(const uint8_t* p, int64_t n) {
   constexpr bool kHalf = kType != DType::kFP32;
   using Bits = std::conditional_t<kHalf, uint16_t, uint32_t>;
@@ -92,7 +92,7 @@ template <DType kType> [[gnu::always_inline]] inline uint32_t most_of(const uint
   return result;
 }
 
-// Eight magnitudes, by their bits, as float32.
+// Converts eight magnitudes from bits to float32.
 template <DType kType> __m256 magnitudes(const uint32_t* bits) {
   const __m256i x = load_vector(bits);
   if constexpr (kType == DType::kBF16) return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));

@@ -22,7 +22,7 @@ struct Tile {
 
   uint8_t code4(int64_t n, int64_t k) const { return lane(n, k)[k & 3] >> (k & 4) & 15; }
 
-  // The order of the bytes is its own inverse.
+  // The order of e4m3 bytes is its own inverse.
   uint8_t e4m3(int64_t n, int64_t k) const { return lane(n, k)[kE4m3Order[k & 3]]; }
 
   float group_scale(int64_t n, int64_t k) const {
@@ -38,13 +38,13 @@ struct Tile {
     return block(k)[k % layout.block_cols() / layout.traits().scales.cols * kTileRows + n];
   }
 
-  // What is subtracted from a 4-bit integer.
+  // The offset of a 4-bit integer.
   int zero(int64_t n, int64_t k) const {
     const FormatTraits& f = layout.traits();
     return f.scales.zero ? block(k)[kTileRows * layout.scale_bytes() + n] : f.codes.offset;
   }
 
-  // Of the code, before scales.
+  // The value of a code, without scales.
   float value(int64_t n, int64_t k) const {
     switch (layout.traits().codes.type) {
       case CodeType::kBf16: return bf16_to_float(load<uint16_t>(lane(n, k) + k % 2 * 2));
@@ -55,7 +55,7 @@ struct Tile {
     }
   }
 
-  // W[n, k], in at most one rounding.
+  // W[n, k], rounded at most once.
   float weight(int64_t n, int64_t k) const {
     switch (layout.traits().scales.kind) {
       case ScaleKind::kNone: return value(n, k);

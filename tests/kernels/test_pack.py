@@ -216,13 +216,13 @@ def global_scale(value: float) -> Change:
     return change
 
 
-NAN_CODE = r" row {row}: a weight is NaN \(e4m3 code 0x7f or 0xff\); all other codes are accepted"
-BAD_GROUP_SCALE = r" row {row}: a scale is NaN or infinite; finite scales are accepted"
-BAD_BLOCK = r" row {row}: a block's fp16 scale or minimum is NaN or infinite; finite ones"
-BAD_SCALE = r" row {row}: a scale is NaN, infinite or negative; finite scales from 0 on"
-BAD_E8M0 = r" row {row}: a ue8m0 scale is 255 \(NaN\); 0 to 254"
-BAD_E4M3 = r" row {row}: an e4m3 scale is NaN or has its sign set; codes 0x00 to 0x7e"
-BAD_ZERO = r" row {row}: a zero point is above 16; 0 to 16"
+NAN_CODE = r" row {row}: a weight is NaN \(e4m3 code 0x7f or 0xff\); accepted: all other codes"
+BAD_GROUP_SCALE = r" row {row}: a scale is NaN or infinite; accepted: a finite number"
+BAD_BLOCK = r" row {row}: a block's fp16 scale or minimum is NaN or infinite; accepted: a finite"
+BAD_SCALE = r" row {row}: a scale is NaN, infinite or negative; accepted: a finite number from 0"
+BAD_E8M0 = r" row {row}: a ue8m0 scale is 255 \(NaN\); accepted: 0 to 254"
+BAD_E4M3 = r" row {row}: an e4m3 scale is NaN or has its sign set; accepted: codes 0x00 to 0x7e"
+BAD_ZERO = r" row {row}: a zero point is above 16; accepted: 0 to 16"
 BAD_GLOBAL = r": the global scale is NaN, infinite or negative"
 BAD_BF16 = (0x7F80, 0x7F81, 0xFF80, 0xFFC0)
 NO_NUMBERS = (np.nan, -np.nan, np.inf, -np.inf)
@@ -288,9 +288,9 @@ def load_dense(layer: QuantisedLayer, dtype: int = 2) -> None:
 def test_dense_weights_for_quantised_formats_are_refused(form: Form) -> None:
     layer = QuantisedLayer("_C", form, 64, 64, (1,))
     layer.load()
-    message = "slot 1, gate: the weights have no scales; this weight format takes quantised"
+    message = "slot 1, gate: the weights have no scales; this weight format accepts only quantised"
     if form[0] in ggml.GGML:
-        message = "slot 1, gate: the weights are no ggml blocks; this weight format takes ggml's"
+        message = "slot 1, gate: the weights are not ggml blocks; this weight format accepts only"
     with pytest.raises(ValueError, match=message):
         load_dense(layer)
     layer.check()
@@ -325,7 +325,7 @@ def test_blocks_for_other_formats_are_refused(form: Form) -> None:
     )
     source = ggml.make(ggml.Q4_K, 256, 256)
     needed = "dense bf16" if format == core.BF16 else "quantised weights"
-    with pytest.raises(ValueError, match=f"gate: the weights .* this weight format takes {needed}"):
+    with pytest.raises(ValueError, match=f"gate: .* this weight format accepts only {needed}"):
         layer.layer.load(1, *[source.address] * 3)
 
 
