@@ -15,5 +15,5 @@ void need_shape(const std::string& name, const Array& a, const std::vector<size_
     given += (i ? ", " : "") + std::to_string(a.shape(i));
     needed += (i ? ", " : "") + std::to_string(shape[i]);
   }
-  kt::need(same, name + " is [" + given + "]; [" + needed + "] is needed");
+  kt::need(same, name + " is [" + given + "]; expected [" + needed + "]");
 }

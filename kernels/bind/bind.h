@@ -1,4 +1,4 @@
-// What the parts of the extension module share.
+// Shared by the parts of the extension module.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -24,7 +24,7 @@ template <class T, class... Arguments> std::shared_ptr<T> make_unlocked(Argument
           }};
 }
 
-// Each adds a part to the module.
+// Each of these adds a part to the module.
 void bind_machine(nb::module_& m);
 void bind_formats(nb::module_& m);
 void bind_layer(nb::module_& m);

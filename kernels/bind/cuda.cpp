@@ -13,12 +13,12 @@
 
 namespace {
 
-// In the place of Python's own error, which does not say which parameter it is.
+// Used instead of Python's own error, which does not name the parameter.
 [[noreturn]] void refuse(char kind, PyObject* given, size_t i) {
   PyErr_Clear();
   const std::string message =
-      "parameter " + std::to_string(i) + " is " + nb::cast<std::string>(nb::repr(given)) + "; " +
-      (kind == 'p' ? "an address, 0 to 2^64 - 1," : "an int32") + " is accepted";
+      "parameter " + std::to_string(i) + " is " + nb::cast<std::string>(nb::repr(given)) +
+      "; accepted: " + (kind == 'p' ? "an address, 0 to 2^64 - 1" : "an int32");
   if (PyLong_Check(given)) throw nb::value_error(message.c_str());
   throw nb::type_error(message.c_str());
 }
@@ -47,7 +47,7 @@ void need_count(size_t given, size_t parameters) {
 
 void run(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, uint64_t* values,
          uint64_t wait_address) {
-  // A launch waits where the queue is full, perhaps for a host function that needs the GIL.
+  // A launch waits if the queue is full, possibly for a host function that needs the GIL.
   const nb::gil_scoped_release released;
   kernel.run(grid, stream, values, wait_address);
 }
@@ -60,7 +60,7 @@ void launch(const kt::sys::KernelLaunch& kernel, int64_t grid, uint64_t stream, 
   run(kernel, grid, stream, values, 0);
 }
 
-// A launch whose arguments are known but for some.
+// A launch whose arguments are known, except for some.
 struct BoundLaunch {
   const kt::sys::KernelLaunch* kernel;
   int64_t grid;
@@ -100,24 +100,24 @@ void launch_bound(const BoundLaunch& bound, uint64_t stream, nb::args given) {
 void bind_cuda(nb::module_& m) {
   nb::class_<kt::sys::CudaContext>(m, "CudaContext", "The CUDA context that is current now.")
       .def(nb::init<const std::string&>(), "library"_a = kt::sys::CudaContext::kDriver, Unlocked())
-      // With the GIL, since it is called at each batch: the driver answers from its own state.
+      // With the GIL, because it is called for each batch: the driver answers from its own state.
       .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a)
       .def("wait", &kt::sys::CudaContext::wait, "stream"_a, "address"_a, "value"_a, Unlocked(),
            "Makes a stream wait until the 32-bit word at the address is value. Streams are not "
            "checked; the address is only checked to be a multiple of 4 above 0.");
 
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
-                                    "A CUfunction to be launched; kinds: one letter per parameter, "
-                                    "p pointer, i int32. Only the function is checked for 0; "
-                                    "streams and pointers are not checked.")
+                                    "A CUfunction to be launched. kinds: one letter per parameter, "
+                                    "p for a pointer or i for int32. The function is only checked "
+                                    "for 0; streams and pointers are not checked.")
       .def(nb::init<uint64_t, int, int, std::string, const std::string&>(), "function"_a,
            "threads"_a, "shared_bytes"_a, "kinds"_a, "library"_a = kt::sys::CudaContext::kDriver,
            Unlocked())
       .def("run", launch, "grid"_a, "stream"_a, "args"_a)
       .def("bind", bind, nb::keep_alive<0, 1>(), "grid"_a, "args"_a, "wait_address"_a = 0,
-           "A BoundLaunch: these arguments, but for those that are None. wait_address: of a 32-bit "
-           "word that the stream waits for to be 1 before each launch; 0: it does not wait.");
+           "A BoundLaunch with these arguments, except for those that are None. wait_address: the "
+           "address of a 32-bit word; each launch first waits until it is 1. 0: no wait.");
 
   nb::class_<BoundLaunch>(m, "BoundLaunch", "A KernelLaunch with most of its arguments.")
-      .def("run", launch_bound, "stream"_a, "args"_a, "args: what was None.");
+      .def("run", launch_bound, "stream"_a, "args"_a, "args: those that were None.");
 }

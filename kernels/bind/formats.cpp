@@ -1,5 +1,5 @@
-// The rows of kt/format.h for Python: what src/kt_kernel/weights/formats.py goes by, and all that
-// code on another device needs to unpack a tile.
+// Gives Python the rows of kt/format.h: what src/kt_kernel/weights/formats.py uses, and everything
+// that code on another device needs to unpack a tile.
 #include <iterator>
 
 #include "../pack/scalar.h"

@@ -1,4 +1,4 @@
-// Thread teams, the layers that they compute, and passes under way.
+// Thread teams, the layers that they compute, and passes in progress.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
@@ -32,10 +32,10 @@ std::shared_ptr<kt::sys::Team> make_team(const std::vector<int>& threads,
                                          const std::vector<int>& reserves) {
   kt::need(threads.size() == nodes.size(), std::to_string(threads.size()) + " pools and " +
                                                std::to_string(nodes.size()) +
-                                               " nodes; one node per pool is needed");
+                                               " nodes; expected one node per pool");
   kt::need(reserves.empty() || reserves.size() == threads.size(),
            std::to_string(threads.size()) + " pools and reserves of " +
-               std::to_string(reserves.size()) + "; one number per pool, or none, is needed");
+               std::to_string(reserves.size()) + "; expected one number per pool, or none");
   std::vector<kt::sys::PoolSpec> pools;
   for (size_t i = 0; i < threads.size(); ++i)
     pools.push_back({threads[i], nodes[i], reserves.empty() ? 0 : reserves[i]});
@@ -66,7 +66,7 @@ std::shared_ptr<kt::MoeLayer> make_layer(
                                        {gemm_min_rows, row_block, task_bytes}});
 }
 
-// Arrays are taken as they are: a converted copy of one that is written to would be lost.
+// Arrays are not converted: a converted copy of an array that is written to would be lost.
 using Tiles = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 using TileRoom = nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>;
 using WeightRoom = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -78,8 +78,8 @@ kt::MatrixLayout layout_of(const kt::MoeLayer& layer, int matrix) {
 }
 
 void need_size(const std::string& name, size_t given, int64_t needed) {
-  kt::need(int64_t(given) == needed, name + " has " + std::to_string(given) + " values; " +
-                                         std::to_string(needed) + " are needed");
+  kt::need(int64_t(given) == needed,
+           name + " has " + std::to_string(given) + " values; expected " + std::to_string(needed));
 }
 
 void load_packed(kt::MoeLayer& layer, int64_t slot, const Tiles& gate, const Tiles& up,
@@ -110,8 +110,8 @@ void unpack(const kt::MoeLayer& layer, int64_t slot, int matrix, const WeightRoo
   const kt::MatrixLayout layout = layout_of(layer, matrix);
   kt::need(int64_t(dst.shape(0)) == layout.rows && int64_t(dst.shape(1)) == layout.cols,
            "dst is [" + std::to_string(dst.shape(0)) + ", " + std::to_string(dst.shape(1)) +
-               "]; [" + std::to_string(layout.rows) + ", " + std::to_string(layout.cols) +
-               "] is needed");
+               "]; expected [" + std::to_string(layout.rows) + ", " + std::to_string(layout.cols) +
+               "]");
   layer.unpack(slot, matrix, dst.data());
 }
 
@@ -128,7 +128,7 @@ void bind_layer(nb::module_& m) {
       "(tiles, bytes of a tile) of a packed matrix [n, k].");
   nb::class_<kt::sys::Team>(m, "Team", nb::is_weak_referenceable())
       .def(nb::new_(&make_team), "threads"_a, "nodes"_a, "reserves"_a = std::vector<int>(),
-           "Per pool: threads, NUMA node (-1: any), and how many of the threads sit out the passes "
+           "Per pool: threads, NUMA node (-1: any), and how many of the threads sit out passes "
            "that memory bandwidth limits.")
       .def_prop_ro("pools", [](const kt::sys::Team& t) { return t.pools(); })
       .def_prop_ro("threads", [](const kt::sys::Team& t) { return t.threads(); });
@@ -157,10 +157,10 @@ void bind_layer(nb::module_& m) {
           "slot"_a, "gate"_a, "up"_a, "down"_a, "gate_bias_ptr"_a = 0, "up_bias_ptr"_a = 0,
           "down_bias_ptr"_a = 0, "dtypes"_a = kt::ByMatrix<int>{-1, -1, -1},
           "orders"_a = std::array<uintptr_t, 2>{}, "scale_search"_a = false, Unlocked(),
-          "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. Dense ones "
-          "have a number in `dtypes`, where quantised ones have -1. Column j of gate's and up's "
-          "source is column order[j] of the matrix: int32 permutations, or 0. Addresses are only "
-          "checked for 0.")
+          "Weights as (data, scale, zero, global) of kernels/pack/pack.h, WeightSource. dtypes: "
+          "numbers of the types of dense weights, -1 for quantised ones. orders: for gate and up, "
+          "the address of an int32 permutation, or 0; column j of the source is column order[j] of "
+          "the matrix. Addresses are only checked for 0.")
       .def(
           "load_many",
           [](kt::MoeLayer& layer, const std::vector<SlotWeights>& experts, bool scale_search) {
@@ -169,16 +169,16 @@ void bind_layer(nb::module_& m) {
             layer.load(sources);
           },
           "experts"_a, "scale_search"_a = false, Unlocked(),
-          "`load` of experts given as (slot, (gate, up, down), dtypes, bias addresses, orders).")
+          "`load` for experts given as (slot, (gate, up, down), dtypes, bias addresses, orders).")
       .def("load_packed", load_packed, "slot"_a, "gate"_a.noconvert(), "up"_a.noconvert(),
            "down"_a.noconvert(), "gate_bias"_a.noconvert() = nb::none(),
            "up_bias"_a.noconvert() = nb::none(), "down_bias"_a.noconvert() = nb::none(), Unlocked(),
-           "Packed tiles of whole matrices, uint8 with as many values as packed_shape() of their "
-           "form says, at any address; biases float32 [I], [I], [H]. Raises ValueError for a code "
-           "or scale that packing does not make; the slot must then be loaded again.")
+           "Loads packed tiles of whole matrices, uint8 arrays of as many values as packed_shape() "
+           "of their form, at any address; biases are float32 [I], [I], [H]. Raises ValueError for "
+           "codes or scales that packing does not make; the slot must then be loaded again.")
       .def("save_packed", save_packed, "slot"_a, "matrix"_a, "dst"_a.noconvert(), Unlocked(),
-           "Writes the packed tiles of a whole matrix (0 gate, 1 up, 2 down) to a uint8 array with "
-           "as many values as packed_shape() of its form says.")
+           "Writes the packed tiles of a whole matrix (0 gate, 1 up, 2 down) to a uint8 array of "
+           "as many values as packed_shape() of its form.")
       .def(
           "submit",
           [](kt::MoeLayer& layer, uintptr_t x, int dtype, int64_t tokens, uintptr_t ids,
@@ -191,16 +191,15 @@ void bind_layer(nb::module_& m) {
           "x_ptr"_a, "dtype"_a, "tokens"_a, "ids_ptr"_a, "weights_ptr"_a, "out_ptr"_a,
           "add_ptr"_a = 0, "partial_ptr"_a = 0, Unlocked(),
           "Queues a forward pass (kernels/moe/config.h, ForwardArgs). The memory behind the "
-          "addresses "
-          "must stay until it is done. Addresses are only checked for 0.")
+          "addresses must stay valid until it is done. Addresses are only checked for 0.")
       .def(
           "set_cpu_slots",
           [](kt::MoeLayer& layer, const std::vector<bool>& cpu_slots) {
             layer.set_on_cpu({cpu_slots.begin(), cpu_slots.end()});
           },
           "cpu_slots"_a, Unlocked(),
-          "Sets which slots later passes compute, [num_experts]; passes submitted before compute "
-          "the old ones, and are waited for. Raises ValueError for a slot that is not loaded.")
+          "Sets which slots later passes compute, [num_experts]. Waits for the passes submitted "
+          "before, which compute the old ones. Raises ValueError for a slot that is not loaded.")
       .def("unpack", unpack, "slot"_a, "matrix"_a, "dst"_a.noconvert(), Unlocked(),
            "Writes the dequantised weights of a matrix (0 gate, 1 up: [I, H], 2 down: [H, I]) to a "
            "float32 array.")
@@ -217,7 +216,7 @@ void bind_layer(nb::module_& m) {
       .def(
           "set_timing", [](kt::MoeLayer& layer, bool on) { layer.state()->timings.set(on); },
           "on"_a,
-          "Sets the times of timings() to zero; passes submitted later add to them while it is on.")
+          "Sets the times of timings() to zero. While on, passes submitted later add to them.")
       .def(
           "timings",
           [](kt::MoeLayer& layer) {
@@ -227,5 +226,5 @@ void bind_layer(nb::module_& m) {
                 result[kt::kPhaseNames[p]].emplace_back(t.work[p], t.wait[p]);
             return result;
           },
-          "Per phase: nanoseconds of (work, waiting for other threads) of each thread.");
+          "Per phase: the nanoseconds that each thread worked, and waited for other threads.");
 }

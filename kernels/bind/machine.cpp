@@ -53,13 +53,13 @@ auto all_kernels() {
 }  // namespace
 
 void bind_machine(nb::module_& m) {
-  m.def("cpu_features", feature_flags, "Instruction sets this CPU and system can run.");
+  m.def("cpu_features", feature_flags, "Instruction sets that this CPU and system can run.");
   m.def("cpu_brand", kt::sys::cpu_brand);
   m.def("kernel_tables", usable_tables, "Kernel tables that run here, best first.");
   m.def(
       "kernels", all_kernels,
-      "(table, weight format, A operand of its GEMV, of its GEMM) of every kernel of this module, "
-      "whether it runs here or not; tables best first.");
+      "(table, weight format, A operand of its GEMV, of its GEMM) for every kernel of this module, "
+      "including those that cannot run here; tables best first.");
   m.def(
       "topology",
       [] {

@@ -1,13 +1,13 @@
-// The Python extension. A private API, but every function checks its arguments: an invalid one
-// raises ValueError or TypeError (tests/kernels/test_entries.py calls them all). If a call must
-// cost no conversions, it takes addresses of tensors, which are only checked for 0.
+// The Python extension. Its API is private, but every function checks its arguments and raises
+// ValueError or TypeError for an invalid one (tests/kernels/test_entries.py calls them all). If a
+// call must not cost conversions, it takes addresses of tensors, which are only checked for 0.
 #include "../sys/team.h"
 #include "bind.h"
 #include "kt/format.h"
 
 NB_MODULE(KT_MODULE_NAME, m) {
   m.doc() = "Compiled core of kt_kernel (private).";
-  // Engine processes end with their layers alive; nanobind would list them in the server's log.
+  // Engine processes end with their layers alive, which nanobind would list in the server's log.
   nb::set_leak_warnings(false);
   m.attr("layout_version") = kt::kLayoutVersion;
   m.attr("beside_team") = kt::sys::kBesideTeam;

@@ -22,7 +22,7 @@ kt::WeightSource source(const Source& q, int dtype) {
 
 kt::WeightSource source(kt::WeightFormat format, const Source& q, int dtype) {
   const bool quantised = std::get<1>(q) != 0 || kt::is_ggml(format);
-  if (quantised) kt::need_in_range("dtype", dtype, -1, int(kt::DType::kFP32));  // not used
+  if (quantised) kt::need_in_range("dtype", dtype, -1, int(kt::DType::kFP32));  // otherwise unused
   return source(q, quantised ? -1 : dtype);
 }
 

@@ -29,12 +29,12 @@ template <class T> uintptr_t address(const kt::HostBuffer& buffer, T* p) {
 void bind_stream(nb::module_& m) {
   using kt::HostBuffer, kt::StreamEngine, kt::StreamSide;
 
-  // Buffers and sides end wherever their last user does, perhaps on a thread of ours; that only
-  // unmaps memory.
+  // Buffers and sides are destroyed by their last user, possibly on a thread of this library. That
+  // only unmaps memory.
   nb::class_<HostBuffer>(m, "HostBuffer",
-                         "Zeroed memory for a GPU to be given access to: whoever registers it "
-                         "keeps the object until it is unregistered. Children of a fork do not "
-                         "inherit the memory.")
+                         "Zeroed memory that a GPU can be given access to. A caller that registers "
+                         "it must keep the object until it is unregistered. Children of a fork do "
+                         "not inherit the memory.")
       .def(nb::new_([](int64_t nbytes) { return std::make_shared<HostBuffer>(nbytes); }),
            "nbytes"_a, Unlocked())
       .def_prop_ro("address", [](const HostBuffer& b) { return address(b, b.data()); })
@@ -81,7 +81,8 @@ void bind_stream(nb::module_& m) {
            "position"_a, "protected_k"_a, Unlocked())
       .def("drop_slot", &StreamEngine::drop_slot, "slot"_a, "forget"_a = false, Unlocked())
       .def("entries_of", &StreamEngine::entries_of, "slot"_a, Unlocked())
-      // With the GIL, since it is called at each batch: an atomic load, unless there is an error.
+      // With the GIL, because it is called for each batch: an atomic load, unless there is an
+      // error.
       .def("raise_error", &StreamEngine::raise_error)
       .def("pending", &StreamEngine::pending)
       .def("drain", &StreamEngine::drain, "timeout_s"_a, Unlocked())

@@ -5,8 +5,8 @@
 
 #include "kt/kernel_table.h"
 
-// Those that can run on this CPU, best first.
+// The tables that can run on this CPU, best first.
 std::vector<std::string> usable_tables();
 
-// Throws std::invalid_argument for one that does not exist or cannot run on this CPU.
+// Throws std::invalid_argument for a table that does not exist or cannot run on this CPU.
 const kt::KernelTable* find_table(const std::string& name);

@@ -64,8 +64,8 @@ auto reference_forward(const Doubles<2>& x, const Longs& ids, const Doubles<2>& 
   need_shape("gate", gate, {experts, inter, hidden});
   need_shape("up", up, {experts, inter, hidden});
   need_shape("down", down, {experts, hidden, inter});
-  kt::need(skip.size() == experts, "skip has " + std::to_string(skip.size()) + " values; " +
-                                       std::to_string(experts) + " are needed");
+  kt::need(skip.size() == experts, "skip has " + std::to_string(skip.size()) +
+                                       " values; expected " + std::to_string(experts));
   kt::MoeReference r;
   r.tokens = int64_t(tokens);
   r.hidden_size = int64_t(hidden);
@@ -163,8 +163,7 @@ auto split_deferred(const Longs& ids, const Floats& weights, int64_t protected_k
 void bind_testing(nb::module_& m) {
   nb::class_<kt::ProductBench>(
       m, "ProductBench",
-      "Times one kernel (benchmarks). Dense weights are float32. Addresses "
-      "are only checked for 0.")
+      "Times one kernel (benchmarks). Dense weights are float32. Addresses are only checked for 0.")
       .def(nb::new_(&make_product_bench), "team"_a, nb::kw_only(), "table"_a, "gemm"_a, "format"_a,
            "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a, "bytes"_a, Unlocked())
       .def("set_rows",
@@ -184,7 +183,7 @@ void bind_testing(nb::module_& m) {
   m.def("pack", pack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "w"_a,
         "dtype"_a = 2, "scale_search"_a = false,
         "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "
-        "dense ones of `dtype`, whose scale is 0 (tests). Addresses are only checked for 0.");
+        "dense weights of `dtype`, whose scale is 0 (tests). Addresses are only checked for 0.");
   m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
         "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,

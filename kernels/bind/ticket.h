@@ -1,4 +1,4 @@
-// A job under way, as Python holds it.
+// A job in progress, as Python holds it.
 #pragma once
 #include <exception>
 #include <memory>
@@ -7,7 +7,7 @@
 #include "../sys/team.h"
 #include "bind.h"
 
-// With arrays that the job works on: these stay until it is done.
+// Keeps the arrays that the job works on until it is done.
 struct Ticket {
   std::shared_ptr<kt::sys::Job> job;
   std::vector<nb::object> arrays{};

@@ -1,4 +1,4 @@
-// A rows: activations as the kernels read them (kt/kernel_table.h). Buffers of them, and the
+// A rows: activations in the form that the kernels read (kt/kernel_table.h). Their buffers, and the
 // conversion of a row.
 #pragma once
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace kt {
 
-// Rows that a GEMM kernel may touch past the last one.
+// Rows past the last one that a GEMM kernel may touch.
 constexpr int64_t kRowSlack = 32;
 
-// Addresses of rows and of their scales and sums, per row or per row and group.
+// Addresses of rows, and of their scales and sums, which are per row or per row and group.
 struct RowPointers {
   uint8_t* data;
   float* scale;
@@ -27,8 +27,8 @@ template <class T> T* as(const sys::Mapping& m) { return reinterpret_cast<T*>(m.
 // Rows of `columns` padded columns.
 ActRows act_rows(ActKind act, int64_t columns, const RowPointers& at);
 
-// The rows from `row` on in a buffer for both kernels of a format, in which every row has room for
-// the larger kind.
+// The rows from `row` on in a buffer for both kernels of a format, in which every row has the size
+// of the larger kind.
 ActRows act_rows(const FormatKernels& kernels, bool gemm, int64_t columns, const ActBuffer& buffer,
                  int64_t row);
 
@@ -36,7 +36,7 @@ ActRows act_rows(const FormatKernels& kernels, bool gemm, int64_t columns, const
 void quantise_row(const KernelTable& table, ActKind act, const void* src, DType dtype, int64_t k,
                   int64_t padded, float absmax, const ActRows& to, int64_t row);
 
-// Where byte 0 of a row lies in a buffer of blocked rows, and the copy of a row into one.
+// The address of byte 0 of a row in a buffer of blocked rows, and the copy of a row to one.
 inline uint8_t* blocked_row(uint8_t* rows, int64_t stride, int64_t row) {
   return rows + row / kBlockRows * kBlockRows * stride + row % kBlockRows * kChunkBytes;
 }

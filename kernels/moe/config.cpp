@@ -12,14 +12,14 @@
 namespace kt {
 namespace {
 
-// The tasks of a chunk have numbers of so many bits (sys/task_queue.h). All sizes are in range.
+// Checks that the numbers of a chunk's tasks fit (sys/task_queue.h). All sizes are in range.
 void check_tasks(const LayerConfig& c) {
   const int64_t pairs = c.max_tokens * c.top_k;
   const int64_t tiles = ceil_div(std::max(c.hidden_size, c.intermediate_size), kTileRows);
   need(pairs <= sys::kMaxTasks &&
            std::min(pairs, c.num_experts + pairs / kItemRows) <= sys::kMaxTasks / tiles,
        "max_tokens " + std::to_string(c.max_tokens) + ": more than " +
-           std::to_string(sys::kMaxTasks) + " tasks; a lower one is accepted");
+           std::to_string(sys::kMaxTasks) + " tasks; use a lower number");
 }
 
 void check_order(const int32_t* order, int64_t columns, const std::string& where) {
@@ -29,8 +29,8 @@ void check_order(const int32_t* order, int64_t columns, const std::string& where
     if (column < 0 || column >= columns || seen[size_t(column)])
       throw std::invalid_argument(where + ": column " + std::to_string(i) +
                                   " of the source is column " + std::to_string(column) +
-                                  " of the matrix; a permutation of 0 to " +
-                                  std::to_string(columns - 1) + " is needed");
+                                  " of the matrix; expected a permutation of 0 to " +
+                                  std::to_string(columns - 1));
     seen[size_t(column)] = 1;
   }
 }
@@ -54,17 +54,17 @@ void check_config(const LayerConfig& c) {
     check_form(c.forms[m], m == kDown ? c.intermediate_size : c.hidden_size,
                kMatrixNames[m] + std::string(": "));
   need(c.activation.limit >= 0 && std::isfinite(c.activation.limit),
-       "swiglu_limit " + std::to_string(c.activation.limit) + "; 0 or more is accepted");
+       "swiglu_limit " + std::to_string(c.activation.limit) + "; accepted: 0 or more");
   need(std::isfinite(c.activation.alpha),
-       "swiglu_alpha " + std::to_string(c.activation.alpha) + "; a finite one is accepted");
+       "swiglu_alpha " + std::to_string(c.activation.alpha) + "; accepted: a finite number");
   need_in_range("kind", int(c.kind), 0, int(KernelKind::kTile));
   const LayerTuning& t = c.tuning;
   for (int64_t rows : t.gemm_min_rows)
-    need(rows >= 0, "gemm_min_rows " + std::to_string(rows) + "; 0 or more is accepted");
-  need(t.task_bytes >= 0, "task_bytes " + std::to_string(t.task_bytes) + "; 0 or more is accepted");
+    need(rows >= 0, "gemm_min_rows " + std::to_string(rows) + "; accepted: 0 or more");
+  need(t.task_bytes >= 0, "task_bytes " + std::to_string(t.task_bytes) + "; accepted: 0 or more");
   need(t.row_block >= 0 && t.row_block <= kRowBlock && t.row_block % 32 == 0,
-       "row_block " + std::to_string(t.row_block) + "; multiples of 32 up to " +
-           std::to_string(kRowBlock) + " are accepted");
+       "row_block " + std::to_string(t.row_block) + "; accepted: multiples of 32 up to " +
+           std::to_string(kRowBlock));
   check_tasks(c);
 }
 
@@ -77,7 +77,7 @@ void check_expert(const LayerConfig& c, const SlotSource& expert) {
       check_order(order, c.hidden_size, where + kMatrixNames[m]);
 }
 
-// Called for every batch: the messages are not made where nothing is wrong.
+// Called for every batch, so messages are only built if there is an error.
 void check_pass(const ForwardArgs& a) {
   constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
   if (a.tokens < 0 || a.tokens > kMaxTokens) need_in_range("tokens", a.tokens, 0, kMaxTokens);

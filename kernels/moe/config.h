@@ -1,4 +1,4 @@
-// The configuration of a layer and the arguments of a pass: plain data, and its checks.
+// The configuration of a layer and the arguments of a pass, as plain data with checks.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -13,16 +13,17 @@ namespace kt {
 // Settings tuned per machine. Results do not depend on them, except that gemm_min_rows selects the
 // kind of kernel. 0 means the default.
 struct LayerTuning {
-  ByMatrix<int64_t> gemm_min_rows{};  // rows of an expert from which GEMM kernels run; the table's
-  int64_t row_block = 0;   // rows per kernel call, a multiple of 32 up to kRowBlock; kRowBlock
-  int64_t task_bytes = 0;  // weights that a thread takes at a time in decode; kTaskBytes
+  ByMatrix<int64_t>
+      gemm_min_rows{};     // rows of an expert from which GEMM runs; default: the table's
+  int64_t row_block = 0;   // rows per kernel call, a multiple of 32 up to kRowBlock (the default)
+  int64_t task_bytes = 0;  // weights that a thread takes at a time in decode; default: kTaskBytes
 };
 
 struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;
   ByMatrix<MatrixForm> forms;
   Activation activation;
-  std::vector<uint8_t> on_cpu;  // [num_experts], 1 for slots held here, which passes compute
+  std::vector<uint8_t> on_cpu;  // [num_experts], 1 for the slots held here, which passes compute
   int64_t max_tokens;           // longer batches are computed in chunks of this size
   const KernelTable* table;
   KernelKind kind;
@@ -61,11 +62,11 @@ struct ForwardArgs {
   const int64_t* ids;    // [tokens, top_k], slots
   const float* weights;  // [tokens, top_k]
   void* out;             // [tokens, H] of dtype, or null
-  const float* add;      // [tokens, H] added before the rounding, or null
-  float* partial;        // [tokens, H]: receives the sum unrounded, or null
+  const float* add;      // [tokens, H], added before rounding, or null
+  float* partial;        // [tokens, H]: receives the unrounded sum, or null
 };
 
-// All throw std::invalid_argument, which names the value and what is accepted.
+// All throw std::invalid_argument naming the value and what is accepted.
 void check_config(const LayerConfig& config);
 void need_entry_per_expert(const std::vector<uint8_t>& on_cpu, int64_t num_experts);
 void check_expert(const LayerConfig& config, const SlotSource& expert);

@@ -6,8 +6,8 @@ namespace {
 
 constexpr int64_t kTaskBytes = 64 << 10;  // weights that a thread takes at a time
 
-// The tasks of down are (expert, tile): its weights are read in an even stream, and the results of
-// each pair are kept and summed afterwards.
+// The tasks of down are (expert, tile), so its weights are read in an even stream. The results of
+// each pair are stored and summed afterwards.
 class Decode : Phases {
  public:
   using Phases::Phases;
@@ -40,8 +40,8 @@ class Decode : Phases {
     pass_.team_barrier();
   }
 
-  // Every thread converts the whole rows of the experts whose tiles it has. They are few, and it
-  // saves a barrier.
+  // Every thread converts the whole rows of the experts whose tiles it computes. These rows are
+  // few, and this saves a barrier.
   ActRows h_rows(const ExpertRows& e) {
     if (!h_.whole(e)) return h_.rows(e);
     const ActRows own = h_.own();
@@ -50,8 +50,8 @@ class Decode : Phases {
     return own;
   }
 
-  // Contiguous over an expert's tiles: a thread writes one stream next to the one of weights that
-  // it reads (with a stride between tiles the writes took 8% of a decode step).
+  // Contiguous over an expert's tiles, so that a thread writes one stream while it reads one of
+  // weights. (With a stride between tiles, the writes took 8% of a decode step.)
   float* results_of(int pool, const ExpertRows& e, int64_t tile) const {
     const int64_t tiles = ceil_div(config_.hidden_size, kTileRows);
     return as<float>(pass_.work.results[size_t(pool)]) +
@@ -79,7 +79,7 @@ class Decode : Phases {
     }
   }
 
-  const ExpertRows* own_h_ = nullptr;  // whose whole rows this thread has converted last
+  const ExpertRows* own_h_ = nullptr;  // the expert whose whole rows this thread converted last
 };
 
 }  // namespace

@@ -8,10 +8,10 @@ class Plan;
 class XRows;
 struct Chunk;
 
-// For few pairs of token and expert: reading the weights dominates.
+// For few (token, expert) pairs, where reading the weights takes most of the time.
 void decode(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x);
 
-// For many pairs: multiplication dominates.
+// For many pairs, where multiplication takes most of the time.
 void prefill(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x);
 
 }  // namespace kt

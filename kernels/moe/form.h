@@ -21,7 +21,7 @@ constexpr int64_t kMaxTopK = 1 << 16;
 struct MatrixForm {
   WeightFormat format;
   int group;        // columns per scale of kInt4Group and kInt4Zero, else 0
-  ScaleType scale;  // of the same two
+  ScaleType scale;  // of the same formats
 
   MatrixLayout layout(int64_t rows, int64_t cols) const {
     return {format, rows, cols, group, scale};

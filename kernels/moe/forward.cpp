@@ -8,8 +8,8 @@
 namespace kt {
 namespace {
 
-// Of the experts that the CPU has now: a queued job may change them before the pass runs, whose
-// driver then runs on more or fewer threads than it would have.
+// Uses the experts that the CPU holds now. A queued job may change them before the pass runs; its
+// driver then runs on more or fewer threads than is best for it.
 bool is_lean(LayerState& layer, const ForwardArgs& args) {
   const LayerConfig& c = layer.config;
   return args.tokens <= c.max_tokens &&
@@ -29,7 +29,7 @@ void ForwardJob::run(sys::Worker& worker) noexcept {
   c.table->thread_begin();
   Pass pass(*layer_, worker);
   for (int64_t first = 0; first < args_.tokens; first += c.max_tokens) {
-    if (first) pass.team_barrier();  // before the chunk takes the buffers of the one before
+    if (first) pass.team_barrier();  // the chunk reuses the buffers of the previous one
     const Chunk chunk = chunk_at(*layer_, args_, first);
     const XRows x(pass, chunk);
     const Plan& plan = start_chunk(pass, chunk, x);

@@ -6,9 +6,9 @@
 
 namespace kt {
 
-// Each worker runs the driver that fits each chunk of the tokens (drivers.h). The job is lean where
-// all of it is one chunk of few pairs: memory bandwidth, which the team's last threads do not add
-// to, is then what takes the time. Reads the ids when it is made.
+// Each worker runs the driver that fits each chunk of the tokens (drivers.h). The job is lean if it
+// is one chunk of few pairs: memory bandwidth then limits it, and the team's last threads add none.
+// Reads the ids on construction.
 class ForwardJob : public sys::Job {
  public:
   ForwardJob(std::shared_ptr<LayerState> layer, const ForwardArgs& args);

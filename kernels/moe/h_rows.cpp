@@ -22,7 +22,7 @@ ActRows HRows::own() const {
 void HRows::keep(const ExpertRows& e, const float* values, int64_t first, int64_t m,
                  int64_t tile) const {
   const PoolPart& part = pass_.part();
-  // Columns past I: an infinity in x times their zero weights is NaN, which must not reach the
+  // Columns past I: an infinity in x times their zero weights gives NaN, which must not reach the
   // down product.
   const int64_t valid = std::min(kTileRows, part.size - tile * kTileRows);
   if (whole(e)) {
@@ -41,11 +41,11 @@ void HRows::keep(const ExpertRows& e, const float* values, int64_t first, int64_
   }
 }
 
-// 32 columns of h as part of their row: `valid` values, then zeros.
+// Writes 32 columns of h to their row: `valid` values, then zeros.
 void HRows::quantise_tile(const ActRows& to, const ProductKernel& kernel, const float* values,
                           int64_t row, int64_t tile, int64_t valid) const {
   auto* data = const_cast<uint8_t*>(to.data);
-  // In blocks of rows, a tile's columns are a chunk.
+  // In blocked rows, a tile's columns are a chunk.
   uint8_t* dst = kernel.blocked
                      ? blocked_row(data, to.stride, row) + tile * kBlockRows * kChunkBytes
                      : data + row * to.stride + tile * kTileRows * act_bytes(kernel.act);
@@ -62,7 +62,7 @@ void HRows::quantise(const ExpertRows& e, const ActRows& to, int64_t row) const 
   const float absmax = part.size == all ? -1 : table_.absmax(values, DType::kFP32, all);
   const bool blocked = pass_.kernel(e, kDown).blocked;
   ActRows one = to.from(row);
-  if (blocked) one.data = pass_.space.row;  // a contiguous row first
+  if (blocked) one.data = pass_.space.row;  // converted to a contiguous row first
   quantise_row(table_, ActKind::kInt8Row, values + part.begin, DType::kFP32, part.size,
                layout_.cols_padded(), absmax, one, 0);
   if (blocked) copy_to_blocks(one.data, to.stride, const_cast<uint8_t*>(to.data), row);

@@ -15,9 +15,9 @@ class HRows {
   bool whole(const ExpertRows& e) const { return pass_.kernel(e, kDown).act == ActKind::kInt8Row; }
   bool any_whole(const Plan& plan) const;
 
-  // Stores a tile of h, rows [first, first + m) of the expert, converted or as float32.
+  // Stores a tile of h, rows [first, first + m) of the expert: converted, or as float32.
   void keep(const ExpertRows& e, const float* values, int64_t first, int64_t m, int64_t tile) const;
-  // Converts a whole row, once all its tiles are stored.
+  // Converts a whole row after all its tiles are stored.
   void quantise(const ExpertRows& e, const ActRows& to, int64_t row) const;
 
   // The rows that down of an expert is multiplied with, and this thread's buffer for whole rows.

@@ -14,11 +14,11 @@ namespace {
 
 void need_matrix(int matrix) {
   need(matrix >= 0 && matrix < kMatrices,
-       "matrix " + std::to_string(matrix) + "; 0 to 2 is accepted");
+       "matrix " + std::to_string(matrix) + "; accepted: 0 to 2");
 }
 
-// Slots that are being written: not loaded, since a child forked meanwhile has parts of them. Then
-// they are as before, or loaded.
+// Marks slots as not loaded while they are written, because a child forked meanwhile has only parts
+// of them. Afterwards they are loaded, or as before if loading failed.
 class Unloaded {
  public:
   Unloaded(std::vector<uint8_t>& loaded, const std::vector<SlotSource>& experts)
@@ -39,14 +39,14 @@ class Unloaded {
   std::vector<uint8_t> then_;
 };
 
-// Between two passes, since the team runs one job at a time. Lean: no reserve wakes up for it.
+// Runs between two passes, because the team runs one job at a time. Lean, so that no reserve wakes.
 class ChangeOfSlots : public sys::Job {
  public:
   ChangeOfSlots(std::shared_ptr<LayerState> layer, std::vector<uint8_t> on_cpu)
       : Job(true), layer_(std::move(layer)), on_cpu_(std::move(on_cpu)) {}
   void run(sys::Worker& worker) noexcept override {
     if (worker.rank != 0) return;
-    // Atomic, since whoever makes a pass looks at the slots of its batch before.
+    // Atomic, because a thread that creates a pass reads the slots of its batch concurrently.
     for (size_t slot = 0; slot < on_cpu_.size(); ++slot)
       std::atomic_ref(layer_->on_cpu[slot]).store(on_cpu_[slot], std::memory_order_relaxed);
   }
@@ -90,7 +90,7 @@ void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
   need_slot(slot);
   for (int m = 0; m < kMatrices; ++m)
     need(tiles[m] != nullptr,
-         std::string(kMatrixNames[m]) + ": address 0; packed tiles are needed");
+         std::string(kMatrixNames[m]) + ": address 0; expected the address of packed tiles");
   const auto job = std::make_shared<PackedLoad>(state_, slot, tiles, bias, team_->threads());
   state_->loaded[size_t(slot)] = 0;
   team_->submit(job);
@@ -103,10 +103,10 @@ void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
 void MoeLayer::save_packed(int64_t slot, int matrix, uint8_t* dst) const {
   need_slot(slot);
   need_matrix(matrix);
-  need(dst != nullptr, "dst is address 0; room for the packed tiles is needed");
+  need(dst != nullptr, "dst is address 0; expected a buffer for the packed tiles");
   need(!state_->order.present[size_t(state_->position[size_t(slot)])],
        "expert slot " + std::to_string(slot) +
-           ": its columns are in another order (act-order), which packed weights cannot tell");
+           ": its columns are in another order (act-order), which packed files cannot hold");
   const auto job = std::make_shared<PackedSave>(state_, slot, Matrix(matrix), dst);
   team_->submit(job);
   job->wait();
@@ -133,7 +133,7 @@ std::shared_ptr<sys::Job> MoeLayer::submit(const ForwardArgs& args) {
 void MoeLayer::unpack(int64_t slot, int matrix, float* dst) const {
   need_slot(slot);
   need_matrix(matrix);
-  need(dst != nullptr, "dst is address 0; room for the weights is needed");
+  need(dst != nullptr, "dst is address 0; expected a buffer for the weights");
   const LayerConfig& c = config();
   for (int p = 0; p < team_->pools(); ++p) {
     const PoolPart& part = state_->pools[size_t(p)];

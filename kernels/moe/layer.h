@@ -23,20 +23,19 @@ class MoeLayer {
   // loaded.
   void load(const std::vector<SlotSource>& experts);
 
-  // The same from packed tiles as save_packed writes them; they may begin at any address. Throws
-  // std::invalid_argument for a code or scale that packing would not have made; the slot must then
-  // be loaded again.
+  // Loads packed tiles as save_packed writes them, at any address. Throws std::invalid_argument for
+  // a code or scale that packing would not have made; the slot must then be loaded again.
   void load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
                    const ByMatrix<const float*>& bias);
 
-  // Writes the packed tiles of a whole matrix of a slot, [tiles, tile_bytes] of its layout: the
-  // same bytes whatever the pools. Throws std::invalid_argument for a slot with column orders,
+  // Writes the packed tiles of a whole matrix of a slot, [tiles, tile_bytes] of its layout. The
+  // bytes do not depend on the pools. Throws std::invalid_argument for a slot with column orders,
   // which packed tiles do not hold.
   void save_packed(int64_t slot, int matrix, uint8_t* dst) const;
 
-  // Sets which slots passes compute, [num_experts], 1 for those; the others' routes are skipped.
-  // Waits for the passes submitted before, which still compute the old ones. Experts that a stream
-  // defers belong to their pass, so the stream must be drained first. The weights stay, so a slot
+  // Sets which slots passes compute, [num_experts], 1 for those; the routes of others are skipped.
+  // Waits for the passes submitted before, which still compute the old slots. Deferred experts of a
+  // stream belong to their pass, so the stream must be drained first. The weights stay, so a slot
   // that was switched off can be switched on again. Throws std::invalid_argument for a slot that is
   // not loaded; nothing changes then.
   void set_on_cpu(std::vector<uint8_t> on_cpu);
@@ -44,8 +43,8 @@ class MoeLayer {
   // Queues a forward pass and returns at once. All experts held must have been loaded.
   std::shared_ptr<sys::Job> submit(const ForwardArgs& args);
 
-  // Dequantised weights, columns in the matrix's own order: matrix 0 gate, 1 up [I, H], 2 down [H,
-  // I].
+  // Writes dequantised weights, with columns in the matrix's own order. matrix: 0 gate, 1 up [I,
+  // H], 2 down [H, I].
   void unpack(int64_t slot, int matrix, float* dst) const;
 
   const LayerConfig& config() const;

@@ -23,7 +23,7 @@ class Pass {
   Workspace& work;
   sys::Worker& worker;
   ThreadSpace& space;
-  const ByMatrix<FormatKernels> kernels;  // copies, to have them in adjacent memory
+  const ByMatrix<FormatKernels> kernels;  // copies, so that they are adjacent in memory
 
   const ProductKernel& kernel(const ExpertRows& e, Matrix m) const {
     return e.gemm[m] ? kernels[m].gemm : kernels[m].gemv;
@@ -34,9 +34,9 @@ class Pass {
   // The last call of a pass. There must be a barrier between the last phase and the next pass.
   void end() const {
     if (worker.rank != 0) return;
-    // Every other thread read it before the last barrier, and reads it next in another job.
+    // The other threads have read it before the last barrier, and read it next in another job.
     work.phase = number_;
-    // Those of a lean pass are the first slots. Nobody looks at the others before another job.
+    // A lean pass uses the first slots. No thread reads the others before another job.
     for (size_t i = size_t(worker.team_threads); i < work.slots.size(); ++i)
       work.slots[i].skip_to(number_);
   }
@@ -58,9 +58,9 @@ class Pass {
     run(phase, among, 4,
         [&](const sys::TaskRange& r) { f(r.first * size, std::min(r.last * size, n)); });
   }
-  // Calls f(segment, first, last) for parts of the segments 0..segments-1, of `size` tasks each,
-  // among the threads of the pool. cost(segment) is the cost of each of its tasks. A thread takes
-  // at most `most` tasks at a time.
+  // Calls f(segment, first, last) for parts of the segments 0..segments-1, which have `size` tasks
+  // each, shared among the threads of the pool. cost(segment) is the cost of each of its tasks. A
+  // thread takes at most `most` tasks at a time.
   template <class Cost, class F>
   void costed_phase(Phase phase, int64_t segments, int64_t size, Cost cost, int64_t most, F f) {
     split(pool(), segments, size, cost);
@@ -121,7 +121,7 @@ class Pass {
 
   StopWatch watch_;
   Phase last_ = Phase::kTokens;
-  uint16_t number_;  // of the last phase of the slots
+  uint16_t number_;  // of the slots' last phase
 };
 
 }  // namespace kt

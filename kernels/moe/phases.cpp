@@ -89,13 +89,13 @@ void Phases::gate_up(int64_t tiles) {
                               up_bias ? up_bias + column : nullptr, config_.activation, m, gate);
         h_.keep(e, gate, r, m, tile);
       });
-  // A pool reads its own part of h, but for whole rows, which are in parts on all of them.
+  // A pool reads its own part of h. Only whole rows have parts in all pools.
   h_.any_whole(plan_) && layer_.pools.size() > 1 ? pass_.team_barrier() : pass_.pool_barrier();
 }
 
 void Phases::add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
                       const float* results, float* sum) const {
-  // The bias counts once, so the pool that holds the first part of I adds it.
+  // The bias must be added once, so the pool with the first part of I adds it.
   const float* bias =
       layer_.pools[size_t(pool)].begin == 0 ? layer_.bias_of(kDown, e.slot) : nullptr;
   config_.table->merge(results, bias ? bias + tile * kTileRows : nullptr,

@@ -9,7 +9,7 @@ namespace kt {
 // Rows per task, if a task only converts rows.
 constexpr int64_t kRowTask = 8;
 
-// Makes the plan of a chunk, for any driver; ids and weights are [tokens, top_k].
+// Makes the plan of a chunk, for any driver. ids and weights are [tokens, top_k].
 void make_plan(const LayerState& layer, const int64_t* ids, const float* weights, int64_t tokens,
                Plan& plan);
 
@@ -22,7 +22,7 @@ const Plan& start_chunk(Pass& pass, const Chunk& chunk, const XRows& x);
 
 class Phases {
  public:
-  // For a chunk whose plan and rows of x are made.
+  // The chunk's plan and rows of x must exist.
   Phases(Pass& pass, const Chunk& chunk, const Plan& plan, const XRows& x);
 
  protected:
@@ -33,7 +33,7 @@ class Phases {
   // The products only, passed to keep(expert, gate, up, first row, rows, tile).
   template <class F> void gate_up_products(int64_t tiles, F keep);
   // An expert's products with the tiles [first, last) of down, in blocks of rows. keep(first row,
-  // rows, tile) reads each from the thread's scratch.
+  // rows, tile) reads each result from the thread's scratch.
   template <class F>
   void down_products(const ExpertRows& e, const ActRows& h, int64_t first, int64_t last, F keep);
   // Called when a tile's sums of all pools and groups are complete: adds them and the previous
@@ -45,7 +45,7 @@ class Phases {
   int64_t tile_cost(const WorkItem& item, Matrix m) const {
     return std::max<int64_t>(item.rows(), plan_.expert(item.expert).gemm[m] ? 32 : 8);
   }
-  // The weighted sums of a group's experts, per token of the chunk: new_sum zeroes a tile, and
+  // The weighted sums of a group's experts, per token of the chunk. new_sum zeroes a tile, and
   // add_rows adds the results of rows [first, first + m) of an expert.
   float* new_sum(int pool, int64_t group, int64_t tile) const;
   float* sum_of(int pool, int64_t group, int64_t tile) const;
@@ -64,7 +64,7 @@ class Phases {
   const HRows h_;
 
  private:
-  // The rows of a kernel call.
+  // The rows per kernel call.
   int64_t block_of(int64_t rows) const {
     return even_part(rows, config_.tuning.row_block ? config_.tuning.row_block : kRowBlock);
   }

@@ -23,8 +23,8 @@ bool more_pairs_than(int64_t most, const int64_t* ids, int64_t n, std::vector<ui
   return pairs > most;
 }
 
-// About 128 tasks for threads that end at the same time; a doubling of the groups costs 2% of a
-// prefill.
+// With about 128 tasks, threads finish at nearly the same time. Twice as many groups would cost 2%
+// of a prefill.
 int64_t expert_groups(int64_t num_experts, int64_t hidden) {
   constexpr int64_t kTasks = 128;
   const int64_t groups = ceil_div(kTasks, ceil_div(hidden, kTileRows));
@@ -48,7 +48,7 @@ void Plan::build(const PlanInput& in) {
 }
 
 void Plan::sort_few(const PlanInput& in) {
-  int64_t key[kFewIds];  // slot and place in ids
+  int64_t key[kFewIds];  // slot and position in ids
   int64_t n = 0;
   for (int64_t i = 0; i < in.tokens * in.top_k; ++i) {
     if (!wanted(in, in.ids[i])) continue;
@@ -88,7 +88,7 @@ void Plan::sort_many(const PlanInput& in) {
   }
 }
 
-// In ascending slot order.
+// Must be called in ascending slot order.
 void Plan::add_expert(const PlanInput& in, int64_t slot, int64_t count) {
   ExpertRows& e = experts_[size_t(active_)] = {slot, pairs_, count, rows_, {}};
   for (int m = 0; m < kMatrices; ++m) {
@@ -96,7 +96,7 @@ void Plan::add_expert(const PlanInput& in, int64_t slot, int64_t count) {
     any_gemm_[size_t(m)] |= e.gemm[size_t(m)];
   }
   if (e.any_gemm()) e.row = round_up(rows_, kBlockRows);
-  // A block's rows lie all over it.
+  // The rows of a block spread over all of it, so blocks cannot be shared.
   rows_ = e.row + (e.any_gemm() ? round_up(count, kBlockRows) : count);
 
   // Group g has the slots from g * E / groups on.

@@ -1,4 +1,4 @@
-// Tokens to experts: which (token, expert) pairs a forward pass computes, sorted by expert.
+// Maps tokens to experts: the (token, expert) pairs that a forward pass computes, sorted by expert.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@ struct ExpertRows {
   int64_t first;        // first pair
   int64_t count;        // pairs, >= 1
   int64_t row;          // first row in the buffers of A rows, where GEMM experts have whole blocks
-  ByMatrix<bool> gemm;  // multiplied by GEMM kernels
+  ByMatrix<bool> gemm;  // whether GEMM kernels are used
 
   bool any_gemm() const { return gemm[kGate] || gemm[kUp] || gemm[kDown]; }
 };
@@ -43,13 +43,13 @@ constexpr int64_t kFewPairs = 512;
 // `on_cpu` meanwhile.
 bool more_pairs_than(int64_t most, const int64_t* ids, int64_t n, std::vector<uint8_t>& on_cpu);
 
-// Rows [first, last) of expert(index): what is multiplied with a tile of weights at a time.
+// Rows [first, last) of expert(index), which are multiplied with a tile of weights at a time.
 struct WorkItem {
   int64_t expert, first, last;
   int64_t rows() const { return last - first; }
 };
 
-// A token's experts are summed inside groups of slots in ascending order, then over the groups in
+// A token's experts are summed within groups of slots in ascending order, then over the groups in
 // ascending order. A thread computes one output tile of one group. The number of groups depends
 // only on the layer, so that results depend neither on threads nor on other tokens.
 int64_t expert_groups(int64_t num_experts, int64_t hidden);
@@ -61,16 +61,16 @@ struct ExpertGroup {
 };
 
 struct PlanInput {
-  const int64_t* ids;    // [tokens, top_k]; outside 0..num_experts-1: skipped
+  const int64_t* ids;    // [tokens, top_k]; ids outside 0..num_experts-1 are skipped
   const float* weights;  // [tokens, top_k]
   int64_t tokens, top_k;
-  const std::vector<uint8_t>& on_cpu;  // [num_experts], 0: skipped
-  ByMatrix<int64_t> gemm_min_rows;     // experts with as many pairs go to the GEMM kernels
+  const std::vector<uint8_t>& on_cpu;  // [num_experts]; experts with 0 are skipped
+  ByMatrix<int64_t> gemm_min_rows;     // GEMM kernels compute experts with at least this many pairs
   int64_t groups;
 };
 
-// Pairs are grouped by expert in ascending slot order and keep token order within an expert; a
-// token that names an expert twice has two pairs. All memory is reserved by the constructor.
+// Pairs are grouped by expert in ascending slot order, and keep token order within an expert. A
+// token that names an expert twice has two pairs. The constructor reserves all memory.
 class Plan {
  public:
   // For layers with at most max_experts experts, and at most max_pairs pairs of token and id.
@@ -99,7 +99,7 @@ class Plan {
   const ExpertGroup& group(int64_t i) const { return group_[std::size_t(i)]; }
   const int32_t* tokens() const { return token_.data(); }  // [pairs]
   const float* weights() const { return weight_.data(); }  // [pairs]
-  // [pairs]: the pair's place in the ids, token * top_k + j.
+  // [pairs]: the pair's position in the ids, token * top_k + j.
   const int32_t* routes() const { return route_.data(); }
 
  private:
@@ -114,7 +114,7 @@ class Plan {
   std::vector<ExpertRows> experts_;
   std::vector<WorkItem> item_;
   std::vector<ExpertGroup> group_;
-  std::vector<int64_t> next_;  // sort_many: per expert the count, then the next free pair
+  std::vector<int64_t> next_;  // sort_many: per expert its count, then the next free pair
   std::vector<int32_t> token_, route_;
   std::vector<float> weight_;
 };

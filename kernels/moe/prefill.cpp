@@ -4,7 +4,7 @@
 namespace kt {
 namespace {
 
-// The tasks of down are (group of experts, tile). Each sums in its own tile of the group's sums,
+// The tasks of down are (group of experts, tile). Each adds to its own tile of the group's sums,
 // and the thread that completes the last group of a tile finishes the tile.
 class Prefill : Phases {
  public:
@@ -17,7 +17,7 @@ class Prefill : Phases {
   }
 
  private:
-  // Whole rows.
+  // Converts whole rows of h.
   void quantise_h() {
     if (!h_.any_whole(plan_)) return;
     const int64_t pairs = part().size ? plan_.pairs() : 0;
@@ -33,7 +33,7 @@ class Prefill : Phases {
   }
 
   // Tasks are (block of tiles, group, tile of the block): a thread with several groups of a tile
-  // computes them in succession, with their sums in its cache.
+  // computes them one after the other, with their sums in its cache.
   void down() {
     const int64_t tiles = down_tiles();
     // A thread takes a whole block if possible, because its tiles share the reads of the h rows.
@@ -63,7 +63,8 @@ class Prefill : Phases {
     }
   }
 
-  // The thread that completes the last of a tile's sums finishes it, while the sums are in a cache.
+  // The thread that completes the last sum of a tile finishes the tile while the sums are in a
+  // cache.
   void sum_done(int64_t tile, int sums) {
     std::atomic<int>& done = pass_.work.sums_done[size_t(tile)];
     // acq_rel: the last thread sees the stores of the others. Nobody reads the counter again in

@@ -9,14 +9,14 @@
 namespace kt {
 namespace {
 
-// Of one pool's part of I.
+// The layouts of one pool's part of I.
 ByMatrix<MatrixLayout> layouts_of(const LayerConfig& c, int64_t part) {
   return {c.forms[kGate].layout(part, c.hidden_size), c.forms[kUp].layout(part, c.hidden_size),
           c.forms[kDown].layout(c.hidden_size, part)};
 }
 
-// Splits I into one contiguous part per pool, in units that no group or tile crosses, in
-// proportion to the pools' threads.
+// Splits I into one contiguous part per pool, in proportion to the pools' threads, and in units
+// that no group or tile crosses.
 std::vector<PoolPart> split_pools(const sys::Team& team, const LayerConfig& c, int64_t held) {
   int64_t unit = 1;
   for (const MatrixForm& form : c.forms) unit = std::lcm(unit, form.layout(1, 1).split_unit());
@@ -49,7 +49,7 @@ void OrderTable::resize(int64_t experts, int64_t hidden) {
 void OrderTable::keep(int64_t position, const ColumnOrders& source) {
   present[size_t(position)] = source[kGate] || source[kUp];
   if (!present[size_t(position)] && !any) return;
-  if (!any)  // also those that came before
+  if (!any)  // the experts that were loaded before need orders, too
     for (int64_t i = 0; i < int64_t(present.size()); ++i)
       for (Matrix m : {kGate, kUp}) std::iota(row(i, m), row(i, m) + width, 0);
   for (Matrix m : {kGate, kUp})
@@ -68,7 +68,7 @@ void LayerState::keep_rest(int64_t slot, const ByMatrix<const float*>& source,
   for (int m = 0; m < kMatrices; ++m) {
     BiasTable& table = bias[m];
     if (!source[m] && !table.any) continue;
-    table.any = true;  // first: a child forked in the middle of the copy must write the row again
+    table.any = true;  // first, so that a child forked during the copy must write the row again
     float* row = table.row(position[size_t(slot)]);
     if (source[m])
       std::copy_n(source[m], table.width, row);

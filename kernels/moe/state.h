@@ -20,7 +20,7 @@ constexpr int kMaxPools = 64;
 // each of its chunks counts its experts.
 struct LayerStats {
   std::atomic<int64_t> forwards{0}, tokens{0}, expert_calls{0}, experts_touched{0};
-  std::atomic<int64_t> vector_calls{0}, tile_calls{0};  // experts by kind of kernel
+  std::atomic<int64_t> vector_calls{0}, tile_calls{0};  // experts, by kind of kernel
   std::atomic<int64_t> stolen_tasks{0};                 // computed by another thread than planned
 };
 
@@ -28,13 +28,13 @@ struct LayerStats {
 struct PoolPart {
   int64_t begin, size;            // of I; size may be 0
   ByMatrix<MatrixLayout> layout;  // of this part of the matrices
-  sys::Mapping memory;            // experts held, in ascending slot order
+  sys::Mapping memory;            // the experts held, in ascending slot order
 
   // A tile of gate together with the tile of up that follows it.
   int64_t pair_bytes() const { return layout[kGate].tile_bytes() + layout[kUp].tile_bytes(); }
   int64_t down_begin() const { return layout[kGate].bytes() + layout[kUp].bytes(); }
   int64_t expert_bytes() const { return down_begin() + layout[kDown].bytes(); }
-  // Offset of the first tile of a matrix in an expert, and the distance between its tiles.
+  // Offset of the first tile of a matrix within an expert, and the distance between its tiles.
   int64_t begin_of(Matrix m) const {
     return m == kGate ? 0 : m == kUp ? layout[kGate].tile_bytes() : down_begin();
   }
@@ -56,18 +56,18 @@ struct PoolPart {
   }
 };
 
-// A bias of every expert held: rows of `width` padded to whole tiles, zeros where an expert has
-// none.
+// A bias of every expert held: rows of `width` padded to whole tiles. The row of an expert without
+// bias is zeros.
 struct BiasTable {
   sys::Mapping memory;
   int64_t width = 0;
-  std::atomic<bool> any{false};  // whether an expert has one
+  std::atomic<bool> any{false};  // whether any expert has one
   float* row(int64_t position) const {
     return reinterpret_cast<float*>(memory.data()) + position * round_up(width, kTileRows);
   }
 };
 
-// The orders of gate's and up's columns, for every expert held, once any has one.
+// The column orders of gate and up, for every expert held, once any expert has one.
 struct OrderTable {
   sys::Mapping memory;  // [expert][gate, up][H]
   int64_t width = 0;
@@ -83,12 +83,11 @@ struct OrderTable {
 };
 
 // The state on which the jobs of a layer work. Jobs share its ownership, so a layer may be deleted
-// while some are queued. It does not own the team, because no worker may be the last owner of the
-// team.
+// while some are queued. It does not own the team, because no worker may be the team's last owner.
 struct LayerState {
   LayerConfig config;
-  std::vector<int64_t> position;  // slot -> place among the experts held, or -1
-  std::vector<uint8_t> loaded;    // slot -> whether it was
+  std::vector<int64_t> position;  // slot -> position among the experts held, or -1
+  std::vector<uint8_t> loaded;    // slot -> whether it is loaded
   // slot -> whether passes compute it: config.on_cpu until MoeLayer::set_on_cpu changes it. Only a
   // job of the team writes it, so it stays the same during a pass.
   std::vector<uint8_t> on_cpu;

@@ -13,7 +13,7 @@ constexpr int kPhaseCount = 6;
 constexpr const char* kPhaseNames[kPhaseCount] = {"tokens",   "gather", "gate_up",
                                                   "quantise", "down",   "finish"};
 
-// Nanoseconds of one thread, by phase. Atomic, since they may be read during a pass.
+// Nanoseconds of one thread, by phase. Atomic, because they may be read during a pass.
 struct alignas(128) ThreadTimes {
   std::atomic<int64_t> work[kPhaseCount] = {}, wait[kPhaseCount] = {};
 };
@@ -36,7 +36,7 @@ class Timings {
   std::vector<ThreadTimes> threads_;
 };
 
-// One thread's stop watch. Each call records the time since the previous one.
+// One thread's stopwatch. Each call records the time since the previous one.
 class StopWatch {
  public:
   StopWatch(Timings& timings, int thread)

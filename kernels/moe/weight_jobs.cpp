@@ -14,7 +14,7 @@ std::string in_words(const Finding& f) {
   return kMatrixNames[f.matrix] + row + ": " + describe(f.error);
 }
 
-// The first of what each thread found first; null where nobody found anything.
+// The earliest of the threads' first findings; null if there is none.
 const Finding* first_of(const std::vector<Finding>& findings) {
   const Finding* first = nullptr;
   for (const Finding& f : findings)
@@ -47,12 +47,12 @@ MatrixSource PackJob::source_of(const SlotSource& expert, const PoolPart& part, 
   return {weights, c.hidden_size, part.begin, 0};
 }
 
-// Ascending, so that every tile before a pool's first bad one is looked at: which error is reported
-// depends on no timing.
+// Takes tiles in ascending order, so that every tile before a pool's first bad one is checked. The
+// reported error therefore does not depend on timing.
 template <class F> void PackJob::each(std::atomic<int64_t>& next, sys::Worker& w, F work) {
   const PoolPart& part = layer_->pools[size_t(w.pool)];
   const int64_t tiles = part.tiles(), all = tiles * int64_t(experts_.size());
-  // relaxed: what the numbers stand for is as old as the job.
+  // relaxed: what the numbers refer to is older than the job.
   for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < all;) {
     const SlotSource& expert = experts_[size_t(i / tiles)];
     const PoolPart::Tile t = part.tile(i % tiles);
@@ -72,7 +72,7 @@ void PackJob::run(sys::Worker& w) noexcept {
     each(tasks.check, w,
          [](const MatrixLayout& layout, const MatrixSource& source, int64_t tile, uint8_t*,
             int64_t* row) { return check_tile(layout, source, tile, row); });
-    w.team_barrier();  // every thread sees what all found
+    w.team_barrier();  // makes all findings visible to every thread
     if (first_of(found_)) return;
   }
   float* scratch = scratch_.get() + w.rank * floats_;

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kMaxActBytes = 4;       // float32 holding bf16 values
 constexpr int64_t kMinGroup = kSumGroup;  // scales and sums per row: at most one per 16 columns
 constexpr int64_t kMaxPadding = 128;      // of columns, for any layout
-constexpr int64_t kPlanBytes = 64;        // at least what a plan takes per pair
+constexpr int64_t kPlanBytes = 64;        // a plan takes at least this much per pair
 constexpr int64_t kThreadPadding = 128;   // bytes: two cache lines
 
 constexpr int64_t WorkspaceCapacity::*kCounts[] = {
@@ -24,8 +24,8 @@ constexpr int64_t WorkspaceCapacity::*kCounts[] = {
     &WorkspaceCapacity::sums};
 static_assert(sizeof(WorkspaceCapacity) == sizeof(int64_t) * std::size(kCounts));
 
-// A count that a caller's sizes come to: throws rather than wrap round, which would make a small
-// buffer of a large one.
+// A count computed from a caller's sizes. Throws instead of wrapping around, which would make a
+// large buffer small.
 class Count {
  public:
   Count(int64_t value) : value_(value) {
@@ -60,7 +60,7 @@ ActBuffer act_buffer(Count rows, int64_t cols) {
           scale_bytes(rows, cols).mapping()};
 }
 
-// Where the parts of a thread's memory lie that begins at `at`; null: nowhere. Returns their bytes.
+// Sets the addresses of a thread's memory, which begins at `at` (may be null); returns its bytes.
 int64_t place_parts(ThreadSpace& t, const WorkspaceCapacity& c, uint8_t* at) {
   Count total(0);
   const auto place = [&]<class T>(T*& part, Count bytes) {
@@ -73,7 +73,7 @@ int64_t place_parts(ThreadSpace& t, const WorkspaceCapacity& c, uint8_t* at) {
     place(x.sum, scale_bytes(kOwnTokens, c.hidden));
   }
   place(t.h.data, row_bytes(kFewPairs, c.intermediate));
-  place(t.h.scale, (kFewPairs + kRowSlack) * 4);  // one scale and one sum a row
+  place(t.h.scale, (kFewPairs + kRowSlack) * 4);  // one scale and one sum per row
   place(t.h.sum, (kFewPairs + kRowSlack) * 4);
   place(t.row, row_bytes(1, std::max(c.hidden, c.intermediate)));
   place(t.ordered, row_bytes(1, c.hidden));
@@ -89,9 +89,10 @@ ThreadSpace thread_space(const WorkspaceCapacity& c, int threads) {
   return t;
 }
 
-// Workspaces by address of the team. shared_ptrs that come from Python have different control
-// blocks for the same team, so owner comparison fails. A new team may get the address of a deleted
-// one and find its workspace; an idle workspace fits any team with the same pools and threads.
+// Workspaces by address of the team. (shared_ptrs from Python have different control blocks for the
+// same team, so owner comparison fails.) A new team may get the address of a deleted one and find
+// its workspace, which is harmless: an idle workspace fits any team with the same pools and
+// threads.
 std::map<const sys::Team*, std::weak_ptr<Workspace>> g_known;
 std::mutex g_mutex;
 
@@ -104,7 +105,7 @@ std::mutex g_mutex;
 WorkspaceCapacity::WorkspaceCapacity(const WorkspaceSize& s)
     : tokens(s.max_tokens), hidden(s.hidden), intermediate(s.intermediate), experts(s.experts) {
   pairs = (Count(s.max_tokens) * s.top_k).value();
-  // GEMM experts have whole blocks, and one may start after a GEMV expert.
+  // GEMM experts have whole blocks, and one may follow a GEMV expert.
   pair_rows = (Count(std::min(pairs, s.experts)) * (2 * (kBlockRows - 1)) + pairs).value();
   sums = (Count(round_up(s.hidden, kTileRows)) * expert_groups(s.experts, s.hidden) * s.max_tokens)
              .value();
@@ -118,7 +119,7 @@ void WorkspaceCapacity::grow_to(const WorkspaceCapacity& o) {
   for (auto count : kCounts) this->*count = std::max(this->*count, o.*count);
 }
 
-// Mappings cost nothing until written, so every buffer gets the size of its largest use.
+// Mappings cost nothing until they are written, so every buffer has the size of its largest use.
 Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
     : capacity(c),
       threads(team_threads),
@@ -139,7 +140,7 @@ Workspace::Workspace(const WorkspaceCapacity& c, int pools, int team_threads)
 
 void Workspace::renew_after_fork() {
   process.ensure([this] {
-    // relaxed: every thread of this process's passes is handed them after this.
+    // relaxed: every thread of this process's passes gets them after this.
     for (sys::TaskSlot& slot : slots) slot.word.store(0, std::memory_order_relaxed);
     for (int64_t i = 0; i < ceil_div(capacity.hidden, kTileRows); ++i)
       sums_done[size_t(i)].store(0, std::memory_order_relaxed);

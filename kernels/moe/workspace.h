@@ -27,7 +27,7 @@ struct WorkspaceSize {
 struct WorkspaceCapacity {
   int64_t tokens, hidden, intermediate, experts;
   int64_t pairs;      // of token and expert
-  int64_t pair_rows;  // rows for the pairs, with what whole blocks of them add
+  int64_t pair_rows;  // rows for the pairs, including the rest of whole blocks
   int64_t sums;       // floats of the sums over experts, per pool
   // Throws std::bad_alloc if a count does not fit into 64 bits.
   explicit WorkspaceCapacity(const WorkspaceSize& size);
@@ -46,44 +46,44 @@ constexpr int64_t kOwnTokens = 4;
 struct ThreadSpace {
   Plan plan;                    // of at most kFewIds pairs
   std::vector<int64_t> starts;  // [threads + 1], of the tasks of a phase
-  RowPointers x[2];             // of kOwnTokens: for gate, and for up where it wants others
+  RowPointers x[2];             // of kOwnTokens: for gate, and for up if it needs another kind
   RowPointers h;                // of kFewPairs (int8)
   uint8_t* row;                 // a single A row
   uint8_t* ordered;             // a row of x with its columns in an expert's order
   float* scratch;               // 2 * (kRowBlock + kRowSlack) * 32 floats
-  sys::Mapping memory;          // of all these
+  sys::Mapping memory;          // of all of the above
 };
 
 struct Workspace {
   // Throws std::bad_alloc if there is not enough memory.
   Workspace(const WorkspaceCapacity& capacity, int pools, int threads);
 
-  // Call it before a pass is queued. In a forked child, the first call resets the state of a pass
-  // that the parent had not finished.
+  // Must be called before a pass is queued. In a forked child, the first call resets the state of a
+  // pass that the parent had not finished.
   void renew_after_fork();
 
   WorkspaceCapacity capacity;
   int threads;
   Plan plan;
-  std::vector<ThreadSpace> thread;   // by number in the team: each stays on its NUMA node
+  std::vector<ThreadSpace> thread;   // by number in the team, so each stays on its NUMA node
   std::vector<sys::TaskSlot> slots;  // by rank in the pass
-  std::unique_ptr<std::atomic<int>[]>
-      sums_done;                      // per tile of H: sums that are complete; 0 between
-  uint16_t phase = 0;                 // the last of the slots; written by rank 0 at a pass's end
-  ActBuffer x[2];                     // of the tokens: for gate, and for up where it wants others
-  ActBuffer gathered[2];              // of the pairs, the same
-  sys::Mapping h_float;               // [pairs][I] before quantisation
-  std::vector<ActBuffer> h;           // per pool: of the pairs
+  std::unique_ptr<std::atomic<int>[]> sums_done;  // per tile of H: completed sums; 0 between chunks
+  uint16_t phase = 0;        // the slots' last phase; rank 0 writes it at the end of a pass
+  ActBuffer x[2];            // of the tokens: for gate, and for up if it needs another kind
+  ActBuffer gathered[2];     // of the pairs, likewise
+  sys::Mapping h_float;      // [pairs][I] before quantisation
+  std::vector<ActBuffer> h;  // per pool: of the pairs
   std::vector<sys::Mapping> results;  // per pool, few pairs: [expert][tiles(H)][its pairs][32]
   std::vector<sys::Mapping> sum;      // per pool: [tiles(H)][groups][tokens][32]
-  sys::PerProcess process{true};      // guards slots, sums_done and phase, which passes hand on
+  sys::PerProcess process{true};      // guards slots, sums_done and phase, which passes share
   std::weak_ptr<void> training;       // TrainingWorkspace; under workspace_lock()
 };
 
-// Held while workspaces are looked up and made, also over a fork.
+// Held while workspaces are looked up and created, and during forks.
 std::unique_lock<std::mutex> workspace_lock();
 
-// A workspace for the team that holds at least `size`: the team's present one where it does.
+// A workspace for the team that holds at least `size`: the team's present one if it is large
+// enough.
 std::shared_ptr<Workspace> workspace_for(const sys::Team& team, const WorkspaceSize& size);
 
 }  // namespace kt

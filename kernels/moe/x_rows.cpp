@@ -24,7 +24,7 @@ bool XRows::gathers(const Plan& plan) const {
   return order_ || any(kGate) || any(kUp);
 }
 
-// Whether up has no gathered rows of its own.
+// Whether up shares gate's gathered rows.
 bool XRows::shares_gathered(const ExpertRows& e) const {
   const ProductKernel &gate = pass_.kernel(e, kGate), &up = pass_.kernel(e, kUp);
   return gathers(e, kGate) && gate.act == up.act && gate.blocked == up.blocked &&
@@ -81,7 +81,7 @@ void XRows::gather_row(const ExpertRows& e, Matrix m, int64_t token, int64_t row
   const void* x = source(token);
   if (order_) x = in_order(e, m, x);
   if (!kernel.blocked) return quantise(kernel.act, x, to, row);
-  ActRows one = to.from(row);  // a contiguous row first
+  ActRows one = to.from(row);  // converted to a contiguous row first
   one.data = pass_.space.row;
   if (!order_ && kernel.act == pass_.kernels[m].gemv.act) {
     const ActRows there = of_tokens(m).from(token);
@@ -94,7 +94,7 @@ void XRows::gather_row(const ExpertRows& e, Matrix m, int64_t token, int64_t row
   copy_to_blocks(one.data, to.stride, const_cast<uint8_t*>(to.data), row);
 }
 
-// A row of x with the columns of the expert's matrix.
+// A row of x with its columns in the order of the expert's matrix.
 const void* XRows::in_order(const ExpertRows& e, Matrix m, const void* row) const {
   const int32_t* order = order_->row(pass_.layer.position[size_t(e.slot)], m);
   const auto permute = [&]<class T>(const T* from) {

@@ -4,16 +4,16 @@
 
 namespace kt {
 
-// A part of a batch that is computed at a time, at most max_tokens tokens.
+// The part of a batch that is computed at a time, at most max_tokens tokens.
 struct Chunk {
   const ForwardArgs& args;
   int64_t first, count;
-  bool own;  // every thread makes the plan and the rows of x for itself
+  bool own;  // every thread makes the plan and the rows of x itself
 };
 
-// GEMV kernels read the chunk's tokens by index. An expert has rows of its own (gathered) if a GEMM
+// GEMV kernels read the chunk's tokens by index. An expert has its own (gathered) rows if a GEMM
 // kernel needs another kind of rows. If columns have an order (act-order), all experts have their
-// own. Matrices whose kernels need the same rows share them.
+// own rows. Matrices whose kernels need the same rows share them.
 class XRows {
  public:
   XRows(Pass& pass, const Chunk& chunk);
@@ -21,7 +21,7 @@ class XRows {
   // The chunk's tokens [first, last) for GEMV kernels.
   void convert(int64_t first, int64_t last) const;
 
-  // Whether any expert has rows of its own; makes those of its pairs [first, last).
+  // Whether any expert has its own rows; makes those of its pairs [first, last).
   bool gathers(const Plan& plan) const;
   void gather(const Plan& plan, const ExpertRows& e, int64_t first, int64_t last) const;
 
@@ -44,10 +44,10 @@ class XRows {
 
   Pass& pass_;
   const Chunk& chunk_;
-  const OrderTable* const order_;  // null where no expert has orders
-  const int64_t columns_;          // of a row, whichever of the two it is for
-  const bool shares_tokens_;       // up has none of its own
-  RowPointers tokens_[2];          // for gate, and for up where it wants others
+  const OrderTable* const order_;  // null if no expert has orders
+  const int64_t columns_;          // of a row, the same for gate and up
+  const bool shares_tokens_;       // up uses the rows of gate
+  RowPointers tokens_[2];          // for gate, and for up if it needs another kind
 };
 
 }  // namespace kt

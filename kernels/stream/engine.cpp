@@ -19,10 +19,10 @@ constexpr double kMaxSeconds = 1e9;
 
 int64_t checked(int64_t entries, double watchdog_seconds) {
   need(entries >= 2 && entries <= kMaxEntries && std::has_single_bit(uint64_t(entries)),
-       "entries " + std::to_string(entries) + "; a power of two from 2 to " +
-           std::to_string(kMaxEntries) + " is accepted");
+       "entries " + std::to_string(entries) + "; accepted: a power of two from 2 to " +
+           std::to_string(kMaxEntries));
   need(watchdog_seconds > 0,  // not NaN
-       "watchdog_seconds " + std::to_string(watchdog_seconds) + "; more than 0 is accepted");
+       "watchdog_seconds " + std::to_string(watchdog_seconds) + "; accepted: more than 0");
   return entries;
 }
 
@@ -37,7 +37,7 @@ std::string differs(const char* what, int64_t layer, int64_t side) {
 
 int small(const char* name, int64_t value) {
   need(value >= 0 && value < std::numeric_limits<int>::max(),
-       std::string(name) + " " + std::to_string(value) + "; 0 or more is accepted");
+       std::string(name) + " " + std::to_string(value) + "; accepted: 0 or more");
   return int(value);
 }
 
@@ -48,7 +48,7 @@ StreamEngine::StreamEngine(int64_t entries, double watchdog_seconds, uint32_t fi
       forks_(sys::forks()),
       buffer_(std::make_shared<HostBuffer>(round_up(entries * int64_t(sizeof(uint64_t)), kApart) +
                                            kApart)) {
-  std::fill_n(ring(), entries, uint64_t(first));  // no entry's number for a long time
+  std::fill_n(ring(), entries, uint64_t(first));  // matches no entry's number for a long time
   *head() = first;
   poller_ = std::make_unique<StreamPoller>(buffer_, ring(), head(), uint32_t(entries),
                                            nanoseconds(watchdog_seconds), first, traces);
@@ -100,7 +100,7 @@ int64_t StreamEngine::entries_of(int64_t slot) { return poller().entries_of(slot
 void StreamEngine::raise_error() {
   StreamPoller& poller = this->poller();
   if (poller.stopping())
-    throw std::runtime_error("the stream engine was stopped: nothing would answer the GPU");
+    throw std::runtime_error("the stream engine was stopped: the GPU would wait for ever");
   poller.errors().raise();
 }
 
@@ -110,7 +110,7 @@ int64_t StreamEngine::pending() const {
 
 bool StreamEngine::drain(double timeout) {
   need(timeout >= 0,  // not NaN
-       "timeout " + std::to_string(timeout) + " s; 0 or more is accepted");
+       "timeout " + std::to_string(timeout) + " s; accepted: 0 or more");
   return poller().drain(nanoseconds(timeout));
 }
 void StreamEngine::stop() { poller().stop(); }

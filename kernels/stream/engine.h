@@ -1,4 +1,4 @@
-// Layers whose passes are started and awaited by GPU kernels, without a call from the host.
+// Runs layers whose passes GPU kernels start and await, without a call from the host.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -15,11 +15,11 @@ namespace kt {
 class MoeLayer;
 class StreamPoller;
 
-// A kernel before the layer writes a batch to a StreamSide and publishes an entry of the ring; a
-// kernel after it waits for the side's done word. Entry number s (uint32; the first is 1, it wraps)
-// is ring[s & (entries - 1)] = (uint64(slot) << 32) | s, written with one 8-byte store after a
-// system fence. head is the number of the last entry taken. A publisher of entry s must wait until
-// s - head <= entries; the poller always gets there.
+// A kernel before the layer writes a batch to a StreamSide and publishes an entry of the ring. A
+// kernel after the layer waits for the side's done word. Entry number s (uint32; the first is 1; it
+// wraps around) is ring[s & (entries - 1)] = (uint64(slot) << 32) | s, written with one 8-byte
+// store after a system fence. head is the number of the last entry taken. Before publishing entry
+// s, wait until s - head <= entries, which always happens because the poller takes every entry.
 //
 // A thread of the engine polls the ring and submits jobs to the layers' teams. Every entry with a
 // slot gets its done word: when its job is done, when it cannot be started, or when the watchdog's
@@ -29,7 +29,7 @@ class StreamPoller;
 // parent's state.
 class StreamEngine {
  public:
-  // entries: a power of two. `first`: the number before the first entry (tests). Throws
+  // entries: a power of two. first: the number before the first entry (for tests). Throws
   // std::invalid_argument, std::bad_alloc.
   StreamEngine(int64_t entries, double watchdog_seconds, uint32_t first, bool traces);
   ~StreamEngine();  // stops
@@ -42,9 +42,9 @@ class StreamEngine {
   uint32_t* head() const;
 
   // Returns the number of a slot, which is never reused. chain and position determine whose
-  // deferred experts a layer adds: those of position - 1 in the same chain, if that layer came last
-  // in it and had as many tokens. protected_k >= top_k: the layer defers nothing itself; otherwise
-  // the side needs a partial. All experts of the layer must be loaded. Throws
+  // deferred experts a layer adds: those of position - 1 in the same chain, if that layer was the
+  // last one in it and had as many tokens. With protected_k >= top_k, the layer itself defers
+  // nothing; otherwise the side needs a partial. All experts of the layer must be loaded. Throws
   // std::invalid_argument, std::system_error.
   int64_t add_slot(std::shared_ptr<MoeLayer> layer, std::string where,
                    std::shared_ptr<StreamSide> side, int64_t chain, int64_t position,
@@ -56,11 +56,11 @@ class StreamEngine {
 
   // Throws std::runtime_error with the first error not yet raised, or if the engine was stopped.
   void raise_error();
-  int64_t pending() const;  // entries taken whose done word was not yet written
+  int64_t pending() const;  // entries taken whose done word has not been written yet
   // Waits until all entries are done, deferred experts included; returns false after the timeout.
   bool drain(double timeout_seconds);
   void stop();  // handles the entries so far, waits for their done words, ends the thread
-  void wake();  // an entry will follow at once: ends a sleep of the poller
+  void wake();  // wakes the poller, because an entry will follow at once
   std::map<std::string, int64_t> stats() const;
   // Records of entries since the last call. An entry is included once its side has the next one, or
   // the engine was stopped. Empty without `traces`.

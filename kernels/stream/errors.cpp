@@ -32,7 +32,7 @@ void Errors::say() noexcept {
     std::lock_guard lock(mutex_);
     text.swap(unsaid_);
   }
-  if (!text.empty()) std::fputs(text.c_str(), stderr);  // may block, where nobody reads it
+  if (!text.empty()) std::fputs(text.c_str(), stderr);  // may block if stderr is not read
 }
 
 void Errors::raise() {

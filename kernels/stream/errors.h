@@ -9,14 +9,14 @@
 
 namespace kt {
 
-// From any thread.
+// Thread-safe.
 class Errors {
  public:
   // Keeps the joined text, unless an earlier error has not been raised yet. say() must be called
-  // later, once the GPU no longer waits.
+  // later, when the GPU no longer waits.
   void record(std::initializer_list<std::string_view> parts) noexcept;
-  // Prints recorded errors that were not printed yet to stderr, a hundred lines at most in total.
-  // (A replayed graph makes no call that could raise them.)
+  // Prints recorded errors to stderr, each once and at most a hundred lines in total. (A replayed
+  // graph makes no call that could raise them.)
   void say() noexcept;
   // Throws std::runtime_error with the first error not yet raised. One atomic load if there is
   // none.
@@ -28,7 +28,7 @@ class Errors {
   std::atomic<int64_t> count_{0};
   std::mutex mutex_;  // guards text_ and unsaid_, and changes of waiting_
   std::string text_, unsaid_;
-  int lines_ = 0;  // said
+  int lines_ = 0;  // printed
 };
 
 }  // namespace kt

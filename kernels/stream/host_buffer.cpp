@@ -11,7 +11,7 @@ namespace kt {
 namespace {
 
 sys::Mapping map(int64_t bytes) {
-  need(bytes >= 1, "a buffer of " + std::to_string(bytes) + " bytes; 1 or more");
+  need(bytes >= 1, "a buffer of " + std::to_string(bytes) + " bytes; accepted: 1 or more");
   return sys::Mapping(size_t(bytes));
 }
 
@@ -22,7 +22,7 @@ HostBuffer::HostBuffer(int64_t bytes) : memory_(map(bytes)), forks_(sys::forks()
 }
 
 HostBuffer::~HostBuffer() {
-  // In a child something else may be mapped there by now.
+  // In a child, something else may be mapped there by now.
   if (!here()) memory_.leave_behind();
 }
 

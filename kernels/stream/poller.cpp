@@ -19,9 +19,9 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// A decode step rings every few hundred microseconds. The poller spins during one, sleeps briefly
-// between requests, and longer without any. Eager callers wake() it, so only the first layer of a
-// replayed graph can find it asleep.
+// In a decode step, entries arrive every few hundred microseconds. The poller spins during a step,
+// sleeps briefly between requests, and longer without any. Eager callers wake() it, so it can only
+// be asleep when a replayed graph reaches its first layer.
 constexpr int64_t kSpinNs = 2'000'000;
 constexpr nanoseconds kNap{50'000};
 constexpr int64_t kNapNs = 1'000'000'000;
@@ -84,7 +84,7 @@ StreamSlot& StreamPoller::at(int64_t slot) {
 }
 
 void StreamPoller::drop_slot(int64_t slot, bool forget) {
-  std::shared_ptr<MoeLayer> dropped;  // these go after the lock
+  std::shared_ptr<MoeLayer> dropped;  // destroyed after the lock is released
   std::shared_ptr<StreamSide> side;
   std::lock_guard lock(mutex_);
   StreamSlot& found = at(slot);
@@ -98,7 +98,8 @@ int64_t StreamPoller::entries_of(int64_t slot) {
   return at(slot).entries;
 }
 
-// The slot of an entry; its side stays until release(). Null if it does not exist, or no longer.
+// The slot of an entry, whose side stays until release(). Null if the slot does not exist (any
+// more).
 StreamSlot* StreamPoller::claim(uint32_t slot) {
   std::lock_guard lock(mutex_);
   if (slot >= slots_.size() || !slots_[slot].side) return nullptr;
@@ -107,15 +108,15 @@ StreamSlot* StreamPoller::claim(uint32_t slot) {
 }
 
 void StreamPoller::release(StreamSlot& slot) {
-  std::shared_ptr<StreamSide> side;  // goes after the lock
+  std::shared_ptr<StreamSide> side;  // destroyed after the lock is released
   std::lock_guard lock(mutex_);
   slot.busy = false;
   ++slot.entries;
   if (slot.forgotten) side = std::move(slot.side);
 }
 
-// seq_cst on both words, here and in sleep(): either this sees the sleeper, or the sleeper the new
-// count.
+// seq_cst on both words, here and in sleep(): either this sees the sleeper, or the sleeper sees the
+// new count.
 void StreamPoller::wake() {
   wake_.fetch_add(1);
   if (asleep_.load()) sys::futex_wake_all(&wake_);
@@ -134,7 +135,7 @@ void StreamPoller::stop() {
   if (!thread.joinable()) return ending_.wait(true);
   thread.join();
   if (trace_) {
-    std::lock_guard lock(mutex_);  // drop_slot() takes sides away, from any thread
+    std::lock_guard lock(mutex_);  // drop_slot() removes sides, from any thread
     for (StreamSlot& slot : slots_)
       if (slot.side) trace_->add(trace_->next(*slot.side, nullptr));
   }
@@ -164,7 +165,7 @@ bool StreamPoller::drain(nanoseconds timeout) {
   }
 }
 
-// ---- the thread
+// ---- The poller's thread.
 
 void StreamPoller::run() noexcept {
   pthread_setname_np(pthread_self(), "kt-stream");
@@ -198,7 +199,7 @@ void StreamPoller::take() noexcept {
   stats_.entries.fetch_add(1, std::memory_order_relaxed);
   progress_->pending.fetch_add(1, std::memory_order_relaxed);
   progress_->running.fetch_add(1, std::memory_order_relaxed);
-  // At once, because the ring needs room, whatever happens to the entry. release: see drain().
+  // At once, because the ring needs the room, whatever happens to the entry. release: see drain().
   std::atomic_ref(*head_).store(number, std::memory_order_release);
   handle(uint32_t(entry >> 32), number);
   progress_->running.fetch_sub(1, std::memory_order_release);
@@ -225,11 +226,11 @@ void StreamPoller::handle(uint32_t slot, uint32_t number) noexcept {
   } catch (...) {
     fail(entry, Out::kZero, {"unknown error"});
   }
-  if (before) trace_->add(before);  // its deferred job is done: see start()
+  if (before) trace_->add(before);  // its deferred job is done; see start()
   release(*found);
 }
 
-// Null if there is not enough memory.
+// Returns null if there is not enough memory.
 std::shared_ptr<TraceRecord> StreamPoller::record_of(uint32_t slot, const Entry& entry) noexcept {
   try {
     const auto record = std::make_shared<TraceRecord>();
@@ -248,7 +249,7 @@ std::shared_ptr<TraceRecord> StreamPoller::record_of(uint32_t slot, const Entry&
   }
 }
 
-// Throws only while the GPU still waits and no job of this entry was queued.
+// Throws only while the GPU still waits and no job of this entry has been queued.
 void StreamPoller::start(const Entry& entry) {
   StreamSlot& slot = entry.slot;
   StreamSide& side = *slot.side;
@@ -262,13 +263,13 @@ void StreamPoller::start(const Entry& entry) {
                        carry.tokens == tokens && carry.side &&
                        carry.side->dtype() == side.dtype() && carry.side->hidden() == side.hidden();
   if (!follows) carry = {};
-  // The previous layer still reads x for its deferred experts, and this batch overwrote it.
+  // The previous layer still reads x for its deferred experts, but this batch has overwritten it.
   if (carry.side == slot.side)
     return fail(
         entry, Out::kZero,
         {"this batch uses the buffers of the previous layer, whose deferred experts still read "
          "them"});
-  // Jobs of one team run in order, but those of another team may still be computing the sum to add.
+  // Jobs of one team run in order, but those of another team may still compute the sum to add.
   if (!wait_for(side, entry)) return;
   if (carry.side && carry.team != slot.team && !wait_for(*carry.side, entry)) return;
   {
@@ -319,8 +320,8 @@ void StreamPoller::submit(const Entry& entry, MoeLayer& layer, const Carry& carr
   layer.team().expect_until(sys::now_ns() + kExpectNs);
 }
 
-// Queues the sum that the next layer will add, if the CPU holds any of its experts. The GPU does
-// not wait for it.
+// Queues the sum that the next layer will add, if the CPU holds any of the deferred experts. The
+// GPU does not wait for it.
 void StreamPoller::defer(const Entry& entry, MoeLayer& layer, ForwardArgs args) noexcept {
   StreamSlot& slot = entry.slot;
   const int64_t* const ids = slot.side->priv.deferred.get();
@@ -358,14 +359,14 @@ void StreamPoller::queue(const std::shared_ptr<StreamJob>& job, const Entry& ent
   }
 }
 
-// For an entry without a job.
+// Answers an entry without a job.
 void StreamPoller::fail(const Entry& entry, Out out,
                         std::initializer_list<std::string_view> why) noexcept {
   std::string text;
   try {
     for (std::string_view part : why) text += part;
   } catch (const std::exception&) {
-    text.clear();  // out of memory: the place alone
+    text.clear();  // out of memory: report only the place
   }
   errors_.record({entry.slot.where, ": ", text});
   const StreamSide& side = *entry.slot.side;
@@ -375,7 +376,7 @@ void StreamPoller::fail(const Entry& entry, Out out,
   errors_.say();
 }
 
-// Waits until the jobs submitted on a side are done. Returns false if the watchdog gave up the
+// Waits until the jobs submitted on a side are done. Returns false if the watchdog gives up the
 // entry first.
 bool StreamPoller::wait_for(StreamSide& side, const Entry& entry) noexcept {
   for (int64_t now = 0; side.priv.in_flight; now = sys::now_ns()) {
@@ -384,7 +385,7 @@ bool StreamPoller::wait_for(StreamSide& side, const Entry& entry) noexcept {
     if (now - entry.since > watchdog_ns_) {
       const std::string age = seconds(now - entry.since);
       stats_.watchdog.fetch_add(1, std::memory_order_relaxed);
-      fail(entry, Out::kLeave,  // which that batch may be writing
+      fail(entry, Out::kLeave,  // the earlier batch may be writing the output
            {"not started for ", age,
             ": an earlier batch in the same buffers is still being computed; the GPU continues "
             "without a result"});
@@ -423,7 +424,7 @@ void StreamPoller::watch(int64_t now) noexcept {
   }
 }
 
-// Between two entries.
+// Called between two entries.
 void StreamPoller::idle() noexcept {
   for (int i = 0; i < 16; ++i) {
     _mm_pause();
@@ -449,7 +450,7 @@ void StreamPoller::idle() noexcept {
 }
 
 // Whether a spin would take the CPU from a worker, or would be interrupted for long by other
-// processes, as the last one was.
+// processes, as the last spin was.
 bool StreamPoller::crowded(int64_t now) noexcept {
   if (spun_) crowding_.spun(spun_, now);
   return crowding_.at(now) || crowded_.load(std::memory_order_relaxed);

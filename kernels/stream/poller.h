@@ -21,11 +21,11 @@
 
 namespace kt {
 
-// What the layer before left to be added, of one chain of layers.
+// What the previous layer of a chain has left to be added.
 struct Carry {
   int position = 0;
   int64_t tokens = 0;
-  std::shared_ptr<StreamSide> side;  // whose partial it is; null: nothing was left
+  std::shared_ptr<StreamSide> side;  // whose partial it is; null if nothing was left
   const sys::Team* team = nullptr;   // that computes it
 };
 
@@ -35,13 +35,13 @@ struct StreamSlot {
   int chain, position;
   int64_t protected_k;
   Carry* carry;           // of its chain
-  const sys::Team* team;  // only to be compared
+  const sys::Team* team;  // only for comparisons
   DeferredSplit split;
-  // Null once dropped. Python may own it, so that only its threads drop it, never the poller.
+  // Null once dropped. Python may own it, so only Python's threads drop it, never the poller.
   std::shared_ptr<MoeLayer> layer;
-  // Guarded by the poller's mutex, as layer is, and side once it is forgotten.
-  bool busy = false;       // an entry of it is being handled
-  bool forgotten = false;  // nothing rings it any more: its side may go
+  // Guarded by the poller's mutex, as are layer, and side once it is forgotten.
+  bool busy = false;       // one of its entries is being handled
+  bool forgotten = false;  // nothing rings it any more, so its side may be released
   int64_t entries = 0;     // handled so far
 };
 
@@ -54,14 +54,14 @@ struct StreamStats {
 
 class StreamPoller {
  public:
-  // `first` is the number of the entry before the first.
+  // first: the number before the first entry.
   StreamPoller(std::shared_ptr<HostBuffer> buffer, uint64_t* ring, uint32_t* head, uint32_t entries,
                std::chrono::nanoseconds watchdog, uint32_t first, bool traces);
   ~StreamPoller();  // stops
   StreamPoller(const StreamPoller&) = delete;
   StreamPoller& operator=(const StreamPoller&) = delete;
 
-  // What StreamEngine's functions of these names do.
+  // These implement StreamEngine's functions of the same names.
   int64_t add_slot(std::shared_ptr<MoeLayer> layer, std::string where,
                    std::shared_ptr<StreamSide> side, int chain, int position, int64_t protected_k);
   void drop_slot(int64_t slot, bool forget);
@@ -69,14 +69,14 @@ class StreamPoller {
   bool drain(std::chrono::nanoseconds timeout);
   void stop();
   void wake();
-  // In a child, the only call for a parent's poller: lets go of layers and sides. The rest stays
-  // for ever, since the thread may have stopped in the middle of a change.
+  // The only call for a parent's poller in a child: releases layers and sides. The rest is never
+  // freed, because the thread may have stopped in the middle of a change.
   void leave_behind();
   bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
   Errors& errors() { return errors_; }
   const StreamProgress& progress() const { return *progress_; }
   const StreamStats& stats() const { return stats_; }
-  StreamTrace* trace() const { return trace_.get(); }  // null: none is made
+  StreamTrace* trace() const { return trace_.get(); }  // null without traces
 
  private:
   struct Entry {
@@ -88,13 +88,13 @@ class StreamPoller {
     std::shared_ptr<StreamJob> job;
     const StreamSlot* slot;
     int64_t since;
-    bool watched;  // its GPU waits
+    bool watched;  // a GPU waits for it
   };
   enum class Out { kLeave, kZero };
 
   void start_thread();  // unless it runs
   void run() noexcept;
-  bool rung() const;  // whether the next entry is there
+  bool rung() const;  // whether the next entry has arrived
   void take() noexcept;
   void handle(uint32_t slot, uint32_t number) noexcept;
   void start(const Entry& entry);
@@ -121,11 +121,11 @@ class StreamPoller {
   const int64_t watchdog_ns_;
   const std::unique_ptr<StreamTrace> trace_;
 
-  // Of the poller's thread.
+  // Used by the poller's thread only.
   uint32_t next_;
-  int64_t spun_ = 0;    // when it looked at the clock in a spin that still lasts, or 0
-  int64_t last_ = 0;    // when something came
-  uint32_t woken_ = 0;  // value of wake_ that it has seen
+  int64_t spun_ = 0;    // when it last looked at the clock in the present spin, or 0
+  int64_t last_ = 0;    // when something last arrived
+  uint32_t woken_ = 0;  // the value of wake_ that it has seen
   sys::Crowding crowding_;
   std::vector<Running> running_;
 
@@ -137,12 +137,12 @@ class StreamPoller {
   Errors errors_;
 
   std::mutex mutex_;              // guards the next two, and StreamSlot::layer
-  std::deque<StreamSlot> slots_;  // addresses stay
-  std::map<int, Carry> chains_;   // their values belong to the poller
+  std::deque<StreamSlot> slots_;  // a deque, because addresses must not change
+  std::map<int, Carry> chains_;   // the values are used by the poller only
 
   std::mutex thread_mutex_;          // guards thread_, and changes of stopping_
-  std::thread thread_;               // not joinable before the first slot, and once it ends
-  std::atomic<bool> ending_{false};  // a call of stop() joins the thread, others wait for it
+  std::thread thread_;               // not joinable before the first slot and after its end
+  std::atomic<bool> ending_{false};  // a call of stop() is joining the thread; others wait for it
 };
 
 }  // namespace kt

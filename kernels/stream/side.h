@@ -1,4 +1,4 @@
-// One set of buffers through which a GPU hands over batches and gets results.
+// One set of buffers through which a GPU hands over batches and receives results.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -11,42 +11,41 @@ namespace kt {
 
 struct TraceRecord;
 
-// The GPU's clock in nanoseconds. back_number: the entry whose result was taken back at back_*.
+// Times of the GPU's clock in nanoseconds. back_number: the entry whose result was taken at back_*.
 struct StreamTimes {
   int64_t hand_start, hand_end, back_number, back_start, back_ready, back_end;
 };
 
-// In one HostBuffer, each part 64-byte aligned and `done` on cache lines of its own:
+// In one HostBuffer, each part 64-byte aligned and `done` on its own cache lines:
 //   tokens   int32            of the batch
-//   times    StreamTimes      of the kernels, where they are traced
+//   times    StreamTimes      of the kernels, if they are traced
 //   done     uint32           number of the entry whose result is in `out`
-//   ready    uint32           1 from then on until the GPU hands over the next batch, else 0;
-//   beside
-//                             `done`, written with it
+//   ready    uint32           1 from then on until the GPU hands over the next batch, otherwise 0;
+//                             next to `done` and written together with it
 //   x        dtype[capacity, H]
 //   ids      int32[capacity, k]
 //   weights  float[capacity, k]
 //   out      dtype[capacity, H]
-//   partial  float[capacity, H]   sums handed to the next layer; only with_partial
+//   partial  float[capacity, H]   sums for the next layer; only with_partial
 //
-// Who may touch what, and why it sees what the other one wrote (engine.h has the ring):
+// Who may access what, and why each side sees what the other one wrote (engine.h describes the
+// ring):
 //   1. GPU: sets ready to 0; writes tokens, x, ids and weights; system fence; one 8-byte store to
 //      the ring.
-//   2. Poller: acquire load of the entry, then reads tokens, ids and weights. The workers get the
+//   2. Poller: acquire load of the entry; then reads tokens, ids and weights. The workers get the
 //      job from the team, which orders its submission before their reads of x.
-//   3. Workers: write out and leave the job with acquire-release; the last one writes `done` and
+//   3. Workers: write out and leave the job with acquire-release. The last one writes `done` and
 //      `ready` with one release store (on x86 a plain store after plain stores, which PCIe reads in
 //      that order).
-//   4. GPU: its stream waits until ready is 1, which takes no time of the GPU from other processes.
-//      Then one thread of each block spins on a relaxed system load of `done` until it is its
-//      entry's number; system fence; barrier of the block; reads out. The number decides: ready is
-//      also set by the answer to an earlier batch that nobody collected, and the value that a
-//      captured wait compares with is a constant. Where streams cannot wait, threads only spin.
+//   4. GPU: its stream waits until ready is 1, which leaves the GPU to other processes. Then one
+//      thread of each block spins on a relaxed system load of `done` until it is its entry's
+//      number; system fence; barrier of the block; reads out. The number decides, because ready may
+//      be 1 from an earlier batch whose answer was not collected, and the value that a captured
+//      wait compares with is a constant. If streams cannot wait, threads only spin.
 // The GPU writes a side again only after 4, in the order of its stream. Deferred experts still read
-// x then, until the next layer's job: that layer needs another side (an error says so), and once it
-// is done the first side is free. A pass that was aborted may break these rules: then x can be
-// torn, but ids and weights are private copies by the time a job reads them, so that nothing is
-// indexed with them that was not checked.
+// x then, until the next layer's job. That layer therefore needs another side (or gets an error),
+// and the first side is free once it is done. An aborted pass may break these rules. Then x can be
+// torn, but jobs use private copies of ids and weights, so nothing is indexed with unchecked ids.
 class StreamSide : public std::enable_shared_from_this<StreamSide> {
  public:
   // Throws std::invalid_argument, std::bad_alloc.
@@ -76,11 +75,11 @@ class StreamSide : public std::enable_shared_from_this<StreamSide> {
 
   // Used by the poller only.
   struct Private {
-    // [capacity, k], read by the jobs while in_flight > 0. Untouched where batches are smaller.
+    // [capacity, k], read by jobs while in_flight > 0. Untouched if batches are smaller.
     std::unique_ptr<int64_t[]> immediate, deferred;
     std::unique_ptr<float[]> weights;
-    int in_flight = 0;                    // jobs submitted on this side that it has not seen done
-    std::shared_ptr<TraceRecord> record;  // of the last entry; null where nothing is traced
+    int in_flight = 0;                    // submitted jobs on this side that it has not seen done
+    std::shared_ptr<TraceRecord> record;  // of the last entry; null if nothing is traced
   };
   Private priv;
 

@@ -32,7 +32,7 @@ void DeferredSplit::run(const float* weights, int64_t tokens, int64_t protected_
     if (ids[i] >= 0) protected_[size_t(ids[i])] = 0;
 }
 
-// Of k routes each is compared with all others: k is small, and a sort would branch.
+// Compares each of k routes with all others: k is small, and a sort would branch.
 void DeferredSplit::protect(const int64_t* ids, const float* weights, int64_t protected_k) {
   std::transform(weights, weights + top_k_, order_.begin(), ordered);
   const int32_t* order = order_.data();

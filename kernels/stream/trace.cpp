@@ -28,7 +28,7 @@ void StreamTrace::add(const std::shared_ptr<TraceRecord>& record) noexcept {
                        r.back_ready, r.back_end});
       return;
     }
-  } catch (const std::bad_alloc&) {  // the GPU's results matter more
+  } catch (const std::bad_alloc&) {  // drop the record: the GPU's results matter more
   }
   dropped_.fetch_add(1, std::memory_order_relaxed);
 }

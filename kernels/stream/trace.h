@@ -1,4 +1,4 @@
-// Times of the entries of a stream engine, for traces.
+// The times of a stream engine's entries, for traces.
 #pragma once
 #include <array>
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace kt {
 
-// Times in nanoseconds, 0 where something did not happen: hand_* and back_* are of the GPU's clock,
+// Times in nanoseconds, 0 if something did not happen. hand_* and back_* are of the GPU's clock,
 // the others of the steady clock.
 struct TraceRecord {
   int64_t slot, number, position, chain, tokens;
@@ -26,13 +26,14 @@ class StreamTrace {
   // late_begun, late_ended, back_start, back_ready, back_end
   using Row = std::array<int64_t, 16>;
 
-  // Called by the poller when it has taken an entry of this side: stores its record in the side,
-  // and returns the previous record with the times of its result, which exist by now. The deferred
-  // job of that entry may still run.
+  // Called by the poller when it has taken an entry of this side. Stores its record in the side and
+  // returns the previous record with the times of its result, which exist by now. The deferred job
+  // of that entry may still run.
   std::shared_ptr<TraceRecord> next(StreamSide& side, std::shared_ptr<TraceRecord> record);
-  // Of an entry whose jobs are done. Null: does nothing.
+  // Adds the record of an entry whose jobs are done. Does nothing for null.
   void add(const std::shared_ptr<TraceRecord>& record) noexcept;
-  // Rows added since the last call. Rows beyond kMost, or without memory for them, are dropped.
+  // Returns rows added since the last call. Rows beyond kMost, or without memory for them, are
+  // lost.
   std::vector<Row> take();
   int64_t dropped() const { return dropped_.load(std::memory_order_relaxed); }
 

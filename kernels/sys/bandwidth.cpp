@@ -23,11 +23,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kMiB = size_t{1} << 20;
-constexpr size_t kChunk = 256 * 1024;  // read between two looks at the clock
+constexpr size_t kChunk = 256 * 1024;  // bytes read between two looks at the clock
 constexpr size_t kMinBuffer = 256 * kMiB;
 constexpr std::chrono::milliseconds kBudget{400};  // over all thread counts
 
-// All caches of the highest level together, in bytes: "32768K" for each set of CPUs sharing one.
+// Total bytes of all caches of the highest level. sysfs has "32768K" for each set of CPUs that
+// share one.
 size_t last_level_cache() {
   std::map<std::pair<long long, std::string>, size_t> caches;  // (level, sharing CPUs) -> bytes
   for (int cpu : allowed_cpus()) {
@@ -59,13 +60,13 @@ size_t available_memory() {
     size_t kib = 0;
     if (words >> key >> kib && key == "MemAvailable:") return kib * 1024;
   }
-  return 1024 * kMiB;  // unknown: a quarter of it is the usual buffer
+  return 1024 * kMiB;  // unknown: the usual buffer is a quarter of this
 }
 
-// 16-byte loads (the baseline has no wider ones) still outrun the memory of any one core.
+// 16-byte loads (the baseline has no wider ones) are still faster than any core's memory.
 __m128i read(const uint8_t* data, size_t bytes) {
   const __m128i* p = reinterpret_cast<const __m128i*>(data);
-  __m128i a = _mm_setzero_si128(), b = a, c = a, d = a;  // hide the latency of the adds
+  __m128i a = _mm_setzero_si128(), b = a, c = a, d = a;  // hide the latency of the additions
   for (const __m128i* end = p + bytes / sizeof(__m128i); p != end; p += 4) {
     a = _mm_add_epi64(a, _mm_load_si128(p));
     b = _mm_add_epi64(b, _mm_load_si128(p + 1));
@@ -75,7 +76,7 @@ __m128i read(const uint8_t* data, size_t bytes) {
   return _mm_add_epi64(_mm_add_epi64(a, b), _mm_add_epi64(c, d));
 }
 
-// The part of its pool's buffer that belongs to one worker, in whole chunks.
+// One worker's part of its pool's buffer, in whole chunks.
 struct Slice {
   uint8_t* data;
   size_t bytes;
@@ -91,7 +92,7 @@ Slice slice_of(const std::vector<Mapping>& buffers, const Worker& worker) {
   return {buffer.data() + first * kChunk, (last - first) * kChunk};
 }
 
-// Untouched pages would all be the one zero page, and come from the cache.
+// Untouched pages would all map to the one zero page, and be read from the cache.
 class Fill final : public Job {
  public:
   explicit Fill(const std::vector<Mapping>& buffers) : buffers_(buffers) {}
@@ -121,9 +122,10 @@ class Read final : public Job {
       bytes += kChunk;
       now = Clock::now();
     }
-    // Each thread by its own clock: one that was preempted at the end counts what it did.
+    // Each thread uses its own clock, so one that was preempted at the end counts what it did.
     const double seconds = std::chrono::duration<double>(now - begin).count();
-    // relaxed: the caller reads both after wait(). The sum keeps the loads from being removed.
+    // relaxed: the caller reads both after wait(). The sum keeps the loads from being optimised
+    // out.
     const double rate = seconds > 0 ? static_cast<double>(bytes) / seconds : 0;
     rate_.fetch_add(rate, std::memory_order_relaxed);
     sum_.fetch_add(_mm_cvtsi128_si64(sum), std::memory_order_relaxed);
@@ -153,20 +155,20 @@ void run_on_team(const std::vector<Node>& nodes, int threads, std::shared_ptr<Jo
 
 std::vector<std::pair<int, double>> probe_read_bandwidth(int max_threads) {
   need(max_threads >= 1 && max_threads <= kMaxThreads,
-       "max_threads = " + std::to_string(max_threads) + "; 1 to " + std::to_string(kMaxThreads) +
-           " is accepted");
+       "max_threads = " + std::to_string(max_threads) + "; accepted: 1 to " +
+           std::to_string(kMaxThreads));
   std::vector<int> counts;
   for (int threads = 1; threads < max_threads; threads *= 2) counts.push_back(threads);
   counts.push_back(max_threads);
 
   const std::vector<Node> nodes = topology();
-  // Twice the cache where that much memory is free. Never less than the minimum: a virtual machine
-  // whose memory grows on demand may report none as available.
+  // Twice the cache if that much memory is free, but at least the minimum: a virtual machine whose
+  // memory grows on demand may report none as available.
   const size_t total =
       std::max(kMinBuffer, std::min(2 * last_level_cache(), available_memory() / 4));
   std::vector<Mapping> buffers;
   for (const Node& node : nodes) buffers.emplace_back(total / nodes.size(), node.id);
-  // At least one thread on every node, to touch its memory there.
+  // At least one thread per node, to touch its memory there.
   run_on_team(nodes, std::max(max_threads, static_cast<int>(nodes.size())),
               std::make_shared<Fill>(buffers));
 

@@ -15,7 +15,7 @@ struct Regs {
   uint32_t eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
 
-// All zeros for a leaf that this CPU does not have, which reads as "no feature".
+// Returns zeros, meaning "no feature", for a leaf that this CPU does not have.
 Regs cpuid(uint32_t leaf, uint32_t subleaf = 0) {
   Regs r;
   if (!__get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx)) return {};
@@ -24,15 +24,15 @@ Regs cpuid(uint32_t leaf, uint32_t subleaf = 0) {
 
 constexpr bool bit(uint32_t word, int index) { return (word >> index) & 1u; }
 
-// The register states that the operating system saves. Inline assembly because _xgetbv needs
-// -mxsave, and this file is compiled for the x86-64 baseline. Only valid with OSXSAVE.
+// The register states that the operating system saves. Inline assembly, because _xgetbv needs
+// -mxsave and this file is compiled for the x86-64 baseline. Only valid with OSXSAVE.
 uint64_t xcr0() {
   uint32_t low, high;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-// Linux hands out tile data (8 KB per thread) only on request, once for the whole process.
+// Linux grants tile data (8 KB per thread) only on request, once for the whole process.
 bool request_tile_permission() {
   constexpr long kArchReqXcompPerm = 0x1023, kXfeatureXtileData = 18;
   return syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureXtileData) == 0;
@@ -73,7 +73,7 @@ uint32_t detect() {
   return features;
 }
 
-// Not a local static: a fork while another thread initialises one leaves it locked in the child.
+// Not a local static: a fork during its initialisation would leave it locked in the child.
 constexpr uint64_t kUnknown = ~uint64_t{0};
 std::atomic<uint64_t> g_features{kUnknown};
 

@@ -1,4 +1,4 @@
-// Detects whether other processes need the CPUs on which our threads spin.
+// Detects whether other processes need the CPUs on which the library's threads spin.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,7 +13,7 @@ namespace kt::sys {
 // Thread-safe. All operations are relaxed, because the result only affects how to wait.
 class Crowding {
  public:
-  // Of a spin that looked at the clock (now_ns, futex.h) at `before` and again now.
+  // Records that a spin looked at the clock (now_ns, futex.h) at `before` and again now.
   void spun(int64_t before, int64_t now) {
     if (now - before <= kInterruptedNs) return;
     const int64_t until = until_.load(std::memory_order_relaxed);
@@ -29,7 +29,7 @@ class Crowding {
  private:
   static constexpr int64_t kInterruptedNs = 200'000;  // far longer than between two looks
   static constexpr int64_t kShortestNs = 1'000'000, kLongestNs = 50'000'000;
-  static constexpr int64_t kSoon = 8;  // times the last while
+  static constexpr int64_t kSoon = 8;  // in lengths of the last sleep
   std::atomic<int64_t> until_{0}, length_{0};
 };
 

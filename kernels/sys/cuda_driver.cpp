@@ -22,14 +22,14 @@ template <class F> void find(void* library, const std::string& name, const char*
 }
 
 unsigned count(const char* name, int value, int least, int most) {
-  need(value >= least && value <= most, std::string(name) + " " + std::to_string(value) + "; " +
-                                            std::to_string(least) + " to " + std::to_string(most) +
-                                            " is accepted");
+  need(value >= least && value <= most, std::string(name) + " " + std::to_string(value) +
+                                            "; accepted: " + std::to_string(least) + " to " +
+                                            std::to_string(most));
   return unsigned(value);
 }
 
 uint64_t checked_function(uint64_t function) {
-  need(function != 0, "function 0; a CUfunction is needed");
+  need(function != 0, "function 0; expected a CUfunction");
   return function;
 }
 
@@ -38,7 +38,7 @@ std::string checked_kinds(std::string kinds) {
        std::to_string(kinds.size()) + " parameters; at most " +
            std::to_string(KernelLaunch::kMaxParameters) + " are supported");
   need(kinds.find_first_not_of("pi") == std::string::npos,
-       "kinds \"" + kinds + "\"; p and i are accepted");
+       "kinds \"" + kinds + "\"; accepted: p and i");
   return kinds;
 }
 
@@ -76,7 +76,7 @@ void CudaContext::wait(uint64_t stream, uint64_t address, uint32_t value) const 
 void CudaContext::check_address(uint64_t address, bool or_zero) {
   if (address % sizeof(uint32_t) || (!address && !or_zero))
     throw std::invalid_argument("address " + std::to_string(address) +
-                                "; that of a 32-bit word is needed, a multiple of 4");
+                                "; expected that of a 32-bit word, a multiple of 4");
 }
 
 void CudaContext::launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
@@ -95,7 +95,7 @@ void CudaContext::queue_wait(uint64_t stream, uint64_t address, uint32_t value) 
         driver_.wait_value(reinterpret_cast<void*>(stream), address, value, kUntilEqual));
 }
 
-// Calls in the own context, and leaves the thread the one that is current in it.
+// Makes a call in this object's context, and restores the context that was current.
 template <class Call> void CudaContext::within(Call call) const {
   void* current = nullptr;
   check("cuCtxGetCurrent", driver_.get_context(&current));
@@ -132,7 +132,7 @@ KernelLaunch::KernelLaunch(uint64_t function, int threads, int shared_bytes, std
 void KernelLaunch::check_grid(int64_t grid) {
   if (grid < 1 || grid > std::numeric_limits<int32_t>::max())
     throw std::invalid_argument("a grid of " + std::to_string(grid) +
-                                " blocks; 1 to 2147483647 is accepted");
+                                " blocks; accepted: 1 to 2147483647");
 }
 
 void KernelLaunch::run(int64_t grid, uint64_t stream, uint64_t* values,

@@ -1,33 +1,33 @@
-// The CUDA driver, which is neither linked nor included: kernels launched, streams asked.
+// The CUDA driver, loaded at run time: launches kernels and queries streams.
 #pragma once
 #include <cstdint>
 #include <string>
 
 namespace kt::sys {
 
-// The driver, and the context that was current when this was made: all is done in that one,
+// The driver, and the context that was current on construction. All calls use this context,
 // whatever is current in the calling thread.
 class CudaContext {
  public:
   static constexpr const char* kDriver = "libcuda.so.1";
 
-  // Throws std::runtime_error where the driver cannot be loaded or lacks an entry point, or no
-  // context is current. Another library stands in for it in tests.
+  // Throws std::runtime_error if the driver cannot be loaded or lacks an entry point, or if no
+  // context is current. Tests pass another library in its place.
   explicit CudaContext(const std::string& library = kDriver);
 
-  // Whether a graph is captured on a stream (a CUstream as a number), or was until an error ended
-  // the capture. Throws std::runtime_error with the driver's words.
+  // Whether a graph is being captured on a stream (a CUstream as a number), or was until an error
+  // ended the capture. Throws std::runtime_error with the driver's message.
   bool capturing(uint64_t stream) const;
 
-  // Has a stream wait, without occupying the GPU, until the 32-bit word at an address that the GPU
-  // can read is `value`. Throws the same, also where the driver cannot.
+  // Makes a stream wait, without occupying the GPU, until the 32-bit word at an address that the
+  // GPU can read equals `value`. Throws as above, also if the driver does not support it.
   void wait(uint64_t stream, uint64_t address, uint32_t value) const;
 
-  // Throws std::invalid_argument for an address at which wait() cannot be.
+  // Throws std::invalid_argument for an address that wait() cannot use.
   static void check_address(uint64_t address, bool or_zero);
 
-  // Queues `grid` blocks of a CUfunction on a stream. wait_address: unless it is 0, the stream
-  // first waits for 1 there. Throws the same.
+  // Queues `grid` blocks of a CUfunction on a stream. Unless wait_address is 0, the stream first
+  // waits for 1 there. Throws as above.
   void launch(uint64_t function, unsigned grid, unsigned threads, unsigned shared_bytes,
               uint64_t stream, void** parameters, uint64_t wait_address) const;
 
@@ -52,15 +52,15 @@ class CudaContext {
   void check(const char* call, int result) const;
 };
 
-// A kernel of a loaded module with the types of its parameters, launched in a CudaContext.
+// A kernel of a loaded module and the types of its parameters, launched in a CudaContext.
 class KernelLaunch {
  public:
   static constexpr int kMaxParameters = 32;
   static constexpr int kMaxThreads = 1024;  // of a block
   static constexpr int kMaxSharedBytes = 1 << 20;
 
-  // function: a CUfunction. kinds: one letter per parameter: 'p' a pointer (64 bits, unsigned), 'i'
-  // int32. Throws std::invalid_argument, and what CudaContext does.
+  // function: a CUfunction. kinds: one letter per parameter, 'p' for a pointer (unsigned 64-bit) or
+  // 'i' for int32. Throws std::invalid_argument, and what CudaContext throws.
   KernelLaunch(uint64_t function, int threads, int shared_bytes, std::string kinds,
                const std::string& library = CudaContext::kDriver);
 
@@ -69,9 +69,9 @@ class KernelLaunch {
 
   const std::string& kinds() const { return kinds_; }
 
-  // Queues `grid` blocks on a stream, after a wait until the word at wait_address is 1 unless that
-  // is 0. values: one per parameter, in its low bytes. Throws std::runtime_error with the driver's
-  // words.
+  // Queues `grid` blocks on a stream. Unless wait_address is 0, the stream first waits until the
+  // word there is 1. values: one per parameter, in its low bytes. Throws std::runtime_error with
+  // the driver's message.
   void run(int64_t grid, uint64_t stream, uint64_t* values, uint64_t wait_address = 0) const;
 
  private:

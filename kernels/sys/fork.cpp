@@ -9,11 +9,11 @@ namespace {
 
 std::atomic<uint32_t> g_forks{0};
 
-// relaxed: the child of a fork has one thread, and starts any other after this.
+// relaxed: a forked child has one thread, and starts all others after this.
 void count_fork() { g_forks.fetch_add(1, std::memory_order_relaxed); }
 
-// While the library is loaded, not in a function-local static: a fork during the initialisation
-// of one would leave it locked in the child.
+// Registered when the library is loaded, not in a function-local static: a fork during its
+// initialisation would leave it locked in the child.
 [[maybe_unused]] const int g_fork_hook = pthread_atfork(nullptr, nullptr, count_fork);
 
 }  // namespace

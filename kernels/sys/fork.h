@@ -1,4 +1,4 @@
-// Forks, and state that a forked child resets before it uses it.
+// Detects forks, and guards state that a forked child must reset before it uses it.
 #pragma once
 #include <sched.h>
 
@@ -7,31 +7,31 @@
 
 namespace kt::sys {
 
-// How many forks lie between the process that loaded the library and this one. Objects created
+// The number of forks between the process that loaded the library and this one. Objects created
 // under another number belong to threads that do not exist in this process, and their mutexes may
 // be locked forever.
 uint32_t forks();
 
 // Guards state that several threads change in steps. A child has the state that its parent had at
-// the fork, perhaps in the middle of a step that will never be completed. Each process therefore
+// the fork, possibly in the middle of a step that will never be completed. Each process therefore
 // resets it before its first use.
 //
 // A mutex would not do: a fork could leave it locked in the child.
 class PerProcess {
  public:
-  // ready: the state is good for the process that constructs it. Otherwise the first ensure() of
-  // that process renews it, too.
+  // ready: whether the state is good for the process that constructs it. Otherwise the first
+  // ensure() of that process resets it, too.
   explicit PerProcess(bool ready) : mark_(ready ? done() : kNever) {}
 
-  // Whether ensure() has returned in this process, or the state was ready from the start.
+  // Whether ensure() has returned in this process, or the state was ready on construction.
   bool ready() const { return mark_.load(std::memory_order_acquire) == done(); }
 
-  // Calls renew() unless the state is ready; other threads wait until it has returned, and see what
-  // it wrote. Where it throws, the next caller tries again.
+  // Calls renew() unless the state is ready. Other threads wait until it has returned, and see what
+  // it wrote. If it throws, the next caller tries again.
   template <class Renew> void ensure(Renew renew) {
     while (!ready()) {
       uint32_t mark = mark_.load(std::memory_order_relaxed);
-      // A mark of another process, busy or done, says nothing here.
+      // A mark of another process, busy or done, means nothing here.
       if (mark == busy()) {
         sched_yield();
       } else if (mark != done() &&

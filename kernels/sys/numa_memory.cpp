@@ -21,7 +21,7 @@ constexpr size_t kSmallPage = 4096;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Not a local static: a fork while another thread initialises one leaves it locked in the child.
+// Not a local static: a fork during its initialisation would leave it locked in the child.
 std::atomic<int> g_several_nodes{-1};  // -1: not known yet
 
 bool has_several_nodes() {
@@ -35,8 +35,9 @@ bool has_several_nodes() {
   return several != 0;
 }
 
-// By raw syscall, to do without libnuma. Failure is ignored: the policy is only a preference, is
-// refused in many containers (seccomp), and first touch places the pages right anyway.
+// Uses the system call directly, which avoids libnuma. Ignores failure: the policy is only a
+// preference, many containers refuse it (seccomp), and first touch places the pages correctly
+// anyway.
 void prefer_node(void* data, size_t bytes, int node) {
   constexpr unsigned kBits = 8 * sizeof(unsigned long);
   std::vector<unsigned long> mask(static_cast<unsigned>(node) / kBits + 1);
@@ -45,7 +46,7 @@ void prefer_node(void* data, size_t bytes, int node) {
   syscall(SYS_mbind, data, bytes, MPOL_PREFERRED, mask.data(), max_node, 0);
 }
 
-// `bytes` of address space starting on a huge page: map one huge page more, cut off the ends.
+// Maps `bytes` that start on a huge page: maps one huge page more, and unmaps the ends.
 void* map_on_huge_pages(size_t bytes) {
   const size_t mapped = bytes + kHugePage - kSmallPage;
   void* raw = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -56,7 +57,7 @@ void* map_on_huge_pages(size_t bytes) {
   const size_t tail = mapped - head - bytes;
   if (head) munmap(begin, head);
   if (tail) munmap(begin + head + bytes, tail);
-  // Ignored where the kernel has no transparent huge pages: slower, never wrong.
+  // Ignored if the kernel has no transparent huge pages, which is slower but correct.
   madvise(begin + head, bytes, MADV_HUGEPAGE);
   return begin + head;
 }
@@ -87,7 +88,7 @@ Mapping::Mapping(Mapping&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  Mapping taken(std::move(other));  // then holds the old mapping, and frees it now
+  Mapping taken(std::move(other));  // takes the old mapping in the swap, and frees it
   std::swap(data_, taken.data_);
   std::swap(size_, taken.size_);
   return *this;

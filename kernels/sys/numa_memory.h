@@ -5,8 +5,8 @@
 
 namespace kt::sys {
 
-// An anonymous mapping on transparent huge pages where the system allows it, untouched: pages
-// land on the node of the thread that first writes them, and `node` >= 0 states the preference.
+// An anonymous mapping, on transparent huge pages if the system allows it. It is untouched: pages
+// are placed on the node of the thread that first writes them. `node` >= 0 sets a preference.
 class Mapping {
  public:
   Mapping() = default;
@@ -15,7 +15,7 @@ class Mapping {
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;
   uint8_t* data() const { return data_; }
-  void leave_behind() { data_ = nullptr; }  // it stays mapped
+  void leave_behind() { data_ = nullptr; }  // keeps the memory mapped
   size_t size() const { return size_; }
 
  private:

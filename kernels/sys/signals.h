@@ -1,4 +1,4 @@
-// Signals kept from the threads of this library.
+// Blocks signals in the threads of this library.
 #pragma once
 #include <pthread.h>
 
@@ -6,12 +6,12 @@
 
 namespace kt::sys {
 
-class SignalsBlocked {  // for the threads created meanwhile
+class SignalsBlocked {  // for threads created during its lifetime
  public:
   SignalsBlocked() {
     sigset_t set;
     sigfillset(&set);
-    // Faults are raised in the thread itself: blocked, they would kill without a traceback.
+    // Faults are raised in the thread itself; if blocked, they would kill without a traceback.
     for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) {
       sigdelset(&set, fault);
     }

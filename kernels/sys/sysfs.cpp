@@ -39,7 +39,7 @@ std::optional<std::vector<int>> parse_list(std::string_view text) {
     for (long long id = *first; id <= *last; ++id) ids.push_back(static_cast<int>(id));
     if (comma == text.npos) break;
     text.remove_prefix(comma + 1);
-    if (text.empty()) return std::nullopt;  // a comma promises another range
+    if (text.empty()) return std::nullopt;  // a range must follow a comma
   }
   std::sort(ids.begin(), ids.end());
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());

@@ -1,21 +1,22 @@
-// The tasks of one phase of a job, shared among threads: contiguous ranges with tail stealing.
+// The tasks of one phase of a job, shared among threads: contiguous ranges with stealing at the
+// tail.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace kt::sys {
 
-// Tasks of a phase are numbered from 0; this many fit.
+// Tasks of a phase are numbered from 0. This is the maximum number of tasks.
 constexpr int64_t kMaxTasks = (int64_t{1} << 24) - 1;
 
 // The remaining tasks of a thread, { phase : 16, end : 24, next : 24 }, in one word, so that the
-// owner (at the front) and thieves (at the tail) never take the same task. Two cache lines, because
-// the adjacent-line prefetcher moves lines in pairs.
+// owner (at the front) and thieves (at the tail) never take the same task. It takes two cache
+// lines, because the adjacent-line prefetcher moves lines in pairs.
 struct alignas(128) TaskSlot {
   static constexpr int kBits = 24;
   std::atomic<uint64_t> word{0};
 
-  // As if its thread had taken part in the phases up to this one.
+  // Makes the slot look as if its thread had taken part in all phases up to this one.
   void skip_to(uint16_t phase) {
     word.store(uint64_t{phase} << (2 * kBits), std::memory_order_relaxed);
   }
@@ -28,15 +29,15 @@ struct TaskRange {
 };
 
 // One phase, as seen by one of its threads. Thread i owns the tasks [starts[i], starts[i + 1]). All
-// threads must have the same starts and phase number, and no thread may still be in another phase
-// of the same slots. A phase follows its predecessor by one (modulo 2^16) and every thread takes
-// part in each, so that a slot is at most one phase behind; whoever comes first to one that is (its
-// owner or a thief) brings it up to date, and nobody has to be waited for. The slot of a thread
-// that sits phases out must skip to the last of them before anybody uses it again: 2^16 phases
-// later it would seem to be up to date, and its tasks to be done.
+// threads must use the same starts and phase number, and no thread may still be in another phase of
+// the same slots. Phase numbers increase by one (modulo 2^16), and every thread takes part in each
+// phase, so a slot is at most one phase behind. The first thread to find such a slot, its owner or
+// a thief, brings it up to date, so no thread waits for another. The slot of a thread that sits out
+// phases must skip to the last of them before it is used again. Otherwise, 2^16 phases later, it
+// would seem up to date with all its tasks done.
 //
-// The words only distribute numbers, so relaxed operations are enough: a barrier before the phase
-// makes the inputs of tasks visible, and one after it their results.
+// The words only distribute numbers, so relaxed operations are enough. A barrier before the phase
+// makes the inputs of tasks visible, and a barrier after it their results.
 class TaskPhase {
  public:
   TaskPhase(TaskSlot* slots, int threads, int self, uint16_t phase, const int64_t* starts)
@@ -47,12 +48,13 @@ class TaskPhase {
         victim_(self),
         phase_(phase) {
     uint64_t word = slots_[self_].word.load(std::memory_order_relaxed);
-    if (phase_of(word) != phase_)  // a failure means that a thief did it
+    if (phase_of(word) != phase_)  // if the exchange fails, a thief has done it
       slots_[self_].word.compare_exchange_strong(word, fresh(self_), std::memory_order_relaxed);
   }
 
-  // Takes at most `most` of the own tasks in ascending order (fewer towards the end, when others
-  // may steal some), then single tasks of others, from the tail. Empty once all are taken.
+  // Takes at most `most` of the thread's own tasks in ascending order (fewer towards the end, so
+  // that others can steal some), then single tasks of others, from the tail. Empty when all are
+  // taken.
   TaskRange claim(int64_t most) {
     std::atomic<uint64_t>& own = slots_[self_].word;
     uint64_t word = own.load(std::memory_order_relaxed);
@@ -106,8 +108,8 @@ class TaskPhase {
 };
 
 // Splits tasks among threads by cost: starts[0 .. threads]. The tasks come in segments of `count`
-// with the same cost (>= 1) each, in the order of the calls of add; the total of count * cost is
-// given.
+// tasks with the same cost (>= 1), in the order of the calls of add. The total of count * cost must
+// be known in advance.
 class TaskSplit {
  public:
   TaskSplit(int64_t total_cost, int threads, int64_t* starts)

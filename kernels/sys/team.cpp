@@ -28,15 +28,15 @@ namespace {
 
 using std::chrono::nanoseconds;
 
-// Two cache lines: the prefetcher of neighbouring lines makes pairs of them travel together.
+// Two cache lines, because the adjacent-line prefetcher moves lines in pairs.
 constexpr size_t kLine = 128;
 
-// About what a futex sleep and wake-up costs: never lose more than twice the better choice.
+// About the cost of a futex sleep and wake-up, so that waiting takes at most twice the optimum.
 constexpr nanoseconds kSpin{25'000};
-// At a barrier, where CPUs are free for other threads: a worker that comes late was interrupted.
-// The others must not be late, too, because they went to sleep in the meantime.
+// For barriers, if CPUs are free for other threads. A worker that comes late was interrupted. The
+// others must not be late as well because they went to sleep in the meantime.
 constexpr nanoseconds kSpinAtBarrier{1'000'000};
-// With more threads than CPUs the awaited thread may need the very CPU that the spinner burns.
+// With more threads than CPUs, the awaited thread may need the CPU on which the waiter spins.
 constexpr nanoseconds kSpinOversubscribed{1'000};
 
 // A counter that one thread at a time advances and others wait for.
@@ -44,16 +44,16 @@ struct alignas(kLine) Gate {
   std::atomic<uint32_t> count{0};
   std::atomic<uint32_t> sleepers{0};
 
-  // seq_cst on both words, here and below: either the opener sees the sleeper and wakes it, or
-  // the sleeper sees the new count and does not sleep. The store also releases what the opener
-  // wrote before.
+  // seq_cst on both words, here and below: either the opener sees the sleeper and wakes it, or the
+  // sleeper sees the new count and does not sleep. The store also releases what the opener wrote
+  // before.
   void open() {
     count.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&count);
   }
 
-  // acquire: sees all that the opener wrote, or saw, before open(). Sleeps once `spin` is over and
-  // go_on() false, which is asked after every spin; returns whether it did.
+  // acquire: sees everything that the opener wrote or saw before open(). Sleeps once `spin` is over
+  // and go_on(), which is called after every spin, returns false. Returns whether it slept.
   template <class GoOn> bool wait_past(uint32_t old, nanoseconds spin, GoOn go_on) {
     do {
       if (spin_until([&] { return count.load(std::memory_order_acquire) != old; }, spin))
@@ -72,10 +72,10 @@ struct alignas(kLine) Gate {
 struct alignas(kLine) Counter {
   std::atomic<int> arrived{0};
 
-  // True for the last of `expected`, which leaves the counter at zero for the next round.
-  // acq_rel: the last one has seen what all others wrote before arriving, and whoever it then
-  // lets go (through a Gate) sees it too. The reset may be relaxed for the same reason: nobody
-  // arrives again before passing that Gate.
+  // True for the last of `expected` threads, which resets the counter to zero for the next round.
+  // acq_rel: the last thread has seen everything that the others wrote before arriving, and a
+  // thread that it then releases (through a Gate) sees it, too. The reset may be relaxed for the
+  // same reason: no thread arrives again before it has passed that Gate.
   bool last_of(int expected) {
     if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 != expected) return false;
     arrived.store(0, std::memory_order_relaxed);
@@ -83,15 +83,15 @@ struct alignas(kLine) Counter {
   }
 };
 
-// What the threads of a pool share, apart from other pools so that most of the traffic of a
-// team-wide barrier stays inside a NUMA node.
+// The state that the threads of a pool share. Each pool has its own, so that most of the traffic of
+// a team-wide barrier stays inside a NUMA node.
 struct Pool {
   Counter in_pool, in_team, finished;
   Gate pool_gate, team_gate;
-  std::vector<int> cpus;  // the threads may use; empty: no restriction
+  std::vector<int> cpus;  // that the threads may use; empty: no restriction
 };
 
-// Ignores failure: running on other CPUs is slower, never wrong.
+// Ignores failure: running on other CPUs is slower, but correct.
 void restrict_to(const std::vector<int>& cpus) {
   if (cpus.empty()) return;
   const int bits = *std::max_element(cpus.begin(), cpus.end()) + 1;
@@ -113,7 +113,7 @@ class Crew {
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
 
-  // In a child, deletes a parent's crew.
+  // In a child, deletes the parent's crew.
   static void leave_behind(Crew* crew);
   void submit(std::shared_ptr<Job> job);
   void expect_until(int64_t time) { expected_until_.store(time, std::memory_order_relaxed); }
@@ -122,7 +122,7 @@ class Crew {
 
  private:
   struct Thread {
-    Worker full, lean;  // as jobs of each kind see it; of a reserve, only `full`
+    Worker full, lean;  // as seen by jobs of each kind; reserves use only `full`
     bool reserve;
     uint32_t seen;  // openings of its gate before it starts
   };
@@ -136,28 +136,28 @@ class Crew {
   bool expects_work(int64_t& asked);
 
   const std::vector<PoolSpec> specs_;
-  int busy_pools_ = 0;  // with at least one thread, and so with one that is not a reserve
+  int busy_pools_ = 0;  // pools with at least one thread, and so with one that is not a reserve
   std::unique_ptr<Pool[]> pools_;
   std::vector<Thread> members_;
   bool any_reserve_ = false;
 
   // Set by start() before the threads that read them exist.
   nanoseconds spin_ = kSpin, barrier_spin_ = kSpin, wait_spin_ = kSpin;
-  bool cpus_free_ = false;  // for who is beside the team, while all its threads run
+  bool cpus_free_ = false;  // for threads besides the team, while all its threads run
 
-  // In nanoseconds of the steady clock. relaxed everywhere: it only says how long to spin.
+  // In nanoseconds of the steady clock. relaxed everywhere: it only determines how long to spin.
   alignas(kLine) std::atomic<int64_t> expected_until_{0};
   Crowding crowding_;
 
   // Written under mutex_ while every worker is between two jobs, then released by the gates. A
-  // reserve reads it only when its gate has opened; the job that it then finds waits for it.
-  Job* current_ = nullptr;         // null tells the workers to leave
-  std::atomic<bool> lean_{false};  // whether it is lean; relaxed: only says how long to spin
+  // reserve reads it only after its gate has opened; the job that it then finds waits for it.
+  Job* current_ = nullptr;         // null: the workers must leave
+  std::atomic<bool> lean_{false};  // of current_; relaxed: it only determines how long to spin
   Gate job_gate_;                  // opens once for every value of current_
-  Gate reserve_gate_;              // opens once for every value but lean jobs
+  Gate reserve_gate_;              // opens once for every value except lean jobs
   Counter pools_in_team_, pools_finished_;
 
-  alignas(kLine) std::mutex mutex_;         // guards what follows, and start()
+  alignas(kLine) std::mutex mutex_;         // guards the fields below, and start()
   std::deque<std::shared_ptr<Job>> queue_;  // the front is running
   std::vector<pthread_t> threads_;          // empty before start()
   bool stopping_ = false;
@@ -199,14 +199,14 @@ Crew::~Crew() {
         std::abort();
       }
     }
-    stopping_ = true;  // otherwise the worker that finishes the last job lets the others leave
+    stopping_ = true;  // if a job is queued, the worker that finishes the last one ends the others
     if (!threads_.empty() && queue_.empty()) publish(nullptr);
   }
   join();
 }
 
-// Frees the jobs that were queued, and what they own. A thread that held the mutex at the fork may
-// have left the queue in the middle of a change: then all of it stays.
+// Frees the queued jobs, and what they own. If a thread held the mutex at the fork, the queue may
+// be in the middle of a change, so nothing is freed.
 void Crew::leave_behind(Crew* crew) {
   if (!crew || !crew->mutex_.try_lock()) return;
   crew->mutex_.unlock();
@@ -221,12 +221,12 @@ void Crew::submit(std::shared_ptr<Job> job) {
   Job* const queued = queue_.back().get();
   queued->wait_spin_ns_.store(static_cast<uint32_t>(wait_spin_.count()), std::memory_order_relaxed);
   queued->forks_.store(forks(), std::memory_order_relaxed);
-  // A state other than kDone may already carry sleepers. relaxed: the workers get the job
-  // through job_gate_, other threads through whatever handed them the pointer.
+  // A state other than kDone may already have sleepers. relaxed: the workers get the job through
+  // job_gate_, and other threads through the handover of the pointer.
   uint32_t done = Job::kDone;
   queued->state_.compare_exchange_strong(done, Job::kPending, std::memory_order_relaxed);
-  // Still under the lock: once the job is done, another thread may destroy the team, but not
-  // before it gets the lock.
+  // Still under the lock: once the job is done, another thread may destroy the team, but only after
+  // it gets the lock.
   if (queue_.size() == 1) publish(queued);
 }
 
@@ -239,8 +239,8 @@ void Crew::publish(Job* job) {
   if (any_reserve_ && !lean) reserve_gate_.open();
 }
 
-// A reserve waits for full jobs alone. While they follow each other it spins as long as the others
-// do; from the first lean one on it sleeps.
+// A reserve waits only for full jobs. While these follow each other, it spins as long as the other
+// threads do. After the first lean job, it sleeps.
 void Crew::work(Thread& thread) {
   Pool& pool = pools_[static_cast<size_t>(thread.full.pool)];
   Gate& gate = thread.reserve ? reserve_gate_ : job_gate_;
@@ -249,7 +249,7 @@ void Crew::work(Thread& thread) {
     const bool slept = gate.wait_past(seen, spin_, [&] {
       return !(thread.reserve && lean_.load(std::memory_order_relaxed)) && expects_work(asked);
     });
-    if (asked && !slept) expects_work(asked);  // perhaps the last spin was interrupted
+    if (asked && !slept) expects_work(asked);  // records whether the last spin was interrupted
     Job* const job = current_;
     if (!job) return;
     Worker& worker = job->lean() ? thread.lean : thread.full;
@@ -259,9 +259,10 @@ void Crew::work(Thread& thread) {
   }
 }
 
-// Asked after every spin of a wait, and when one succeeded; `asked`: when the last time, 0 at
-// first. Never with too few CPUs: whoever is to bring the work needs them. Where the system took
-// the CPU away from a spin, it would also come late to the work; it wakes sleepers sooner.
+// Called after every spin of a wait, and after a successful one. `asked` is the time of the last
+// call, 0 at first. Returns false with too few CPUs, because the thread that will submit the work
+// needs them. If the system took the CPU away during a spin, the spinner would also be late for the
+// work; the system wakes a sleeper sooner.
 bool Crew::expects_work(int64_t& asked) {
   const int64_t until = expected_until_.load(std::memory_order_relaxed);
   if (!until || !cpus_free_) return false;
@@ -271,15 +272,15 @@ bool Crew::expects_work(int64_t& asked) {
   return now < until && !crowding_.at(now);
 }
 
-// By the last worker to leave the job: what all of them wrote is seen by finished(), by waiters
-// (through state_) and by the next job (through the gates). A reserve that sat out lean jobs sees
-// what they wrote, too: whoever opens its gate has seen it.
+// Called by the last worker to leave the job. What all workers wrote is visible to finished(), to
+// waiters (through state_) and to the next job (through the gates). It is visible to a reserve that
+// sat out lean jobs, too, because the thread that opens its gate has seen it.
 void Crew::finish(Job* job) {
   job->finished();
   // release: for the waiters.
   const bool sleepers =
       job->state_.exchange(Job::kDone, std::memory_order_release) == Job::kPendingWithSleepers;
-  std::shared_ptr<Job> finished;  // keeps the job, its destructor runs outside the lock
+  std::shared_ptr<Job> finished;  // keeps the job, so that its destructor runs without the lock
   {
     std::lock_guard lock(mutex_);
     finished = std::move(queue_.front());
@@ -295,8 +296,8 @@ void Crew::finish(Job* job) {
 
 void Crew::pool_barrier(const Worker& worker) {
   Pool& pool = pools_[static_cast<size_t>(worker.pool)];
-  // relaxed, and read before arriving: this thread passed the previous opening, or it was in a job
-  // before, and the next one waits for it.
+  // relaxed, and read before arriving: this thread has passed the previous opening, or was in a job
+  // before, and the next opening waits for it.
   const uint32_t seen = pool.pool_gate.count.load(std::memory_order_relaxed);
   if (pool.in_pool.last_of(worker.pool_threads)) {
     pool.pool_gate.open();
@@ -320,10 +321,11 @@ void* Crew::thread_main(void* argument) {
   const Worker& worker = thread.full;
   Crew& crew = *worker.crew_;
   std::string name = "kt-" + std::to_string(worker.pool) + "." + std::to_string(worker.index);
-  name.resize(std::min<size_t>(name.size(), 15));  // the kernel refuses longer ones
+  name.resize(std::min<size_t>(name.size(), 15));  // the kernel refuses longer names
   pthread_setname_np(pthread_self(), name.c_str());
   restrict_to(crew.pools_[static_cast<size_t>(worker.pool)].cpus);
-  // A thread inherits rounding and denormal modes from its maker; results must not.
+  // A thread inherits rounding and denormal modes from its creator; results must not depend on
+  // them.
   constexpr unsigned kDefaultFloatMode = 0x1f80;
   _mm_setcsr(kDefaultFloatMode);
   crew.work(thread);
@@ -345,7 +347,7 @@ void Crew::start() {
     pool.cpus.clear();
     for (const Node& node : nodes) {
       if (node.id != specs_[p].node) continue;
-      for (int cpu : node.cpus) {  // a simulated topology may name CPUs that are not ours
+      for (int cpu : node.cpus) {  // a simulated topology may name CPUs that we may not use
         if (std::binary_search(allowed.begin(), allowed.end(), cpu)) pool.cpus.push_back(cpu);
       }
       const int here = static_cast<int>(pool.cpus.size());
@@ -391,12 +393,12 @@ void Job::wait() {
     throw std::runtime_error("this job was submitted before the process forked and is lost");
   const nanoseconds spin{wait_spin_ns_.load(std::memory_order_relaxed)};  // a hint
   if (spin_until([this] { return done(); }, spin)) return;
-  // acquire wherever kDone may be read: see Crew::finish.
+  // acquire wherever kDone may be read; see Crew::finish.
   uint32_t state = state_.load(std::memory_order_acquire);
   while (state != kDone) {
     if (state == kPending &&
         !state_.compare_exchange_strong(state, kPendingWithSleepers, std::memory_order_acquire)) {
-      continue;  // it changed; `state` is the new one
+      continue;  // it has changed, and `state` is the new value
     }
     futex_wait(&state_, kPendingWithSleepers);
     state = state_.load(std::memory_order_acquire);
@@ -407,18 +409,19 @@ Team::Team(std::vector<PoolSpec> pools) : pools_(std::move(pools)) {
   int64_t all = 0;
   for (const PoolSpec& pool : pools_) {
     need(pool.threads >= 0 && pool.threads <= kMaxThreads,
-         "a pool of " + std::to_string(pool.threads) + " threads; 0 to " +
-             std::to_string(kMaxThreads) + " is accepted");
+         "a pool of " + std::to_string(pool.threads) + " threads; accepted: 0 to " +
+             std::to_string(kMaxThreads));
     need(pool.node >= -1 && pool.node <= kMaxNode, "a pool on node " + std::to_string(pool.node) +
-                                                       "; -1 (any) to " + std::to_string(kMaxNode) +
-                                                       " is accepted");
+                                                       "; accepted: -1 (any) to " +
+                                                       std::to_string(kMaxNode));
     need(pool.reserves >= 0 && pool.reserves <= std::max(pool.threads - 1, 0),
          std::to_string(pool.reserves) + " reserves in a pool of " + std::to_string(pool.threads) +
-             " threads; 0 to " + std::to_string(std::max(pool.threads - 1, 0)) + " is accepted");
+             " threads; accepted: 0 to " + std::to_string(std::max(pool.threads - 1, 0)));
     all += pool.threads;
   }
-  need(all >= 1 && all <= kMaxThreads, "a team of " + std::to_string(all) + " threads; 1 to " +
-                                           std::to_string(kMaxThreads) + " is accepted");
+  need(all >= 1 && all <= kMaxThreads, "a team of " + std::to_string(all) +
+                                           " threads; accepted: 1 to " +
+                                           std::to_string(kMaxThreads));
 }
 
 Team::~Team() {

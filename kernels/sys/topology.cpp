@@ -30,7 +30,7 @@ std::optional<int> numbered(const std::string& name, std::string_view prefix) {
   return static_cast<int>(*number);
 }
 
-// The lowest CPU of `among` (ascending) that shares a core with `cpu`.
+// The lowest CPU in `among` (ascending) that shares a core with `cpu`.
 int first_sibling(const std::string& root, int cpu, const std::vector<int>& among) {
   const std::string dir = root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
   const auto text = read_text(dir + "thread_siblings_list");
@@ -87,7 +87,7 @@ std::vector<Node> parse_override(const std::string& value) {
   return nodes;
 }
 
-// ceil(quota / period), at least 1; kNoCpuQuota for "max", "-1" and whatever is not a number.
+// ceil(quota / period), at least 1; kNoCpuQuota for "max", "-1" and anything that is not a number.
 int quota_cpus(std::string_view quota, std::string_view period) {
   const auto q = parse_number(quota), p = parse_number(period);
   if (!q || !p || *q == 0 || *p == 0) return kNoCpuQuota;
@@ -107,8 +107,8 @@ int quota_of_group(const std::string& dir) {
   return quota && period ? quota_cpus(*quota, *period) : kNoCpuQuota;
 }
 
-// A limit of an outer group binds too. In a container the path may be the host's, below which
-// nothing is mounted here: those levels read as unlimited, and the mount's root holds the limit.
+// The limits of outer groups apply, too. In a container, the path may be the host's, and nothing is
+// mounted below it here. Those levels read as unlimited; the root of the mount has the limit.
 int tightest_quota(const std::string& mount, std::string path) {
   int cpus = quota_of_group(mount);
   while (path.size() > 1) {
@@ -139,7 +139,7 @@ std::vector<int> allowed_cpus() {
     if (!cpus.empty()) return cpus;
     break;
   }
-  std::vector<int> cpus;  // a sandbox that forbids the question: assume all
+  std::vector<int> cpus;  // a sandbox forbids the query: assume all CPUs
   const int count = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   for (int cpu = 0; cpu < count; ++cpu) cpus.push_back(cpu);
   return cpus;

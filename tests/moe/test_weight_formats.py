@@ -25,7 +25,7 @@ def test_names_are_the_cores():
 def test_scale_types_are_the_cores():
     grouped, last = formats.INT4_GROUP.id, len(formats.SCALE_TYPE_NAMES) - 1
     _C.packed_shape(grouped, 32, last, 64, 64)
-    with pytest.raises(ValueError, match=f"unknown scale type {last + 1}; 0 to {last} is accepted"):
+    with pytest.raises(ValueError, match=f"unknown scale type {last + 1}; accepted: 0 to {last}"):
         _C.packed_shape(grouped, 32, last + 1, 64, 64)
 
 
@@ -33,7 +33,7 @@ def test_an_unknown_number_is_refused_by_the_cores_table():
     last = len(_C.weight_formats) - 1
     for number in (-1, last + 1):
         with pytest.raises(
-            ValueError, match=f"unknown weight format {number}; 0 to {last} is accepted"
+            ValueError, match=f"unknown weight format {number}; accepted: 0 to {last}"
         ):
             _C.packed_shape(number, 0, 0, 64, 256)
 

@@ -65,9 +65,9 @@ def test_bound_arguments_arrive(fake: str) -> None:
     for given, error, match in (
         ((1,), ValueError, "1 arguments for 2 parameters"),
         ((1, 2, 3), ValueError, "3 arguments for 2 parameters"),
-        ((2**31, 1), ValueError, "parameter 1 is 2147483648; an int32 is accepted"),
-        ((1, -1), ValueError, "parameter 2 is -1; an address, 0 to"),
-        ((1, None), TypeError, "parameter 2 is None; an address"),
+        ((2**31, 1), ValueError, "parameter 1 is 2147483648; accepted: an int32"),
+        ((1, -1), ValueError, "parameter 2 is -1; accepted: an address, 0 to"),
+        ((1, None), TypeError, "parameter 2 is None; accepted: an address"),
     ):
         with pytest.raises(error, match=match):
             bound.run(0, *given)
@@ -77,9 +77,9 @@ def test_bound_arguments_arrive(fake: str) -> None:
     ("given", "error", "match"),
     [
         ((1, 1), ValueError, "1 arguments for 2 parameters"),
-        ((1, None, 2**31), ValueError, "parameter 1 is 2147483648; an int32 is accepted"),
-        ((1, 1.5, None), TypeError, "parameter 0 is 1.5; an address"),
-        ((0, 1, 1), ValueError, "a grid of 0 blocks; 1 to 2147483647"),
+        ((1, None, 2**31), ValueError, "parameter 1 is 2147483648; accepted: an int32"),
+        ((1, 1.5, None), TypeError, "parameter 0 is 1.5; accepted: an address"),
+        ((0, 1, 1), ValueError, "a grid of 0 blocks; accepted: 1 to 2147483647"),
     ],
 )
 def test_bound_arguments_that_make_no_sense(fake: str, given: Any, error: Any, match: str) -> None:
@@ -151,10 +151,10 @@ def test_a_missing_driver(fake: str) -> None:
     ("given", "match"),
     [
         ((0, 32, 0, ""), "function 0"),
-        ((1, 0, 0, ""), "threads 0; 1 to 1024"),
-        ((1, 1025, 0, ""), "threads 1025; 1 to 1024"),
-        ((1, 32, -1, ""), "shared_bytes -1; 0 to"),
-        ((1, 32, 0, "pf"), 'kinds "pf"; p and i'),
+        ((1, 0, 0, ""), "threads 0; accepted: 1 to 1024"),
+        ((1, 1025, 0, ""), "threads 1025; accepted: 1 to 1024"),
+        ((1, 32, -1, ""), "shared_bytes -1; accepted: 0 to"),
+        ((1, 32, 0, "pf"), 'kinds "pf"; accepted: p and i'),
         ((1, 32, 0, "p" * 33), "33 parameters; at most 32"),
     ],
 )
@@ -170,12 +170,12 @@ def test_kernels_that_make_no_sense(fake: str, given: Any, match: str) -> None:
         ((1, 0, 1, 2, 3), ValueError, "3 arguments for 2 parameters"),
         ((0, 0, 1, 2), ValueError, "a grid of 0 blocks"),
         ((2**31, 0, 1, 2), ValueError, "a grid of 2147483648 blocks"),
-        ((1, 0, 1, 2**31), ValueError, "parameter 1 is 2147483648; an int32 is accepted"),
-        ((1, 0, 1, 2**63), ValueError, f"parameter 1 is {2**63}; an int32 is accepted"),
-        ((1, 0, -1, 2), ValueError, "parameter 0 is -1; an address, 0 to"),
-        ((1, 0, 2**64, 2), ValueError, f"parameter 0 is {2**64}; an address"),
-        ((1, 0, 1.5, 2), TypeError, "parameter 0 is 1.5; an address"),
-        ((1, 0, 1, None), TypeError, "parameter 1 is None; an int32"),
+        ((1, 0, 1, 2**31), ValueError, "parameter 1 is 2147483648; accepted: an int32"),
+        ((1, 0, 1, 2**63), ValueError, f"parameter 1 is {2**63}; accepted: an int32"),
+        ((1, 0, -1, 2), ValueError, "parameter 0 is -1; accepted: an address, 0 to"),
+        ((1, 0, 2**64, 2), ValueError, f"parameter 0 is {2**64}; accepted: an address"),
+        ((1, 0, 1.5, 2), TypeError, "parameter 0 is 1.5; accepted: an address"),
+        ((1, 0, 1, None), TypeError, "parameter 1 is None; accepted: an int32"),
     ],
 )
 def test_launches_that_make_no_sense(fake: str, given: Any, error: Any, match: str) -> None:

@@ -270,7 +270,7 @@ def test_the_memory_of_a_side_goes_once_nothing_rings_it() -> None:
 
 @pytest.mark.parametrize("entries", [0, 1, 3, -8, 2**21])
 def test_entries(entries: int) -> None:
-    with pytest.raises(ValueError, match=f"^entries {entries}; a power of two from 2"):
+    with pytest.raises(ValueError, match=f"^entries {entries}; accepted: a power of two from 2"):
         core().StreamEngine(entries, 1.0)
 
 
