@@ -39,7 +39,7 @@ double round_to_bf16(double v) {
   return std::abs(rounded) < std::ldexp(1.0, 128) ? rounded : std::copysign(HUGE_VAL, v);
 }
 
-// int8 with a shared scale and back. The arithmetic is float32, as in the kernels.
+// Converts to int8 with a shared scale and back. The arithmetic is float32, as in the kernels.
 void round_to_int8(double* v, int64_t n) {
   float absmax = 0;
   bool finite = true;
@@ -52,7 +52,7 @@ void round_to_int8(double* v, int64_t n) {
     std::fill(v, v + n, kNaN);
     return;
   }
-  // Zeros; or values below 127 / FLT_MAX, whose inverse scale float32 cannot hold.
+  // All are zero, or so small that float32 cannot hold the inverse scale.
   const float inverse = 127.0f / absmax;
   if (!std::isfinite(inverse)) {
     std::fill(v, v + n, 0.0);
@@ -83,7 +83,7 @@ double dot(const double* a, const double* b, int64_t n) {
 
 double sigmoid(double v) { return 1 / (1 + std::exp(-v)); }
 
-// The comparisons are written so that a NaN passes through.
+// The comparisons let a NaN pass through.
 double swiglu(double gate, double up, double limit, double alpha) {
   if (limit > 0) {
     gate = gate > limit ? limit : gate;

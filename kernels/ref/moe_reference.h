@@ -1,6 +1,5 @@
-// The whole MoE layer in double, written for clarity: the oracle that kernels and the engine are
-// tested against. It rounds activations exactly where the product does and nowhere
-// else; all sums are in double.
+// The whole MoE layer in double, written for clarity. Tests compare kernels and the engine with it.
+// It rounds activations exactly where the product does and nowhere else; all sums are in double.
 #pragma once
 #include <cstdint>
 
@@ -26,16 +25,16 @@ struct MoeReference {
   const double* up_bias = nullptr;    // likewise
   const double* down_bias = nullptr;  // [num_experts, hidden_size] or null
   ActivationFormat activation = ActivationFormat::kBF16;
-  double swiglu_limit = 0.0;  // > 0: gate clamped from above, up to +-limit
+  double swiglu_limit = 0.0;  // > 0: gate is clamped from above, up to +-limit
   double swiglu_alpha = 0.0;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
 };
 
-// y [tokens, hidden_size] = sum over j of w_j * down_e(act(gate_e(x)) * up_e(x)), e = ids[t, j];
-// y is overwritten. An id that occurs twice counts twice; a token without a computed expert gives
+// y [tokens, hidden_size] = sum over j of w_j * down_e(act(gate_e(x)) * up_e(x)), e = ids[t, j].
+// Overwrites y. An id that occurs twice counts twice. A token without a computed expert gives
 // zeros. A row of x with a NaN, or with an infinity in the int8 formats, gives a row of NaN if any
 // expert is computed for it.
-// Throws std::invalid_argument for negative sizes, missing tensors, an unknown activation format,
-// or a group size that does not divide hidden_size and intermediate_size.
+// Throws std::invalid_argument for negative sizes, missing tensors, or an unknown activation
+// format.
 void moe_reference(const MoeReference& layer, double* y);
 
 }  // namespace kt

@@ -52,7 +52,7 @@ class ProductBench::Run : public sys::Job {
     for (int64_t i = 0; i < tiles_; ++i) {
       const uint8_t* tile = part + next * b.tile_bytes();
       next = next + 1 == b.part_tiles_ ? 0 : next + 1;
-      for (int64_t row = 0; row < b.m_; row += kRowBlock)  // as the layer does
+      for (int64_t row = 0; row < b.m_; row += kRowBlock)  // as a layer does
         b.kernel_.product(tile, b.layout_, b.rows_.rows.from(row), std::min(kRowBlock, b.m_ - row),
                           out);
     }
@@ -86,7 +86,7 @@ ProductBench::ProductBench(std::shared_ptr<sys::Team> team, const KernelTable* t
 }
 
 void ProductBench::set_rows(const float* x, int64_t m) {
-  need(m >= 1, "0 rows; 1 or more are accepted");
+  need(m >= 1, "0 rows; accepted: 1 or more");
   rows_ = operand_rows(*table_, kernel_, layout_, x, m);
   m_ = m;
 }

@@ -1,4 +1,4 @@
-// One kernel by itself over a working set of packed tiles: what benchmarks/run.py times.
+// A single kernel over a working set of packed tiles. benchmarks/run.py times it.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -12,16 +12,16 @@ namespace kt {
 
 class ProductBench {
  public:
-  // Packs the matrix and fills at least `bytes` with copies of its tiles, each thread its own part.
-  // Throws std::invalid_argument for weights the format cannot hold.
+  // Packs the matrix and fills at least `bytes` with copies of its tiles; each thread has its part.
+  // Throws std::invalid_argument if the format cannot hold the weights.
   ProductBench(std::shared_ptr<sys::Team> team, const KernelTable* table, bool gemm,
                const MatrixLayout& layout, const WeightSource& weights, int64_t bytes);
 
-  // The rows of later runs: X [m, K], row-major float32.
+  // Sets the rows of later runs: X [m, K], row-major float32.
   void set_rows(const float* x, int64_t m);
 
-  // Seconds in which every thread multiplies the rows with `tiles` tiles of its part, going on
-  // where its last run ended and around at the end.
+  // The seconds in which every thread multiplies the rows with `tiles` tiles of its part. Continues
+  // where the last run ended, and wraps around.
   double run(int64_t tiles);
 
   int64_t columns() const { return layout_.cols; }
@@ -38,8 +38,8 @@ class ProductBench {
   const ProductKernel& kernel_;
   int64_t part_tiles_;             // tiles of each thread
   sys::Mapping memory_;            // [thread][part_tiles_]
-  std::vector<int64_t> next_;      // per thread: where its next run begins
-  std::vector<sys::Mapping> out_;  // per thread
+  std::vector<int64_t> next_;      // by thread: where its next run begins
+  std::vector<sys::Mapping> out_;  // by thread
   OperandRows rows_;
   int64_t m_ = 0;
 };
