@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Makes, or finds, the environments and builds that the Makefile works with. They lie outside the
-# checkout and are shared by all checkouts. The result is one path on stdout; progress is on stderr.
+# Makes or finds the environments and builds that the Makefile uses. They are outside the checkout and
+# shared by all checkouts. Prints one path to stdout, and progress to stderr.
 #
-#   .ci/env.sh core|vllm|sglang     an environment with this checkout's kt-moe in it: its python
+#   .ci/env.sh core|vllm|sglang     the python of an environment with this checkout's kt-moe
 #   .ci/env.sh wheel [VERSION]      this checkout's wheel for a Python version (default: core's)
-#   .ci/env.sh cmake [VERSION]      the build folder that wheel was made in, objects included
+#   .ci/env.sh cmake [VERSION]      the build folder of this wheel, including objects
 #   .ci/env.sh emulation [VERSION]  the file of the test-only module _C_emul
 #   .ci/env.sh sanitized [VERSION]  the same, built with AddressSanitizer and UBSan
 #   .ci/env.sh python VERSION       a python of that version on this machine
 #   .ci/env.sh prune                removes environments that this checkout's pins no longer name
 #
-# KT_ENVS names another place for them. Exit code 3: no suitable Python, or no libsimde-dev.
+# KT_ENVS sets another place for them. Exit code 3: no suitable Python, or no libsimde-dev.
 set -euo pipefail
 shopt -s inherit_errexit
 
@@ -26,7 +26,7 @@ die() {
 
 # ---- Python
 
-# Prints the full path of a python of that version (3.11, ...) that can make environments.
+# Prints the full path of a python of this version (3.11, ...) that can create environments.
 find_python() {
   local version=$1 candidate
   local probe='import sys, venv, ensurepip
@@ -38,7 +38,7 @@ print(sys.executable)'
   return 1
 }
 
-# A version manager may hold a version without having it on PATH.
+# A version manager may have a version that is not on PATH.
 pyenv_python() {
   local name
   command -v pyenv >/dev/null || return 0
@@ -55,11 +55,11 @@ default_version() {
   die "no Python 3.11, 3.12 or 3.13 with the venv module found (Debian: python3 python3-venv python3-dev)" 3
 }
 
-# ---- environments
+# ---- Environments
 
 hash_of() { sha256sum | cut -c1-12; }
 
-# env_path NAME PYTHON: a change of the pins, the recipe or the Python gives another folder.
+# env_path NAME PYTHON: the folder, another one for other pins, another recipe or another Python.
 env_path() {
   local key
   key=$({ cat "$root/constraints.txt" "$root/.ci/envs/$1.sh" && "$2" -VV; } | hash_of)
@@ -75,8 +75,8 @@ lock() {
   flock 9
 }
 
-# make_env NAME VERSION: prints the folder. The stamp .complete is written last: an environment
-# without it was interrupted and is made anew (a venv cannot be built elsewhere and renamed).
+# make_env NAME VERSION: prints the folder. The stamp .complete is written last. An environment without
+# it was interrupted and is created again (a venv cannot be built elsewhere and renamed).
 make_env() {
   local name=$1 python env
   python=$(find_python "$2") || die "Python $2 with the venv module is needed for '$name' and was not \
@@ -96,8 +96,8 @@ found (Debian: python$2 python$2-venv python$2-dev)" 3
   echo "$env"
 }
 
-# Runs .ci/envs/NAME.sh with its output in install.log, a line every half minute, and the log's end
-# if it fails.
+# Runs .ci/envs/NAME.sh with its output in install.log. Prints a line every half minute, and the end of
+# the log if it fails.
 run_recipe() {
   local name=$1 env=$2 log=$2/install.log pid
   (
@@ -120,7 +120,7 @@ run_recipe() {
   die "$name: could not be installed; whole log: $log"
 }
 
-# ---- builds of this checkout
+# ---- Builds of this checkout
 
 package_files() {
   cd "$root"
@@ -130,8 +130,8 @@ package_files() {
 
 source_hash() { (package_files | tr '\n' '\0' | xargs -0 sha256sum | hash_of); }
 
-# Mirrors the package's files into a folder that stays the same for all checkouts, touching only what
-# differs, so that an unchanged kernel is not compiled again in a fresh clone.
+# Mirrors the package's files to a folder that is the same for all checkouts, and touches only files that
+# differ, so that unchanged kernels are not compiled again in a fresh clone.
 mirror_sources() {
   local target=$1 file
   mkdir -p "$target"
@@ -150,7 +150,7 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     die "the C headers of $("$1" -V) are missing (Debian: python3-dev)" 3
 }
 
-# build_wheel VERSION: prints the wheel's path; nothing is built when this exact source was before.
+# build_wheel VERSION: prints the wheel's path. Builds nothing if this exact source was built before.
 build_wheel() {
   local env hash folder
   env=$(make_env build "$1")
@@ -176,7 +176,7 @@ build_wheel() {
   echo "$folder"/*.whl
 }
 
-# Puts this checkout's wheel into an environment, unless that very wheel is there.
+# Installs this checkout's wheel into an environment, unless this very wheel is installed.
 install_wheel() {
   local env=$1 wheel=$2 hash
   hash=$(basename "$(dirname "$wheel")")
@@ -255,7 +255,7 @@ case "${1:-}" in
       core) installed core "$version" ;;
       emulation) build_emulation "$version" emulation ;;
       # One table of each kind: vector kernels with 256 and 512 bits, and tiles. Not -O3: with both
-      # sanitizers GCC 12 then takes another vector's scale in AVX2's GroupBlock<Int4Scales>::run<2>.
+      # sanitizers, GCC 12 then uses the wrong vector's scale in AVX2's GroupBlock<Int4Scales>::run<2>.
       sanitized)
         build_emulation "$version" sanitized "-DKT_ISA=avx2;avx512_vnni;amx" \
           "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG" \
