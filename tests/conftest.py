@@ -1,5 +1,4 @@
-"""Shared by all tests: nothing from the user's environment or cache gets in, nothing out; and which
-tests run beside which."""
+"""Shared by all tests. Keeps the user's environment and cache out, and orders the tests."""
 
 from __future__ import annotations
 
@@ -21,18 +20,20 @@ for _name in (
 ):
     os.environ.pop(_name, None)
 
-# OpenMP's threads wait by spinning, for milliseconds. Where processes or thread pools share few
-# CPUs, as tests and the engines that they start do, that takes most of the time: here they sleep,
-# and workers of pytest-xdist have their share of threads. Both are read when torch is imported.
+# OpenMP's threads spin for milliseconds while they wait. If processes or thread pools share a few
+# CPUs, as tests and the engines that they start do, that takes most of the time. Here they sleep,
+# and workers of pytest-xdist get their share of threads. torch reads both variables when it is
+# imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 _workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _workers > 1:
     _share = max(1, len(os.sched_getaffinity(0)) // _workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(_share))
 
-# Without a GPU our kernels for it run in Triton's interpreter. Triton asks for it where a function
-# is decorated, its own library included, so this comes before anything imports it (transformers
-# does). Processes that tests start know it already: those that need no torch start sooner.
+# Without a GPU, our GPU kernels run in Triton's interpreter. Triton reads the variable when a
+# function is decorated, including those of its own library, so it is set before anything imports
+# Triton (transformers does). Processes started by tests inherit it, and start sooner without
+# importing torch.
 if "TRITON_INTERPRET" not in os.environ:
     import torch
 
@@ -41,8 +42,8 @@ if "TRITON_INTERPRET" not in os.environ:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With the default number of threads in it: tests keep the machine busy, so every process that
-    they start would measure it, and keep nothing."""
+    """Provides a cache that has the default number of threads. Tests keep the machine busy, so
+    every process that they start would measure that number and not keep it."""
     from kt_kernel.runtime.machine import machine_key, usable_cores
 
     folder = tmp_path_factory.mktemp("cache")
@@ -51,7 +52,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder)
 
 
-# ---- the order of the tests, and what runs side by side
+# ---- The order of the tests, and which run at the same time.
 
 ENGINES = ("vllm", "sglang")
 LONGEST = (
@@ -64,7 +65,7 @@ LONGEST = (
 
 
 def engine_of(nodeid: str) -> str | None:
-    """The engine that a test starts, by the test's name."""
+    """The engine that a test starts, according to the test's name."""
     if "tests/plugin/" in nodeid:
         for engine in ENGINES:
             if f"test_{engine}" in nodeid or f"[{engine}-" in nodeid:
@@ -73,7 +74,7 @@ def engine_of(nodeid: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, or it would be left over when all else is done."""
+    """Starts the longest tests first, so that they are not left over at the end."""
 
     def rank(item: pytest.Item) -> int:
         if engine_of(item.nodeid):
@@ -83,11 +84,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadgroup, the tests of a file run in one worker, and all that start an engine of
-    one kind too, one after the other: when engines start they look for free ports, which another of
-    their kind may find as well."""
+    """With --dist loadgroup, the tests of a file run in one worker. So do all tests that start an
+    engine of the same kind, one after the other, because engines look for free ports at their
+    start, and two of a kind may find the same one."""
     if config.getoption("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -96,5 +97,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return engine_of(nodeid) or nodeid.partition("::")[0]
 
-    config.option.loadscopereorder = False  # the order is that of pytest_collection_modifyitems
+    config.option.loadscopereorder = False  # keeps the order of pytest_collection_modifyitems
     return OneOfEachEngine(config, log)

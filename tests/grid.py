@@ -1,4 +1,4 @@
-"""Which cases of a grid of parameters run: a selection on each change, all of them with KT_FULL=1.
+"""Selects which cases of a grid of parameters run: some on each change, all with KT_FULL=1.
 
 A grid is the product of named axes, such as instruction set, weight format, kind of kernel and
 shape. The selection is a covering array of strength two: every pair of values of two axes is in at
@@ -29,7 +29,7 @@ Goal = Callable[[Any], Hashable]
 
 
 def examples(count: int, full: int | None = None) -> int:
-    """How many random inputs a test tries: ``count``, or with KT_FULL ``full`` (20 times that)."""
+    """The number of random inputs to try: ``count``, or with KT_FULL ``full`` (20 times that)."""
     if not FULL:
         return count
     return 20 * count if full is None else full
@@ -46,9 +46,9 @@ def grid(
     this machine. It gets one case, which is skipped with that text, and the cases of the other
     values cover all pairs and goals without it.
 
-    ``where`` and ``goals`` are called with a case, whose values are its attributes. A case for
-    which ``where`` is false is left out. What a goal returns, unless it is None, is covered too:
-    each of the results that the grid has is that of at least one selected case.
+    ``where`` and ``goals`` are called with a case, whose attributes are its values. A case for
+    which ``where`` is false is left out. Results of a goal other than None are covered, too: for
+    each result that occurs in the grid, at least one selected case has it.
     """
     usable = {name: [v for v in values if not _missing(v)] for name, values in axes.items()}
     cases = whole(usable, where) if FULL else covering(usable, where, goals)
@@ -81,17 +81,17 @@ def whole(axes: Axes, where: Where | None = None) -> list[Case]:
 
 
 def covering(axes: Axes, where: Where | None = None, goals: Sequence[Goal] = ()) -> list[Case]:
-    """Cases of the grid, in its order, which cover every pair of values and every goal.
+    """Cases of the grid, in its order, that cover every pair of values and every goal.
 
-    Greedy: the next case is the one that covers most of what is left. Among equals the first one in
-    a fixed random order is taken, so that values which no pair decides vary.
+    Greedy: the next case is the one that covers most of the rest. Of equal ones, the first in a
+    fixed random order is taken, so that values on which no pair depends vary.
     """
     cases = whole(axes, where)
     needs = [set(_needs(axes, case, goals)) for case in cases]
     order = list(range(len(cases)))
     random.Random(0).shuffle(order)
-    # The gain of a case only falls while others are chosen. If it is still that of the time when
-    # the case was put into the heap, it is the largest one.
+    # The gain of a case can only fall while others are chosen. If it has not changed since the case
+    # was put into the heap, it is the largest one.
     heap = [(-len(needs[index]), place, index) for place, index in enumerate(order)]
     heapq.heapify(heap)
     left = set().union(*needs)
@@ -108,7 +108,7 @@ def covering(axes: Axes, where: Where | None = None, goals: Sequence[Goal] = ())
 
 
 def _needs(axes: Axes, case: Case, goals: Sequence[Goal]) -> Iterator[Hashable]:
-    """What a case covers."""
+    """Everything that a case covers."""
     placed = list(enumerate(case))
     yield from itertools.combinations(placed, 2) if len(placed) > 1 else placed
     for number, goal in enumerate(goals):

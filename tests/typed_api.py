@@ -1,5 +1,5 @@
-"""The types that the public API has to a type checker. Nothing runs this: `.ci/lint types` checks
-that the assertions hold, and that what is marked as an error is one."""
+"""The types of the public API as a type checker sees them. Nothing runs this file: `.ci/lint types`
+checks that the assertions hold, and that each line marked as an error is one."""
 
 import os
 from typing import assert_type

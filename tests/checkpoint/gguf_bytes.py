@@ -1,4 +1,4 @@
-"""GGUF files written byte by byte, so that every one of their fields can be wrong."""
+"""Writes GGUF files byte by byte, so that every field can be wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tensor(
     offset: int = 0,
     rank: int | None = None,
 ) -> bytes:
-    """dims as the file has them, the innermost first."""
+    """dims are in the order of the file, innermost first."""
     return (
         text(name)
         + struct.pack("<I", len(dims) if rank is None else rank)
@@ -51,7 +51,7 @@ def gguf(
     key_count: int | None = None,
     alignment: int = 32,
 ) -> bytes:
-    """A whole file with so many bytes of data."""
+    """A whole file with this many bytes of data."""
     head = magic + struct.pack("<I", version)
     head += struct.pack("<Q", len(tensors) if tensor_count is None else tensor_count)
     head += struct.pack("<Q", len(keys) if key_count is None else key_count)

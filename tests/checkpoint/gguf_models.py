@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the gguf package, and what their tensors stand for by it."""
+"""GGUF files for tests, written by the gguf package, and the package's values of their tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES
 E, H, I = 3, 512, 256  # noqa: E741
 MATRICES = ("gate", "up", "down")
 ARCH = "qwen3moe"
-# Types with kernels, by the places of their float16 numbers where the package cannot quantise.
+# Types with kernels. For those that the package cannot quantise, the positions of float16 numbers.
 BY_PACKAGE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 NUMBERS = {
     "Q2_K": (80, 82),
@@ -30,7 +30,8 @@ SUPPORTED = (*BY_PACKAGE, *NUMBERS, "MXFP4")
 
 @functools.lru_cache(maxsize=64)
 def rows_of(kind: str, shape: tuple[int, ...], seed: tuple[int, ...]) -> np.ndarray:
-    """Random rows of a type: its own dtype for F32 and F16, else the bytes of its blocks."""
+    """Random rows of a type: in its own dtype for F32 and F16, otherwise as the bytes of its
+    blocks."""
     rng = np.random.default_rng(seed)
     number = GGMLQuantizationType[kind]
     values = (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
@@ -38,7 +39,7 @@ def rows_of(kind: str, shape: tuple[int, ...], seed: tuple[int, ...]) -> np.ndar
         return quants.quantize(values, number)
     columns, size = GGML_QUANT_SIZES[number]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // columns, size), dtype=np.uint8)
-    if kind == "MXFP4":  # the package's quantiser takes a second for a matrix
+    if kind == "MXFP4":  # the package's quantiser takes a second per matrix
         blocks[..., 0] = rng.integers(114, 126, blocks.shape[:-1])
     for offset in NUMBERS.get(kind, ()):
         scale = rng.standard_normal((*blocks.shape[:-1], 1)).astype(np.float16) / np.float16(2048)
@@ -47,13 +48,13 @@ def rows_of(kind: str, shape: tuple[int, ...], seed: tuple[int, ...]) -> np.ndar
 
 
 def values_of(kind: str, rows: np.ndarray) -> np.ndarray:
-    """What the rows stand for, float32, by the package."""
+    """The values of rows as float32, according to the package."""
     return quants.dequantize(rows, GGMLQuantizationType[kind])
 
 
 @dataclass
 class Model:
-    """The experts of some layers, as one file or more. kinds: type of gate, up and down."""
+    """The experts of some layers, in one or more files. kinds: types of gate, up and down."""
 
     kinds: tuple[str, str, str] = ("Q4_K", "Q4_K", "Q6_K")
     experts: int = E
@@ -88,11 +89,11 @@ class Model:
         } | self.metadata
 
     def values(self, layer: int, matrix: str) -> np.ndarray:
-        """[E, N, K] float32."""
+        """float32 [E, N, K]."""
         return values_of(self.kind[matrix], self.rows[layer, matrix])
 
     def tensors(self) -> dict[str, tuple[str, np.ndarray]]:
-        """Name to type and rows."""
+        """Type and rows by name."""
         found: dict[str, tuple[str, np.ndarray]] = {"output_norm.weight": ("F32", np.ones(8, "f"))}
         parts = [("weight", self.rows)] + [("bias", self.bias)] * self.biases
         for layer in self.layers:
@@ -134,7 +135,7 @@ def write(
     alignment: int | None = None,
     **options: Any,
 ) -> Path:
-    """Writes a file; options are those of GGUFWriter."""
+    """Writes a file. options: those of GGUFWriter."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(path, arch, **options)
     if alignment:

@@ -1,4 +1,4 @@
-"""What kt-kernel was given to make the files of data/. Numpy only: kt-kernel's Python runs it."""
+"""The input from which kt-kernel made the files in data/. Numpy only, for kt-kernel's Python."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Case:
         return (self.hidden, self.inter) if matrix == "down" else (self.inter, self.hidden)
 
 
-# Committed whole.
+# Committed as a whole.
 SMALL = (
     Case(8, 1, 2, 128, 64),
     Case(8, 2, 2, 64, 128, layer=3),
     Case(4, 1, 2, 128, 128),
     Case(4, 2, 1, 128, 256, layer=3),
 )
-# Committed as the folder of .kt files that come before the merge.
+# Committed as the folder of .kt files that the converter merges.
 FOLDER = Case(8, 2, 1, 64, 128, layer=1)
-# Committed as digests: more than one of kt-kernel's blocks of rows and of columns (3584), a last
-# one that is smaller, three parts.
+# Committed as digests. Has several of kt-kernel's blocks of rows and of columns (3584), a smaller
+# last block, and three parts.
 LARGE = (
     Case(8, 1, 1, 7360, 128),
     Case(8, 3, 1, 192, 3648),
@@ -50,8 +50,8 @@ LARGE = (
 
 
 def source(case: Case, expert: int, matrix: str) -> np.ndarray:
-    """The weights as float32 that are bf16 numbers, about normal; some rows are special: zeros,
-    one outlier, equal magnitudes, ties of the rounding to 4 bits."""
+    """The weights, as float32 holding bf16 values, about normal. Some rows are special: zeros, one
+    outlier, equal magnitudes, ties when rounding to 4 bits."""
     rows, columns = case.shape(matrix)
     seed = 1000 * expert + 10 * MATRICES.index(matrix) + case.bits
     random = np.random.RandomState(seed)  # its streams are frozen
@@ -66,6 +66,6 @@ def source(case: Case, expert: int, matrix: str) -> np.ndarray:
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
-    """Rounded to nearest bf16, ties to even, as float32."""
+    """Rounds to the nearest bf16, ties to even; returns float32."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)

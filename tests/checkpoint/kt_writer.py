@@ -1,6 +1,6 @@
-"""kt-kernel's quantisation and byte order, element by element: the tests' own statement of both.
+"""kt-kernel's quantisation and byte order, element by element, independent of the reader.
 
-`test_kt_packed.py` holds it against what kt-kernel's wheel wrote.
+`test_kt_packed.py` compares it with files written by kt-kernel's wheel.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ _COLUMN_BLOCK = 3584
 
 
 def quantise(weights: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [N, K] and scale [N] as stored; an INT4 code stands for 16 times its scale."""
+    """Codes [N, K] and scale [N] as stored. An INT4 code means 16 times its scale."""
     largest = np.abs(weights).max(1)
-    if bits == 8:  # its compiler makes a product of the division
+    if bits == 8:  # its compiler replaces the division by a product
         scale = largest * (np.float32(1) / np.float32(127))
     else:
         scale = (largest / np.float64(112)).astype(np.float32)
@@ -50,7 +50,7 @@ def to_bytes(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def tensors_of(case: Case) -> dict[str, np.ndarray]:
-    """What kt-kernel's converter writes of a layer."""
+    """The tensors that kt-kernel's converter writes for a layer."""
     tensors = {}
     for expert in range(case.experts):
         for matrix in MATRICES:

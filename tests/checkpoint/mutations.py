@@ -1,6 +1,6 @@
-"""Checkpoints damaged in a few places, in ways that a file can be: names, types, shapes, values,
-header, length, settings. A change is three numbers, of which the first says what is done and the
-others where and how; any numbers are a change."""
+"""Damages checkpoints in a few places, in every way possible in a file: names, types, shapes,
+values, header, length, settings. A change is three numbers: what to do, where, and how. Any three
+numbers are a change."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ NUMBERS = (
 
 @dataclass
 class _State:
-    """dtype, shape and data of each tensor; config.json; what the header says otherwise; how many
-    bytes the file has too many."""
+    """dtype, shape and data of each tensor; config.json; deviations of the header; and the number
+    of extra bytes in the file."""
 
     tensors: dict[str, tuple[str, list[int], bytes]]
     config: dict[str, Any]
@@ -117,7 +117,7 @@ def _pick(values: Any, number: int) -> Any:
 
 
 def _renamed(name: str, number: int) -> str:
-    """One of the words that are in the name replaced by another."""
+    """The name with one of its words replaced by another."""
     old = _pick([word for word in WORDS if word and word in name], number)
     return name.replace(old, _pick(WORDS, number // 7), 1)
 
@@ -145,7 +145,7 @@ def _retype(state: _State, a: int, b: int) -> None:
     name = _pick(state.tensors, a)
     old, shape, data = state.tensors[name]
     new = _pick(DTYPES, b)
-    if b % 3:  # of the same size
+    if b % 3:  # one of the same size
         new = _pick([d for d in DTYPES if _bytes_of(d) == _bytes_of(old)], b)
     if _bytes_of(new) != _bytes_of(old):
         if not shape or shape[-1] * _bytes_of(old) % _bytes_of(new):
@@ -165,7 +165,7 @@ def _reshape(state: _State, a: int, b: int) -> None:
 
 
 def _resize(state: _State, a: int, b: int) -> None:
-    """A dimension longer or shorter; its data is cut, or repeated from the start."""
+    """Makes a dimension longer or shorter. Data is cut, or repeated from the start."""
     name = _pick(state.tensors, a)
     dtype, shape, data = state.tensors[name]
     if not shape:
@@ -188,7 +188,7 @@ def _byte(state: _State, a: int, b: int) -> None:
 
 
 def _number(state: _State, a: int, b: int) -> None:
-    """A special value, preferably in a tensor of scales."""
+    """Writes a special value, preferably to a tensor of scales."""
     scales = [name for name in state.tensors if "scale" in name]
     name = _pick(scales or state.tensors, a)
     dtype, shape, data = state.tensors[name]
@@ -201,7 +201,7 @@ def _number(state: _State, a: int, b: int) -> None:
 
 
 def _misdescribe(state: _State, a: int, b: int) -> None:
-    """A header that does not go with the data."""
+    """Makes the header contradict the data."""
     key = _pick(("shape", "dtype", "data_offsets"), b)
     junk = _pick(([], [0], [1, 2], [2**62, 2**62], [-1], None, "F4", "F32", 7, [0, 2**62]), b // 3)
     state.header.setdefault(_pick(state.tensors, a), {})[key] = junk
@@ -239,7 +239,7 @@ CHANGES = (
 
 
 def write(folder: Path, sample: Sample, changes: list[Change]) -> dict[str, Any]:
-    """Writes the changed checkpoint to `folder`; its quantization_config."""
+    """Writes the changed checkpoint to `folder`; returns its quantization_config."""
     state = _start(sample)
     for kind, a, b in changes:
         if state.tensors:
@@ -263,7 +263,7 @@ def write(folder: Path, sample: Sample, changes: list[Change]) -> dict[str, Any]
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """As another file, which is seen to be another one even within a tick of the clock."""
+    """Replaces a file so that the change is noticed even within a tick of the clock."""
     new = path.with_suffix(".new")
     new.write_bytes(data)
     os.replace(new, path)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints made in the tests, and what is common in checking their readers."""
+"""Makes quantised checkpoints in tests, and shares the checks of their readers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_experts(
     where: str = MOE,
     names: dict[str, str] = PROJECTIONS,
 ) -> Tensors:
-    """Tensors of E experts; `make` gives the parts of one matrix [rows, columns]."""
+    """Tensors of E experts. `make` gives the parts of one matrix [rows, columns]."""
     torch.manual_seed(0)
     return {
         f"{where}.{e}.{names[matrix]}.{part}": tensor
@@ -80,7 +80,7 @@ def check_values(
     inter: int = I,
     **named: Any,
 ) -> Any:
-    """What is read stands for what `reference` says of each matrix's parts, exactly."""
+    """Checks that the values read equal `reference` of each matrix's parts, exactly."""
     found = read_experts(path, 0, E, hidden, inter, method=method)
     for expert in range(E):
         for matrix in PROJECTIONS:
@@ -90,7 +90,7 @@ def check_values(
 
 
 def fails(path: Path, method: str | None, *words: object, hidden: int = H, inter: int = I) -> None:
-    """Reading raises a ValueError with all of the words."""
+    """Checks that reading raises a ValueError with all of the words."""
     with pytest.raises(ValueError) as caught:
         read_experts(path, 0, E, hidden, inter, method=method)
     for word in words:
@@ -107,7 +107,7 @@ def check_bad_parts(
     bad_values: tuple[Any, ...] = (),
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """A missing part, another shape, another dtype, a bad value: all named."""
+    """Checks that a missing part, another shape, another dtype and a bad value are named."""
     name = f"{MOE}.1.up_proj.{part}"
     good = tensors[name]
 

@@ -1,6 +1,6 @@
-"""One small checkpoint of every kind that the readers know, and what its tensors stand for.
+"""A small checkpoint of every kind that the readers know, and the values of its tensors.
 
-`values` computes that from the tensors as they are, so that it also holds after a change of them.
+`values` computes these from the tensors, so that they are also right after a change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantised_files import MOE, PROJECTIONS, E, Tensors, make_experts, parts_of
 
 from kt_kernel.testing.quantised import E2M1, UE8M0
 
-H, I = 96, 64  # noqa: E741  H is neither I nor 2I: a wrong orientation shows
+H, I = 96, 64  # noqa: E741  H is neither I nor 2I, so a wrong orientation is noticed
 
 UNUSED = ("input_scale", "input_global_scale", "activation_scale")
 Values = dict[str, list[torch.Tensor]]
@@ -30,7 +30,8 @@ Values = dict[str, list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Sample:
-    """A checkpoint. values: of its tensors and quantization_config, by field of ExpertTensors."""
+    """A checkpoint. values: computes, from its tensors and quantization_config, the values by field
+    of ExpertTensors."""
 
     tensors: Tensors
     method: str
@@ -58,7 +59,7 @@ def _per_expert(
 
 
 def _scaled(codes: torch.Tensor, *scales: torch.Tensor) -> torch.Tensor:
-    """Values of codes [E, rows, columns]; a scale is for equal parts of each dimension."""
+    """Values of codes [E, rows, columns]. A scale is for equal parts of each dimension."""
     result = codes.double() if codes.dtype == torch.float8_e4m3fn else test_stacks.e2m1(codes)
     for scale in scales:
         byte = scale.dtype in (torch.uint8, torch.float8_e8m0fnu)
@@ -96,7 +97,7 @@ def _stack(case: str) -> Sample:
 
 def _fp8(parts: Tensors) -> torch.Tensor:
     scale = parts["weight_scale_inv"]
-    if scale.numel() == 1:  # of all of the matrix, whatever its shape; here it is of one block
+    if scale.numel() == 1:  # of the whole matrix, whatever its shape; here of one block
         return parts["weight"].double() * scale.double().reshape(())
     return test_fp8.block_reference(parts)
 
@@ -149,7 +150,7 @@ def _gpt_oss() -> Sample:
 
 
 def _rows(name: str, matrix: torch.Tensor, bias: torch.Tensor) -> Values:
-    """gpt-oss's gate in the even rows, up in the odd ones."""
+    """gpt-oss has gate in the even rows and up in the odd rows."""
     bias = bias.double()
     if name == "down_proj":
         return {"down": list(matrix), "down_bias": list(bias)}
@@ -201,7 +202,7 @@ def _dense_stack() -> Sample:
 
 @cache
 def samples() -> dict[str, Sample]:
-    """By a name for test ids."""
+    """The samples by name, for test ids."""
     gptq, int4 = test_gptq.config, test_int4.config
     return {
         "dense": _per_expert(_dense, "BF16", None, lambda parts: parts["weight"]),

@@ -1,4 +1,4 @@
-"""The command kt, run in this process."""
+"""Runs the command kt in this process."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kt_kernel.cli.running import run
 
 @pytest.fixture
 def kt(capsys):
-    """Runs the command: exit code, stdout, stderr."""
+    """Runs the command. Returns exit code, stdout and stderr."""
 
     def call(*arguments):
         code = run(app, [str(argument) for argument in arguments])

@@ -1,8 +1,8 @@
-"""How a command ended."""
+"""Checks how a command ended."""
 
 
 def failed(result, code, *words):
-    """One line on stderr, beginning as all our errors do."""
+    """Checks for one line on stderr that begins like all our errors."""
     assert result[0] == code, result
     assert result[1] == ""
     assert result[2].startswith("kt: error: ") and result[2].count("\n") == 1, result

@@ -1,12 +1,12 @@
-"""Converts again and again in children that are killed at a call; started by test_killed.py.
+"""Converts repeatedly in children that are killed at a call; started by test_killed.py.
 
 usage: killed.py SOURCE FOLDER METHOD POINTS...
 
 A point is the number of the call to os.write, os.fsync, os.replace or os.unlink at which a child is
-killed that writes to a folder of its own; of a write, half is done before. 0 counts the calls
-instead and prints their number. "f1000" limits the size of files to so many bytes, and prints the
-error. "t0.1" kills a child after so many seconds; these children all go
-on with the same folder, "times". This process only forks, so each child starts as a fresh one.
+killed; each such child writes to its own folder. Half of a write is done first. 0 counts the calls
+instead and prints their number. "f1000" limits the size of files to this many bytes, and prints the
+error. "t0.1" kills a child after this many seconds; these children all continue the same folder,
+"times". This process only forks, so each child starts fresh.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Small checkpoints and what is common in the tests of packed directories."""
+"""Small checkpoints and helpers for the tests of packed directories."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def save_checkpoint(
     hidden: int = H,
     inter: int = I,
 ) -> Path:
-    """A checkpoint of random experts, a file a layer."""
+    """Writes a checkpoint of random experts, with one file per layer."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:

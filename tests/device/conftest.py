@@ -1,6 +1,6 @@
-"""The kernels here run under Triton's interpreter: tests/conftest.py asks for it without a GPU."""
+"""The kernels run in Triton's interpreter here, which tests/conftest.py selects without a GPU."""
 
 import os
 
-if os.environ["TRITON_INTERPRET"] == "0":  # they are compiled: tests/gpu
+if os.environ["TRITON_INTERPRET"] == "0":  # compiled kernels are tested in tests/gpu
     collect_ignore_glob = ["test_*.py"]

@@ -1,4 +1,4 @@
-"""A stand-in for the CUDA backend: the same kernels, under Triton's interpreter, on the CPU."""
+"""Stands in for the CUDA backend: runs the same kernels in Triton's interpreter, on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def at(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def wait_for(address: int, value: int) -> None:
-    """As a stream does; an error after some seconds, where a stream would wait for ever."""
+    """Waits like a stream. Fails after some seconds, where a stream would wait for ever."""
     word = at(address, torch.int32, 1)
     end = time.monotonic() + 10
     while word.item() != value:
@@ -28,7 +28,7 @@ def wait_for(address: int, value: int) -> None:
 
 
 class Launch:
-    """Runs a kernel on addresses as the compiled core's KernelLaunch does."""
+    """Runs a kernel on addresses, like the compiled core's KernelLaunch."""
 
     def __init__(self, function: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
         self._function, self._arguments, self._constants = function, arguments, constants
@@ -69,7 +69,7 @@ class Launch:
 
 
 class Interpreter:
-    """CudaBackend's interface on the CPU. `pinned` has what is pinned now."""
+    """CudaBackend's interface on the CPU. `pinned` has what is currently pinned."""
 
     device = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device; they skip where there is none."""
+"""Tests that need a CUDA device; they are skipped without one."""
 
 import pytest
 import torch

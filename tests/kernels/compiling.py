@@ -22,14 +22,14 @@ WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
 
 
 def missing(what: str) -> NoReturn:
-    """Skips the test, or fails it where everything must be there (CI)."""
+    """Skips the test, or fails it if nothing may be missing (CI)."""
     if os.environ.get("KT_REQUIRE") == "1":
         pytest.fail(what)
     pytest.skip(what)
 
 
 def build(out: Path, sources: Sequence[Path], flags: Sequence[str]) -> Path:
-    """A program, or of one source its object if ``out`` says so."""
+    """Builds a program or, if ``out`` is an object file, the object of one source."""
     compiler = shutil.which("g++")
     if compiler is None:
         missing("no g++ to build the test programs")
@@ -46,7 +46,7 @@ def build(out: Path, sources: Sequence[Path], flags: Sequence[str]) -> Path:
 def build_objects(
     folder: Path, sources: Iterable[tuple[Path, Sequence[str]]], at_once: int = 2
 ) -> list[Path]:
-    """The objects of sources with their flags."""
+    """Compiles sources with their flags. Returns the objects."""
 
     def one(given: tuple[Path, Sequence[str]]) -> Path:
         source, flags = given
@@ -57,7 +57,7 @@ def build_objects(
 
 
 def build_fake_driver(folder: Path) -> str:
-    """A library that stands in for the CUDA driver: tests/stream/fake_cuda.c."""
+    """Builds a library that stands in for the CUDA driver: tests/stream/fake_cuda.c."""
     compiler = shutil.which("gcc")
     if compiler is None:
         missing("no gcc to build the stand-in of the CUDA driver")

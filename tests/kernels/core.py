@@ -1,8 +1,8 @@
-"""The compiled core under test: the real module and the emulated one, and one layer of each.
+"""The compiled core under test: the real module, the emulated one, and layers of both.
 
-KT_EMUL_MODULE names the file of `_C_emul`, built with -DKT_EMULATE=ON (kernels/CMakeLists.txt).
-KT_SMALL_SWEEP, set, makes the sweeps small, for slow builds: the tables that a sanitized module
-has, one variant of each format, and kernels that are asked for.
+KT_EMUL_MODULE is the file of `_C_emul`, built with -DKT_EMULATE=ON (kernels/CMakeLists.txt).
+KT_SMALL_SWEEP makes the sweeps small, for slow builds: the tables of a sanitized module, one
+variant of each format, and the requested kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Kind(IntEnum):
-    """Which kernels compute: of AUTO, one or the other for each expert, by its rows."""
+    """Which kernels compute. AUTO selects one or the other for each expert, by its rows."""
 
     AUTO = 0
     VECTOR = 1
@@ -72,7 +72,7 @@ INTEGER = (INT8_ROW, INT4_ROW)  # int8 activations, one scale per row
 
 
 class Format(NamedTuple):
-    """How weights are packed, and from what."""
+    """How weights are packed, and from which source."""
 
     code: int
     group: int = 0
@@ -87,17 +87,17 @@ class Format(NamedTuple):
 
     @property
     def form(self) -> tuple[int, int, int]:
-        """As the core takes it."""
+        """The arguments of the core."""
         return self.code, self.group, self.scale_type or 0
 
     @property
     def column_unit(self) -> int:
-        """What a number of columns is a multiple of."""
+        """The number of columns must be a multiple of this."""
         return sources.column_unit(self.code, self.group)
 
     @property
     def pool_unit(self) -> int:
-        """What a pool's part of I is a multiple of."""
+        """A pool's part of I must be a multiple of this."""
         if self.group or self.code in ggml.GGML:
             return self.column_unit
         return {FP8_BLOCK: 128, BF16: 32, NVFP4: 32}.get(self.code, 64)
@@ -115,11 +115,11 @@ DENSE = [
     Format(INT4_GROUP, 128),
 ]
 QUANTISED = [Format(*variant) for variant in sources.SCALED_VARIANTS]
-# The kernels' own sweeps take all of ggml's formats, layers two: a block of 32 with an offset, and
-# one of 256 with minimums, whose layers are 256 columns wide at least.
+# The kernels' own sweeps use all of ggml's formats. Layers use two: one with blocks of 32 and an
+# offset, and one with blocks of 256 and minimums, whose layers are at least 256 columns wide.
 BLOCKS = [Format(code, 0, FP16) for code in (ggml.Q5_0, ggml.Q4_K)]
 ALL_BLOCKS = [Format(*variant) for variant in sources.GGML_VARIANTS]
-# Size of a group and type of its scales only change how scales are loaded.
+# The group size and the type of scales only affect how scales are loaded.
 ONE_OF_EACH = [
     Format(BF16),
     Format(INT8_ROW),
@@ -134,7 +134,7 @@ FORMATS = ONE_OF_EACH if SMALL_SWEEP else DENSE + QUANTISED + BLOCKS[:1]
 
 @cache
 def module(name: str) -> ModuleType | None:
-    """`_C` or `_C_emul`; None where the emulated module was not built."""
+    """`_C` or `_C_emul`; None if the emulated module was not built."""
     if name == "_C":
         return _C
     path = os.environ.get("KT_EMUL_MODULE")
@@ -148,7 +148,7 @@ def module(name: str) -> ModuleType | None:
 
 
 class Variant(NamedTuple):
-    """A kernel table of one of the two modules."""
+    """A kernel table of one of the modules."""
 
     module: str
     table: str
@@ -159,7 +159,7 @@ class Variant(NamedTuple):
 
     @property
     def missing(self) -> str | None:
-        """Why it cannot run here."""
+        """Why it cannot run here, or None."""
         core = module(self.module)
         if core is None:
             return "KT_EMUL_MODULE is not set: the emulated kernels were not built"
@@ -169,7 +169,7 @@ class Variant(NamedTuple):
 
 
 def core_with(name: str, table: str) -> ModuleType:
-    """The module, or a visible skip where this table cannot run in it."""
+    """The module. Skips the test if the table cannot run in it."""
     if reason := Variant(name, table).missing:
         pytest.skip(reason)
     core = module(name)
@@ -177,14 +177,14 @@ def core_with(name: str, table: str) -> ModuleType:
     return core
 
 
-# Real instructions where the CPU has them, emulated ones everywhere.
+# Real instructions if the CPU has them, emulated ones everywhere.
 if SMALL_SWEEP:
     VARIANTS = [Variant("_C_emul", t) for t in ("amx", "avx512_vnni", "avx2")]
 else:
     VARIANTS = [Variant("_C", t) for t in ALL_TABLES]
     VARIANTS += [Variant("_C_emul", t) for t in ALL_TABLES if t != "avx2"]
 
-# The same of what no kernel takes part in: packing.
+# Modules for tests that use no kernels: packing.
 MODULES = [Variant("_C_emul", "avx2")]
 if not SMALL_SWEEP:
     MODULES.insert(0, Variant("_C", "avx2"))
@@ -228,14 +228,14 @@ class Layer:
     seed: int = 0
     scale_type: int | None = None
     gemm_min_rows: list[int] = field(default_factory=lambda: [0] * 3)
-    mixed: tuple[Format, ...] = ()  # of gate, up and down, in the place of one for all
-    # Of gate [I, H], up [I, H] and down [H, I] one matrix per expert: float32, or a Source.
+    mixed: tuple[Format, ...] = ()  # formats of gate, up and down, instead of one for all
+    # For gate [I, H], up [I, H] and down [H, I], one matrix per expert: float32, or a Source.
     weights: list[Any] = field(default_factory=list)
     bias: list[Floats] = field(default_factory=list)
 
     @classmethod
     def of(cls, variant: tuple[str, str], format: Format, *sizes: int, **rest: Any) -> Layer:
-        """With weights as the format says; sizes: experts, top_k, hidden, inter."""
+        """A layer with weights for the format. sizes: experts, top_k, hidden, inter."""
         return cls(variant, format.code, format.group, *sizes, scale_type=format.scale_type, **rest)
 
     def __post_init__(self) -> None:
@@ -287,7 +287,7 @@ class Layer:
         )
 
     def unpacked(self) -> list[Floats]:
-        """Dequantised weights; zeros for slots not held."""
+        """Dequantised weights; zeros for slots that are not held."""
         result = [np.zeros((self.experts, *shape), np.float32) for shape in self.shapes]
         for slot in range(self.experts):
             for matrix in range(3):
@@ -296,7 +296,7 @@ class Layer:
         return result
 
     def batch(self, tokens: int, seed: int = 1) -> tuple[Floats, Any, Floats]:
-        """x [T,H], ids [T,k] with out-of-range and repeated ids, router weights [T,k]."""
+        """x [T,H], ids [T,k] including out-of-range and repeated ids, router weights [T,k]."""
         rng = np.random.default_rng(seed)
         return (
             rng.standard_normal((tokens, self.hidden)).astype(np.float32),
@@ -315,7 +315,7 @@ class Layer:
     def reference(
         self, x: Floats, ids: Any, weights: Floats, unpacked: list[Any] | None = None
     ) -> npt.NDArray[np.float64]:
-        """The oracle's y, with other weights than the layer's own where they are given."""
+        """The oracle's y, with the layer's own weights or the given ones."""
         names = ("gate_bias", "up_bias", "down_bias") if self.bias else ()
         biases = dict(zip(names, [b.astype(float) for b in self.bias], strict=True))
         return _C.reference_forward(
@@ -332,14 +332,14 @@ class Layer:
 
 
 def random_weights(format: Format, rng: Any, experts: int, n: int, k: int) -> Any:
-    """One matrix of each expert, such that products of normal activations are about normal."""
+    """One matrix per expert, such that products with normal activations are about normal."""
     if format.scale_type is None:
         return (rng.standard_normal((experts, n, k)) * k**-0.5).astype(np.float32)
     made = [
         sources.make(format.code, n, k, format.group, format.scale_type, seed=int(seed))
         for seed in rng.integers(1 << 32, size=experts)
     ]
-    for source in made:  # e4m3 codes, all equally frequent, have an rms of about 130
+    for source in made:  # e4m3 codes with equal frequency have an rms of about 130
         if format.code == MXFP8:
             source.scale -= np.uint8(4)
         elif format.code in (FP8_BLOCK, FP8_ROW):

@@ -1,4 +1,4 @@
-"""For the programs of tests that fork."""
+"""Helpers for test programs that fork."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_program(program: str) -> None:
-    """Runs a program in an interpreter of its own; it ends by printing "fine"."""
+    """Runs a program in a separate interpreter. It must end by printing "fine"."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         cwd=ROOT,
@@ -25,8 +25,8 @@ def run_program(program: str) -> None:
 
 
 def join_child(child: int, turn: int, seconds: float, accepted: tuple[int, ...] = (0,)) -> int:
-    """Waits for a child and returns its exit code; ends this process, with a line that says why,
-    where it hangs or ends with a code that is not accepted."""
+    """Waits for a child and returns its exit code. If the child hangs or ends with a code that is
+    not accepted, prints the reason and ends this process."""
     end = time.monotonic() + seconds
     while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > end:

@@ -1,8 +1,8 @@
-"""Weights in the formats of ggml as GGUF files have them, their exact values and their parts.
+"""Weights in ggml's formats as in GGUF files, their exact values, and their parts.
 
-`GgmlSource.values` come from the gguf package, which is ggml's own; `parts_of` takes blocks apart
-for the writer of packed bytes (layout_writer.py), apart from the C++: from the structs of ggml's
-ggml-common.h.
+`GgmlSource.values` come from the gguf package, which is ggml's own. `parts_of` takes blocks apart
+for the writer of packed bytes (layout_writer.py). It is written from the structs in ggml's
+ggml-common.h, independent of the C++.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CODE_BITS = {
     IQ4_NL: 4,
     IQ4_XS: 4,
 }
-# Where d lies in a block, and m where there is one.
+# The position of d in a block, and of m if there is one.
 HALVES = {
     Q4_1: (0, 2),
     Q5_0: (0,),
@@ -68,7 +68,7 @@ HALVES = {
     IQ4_NL: (0,),
     IQ4_XS: (0,),
 }
-# The exponent of d and m that makes the largest weights about 1.
+# The exponent of d and m with which the largest weights are about 1.
 EXPONENTS = {
     Q4_1: (-4, -1),
     Q5_0: (-4,),
@@ -82,7 +82,7 @@ EXPONENTS = {
     IQ4_NL: (-7,),
     IQ4_XS: (-12,),
 }
-# 0, -0, the smallest and the largest subnormal, the smallest normal, 1, the largest, of both signs
+# 0, -0, the smallest and the largest subnormal, the smallest normal, 1, the largest, of both signs.
 FP16_EDGES = np.array(
     [s | x for x in (0, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF) for s in (0, 0x8000)], np.uint16
 )
@@ -90,7 +90,7 @@ FP16_EDGES = np.array(
 
 @dataclass
 class GgmlSource:
-    """W [n, k] as blocks; the same interface as `sources.Source`."""
+    """W [n, k] as blocks, with the interface of `sources.Source`."""
 
     format: int
     blocks: Bytes  # [n, k / block, bytes]
@@ -106,13 +106,13 @@ class GgmlSource:
 
     @property
     def address(self) -> tuple[int, int, int, float]:
-        """(data, scale, zero, global) for `_C`: valid while this object lives."""
+        """(data, scale, zero, global) for `_C`, valid while this object lives."""
         assert self.blocks.flags.c_contiguous
         return self.blocks.ctypes.data, 0, 0, 1.0
 
     @property
     def values(self) -> Doubles:
-        """W [n, k] as float32: exact, or rounded once where there is a minimum."""
+        """W [n, k] as float32: exact, or rounded once if there is a minimum."""
         rows = self.blocks.reshape(len(self.blocks), -1)
         with np.errstate(over="ignore"):
             w = gguf.quants.dequantize(rows, TYPES[self.format])
@@ -133,8 +133,8 @@ class GgmlSource:
 
 
 def make(format: int, n: int, k: int, *, seed: int = 0, edges: bool = False) -> GgmlSource:
-    """Random blocks: all codes and scales that there are. d and m: those of usual weights, of both
-    signs, or with `edges` half of them at the edges of fp16."""
+    """Random blocks with all possible codes and scales. d and m are those of usual weights, with
+    both signs, or, with `edges`, half of them are edge cases of fp16."""
     rng = np.random.default_rng([seed, format, n, k])
     shape = (n, k // BLOCK_COLUMNS[format])
     source = GgmlSource(format, rng.integers(0, 256, (*shape, BLOCK_BYTES[format]), np.uint8))
@@ -148,7 +148,7 @@ def make(format: int, n: int, k: int, *, seed: int = 0, edges: bool = False) -> 
 
 
 def uniform(format: int, n: int, k: int, code: int, scale: int, d: float) -> GgmlSource:
-    """All codes, scales and d the same; m is 0. Of the formats that layers are tested with."""
+    """All codes, scales and d are equal; m is 0. Only for the formats of layer tests."""
     block = {
         Q5_0: [0, 0, *[255 * (code >> 4)] * 4, *[(code & 15) * 17] * 16],
         Q4_K: [
@@ -166,9 +166,9 @@ def uniform(format: int, n: int, k: int, code: int, scale: int, d: float) -> Ggm
 
 
 class Parts(NamedTuple):
-    """What a packed block holds of each row of a matrix, block by block [n, k / block, ...]."""
+    """The content of a packed block for each row of a matrix, by block [n, k / block, ...]."""
 
-    halves: list[npt.NDArray[np.uint16]]  # d, and m where there is one
+    halves: list[npt.NDArray[np.uint16]]  # d, and m if there is one
     scales: Bytes  # [..., sub-blocks, bytes each]
     codes: Bytes  # [..., columns]
 
@@ -178,14 +178,15 @@ def bits(x: Bytes, at: int, count: int) -> Bytes:
 
 
 def nibbles(x: Bytes, half: int) -> Bytes:
-    """Low nibbles of `half` bytes, then their high ones, and so on."""
+    """The low nibbles of `half` bytes, then their high nibbles, and so on."""
     x = x.reshape(*x.shape[:-1], -1, half)
     both = np.stack([bits(x, 0, 4), bits(x, 4, 4)], -2)
     return both.reshape(*x.shape[:-2], -1)
 
 
 def turns(x: Bytes, count: int, of: int = 32) -> Bytes:
-    """`count` bits at a time of `of` bytes: the lowest of all of them, the next, and so on."""
+    """`count` bits at a time of `of` bytes: the lowest bits of all bytes, then the next, and so
+    on."""
     x = x.reshape(*x.shape[:-1], -1, of)
     parts = np.stack([bits(x, at, count) for at in range(0, 8, count)], -2)
     return parts.reshape(*x.shape[:-2], -1)

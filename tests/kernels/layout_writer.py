@@ -1,6 +1,6 @@
-"""The packed bytes of a matrix, value by value, as the text of kernels/include/kt/format.h says.
+"""Writes the packed bytes of a matrix value by value, from the text of kernels/include/kt/format.h.
 
-Slow on purpose and apart from the C++: what kernels/pack writes is compared with this.
+Slow on purpose, and independent of the C++. The output of kernels/pack is compared with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .sources import (
 )
 
 Code = Callable[[int, int], int]  # of row n and column k of a tile
-PAD_COLUMNS = {BF16: 32, NVFP4: 32}  # others: the group, or 64
+PAD_COLUMNS = {BF16: 32, NVFP4: 32}  # for others: the group, or 64
 
 
 def step16(code: Code, k: int) -> bytes:
@@ -50,7 +50,7 @@ def step4(code: Code, k: int) -> bytes:
 
 
 def plane(codes: sources.Bytes, at: int, bits: int) -> bytes:
-    """Bits [at, at + bits) of the codes [32, 32] of rows and columns, in `bits` steps."""
+    """Bits [at, at + bits) of the codes [32, 32] of rows and columns, as `bits` steps."""
     out = b""
     for first in range(0, 32, 32 // bits):
         for n, b in itertools.product(range(32), range(4)):
@@ -67,7 +67,7 @@ def padded(data: bytes, unit: int = 64) -> bytes:
 
 
 def lanes(array: npt.NDArray[Any], rows: range, column: int, pad: int = 0) -> bytes:
-    """One value of each of 32 rows, which may lie outside of the array."""
+    """One value for each of 32 rows, which may lie outside the array."""
     values = np.full(32, pad, array.dtype)
     for n, row in enumerate(rows):
         if row < array.shape[0] and column < array.shape[1]:
@@ -121,7 +121,7 @@ def ggml_tile_of(source: GgmlSource, rows: range) -> bytes:
     parts = ggml.parts_of(source)
 
     def tile(array: npt.NDArray[Any], block: int) -> npt.NDArray[Any]:
-        """[32, ...] of a block, zeros for the rows that there are not."""
+        """[32, ...] of a block, with zeros for missing rows."""
         values = np.zeros((32, *array.shape[2:]), array.dtype)
         for n, row in enumerate(rows):
             if row < array.shape[0]:
@@ -155,13 +155,13 @@ def tiles_of(source: Source | GgmlSource) -> sources.Bytes:
 
 
 def bf16_bits(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """To nearest, ties to even."""
+    """Rounds to nearest, ties to even."""
     bits = x.view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def dense_tiles_of(format: int, w: npt.NDArray[np.float32], group: int = 0) -> sources.Bytes:
-    """The same for dense weights, by the rules of kernels/pack/pack.h for quantising them."""
+    """The tiles of dense weights, quantised by the rules of kernels/pack/pack.h."""
     n_rows, k = w.shape
     if format == INT4_GROUP:
         most = np.abs(w.reshape(n_rows, k // group, group)).max(axis=2)

@@ -1,20 +1,20 @@
 """How far a layer's rows may be from the float64 oracle's, by table, format and kind of kernel.
 
-The output is float32, and weights and rounded activations go into the oracle as they are, so what
-is left is the kernels' own rounding. The error of a row is ||y - ref|| / ||ref||. LIMIT holds for
-all rows, a bound by kernel for three of four: the others may hold an h that lies at the edge of two
-bf16 or int8 numbers and is rounded to the other one than in the oracle. That moves a row by one
-step of one h, 2^-8 of it at most.
+The output is float32. The oracle uses the packed weights and rounded activations, so only the
+kernels' own rounding is left. The error of a row is ||y - ref|| / ||ref||. LIMIT holds for all
+rows. The bound of a kernel holds for three of four rows: in the others, an h may lie between two
+bf16 or int8 numbers and be rounded to another one than in the oracle. That moves a row by one step
+of one h, at most 2^-8 of it.
 
 SUMS        Products and sums in float32 or exact. Measured: 4e-7.
 FIXED       Activations in fixed point (kernel_table.h, kInt16Group) are within 2^-15 of the largest
-            of 32, so h is about 1e-5 off, and in every second row one of some hundred falls on the
-            other side. Measured: 9e-5.
-ROUNDED     AMX rounds the weights of some formats to bf16, by up to 2^-8 each, rms 1.6e-3, in three
-            products one after the other, and all weights of a group by similar amounts. Where GEMM
-            alone runs, the oracle gets rounded weights, and the bound is SUMS. This one is for
-            experts of either kind side by side. Measured: 6e-3, and 2.6e-2 for the worst row
-            of 1600, a small difference of large numbers.
+            of 32, so h is off by about 1e-5, and in every second row, one of some hundred h is
+            rounded the other way. Measured: 9e-5.
+ROUNDED     AMX rounds the weights of some formats to bf16, each by up to 2^-8, rms 1.6e-3, in three
+            successive products, and all weights of a group by similar amounts. If GEMM alone runs,
+            the oracle gets rounded weights, and the bound is SUMS. This bound is for experts with
+            both kinds of kernels. Measured: 6e-3, and 2.6e-2 for the worst row of 1600, a small
+            difference of large numbers.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ SUMS, FIXED, ROUNDED = 2e-6, 1.5e-4, 8e-3
 
 
 def fixed_point(table: str, code: int, kind: int) -> bool:
-    """Whether kernels of this kind take activations in fixed point; of AUTO, any."""
+    """Whether kernels of this kind (AUTO: any kind) use activations in fixed point."""
     gemv = code in (INT4_GROUP, INT4_ZERO, MXFP4, NVFP4, *GGML)
     gemm = gemv and code != NVFP4 and table in ("avx512_vnni", "avx512_bf16")
     return (gemv and kind != TILE) or (gemm and kind != VECTOR)
 
 
 def integers(table: str, code: int, kind: int) -> bool:
-    """Whether activations are integers with a scale, so that an infinity cannot be held."""
+    """Whether activations are integers with a scale, which cannot represent an infinity."""
     return code in INTEGER or fixed_point(table, code, kind)
 
 
 def rounds_weights(table: str, code: int) -> bool:
-    """Whether GEMM rounds weights; products of codes and scales of other formats are bf16."""
+    """Whether GEMM rounds weights. In other formats, products of codes and scales are bf16."""
     return table == "amx" and code in (INT4_GROUP, INT4_ZERO, FP8_BLOCK, *GGML)
 
 
 def bounds(layer: Layer) -> tuple[float, float]:
-    """(of three rows of four, of all)."""
+    """The bounds for three of four rows, and for all rows."""
     table, code = layer.variant[1], layer.format
     if layer.kind == AUTO and rounds_weights(table, code):
         return ROUNDED, LIMIT_ROUNDED
@@ -63,7 +63,7 @@ def bounds(layer: Layer) -> tuple[float, float]:
 
 
 def weights_of(layer: Layer) -> list[Doubles]:
-    """gate, up and down [E, N, K], as the layer's kernels multiply with them."""
+    """gate, up and down [E, N, K] as the layer's kernels use them."""
     unpacked = layer.unpacked()
     if layer.kind == TILE and rounds_weights(layer.variant[1], layer.format):
         return [sources.bf16_values(bf16_bits(w)) for w in unpacked]
@@ -71,7 +71,7 @@ def weights_of(layer: Layer) -> list[Doubles]:
 
 
 def reference(layer: Layer, x: Floats, ids: Any, weights: Floats) -> Doubles:
-    """The oracle's y, from the weights that the layer's kernels multiply with."""
+    """The oracle's y for the weights that the layer's kernels use."""
     return layer.reference(x, ids, weights, weights_of(layer))
 
 
@@ -83,7 +83,7 @@ def check_errors(layer: Layer, errors: Doubles) -> None:
 
 
 def check(layer: Layer, *tokens: int) -> None:
-    """Random batches of these many tokens."""
+    """Checks random batches of these numbers of tokens."""
     check_batches(layer, [layer.batch(t) for t in tokens])
 
 

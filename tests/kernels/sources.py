@@ -38,10 +38,10 @@ BF16, INT8_ROW, INT4_ROW, INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP
     )
 )
 SCALED = (INT4_GROUP, INT4_ZERO, FP8_BLOCK, FP8_ROW, MXFP8, MXFP4, NVFP4)
-E4M3_CODES = (FP8_BLOCK, FP8_ROW, MXFP8)  # formats whose codes are bytes; the others' are nibbles
+E4M3_CODES = (FP8_BLOCK, FP8_ROW, MXFP8)  # formats whose codes are bytes; others have nibbles
 FP16, BFLOAT16, FP32 = 0, 1, 2  # scale types of INT4_GROUP and INT4_ZERO
 
-# (format, group size, scale type) of everything that is packed from a quantised source: codes and
+# (format, group size, scale type) of every format that is packed from a quantised source: codes and
 # scales, or ggml's blocks.
 GROUP_FORMATS = (INT4_GROUP, INT4_ZERO)
 SCALED_VARIANTS = [
@@ -50,7 +50,7 @@ SCALED_VARIANTS = [
 ]
 GGML_VARIANTS = [(f, 0, FP16) for f in GGML]
 VARIANTS = SCALED_VARIANTS + GGML_VARIANTS
-# What H and I must be multiples of.
+# H and I must be multiples of these.
 COLUMN_UNIT = {MXFP8: 32, MXFP4: 32, NVFP4: 16} | ggml.BLOCK_COLUMNS
 
 
@@ -59,7 +59,7 @@ def column_unit(format: int, group: int) -> int:
 
 
 def _e4m3(code: int) -> float:
-    """OFP8 1.0, E4M3: bias 7, subnormals, no infinities, S.1111.111 is NaN."""
+    """OFP8 1.0, E4M3: bias 7, subnormals, no infinities; S.1111.111 is NaN."""
     sign = -1.0 if code >> 7 else 1.0
     exponent, mantissa = code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
@@ -70,7 +70,7 @@ def _e4m3(code: int) -> float:
 
 
 def _e2m1(code: int) -> float:
-    """OCP MX 1.0, E2M1: bias 1, one subnormal, neither infinities nor NaN."""
+    """OCP MX 1.0, E2M1: bias 1, one subnormal, no infinities or NaN."""
     sign = -1.0 if code >> 3 else 1.0
     exponent, mantissa = code >> 1 & 3, code & 1
     return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
@@ -93,9 +93,9 @@ def scale_values(scale: npt.NDArray[Any], scale_type: int) -> Doubles:
 
 @dataclass
 class Source:
-    """W [n, k] with codes one by one and everything else as in memory.
+    """W [n, k] with one code per element and everything else as in memory.
 
-    `scale` has the source's own type; uint16 bits for bf16, uint8 codes for ue8m0 and e4m3.
+    `scale` has the source's own type: uint16 bits for bf16, uint8 codes for ue8m0 and e4m3.
     """
 
     format: int
@@ -111,7 +111,7 @@ class Source:
         self.encode()
 
     def encode(self) -> None:
-        """Makes `data` from `codes`; to be called again when these were changed."""
+        """Makes `data` from `codes`. Must be called again after changing them."""
         if self.format in E4M3_CODES:
             self.data = self.codes
         else:
@@ -124,7 +124,7 @@ class Source:
 
     @property
     def address(self) -> tuple[int, int, int, float]:
-        """(data, scale, zero, global) for `_C`: valid while this object lives."""
+        """(data, scale, zero, global) for `_C`, valid while this object lives."""
         for array in (self.data, self.scale):
             assert array.flags.c_contiguous
         zero = 0 if self.zero is None else self.zero.ctypes.data
@@ -132,7 +132,7 @@ class Source:
 
     @property
     def values(self) -> Doubles:
-        """W [n, k], exactly: code times scale has few enough bits for float64."""
+        """W [n, k], exactly: a code times a scale has few enough bits for float64."""
         n, k = self.codes.shape
         u = self.codes.astype(np.float64)
         if self.format in GROUP_FORMATS:
@@ -153,12 +153,12 @@ class Source:
 
 
 def address_of(matrix: Any) -> tuple[int, int, int, float]:
-    """Of a Source, or of dense weights in a contiguous array, which must go on living."""
+    """The address of a Source, or of dense weights in a contiguous array that must stay alive."""
     return (matrix.ctypes.data, 0, 0, 1.0) if isinstance(matrix, np.ndarray) else matrix.address
 
 
 def dtype_of(matrix: Any) -> int:
-    """As the core takes it: of a Source -1, of an array that of float32."""
+    """The core's dtype: -1 for a Source, float32's number for an array."""
     return FP32 if isinstance(matrix, np.ndarray) else -1
 
 
@@ -199,7 +199,7 @@ def _float_scales(
 def _sprinkle(
     rng: np.random.Generator, array: npt.NDArray[Any], extremes: npt.NDArray[Any]
 ) -> npt.NDArray[Any]:
-    """Half of the elements replaced by extremes, each of them at least once where there is room."""
+    """Replaces half of the elements by extremes, each at least once if there is room."""
     flat = array.reshape(-1)
     chosen = rng.permutation(len(flat))[: max(len(flat) // 2, min(len(flat), len(extremes)))]
     flat[chosen] = np.resize(extremes, len(chosen))
@@ -216,8 +216,8 @@ def make(
     seed: int = 0,
     edges: bool = False,
 ) -> Source | GgmlSource:
-    """A random source. Codes: all that the format has. Scales: those of usual weights, or with
-    `edges` also zeros, subnormals and the largest, which make W itself huge or infinite."""
+    """A random source with all codes of the format. Scales are those of usual weights or, with
+    `edges`, also zeros, subnormals and the largest, which make W itself huge or infinite."""
     if format in GGML:
         return ggml.make(format, n, k, seed=seed, edges=edges)
     return make_scaled(format, n, k, group, scale_type, seed=seed, edges=edges)
@@ -233,7 +233,7 @@ def make_scaled(
     seed: int = 0,
     edges: bool = False,
 ) -> Source:
-    """The same of formats whose codes and scales are apart."""
+    """A random source of a format whose codes and scales are separate."""
     rng = np.random.default_rng([seed, format, n, k, group, scale_type])
     shape = scale_shape(format, n, k, group)
     zero = None

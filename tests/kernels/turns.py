@@ -1,4 +1,4 @@
-"""Whether the rest of Python runs while a thread is inside the compiled core."""
+"""Measures whether other Python threads run while a thread is inside the compiled core."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 
 def turns_during(work: Callable[[], object]) -> int:
-    """How often this thread gets a turn, of a millisecond each, while another one runs ``work``.
+    """The number of turns, of a millisecond each, that this thread gets while another runs
+    ``work``.
 
-    At most two where the core keeps the interpreter's lock. The work must take some 20 ms.
+    At most two if the core holds the GIL. The work must take some 20 ms.
     """
     span: list[float] = []
     failed: list[BaseException] = []
@@ -25,7 +26,7 @@ def turns_during(work: Callable[[], object]) -> int:
         span.extend((start, time.monotonic()))
 
     before = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # nobody is asked to give up the lock
+    sys.setswitchinterval(60)  # no thread is asked to release the GIL
     try:
         thread = threading.Thread(target=timed)
         thread.start()

@@ -1,4 +1,4 @@
-"""For tests of what is measured on a machine."""
+"""For tests of measurements of the machine."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from kt_kernel.runtime import machine, machine_cache
 
 @pytest.fixture
 def forget(monkeypatch):
-    """Forgets what this process knows of the machine, now and when called: the next one to ask
-    is as in a new process."""
+    """Forgets what this process knows about the machine, now and whenever called. The next query is
+    then as in a new process."""
     for name in ("_unwritable", "_lock_seconds"):
         monkeypatch.setattr(machine_cache, name, getattr(machine_cache, name))
 

@@ -12,7 +12,7 @@ from kt_kernel.testing import moe_reference_with_noise, quantise
 from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO, WeightForm, WeightFormat
 from kt_kernel.weights.methods import get_method
 
-# Forms of the weights of methods where the source tells, by a name that tells them apart.
+# Forms of the weights, for methods whose source decides, by a name for each form.
 _FORMS = {
     "RAWINT4": WeightForm(INT4_GROUP, 32, 1),
     "RAWINT4:128": WeightForm(INT4_GROUP, 128, 2),
@@ -92,20 +92,20 @@ class Case:
     def batch(
         self, tokens: int, dtype: torch.dtype = torch.float32
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """hidden [T, H], ids [T, k] (some out of range, some twice), router weights [T, k]."""
+        """hidden [T, H], ids [T, k] (some out of range, some repeated), router weights [T, k]."""
         hidden = torch.randn(tokens, self.hidden, generator=self.generator).to(dtype)
         ids = torch.randint(-1, self.experts + 1, (tokens, self.k), generator=self.generator)
         weights = torch.rand(tokens, self.k, generator=self.generator)
         return hidden, ids, weights
 
     def reference(self, *batch: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The oracle's answer, float64 [T, H]."""
+        """The oracle's result, float64 [T, H]."""
         return self.reference_with_noise(*batch, **options)[0]
 
     def reference_with_noise(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The oracle's answer and how far a row may be from it."""
+        """The oracle's result, and how far each row may be from it."""
         options = {
             name: value
             for name, value in {**self.options, **options}.items()
@@ -128,7 +128,7 @@ _ROUNDING = {torch.float32: 2**-23, torch.float16: 2**-11, torch.bfloat16: 2**-8
 
 
 def within(y: torch.Tensor, reference: torch.Tensor, noise: torch.Tensor) -> bool:
-    """Whether each row of y is as near to the reference as its noise and y's dtype demand."""
+    """Whether each row of y is as close to the reference as its noise and y's dtype allow."""
     tiniest = 2**-24 if y.dtype == torch.float16 else 0.0
     allowed = (
         1.01 * noise

@@ -1,4 +1,4 @@
-"""A checkpoint of experts whose fault only shows when its values are read, while a worker loads."""
+"""A checkpoint whose fault only shows when a worker reads its values while loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GROUP = 32
 
 
 def write(path: Path) -> Path:
-    """Experts for the model of tiny_model.py, 4-bit, one of their scales not a number."""
+    """Writes 4-bit experts for the model of tiny_model.py. One of their scales is not a number."""
     tensors = {}
     for layer in range(LAYERS):
         for expert in range(EXPERTS):

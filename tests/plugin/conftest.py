@@ -1,4 +1,4 @@
-"""The model both engines serve, and what transformers makes of it."""
+"""The model that both engines serve, and the results of transformers for it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Holds a plugin's contract against the installed engine. Imported only inside an engine's
-environment, by vllm_hooks.py and sglang_hooks.py."""
+"""Compares a plugin's contract with the installed engine. Imported only in an engine's environment,
+by vllm_hooks.py and sglang_hooks.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _OTHER = "a value that no engine has"
 
 
 def check_table(contract: Contract) -> None:
-    """The installed engine, a tested version, has all that the table names, and no more that it
-    should name."""
+    """The installed engine, a tested version, has everything that the table names, and the table
+    names nothing that it should not."""
     assert contract.lacks() == [], contract.lacks()
     assert contract.misses() == [], contract.misses()
     assert contract.untested() == "", contract.untested()
@@ -33,7 +33,7 @@ def check_table(contract: Contract) -> None:
 def check_refusals(
     contract: Contract, configuration: Any, refusals: Iterable[Refusal] | None = None
 ) -> None:
-    """Every refusal looks at an attribute that a real configuration has, accepts it as it is, and
+    """Every refusal reads an attribute that a real configuration has, and accepts its value. It
     refuses another value, and a configuration without the attribute."""
     for entry in contract.refusals if refusals is None else refusals:
         if not contract.holds(entry.versions):
@@ -58,7 +58,7 @@ def error_of(entry: Refusal, configuration: Any) -> str:
 
 @contextmanager
 def changed(configuration: Any, path: str, value: Any) -> Any:
-    """Within, the attribute at ``path`` has another value. Yields False where it cannot be set."""
+    """Gives the attribute at ``path`` another value inside. Yields False if it cannot be set."""
     *parents, name = path.split(".")
     owner = configuration
     for parent in parents:

@@ -1,4 +1,4 @@
-"""What an engine that defers experts must answer: the rule, in transformers."""
+"""The expected answers of an engine that defers experts: transformers with the rule of deferral."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tiny_model import EXPERTS, LAYERS, TOP_K, Reference
 from kt_kernel.moe.routing import select_deferred_experts
 from kt_kernel.testing import moe_reference
 
-ROUTE_GAP = 0.06  # of a router's probability: a smaller one is not clear in bfloat16
+ROUTE_GAP = 0.06  # of a router's probability; smaller gaps are unclear in bfloat16
 
 
 @contextmanager
 def deferring(reference: Reference, deferred: int, cold: range) -> Iterator[None]:
-    """Within, MoE layers postpone cold experts as `KTMoEWrapper` defines deferral."""
+    """Makes MoE layers defer cold experts inside, as `KTMoEWrapper` defines deferral."""
     hot = torch.tensor([expert not in cold for expert in range(EXPERTS)])
     carry: list[torch.Tensor | None] = [None]
 
@@ -47,7 +47,8 @@ def deferring(reference: Reference, deferred: int, cold: range) -> Iterator[None
 
 @torch.no_grad()
 def stepwise_logits(reference: Reference, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Logits of given tokens [steps, V] in the engine's passes: the prompt, then single tokens."""
+    """Logits of given tokens [steps, V], computed in the engine's passes: the prompt, then
+    tokens."""
     out = reference.model(torch.tensor([prompt]), use_cache=True)
     logits = [out.logits[0, -1]]
     for token in tokens[:-1]:
@@ -70,12 +71,12 @@ def check_deferred(
     rounded: bool = False,
     far: float = 5,
 ) -> None:
-    """Of one request: tokens and log-probabilities are those of the rule in transformers.
+    """Tokens and log-probabilities of one request follow the rule in transformers.
 
-    near: the largest mean distance of log-probabilities; without the rule it must be ``far`` times
-    the one found. gap: of logits, above which the best token is clear; half of them must be. With
-    ``rounded`` to bfloat16, single steps may have another expert chosen or deferred: the median
-    counts, and of tokens those whose experts are clear too, a quarter of all.
+    near: the largest mean distance of log-probabilities. Without the rule, the distance must be
+    ``far`` times as large. gap: of logits, above which the best token is clear; half of the tokens
+    must be clear. With ``rounded`` (to bfloat16), other experts may be chosen or deferred in single
+    steps. Then the median counts, and only tokens whose experts are clear, too, a quarter of all.
     """
     assert "error" not in answer, answer
     (tokens,) = answer["tokens"]

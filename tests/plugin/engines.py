@@ -1,4 +1,4 @@
-"""What the tests of both engines share: running them, stopping them, judging their tokens."""
+"""Shared by the tests of both engines: running them, stopping them, judging their tokens."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ HERE = Path(__file__).parent
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 HOT = 3
 COLD = range(HOT, EXPERTS)
-SCATTERED = (6, 1, 4)  # hot experts by slot, see scattered.py
-TIMEOUT = 1800  # seconds for a test: the first one of a module waits for all runs of its engine
+SCATTERED = (6, 1, 4)  # hot experts by slot; see scattered.py
+TIMEOUT = 1800  # seconds for a test; the first one of a module waits for all runs of its engine
 
-# Arguments of the engines on a GPU; the kernels are those that a GPU without more packages has.
-# Without a prefix cache, since tokens that come from it are not counted by the layers.
+# Arguments of the engines on a GPU. The kernels are those that need no further packages. There is
+# no prefix cache, because the layers do not count tokens that come from it.
 GPU_VLLM = {
     "attention_backend": "TRITON_ATTN",
     "moe_backend": "triton",
@@ -53,7 +53,8 @@ GPU_SGLANG = {
     "sampling_backend": "pytorch",
     "moe_runner_backend": "triton",
 }
-# Tokens that the cache has, or that SGLang's own schedule computes in vain, cannot be counted.
+# Tokens from the cache, and those that SGLang's overlapped schedule computes in vain, are not
+# counted.
 SGLANG_COUNTED = {"disable_radix_cache": True, "disable_overlap_schedule": True}
 NO_GRAPHS = {"disable_prefill_cuda_graph": True, "disable_decode_cuda_graph": True}
 
@@ -61,14 +62,15 @@ Answers = dict[str, dict[str, Any]]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of the tests without kt options, with Triton's compiler, and what every engine needs."""
+    """The tests' environment without kt options, with Triton's compiler, and with what engines
+    need."""
     ours = ("KT_", "TRITON_INTERPRET")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return kept | {"HF_HUB_OFFLINE": "1", **more}
 
 
 def run(python: str, script: str, folder: Path, env: dict[str, str], **job: Any) -> Answers:
-    """Runs a job of vllm_run.py or sglang_run.py in a new folder; returns its answers by name."""
+    """Runs a job of vllm_run.py or sglang_run.py in a new folder. Returns its answers by name."""
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(job))
     command = [python, HERE / script, folder / "job.json", folder / "result.json"]
@@ -79,7 +81,7 @@ def run(python: str, script: str, folder: Path, env: dict[str, str], **job: Any)
 
 
 def check_hooks(python: str, script: str, env: dict[str, str], *arguments: str) -> None:
-    """A script of checks inside an engine's environment ends with OK."""
+    """Runs a script of checks in an engine's environment. It must end with OK."""
     command = [python, HERE / script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0 and done.stdout.strip().endswith("OK"), done.stdout + done.stderr
@@ -88,16 +90,16 @@ def check_hooks(python: str, script: str, env: dict[str, str], *arguments: str) 
 def check_equal(
     greedy: Greedy, answer: dict[str, Any], share: float = 0.9, gap: float = GAP, slips: int = 0
 ) -> None:
-    """The tokens are the reference's up to its ties; ``share`` of them must have been compared. At
-    most ``slips`` prompts may end with another token."""
+    """The tokens equal the reference's up to its ties. At least ``share`` of them must be compared.
+    At most ``slips`` prompts may end with another token."""
     assert "error" not in answer, answer
     equal, checked, total = agreement(greedy, answer["tokens"], gap)
     assert checked - equal <= slips and checked >= share * total, (equal, checked, total)
 
 
 def check_scattered(answers: Answers) -> None:
-    """With the experts SCATTERED hot the engine answers as with the first ones, and as it does
-    alone: our BF16 kernels round their input once."""
+    """With the experts SCATTERED hot, the engine's answers equal those with the first ones hot, and
+    those of the stock engine: kt-moe's BF16 kernels round their input once."""
     scattered, stock = answers["scattered"], answers["stock"]
     assert scattered["tokens"] == answers["some hot"]["tokens"] == stock["tokens"]
     found, wanted = (torch.tensor(answer["logprobs"]) for answer in (scattered, stock))
@@ -108,8 +110,8 @@ def check_scattered(answers: Answers) -> None:
 def logprob_distances(
     name: str, answer: dict[str, Any], reference: Reference, prompts: list[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all log-probabilities from those of the reference on the engine's own text, with and
-    without the cold experts; printed."""
+    """Distances of all log-probabilities to the reference's on the engine's own text, with and
+    without the cold experts. Also prints them."""
     assert "error" not in answer, answer
     found = torch.tensor([value for row in answer["logprobs"] for value in row])
     near = (reference.logprobs(prompts, answer["tokens"]) - found).abs()
@@ -131,8 +133,8 @@ def check_logprobs(
     median: float,
     mean: float,
 ) -> float:
-    """The log-probabilities are near those of the reference on the engine's own text, and far from
-    them without the cold experts. Returns their mean distance."""
+    """The log-probabilities are close to the reference's on the engine's own text, and far from the
+    reference's without cold experts. Returns the mean distance."""
     near, far = logprob_distances(name, answer, reference, prompts)
     assert near.median() < median and near.mean() < mean
     assert far.mean() > 10 * near.mean()
@@ -140,7 +142,7 @@ def check_logprobs(
 
 
 def gpu_python(variable: str) -> str:
-    """A python with an engine for CUDA, and this package; skips where the variable names none."""
+    """A python with a CUDA engine and this package. Skips the test if the variable is not set."""
     python = os.environ.get(variable)
     if python is None:
         pytest.skip(f"{variable} is not set: a python with the engine for CUDA")
@@ -155,10 +157,10 @@ def check_refused(answer: dict[str, Any], line: str) -> None:
 def check_quantised_tokens(
     method: str, answer: dict[str, Any], reference: Reference, prompts: list[list[int]]
 ) -> None:
-    """The method's tokens are those of transformers with its weights and its roundings.
+    """The method's tokens are those of transformers with the method's weights and roundings.
 
-    AMX rounds the group formats' weights to bf16 with their scales, which the reference does not,
-    and a random model carries that far: only wider gaps count there, and two prompts may slip.
+    AMX rounds the group formats' weights, scales included, to bf16, which the reference does not. A
+    random model amplifies this, so only wider gaps count there, and two prompts may slip.
     """
     folded = method.startswith("INT4_G") and kernel_table() == "amx"
     with reference.computing(method, COLD):
@@ -172,10 +174,10 @@ def check_quantised_tokens(
 def check_quantised_logprobs(
     method: str, answer: dict[str, Any], reference: Reference, prompts: list[list[int]]
 ) -> None:
-    """Plain transformers with the dequantised weights is near, with the source weights far.
+    """transformers is close with the dequantised weights, and far with the source weights.
 
-    Int8 activations explain the first distance. INT8 weights are so near the source weights that
-    the second one tells nothing.
+    Int8 activations cause the first distance. INT8 weights are so close to the source weights that
+    the second distance shows nothing.
     """
 
     def dequantise(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
@@ -191,10 +193,10 @@ def check_quantised_logprobs(
         assert far.mean() > 4 * near.mean(), (far.mean(), near.mean())
 
 
-# ---- the server
+# ---- The server.
 
 
-# What the commands of the engines' servers import before they look at their arguments.
+# What the engines' server commands import before they parse their arguments.
 IMPORTED = {
     "vllm.entrypoints.cli.main": (
         "vllm.entrypoints.cli.serve",
@@ -218,7 +220,7 @@ def _warm(python: str, module: str, env: frozenset[tuple[str, str]]) -> subproce
 
 def run_warm(command: list[str], env: dict[str, str]) -> tuple[int, str]:
     """Exit code and output of `PYTHON -m MODULE ARGUMENTS`, run in a fork of a process that has
-    imported the engine already, which takes longer than all else."""
+    already imported the engine, which takes most of the time."""
     python, option, module, *arguments = command
     assert option == "-m"
     with tempfile.TemporaryDirectory() as folder:
@@ -236,7 +238,7 @@ def run_warm(command: list[str], env: dict[str, str]) -> tuple[int, str]:
 
 
 def check_ends_in_one_line(command: list[str], env: dict[str, str], line: str) -> None:
-    """The command fails, and the last line it prints is the error; there is no traceback."""
+    """The command fails, and its last line is the error; there is no traceback."""
     code, output = run_warm(command, env)
     assert code != 0
     assert "Traceback" not in output and "usage:" not in output, output
@@ -245,7 +247,7 @@ def check_ends_in_one_line(command: list[str], env: dict[str, str], line: str) -
 
 @contextlib.contextmanager
 def serving(command: list[str], env: dict[str, str], port: int, log: Path) -> Iterator[str]:
-    """Within, the server runs and answers at the URL given; afterwards its processes are gone."""
+    """Runs the server inside; it answers at the yielded URL. Its processes are gone afterwards."""
     url = f"http://127.0.0.1:{port}"
     with process_group(command, log, env) as server:
         try:
@@ -256,7 +258,7 @@ def serving(command: list[str], env: dict[str, str], port: int, log: Path) -> It
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    """Sends JSON, returns the JSON that comes back."""
+    """Sends JSON and returns the JSON answer."""
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -265,7 +267,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def answer_to(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-    """Status and text that the server answers to JSON, or to an empty request."""
+    """Status and text of the server's answer to JSON, or to an empty request."""
     data = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -276,7 +278,7 @@ def answer_to(url: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
 
 
 def check_counted(stats: Path, log: Path, prompts: list[list[int]]) -> None:
-    """After the prompts were completed: the counters in KT_STATS_FILE, the line in the log."""
+    """After the prompts were completed: the counters in KT_STATS_FILE, and the line in the log."""
     time.sleep(2)  # the counters are written twice a second
     (counted,) = json.loads(stats.read_text())["models"]
     assert counted["expert_calls"] > LAYERS * len(prompts) * STEPS / 2
@@ -285,7 +287,7 @@ def check_counted(stats: Path, log: Path, prompts: list[list[int]]) -> None:
     assert line in log.read_text()
 
 
-# ---- the demo model
+# ---- The demo model.
 
 
 def demo_job(steps: int = 32) -> tuple[dict[str, Any], Greedy]:

@@ -1,4 +1,4 @@
-"""What the checkpoints of experts have in common: their sizes, and what is known of each."""
+"""Shared by the checkpoints of experts: their sizes, and a description of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # makers of weights
+sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # has the makers of weights
 
 HIDDEN, INTERMEDIATE = 256, 256  # multiples of the largest block, 256 columns
 SPREAD = HIDDEN**-0.5  # about the standard deviation of the weights
@@ -25,8 +25,8 @@ Weights = list[list[tuple[torch.Tensor, ...]]]
 
 @dataclass(frozen=True)
 class Source:
-    """method: the --kt-method. write: makes the checkpoint at a path, which is new; returns what
-    its weights stand for."""
+    """method: the --kt-method. write: makes the checkpoint at a new path and returns the values of
+    its weights."""
 
     method: str
     write: Callable[[Path], Weights]

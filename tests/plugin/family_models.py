@@ -1,6 +1,6 @@
-"""Tiny random models of the classes that the engines serve, beside the Qwen3-MoE in tiny_model.
+"""Tiny random models of the classes that the engines serve, in addition to tiny_model's Qwen3-MoE.
 
-Weights are BF16 values, as there; what transformers makes of them in float32 is the reference.
+Weights are BF16 values, as in tiny_model. The reference is transformers in float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GROUPS = dict(
     moe_layer_freq=1,
     routed_scaling_factor=2.5,
 )
-# The ranks are those that the engines' attention takes; published models have YaRN, too.
+# The ranks are those that the engines' attention supports. Published models have YaRN, too.
 MLA = dict(
     q_lora_rank=32,
     kv_lora_rank=512,
@@ -85,10 +85,10 @@ LINEAR_ATTENTION = dict(
 class Family:
     """A model class.
 
-    config: beyond COMMON. vllm, sglang: arguments of the engine that serves it on the CPU; None for
-    one that does not. gpu: engines that serve it with a GPU only. published: the class's name in
-    published checkpoints, if not transformers'. unset: biases that an engine ignores on the CPU,
-    left at zero. median, mean: how far log-probabilities may be from the reference's.
+    config: in addition to COMMON. vllm, sglang: arguments of the engine on the CPU; None if it does
+    not serve the class. gpu: engines that serve it only with a GPU. published: the class's name in
+    published checkpoints, if not transformers'. unset: biases that an engine ignores on the CPU;
+    they are left at zero. median, mean: how far log-probabilities may be from the reference's.
     """
 
     config: dict[str, Any]
@@ -101,7 +101,7 @@ class Family:
     mean: float = 0.01
 
 
-# For CPUs with AMX vLLM would take attention that has no float32.
+# On CPUs with AMX, vLLM would select an attention backend without float32.
 CPU_MLA = {"attention_backend": "CPU_MLA"}
 
 FAMILIES = {
@@ -138,7 +138,7 @@ FAMILIES = {
         unset="lm_head.bias",
     ),
     "Qwen2MoeForCausalLM": Family(SHARED, {}, {}),
-    # Linear attention of vLLM on the CPU has BF16 only.
+    # vLLM's linear attention on the CPU supports only BF16.
     "Qwen3NextForCausalLM": Family(
         SHARED | LINEAR_ATTENTION, {"dtype": "bfloat16"}, gpu=("sglang",), median=0.03, mean=0.06
     ),
@@ -146,14 +146,14 @@ FAMILIES = {
 
 
 def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
-    """Writes the checkpoint of a class, as transformers names it, to folder ``path``; changed: of
-    its configuration."""
+    """Writes the checkpoint of a class (transformers' name) to folder ``path``. changed: settings
+    of its configuration."""
     torch.manual_seed(seed)
     family = FAMILIES[name]
     config_class = getattr(transformers, name.removesuffix("ForCausalLM") + "Config")
     model = getattr(transformers, name)(config_class(**COMMON | family.config | changed))
     for key, tensor in model.state_dict().items():
-        gate = key.endswith(".gate.weight") and not tensor.any()  # or every token's experts tie
+        gate = key.endswith(".gate.weight") and not tensor.any()  # zeros would tie all experts
         if gate or ("bias" in key and family.unset not in key):
             tensor.normal_(std=0.15)
     model.to(torch.bfloat16).save_pretrained(path)
@@ -164,7 +164,7 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
 
 
 class FamilyReference(Reference):
-    """transformers in float32, whatever its class."""
+    """transformers in float32, for any class."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.model = getattr(transformers, name).from_pretrained(

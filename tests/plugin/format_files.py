@@ -1,8 +1,8 @@
-"""Checkpoints of the experts of a tiny Qwen3-MoE in every format that is read.
+"""Checkpoints of a tiny Qwen3-MoE's experts in every format that is read.
 
-safetensors_files.py  quantised as published checkpoints are
+safetensors_files.py  quantised, like published checkpoints
 gguf_files.py         GGUF
-packed_files.py       packed directories, ours and kt-kernel's
+packed_files.py       packed directories of kt-moe and of kt-kernel
 """
 
 from __future__ import annotations

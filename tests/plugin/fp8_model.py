@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE whose experts, and nothing else, are in FP8."""
+"""A tiny Qwen3-MoE whose experts, and nothing else, are FP8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "head_dim": 64}  # 64: 
 
 
 def make_fp8(path: Path) -> Weights:
-    """Writes the model; returns what its experts' weights stand for."""
+    """Writes the model. Returns the values of its experts' weights."""
     make(path, **SIZES)
     tensors = load_file(path / "model.safetensors")
     others = {name: t for name, t in tensors.items() if ".experts." not in name}

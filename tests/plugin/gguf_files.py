@@ -1,5 +1,5 @@
-"""Experts in GGUF files, their types mixed as llama.cpp mixes them, and more; the values are those
-of the gguf package."""
+"""Experts in GGUF files, with types mixed as in llama.cpp and in other ways. The values come from
+the gguf package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_model import EXPERTS, LAYERS
 
 
 def _with_spread(kind: str, rows: np.ndarray) -> np.ndarray:
-    """The rows with other scales where they are random; where they are not, they are well."""
+    """The rows with other scales if they are random; otherwise their scales are right already."""
     if kind != "MXFP4" and kind not in NUMBERS:
         return rows
     factor = SPREAD / values_of(kind, rows).std()

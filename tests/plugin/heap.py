@@ -1,13 +1,13 @@
-"""Used inside the engines' environments: collections of garbage that cost little."""
+"""Used in the engines' environments: makes garbage collections cheap."""
 
 import gc
 
 
 def freeze() -> None:
-    """Takes what is there now, mostly imported modules, out of all later collections.
+    """Excludes what exists now, mostly imported modules, from all later collections.
 
-    vLLM collects nine times while an engine starts and ends. Looking at all modules each time would
-    take most of the time of a start. vLLM also undoes the freezing, which must not happen.
+    vLLM collects nine times while an engine starts and ends. Visiting all modules each time would
+    take most of the time of a start. vLLM also undoes the freezing, so this prevents that.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""A model with an expert that overflows float16 on every token, and texts that never go to it."""
+"""A model with an expert that overflows float16 on every token, and texts that never use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HOT = 2  # hot experts: expert 0, which overflows, and another one
 
 @dataclass(frozen=True)
 class Overflowing:
-    """The checkpoint, prompts, and the reference's text of each in float32."""
+    """The checkpoint, prompts, and the reference's text for each prompt in float32."""
 
     path: Path
     prompts: list[list[int]]
@@ -23,9 +23,9 @@ class Overflowing:
 
 @torch.no_grad()
 def overflowing(folder: Path, tries: int = 48, count: int = 4) -> Overflowing:
-    """Makes the model in a new folder. A token that goes to its expert 0 in one of the layers is
-    lost, in any engine. Of ``tries`` random prompts, it takes the ``count`` clearest ones whose
-    texts have no such token."""
+    """Makes the model in a new folder. A token that is routed to expert 0 in any layer is lost, in
+    any engine. Of ``tries`` random prompts, selects the ``count`` clearest ones whose texts have no
+    such token."""
     reference = Reference(make(folder / "made", seed=5))
     module = reference.model.model.layers[_LAYER].mlp
     gate = module.gate.weight.data

@@ -1,5 +1,5 @@
-"""Experts packed before: by our converter, and as kt-kernel's converter packs them, from BF16
-weights that are not those of the served model."""
+"""Experts that were packed before serving, by kt-moe's converter and in the form of kt-kernel's.
+They come from BF16 weights that differ from those of the served model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tiny_model import EXPERTS, LAYERS
 from kt_kernel.conversion import Request, convert, make_plan
 from kt_kernel.testing import quantise_weights
 
-PARTS = 2  # NUMA nodes that kt-kernel splits the weights for
+PARTS = 2  # NUMA nodes for which kt-kernel splits the weights
 Part = tuple[np.ndarray, np.ndarray]  # codes and scales
 
 
 def _convert(method: str, path: Path) -> Weights:
     source = path.with_name(f"{path.name} source")
     weights = SAFETENSORS["BF16"].write(source)
-    # The rules of rounding do not search scales.
+    # The oracle's rounding does not search scales.
     convert(make_plan(Request(str(source), str(path), method, scale_search=False)))
     return [
         [tuple(quantise_weights(method, matrix.float()) for matrix in expert) for expert in layer]
@@ -33,8 +33,8 @@ def _convert(method: str, path: Path) -> Weights:
 
 
 def _kt_parts(weights: torch.Tensor, bits: int, axis: int) -> tuple[list[Part], torch.Tensor]:
-    """What kt-kernel makes of a matrix, and what that stands for. Of int8 columns in more than one
-    part the reader rounds the codes once more, which is less than what activations lose."""
+    """kt-kernel's parts of a matrix, and their values. For int8 columns in several parts, the
+    reader rounds the codes once more, which is less than the error from activations."""
     parts = [quantise(part, bits) for part in np.split(weights.float().numpy(), PARTS, axis)]
     step = 1 if bits == 8 else 16
     values = [codes * (step * scale.astype(np.float64))[:, None] for codes, scale in parts]

@@ -1,4 +1,4 @@
-"""A cache of the Hugging Face hub with a repository in it that nobody downloaded."""
+"""A cache of the Hugging Face hub with a repository that was not downloaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ COMMIT = "0" * 40
 
 
 def keep(cache: Path, name: str, path: Path) -> Path:
-    """Makes the folder at `path` the repository `name` of the cache; returns its snapshot there."""
+    """Makes the folder at `path` the repository `name` in the cache. Returns its snapshot there."""
     home = cache / ("models--" + name.replace("/", "--"))
     for folder in ("refs", "snapshots"):
         (home / folder).mkdir(parents=True)

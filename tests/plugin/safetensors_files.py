@@ -1,7 +1,7 @@
-"""Checkpoints of the experts of a tiny Qwen3-MoE in the formats of safetensors files.
+"""Checkpoints of a tiny Qwen3-MoE's experts in the formats of safetensors files.
 
-The weights are random in each format's own numbers, so that nothing has to quantise; their values
-come from the formats' own libraries and definitions, as in the tests of the readers.
+The weights are random numbers of each format, so that nothing needs to quantise. Their values come
+from the formats' own libraries and definitions, as in the tests of the readers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tiny_model import EXPERTS, LAYERS
 
 @dataclass(frozen=True)
 class Format:
-    """method: the --kt-method. make: random parts of a matrix [rows, columns]. values: what parts
-    stand for, float64. quantization: config.json's."""
+    """method: the --kt-method. make: random parts of a matrix [rows, columns]. values: the float64
+    values of parts. quantization: the settings in config.json."""
 
     method: str
     make: Callable[[int, int], Tensors]
@@ -39,7 +39,7 @@ class Format:
 
 
 def _scaled(make: Callable[[int, int], Tensors], part: str, values: Callable) -> Callable:
-    """`make` with its floating-point scales such that the weights have the wanted spread."""
+    """`make` with floating-point scales that give the weights the wanted spread."""
 
     def scaled(rows: int, columns: int) -> Tensors:
         parts = make(rows, columns)
@@ -50,7 +50,7 @@ def _scaled(make: Callable[[int, int], Tensors], part: str, values: Callable) ->
 
 
 def _ue8m0(make: Callable[[int, int], Tensors], part: str, low: int) -> Callable:
-    """`make` with ue8m0 scales of 2^(low - 127) to twice that."""
+    """`make` with ue8m0 scales from 2^(low - 127) to twice that."""
 
     def scaled(rows: int, columns: int) -> Tensors:
         parts = make(rows, columns)
@@ -134,7 +134,7 @@ FORMATS: dict[str, Format] = {
 
 
 def expert_tensors(form: Format) -> tuple[Tensors, Weights]:
-    """Tensors of all experts as Qwen3-MoE names them, and their weights."""
+    """Tensors of all experts with Qwen3-MoE's names, and their weights."""
     torch.manual_seed(7)
     tensors: Tensors = {}
     weights: Weights = []
@@ -158,7 +158,7 @@ def _write(form: Format, path: Path) -> Weights:
 
 
 def _write_stacks(path: Path) -> Weights:
-    """FP8 in blocks, the experts of a layer in one tensor, as transformers has them."""
+    """FP8 in blocks, with the experts of a layer in one tensor, as in transformers."""
     torch.manual_seed(7)
     tensors: Tensors = {}
     weights: Weights = []

@@ -1,7 +1,7 @@
-"""Imported inside an engine's process: other experts are hot than the first ones.
+"""Imported in an engine's process: makes other experts hot than the first ones.
 
-No option asks for such a placement yet. Where SCATTERED_EXPERTS is "6,1,4", layers with three hot
-experts have these, in the slots 0, 1 and 2.
+No option selects such a placement yet. With SCATTERED_EXPERTS="6,1,4", layers with three hot
+experts have these in the slots 0, 1 and 2.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Runs inside an engine's environment: what reaches the workers of a server that is to start.
+"""Runs in an engine's environment: prints what the workers of a server would receive.
 
     served_options.py vllm|sglang MODEL FLAG...
 
-Prints the kt options, as JSON, that a copy of the engine's configuration has.
+Prints, as JSON, the kt options in a copy of the engine's configuration.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def of_sglang(model: str, flags: list[str]) -> dict:
 
     from kt_kernel.plugin_entrypoints.sglang.options import options_of
 
-    logging.basicConfig(level=logging.INFO)  # as its servers do
+    logging.basicConfig(level=logging.INFO)  # as the engines' servers do
     load_plugins()
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

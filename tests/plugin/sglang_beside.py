@@ -1,7 +1,7 @@
-"""Runs inside the SGLang environment: kt-moe beside another plugin, loaded before and after it, and
-in processes that get the server arguments of another one.
+"""Runs in the SGLang environment: kt-moe together with another plugin, loaded before and after it,
+and in processes that get the server arguments of another one.
 
-The other plugin is in the folder other_plugin. Prints OK at the end; an assertion names what is
+The other plugin is in the folder other_plugin. Prints OK at the end. An assertion names what is
 wrong.
 """
 
@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
-# Tokenizer workers have imported it.
+# Tokenizer workers have already imported it.
 import sglang.srt.managers.tokenizer_manager  # noqa: F401
 from sglang.srt.layers.moe import kt_ep_wrapper
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
@@ -42,13 +42,13 @@ def checked(**fields: int) -> ServerArgs:
 
 
 def check_order(first: str) -> None:
-    """Of the registration of hooks."""
+    """Checks the order in which hooks are registered."""
     found = [source.plugin_name for hooks in HookRegistry._hooks.values() for *_, source in hooks]
     assert found[0] == first and set(found) == {"other", "kt_moe"}, found
 
 
 def check_without_options(does: str) -> None:
-    """The other plugin has what it asked for."""
+    """The other plugin gets what it requests."""
     import sglang_other
 
     server_args = checked()
@@ -109,14 +109,14 @@ def check(first: str, does: str) -> None:
 
 
 def send(connection: Connection) -> None:
-    """In the main process of an engine."""
+    """Runs in the main process of an engine."""
     load_plugins()
     connection.send_bytes(pickle.dumps(checked(kt_num_gpu_experts=3)))
 
 
 def check_what_arrives(arguments: bytes, worker: bool) -> None:
-    """Hooks are in effect before the plugins are loaded in tokenizer workers, which load none, and
-    afterwards in a scheduler."""
+    """Hooks are in effect in tokenizer workers, which load no plugins, and in a scheduler after it
+    has loaded them."""
     server_args = pickle.loads(arguments)
     from kt_kernel.plugin_entrypoints.sglang import hooks, layer, options, requests, startup
 
@@ -131,7 +131,7 @@ def check_what_arrives(arguments: bytes, worker: bool) -> None:
 
 
 if __name__ == "__main__":
-    fork = multiprocessing.get_context("fork")  # everything is imported by now
+    fork = multiprocessing.get_context("fork")  # everything has been imported by now
 
     def run(function: Callable[..., None], *args: object) -> None:
         process = fork.Process(target=function, args=args)

@@ -1,6 +1,6 @@
-"""Runs inside the SGLang environment, without an engine: what a run on the CPU does not show.
+"""Runs in the SGLang environment without an engine: checks what a run on the CPU does not show.
 
-Prints OK at the end; an assertion names what is wrong.
+Prints OK at the end. An assertion names what is wrong.
 """
 
 import ast
@@ -66,7 +66,7 @@ def error_of(call: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-# ---- hooks
+# ---- Hooks.
 
 
 def check_nothing_is_hooked_without_options() -> None:
@@ -91,7 +91,7 @@ def check_nothing_is_hooked_without_options() -> None:
 
 
 def check_options_install_the_hooks() -> None:
-    """In a process whose plugins are loaded, once."""
+    """In a process whose plugins are loaded, hooks are installed once."""
     server_args = with_options(kt_num_gpu_experts=3)
     found = plugin._serving_hooks()
     assert all(hooks.in_effect(hook) for hook in found)
@@ -104,7 +104,7 @@ def check_options_install_the_hooks() -> None:
 
 
 def check_lost_hooks_are_noticed() -> None:
-    """SGLang only logs it when it cannot apply a hook."""
+    """SGLang only logs that it cannot apply a hook."""
     plugin_layer = layers.kt_layer
     plugin_layer.verify_hooks()
     for hook in plugin_layer.worker_hooks():
@@ -132,7 +132,7 @@ def check_lost_hooks_are_noticed() -> None:
 
 
 def check_starts_that_fail() -> None:
-    """The wait for the schedulers ends with what one of them reported, or that they are stock."""
+    """The wait for the schedulers ends with the error of one of them, or because they are stock."""
 
     def ending(*schedulers: Any) -> str:
         try:
@@ -158,8 +158,8 @@ def check_starts_that_fail() -> None:
 
 
 def check_hooks_on_arguments() -> None:
-    """Without them nothing of ours sees the options: they are looked at when the plugin registers,
-    and, since SGLang applies them later, again when options are there."""
+    """Without options, none of kt-moe's hooks runs. Options are read when the plugin registers and,
+    because SGLang applies them later, again when there are any."""
     check = ServerArgs.check_server_args
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
@@ -177,11 +177,11 @@ def check_hooks_on_arguments() -> None:
         ServerArgs.check_server_args = check
 
 
-# ---- arguments
+# ---- Arguments.
 
 
 def with_options(**fields: Any) -> ServerArgs:
-    """Server arguments as of ``Engine(...)``, checked."""
+    """Server arguments as given to ``Engine(...)``, checked."""
     server_args = ServerArgs(DEMO_MODEL, device="cpu", **fields)
     server_args.resolve_once()
     server_args.check_server_args()
@@ -190,7 +190,7 @@ def with_options(**fields: Any) -> ServerArgs:
 
 @contextmanager
 def decided(server_args: ServerArgs, **fields: Any) -> Iterator[Any]:
-    """Within, these fields, which SGLang must have, are decided so; the resolved arguments."""
+    """Sets these fields, which SGLang must have, inside. Yields the resolved arguments."""
     declare_resolution(server_args, "test", **fields)
     try:
         yield resolving_view(server_args)
@@ -199,13 +199,13 @@ def decided(server_args: ServerArgs, **fields: Any) -> Iterator[Any]:
 
 
 def other_than(refusal: Refusal) -> Any:
-    """A value that is not accepted, of the kind of those that are."""
+    """A value that is not accepted, of the same kind as the accepted ones."""
     kinds = {type(value) for value in refusal.accepted}
     return True if bool in kinds else 7 if int in kinds else "other"
 
 
 def check_refused_arguments() -> None:
-    """Each, on SGLang's own arguments: other values are refused, and so is what cannot be found."""
+    """On SGLang's own arguments, other values are refused, and so is a missing attribute."""
     server_args = ServerArgs(DEMO_MODEL, device="cpu")
     server_args.resolve_once()
     contract.CONTRACT.refuse(resolving_view(server_args))
@@ -264,9 +264,10 @@ def check_arguments_that_need_more() -> None:
 
 
 def check_shared_experts_stay_apart() -> None:
-    """With cold experts SGLang does not fuse shared experts into the routed ones, and our log says
-    so once: in the worker's copy of the arguments, however options and arguments were given, and in
-    a process that reads the arguments before any check. Else it is left as given."""
+    """With cold experts, SGLang does not fuse shared experts into the routed ones, and the log says
+    so
+    once: in the worker's copy of the arguments, however options and arguments were given, and in a
+    process that reads the arguments before any check. Otherwise the setting is unchanged."""
 
     def arguments(flags: tuple[str, ...]) -> ServerArgs:
         parser = ArgumentParser()
@@ -274,7 +275,7 @@ def check_shared_experts_stay_apart() -> None:
         return ServerArgs.from_cli_args(parser.parse_args([*BASE, *flags]))
 
     def outcome(server_args: ServerArgs) -> tuple[bool, int]:
-        """Whether the worker's model may fuse, and how many lines were logged about it."""
+        """Whether the worker's model may fuse, and the number of log lines about it."""
         LOG.clear()
         server_args.resolve_once()
         server_args.check_server_args()
@@ -332,10 +333,10 @@ class Fusing:
         return 1
 
 
-# ---- requests
+# ---- Requests.
 
-# What the scheduler does for requests that leave its weights alone. A request that a new version
-# of SGLang adds is put here, or refused.
+# Requests whose handlers in the scheduler leave the weights alone. A request that a new version of
+# SGLang adds must be listed here or be refused.
 HARMLESS = {
     "abort_request",
     "add_external_corpus",
@@ -384,7 +385,7 @@ def check_every_request_is_known() -> None:
 
 
 def check_every_entry_fails_in_its_own_way() -> None:
-    """As HTTP and ``Engine`` expect it; and leaves an engine without options alone."""
+    """Operations fail as HTTP and ``Engine`` expect it, and work in an engine without options."""
     asked = {
         "get_weights_by_name": GetWeightsByNameReqInput(name="model.experts.w13_weight"),
         "scale_elastic_ep": ScaleElasticEPReqInput(new_ep_size=2),

@@ -23,8 +23,8 @@ from kt_kernel.serving.options import KTOptions
 
 
 def check_scaling_is_applied_once() -> None:
-    """On CUDA: by our layer where it has cold experts, by SGLang's kernel where it has none; never
-    by the model, whichever way it takes through its layer."""
+    """On CUDA, the scaling is applied by kt-moe's layer if it has cold experts, by SGLang's kernel
+    if it has none, and never by the model, on either code path through its layer."""
     from sglang.srt.models import deepseek_v2, glm4_moe, glm4_moe_lite, qwen3_moe
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
@@ -76,7 +76,7 @@ def check_scaling_is_applied_once() -> None:
 
 
 def check_hot_routes_are_int32() -> None:
-    """SGLang's kernels for GPUs that skip routes take nothing else; Phi-MoE's routing is int64."""
+    """SGLang's GPU kernels that skip routes accept nothing else; Phi-MoE's routing is int64."""
     given: list[Any] = []
 
     def apply(layer: Any, dispatch_output: Any) -> Any:
@@ -96,8 +96,8 @@ def check_hot_routes_are_int32() -> None:
 
 
 def check_what_a_layer_may_be() -> None:
-    """With no expert cold SGLang's method gets the fused experts, and its own loader, as they are;
-    with some it is refused, and so is all else that the CPU would not compute."""
+    """With no cold expert, SGLang's method gets fused experts and its own loader unchanged. With
+    cold experts these are refused, as is everything else that the CPU would not compute."""
     made: dict[str, Any] = {}
 
     def create(hot: int, extra: Any = None, **changed: Any) -> kt_layer.KTEPWrapperMethod:
@@ -148,7 +148,7 @@ def check_what_a_layer_may_be() -> None:
 
 
 def check_what_models_ask() -> None:
-    """Around a layer's construction: arguments that the layer does not keep are looked at too."""
+    """Around a layer's construction, arguments that the layer does not keep are checked, too."""
     asked: list[int] = []
 
     def construct(
@@ -175,13 +175,13 @@ def check_what_models_ask() -> None:
 
 
 def check_padding() -> None:
-    """Masks are made while graphs are captured, all padding then, and filled with each batch."""
+    """Masks are made while graphs are captured, then all padding, and filled with each batch."""
     masks = kt_padding.masks
     registry = CudaGraphBufferRegistry(device=torch.device("cpu"), max_bs=8, max_num_tokens=8)
     kept: dict[int, torch.Tensor] = {}
 
     def fill(tokens: int, rows: int) -> list[list[int]]:
-        """Numbers of the rows that the masks of 8, 4 and 2 then call padding."""
+        """The rows that the masks of 8, 4 and 2 then mark as padding."""
         registry.fill_from(
             SimpleNamespace(),
             raw_bs=tokens,
@@ -201,14 +201,14 @@ def check_padding() -> None:
             assert mask.dtype == torch.bool and mask.shape == (rows,) and mask.all()
             assert kept.setdefault(rows, mask) is mask
             kt_padding._in_graph = lambda x: True
-            assert masks.of(x) is mask  # the graph's address is that of all replays
+            assert masks.of(x) is mask  # the graph's address is the same in all replays
             assert masks.of(torch.empty(7, 16)) is None
             kt_padding._in_graph = in_graph
         return "captured"
 
     in_graph = kt_padding._in_graph
     assert kt_padding._fills()
-    assert masks.of(torch.empty(4, 16)) is None  # outside of captures
+    assert masks.of(torch.empty(4, 16)) is None  # outside captures
     for runner in (DecodeCudaGraphRunner, PrefillCudaGraphRunner):
         assert runner.capture.__wrapped__.__name__ == "capture"  # hooked
         assert kt_padding._around_capture(capture, runner) == "captured"
@@ -224,9 +224,9 @@ def check_padding() -> None:
         assert fill(4, 4) == [[], [], []]
         assert fill(3, 3) == [[], [], []]
         assert fill(3, 4) == [[], [3], []]
-        assert fill(11, 16) == [[], [], []]  # of a graph whose layers see other rows
+        assert fill(11, 16) == [[], [], []]  # a graph whose layers see other rows
     assert fill(5, 8) == [[5, 6, 7], [], []]
-    kt_padding._around_capture(capture, None)  # again, beside a batch's mask
+    kt_padding._around_capture(capture, None)  # again, while there is a batch's mask
     assert padding() == [[*range(8)], [*range(4)], [0, 1]]
     assert fill(5, 8) == [[5, 6, 7], [], []]
     assert kt_padding._around_capture(lambda runner, more: more, None, more=7) == 7
@@ -246,7 +246,7 @@ def check_padding() -> None:
 
 def check_no_mask_that_nobody_fills() -> None:
     def others(registry: Any, numbers: tuple[int, int]) -> None:
-        """Of a version that says it another way."""
+        """A function of a version with other names."""
 
     hooked = CudaGraphBufferRegistry.fill_from
     renamed = _wrap_fn(others, kt_padding._around_fill_from, HookType.AROUND)

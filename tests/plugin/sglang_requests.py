@@ -1,7 +1,7 @@
-"""Runs inside the SGLang environment: requests to a running engine that concern its weights.
+"""Runs in the SGLang environment: makes requests to a running engine that concern its weights.
 
-Each is made through the methods of ``Engine``, or, where the name begins with "scheduler:", sent
-straight to the scheduler, as servers without a TokenizerManager do.
+Each is made through the methods of ``Engine`` or, if its name begins with "scheduler:", sent
+directly to the scheduler, as servers without a TokenizerManager do.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENGINE: dict[str, Callable[[Any], Any]] = {
         "save_sharded_model", **FOLDER
     ),
 }
-# Those that the scheduler gets: the communicator that sends them, and the message.
+# Requests to the scheduler: the communicator that sends them, and the message.
 SCHEDULER: dict[str, tuple[str, Any]] = {
     "update_weights_from_tensor": (
         "update_weights_from_tensor",
@@ -70,7 +70,7 @@ ALL = [*ENGINE, *(f"scheduler:{name}" for name in SCHEDULER)]
 
 
 def make(engine: Any, names: list[str] | None) -> dict[str, str]:
-    """Makes the requests, all of them if names is None; the answers, or errors, as text."""
+    """Makes the requests (all of them if names is None). Returns answers or errors as text."""
     return {name: _make(engine, name) for name in names or ALL}
 
 

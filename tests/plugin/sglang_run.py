@@ -1,24 +1,24 @@
-"""Runs inside the SGLang environment: one or more configurations, one after the other.
+"""Runs in the SGLang environment: one or more configurations, one after the other.
 
     sglang_run.py JOB.json RESULT.json
 
-JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, in place of those for
-      the CPU}, "prompts": [[ids]], "steps": n or [of each prompt], "fork": start processes so?,
-      "modules": to import first; forked processes have them,
+JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, instead of those for
+      the CPU}, "prompts": [[ids]], "steps": n or [for each prompt], "fork": whether to fork
+      processes, "modules": to import first; forked processes have them,
       "runs": [{"name", "arguments": of the engine, "config": text of KT_CONFIG, "env": variables,
                 "model", "prompts", "steps": other ones,
-                "before": prompts served first, of 1, 2, 3 and more steps; only "stats" knows,
-                "fails_first": arguments with which the engine does not start, before it does,
+                "before": prompts served first, of 1, 2, 3 and more steps; only in "stats",
+                "fails_first": arguments with which the engine does not start, tried first,
                 "requests": names in sglang_requests.py, or null for all: made afterwards}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "cached": [tokens of each
           prompt that were in the cache], "seconds", "stats": content of KT_STATS_FILE or null,
-          "plugin": whether it was loaded, "failed": why the engine did not start first,
+          "plugin": whether it was loaded, "failed": why the engine did not start at first,
           "requests": {name: answer}, "again": tokens after them}]; or {"name", "error"} for a run
           that raised.
 
-The engine runs as users run it: with its radix cache, chunked prefill and overlapped schedule. It
-spawns its processes, and each imports everything anew, for 10 s. With "fork" all is imported once,
-and a run's processes are forks of this one, which has no threads yet.
+The engine runs with a user's settings: radix cache, chunked prefill and overlapped schedule. It
+spawns its processes, each of which imports everything again, for 10 s. With "fork", everything is
+imported once, and a run's processes are forks of this one, which has no threads at that point.
 """
 
 import importlib
@@ -48,7 +48,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
             grammar_backend="none",
             max_total_tokens=1024,
             max_running_requests=16,
-            mem_fraction_static=0.6,  # of memory, others included: what runs beside may take some
+            mem_fraction_static=0.6,  # of all memory, of which other processes may take some
             random_seed=0,
             log_level="info",
             **job.get("device", CPU),
@@ -108,7 +108,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
 
 
 def _settled(path: str) -> dict | None:
-    """The counters once they stand still; they are written twice a second by the worker."""
+    """The counters once they no longer change. The worker writes them twice a second."""
     last = None
     for _ in range(20):
         if not os.path.exists(path):
@@ -141,7 +141,8 @@ def import_all() -> None:
 
 
 def attempt_in_fork(job: dict, one: dict, stats_path: str) -> dict:
-    """An engine leaves threads behind: it does not get the process that is forked for the next."""
+    """An engine leaves threads behind, so it must not run in the process that forks the next
+    one."""
     path = stats_path + ".answer"
 
     def write() -> None:

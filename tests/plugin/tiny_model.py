@@ -1,8 +1,8 @@
 """A tiny random Qwen3-MoE checkpoint, and the greedy text of Hugging Face transformers.
 
-A random model is chaotic: one wrong expert changes the next token. Near ties of the two best tokens
-are decided by rounding, so prompts are chosen among many for clear texts, by the reference alone.
-Weights are BF16 values; the reference and the engines compute in float32.
+A random model is chaotic: one wrong expert changes the next token. If the two best tokens nearly
+tie, rounding decides, so the reference alone selects prompts with clear texts. Weights are BF16
+values; the reference and the engines compute in float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def make(
     intermediate: int = INTERMEDIATE,
     head_dim: int = 32,
 ) -> Path:
-    """Writes checkpoint and tokenizer to folder ``path``; token i from 3 on is the word "t{i}"."""
+    """Writes checkpoint and tokenizer to folder ``path``. From 3 on, token i is the word "t{i}"."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -68,7 +68,8 @@ def make(
 
 @dataclass
 class Greedy:
-    """tokens[i] follow prompt i; gaps[i] are the top-2 logit distances of these steps."""
+    """tokens[i] follow prompt i. gaps[i] are the distances of the two best logits in these
+    steps."""
 
     tokens: list[list[int]]
     gaps: list[list[float]]
@@ -83,12 +84,12 @@ class Reference:
         ).eval()
 
     def experts(self, layer: int) -> torch.nn.Module:
-        """Module with gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
+        """The module with gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
         return self.model.model.layers[layer].mlp.experts
 
     @torch.no_grad()
     def greedy(self, prompts: list[list[int]], steps: int = STEPS) -> Greedy:
-        """Prompts of one length make a batch; no cache, no padding: nothing to get wrong."""
+        """Prompts of the same length form a batch. No cache and no padding, to keep it simple."""
         found = Greedy([[] for _ in prompts], [[] for _ in prompts])
         for length in sorted({len(prompt) for prompt in prompts}):
             rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
@@ -110,7 +111,7 @@ class Reference:
     def changed(
         self, change: Callable[[int, int, torch.Tensor, torch.Tensor], None], experts: range
     ) -> Iterator[None]:
-        """Within, ``change(layer, expert, gate_up, down)`` has edited these experts in place."""
+        """Inside, ``change(layer, expert, gate_up, down)`` has edited these experts in place."""
         saved = [(gate_up.clone(), down.clone()) for gate_up, down in self.stacks()]
         try:
             for layer, (gate_up, down) in enumerate(self.stacks()):
@@ -126,7 +127,7 @@ class Reference:
     def replacing(
         self, replacement: Callable[[int, torch.nn.Module], Callable[..., torch.Tensor]]
     ) -> Iterator[None]:
-        """Within, each layer's experts are computed by what replacement(layer, module) returns."""
+        """Inside, the result of replacement(layer, module) computes each layer's experts."""
         modules = [self.experts(layer) for layer in range(LAYERS)]
         for layer, module in enumerate(modules):
             module.forward = replacement(layer, module)
@@ -138,7 +139,7 @@ class Reference:
 
     @contextmanager
     def computing(self, method: str, cold: range) -> Iterator[None]:
-        """Within, cold experts have the method's weights and activation roundings, in float64."""
+        """Inside, cold experts have the method's weights and activation roundings, in float64."""
         mask = torch.tensor([expert not in cold for expert in range(EXPERTS)])
 
         def replacement(layer: int, experts: torch.nn.Module) -> Callable[..., torch.Tensor]:
@@ -158,7 +159,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
-        """Log-probabilities of given continuations, all in one row."""
+        """Log-probabilities of given continuations, in one row."""
         found = []
         for prompt, row in zip(prompts, tokens, strict=True):
             logits = self.model(torch.tensor([prompt + row]), use_cache=False).logits
@@ -168,9 +169,9 @@ class Reference:
 
     @contextmanager
     def watching_routes(self) -> Iterator[list[torch.Tensor]]:
-        """Within, each pass of a layer adds [T]: by how much of its probability each of a token's
-        experts, and the best one that it does not have, was behind the one before; the least of
-        them. Rounding decides who is chosen, or deferred, where that is small."""
+        """Inside, each pass of a layer appends [T]: the smallest margin, relative to the router's
+        probability, between successive experts of a token, including the best one that was not
+        chosen. If it is small, rounding decides which expert is chosen or deferred."""
         gaps: list[torch.Tensor] = []
 
         def look(gate: torch.nn.Module, x: object, out: tuple[torch.Tensor, ...]) -> None:
@@ -188,7 +189,7 @@ class Reference:
 def spread_prompts(
     count: int, vocabulary: int = VOCABULARY, step: int = 5, growth: int = 7
 ) -> list[list[int]]:
-    """Prompts of 4 + ``growth``, 4 + 2 ``growth`` … words from all over the vocabulary."""
+    """Prompts of 4 + ``growth``, 4 + 2 ``growth`` … words from the whole vocabulary."""
     return [
         [3 + (step * i * j + i) % (vocabulary - 3) for j in range(4 + growth * i)]
         for i in range(1, count + 1)
@@ -196,8 +197,8 @@ def spread_prompts(
 
 
 def computed_tokens(prompts: list[list[int]], steps: int | list[int]) -> int:
-    """How many an engine runs through its layers for ``steps`` more of each (or so many of each):
-    not the last ones."""
+    """The number of tokens that an engine runs through its layers to generate ``steps`` more for
+    each prompt (or this many for each). The last ones are not run."""
     counts = steps if isinstance(steps, list) else [steps] * len(prompts)
     return sum(len(prompt) + count - 1 for prompt, count in zip(prompts, counts, strict=True))
 
@@ -207,8 +208,8 @@ def clear_prompts(
 ) -> list[list[int]]:
     """Of ``tries`` random prompts of 5 to 11 tokens, ``count`` that are far from ties.
 
-    That is: of the ones whose smallest gap is largest, those whose text stays the same, four times,
-    when all expert weights change at random by 2^-8, which is more than rounding to BF16 does.
+    Of the prompts with the largest smallest gap, these are the ones whose text stays the same four
+    times when all expert weights change randomly by 2^-8, which is more than rounding to BF16.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -231,7 +232,7 @@ def clear_prompts(
 def agreement(expected: Greedy, tokens: list[list[int]], gap: float = GAP) -> tuple[int, int, int]:
     """Compares step by step up to each row's first tie. Returns (equal, checked, total) steps.
 
-    A row counts as checked up to its first difference, since what follows is another text.
+    A row is checked up to its first difference, because the text differs afterwards.
     """
     equal = checked = total = 0
     for want, gaps, got in zip(expected.tokens, expected.gaps, tokens, strict=True):

@@ -1,4 +1,4 @@
-"""What the plugin refuses and installs, on vLLM's own objects, see vllm_hooks.py."""
+"""What the plugin refuses and installs, on vLLM's own objects; see vllm_hooks.py."""
 
 import dataclasses
 import inspect
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from contract_checks import changed, check_refusals, check_table
 
-# First, since vLLM's modules import each other in a circle.
+# First, because vLLM's modules import each other in a circle.
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 # isort: split
@@ -96,7 +96,7 @@ LINES = {
 
 
 def check_configurations() -> None:
-    """What is refused, on the attributes of a real configuration."""
+    """Checks refusals on the attributes of a real configuration."""
     made = engine_config()
     check_refusals(CONTRACT, made)
     refuse = options.prepared
@@ -123,7 +123,7 @@ def check_configurations() -> None:
 
 
 def check_an_empty_quantization_config() -> None:
-    """Is none."""
+    """An empty quantization_config counts as none."""
     with tempfile.TemporaryDirectory() as folder:
         for file in MODEL.iterdir():
             (Path(folder) / file.name).symlink_to(file)
@@ -135,7 +135,7 @@ def check_an_empty_quantization_config() -> None:
 
 
 def check_layers_are_refused() -> None:
-    """What a model asks of its experts, on vLLM's own dataclasses and signature."""
+    """Checks what a model may request of its experts, on vLLM's own dataclasses and signature."""
     ranks = FusedMoEParallelConfig.make_no_parallel()
     made = FusedMoEConfig(
         num_experts=8,
@@ -171,7 +171,7 @@ def check_layers_are_refused() -> None:
     assert error() == ""
     for found, what in (
         (error(swiglu_limit=7.0), "a SwiGLU limit"),
-        (error(swiglu_limit=0.0), "a SwiGLU limit"),  # it clamps to 0
+        (error(swiglu_limit=0.0), "a SwiGLU limit"),  # clamps to 0
         (error(swiglu_alpha=1.702), "a SwiGLU alpha"),
         (error(swiglu_beta=1.0), "a SwiGLU beta"),
         (error(apply_router_weight_on_input=True), "router weight on input"),
@@ -195,7 +195,7 @@ def check_layers_are_refused() -> None:
         assert found.startswith(line) and "not supported with kt options" in found, found
     made.defer_moe_finalize()
     assert "leaving the sum over experts to the model" in error()
-    # Of a version that is not known.
+    # From an unknown version.
     assert "swiglu_gamma=0.5, which kt-moe does not know" in error(swiglu_gamma=0.5)
     for known, name in (
         (EXPERT_ARGUMENTS, "swiglu_beta"),
@@ -210,7 +210,7 @@ def check_layers_are_refused() -> None:
 
 
 def check_sums_left_to_the_model_are_refused() -> None:
-    """When vLLM's kernel does not return sums."""
+    """They are refused when vLLM's kernel does not return sums."""
     unfinished = UnfinalizedMoEOutput(*(torch.ones(2) for _ in range(3)))
     experts = object.__new__(hybrid.HybridExperts)
     torch.nn.Module.__init__(experts)
@@ -224,11 +224,11 @@ def check_sums_left_to_the_model_are_refused() -> None:
         raise AssertionError("not refused")
 
 
-# ---- registering
+# ---- Registering.
 
 
 def check_a_renamed_function_stops_a_start() -> None:
-    """Only with kt options: without them vLLM is none of our business."""
+    """It does so only with kt options; without them, kt-moe does not check vLLM."""
     renamed = dataclasses.replace(
         CONTRACT, names=(*CONTRACT.names, Name("vllm.engine.arg_utils:Renamed", "called", "x"))
     )
@@ -242,7 +242,7 @@ def check_a_renamed_function_stops_a_start() -> None:
 
 
 def check_a_wrong_value_ends_the_command_line() -> None:
-    """In one line, when vLLM's parser reads it."""
+    """It ends with one line, when vLLM's parser reads the value."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     try:
         parser.parse_args(["--kt-method", "AMXINT9"])
@@ -253,7 +253,8 @@ def check_a_wrong_value_ends_the_command_line() -> None:
 
 
 def check_nothing_is_installed_without_options() -> None:
-    """But what looks for options. With options the front is prepared, once, and models not yet."""
+    """Only the search for options is installed. With options, the front is prepared once, and
+    models not yet."""
 
     def hooked() -> set[str]:
         functions = {
@@ -281,8 +282,8 @@ def check_nothing_is_installed_without_options() -> None:
 
 
 def check_workers_without_the_plugin_stop_a_start() -> None:
-    """vLLM would serve without our layers."""
-    made = engine_config(additional_config={"kt": {}})  # which starts to listen
+    """Otherwise vLLM would serve without kt-moe's layers."""
+    made = engine_config(additional_config={"kt": {}})  # starts to listen
     stopped: list[str] = []
     core = SimpleNamespace(shutdown=lambda: stopped.append("engine"))
     engine = SimpleNamespace(vllm_config=made, engine_core=core)
@@ -301,7 +302,7 @@ def check_workers_without_the_plugin_stop_a_start() -> None:
 
 
 def check_requests() -> None:
-    """Which methods of workers a front process lets through by name."""
+    """Checks which worker methods a front process accepts by name."""
 
     class Engine:
         def __init__(self, extension: str) -> None:

@@ -1,6 +1,6 @@
-"""Runs inside the vLLM environment, without an engine: what a run on the CPU does not show.
+"""Runs in the vLLM environment without an engine: checks what a run on the CPU does not show.
 
-Prints OK at the end; an assertion names what is wrong.
+Prints OK at the end. An assertion names what is wrong.
 """
 
 import vllm_contract_checks as contract

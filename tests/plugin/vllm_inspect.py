@@ -1,10 +1,10 @@
-"""Runs inside the vLLM environment, where the model is: functions of a module can be sent there."""
+"""Runs in the vLLM environment, in the model's process: functions of a module can be sent there."""
 
 from typing import Any
 
 
 def inspect_model(model: Any) -> dict[str, Any]:
-    """What the first MoE layer holds, and the counters of all."""
+    """The content of the first MoE layer, and the counters of all layers."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]

@@ -1,9 +1,9 @@
-"""Runs inside the vLLM environment: another plugin that replaces RoutedExperts, beside ours.
+"""Runs in the vLLM environment: another plugin that replaces RoutedExperts, together with kt-moe.
 
     vllm_other_plugin.py FOLDER before|after
 
-FOLDER has a distribution with an entry point, which vLLM loads before ours or after it. Prints OK
-at the end; an assertion names what is wrong.
+FOLDER has a distribution with an entry point, which vLLM loads before or after kt-moe's. Prints OK
+at the end. An assertion names what is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINE = (
 
 
 def write(folder: Path) -> Path:
-    """The other distribution, as pip would install it."""
+    """Writes the other distribution, as pip would install it."""
     information = folder / "other_plugin-1.0.dist-info"
     information.mkdir(parents=True)
     (folder / "other_plugin.py").write_text(MODULE)
@@ -69,7 +69,7 @@ def main(folder: str, order: str) -> None:
 
     given = {"additional_config": {"kt": {}}}
     refused(EngineArgs(model=model, max_model_len=128, **given).create_engine_config)
-    refused(slot.taken().__enter__)  # in a worker, where a plugin may come later
+    refused(slot.taken().__enter__)  # in a worker, where a plugin may be loaded later
     assert op_registry_oot == {"RoutedExperts": other}
     print("OK")
 

@@ -1,11 +1,11 @@
-"""What a layer does with the rows and routes of a batch, see vllm_hooks.py."""
+"""What a layer does with the rows and routes of a batch; see vllm_hooks.py."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-# First, since vLLM's modules import each other in a circle.
+# First, because vLLM's modules import each other in a circle.
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: F401
 
 # isort: split
@@ -36,7 +36,7 @@ def layer(kind: type, attn_type: str | None = None) -> Any:
 
 
 class Mamba(torch.nn.Module, MambaBase):
-    """Whose state is of a request, not of a token."""
+    """A layer whose state belongs to a request, not to a token."""
 
     get_state_dtype = get_state_shape = mamba_type = None
 
@@ -66,7 +66,7 @@ def found(padding: Any, slots: Any = None, is_padding: Any = None, x: Any = X) -
 
 
 def check_slots() -> None:
-    """Those of decoder attention, of whichever kind and in whatever order."""
+    """The slots are those of decoder attention, of any kind and in any order."""
     for name in ("attention", "mla"):
         others = {other: NO_SLOTS for other in LAYERS if other not in ("attention", "mla")}
         for mappings in ({**others, name: SLOTS}, {name: SLOTS, **others}):
@@ -80,7 +80,7 @@ def check_slots() -> None:
 
 
 def check_what_the_runner_marks() -> None:
-    """Is not looked at: one runner of 0.26 calls all rows padding, and does not mean it."""
+    """It is ignored: one runner of 0.26 marks all rows as padding, wrongly."""
     for marks in (IS_PADDING, torch.ones(TOKENS, dtype=torch.bool)):
         assert found(Padding(config()), {"attention": SLOTS}, marks) is SLOTS
         assert found(Padding(config()), None, marks) is None
@@ -118,14 +118,15 @@ def check_what_is_not_taken() -> None:
 
 
 class Skip(routes.SkipColdRoutes):
-    """Of 2 hot experts of 4; batches of up to 3 tokens are not sorted."""
+    """With 2 hot experts of 4. Batches of up to 3 tokens are not sorted."""
 
     def __init__(self) -> None:
         self._map, self._any_cold, self._unsorted = torch.tensor([0, 1, -1, -1]), 2, 3
 
 
 def check_layers_pass_it_on() -> None:
-    """To the layer on the CPU; and they ask for cold routes as vLLM's kernel takes them."""
+    """Layers pass padding on to the CPU, and request cold routes in the form that vLLM's kernel
+    takes."""
     for skip, tokens, slot, rows in (
         (None, TOKENS, -1, None),
         (Skip(), TOKENS, 2, [0, 1, -1, -1]),
@@ -156,7 +157,7 @@ def check_layers_pass_it_on() -> None:
 
 
 def check_which_batches_are_sorted() -> None:
-    """By vLLM's own function, whose compiled part the CPU lacks."""
+    """vLLM's own function decides, whose compiled part is missing on the CPU."""
     sorting = RuntimeError("sorts")
 
     def align(*given: Any, **more: Any) -> Any:

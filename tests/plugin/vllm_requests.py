@@ -1,11 +1,11 @@
-"""Runs inside the vLLM environment: requests that would change or move an engine's weights."""
+"""Runs in the vLLM environment: makes requests that would change or move an engine's weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-# Methods of a worker, with arguments; functions that run in a worker can call them.
+# Methods of a worker, with arguments. Functions that run in a worker can call them.
 WORKER_METHODS: dict[str, tuple[Any, ...]] = {
     "add_lora": (None,),
     "checkpoint_prepare": (),
@@ -24,9 +24,9 @@ WORKER_METHODS: dict[str, tuple[Any, ...]] = {
 
 
 def ask(llm: Any, what: str) -> dict[str, str]:
-    """Makes each request, and returns what it was answered: an exception's text, or "served".
+    """Makes each request and returns the answers: an exception's text, or "served".
 
-    what: "some", those that an engine without kt options serves and survives, or "all".
+    what: "some" for those that an engine without kt options serves and survives, or "all".
     """
     requests: dict[str, Callable[[], Any]] = {
         "reload": lambda: llm.collective_rpc("reload_weights"),

@@ -1,21 +1,22 @@
-"""Runs inside the vLLM environment: one or more configurations, one after the other.
+"""Runs in the vLLM environment: one or more configurations, one after the other.
 
     vllm_run.py JOB.json RESULT.json
 
-JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n or [of each prompt],
+JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n or [for each prompt],
       "compile": false,
-      "processes": the engine in a process of its own, vLLM's default? slower to start, false here,
+      "processes": whether the engine has its own process, vLLM's default; slower; default false,
       "modules": to import first,
-      "inspect_here": look at model classes in this process? vLLM starts one for each, 10 s a class,
+      "inspect_here": whether to inspect model classes in this process; vLLM starts one for each
+      class, which takes 10 s,
       "runs": [{"name": "...", "kt": {...} or null, "engine": {more arguments of LLM}, "compile",
                 "environment": {variables}, "model", "prompts", "steps": other ones,
-                "before": prompts served first, of 1, 2, 3 and more steps; nothing of them is told,
-                "requests": "some" or "all": what else is asked of the engine, vllm_requests.py,
-                "leave": end the process with it?}]}
+                "before": prompts served first, of 1, 2, 3 and more steps; not in the result,
+                "requests": "some" or "all": further requests to the engine, see vllm_requests.py,
+                "leave": whether to end the process with it}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
           "expert_calls", "forwards": of each layer, for the prompts alone,
-          "cached": of each prompt, how many tokens came from the prefix cache,
-          "requests": what came of each, "again": the tokens after them,
+          "cached": for each prompt, the number of tokens from the prefix cache,
+          "requests": the answers, "again": the tokens after them,
           "hot_rows", "hybrid": class name of the expert layer}]; {"name", "error"} if it raised.
 """
 
@@ -37,7 +38,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_WORKER_MULTIPROC_METHOD="spawn",
     VLLM_LOGGING_LEVEL="INFO",
-    VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # to look at ranks' counters
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # to inspect counters of ranks
 )
 
 
@@ -53,7 +54,7 @@ def run(job: dict, one: dict) -> dict:
         "max_model_len": 256,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
-        "num_gpu_blocks_override": 256,  # of 16 tokens and more: enough, and soon made
+        "num_gpu_blocks_override": 256,  # of at least 16 tokens: enough, and quickly allocated
         "distributed_executor_backend": "uni",
         "seed": 0,
         "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
@@ -61,7 +62,7 @@ def run(job: dict, one: dict) -> dict:
     llm = LLM(one.get("model", job["model"]), **arguments | one.get("engine", {}))
     if "before" in one:
         _generate(llm, one["before"], [*range(1, len(one["before"]) + 1)])
-    before = llm.apply_model(inspect_model)[0]["stats"]  # what starting took
+    before = llm.apply_model(inspect_model)[0]["stats"]  # counted during the start
     prompts, steps = one.get("prompts", job["prompts"]), one.get("steps", job["steps"])
     started = time.monotonic()
     counts = steps if isinstance(steps, list) else [steps] * len(prompts)

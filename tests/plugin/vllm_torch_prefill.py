@@ -1,7 +1,7 @@
-"""Prefill of multi-head latent attention in torch, for a vLLM without the packages that have it.
+"""Prefill of multi-head latent attention in torch, for a vLLM without the packages that provide it.
 
-Registered as vLLM's CUSTOM backend when it is imported in vLLM's process (job of vllm_run.py:
-"modules"); prompts come in one piece, so that there is no context before them.
+Importing it in vLLM's process registers it as vLLM's CUSTOM backend (job of vllm_run.py:
+"modules"). Prompts must come in one piece, so that there is no context before them.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class TorchPrefill(MLAPrefillBackend):
         out: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q, k [T, heads, qk_head_dim], v [T, heads, v_head_dim]: as v."""
+        """q, k [T, heads, qk_head_dim], v [T, heads, v_head_dim]. The result has v's shape."""
         assert not return_softmax_lse and out is None and output_scale is None
         result = torch.zeros_like(v)
         starts = self._prefill_metadata.query_start_loc.tolist()

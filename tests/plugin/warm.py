@@ -1,10 +1,10 @@
-"""Runs inside an engine's environment: imports modules once, then runs commands in forks of itself.
+"""Runs in an engine's environment: imports modules once, then runs commands in forks of itself.
 
     warm.py MODULE...
 
-Reads requests from stdin, each a line of JSON: {"module": to run as `python -m` does, "arguments",
-"log": file for its output}. Answers with the exit code of each. What a fork leaves running, and
-this process itself, is killed when stdin ends.
+Reads requests from stdin, one JSON object per line: {"module": to run as `python -m` does,
+"arguments", "log": file for its output}. Answers with the exit code of each. When stdin ends, this
+process and everything that forks have left running are killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from heap import freeze
 
 
 def main() -> None:
-    sys.path[0] = os.getcwd()  # as `python -m` has it
+    sys.path[0] = os.getcwd()  # as in `python -m`
     for module in sys.argv[1:]:
         importlib.import_module(module)
     loaded = [name for name in sys.modules if name.startswith("kt_kernel.plugin_entrypoints")]
@@ -42,7 +42,7 @@ def run(module: str, arguments: list[str], log: str) -> None:
     nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
-    sys.stdin = open(0)  # noqa: SIM115 - as long as the process
+    sys.stdin = open(0)  # noqa: SIM115 - stays open as long as the process
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,4 +1,4 @@
-"""What GPU kernels do with a stream engine, done by the CPU on the same addresses."""
+"""Does on the CPU, on the same addresses, what GPU kernels do with a stream engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from kernels.core import FORMATS, SMALL_SWEEP, Layer, module
 
-# The sanitized module holds the emulated tables, but its own classes otherwise.
+# The sanitized module is _C_emul, with the emulated tables and classes of its own.
 VARIANT = ("_C_emul" if SMALL_SWEEP else "_C", "avx2")
 TYPES = {0: np.uint16, 1: np.float16, 2: np.float32}  # of x and out, by number of the dtype
 HIDDEN, TOP_K, EXPERTS = 64, 3, 6
@@ -45,7 +45,7 @@ def at(address: int, dtype: Any, *shape: int) -> Any:
 
 
 class Side:
-    """A StreamSide and views of what it holds."""
+    """A StreamSide and views of its contents."""
 
     def __init__(
         self, capacity: int = 8, dtype: int = 2, partial: bool = True, hidden: int = HIDDEN
@@ -66,7 +66,7 @@ class Side:
         self.out[:] = 7
 
     def wait(self, number: int) -> Any:
-        """The kernel after the layer."""
+        """Waits like the kernel after the layer."""
         end = time.monotonic() + DEADLINE
         while self.done[0] != number:
             assert time.monotonic() < end, f"done is {self.done[0]}, not {number}"
@@ -75,7 +75,7 @@ class Side:
 
 
 class Gpu:
-    """One engine, and whoever rings it."""
+    """One engine and the code that rings it."""
 
     def __init__(
         self, entries: int = 64, watchdog: float = 30.0, first: int = 0, traces: bool = False
@@ -119,7 +119,7 @@ def by_hand(
     add: Any = None,
     partial: bool = False,
 ) -> Any:
-    """The same through MoeLayer.submit: out, or the unrounded sums."""
+    """The same result by MoeLayer.submit: out, or the unrounded sums."""
     x, given, weights = (np.ascontiguousarray(a) for a in batch)
     ids = np.ascontiguousarray(given if ids is None else ids, np.int64)
     y = np.empty(x.shape, np.float32 if partial else TYPES[dtype])

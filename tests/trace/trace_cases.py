@@ -1,10 +1,10 @@
-"""Records of a GPU and a CPU that never were."""
+"""Made-up records of a GPU and a CPU."""
 
 from kt_kernel.trace.records import Record
 
 
 def record(**known):
-    """Times that are not given are unknown."""
+    """A record. Times that are not given are unknown."""
     return Record(**{name: known.get(name, 0) for name in Record._fields})
 
 
@@ -25,9 +25,10 @@ def batch(
     back=3000,
     **known,
 ):
-    """A batch's record, from how long each part took in nanoseconds of the true time, and its end.
+    """A batch's record and its end, computed from how long each part took, in nanoseconds of true
+    time.
 
-    start: true time; the CPU's clock shows it, the GPU's shows clock(time).
+    start: true time. The CPU's clock shows true time, the GPU's shows clock(time).
     """
     handed = start + hand
     taken = handed + seen

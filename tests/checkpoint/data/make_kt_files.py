@@ -1,14 +1,14 @@
-"""Makes the files of kt-kernel's converted weights in this folder, with kt-kernel's own wheel.
+"""Makes the files of kt-kernel's converted weights in this folder, with kt-kernel's wheel.
 
     pip download --no-deps --python-version 3.12 --only-binary :all: kt-kernel==0.7.2
     unzip kt_kernel-0.7.2-cp312-*.whl -d FOLDER
     python3.12 make_kt_files.py FOLDER         needs numpy, safetensors and a CPU with AMX
 
 Nothing of kt-kernel is installed. Its compiled classes quantise the weights of `kt_cases.source`
-and save them as .kt files, which are merged under the names that its converter
-(scripts/convert_cpu_weights.py) gives them: the bytes of a file are those of a tensor. Whole layers
-go to {case}/model.safetensors, one as the folder of .kt files that the converter merges, to
-kt_folder, and SHA-256 of larger ones to kt_digests.json.
+and save them as .kt files. These are merged under the names that its converter
+(scripts/convert_cpu_weights.py) uses; the bytes of a file are those of a tensor. Whole layers go to
+{case}/model.safetensors. One layer goes to kt_folder, as the folder of .kt files that the converter
+merges. Larger layers are kept as SHA-256 in kt_digests.json.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Calls of every entry of the compiled module with extremes: what test_entries.py runs."""
+"""Calls every entry of the compiled module with extreme values, for test_entries.py."""

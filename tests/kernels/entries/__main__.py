@@ -2,8 +2,8 @@
 
     python -m tests.kernels.entries MODULE LIBRARY ENTRY...
 
-LIBRARY stands in for the CUDA driver. Prints each call before it is made, so that one which ends
-the process is known, and what is wrong with its outcome.
+LIBRARY stands in for the CUDA driver. Each call is printed before it is made, so that a call that
+ends the process is known. Faults in its outcome are printed, too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ ARGUMENT_ERRORS = (ValueError, TypeError, IndexError)
 class Case:
     """A call that succeeds, and what its arguments accept.
 
-    extra: further arguments, and the error that they raise. errors: that may also be raised.
+    extra: more arguments, and the error that they raise. errors: other errors that may be raised.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Case:
         self.errors = (*ARGUMENT_ERRORS, *errors)
 
     def check(self, announce: Callable[[str], None]) -> Iterator[str]:
-        """Makes all calls; yields what is wrong."""
+        """Makes all calls. Yields the faults."""
         usual = {name: good(spec) for name, spec in self.specs.items()}
         announce("good arguments")
         self.call(**usual)

@@ -1,4 +1,4 @@
-"""Which entries there are, and the calls of each."""
+"""Lists the entries, and the calls of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .training import training_cases
 
 
 def entries(core: ModuleType) -> list[str]:
-    """All that can be called, or asked of an object, by the module's own listing."""
+    """Everything that can be called, or read from an object, according to the module's listing."""
     found = []
     for name, value in vars(core).items():
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""What an argument of a compiled entry accepts, and the values with which it is tried."""
+"""What an argument of a compiled entry accepts, and the values to try."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Try(NamedTuple):
     """One value for one argument."""
 
     value: Any
-    refused: bool = True  # the call must raise; otherwise it may
-    says: str = ""  # must be in the message of a ValueError
+    refused: bool = True  # whether the call must raise; otherwise it may
+    says: str = ""  # must occur in the message of a ValueError
 
 
 @dataclass(frozen=True)
 class Number:
-    """An integer from low to high. inside: the call may be made with low and high, which it may not
-    where the number describes memory behind an address. none: None is accepted, too."""
+    """An integer from low to high. inside: whether the call may be made with low and high, which is
+    wrong if the number describes memory behind an address. none: None is accepted, too."""
 
     good: int
     low: int
@@ -48,7 +48,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Address:
-    """good = 0: none is given, which is accepted. says: what the message for 0 has in it."""
+    """good = 0: none is given, which is accepted. says: must occur in the message for 0."""
 
     good: int
     says: str = "address 0"
@@ -61,7 +61,8 @@ class Address:
 
 @dataclass(frozen=True)
 class Real:
-    """refused: which numbers are, beside NaN and infinities; None: none are, those included.
+    """refused: numbers that are refused, in addition to NaN and infinities; None: nothing is
+    refused.
     infinite: infinity is accepted."""
 
     good: float
@@ -108,8 +109,8 @@ class Some:
 
 @dataclass(frozen=True, eq=False)
 class Array:
-    """free: axes of any size. flat: any number of dimensions is accepted, with as many values.
-    exact: arrays of other types are not converted. optional: None is accepted."""
+    """free: axes that may have any size. flat: any number of dimensions is accepted, with as many
+    values. exact: arrays of other types are not converted. optional: None is accepted."""
 
     good: np.ndarray | None
     free: tuple[int, ...] = ()
@@ -143,7 +144,7 @@ def good(spec: Any) -> Any:
 
 
 def tries(spec: Any) -> Iterator[Try]:
-    """Values in the place of the good one; within a list or tuple for one part at a time."""
+    """Values instead of the good one. In a list or tuple, one part is replaced at a time."""
     if not isinstance(spec, list | tuple):
         yield from spec.tries()
         return

@@ -1,4 +1,4 @@
-"""What the calls are made with."""
+"""The objects with which the calls are made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def weight_format(good: int) -> Number:
 
 
 class Things:
-    """What the calls are made with, kept alive."""
+    """The objects with which the calls are made, kept alive."""
 
     def __init__(self, core: ModuleType, library: str) -> None:
         self.core, self.library = core, library

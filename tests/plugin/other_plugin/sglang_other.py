@@ -1,5 +1,5 @@
-"""Another plugin of SGLang's. It wraps functions that kt-moe wraps, and, as SGLANG_OTHER says,
-takes what kt-moe replaces: with "replace" by SGLang's registry, with "assign" without it."""
+"""Another SGLang plugin. It wraps functions that kt-moe wraps and, depending on SGLANG_OTHER, takes
+what kt-moe replaces: "replace" uses SGLang's registry, "assign" does not."""
 
 import os
 from typing import Any

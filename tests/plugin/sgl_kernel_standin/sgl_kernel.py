@@ -1,10 +1,10 @@
 """The one function of SGLang's compiled kernels that its CPU path calls in these tests.
 
-PyPI has no CPU build of `sgl_kernel`. With this folder on PYTHONPATH, and only then, an unmodified
-SGLang runs a plain decoder-only model on the CPU. It is for tests: nothing here is installed.
+PyPI has no CPU build of `sgl_kernel`. With this folder on PYTHONPATH, an unmodified SGLang runs a
+plain decoder-only model on the CPU. This is only for tests: nothing here is installed.
 
 SGLang imports more CPU functions than it calls here (moving the key-value cache, speculative
-decoding): those names exist too, and raise when called.
+decoding). Those names exist, too, and raise when called.
 """
 
 from collections.abc import Callable
