@@ -1,13 +1,17 @@
-"""Serves a synthetic model with a stock engine, ours beside its own ways, and compares.
+"""Serves a synthetic model with a stock engine, with and without kt-moe, and compares.
 
     python benchmarks/engine.py --engine vllm --python ENV/bin/python --json FILE
     python benchmarks/engine.py --engine sglang --python ENV/bin/python --hot 0 0.5 --deferral 0 2
 
-The model has the experts of --shape and --layers layers (synthetic.py). Configurations, each in a
-process of its own unless --together: "stock" with everything on the GPU; "kt" with a part of the
-experts hot, and d of each token deferred; "offload", the engine's --cpu-offload-gb, which leaves
-the same bytes of weights on the GPU as "kt" with that part hot. engine_run.py times prompts of
---prefill tokens to their first token, and decoding of --streams requests at once.
+The model has --layers layers with the experts of --shape (synthetic.py). Each configuration runs in
+its own process, unless --together is given:
+
+- "stock": everything on the GPU
+- "kt": kt-moe with a part of the experts hot, and d experts of each token deferred
+- "offload": the engine's --cpu-offload-gb, leaving as many bytes of weights on the GPU as "kt"
+
+engine_run.py times prompts of --prefill tokens up to their first token, and decoding of --streams
+requests at once.
 """
 
 from __future__ import annotations
@@ -33,12 +37,12 @@ SCRIPT = Path(__file__).parent / "engine_run.py"
 
 
 def expert_bytes(shape: Shape, layers: int) -> int:
-    """Of all experts, in bfloat16."""
+    """Bytes of all experts in bfloat16."""
     return 2 * shape.weights * shape.experts * layers
 
 
 def configurations(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
-    """Name and arguments of the engine of everything that is compared."""
+    """The name and the engine's arguments of every configuration."""
     found: list[dict[str, Any]] = [] if args.no_stock else [{"name": "stock", "arguments": {}}]
     for part in args.hot:
         hot = round(part * args.shape.experts)
@@ -67,7 +71,7 @@ def configurations(args: argparse.Namespace, model: Path) -> list[dict[str, Any]
             )
     for part in args.offload:
         size = expert_bytes(args.shape, args.layers) * (1 - part) / 2**30
-        # SGLang takes whole gigabytes.
+        # SGLang accepts whole gigabytes only.
         size = size if args.engine == "vllm" else max(1, round(size))
         found.append(
             {
@@ -82,8 +86,8 @@ def configurations(args: argparse.Namespace, model: Path) -> list[dict[str, Any]
 def measure(
     configurations: list[dict[str, Any]], args: argparse.Namespace, model: Path
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the configurations, as they come; {"error": the end of the log} where one fails, and
-    a new process for those behind it."""
+    """Yields the rows of the configurations as they finish. A failed one gives {"error": the end of
+    the log}, and the next ones run in a new process."""
     rest = configurations
     while rest:
         group = rest if args.together else rest[:1]
@@ -109,7 +113,8 @@ def measure(
 def run(
     runs: list[dict[str, Any]], args: argparse.Namespace, model: Path
 ) -> Iterator[dict[str, Any]]:
-    """What engine_run.py finds, one process for all; the last is the error of one that failed."""
+    """Yields the results of engine_run.py, with one process for all. If a run fails, the last
+    result is its error."""
     job = {
         "engine": args.engine,
         "model": str(model),
@@ -144,24 +149,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--engine", required=True, choices=("vllm", "sglang"))
-    add("--python", default=sys.executable, help="of the environment with the engine and kt-moe")
+    add("--python", default=sys.executable, help="python with the engine and kt-moe")
     add("--shape", default="qwen3-30b-a3b", type=parse_shape, help="a name, or E,H,I,k")
     add("--layers", type=int, default=8)
     add("--vocabulary", type=int, default=32768)
-    add("--model", type=Path, help="folder for the checkpoint, kept; default: a temporary one")
+    add("--model", type=Path, help="folder for the checkpoint, kept (default: a temporary one)")
     add("--method", default="BF16")
     add("--cpuinfer", type=int)
     add(
         "--weight-path",
         action="store_true",
-        help="kt reads cold experts from the checkpoint itself, on all of its threads, rather than "
-        "take them from the engine one by one; large models start sooner",
+        help="kt reads cold experts from the checkpoint itself, on all of its threads, instead of "
+        "getting them from the engine one by one; large models start sooner",
     )
     add("--hot", nargs="*", type=float, default=[0, 0.25, 0.5, 0.75], help="parts of the experts")
     add("--deferral", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     add("--no-stock", action="store_true")
-    add("--offload", nargs="*", type=float, help="the engine's own, by the same parts; as --hot")
-    add("--together", action="store_true", help="one process: starts sooner")
+    add("--offload", nargs="*", type=float, help="the engine's own offload (default: as --hot)")
+    add("--together", action="store_true", help="use one process, which starts sooner")
     add(
         "--arguments",
         default="{}",
@@ -175,7 +180,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--settle", type=float, default=12, help="seconds of decoding before anything is timed")
     add("--limit", type=float, default=900, help="seconds for one configuration")
-    add("--json", type=Path, help="also saved after each configuration")
+    add("--json", type=Path, help="save after each configuration")
     args = parser.parse_args(argv)
     if args.offload is None:
         args.offload = args.hot

@@ -1,9 +1,9 @@
-"""PNG of what engine.py saved: speed over GPU memory.
+"""Plots results of engine.py to a PNG: speed over GPU memory.
 
     python benchmarks/engine_plot.py OUT.png RESULT.json [RESULT.json ...]
 
-One line of panels per result: tokens/s of decoding, and of reading a prompt. Needs matplotlib (its
-version is in constraints.txt).
+Each result has a row of panels: tokens/s of decoding, and of reading a prompt. Needs matplotlib
+(its version is in constraints.txt).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     drawn = [(result, _rows(result)) for result in results]
     drawn = [(result, rows) for result, rows in drawn if rows]
     if not drawn:
-        raise SystemExit("nothing to plot: no configuration that was timed on a GPU")
+        raise SystemExit("nothing to plot: no configuration was timed on a GPU")
     figure, axes = plt.subplots(
         len(drawn), 2, figsize=(14, 5.4 * len(drawn)), squeeze=False, layout="constrained"
     )
@@ -54,7 +54,7 @@ def _speeds(axes: Axes, rows: list[Row], key: str, unit: str) -> None:
     names = list(rows[0][key])
     for number, name in enumerate(names):
         colour = f"C{number}"
-        for row in (row for row in rows if name in row[key]):  # else not timed
+        for row in (row for row in rows if name in row[key]):  # others were not timed
             kind = row["name"].split()[0]
             axes.plot(
                 row["gpu_bytes"] / 1e9,

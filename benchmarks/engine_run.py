@@ -1,16 +1,16 @@
-"""Runs inside an engine's environment: configurations of one engine, timed from within.
+"""Runs in an engine's environment and times configurations of this engine.
 
     engine_run.py JOB.json FOLDER
 
 JOB: {"engine": "vllm" or "sglang", "model": folder, "runs": [{arguments of LLM or Engine}],
       "vocabulary", "prefill": [tokens of a prompt], "streams": [n], "steps": tokens decoded,
       "context": tokens before them, "rounds": n, "settle": seconds of decoding before}
-FOLDER gets a file for each run, named by its number: {"prefill": {tokens: [seconds to the first
+FOLDER gets one file per run, named by its number: {"prefill": {tokens: [seconds to the first
 token]}, "decode": {streams: [seconds for ``steps`` tokens of each]}, "gpu_bytes": or null,
-"start_seconds"}. gpu_bytes is of torch's tensors for vLLM, which may share a process with others
-before it, and all that is used on the first device for SGLang: compare within one engine.
+"start_seconds"}. gpu_bytes counts torch's tensors for vLLM, which may share its process with
+earlier runs, and everything in use on the first device for SGLang: compare within one engine only.
 
-Decoding is the time of a generation of ``steps`` + 1 tokens less that of one of a single token, so
+The time of decoding is that of generating ``steps`` + 1 tokens minus that of generating one, so
 that neither the prompts nor the engine's start are part of it.
 """
 
@@ -47,7 +47,7 @@ def vllm_generator(model: str, arguments: dict):
         found = held[0].generate(inputs, sampling, use_tqdm=False)
         assert all(len(result.outputs[0].token_ids) == steps for result in found)
 
-    # In this process, which may have served another configuration before.
+    # Of this process only, which may have served another configuration before.
     yield generate, lambda: torch.cuda.memory_allocated() if torch.cuda.is_available() else None
     held.pop().llm_engine.engine_core.shutdown()
     gc.collect()
@@ -66,7 +66,7 @@ def sglang_generator(model: str, arguments: dict):
         found = engine.generate(input_ids=prompts, sampling_params=sampling)
         assert all(len(result["output_ids"]) == steps for result in found)
 
-    def gpu_bytes() -> "int | None":  # of all processes: SGLang's is another one
+    def gpu_bytes() -> "int | None":  # of all processes, because SGLang's is another one
         if not torch.cuda.is_available():
             return None
         free, total = torch.cuda.mem_get_info(0)
@@ -80,7 +80,7 @@ def timed(
     job: dict, generate: Callable[[list[list[int]], int], None], choose: random.Random
 ) -> dict:
     def seconds(count: int, tokens: int, steps: int) -> float:
-        # New prompts each time: no part of one is in a cache.
+        # New prompts each time, so that no prefix is cached.
         given = [
             [choose.randrange(2, job["vocabulary"]) for _ in range(tokens)] for _ in range(count)
         ]
@@ -88,7 +88,7 @@ def timed(
         generate(given, steps)
         return time.monotonic() - begin
 
-    for tokens in job["prefill"]:  # what is compiled at the first use of a size
+    for tokens in job["prefill"]:  # compile whatever the first use of a size compiles
         seconds(1, tokens, 1)
     end = time.monotonic() + job["settle"]  # engines are slower for a while after their start
     while True:
@@ -124,7 +124,7 @@ def main() -> None:
                 json.dump(found, file)
             os.rename(path + ".part", path)
             if number + 1 == len(job["runs"]):
-                os._exit(0)  # engines take long to end, and have nothing left to say
+                os._exit(0)  # engines take long to end, and everything is saved
 
 
 if __name__ == "__main__":

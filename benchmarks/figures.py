@@ -1,4 +1,4 @@
-"""matplotlib without a display, and the command line of what draws saved results.
+"""Shared by the plots of saved results: matplotlib without a display, and the command line.
 
 matplotlib's version is in constraints.txt.
 """
@@ -23,8 +23,8 @@ __all__ = ["draw_saved", "plt"]
 def draw_saved(
     plot: Callable[[list[dict[str, Any]], Path], None], arguments: list[str], usage: str | None
 ) -> None:
-    """plot(contents of the RESULTs, OUT) for the arguments OUT RESULT [RESULT ...]; SystemExit with
-    ``usage`` for fewer."""
+    """Calls plot(contents of the RESULTs, OUT) for the arguments OUT RESULT [RESULT ...]. Raises
+    SystemExit with ``usage`` for fewer arguments."""
     if len(arguments) < 2:
         raise SystemExit(usage)
     plot([json.loads(Path(name).read_text()) for name in arguments[1:]], Path(arguments[0]))

@@ -1,12 +1,12 @@
-"""Times what a layer costs a CUDA stream beside the experts' work: submit, the CPU, collect.
+"""Times what a layer adds to a CUDA stream besides the experts' work: submit, the CPU, collect.
 
     python benchmarks/hand_over.py --json FILE
 
-Transfers and routing for the GPU's experts are included. "nothing": the routes name no expert, so
-that the CPU has nothing to compute; "one expert": all name one small expert (I = 64), so that the
-CPU threads start and meet. Medians of event to event: one call eagerly, 16 layers eagerly, and 16
-layers in a replayed CUDA graph, each divided by the layers; and of the time that a layer's eager
-calls take the host.
+Transfers and the routing of the GPU's experts are included. With "nothing", the routes name no
+expert, so the CPU has nothing to compute. With "one expert", all routes name one small expert
+(I = 64), so the CPU threads start and synchronise. Reports medians between events for one eager
+call, for 16 eager layers, and for 16 layers in a replayed CUDA graph, each divided by the number of
+layers; and the time that a layer's eager calls take on the host.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def model(hidden: int, threads: int | None) -> list[Any]:
 
 
 def times(call: Callable[[], Any], repetitions: int, share: int = 1) -> dict[str, float]:
-    """Median and 99th percentile of microseconds, of one of the ``share`` layers in a call."""
+    """Median and 99th percentile in microseconds of one of the ``share`` layers in a call."""
     taken = []
     for _ in range(repetitions):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -66,7 +66,8 @@ def times(call: Callable[[], Any], repetitions: int, share: int = 1) -> dict[str
 
 
 def on_host(call: Callable[[], Any], repetitions: int) -> dict[str, float]:
-    """Like `times`, of what a call takes its thread; a few at a time, so that no queue fills."""
+    """As `times`, for the time of a call on its thread. Makes a few calls at a time, so that no
+    queue fills up."""
     taken = []
     for i in range(repetitions):
         start = time.perf_counter()
@@ -127,11 +128,11 @@ def main() -> None:
     )
     parser.add_argument("--hidden", nargs="+", type=int, default=[2048, 7168])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 64])
-    parser.add_argument("--threads", type=int, help="default: as kt_kernel chooses")
+    parser.add_argument("--threads", type=int, help="default: kt_kernel's choice")
     parser.add_argument("--repetitions", type=int, default=1000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.cuda.init()  # before the layers: they leave cores to a process that uses a GPU
+    torch.cuda.init()  # before the layers, which leave cores to a process that uses a GPU
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **about(),

@@ -14,11 +14,11 @@ from shapes import SEED, Routing, Shape, check_ids, inputs
 from kt_kernel import _C
 from kt_kernel.runtime.pools import plan_pools
 
-CHUNK = 1024  # tokens per pass of the core, as the wrapper has it by default
+CHUNK = 1024  # tokens per pass of the core, the wrapper's default
 
 
 def team_of(threads: int | None) -> tuple[Any, int]:
-    """A team on this machine's nodes (None: as many threads as kt_kernel would take), its size."""
+    """A team on this machine's nodes, and its size. threads: None for kt_kernel's choice."""
     plan = plan_pools(threads, None, None)
     return _C.Team(list(plan.threads), list(plan.nodes)), sum(plan.threads)
 
@@ -67,7 +67,7 @@ class LayerBench:
         self._routing = Routing(shape, layers, SEED)
 
     def output(self, tokens: int) -> torch.Tensor:
-        """Of a batch that is the same in every process: experts 0, 1, ... in turn."""
+        """The output for a batch that is the same in every process: experts 0, 1, ... in turn."""
         x, weights = inputs(self.shape, tokens)
         out = torch.empty_like(x)
         self._forward(0, x, check_ids(self.shape, tokens), weights, out)
@@ -127,7 +127,7 @@ def layer_line(
     ceilings: dict[str, float],
     visit: Callable[[float], list[float]],
 ) -> Line:
-    """The line of a layer that holds its experts in `packed` bytes (over all layers)."""
+    """The line of layers whose experts take `packed` bytes together."""
     touched = Routing(shape, 1, SEED).touched(tokens)
     per_expert = packed / (layers * shape.experts)
     return Line(

@@ -1,4 +1,4 @@
-"""Routine "load": a checkpoint file read and packed by the wrapper, as an engine does it."""
+"""Routine "load": the wrapper reads and packs a checkpoint file, as in an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPE_NAMES = {
 
 
 def checkpoint_tensors(method: Method, source: Source, n: int, k: int) -> dict[str, torch.Tensor]:
-    """A matrix by the names and dtypes that checkpoints of its method have."""
+    """A matrix with the names and dtypes that checkpoints of its method have."""
     data, scale = source.data, source.scale
     if method.dense:
         return {"weight": data}
@@ -42,7 +42,7 @@ def checkpoint_tensors(method: Method, source: Source, n: int, k: int) -> dict[s
             "weight_scale": scale,
             "weight_shape": shape,
         }
-    if method.name == "GPTQ_INT4":  # packed along K, [K/8, N]; zeros are stored minus one
+    if method.name == "GPTQ_INT4":  # packed along K, [K/8, N]; zero points are stored minus one
         zeros = torch.full((scale.shape[1], n // 8), 0x77777777, dtype=torch.int32)
         return {
             "qweight": data.view(torch.int32).t().contiguous(),
@@ -63,7 +63,7 @@ def checkpoint_tensors(method: Method, source: Source, n: int, k: int) -> dict[s
 
 
 def config(method: Method) -> dict[str, Any]:
-    """Of a Qwen3-MoE checkpoint, with what its tools say of the quantisation."""
+    """The config of a Qwen3-MoE checkpoint, including its quantization_config."""
     quantisation = {
         "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "FP8_PERCHANNEL": {"quant_method": "compressed-tensors", "format": "float-quantized"},
@@ -100,8 +100,8 @@ def config(method: Method) -> dict[str, Any]:
 
 
 def write_layer(path: Path, layer: int, experts: int, tensors: dict[str, torch.Tensor]) -> None:
-    """A safetensors file with the same tensors for all experts of a layer, never in memory as a
-    whole; on the disk when this returns."""
+    """Writes a safetensors file with the same tensors for all experts of a layer. Never holds all
+    of it in memory; it is on the disk when this returns."""
     header: dict[str, Any] = {}
     position = 0
     for expert in range(experts):
@@ -126,9 +126,10 @@ def write_layer(path: Path, layer: int, experts: int, tensors: dict[str, torch.T
 
 
 class Files:
-    """A checkpoint of `layers` layers, a file each, in a temporary folder that goes with this.
+    """A checkpoint of `layers` layers, one file each, in a temporary folder that is deleted with
+    this.
 
-    method: whose format the weights are in. source: one of DENSE_TYPES for dense ones of that type.
+    method: the method whose format the weights have. source: one of DENSE_TYPES for dense weights.
     """
 
     def __init__(self, shape: Shape, method: Method, source: str, layers: int) -> None:
@@ -155,7 +156,7 @@ class Files:
 
 
 class LoadBench:
-    """The loading of a method's layers from files, whose weights are stored as `source`."""
+    """Loads a method's layers from files whose weights are stored as `source`."""
 
     def __init__(
         self,
@@ -171,10 +172,10 @@ class LoadBench:
         self.threads = 0
         self._packed = 0
         self._anonymous = 0
-        self._load(False)  # a method that cannot be loaded says so before rounds begin
+        self._load(False)  # fails before the rounds if the method cannot be loaded
 
     def line(self, limits: int, cold: bool) -> Line:
-        """cold: the files leave the page cache before each load."""
+        """cold: removes the files from the page cache before each load."""
         info: dict[str, Any] = {
             "package": "kt_moe",
             "method": self._method.name,
@@ -238,7 +239,7 @@ class LoadBench:
 
 
 class PeakAnonymous:
-    """The most anonymous memory in use inside the block, above what was there before."""
+    """The peak of anonymous memory inside the block, above the amount before it."""
 
     def __enter__(self) -> PeakAnonymous:
         self.bytes, self._before = 0, anonymous_memory()

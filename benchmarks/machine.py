@@ -1,4 +1,4 @@
-"""The machine: its CPU, caches and memory, and its ceilings by roofline.cpp."""
+"""The machine: its CPU, caches and memory, and its ceilings, measured by roofline.cpp."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU_FOLDER = Path("/sys/devices/system/cpu")
 
 
 def last_level_cache() -> int:
-    """Bytes of all caches of the highest level that the allowed CPUs use; 0 if unknown."""
+    """Total bytes of the caches of the highest level that the allowed CPUs use; 0 if unknown."""
     found: dict[tuple[int, str], int] = {}  # (level, CPUs that share it): bytes
     for cpu in allowed_cpus():
         for cache in CPU_FOLDER.glob(f"cpu{cpu}/cache/index*"):
@@ -65,7 +65,7 @@ def about() -> dict[str, Any]:
 
 
 def busy_note(load_average: float, cpus: int) -> str | None:
-    """What to say of other work on the machine at the start, if there is much."""
+    """The note about other work on the machine at the start, if there was much."""
     if load_average <= cpus / 4:
         return None
     return (
@@ -75,10 +75,11 @@ def busy_note(load_average: float, cpus: int) -> str | None:
 
 
 class Ceilings:
-    """Peaks of the units and memory bandwidths per thread count, in operations and bytes a second.
+    """Peaks of the units and memory bandwidths per thread count, in operations and bytes per
+    second.
 
-    Memory is measured as often as asked, since neighbours take their part of it: the median counts,
-    and all samples are kept so that drift shows. Of the units' peaks the best counts.
+    Memory is measured on every request, because neighbours take part of it. The median is used, and
+    all samples are kept to show drift. For the units, the best peak is used.
     """
 
     def __init__(self, mebibytes: int) -> None:
@@ -94,11 +95,11 @@ class Ceilings:
         return threads in self._units
 
     def measure(self, threads: int) -> None:
-        """One more sample of the memory, and of the units."""
+        """Takes a sample of the memory and of the units."""
         self._sample(threads, "all")
 
     def measure_memory(self) -> None:
-        """One more sample for every thread count known."""
+        """Takes a sample of the memory for every known thread count."""
         for threads in self._units:
             self._sample(threads, "memory")
 

@@ -1,4 +1,4 @@
-"""The weight methods: how the core stores each, random weights for it, and its limits and goals."""
+"""The weight methods: how the core stores each, random weights for it, its limits and its goals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shapes import SEED, Shape
 
 FP16, BF16, FP32 = range(3)  # kt::ScaleType
 DENSE_TYPES = {"FP16": torch.float16, "FP32": torch.float32}
-# What checkpoints of methods that quantise while loading may have; others have their own format.
+# Types of checkpoints for methods that quantise while loading; others have their own format.
 SOURCES = ("BF16", *DENSE_TYPES, "FP8", "FP8_PERCHANNEL")
 TABLES_BY_UNIT = {  # kernel table: unit of int8 products, unit of float products
     "amx": ("amx_int8", "amx_bf16"),
@@ -25,7 +25,7 @@ TABLES_BY_UNIT = {  # kernel table: unit of int8 products, unit of float product
 
 @dataclass(frozen=True)
 class Source:
-    """One matrix [N, K] as kernels/pack/pack.h, WeightSource, wants it."""
+    """One matrix [N, K] in the form of WeightSource (kernels/pack/pack.h)."""
 
     data: torch.Tensor
     scale: torch.Tensor | None = None
@@ -52,7 +52,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Method:
-    """bits: per weight with scales, to plan memory. make: random weights of [N, K]."""
+    """bits: per weight, including scales. make: returns random weights of [N, K]."""
 
     name: str
     format: str  # of kt_kernel.weights.formats
@@ -60,12 +60,12 @@ class Method:
     make: Callable[[int, int], Source]
     group: int = 0
     scale_type: int = FP16
-    ggml: bool = False  # one of the formats that ggml's files have
+    ggml: bool = False  # whether it is one of ggml's formats
 
     @property
     def form(self) -> tuple[int, int, int]:
-        """As the compiled core takes it."""
-        from kt_kernel.weights.formats import (  # which the peer's process has not
+        """The arguments of the compiled core."""
+        from kt_kernel.weights.formats import (  # kt-kernel's process does not have it
             WeightForm,
             WeightFormat,
         )
@@ -90,7 +90,7 @@ def _dense(n: int, k: int) -> Source:
     return Source((torch.randn(n, k) * k**-0.5).to(torch.bfloat16))
 
 
-# Quantised weights are about N(0, 1/K) too; one scale throughout, since values cost no time.
+# Quantised weights are about N(0, 1/K), too. All scales are equal, since values do not affect time.
 
 
 def _e4m3(n: int, k: int) -> torch.Tensor:
@@ -143,8 +143,8 @@ def _nvfp4(n: int, k: int) -> Source:
 
 
 def _ggml(name: str, bits: float, largest: int, *halves: int) -> Method:
-    """Random blocks. halves: where fp16 d lies, and m; largest: what d is multiplied with at
-    most."""
+    """A method with random blocks. halves: positions of fp16 d and m. largest: the largest factor
+    of d."""
 
     def make(n: int, k: int) -> Source:
         from kt_kernel.weights.formats import WeightFormat
@@ -195,7 +195,7 @@ METHODS = {
         _ggml("IQ4_XS", 4.3125, 32 * 127, 0),
     )
 }
-# What is measured when no methods are named.
+# The methods that are measured by default.
 USUAL_METHODS = [name for name, method in METHODS.items() if not method.ggml]
 
 
@@ -209,10 +209,10 @@ def expert_sources(method: Method, shape: Shape) -> list[Source]:
 def unit_of(method: Method, table: str, ceilings: dict[str, float]) -> str:
     """The unit whose peak bounds the method's products with a kernel table.
 
-    The int8 one where weights have one scale per row, else the float one: groups and blocks with
-    scales of their own need float32 sums. avx512_bf16 kernels multiply 16-bit operands of BF16 and
-    8-bit floats by dpbf16, which is faster than float32 FMA on some makes and slower on others: the
-    faster counts.
+    This is the int8 unit if weights have one scale per row, otherwise the float unit: groups and
+    blocks with their own scales need float32 sums. avx512_bf16 kernels multiply the 16-bit operands
+    of BF16 and 8-bit floats by dpbf16, which is faster than float32 FMA on some CPUs and slower on
+    others; the faster unit is used.
     """
     integer, floating = TABLES_BY_UNIT[table]
     if method.per_row_integer:
@@ -223,7 +223,7 @@ def unit_of(method: Method, table: str, ceilings: dict[str, float]) -> str:
 
 
 def goal_of(method: str, table: str, tokens: int, per_expert: float) -> float | None:
-    """Share of t_min that a layer must reach, None where no goal is set."""
+    """The share of t_min that a layer must reach, or None without a goal."""
     kind = METHODS[method]
     if tokens <= 8:
         if table == "avx2":
@@ -237,8 +237,8 @@ def goal_of(method: str, table: str, tokens: int, per_expert: float) -> float | 
 
 
 def peer_goal_of(method: str, table: str, tokens: int) -> float | None:
-    """How many times faster than kt-kernel 0.7.2 a layer must be (with AVX2 85% of t_min will
-    do as well), None where no goal is set."""
+    """How many times as fast as kt-kernel 0.7.2 a layer must be, or None without a goal. With AVX2,
+    85% of t_min is enough, too."""
     if table == "avx2":
         return 2.0
     if tokens <= 8:

@@ -1,4 +1,4 @@
-"""Routine "pack": source weights in memory to the packed layout, all threads."""
+"""Routine "pack": packs source weights in memory, with all threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kt_kernel import _C
 
 
 class PackBench:
-    """One layer whose experts are packed in turn, each from a source of its own."""
+    """One layer whose experts are packed in turn, each from its own source."""
 
     def __init__(self, shape: Shape, method: Method, threads: int | None, experts: int) -> None:
         self._shape = shape._replace(experts=experts, top_k=1)

@@ -1,11 +1,11 @@
-"""Drives one compiled MoE class of kt-kernel, in a process of its own; run.py --peer starts it.
+"""Runs one compiled MoE class of kt-kernel in its own process; run.py --peer starts it.
 
-    peer.py REQUEST FD      REQUEST: JSON, see `Request`; answers go to FD, one JSON a line
+    peer.py REQUEST FD      REQUEST: JSON, see `Request`; answers go to FD, one JSON per line
 
-Only kt-kernel's extension is loaded, from the folder its wheel was unpacked to: nothing of it is
-installed, and none of its Python runs. Then one request a line on the standard input: {"tokens": T,
-"seconds": s} is answered with {"times": [...]}, {"output": T, "path": p} by writing the output of a
-fixed batch to p. Weights and batches are those of our own layer, made from the same seeds.
+Loads only kt-kernel's extension, from the folder to which its wheel was unpacked. Nothing is
+installed, and none of kt-kernel's Python runs. Requests follow on standard input, one per line:
+{"tokens": T, "seconds": s} is answered with {"times": [...]}; {"output": T, "path": p} writes the
+output of a fixed batch to p. Weights and batches are those of kt-moe's layer, from the same seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from methods import METHODS, Source, expert_sources
 from rounds import visitor
 from shapes import SEED, Routing, Shape, check_ids, inputs
 
-# Classes of kt-kernel 0.7.2 that compute a method, in the order in which it prefers them.
+# Classes of kt-kernel 0.7.2 that compute a method, in its order of preference.
 CLASSES = {
     "BF16": ("AMXBF16_MOE", "AVX2BF16_MOE"),
     "AMXINT8": ("AMXInt8_MOE",),
@@ -39,8 +39,9 @@ CLASSES = {
     "MXFP4": ("AMXFP4_KGroup_MOE", "AVX2MXFP4_MOE"),
     "NVFP4": ("AVX2MXFP4_MOE",),
 }
-# Goes on reading the weights it was given: each expert needs its own, or all come from a cache. The
-# others above copy theirs (seen by overwriting the sources after loading).
+# This class keeps reading the weights it was given, so each expert needs its own; otherwise all
+# would come from a cache. The other classes copy them (seen by overwriting the sources after
+# loading).
 READS_SOURCES = ("AVX2RawInt4_MOE",)
 EIGHT_BITS = ("FP8", "FP8_PERCHANNEL", "MXFP8")
 FOUR_BITS = ("RAWINT4", "GPTQ_INT4", "MXFP4", "NVFP4")
@@ -60,7 +61,7 @@ class Request:
 
 
 class Refused(Exception):
-    """kt-kernel cannot run this here; says why."""
+    """kt-kernel cannot run this here; the message says why."""
 
 
 def load_extension(folder: str, variant: str) -> ModuleType:
@@ -91,7 +92,7 @@ def pick_class(moe: ModuleType, method: str, variant: str) -> Any:
 
 
 def peer_tensors(method: str, source: Source) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(weights, scales) of a matrix as kt-kernel takes them."""
+    """(weights, scales) of a matrix in kt-kernel's form."""
     data, scale = source.data, source.scale
     if method == "GPTQ_INT4":  # int32 [K/8, N], lowest nibble first; float32 [K/group, N]
         words = data.view(torch.int32)  # eight nibbles along K, low first
@@ -131,7 +132,7 @@ class Layers:
         config.max_len = max(32, -(-self._request.max_tokens // 32) * 32)
         alive = []
         for name, source in zip(("gate", "up", "down"), sources, strict=True):
-            if method in ("AMXINT8", "AMXINT4"):  # quantised by the class, from all experts at once
+            if method in ("AMXINT8", "AMXINT4"):  # the class quantises all experts at once
                 stacked = source.data.expand(shape.experts, -1, -1).contiguous()
                 alive.append(stacked)
                 setattr(config, f"{name}_proj", stacked.data_ptr())

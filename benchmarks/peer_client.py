@@ -1,5 +1,5 @@
-"""kt-kernel beside us: starts peer.py and asks it for times. Its process is stopped between visits,
-so that its threads cannot disturb ours."""
+"""Runs kt-kernel in turn with kt-moe: starts peer.py and requests times. Its process is stopped
+between visits, so that its threads do not disturb kt-moe's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rounds import Line, die_with_parent
 from kt_kernel.runtime.pools import plan_pools
 
 PACKAGE = "kt-kernel 0.7.2"
-VARIANTS = {  # of its wheel, by our kernel table
+VARIANTS = {  # of kt-kernel's wheel, by kt-moe's kernel table
     "amx": "amx",
     "avx512_bf16": "avx512_bf16",
     "avx512_vbmi": "avx512_vbmi",
@@ -33,11 +33,11 @@ CHECKED_TOKENS = 4
 
 
 class PeerError(RuntimeError):
-    """kt-kernel cannot run here, or died; the message says which."""
+    """kt-kernel cannot run here, or has died; the message says which."""
 
 
 class Peer:
-    """kt-kernel's layers that do the work of one of our benches."""
+    """kt-kernel's layers for the same work as one of kt-moe's benches."""
 
     def __init__(self, folder: Path, bench: LayerBench, layers: int, max_tokens: int) -> None:
         self._bench, self._layers = bench, layers
@@ -55,7 +55,7 @@ class Peer:
         }
         reader, writer = os.pipe()
         program = Path(__file__).with_name("peer.py")
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, str(program), json.dumps(request), str(writer)],
             stdin=subprocess.PIPE,
@@ -108,7 +108,8 @@ class Peer:
         self._log.close()
 
     def _difference(self) -> float:
-        """Of its output from ours for the same weights, relative, so that both do the same work."""
+        """The relative difference of the outputs for the same weights, which shows that both do the
+        same work."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "output.pt"
             self._ask(output=CHECKED_TOKENS, path=str(path))

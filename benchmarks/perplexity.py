@@ -1,16 +1,16 @@
 """Held-out loss of a Mixture-of-Experts model with its experts computed by kt_kernel.
 
-Everything but the experts runs in transformers in float32, so the differences are those of the
-expert method (quantisation) or of deferral. The default model and text are the package's own:
+Everything except the experts runs in transformers in float32, so differences are caused by the
+method of the experts (quantisation) or by deferral. The default model and text are the package's:
 
     python benchmarks/perplexity.py                        # all methods on the whole text
     python benchmarks/perplexity.py --deferral             # BF16, d = 0..4, one token at a time
     python benchmarks/perplexity.py --json out.json
 
-Loss is in nats per token (a byte, for the demo model), see `kt_kernel.accuracy.loss`. Methods with
-groups are measured with plain scales, as when weights are quantised while loading, and with
-searched ones, as the converter makes them. Deferral depends on the batch, so it is measured as
-decode runs: one token at a time with a key-value cache.
+Loss is in nats per token (per byte for the demo model); see `kt_kernel.accuracy.loss`. Methods with
+groups are measured with plain scales, as when quantising while loading, and with searched scales,
+as the converter makes them. Deferral depends on the batch, so it is measured as in decode: one
+token at a time with a key-value cache.
 """
 
 from __future__ import annotations

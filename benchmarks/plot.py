@@ -1,8 +1,8 @@
-"""PNG of saved results: the roofline with one curve per method, and the share of t_min over T.
+"""Plots saved results to a PNG: the roofline with a curve per method, and shares of t_min over T.
 
     python benchmarks/plot.py OUT.png RESULT.json [RESULT.json ...]
 
-One line of panels per kernel table. Needs matplotlib (its version is in constraints.txt).
+Each kernel table has a row of panels. Needs matplotlib (its version is in constraints.txt).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """results: contents of saved JSON of the routines layer, gemv or gemm."""
+    """results: contents of saved JSON files of the routines layer, gemv or gemm."""
     results = [r for r in results if any(row["unit"] for row in r["rows"])]
     panels = [(result, table) for result in results for table in _tables(result)]
     if not panels:
@@ -64,14 +64,14 @@ def _tables(result: dict[str, Any]) -> list[str]:
 
 
 def _rows(result: dict[str, Any], table: str) -> list[Row]:
-    """Of the largest thread count, with nothing beside."""
+    """The rows of the largest thread count, without other work on the machine."""
     rows = [row for row in result["rows"] if row["table"] == table and not row["beside"]]
     most = max(row["threads"] for row in rows)
     return [row for row in rows if row["threads"] == most]
 
 
 def _curves(rows: list[Row]) -> dict[tuple[str, bool], list[Row]]:
-    """By method and whether it is kt-kernel's, in ascending T."""
+    """The rows by method and whether they are kt-kernel's, in ascending T."""
     curves: dict[tuple[str, bool], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["tokens"]):
         curves.setdefault((row["method"], row["package"] != "kt_moe"), []).append(row)
@@ -116,7 +116,7 @@ def _roofline(axes: Axes, rows: list[Row]) -> None:
     )
     for place, (name, peak) in enumerate(sorted(units.items(), key=lambda unit: -unit[1])):
         axes.plot([peak / bandwidth, most], [peak, peak], color="0.45", linewidth=1.2)
-        axes.annotate(  # the highest above its line, the others below, clear of each other
+        axes.annotate(  # the highest peak above its line, the others below
             f"{name} {peak / 1e12:.3g} T/s",
             (most, peak),
             xytext=(-3, 4 - 8 * (place > 0) - 12 * max(0, place - 1)),

@@ -1,4 +1,4 @@
-"""Routines "gemv" and "gemm": one kernel by itself, every thread on its own packed tiles."""
+"""Routines "gemv" and "gemm": a single kernel, with each thread on its own packed tiles."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shapes import Shape
 
 from kt_kernel import _C
 
-STEP_SECONDS = 0.002  # of one timed call, about
+STEP_SECONDS = 0.002  # about the time of one timed call
 
 
 class KernelBench:
     """The GEMV or GEMM kernel of a method on the gate matrix [I, H] of a shape.
 
-    A step is one tile of 32 rows of weights per thread, with all rows of X; the tiles of all
-    threads together take `working_set` bytes and are visited in turn.
+    A step is one tile of 32 rows of weights per thread, with all rows of X. The tiles of all
+    threads take `working_set` bytes together and are visited in turn.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class KernelBench:
             w=addresses,
             bytes=working_set,
         )
-        self._rows: Any = None  # whose X the core has
+        self._rows: Any = None  # the line whose X the core holds
 
     def line(self, rows: int, ceilings: dict[str, float]) -> Line:
         x = torch.randn(rows, self.columns).numpy()

@@ -1,4 +1,4 @@
-"""From measured lines to rows of JSON, and from those to printed tables."""
+"""Converts measured lines to rows of JSON, and rows to printed tables."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ def row_of(line: Line, ceilings: dict[str, float]) -> Row:
 
 
 def same_work(row: Row) -> tuple[Any, ...]:
-    """Equal for our row and kt-kernel's of the same work."""
+    """A key that is equal for kt-moe's row and kt-kernel's row of the same work."""
     return tuple(row[key] for key in ("method", "table", "threads", "tokens"))
 
 
 def add_ratios(rows: Iterable[Row]) -> None:
-    """To each row of ours that has one of kt-kernel's: how many times faster it is."""
+    """Adds to each row of kt-moe how many times as fast as kt-kernel it is, if that was
+    measured."""
     rows = list(rows)
     theirs = {same_work(row): row for row in rows if row["package"] != "kt_moe"}
     for row in rows:
@@ -55,7 +56,7 @@ def add_ratios(rows: Iterable[Row]) -> None:
 
 
 def goal_met(row: Row, routine: str) -> tuple[float | None, bool]:
-    """The share that a row of ours must reach (None: no goal), and whether it does."""
+    """The share that a row of kt-moe must reach (None: no goal), and whether it does."""
     goal = None
     if routine == "pack":
         goal = 0.5
@@ -65,7 +66,7 @@ def goal_met(row: Row, routine: str) -> tuple[float | None, bool]:
 
 
 def ratio_met(row: Row) -> tuple[float | None, bool]:
-    """How many times faster than kt-kernel a row must be (None: no goal), and whether it is."""
+    """How many times as fast as kt-kernel a row must be (None: no goal), and whether it is."""
     goal = peer_goal_of(row["method"], row["table"], row["tokens"])
     if goal is None or row["times_faster_than_peer"] >= goal:
         return goal, True
@@ -113,7 +114,7 @@ def print_rows(rows: Iterable[Row], routine: str) -> None:
 
 
 def _print_sources(rows: Iterable[Row], routine: str) -> None:
-    """Of pack and load: how fast source weights are taken in."""
+    """For pack and load: how fast source weights are read and packed."""
     print(
         f"{'method':14} {'source':14} {'cache':5} {'thr':>3} {'median ms':>10} {'p90':>8} "
         f"{'s per GB':>8} {'GB/s':>6} {'packed GB/s':>11} {'share of copy':>13} "
@@ -144,12 +145,12 @@ def _print_sources(rows: Iterable[Row], routine: str) -> None:
 
 
 def most_anonymous(row: Row) -> float:
-    """What loading may take: 1.1 times the packed weights, and one layer's sources."""
+    """The limit for loading: 1.1 times the packed weights, plus one layer's sources."""
     return 1.1 * row["packed_bytes"] + row["source_bytes"] / row["layers"]
 
 
 def print_beside(rows: list[Row]) -> None:
-    """Threads against the best count, and what foreign work costs against the fair share."""
+    """Prints thread counts against the best one, and other work's effect against the fair share."""
     alone = {
         same_work(row): row for row in rows if row["package"] == "kt_moe" and not row["beside"]
     }
@@ -176,9 +177,9 @@ def print_beside(rows: list[Row]) -> None:
 
 
 def add_fair_shares(rows: list[Row], cpus: int) -> None:
-    """To rows beside busy foreign processes: speed over what the fair part of the CPUs would give.
+    """Adds to rows next to busy foreign processes their speed relative to a fair part of the CPUs.
 
-    Every busy thread, ours and foreign, has the same claim on a CPU.
+    Every busy thread, kt-moe's or foreign, has the same claim on a CPU.
     """
     alone = {
         same_work(row): row for row in rows if row["package"] == "kt_moe" and not row["beside"]

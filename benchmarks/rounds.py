@@ -1,4 +1,4 @@
-"""Interleaved measurement: every line is visited once a round, so that noise hits all alike."""
+"""Interleaved measurement: every line once per round, so that noise affects all alike."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Line:
     """One line of the result.
 
     Attributes:
-        info: what is measured; goes into the result as it is.
-        bytes, operations: of one step; what the ceilings allow follows from them.
-        visit: measures for about that many seconds, at least one step; the time of each. None once
-            what it measures is gone.
+        info: what is measured; copied to the result.
+        bytes, operations: of one step; they determine what the ceilings allow.
+        visit: measures for about this many seconds, at least one step, and returns the time of each
+            step. None once the measured object is gone.
         limits: thread count of the ceilings.
-        unit: name of the ceiling of the operations, None if only memory counts.
-        memory: name of the ceiling of the bytes.
-        beside: what else the machine does meanwhile: "", "torch" or "N foreign".
+        unit: name of the operations' ceiling; None if only memory matters.
+        memory: name of the bytes' ceiling.
+        beside: other work on the machine meanwhile: "", "torch" or "N foreign".
     """
 
     info: dict[str, Any]
@@ -44,8 +44,8 @@ class Line:
 
 
 def visitor(step: Callable[[], float]) -> Callable[[float], list[float]]:
-    """A visit of steps that each return their time. The first step of a visit brings threads and
-    code back and does not count, unless steps are so long that it makes no difference."""
+    """A visit made of steps that each return their time. The first step of a visit warms up threads
+    and code and does not count, unless steps are so long that this makes no difference."""
     last = 0.0
 
     def visit(seconds: float) -> list[float]:
@@ -69,8 +69,8 @@ def run_rounds(
     deadline: float,
     after_round: Callable[[int], None],
 ) -> None:
-    """Visits all lines `rounds` times, for `seconds` each in all, less where the deadline (of
-    time.monotonic) is near; each is visited once at least."""
+    """Visits all lines `rounds` times, for `seconds` each in total, or less if the deadline (of
+    time.monotonic) is near. Each line is visited at least once."""
     for number in range(rounds):
         for done, line in enumerate(lines):
             left = len(lines) * (rounds - number) - done
@@ -87,12 +87,12 @@ _LIBC = ctypes.CDLL(None)
 
 
 def die_with_parent() -> None:
-    """In a child, before it starts: it is killed when we are, also while it is stopped."""
+    """Called in a child before it starts: it is killed when its parent dies, even while stopped."""
     _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 class Foreign:
-    """Busy processes that have nothing to do with us; stopped except inside `running`."""
+    """Unrelated busy processes, stopped except inside `running`."""
 
     def __init__(self, count: int) -> None:
         busy = [sys.executable, "-S", "-c", "while True: pass"]
@@ -123,7 +123,7 @@ _foreign: dict[int, Foreign] = {}
 
 @contextmanager
 def beside(what: str) -> Iterator[None]:
-    """Busy processes run meanwhile, if it says "N foreign"; "torch" is the line's own business."""
+    """Runs busy processes meanwhile for "N foreign". "torch" is handled by the line itself."""
     if not what.endswith(" foreign"):
         yield
         return
@@ -143,5 +143,6 @@ _TORCH_WORK = torch.ones(1 << 20)
 
 
 def wake_torch_pool() -> None:
-    """torch's threads compute, and spin for a while afterwards, as beside an engine's own work."""
+    """Makes torch's threads compute; they then spin for a while, as next to an engine's own
+    work."""
     _TORCH_WORK.add_(1)

@@ -3,16 +3,16 @@
     python benchmarks/run.py                                   # all methods, Qwen3-30B-A3B's layer
     python benchmarks/run.py --methods BF16 FP8 --tables amx avx2 --tokens 1 8 64 --json out.json
     python benchmarks/run.py --routine gemv --threads 1 0      # kernels alone, on 1 and all threads
-    python benchmarks/run.py --peer FOLDER                     # kt-kernel beside us
-    python benchmarks/run.py --threads 8 15 16 --foreign 2     # the schedule's goals
+    python benchmarks/run.py --peer FOLDER                     # together with kt-kernel
+    python benchmarks/run.py --threads 8 15 16 --foreign 2     # scheduling
 
-Routines: layer (a forward pass), gemv and gemm (one kernel alone), pack (source weights to packed
-ones), load (a checkpoint file). Each line gives the median time and its share of t_min, the time
+Routines: layer (a forward pass), gemv and gemm (a single kernel), pack (source weights to packed
+weights), load (a checkpoint file). Each line has the median time and its share of t_min, the time
 that the ceilings allow: the larger of (bytes) / (read bandwidth) and (operations) / (peak of the
-unit the method may use). All lines are visited in turn, several rounds, so that what disturbs a
-shared machine hits all alike. Small batches visit disjoint experts in cyclic order, over twice the
-last-level cache, so that no expert is read from a cache. Needs g++ for the ceilings (roofline.cpp);
-docs/performance.md says more.
+unit that the method may use). All lines are visited in turn, in several rounds, so that
+disturbances of a shared machine affect all alike. Small batches visit disjoint experts in cyclic
+order, over twice the last-level cache, so that no expert is read from a cache. Needs g++ for the
+ceilings (roofline.cpp). docs/performance.md has the details.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=USUAL_METHODS,
         choices=METHODS,
         metavar="METHOD",
-        help="default: all but ggml's formats",
+        help="default: all except ggml's formats",
     )
     add(
         "--tables",
@@ -69,36 +69,36 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--threads",
         nargs="+",
         type=int,
-        help="0: as many as kt_kernel takes by default (gemv and gemm: 1 and 0)",
+        help="0: kt_kernel's default (gemv and gemm: 1 and 0)",
     )
-    add("--foreign", nargs="+", type=int, default=[], help="lines beside N busy processes, too")
-    add("--torch-pool", action="store_true", help="lines beside torch's spinning threads, too")
+    add("--foreign", nargs="+", type=int, default=[], help="also measure next to N busy processes")
+    add("--torch-pool", action="store_true", help="also measure next to torch's spinning threads")
     add(
         "--sources",
         nargs="+",
         default=["BF16"],
         choices=SOURCES,
-        help="load: what checkpoints of methods that quantise have",
+        help="load: types of checkpoints for methods that quantise",
     )
     add(
         "--page-cache",
         nargs="+",
         default=["warm"],
         choices=["warm", "cold"],
-        help="load: files there, or gone before each load",
+        help="load: files in the page cache, or removed from it before each load",
     )
     add("--working-set", type=int, help="MiB of packed weights for gemv and gemm")
-    add("--peer", type=Path, help="folder that a kt-kernel 0.7.2 wheel was unpacked to")
+    add("--peer", type=Path, help="folder with an unpacked wheel of kt-kernel 0.7.2")
     add("--seconds", type=float, default=1.0, help="for each line, over all rounds")
     add("--rounds", type=int, default=5)
-    add("--budget", type=float, help="minutes for everything: shortens what --seconds asks")
-    add("--memory", type=float, help="GiB that may be in use at once (default: half of the free)")
+    add("--budget", type=float, help="minutes for the whole run; shortens --seconds")
+    add("--memory", type=float, help="GiB to use at once (default: half of the free memory)")
     add(
         "--ceiling-mib",
         type=int,
         help="memory read for the bandwidths (default: 4 times the cache)",
     )
-    add("--json", type=Path, help="also saved after each round")
+    add("--json", type=Path, help="save after each round")
     add("--plot", type=Path, help="PNG of the shares and the roofline (needs matplotlib)")
     args = parser.parse_args(argv)
     try:
@@ -108,9 +108,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.experts and args.routine != "pack":
         args.shape = args.shape._replace(experts=min(args.experts, args.shape.experts))
     if args.peer and args.routine != "layer":
-        parser.error("--peer goes with --routine layer")
+        parser.error("--peer needs --routine layer")
     if args.plot:
-        import plot  # noqa: F401 - says what is missing before minutes are spent
+        import plot  # noqa: F401 - fails before minutes are spent
 
     kernels = args.routine in ROWS
     args.tokens = args.tokens or (ROWS[args.routine] if kernels else TOKENS)
@@ -126,7 +126,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def groups(all_setups: list[Setup], most: float) -> list[list[Setup]]:
-    """Setups in their order, as many at once as the memory allows."""
+    """Groups setups in their order, as many at once as the memory allows."""
     made: list[list[Setup]] = []
     for setup in all_setups:
         if made and sum(s.memory for s in made[-1]) + setup.memory <= most:
@@ -161,7 +161,7 @@ class Report:
         self.notes.append(text)
 
     def content(self) -> dict[str, Any]:
-        """What is saved, with rows of all lines that have a time."""
+        """The content to save, with rows of all lines that have a time."""
         rows = [row_of(x, self._ceilings.of(x.limits)) for x in self.lines if x.times]
         add_ratios(rows)
         add_fair_shares(rows, self._args.cpus)
@@ -226,12 +226,12 @@ def main() -> None:
     args = parse()
     begin = time.monotonic()
     torch.manual_seed(0)
-    before = about()  # with the load before there is ours
+    before = about()  # before this run adds to the load
     cache = before["last_level_cache"]
     read = args.ceiling_mib or max(2048, min(4 * cache, available_memory() // 4) >> 20)
     ceilings = Ceilings(read)
     ceilings.measure(args.cpus)
-    reserve = 2 * (time.monotonic() - begin)  # for measuring them again at the end
+    reserve = 2 * (time.monotonic() - begin)  # to measure them again at the end
     report = Report(args, ceilings, before)
     if busy := busy_note(before["load_average"], args.cpus):
         report.note(busy)

@@ -1,4 +1,4 @@
-"""What each routine has to set up for the lines of its table, and the memory that it takes."""
+"""Sets up each routine for the lines of its table, and estimates the memory that it takes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from peer_client import Peer, PeerError
 from product import KernelBench
 from rounds import Line
 
-ROWS = {"gemv": (1, 2, 4), "gemm": (16, 64, 128)}  # of X, by default
+ROWS = {"gemv": (1, 2, 4), "gemm": (16, 64, 128)}  # rows of X, by default
 
 
 class NotMeasured(Exception):
-    """Why a part of the table stays empty."""
+    """The reason why a part of the table stays empty."""
 
 
 @dataclass
 class Setup:
-    """Things measured together. build: makes them, leaves their closing to the stack and reports
-    what cannot be measured to `note`."""
+    """Things to measure together. build: creates them, leaves closing them to the stack, and
+    reports what cannot be measured to `note`."""
 
     what: str
     memory: float
@@ -33,7 +33,7 @@ class Setup:
 
 
 def setups(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
-    """cache: bytes of the last-level cache. Raises NotMeasured if nothing can be."""
+    """cache: bytes of the last-level cache. Raises NotMeasured if nothing can be measured."""
     make = {"layer": _layers, "gemv": _kernels, "gemm": _kernels, "pack": _packs, "load": _loads}
     return make[args.routine](args, ceilings, cache)
 
@@ -131,12 +131,12 @@ def _packs(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Set
 
 
 def _loads(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
-    from loading import Files, LoadBench  # needs safetensors, which the others do not
+    from loading import Files, LoadBench  # needs safetensors, which the other routines do not
 
     made = []
     layers = args.layers or 1
     weights = layers * args.shape.experts * args.shape.weights
-    stored: dict[str, Files] = {}  # by what their weights are stored as
+    stored: dict[str, Files] = {}  # by the type of the stored weights
     for method in _methods(args):
         for source in args.sources if method.dense else [method.name]:
 
@@ -155,6 +155,6 @@ def _loads(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Set
                     lines += [bench.line(args.cpus, name == "cold") for name in args.page_cache]
                 return lines
 
-            # The files in the page cache may go, the packed weights may not.
+            # Files in the page cache may be evicted, packed weights may not.
             made.append(Setup(f"{method.name} loading", weights * method.bits / 8, build))
     return made

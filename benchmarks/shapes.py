@@ -1,4 +1,4 @@
-"""The MoE layers that are measured, and which experts their batches visit."""
+"""The measured MoE layers, and the experts that their batches visit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Shape(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Of one expert."""
+        """The number of weights of one expert."""
         return 3 * self.hidden * self.inter
 
 
@@ -60,11 +60,12 @@ def check_ids(shape: Shape, tokens: int) -> torch.Tensor:
 
 
 class Routing:
-    """The batches of one run: which layer is next and which experts its tokens choose.
+    """The batches of one run: the order of layers, and the experts that tokens choose.
 
     Layers take turns. A batch that needs fewer experts than a layer has takes the next ones in a
-    fixed order, so that an expert comes back only after all others of all layers; a larger one
-    draws them uniformly, as a balanced router would. The same seed gives the same batches.
+    fixed order, so that an expert is used again only after all other experts of all layers. A
+    larger batch draws experts uniformly, as a balanced router would. The same seed gives the same
+    batches.
     """
 
     def __init__(self, shape: Shape, layers: int, seed: int = 0) -> None:
@@ -89,7 +90,7 @@ class Routing:
         return layer, self._draws[tokens][0]
 
     def touched(self, tokens: int) -> float:
-        """Experts that a batch reads, on average over the draws."""
+        """The number of experts that a batch reads, averaged over the draws."""
         count = tokens * self.shape.top_k
         if count < self.shape.experts:
             return count

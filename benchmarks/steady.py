@@ -1,17 +1,18 @@
-"""Rounds of decoding by served engines that take turns on one GPU: how steady each one is, and what
-one that is stopped in the middle of a step costs the others.
+"""Decodes with served engines in turn on one GPU, and measures how steady each one is.
+
+Also measures how much an engine that is stopped in the middle of a step slows down another one.
 
     python benchmarks/steady.py --engine sglang --model FOLDER --variant now=/path/to/site \\
         --variant before=/path/to/other/site --rounds 20 --json FILE
 
-Each variant is a folder to put first on PYTHONPATH, with the kt-moe to measure. After an @ it may
-have arguments of its own, in JSON: NAME=FOLDER@'{"kt_cpuinfer": 12}'. All engines are started
-together. While one decodes, the processes of the others are stopped; the order of the
-turns is reversed from round to round. A round is one request of --steps tokens with default
-settings, timed from its first token to its last, so that neither the prompt nor the engine's start
-is part of it. Every second round also times prompts of --prompts tokens, to their first token.
+A variant is a folder to put first on PYTHONPATH, with the kt-moe to measure. After an @, it may
+have its own arguments in JSON: NAME=FOLDER@'{"kt_cpuinfer": 12}'. All engines are started together.
+While one decodes, the processes of the others are stopped. The order of turns is reversed from
+round to round. A round is one request of --steps tokens with default settings, timed from its first
+token to its last, so that neither the prompt nor the engine's start is part of it. Every second
+round also times prompts of --prompts tokens up to their first token.
 
-Then, for each variant, that engine is stopped in the middle of a decoding step, and the first one
+Then each variant in turn is stopped in the middle of a decoding step while the first variant
 decodes --beside more rounds.
 """
 
@@ -38,7 +39,7 @@ ENVIRONMENT = {
 }
 
 
-# ---- in an engine's process: JSON lines in, JSON lines out
+# ---- In an engine's process: JSON lines in, JSON lines out.
 
 
 def sglang_tokens(model: str, arguments: dict[str, Any]) -> Callable[[list[int], int], Iterator]:
@@ -74,7 +75,7 @@ def vllm_tokens(model: str, arguments: dict[str, Any]) -> Callable[[list[int], i
 
 def worker() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the engine prints goes to the log
+    os.dup2(2, 1)  # sends the engine's output to the log
     spec = json.loads(sys.stdin.readline())
     make = {"sglang": sglang_tokens, "vllm": vllm_tokens}[spec["engine"]]
     tokens = make(spec["model"], spec["arguments"])
@@ -94,7 +95,7 @@ def worker() -> None:
     os._exit(0)
 
 
-# ---- the turns
+# ---- The turns.
 
 
 class Engine:
@@ -106,7 +107,7 @@ class Engine:
         site, _, own = place.partition("@")
         self.own_arguments = json.loads(own or "{}")
         path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
-        self.log = open(args.logs / f"{args.engine}-{name}.log", "w")  # noqa: SIM115 - lives on
+        self.log = open(args.logs / f"{args.engine}-{name}.log", "w")  # noqa: SIM115 - stays open
         self.process = subprocess.Popen(
             [args.python, __file__, "--worker"],
             stdin=subprocess.PIPE,
@@ -146,14 +147,14 @@ class Engine:
         os.killpg(self.process.pid, number)
 
     def end(self) -> None:
-        # Not at the top, see `measure`.
+        # Not imported at the top; see `measure`.
         from kt_kernel.serving.server_process import end_group
 
         end_group(self.process.pid, patience=0)
         self.process.wait()
 
     def stop(self) -> None:
-        time.sleep(0.5)  # an engine whose steps overlap is over with the last one
+        time.sleep(0.5)  # an engine with overlapping steps has finished its last one by then
         self.signal(signal.SIGSTOP)
 
     def settle(self, seconds: float) -> None:
@@ -173,8 +174,8 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    # Not at the top: the engines' processes run this file, too, with versions of kt-moe that lack
-    # what `machine` imports.
+    # Not imported at the top: the engines' processes run this file, too, with versions of kt-moe
+    # that lack what `machine` imports.
     from machine import about
 
     engines = [Engine(name, site, args) for name, site in args.variant]
@@ -183,7 +184,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             engine.answer()
         for engine in engines:
             engine.stop()
-        for number in range(-1, args.rounds):  # the first one warms up
+        for number in range(-1, args.rounds):  # the first round warms up
             for engine in engines if number % 2 else engines[::-1]:
                 engine.signal(signal.SIGCONT)
                 engine.settle(args.settle if number < 0 else 0.3)
@@ -234,7 +235,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["sglang", "vllm"], required=True)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--vocabulary", type=int, default=32768, help="of the model; synthetic's")
+    parser.add_argument("--vocabulary", type=int, default=32768, help="size (default: synthetic's)")
     parser.add_argument("--arguments", type=json.loads, default={})
     parser.add_argument("--variant", type=pair, action="append", required=True)
     parser.add_argument("--rounds", type=int, default=20)

@@ -1,4 +1,4 @@
-"""Checkpoints of true width, reduced depth and random weights, for the engine benchmark."""
+"""Checkpoints of full width, reduced depth and random weights, for the engine benchmark."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from shapes import Shape
 
-SCALE = 0.02  # standard deviation of all weights but the norms
+SCALE = 0.02  # standard deviation of all weights except the norms
 SEED = 0
-SHARD_BYTES = 4 << 30  # of a shard about: writing one takes its size in memory twice
+SHARD_BYTES = 4 << 30  # approximate; writing a shard takes twice its size in memory
 
 
 def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
-    """A Qwen3-MoE model with the experts of ``shape``; its attention has H / 64 heads of 128."""
+    """A Qwen3-MoE model with the experts of ``shape``. Its attention has H / 64 heads of 128."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -49,10 +49,10 @@ def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
 
 
 def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Path:
-    """Writes config.json and the shards of each layer; does nothing where they are there already.
+    """Writes config.json and the shards of each layer. Does nothing if they exist.
 
-    An expert's weights are those of the first one, turned: random numbers for hundreds of
-    gigabytes would take longer than all that is measured.
+    Every expert has the weights of the first one, rotated: random numbers for hundreds of gigabytes
+    would take longer than the whole measurement.
     """
     done = folder / "config.json"
     wanted = json.dumps(config(shape, layers, vocabulary), indent=1)

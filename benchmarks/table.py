@@ -1,8 +1,8 @@
-"""Saved results as Markdown tables.
+"""Prints saved results as Markdown tables.
 
     python benchmarks/table.py RESULT.json ...
 
-A cell is the share of t_min and, after a slash, the goal; it is bold where the goal is missed.
+A cell is the share of t_min and, after a slash, the goal. It is bold if the goal is missed.
 appendix.py makes docs/performance-tables.md from all saved results.
 """
 
@@ -46,7 +46,7 @@ def _heading(content: dict[str, Any]) -> str:
 
 
 def grid(corner: str, columns: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """A Markdown table; each line is the name of a row and its cells."""
+    """A Markdown table. Each line is the name of a row and its cells."""
     head = [f"| {corner} | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]
     return "\n".join(head + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in lines])
 
@@ -98,7 +98,8 @@ def _shares(content: dict[str, Any]) -> list[str]:
 
 
 def _rising_cost(rows: list[Row]) -> list[str]:
-    """Where a token costs more than in a smaller batch, which no T should."""
+    """Lists batches whose cost per token is higher than in a smaller batch, which should not
+    occur."""
     found, least = [], dict[str, tuple[float, int]]()
     for row in sorted(rows, key=lambda row: row["tokens"]):
         cost = row["median_us"] / row["tokens"]
@@ -115,7 +116,7 @@ def _rising_cost(rows: list[Row]) -> list[str]:
 
 
 def _threads(rows: list[Row]) -> list[str]:
-    """Time by thread count, against the best count."""
+    """Time by thread count, relative to the best count."""
     by_work: dict[tuple[str, str, int], dict[int, float]] = {}
     for row in rows:
         if row["package"] == "kt_moe" and not row["beside"] and "layers" in row:
