@@ -1,22 +1,17 @@
-"""docs/performance-tables.md: the tables of all saved results.
+"""Generates docs/performance-tables.md, the tables of all saved results.
 
 python benchmarks/appendix.py > docs/performance-tables.md
 """
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from saved import Content, load
 from table import grid, markdown
-
-RESULTS = Path(__file__).with_name("results")
-
-Content = dict[str, Any]
 
 HEAD = """\
 # Performance tables
@@ -72,7 +67,7 @@ def served_when_warm(content: Content) -> str:
 
 
 def peer(content: Content) -> str:
-    """Served engines next to kt-kernel's own."""
+    """Served engines, kt-moe next to kt-kernel."""
     lines = [
         (
             row["name"],
@@ -159,7 +154,7 @@ def steady(content: Content) -> str:
 
 
 def before_and_after(content: Content) -> str:
-    """A layer's passes by two versions in turns, for each method."""
+    """Two versions of a layer that ran in turns, for each method."""
     columns = ["decode, µs", "after / before", "prefill, µs", "after / before", "before / before"]
     rows = {(row["method"], row["tokens"]): row for row in content["rows"]}
     lines = []
@@ -321,8 +316,8 @@ PARTS = (
     ),
     Part(
         "One layer: AMX kernels, next to kt-kernel 0.7.2",
-        "A cell is the share of t_min and, after the slash, the goal; it is bold where the goal"
-        " is missed.",
+        "A cell is the share of t_min and, after the slash, the goal. It is bold if the goal is"
+        " missed.",
         ["2026-11-28-formats-amx"],
         markdown,
     ),
@@ -386,13 +381,12 @@ def page() -> str:
     for part in PARTS:
         parts.append(f"## {part.title}\n\n{part.text}\n")
         for name in part.files:
-            content = json.loads((RESULTS / f"{name}.json").read_text())
-            parts.append(f"`{name}.json`\n\n{part.render(content).rstrip()}\n")
+            parts.append(f"`{name}.json`\n\n{part.render(load(name)).rstrip()}\n")
     return "\n".join(_wrapped(line) for line in "\n".join(parts).splitlines()) + "\n"
 
 
 def _wrapped(line: str) -> str:
-    """Text in lines of 110 characters; headings, tables and lists as they are."""
+    """Wraps text to 110 characters. Headings, tables and lists stay unchanged."""
     return (
         line
         if line.startswith(("|", "#", "-"))

@@ -288,6 +288,27 @@ def test_the_appendix_is_up_to_date(module: Any) -> None:
     assert {name for name in saved if f"`{name}`" not in found} == set()
 
 
+def test_quoted_figures_are_up_to_date(module: Any) -> None:
+    tables = module("readme_tables")
+    for page in tables.PAGES:
+        text = (FOLDER.parent / page).read_text()
+        assert text == tables.rewritten(page, text), "run python benchmarks/readme_tables.py"
+
+
+def test_outdated_figures_are_replaced(module: Any) -> None:
+    """In tables and in sentences, whose line breaks stay. A sentence that is gone is an error."""
+    tables = module("readme_tables")
+    text = (FOLDER.parent / "README.md").read_text()
+    changes = [("| 393 | 568 |", "| 393 | 569 |"), ("reaches 7 to 8%", "reaches 12.5 to 8%")]
+    for right, wrong in [*changes, ("| Kimi-K2 | 2029 |", "| Kimi-K2 |")]:
+        assert text.count(right) == 1
+        assert tables.rewritten("README.md", text.replace(right, wrong)) == text
+    with pytest.raises(ValueError, match=r"README.md has 'reaches .* 0 times; expected it once"):
+        tables.rewritten("README.md", text.replace("reaches 7 to 8%", "has 7 to 8%"))
+    with pytest.raises(ValueError, match="no table 'speed'; known: served"):
+        tables.rewritten("README.md", text.replace("tables.py: served", "tables.py: speed"))
+
+
 def test_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     picture = tmp_path / "shares.png"
