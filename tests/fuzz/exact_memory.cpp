@@ -1,4 +1,5 @@
-// Instead of kernels/sys/numa_memory.cpp: mappings whose end, to the byte, the sanitizer notices.
+// Replaces kernels/sys/numa_memory.cpp: mappings whose exact end, to the byte, the sanitizer
+// checks.
 #include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
 
@@ -16,7 +17,7 @@ constexpr size_t kPage = 4096, kAlignment = 64;
 
 size_t mapped_bytes(size_t bytes) { return size_t(round_up(int64_t(bytes), kPage)) + kPage; }
 
-// What lies before the data: they end where the last page, which is there to be poisoned, begins.
+// The bytes before the data. The data ends where the last page, which is poisoned, begins.
 size_t bytes_before(size_t bytes) {
   return mapped_bytes(bytes) - kPage - size_t(round_up(int64_t(bytes), kAlignment));
 }

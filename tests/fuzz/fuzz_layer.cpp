@@ -1,5 +1,5 @@
-// Fuzzes kernels/moe: any layer is refused or made; any bytes as packed weights are refused by name
-// or loaded, saved as they were and multiplied, by one to three pools.
+// Fuzzes kernels/moe. Any layer is refused or created. Any bytes as packed weights are refused by
+// name, or loaded, saved unchanged and multiplied, by one to three pools.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -60,7 +60,7 @@ LayerConfig config(Input& in) {
   return c;
 }
 
-// One number becomes another that may not be.
+// Changes one number to a value that may be invalid.
 void distort(Input& in, LayerConfig& c) {
   constexpr int64_t kNumbers[] = {0, -1, 1, 3, 33, 64, 65536, 65537, INT64_MAX, INT64_MIN};
   const int64_t x = kNumbers[in.below(10)];
@@ -79,7 +79,7 @@ void distort(Input& in, LayerConfig& c) {
   }
 }
 
-// What went wrong, "" where nothing did.
+// The error, "" if there is none.
 template <class F> std::string problem_of(F call) {
   try {
     call();
@@ -97,7 +97,7 @@ struct Tiles {
   std::unique_ptr<Bytes> bytes;
   bool good = true;
 
-  // Packed from a source, as far as it can be.
+  // Packs a source, as far as possible.
   void pack(Input& in) {
     source.quantised(in, layout, layout.rows, layout.cols);
     const kt::MatrixSource whole{source.weights, layout.cols, 0, 0};
@@ -110,7 +110,7 @@ struct Tiles {
                         bytes->data() + tile * layout.tile_bytes(), &row) == kt::PackError::kNone;
   }
 
-  // As a file has them, at any address.
+  // Damages the tiles as in a file, at any address.
   void damage(Input& in) {
     auto file = std::make_unique<Bytes>(bytes->size(), 1);
     file->copy(*bytes);
@@ -177,7 +177,7 @@ void load(Input& in, kt::MoeLayer& layer, int64_t slot) {
     const std::string place = "expert slot " + std::to_string(slot);
     REQUIRE(problem.empty() || problem.starts_with(place));
     if (problem.empty()) check_saved(layer, slot, e);
-    // Bytes run out: then nothing is damaged, and an expert is good.
+    // When the input's bytes run out, nothing is damaged, and the expert is good.
     if (!held || problem.empty()) return;
   }
 }

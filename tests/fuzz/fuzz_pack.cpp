@@ -1,5 +1,6 @@
-// Fuzzes kernels/pack: any matrix and part of one is refused or packed, and then unpacks to the
-// weights of its source; packed tiles go out and in again; changed ones are refused or multiplied.
+// Fuzzes kernels/pack. Any matrix and any part of one is refused, or packed and then unpacked to
+// the weights of its source. Packed tiles are saved and loaded; changed ones are refused or
+// multiplied.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -16,7 +17,7 @@ namespace {
 
 using kt::PackError;
 
-// Sizes in units of what a format accepts: few columns more often than many.
+// Sizes in units that a format accepts. Few columns are more frequent than many.
 int64_t columns(Input& in, int64_t unit) {
   const int64_t most = std::max<int64_t>(1, (in.byte() % 8 ? 192 : 1100) / unit);
   return unit * in.between(1, most);
@@ -27,7 +28,7 @@ bool same(double expected, float got) {
   return std::isnan(rounded) ? std::isnan(got) : rounded == got;
 }
 
-// Whether packing takes such a source; what else is said is in the values.
+// Whether packing accepts such a source. Other errors depend on the values.
 PackError kind_error(const MatrixLayout& layout, const kt::WeightSource& w) {
   const bool dense = !w.scale && !w.blocks, scaled = w.scale && !w.blocks;
   if (kt::is_ggml(layout.format)) return w.blocks ? PackError::kNone : PackError::kNeedsBlocks;
@@ -46,7 +47,7 @@ PackError kind_error(const MatrixLayout& layout, const kt::WeightSource& w) {
   }
 }
 
-// Dense weights and what they are in a format: near by, and of a scale that fits them.
+// Checks dense weights in a format: they are close, and the scale fits them.
 void check_dense(const MatrixLayout& layout, const MatrixSource& source, const float* unpacked) {
   const kt::WeightSource& w = source.weights;
   const auto exact = [&](int64_t n, int64_t k) {
@@ -96,7 +97,7 @@ void check_dense(const MatrixLayout& layout, const MatrixSource& source, const f
   }
 }
 
-// A tile through files and back, whole and in parts of columns.
+// Copies a tile to files and back, whole and in parts of columns.
 void take_and_put(Input& in, const MatrixLayout& layout, const Bytes& tile, bool must_be_good) {
   const int64_t unit = layout.split_unit(), units = (layout.cols + unit - 1) / unit;
   const int64_t at = unit * in.below(units);
@@ -122,7 +123,7 @@ void take_and_put(Input& in, const MatrixLayout& layout, const Bytes& tile, bool
   }
   REQUIRE(!must_be_good || first == PackError::kNone);
   if (first == PackError::kNone) REQUIRE(merged == expected);
-  // The whole tile is good where its parts are.
+  // The whole tile is good if its parts are.
   Bytes whole(tile.size());
   int64_t lane = -1;
   const kt::PackedColumns all(layout, file.data(), 0, layout);
@@ -132,7 +133,7 @@ void take_and_put(Input& in, const MatrixLayout& layout, const Bytes& tile, bool
   if (error == PackError::kNone) REQUIRE(whole == expected);
 }
 
-// A few rows times a tile by every kernel that runs here; true numbers are other tests' matter.
+// Multiplies a few rows with a tile, by every kernel that runs here. Other tests check the values.
 void multiply(Input& in, const MatrixLayout& layout, const Bytes& tile) {
   int tables = 0;
   while (kt::kKernelTables[tables]) ++tables;
@@ -187,7 +188,7 @@ void change(Input& in, const MatrixLayout& layout, Bytes& tile) {
 
 void run(Input& in) {
   MatrixLayout layout = form(in);
-  const int kind = int(in.below(8));  // 0 to 3: dense; else quantised, 7: of another format
+  const int kind = int(in.below(8));  // 0 to 3: dense; otherwise quantised; 7: of another format
   const bool nibbles = layout.code_bits() == 4 && !kt::is_ggml(layout.format);
   const int64_t unit = std::max<int64_t>(layout.column_unit(), nibbles ? 2 : 1);
   const int64_t rows = in.between(1, in.byte() % 8 ? 33 : 160), cols = columns(in, unit);
@@ -196,7 +197,7 @@ void run(Input& in) {
     matrix.dense(in, DType(in.below(3)), rows, cols);
   } else if (kind < 7) {
     matrix.quantised(in, layout, rows, cols);
-  } else {  // whatever it is: only its kind matters
+  } else {  // any data: only its kind matters
     matrix.data = std::make_unique<Bytes>(0);
     const void* p = matrix.data->data();
     matrix.weights = {p, DType::kFP32, in.flag() ? p : nullptr, nullptr, 1, in.flag(), in.flag()};
@@ -240,7 +241,7 @@ void run(Input& in) {
     if (error != PackError::kNone) {
       REQUIRE(bad_row >= row0 + tile * 32 && bad_row < last && *kt::describe(error));
       if (!dense) REQUIRE(bad_row == expected_row);
-      // Dense rows are checked whole, packed in groups: the first that is bad may be another.
+      // Dense rows are checked as a whole but packed in groups, so the first bad row may differ.
       if (layout.cols == cols || !layout.has_group() || !dense)
         REQUIRE(packing != PackError::kNone && row == bad_row);
       good = false;

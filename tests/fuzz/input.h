@@ -1,5 +1,5 @@
-// What a fuzzer's bytes mean: choices, random numbers that they seed, and memory that ends where
-// the sanitizer notices.
+// The meaning of a fuzzer's bytes: choices, random numbers seeded by them, and memory whose exact
+// end the sanitizer checks.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -16,7 +16,7 @@
 
 namespace fuzz {
 
-// Choices are read from the front; past the end they are zeros.
+// Choices are read from the front. Past the end, they are zeros.
 class Input {
  public:
   Input(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
@@ -39,7 +39,7 @@ class Input {
   const uint8_t *at_, *end_;
 };
 
-// Many numbers of one seed (splitmix64).
+// Random numbers from a seed (splitmix64).
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
@@ -61,7 +61,7 @@ class Random {
   uint64_t state_;
 };
 
-// Exactly so many bytes, from an odd address on where `shift` is 1, else aligned to 64.
+// Exactly this many bytes, from an odd address if `shift` is 1, otherwise aligned to 64.
 class Bytes {
  public:
   explicit Bytes(int64_t size, int shift = 0, int fill = 0xa5) : size_(size), shift_(shift) {
@@ -79,7 +79,7 @@ class Bytes {
   bool operator==(const Bytes& other) const {
     return size_ == other.size_ && !std::memcmp(data(), other.data(), size_t(size_));
   }
-  // A few bytes become others, where the input says: often where scales are, and what ends a range.
+  // Changes a few bytes as the input says: often those of scales, and those at the end of a range.
   void patch(Input& in, int count) {
     constexpr uint8_t kEnds[] = {0x00, 0x01, 0x10, 0x11, 0x1f, 0x20, 0x3f, 0x40,
                                  0x7c, 0x7e, 0x7f, 0x80, 0xdf, 0xe0, 0xfe, 0xff};

@@ -1,4 +1,4 @@
-// Weights of a source by the definitions of their formats, one at a time, in float64: independent
+// Weights of a source by the definitions of their formats, one at a time, in float64. Independent
 // of kernels/pack.
 #pragma once
 #include <cmath>
@@ -21,7 +21,7 @@ inline uint32_t bits_at(const void* p, int64_t i, int size) {
   return x;
 }
 
-// A binary float of so many bits of exponent and mantissa, with infinities and NaN like IEEE 754.
+// A binary float with these bits of exponent and mantissa, with infinities and NaN as in IEEE 754.
 inline double ieee(uint32_t bits, int exponent_bits, int mantissa_bits) {
   const int bias = (1 << (exponent_bits - 1)) - 1, mask = (1 << exponent_bits) - 1;
   const int exponent = int(bits >> mantissa_bits) & mask;
@@ -38,7 +38,7 @@ inline double ieee(uint32_t bits, int exponent_bits, int mantissa_bits) {
 inline double fp16_at(const void* p, int64_t i) { return ieee(bits_at(p, i, 2), 5, 10); }
 inline double float_at(const void* p, DType type, int64_t i) {
   if (type == DType::kFP16) return fp16_at(p, i);
-  // The CPU's own, of which bf16 is the upper half.
+  // The CPU's own type, of which bf16 is the upper half.
   const uint32_t bits = type == DType::kBF16 ? bits_at(p, i, 2) << 16 : bits_at(p, i, 4);
   float x;
   std::memcpy(&x, &bits, 4);
@@ -64,7 +64,7 @@ inline double group_scale(ScaleType type, const void* p, int64_t i) {
   return float_at(p, types[int(type)], i);
 }
 
-// Where d lies in a block of a file; m follows it where there is one (ggml-common.h).
+// The position of d in a block of a file; m follows it if there is one (ggml-common.h).
 inline int ggml_d(WeightFormat format) {
   switch (format) {
     case WeightFormat::kQ2K: return 80;
@@ -74,7 +74,7 @@ inline int ggml_d(WeightFormat format) {
   }
 }
 
-// Column k of a block, as ggml's dequantize_row_* have it.
+// Column k of a block, as in ggml's dequantize_row_* functions.
 inline double ggml_weight(WeightFormat format, const uint8_t* b, int k) {
   static constexpr int kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                       1,    13,   25,  38,  53,  69,  89,  113};
@@ -124,7 +124,7 @@ inline double ggml_weight(WeightFormat format, const uint8_t* b, int k) {
   }
 }
 
-// W[n, k] of a quantised source, before its one rounding to float32.
+// W[n, k] of a quantised source, before its only rounding to float32.
 inline double weight(const MatrixLayout& layout, const MatrixSource& source, int64_t n, int64_t k) {
   const auto* data = static_cast<const uint8_t*>(source.weights.data);
   const auto* scale = static_cast<const uint8_t*>(source.weights.scale);
@@ -156,7 +156,7 @@ inline double weight(const MatrixLayout& layout, const MatrixSource& source, int
   }
 }
 
-// By the exponent, which is all ones in infinities and NaN.
+// Checks the exponent, which is all ones in infinities and NaN.
 inline bool finite_at(const void* p, ScaleType type, int64_t i) {
   switch (type) {
     case ScaleType::kFP16: return (bits_at(p, i, 2) & 0x7c00) != 0x7c00;
@@ -165,7 +165,7 @@ inline bool finite_at(const void* p, ScaleType type, int64_t i) {
   }
 }
 
-// Whether what the weight is made of is in its format's range.
+// Whether everything from which the weight is computed is in its format's range.
 inline bool acceptable(const MatrixLayout& layout, const MatrixSource& source, int64_t n,
                        int64_t k) {
   const auto* data = static_cast<const uint8_t*>(source.weights.data);

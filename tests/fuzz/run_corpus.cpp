@@ -1,6 +1,6 @@
 // Runs a fuzz target without libFuzzer:  PROGRAM COUNT SEED FILE...
-// Each file, then COUNT inputs that are random or files with some bytes changed, of the seeds from
-// SEED on. What runs is said on stderr, so the last line tells what failed.
+// Runs each file, then COUNT inputs, which are random or changed files, from the seeds SEED, SEED +
+// 1 and so on. Prints each to stderr before it runs, so the last line shows what failed.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Matrices for the fuzzers: mostly ones that their format accepts, with extremes, and a few bytes
-// changed at will.
+// Matrices for the fuzzers: mostly ones that their format accepts, with extreme values, and with a
+// few bytes changed at random.
 #pragma once
 #include <memory>
 
@@ -18,7 +18,7 @@ inline Style style(Input& in) {
                  : Style::kAnyBits;
 }
 
-// Fills with floats of a type, without their sign where they are scales that have none.
+// Fills floats of a type, without sign if they are scales that have none.
 inline void fill_floats(Random& random, Style style, DType type, bool sign, uint8_t* p,
                         int64_t count) {
   const int size = kt::dtype_bytes(type);
@@ -46,7 +46,7 @@ inline void fill_floats(Random& random, Style style, DType type, bool sign, uint
   }
 }
 
-// How one matrix is stored, with sizes that fit it.
+// The form of a matrix, with sizes that fit it.
 inline MatrixLayout form(Input& in) {
   const auto format = WeightFormat(in.below(kt::kFormatCount));
   constexpr int kGroups[] = {32, 64, 96, 128, 256, 32};
@@ -55,7 +55,7 @@ inline MatrixLayout form(Input& in) {
   return {format, 1, 1, group, ScaleType(in.below(3))};
 }
 
-// A whole matrix in memory of its own.
+// A whole matrix in its own memory.
 struct Matrix {
   std::unique_ptr<Bytes> data, scale, zero;
   kt::WeightSource weights{};

@@ -1,12 +1,12 @@
-// Packed tiles by kt/format.h: which bytes are one, and what they are once loaded.
+// Packed tiles according to kt/format.h: which bytes are valid, and what they are once loaded.
 #pragma once
 #include "input.h"
 #include "reference.h"
 
 namespace fuzz {
 
-// What is saved of a tile that was loaded: heads with zeros behind their values, and the sums of
-// int8 codes as the codes have them.
+// Converts a loaded tile to the form in which it is saved: heads with zeros after their values, and
+// the sums computed from the int8 codes.
 inline void as_saved(const kt::MatrixLayout& layout, uint8_t* tile) {
   const int64_t head = layout.head_bytes();
   const auto zeros_from = [&](int64_t at) { std::memset(tile + at, 0, size_t(head - at)); };
@@ -21,7 +21,7 @@ inline void as_saved(const kt::MatrixLayout& layout, uint8_t* tile) {
   }
 }
 
-// Whether all scales and codes of a tile are in their ranges, pads included.
+// Whether all scales and codes of a tile, including padding, are in their ranges.
 inline bool good_tile(const kt::MatrixLayout& layout, const uint8_t* tile) {
   using F = kt::WeightFormat;
   const auto not_negative = [&](int64_t i) {

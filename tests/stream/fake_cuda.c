@@ -1,4 +1,4 @@
-/* Stands in for the CUDA driver: keeps what the last call was given. */
+/* Stands in for the CUDA driver and keeps the arguments of the last call. */
 #include <string.h>
 
 struct launch {
@@ -9,7 +9,7 @@ struct launch {
 };
 
 struct launch last;
-int sizes[32];  /* bytes to take of each parameter; 0: the end */
+int sizes[32];  /* bytes to read of each parameter; 0: the end */
 int result;
 extern void *context, *launched_in;
 
@@ -69,7 +69,7 @@ int cuCtxPopCurrent_v2(void **given) {
 }
 
 int cuGetErrorName(int code, const char **text) {
-  if (code == 999) return 1; /* leaves the text as it was, as the driver does for unknown ones */
+  if (code == 999) return 1; /* leaves the text unchanged, as the driver does for unknown codes */
   *text = "CUDA_ERROR_FAKE";
   return 0;
 }

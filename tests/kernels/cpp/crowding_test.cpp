@@ -1,4 +1,4 @@
-// How long interrupted spins are replaced by sleeps.
+// Tests for how long sleeps replace interrupted spins.
 #include "sys/crowding.h"
 
 #include <cstdint>
@@ -16,7 +16,7 @@ void expect(bool right, const char* what) {
   }
 }
 
-// The length of the time after `now` for which it is crowded, to the next millisecond.
+// How long after `now` it stays crowded, to the next millisecond.
 int64_t length(const kt::sys::Crowding& crowding, int64_t now) {
   int64_t end = now;
   while (crowding.at(end)) end += kMs;
@@ -37,7 +37,7 @@ int main() {
   expect(length(crowding, now) == kMs, "no longer for another one meanwhile");
 
   int64_t expected = kMs;
-  for (int i = 0; i < 8; ++i) {  // each 2 ms after the last while
+  for (int i = 0; i < 8; ++i) {  // each 2 ms after the end of the last one
     now += expected + 2 * kMs;
     expect(!crowding.at(now), "over");
     crowding.spun(now - kMs, now);

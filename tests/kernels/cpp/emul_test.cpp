@@ -1,11 +1,11 @@
-// The emulated AVX-512 and AMX intrinsics against the real instructions and against scalar
-// definitions. This file is compiled twice and linked (test_emul.py does it):
+// Compares the emulated AVX-512 and AMX intrinsics with the real instructions and with scalar
+// definitions. This file is compiled twice and linked (by test_emul.py):
 //   with -DKT_EMULATE -mavx2 -mfma -mf16c -mbmi2:
 //            every CASE of emul/*.inl through kernels/isa/emul/
 //   without: every CASE through the real intrinsics, the scalar definitions, and main().
-// A CASE runs on random and extreme inputs. The real side runs only where the CPU has the
-// instructions (SKIP lines say what did not run); the scalar side runs everywhere.
-//   emul_test [--iterations N]   exit status 1 when any output differs
+// A CASE runs on random and extreme inputs. The real side only runs if the CPU has the instructions
+// (SKIP lines list what did not run); the scalar side runs everywhere.
+//   emul_test [--iterations N]   exit status 1 if any output differs
 //   emul_test --fault NAME       does what a processor refuses with #GP or #UD; must abort
 #include "emul/cases.h"
 
@@ -51,7 +51,7 @@ static const Case* find(const CaseList& list, const char* name) {
   return nullptr;
 }
 
-// Runs both sides on the same inputs; returns the number of inputs on which they differ.
+// Runs both sides on the same inputs. Returns the number of inputs on which they differ.
 static int compare(const Case& one, Function other, const char* what, int iterations,
                    const uint8_t* edge) {
   static Input in;

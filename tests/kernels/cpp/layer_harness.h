@@ -1,4 +1,4 @@
-// What the C++ tests that run a small layer share: the layer, batches for it, and a pass by hand.
+// Shared by the C++ tests that run a small layer: the layer, batches for it, and a single pass.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -13,7 +13,7 @@ constexpr int64_t kHidden = 64, kInter = 96, kExperts = 4, kTopK = 2;
 struct Batch {
   int64_t tokens;
   std::vector<float> x, weights;
-  std::vector<int64_t> ids;  // one in five is no expert's
+  std::vector<int64_t> ids;  // one in five is not an expert
 };
 
 inline Batch make_batch(unsigned seed, int64_t tokens) {
@@ -57,8 +57,8 @@ inline std::shared_ptr<kt::MoeLayer> make_layer(const std::shared_ptr<kt::sys::T
   return layer;
 }
 
-// A pass over a batch, with other ids than its own where given; it writes y, and reads and writes
-// what it is given until it is done.
+// Queues a pass over a batch, with its own ids or the given ones. It writes y; all arguments are in
+// use until it is done.
 inline std::shared_ptr<kt::sys::Job> submit(kt::MoeLayer& layer, const Batch& b,
                                             const std::vector<int64_t>& ids, float* y,
                                             const float* add = nullptr) {

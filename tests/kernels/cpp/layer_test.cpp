@@ -1,5 +1,5 @@
-// Tests of passes over a layer whose team has reserves, for the thread sanitizer. Prints what
-// failed; exit code 1 then.
+// Tests passes over a layer whose team has reserves, for the thread sanitizer. Prints failures; the
+// exit code is then 1.
 #include <cstdio>
 #include <memory>
 #include <random>
@@ -22,12 +22,12 @@ std::shared_ptr<Team> make_team(std::vector<PoolSpec> pools) {
   return std::make_shared<Team>(std::move(pools));
 }
 
-// Both kinds of passes, in any order and queued behind each other, give the bits of one thread.
+// Both kinds of passes, in any order and queued, give the same bits as one thread.
 void lean_and_full_passes() {
-  // Lean: own plans, shared ones, and more than 512 ids of which fewer name an expert. Full: many
-  // pairs, and two chunks, of which the second has few.
+  // Lean: own plans, shared plans, and more than 512 ids of which fewer name an expert. Full: many
+  // pairs, and two chunks, of which the second has few pairs.
   const std::vector<int64_t> tokens = {1, 3, 4, 5, 40, 300, 390, 401, 700};
-  // The parts of I that two pools hold, and with them the bits, follow the ratio of their threads.
+  // The parts of I in two pools, and so the bits, depend on the ratio of the pools' threads.
   const std::vector<std::vector<PoolSpec>> shapes[] = {
       {{{1, -1}}, {{4, -1, 2}}, {{3, -1, 1}}},
       {{{1, -1}, {1, -1}}, {{3, -1, 1}, {3, -1, 2}}},
@@ -67,7 +67,7 @@ void lean_and_full_passes() {
   }
 }
 
-// Passes are lean or not by the experts that the CPU has, which another thread changes meanwhile.
+// Whether a pass is lean depends on the CPU's experts, which another thread changes meanwhile.
 void moving_experts() {
   const auto layer = make_layer(make_team({{3, -1, 1}}), 1, kMaxTokens);
   const Batch b = make_batch(1, kMaxTokens);
@@ -89,8 +89,8 @@ void moving_experts() {
   moving.join();
 }
 
-// As many lean passes between two full ones as make the number of the first phase of the second
-// that of the last phase of the first: the reserve's tasks must not seem to be done.
+// Between two full passes, runs so many lean ones that the second's first phase has the number of
+// the first's last phase. The reserve's tasks must not seem to be done.
 void phase_numbers_come_again() {
   const auto layer = make_layer(make_team({{2, -1, 1}}), 1, kMaxTokens);
   const Batch one = make_batch(1, 1), before = make_batch(2, kMaxTokens),

@@ -1,5 +1,5 @@
-// Tests of teams with reserves (kernels/sys/team.h). Prints what failed; exit code 1 then. What the
-// threads write is deliberately not atomic, so that a missing synchronisation is a data race.
+// Tests teams with reserves (kernels/sys/team.h). Prints failures; the exit code is then 1. The
+// threads deliberately write non-atomically, so that missing synchronisation is a data race.
 #include <chrono>
 #include <cstdio>
 #include <memory>
@@ -23,10 +23,10 @@ namespace {
 
 const std::vector<std::vector<PoolSpec>> kShapes = {
     {{2, -1, 1}}, {{5, -1, 4}}, {{3, -1, 1}, {2, -1, 1}}, {{4, 0, 2}, {0, -1}, {1, -1}, {3, -1, 1}},
-    {{3, -1}},  // none: a lean job is like any other
+    {{3, -1}},  // no reserves: a lean job is like any other
 };
 
-// Whether a thread of the team, by its number, is a reserve.
+// By number of the thread in the team: whether it is a reserve.
 std::vector<bool> reserves_of(const std::vector<PoolSpec>& shape) {
   std::vector<bool> found;
   for (const PoolSpec& pool : shape)
@@ -34,7 +34,8 @@ std::vector<bool> reserves_of(const std::vector<PoolSpec>& shape) {
   return found;
 }
 
-// Every thread runs every full job, all but the reserves the lean ones, and knows its place.
+// Every thread runs every full job, all except the reserves run lean jobs, and each knows its
+// place.
 void places() {
   for (const auto& shape : kShapes) {
     Team team(shape);
@@ -67,8 +68,8 @@ void places() {
   }
 }
 
-// Lean and full jobs in any order, queued or one by one: each sees what all threads wrote in the
-// jobs before, a reserve also what was written while it slept, and so do those after a barrier.
+// Lean and full jobs in any order, queued or one by one. Each job sees what all threads wrote in
+// earlier jobs, a reserve also sees what was written while it slept, and so after barriers.
 void mixed_jobs() {
   for (const auto& shape : kShapes) {
     Team team(shape);

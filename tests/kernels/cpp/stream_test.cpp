@@ -1,5 +1,5 @@
-// Tests of kernels/stream without a GPU and without Python, for the thread sanitizer: a thread
-// plays the GPU while others use the engine. Prints what failed; exit code 1 then.
+// Tests kernels/stream without a GPU and without Python, for the thread sanitizer: a thread plays
+// the GPU while others use the engine. Prints failures; the exit code is then 1.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -38,7 +38,7 @@ std::shared_ptr<StreamSide> make_side() {
   return std::make_shared<StreamSide>(kCapacity, kHidden, kTopK, kt::DType::kFP32, true);
 }
 
-// One stream of a GPU: for a thread at a time.
+// One stream of a GPU, used by one thread at a time.
 class Gpu {
  public:
   explicit Gpu(StreamEngine& engine) : engine_(engine) {}
@@ -62,7 +62,7 @@ class Gpu {
     return number_;
   }
 
-  // The kernel after it.
+  // The kernel after the layer.
   void wait(const StreamSide& side, uint32_t number) const {
     while (std::atomic_ref(*side.done()).load(std::memory_order_acquire) != number)
       std::this_thread::yield();
@@ -79,7 +79,7 @@ class Gpu {
   uint32_t number_ = 0;
 };
 
-// The engine's error, "" where there is none.
+// The engine's error, "" if there is none.
 std::string error_of(StreamEngine& engine) {
   try {
     engine.raise_error();
@@ -93,7 +93,7 @@ bool contains(const std::string& text, const char* part) {
   return text.find(part) != std::string::npos;
 }
 
-// A job that lasts until it is told to end: its team does nothing else meanwhile.
+// A job that lasts until it is told to end. Its team does nothing else meanwhile.
 class Blocked {
  public:
   explicit Blocked(kt::sys::Team& team)
@@ -113,8 +113,8 @@ class Blocked {
   std::shared_ptr<kt::sys::Job> job_;
 };
 
-// Two streams at once through layers of one team, each a chain in which the first layer defers,
-// while other threads ask and change what they may.
+// Two concurrent streams through layers of one team, each a chain whose first layer defers, while
+// other threads query and change whatever they may.
 void streams() {
   const auto team = std::make_shared<kt::sys::Team>(std::vector<kt::sys::PoolSpec>{{2, -1}});
   const std::array layers{make_layer(team, 1), make_layer(team, 2)};
@@ -163,7 +163,7 @@ void streams() {
       engine.pending();
       engine.take_trace();
       engine.drain(0.0001);
-      // A layer that comes and goes, as one of another model.
+      // A layer that is created and dropped, like one of another model.
       const int64_t slot = engine.add_slot(make_layer(team, 3), "other", make_side(), 1, 0, kTopK);
       engine.entries_of(slot);
       engine.entries_of(0);
@@ -180,7 +180,7 @@ void streams() {
   CHECK(!engines[1]->take_trace().empty() && engines[0]->take_trace().empty());
 }
 
-// A layer that goes while the GPU calls it: a result, or zeros and an error.
+// A layer that is dropped while the GPU calls it gives a result, or zeros and an error.
 void dropped_slots() {
   const auto team = std::make_shared<kt::sys::Team>(std::vector<kt::sys::PoolSpec>{{2, -1}});
   StreamEngine engine(kEntries, 60.0, 0, false);
@@ -207,7 +207,7 @@ void dropped_slots() {
   }
 }
 
-// Entries that make no sense, while several threads ask for errors: each error is raised once.
+// Invalid entries, while several threads query errors: each error is raised once.
 void errors() {
   const auto team = std::make_shared<kt::sys::Team>(std::vector<kt::sys::PoolSpec>{{1, -1}});
   StreamEngine engine(kEntries, 60.0, 0, false);
@@ -235,7 +235,7 @@ void errors() {
   CHECK(raised >= 1 && raised <= 40 && engine.stats()["errors"] == 40);
 }
 
-// The GPU goes on when a layer's threads are busy for too long; what comes late disturbs nobody.
+// The GPU continues if a layer's threads are busy for too long, and the late result does no harm.
 void watchdog() {
   const auto team = std::make_shared<kt::sys::Team>(std::vector<kt::sys::PoolSpec>{{2, -1}});
   StreamEngine engine(kEntries, 0.05, 0, true);
@@ -255,10 +255,10 @@ void watchdog() {
     CHECK(engine.drain(60));
     const uint32_t number = gpu.hand_over(slots[1], *next, batch);
     gpu.wait(*next, number);
-    // A slow machine may take too long for this one, too, and be writing its result still.
+    // A slow machine may take too long for this one, too, and still be writing its result.
     if (error_of(engine).empty()) CHECK(gpu.result(*next, number, batch) == expected);
   }
-  // Of the second only that its done word comes: whatever it reads and writes is in use.
+  // For the second, only the done word is checked, because its memory is in use.
   Blocked blocked(*team);
   const uint32_t first = gpu.hand_over(slots[0], *late, batch), second = gpu.ring(slots[0]);
   gpu.wait(*late, second);
@@ -267,7 +267,7 @@ void watchdog() {
   CHECK(engine.stats()["watchdog"] >= 5);
 }
 
-// stop(), from several threads and while others use the engine, answers all that was rung.
+// stop(), called by several threads while others use the engine, answers everything that was rung.
 void stopping() {
   const auto team = std::make_shared<kt::sys::Team>(std::vector<kt::sys::PoolSpec>{{2, -1}});
   const auto layer = make_layer(team, 1);
@@ -314,7 +314,7 @@ void stopping() {
   }
 }
 
-// An engine that ends while its job has not begun: the job runs later, in memory that it owns.
+// An engine ends before its job has begun. The job runs later, in memory that it owns.
 void end_with_work_pending() {
   const auto team = std::make_shared<kt::sys::Team>(std::vector<kt::sys::PoolSpec>{{2, -1}});
   auto layer = make_layer(team, 1);

@@ -1,5 +1,5 @@
-// Prints what kernels/sys says of this machine, or of a directory laid out like one; test_sys.py
-// compares. Bad input: the message on stderr and exit code 2.
+// Prints what kernels/sys reports for this machine, or for a directory laid out like one;
+// test_sys.py compares it. For bad input, prints the message to stderr; the exit code is then 2.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -1,6 +1,6 @@
-// Tests of kernels/sys/task_queue.h. Prints what failed; exit code 1 then. Built by test_sys.py,
-// also with sanitizers: what tasks write is deliberately not atomic, so that a task given to two
-// threads, or a phase that another one overlaps, is a data race.
+// Tests kernels/sys/task_queue.h. Prints failures; the exit code is then 1. Built by test_sys.py,
+// also with sanitizers: tasks deliberately write non-atomically, so that a task given to two
+// threads, or overlapping phases, are data races.
 #include "sys/task_queue.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace {
 const std::vector<std::vector<PoolSpec>> kShapes = {
     {{1, -1}}, {{2, -1}}, {{3, -1}}, {{7, -1}}, {{2, -1}, {0, -1}, {3, -1}}};
 
-// Shares follow the costs: within one task of the ideal bound, all tasks once, in order.
+// Shares follow the costs: within one task of the ideal bound, with all tasks once and in order.
 void task_split() {
   std::mt19937 random(3);
   for (int round = 0; round < 300; ++round) {
@@ -58,8 +58,8 @@ void task_split() {
   }
 }
 
-// Every task of every phase runs once, whoever takes it; a phase sees what the one before wrote.
-// Enough phases for their number to wrap, and thieves that come before the owner.
+// Every task of every phase runs once, by any thread, and a phase sees what the previous one wrote.
+// There are enough phases for their number to wrap, and thieves that arrive before the owner.
 void task_phases() {
   for (const auto& shape : kShapes) {
     Team team(shape);
@@ -92,7 +92,7 @@ void task_phases() {
   }
 }
 
-// A thread that is held up does only what it has taken; the others do the rest of its tasks.
+// A delayed thread does only the tasks that it has taken; the others do the rest of its tasks.
 void slow_thread() {
   Team team({{3, -1}});
   std::vector<kt::sys::TaskSlot> slots(3);

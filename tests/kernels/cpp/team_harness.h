@@ -1,5 +1,5 @@
-// What the tests of kernels/sys that run a team share: checks that print and count, and functions
-// as jobs.
+// Shared by the tests of kernels/sys that run a team: checks that print and count, and functions as
+// jobs.
 #pragma once
 #include <pthread.h>
 
@@ -51,7 +51,7 @@ inline void run(kt::sys::Team& team, std::function<void(kt::sys::Worker&)> f, bo
   j->wait();
 }
 
-// Of this thread.
+// The name of this thread.
 inline std::string thread_name() {
   char name[16] = "";
   pthread_getname_np(pthread_self(), name, sizeof name);

@@ -1,6 +1,6 @@
-// Tests of kernels/sys/team.h. Prints what failed; exit code 1 then. With names as arguments
-// runs only those tests. Built by test_sys.py, also with sanitizers: what the threads write is
-// deliberately not atomic, so that a missing synchronisation is a data race.
+// Tests kernels/sys/team.h. Prints failures; the exit code is then 1. With names as arguments, runs
+// only those tests. Built by test_sys.py, also with sanitizers: the threads deliberately write
+// non-atomically, so that missing synchronisation is a data race.
 #include "sys/team.h"
 
 #include <pthread.h>
@@ -108,7 +108,7 @@ void bad_arguments() {
   }
 }
 
-// A job sees what every worker wrote in the job before, with nothing but the order of submission.
+// A job sees what every worker wrote in the previous job, only through the order of submission.
 void consecutive_jobs() {
   for (const auto& shape : kShapes) {
     Team team(shape);
@@ -156,7 +156,7 @@ void barriers() {
   }
 }
 
-// Jobs of each submitter run in its order, all of them one at a time.
+// Each submitter's jobs run in its order, and all jobs run one at a time.
 void many_submitters() {
   constexpr int kSubmitters = 4, kJobs = 150;
   std::mt19937 random(1);
@@ -216,7 +216,7 @@ void several_waiters() {
   }
 }
 
-// Workers fall asleep between two jobs and inside barriers, and come back.
+// Workers fall asleep between two jobs and in barriers, and wake up again.
 void sleeping_workers() {
   Team team({{2, -1}, {3, -1}});
   for (int round = 0; round < 10; ++round) {
@@ -262,7 +262,7 @@ void submit_from_a_job() {
   CHECK(inner == 2);
 }
 
-// The destructor finishes what was submitted; the jobs outlive the team.
+// The destructor finishes submitted jobs, and the jobs outlive the team.
 void destroy_with_pending_jobs() {
   for (int threads : {1, 2, 7}) {
     for (bool elsewhere : {false, true}) {
@@ -319,7 +319,7 @@ void signals_and_affinity() {
   pthread_sigmask(SIG_BLOCK, nullptr, &here);
   CHECK(sigismember(&here, SIGINT) == 0);
 
-  // A simulated node: the part of it that exists; and a node of CPUs that are not there.
+  // A simulated node, of which one part exists; and a node whose CPUs do not exist.
   setenv("KT_TOPOLOGY", ("0:60000;1:60001," + std::to_string(allowed.back())).c_str(), 1);
   {
     Team simulated({{1, 0}, {2, 1}});
@@ -341,7 +341,7 @@ void signals_and_affinity() {
   j->wait();
 }
 
-// Runs f in a forked child; its exit code, or -1 if it hung or was killed.
+// Runs f in a forked child. Returns its exit code, or -1 if it hung or was killed.
 int in_child(const std::function<int()>& f) {
   std::fflush(stdout);
   const pid_t pid = fork();
@@ -406,13 +406,12 @@ void fork_and_submit() {
           Team fresh(shape);
           return grandchild == 7 ? use_in_child(fresh) : 9;
         }) == 7);
-  run(*team, [](Worker&) {});  // the parent has noticed nothing
+  run(*team, [](Worker&) {});  // the parent is not affected
 }
 
-// Forks at arbitrary moments of submits: the queue's mutex is now and then held.
+// Forks at arbitrary moments of submits, when the queue's mutex is sometimes held.
 void fork_under_load() {
-  // GCC 12's allocator of the address sanitizer does not survive a fork while another thread is in
-  // it.
+  // GCC 12's address sanitizer cannot handle a fork while another thread is in its allocator.
   if (kSanitizer) return skipped("a sanitizer's own lock may be held at the fork");
   Team team({{2, -1}});
   std::atomic<bool> stop{false};
@@ -437,7 +436,7 @@ size_t virtual_bytes() {
 
 void thread_creation_fails() {
   if (kSanitizer) return skipped("a sanitizer needs the address space");
-  // In a child, whose limits may stay changed: room for the stacks of some threads, not all.
+  // In a child, whose limits may stay changed: memory for the stacks of some threads, not of all.
   const int code = in_child([] {
     constexpr int kThreads = 64;
     Team team({{kThreads, -1}});
@@ -457,14 +456,14 @@ void thread_creation_fails() {
     CHECK(named);
     CHECK(j.use_count() == 1);
     setrlimit(RLIMIT_AS, &before);
-    team.submit(j);  // with room again it starts
+    team.submit(j);  // with enough memory again, it starts
     j->wait();
     return g_failures == 0 ? 0 : 1;
   });
   CHECK(code == 0);
 }
 
-// Far more threads than CPUs and a busy stranger: only has to finish.
+// Far more threads than CPUs, and an unrelated busy process: the jobs only have to finish.
 void oversubscription() {
   std::atomic<bool> stop{false};
   std::thread stranger([&] {

@@ -1,5 +1,5 @@
-// What the case files share: a CASE is compiled twice, through the emulated intrinsics (with
-// -DKT_EMULATE) and through the real ones; a SCALAR is the definition of the case of its name.
+// Shared by the case files. A CASE is compiled twice, with the emulated intrinsics (-DKT_EMULATE)
+// and with the real ones. A SCALAR is the definition of the case with its name.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -15,13 +15,13 @@
 struct Input {
   alignas(64) uint8_t a[1024], b[1024], c[1024];
   uint64_t k;           // mask
-  const uint8_t* edge;  // 256 readable bytes before it, an unmapped page behind
+  const uint8_t* edge;  // 256 readable bytes before it, an unmapped page after it
 };
 struct Output {
   alignas(64) uint8_t v[1024];
 };
 enum Feature { kF512, kVNNI, kVBMI, kBF16, kAmxInt8, kAmxBf16, kFeatures };
-enum Kind { kBits, kFloats };  // kFloats: any NaN equals any NaN, as payloads are not promised
+enum Kind { kBits, kFloats };  // kFloats: any NaN equals any NaN, because payloads may differ
 using Function = void (*)(const Input&, Output&);
 struct Case {
   const char* name;
@@ -89,7 +89,7 @@ struct Register {
 #define K16 static_cast<__mmask16>(in.k)
 #define K32 static_cast<__mmask32>(in.k)
 
-// ---- helpers of the scalar definitions
+// ---- Helpers of the scalar definitions.
 template <class T> static T get(const uint8_t* p, int i) {
   T v;
   memcpy(&v, p + i * static_cast<int>(sizeof(T)), sizeof v);

@@ -1,4 +1,4 @@
-// Random and extreme inputs of the cases.
+// Random and extreme inputs for the cases.
 #pragma once
 #include <initializer_list>
 #include <random>
@@ -32,11 +32,11 @@ static uint32_t dword(int pattern) {
                    0x4f000000, 0xcf000000, 0x477fe000, 0x477ff000, 0x33000000, 0x38800000});
     case 4:  // pairs of bf16
       return (bits_of(normal()) & 0xffff0000) | bits_of(normal()) >> 16;
-    case 5: {  // pairs of bf16 whose products lie near the smallest normal float
+    case 5: {  // pairs of bf16 whose products are near the smallest normal float
       const float f = ldexpf(normal(), -63), g = ldexpf(normal(), -63 - static_cast<int>(r % 3));
       return (bits_of(f) & 0xffff0000) | bits_of(g) >> 16;
     }
-    case 6:  // ties of round-to-integer, and past the integer range
+    case 6:  // ties of round-to-integer, and values beyond the integer range
       return bits_of(static_cast<float>(static_cast<int>(r % 2001) - 1000) *
                      (r & 1 << 20 ? 0.5f : 3e6f));
     default:  // ties of float32 to bf16 and to fp16
@@ -53,7 +53,7 @@ static void make_input(Input& in, int pattern) {
   fill(in.a, pattern);
   fill(in.b, pattern);
   fill(in.c, pattern);
-  if (pattern == 4 || pattern == 5)  // accumulators of the size of the products
+  if (pattern == 4 || pattern == 5)  // accumulators of the products' magnitude
     for (int i = 0; i < 256; ++i) {
       const float f = ldexpf(normal(), pattern == 4 ? 0 : -126);
       memcpy(in.c + 4 * i, &f, 4);
