@@ -22,7 +22,7 @@ from .layer_file import MAX_LAYER, LayerSpec, form_entries
 MANIFEST = "kt_manifest.json"
 PACKED_COPY = "kt-packed"  # subfolder that ``cpu_save`` writes to; not part of the checkpoint
 VERSION = 1  # of the directory's format; that of the packed bytes is the compiled core's
-_MAX_BYTES = 64 << 20  # of the file: no model has so many layers
+_MAX_BYTES = 64 << 20  # of the file; no model has that many layers
 _MAX_SIZE = 65536  # of a dimension, and experts
 _NUMBER = re.compile("0|[1-9][0-9]{0,4}")  # of a layer
 
