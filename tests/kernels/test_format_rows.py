@@ -150,7 +150,7 @@ def test_column_units() -> None:
 
 ROW = r"    \{\.format = WeightFormat::%s,.*?\},\n(?=    [\{g]|\};)"
 SLIPS = {
-    "no row": ("a row for each format", ROW % "kIQ4XS", ""),
+    "no row": ("one row per format", ROW % "kIQ4XS", ""),
     "order": ("rows in the order", f"({ROW % 'kQ4_1'})({ROW % 'kQ5_0'})", r"\2\1"),
     "name": ("the names", r'"Q5_1"', '"Q5_0"'),
     "title": ("the names", "FP8 with row scales", "int8 with row scales"),
@@ -168,7 +168,7 @@ SLIPS = {
     "quantised here": ("the sources", r"(kUe8m0.*?64)\}", r"\1, .from_dense = true}"),
 }
 KERNEL_SLIPS = {
-    "no row": ("a row of kernels for each", ROW % "kFp8Row", ""),
+    "no row": ("one row of kernels per format", ROW % "kFp8Row", ""),
     "order": ("rows of kernels in the", f"({ROW % 'kFp8Block'})({ROW % 'kFp8Row'})", r"\2\1"),
     "no rows of this instruction set": ("rows of kernels in the", r", \.avx2 = 8\}", "}"),
     "no kernel": ("uninitialized reference", r" *\.gemv = vector_kernel<Int8Block>,\n", ""),
