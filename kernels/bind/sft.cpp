@@ -88,6 +88,7 @@ kt::TrainingForwardArgs forward_args(const SftLayer& self, const BF16& x, const 
   need_shape("ids", ids, shapes.routes(tokens));
   need_shape("weights", weights, shapes.routes(tokens));
   need_shape("out", out, shapes.rows(tokens));
+  need_apart({{"out", out}}, {{"x", x}, {"ids", ids}, {"weights", weights}});
   return {x.data(), ids.data(), weights.data(), out.data(), int64_t(tokens), seed};
 }
 
@@ -96,18 +97,25 @@ void forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weigh
   self.layer.forward(forward_args(self, x, ids, weights, out, seed), save);
 }
 
+// Keeps the memory of an array, whatever becomes of the object that was passed.
+template <class A> std::shared_ptr<const void> owner(const A& array) {
+  return std::make_shared<const A>(array);
+}
+
 Ticket submit_forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weights,
                       const BF16Room& out, bool save, uint64_t seed) {
-  std::vector<nb::object> arrays{nb::find(x), nb::find(ids), nb::find(weights), nb::find(out)};
   const kt::TrainingForwardArgs args = forward_args(self, x, ids, weights, out, seed);
+  Ticket::Owners owners{owner(x), owner(ids), owner(weights), owner(out)};
   const nb::gil_scoped_release unlocked;
   std::shared_ptr<kt::sys::Job> job = self.layer.submit_forward(args, save);
-  return {std::move(job), std::move(arrays)};
+  return {std::move(job), std::move(owners)};
 }
 
 using Gradients = std::optional<std::vector<std::optional<Gradient>>>;
 
-kt::WeightGradients gradients(const SftLayer& self, const Gradients& given) {
+// Adds the arrays to `written`.
+kt::WeightGradients gradients(const SftLayer& self, const Gradients& given,
+                              std::vector<Region>& written) {
   const kt::TrainingConfig& config = self.layer.config();
   const Shapes shapes = self.shapes();
   std::vector<const Gradient*> arrays;
@@ -123,13 +131,16 @@ kt::WeightGradients gradients(const SftLayer& self, const Gradients& given) {
     if (i < adapters) {
       const auto m = int(i / 2);
       const bool of_a = i % 2 == 0;
-      need_shape("grads, " + Shapes::name(m, of_a), *arrays[i], shapes.adapter(m, of_a));
+      const std::string name = "grads, " + Shapes::name(m, of_a);
+      need_shape(name, *arrays[i], shapes.adapter(m, of_a));
+      written.emplace_back(name, *arrays[i]);
       (of_a ? result.a : result.b)[size_t(m)] = arrays[i]->data();
       continue;
     }
     const auto m = int(i - adapters);
-    need_shape(std::string("grads, ") + kt::kMatrixNames[m], *arrays[i],
-               {shapes.experts(), shapes.out(m), shapes.in(m)});
+    const std::string name = std::string("grads, ") + kt::kMatrixNames[m];
+    need_shape(name, *arrays[i], {shapes.experts(), shapes.out(m), shapes.in(m)});
+    written.emplace_back(name, *arrays[i]);
     result.weight[size_t(m)] = arrays[i]->data();
   }
   return result;
@@ -142,9 +153,11 @@ void backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
   need_shape("grad_out", grad_out, shapes.rows(tokens));
   need_shape("grad_in", grad_in, shapes.rows(tokens));
   need_shape("grad_weights", grad_weights, shapes.routes(tokens));
-  self.layer.backward(
-      {grad_out.data(), grad_in.data(), grad_weights.data(), gradients(self, grads)},
-      int64_t(tokens));
+  std::vector<Region> written{{"grad_in", grad_in}, {"grad_weights", grad_weights}};
+  const kt::WeightGradients weights = gradients(self, grads, written);
+  need_apart(written, {{"grad_out", grad_out}});
+  self.layer.backward({grad_out.data(), grad_in.data(), grad_weights.data(), weights},
+                      int64_t(tokens));
 }
 
 }  // namespace
@@ -167,25 +180,30 @@ void bind_sft(nb::module_& m) {
            "x: bf16 bits, uint16 [T, H]; ids: int64 [T, k]; weights: float32 [T, k]; out as x. "
            "With `save`, x, gate and up are kept for backward, and dropout is on, by the seed. "
            "Raises RuntimeError before update_lora, and for more than max_cache_depth passes "
-           "kept.")
+           "kept; ValueError where `out` overlaps another array.")
       .def("submit_forward", submit_forward, "x"_a.noconvert(), "ids"_a.noconvert(),
            "weights"_a.noconvert(), "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a,
-           "forward, queued: returns a Ticket. The arrays must not be changed before it is done.")
+           "forward, queued: returns a Ticket, which keeps the arrays. They must not be changed "
+           "before it is done.")
       .def(
           "backward", backward, "grad_out"_a.noconvert(), "grad_in"_a.noconvert(),
           "grad_weights"_a.noconvert(), "grads"_a.noconvert().none(), Unlocked(),
           "Of the newest forward pass that is kept, which is then dropped. grad_out, grad_in: bf16 "
           "bits, uint16 [T, H]; grad_weights: float32 [T, k]; grads: float32 arrays that are "
           "overwritten, of gate_a, gate_b, up_a, up_b, down_a, down_b unless skip_lora_grads, and "
-          "with full_weight_grad of gate, up, down. Raises RuntimeError where no pass is kept, "
-          "ValueError for another T than its and for a NaN or an infinity in grad_out; nothing is "
-          "lost then.")
+          "with full_weight_grad of gate, up, down. Raises RuntimeError where no pass is kept or "
+          "it was lost in a fork, ValueError for another T than its, for a NaN or an infinity in "
+          "grad_out, and for an array that is written to and overlaps another; nothing is lost "
+          "then.")
       .def(
           "drop_newest", [](SftLayer& self) { self.layer.drop_newest(); }, Unlocked(),
           "Drops the newest forward pass that is kept. Raises RuntimeError where none is.")
       .def(
           "clear", [](SftLayer& self) { self.layer.clear(); }, Unlocked(),
-          "Drops all forward passes that are kept, and their memory.")
+          "Drops all forward passes that are kept, and does what free_spare does.")
+      .def_static(
+          "free_spare", [] { return kt::SpareMemory::of_process()->clear(); }, Unlocked(),
+          "Frees the memory that passes of all layers left for the next ones; returns its bytes.")
       .def_prop_ro("pending", [](const SftLayer& self) { return self.layer.pending(); })
       .def_prop_ro("pending_tokens",
                    [](const SftLayer& self) { return self.layer.pending_tokens(); });

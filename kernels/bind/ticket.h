@@ -7,16 +7,17 @@
 #include "../sys/team.h"
 #include "bind.h"
 
-// Keeps the arrays that the job works on until it is done.
+// With owners of the memory that the job works on: they stay until it is done.
 struct Ticket {
+  using Owners = std::vector<std::shared_ptr<const void>>;
   std::shared_ptr<kt::sys::Job> job;
-  std::vector<nb::object> arrays{};
+  Owners owners{};
 
-  Ticket(std::shared_ptr<kt::sys::Job> of, std::vector<nb::object> uses = {})
-      : job(std::move(of)), arrays(std::move(uses)) {}
+  Ticket(std::shared_ptr<kt::sys::Job> of, Owners of_memory = {})
+      : job(std::move(of)), owners(std::move(of_memory)) {}
   Ticket(Ticket&&) = default;
   ~Ticket() {
-    if (!job || arrays.empty() || job->done()) return;
+    if (!job || owners.empty() || job->done()) return;
     const nb::gil_scoped_release unlocked;
     try {
       job->wait();

@@ -21,14 +21,14 @@ void count(LayerStats& stats, const Chunk& chunk, const Plan& plan) {
 
 }  // namespace
 
-void make_plan(const LayerState& layer, const int64_t* ids, const float* weights, int64_t tokens,
-               Plan& plan) {
+void make_plan(const LayerState& layer, const std::vector<uint8_t>& on_cpu, const int64_t* ids,
+               const float* weights, int64_t tokens, Plan& plan) {
   const LayerConfig& c = layer.config;
   plan.build({ids,
               weights,
               tokens,
               c.top_k,
-              layer.on_cpu,
+              on_cpu,
               {gemm_min_rows(layer, kGate), gemm_min_rows(layer, kUp), gemm_min_rows(layer, kDown)},
               expert_groups(c.num_experts, c.hidden_size)});
 }
@@ -43,8 +43,8 @@ const Plan& start_chunk(Pass& pass, const Chunk& chunk, const XRows& x) {
   const bool first = pass.worker.rank == 0;
   if (chunk.own || first) {
     const int64_t skipped = chunk.first * pass.layer.config.top_k;
-    make_plan(pass.layer, chunk.args.ids + skipped, chunk.args.weights + skipped, chunk.count,
-              plan);
+    make_plan(pass.layer, pass.layer.on_cpu, chunk.args.ids + skipped, chunk.args.weights + skipped,
+              chunk.count, plan);
   }
   if (first) count(pass.layer.stats, chunk, plan);
   const auto convert = [&](int64_t from, int64_t to) { x.convert(from, to); };

@@ -9,9 +9,10 @@ namespace kt {
 // Rows per task, if a task only converts rows.
 constexpr int64_t kRowTask = 8;
 
-// Makes the plan of a chunk, for any driver. ids and weights are [tokens, top_k].
-void make_plan(const LayerState& layer, const int64_t* ids, const float* weights, int64_t tokens,
-               Plan& plan);
+// Makes the plan of a chunk, for any driver. ids and weights are [tokens, top_k]; on_cpu
+// [num_experts] says which slots are computed.
+void make_plan(const LayerState& layer, const std::vector<uint8_t>& on_cpu, const int64_t* ids,
+               const float* weights, int64_t tokens, Plan& plan);
 
 // The chunk from token `first` on.
 Chunk chunk_at(const LayerState& layer, const ForwardArgs& args, int64_t first);

@@ -11,7 +11,7 @@ BackwardPass::BackwardPass(TrainingState& state, const TrainingBackwardArgs& arg
                            SavedForward& saved, sys::Worker& worker)
     : TrainingPass(state, worker,
                    {as<uint16_t>(saved.x), saved.ids.data(), saved.weights.data(), saved.tokens,
-                    saved.seed, state.config.dropout > 0}),
+                    saved.seed, state.config.dropout > 0, saved.on_cpu}),
       args_(args),
       saved_(saved),
       adapters_(!state.config.skip_lora_grads),

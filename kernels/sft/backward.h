@@ -27,11 +27,12 @@ class TrainingBackwardJob : public sys::Job {
   TrainingBackwardJob(std::shared_ptr<TrainingState> state, const TrainingBackwardArgs& args,
                       std::shared_ptr<SavedForward> saved);
   void run(sys::Worker& worker) noexcept override;
+  void finished() noexcept override { saved_.reset(); }
 
  private:
   const std::shared_ptr<TrainingState> state_;
   const TrainingBackwardArgs args_;
-  const std::shared_ptr<SavedForward> saved_;
+  std::shared_ptr<SavedForward> saved_;  // let go of before the job counts as done
 };
 
 }  // namespace kt

@@ -88,7 +88,7 @@ void BackwardPass::ordered_input() {
         std::fill_n(values, m * kTileRows, 0.0f);
         for (Matrix matrix : {kGate, kUp}) {
           const int32_t* from =
-              state_.inverse_order.data() + (2 * position + matrix) * h + tile * kTileRows;
+              saved_.inverse_order.data() + (2 * position + matrix) * h + tile * kTileRows;
           for (int64_t row = 0; row < m; ++row) {
             const float* kept = grad_x(worker_.pool, matrix, e.first + r + row);
             for (int64_t c = 0; c < valid; ++c) values[row * kTileRows + c] += kept[from[c]];

@@ -23,10 +23,12 @@ class TrainingForward : TrainingPass {
                   sys::Worker& worker)
       : TrainingPass(state, worker,
                      {args.x, args.ids, args.weights, args.tokens, args.seed,
-                      saved && state.config.dropout > 0}),
+                      saved && state.config.dropout > 0, state.layer->on_cpu}),
         out_(args.out),
         saved_(saved) {}
   void run() {
+    // Only a job of the team changes the slots. Nobody reads the copy in this job.
+    if (saved_ && worker_.rank == 0) std::ranges::copy(layer_.on_cpu, saved_->on_cpu.begin());
     each_chunk([this] { chunk(); });
   }
 
@@ -141,6 +143,12 @@ void TrainingForwardJob::run(sys::Worker& worker) noexcept {
     args.weights = saved_->weights.data();
   }
   TrainingForward(*state_, args, saved_.get(), worker).run();
+}
+
+void TrainingForwardJob::finished() noexcept {
+  if (!saved_) return;
+  saved_->complete.store(true, std::memory_order_release);
+  saved_.reset();
 }
 
 }  // namespace kt

@@ -23,11 +23,12 @@ class TrainingForwardJob : public sys::Job {
   TrainingForwardJob(std::shared_ptr<TrainingState> state, const TrainingForwardArgs& args,
                      std::shared_ptr<SavedForward> saved);
   void run(sys::Worker& worker) noexcept override;
+  void finished() noexcept override;
 
  private:
   const std::shared_ptr<TrainingState> state_;
   const TrainingForwardArgs args_;
-  const std::shared_ptr<SavedForward> saved_;
+  std::shared_ptr<SavedForward> saved_;  // let go of before the job counts as done
 };
 
 }  // namespace kt

@@ -12,13 +12,16 @@
 namespace kt {
 namespace {
 
-void check(const LayerState& layer, const TrainingConfig& c) {
+void check(const TrainingConfig& c) {
   need_in_range("rank", c.rank, 1, kMaxRank);
   need(std::isfinite(c.scaling),
        "scaling " + std::to_string(c.scaling) + "; a finite number (alpha / rank) is accepted");
   need(c.dropout >= 0 && c.dropout < 1,
        "dropout " + std::to_string(c.dropout) + "; 0 up to, not including, 1 is accepted");
   need_in_range("max_cache_depth", c.max_cache_depth, 1, 1 << 20);
+}
+
+void need_loaded(const LayerState& layer) {
   for (size_t slot = 0; slot < layer.loaded.size(); ++slot)
     need(layer.position[slot] < 0 || layer.loaded[slot],
          "expert slot " + std::to_string(slot) + " is not loaded; load all experts first");
@@ -65,19 +68,23 @@ int64_t first_not_finite(const uint16_t* values, int64_t n) {
 TrainingLayer::TrainingLayer(std::shared_ptr<sys::Team> team, std::shared_ptr<LayerState> layer,
                              const TrainingConfig& config)
     : team_(std::move(team)), state_([&] {
-        check(*layer, config);
+        check(config);
+        need_loaded(*layer);
         const TrainingSize size = size_of(*layer, config);
         return std::make_shared<TrainingState>(
-            TrainingState{layer,
-                          config,
-                          LoraWeights(layer, *team_, config.rank),
-                          training_workspace_for(*layer, size),
-                          {}});
+            TrainingState{layer, config, LoraWeights(layer, *team_, config.rank),
+                          training_workspace_for(*layer, size)});
       }()) {}
 
-TrainingLayer::Lock TrainingLayer::alone() const {
-  Lock lock(mutex_, std::try_to_lock);
+TrainingLayer::Lock TrainingLayer::alone() {
+  Lock lock(use_, std::try_to_lock);
   if (!lock) throw std::runtime_error("the layer is in use by another thread");
+  if (use_.taken_over()) {
+    // Perhaps in the middle of a change, so what it owns cannot be freed either.
+    std::construct_at(&pending_);
+    lost_ = lost_ || count_ > 0;
+    count();
+  }
   return lock;
 }
 
@@ -86,36 +93,28 @@ void TrainingLayer::update_lora(const LoraSource& source) {
   state_->lora.pack(*team_, source);
 }
 
-// Memory for a pass that is kept: that of one dropped before where it is large enough.
-std::shared_ptr<SavedForward> TrainingLayer::room_for(const TrainingForwardArgs& args) {
+// What a pass keeps, with copies of its routes.
+std::shared_ptr<SavedForward> TrainingLayer::kept(const TrainingForwardArgs& args) const {
   const LayerState& layer = *state_->layer;
   const LayerConfig& c = layer.config;
-  std::shared_ptr<SavedForward> saved;
-  const auto fits = [&](const auto& one) { return one->room >= args.tokens && one->idle(); };
-  if (const auto found = std::find_if(spare_.begin(), spare_.end(), fits); found != spare_.end()) {
-    saved = std::move(*found);
-    spare_.erase(found);
-  } else {
-    if (!spare_.empty()) spare_.pop_back();  // too small, or still written to
-    saved = std::make_shared<SavedForward>();
-    saved->room = args.tokens;
-    saved->x = sys::Mapping(size_t(args.tokens * c.hidden_size) * 2);
-    for (size_t p = 0; p < layer.pools.size() && !state_->config.recompute; ++p)
-      saved->gate_up.emplace_back(
-          size_t(args.tokens * c.top_k * round_up(layer.pools[p].size, kTileRows)) * 4,
-          team_->node(int(p)));
-  }
   const int64_t routes = args.tokens * c.top_k;
+  PassMemory::Sizes sizes{size_t(args.tokens * c.hidden_size) * 2, {}};
+  for (size_t p = 0; p < layer.pools.size() && !config().recompute; ++p)
+    sizes.gate_up.push_back(
+        {size_t(routes * round_up(layer.pools[p].size, kTileRows)) * 4, team_->node(int(p))});
+  auto saved = std::make_shared<SavedForward>(spare_, sizes);
   saved->tokens = args.tokens;
   saved->seed = args.seed;
   saved->ids.assign(args.ids, args.ids + routes);
   saved->weights.assign(args.weights, args.weights + routes);
+  saved->on_cpu.resize(size_t(c.num_experts));
   return saved;
 }
 
 std::shared_ptr<sys::Job> TrainingLayer::submit(const TrainingForwardArgs& args, bool save) {
   need_in_range("tokens", args.tokens, 0,
                 std::numeric_limits<int32_t>::max() / layer_config().top_k);
+  need_loaded(*state_->layer);
   if (!state_->lora.packed())
     throw std::runtime_error("the adapters are not there yet; call update_lora before forward");
   const int64_t depth = config().max_cache_depth;
@@ -123,12 +122,13 @@ std::shared_ptr<sys::Job> TrainingLayer::submit(const TrainingForwardArgs& args,
     throw std::runtime_error(std::to_string(pending()) +
                              " forward passes wait for backward, max_cache_depth is " +
                              std::to_string(depth) + "; call backward, or forward without saving");
-  const auto saved = save ? room_for(args) : nullptr;
+  const auto saved = save ? kept(args) : nullptr;
   auto job = std::make_shared<TrainingForwardJob>(state_, args, saved);
+  pending_.reserve(pending_.size() + 1);  // nothing may fail once the job is queued
   team_->submit(job);
   if (saved) {
-    saved->writer = job;
     pending_.push_back(saved);
+    lost_ = false;
   }
   count();
   return job;
@@ -145,43 +145,54 @@ void TrainingLayer::forward(const TrainingForwardArgs& args, bool save) {
   submit(args, save)->wait();
 }
 
+SavedForward& TrainingLayer::newest() const {
+  if (!pending_.empty()) return *pending_.back();
+  throw std::runtime_error(
+      lost_
+          ? "the forward passes that waited for backward were lost when the process forked during "
+            "a call of the layer; call forward again"
+          : "no forward pass waits for backward; call forward with saving first");
+}
+
 void TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
   const Lock lock = alone();
-  if (pending_.empty())
-    throw std::runtime_error("no forward pass waits for backward; call forward with saving first");
-  const auto& newest = pending_.back();
-  need(tokens == newest->tokens, "grad_out has " + std::to_string(tokens) +
-                                     " tokens; the newest forward pass had " +
-                                     std::to_string(newest->tokens));
+  SavedForward& saved = newest();
+  if (saved.lost())
+    throw std::runtime_error(
+        "the newest forward pass was under way when the process forked and is lost here; drop it "
+        "(drop_newest), then call forward again");
+  need(tokens == saved.tokens, "grad_out has " + std::to_string(tokens) +
+                                   " tokens; the newest forward pass had " +
+                                   std::to_string(saved.tokens));
+  need_loaded(*state_->layer);
   const int64_t h = layer_config().hidden_size;
   if (const int64_t bad = first_not_finite(args.grad_out, tokens * h); bad >= 0)
     throw std::invalid_argument("grad_out: a NaN or an infinity in token " +
                                 std::to_string(bad / h) + ", column " + std::to_string(bad % h) +
                                 "; finite values are accepted");
-  state_->inverse_order = inverse_order(*state_->layer);  // experts may have been loaded again
-  const auto job = std::make_shared<TrainingBackwardJob>(state_, args, newest);
+  saved.inverse_order = inverse_order(*state_->layer);  // experts may have been loaded again
+  const auto job = std::make_shared<TrainingBackwardJob>(state_, args, pending_.back());
   team_->submit(job);
   job->wait();
   drop_last();
 }
 
 void TrainingLayer::drop_last() {
-  spare_.push_back(std::move(pending_.back()));
   pending_.pop_back();
   count();
 }
 
 void TrainingLayer::drop_newest() {
   const Lock lock = alone();
-  if (pending_.empty()) throw std::runtime_error("no forward pass waits for backward");
+  newest();
   drop_last();
 }
 
 void TrainingLayer::clear() {
   const Lock lock = alone();
   pending_.clear();
-  spare_.clear();
   count();
+  spare_->clear();
 }
 
 void TrainingLayer::count() {

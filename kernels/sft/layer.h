@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "../sys/fork.h"
 #include "../sys/team.h"
 #include "backward.h"
 #include "forward.h"
@@ -15,6 +16,9 @@
 namespace kt {
 
 // Not for two threads at once: whoever comes second gets std::runtime_error.
+//
+// A child of a fork has the passes that are kept, but for one that was not done, which can only be
+// dropped. Where a thread of the parent was in a call of the layer, none are left.
 class TrainingLayer {
  public:
   // Throws std::invalid_argument for a setting that is out of range, or experts not loaded yet.
@@ -35,28 +39,34 @@ class TrainingLayer {
   void forward(const TrainingForwardArgs& args, bool save);
 
   // The backward pass of the newest forward pass that is kept, which is then dropped; blocks.
-  // Throws std::runtime_error where none is, std::invalid_argument for another number of tokens
-  // than its, and for a NaN or an infinity in grad_out; nothing is lost then.
+  // Throws std::runtime_error where none is or it was lost in a fork, std::invalid_argument for
+  // another number of tokens than its, and for a NaN or an infinity in grad_out; nothing is lost
+  // then.
   void backward(const TrainingBackwardArgs& args, int64_t tokens);
 
+  // Throws std::runtime_error where none is kept.
   void drop_newest();
+  // Drops all that are kept, and frees the memory of the process that no pass is in.
   void clear();
   // From any thread: how many are kept, and the tokens of the newest; 0 where there is none.
   int64_t pending() const { return count_; }
   int64_t pending_tokens() const { return newest_tokens_; }
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
-  Lock alone() const;
+  using Lock = std::unique_lock<sys::ForkSafeLock>;
+  Lock alone();
   std::shared_ptr<sys::Job> submit(const TrainingForwardArgs& args, bool save);
-  std::shared_ptr<SavedForward> room_for(const TrainingForwardArgs& args);
+  std::shared_ptr<SavedForward> kept(const TrainingForwardArgs& args) const;
+  SavedForward& newest() const;
   void drop_last();
   void count();
 
   const std::shared_ptr<sys::Team> team_;
   const std::shared_ptr<TrainingState> state_;
-  mutable std::mutex mutex_;
-  std::vector<std::shared_ptr<SavedForward>> pending_, spare_;
+  const std::shared_ptr<SpareMemory> spare_ = SpareMemory::of_process();
+  sys::ForkSafeLock use_;  // guards what follows
+  std::vector<std::shared_ptr<SavedForward>> pending_;
+  bool lost_ = false;  // whether a fork left none of the passes that were kept
   std::atomic<int64_t> count_{0}, newest_tokens_{0};
 };
 

@@ -184,10 +184,17 @@ class LoraPackJob : public sys::Job {
 
 void LoraWeights::pack(sys::Team& team, const LoraSource& source) {
   const auto job = std::make_shared<LoraPackJob>(*this, source, team);
-  team.submit(job);
+  const bool before = std::exchange(packed_, false);  // a child forked meanwhile has parts of both
+  try {
+    team.submit(job);
+  } catch (...) {
+    packed_ = before;
+    throw;
+  }
   job->wait();
-  need(job->problem().empty(), job->problem());
-  packed_ = true;
+  const std::string problem = job->problem();
+  packed_ = before || problem.empty();
+  need(problem.empty(), problem);
 }
 
 }  // namespace kt

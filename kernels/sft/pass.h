@@ -17,6 +17,7 @@ struct TrainingInput {
   int64_t tokens;
   uint64_t seed;
   bool dropout;
+  const std::vector<uint8_t>& on_cpu;  // [num_experts]: the slots that the pass computes
 };
 
 // A pass is a number of phases, each shared among the threads as tasks, with barriers of the whole
@@ -29,12 +30,13 @@ class TrainingPass {
 
   // Runs chunk() for each part of the tokens.
   template <class F> void each_chunk(F chunk) {
+    if (!in_.tokens) return;  // no barrier would separate pass_.end() from the other threads
     table_.thread_begin();
     for (first_ = 0; first_ < in_.tokens; first_ += count_) {
       count_ = std::min(config_.max_tokens, in_.tokens - first_);
       if (worker_.rank == 0) {
         const int64_t skipped = first_ * config_.top_k;
-        make_plan(layer_, in_.ids + skipped, in_.weights + skipped, count_, work_.plan);
+        make_plan(layer_, in_.on_cpu, in_.ids + skipped, in_.weights + skipped, count_, work_.plan);
       }
       worker_.team_barrier();
       chunk();

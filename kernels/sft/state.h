@@ -1,14 +1,18 @@
 // What the jobs of a layer in training work on.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "../moe/plan.h"
 #include "../moe/state.h"
+#include "../sys/fork.h"
 #include "../sys/team.h"
 #include "kt/training.h"
 #include "lora.h"
+#include "spare.h"
 #include "workspace.h"
 
 namespace kt {
@@ -28,28 +32,34 @@ struct TrainingState {
   TrainingConfig config;
   LoraWeights lora;
   std::shared_ptr<TrainingWorkspace> space;
-  // Where the columns of gate and up have orders (OrderTable): for each column of the source its
-  // place in the matrix that is packed, [experts held][gate, up][H]. Else empty.
-  std::vector<int32_t> inverse_order;
 };
 
-// What a forward pass keeps for its backward pass: 2 H + 4 k I bytes a token, or 2 H where gate and
-// up are computed again.
-struct SavedForward {
-  // Whether nobody works on it any more, once it is dropped.
-  bool idle() const {
-    const auto job = writer.lock();
-    return !job || job->done();
+// What a forward pass keeps for its backward pass. The memory for x, gate and up goes back to where
+// it came from when nobody needs the pass any more.
+struct SavedForward : PassMemory {
+  SavedForward(const std::shared_ptr<SpareMemory>& spare, const PassMemory::Sizes& sizes)
+      : PassMemory(spare->take(sizes)), spare_(spare) {}
+  ~SavedForward() {
+    if (const auto spare = spare_.lock()) spare->give_back(std::move(*this));
   }
+  SavedForward(const SavedForward&) = delete;
+
+  // Whether the pass was under way in the parent process when it forked: nobody completes it here.
+  bool lost() const { return !complete.load(std::memory_order_acquire) && forks != sys::forks(); }
 
   int64_t tokens = 0;
   uint64_t seed = 0;
   std::vector<int64_t> ids;
   std::vector<float> weights;
-  std::weak_ptr<sys::Job> writer;     // the forward pass
-  int64_t room = 0;                   // tokens that the memory below is for
-  sys::Mapping x;                     // bf16 [tokens][H]
-  std::vector<sys::Mapping> gate_up;  // per pool: bf16, by saved_tile()
+  std::vector<uint8_t> on_cpu;          // [num_experts]: the slots that the forward pass computed
+  std::atomic<bool> complete{false};    // set once the forward pass is done
+  const uint32_t forks = sys::forks();  // of the process that submitted it
+  // Set for the backward pass where the columns of gate and up have orders (OrderTable): for each
+  // column of the source its place in the matrix that is packed, [experts held][gate, up][H].
+  std::vector<int32_t> inverse_order;
+
+ private:
+  const std::weak_ptr<SpareMemory> spare_;
 };
 
 // Where gate's (half 0) or up's (half 1) values of an expert's rows lie, a tile of columns after

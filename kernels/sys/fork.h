@@ -55,4 +55,29 @@ class PerProcess {
   std::atomic<uint32_t> mark_;
 };
 
+// For what one thread at a time may use, where another one is refused rather than kept waiting: to
+// be taken by std::unique_lock with std::try_to_lock. Unlike a mutex, it is free in a child whose
+// parent had it locked by a thread that the child does not have.
+class ForkSafeLock {
+ public:
+  bool try_lock() {
+    const uint32_t mine = forks() + 1;
+    uint32_t holder = holder_.load(std::memory_order_relaxed);
+    if (holder == mine || !holder_.compare_exchange_strong(holder, mine, std::memory_order_acquire))
+      return false;
+    taken_over_ = holder != kNobody;
+    return true;
+  }
+  void unlock() { holder_.store(kNobody, std::memory_order_release); }
+
+  // For the holder: whether it took the lock over from a thread of the parent process, which may
+  // have been in the middle of a change that will never be completed here.
+  bool taken_over() const { return taken_over_; }
+
+ private:
+  static constexpr uint32_t kNobody = 0;
+  std::atomic<uint32_t> holder_{kNobody};  // else forks() + 1 of its process
+  bool taken_over_ = false;
+};
+
 }  // namespace kt::sys

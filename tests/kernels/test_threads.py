@@ -1,5 +1,5 @@
-"""The C++ tests of threads: kernels/sys, plain and with sanitizers; passes over a layer and
-kernels/stream with ThreadSanitizer.
+"""The C++ tests of threads: kernels/sys, plain and with sanitizers; passes over a layer, training
+and kernels/stream with ThreadSanitizer.
 
 What the tests write is deliberately not atomic, so that a missing synchronisation is a data race. A
 sleep on a futex is no synchronisation to the sanitizer, nor to the code: the atomic words are.
@@ -27,9 +27,12 @@ PROGRAMS = ["team_test", "reserves_test", "task_queue_test"]
 
 
 def core() -> list[tuple[Path, list[str]]]:
-    """What a program links beside SYS: kernels/stream, the layer and its AVX2 kernels."""
+    """What a program links beside SYS: kernels/stream, the layer, its training and its AVX2
+    kernels."""
     flags = [*BUILDS["thread"], "-w"]
-    parts = [*(KERNELS / "moe").glob("*.cpp"), *(KERNELS / "stream").glob("*.cpp")]
+    parts = [
+        path for folder in ("moe", "stream", "sft") for path in (KERNELS / folder).glob("*.cpp")
+    ]
     parts += [KERNELS / "sys" / "numa_memory.cpp", KERNELS / "isa" / "tables.cpp"]
     found = [(path, flags) for path in parts]
     # -O0: of the instruction sets' intrinsics, whose optimisation takes long.
@@ -45,7 +48,7 @@ def test_threads(tmp_path: Path, kind: str) -> None:
     linked = dict.fromkeys(PROGRAMS, shared)
     if kind == "thread":
         linked["layer_test"] = [*shared, *build_objects(tmp_path, core())]
-        linked["stream_test"] = linked["layer_test"]
+        linked["stream_test"] = linked["training_test"] = linked["layer_test"]
     env = {
         **os.environ,
         # The tests fork a process with threads on purpose, and the child starts some.

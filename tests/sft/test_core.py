@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from grid import grid
 from kernels.core import (
     BF16,
@@ -195,6 +196,68 @@ def test_dropping_and_clearing() -> None:
     assert made.layer.pending == 0
     with pytest.raises(RuntimeError, match="no forward pass waits for backward"):
         made.layer.drop_newest()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_slots_that_change_between_forward_and_backward(recompute: bool) -> None:
+    """Backward is that of the slots which the forward pass computed."""
+    options = {"recompute": recompute, "full_weight_grad": True}
+    made = trained(AVX2, Format(BF16), SHAPES[0], training=options)
+    batch, few, all_slots = made.batch(9), [True, False, True, True, False], [True] * 5
+    for first, second in ((few, all_slots), (all_slots, few)):
+        made.base.layer.set_cpu_slots(first)
+        expected = made.run(batch)
+        out = made.forward(batch)
+        made.base.layer.set_cpu_slots(second)
+        grad_in, grad_weights, grads = made.backward(batch)
+        same(expected, Gradients(values_of(out), values_of(grad_in), grad_weights, grads))
+
+
+def test_layers_share_the_memory_of_passes() -> None:
+    one, other = (trained(AVX2, Format(BF16), SHAPES[0], seed=seed) for seed in (1, 2))
+    free = one.layer.free_spare
+    free()
+    one.run(one.batch(9))
+    each = free()
+    assert each > 0 and free() == 0
+    for layer in (one, other, one):
+        layer.run(layer.batch(9))
+    assert free() == each
+    for layer in (one, other):
+        layer.forward(layer.batch(9))
+    for layer in (one, other):
+        layer.backward(layer.batch(9))
+    assert free() == 2 * each
+    # What is too small is replaced, and what is large enough is taken.
+    for tokens in (9, 40, 9):
+        one.run(one.batch(tokens))
+    large = free()
+    one.run(one.batch(40))
+    assert free() == large > each
+    one.forward(one.batch(9))
+    other.layer.clear()
+    check(other, other.batch(9))
+    assert one.layer.pending == 1
+
+
+def test_a_pass_keeps_its_memory() -> None:
+    """Whatever kind of object was passed, and is dropped at once."""
+    made = trained(AVX2, Format(BF16), SHAPES[3])
+    large, batch = made.batch(3000), made.batch(500)
+    expected = made.forward(batch, save=False)
+    out, scratch = np.empty_like(batch.x), np.empty_like(large.x)
+    for convert in (np.copy, torch.tensor, lambda a: torch.tensor(a).__dlpack__()):
+        given = [convert(a) for a in (batch.x, batch.ids, batch.weights)]
+        ahead = made.layer.submit_forward(
+            large.x, large.ids, large.weights, scratch, save=False, seed=0
+        )
+        ticket = made.layer.submit_forward(*given, out, save=False, seed=0)
+        del given
+        junk = [np.full_like(a, 1) for a in (batch.x, batch.ids, batch.weights)]
+        ticket.wait()
+        ahead.wait()
+        np.testing.assert_array_equal(out, expected)
+        del junk
 
 
 def test_no_tokens() -> None:

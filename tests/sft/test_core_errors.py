@@ -150,6 +150,40 @@ def test_arrays_of_other_shapes_and_types() -> None:
     one.backward(batch)
 
 
+def test_arrays_that_overlap() -> None:
+    one = made(full_weight_grad=True)
+    batch = one.batch(6)
+    both = np.concatenate([batch.x, batch.x])
+    room = np.full((6, 64), 7, np.uint16)
+    inside = both.view(np.float32)[3:4, : 2 * 6].reshape(6, 2)
+    for x, weights, out, name in (
+        (batch.x, batch.weights, batch.x, "x"),
+        (both[:6], batch.weights, both[1:7], "x"),
+        (room, inside, both[:6], "weights"),
+    ):
+        with pytest.raises(ValueError, match=f"^out overlaps {name} in memory; out is written to"):
+            one.layer.forward(x, batch.ids, weights, out, save=True, seed=0)
+    assert one.layer.pending == 0
+    expected = one.run(batch)
+    one.forward(batch)
+    router, grads = np.empty(batch.ids.shape, np.float32), one.room()
+    parts = np.empty(2 * grads[0].size, np.float32)
+    first, second = (
+        parts[i : i + grads[0].size].reshape(grads[0].shape) for i in (0, grads[0].size - 1)
+    )
+    for grad_in, grad_weights, given, message in (
+        (batch.grad_out, router, grads, "grad_in overlaps grad_out"),
+        (room, router, [grads[2], *grads[1:]], "grads, up_a overlaps grads, gate_a"),
+        (room, router, [first, grads[1], second, *grads[3:]], "grads, up_a overlaps grads, gate_a"),
+        (room, router, [*grads[:7], grads[6], grads[8]], "grads, up overlaps grads, gate"),
+        (room, grads[8].reshape(-1)[:12].reshape(6, 2), grads, "grads, down overlaps grad_weights"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message} in memory"):
+            one.layer.backward(batch.grad_out, grad_in, grad_weights, given)
+    assert one.layer.pending == 1
+    np.testing.assert_array_equal(one.backward(batch)[1], expected.grad_weights)
+
+
 def test_two_threads_at_once() -> None:
     """Whoever comes second gets an error, and the first one its result."""
     one = Trained(Layer(AVX2, BF16, 0, 4, 4, 256, 512, max_tokens=64), 8)

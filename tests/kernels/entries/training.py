@@ -19,7 +19,7 @@ def training_cases(t: Things) -> dict[str, list[Case]]:
     shapes = [s for i, o in sizes for s in ((EXPERTS, RANK, i), (EXPERTS, o, RANK))]
     names = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
     adapters = [Array(np.ones(shape, np.float32), exact=True) for shape in shapes]
-    rows = Array(np.ones((TOKENS, HIDDEN), np.uint16), exact=True)
+    rows, room = (Array(np.ones((TOKENS, HIDDEN), np.uint16), exact=True) for _ in range(2))
     routes = dict(ids=Array(t.ids, exact=True), weights=Array(t.router, exact=True))
     seed = Number(0, 0, (1 << 64) - 1, True)
 
@@ -45,7 +45,7 @@ def training_cases(t: Things) -> dict[str, list[Case]]:
     def submit(**given: Any) -> None:
         layer.submit_forward(**given).wait()
 
-    forward = dict(x=rows, out=rows, **routes, save=Flag(False), seed=seed)
+    forward = dict(x=rows, out=room, **routes, save=Flag(False), seed=seed)
     return {
         "SftLayer()": [
             Case(
@@ -70,7 +70,7 @@ def training_cases(t: Things) -> dict[str, list[Case]]:
             Case(
                 backward,
                 grad_out=rows,
-                grad_in=rows,
+                grad_in=room,
                 grad_weights=Array(np.ones((TOKENS, TOP_K), np.float32), exact=True),
                 grads=adapters,
                 extra=[(dict(grads=None), ValueError)],
@@ -78,6 +78,7 @@ def training_cases(t: Things) -> dict[str, list[Case]]:
         ],
         "SftLayer.drop_newest": [Case(drop_newest)],
         "SftLayer.clear": [Case(layer.clear)],
+        "SftLayer.free_spare": [Case(core.SftLayer.free_spare)],
         "SftLayer.pending": [Case(lambda: layer.pending)],
         "SftLayer.pending_tokens": [Case(lambda: layer.pending_tokens)],
     }
