@@ -80,9 +80,13 @@ def test_names_shapes_and_initial_values():
     for wrong, text in (
         ({"adapter_name": "a.b"}, "without dots"),
         ({"dtype": torch.int8}, "float"),
+        ({"adapter_name": 1}, "adapter_name must be a string, got 1"),
+        ({"dtype": "float32"}, "dtype must be a torch.dtype, got 'float32'"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((TypeError, ValueError), match=text):
             LoraExperts(make_wrapper(), **wrong)
+    with pytest.raises(TypeError, match="wrapper must come from KTMoEWrapper"):
+        LoraExperts(torch.nn.Linear(2, 2))
 
 
 def test_only_what_needs_gradients_gets_them():
@@ -202,6 +206,19 @@ def test_gradients_that_are_not_finite():
         module(x, ids, scores).backward(bad)
     gc.collect()
     assert_same(plain_step(module, batch)[2:], plain_step(make_module(), batch)[2:])
+
+
+def test_a_submitted_pass_between_forward_and_backward():
+    module, batch = make_module(max_cache_depth=2), Batch(4)
+    wanted = plain_step(module, batch)
+    x, ids, scores = leaves(batch)
+    y = module(x, ids, scores)
+    module.wrapper.submit_forward_sft(*batch.forward)
+    with pytest.raises(RuntimeError, match="backward after submit_forward_sft; call sync_forward"):
+        y.backward(batch.grad, retain_graph=True)
+    module.wrapper.sync_forward_sft()
+    y.backward(batch.grad)
+    assert_same(grads_of(module, x, scores), wanted)
 
 
 def test_evaluation_mode_has_no_dropout():

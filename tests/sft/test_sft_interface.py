@@ -119,9 +119,15 @@ def test_lora_tensors_are_checked(name):
         wrapper.init_lora_weights(**lora | {name: []})
     assert getattr(wrapper, name) is None
     wrapper.load_weights_from_tensors(*base_tensors(), IDENTITY)
-    lora[name][0, 0, 0] = float("nan")
+    wrapper.init_lora_weights(**lora)
+    b, kept = Batch(2), getattr(wrapper, name)
+    before = wrapper.forward_sft(*b.forward, save_for_backward=False)
+    bad = lora[name].clone()
+    bad[0, 0, 0] = float("nan")
     with pytest.raises(ValueError, match="layer 5: .*finite"):
-        wrapper.init_lora_weights(**lora)
+        wrapper.init_lora_weights(**lora | {name: bad})
+    assert getattr(wrapper, name) is kept  # as it was
+    assert torch.equal(wrapper.forward_sft(*b.forward, save_for_backward=False), before)
 
 
 def test_batches_are_checked_before_anything_is_kept():
@@ -139,22 +145,33 @@ def test_batches_are_checked_before_anything_is_kept():
         for call in (wrapper.forward_sft, wrapper.submit_forward_sft):
             with pytest.raises(error, match=text):
                 call(*given)
+    for call in (wrapper.forward_sft, wrapper.submit_forward_sft):
+        for wrong in (1, None, "yes"):
+            with pytest.raises(TypeError, match="layer 5: save_for_backward must be True or False"):
+                call(*b.forward, save_for_backward=wrong)
     assert wrapper.pending == 0
 
 
 def test_results_for_a_device_that_is_not_there():
-    """The pass is not kept: nobody can ask for its backward."""
+    """They are refused before anything is computed or lost."""
     wrapper = ready()
     batch = Batch(4)
-    with pytest.raises((RuntimeError, AssertionError)):
+    with pytest.raises(RuntimeError, match="output_device='nowhere' cannot be used: Expected one"):
+        wrapper.forward_sft(*batch.forward, output_device="nowhere")
+    with pytest.raises(RuntimeError, match="output_device='cuda:99' cannot be used"):
         wrapper.forward_sft(*batch.forward, output_device="cuda:99")
     assert wrapper.pending == 0
     wrapper.submit_forward_sft(*batch.forward)
-    with pytest.raises((RuntimeError, AssertionError)):
+    with pytest.raises(RuntimeError, match="layer 5: output_device='cuda:99' cannot be used"):
         wrapper.sync_forward_sft("cuda:99")
-    assert wrapper.pending == 0
-    wrapper.forward_sft(*batch.forward)
+    wrapper.sync_forward_sft()
+    for call in (lambda **d: wrapper.backward(batch.grad, **d), wrapper.sync_forward_sft):
+        with pytest.raises(TypeError, match="output_device must be a torch.device, a string or No"):
+            call(output_device=3)
+        with pytest.raises(RuntimeError, match="output_device='cuda:99' cannot be used"):
+            call(output_device="cuda:99")
     assert wrapper.pending == 1
+    assert wrapper.backward(batch.grad, output_device="cpu")[0].shape == (4, H)
 
 
 def test_backward_errors_lose_nothing():
@@ -262,6 +279,10 @@ def test_submit_and_sync():
         lambda: wrapper.forward_sft(*b.forward),
         lambda: wrapper.backward(b.grad),
         wrapper.update_lora_weights,
+        wrapper.clear_pending,
+        lambda: wrapper.init_lora_weights(**lora_tensors(seed=9)),
+        lambda: wrapper.update_base_weights(*base_tensors()),
+        lambda: setattr(wrapper, "up_lora_b", lora_tensors(seed=9)["up_lora_b"]),
     ):
         with pytest.raises(RuntimeError, match="after submit_forward_sft; call sync_forward_sft"):
             call()
@@ -318,6 +339,35 @@ def test_buffers():
     assert KTMoEWrapper.clear_sft_buffer_cache() > 0
     assert KTMoEWrapper.clear_sft_buffer_cache() == 0
     assert KExpertsSFTBuffer.get_buffer(7, *shape) is not buffer
+    for name, value, error in (
+        ("qlen", "7", TypeError),
+        ("qlen", -1, ValueError),
+        ("lora_rank", 0, ValueError),
+        ("hidden_size", 2.5, TypeError),
+        ("dtype", "bfloat16", TypeError),
+        ("dtype", torch.int8, ValueError),
+    ):
+        names = "hidden_size moe_intermediate_size num_experts num_experts_per_tok lora_rank"
+        given = dict(zip(names.split(), shape, strict=True)) | {"qlen": 7, name: value}
+        with pytest.raises(error, match=f"^{name}( must be|=)"):
+            KExpertsSFTBuffer.get_buffer(**given)
+    taken = KExpertsSFTBuffer.take(7, *shape)
+    taken.release()
+    for given_back in (taken, buffer):  # it would be given to two callers
+        with pytest.raises(RuntimeError, match="release of a buffer that is not taken"):
+            given_back.release()
+
+
+def test_memory_of_passes_is_shared_and_freed():
+    wrappers = [ready() for _ in range(3)]
+    KTMoEWrapper.clear_sft_buffer_cache()
+    for wrapper in wrappers:
+        wrapper.forward_sft(*Batch(8).forward)
+        wrapper.backward(Batch(8).grad)
+    one = KTMoEWrapper.clear_sft_buffer_cache()
+    wrappers[0].forward_sft(*Batch(8).forward)
+    wrappers[0].backward(Batch(8).grad)
+    assert KTMoEWrapper.clear_sft_buffer_cache() == one > 0
 
 
 def test_config(tmp_path):
@@ -330,6 +380,8 @@ def test_config(tmp_path):
     ):
         with pytest.raises(RuntimeError, match=f"from {name}, which is not set; .*pass tensors to"):
             get_sft_weight_path(config)
+    with pytest.raises(TypeError, match="cfg must be a KTConfig or have .* sft_method, got dict"):
+        get_sft_weight_path({})
     with pytest.raises(ValueError, match="unknown method 'BF'"):
         get_sft_weight_path(KTConfig(model_path="m", sft_method="BF"))
 

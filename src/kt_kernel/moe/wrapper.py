@@ -113,10 +113,12 @@ class BaseMoEWrapper(WrapperArguments):
 
     @staticmethod
     def clear_sft_buffer_cache() -> int:
-        """Frees the fine-tuning buffers that no pending call refers to; returns their bytes."""
+        """Frees the fine-tuning buffers that no pending call refers to, and the memory that forward
+        passes left for the next ones; returns their bytes."""
         from ..sft.buffers import KExpertsSFTBuffer  # inference does not need it
 
-        return KExpertsSFTBuffer.clear_cache()
+        spare: int = native().SftLayer.free_spare()
+        return KExpertsSFTBuffer.clear_cache() + spare
 
     # ---- loading ----------------------------------------------------------------------------
 

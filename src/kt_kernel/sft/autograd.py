@@ -82,6 +82,7 @@ class _LoraExperts(torch.autograd.Function):
         wrapper: BaseSFTMoEWrapper = ctx.wrapper
         number, seed = ticket.tolist()
         with wrapper._exclusive("backward"):
+            wrapper._need_idle("backward")
             tokens = check_batch(wrapper._settings, hidden_states, expert_ids, weights)
             if wrapper.mark_of(ctx.lora) != ctx.mark:
                 raise RuntimeError(

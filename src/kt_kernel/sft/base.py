@@ -20,6 +20,7 @@ from .batch import (
     HostBatch,
     bf16_array,
     check_batch,
+    check_device,
     check_hidden,
     first_bad_row,
     on_host,
@@ -27,7 +28,7 @@ from .batch import (
 )
 from .buffers import KExpertsSFTBuffer
 from .lora import GRAD_NAMES, LORA_NAMES
-from .settings import SftSettings
+from .settings import SftSettings, need_bool
 from .weights import LoraWeights
 
 __all__ = ["BaseSFTMoEWrapper", "KExpertsSFTBuffer"]
@@ -67,6 +68,9 @@ class BaseSFTMoEWrapper(LoraWeights):
 
     Use a wrapper from one thread at a time; a call while another thread is in one raises
     RuntimeError.
+
+    A forked child has the passes that wait for their backward, but for one that was submitted and
+    not synced. Where another thread of the parent was in a call, the child has none.
     """
 
     def __init__(self, settings: LayerSettings, sft: SftSettings) -> None:
@@ -111,6 +115,8 @@ class BaseSFTMoEWrapper(LoraWeights):
                 ``sync_forward_sft`` is missing. Nothing was computed then, nothing is lost.
             TypeError, ValueError: wrong types, shapes or dtypes, or too many tokens.
         """
+        need_bool(f"{self._settings.where}: save_for_backward", save_for_backward)
+        device = check_device(f"{self._settings.where}: output_device", output_device)
         with self._exclusive("forward_sft"):
             tokens = self._check_forward("forward_sft", hidden_states, expert_ids, weights)
             self._need_room("forward_sft", save_for_backward)
@@ -119,9 +125,7 @@ class BaseSFTMoEWrapper(LoraWeights):
             batch = self._host_batch(*given, tokens, staged)
             try:
                 seed = self.draw_seed(save_for_backward)
-                return self.deliver(
-                    batch, output_device, self.compute(batch, save_for_backward, seed)
-                )
+                return self.deliver(batch, device, self.compute(batch, save_for_backward, seed))
             finally:
                 batch.release()
 
@@ -137,6 +141,7 @@ class BaseSFTMoEWrapper(LoraWeights):
         They are copied. Raises what ``forward_sft`` raises; RuntimeError also for a second submit
         before ``sync_forward_sft``.
         """
+        need_bool(f"{self._settings.where}: save_for_backward", save_for_backward)
         with self._exclusive("submit_forward_sft"):
             tokens = self._check_forward("submit_forward_sft", hidden_states, expert_ids, weights)
             self._need_room("submit_forward_sft", save_for_backward)
@@ -160,8 +165,11 @@ class BaseSFTMoEWrapper(LoraWeights):
         """Waits for ``submit_forward_sft`` and returns its result, as ``forward_sft`` does.
 
         Raises:
-            RuntimeError: without ``submit_forward_sft``, or the pass failed.
+            RuntimeError: without ``submit_forward_sft``, or the process forked after it: the pass
+                is dropped then. Also a device that is not there, and TypeError for what is none;
+                call it again then.
         """
+        device = check_device(f"{self._settings.where}: output_device", output_device)
         with self._exclusive("sync_forward_sft"):
             submitted, self._submitted = self._submitted, None
             if submitted is None:
@@ -173,10 +181,10 @@ class BaseSFTMoEWrapper(LoraWeights):
                     submitted.call.wait()
             except BaseException:
                 if submitted.saved is not None:
-                    self._saved.remove(submitted.saved)
+                    self.drop_newest()
                 raise
             try:
-                return self.deliver(submitted.batch, output_device, submitted.saved)
+                return self.deliver(submitted.batch, device, submitted.saved)
             finally:
                 submitted.batch.release()
 
@@ -208,6 +216,7 @@ class BaseSFTMoEWrapper(LoraWeights):
             TypeError, ValueError: a wrong type, shape, dtype or key. Nothing is lost then.
         """
         where = self._settings.where
+        device = check_device(f"{where}: output_device", output_device)
         with self._exclusive("backward"):
             self._need_idle("backward")
             if not self._saved:
@@ -238,13 +247,22 @@ class BaseSFTMoEWrapper(LoraWeights):
                     "backward; call backward before update_lora_weights, or clear_pending to drop "
                     "the pass"
                 )
+            if device is None:
+                return self.compute_gradients(grad_output, tokens)
+            # Room first: without it the gradients would be lost.
+            hidden, routes = (tokens, self.hidden_size), (tokens, self.num_experts_per_tok)
+            x_there = torch.empty(hidden, dtype=torch.bfloat16, device=device)
+            weights_there = torch.empty(routes, dtype=torch.float32, device=device)
             x, lora, weights = self.compute_gradients(grad_output, tokens)
-            if output_device is not None:
-                x, weights = x.to(output_device), weights.to(output_device)
-            return x, lora, weights
+            return x_there.copy_(x), lora, weights_there.copy_(weights)
 
     def clear_pending(self) -> None:
-        """Drops all forward passes that wait for their backward."""
+        """Drops all forward passes that wait for their backward, and frees the memory that passes
+        of all layers left for the next ones.
+
+        Raises:
+            RuntimeError: between ``submit_forward_sft`` and ``sync_forward_sft``.
+        """
         with self._exclusive("clear_pending"):
             self._need_idle("clear_pending")
             if self._sft_core is not None:
@@ -334,11 +352,8 @@ class BaseSFTMoEWrapper(LoraWeights):
         """Says that the backward of a pass never comes. Any thread may call it, also while another
         one is in a call."""
         self._given_up.append(saved)
-        if self._in_use.acquire(blocking=False):
-            try:
-                self._between_calls()
-            finally:
-                self._in_use.release()
+        if self._enter():
+            self._leave()
 
     # ---- how --------------------------------------------------------------------------------
 
@@ -350,6 +365,14 @@ class BaseSFTMoEWrapper(LoraWeights):
         if self._submitted is None:
             while self._saved and self._saved[-1].unused:
                 self.drop_newest()
+
+    def _forget_call(self) -> None:
+        self._saved.clear()
+        self._given_up.clear()
+        self._submitted = None
+        if self._sft_core is not None:
+            self._sft_core.clear()
+        super()._forget_call()
 
     def _check_forward(self, call: str, *given: Any) -> int:
         """Raises what ``forward_sft`` raises; returns T."""

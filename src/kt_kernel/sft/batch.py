@@ -56,6 +56,24 @@ def _need_float(s: LayerSettings, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{s.where}: {name} has dtype {tensor.dtype}; accepted: float dtypes")
 
 
+def check_device(place: str, device: Any) -> torch.device | None:
+    """A device for results; None for the CPU.
+
+    Raises:
+        TypeError, RuntimeError: what is no device, or one that this machine does not have.
+    """
+    if device is None:
+        return None
+    if not isinstance(device, torch.device | str):
+        raise TypeError(f"{place} must be a torch.device, a string or None, got {device!r}")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
+        raise RuntimeError(f"{place}={str(device)!r} cannot be used: {error}") from error
+    return None if found.type == "cpu" else found
+
+
 def on_host(
     tensor: torch.Tensor,
     shape: tuple[int, ...],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Hashable
 from functools import cached_property
@@ -9,7 +10,8 @@ from typing import ClassVar
 
 import torch
 
-from .lora import GRAD_NAMES, LORA_NAMES, lora_shapes
+from ..moe.settings import integer
+from .lora import GRAD_NAMES, LORA_NAMES, lora_shapes, need_float_dtype
 
 _lock = threading.Lock()
 
@@ -50,6 +52,7 @@ class KExpertsSFTBuffer:
         self.lora_rank = lora_rank
         self.dtype = dtype
         self._key: Hashable = None
+        self._taken = False
         hidden, routes = (qlen, hidden_size), (qlen, num_experts_per_tok)
         self.input_cpu = _host(hidden, dtype)
         self.expert_ids_cpu = _host(routes, torch.int64)
@@ -93,14 +96,19 @@ class KExpertsSFTBuffer:
         """The buffer for such batches: the same one for the same arguments, until `clear_cache`.
 
         Of batches that differ in ``qlen`` alone only the latest buffer is kept.
+
+        Raises:
+            TypeError, ValueError: a number that is no integer or below 1 (``qlen``: below 0), or
+                what is no float dtype.
         """
+        qlen = integer("qlen", qlen, 0)
         shape = (
-            hidden_size,
-            moe_intermediate_size,
-            num_experts,
-            num_experts_per_tok,
-            lora_rank,
-            dtype,
+            integer("hidden_size", hidden_size, 1),
+            integer("moe_intermediate_size", moe_intermediate_size, 1),
+            integer("num_experts", num_experts, 1),
+            integer("num_experts_per_tok", num_experts_per_tok, 1),
+            integer("lora_rank", lora_rank, 1),
+            need_float_dtype("dtype", dtype),
         )
         with _lock:
             buffer = cls.capture_buffers.get(shape)
@@ -124,14 +132,22 @@ class KExpertsSFTBuffer:
             free = cls._free.get(shape, [])
             for index, buffer in enumerate(free):
                 if buffer.qlen == qlen:
+                    buffer._taken = True
                     return free.pop(index)
         buffer = cls(qlen, *shape)
-        buffer._key = shape
+        buffer._key, buffer._taken = shape, True
         return buffer
 
     def release(self) -> None:
-        """Gives a buffer of `take` back. Buffers of another batch size are let go."""
+        """Gives a buffer of `take` back. Buffers of another batch size are let go.
+
+        Raises:
+            RuntimeError: it is no buffer of `take`, or was given back already.
+        """
         with _lock:
+            if not self._taken:
+                raise RuntimeError("release of a buffer that is not taken; call take first")
+            self._taken = False
             kept = [other for other in self._free.get(self._key, []) if other.qlen == self.qlen]
             self._free[self._key] = [*kept[: _KEPT - 1], self]
 
@@ -150,6 +166,14 @@ class KExpertsSFTBuffer:
 
 
 _KEPT = 2  # unused buffers for each shape
+
+
+def _renew_lock_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_renew_lock_after_fork)
 
 
 def _host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -84,8 +84,12 @@ def get_sft_weight_path(cfg: Any) -> Path:
 
     Raises:
         RuntimeError: that one is not set.
-        TypeError, ValueError: ``sft_method`` is not a fine-tuning method.
+        TypeError, ValueError: ``sft_method`` is not a fine-tuning method, or ``cfg`` has none.
     """
+    if not hasattr(cfg, "sft_method"):
+        raise TypeError(
+            f"cfg must be a KTConfig or have its attribute sft_method, got {type(cfg).__name__}"
+        )
     method = check_sft_settings(
         method=cfg.sft_method, hidden_size=32, moe_intermediate_size=32, **SFT_DEFAULTS
     ).method

@@ -38,6 +38,15 @@ def check_lora(place: str, name: str, tensor: Any, shape: tuple[int, ...]) -> No
         raise ValueError(f"{place}: {name} has dtype {tensor.dtype}; accepted: float dtypes")
 
 
+def need_float_dtype(name: str, dtype: Any) -> torch.dtype:
+    """The dtype; TypeError or ValueError, naming the argument, for anything but a float dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype, got {dtype!r}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"{name}={dtype}; accepted: float dtypes")
+    return dtype
+
+
 def state_of(tensor: torch.Tensor) -> tuple[int, int | None]:
     """What differs after most changes in place, see `optimizer_steps`."""
     # Tensors of inference mode have no version.

@@ -12,7 +12,7 @@ from torch import nn
 
 from .autograd import lora_experts
 from .base import BaseSFTMoEWrapper
-from .lora import LORA_NAMES, lora_shapes
+from .lora import LORA_NAMES, lora_shapes, need_float_dtype
 from .peft_format import Layout
 
 
@@ -33,6 +33,10 @@ class LoraExperts(nn.Module):
         adapter_name: last part of the parameters' names.
         dtype, device: of the parameters.
         pinned: whether the parameters stay on that device when the module is moved.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        RuntimeError: a device that is not there.
     """
 
     def __init__(
@@ -45,11 +49,13 @@ class LoraExperts(nn.Module):
         device: torch.device | str = "cpu",
         pinned: bool = False,
     ) -> None:
+        if not isinstance(wrapper, BaseSFTMoEWrapper):
+            raise TypeError(
+                f"wrapper must come from KTMoEWrapper(mode='sft'), got {type(wrapper).__name__}"
+            )
+        check_adapter_name(adapter_name)
+        need_float_dtype("dtype", dtype)
         super().__init__()
-        if "." in adapter_name or not adapter_name:
-            raise ValueError(f"adapter_name={adapter_name!r}; accepted: a name without dots")
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype}; accepted: float dtypes")
         self.wrapper = wrapper
         self.layout = layout or Layout()
         self.adapter_name = adapter_name
@@ -134,6 +140,14 @@ class LoraExperts(nn.Module):
             f"layer {self.wrapper.layer_idx}: experts on the CPU cannot be copied or pickled; save "
             "the adapter with kt_kernel.sft.save_adapter, or the parameters with state_dict()"
         )
+
+
+def check_adapter_name(name: Any) -> None:
+    """Raises TypeError or ValueError for what cannot be a part of a parameter's name."""
+    if not isinstance(name, str):
+        raise TypeError(f"adapter_name must be a string, got {name!r}")
+    if "." in name or not name:
+        raise ValueError(f"adapter_name={name!r}; accepted: a name without dots")
 
 
 def module_class() -> type[LoraExperts]:

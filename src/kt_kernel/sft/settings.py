@@ -11,6 +11,12 @@ from .methods import SftMethod, get_sft_method
 MAX_RANK = 4096
 
 
+def need_bool(name: str, value: Any) -> None:
+    """Raises TypeError, naming the argument, for anything but True and False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 @dataclass(frozen=True)
 class SftSettings:
     """The arguments of one layer's fine-tuning, checked. See ``KTMoEWrapper``."""
@@ -62,9 +68,8 @@ def check_sft_settings(
     group_size = integer("group_size", group_size, 1)
     if group_size % 32:
         raise ValueError(f"group_size={group_size}; accepted: multiples of 32")
-    for name, flag in (("zero_point", zero_point), ("full_weight_grad", full_weight_grad)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False, got {flag!r}")
+    need_bool("zero_point", zero_point)
+    need_bool("full_weight_grad", full_weight_grad)
     return SftSettings(
         method=get_sft_method(method, group_size, zero_point, hidden_size, moe_intermediate_size),
         lora_rank=rank,

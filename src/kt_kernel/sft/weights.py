@@ -40,6 +40,7 @@ class LoraWeights(BaseMoEWrapper):
         self._read = _state_of(())  # of the LoRA tensors when they were last read
         self._updates = 0  # how often they were read
         self._told = 0  # how often a caller said that their values changed
+        self._in_call = False  # if another thread was in a call at a fork, also True in the child
         per_process(self, "_in_use", threading.Lock)
 
     @property
@@ -61,6 +62,18 @@ class LoraWeights(BaseMoEWrapper):
         """Forward passes that wait for their backward."""
         return 0
 
+    def check_weights(
+        self,
+        gate_proj: torch.Tensor,
+        up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        **biases: torch.Tensor,
+    ) -> None:
+        """Raises what ``load_weights_from_tensors`` raises for a wrong type, shape or dtype. The
+        values are not looked at."""
+        matrices = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
+        self._checks.layer(matrices | biases)
+
     def finish_loading(self) -> None:
         super().finish_loading()
         with self._load_lock:
@@ -78,7 +91,8 @@ class LoraWeights(BaseMoEWrapper):
             gate_proj, up_proj: [E, I, H], down_proj: [E, H, I], logical order; bf16, fp16 or fp32.
 
         Raises:
-            RuntimeError: before loading, or while a forward pass waits for its backward.
+            RuntimeError: before loading, while a forward pass waits for its backward, or between
+                ``submit_forward_sft`` and ``sync_forward_sft``.
             TypeError, ValueError: as ``load_weights_from_tensors``.
         """
         where = self._settings.where
@@ -115,17 +129,18 @@ class LoraWeights(BaseMoEWrapper):
         or after loading.
 
         Raises:
+            RuntimeError: between ``submit_forward_sft`` and ``sync_forward_sft``.
             TypeError, ValueError: not tensors, a wrong shape or dtype, or (at the latest when the
-                base weights are loaded) a value that is not finite.
+                base weights are loaded) a value that is not finite. The wrapper then has the
+                tensors that it had before.
         """
         given = (gate_lora_a, gate_lora_b, up_lora_a, up_lora_b, down_lora_a, down_lora_b)
         lora = dict(zip(LORA_NAMES, given, strict=True))
         for name, tensor in lora.items():
             check_lora(self._settings.where, name, tensor, self._shapes[name])
         with self._exclusive("init_lora_weights"):
-            self._lora = lora
-            if self._sft_core is not None:
-                self._read_lora()
+            self._need_idle("init_lora_weights")
+            self._take_lora(lora)
 
     def update_lora_weights(self) -> None:
         """Reads the LoRA tensors again, after an optimizer has changed them.
@@ -149,8 +164,7 @@ class LoraWeights(BaseMoEWrapper):
     def hold_lora(self, lora: Sequence[torch.Tensor]) -> None:
         """Takes the tensors and reads them, unless it holds them; inside `_exclusive`."""
         if not self.holds_lora(lora):
-            self._lora = dict(zip(LORA_NAMES, lora, strict=True))
-            self._read_lora()
+            self._take_lora(dict(zip(LORA_NAMES, lora, strict=True)))
 
     def mark_of(self, lora: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """Equal as long as the values of the tensors are, whichever tensors the wrapper holds."""
@@ -167,20 +181,46 @@ class LoraWeights(BaseMoEWrapper):
     @contextmanager
     def _exclusive(self, call: str) -> Iterator[None]:
         """RuntimeError where another thread is in a call."""
-        if not self._in_use.acquire(blocking=False):
+        if not self._enter():
             raise RuntimeError(
                 f"{self._settings.where}: {call} while another call of this wrapper runs in "
                 "another thread; use a wrapper from one thread at a time"
             )
         try:
-            self._between_calls()
             yield
+        finally:
+            self._leave()
+
+    def _enter(self) -> bool:
+        """Begins a call, unless another thread is in one."""
+        if not self._in_use.acquire(blocking=False):
+            return False
+        try:
+            if self._in_call:
+                self._forget_call()
+            self._in_call = True
+            self._between_calls()
+        except BaseException:
+            self._in_use.release()
+            raise
+        return True
+
+    def _leave(self) -> None:
+        try:
             self._between_calls()
         finally:
+            self._in_call = False
             self._in_use.release()
 
     def _between_calls(self) -> None:
         """Runs at the beginning and the end of each exclusive call."""
+
+    def _forget_call(self) -> None:
+        """Drops what a call may have left half done: it was that of a thread of the parent
+        process, which forked meanwhile."""
+        complete = self._sft_core is not None and len(self._lora) == len(LORA_NAMES)
+        if complete and not self.lora_changed:
+            self._read_lora()  # the compiled core may have parts of two readings
 
     def _need_idle(self, call: str) -> None:
         """Raises RuntimeError while a pass runs."""
@@ -214,6 +254,16 @@ class LoraWeights(BaseMoEWrapper):
             full_weight_grad=sft.full_weight_grad,
         )
 
+    def _take_lora(self, lora: dict[str, torch.Tensor]) -> None:
+        """Keeps other tensors, which are read if the base weights are loaded."""
+        before, self._lora = self._lora, lora
+        if self._sft_core is not None:
+            try:
+                self._read_lora()
+            except BaseException:
+                self._lora = before
+                raise
+
     def _read_lora(self) -> None:
         state = _state_of(self._lora.values())
         arrays = [self._order.to_slots(self._lora[name]).numpy() for name in LORA_NAMES]
@@ -246,8 +296,10 @@ def _lora_attribute(name: str) -> property:
 
     def set(self: LoraWeights, tensor: torch.Tensor) -> None:
         check_lora(self._settings.where, name, tensor, self._shapes[name])
-        lora = self._lora | {name: tensor}
-        self._lora = {key: lora[key] for key in LORA_NAMES if key in lora}
+        with self._exclusive(f"assignment to {name}"):
+            self._need_idle(f"assignment to {name}")
+            lora = self._lora | {name: tensor}
+            self._lora = {key: lora[key] for key in LORA_NAMES if key in lora}
 
     side = "[E, R, in]" if name.endswith("a") else "[E, out, R]"
     return property(get, set, doc=f"{side}; after assigning to it call update_lora_weights.")
