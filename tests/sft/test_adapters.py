@@ -285,6 +285,51 @@ def test_missing_tensors(tmp_path):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("culprit", ["experts", "shape", "module", "finite", "dtype"])
+def test_a_refused_adapter_changes_nothing(tmp_path, culprit):
+    """Neither the experts nor what PEFT adapts, whichever of the two is refused."""
+    config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+
+    def adapted(seed):
+        model = get_peft_model(tiny("qwen3_moe"), config)
+        fill_lora(wrap_experts(model, **SETTINGS), seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "_proj.lora_" in name:
+                    parameter.fill_(seed / 16)
+        return model
+
+    save_adapter(adapted(1), tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    experts = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
+    value = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    if culprit == "experts":
+        tensors[experts] = tensors[experts][:-1]
+    elif culprit == "shape":
+        tensors[value] = tensors[value][:-1]
+    elif culprit == "module":
+        tensors[value.replace("v_proj", "k_proj")] = tensors[value].clone()
+    elif culprit == "finite":
+        tensors[experts][0, 0] = float("inf")
+    else:
+        tensors[experts] = tensors[experts].double() * 1e300
+    text = {
+        "experts": "down_lora_b is .* the model's is .*another model",
+        "shape": "PEFT cannot load 8 tensors: .*size mismatch",
+        "module": "PEFT has no place for 1 tensors, such as .*k_proj",
+        "finite": "down_lora_b has a value that is NaN, infinite or beyond torch.float32",
+        "dtype": "down_lora_b has a value that is NaN, infinite or beyond torch.float32",
+    }[culprit]
+    save_file(tensors, path)
+    model = adapted(2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=rf"(?s){text}"):
+        load_adapter(model, tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
 @pytest.mark.parametrize("layout", set(SUPPORTED.values()))
 def test_layouts_lose_nothing(layout):
     lora = lora_tensors()

@@ -117,6 +117,8 @@ def test_refused():
         wrap_experts(tiny("qwen3_moe"), full_weight_grad=True)
     with pytest.raises(ValueError, match="model.layers.0.mlp.experts: activation GELU.* not supp"):
         wrap_experts(tiny("qwen3_moe", hidden_act="gelu"))
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got dict"):
+        wrap_experts({})
     model = tiny("qwen3_moe")
     for module in model.modules():
         if is_fused(module):
@@ -124,3 +126,54 @@ def test_refused():
     with pytest.raises(ValueError, match="class OtherExperts was not tested; tested: DeepseekV2E"):
         wrap_experts(model, **SETTINGS)
     assert wrap_experts(model, allow_untested=True, **SETTINGS)
+
+
+def spoilt(model: torch.nn.Module) -> None:
+    """The last layer's weights have a dtype that cannot be packed."""
+    experts = [module for module in model.modules() if is_fused(module)][-1]
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.double())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (dict(config={}), TypeError, "config must be a KTConfig or None, got dict"),
+        (dict(from_checkpoint=1), TypeError, "from_checkpoint must be True or False, got 1"),
+        (dict(from_checkpoint=True), RuntimeError, "from model_path, which is not set"),
+        (dict(allow_untested=None), TypeError, "allow_untested must be True or False, got None"),
+        (dict(adapter_name="a.b"), ValueError, "adapter_name='a.b'; accepted: a name without dots"),
+        (dict(adapter_name=7), TypeError, "adapter_name must be a string, got 7"),
+        (dict(lora_dtype=torch.int8), ValueError, "lora_dtype=torch.int8; accepted: float dtypes"),
+        (dict(lora_dtype="bf16"), TypeError, "lora_dtype must be a torch.dtype, got 'bf16'"),
+        (dict(lora_device="nowhere"), RuntimeError, "lora_device='nowhere' cannot be used"),
+        (dict(lora_device=1), TypeError, "lora_device must be a torch.device, a string or None"),
+        (dict(lora_rank=0), ValueError, "lora_rank=0; accepted: 1 to 4096"),
+        (dict(sft_method="BF16"), ValueError, "is for mode='inference'"),
+        (
+            dict(sft_method="AMXINT4_KGroup_SFT", group_size=64),
+            ValueError,
+            "hidden_size=32 is not divisible by the group size 64",
+        ),
+        (dict(sft_method="FP8_SFT"), TypeError, "layer 0: gate_proj must be a sequence of 4"),
+        (dict(cpuinfer_threads=0), ValueError, "cpuinfer_threads=0; accepted: 1 or more"),
+        (
+            dict(from_checkpoint=True, model_path="/no/such/place"),
+            FileNotFoundError,
+            "/no/such/place",
+        ),
+        (dict(spoil=spoilt), ValueError, "layer 1: down_proj has dtype torch.float64; accepted"),
+    ],
+)
+def test_a_refused_call_changes_nothing(arguments, error, text):
+    model = tiny("qwen3_moe")
+    if spoil := arguments.get("spoil"):
+        spoil(model)
+    modules = dict(model.named_modules())
+    parameters = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    given = {name: value for name, value in arguments.items() if name != "spoil"}
+    with pytest.raises(error, match=text):
+        wrap_experts(model, **(SETTINGS | given))
+    assert dict(model.named_modules()) == modules
+    for name, p in model.named_parameters():
+        assert (p, p.requires_grad) == parameters[name] and torch.equal(p, values[name]), name

@@ -91,15 +91,21 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     for path, module in modules.items():
         lora = _take_layer(adapter, remaining, path, module)
         for name, parameter in module.lora_parameters().items():
+            place = f"{adapter.folder}: {path}: {name}"
             if lora[name].shape != parameter.shape:
                 raise ValueError(
-                    f"{adapter.folder}: {path}: {name} is {list(lora[name].shape)}, the model's is "
+                    f"{place} is {list(lora[name].shape)}, the model's is "
                     f"{list(parameter.shape)}; it is the adapter of another model"
                 )
+            if not bool(lora[name].to(parameter.dtype).isfinite().all()):
+                raise ValueError(
+                    f"{place} has a value that is NaN, infinite or beyond {parameter.dtype}"
+                )
         loaded.append((module, lora))
-    _check_remaining(adapter, remaining, model)
+    adapter_name = next(iter(modules.values())).adapter_name
+    _check_remaining(adapter, remaining, model, adapter_name)
     if remaining:
-        _load_others(adapter, remaining, model)
+        _load_others(adapter, remaining, model, adapter_name)
     with torch.no_grad():
         for module, lora in loaded:
             for name, parameter in module.lora_parameters().items():
@@ -125,11 +131,7 @@ def _others(
 
     adapter = next(iter(modules.values())).adapter_name
     configs = cast(dict[str, Any], model.peft_config)
-    if adapter not in configs:
-        raise ValueError(
-            f"the experts' adapter is {adapter!r}, the PeftModel has {sorted(configs)}; "
-            "pass its name as adapter_name to wrap_experts"
-        )
+    _need_adapter(configs, adapter)
     config = configs[adapter].to_dict() | {"inference_mode": True}
     ours = tuple(f"{PREFIX}{path}." for path in modules)
     state = get_peft_model_state_dict(model, adapter_name=adapter)
@@ -244,17 +246,19 @@ def _take_layer(
 
 
 def _check_remaining(
-    adapter: Adapter, remaining: dict[str, torch.Tensor], model: nn.Module
+    adapter: Adapter, remaining: dict[str, torch.Tensor], model: nn.Module, adapter_name: str
 ) -> None:
     """ValueError for tensors that have no place in the model."""
     if not remaining:
         return
     some = f"{len(remaining)} tensors, such as {min(remaining)}"
-    if not hasattr(model, "peft_config"):
+    configs = getattr(model, "peft_config", None)
+    if configs is None:
         raise ValueError(
             f"{adapter.folder}: the adapter also has {some}, for which the model has no place; "
             "call peft.get_peft_model before wrap_experts"
         )
+    _need_adapter(cast(dict[str, Any], configs), adapter_name)
     named = {name.removeprefix(PREFIX) for name, _ in model.named_modules()}
     lost = [
         name for name in remaining if name.removeprefix(PREFIX).rpartition(".lora_")[0] not in named
@@ -266,13 +270,37 @@ def _check_remaining(
         )
 
 
-def _load_others(adapter: Adapter, remaining: dict[str, torch.Tensor], model: Any) -> None:
+def _need_adapter(configs: dict[str, Any], name: str) -> None:
+    if name not in configs:
+        raise ValueError(
+            f"the experts' adapter is {name!r}, the PeftModel has {sorted(configs)}; pass its name "
+            "as adapter_name to wrap_experts"
+        )
+
+
+def _load_others(
+    adapter: Adapter, remaining: dict[str, torch.Tensor], model: Any, adapter_name: str
+) -> None:
+    """Has PEFT load the tensors that are not the experts'. What it has loaded before it refuses one
+    is put back."""
     from peft import set_peft_model_state_dict
 
-    name = next(iter(wrapped_experts(model).values())).adapter_name
-    result = set_peft_model_state_dict(model, remaining, adapter_name=name)
-    if result.unexpected_keys:
-        raise ValueError(
-            f"{adapter.folder}: PEFT has no place for {len(result.unexpected_keys)} tensors, such "
-            f"as {min(result.unexpected_keys)}"
-        )
+    ours = tuple(f"{name}." for name in wrapped_experts(model))
+    before = {
+        name: tensor.detach().clone()
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(ours) and (adapter_name in name.split(".") or name in remaining)
+    }
+    problem = None
+    try:
+        result = set_peft_model_state_dict(model, remaining, adapter_name=adapter_name)
+        if result.unexpected_keys:
+            problem = (
+                f"PEFT has no place for {len(result.unexpected_keys)} tensors, such as "
+                f"{min(result.unexpected_keys)}"
+            )
+    except (KeyError, RuntimeError, ValueError) as error:
+        problem = f"PEFT cannot load {len(remaining)} tensors: {error}"
+    if problem is not None:
+        model.load_state_dict(before, strict=False)
+        raise ValueError(f"{adapter.folder}: {problem}; it is the adapter of another model")

@@ -12,9 +12,12 @@ from torch import nn
 
 from ..experts import KTMoEWrapper
 from .base import BaseSFTMoEWrapper
+from .batch import check_device
 from .config import KTConfig, Path, get_sft_weight_path
 from .families import Fused, is_fused, open_fused
-from .modules import LoraExperts, module_class
+from .lora import need_float_dtype
+from .modules import LoraExperts, check_adapter_name, module_class
+from .settings import need_bool
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -54,11 +57,17 @@ def wrap_experts(
         The new modules by their names in the model.
 
     Raises:
-        ValueError: the model has no such experts, or one that is not supported; what
-            ``KTMoEWrapper`` raises. Layers before it are replaced already then.
-        RuntimeError: ``from_checkpoint`` and no path is set.
-        TypeError: a setting that does not exist.
+        TypeError, ValueError: an argument is wrong; the model has no such experts, or one that is
+            not supported; its weights have another shape or dtype. Nothing was changed then.
+        RuntimeError: ``from_checkpoint`` and no path is set, or a device that is not there. Nothing
+            was changed then.
+        FileNotFoundError, ValueError, MemoryError: weights of a layer that are missing or cannot be
+            packed. Layers before it are replaced already then; nothing else was changed.
     """
+    _check_arguments(model, config, from_checkpoint, allow_untested)
+    check_adapter_name(adapter_name)
+    need_float_dtype("lora_dtype", lora_dtype)
+    check_device("lora_device", lora_device)
     config = dataclasses.replace(config or KTConfig(), **settings)
     if config.full_weight_grad:
         raise ValueError(
@@ -75,12 +84,19 @@ def wrap_experts(
     opened = {path: open_fused(path, module, allow_untested) for path, module in found.items()}
     del found
     path = get_sft_weight_path(config) if from_checkpoint else None
+    wrappers = {n: _make_layer(n, fused, top_k, path, config) for n, fused in opened.items()}
+    if path is None:
+        for name, fused in opened.items():
+            wrappers[name].check_weights(**fused.weights())
     make = module_class()
-    _freeze(model)
-    modules = {}
-    for name in list(opened):
-        fused = opened.pop(name)
-        wrapper = _make_layer(name, fused, top_k, path, config)
+    modules: dict[str, LoraExperts] = {}
+    for name, wrapper in wrappers.items():
+        fused = opened.pop(name)  # nobody else but the model has the weights
+        order = torch.arange(wrapper.num_experts, device="cpu")
+        if path is None:
+            wrapper.load_weights_from_tensors(**fused.weights(), physical_to_logical_map_cpu=order)
+        else:
+            wrapper.load_weights(order)
         module = make(
             wrapper,
             layout=fused.layout,
@@ -93,6 +109,7 @@ def wrap_experts(
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
         modules[name] = module
+    _freeze(model, modules)
     return modules
 
 
@@ -100,17 +117,36 @@ def wrapped_experts(model: nn.Module) -> dict[str, LoraExperts]:
     """The modules that `wrap_experts` made, by their names in the model.
 
     Raises:
-        ValueError: there is none.
+        TypeError, ValueError: ``model`` is no module, or has none of them.
     """
+    _need_module(model)
     modules = {n: module for n, module in model.named_modules() if isinstance(module, LoraExperts)}
     if not modules:
         raise ValueError(f"{type(model).__name__}: no wrapped experts; call wrap_experts first")
     return modules
 
 
-def _freeze(model: nn.Module) -> None:
-    if not hasattr(model, "peft_config"):  # PEFT has done it
-        model.requires_grad_(False)
+def _check_arguments(model: Any, config: Any, from_checkpoint: Any, allow_untested: Any) -> None:
+    _need_module(model)
+    if config is not None and not isinstance(config, KTConfig):
+        raise TypeError(f"config must be a KTConfig or None, got {type(config).__name__}")
+    need_bool("from_checkpoint", from_checkpoint)
+    need_bool("allow_untested", allow_untested)
+
+
+def _need_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _freeze(model: nn.Module, modules: dict[str, LoraExperts]) -> None:
+    """All parameters but those of LoRA."""
+    if hasattr(model, "peft_config"):  # PEFT has done it
+        return
+    trained = {parameter for module in modules.values() for parameter in module.parameters()}
+    for parameter in model.parameters():
+        if parameter not in trained:
+            parameter.requires_grad_(False)
 
 
 def _fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -155,9 +191,4 @@ def _make_layer(
         swiglu_alpha=fused.swiglu_alpha,
         **config.wrapper_arguments(),
     )
-    order = torch.arange(experts, device="cpu")
-    if path is not None:
-        wrapper.load_weights(order)
-        return wrapper
-    wrapper.load_weights_from_tensors(**fused.weights(), physical_to_logical_map_cpu=order)
     return wrapper
