@@ -17,10 +17,10 @@ from .layers import Batch, E, H, K, base_tensors, error, expected, lora_tensors,
 MOST = 1e-2
 
 
-def make_module(pinned: bool = False, **arguments) -> LoraExperts:
+def make_module(pinned: bool = False, nonfinite: str = "error", **arguments) -> LoraExperts:
     wrapper = make_wrapper(**arguments)
     wrapper.load_weights_from_tensors(*base_tensors(), torch.arange(E))
-    module = LoraExperts(wrapper, pinned=pinned)
+    module = LoraExperts(wrapper, pinned=pinned, nonfinite=nonfinite)
     fill(module)
     return module
 
@@ -81,6 +81,7 @@ def test_names_shapes_and_initial_values():
         ({"adapter_name": "a.b"}, "without dots"),
         ({"dtype": torch.int8}, "float"),
         ({"adapter_name": 1}, "adapter_name must be a string, got 1"),
+        ({"nonfinite": True}, "nonfinite=True; accepted: 'error', 'propagate'"),
         ({"dtype": "float32"}, "dtype must be a torch.dtype, got 'float32'"),
     ):
         with pytest.raises((TypeError, ValueError), match=text):
@@ -206,6 +207,31 @@ def test_gradients_that_are_not_finite():
         module(x, ids, scores).backward(bad)
     gc.collect()
     assert_same(plain_step(module, batch)[2:], plain_step(make_module(), batch)[2:])
+
+
+def test_a_gradient_scaler_skips_steps_and_goes_on():
+    """fp16: the scale is too large at first. The step that is taken is that of the same gradients
+    without a scale."""
+    module, batch = make_module(nonfinite="propagate"), Batch(4)
+    module.train()
+    wanted = plain_step(make_module(), batch)[2:]
+    before = [p.detach().clone() for p in module.lora_parameters().values()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    skipped = 0
+    while all(map(torch.equal, module.lora_parameters().values(), before)):
+        optimizer.zero_grad()
+        x = batch.x.half().requires_grad_()
+        y = module(x, batch.ids, batch.scores)
+        scaler.scale((y * batch.grad.half()).sum(dtype=torch.float32)).backward()
+        assert module.wrapper.pending == 0
+        skipped += not all(bool(p.grad.isfinite().all()) for p in module.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        assert skipped < 24
+    assert skipped > 4 and scaler.get_scale() == 2.0 ** (24 - skipped)
+    for p, old, gradient in zip(module.lora_parameters().values(), before, wanted, strict=True):
+        assert error(old - p.detach(), gradient) < 1e-2
 
 
 def test_a_submitted_pass_between_forward_and_backward():

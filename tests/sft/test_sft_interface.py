@@ -206,6 +206,26 @@ def test_gradients_that_are_not_finite_are_named():
     assert wrapper.pending == 0
 
 
+@pytest.mark.parametrize("call", ["forward_sft", "submit_forward_sft"])
+def test_interrupted_calls_leave_the_passes_in_order(monkeypatch, call):
+    """Python raises KeyboardInterrupt when the compiled core returns."""
+    wrapper, wanted, b = ready(max_cache_depth=3), ready(), Batch(4)
+    for each in (wrapper, wanted):
+        each.forward_sft(*b.forward)
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    for _ in range(4):  # more often than there is room
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(wrapper, "_keep", interrupt)
+            getattr(wrapper, call)(*Batch(4, seed=2).forward)
+    assert wrapper.pending == 1
+    found = wrapper.backward(b.grad)
+    for a, c in zip(found[1].values(), wanted.backward(b.grad)[1].values(), strict=True):
+        assert torch.equal(a, c)
+
+
 def test_depth_is_a_stack():
     wrapper, batches = ready(max_cache_depth=2), [Batch(3, seed=s) for s in (1, 2)]
     single = []

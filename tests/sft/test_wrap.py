@@ -147,6 +147,7 @@ def spoilt(model: torch.nn.Module) -> None:
         (dict(lora_dtype="bf16"), TypeError, "lora_dtype must be a torch.dtype, got 'bf16'"),
         (dict(lora_device="nowhere"), RuntimeError, "lora_device='nowhere' cannot be used"),
         (dict(lora_device=1), TypeError, "lora_device must be a torch.device, a string or None"),
+        (dict(nonfinite="skip"), ValueError, "nonfinite='skip'; accepted: 'error', 'propagate'"),
         (dict(lora_rank=0), ValueError, "lora_rank=0; accepted: 1 to 4096"),
         (dict(sft_method="BF16"), ValueError, "is for mode='inference'"),
         (

@@ -32,6 +32,7 @@ def lora_experts(
     weights: torch.Tensor,
     lora: Sequence[torch.Tensor],
     training: bool,
+    nonfinite: str = "error",
 ) -> torch.Tensor:
     """The experts' weighted sum [T, H], differentiable in hidden states, router weights and LoRA.
 
@@ -39,6 +40,7 @@ def lora_experts(
         hidden_states: [T, H], float. expert_ids: [T, k], integer. weights: [T, k], float.
         lora: the six LoRA tensors that the wrapper has, in their order.
         training: whether dropout is on.
+        nonfinite: see `LoraExperts`.
 
     Returns:
         [T, H] in the dtype and on the device of ``hidden_states``.
@@ -53,7 +55,9 @@ def lora_experts(
     if not differentiable:
         out, _, _ = _forward(wrapper, hidden_states, expert_ids, weights, False, training)
         return out.to(hidden_states.dtype)
-    return _LoraExperts.apply(wrapper, training, hidden_states, expert_ids, weights, *lora)
+    return _LoraExperts.apply(
+        wrapper, training, nonfinite, hidden_states, expert_ids, weights, *lora
+    )
 
 
 class _LoraExperts(torch.autograd.Function):
@@ -62,13 +66,14 @@ class _LoraExperts(torch.autograd.Function):
         ctx: Any,
         wrapper: BaseSFTMoEWrapper,
         training: bool,
+        nonfinite: str,
         hidden_states: torch.Tensor,
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
         *lora: torch.Tensor,
     ) -> torch.Tensor:
         out, saved, seed = _forward(wrapper, hidden_states, expert_ids, weights, True, training)
-        ctx.wrapper, ctx.training = wrapper, training
+        ctx.wrapper, ctx.training, ctx.nonfinite = wrapper, training, nonfinite
         ctx.lora, ctx.mark = lora, wrapper.mark_of(lora)
         ctx.save_for_backward(
             hidden_states, expert_ids, weights, _ticket(wrapper, saved, seed), *lora
@@ -96,7 +101,7 @@ class _LoraExperts(torch.autograd.Function):
             if not wrapper._saved or wrapper._saved[-1].number != number:
                 again = _compute_again(ctx, hidden_states, expert_ids, weights, tokens, seed)
             try:
-                x, grads, routes = wrapper.compute_gradients(grad_output, tokens)
+                x, grads, routes = wrapper.compute_gradients(grad_output, tokens, ctx.nonfinite)
             except BaseException:
                 if again in wrapper._saved:
                     wrapper.drop_newest()
@@ -105,12 +110,13 @@ class _LoraExperts(torch.autograd.Function):
         return (
             None,
             None,
-            x.to(hidden_states).view_as(hidden_states) if needs[2] else None,
             None,
-            routes.to(weights) if needs[4] else None,
+            x.to(hidden_states).view_as(hidden_states) if needs[3] else None,
+            None,
+            routes.to(weights) if needs[5] else None,
             *(
                 grads[f"grad_{name}"].to(tensor.device) if needed else None
-                for name, tensor, needed in zip(LORA_NAMES, lora, needs[5:], strict=True)
+                for name, tensor, needed in zip(LORA_NAMES, lora, needs[6:], strict=True)
             ),
         )
 

@@ -147,17 +147,15 @@ class BaseSFTMoEWrapper(LoraWeights):
             self._need_room("submit_forward_sft", save_for_backward)
             batch = self._host_batch(hidden_states, expert_ids, weights, tokens, True)
             call = None
-            try:
-                if tokens:
-                    call = Call(self._sft_core, batch)
-                    seed = self.draw_seed(save_for_backward)
-                    submit = functools.partial(
-                        self._sft_core.submit_forward, save=save_for_backward, seed=seed
-                    )
-                    call.start(submit, *batch.arrays)
-            except BaseException:
-                batch.release()
-                raise
+            if tokens:
+                call = Call(self._sft_core, batch)
+                submit = functools.partial(
+                    self._sft_core.submit_forward,
+                    save=save_for_backward,
+                    seed=self.draw_seed(save_for_backward),
+                )
+                # After an exception the buffer is not released: the pass may be under way.
+                call.start(submit, *batch.arrays)
             saved = self._keep(tokens) if save_for_backward else None
             self._submitted = _Submitted(batch, call, saved)
 
@@ -290,8 +288,14 @@ class BaseSFTMoEWrapper(LoraWeights):
                 self.drop_newest()
             raise
 
-    def compute_gradients(self, grad_output: torch.Tensor, tokens: int) -> Gradients:
-        """The gradients of the newest saved pass, which is taken away."""
+    def compute_gradients(
+        self, grad_output: torch.Tensor, tokens: int, nonfinite: str = "error"
+    ) -> Gradients:
+        """The gradients of the newest saved pass, which is taken away.
+
+        nonfinite: "error" raises RuntimeError for a NaN or an infinity; "propagate" makes all
+        gradients NaN where ``grad_output`` has one.
+        """
         s = self._settings
         hidden, routes = (tokens, s.hidden_size), (tokens, s.num_experts_per_tok)
         grad_input = torch.empty(hidden, dtype=torch.bfloat16, device="cpu")
@@ -303,28 +307,34 @@ class BaseSFTMoEWrapper(LoraWeights):
                 room = None if staging is None else staging.grad_output_cpu
                 grad = on_host(grad_output, hidden, torch.bfloat16, room)
                 wait_for_copies(grad_output.device)
-                self._need_finite("grad_output", grad, "token", "the loss or a later layer made it")
-                self._sft_core.backward(
-                    bf16_array(grad),
-                    bf16_array(grad_input),
-                    grad_weights.numpy(),
-                    None if grads is None else [grad.numpy() for grad in grads.values()],
-                )
+                if nonfinite == "propagate" and first_bad_row(grad) is not None:
+                    for gradient in (grad_input, grad_weights, *(grads or {}).values()):
+                        gradient.fill_(torch.nan)
+                    self._sft_core.drop_newest()
+                else:
+                    why = "the loss or a later layer made it"
+                    self._need_finite("grad_output", grad, "token", why)
+                    self._sft_core.backward(
+                        bf16_array(grad),
+                        bf16_array(grad_input),
+                        grad_weights.numpy(),
+                        None if grads is None else [grad.numpy() for grad in grads.values()],
+                    )
             except BaseException:
-                # The compiled core may have taken the pass away before it failed.
-                if self._sft_core.pending < sum(saved.tokens > 0 for saved in self._saved):
-                    self._saved.pop()
+                self._agree()
                 raise
             finally:
                 if staging is not None:
                     staging.release()
         self._saved.pop()
-        why = "an input of the forward pass or a weight made it"
-        self._need_finite("grad_input", grad_input, "token", why)
-        self._need_finite("grad_weights", grad_weights, "token", why)
+        if nonfinite == "error":
+            why = "an input of the forward pass or a weight made it"
+            self._need_finite("grad_input", grad_input, "token", why)
+            self._need_finite("grad_weights", grad_weights, "token", why)
+            for name, grad in (grads or {}).items():
+                self._need_finite(name, grad, "slot", why)
         result = {}
         for name, grad in (grads or {}).items():
-            self._need_finite(name, grad, "slot", why)
             like = self._lora.get(name.removeprefix("grad_"))
             dtype = grad.dtype if like is None else like.dtype
             result[name] = self._order.to_logical(grad, dtype)
@@ -363,8 +373,21 @@ class BaseSFTMoEWrapper(LoraWeights):
         while self._given_up:
             self._given_up.popleft().unused = True
         if self._submitted is None:
+            self._agree()
             while self._saved and self._saved[-1].unused:
                 self.drop_newest()
+
+    def _agree(self) -> None:
+        """Drops the newest passes that only the compiled core has, or only this object. An
+        exception, such as KeyboardInterrupt, came when one of them had done its part of a call."""
+        if self._sft_core is None:
+            return
+        surplus = self._sft_core.pending - sum(saved.tokens > 0 for saved in self._saved)
+        for _ in range(surplus):
+            self._sft_core.drop_newest()
+        for _ in range(-surplus):
+            while not self._saved.pop().tokens:
+                pass
 
     def _forget_call(self) -> None:
         self._saved.clear()

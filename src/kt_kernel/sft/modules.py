@@ -33,6 +33,9 @@ class LoraExperts(nn.Module):
         adapter_name: last part of the parameters' names.
         dtype, device: of the parameters.
         pinned: whether the parameters stay on that device when the module is moved.
+        nonfinite: what backward does where the gradient of its output has a NaN or an infinity:
+            "error" raises RuntimeError, "propagate" makes all of its gradients NaN, which a
+            gradient scaler for fp16 takes as a reason to skip the step.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -48,6 +51,7 @@ class LoraExperts(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         pinned: bool = False,
+        nonfinite: str = "error",
     ) -> None:
         if not isinstance(wrapper, BaseSFTMoEWrapper):
             raise TypeError(
@@ -55,11 +59,13 @@ class LoraExperts(nn.Module):
             )
         check_adapter_name(adapter_name)
         need_float_dtype("dtype", dtype)
+        check_nonfinite(nonfinite)
         super().__init__()
         self.wrapper = wrapper
         self.layout = layout or Layout()
         self.adapter_name = adapter_name
         self._pinned = pinned
+        self._nonfinite = nonfinite
         trained = not wrapper._sft.method.skip_lora_grads
         shapes = lora_shapes(
             wrapper.num_experts,
@@ -101,7 +107,13 @@ class LoraExperts(nn.Module):
         if self.wrapper.lora_changed:
             self.wrapper.update_lora_weights()
         out = lora_experts(
-            self.wrapper, hidden_states, top_k_index, top_k_weights, lora, self.training
+            self.wrapper,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            lora,
+            self.training,
+            self._nonfinite,
         )
         return out.view(hidden_states.shape)
 
@@ -148,6 +160,12 @@ def check_adapter_name(name: Any) -> None:
         raise TypeError(f"adapter_name must be a string, got {name!r}")
     if "." in name or not name:
         raise ValueError(f"adapter_name={name!r}; accepted: a name without dots")
+
+
+def check_nonfinite(value: Any) -> None:
+    """Raises ValueError for anything but the two values of ``nonfinite``."""
+    if value not in ("error", "propagate"):
+        raise ValueError(f"nonfinite={value!r}; accepted: 'error', 'propagate'")
 
 
 def module_class() -> type[LoraExperts]:

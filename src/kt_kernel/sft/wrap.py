@@ -16,7 +16,7 @@ from .batch import check_device
 from .config import KTConfig, Path, get_sft_weight_path
 from .families import Fused, is_fused, open_fused
 from .lora import need_float_dtype
-from .modules import LoraExperts, check_adapter_name, module_class
+from .modules import LoraExperts, check_adapter_name, check_nonfinite, module_class
 from .settings import need_bool
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -30,6 +30,7 @@ def wrap_experts(
     adapter_name: str = "default",
     lora_dtype: torch.dtype = torch.float32,
     lora_device: torch.device | str | None = None,
+    nonfinite: str = "error",
     allow_untested: bool = False,
     **settings: Any,
 ) -> dict[str, LoraExperts]:
@@ -50,6 +51,8 @@ def wrap_experts(
         lora_dtype: of the LoRA parameters.
         lora_device: where the LoRA parameters stay, whatever the model is moved to. None: they are
             made on the CPU and move with the model.
+        nonfinite: "error" or "propagate", which fp16 with a gradient scaler needs; see
+            `LoraExperts`.
         allow_untested: accept classes of experts that were not tested.
         settings: replace fields of ``config`` or of its defaults.
 
@@ -68,6 +71,7 @@ def wrap_experts(
     check_adapter_name(adapter_name)
     need_float_dtype("lora_dtype", lora_dtype)
     check_device("lora_device", lora_device)
+    check_nonfinite(nonfinite)
     config = dataclasses.replace(config or KTConfig(), **settings)
     if config.full_weight_grad:
         raise ValueError(
@@ -104,6 +108,7 @@ def wrap_experts(
             dtype=lora_dtype,
             device="cpu" if lora_device is None else lora_device,
             pinned=lora_device is not None,
+            nonfinite=nonfinite,
         )
         module.train(fused.module.training)
         parent, _, child = name.rpartition(".")
