@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,15 @@ def run_program(program: str) -> None:
         timeout=600,
     )
     assert done.returncode == 0 and "fine" in done.stdout, done.stdout + done.stderr
+
+
+def refused(call: Callable[[], object], text: str) -> bool:
+    """Whether a call raises RuntimeError with such a text."""
+    try:
+        call()
+    except RuntimeError as error:
+        return text in str(error)
+    return False
 
 
 def join_child(child: int, turn: int, seconds: float, accepted: tuple[int, ...] = (0,)) -> int:

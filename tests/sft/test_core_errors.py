@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.core import BF16, Layer, Variant
+from kernels.core import BF16, INT8_ROW, Layer, Variant
 
 from kernels import core
 
@@ -55,6 +55,21 @@ def test_experts_that_are_not_loaded() -> None:
     )
     with pytest.raises(ValueError, match="expert slot 0 is not loaded"):
         core._C.SftLayer(base, rank=8, scaling=1.0)
+
+
+def test_experts_that_are_lost_later() -> None:
+    one = Trained(Layer(AVX2, INT8_ROW, 0, 4, 2, 64, 96), 8)
+    batch = one.batch(9)
+    expected = one.run(batch)
+    one.forward(batch)
+    shapes = [core._C.packed_shape(INT8_ROW, 0, 0, *shape) for shape in one.base.shapes]
+    with pytest.raises(ValueError, match="expert slot 2, gate"):
+        one.base.layer.load_packed(2, *(np.full(shape, 0x80, np.uint8) for shape in shapes))
+    for call in (one.forward, one.backward):
+        with pytest.raises(ValueError, match="expert slot 2 is not loaded; load all experts first"):
+            call(batch)
+    one.base.load(2)
+    np.testing.assert_array_equal(one.backward(batch)[1], expected.grad_weights)
 
 
 def test_forward_before_the_adapters() -> None:

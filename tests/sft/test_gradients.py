@@ -122,6 +122,12 @@ def test_gradients_of_the_base_weights():
     for name, gradient in zip(("gate", "up", "down"), wanted.base, strict=True):
         assert error(grads[f"grad_{name}_proj"], gradient) < MOST, name
     other = base_tensors(seed=4)
+    before = wrapper.forward_sft(*batch.forward, save_for_backward=False)
+    bad = other[2].clone()
+    bad[4, 2, 3] = float("nan")
+    with pytest.raises(ValueError, match="layer 5: down_proj has a NaN or infinite .* expert 4"):
+        wrapper.update_base_weights(*other[:2], bad)
+    assert torch.equal(wrapper.forward_sft(*batch.forward, save_for_backward=False), before)
     wrapper.update_base_weights(*other)
     fresh = make_wrapper()
     fresh.load_weights_from_tensors(*other, torch.tensor(mapping))

@@ -10,7 +10,7 @@ CORE = """
 import os, threading
 import numpy as np
 from kernels.core import BF16, Layer, Variant
-from kernels.forks import join_child
+from kernels.forks import join_child, refused
 from sft.core_oracle import Trained, values_of
 
 def made(**training):
@@ -19,13 +19,6 @@ def made(**training):
 def same(a, b):
     return all(map(np.array_equal, (a.out, a.grad_in, a.grad_weights, *a.grads),
                    (b.out, b.grad_in, b.grad_weights, *b.grads)))
-
-def refused(call, text):
-    try:
-        call()
-    except RuntimeError as error:
-        return text in str(error)
-    return False
 
 one = made()
 batch = one.batch(40)
@@ -40,7 +33,7 @@ def train():
 thread = threading.Thread(target=train)
 thread.start()
 codes, nothing = set(), [a[:0] for a in (batch.x, batch.ids, batch.weights, batch.x)]
-for turn in range(16):
+for turn in range(10):
     child = os.fork()
     if child == 0:
         code = 0
@@ -90,7 +83,7 @@ print("fine")
 WRAPPER = """
 import os, threading, time
 import torch
-from kernels.forks import join_child
+from kernels.forks import join_child, refused
 from sft.layers import Batch, lora_tensors, ready
 from sft.test_autograd import leaves, make_module
 from kt_kernel.sft import KExpertsSFTBuffer
@@ -104,13 +97,6 @@ def step(wrapper, batch=small):
 def same(a, b):
     return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and torch.equal(a[3], b[3]) and all(
         torch.equal(a[2][name], b[2][name]) for name in a[2])
-
-def refused(call, text):
-    try:
-        call()
-    except RuntimeError as error:
-        return text in str(error)
-    return False
 
 # Submitted and not synced. The pass below is there.
 wrapper = ready(max_cache_depth=2)

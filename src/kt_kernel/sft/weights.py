@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from ..moe.settings import LayerSettings
+from ..moe.weight_checks import PARAMETERS
 from ..moe.wrapper import BaseMoEWrapper
 from ..runtime.forks import per_process
 from ..runtime.variant import native
 from ..weights.expert_tensors import MATRICES, Matrix
+from .batch import first_bad_row
 from .lora import LORA_NAMES, SlotOrder, check_lora, lora_shapes, state_of
 from .optimizer_steps import last_step
 from .quantise import quantise_asymmetric
@@ -93,7 +95,8 @@ class LoraWeights(BaseMoEWrapper):
         Raises:
             RuntimeError: before loading, while a forward pass waits for its backward, or between
                 ``submit_forward_sft`` and ``sync_forward_sft``.
-            TypeError, ValueError: as ``load_weights_from_tensors``.
+            TypeError, ValueError: as ``load_weights_from_tensors``, or a weight that is not finite.
+                Nothing was changed then.
         """
         where = self._settings.where
         with self._exclusive("update_base_weights"):
@@ -109,6 +112,13 @@ class LoraWeights(BaseMoEWrapper):
             form = self._checks.layer(given)
             if form != self._form:
                 raise ValueError(f"{where}: the weights are {form}; loaded were {self._form}")
+            for name, tensor in given.items():
+                bad = first_bad_row(tensor)
+                if bad is not None:
+                    raise ValueError(
+                        f"{where}: {PARAMETERS[name]} has a NaN or infinite value in expert {bad}; "
+                        "accepted: finite weights"
+                    )
             mapping = self._order.mapping
             for slot in self._cpu_slots():
                 expert = {name: tensor[mapping[slot]] for name, tensor in given.items()}

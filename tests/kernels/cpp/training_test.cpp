@@ -83,7 +83,7 @@ void queued_passes() {
     one.step(expected);
     std::atomic<bool> stop{false};
     const std::vector<uint8_t> all(size_t(kExperts), 1), some = {1, 0, 1, 0};
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < 8; ++round) {
       one.layer.submit_forward(large.forward(), true);
       one.layer.submit_forward(none.forward(), true);
       one.base->set_on_cpu(some);
@@ -110,7 +110,7 @@ void layers_in_threads() {
   for (Trained& layer : layers)
     threads.emplace_back([&layer] {
       Arrays small(2, 3), large(1, 60);
-      for (int round = 0; round < 20; ++round) {
+      for (int round = 0; round < 8; ++round) {
         layer.step(round % 3 ? small : large);
         if (round % 5 == 0) layer.layer.clear();
       }
