@@ -65,7 +65,7 @@ class Decode : Phases {
         for (int p = 0; p < int(layer_.pools.size()); ++p)
           for (int64_t g = 0; layer_.pools[size_t(p)].size && g < plan_.groups(); ++g)
             sum_pairs(p, g, tile);
-        finish_tile(tile);
+        finish_tile(layer_, plan_, chunk_, tile);
       }
     });
   }

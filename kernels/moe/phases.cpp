@@ -102,33 +102,35 @@ void Phases::add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, i
                        plan_.weights() + e.first + first, plan_.tokens() + e.first + first, m, sum);
 }
 
-void Phases::finish_tile(int64_t tile) {
-  const float* sum[kMaxPools * kMaxGroups];
-  int sums = 0;
-  for (int p = 0; p < int(layer_.pools.size()); ++p)
-    for (int64_t g = 0; layer_.pools[size_t(p)].size && g < plan_.groups(); ++g)
-      sum[sums++] = sum_of(p, g, tile);
-  const ForwardArgs& args = chunk_.args;
-  const DType dtype = args.partial ? DType::kFP32 : args.dtype;
-  auto* out = static_cast<uint8_t*>(args.partial ? args.partial : args.out);
-  const int64_t column = tile * kTileRows, n = std::min(kTileRows, config_.hidden_size - column);
-  for (int64_t t = 0; t < chunk_.count; ++t) {
-    const int64_t at = (chunk_.first + t) * config_.hidden_size + column;
-    config_.table->finish(sum, sums, args.add ? args.add + at : nullptr, n,
-                          out + at * dtype_bytes(dtype), dtype);
-    for (int i = 0; i < sums; ++i) sum[i] += kTileRows;
-  }
-}
-
-float* Phases::sum_of(int pool, int64_t group, int64_t tile) const {
-  return as<float>(pass_.work.sum[size_t(pool)]) +
-         (tile * plan_.groups() + group) * chunk_.count * kTileRows;
-}
-
 float* Phases::new_sum(int pool, int64_t group, int64_t tile) const {
-  float* sum = sum_of(pool, group, tile);
+  float* sum = sum_of(layer_, plan_, chunk_, pool, group, tile);
   std::fill_n(sum, chunk_.count * kTileRows, 0.0f);
   return sum;
+}
+
+float* sum_of(const LayerState& layer, const Plan& plan, const Chunk& chunk, int pool,
+              int64_t group, int64_t tile) {
+  return as<float>(layer.workspace->sum[size_t(pool)]) +
+         (tile * plan.groups() + group) * chunk.count * kTileRows;
+}
+
+void finish_tile(const LayerState& layer, const Plan& plan, const Chunk& chunk, int64_t tile) {
+  const LayerConfig& c = layer.config;
+  const float* sum[kMaxPools * kMaxGroups];
+  int sums = 0;
+  for (int p = 0; p < int(layer.pools.size()); ++p)
+    for (int64_t g = 0; layer.pools[size_t(p)].size && g < plan.groups(); ++g)
+      sum[sums++] = sum_of(layer, plan, chunk, p, g, tile);
+  const ForwardArgs& args = chunk.args;
+  const DType dtype = args.partial ? DType::kFP32 : args.dtype;
+  auto* out = static_cast<uint8_t*>(args.partial ? args.partial : args.out);
+  const int64_t column = tile * kTileRows, n = std::min(kTileRows, c.hidden_size - column);
+  for (int64_t t = 0; t < chunk.count; ++t) {
+    const int64_t at = (chunk.first + t) * c.hidden_size + column;
+    c.table->finish(sum, sums, args.add ? args.add + at : nullptr, n, out + at * dtype_bytes(dtype),
+                    dtype);
+    for (int i = 0; i < sums; ++i) sum[i] += kTileRows;
+  }
 }
 
 }  // namespace kt

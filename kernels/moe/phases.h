@@ -21,6 +21,14 @@ Chunk chunk_at(const LayerState& layer, const ForwardArgs& args, int64_t first);
 // barrier, because every thread makes both itself.
 const Plan& start_chunk(Pass& pass, const Chunk& chunk, const XRows& x);
 
+// The weighted sums of a group's experts, [tokens of the chunk][32] of a tile.
+float* sum_of(const LayerState& layer, const Plan& plan, const Chunk& chunk, int pool,
+              int64_t group, int64_t tile);
+
+// Called when a tile's sums of all pools and groups are complete: adds them and the previous
+// layer's deferred sum, and rounds once.
+void finish_tile(const LayerState& layer, const Plan& plan, const Chunk& chunk, int64_t tile);
+
 class Phases {
  public:
   // The chunk's plan and rows of x must exist.
@@ -37,19 +45,14 @@ class Phases {
   // rows, tile) reads each result from the thread's scratch.
   template <class F>
   void down_products(const ExpertRows& e, const ActRows& h, int64_t first, int64_t last, F keep);
-  // Called when a tile's sums of all pools and groups are complete: adds them and the previous
-  // layer's deferred sum, and rounds once.
-  void finish_tile(int64_t tile);
-
   int64_t down_tiles() const { return part().size ? part().layout[kDown].tiles() : 0; }
   // Cost of a tile. Below some number of rows, reading the weights dominates.
   int64_t tile_cost(const WorkItem& item, Matrix m) const {
     return std::max<int64_t>(item.rows(), plan_.expert(item.expert).gemm[m] ? 32 : 8);
   }
-  // The weighted sums of a group's experts, per token of the chunk. new_sum zeroes a tile, and
-  // add_rows adds the results of rows [first, first + m) of an expert.
+  // Zeroes a tile of a group's sums; add_rows adds the results of rows [first, first + m) of an
+  // expert.
   float* new_sum(int pool, int64_t group, int64_t tile) const;
-  float* sum_of(int pool, int64_t group, int64_t tile) const;
   void add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
                 const float* results, float* sum) const;
 

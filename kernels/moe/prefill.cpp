@@ -58,7 +58,8 @@ class Prefill : Phases {
     for (int64_t i = plan_.group(group).first; i < plan_.group(group).last; ++i) {
       const ExpertRows& e = plan_.expert(i);
       down_products(e, h_.rows(e), first, last, [&](int64_t r, int64_t m, int64_t tile) {
-        add_rows(pool_, e, r, m, tile, pass_.space.scratch, sum_of(pool_, group, tile));
+        add_rows(pool_, e, r, m, tile, pass_.space.scratch,
+                 sum_of(layer_, plan_, chunk_, pool_, group, tile));
       });
     }
   }
@@ -71,7 +72,7 @@ class Prefill : Phases {
     // this chunk.
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 != sums) return;
     done.store(0, std::memory_order_relaxed);
-    finish_tile(tile);
+    finish_tile(layer_, plan_, chunk_, tile);
   }
 };
 

@@ -11,7 +11,7 @@ BackwardPass::BackwardPass(TrainingState& state, const TrainingBackwardArgs& arg
                            SavedForward& saved, sys::Worker& worker)
     : TrainingPass(state, worker,
                    {as<uint16_t>(saved.x), saved.ids.data(), saved.weights.data(), saved.tokens,
-                    saved.seed, state.config.dropout > 0, saved.on_cpu}),
+                    saved.seed, state.config.dropout > 0, saved.on_cpu, state.config.recompute}),
       args_(args),
       saved_(saved),
       adapters_(!state.config.skip_lora_grads),
@@ -58,9 +58,8 @@ void BackwardPass::take_rows() {
     const int64_t token = first_ + plan().tokens()[e.first + r];
     grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
   });
-  const bool again = state_.config.recompute;
-  if (!adapters_ && !again) return;
-  take_x(again);
+  if (!adapters_ && !in_.base) return;
+  take_x();
   adapters_of_x();
   if (!adapters_) return;
   const int64_t padded = lora_.rank_padded();

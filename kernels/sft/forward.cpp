@@ -23,7 +23,7 @@ class TrainingForward : TrainingPass {
                   sys::Worker& worker)
       : TrainingPass(state, worker,
                      {args.x, args.ids, args.weights, args.tokens, args.seed,
-                      saved && state.config.dropout > 0, state.layer->on_cpu}),
+                      saved && state.config.dropout > 0, state.layer->on_cpu, true}),
         out_(args.out),
         saved_(saved) {}
   void run() {
@@ -35,7 +35,7 @@ class TrainingForward : TrainingPass {
  private:
   void chunk() {
     if (saved_) keep_x();
-    take_x(true);
+    take_x();
     adapters_of_x();
     gate_up([this](const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* gate,
                    float* up) {

@@ -14,42 +14,19 @@ TrainingPass::TrainingPass(TrainingState& state, sys::Worker& worker, const Trai
       work_(*layer_.workspace),
       space_(*state.space),
       worker_(worker),
-      own_(work_.thread[size_t(worker.thread)]),
       mine_(space_.thread[size_t(worker.thread)]),
       pass_(layer_, worker),
       h_(pass_),
-      in_(in) {}
+      in_(in),
+      batch_{in.x, DType::kBF16, in.tokens, in.ids, in.weights, nullptr, nullptr, nullptr} {}
 
-bool TrainingPass::shares_x(const ExpertRows& e) const {
-  const ProductKernel &gate = pass_.kernel(e, kGate), &up = pass_.kernel(e, kUp);
-  return gate.act == up.act && gate.blocked == up.blocked &&
-         layer_.order.same[size_t(layer_.position[size_t(e.slot)])];
-}
-
-void TrainingPass::take_x(bool for_base) {
+void TrainingPass::take_x() {
+  const bool gathers = in_.base && x_->gathers(plan());
   each_pair([&](const ExpertRows& e, int64_t r) {
-    if (for_base) put_base_x(e, kGate, r);
-    if (for_base && !shares_x(e)) put_base_x(e, kUp, r);
+    if (gathers) x_->gather(plan(), e, e.first + r, e.first + r + 1);
     put_adapter_x(e, kGate, r);
     if (in_.dropout) put_adapter_x(e, kUp, r);  // gate and up drop other columns
   });
-}
-
-void TrainingPass::put_base_x(const ExpertRows& e, Matrix m, int64_t at) {
-  const ProductKernel& kernel = pass_.kernel(e, m);
-  const int64_t h = config_.hidden_size;
-  const uint16_t* x = in_.x + (first_ + plan().tokens()[e.first + at]) * h;
-  if (layer_.order.any) {
-    const int32_t* order = layer_.order.row(layer_.position[size_t(e.slot)], m);
-    auto* ordered = reinterpret_cast<uint16_t*>(own_.ordered);
-    for (int64_t k = 0; k < h; ++k) ordered[k] = x[order[k]];
-    x = ordered;
-  }
-  const ActRows to = base_x(e, m);
-  ActRows one = to.from(at);
-  if (kernel.blocked) one.data = own_.row;
-  quantise_row(table_, kernel.act, x, DType::kBF16, h, x_columns(), -1, one, 0);
-  if (kernel.blocked) copy_to_blocks(one.data, to.stride, const_cast<uint8_t*>(to.data), at);
 }
 
 void TrainingPass::put_adapter_x(const ExpertRows& e, Matrix m, int64_t r) {
@@ -124,18 +101,10 @@ void TrainingPass::sum_rank_parts(Matrix m, const ExpertRows& e, int64_t row, fl
 }
 
 void TrainingPass::finish_sums(uint16_t* out) {
-  team_phase(hidden_tiles(), [&](int64_t tile) {
-    const float* sum[kMaxPools * kMaxGroups];
-    int sums = 0;
-    for (int p = 0; p < int(layer_.pools.size()); ++p)
-      for (int64_t g = 0; layer_.pools[size_t(p)].size && g < plan().groups(); ++g)
-        sum[sums++] = sum_of(p, g, tile);
-    for (int64_t t = 0; t < count_; ++t) {
-      table_.finish(sum, sums, nullptr, valid_hidden(tile),
-                    out + (first_ + t) * config_.hidden_size + tile * kTileRows, DType::kBF16);
-      for (int i = 0; i < sums; ++i) sum[i] += kTileRows;
-    }
-  });
+  ForwardArgs args = batch_;
+  args.out = out;
+  const Chunk chunk{args, first_, count_, false};
+  team_phase(hidden_tiles(), [&](int64_t tile) { finish_tile(layer_, plan(), chunk, tile); });
 }
 
 }  // namespace kt

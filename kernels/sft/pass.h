@@ -18,6 +18,7 @@ struct TrainingInput {
   uint64_t seed;
   bool dropout;
   const std::vector<uint8_t>& on_cpu;  // [num_experts]: the slots that the pass computes
+  bool base;                           // whether it multiplies x with the layer's weights
 };
 
 // A pass is a number of phases, each shared among the threads as tasks, with barriers of the whole
@@ -34,11 +35,18 @@ class TrainingPass {
     table_.thread_begin();
     for (first_ = 0; first_ < in_.tokens; first_ += count_) {
       count_ = std::min(config_.max_tokens, in_.tokens - first_);
+      const Chunk present{batch_, first_, count_, false};
+      const XRows rows(pass_, present);
+      chunk_ = &present;
+      x_ = &rows;
       if (worker_.rank == 0) {
         const int64_t skipped = first_ * config_.top_k;
         make_plan(layer_, in_.on_cpu, in_.ids + skipped, in_.weights + skipped, count_, work_.plan);
       }
-      worker_.team_barrier();
+      const int64_t n = in_.base ? count_ : 0;
+      team_phase(ceil_div(n, kRowTask), [&](int64_t task) {
+        rows.convert(task * kRowTask, std::min((task + 1) * kRowTask, n));
+      });
       chunk();
       worker_.team_barrier();  // before the next one takes the buffers
     }
@@ -71,7 +79,7 @@ class TrainingPass {
   // Forward, up to the activation.
   //
   // A rows of the base products, and rows of x for the adapters.
-  void take_x(bool for_base);
+  void take_x();
   // The adapters' scaling * x A^T of gate and up, as rows and in float32.
   void adapters_of_x();
   // keep(expert, tile, first, m, gate, up): the values of gate and up of m rows from `first` on,
@@ -144,8 +152,7 @@ class TrainingPass {
   TrainingWorkspace::Pool& pool_space() const { return space_.pool[size_t(worker_.pool)]; }
   // Sums over experts of a tile of H, in a pool and group: the inference layer's buffer.
   float* sum_of(int pool, int64_t group, int64_t tile) const {
-    return as<float>(work_.sum[size_t(pool)]) +
-           (tile * plan().groups() + group) * count_ * kTileRows;
+    return kt::sum_of(layer_, plan(), *chunk_, pool, group, tile);
   }
   // Rounds all pools' and groups' sums of every tile of H to bf16 rows of `out`.
   void finish_sums(uint16_t* out);
@@ -159,12 +166,15 @@ class TrainingPass {
   Workspace& work_;
   TrainingWorkspace& space_;
   sys::Worker& worker_;
-  ThreadSpace& own_;
   TrainingSpace& mine_;
   Pass pass_;
   const HRows h_;
   const TrainingInput in_;
-  int64_t first_ = 0, count_ = 0;  // tokens of the present chunk
+  const ForwardArgs batch_;  // the same for the code of inference
+  // The present chunk: its tokens, and the A rows of the base products.
+  int64_t first_ = 0, count_ = 0;
+  const Chunk* chunk_ = nullptr;
+  const XRows* x_ = nullptr;
 
  private:
   template <class F> void run_tasks(const Pass::Threads& among, F f) {
@@ -179,18 +189,6 @@ class TrainingPass {
     run_tasks(among, [&](int64_t task) { f(task / each, task % each); });
   }
 
-  // The expert's A rows of x, of one matrix; up may share those of gate.
-  bool shares_x(const ExpertRows& e) const;
-  ActRows base_x(const ExpertRows& e, Matrix m) const {
-    if (m == kUp && shares_x(e)) m = kGate;
-    return act_rows(pass_.kernels[m], e.gemm[m], x_columns(), work_.gathered[m], e.row);
-  }
-  // Of a row of x, whichever of gate and up it is for.
-  int64_t x_columns() const {
-    const auto& layout = layer_.pools[0].layout;
-    return std::max(layout[kGate].cols_padded(), layout[kUp].cols_padded());
-  }
-  void put_base_x(const ExpertRows& e, Matrix m, int64_t row);
   void put_adapter_x(const ExpertRows& e, Matrix m, int64_t row);
 };
 
@@ -204,10 +202,10 @@ template <class F> void TrainingPass::gate_up(F keep) {
     row_blocks(item.first, item.last, [&](int64_t r, int64_t m) {
       for (Matrix matrix : {kGate, kUp}) {
         const MatrixLayout& layout = part().layout[matrix];
-        pass_.kernel(e, matrix).product(layer_.expert(worker_.pool, e.slot) +
-                                            part().begin_of(matrix) +
-                                            tile * part().stride_of(matrix),
-                                        layout, base_x(e, matrix).from(r), m, values[matrix]);
+        pass_.kernel(e, matrix).product(
+            layer_.expert(worker_.pool, e.slot) + part().begin_of(matrix) +
+                tile * part().stride_of(matrix),
+            layout, x_->rows(plan(), e, matrix).from(r), m, values[matrix]);
         adapter_product(matrix, kLoraB, e.slot, tile, rank_rows(matrix), row(e) + r, m, adapter);
         const float* bias = layer_.bias_of(matrix, e.slot);
         training_.add(values[matrix], adapter,

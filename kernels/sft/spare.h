@@ -38,7 +38,8 @@ class SpareMemory {
   static std::shared_ptr<SpareMemory> of_process();
 
   // The smallest memory that holds the sizes, else a new one. A new one replaces memory that is too
-  // small, so there is never more than was in use at the same time. Throws std::bad_alloc.
+  // small, so there is never memory for more passes than were kept at the same time. Throws
+  // std::bad_alloc.
   PassMemory take(const PassMemory::Sizes& sizes);
   void give_back(PassMemory&& memory) noexcept;
   // Frees what is not in use; returns its bytes.
