@@ -20,7 +20,7 @@ void need_shape(const std::string& name, const Array& a, const std::vector<size_
   kt::need(same, name + " is [" + given + "]; expected [" + needed + "]");
 }
 
-// The memory of an array, with the array's name.
+// The address range of an array, and its name.
 struct Region {
   std::string name;
   uintptr_t begin, end;
@@ -35,7 +35,7 @@ struct Region {
   }
 };
 
-// Arrays that are written to need memory of their own.
+// Raises ValueError if an array that is written shares memory with another one.
 inline void need_apart(const std::vector<Region>& written, const std::vector<Region>& read) {
   const auto check = [](const Region& one, const Region& other) {
     kt::need(!one.overlaps(other), one.name + " overlaps " + other.name + " in memory; " +

@@ -97,7 +97,7 @@ void forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weigh
   self.layer.forward(forward_args(self, x, ids, weights, out, seed), save);
 }
 
-// Keeps the memory of an array, whatever becomes of the object that was passed.
+// Keeps the memory of an array, even if the object that was passed goes away.
 template <class A> std::shared_ptr<const void> owner(const A& array) {
   return std::make_shared<const A>(array);
 }

@@ -7,7 +7,7 @@
 #include "../sys/team.h"
 #include "bind.h"
 
-// With owners of the memory that the job works on: they stay until it is done.
+// Keeps the owners of the memory that the job works on until it is done.
 struct Ticket {
   using Owners = std::vector<std::shared_ptr<const void>>;
   std::shared_ptr<kt::sys::Job> job;

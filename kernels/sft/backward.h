@@ -32,7 +32,7 @@ class TrainingBackwardJob : public sys::Job {
  private:
   const std::shared_ptr<TrainingState> state_;
   const TrainingBackwardArgs args_;
-  std::shared_ptr<SavedForward> saved_;  // let go of before the job counts as done
+  std::shared_ptr<SavedForward> saved_;  // released before the job counts as done
 };
 
 }  // namespace kt

@@ -28,7 +28,7 @@ class TrainingForwardJob : public sys::Job {
  private:
   const std::shared_ptr<TrainingState> state_;
   const TrainingForwardArgs args_;
-  std::shared_ptr<SavedForward> saved_;  // let go of before the job counts as done
+  std::shared_ptr<SavedForward> saved_;  // released before the job counts as done
 };
 
 }  // namespace kt

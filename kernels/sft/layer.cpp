@@ -80,7 +80,7 @@ TrainingLayer::Lock TrainingLayer::alone() {
   Lock lock(use_, std::try_to_lock);
   if (!lock) throw std::runtime_error("the layer is in use by another thread");
   if (use_.taken_over()) {
-    // Perhaps in the middle of a change, so what it owns cannot be freed either.
+    // It may have been in the middle of a change, so its elements cannot even be freed.
     std::construct_at(&pending_);
     lost_ = lost_ || count_ > 0;
     count();
@@ -93,7 +93,7 @@ void TrainingLayer::update_lora(const LoraSource& source) {
   state_->lora.pack(*team_, source);
 }
 
-// What a pass keeps, with copies of its routes.
+// The memory of a pass that is kept, with copies of its routes.
 std::shared_ptr<SavedForward> TrainingLayer::kept(const TrainingForwardArgs& args) const {
   const LayerState& layer = *state_->layer;
   const LayerConfig& c = layer.config;

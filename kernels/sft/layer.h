@@ -17,8 +17,8 @@ namespace kt {
 
 // Not for two threads at once: whoever comes second gets std::runtime_error.
 //
-// A child of a fork has the passes that are kept, but for one that was not done, which can only be
-// dropped. Where a thread of the parent was in a call of the layer, none are left.
+// A forked child inherits the passes that are kept. A pass that was not done at the fork can only
+// be dropped. If a thread of the parent was in a call of the layer, the child has no passes.
 class TrainingLayer {
  public:
   // Throws std::invalid_argument for a setting that is out of range, or experts not loaded yet.
@@ -39,14 +39,14 @@ class TrainingLayer {
   void forward(const TrainingForwardArgs& args, bool save);
 
   // The backward pass of the newest forward pass that is kept, which is then dropped; blocks.
-  // Throws std::runtime_error where none is or it was lost in a fork, std::invalid_argument for
-  // another number of tokens than its, and for a NaN or an infinity in grad_out; nothing is lost
-  // then.
+  // Throws std::runtime_error if there is none or it was lost in a fork, and std::invalid_argument
+  // for a different number of tokens or for a NaN or an infinity in grad_out. The pass is then
+  // still kept.
   void backward(const TrainingBackwardArgs& args, int64_t tokens);
 
-  // Throws std::runtime_error where none is kept.
+  // Throws std::runtime_error if none is kept.
   void drop_newest();
-  // Drops all that are kept, and frees the memory of the process that no pass is in.
+  // Drops all passes that are kept, and frees the process's spare memory.
   void clear();
   // From any thread: how many are kept, and the tokens of the newest; 0 where there is none.
   int64_t pending() const { return count_; }
@@ -66,7 +66,7 @@ class TrainingLayer {
   const std::shared_ptr<SpareMemory> spare_ = SpareMemory::of_process();
   sys::ForkSafeLock use_;  // guards what follows
   std::vector<std::shared_ptr<SavedForward>> pending_;
-  bool lost_ = false;  // whether a fork left none of the passes that were kept
+  bool lost_ = false;  // whether passes were kept before a fork left none
   std::atomic<int64_t> count_{0}, newest_tokens_{0};
 };
 

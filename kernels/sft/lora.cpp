@@ -184,7 +184,7 @@ class LoraPackJob : public sys::Job {
 
 void LoraWeights::pack(sys::Team& team, const LoraSource& source) {
   const auto job = std::make_shared<LoraPackJob>(*this, source, team);
-  const bool before = std::exchange(packed_, false);  // a child forked meanwhile has parts of both
+  const bool before = std::exchange(packed_, false);  // a child forked meanwhile has a mixture
   try {
     team.submit(job);
   } catch (...) {

@@ -31,7 +31,7 @@ class TrainingPass {
 
   // Runs chunk() for each part of the tokens.
   template <class F> void each_chunk(F chunk) {
-    if (!in_.tokens) return;  // no barrier would separate pass_.end() from the other threads
+    if (!in_.tokens) return;  // without a barrier, pass_.end() would race with the other threads
     table_.thread_begin();
     for (first_ = 0; first_ < in_.tokens; first_ += count_) {
       count_ = std::min(config_.max_tokens, in_.tokens - first_);
@@ -170,7 +170,7 @@ class TrainingPass {
   Pass pass_;
   const HRows h_;
   const TrainingInput in_;
-  const ForwardArgs batch_;  // the same for the code of inference
+  const ForwardArgs batch_;  // in_, as the code of inference takes it
   // The present chunk: its tokens, and the A rows of the base products.
   int64_t first_ = 0, count_ = 0;
   const Chunk* chunk_ = nullptr;

@@ -11,9 +11,9 @@ namespace kt {
 namespace {
 
 std::weak_ptr<SpareMemory> g_spare;
-std::mutex g_mutex;  // guards it, and what it points to
+std::mutex g_mutex;  // guards g_spare and its memory
 
-// A fork while another thread has the mutex must not leave the child's locked.
+// If another thread holds the mutex at a fork, it must not stay locked in the child.
 [[maybe_unused]] const int g_fork_hook =
     pthread_atfork([] { g_mutex.lock(); }, [] { g_mutex.unlock(); }, [] { g_mutex.unlock(); });
 
@@ -51,7 +51,7 @@ std::shared_ptr<SpareMemory> SpareMemory::of_process() {
 
 PassMemory SpareMemory::take(const PassMemory::Sizes& sizes) {
   if (!sizes.x) return PassMemory(sizes);  // a pass of no tokens
-  std::vector<PassMemory> too_small;       // freed without the lock
+  std::vector<PassMemory> too_small;       // freed after unlocking
   {
     const std::lock_guard lock(g_mutex);
     auto best = memory_.end();
@@ -76,7 +76,7 @@ void SpareMemory::give_back(PassMemory&& memory) noexcept {
   const std::lock_guard lock(g_mutex);
   try {
     memory_.push_back(std::move(memory));
-  } catch (const std::bad_alloc&) {  // then it is freed
+  } catch (const std::bad_alloc&) {  // the memory is then freed
   }
 }
 

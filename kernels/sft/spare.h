@@ -1,5 +1,5 @@
-// Memory that forward passes keep until their backward passes, shared by the layers of a process:
-// what one pass no longer needs, the next one takes, whichever layer it is of.
+// The memory that forward passes keep until their backward passes. The layers of a process share
+// it: when a pass no longer needs its memory, the next pass of any layer takes it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -32,17 +32,17 @@ struct PassMemory {
   std::vector<int> nodes_;  // of gate_up
 };
 
-// Freed with the last layer that shares it.
+// The memory that no pass uses. It is freed with the last layer.
 class SpareMemory {
  public:
   static std::shared_ptr<SpareMemory> of_process();
 
-  // The smallest memory that holds the sizes, else a new one. A new one replaces memory that is too
-  // small, so there is never memory for more passes than were kept at the same time. Throws
-  // std::bad_alloc.
+  // Returns the smallest spare memory that holds the sizes, or new memory. New memory replaces
+  // spare memory that is too small, so there are never more pieces than passes were kept at the
+  // same time. Throws std::bad_alloc.
   PassMemory take(const PassMemory::Sizes& sizes);
   void give_back(PassMemory&& memory) noexcept;
-  // Frees what is not in use; returns its bytes.
+  // Frees the memory and returns its bytes.
   int64_t clear();
 
  private:

@@ -34,8 +34,8 @@ struct TrainingState {
   std::shared_ptr<TrainingWorkspace> space;
 };
 
-// What a forward pass keeps for its backward pass. The memory for x, gate and up goes back to where
-// it came from when nobody needs the pass any more.
+// What a forward pass keeps for its backward pass. Its memory goes back to the spare memory when
+// nobody needs the pass any more.
 struct SavedForward : PassMemory {
   SavedForward(const std::shared_ptr<SpareMemory>& spare, const PassMemory::Sizes& sizes)
       : PassMemory(spare->take(sizes)), spare_(spare) {}
@@ -44,7 +44,7 @@ struct SavedForward : PassMemory {
   }
   SavedForward(const SavedForward&) = delete;
 
-  // Whether the pass was under way in the parent process when it forked: nobody completes it here.
+  // Whether the process forked while the pass was under way. The child never completes it.
   bool lost() const { return !complete.load(std::memory_order_acquire) && forks != sys::forks(); }
 
   int64_t tokens = 0;
@@ -54,8 +54,8 @@ struct SavedForward : PassMemory {
   std::vector<uint8_t> on_cpu;          // [num_experts]: the slots that the forward pass computed
   std::atomic<bool> complete{false};    // set once the forward pass is done
   const uint32_t forks = sys::forks();  // of the process that submitted it
-  // Set for the backward pass where the columns of gate and up have orders (OrderTable): for each
-  // column of the source its place in the matrix that is packed, [experts held][gate, up][H].
+  // Set before the backward pass if the columns of gate and up have orders (OrderTable): the place
+  // of each source column in the packed matrix, [experts held][gate, up][H].
   std::vector<int32_t> inverse_order;
 
  private:

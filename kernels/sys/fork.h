@@ -55,9 +55,9 @@ class PerProcess {
   std::atomic<uint32_t> mark_;
 };
 
-// For what one thread at a time may use, where another one is refused rather than kept waiting: to
-// be taken by std::unique_lock with std::try_to_lock. Unlike a mutex, it is free in a child whose
-// parent had it locked by a thread that the child does not have.
+// A lock for std::unique_lock with std::try_to_lock: a second thread is refused, it never waits. If
+// a thread of the parent process holds it at a fork, it is free in the child, which does not have
+// that thread. A mutex would stay locked.
 class ForkSafeLock {
  public:
   bool try_lock() {
@@ -70,13 +70,13 @@ class ForkSafeLock {
   }
   void unlock() { holder_.store(kNobody, std::memory_order_release); }
 
-  // For the holder: whether it took the lock over from a thread of the parent process, which may
-  // have been in the middle of a change that will never be completed here.
+  // Only the holder may ask. True if a thread of the parent process held the lock at the fork: what
+  // the lock guards may be in the middle of a change that this process never completes.
   bool taken_over() const { return taken_over_; }
 
  private:
   static constexpr uint32_t kNobody = 0;
-  std::atomic<uint32_t> holder_{kNobody};  // else forks() + 1 of its process
+  std::atomic<uint32_t> holder_{kNobody};  // forks() + 1 of the holder's process
   bool taken_over_ = false;
 };
 

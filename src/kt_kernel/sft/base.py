@@ -69,8 +69,8 @@ class BaseSFTMoEWrapper(LoraWeights):
     Use a wrapper from one thread at a time; a call while another thread is in one raises
     RuntimeError.
 
-    A forked child has the passes that wait for their backward, but for one that was submitted and
-    not synced. Where another thread of the parent was in a call, the child has none.
+    A forked child inherits the passes that wait for their backward, except one that was submitted
+    and not synced. If another thread of the parent was in a call, the child has no passes.
     """
 
     def __init__(self, settings: LayerSettings, sft: SftSettings) -> None:
@@ -163,9 +163,9 @@ class BaseSFTMoEWrapper(LoraWeights):
         """Waits for ``submit_forward_sft`` and returns its result, as ``forward_sft`` does.
 
         Raises:
-            RuntimeError: without ``submit_forward_sft``, or the process forked after it: the pass
-                is dropped then. Also a device that is not there, and TypeError for what is none;
-                call it again then.
+            RuntimeError: without ``submit_forward_sft``, or the process forked after it, and the
+                pass is dropped; or a device that is not there.
+            TypeError: ``output_device`` is not a device. The pass is kept; call it again.
         """
         device = check_device(f"{self._settings.where}: output_device", output_device)
         with self._exclusive("sync_forward_sft"):

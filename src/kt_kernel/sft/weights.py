@@ -42,7 +42,7 @@ class LoraWeights(BaseMoEWrapper):
         self._read = _state_of(())  # of the LoRA tensors when they were last read
         self._updates = 0  # how often they were read
         self._told = 0  # how often a caller said that their values changed
-        self._in_call = False  # if another thread was in a call at a fork, also True in the child
+        self._in_call = False  # stays True in a child that was forked during a call
         per_process(self, "_in_use", threading.Lock)
 
     @property
@@ -226,8 +226,8 @@ class LoraWeights(BaseMoEWrapper):
         """Runs at the beginning and the end of each exclusive call."""
 
     def _forget_call(self) -> None:
-        """Drops what a call may have left half done: it was that of a thread of the parent
-        process, which forked meanwhile."""
+        """Drops what a call may have left half done. The process forked while another thread was in
+        the call, so the call never ends here."""
         complete = self._sft_core is not None and len(self._lora) == len(LORA_NAMES)
         if complete and not self.lora_changed:
             self._read_lora()  # the compiled core may have parts of two readings
