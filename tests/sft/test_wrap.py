@@ -104,6 +104,18 @@ def test_from_a_checkpoint(tmp_path, method):
     wrap_experts(model, from_checkpoint=True, **{path: tmp_path}, **settings)
     wrap_experts(own, **settings)
     assert torch.equal(model(tokens()).logits, own(tokens()).logits)
+    # A checkpoint without the second layer: the first one is put back.
+    short = tiny("qwen3_moe", num_hidden_layers=1)
+    short.save_pretrained(tmp_path / "short")
+    again = tiny("qwen3_moe")
+    for module in again.modules():
+        if is_fused(module):
+            module.to("meta")
+    modules = dict(again.named_modules())
+    with pytest.raises((KeyError, ValueError), match="layer 1"):
+        wrap_experts(again, from_checkpoint=True, **{path: tmp_path / "short"}, **settings)
+    assert dict(again.named_modules()) == modules
+    assert all(parameter.requires_grad for parameter in again.parameters())
     with pytest.raises(RuntimeError, match=f"{path}, which is not set"):
         wrap_experts(tiny("qwen3_moe"), from_checkpoint=True, **settings)
 
@@ -128,10 +140,18 @@ def test_refused():
     assert wrap_experts(model, allow_untested=True, **SETTINGS)
 
 
-def spoilt(model: torch.nn.Module) -> None:
-    """The last layer's weights have a dtype that cannot be packed."""
-    experts = [module for module in model.modules() if is_fused(module)][-1]
+def last_experts(model: torch.nn.Module) -> torch.nn.Module:
+    return [module for module in model.modules() if is_fused(module)][-1]
+
+
+def spoil_dtype(model: torch.nn.Module) -> None:
+    experts = last_experts(model)
     experts.down_proj = torch.nn.Parameter(experts.down_proj.double())
+
+
+def spoil_value(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        last_experts(model).gate_up_proj[3, -1, 0] = float("inf")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +182,8 @@ def spoilt(model: torch.nn.Module) -> None:
             FileNotFoundError,
             "/no/such/place",
         ),
-        (dict(spoil=spoilt), ValueError, "layer 1: down_proj has dtype torch.float64; accepted"),
+        (dict(spoil=spoil_dtype), ValueError, "layer 1: down_proj has dtype torch.float64; acc"),
+        (dict(spoil=spoil_value), ValueError, "layer 1: up_proj has a NaN or .* in expert 3; acc"),
     ],
 )
 def test_a_refused_call_changes_nothing(arguments, error, text):
@@ -177,4 +198,6 @@ def test_a_refused_call_changes_nothing(arguments, error, text):
         wrap_experts(model, **(SETTINGS | given))
     assert dict(model.named_modules()) == modules
     for name, p in model.named_parameters():
-        assert (p, p.requires_grad) == parameters[name] and torch.equal(p, values[name]), name
+        before, required = parameters[name]
+        assert p is before and p.requires_grad == required, name
+        assert torch.equal(p, values[name]), name

@@ -52,6 +52,12 @@ class Fused:
         inter, hidden = (rows, columns) if self.transposed else (columns, rows)
         return experts, hidden, inter
 
+    @property
+    def on_meta(self) -> bool:
+        """Whether the weights have no values."""
+        names = "gate_up_proj", "down_proj"
+        return all(_tensor(self.module, name).device.type == "meta" for name in names)
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Views of gate_proj and up_proj [E, I, H] and down_proj [E, H, I], and of the biases where
         there are any."""

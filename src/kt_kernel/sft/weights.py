@@ -71,10 +71,11 @@ class LoraWeights(BaseMoEWrapper):
         down_proj: torch.Tensor,
         **biases: torch.Tensor,
     ) -> None:
-        """Raises what ``load_weights_from_tensors`` raises for a wrong type, shape or dtype. The
-        values are not looked at."""
+        """Raises what ``load_weights_from_tensors`` raises for a wrong type, shape or dtype, and
+        ValueError for a weight that is not finite."""
         matrices = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
         self._checks.layer(matrices | biases)
+        self._need_finite_weights(matrices)
 
     def finish_loading(self) -> None:
         super().finish_loading()
@@ -112,13 +113,7 @@ class LoraWeights(BaseMoEWrapper):
             form = self._checks.layer(given)
             if form != self._form:
                 raise ValueError(f"{where}: the weights are {form}; loaded were {self._form}")
-            for name, tensor in given.items():
-                bad = first_bad_row(tensor)
-                if bad is not None:
-                    raise ValueError(
-                        f"{where}: {PARAMETERS[name]} has a NaN or infinite value in expert {bad}; "
-                        "accepted: finite weights"
-                    )
+            self._need_finite_weights(given)
             mapping = self._order.mapping
             for slot in self._cpu_slots():
                 expert = {name: tensor[mapping[slot]] for name, tensor in given.items()}
@@ -231,6 +226,15 @@ class LoraWeights(BaseMoEWrapper):
         complete = self._sft_core is not None and len(self._lora) == len(LORA_NAMES)
         if complete and not self.lora_changed:
             self._read_lora()  # the compiled core may have parts of two readings
+
+    def _need_finite_weights(self, given: dict[str, torch.Tensor]) -> None:
+        for name, tensor in given.items():
+            bad = first_bad_row(tensor)
+            if bad is not None:
+                raise ValueError(
+                    f"{self._settings.where}: {PARAMETERS[name]} has a NaN or infinite value in "
+                    f"expert {bad}; accepted: finite weights"
+                )
 
     def _need_idle(self, call: str) -> None:
         """Raises RuntimeError while a pass runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -61,11 +62,14 @@ def wrap_experts(
 
     Raises:
         TypeError, ValueError: an argument is wrong; the model has no such experts, or one that is
-            not supported; its weights have another shape or dtype. Nothing was changed then.
-        RuntimeError: ``from_checkpoint`` and no path is set, or a device that is not there. Nothing
-            was changed then.
-        FileNotFoundError, ValueError, MemoryError: weights of a layer that are missing or cannot be
-            packed. Layers before it are replaced already then; nothing else was changed.
+            not supported; its weights have another shape or dtype, or are not finite.
+        RuntimeError: ``from_checkpoint`` and no path is set, or a device that is not there.
+        FileNotFoundError, KeyError, ValueError: ``from_checkpoint``, and a layer's weights are
+            missing or cannot be packed.
+
+    After an error the model is as it was, except where weights of layers were released already:
+    after a MemoryError, and with ``from_checkpoint`` for experts that are not on the meta device.
+    Those layers stay replaced.
     """
     _check_arguments(model, config, from_checkpoint, allow_untested)
     check_adapter_name(adapter_name)
@@ -94,27 +98,32 @@ def wrap_experts(
             wrappers[name].check_weights(**fused.weights())
     make = module_class()
     modules: dict[str, LoraExperts] = {}
-    for name, wrapper in wrappers.items():
-        fused = opened.pop(name)  # nobody else but the model has the weights
-        order = torch.arange(wrapper.num_experts, device="cpu")
-        if path is None:
-            wrapper.load_weights_from_tensors(**fused.weights(), physical_to_logical_map_cpu=order)
-        else:
-            wrapper.load_weights(order)
-        module = make(
-            wrapper,
-            layout=fused.layout,
-            adapter_name=adapter_name,
-            dtype=lora_dtype,
-            device="cpu" if lora_device is None else lora_device,
-            pinned=lora_device is not None,
-            nonfinite=nonfinite,
-        )
-        module.train(fused.module.training)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, module)
-        modules[name] = module
-    _freeze(model, modules)
+    with contextlib.ExitStack() as undo:
+        for name, wrapper in wrappers.items():
+            fused = opened.pop(name)  # nobody else but the model has the weights
+            order = torch.arange(wrapper.num_experts, device="cpu")
+            if path is None:
+                weights = fused.weights()
+                wrapper.load_weights_from_tensors(**weights, physical_to_logical_map_cpu=order)
+                del weights
+            else:
+                wrapper.load_weights(order)
+            modules[name] = module = make(
+                wrapper,
+                layout=fused.layout,
+                adapter_name=adapter_name,
+                dtype=lora_dtype,
+                device="cpu" if lora_device is None else lora_device,
+                pinned=lora_device is not None,
+                nonfinite=nonfinite,
+            )
+            module.train(fused.module.training)
+            parent, _, child = name.rpartition(".")
+            if fused.on_meta:  # so it costs no memory to keep it
+                undo.callback(setattr, model.get_submodule(parent), child, fused.module)
+            setattr(model.get_submodule(parent), child, module)
+        _freeze(model, modules)
+        undo.pop_all()
     return modules
 
 
