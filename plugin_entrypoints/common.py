@@ -41,8 +41,12 @@ KEEPS_WEIGHTS = (
 )
 KEEPS_MEMORY = "the weights of cold experts cannot be released; stop the engine and start it again"
 NO_LORA = (
-    "LoRA adapters are not supported with kt options; merge the adapter into the checkpoint and "
-    "restart the engine"
+    "with kt options, LoRA adapters cannot be loaded while the engine runs; restart it with "
+    "--kt-expert-lora-path (adapters of experts), or with the adapter merged into the checkpoint"
+)
+NO_LORA_OPTION = (
+    "not supported with kt options; use --kt-expert-lora-path (adapters of experts), or merge the "
+    "adapter into the checkpoint"
 )
 NO_SCALING = "the number of ranks cannot change with kt options; restart the engine"
 HOLDS_A_PART = (

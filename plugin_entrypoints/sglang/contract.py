@@ -10,6 +10,7 @@ from ..common import (
     LOAD_FORMATS,
     NO_EXCHANGE,
     NO_LORA,
+    NO_LORA_OPTION,
     NO_SCALING,
     SINGLE_RANK,
 )
@@ -185,7 +186,6 @@ EXPERT_WEIGHTS = Arguments(
 _PLACES = "both settings decide where experts are kept"
 _MOVES = "moving experts between ranks is not supported with kt options"
 _BATCHES = "the CPU computes one batch at a time"
-_LORA = "LoRA is not supported with kt options yet"
 _NO_COMPILER = "kt-moe's kernels cannot be compiled by torch.compile"
 _WHOLE = "kernels that read the weights of all experts are not supported"
 _QUANTISES = "only the hot experts would be quantised"
@@ -228,9 +228,9 @@ REFUSED = (
     Refusal("enable_paged_experts", (False,), _PLACES, versions=">=0.5.23"),
     Refusal("cpu_offload_gb", (0,), _PLACES),
     Refusal("offload_group_size", (-1, 0), _PLACES),
-    Refusal("enable_lora", (None, False), _LORA),
-    Refusal("lora_paths", (None, [], {}), _LORA),
-    Refusal("uno_lora_path", (None,), _LORA, versions=">=0.5.20"),
+    Refusal("enable_lora", (None, False), NO_LORA_OPTION),
+    Refusal("lora_paths", (None, [], {}), NO_LORA_OPTION),
+    Refusal("uno_lora_path", (None,), NO_LORA_OPTION, versions=">=0.5.20"),
     Refusal(
         "speculative_algorithm", (None,), "speculative decoding is not supported with kt options"
     ),

@@ -58,7 +58,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
     The name and the base class are those of SGLang, whose layers test for both. The hot experts
     keep SGLang's kernels and weights; the weights of a cold expert go to a HybridLayer and never to
-    the device. With all experts hot, every call is passed on.
+    the device. With all experts hot, every call is passed on, and only an adapter is merged into
+    the weights.
     """
 
     def __init__(self, gpu_method: Any, config: LayerConfig) -> None:
@@ -115,7 +116,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots
-            extra["weight_loader"] = self._make_loader(layer)
+        if not placement.all_hot or self.hybrid.adapted:
+            extra["weight_loader"] = self._make_loader(layer, extra["weight_loader"])
         self.gpu_method.create_weights(
             layer=layer,
             num_experts=num_experts,
@@ -125,7 +127,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             **extra,
         )
 
-    def _make_loader(self, layer: Any) -> Callable[..., None]:
+    def _make_loader(self, layer: Any, original: Callable[..., None]) -> Callable[..., None]:
+        """The loader of a layer with cold experts or an adapter. original: SGLang's."""
+
         def load(
             param: Any,
             loaded_weight: torch.Tensor,
@@ -133,25 +137,33 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             shard_id: str,
             expert_id: int | None = None,
         ) -> None:
-            place = f"layer {self.config.layer_idx}: {weight_name}"
-            single = loaded_weight.dim() == 2 or not self.hybrid.takes_weights
+            hybrid, place = self.hybrid, f"layer {self.config.layer_idx}: {weight_name}"
+            single = loaded_weight.dim() == 2 or not hybrid.takes_weights
             if expert_id is None or not single or shard_id not in _MATRIX:
                 raise ValueError(
                     f"{place}, {shard_id}: shape {list(loaded_weight.shape)}; expected one matrix "
                     f"of one expert, {', '.join(_MATRIX)}"
                 )
-            self.hybrid.refuse_reload(place)
-            slot = self.hybrid.slot_of(expert_id)
-            if slot >= 0:
-                layer._weight_loader_impl(
-                    param=param,
-                    loaded_weight=loaded_weight,
-                    weight_name=weight_name,
-                    shard_id=shard_id,
-                    expert_id=slot,
-                )
-            else:
-                self.hybrid.add_weight(expert_id, _MATRIX[shard_id], loaded_weight)
+            hybrid.refuse_reload(place)
+            all_hot, which = hybrid.placement.all_hot, _MATRIX[shard_id]
+            if all_hot and expert_id >= hybrid.num_experts:  # a shared expert
+                original(param, loaded_weight, weight_name, shard_id, expert_id)
+                return
+            slot = hybrid.slot_of(expert_id)
+            if slot < 0:
+                hybrid.add_weight(expert_id, which, loaded_weight)
+                return
+            loaded_weight = hybrid.hot_weight(expert_id, which, loaded_weight, param.dtype)
+            if all_hot:
+                original(param, loaded_weight, weight_name, shard_id, expert_id)
+                return
+            layer._weight_loader_impl(
+                param=param,
+                loaded_weight=loaded_weight,
+                weight_name=weight_name,
+                shard_id=shard_id,
+                expert_id=slot,
+            )
 
         return load
 
@@ -161,6 +173,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         if self.hybrid.placement.num_slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)
         if self.config.model.loaded:
+            self.config.model.finish_loading()
             failure.confirm()
             watch(self.config.model, _logger)
 

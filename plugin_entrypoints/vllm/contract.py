@@ -10,6 +10,7 @@ from ..common import (
     LOAD_FORMATS,
     NO_EXCHANGE,
     NO_LORA,
+    NO_LORA_OPTION,
     NO_SCALING,
     SINGLE_RANK,
 )
@@ -341,7 +342,7 @@ REFUSED = (
     Refusal("parallel_config.enable_eplb", (False,), _TOGETHER),
     Refusal("parallel_config.enable_dbo", (False,), _TOGETHER),
     Refusal("parallel_config.ubatch_size", (0, 1), _TOGETHER),
-    Refusal("lora_config", (None,), _TOGETHER, "--enable-lora"),
+    Refusal("lora_config", (None,), NO_LORA_OPTION, "--enable-lora"),
     Refusal("speculative_config", (None,), _TOGETHER),
     Refusal("weight_transfer_config", (None,), NO_EXCHANGE),
     Refusal("model_config.enable_sleep_mode", (False,), NO_EXCHANGE),

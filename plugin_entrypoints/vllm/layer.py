@@ -30,8 +30,8 @@ _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
 class HybridExperts(RoutedExperts):
     """RoutedExperts with the hot experts in vLLM's kernels and the cold ones in ours.
 
-    Built only for models with kt options, see slot.py. With all experts hot, it behaves like
-    RoutedExperts.
+    Built only for models with kt options, see slot.py. With all experts hot and no adapter, it
+    behaves like RoutedExperts.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class HybridExperts(RoutedExperts):
                 if not placement.all_hot:
                     self.kt_skip = skip_cold_routes(self, placement.num_slots)
             if self.kt_model.loaded:
+                self.kt_model.finish_loading()
                 watch(self.kt_model, logger)
 
         self.quant_method.process_weights_after_loading = finish
@@ -124,9 +125,10 @@ class HybridExperts(RoutedExperts):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        """vLLM's loading callback; a cold matrix goes only to the CPU layer."""
+        """vLLM's loading callback; a cold matrix goes only to the CPU layer, and an adapter is
+        merged into hot ones before vLLM takes its rank's part of them."""
         layer = self.kt_layer
-        if layer.placement.all_hot:
+        if layer.placement.all_hot and not layer.adapted:
             return super().weight_loader(
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             )
@@ -136,11 +138,13 @@ class HybridExperts(RoutedExperts):
                 f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; expected one matrix of "
                 "one expert"
             )
+        which = _MATRIX[shard_id]
         if layer.slot_of(expert_id) >= 0:
+            loaded_weight = layer.hot_weight(expert_id, which, loaded_weight, param.dtype)
             return super().weight_loader(
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             )
-        layer.add_weight(expert_id, _MATRIX[shard_id], loaded_weight)
+        layer.add_weight(expert_id, which, loaded_weight)
         return True if return_success else None
 
     # vLLM reads it from the function.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tiny_model import Greedy, Reference, clear_prompts, make
+from trained_adapter import TrainedAdapter, train
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +32,8 @@ def prompts(reference: Reference) -> list[list[int]]:
 @pytest.fixture(scope="session")
 def greedy(reference: Reference, prompts: list[list[int]]) -> Greedy:
     return reference.greedy(prompts)
+
+
+@pytest.fixture(scope="session")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedAdapter:
+    return train(model, tmp_path_factory.mktemp("adapter"))

@@ -59,6 +59,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "threadpool_count": 2,
         "num_gpu_experts": 0,
         "max_deferred_experts_per_token": 1,
+        "expert_lora_path": str(tmp_path),
         "allow_untested": True,
     }
     options = KTOptions.from_mapping(given)
@@ -92,6 +93,7 @@ def test_spellings(name: str, value: Any) -> None:
         ({"weight_path": "/no/such/folder"}, "--kt-weight-path /no/such/folder: no such file"),
         ({"weight_path": "a\0b"}, "--kt-weight-path .*: no such file"),
         ({"weight_path": ""}, "--kt-weight-path : no such file"),
+        ({"expert_lora_path": "nothing"}, "--kt-expert-lora-path nothing: no such file or folder"),
         ({"weight_path": "nothing"}, "no such file or folder, and not a repository name"),
         ({"allow_untested": "yes"}, "--kt-allow-untested 'yes': expected true or false"),
         ({"cpuinfer": 1, "threadpool_count": 2}, "fewer threads than pools; accepted: at least"),

@@ -6,6 +6,7 @@ process serves many configurations and each test looks at one of them.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ from tiny_model import (
     computed_tokens,
     make,
 )
+from trained_adapter import TrainedAdapter
+from trained_adapter import check as check_adapter
+from trained_adapter import runs as adapter_runs
 
 from kt_kernel.serving.server_process import free_port
 
@@ -102,6 +106,7 @@ def answers(
     prompts: list[list[int]],
     long: list[list[int]],
     demo: tuple[dict[str, Any], Greedy],
+    adapter: TrainedAdapter,
 ) -> Answers:
     """Options are given in both ways, and not at all. Most processes are forks, which start sooner
     than those that SGLang spawns (sglang_run.py)."""
@@ -139,6 +144,11 @@ def answers(
         {"name": "demo stock", **demo[0]},
         {"name": "demo none hot", **demo[0], "config": '{"method": "BF16"}'},
         {"name": "demo some hot", **demo[0], "arguments": {**some, "kt_num_gpu_experts": 4}},
+        *(
+            {"name": name, "config": json.dumps(options)}
+            | ({"requests": ["update_weights_from_disk"]} if name == "adapter all hot" else {})
+            for name, options in adapter_runs(adapter)
+        ),
         {"name": "too many", "arguments": {"kt_num_gpu_experts": EXPERTS + 1}},
         {"name": "unknown", "config": '{"gpu_experts": 1}'},
         {"name": "both wrong", "arguments": some, "config": "method=BF16"},
@@ -257,6 +267,23 @@ def test_requests_that_concern_weights(answers: Answers) -> None:
             failed = ("(False, ", "RequestRefused: ", "AssertionError: ")
             assert "success=False" in said or said.startswith(failed), said
     assert answer["again"] == answer["tokens"]
+
+
+@pytest.mark.parametrize("name", ["adapter none hot", "adapter some hot", "adapter all hot"])
+def test_an_adapter(
+    name: str,
+    folder: Path,
+    answers: Answers,
+    adapter: TrainedAdapter,
+    reference: Reference,
+    prompts: list[list[int]],
+) -> None:
+    log = (folder / "forked" / "log").read_text()
+    check_adapter(name, answers, log, adapter, reference, prompts)
+    if name == "adapter all hot":  # SGLang's own update would load the weights without it
+        said = answers[name]["requests"]["update_weights_from_disk"]
+        assert "kt-moe does not support update_weights_from_disk" in said, said
+        assert answers[name]["again"] == answers[name]["tokens"]
 
 
 def test_stock_engine_exchanges_weights(answers: Answers) -> None:

@@ -53,6 +53,9 @@ from tiny_model import (
     computed_tokens,
     make,
 )
+from trained_adapter import TrainedAdapter
+from trained_adapter import check as check_adapter
+from trained_adapter import runs as adapter_runs
 from vllm_requests import WORKER_METHODS
 
 from kt_kernel.serving.server_process import free_port
@@ -64,6 +67,7 @@ QUANTISED = ("AMXINT8", "AMXINT4", "INT4_G32")
 CHUNKS = {"block_size": 32, "max_num_batched_tokens": 48, "max_num_seqs": 4}
 _WORDS = [3 + (11 * i * i + 7 * i) % (VOCABULARY - 3) for i in range(180)]
 LONG = [_WORDS[:75], _WORDS[:70] + _WORDS[100:109], _WORDS[75:180]]
+ADAPTED = "adapter all hot"
 REFUSED = "cannot be replaced while the engine runs; restart it with the new weights"
 
 pytestmark = [
@@ -111,6 +115,7 @@ def answers(
     zeroed: Path,
     broken: dict[str, str],
     calm: Overflowing,
+    adapter: TrainedAdapter,
     prompts: list[list[int]],
 ) -> Answers:
     some = {"method": "BF16", "num_gpu_experts": HOT}
@@ -130,6 +135,11 @@ def answers(
         {"name": "deferred", "kt": {"method": "BF16", "max_deferred_experts_per_token": 1}},
         *({"name": method, "kt": {**some, "method": method}} for method in QUANTISED),
         {"name": "auto", "kt": {"num_gpu_experts": HOT}},
+        *(
+            {"name": name, "kt": options} | ({"requests": "all"} if name == ADAPTED else {})
+            for name, options in adapter_runs(adapter)
+        ),
+        {"name": "adapter in FP8", "kt": {"method": "FP8", "expert_lora_path": str(adapter.fused)}},
         {"name": "environment", "kt": None, "environment": {"KT_CONFIG": json.dumps(some)}},
         {"name": "too many", "kt": {"num_gpu_experts": EXPERTS + 1}},
         {"name": "unknown", "kt": {"gpu_experts": 1}},
@@ -205,7 +215,20 @@ def test_cached_prefixes_and_chunked_prompts(answers: Answers, reference: Refere
     assert min(answer["forwards"]) >= STEPS + 2  # three passes before the longest prompt is done
 
 
-@pytest.mark.parametrize("name", ["stock", "some hot", "weight path"])
+@pytest.mark.parametrize("name", ["adapter none hot", "adapter some hot", ADAPTED])
+def test_an_adapter(
+    name: str,
+    folder: Path,
+    answers: Answers,
+    adapter: TrainedAdapter,
+    reference: Reference,
+    prompts: list[list[int]],
+) -> None:
+    log = (folder / "eager" / "log").read_text()
+    check_adapter(name, answers, log, adapter, reference, prompts)
+
+
+@pytest.mark.parametrize("name", ["stock", "some hot", "weight path", ADAPTED])
 def test_requests_that_change_weights(name: str, answers: Answers) -> None:
     """With kt options they are refused, and the engine serves on. Without them vLLM does them; what
     it then serves is its own business."""
@@ -298,6 +321,10 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
         (
             "offload",
             "--cpu-offload-gb 1.0: both settings decide where weights are kept",
+        ),
+        (
+            "adapter in FP8",
+            "--kt-expert-lora-path: method FP8 keeps the checkpoint's quantised values",
         ),
         ("transformers", "--model-impl transformers: only vLLM's own model code is supported"),
         ("broken", f"StartError: kt: error: {{path}}: {broken_checkpoint.LINE}"),
@@ -406,7 +433,7 @@ REQUESTS = {
     "/scale_elastic_ep": ({"new_data_parallel_size": 2}, "scale_elastic_ep: the number of ranks"),
     "/v1/load_lora_adapter": (
         {"lora_name": "a", "lora_path": "/tmp/a"},
-        "add_lora: LoRA adapters are not supported with kt options; merge the adapter",
+        "add_lora: with kt options, LoRA adapters cannot be loaded while the engine runs; restart",
     ),
 }
 METHODS = (*WORKER_METHODS, "save_tensorized_model", "checkpoint_restore", "swap_weights")

@@ -253,8 +253,9 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     ("change", "text"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; supported: 'LORA'"),
-        ({"use_dora": True}, "use_dora and bias are not supported"),
-        ({"r": None}, "r is missing or no number"),
+        ({"use_dora": True}, "use_dora is true, which is not supported; accepted: false or null"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora', which also changed the ba"),
+        ({"r": None}, "r is None; expected a number"),
     ],
 )
 def test_damaged_adapters(tmp_path, change, text):

@@ -57,6 +57,29 @@ def test_outputs(tmp_path, family, layout, original):
     assert (merged - wanted).norm() < 0.02 * wanted.norm()
 
 
+@pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("original", [True, False], ids=["one by one", "in 3-D"])
+def test_an_adapter_of_one_parameter(tmp_path, parameter, original):
+    """Trained by PEFT; the other one stays as it is."""
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=[], target_parameters=[f"mlp.experts.{parameter}"]
+    )
+    model = tiny("qwen3_moe", torch.float32, **ONE)
+    model.save_pretrained(tmp_path / "base", save_original_format=original)
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "lora_" in name:
+                tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    merged = load("qwen3_moe", tmp_path / "merged")(tokens()).logits
+    plain = load("qwen3_moe", tmp_path / "base")(tokens()).logits
+    wanted = model(tokens()).logits
+    assert (wanted - plain).norm() > 0.1 * plain.norm()
+    assert (merged - wanted).norm() < 1e-4 * wanted.norm()
+
+
 @pytest.mark.parametrize("layout", ["fused", "per_expert"])
 def test_a_draft_head_stays_as_it_is(tmp_path, layout):
     """Its layers are numbered from 0 again."""

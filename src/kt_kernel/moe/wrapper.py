@@ -29,6 +29,9 @@ from .settings import LayerSettings, check_sizes
 from .tuning import WORTH_BYTES, layer_tuning
 from .weight_checks import DENSE_FORM, WeightChecks
 
+#: Returns what is packed in place of one matrix of a slot: (slot, "gate", matrix) -> matrix.
+ChangeMatrix = Callable[[int, str, torch.Tensor], torch.Tensor]
+
 
 @contextmanager
 def naming_path(where: str, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -54,6 +57,7 @@ class BaseMoEWrapper(WrapperArguments):
         self._loaded = False
         self._record = LoadRecord()
         self._arrived: set[int] = set()
+        self._change: ChangeMatrix | None = None
         # Another thread of the parent may be loading at the fork. In the child it is not loaded.
         per_process(self, "_load_lock", threading.RLock)
 
@@ -121,6 +125,26 @@ class BaseMoEWrapper(WrapperArguments):
         return KExpertsSFTBuffer.clear_cache() + spare
 
     # ---- loading ----------------------------------------------------------------------------
+
+    def change_weights(self, change: ChangeMatrix) -> None:
+        """Makes loading pack what ``change`` returns, in place of each dense matrix.
+
+        Args:
+            change: called with slot, "gate", "up" or "down", and the matrix (bf16, fp16 or fp32,
+                not to be written to); returns one of that shape in any of these dtypes. One batch
+                of experts is changed at a time.
+
+        Raises:
+            RuntimeError: loading has begun.
+            ValueError: ``cpu_save=True``.
+        """
+        where = self._settings.where
+        if self._settings.cpu_save:
+            raise ValueError(f"{where}: cpu_save=True writes the weights as they are")
+        with self._load_lock:
+            if self._core is not None:
+                raise RuntimeError(f"{where}: change_weights after loading has begun")
+            self._change = change
 
     def load_weights_from_tensors(
         self,
@@ -313,6 +337,7 @@ class BaseMoEWrapper(WrapperArguments):
                 any_form = self._settings.method.layer_form or LayerForm.same(DENSE_FORM)
                 self._core = self._make_core(any_form)
             self._loaded = True
+            self._change = None
             debug(f"{self.describe()}; {self.load_record.describe()}")
 
     def _load_all(
@@ -398,7 +423,10 @@ class BaseMoEWrapper(WrapperArguments):
         try:
             for slot, expert in experts:
                 gate, up, down = (
-                    self._packable(f"{name} of slot {slot}", expert[name]) for name in MATRICES
+                    self._packable(
+                        f"{name} of slot {slot}", self._changed(slot, name, expert[name])
+                    )
+                    for name in MATRICES
                 )
                 # The columns of down may have an order: gate and up make h in that order.
                 rows = None if isinstance(down, PackedMatrix) else column_order(down)
@@ -433,6 +461,14 @@ class BaseMoEWrapper(WrapperArguments):
     def _reads_as(self) -> str:
         """The inference method whose weights are asked of a checkpoint."""
         return self._settings.method.name
+
+    def _changed(self, slot: int, name: str, matrix: Matrix) -> Matrix:
+        """The matrix after `change_weights`."""
+        if self._change is None:
+            return matrix
+        if not isinstance(matrix, torch.Tensor):
+            raise ValueError(f"{name} of slot {slot} is quantised, so it cannot be changed")
+        return self._change(slot, name, matrix)
 
     def _packable(self, place: str, matrix: Matrix) -> Matrix:
         """The matrix as the compiled core packs it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from ..adapter.files import CONFIG, WEIGHTS
 from ..checkpoint.index import INDEX_SUFFIX, MAIN_INDEX, listed_files
 from .repository import Repository
 
@@ -32,11 +33,18 @@ _OTHER_HUBS = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 
 _logger = logging.getLogger(__name__)
 
+#: Selects the files that are needed: (repository, its files, words for where they are) -> files.
+#: Raises ValueError if they are not there.
+Choose = Callable[[Repository, Sequence[str], str], list[str]]
 
-def local_path(repository: Repository, cache_dir: str | None = None) -> str:
+
+def local_path(
+    repository: Repository, cache_dir: str | None = None, choose: Choose | None = None
+) -> str:
     """The path of a repository, or of the file or folder named in it, in the hub's cache.
 
     Args:
+        choose: `choose_checkpoint` (default) or `choose_adapter`.
         cache_dir: None: the hub's own, which HF_HOME and HF_HUB_CACHE set.
 
     Raises:
@@ -53,7 +61,7 @@ def local_path(repository: Repository, cache_dir: str | None = None) -> str:
     where = {"repo_id": repository.name, "revision": repository.revision, "cache_dir": cache}
     find = _cached if constants.HF_HUB_OFFLINE else _downloaded
     try:
-        folder = find(repository, where)
+        folder = find(repository, where, choose or choose_checkpoint)
     except ValueError:
         raise
     except Exception as error:  # the HTTP library's, too, which differs between versions of the hub
@@ -61,7 +69,7 @@ def local_path(repository: Repository, cache_dir: str | None = None) -> str:
     return os.path.join(folder, repository.inside) if repository.inside else folder
 
 
-def _cached(repository: Repository, where: dict[str, Any]) -> str:
+def _cached(repository: Repository, where: dict[str, Any], choose: Choose) -> str:
     """The folder of the repository's files that are in the cache."""
     folder = snapshot_download(**where, ignore_patterns=["*"], local_files_only=True)
     files = [
@@ -69,11 +77,11 @@ def _cached(repository: Repository, where: dict[str, Any]) -> str:
         for parent, _, names in os.walk(folder)
         for name in names
     ]
-    _choose(repository, files, f"its copy in the cache, {folder},")
+    choose(repository, files, f"its copy in the cache, {folder},")
     return folder
 
 
-def _downloaded(repository: Repository, where: dict[str, Any]) -> str:
+def _downloaded(repository: Repository, where: dict[str, Any], choose: Choose) -> str:
     """The same, after downloading the files that are needed. If the hub is unreachable, only the
     cache is used."""
     try:
@@ -82,7 +90,7 @@ def _downloaded(repository: Repository, where: dict[str, Any]) -> str:
         raise
     except Exception as error:
         try:
-            folder = _cached(repository, where)
+            folder = _cached(repository, where, choose)
         except LocalEntryNotFoundError:
             raise error from None
         _logger.warning(
@@ -92,7 +100,7 @@ def _downloaded(repository: Repository, where: dict[str, Any]) -> str:
         )
         return folder
     files = [file.rfilename for file in listing.siblings or ()]
-    wanted = _choose(repository, files, "the repository")
+    wanted = choose(repository, files, "the repository")
     if wanted[0].endswith(INDEX_SUFFIX):
         index = hf_hub_download(filename=wanted[0], **where)
         inside, folder = os.path.dirname(wanted[0]), os.path.dirname(index)
@@ -102,7 +110,16 @@ def _downloaded(repository: Repository, where: dict[str, Any]) -> str:
     return snapshot_download(**where, allow_patterns=[*wanted, "*.json"])
 
 
-def _choose(repository: Repository, files: Sequence[str], place: str) -> list[str]:
+def choose_adapter(repository: Repository, files: Sequence[str], place: str) -> list[str]:
+    """The two files of a PEFT adapter. Raises ValueError if one is missing."""
+    wanted = [os.path.join(repository.inside, name) for name in (CONFIG, WEIGHTS)]
+    for name in wanted:
+        if name not in files:
+            raise ValueError(f"{place} has no {name}; expected a PEFT adapter")
+    return wanted
+
+
+def choose_checkpoint(repository: Repository, files: Sequence[str], place: str) -> list[str]:
     """The files of the named checkpoint, or only its index. `place` describes where they are.
 
     Raises ValueError if there is none or more than one.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..adapter.changes import LayerChange
 from ..experts import KTMoEWrapper
 from ..moe.chain import model_scope
 from ..moe.inference import InferenceMoEWrapper
@@ -20,6 +21,7 @@ from ..runtime.forks import per_process
 from ..runtime.text import ranges
 from ..weights.expert_tensors import MATRICES, matrix_shapes
 from ..weights.loading import LoadRecord
+from .adapter import LayerMerge, open_adapter
 from .options import AUTO, KTOptions
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,9 +37,10 @@ class HybridLayer:
     num_experts_per_tok is k; max_tokens is the largest batch expected (-1: unknown), which only
     sizes buffers. Under tensor parallelism, one rank computes whole cold experts before the ranks'
     outputs are summed. On the other ranks, ``has_cpu_part`` is False: they take no cold weights and
-    add nothing. moe_intermediate_size is that of the whole expert. Raises OptionError if options do
-    not fit the layer, ValueError if `kt_kernel.serving.preflight.prepare` has not selected the
-    method, and what KTMoEWrapper raises.
+    add nothing. moe_intermediate_size is that of the whole expert. change: what an adapter adds to
+    the experts, hot ones included; it is merged while weights load. Raises OptionError if options
+    do not fit the layer, ValueError if `kt_kernel.serving.preflight.prepare` has not selected the
+    method or the change does not fit, and what KTMoEWrapper raises.
     """
 
     _lock: threading.Lock
@@ -56,6 +59,7 @@ class HybridLayer:
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
         has_cpu_part: bool = True,
+        change: LayerChange | None = None,
     ) -> None:
         if activation != "silu":
             raise ValueError(
@@ -77,6 +81,11 @@ class HybridLayer:
         self._packed: set[int] = set()
         per_process(self, "_lock", threading.Lock)  # engines may load shards from several threads
         self._finished = False
+        self.adapted = change is not None
+        self._merge: LayerMerge | None = None  # while weights load
+        if change is not None:
+            sizes = num_experts, hidden_size, moe_intermediate_size
+            self._merge = LayerMerge(f"layer {layer_idx}", change, *sizes)
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._wrapper: InferenceMoEWrapper | None = None
         if has_cpu_part and not self._placement.all_hot:
@@ -96,6 +105,8 @@ class HybridLayer:
                 swiglu_limit=swiglu_limit,
                 swiglu_alpha=swiglu_alpha,
             )
+            if self._merge is not None:
+                self._wrapper.change_weights(self._merge.merged)
 
     @property
     def placement(self) -> Placement:
@@ -172,6 +183,19 @@ class HybridLayer:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
+    def hot_weight(
+        self, expert_id: int, which: str, tensor: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A matrix of a hot expert as the engine loads it: whole, with the adapter merged and
+        rounded once to ``dtype``; the tensor itself if the layer is not `adapted`.
+
+        Raises ValueError for a wrong shape or dtype.
+        """
+        if self._merge is None:
+            return tensor
+        merged = self._merge.merged(expert_id, which, tensor)
+        return tensor if merged is tensor else merged.to(dtype)
+
     def add_weight(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
         """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
 
@@ -217,9 +241,10 @@ class HybridLayer:
                 self._packed.add(expert_id)
 
     def refuse_reload(self, place: str) -> None:
-        """RuntimeError if loading is finished and some experts are cold: an engine that replaces
-        weights while serving would not change them. The message begins with ``place``."""
-        if self._finished and not self._placement.all_hot:
+        """RuntimeError if loading is finished and some experts are cold or adapted: an engine that
+        replaces weights while serving would not change them, or would lose the adapter. The message
+        begins with ``place``."""
+        if self._finished and (self.adapted or not self._placement.all_hot):
             raise RuntimeError(
                 f"{place}: weights arrive after loading was finished; "
                 "replacing weights while serving is not supported"
@@ -231,11 +256,18 @@ class HybridLayer:
 
         Raises ValueError naming missing matrices. A second call does nothing.
         """
-        if self._finished or self._wrapper is None:
-            self._finished = True
+        if self._finished:
             return
+        if self._merge is not None:
+            self._merge.check_complete(self._placement.hot_experts)
+        if self._wrapper is not None:
+            self._finish_cold(self._wrapper)
+        self._merge = None
+        self._finished = True
+
+    def _finish_cold(self, wrapper: InferenceMoEWrapper) -> None:
         if self.options.weight_path is not None:
-            self._wrapper.load_weights(torch.arange(self.num_experts, device="cpu"))
+            wrapper.load_weights(torch.arange(self.num_experts, device="cpu"))
         else:
             missing = [
                 f"{expert} ({', '.join(m for m in MATRICES if m not in there)})"
@@ -249,8 +281,7 @@ class HybridLayer:
                     + "; ".join(missing[:8])
                     + (f"; and {len(missing) - 8} more experts" if len(missing) > 8 else "")
                 )
-            self._wrapper.finish_loading()
-        self._finished = True
+            wrapper.finish_loading()
 
     def submit(
         self,
@@ -352,18 +383,23 @@ class HybridLayer:
 class HybridModel:
     """The MoE layers of one model: shared state, one log line, and the sum of their counters.
 
-    Keep one per model. Add layers in the order in which they run, which deferral follows.
+    Keep one per model. Add layers in the order in which they run, which deferral follows. Opens the
+    adapter of the options: ValueError if it cannot be read.
     """
 
     def __init__(self, options: KTOptions) -> None:
         self.options = options
+        path = options.expert_lora_path
+        self._adapter = None if path is None else open_adapter(path)
+        self._adapted = "" if self._adapter is None else f"; {self._adapter.describe()}"
         self.layers: list[HybridLayer] = []
         self._scope = model_scope()
 
     def add_layer(self, **shape: Any) -> HybridLayer:
         """Creates the next layer; the keywords are those of HybridLayer."""
+        change = None if self._adapter is None else self._adapter.layers.get(shape["layer_idx"])
         with self._scope:
-            layer = HybridLayer(self.options, **shape)
+            layer = HybridLayer(self.options, **shape, change=change)
         self.layers.append(layer)
         return layer
 
@@ -371,6 +407,15 @@ class HybridModel:
     def loaded(self) -> bool:
         """Whether all layers added so far are loaded."""
         return bool(self.layers) and all(layer.loaded for layer in self.layers)
+
+    def finish_loading(self) -> None:
+        """Ends loading, once all layers are loaded: frees the adapter.
+
+        Raises ValueError if the adapter is for other layers than the model has.
+        """
+        if self._adapter is not None:
+            self._adapter.check_layers({layer.layer_idx for layer in self.layers})
+            self._adapter = None
 
     @property
     def elsewhere(self) -> bool:
@@ -396,7 +441,7 @@ class HybridModel:
             f"{_span(p.num_hot for p in placements)} experts hot on the device"
             f"{hot.pop() if len(hot) == 1 else ''} and "
             f"{_span(p.num_cold for p in placements)} cold on the CPU"
-            f"{cold.pop() if len(cold) == 1 else ''}; {where}"
+            f"{cold.pop() if len(cold) == 1 else ''}; {where}{self._adapted}"
         )
 
     def describe_loading(self) -> list[str]:

@@ -77,6 +77,12 @@ OPTIONS: tuple[Option, ...] = (
         "experts per token, those with the lowest router weights, that may be added one MoE layer "
         "later (default 0: off)",
     ),
+    Option(
+        "--kt-expert-lora-path",
+        "path",
+        "folder or repository with a LoRA adapter of the experts, as PEFT saves it; it is merged "
+        "into the weights while they load (default: none)",
+    ),
     Option("--kt-allow-untested", "flag", "serve model classes that are not on the tested list"),
     Option(
         "--kt-numa-nodes",
@@ -120,12 +126,6 @@ OPTIONS: tuple[Option, ...] = (
         "move experts while serving",
         why_not="the hot experts stay the same while the server runs; remove it",
     ),
-    Option(
-        "--kt-expert-lora-path",
-        "text",
-        "LoRA adapter of the experts",
-        why_not="LoRA on experts is not supported yet; merge the adapter into the checkpoint",
-    ),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}
 
@@ -134,8 +134,8 @@ _BY_NAME = {option.name: option for option in OPTIONS}
 class KTOptions:
     """Checked options. None means not given: the layer selects a value and logs it.
 
-    `kt_kernel.serving.preflight.prepare` replaces the method `AUTO` by the one that it selects, and
-    a repository in `weight_path` by its local folder. ``reason`` then states why.
+    `kt_kernel.serving.preflight.prepare` replaces the method `AUTO` by the one that it selects
+    (``reason`` then states why), and repositories in the paths by their local folders.
     """
 
     method: str = AUTO
@@ -144,6 +144,7 @@ class KTOptions:
     threadpool_count: int | None = None
     num_gpu_experts: int | None = None
     max_deferred_experts_per_token: int | None = None
+    expert_lora_path: str | None = None
     allow_untested: bool = False
     reason: str = field(default="", compare=False)
 
@@ -199,6 +200,7 @@ class KTOptions:
         def shown(value: int | None, default: str) -> str:
             return f"{default} (not given)" if value is None else str(value)
 
+        adapter = self.expert_lora_path
         method = f"{self.method} ({AUTO}: {self.reason})" if self.reason else self.method
         return (
             f"kt: method {method}, hot experts per layer {shown(self.num_gpu_experts, '0')}, "
@@ -206,6 +208,7 @@ class KTOptions:
             f"pools {shown(self.threadpool_count, 'one per NUMA node')}, "
             f"deferred experts per token {shown(self.max_deferred_experts_per_token, '0')}, "
             f"cold weights from {self.weight_path or 'the served checkpoint'}"
+            f"{'' if adapter is None else f', adapter {adapter}'}"
         )
 
 

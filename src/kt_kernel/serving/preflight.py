@@ -17,7 +17,9 @@ from ..checkpoint.method import QUANTISE, Choice
 from ..moe.placement import initial_placement
 from ..moe.settings import check_settings, check_sizes
 from ..weights.methods import get_method
-from .hub import local_path
+from .adapter import FLAG as ADAPTER_FLAG
+from .adapter import MERGING_METHODS, open_adapter
+from .hub import Choose, choose_adapter, local_path
 from .options import AUTO, KTOptions, OptionError
 from .repository import Repository
 
@@ -55,8 +57,8 @@ class ServedModel:
 
 
 def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
-    """Returns the options as the workers need them: with a method, and with a local file or folder
-    as the weight path.
+    """Returns the options as the workers need them: with a method, and with local files or folders
+    as paths.
 
     Without a weight path, the cold experts of a quantised model are read from the served model's
     files, because our readers cannot use the single tensors that engines deliver. Only file headers
@@ -71,6 +73,8 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
             options.
     """
     _check_settings(options, config)
+    if options.expert_lora_path is not None:
+        options = _with_adapter(options, config, served)
     given = options.weight_path
     if given is None and not served.quantisation:
         return _prepared(options, config, QUANTISE)
@@ -91,9 +95,50 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
         if options.method == AUTO:
             choice = method_of(checkpoint, None if count is None else range(count))
     options = _prepared(replace(options, weight_path=path), config, choice)
+    _refuse_kept_values(options)
     with _naming(place):
-        _check_weights(checkpoint, config, options.method)
+        _check_weights(checkpoint, config, options)
     return options
+
+
+def _with_adapter(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
+    """The options with the local folder of the adapter, which was checked against the model."""
+    assert options.expert_lora_path is not None
+    hot = options.num_gpu_experts
+    if served.quantisation and hot:
+        raise OptionError(
+            f"{ADAPTER_FLAG} with --kt-num-gpu-experts {hot}: the served model is quantised with "
+            f"{served.quantisation}, and an adapter cannot be merged into the engine's quantised "
+            "experts; accepted: --kt-num-gpu-experts 0, or the 16-bit model"
+        )
+    _refuse_kept_values(options)
+    with _naming(f"{ADAPTER_FLAG} {options.expert_lora_path}"):
+        path = _local(options.expert_lora_path, served, choose_adapter)
+        adapter = open_adapter(path)
+        adapter.check_sizes(num_experts(config), *_sizes(config))
+        count, layers = _size(config, "num_hidden_layers"), _described_layers(config)
+        if layers is not None:
+            adapter.check_layers(layers)
+        elif count is not None and max(adapter.layers) >= count:
+            raise ValueError(
+                f"it changes experts of layer {max(adapter.layers)}; the model has {count} layers; "
+                "it is the adapter of another model"
+            )
+        adapter.check_values()
+    return replace(options, expert_lora_path=path)
+
+
+def _refuse_kept_values(options: KTOptions) -> None:
+    """Raises OptionError for an adapter with a method that keeps quantised weights as they are."""
+    if options.expert_lora_path is None or options.method == AUTO:
+        return
+    if get_method(options.method).quantised:
+        selected = f", selected for {options.reason}," if options.reason else ""
+        raise OptionError(
+            f"{ADAPTER_FLAG}: method {options.method}{selected} keeps the checkpoint's quantised "
+            "values, and rounding to them again would lose the adapter; accepted: --kt-method "
+            + ", ".join(MERGING_METHODS)
+        )
 
 
 def _prepared(options: KTOptions, config: Any, choice: Choice) -> KTOptions:
@@ -117,7 +162,7 @@ def _prepared(options: KTOptions, config: Any, choice: Choice) -> KTOptions:
     return replace(options, method=choice.method, reason=choice.reason)
 
 
-def _local(text: str, served: ServedModel) -> str:
+def _local(text: str, served: ServedModel, choose: Choose | None = None) -> str:
     """The file or folder that a user or an engine named. ValueError if there is none."""
     if os.path.exists(text):
         return os.path.abspath(text)
@@ -126,7 +171,7 @@ def _local(text: str, served: ServedModel) -> str:
         raise ValueError("no such file or folder, and not a repository name (org/name)")
     if repository.name == served.path and repository.revision is None:
         repository = replace(repository, revision=served.revision)
-    return local_path(repository, served.cache_dir)
+    return local_path(repository, served.cache_dir, choose)
 
 
 def num_experts(config: Any) -> int:
@@ -144,9 +189,18 @@ def num_experts(config: Any) -> int:
 def moe_layers(config: Any) -> list[int]:
     """Numbers of the layers with experts. If the configuration describes them in an unknown way,
     only the last layer, which has experts in all such models."""
+    layers = _described_layers(config)
+    if layers is not None:
+        return layers
+    count = _size(config, "num_hidden_layers")
+    return [] if count is None else [count - 1]
+
+
+def _described_layers(config: Any) -> list[int] | None:
+    """The same; None if the configuration describes them in an unknown way."""
     count = _size(config, "num_hidden_layers")
     if count is None:
-        return []
+        return None
     layers = range(count)
     step = _size(config, "decoder_sparse_step")
     if step is not None:
@@ -155,7 +209,7 @@ def moe_layers(config: Any) -> list[int]:
     dense = getattr(config, "first_k_dense_replace", None)
     if isinstance(dense, int):
         return [i for i in layers[dense:] if i % (_size(config, "moe_layer_freq") or 1) == 0]
-    return [count - 1]
+    return None
 
 
 def _size(config: Any, name: str) -> int | None:
@@ -209,13 +263,18 @@ def _naming(place: str) -> Iterator[None]:
         raise OptionError(f"{place}: {error}") from error
 
 
-def _check_weights(checkpoint: Checkpoint, config: Any, method: str) -> None:
-    """Checks names, shapes and dtypes of all experts of the model's layers, and whether the method
-    reads them. Raises what the readers raise."""
+def _check_weights(checkpoint: Checkpoint, config: Any, options: KTOptions) -> None:
+    """Checks names, shapes and dtypes of all experts of the model's layers, whether the method
+    reads them, and whether an adapter can be merged. Raises what the readers raise."""
     experts = num_experts(config)
     hidden, inter = _sizes(config)
     for layer in moe_layers(config):
         _, found_hidden, found_inter = checkpoint.sizes(layer)
-        checkpoint.read_experts(
-            layer, experts, hidden or found_hidden, inter or found_inter, (), method
-        )
+        sizes = experts, hidden or found_hidden, inter or found_inter
+        with checkpoint.each_expert(layer, *sizes, (), options.method) as stream:
+            if options.expert_lora_path is not None and stream.form is not None:
+                raise ValueError(
+                    f"layer {layer} is stored in {stream.form}, and an adapter can be merged into "
+                    "16-bit, 32-bit and FP8 weights only; merge it before they are converted, with "
+                    "kt_kernel.sft.merge_adapter"
+                )

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .adapter_files import PREFIX, Adapter, read_adapter, write_adapter
+from ..adapter.files import PREFIX, Adapter, read_adapter, write_adapter
 from .lora import LORA_NAMES
 from .modules import LoraExperts
 from .peft_format import from_fused, from_single, to_fused, to_single

@@ -5,84 +5,29 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from ..adapter.changes import (
+    EXPERTS_IN_NAME,
+    MATRIX_OF,
+    LayerChange,
+    changes_of,
+    layer_number,
+)
+from ..adapter.files import Adapter, read_adapter
 from ..runtime.files import need_file, parse_object
 from ..runtime.tensors import DTYPE_NAMES, DTYPES
-from .adapter_files import PREFIX, Adapter, pattern_value, read_adapter
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
-_PLACE = r"^(.*\blayers\.\d+\.(?:.*\.)?experts)\."
-_EXPERT = re.compile(_PLACE + r"(\d+)\.(\w+)\.weight$")
-_FUSED = re.compile(_PLACE + r"(gate_up_proj|down_proj)(?:\.weight)?$")
-_IN_ADAPTER = re.compile(_PLACE + r"(.*)lora_([AB])\.weight$")
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_MATRIX = {
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "down",
-}
+_EXPERT = re.compile(EXPERTS_IN_NAME + r"\.(\d+)\.(\w+)\.weight$")
+_FUSED = re.compile(EXPERTS_IN_NAME + r"\.(gate_up_proj|down_proj)(?:\.weight)?$")
 # Families whose fused experts are [E, H, 2I] and [E, I, H], gate and up alternating.
 _COLUMNS = ("gpt_oss",)
-
-
-@dataclass
-class _Layer:
-    """What an adapter adds to a layer's experts.
-
-    fused: (A [E r, in], B [out, r E], scaling) of "gate_up_proj" and "down_proj". single: (A, B,
-    scaling) by matrix and expert. ranks: r of the fused ones.
-    """
-
-    fused: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
-    single: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, float]] = field(
-        default_factory=dict
-    )
-    ranks: dict[str, float] = field(default_factory=dict)
-
-    def misfit(self, experts: int) -> str:
-        """Why it is not for so many experts; "" if it is."""
-        for name, (a, _, _) in self.fused.items():
-            if len(a) != self.ranks[name] * experts:
-                return f"{name} has {len(a)} rows of A for rank {self.ranks[name]}"
-        for matrix in {matrix for matrix, _ in self.single}:
-            named = {expert for other, expert in self.single if other == matrix}
-            if named != set(range(experts)):
-                return f"{matrix} has adapters of {len(named)} experts up to {max(named)}"
-        return ""
-
-    def matrix(self, name: str, expert: int, experts: int, interleaved: bool) -> torch.Tensor:
-        """float32 [N, K] for "gate", "up" or "down" of one expert. KeyError if there is none."""
-        if (name, expert) in self.single:
-            a, b, scaling = self.single[name, expert]
-            return scaling * b.float() @ a.float()
-        fused = "down_proj" if name == "down" else "gate_up_proj"
-        if fused not in self.fused:
-            raise KeyError(f"no {name} of expert {expert}")
-        both = self.parameter(fused, expert, experts)
-        if name == "down":
-            return both
-        number = ("gate", "up").index(name)
-        return both[number::2] if interleaved else both.chunk(2)[number]
-
-    def parameter(self, name: str, expert: int, experts: int) -> torch.Tensor:
-        """float32 [N, K] of one expert of a fused parameter."""
-        if name not in self.fused:
-            if name == "down_proj":
-                return self.matrix("down", expert, experts, False)
-            return torch.cat([self.matrix(m, expert, experts, False) for m in ("gate", "up")])
-        a, b, scaling = self.fused[name]
-        a, b = a.unflatten(0, (experts, -1))[expert], b.unflatten(1, (-1, experts))[..., expert]
-        return scaling * b.float() @ a.float()
 
 
 def merge_adapter(
@@ -135,7 +80,7 @@ class _Merge:
                 "that, with kt quant"
             )
         self._columns = self._config.get("model_type") in _COLUMNS
-        experts, self._linear = _sort(adapter)
+        experts, self._linear = changes_of(adapter)
         self._experts = self._places(experts)
 
     @property
@@ -148,7 +93,7 @@ class _Merge:
         with open(index, "rb") as file:
             return sorted(set(parse_object(file.read(), f"{index}: ")["weight_map"].values()))
 
-    def _places(self, layers: dict[str, _Layer]) -> dict[str, _Layer]:
+    def _places(self, layers: dict[str, LayerChange]) -> dict[str, LayerChange]:
         """What is added, by the module of the model's experts. Those of the adapter may be called
         otherwise, but a layer with several modules of experts (a draft head's layers are numbered
         again from 0) needs the adapter's own name."""
@@ -164,9 +109,9 @@ class _Merge:
                         experts.setdefault(found[1], set()).update(range(shape[0]))
         places = {}
         for module, layer in layers.items():
-            place, number = module, _number(module)
+            place, number = module, layer_number(module)
             if place not in experts:
-                like = sorted(other for other in experts if _number(other) == number)
+                like = sorted(other for other in experts if layer_number(other) == number)
                 if len(like) > 1:
                     raise ValueError(
                         f"{self._adapter.folder}: {module} could be any of {', '.join(like)} of "
@@ -206,12 +151,12 @@ class _Merge:
             raise ValueError(f"{path}: {name} is {dtype}; accepted: {DTYPE_NAMES}")
         experts = shape[0] if _FUSED.search(name) else 1
         try:
-            change = next(self._changes(name, experts))[1]
+            change = next(self._changes(name, experts), (0, None))[1]
         except (KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{self._adapter.folder}: nothing that fits {name} {shape} of the model ({error})"
             ) from None
-        if list(change.shape) != shape[-2:]:
+        if change is not None and list(change.shape) != shape[-2:]:
             raise ValueError(
                 f"{self._adapter.folder}: the adapter changes {list(change.shape)} weights where "
                 f"{name} of the model is {shape}"
@@ -238,18 +183,21 @@ class _Merge:
         return module if module in self._linear else None
 
     def _changes(self, name: str, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(row, what is added to it) of a tensor; of a 2-D one row 0."""
+        """(row, what is added to it) of a tensor; of a 2-D one row 0. Nothing for a matrix that the
+        adapter leaves as it is."""
         if found := _EXPERT.search(name):
             experts = self._config_experts()
             layer = self._experts[found[1]]
-            yield 0, layer.matrix(_MATRIX[found[3]], int(found[2]), experts, self._columns)
+            change = layer.matrix(MATRIX_OF[found[3]], int(found[2]), experts, self._columns)
+            if change is not None:
+                yield 0, change
         elif found := _FUSED.search(name):
             for expert in range(rows):
                 change = self._experts[found[1]].parameter(found[2], expert, rows)
-                yield expert, change.T if self._columns else change
+                if change is not None:
+                    yield expert, change.T if self._columns else change
         else:
-            a, b, scaling = self._linear[name.removesuffix(".weight")]
-            yield 0, scaling * b.float() @ a.float()
+            yield 0, self._linear[name.removesuffix(".weight")].product()
 
     def _config_experts(self) -> int:
         config = self._config.get("text_config", self._config)
@@ -257,44 +205,3 @@ class _Merge:
             if isinstance(config.get(name), int):
                 return config[name]
         raise KeyError("config.json has no number of experts")
-
-
-def _number(module: str) -> int:
-    """Of the layer that a module of experts is in."""
-    found = _LAYER.search(module)
-    assert found is not None  # _PLACE has one
-    return int(found[1])
-
-
-def _sort(
-    adapter: Adapter,
-) -> tuple[dict[str, _Layer], Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]]:
-    """What the adapter changes: experts by their module, other modules by name."""
-    layers: dict[str, _Layer] = {}
-    linear = {}
-    for key, a in adapter.tensors.items():
-        if not key.endswith(".lora_A.weight"):
-            if not key.endswith(".lora_B.weight"):
-                raise ValueError(f"{adapter.folder}: {key} cannot be merged; only LoRA's A and B")
-            continue
-        b = adapter.tensors.get(key.replace(".lora_A.", ".lora_B."))
-        if b is None:
-            raise ValueError(f"{adapter.folder}: {key} has no B beside it")
-        module = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        found = _IN_ADAPTER.search(key)
-        if found is None:
-            linear[module] = a, b, adapter.scaling(module, len(a))
-            continue
-        layer = layers.setdefault(found[1].removeprefix(PREFIX), _Layer())
-        if found[2] in ("", "base_layer."):
-            name = "down_proj" if not found[2] else "gate_up_proj"
-            path = f"{module.removesuffix('.base_layer')}.{name}"
-            # The rank is the rows of A for each expert, whose number the adapter does not tell.
-            rank = pattern_value(adapter.config, "rank_pattern", "r", path)
-            layer.fused[name] = a, b, adapter.scaling(path, rank)
-            layer.ranks[name] = rank
-        else:
-            expert, name = found[2].rstrip(".").split(".")
-            scaling = adapter.scaling(module, len(a))
-            layer.single[_MATRIX[name], int(expert)] = a, b, scaling
-    return layers, linear
