@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from kt_kernel.serving.hub import local_path
+from kt_kernel.serving.hub import choose_adapter, local_path
 from kt_kernel.serving.repository import Repository
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -29,6 +29,7 @@ SHARDS = {
     "model-2.safetensors": "two",
 }
 QUANTISATIONS = {"m-Q4_K_M.gguf": "4", "m-Q8_0.gguf": "8", "mmproj-m.gguf": "p", "README.md": ""}
+ADAPTER = {"adapter_config.json": "{}", "adapter_model.safetensors": "a"}
 SPLIT = {"Q4/m-00001-of-00002.gguf": "1", "Q4/m-00002-of-00002.gguf": "2", "Q8/m.gguf": "8"}
 
 
@@ -156,6 +157,18 @@ def test_no_checkpoint(files: dict[str, str], message: str, cache: Path) -> None
     assert message in problem("org/name")
 
 
+def test_adapters(cache: Path) -> None:
+    """A checkpoint of a training run beside one does not count."""
+    steps = {f"checkpoint-1/{name}": text for name, text in ADAPTER.items()}
+    path = keep(cache, "org/adapter", ADAPTER | steps | {"README.md": ""})
+    assert found("org/adapter", choose=choose_adapter) == str(path)
+    inside = found("org/adapter/checkpoint-1", choose=choose_adapter)
+    assert inside == str(path / "checkpoint-1")
+    keep(cache, "org/model", SHARDS)
+    with pytest.raises(ValueError, match="has no adapter_config.json; expected a PEFT adapter"):
+        found("org/model", choose=choose_adapter)
+
+
 @pytest.mark.parametrize("variable", ["VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"])
 def test_another_hub(variable: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = keep(cache, "org/name", SHARDS)
@@ -172,6 +185,7 @@ REPOSITORIES = {
     "org/single": {"model.safetensors": "one", "config.json": "{}", "original/a.bin": "no"},
     "org/gguf": QUANTISATIONS,
     "org/split": SPLIT,
+    "org/adapter": ADAPTER | {"checkpoint-1/adapter_model.safetensors": "no", "model.bin": "no"},
 }
 ERRORS = {
     "org/gated": (403, "GatedRepo"),
@@ -182,13 +196,14 @@ ERRORS = {
 }
 ASK = """
 import json, sys
-from kt_kernel.serving.hub import local_path
+from kt_kernel.serving.hub import choose_adapter, local_path
 from kt_kernel.serving.repository import Repository
 
 answers = {}
 for text in sys.argv[1:]:
     try:
-        answers[text] = local_path(Repository.parse(text))
+        choose = choose_adapter if "adapter" in text else None
+        answers[text] = local_path(Repository.parse(text), choose=choose)
     except ValueError as error:
         answers[text] = f"error: {error}"
 print(json.dumps(answers))
@@ -267,6 +282,7 @@ def test_what_is_downloaded(tmp_path: Path, hub: str) -> None:
         "org/shards": {*SHARDS},
         "org/single": {"model.safetensors", "config.json"},
         "org/gguf/m-Q8_0.gguf": {"m-Q8_0.gguf"},
+        "org/adapter": {*ADAPTER},
         "org/split/Q4/m-00001-of-00002.gguf": {name for name in SPLIT if name.startswith("Q4")},
     }
     answers = ask(tmp_path, hub, *files)

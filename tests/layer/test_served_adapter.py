@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import MODULE, Deltas, write
+from lora_files import MODULE, Deltas, write
 from safetensors.torch import load_file, save_file
 from test_layer import E, H, batch, shape
 from test_preflight import CONFIG, DEMO_MODEL, SERVED, quantised_copy

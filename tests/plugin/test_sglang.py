@@ -34,13 +34,16 @@ from engines import (
     check_refused,
     check_scattered,
     demo_job,
+    logprob_distances,
     post,
     serving,
 )
 from engines import environment as shared_environment
 from engines import run as shared_run
+from lora_files import write
 from tiny_model import (
     EXPERTS,
+    HIDDEN,
     LAYERS,
     STEPS,
     TOP_K,
@@ -50,7 +53,7 @@ from tiny_model import (
     computed_tokens,
     make,
 )
-from trained_adapter import TrainedAdapter
+from trained_adapter import TrainedAdapter, adapted
 from trained_adapter import check as check_adapter
 from trained_adapter import runs as adapter_runs
 
@@ -321,20 +324,28 @@ def test_deferral(answers: Answers, reference: Reference, prompts: list[list[int
 
 
 def test_tensor_parallel(folder: Path, prompts: list[list[int]]) -> None:
-    """Two ranks with half of each hot expert; the first one computes the cold experts, whole. The
-    experts' size is one that SGLang pads for two ranks."""
-    path = make(folder / "halves", intermediate=96, head_dim=64)
-    runs = [
-        {
-            "name": "some hot",
-            "arguments": {"kt_method": "BF16", "kt_num_gpu_experts": HOT, "tp_size": 2},
-        }
-    ]
+    """Two ranks with half of each hot expert; the first one computes the cold experts, whole; all
+    have an adapter. The experts' size is one that SGLang pads for two ranks."""
+    path, lora = make(folder / "halves", intermediate=96, head_dim=64), folder / "lora"
+    deltas = write(
+        lora,
+        layout="per_expert",
+        experts=EXPERTS,
+        hidden=HIDDEN,
+        inter=96,
+        layers=range(LAYERS),
+        size=0.1,
+    )
+    options = {"method": "BF16", "num_gpu_experts": HOT, "expert_lora_path": str(lora)}
+    runs = [{"name": "some hot", "config": json.dumps(options), "arguments": {"tp_size": 2}}]
     cpus = sorted(os.sched_getaffinity(0))  # one for each rank
     bound = environment(SGLANG_CPU_OMP_THREADS_BIND=f"{cpus[0]}|{cpus[-1]}")
     answers = run(folder / "ranks", bound, model=str(path), prompts=prompts, steps=STEPS, runs=runs)
-    answer = answers["some hot"]
-    check_logprobs("two ranks", answer, Reference(path), prompts, median=0.02, mean=0.05)
+    answer, reference = answers["some hot"], Reference(path)
+    with adapted(reference, deltas):
+        near = check_logprobs("two ranks", answer, reference, prompts, median=0.02, mean=0.05)
+    without, _ = logprob_distances("without the adapter", answer, reference, prompts)
+    assert without.mean() > 10 * near
     [counted] = answer["stats"]["models"]
     assert counted["expert_calls"] > 0, counted
 

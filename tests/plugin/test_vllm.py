@@ -34,16 +34,19 @@ from engines import (
     check_refused,
     check_scattered,
     demo_job,
+    logprob_distances,
     post,
     serving,
 )
 from engines import environment as shared_environment
 from engines import run as shared_run
+from lora_files import write
 from overflow import HOT as OVERFLOWING_HOT
 from overflow import Overflowing, overflowing
 from tiny_model import (
     EXPERTS,
     GAP,
+    HIDDEN,
     LAYERS,
     STEPS,
     VOCABULARY,
@@ -53,7 +56,7 @@ from tiny_model import (
     computed_tokens,
     make,
 )
-from trained_adapter import TrainedAdapter
+from trained_adapter import TrainedAdapter, adapted
 from trained_adapter import check as check_adapter
 from trained_adapter import runs as adapter_runs
 from vllm_requests import WORKER_METHODS
@@ -337,17 +340,20 @@ def test_refused_from_python(name: str, line: str, answers: Answers, broken: dic
 
 
 def test_two_ranks(folder: Path, prompts: list[list[int]], broken: dict[str, str]) -> None:
-    """Tensor parallel: each rank has its part of the hot experts, the first one all of the cold.
+    """Tensor parallel: each rank has its part of the hot experts, the first one all of the cold,
+    all with an adapter.
     What a rank finds while it loads comes out of vLLM's processes as an exception."""
     path = make(folder / "wide", intermediate=128)  # vLLM's kernels want 32s in each half
     make(folder / "narrow")
+    lora = folder / "lora"
+    deltas = write(lora, experts=EXPERTS, hidden=HIDDEN, inter=128, layers=range(LAYERS), size=0.1)
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     cpus = sorted(os.sched_getaffinity(0))  # one for each rank
     variables = {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}
     runs = [
         {
             "name": "some hot",
-            "kt": {"method": "BF16", "num_gpu_experts": HOT},
+            "kt": {"method": "BF16", "num_gpu_experts": HOT, "expert_lora_path": str(lora)},
             "engine": ranks,
             "environment": variables,
         },
@@ -364,8 +370,11 @@ def test_two_ranks(folder: Path, prompts: list[list[int]], broken: dict[str, str
     )
     check_refused(answers["broken"], f"StartError: kt: error: {broken['weight_path']}")
     assert answers["broken"]["error"].count("kt: error") == 1
-    answer = answers["some hot"]
-    check_logprobs("two ranks", answer, Reference(path), prompts, median=0.02, mean=0.05)
+    answer, reference = answers["some hot"], Reference(path)
+    with adapted(reference, deltas):
+        near = check_logprobs("two ranks", answer, reference, prompts, median=0.02, mean=0.05)
+    without, _ = logprob_distances("without the adapter", answer, reference, prompts)
+    assert without.mean() > 10 * near
     assert all(stats["expert_calls"] > 0 for stats in answer["stats"]), answer["stats"]
 
 

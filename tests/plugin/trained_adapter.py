@@ -1,14 +1,17 @@
-"""An adapter of the tiny model's experts, trained for a few steps, and the model with it."""
+"""Adapters of the tiny model's experts, and transformers with them."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from engines import COLD, Answers
+from lora_files import Deltas
 from peft import PeftModel
 from tiny_model import EXPERTS, LAYERS, VOCABULARY, Reference
 from transformers import Qwen3MoeForCausalLM
@@ -54,6 +57,22 @@ def train(model: Path, folder: Path) -> TrainedAdapter:
     assert (found - wanted).norm() < 0.1 * wanted.norm(), (found - wanted).norm() / wanted.norm()
     reference.model, in_bf16.model = merged, copy.deepcopy(merged).bfloat16()
     return TrainedAdapter(**paths, reference=reference, in_bf16=in_bf16)
+
+
+@contextmanager
+def adapted(reference: Reference, deltas: Deltas) -> Iterator[None]:
+    """Within, the reference has an adapter of random tensors, and its cold experts are rounded to
+    BF16."""
+
+    def add(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        gate, up, change = (deltas[layer][name][expert] for name in ("gate", "up", "down"))
+        for weight, more in ((gate_up, torch.cat([gate, up])), (down, change)):
+            weight += more
+            if expert in COLD:
+                weight.copy_(weight.bfloat16())
+
+    with reference.changed(add, range(EXPERTS)):
+        yield
 
 
 def runs(adapter: TrainedAdapter) -> list[tuple[str, dict[str, Any]]]:

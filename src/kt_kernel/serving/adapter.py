@@ -109,8 +109,8 @@ def _of_other_modules(names: Iterable[str]) -> str:
     parts = sorted({_IN_LAYER.sub("", name) for name in names})
     more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
     return (
-        f"it also changes modules other than experts ({', '.join(parts[:_NAMED])}{more}), and "
-        "serving a part of an adapter would be wrong; merge all of it into the 16-bit model with "
+        f"it also changes modules other than experts ({', '.join(parts[:_NAMED])}{more}), which "
+        "this option does not support; merge the whole adapter into the 16-bit model with "
         "kt_kernel.sft.merge_adapter, and serve the result without this option"
     )
 

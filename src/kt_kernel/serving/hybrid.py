@@ -38,9 +38,11 @@ class HybridLayer:
     sizes buffers. Under tensor parallelism, one rank computes whole cold experts before the ranks'
     outputs are summed. On the other ranks, ``has_cpu_part`` is False: they take no cold weights and
     add nothing. moe_intermediate_size is that of the whole expert. change: what an adapter adds to
-    the experts, hot ones included; it is merged while weights load. Raises OptionError if options
-    do not fit the layer, ValueError if `kt_kernel.serving.preflight.prepare` has not selected the
-    method or the change does not fit, and what KTMoEWrapper raises.
+    the experts, hot ones included; it is merged while weights load, and ``adapted`` is True.
+
+    Raises OptionError if options do not fit the layer, ValueError if
+    `kt_kernel.serving.preflight.prepare` has not selected the method or the change does not fit,
+    and what KTMoEWrapper raises.
     """
 
     _lock: threading.Lock
