@@ -349,13 +349,19 @@ def test_methods_that_keep_quantised_values(tmp_path: Path) -> None:
     assert "16-bit, 32-bit and FP8 weights only" in error
 
 
-def test_hot_experts_of_a_quantised_model(tmp_path: Path) -> None:
-    write(tmp_path, **OF_DEMO)
-    served = ServedModel(str(DEMO_MODEL), "fp8")
-    error = check(tmp_path, served, method="BF16", num_gpu_experts=1)
-    assert error.startswith(
-        "--kt-expert-lora-path with --kt-num-gpu-experts 1: the served model is"
-    )
+def test_a_quantised_model(tmp_path: Path) -> None:
+    """Its cold experts are dequantised first; hot ones would stay in the engine's format."""
+    write(tmp_path / "adapter", **OF_DEMO | {"layers": (0,)})
+    (tmp_path / "model").mkdir()
+    model = quantised_copy(tmp_path / "model")
+    settings = {"quantization_config": {"quant_method": "fp8"}, "num_hidden_layers": 1}
+    (model / "config.json").write_text(json.dumps(CONFIG | settings))
+    given: dict[str, Any] = {"served": ServedModel(str(model), "fp8"), "config": settings}
+    options = check(tmp_path / "adapter", method="AMXINT8", **given)
+    assert (options.method, options.weight_path) == ("AMXINT8", str(model))
+    assert "method FP8_PERCHANNEL, selected for " in check(tmp_path / "adapter", **given)
+    error = check(tmp_path / "adapter", method="BF16", num_gpu_experts=1, **given)
+    assert error.startswith("--kt-expert-lora-path with --kt-num-gpu-experts 1: the served model")
 
 
 def test_layers_are_not_known(tmp_path: Path) -> None:
