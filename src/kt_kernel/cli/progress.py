@@ -6,7 +6,9 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -16,12 +18,20 @@ from rich.progress import (
 
 def bytes_bar() -> Progress:
     """A progress bar in bytes on stderr; draws nothing if stderr is not a terminal."""
+    return _bar(DownloadColumn(), TransferSpeedColumn())
+
+
+def steps_bar() -> Progress:
+    """The same in steps."""
+    return _bar(MofNCompleteColumn())
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *columns,
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,

@@ -1,0 +1,66 @@
+"""`make demo-sft`: tunes the small model of this package on a play, and serves it with vLLM.
+
+Runs in an environment where vLLM and this package with its extra "sft" are installed:
+``python -m kt_kernel.demo_sft``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from . import demo
+from .serving.options import OptionError, exit_with
+from .training.run import ADAPTER, RUN
+
+SETTINGS = Path(__file__).parent / "demo_text" / "sft.toml"
+PROMPT = "ROSALIND\t"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Completes a prompt, tunes the model, completes the prompt again; 0 on success."""
+    args = _arguments(arguments)
+    if args.output.exists():
+        if not (args.output / RUN).exists():
+            raise exit_with(OptionError(f"--output {args.output}: exists, and is no earlier run"))
+        shutil.rmtree(args.output)
+    served = ["--prompt", args.prompt, "--max-tokens", str(args.max_tokens)]
+
+    print("== the model as it is\n")
+    code = demo.main(served)
+    if code:
+        return code
+    print("\n== tuning: two or three minutes on two cores\n")
+    # The command kt through this interpreter: its script need not be on PATH.
+    call = "from kt_kernel.cli.main import main; main()"
+    options = ["sft", "train", str(SETTINGS), "--output", str(args.output)]
+    print("$ kt " + " ".join(options), flush=True)
+    code = subprocess.run([sys.executable, "-c", call, *options]).returncode
+    if code:
+        return code
+    print("\n== the tuned model\n")
+    return demo.main([*served, "--lora", str(args.output / ADAPTER)])
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kt_kernel.demo_sft", description=__doc__)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("kt-demo-sft"),
+        help="folder for the adapter, the plot and the metrics; an earlier run there is removed",
+    )
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-tokens", type=int, default=160)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)

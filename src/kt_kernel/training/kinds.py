@@ -1,0 +1,84 @@
+"""Types of the values in a settings file: what is accepted, in words and as a check."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of values.
+
+    Attributes:
+        accepted: what is accepted, for messages and for the documentation.
+        check: returns the value, converted if necessary; raises ValueError for others.
+    """
+
+    accepted: str
+    check: Callable[[Any], Any]
+
+
+def integer(least: int, most: int | None = None, *, multiple: int = 1) -> Kind:
+    """Whole numbers in a range, both ends included; only multiples of ``multiple``."""
+
+    def check(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value % multiple:
+            raise ValueError
+        if value < least or (most is not None and value > most):
+            raise ValueError
+        return value
+
+    what = "a whole number" if multiple == 1 else f"a multiple of {multiple}"
+    return Kind(f"{what}, {least} {'or more' if most is None else f'to {most}'}", check)
+
+
+def number(least: float, below: float = math.inf, *, above: bool = False) -> Kind:
+    """Finite numbers from ``least`` up and less than ``below``. above: ``least`` is excluded."""
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError
+        if not (least <= value < below and math.isfinite(value)) or (above and value == least):
+            raise ValueError
+        return float(value)
+
+    words = f"a number above {least:g}" if above else f"a number, {least:g} or more"
+    return Kind(words if below == math.inf else f"{words} and less than {below:g}", check)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or len(set(map(str, values))) != len(values):
+        raise ValueError
+    return tuple(map(_text, values))
+
+
+FLAG = Kind("true or false", _flag)
+TEXT = Kind("a string", _text)
+TEXTS = Kind("a string, or a list of different strings", _texts)
+
+
+def one_of(*names: str) -> Kind:
+    """One of several strings."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError
+        return value
+
+    return Kind(", ".join(f'"{name}"' for name in names), check)

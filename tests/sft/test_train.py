@@ -1,0 +1,234 @@
+"""`kt sft train`: its results against PEFT's and transformers' own; stopping and resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from kt_kernel.cli.main import app
+from kt_kernel.cli.running import run as command
+from kt_kernel.training import checkpoints
+from kt_kernel.training.progress import Progress
+from kt_kernel.training.run import Stopped, train
+from kt_kernel.training.settings import SECTIONS, read_settings
+from kt_kernel.training.table import tables
+
+from .train_and_die import KILLED_AT
+from .training import STEPS, settings, write_settings
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("train")
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The result of an uninterrupted run."""
+    return train(settings(folder, "whole"))
+
+
+def loss(model, blocks: torch.Tensor) -> float:
+    """Nats per token, each block by itself, in transformers."""
+    with torch.no_grad():
+        logits = model.eval()(blocks).logits[:, :-1].double()
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), blocks[:, 1:].reshape(-1)
+    ).item()
+
+
+def base(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+
+
+def held_out(folder) -> torch.Tensor:
+    text = (folder / "text.txt").read_bytes()
+    ids = torch.tensor([*text, 256])[-round(0.1 * (len(text) + 1)) :]
+    return ids[: len(ids) // 16 * 16].view(-1, 16)
+
+
+def same(one, other):
+    """Two runs have the same losses and adapters, bit for bit."""
+    assert one.metrics.train == other.metrics.train
+    assert one.metrics.held_out == other.metrics.held_out
+    first, second = (load_file(f"{r.adapter}/adapter_model.safetensors") for r in (one, other))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_results(folder, whole):
+    """The losses are those that transformers computes, with the adapter in PEFT."""
+    blocks = held_out(folder)
+    assert whole.metrics.before == pytest.approx(loss(base(folder), blocks), rel=2e-3)
+    tuned = PeftModel.from_pretrained(base(folder), whole.adapter)
+    assert whole.metrics.after == pytest.approx(loss(tuned, blocks), rel=2e-3)
+    assert whole.metrics.after < whole.metrics.before - 0.5
+    assert [step for step, _ in whole.metrics.train] == list(range(1, STEPS + 1))
+    assert [step for step, _ in whole.metrics.held_out] == [0, 4, STEPS]
+
+    written = json.loads(Path(whole.metrics_file).read_text())
+    assert written["held_out_loss"] == {
+        "before": whole.metrics.before,
+        "after": whole.metrics.after,
+    }
+    assert written["train"] == [list(point) for point in whole.metrics.train]
+    assert Path(whole.plot).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    kept = checkpoints.checkpoints(str(folder / "whole" / "checkpoints"))
+    assert [step for step, _ in kept] == [6, STEPS]
+    # Parameters of a checkpoint: the trainable ones only.
+    assert all("lora_" in name for name in load_file(f"{kept[-1][1]}/model.safetensors"))
+
+
+def test_killed_and_resumed(folder, whole):
+    """SIGKILL at any time costs what was computed since the last whole checkpoint, nothing else."""
+    paths = [write_settings(folder, place) for place in KILLED_AT]
+    killed = subprocess.run(
+        [sys.executable, "-m", "tests.sft.train_and_die", *map(str, paths)],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
+    assert killed.returncode == 0, killed.stderr
+    for place, path in zip(KILLED_AT, paths, strict=True):
+        found = folder / place / "checkpoints"
+        assert checkpoints.last_whole(str(found)) == (3, str(found / "checkpoint-3")), place
+        assert (found / "checkpoint-6").exists() == (place == "saving")
+        same(whole, train(read_settings(str(path)), resume=True))
+
+
+class Interrupts(Progress):
+    """Sends a signal after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self.told = step, []
+
+    def step(self, step: int, loss: float, rate: float) -> None:
+        if step == self._step:
+            signal.raise_signal(signal.SIGINT)
+
+    def stopping(self, name: str) -> None:
+        self.told.append(name)
+
+
+def test_interrupted_and_resumed(folder, whole):
+    given = settings(folder, "interrupted", lora={}, training={})
+    progress = Interrupts(4)
+    with pytest.raises(Stopped, match=f"stopped after step 5 of {STEPS}"):
+        train(given, progress=progress)
+    assert progress.told == ["SIGINT"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(ValueError, match="interrupted: holds another run; add --resume"):
+        train(given)
+    with pytest.raises(ValueError, match=r"this run began with lora.rank = 4, now it is 8"):
+        train(settings(folder, "interrupted", lora={"rank": 8}), resume=True)
+    # How often to measure may change, and does not change the training.
+    changed = settings(folder, "interrupted", training={"eval_steps": 2}, output={"plot": False})
+    result = train(changed, resume=True)
+    assert result.metrics.train == whole.metrics.train
+    assert [step for step, _ in result.metrics.held_out] == [0, 4, 6, STEPS]
+    assert result.plot is None
+
+
+def test_a_finished_run_resumed_writes_its_results_again(folder, whole):
+    """Such as one that was killed while the adapter was written."""
+    again = folder / "again"
+    subprocess.run(["cp", "-r", folder / "whole", again], check=True)
+    os.remove(again / "adapter" / "adapter_config.json")
+    result = train(settings(folder, "again"), resume=True)
+    same(whole, result)
+    assert result.metrics.tokens_per_second == 0
+    PeftModel.from_pretrained(base(folder), result.adapter)
+
+
+def test_data_that_changed(folder, whole):
+    text = folder / "text.txt"
+    before = text.read_text()
+    text.write_text(before.replace("one", "two", 1))
+    try:
+        with pytest.raises(ValueError, match="whole: the data changed since this run began"):
+            train(settings(folder, "whole"), resume=True)
+    finally:
+        text.write_text(before)
+
+
+def test_nothing_to_resume(folder):
+    with pytest.raises(ValueError, match="new: no whole checkpoint to resume from"):
+        train(settings(folder, "new"), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"lora": {"attention_modules": ["w_q"]}}, r"attention_modules has 'w_q'.*q_proj"),
+        (
+            {"data": {"sequence_length": 65}},
+            "sequence_length = 65; accepted: at most the model's 64",
+        ),
+        ({"model": {"method": "FP8_SFT"}}, "method = FP8_SFT keeps quantised .* weight_path"),
+        ({"model": {"weight_path": "x"}}, "weight_path is not read by method = AMXBF16_SFT"),
+        ({"model": {"method": "AMXINT4_KGroup_SFT"}}, "multiples of 128; .*hidden_size is 32"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model(folder, sections, words):
+    with pytest.raises(ValueError, match=words):
+        train(settings(folder, "refused", **sections))
+    assert not (folder / "refused").exists()
+
+
+def test_attention_conversations_and_a_packed_directory(folder, capsys):
+    """The command, with LoRA on attention, answers only, experts from a packed directory."""
+    turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1 2 3 4 5 6"}]
+    line = json.dumps({"messages": turns}) + "\n"
+    (folder / "talk.jsonl").write_text(line * 40)
+    quant = ["quant", f"{folder}/model", f"{folder}/packed", "--quant-method", "int8"]
+    assert command(app, quant) == 0
+    path = write_settings(
+        folder,
+        "talk",
+        model={"method": "AMXINT8_SFT", "weight_path": "packed", "dtype": "bfloat16"},
+        lora={"attention_modules": ["q_proj", "v_proj"], "dropout": 0.0},
+        data={"train": "talk.jsonl", "assistant_only": True, "sequence_length": 17},
+        training={
+            "gradient_checkpointing": True,
+            "steps": None,
+            "epochs": 2.0,
+            "learning_rate": 0.02,
+        },
+    )
+    assert command(app, ["sft", "train", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert f"adapter: {folder}/talk/adapter\n" in captured.out
+    assert "step 1 of" in captured.err
+    metrics = json.loads((folder / "talk" / "metrics.json").read_text())
+    assert metrics["held_out_loss"]["after"] < metrics["held_out_loss"]["before"] - 0.5
+    tensors = load_file(folder / "talk" / "adapter" / "adapter_model.safetensors")
+    assert any("q_proj.lora_A" in name for name in tensors)
+    assert any("experts" in name for name in tensors)
+    PeftModel.from_pretrained(base(folder), folder / "talk" / "adapter")
+
+
+def test_documentation():
+    """The tables of keys are the code's, the example is accepted."""
+    page = (REPO / "docs" / "fine-tuning.md").read_text()
+    assert tables() in page, "run python -m kt_kernel.training.table"
+    assert all(f"[{name}]" in page for name in SECTIONS)
+
+
+def test_the_example_in_the_documentation(tmp_path):
+    page = (REPO / "docs" / "fine-tuning.md").read_text()
+    example = page.split("```toml\n")[1].split("```")[0]
+    path = tmp_path / "sft.toml"
+    path.write_text(example)
+    assert read_settings(str(path)).model.method in example
