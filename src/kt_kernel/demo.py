@@ -11,9 +11,10 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .serving.options import AUTO, OptionError, exit_with
 from .serving.report import STATS_FILE_VARIABLE
@@ -180,9 +181,14 @@ def _show(
     print(f"expert calls in our kernels for this request: {_calls(after) - _calls(before)}")
 
 
-if __name__ == "__main__":
+def run(program: Callable[[], int]) -> NoReturn:
+    """Exits with a program's code, or tidily at Ctrl-C."""
     try:
-        sys.exit(main())
+        sys.exit(program())
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -23,6 +23,7 @@ from kt_kernel.training.run import Stopped, train
 from kt_kernel.training.settings import SECTIONS, read_settings
 from kt_kernel.training.table import tables
 
+from .models import tiny
 from .train_and_die import KILLED_AT
 from .training import STEPS, settings, write_settings
 
@@ -38,6 +39,16 @@ def folder(tmp_path_factory):
 def whole(folder):
     """The result of an uninterrupted run."""
     return train(settings(folder, "whole"))
+
+
+@pytest.fixture(scope="module")
+def packed(folder):
+    """Packed experts of the model, in "packed", and of one with other sizes, in "other"."""
+    write_settings(folder, "any")
+    tiny("qwen3_moe", moe_intermediate_size=64).save_pretrained(folder / "larger")
+    for source, target in (("model", "packed"), ("larger", "other")):
+        paths = [f"{folder}/{source}", f"{folder}/{target}"]
+        assert command(app, ["quant", *paths, "--quant-method", "int8"]) == 0
 
 
 def loss(model, blocks: torch.Tensor) -> float:
@@ -177,23 +188,30 @@ def test_nothing_to_resume(folder):
             "sequence_length = 65; accepted: at most the model's 64",
         ),
         ({"model": {"method": "FP8_SFT"}}, "method = FP8_SFT keeps quantised .* weight_path"),
-        ({"model": {"weight_path": "x"}}, "weight_path is not read by method = AMXBF16_SFT"),
+        ({"model": {"weight_path": "packed"}}, "weight_path is not read by method = AMXBF16_SFT"),
+        ({"model": {"method": "AMXINT8_SFT", "weight_path": "none"}}, "No such file.*none"),
+        (
+            {"model": {"method": "AMXINT4_SFT", "weight_path": "packed"}},
+            "packed: layer 0 has .*, which method = AMXINT4_SFT does not read",
+        ),
+        (
+            {"model": {"method": "AMXINT8_SFT", "weight_path": "other"}},
+            r"other: layer 0 has \(experts, H, I\) = \(4, 32, 64\), the model has \(4, 32, 32\)",
+        ),
         ({"model": {"method": "AMXINT4_KGroup_SFT"}}, "multiples of 128; .*hidden_size is 32"),
     ],
 )
-def test_settings_that_do_not_fit_the_model(folder, sections, words):
-    with pytest.raises(ValueError, match=words):
+def test_settings_that_do_not_fit_the_model(folder, packed, sections, words):
+    with pytest.raises((ValueError, OSError), match=words):
         train(settings(folder, "refused", **sections))
     assert not (folder / "refused").exists()
 
 
-def test_attention_conversations_and_a_packed_directory(folder, capsys):
+def test_attention_conversations_and_a_packed_directory(folder, packed, capsys):
     """The command, with LoRA on attention, answers only, experts from a packed directory."""
     turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1 2 3 4 5 6"}]
     line = json.dumps({"messages": turns}) + "\n"
     (folder / "talk.jsonl").write_text(line * 40)
-    quant = ["quant", f"{folder}/model", f"{folder}/packed", "--quant-method", "int8"]
-    assert command(app, quant) == 0
     path = write_settings(
         folder,
         "talk",

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint import open_checkpoint
+from ..checkpoint.base import Checkpoint
 from ..serving.repository import Repository
 from ..sft.adapters import FUSED, PER_EXPERT
 from ..sft.families import is_fused, open_fused
-from ..sft.methods import get_sft_method
-from ..sft.wrap import wrap_experts
+from ..sft.methods import SftMethod, get_sft_method
+from ..sft.wrap import layer_number, wrap_experts
+from ..weights.methods import METHODS
 from .settings import Model, Settings
 
 
@@ -40,9 +43,12 @@ def check_model(settings: Settings) -> Any:
     found = {name: module for name, module in empty.named_modules() if is_fused(module)}
     if not found:
         raise ValueError(f"[model] path = {model.path}: {type(empty).__name__} has no experts")
+    checkpoint = open_checkpoint(model.weight_path) if model.weight_path else None
     for name, module in found.items():
         fused = open_fused(name, module, model.allow_untested)
-        _check_method(model, *fused.sizes[1:])
+        method = _check_method(model, *fused.sizes[1:])
+        if checkpoint is not None:
+            _check_stored(checkpoint, layer_number(name), fused.sizes, method)
         if settings.output.layout == PER_EXPERT and not fused.layout.single:
             raise ValueError(
                 f'[output] layout = "{PER_EXPERT}": {type(empty).__name__} has no checkpoints with '
@@ -58,7 +64,7 @@ def check_model(settings: Settings) -> Any:
     return config
 
 
-def _check_method(model: Model, hidden: int, inter: int) -> None:
+def _check_method(model: Model, hidden: int, inter: int) -> SftMethod:
     method = get_sft_method(model.method, model.group_size, True, hidden, inter)
     if method.base.quantised and not model.weight_path:
         raise ValueError(
@@ -77,6 +83,19 @@ def _check_method(model: Model, hidden: int, inter: int) -> None:
                 f"[model] method = {model.method} needs multiples of {unit}; the model's {name} is "
                 f"{size}"
             )
+    return method
+
+
+def _check_stored(
+    checkpoint: Checkpoint, layer: int, sizes: tuple[int, int, int], method: SftMethod
+) -> None:
+    """Whether ``weight_path`` has this layer's experts, for this method."""
+    place = f"[model] weight_path = {checkpoint.path}: layer {layer}"
+    stored, found = checkpoint.stored(layer), tuple(checkpoint.sizes(layer))
+    if found != sizes:
+        raise ValueError(f"{place} has (experts, H, I) = {found}, the model has {sizes}")
+    if not stored.taken_by(METHODS[method.reads_as]):
+        raise ValueError(f"{place} has {stored.title}, which method = {method.name} does not read")
 
 
 def _check_modules(settings: Settings, model: nn.Module) -> None:
