@@ -73,8 +73,11 @@ def plot(metrics: Metrics, path: str, title: str) -> None:
         )
     axes.plot(*zip(*metrics.held_out, strict=True), "o-", color="tab:orange", label="held out")
     for step, loss in (metrics.held_out[0], metrics.held_out[-1]):
-        axes.annotate(f"{loss:.3f}", (step, loss), xytext=(0, 8), textcoords="offset points")
+        axes.annotate(
+            f"{loss:.3f}", (step, loss), xytext=(0, 8), textcoords="offset points", ha="center"
+        )
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token", title=title)
+    axes.margins(0.08)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
