@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,7 +156,7 @@ def test_interrupted_and_resumed(folder, whole):
 def test_a_finished_run_resumed_writes_its_results_again(folder, whole):
     """Such as one that was killed while the adapter was written."""
     again = folder / "again"
-    subprocess.run(["cp", "-r", folder / "whole", again], check=True)
+    shutil.copytree(folder / "whole", again)
     os.remove(again / "adapter" / "adapter_config.json")
     result = train(settings(folder, "again"), resume=True)
     same(whole, result)
@@ -212,9 +213,7 @@ def test_attention_conversations_and_a_packed_directory(folder, packed, capsys):
     turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1 2 3 4 5 6"}]
     line = json.dumps({"messages": turns}) + "\n"
     (folder / "talk.jsonl").write_text(line * 40)
-    path = write_settings(
-        folder,
-        "talk",
+    sections = dict(
         model={"method": "AMXINT8_SFT", "weight_path": "packed", "dtype": "bfloat16"},
         lora={"attention_modules": ["q_proj", "v_proj"], "dropout": 0.0},
         data={"train": "talk.jsonl", "assistant_only": True, "sequence_length": 17},
@@ -225,6 +224,7 @@ def test_attention_conversations_and_a_packed_directory(folder, packed, capsys):
             "learning_rate": 0.02,
         },
     )
+    path = write_settings(folder, "talk", **sections)
     assert command(app, ["sft", "train", str(path)]) == 0
     captured = capsys.readouterr()
     assert f"adapter: {folder}/talk/adapter\n" in captured.out
@@ -235,6 +235,23 @@ def test_attention_conversations_and_a_packed_directory(folder, packed, capsys):
     assert any("q_proj.lora_A" in name for name in tensors)
     assert any("experts" in name for name in tensors)
     PeftModel.from_pretrained(base(folder), folder / "talk" / "adapter")
+
+    given = settings(folder, "talked", **sections)
+    with pytest.raises(Stopped):
+        train(given, progress=Interrupts(2))
+    resumed = train(given, resume=True)
+    assert [list(point) for point in resumed.metrics.train] == metrics["train"]
+    again = load_file(f"{resumed.adapter}/adapter_model.safetensors")
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in again.items())
+
+
+def test_a_tokenizer_of_another_model(folder):
+    tiny("qwen3_moe", vocab_size=100).save_pretrained(folder / "small")
+    for file in (folder / "model").glob("token*"):
+        shutil.copy(file, folder / "small")
+    with pytest.raises(ValueError, match="the tokenizer gives token 120, the model has 100"):
+        train(settings(folder, "mixed", model={"path": "small"}))
+    assert not (folder / "mixed").exists()
 
 
 def test_documentation():

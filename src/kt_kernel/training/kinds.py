@@ -21,18 +21,18 @@ class Kind:
     check: Callable[[Any], Any]
 
 
-def integer(least: int, most: int | None = None, *, multiple: int = 1) -> Kind:
+def integer(least: int, most: int = 10**9, *, multiple: int = 1) -> Kind:
     """Whole numbers in a range, both ends included; only multiples of ``multiple``."""
 
     def check(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value % multiple:
             raise ValueError
-        if value < least or (most is not None and value > most):
+        if not least <= value <= most:
             raise ValueError
         return value
 
     what = "a whole number" if multiple == 1 else f"a multiple of {multiple}"
-    return Kind(f"{what}, {least} {'or more' if most is None else f'to {most}'}", check)
+    return Kind(f"{what}, {least} to {most}", check)
 
 
 def number(least: float, below: float = math.inf, *, above: bool = False) -> Kind:
@@ -61,16 +61,23 @@ def _text(value: Any) -> str:
     return value
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or len(set(map(str, values))) != len(values):
-        raise ValueError
-    return tuple(map(_text, values))
-
-
 FLAG = Kind("true or false", _flag)
 TEXT = Kind("a string", _text)
-TEXTS = Kind("a string, or a list of different strings", _texts)
+
+
+def texts(least: int) -> Kind:
+    """So many strings, or more; none of them twice."""
+
+    def check(value: Any) -> tuple[str, ...]:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or len(values) < least:
+            raise ValueError
+        found = tuple(map(_text, values))
+        if len(set(found)) < len(found):
+            raise ValueError
+        return found
+
+    return Kind(f"a string, or a list of different strings, {least} or more", check)
 
 
 def one_of(*names: str) -> Kind:

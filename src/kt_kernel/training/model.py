@@ -16,6 +16,7 @@ from ..sft.families import is_fused, open_fused
 from ..sft.methods import SftMethod, get_sft_method
 from ..sft.wrap import layer_number, wrap_experts
 from ..weights.methods import METHODS
+from .blocks import Data
 from .settings import Model, Settings
 
 
@@ -62,6 +63,16 @@ def check_model(settings: Settings) -> Any:
             f"model's {longest} positions"
         )
     return config
+
+
+def check_vocabulary(data: Data, config: Any) -> None:
+    """Raises ValueError for tokens that the model does not have."""
+    size = config.get_text_config().vocab_size
+    largest = max(int(blocks.ids.max()) for blocks in (data.train, data.held_out))
+    if largest >= size:
+        raise ValueError(
+            f"the tokenizer gives token {largest}, the model has {size}; they do not fit together"
+        )
 
 
 def _check_method(model: Model, hidden: int, inter: int) -> SftMethod:

@@ -70,12 +70,12 @@ def train(settings: Settings, *, resume: bool = False, progress: Progress | None
 
     from .blocks import make_data
     from .encoding import Encoder
-    from .model import check_model, load_model
+    from .model import check_model, check_vocabulary, load_model
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     on_cpu = _on_cpu(settings)
-    check_model(settings)
+    config = check_model(settings)
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model.path)
     given = settings.data
     data = make_data(
@@ -85,6 +85,7 @@ def train(settings: Settings, *, resume: bool = False, progress: Progress | None
         given.held_out_fraction,
         given.sequence_length,
     )
+    check_vocabulary(data, config)
     progress.stage(
         f"data: {data.train.tokens:,} tokens to train on, in {len(data.train):,} blocks; "
         f"{data.held_out.tokens:,} held out"

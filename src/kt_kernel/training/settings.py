@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ..sft.config import KTConfig
 from ..sft.settings import MAX_RANK
 from ..weights.methods import SFT_METHODS
-from .kinds import FLAG, TEXT, TEXTS, Kind, integer, number, one_of
+from .kinds import FLAG, TEXT, Kind, integer, number, one_of, texts
 
 _REQUIRED = dataclasses.MISSING
 _DEFAULTS = KTConfig()
@@ -88,7 +88,7 @@ class Lora:
     dropout: float = _key(0.0, number(0, 1), "dropout on the inputs of LoRA")
     attention_modules: tuple[str, ...] = _key(
         (),
-        TEXTS,
+        texts(0),
         'other modules with LoRA of the same rank, through PEFT, such as `["q_proj", "v_proj"]`',
         shown="none",
     )
@@ -100,12 +100,15 @@ class Data:
 
     train: tuple[str, ...] = _key(
         _REQUIRED,
-        TEXTS,
+        texts(1),
         "files to train on: plain text (`.txt`, `.md`), or `.jsonl` with an object in each line "
         "that has `text`, or `messages` for the model's chat template",
     )
     held_out: tuple[str, ...] = _key(
-        (), TEXTS, "files that measure the loss and are not trained on", shown="a part of `train`"
+        (),
+        texts(0),
+        "files that measure the loss and are not trained on",
+        shown="a part of `train`",
     )
     held_out_fraction: float = _key(
         0.05,
@@ -143,7 +146,9 @@ class Training:
     gradient_checkpointing: bool = _key(
         False, FLAG, "compute activations again in backward: less memory, a third more time"
     )
-    seed: int = _key(0, integer(0), "of LoRA's initial values, of the order of blocks, of dropout")
+    seed: int = _key(
+        0, integer(0, 2**32 - 1), "of LoRA's initial values, of the order of blocks, of dropout"
+    )
     eval_steps: int = _key(
         0,
         integer(0),
@@ -228,8 +233,9 @@ def read_settings(path: str, folder: str | None = None) -> Settings:
             for name, kind in SECTIONS.items()
         }
     )
+    settings = _absolute(settings, os.path.dirname(os.path.abspath(path)))
     _check_together(path, settings, content)
-    return _absolute(settings, os.path.dirname(os.path.abspath(path)))
+    return settings
 
 
 def _section(path: str, name: str, kind: type[_Section], table: Mapping[str, Any]) -> _Section:
@@ -270,7 +276,10 @@ def _check_together(path: str, settings: Settings, given: Mapping[str, Mapping[s
     ):
         if {one, other} <= given.get(section, {}).keys():
             raise ValueError(f"{path}: [{section}] {one} and {other} exclude each other; give one")
-    training = settings.training
+    training, data = settings.training, settings.data
+    both = set(data.train) & set(data.held_out)
+    if both:
+        raise ValueError(f"{path}: [data] held_out: {min(both)} is in train, too")
     if training.warmup >= 1 and not training.warmup.is_integer():
         raise ValueError(
             f"{path}: [training] warmup = {training.warmup:g}; accepted: a whole number of steps, "
