@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,11 +39,21 @@ def main(arguments: list[str] | None = None) -> int:
     call = "from kt_kernel.cli.main import main; main()"
     options = ["sft", "train", str(SETTINGS), "--output", str(args.output)]
     print("$ kt " + " ".join(options), flush=True)
-    code = subprocess.run([sys.executable, "-c", call, *options]).returncode
+    code = run_to_its_end([sys.executable, "-c", call, *options])
     if code:
         return code
     print("\n== the tuned model\n")
     return demo.main([*served, "--lora", str(args.output / ADAPTER)])
+
+
+def run_to_its_end(command: list[str]) -> int:
+    """Runs a command and returns its exit code. Ctrl-C is left to the command, which gets it too."""
+    with subprocess.Popen(command) as process:
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGINT, previous)
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import signal
+import sys
 
 import pytest
 
@@ -25,15 +26,15 @@ def test_settings(tmp_path):
 def calls(monkeypatch):
     found = []
 
-    def train(command, **_):
+    def train(command):
         output = command[-1]
         # As far as needed to see that the command is one that kt accepts.
         assert run(app, [*command[3:5], "no such file", *command[6:]]) == 1
         found.append(("train", *command[3:]))
-        return subprocess.CompletedProcess(command, 0 if "bad" not in output else 9)
+        return 0 if "bad" not in output else 9
 
     monkeypatch.setattr(demo, "main", lambda given: found.append(("serve", *given)) or 0)
-    monkeypatch.setattr(subprocess, "run", train)
+    monkeypatch.setattr(demo_sft, "run_to_its_end", train)
     return found
 
 
@@ -58,3 +59,10 @@ def test_only_an_earlier_run_is_removed(calls, tmp_path):
     (tmp_path / "run.json").write_text("{}")
     assert demo_sft.main(["--output", str(tmp_path)]) == 0
     assert not tmp_path.exists()
+
+
+def test_ctrl_c_is_left_to_the_training():
+    """It saves a checkpoint then; the demo waits for it."""
+    child = "import os, signal; os.kill(os.getppid(), signal.SIGINT); raise SystemExit(7)"
+    assert demo_sft.run_to_its_end([sys.executable, "-c", child]) == 7
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
