@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_to_its_end(command: list[str]) -> int:
-    """Runs a command and returns its exit code. Ctrl-C is left to the command, which gets it too."""
+    """Runs a command, and returns its exit code. Ctrl-C is left to the command."""
     with subprocess.Popen(command) as process:
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
