@@ -18,7 +18,7 @@ from .serving.options import OptionError, exit_with
 from .training.run import ADAPTER, RUN
 
 SETTINGS = Path(__file__).parent / "demo_text" / "sft.toml"
-PROMPT = "ROSALIND\t"
+PROMPT = "ROSALIND: "
 
 
 def main(arguments: list[str] | None = None) -> int:
