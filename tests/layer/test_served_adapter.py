@@ -279,7 +279,7 @@ def test_refused_adapters(changes: dict[str, Any], message: str, tmp_path: Path)
     [
         (
             "self_attn.q_proj",
-            r"modules other than experts \(self_attn.q_proj\), and .*merge_adapter",
+            r"modules other than experts \(self_attn.q_proj\), .*merge_adapter",
         ),
         ("mlp.gate", r"modules other than experts \(mlp.gate\)"),
         ("mlp.experts.16.w9", "experts.16.w9.lora_A.weight: unknown part of experts; known:"),
