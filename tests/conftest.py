@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -19,6 +20,10 @@ for _name in (
     "KT_WATCHDOG_SECONDS",
 ):
     os.environ.pop(_name, None)
+
+# A shell starts background jobs with SIGINT ignored, and processes inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # OpenMP's threads spin for milliseconds while they wait. If processes or thread pools share a few
 # CPUs, as tests and the engines that they start do, that takes most of the time. Here they sleep,
