@@ -7,6 +7,7 @@ Runs in an environment where vLLM and this package with its extra "sft" are inst
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import subprocess
@@ -47,8 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_to_its_end(command: list[str]) -> int:
-    """Runs a command, and returns its exit code. Ctrl-C is left to the command."""
-    with subprocess.Popen(command) as process:
+    """Runs a command, and returns its exit code. Ctrl-C is left to the command.
+
+    OpenMP's threads, which compute attention, sleep while they wait: awake they take the cores from
+    the experts' threads, and from everything else on a machine that is busy.
+    """
+    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
+    with subprocess.Popen(command, env=environment) as process:
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             return process.wait()

@@ -66,3 +66,13 @@ def test_ctrl_c_is_left_to_the_training():
     child = "import os, signal; os.kill(os.getppid(), signal.SIGINT); raise SystemExit(7)"
     assert demo_sft.run_to_its_end([sys.executable, "-c", child]) == 7
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("given", [None, "active"])
+def test_waiting_threads_sleep(monkeypatch, given):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    wanted = given or "passive"
+    child = f"import os; raise SystemExit(os.environ['OMP_WAIT_POLICY'] != {wanted!r})"
+    assert demo_sft.run_to_its_end([sys.executable, "-c", child]) == 0
