@@ -24,6 +24,7 @@ inline I i_load(const void* p) { return _mm256_loadu_si256(static_cast<const __m
 inline void i_store(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
 inline I i_add(I a, I b) { return _mm256_add_epi32(a, b); }
 inline I i_sub(I a, I b) { return _mm256_sub_epi32(a, b); }
+inline I i_sub8(I a, I b) { return _mm256_sub_epi8(a, b); }  // per byte
 inline I i_and(I a, I b) { return _mm256_and_si256(a, b); }
 inline I i_or(I a, I b) { return _mm256_or_si256(a, b); }
 inline I i_xor(I a, I b) { return _mm256_xor_si256(a, b); }
@@ -86,6 +87,9 @@ inline F f_pair_sums(F low, F high) {  // of neighbours: low[0] + low[1], low[2]
 inline void i_store_u16(uint16_t* p, I x) {  // lanes in 0..65535
   const __m256i y = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0b1000);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(y));
+}
+inline void i_store_i16(int16_t* p, I low, I high) {  // lanes in -32768..32767
+  i_store(p, _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0b11011000));
 }
 inline void i_store_i8(int8_t* p, I x) {  // lanes in -128..127
   const __m256i y = _mm256_packs_epi16(_mm256_packs_epi32(x, x), i_zero());

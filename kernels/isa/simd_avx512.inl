@@ -92,6 +92,10 @@ inline F f_pair_sums(F low, F high) {  // of neighbours: low[0] + low[1], low[2]
 inline void i_store_u16(uint16_t* p, I x) {  // lanes in 0..65535
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
 }
+inline void i_store_i16(int16_t* p, I low, I high) {  // lanes in -32768..32767
+  i_store_u16(reinterpret_cast<uint16_t*>(p), low);
+  i_store_u16(reinterpret_cast<uint16_t*>(p) + kLanes, high);
+}
 inline void i_store_i8(int8_t* p, I x) {  // lanes in -128..127
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
@@ -148,7 +152,11 @@ inline I dot_total(I high, I low) {
 
 // Adds the products of 16-bit lanes in pairs. The assembly keeps the accumulator in one register.
 inline I dot_pairs(I acc, I a, I b) {
+#ifdef KT_VNNI
+  acc = _mm512_dpwssd_epi32(acc, a, b);
+#else
   acc = i_add(acc, _mm512_madd_epi16(a, b));
+#endif
 #ifndef KT_EMULATE
   asm("" : "+v"(acc));
 #endif

@@ -13,19 +13,28 @@
 #include "swiglu_backward.inl"
 #include "tiles_of_values.inl"
 #include "transposed.inl"
+
+// The kernel for weights that are integers times a scale. With tiles bf16 is as fast as two digits
+// of int8 would be.
+#ifdef KT_AMX
 #include "unpack_int_float.inl"
+#define KT_INTEGERS(Columns, Codes) transposed_product<Columns>
+#else
+#include "transposed_int.inl"
+#define KT_INTEGERS(Columns, Codes) transposed_integers<Codes>
+#endif
 
 // By WeightFormat.
 constexpr TransposedProduct kTransposed[] = {
     transposed_product<Bf16Columns>,
-    transposed_product<Int8RowColumns>,
-    transposed_product<Int4RowColumns>,
-    transposed_product<GroupColumns<false>>,
-    transposed_product<GroupColumns<true>>,
+    KT_INTEGERS(Int8RowColumns, Int8RowCodes),
+    KT_INTEGERS(Int4RowColumns, Int4RowCodes),
+    KT_INTEGERS(GroupColumns<false>, GroupCodes<false>),
+    KT_INTEGERS(GroupColumns<true>, GroupCodes<true>),
     transposed_product<Fp8BlockColumns>,
     transposed_product<Fp8RowColumns>,
     transposed_product<MxFp8Columns>,
-    transposed_product<MxFp4Columns>,
+    KT_INTEGERS(MxFp4Columns, MxFp4Codes),
     transposed_product<NvFp4Columns>,
     transposed_product<GgmlColumns<WeightFormat::kQ4_1>>,
     transposed_product<GgmlColumns<WeightFormat::kQ5_0>>,

@@ -16,3 +16,12 @@ inline void transpose(F (&x)[8]) {
     x[4 + j] = _mm256_permute2f128_ps(quads[j], quads[4 + j], 0x31);
   }
 }
+
+// Signed bytes a[i] and b[i] to 16-bit pairs, in the order of i.
+inline void byte_pairs(I a, I b, I (&pairs)[4]) {
+  const I low = _mm256_unpacklo_epi8(a, b), high = _mm256_unpackhi_epi8(a, b);
+  pairs[0] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(low));
+  pairs[1] = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(high));
+  pairs[2] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(low, 1));
+  pairs[3] = _mm256_cvtepi8_epi16(_mm256_extracti128_si256(high, 1));
+}

@@ -23,3 +23,19 @@ inline void transpose(F (&x)[16]) {
     x[12 + j] = _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
   }
 }
+
+// Signed bytes a[i] and b[i] to 16-bit pairs, in the order of i.
+inline void byte_pairs(I a, I b, I (&pairs)[4]) {
+  const I low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
+  // Quarter q of both has the pairs of bytes 16 q on.
+  const I even = _mm512_shuffle_i64x2(low, high, 0x88), odd = _mm512_shuffle_i64x2(low, high, 0xdd);
+  const auto widen = [](I x, int quarters) {
+    const I order = quarters == 0 ? _mm512_setr_epi64(0, 1, 4, 5, 0, 0, 0, 0)
+                                  : _mm512_setr_epi64(2, 3, 6, 7, 0, 0, 0, 0);
+    return _mm512_cvtepi8_epi16(_mm512_castsi512_si256(_mm512_permutexvar_epi64(order, x)));
+  };
+  pairs[0] = widen(even, 0);  // quarters 0 of low and high
+  pairs[1] = widen(odd, 0);
+  pairs[2] = widen(even, 1);
+  pairs[3] = widen(odd, 1);
+}

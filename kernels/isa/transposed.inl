@@ -19,66 +19,148 @@ inline int64_t transposed_columns(const MatrixLayout& layout, int64_t column) {
   return left < kTransposedColumns ? left : kTransposedColumns;
 }
 
-#ifdef KT_AMX
-// Steps of bf16 pairs of rows (kt/format.h) of 32 columns w[column][32 rows]: the tile's part of
-// one packed tile of the transpose.
-inline void transpose_to_steps(const float* w, uint8_t* steps) {
-  for (int v = 0; v < kTileVectors; ++v) {
-    F pairs[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const float* column = w + (v * kLanes + i) * kTileRows;
-      pairs[i] = as_f(bf16_words(f_load(column + kLanes), f_load(column)));
-    }
-    transpose(pairs);
-    for (int i = 0; i < kLanes; ++i) i_store(steps + i * kStepBytes + v * 64, as_i(pairs[i]));
+// The packed bytes of some columns of a stretch of tiles, to be prefetched while the stretch before
+// is used. Past the last tile lies the next matrix or expert.
+struct AheadTiles {
+  const uint8_t* from;
+  int64_t stride, tiles, bytes;  // from tile to tile, how many, of each
+
+  // Part number `part` of `parts`.
+  void fetch(int64_t part, int64_t parts) const {
+    const int64_t lines = bytes / 64, end = tiles * lines * (part + 1) / parts;
+    for (int64_t i = tiles * lines * part / parts; i < end; ++i)
+      _mm_prefetch(reinterpret_cast<const char*>(from + i / lines * stride + i % lines * 64),
+                   _MM_HINT_T0);
   }
+};
+inline AheadTiles tiles_ahead(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
+                              int64_t column, int64_t columns, int64_t first, int64_t count) {
+  const int64_t block = layout.block_bytes(), block_cols = layout.block_cols();
+  const int64_t left = layout.tiles() - first;
+  return {tiles + first * tile_stride + layout.head_bytes() + column / block_cols * block,
+          tile_stride, left < count ? left : count, columns * block / block_cols};
 }
+
+// Bytes [from, from + bytes) of some rows of A, which the hardware's prefetching does not follow
+// from row to row.
+inline void prefetch_rows(const ActRows& a, int64_t first, int64_t rows, int64_t from,
+                          int64_t bytes) {
+  for (int64_t r = first; r < first + rows; ++r)
+    for (int64_t i = 0; i < bytes; i += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(a.data + row_id(a, r) * a.stride + from + i),
+                   _MM_HINT_T0);
+}
+
+#ifdef KT_AMX
+// A tile's columns as steps of bf16 pairs of rows (kt/format.h), the tile's part of the packed
+// tiles of the transpose: steps[column / 32][16 pairs][32 columns], `stride` bytes from 32 columns
+// to the next.
+template <class Columns> struct TurnedPairs {
+  static void unpack(const uint8_t* tile, const MatrixLayout& layout, int64_t column,
+                     int64_t columns, uint8_t* steps, int64_t stride) {
+    alignas(64) float w[kTransposedColumns * kTileRows];
+    Columns::unpack(tile, layout, column, columns, w);
+    for (int64_t c = 0; c < columns; c += kTileRows, steps += stride)
+      for (int v = 0; v < kTileVectors; ++v) {
+        F pairs[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const float* one = w + (c + v * kLanes + i) * kTileRows;
+          pairs[i] = as_f(bf16_words(f_load(one + kLanes), f_load(one)));
+        }
+        transpose(pairs);
+        for (int i = 0; i < kLanes; ++i) i_store(steps + i * kStepBytes + v * 64, as_i(pairs[i]));
+      }
+  }
+};
+
+// bf16 weights stay as they are: a lane has two columns of a row, and gets two rows of a column.
+template <> struct TurnedPairs<Bf16Columns> {
+  static void unpack(const uint8_t* tile, const MatrixLayout&, int64_t column, int64_t columns,
+                     uint8_t* steps, int64_t stride) {
+    const I upper = i_set(int32_t(0xffff0000));
+    const I first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const I last = i_add(first, i_set(8));
+    const uint8_t* from = tile + column / 2 * kStepBytes;
+    for (int64_t c = 0; c < columns; c += kTileRows, steps += stride, from += 16 * kStepBytes)
+      for (int v = 0; v < kTileVectors; ++v) {
+        F rows[kLanes];
+        for (int i = 0; i < kLanes; ++i) rows[i] = as_f(i_load(from + i * kStepBytes + v * 64));
+        transpose(rows);
+        uint8_t* to = steps + v * kLanes / 2 * kStepBytes;
+        for (int i = 0; i < kLanes; i += 2, to += kStepBytes) {
+          const I a = as_i(rows[i]), b = as_i(rows[i + 1]);
+          const I even = select(upper, i_sll<16>(b), a), odd = select(upper, b, i_srl<16>(a));
+          i_store(to, _mm512_permutex2var_epi32(even, first, odd));
+          i_store(to + 64, _mm512_permutex2var_epi32(even, last, odd));
+        }
+      }
+  }
+};
 
 template <class Columns>
 void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
                         int64_t column, const ActRows& a, int64_t m, uint8_t* scratch, float* out,
                         int64_t out_stride) {
-  alignas(64) float w[kTransposedColumns * kTileRows];
+  constexpr int64_t kAhead = 2;  // tiles whose weights are on their way
   const MatrixLayout packed{WeightFormat::kBF16, kTileRows, layout.tiles() * kTileRows, 0};
   const int64_t columns = transposed_columns(layout, column), n = layout.tiles();
+  const auto fetch = [&](int64_t first, int64_t count) {
+    tiles_ahead(tiles, tile_stride, layout, column, columns, first, count).fetch(0, 1);
+  };
+  fetch(0, kAhead);
   for (int64_t t = 0; t < n; ++t) {
-    Columns::unpack(tiles + t * tile_stride, layout, column, columns, w);
-    for (int64_t c = 0; c < columns; c += kTileRows)
-      transpose_to_steps(w + c * kTileRows,
-                         scratch + c / kTileRows * packed.tile_bytes() + t * kUnitBytes);
+    fetch(t + kAhead, 1);
+    TurnedPairs<Columns>::unpack(tiles + t * tile_stride, layout, column, columns,
+                                 scratch + t * kUnitBytes, packed.tile_bytes());
   }
   stores_before_tile_loads();
   for (int64_t c = 0; c < columns / kTileRows; ++c)
     tile_product<Bf16Units>(scratch + c * packed.tile_bytes(), packed, a, m, out + c * out_stride);
 }
 #else
+// A stretch of rows of W, turned round: w[tile of columns][row][32].
+struct TurnedBlock {
+  static constexpr int kMaxRows = FloatBlock::kMaxRows;
+
+  const float* w;
+  int64_t tile_floats, tiles;  // of a tile of columns, how many
+  int64_t rows;                // of W
+  const ActRows& a;
+  int64_t first_row;
+  float* out;
+  int64_t out_stride;
+  AheadTiles ahead;
+
+  template <int M> void run(int64_t first, int64_t part, int64_t parts) const {
+    ahead.fetch(part, parts);
+    if (part + 1 < parts) prefetch_rows(a, first + M, M, first_row * 4, rows * 4);
+    for (int64_t c = 0; c < tiles; ++c)
+      FloatBlock{w + c * tile_floats, rows, a, first_row, out + c * out_stride, {}}.template run<M>(
+          first, part, parts);
+  }
+};
+
 template <class Columns>
 void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
                         int64_t column, const ActRows& a, int64_t m, uint8_t*, float* out,
                         int64_t out_stride) {
-  // Tiles of W in a stretch. Those weights that a tile of values needs are as large as a
-  // first-level cache, and read in succession: shorter stretches cost more in accumulators that
-  // come and go.
-  constexpr int64_t kAtOnce = 8;
+  constexpr int64_t kAtOnce = 4;  // tiles of W: 32 KB for 64 columns
+  constexpr int64_t kTileFloats = kAtOnce * kTileRows * kTileRows;
   alignas(64) float by_column[kTransposedColumns * kTileRows];
-  alignas(64) float w[kTransposedColumns / kTileRows][kAtOnce * kTileRows * kTileRows];
+  alignas(64) float w[kTransposedColumns / kTileRows * kTileFloats];
   const int64_t columns = transposed_columns(layout, column), n = layout.tiles();
-  const int64_t block = layout.block_bytes(), block_cols = layout.block_cols();
-  const int64_t at = layout.head_bytes() + column / block_cols * block;
   for (int64_t t = 0; t < n; t += kAtOnce) {
     const int64_t end = t + kAtOnce < n ? t + kAtOnce : n;
     for (int64_t i = t; i < end; ++i) {
       Columns::unpack(tiles + i * tile_stride, layout, column, columns, by_column);
       for (int64_t c = 0; c < columns; c += kTileRows)
         transpose_tile(by_column + c * kTileRows,
-                       w[c / kTileRows] + (i - t) * kTileRows * kTileRows);
+                       w + c / kTileRows * kTileFloats + (i - t) * kTileRows * kTileRows);
     }
-    for (int64_t c = 0; c < columns / kTileRows; ++c) {
-      const Ahead ahead{tiles + (t + kAtOnce + c) * tile_stride + at, columns * block / block_cols};
-      row_blocks(
-          FloatBlock{w[c], (end - t) * kTileRows, a, t * kTileRows, out + c * out_stride, ahead},
-          m);
-    }
+    const AheadTiles ahead = tiles_ahead(tiles, tile_stride, layout, column, columns, end, kAtOnce);
+    row_blocks(TurnedBlock{w, kTileFloats, columns / kTileRows, (end - t) * kTileRows, a,
+                           t * kTileRows, out, out_stride, ahead},
+               m);
   }
 }
 #endif
