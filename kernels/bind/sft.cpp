@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../moe/layer.h"
+#include "../sft/finite.h"
 #include "../sft/layer.h"
 #include "../sys/need.h"
 #include "arrays.h"
@@ -160,6 +161,14 @@ void backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
                       int64_t(tokens));
 }
 
+bool all_finite(SftLayer& self, const nb::ndarray<nb::c_contig, nb::device::cpu>& values) {
+  const bool bf16 = values.dtype() == nb::dtype<uint16_t>();
+  kt::need(bf16 || values.dtype() == nb::dtype<float>(),
+           "values must be float32, or uint16 for the bits of bfloat16");
+  const nb::gil_scoped_release unlocked;
+  return kt::all_finite(*self.base->shared_team(), {values.data(), int64_t(values.size()), bf16});
+}
+
 }  // namespace
 
 void bind_sft(nb::module_& m) {
@@ -195,6 +204,8 @@ void bind_sft(nb::module_& m) {
           "it was lost in a fork, ValueError for another T than its, for a NaN or an infinity in "
           "grad_out, and for an array that is written to and overlaps another; nothing is lost "
           "then.")
+      .def("all_finite", all_finite, "values"_a.noconvert(),
+           "Whether an array has no NaN and no infinity: float32, or the bits of bf16 as uint16.")
       .def(
           "drop_newest", [](SftLayer& self) { self.layer.drop_newest(); }, Unlocked(),
           "Drops the newest forward pass that is kept. Raises RuntimeError where none is.")

@@ -40,6 +40,7 @@ void BackwardPass::clear_gradients() {
     if (values)
       std::fill(values + begin, values + n * (worker_.rank + 1) / worker_.team_threads, 0.0f);
   };
+  map_pages(args_.grad_in, in_.tokens * c.hidden_size);
   clear(args_.grad_weights, in_.tokens * c.top_k);
   for (int m = 0; m < kMatrices; ++m) {
     const int64_t in = m == kDown ? c.intermediate_size : c.hidden_size;

@@ -29,6 +29,7 @@ class TrainingForward : TrainingPass {
   void run() {
     // Only a job of the team changes the slots. Nobody reads the copy in this job.
     if (saved_ && worker_.rank == 0) std::ranges::copy(layer_.on_cpu, saved_->on_cpu.begin());
+    map_pages(out_, in_.tokens * config_.hidden_size);
     each_chunk([this] { chunk(); });
   }
 

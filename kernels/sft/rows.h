@@ -51,6 +51,9 @@ struct BF16Rows {
                                nullptr, nullptr);
       return;
     }
+    if (act == ActKind::kBF16 && dtype == DType::kBF16 && n == columns)  // as they are
+      return copy_to_blocks(static_cast<const uint8_t*>(values), columns * act_bytes(act), data,
+                            row);
     for (int64_t i = 0; i < columns; i += kTileRows)
       put(table, row, i / kTileRows, static_cast<const uint8_t*>(values) + i * dtype_bytes(dtype),
           dtype, std::clamp<int64_t>(n - i, 0, kTileRows));

@@ -428,6 +428,11 @@ class BaseSFTMoEWrapper(LoraWeights):
         return len(self._saved) < self._sft.max_cache_depth
 
     def _need_finite(self, name: str, gradient: torch.Tensor, part: str, why: str) -> None:
+        """``gradient``: bf16 or float32, contiguous, on the CPU."""
+        bits = bf16_array(gradient) if gradient.dtype == torch.bfloat16 else gradient.numpy()
+        # By the layer's threads: those of torch would have to wake up, and then spin beside them.
+        if self._sft_core is not None and self._sft_core.all_finite(bits):
+            return
         bad = first_bad_row(gradient)
         if bad is not None:
             raise RuntimeError(
