@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from methods import goal_of, peer_goal_of
 from rounds import Line
+from training import training_goals
 
 Row = dict[str, Any]
 
@@ -17,6 +18,8 @@ def row_of(line: Line, ceilings: dict[str, float]) -> Row:
     sample = torch.tensor(line.times, dtype=torch.float64)
     memory_time = line.bytes / ceilings[line.memory]
     unit_time = line.operations / ceilings[line.unit] if line.unit else 0.0
+    unit_time += sum(n / ceilings[unit] for unit, n in line.other_operations.items())
+    operations = line.operations + sum(line.other_operations.values())
     t_min, median = max(memory_time, unit_time), sample.quantile(0.5).item()
     return {
         **line.info,
@@ -27,7 +30,7 @@ def row_of(line: Line, ceilings: dict[str, float]) -> Row:
         "p90_us": sample.quantile(0.9).item() * 1e6,
         "best_us": sample.min().item() * 1e6,
         "gb_s": line.bytes / median / 1e9,
-        "tera_ops_s": line.operations / median / 1e12,
+        "tera_ops_s": operations / median / 1e12,
         "unit": line.unit,
         "memory": line.memory,
         "memory_ceiling": ceilings[line.memory],
@@ -91,6 +94,8 @@ def print_ceilings(content: dict[str, Any]) -> None:
 def print_rows(rows: Iterable[Row], routine: str) -> None:
     if routine in ("pack", "load"):
         return _print_sources(rows, routine)
+    if routine == "sft":
+        return _print_training(rows)
     unit = "us a tile" if routine in ("gemv", "gemm") else "us"
     print(
         f"{'package':9} {'method':14} {'kernels':12} {'thr':>3} {'T':>5} {'median ' + unit:>16} "
@@ -140,6 +145,25 @@ def _print_sources(rows: Iterable[Row], routine: str) -> None:
             text += (
                 f"; anonymous memory {row['anonymous_bytes'] / row['packed_bytes']:.2f} of packed, "
                 f"{'of' if met else 'ABOVE'} {most_anonymous(row) / row['packed_bytes']:.2f}"
+            )
+        print(text)
+
+
+def _print_training(rows: Iterable[Row]) -> None:
+    print(
+        f"{'package':9} {'method':19} {'kernels':12} {'rank':>4} {'T':>5} {'part':8} "
+        f"{'median ms':>10} {'p90':>9} {'tokens/s':>9} {'TOP/s':>6} {'share':>6} {'peak GB':>8}"
+    )
+    for row in rows:
+        text = (
+            f"{row['package']:9} {row['method']:19} {row['table']:12} {row['rank']:4} "
+            f"{row['tokens']:5} {row['part']:8} {row['median_us'] / 1e3:10.1f} "
+            f"{row['p90_us'] / 1e3:9.1f} {row['tokens_s']:9.0f} {row['tera_ops_s']:6.3f} "
+            f"{row['share']:6.1%} {row['peak_bytes'] / 1e9:8.2f}"
+        )
+        for name, (goal, met) in training_goals(row).items():
+            text += (
+                f"  {row[name]:.2f} {name.replace('_', ' ')}{'' if met else f' MISSES {goal:g}'}"
             )
         print(text)
 

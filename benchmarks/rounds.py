@@ -27,6 +27,7 @@ class Line:
             step. None once the measured object is gone.
         limits: thread count of the ceilings.
         unit: name of the operations' ceiling; None if only memory matters.
+        other_operations: those of other units, by the names of their ceilings.
         memory: name of the bytes' ceiling.
         beside: other work on the machine meanwhile: "", "torch" or "N foreign".
     """
@@ -39,6 +40,7 @@ class Line:
     unit: str | None
     memory: str = "dram_read"
     beside: str = ""
+    other_operations: dict[str, float] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
     rounds: int = 0
 

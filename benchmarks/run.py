@@ -5,14 +5,15 @@
     python benchmarks/run.py --routine gemv --threads 1 0      # kernels alone, on 1 and all threads
     python benchmarks/run.py --peer FOLDER                     # together with kt-kernel
     python benchmarks/run.py --threads 8 15 16 --foreign 2     # scheduling
+    python benchmarks/run.py --routine sft --experts 64        # training, next to PEFT on the CPU
 
 Routines: layer (a forward pass), gemv and gemm (a single kernel), pack (source weights to packed
-weights), load (a checkpoint file). Each line has the median time and its share of t_min, the time
-that the ceilings allow: the larger of (bytes) / (read bandwidth) and (operations) / (peak of the
-unit that the method may use). All lines are visited in turn, in several rounds, so that
-disturbances of a shared machine affect all alike. Small batches visit disjoint experts in cyclic
-order, over twice the last-level cache, so that no expert is read from a cache. Needs g++ for the
-ceilings (roofline.cpp). docs/performance.md has the details.
+weights), load (a checkpoint file), sft (a training step of a layer with LoRA). Each line has the
+median time and its share of t_min, the time that the ceilings allow: the larger of (bytes) / (read
+bandwidth) and (operations) / (peak of the unit that the method may use). All lines are visited in
+turn, in several rounds, so that disturbances of a shared machine affect all alike. Small batches
+visit disjoint experts in cyclic order, over twice the last-level cache, so that no expert is read
+from a cache. Needs g++ for the ceilings (roofline.cpp). docs/performance.md has the details.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from report import add_fair_shares, add_ratios, print_beside, print_ceilings, pr
 from rounds import Line, end_foreign, run_rounds
 from setups import ROWS, NotMeasured, Setup, setups
 from shapes import SHAPES, TOKENS, parse_shape
+from training import add_training_ratios
+from training_layers import SFT_METHODS, TORCH_LAYERS
 
 from kt_kernel import _C
 from kt_kernel.runtime.machine import allowed_cpus
 
-ROUTINES = ("layer", "gemv", "gemm", "pack", "load")
+ROUTINES = ("layer", "gemv", "gemm", "pack", "load", "sft")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -49,10 +52,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--methods",
         nargs="+",
-        default=USUAL_METHODS,
-        choices=METHODS,
+        choices=[*METHODS, *SFT_METHODS],
         metavar="METHOD",
-        help="default: all except ggml's formats",
+        help="default: all except ggml's formats; sft: " + ", ".join(SFT_METHODS),
     )
     add(
         "--tables",
@@ -64,6 +66,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokens", nargs="+", type=int, help="T, or rows of X for gemv and gemm")
     add("--shape", default="qwen3-30b-a3b", help=f"{', '.join(SHAPES)}, or E,H,I,k")
     add("--experts", type=int, help="fewer experts than the shape has (pack: how many in turn)")
+    add("--ranks", nargs="+", type=int, default=[16], help="sft: of the LoRA matrices")
+    add(
+        "--peft",
+        nargs="*",
+        default=list(TORCH_LAYERS),
+        choices=TORCH_LAYERS,
+        metavar="LAYER",
+        help="sft: layers that PEFT trains with torch, of " + "; ".join(TORCH_LAYERS),
+    )
     add("--layers", type=int, help="default: until the experts are twice the last-level cache")
     add(
         "--threads",
@@ -107,13 +118,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     if args.experts and args.routine != "pack":
         args.shape = args.shape._replace(experts=min(args.experts, args.shape.experts))
-    if args.peer and args.routine != "layer":
-        parser.error("--peer needs --routine layer")
+    if args.peer and args.routine not in ("layer", "sft"):
+        parser.error("--peer needs --routine layer or sft")
     if args.plot:
         import plot  # noqa: F401 - fails before minutes are spent
 
-    kernels = args.routine in ROWS
-    args.tokens = args.tokens or (ROWS[args.routine] if kernels else TOKENS)
+    sft = args.routine == "sft"
+    args.methods = args.methods or (list(SFT_METHODS) if sft else USUAL_METHODS)
+    for name in args.methods:
+        if name not in (SFT_METHODS if sft else METHODS):
+            parser.error(f"{name} does not go with --routine {args.routine}")
+    kernels = args.routine in ("gemv", "gemm")
+    args.tokens = args.tokens or ROWS.get(args.routine, TOKENS)
     args.threads = [n or None for n in args.threads or ([1, 0] if kernels else [0])]
     args.beside = [
         "",
@@ -163,8 +179,11 @@ class Report:
     def content(self) -> dict[str, Any]:
         """The content to save, with rows of all lines that have a time."""
         rows = [row_of(x, self._ceilings.of(x.limits)) for x in self.lines if x.times]
-        add_ratios(rows)
-        add_fair_shares(rows, self._args.cpus)
+        if self._args.routine == "sft":
+            add_training_ratios(rows)
+        else:
+            add_ratios(rows)
+            add_fair_shares(rows, self._args.cpus)
         return {
             **self._about,
             "ceilings": self._ceilings.record(),

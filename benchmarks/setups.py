@@ -7,15 +7,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from helper import HelperError
 from layer import LayerBench, layers_needed
 from machine import Ceilings
 from methods import METHODS, Method
 from packing import PackBench, experts_needed
-from peer_client import Peer, PeerError
+from peer_client import Peer
 from product import KernelBench
 from rounds import Line
+from training import Setting, memory_needed, training_lines
 
-ROWS = {"gemv": (1, 2, 4), "gemm": (16, 64, 128)}  # rows of X, by default
+# Rows of X, or tokens of a step, by default.
+ROWS = {"gemv": (1, 2, 4), "gemm": (16, 64, 128), "sft": (64, 512, 2048)}
 
 
 class NotMeasured(Exception):
@@ -34,7 +37,14 @@ class Setup:
 
 def setups(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
     """cache: bytes of the last-level cache. Raises NotMeasured if nothing can be measured."""
-    make = {"layer": _layers, "gemv": _kernels, "gemm": _kernels, "pack": _packs, "load": _loads}
+    make = {
+        "layer": _layers,
+        "gemv": _kernels,
+        "gemm": _kernels,
+        "pack": _packs,
+        "load": _loads,
+        "sft": _steps,
+    }
     return make[args.routine](args, ceilings, cache)
 
 
@@ -66,7 +76,7 @@ def _layers(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Se
                         try:
                             peer = Peer(args.peer, bench, layers, max(args.tokens))
                             stack.callback(peer.close)
-                        except PeerError as error:
+                        except HelperError as error:
                             note(str(error))
                     known = ceilings.of(limits)
                     lines = []
@@ -157,4 +167,29 @@ def _loads(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Set
 
             # Files in the page cache may be evicted, packed weights may not.
             made.append(Setup(f"{method.name} loading", weights * method.bits / 8, build))
+    return made
+
+
+def _steps(args: argparse.Namespace, ceilings: Ceilings, cache: int) -> list[Setup]:
+    """All sides of a rank together, since they are compared with each other."""
+    made = []
+    for rank in args.ranks:
+        for table in args.tables:
+            for threads in args.threads:
+
+                def build(
+                    stack: ExitStack,
+                    note: Callable[[str], None],
+                    rank: int = rank,
+                    table: str = table,
+                    threads: int | None = threads,
+                ) -> list[Line]:
+                    setting = Setting(
+                        args.shape, rank, table, threads, args.cpus, args.tokens, args.peer
+                    )
+                    known = ceilings.of(args.cpus)
+                    return training_lines(setting, args.methods, args.peft, known, stack, note)
+
+                memory = memory_needed(args.shape, rank, args.methods, args.peft)
+                made.append(Setup(f"training, rank {rank}, {table}", memory, build))
     return made

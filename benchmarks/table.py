@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from report import Row, goal_met, ratio_met, same_work
+from training_table import training_tables
 
 NOISE = 0.05
 
@@ -23,6 +24,8 @@ def markdown(content: dict[str, Any]) -> str:
     parts = [_heading(content)]
     if content["routine"] in ("pack", "load"):
         parts.append(_sources(content["rows"], content["routine"]))
+    elif content["routine"] == "sft":
+        parts += [grid(*one) for one in training_tables(content)]
     else:
         parts += _shares(content)
     if content["notes"]:

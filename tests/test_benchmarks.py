@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,55 @@ def test_loading(tmp_path: Path) -> None:
         assert row["source_bytes"] == pytest.approx(weights * bytes_of[row["source"]], rel=0.05)
         assert row["anonymous_bytes"] >= 0
     assert "anonymous memory" in printed
+
+
+def test_training(tmp_path: Path, module: Any) -> None:
+    """Both sides do the same work, and the figures follow from it."""
+    result, printed = run(
+        tmp_path,
+        *"--routine sft --methods AMXINT8_SFT FP8_SFT --ranks 8 --tokens 8 512".split(),
+        *("--peft", "float32", "bfloat16, fused"),
+    )
+    rows = check(result)
+    sides = [("kt_moe", "AMXINT8_SFT"), ("kt_moe", "FP8_SFT")]
+    sides += [("peft", "float32"), ("peft", "bfloat16, fused")]
+    assert [(r["package"], r["method"], r["tokens"], r["part"]) for r in rows] == [
+        (*side, tokens, part)
+        for side in sides
+        for tokens in (8, 512)
+        for part in ("step", "forward", "backward")
+    ]
+    of = {(r["method"], r["tokens"], r["part"]): r for r in rows}
+    base, lora = 2 * 512 * 2 * 3 * 256 * 128, 2 * 512 * 2 * 3 * 8 * (256 + 128)
+    for method in ("AMXINT8_SFT", "float32"):
+        for part, operations in (("forward", base + lora), ("backward", base + 2 * lora)):
+            row = of[method, 512, part]
+            assert row["tera_ops_s"] * 1e12 == pytest.approx(operations / row["median_us"] * 1e6)
+    peft = min((of[name, 512, "step"] for _, name in sides[2:]), key=lambda r: r["median_us"])
+    ours = of["AMXINT8_SFT", 512, "step"]
+    assert ours["times_faster_than_peft"] == peft["median_us"] / ours["median_us"]
+    assert ours["memory_over_peft"] == ours["peak_bytes"] / peft["peak_bytes"]
+    assert all(r["errors"]["y"] < 0.1 and r["peak_bytes"] > 0 for r in rows)
+    assert "times faster than peft" in printed
+    text = module("table").markdown(result)
+    assert "| AMXINT8_SFT, T=512 |" in text and "| PEFT, float32, T=8 |" in text
+
+
+def test_hybrid_training(tmp_path: Path) -> None:
+    """On the CPU, where what it says of the GPU is left out."""
+    out = tmp_path / "result.json"
+    args = "--device cpu --shape 4,64,32,2 --tokens 8 --steps 1 --rank 4 --methods AMXINT8_SFT"
+    done = subprocess.run(
+        [sys.executable, FOLDER / "training_hybrid.py", *args.split(), "--json", out],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["tokens_s"] == pytest.approx(8 / row["median_us"] * 1e6)
+    # Of random weights: about the logarithm of the vocabulary's size.
+    assert row["losses"] == pytest.approx([math.log(4096)] * 2, rel=0.1)
 
 
 def test_a_peer_that_is_not_there(tmp_path: Path) -> None:
