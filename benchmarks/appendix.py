@@ -153,6 +153,28 @@ def steady(content: Content) -> str:
     )
 
 
+def training_hybrid(content: Content) -> str:
+    """Training steps with attention on a GPU and the experts' LoRA on the CPU."""
+    lines = [
+        (
+            f"{row['method']}, T={row['tokens']}",
+            [
+                f"{row['tokens_s']:.0f}",
+                f"{row['median_us'] / 1e3:.0f} ms",
+                f"{row['gpu_waits']:.0%}",
+            ],
+        )
+        for row in content["rows"]
+    ]
+    shape = content["shape"]
+    return (
+        f"{content['gpu']}, {content['cpus']} virtual CPUs ({content['cpu']}), "
+        f"{content['layers']} layers with E={shape['experts']} H={shape['hidden']} "
+        f"I={shape['inter']} k={shape['top_k']}, rank {content['rank']}. {content['date'][:10]}."
+        "\n\n" + grid("step", ["tokens/s", "median", "GPU idle"], lines)
+    )
+
+
 def before_and_after(content: Content) -> str:
     """Two versions of a layer that ran in turns, for each method."""
     columns = ["decode, µs", "after / before", "prefill, µs", "after / before", "before / before"]

@@ -11,11 +11,15 @@ bits for inputs on the GPU as for inputs on the CPU.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import torch
 from machine import about
@@ -150,6 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     shape = parse_shape(args.shape)
     content = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **about(),
         "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
         "routine": "sft-hybrid",
