@@ -366,6 +366,26 @@ PARTS = (
         markdown,
     ),
     Part(
+        "Fine-tuning: one layer, next to PEFT on the CPU",
+        "A step is forward, backward, AdamW and `update_lora_weights`, with LoRA in float32. PEFT "
+        "trains the experts written out as `nn.Linear`, or transformers' fused experts. All sides "
+        "use AVX2. [performance.md](performance.md#how-it-is-measured) explains the columns.",
+        ["2026-11-29-sft-avx2"],
+        markdown,
+    ),
+    Part(
+        "Fine-tuning: one layer, next to kt-kernel 0.7.2",
+        "AMX kernels. kt-kernel's LoRA weights and their gradients are bf16.",
+        ["2026-11-29-sft-amx"],
+        markdown,
+    ),
+    Part(
+        "Fine-tuning: attention on the GPU",
+        "Made by `benchmarks/training_hybrid.py`.",
+        ["2026-11-29-sft-hybrid-h200"],
+        training_hybrid,
+    ),
+    Part(
         "One layer: two versions in turns",
         "`versions.py`, before and after the code was put in order: weight formats as rows of a "
         "table, layered drivers, placements as values. `after / before` is the median of paired "

@@ -47,6 +47,9 @@ def training_tables(
             "peak GB",
             "peak / PEFT's fastest",
         ]
+        used = [i for i in range(len(columns)) if any(cells[i] for _, cells in lines)]
+        lines = [(name, [cells[i] for i in used]) for name, cells in lines]
+        columns = [columns[i] for i in used]
         tables.append((f"rank {rank}, {table} kernels, {threads} threads", columns, lines))
     return tables
 

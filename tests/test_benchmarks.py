@@ -45,14 +45,14 @@ def run(folder: Path, *args: str) -> tuple[dict[str, Any], str]:
     return json.loads(out.read_text()), done.stdout
 
 
-def check(result: dict[str, Any]) -> list[dict[str, Any]]:
+def check(result: dict[str, Any], without: str = "") -> list[dict[str, Any]]:
     assert result.keys() >= ABOUT
     for found in result["ceilings"].values():
         assert found["dram_read"] > 0 and found["dram_copy"] > 0
         # before, after, and with anything to measure after each round
         assert len(found["samples"]["dram_read"]) >= (4 if result["rows"] else 2)
     for row in result["rows"]:
-        assert row.keys() >= ROW
+        assert row.keys() >= ROW - {without}
         assert row["rounds"] == 2 and row["samples"] >= 2
         assert 0 < row["best_us"] <= row["p10_us"] <= row["median_us"] <= row["p90_us"]
         assert row["share"] == pytest.approx(row["t_min_us"] / row["median_us"])
@@ -168,7 +168,7 @@ def test_training(tmp_path: Path, module: Any) -> None:
         *"--routine sft --methods AMXINT8_SFT FP8_SFT --ranks 8 --tokens 8 512".split(),
         *("--peft", "float32", "bfloat16, fused"),
     )
-    rows = check(result)
+    rows = check(result, without="packed_bytes_per_weight")
     sides = [("kt_moe", "AMXINT8_SFT"), ("kt_moe", "FP8_SFT")]
     sides += [("peft", "float32"), ("peft", "bfloat16, fused")]
     assert [(r["package"], r["method"], r["tokens"], r["part"]) for r in rows] == [
