@@ -1,14 +1,18 @@
 // Streams of batches between a GPU and the layers (kernels/stream).
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "../moe/layer.h"
+#include "../stream/bus_split.h"
 #include "../stream/engine.h"
 #include "../stream/host_buffer.h"
 #include "../stream/side.h"
@@ -90,4 +94,17 @@ void bind_stream(nb::module_& m) {
       .def("wake", &StreamEngine::wake)
       .def("take_trace", &StreamEngine::take_trace, Unlocked())
       .def("stats", &StreamEngine::stats);
+
+  m.def(
+      "split_over_bus",
+      [](const std::vector<int64_t>& tokens, double expert_on_bus, double expert_on_cpu,
+         double token_on_cpu, double streaming) {
+        kt::BusSplit split =
+            kt::split_over_bus(tokens, {expert_on_bus, expert_on_cpu, token_on_cpu, streaming});
+        return std::pair(std::move(split.streamed), split.seconds);
+      },
+      "tokens"_a, nb::kw_only(), "expert_on_bus"_a, "expert_on_cpu"_a, "token_on_cpu"_a,
+      "streaming"_a = 0.0,
+      "(experts to copy to the GPU, seconds) of a layer, from the number of tokens of each expert "
+      "and the times in seconds of kernels/stream/bus_split.h.");
 }
