@@ -133,6 +133,16 @@ auto pack(int format, int group_size, int scale_type, int64_t n, int64_t k, cons
       tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())}, owner);
 }
 
+auto unpack(int format, int group_size, int scale_type, int64_t n, int64_t k,
+            const nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tiles) {
+  const auto layout = layout_of(format, group_size, scale_type, n, k);
+  need_shape("tiles", tiles, {size_t(layout.tiles()), size_t(layout.tile_bytes())});
+  auto weights = make_array<float>({size_t(n), size_t(k)});
+  const nb::gil_scoped_release unlocked;
+  kt::unpack_matrix(layout, tiles.data(), layout.tile_bytes(), weights.data(), k);
+  return weights;
+}
+
 std::shared_ptr<kt::ProductBench> make_product_bench(std::shared_ptr<kt::sys::Team> team,
                                                      const std::string& table, bool gemm,
                                                      int format, int group_size, int scale_type,
@@ -184,6 +194,8 @@ void bind_testing(nb::module_& m) {
         "dtype"_a = 2, "scale_search"_a = false,
         "The packed tiles [tiles, bytes] of quantised weights, (data, scale, zero, global), or of "
         "dense weights of `dtype`, whose scale is 0 (tests). Addresses are only checked for 0.");
+  m.def("unpack", unpack, "format"_a, "group_size"_a, "scale_type"_a, "n"_a, "k"_a, "tiles"_a,
+        "The float32 weights [n, k] of packed tiles [tiles, bytes] (tests).");
   m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
         "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
   m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-PROGRAM = """
+COMPILE = """
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kt_kernel.device import kernels
 
-def compile(function, types, **constants):
+def compile(function, types, warps=8, unaligned=(), **constants):
     names = function.arg_names
     signature = dict.fromkeys(constants, "constexpr")
     signature |= zip([name for name in names if name not in constants], types, strict=True)
@@ -23,10 +23,14 @@ def compile(function, types, **constants):
         function, {name: signature[name] for name in names},
         {(names.index(name),): value for name, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
-         if signature[n][0] == "*" and n != "padding"},
+         if signature[n][0] in "*i" and n not in unaligned},
     )
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    return triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+    return triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
+"""
+
+HAND_OVER = """
+from kt_kernel.device import kernels
 
 def ordered(ptx, *steps):
     at = 0
@@ -40,15 +44,17 @@ for types, trace, padding in (
 ):
     x, ids, weights = types.split()
     shape = dict(HIDDEN=2048, BLOCK=2048, FENCE=True, TRACE=trace)
+    no_multiples = ("padding", "tokens", "slot")
     there = compile(
         kernels.hand_over,
         [x, ids, weights, padding or "*i32", "*i32", ids, weights, x, "*i32", "*fp32", "*i32",
          "*i64", "*i32", "*i32", "*i32", "*i64", "*i32", "i32", "i32"],
         TOP_K=8, EXPERTS=128, ENTRIES=4096, PADDED=padding is not None, SPLIT=True, COLD_SLOT=-1,
-        ROUTES=256, ROOM_CHECK=256, **shape,
+        ROUTES=256, ROOM_CHECK=256, unaligned=no_multiples, **shape,
     )
     back = compile(
-        kernels.take_back, [x, "*i64", "*i32", "*i32", x, x, "i32"], ADD=True, SCALE=2.5, **shape
+        kernels.take_back, [x, "*i64", "*i32", "*i32", x, x, "i32"], ADD=True, SCALE=2.5,
+        unaligned=no_multiples, **shape
     )
     copies = there[there.find("ld.global") :].split("bar.sync")[0]
     assert copies.rfind("ld.global") < copies.find("st.global")  # all is asked for first
@@ -59,12 +65,38 @@ for types, trace, padding in (
     assert there.count("globaltimer") == 2 * trace and back.count("globaltimer") == 3 * trace
 """
 
+UNPACK = """
+import re
+from kt_kernel.device.streaming.unpack import kernel_constants
+from kt_kernel.device.streaming.unpack_kernel import unpack
+from kt_kernel.weights.formats import WeightForm, WeightFormat
+
+for name in ("INT4_ZERO", "NVFP4", "Q5_K"):
+    format = WeightFormat(name)
+    form = WeightForm(format, 32 if format.grouped else 0)
+    ptx = compile(unpack, ["*u8", "*bf16", *["i32"] * 6], warps=4,
+                  **kernel_constants(form, 2048), PARTS=4)
+    # Codes come, and weights go, in the widest pieces.
+    assert "ld.global.v4.b32" in ptx, name
+    assert set(re.findall(r"st\\.global[.\\w]*", ptx)) == {"st.global.v4.b32"}, name
+"""
+
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-@pytest.mark.parametrize("capability", [75, 80, 90, 100])
-def test_kernels_compile(capability: int, tmp_path) -> None:
+def run(program: str, capability: int, cache: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    subprocess.run([sys.executable, "-c", PROGRAM, str(capability)], check=True, env=environment)
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-c", COMPILE + program, str(capability)]
+    subprocess.run(command, check=True, env=environment)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 100])
+def test_kernels_compile(capability: int, tmp_path: Path) -> None:
+    run(HAND_OVER, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_unpacking_compiles(capability: int, tmp_path: Path) -> None:
+    run(UNPACK, capability, tmp_path)

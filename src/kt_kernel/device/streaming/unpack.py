@@ -1,0 +1,109 @@
+"""Unpacks the packed weights of experts on the GPU, into what an engine's kernels take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...weights.formats import WeightForm
+
+_TILE_ROWS = 32
+_PART_COLUMNS = 32
+_BLOCK_SIZE = 128  # rows and columns of a scale of "block"
+_PARTS = 4  # of 32 columns, that a program unpacks
+_WARPS = 4
+
+
+def kernel_constants(form: WeightForm, columns: int) -> dict[str, Any]:
+    """The constants of `unpack_kernel.unpack` for matrices of a form with this many columns.
+
+    They follow from the format's row in kernels/include/kt/format.h.
+    """
+    f = form.format
+    group_scale = 32 * (4 if form.scale_type == 2 else 2) if f.grouped else 0
+    scale_bytes = f.block_scale_bytes + group_scale
+    block_columns = f.block_columns or form.group_size
+    head = f.head_bytes
+    if f.scale_kind == "block":
+        head = -(-columns // _BLOCK_SIZE) * 4
+        head = -(-head // 64) * 64
+    sub_bytes = 0
+    if f.ggml and f.scale_columns:
+        sub_bytes = 2 if f.minimum and f.scale_bits > 4 else 1
+    table = bytes(16)
+    if f.code_type == "iq4":
+        table = bytes(int(value) + 128 for value in f.code_values)
+    return {
+        "CODE": f.code_type,
+        "BITS": f.bits,
+        "LOW_BITS": f.planes[0],
+        "ORDER": sum(f.byte_order.index(column) << 2 * column for column in range(4)),
+        "OFFSET": -int(f.code_values[0]) if f.code_type == "unsigned" else 0,
+        **{f"WORD{i}": int.from_bytes(table[4 * i : 4 * i + 4], "little") for i in range(4)},
+        "SCALE": f.scale_kind,
+        "SCALE_TYPE": form.scale_type,
+        "SUBS": _PART_COLUMNS // f.scale_columns if f.scale_columns else 1,
+        "SUB_BITS": f.scale_bits,
+        "SUB_BYTES": sub_bytes,
+        "ZERO": f.zero_points,
+        "MINIMUM": f.minimum,
+        "HEAD_BYTES": head,
+        "BLOCK_PARTS": block_columns // _PART_COLUMNS,
+        "BLOCK_BYTES": scale_bytes + block_columns // _PART_COLUMNS * f.bits * 128,
+        "BLOCK_SCALE_BYTES": scale_bytes,
+    }
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """One matrix of some experts, as tiles of the packed layout.
+
+    Attributes:
+        form: how it is stored.
+        rows, columns: of the matrix, or of the part of it that a pool holds.
+        begin: bytes from the begin of an expert to the matrix's first tile.
+        tile_stride: bytes from tile to tile.
+    """
+
+    form: WeightForm
+    rows: int
+    columns: int
+    begin: int
+    tile_stride: int
+
+    def unpack(
+        self, packed: torch.Tensor, out: torch.Tensor, *, parts: int = _PARTS, warps: int = _WARPS
+    ) -> None:
+        """Starts unpacking on the current stream.
+
+        packed: uint8 [n, expert bytes], contiguous, on the device. out: [n, rows, columns] of the
+        same device, bf16, fp16 or fp32, its last stride 1; each weight is rounded to it once from
+        float32. parts, warps: how much a program of the kernel does, and with how many threads.
+        """
+        from .unpack_kernel import unpack  # Triton may be missing
+
+        experts = out.shape[0]
+        assert out.shape == (experts, self.rows, self.columns) and out.stride(2) == 1
+        assert packed.dtype == torch.uint8 and packed.is_contiguous() and len(packed) >= experts
+        if not experts:
+            return
+        grid = (
+            -(-self.columns // (parts * _PART_COLUMNS)),
+            -(-self.rows // _TILE_ROWS),
+            experts,
+        )
+        unpack[grid](
+            packed[:, self.begin :],
+            out,
+            self.rows,
+            self.columns,
+            self.tile_stride,
+            packed.stride(0),
+            out.stride(1),
+            out.stride(0),
+            **kernel_constants(self.form, self.columns),
+            PARTS=parts,
+            num_warps=warps,
+        )
