@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
@@ -115,6 +116,26 @@ void unpack(const kt::MoeLayer& layer, int64_t slot, int matrix, const WeightRoo
   layer.unpack(slot, matrix, dst.data());
 }
 
+// Where the packed weights of the experts lie, pool by pool.
+nb::list packed_parts(const kt::MoeLayer& layer) {
+  nb::list parts;
+  for (const kt::PoolPart& part : layer.state()->pools) {
+    if (!part.size) continue;
+    nb::dict one;
+    one["address"] = reinterpret_cast<uintptr_t>(part.memory.data());
+    one["bytes"] = int64_t(part.memory.size());
+    one["expert_bytes"] = part.expert_bytes();
+    one["begin"] = part.begin;
+    one["size"] = part.size;
+    nb::list matrices;
+    for (kt::Matrix m : {kt::kGate, kt::kUp, kt::kDown})
+      matrices.append(nb::make_tuple(part.begin_of(m), part.stride_of(m)));
+    one["matrices"] = nb::tuple(matrices);
+    parts.append(one);
+  }
+  return parts;
+}
+
 }  // namespace
 
 void bind_layer(nb::module_& m) {
@@ -204,6 +225,26 @@ void bind_layer(nb::module_& m) {
            "Writes the dequantised weights of a matrix (0 gate, 1 up: [I, H], 2 down: [H, I]) to a "
            "float32 array.")
       .def_prop_ro("packed_bytes", &kt::MoeLayer::packed_bytes)
+      .def("packed_parts", packed_parts,
+           "Where the packed weights lie, for each pool that holds some: the address and bytes of "
+           "all experts, in the order of `positions`; bytes of an expert; the part of I, as begin "
+           "and size; and for gate, up and down the bytes from the expert's begin to the first "
+           "tile, and from tile to tile. The memory stays where it is while the layer exists.")
+      .def_prop_ro(
+          "positions", [](const kt::MoeLayer& layer) { return layer.state()->position; },
+          "For each slot, its place among the experts in `packed_parts`; -1 if it is not held.")
+      .def_prop_ro(
+          "has_column_orders",
+          [](const kt::MoeLayer& layer) { return layer.state()->order.any.load(); },
+          "Whether the columns of gate or up of some expert are stored in another order.")
+      .def_prop_ro(
+          "has_biases",
+          [](const kt::MoeLayer& layer) {
+            const auto& bias = layer.state()->bias;
+            return std::any_of(bias.begin(), bias.end(),
+                               [](const auto& b) { return b.any.load(); });
+          },
+          "Whether some expert has a bias.")
       .def("stats",
            [](const kt::MoeLayer& layer) {
              const kt::LayerStats& s = layer.state()->stats;

@@ -19,6 +19,7 @@ from .wrong_mode import refuse_calls
 
 if TYPE_CHECKING:
     from ..device.layer import LayerStream
+    from ..device.streaming.experts import PackedExperts
     from .cpu_batch import CpuBatch
 
 
@@ -180,6 +181,24 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         except ValueError as error:
             raise ValueError(f"{s.where}: {error}") from None
         self._placement = placement
+
+    def packed_experts(self) -> PackedExperts:
+        """Where the packed experts lie, to be copied to a GPU.
+
+        Raises:
+            RuntimeError: before loading.
+            ValueError: their weights cannot be unpacked on a GPU (act-order, biases).
+        """
+        s = self._settings
+        if not self._loaded:
+            raise RuntimeError(f"{s.where}: packed_experts before loading")
+        assert self._form is not None  # it is loaded
+        from ..device.streaming.experts import PackedExperts  # only needed with a GPU
+
+        try:
+            return PackedExperts(self._core, self._form, s.hidden_size, s.moe_intermediate_size)
+        except ValueError as error:
+            raise ValueError(f"{s.where}: {error}") from None
 
     # ---- the way of a batch -----------------------------------------------------------------
 

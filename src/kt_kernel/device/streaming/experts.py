@@ -1,0 +1,169 @@
+"""The packed experts of a layer in host memory, as the copies to a GPU see them."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...weights.formats import LayerForm
+from .unpack import PackedMatrix
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """What one thread pool holds: of each expert the rows of gate and up, and the columns of down,
+    that belong to a part of the intermediate size.
+
+    Attributes:
+        memory: uint8 [experts held, bytes of an expert], the pool's memory itself.
+        begin, size: the part of the intermediate size.
+        gate, up, down: where the matrices lie in an expert.
+    """
+
+    memory: torch.Tensor
+    begin: int
+    size: int
+    gate: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.memory.shape[1]
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+
+@dataclass(frozen=True)
+class Run:
+    """Experts that lie side by side: [at, at + count) of a part's memory, to become [to, to +
+    count) of a group."""
+
+    at: int
+    to: int
+    count: int
+
+
+class PackedExperts:
+    """The packed experts of one layer on the CPU.
+
+    core: the compiled MoeLayer, which this object keeps alive; its weights are loaded and do not
+    change any more. Raises ValueError for weights that cannot be unpacked on a GPU, see
+    `why_not_streamed`.
+    """
+
+    def __init__(self, core: Any, form: LayerForm, hidden: int, inter: int) -> None:
+        reason = why_not_streamed(core)
+        if reason is not None:
+            raise ValueError(f"these experts cannot be copied to a GPU: {reason}")
+        self._core = core
+        self._positions: list[int] = core.positions
+        self._registered: Any = None
+        self.hidden, self.inter = hidden, inter
+        self.parts = tuple(_part(part, form, hidden) for part in core.packed_parts())
+
+    def register(self, backend: Any) -> None:
+        """Gives a device direct access to the memory, until this object ends or `release`.
+
+        backend: a `backend.CudaBackend`. RuntimeError if the driver or a limit does not allow it;
+        nothing is registered then. A second call does nothing.
+        """
+        if self._registered is not None:
+            return
+        done: list[PackedPart] = []
+        try:
+            for part in self.parts:
+                backend.pin(part)
+                done.append(part)
+        except BaseException:
+            _unpin(backend, done)
+            raise
+        # The compiled layer owns the memory, so it ends after this.
+        self._registered = weakref.finalize(self, _unpin, backend, done, self._core)
+        self._registered.atexit = False
+
+    def release(self) -> None:
+        """Takes the device's access back. No copy may be under way."""
+        if self._registered is not None:
+            self._registered()
+            self._registered = None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Packed bytes of an expert."""
+        return sum(part.expert_bytes for part in self.parts)
+
+    @property
+    def expert_values(self) -> int:
+        """Weights of an expert."""
+        return 3 * self.hidden * self.inter
+
+    @property
+    def held(self) -> list[int]:
+        """The slots whose weights are here, in the order in which they lie in memory."""
+        return [slot for slot, at in enumerate(self._positions) if at >= 0]
+
+    def sorted(self, slots: Sequence[int]) -> list[int]:
+        """Slots in the order in which they lie in memory. ValueError for one that is not here."""
+        missing = [slot for slot in slots if self._positions[slot] < 0]
+        if missing:
+            raise ValueError(f"the weights of expert {missing[0]} are not on the CPU")
+        return sorted(slots, key=self._positions.__getitem__)
+
+    def runs(self, slots: Sequence[int]) -> Iterator[Run]:
+        """How a group of slots is copied, slot i of it to place i."""
+        begin = 0
+        for i in range(1, len(slots) + 1):
+            at = self._positions[slots[begin]]
+            if i == len(slots) or self._positions[slots[i]] != at + i - begin:
+                yield Run(at, begin, i - begin)
+                begin = i
+
+    def unpack(self, staged: Sequence[torch.Tensor], w13: torch.Tensor, w2: torch.Tensor) -> None:
+        """Starts unpacking a group of n experts on the current stream.
+
+        staged: for each part, its bytes of the experts, uint8 [n or more, expert_bytes] on the
+        device. w13 [n, 2 I, H] receives gate's rows, then up's; w2 [n, H, I] down's.
+        """
+        for part, packed in zip(self.parts, staged, strict=True):
+            begin, end = part.begin, part.begin + part.size
+            part.gate.unpack(packed, w13[:, begin:end])
+            part.up.unpack(packed, w13[:, self.inter + begin : self.inter + end])
+            part.down.unpack(packed, w2[:, :, begin:end])
+
+
+def _unpin(backend: Any, parts: Sequence[PackedPart], *keep: Any) -> None:
+    for part in parts:
+        backend.unpin(part)
+
+
+def why_not_streamed(core: Any) -> str | None:
+    """Why a layer's experts cannot be unpacked on a GPU; None if they can."""
+    if core.has_column_orders:
+        return "their columns are stored in another order (act-order)"
+    if core.has_biases:
+        return "they have biases"
+    return None
+
+
+def _part(part: dict[str, Any], form: LayerForm, hidden: int) -> PackedPart:
+    size = part["size"]
+    shapes = (size, hidden), (size, hidden), (hidden, size)
+    matrices = [
+        PackedMatrix(of_matrix, *shape, *place)
+        for of_matrix, shape, place in zip(form, shapes, part["matrices"], strict=True)
+    ]
+    memory = (ctypes.c_uint8 * part["bytes"]).from_address(part["address"])
+    experts = torch.frombuffer(memory, dtype=torch.uint8).view(-1, part["expert_bytes"])
+    return PackedPart(experts, part["begin"], size, *matrices)

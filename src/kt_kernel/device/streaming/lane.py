@@ -1,0 +1,45 @@
+"""The stream of copies to a GPU, and its order relative to the computations there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class CopyLane:
+    """A CUDA stream of its own for copies to the device.
+
+    "Compute" is the stream that is current in the calling thread. An event that was never recorded
+    is not waited for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+
+    def event(self) -> Any:
+        """A new event."""
+        return torch.cuda.Event()
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies registered host memory to the device."""
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def record_copies(self, event: Any) -> None:
+        """The event occurs once all copies so far are done."""
+        event.record(self._stream)
+
+    def delay_copies(self, event: Any) -> None:
+        """Later copies wait for the event."""
+        self._stream.wait_event(event)
+
+    def record_compute(self, event: Any) -> None:
+        """The event occurs once what was computed so far is done."""
+        event.record(torch.cuda.current_stream(self.device))
+
+    def delay_compute(self, event: Any) -> None:
+        """What is computed later waits for the event."""
+        torch.cuda.current_stream(self.device).wait_event(event)

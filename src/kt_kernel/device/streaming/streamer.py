@@ -1,0 +1,139 @@
+"""Copies experts to memory of a fixed size on the GPU, one group after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .experts import PackedExperts
+
+_HALVES = 2
+
+
+@dataclass(frozen=True)
+class Group:
+    """Experts whose weights are on the device, for what is computed before the next group.
+
+    Attributes:
+        slots: the experts; slot i has the weights w13[i] and w2[i].
+        w13: [n, 2 I, H], gate's rows and then up's.
+        w2: [n, H, I].
+    """
+
+    slots: Sequence[int]
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+
+class _Half:
+    """One of the two areas for packed experts, and when it may be read and written."""
+
+    def __init__(self, lane: Any, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.arrived = lane.event()  # its experts are there
+        self.unpacked = lane.event()  # they are no longer needed
+
+
+class ExpertStreamer:
+    """The memory on one device through which the layers' experts pass.
+
+    Packed experts have two areas: while the experts in one are unpacked and multiplied, the next
+    ones are copied to the other. Unpacked experts have one area, because unpacking and products
+    follow each other on the caller's stream. The areas are shared by all layers, so the first
+    copies of a layer run while the layer before is still computed, if the host is far enough ahead.
+
+    lane: a `lane.CopyLane`. memory: bytes to use on the device. like: a layer whose ratio of packed
+    and unpacked bytes decides how the memory is divided. dtype: of the unpacked weights. Raises
+    ValueError if the memory is too small for one expert, and torch.OutOfMemoryError.
+    """
+
+    def __init__(
+        self, lane: Any, memory: int, like: PackedExperts, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self._lane, self._dtype = lane, dtype
+        packed, values = like.expert_bytes, like.expert_values
+        needed = _HALVES * packed + values * dtype.itemsize
+        experts = min(memory // needed, len(like.held))
+        if memory < needed:
+            raise ValueError(
+                f"{memory / 1e6:.0f} MB on {lane.device} are too little to stream experts; one "
+                f"expert of these layers needs {needed / 1e6:.0f} MB"
+            )
+        self._halves = [
+            _Half(lane, torch.empty(experts * packed, dtype=torch.uint8, device=lane.device))
+            for _ in range(_HALVES)
+        ]
+        self._weights = torch.empty(experts * values, dtype=dtype, device=lane.device)
+        self._used = lane.event()  # the unpacked weights are no longer needed
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._weights.nbytes + sum(half.memory.nbytes for half in self._halves)
+
+    def room(self, layer: PackedExperts) -> int:
+        """How many experts of a layer a group has, at most."""
+        packed = self._halves[0].memory.nbytes // layer.expert_bytes
+        return min(packed, self._weights.numel() // layer.expert_values)
+
+    def stream(self, layer: PackedExperts, slots: Sequence[int]) -> Iterator[Group]:
+        """Copies experts of a layer; yields them in groups, in the order of memory.
+
+        A group's weights are valid for what the caller puts on its current stream before it asks
+        for the next group. The host never waits. Raises ValueError for experts that are not on the
+        CPU, and if no expert of the layer fits.
+        """
+        slots, room = layer.sorted(slots), self.room(layer)
+        if room < 1:
+            raise ValueError(
+                f"an expert of {layer.expert_bytes / 1e6:.1f} MB does not fit into the memory for "
+                f"streamed experts on {self._lane.device}"
+            )
+        groups = [slots[i : i + room] for i in range(0, len(slots), room)]
+        halves = [self._copy(layer, group) for group in groups[:_HALVES]]
+        for number, group in enumerate(groups):
+            unpacked = self._unpacked(layer, group, halves[number])
+            halves += [self._copy(layer, next_group) for next_group in groups[len(halves) :][:1]]
+            try:
+                yield unpacked
+            finally:
+                self._lane.record_compute(self._used)
+
+    def _copy(self, layer: PackedExperts, slots: Sequence[int]) -> _Half:
+        """Starts copying a group to the next half."""
+        lane, half = self._lane, self._halves[self._turn]
+        self._turn = (self._turn + 1) % _HALVES
+        lane.delay_copies(half.unpacked)
+        staged = self._staged(layer, half, len(slots))
+        for run in layer.runs(slots):
+            for part, to in zip(layer.parts, staged, strict=True):
+                lane.copy(to[run.to : run.to + run.count], part.memory[run.at : run.at + run.count])
+        lane.record_copies(half.arrived)
+        return half
+
+    def _unpacked(self, layer: PackedExperts, slots: Sequence[int], half: _Half) -> Group:
+        """Unpacks a group that was copied to a half."""
+        lane, n = self._lane, len(slots)
+        hidden, inter = layer.hidden, layer.inter
+        w13, w2 = self._weights[: n * layer.expert_values].split(
+            [2 * n * inter * hidden, n * hidden * inter]
+        )
+        group = Group(slots, w13.view(n, 2 * inter, hidden), w2.view(n, hidden, inter))
+        lane.delay_compute(self._used)
+        lane.delay_compute(half.arrived)
+        layer.unpack(self._staged(layer, half, n), group.w13, group.w2)
+        lane.record_compute(half.unpacked)
+        return group
+
+    def _staged(self, layer: PackedExperts, half: _Half, n: int) -> list[torch.Tensor]:
+        """For each part of a layer, the area for n experts in a half."""
+        staged, begin = [], 0
+        for part in layer.parts:
+            end = begin + n * part.expert_bytes
+            staged.append(half.memory[begin:end].view(n, part.expert_bytes))
+            begin = end
+        return staged
