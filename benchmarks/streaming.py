@@ -47,15 +47,18 @@ def milliseconds(call: Callable[[], Any], repetitions: int = 10) -> float:
     return sorted(taken[2:])[repetitions // 2]
 
 
-def unpacking(hidden: int, inter: int, experts: int, sizes: list[tuple[int, int]]) -> list[dict]:
-    """Every format, by how many 32 columns and warps a program has: milliseconds of a layer's gate,
-    up and down."""
+def unpacking(args: argparse.Namespace, sizes: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Milliseconds of a layer's gate, up and down, by format and by how many times 32 columns and
+    warps a program has."""
+    hidden, inter, experts = args.hidden, args.inter, args.experts
     out = [
         torch.empty(experts, *shape, dtype=torch.bfloat16, device=CUDA)
         for shape in ((inter, hidden), (hidden, inter))
     ]
     rows = []
     for format in all_formats():
+        if args.formats and format.name not in args.formats:
+            continue
         form = WeightForm(format, 32 if format.grouped else 0)
         if hidden % form.column_unit or inter % form.column_unit:
             continue
@@ -162,6 +165,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--memory", type=int, default=1024, help="MB on the GPU")
     parser.add_argument("--methods", nargs="*", default=METHODS)
+    parser.add_argument("--formats", nargs="*", help="default: all that fit the shape")
     parser.add_argument(
         "--sizes", nargs="+", default=["2x4", "4x4", "4x8", "8x4", "8x8"], help="parts x warps"
     )
@@ -173,7 +177,7 @@ def main() -> None:
         **about(),
         "gpu": torch.cuda.get_device_name(),
         "shape": {name: getattr(args, name) for name in ("hidden", "inter", "experts", "layers")},
-        "unpacking": unpacking(args.hidden, args.inter, args.experts, sizes),
+        "unpacking": unpacking(args, sizes),
         "streaming": [streaming(method, args) for method in args.methods],
     }
     if args.json:

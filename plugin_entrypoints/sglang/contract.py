@@ -20,6 +20,7 @@ _SRT = "sglang.srt"
 _ARGUMENTS = f"{_SRT}.server_args:ServerArgs"
 _OVERRIDES = f"{_SRT}.arg_groups.overrides"
 _KT_WRAPPER = f"{_SRT}.layers.moe.kt_ep_wrapper"
+_RUNNER = f"{_SRT}.layers.moe.moe_runner"
 _FUSED_MOE = f"{_SRT}.layers.moe.fused_moe_triton.layer"
 _MODEL_RUNNER = f"{_SRT}.model_executor"
 _REGISTRY = f"{_SRT}.plugins.hook_registry"
@@ -424,6 +425,9 @@ NAMES = (
         "called",
         "loads one matrix of a hot expert into a given slot",
     ),
+    Name(f"{_RUNNER}.triton_utils.fused_moe:fused_experts", "called", "computes streamed experts"),
+    Name(f"{_RUNNER}:MoeRunnerConfig", "called", "its settings"),
+    Name(f"{_SRT}.layers.moe.topk:StandardTopKOutput", "called", "its routes"),
     Name(
         f"{_SRT}.layers.moe.topk:TopKOutputChecker.format_is_standard",
         "called",

@@ -28,6 +28,7 @@ from .checks import checked_options_of
 from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
 from .hooks import Hook, verify
 from .options import language_model, options_of, resolved, text_config
+from .products import products
 
 _logger = logging.getLogger("sglang.kt")
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -113,6 +114,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             max_tokens=self.config.max_tokens,
             has_cpu_part=layer.moe_tp_rank == 0,
         )
+        self.dtype = params_dtype
         self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots
@@ -174,6 +176,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             self.gpu_method.process_weights_after_loading(layer)
         if self.config.model.loaded:
             self.config.model.finish_loading()
+            device = next(layer.parameters()).device
+            if line := self.config.model.start_streaming(device, self.dtype, products):
+                _logger.info(line)
             failure.confirm()
             watch(self.config.model, _logger)
 

@@ -142,6 +142,7 @@ NAMES = (
         "called",
         "gives the largest batch for which that kernel uses the routes unchanged",
     ),
+    Name(f"{_LAYERS}.fused_moe:fused_experts", "called", "computes streamed experts"),
     Name(
         f"{_LAYERS}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
         ".process_weights_after_loading",

@@ -22,7 +22,7 @@ from ..contract import Arguments
 from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
 from .options import logger, options_of
 from .padding import Padding
-from .routes import SkipColdRoutes, repeat_hot_routes, skip_cold_routes
+from .routes import SkipColdRoutes, products, repeat_hot_routes, skip_cold_routes
 
 _MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
 
@@ -65,7 +65,7 @@ class HybridExperts(RoutedExperts):
         moe_config.num_local_experts = self.kt_layer.placement.num_slots
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **kwargs)
         self._check_method()
-        self._hook_end_of_loading()
+        self._hook_end_of_loading(params_dtype)
 
     def _check_method(self) -> None:
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
@@ -85,7 +85,7 @@ class HybridExperts(RoutedExperts):
                 "support; add --moe-backend triton"
             )
 
-    def _hook_end_of_loading(self) -> None:
+    def _hook_end_of_loading(self, dtype: torch.dtype) -> None:
         after_loading = self.quant_method.process_weights_after_loading
 
         def finish(layer: Any) -> None:
@@ -99,6 +99,9 @@ class HybridExperts(RoutedExperts):
                     self.kt_skip = skip_cold_routes(self, placement.num_slots)
             if self.kt_model.loaded:
                 self.kt_model.finish_loading()
+                device = next(self.parameters()).device
+                if line := self.kt_model.start_streaming(device, dtype, products):
+                    logger.info(line)
                 watch(self.kt_model, logger)
 
         self.quant_method.process_weights_after_loading = finish

@@ -72,6 +72,36 @@ def _largest_unsorted_batch(experts: int, top_k: int, device: torch.device) -> i
         tokens += 1
 
 
+def products(
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    """The sum [T, H] of experts that were copied to the device, by vLLM's Triton kernels.
+
+    As `kt_kernel.serving.streaming.Products`. Routes to no expert get the number after the last
+    expert, which the expert map marks as remote.
+    """
+    experts = len(w13)
+    ids = slots.masked_fill(slots < 0, experts)
+    return fused_moe.fused_experts(
+        x.contiguous(),
+        w13,
+        w2,
+        weights,
+        ids,
+        global_num_experts=experts + 1,
+        expert_map=_all_but_the_last(experts, x.device),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _all_but_the_last(experts: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([*range(experts), -1], dtype=torch.int32, device=device)
+
+
 def repeat_hot_routes(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Real slots for kernels that compute every route; cold routes are -1 and have weight 0.
 

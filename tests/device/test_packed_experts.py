@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.unpacking import same_bits
+from layer.immediate import ImmediateLane, Pins
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.device.streaming.experts import PackedExperts
@@ -17,23 +18,6 @@ pytest.importorskip("triton")
 
 E, H, INNER = 5, 96, 160
 HOT = (1, 3)
-
-
-class ImmediateLane:
-    """A CopyLane whose copies are done at once."""
-
-    device = torch.device("cpu")
-
-    def event(self) -> Any:
-        return None
-
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        to.copy_(source)
-
-    def order(self, event: Any) -> None:
-        pass
-
-    record_copies = delay_copies = record_compute = delay_compute = order
 
 
 def layer(method: str, pools: int, hot: tuple[int, ...] = HOT) -> Any:
@@ -82,21 +66,6 @@ def test_experts_that_are_not_here() -> None:
     experts = layer("AMXINT8", 1).packed_experts()
     with pytest.raises(ValueError, match="expert 3 are not on the CPU"):
         experts.sorted([0, 3])
-
-
-class Pins:
-    """Registers memory until `limit` parts are registered."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.pinned = limit, {}
-
-    def pin(self, part: Any) -> None:
-        if len(self.pinned) == self.limit:
-            raise RuntimeError("cannot be pinned")
-        self.pinned[part.address] = part.nbytes
-
-    def unpin(self, part: Any) -> None:
-        assert self.pinned.pop(part.address) == part.nbytes
 
 
 def test_registration() -> None:

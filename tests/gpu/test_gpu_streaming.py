@@ -21,8 +21,8 @@ CUDA = torch.device("cuda", 0)
 
 @grid(
     format=ALL,
-    shape=[Shape(32, 96, 1), Shape(33, 300, 4), Shape(70, 200, 2), Shape(7, 1000, 8)],
-    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    shape=[Shape(33, 300, 4), Shape(70, 1024, 4)],
+    dtype=[torch.bfloat16, torch.float32],
 )
 def test_same_bits_as_the_core(format: Format, shape: Shape, dtype: torch.dtype) -> None:
     check(format, shape, dtype, "cuda")
@@ -59,7 +59,7 @@ def weights_of(layer, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pools", [1, 2])
-@pytest.mark.parametrize("method", ["BF16", "AMXINT8", "AMXINT4", "INT4_G32"])
+@pytest.mark.parametrize("method", ["BF16", "INT4_G32"])
 @pytest.mark.parametrize("room", [1, 4, 30])
 def test_groups(method: str, pools: int, room: int) -> None:
     """Many groups of random experts under way at once, read on a stream that is kept busy."""
@@ -90,7 +90,7 @@ def test_groups(method: str, pools: int, room: int) -> None:
         experts.release()
 
 
-def test_memory_stays(capsys: pytest.CaptureFixture) -> None:
+def test_memory_stays() -> None:
     [layer, *_] = layers("INT4_G32", 1)
     experts = layer.packed_experts()
     experts.register(CudaBackend(CUDA))

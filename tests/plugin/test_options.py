@@ -29,6 +29,7 @@ SPECIFIED = [
     "--kt-gpu-experts-ratio",
     "--kt-max-deferred-experts-per-token",
     "--kt-gpu-prefill-token-threshold",
+    "--kt-gpu-prefill-memory",
     "--kt-expert-placement-strategy",
     "--kt-expert-stats",
     "--record-kt-gpu-expert-distribution",
@@ -60,6 +61,8 @@ def test_round_trip(tmp_path: Path) -> None:
         "num_gpu_experts": 0,
         "max_deferred_experts_per_token": 1,
         "expert_lora_path": str(tmp_path),
+        "gpu_prefill_token_threshold": 512,
+        "gpu_prefill_memory": 1 << 30,
         "allow_untested": True,
     }
     options = KTOptions.from_mapping(given)
@@ -99,6 +102,19 @@ def test_spellings(name: str, value: Any) -> None:
         ({"cpuinfer": 1, "threadpool_count": 2}, "fewer threads than pools; accepted: at least"),
         ({"methods": "BF16"}, "unknown kt option 'methods'; accepted: method, "),
         ({"method": "BF16", "kt_method": "BF16"}, "--kt-method is given twice"),
+        ({"gpu_prefill_token_threshold": -1}, "threshold -1: expected an integer of at least 0"),
+        *(
+            (
+                {"gpu_prefill_memory": size, "gpu_prefill_token_threshold": 1},
+                "--kt-gpu-prefill-memory .*: expected a size in MB or GB, such as 1536MB or 2GB",
+            )
+            for size in ("1", "-1GB", "0MB", "1 TB", "GB", 0, -5, 1.5, True)
+        ),
+        ({"gpu_prefill_memory": "1GB"}, "without --kt-gpu-prefill-token-threshold above 0"),
+        (
+            {"gpu_prefill_memory": "1GB", "gpu_prefill_token_threshold": 0},
+            "without --kt-gpu-prefill-token-threshold above 0",
+        ),
         (["method"], "expected a mapping of option names to values"),
     ],
 )
@@ -106,6 +122,17 @@ def test_refused(given: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message) as caught:
         KTOptions.from_mapping(given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "megabytes"), [("1536MB", 1536), ("2GB", 2048), (" 1.5 GB", 1536), (1 << 20, 1)]
+)
+def test_sizes(size: Any, megabytes: int) -> None:
+    options = KTOptions.from_mapping(
+        {"gpu_prefill_memory": size, "gpu_prefill_token_threshold": "512"}
+    )
+    assert options.gpu_prefill_memory == megabytes << 20
+    assert "experts streamed from 512 tokens on" in options.describe()
 
 
 @pytest.mark.parametrize("option", NOT_YET, ids=lambda option: option.name)

@@ -83,6 +83,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         slot_map: torch.Tensor,
         cold_slot: int,
         padding: torch.Tensor | None = None,
+        defer: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`submit_forward` that also returns the routes of the experts on the GPU.
 
@@ -94,9 +95,11 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             cold_slot: the slot of a route to an expert that is not on the GPU.
             padding: a mask [T] of rows that are not tokens, see `routing.need_padding`. Neither
                 the CPU nor the GPU computes them. A graph reads it anew at each replay.
+            defer: False: this batch defers no expert, whatever the layer's setting.
         """
         inputs = hidden_states, topk_ids, topk_weights
-        routes = self._submit(inputs, cuda_stream, split=(slot_map, cold_slot), padding=padding)
+        split = slot_map, cold_slot
+        routes = self._submit(inputs, cuda_stream, split=split, padding=padding, defer=defer)
         assert routes is not None  # they were asked for
         return routes
 
@@ -210,6 +213,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         copy: bool = True,
         split: tuple[torch.Tensor, int] | None = None,
         padding: torch.Tensor | None = None,
+        defer: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Checks a batch, starts it on copies of its inputs, and remembers it for its sync.
 
@@ -241,14 +245,15 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 weights,
                 tokens,
                 cuda_stream,
-                self._chain_place(),
+                self._chain_place(defer),
                 deferring=s.max_deferred > 0,
                 split=split,
                 padding=padding,
                 kinds=kinds,
             )
         else:
-            batch = self._start_on_cpu(like, inputs, cuda_stream, copy, padding)
+            place = self._chain_place(defer)
+            batch = self._start_on_cpu(like, inputs, cuda_stream, copy, padding, place)
         self._pending.add(address, like, batch)
         if split is not None and routes is None:  # no kernel wrote them
             with on_stream(ids.device, cuda_stream):
@@ -262,6 +267,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         cuda_stream: Any,
         copy: bool,
         padding: torch.Tensor | None,
+        place: tuple[int, int],
     ) -> CpuBatch:
         """Starts a batch from the CPU's memory.
 
@@ -275,7 +281,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 "a CUDA graph there; start the engine without CUDA graphs (eager mode)"
             )
         chain, key = self._chain, (tokens, device, buffers.generation())
-        add, (_, protected_k) = chain.take(self, key), self._chain_place()
+        add, (_, protected_k) = chain.take(self, key), place
         batch, deferred = cpu_batch.start(
             self._core, chain.number, like, inputs, cuda_stream, copy, padding, protected_k, add
         )
@@ -309,8 +315,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             weakref.finalize(self, stream.close).atexit = False
         return stream
 
-    def _chain_place(self) -> tuple[int, int]:
-        """Position in the chain, and how many routes of a token are not deferred."""
+    def _chain_place(self, defer: bool = True) -> tuple[int, int]:
+        """Position in the chain, and how many routes of a token are not deferred: all if not
+        ``defer``."""
         chain = self._chain
         order, place = self._in_chain
         if order is not chain.order:
@@ -319,7 +326,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             k = s.num_experts_per_tok
             place = chain.position(self), max(k - s.max_deferred, 0) if deferring else k
             self._in_chain = order, place
-        return place
+        return place if defer else (place[0], self._settings.num_experts_per_tok)
 
 
 refuse_calls(

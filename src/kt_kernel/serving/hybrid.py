@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..adapter.changes import LayerChange
+from ..device.streaming.experts import PackedExperts
 from ..experts import KTMoEWrapper
 from ..moe.chain import model_scope
 from ..moe.inference import InferenceMoEWrapper
@@ -23,6 +24,13 @@ from ..weights.expert_tensors import MATRICES, matrix_shapes
 from ..weights.loading import LoadRecord
 from .adapter import LayerMerge, open_adapter
 from .options import AUTO, KTOptions
+from .streaming import (
+    LayerStreaming,
+    ModelStreaming,
+    Products,
+    StreamedBatch,
+    start_streaming,
+)
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -89,6 +97,8 @@ class HybridLayer:
             sizes = num_experts, hidden_size, moe_intermediate_size
             self._merge = LayerMerge(f"layer {layer_idx}", change, *sizes)
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
+        self._streaming: LayerStreaming | None = None
+        self._streamed: StreamedBatch | None = None  # the last submit, if it was streamed
         self._wrapper: InferenceMoEWrapper | None = None
         if has_cpu_part and not self._placement.all_hot:
             self._wrapper = KTMoEWrapper(
@@ -285,6 +295,18 @@ class HybridLayer:
                 )
             wrapper.finish_loading()
 
+    @property
+    def wrapper(self) -> InferenceMoEWrapper:
+        """The layer on the CPU. RuntimeError if there is none on this rank."""
+        if self._wrapper is None:
+            raise RuntimeError(f"layer {self.layer_idx}: no cold experts on this rank")
+        return self._wrapper
+
+    def start_streaming(self, model: ModelStreaming, packed: PackedExperts) -> None:
+        """Batches from the threshold on are streamed from now on. packed: this layer's experts,
+        registered with the device."""
+        self._streaming = LayerStreaming(model, self.wrapper, packed)
+
     def submit(
         self,
         x: torch.Tensor,
@@ -308,6 +330,18 @@ class HybridLayer:
         slot_map = self._slot_maps.get(x.device)
         if slot_map is None:
             slot_map = self._slot_maps[x.device] = self._placement.slot_map(x.device)
+        self._streamed = None
+        if self._streaming is not None and stream is None and self._streaming.wants(x):
+            self._streamed = self._streaming.start(
+                x,
+                topk_ids,
+                topk_weights,
+                cold=self._placement.cold_experts,
+                slot_map=slot_map,
+                cold_slot=cold_slot,
+                padding=padding,
+            )
+            return self._streamed.routes
         if self._wrapper is None:
             if padding is not None:
                 need_padding(f"layer {self.layer_idx}", padding, x.shape[0], x.device)
@@ -335,16 +369,24 @@ class HybridLayer:
         hot: the engine's sum [T, H], which may be overwritten; None if the engine has no slot.
         """
         self._need_cold("collect")
-        if self._wrapper is not None:
+        on_cpu = self._wrapper is not None
+        streamed, self._streamed = self._streamed, None
+        if streamed is not None:
+            hot, on_cpu = streamed.add(x, hot), streamed.on_cpu
+        if self._wrapper is not None and on_cpu:
             return self._wrapper.sync_and_add(x, stream, hot=hot, scale=scale)
         if hot is None:
             return torch.zeros_like(x)
         return hot if scale == 1.0 else hot * scale
 
     def stats(self) -> dict[str, int]:
-        """Counters of the CPU kernels so far: forwards, tokens, expert_calls and others. Empty
-        without cold experts, or before their weights arrive."""
-        return self._wrapper.stats() if self._wrapper is not None else {}
+        """Counters so far: of the CPU kernels forwards, tokens, expert_calls and others, and those
+        of `StreamCounters` if batches are streamed. Empty without cold experts, or before their
+        weights arrive."""
+        counters = self._wrapper.stats() if self._wrapper is not None else {}
+        if self._streaming is not None:
+            counters |= vars(self._streaming.counters)
+        return counters
 
     @property
     def packed_bytes(self) -> int:
@@ -418,6 +460,14 @@ class HybridModel:
         if self._adapter is not None:
             self._adapter.check_layers({layer.layer_idx for layer in self.layers})
             self._adapter = None
+
+    def start_streaming(
+        self, device: torch.device, dtype: torch.dtype, products: Products
+    ) -> str | None:
+        """Prepares streaming of long batches, once the model is loaded; see
+        `streaming.start_streaming`."""
+        layers = [layer for layer in self.layers if layer.has_cpu_part]
+        return start_streaming(layers, self.options, device, dtype, products)
 
     @property
     def elsewhere(self) -> bool:

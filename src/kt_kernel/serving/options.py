@@ -10,6 +10,7 @@ against the model. An empty mapping counts as given: all options have their defa
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..weights.methods import METHODS, QUANTISED_TO
 from .repository import Repository
 
 ENVIRONMENT_VARIABLE = "KT_CONFIG"
+_UNITS = {"MB": 1 << 20, "GB": 1 << 30}
 AUTO = "auto"  # as a method: chosen by the format of the stored weights
 
 
@@ -28,7 +30,8 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """One server option. ``kind`` is the kind of its value: int, method, path, flag or text."""
+    """One server option. ``kind`` is the kind of its value: int, size, method, path, flag or
+    text."""
 
     flag: str
     kind: str
@@ -98,9 +101,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "--kt-gpu-prefill-token-threshold",
-        "text",
-        "prompt length from which the GPU computes all experts",
-        why_not="cold experts are always computed on the CPU; remove it",
+        "int",
+        "tokens in a batch from which cold experts are copied to the GPU and computed there, "
+        "shared with the CPU (default 0: never)",
+    ),
+    Option(
+        "--kt-gpu-prefill-memory",
+        "size",
+        "memory on the GPU for experts that are copied there, such as 1536MB or 2GB (default 1GB)",
     ),
     Option(
         "--kt-expert-placement-strategy",
@@ -145,6 +153,8 @@ class KTOptions:
     num_gpu_experts: int | None = None
     max_deferred_experts_per_token: int | None = None
     expert_lora_path: str | None = None
+    gpu_prefill_token_threshold: int | None = None
+    gpu_prefill_memory: int | None = None  # bytes
     allow_untested: bool = False
     reason: str = field(default="", compare=False)
 
@@ -168,6 +178,11 @@ class KTOptions:
                 raise OptionError(f"{option.flag} is given twice")
             values[option.name] = _checked(option, value)
         options = cls(**values)
+        if options.gpu_prefill_memory is not None and not options.gpu_prefill_token_threshold:
+            raise OptionError(
+                "--kt-gpu-prefill-memory: without --kt-gpu-prefill-token-threshold above 0 no "
+                "expert is copied to the GPU; add that, or remove this"
+            )
         threads, pools = options.cpuinfer, options.threadpool_count
         if threads is not None and pools is not None and threads < pools:
             raise OptionError(
@@ -202,11 +217,14 @@ class KTOptions:
 
         adapter = self.expert_lora_path
         method = f"{self.method} ({AUTO}: {self.reason})" if self.reason else self.method
+        tokens = self.gpu_prefill_token_threshold
+        streamed = f"experts streamed from {tokens} tokens on, " if tokens else ""
         return (
             f"kt: method {method}, hot experts per layer {shown(self.num_gpu_experts, '0')}, "
             f"threads {shown(self.cpuinfer, 'by probe')}, "
             f"pools {shown(self.threadpool_count, 'one per NUMA node')}, "
             f"deferred experts per token {shown(self.max_deferred_experts_per_token, '0')}, "
+            f"{streamed}"
             f"cold weights from {self.weight_path or 'the served checkpoint'}"
             f"{'' if adapter is None else f', adapter {adapter}'}"
         )
@@ -329,6 +347,8 @@ def _checked(option: Option, value: Any) -> Any:
         if number is None or not option.minimum <= number < 2**31:
             raise OptionError(f"{flag} {value}: expected an integer of at least {option.minimum}")
         return number
+    if option.kind == "size":
+        return _bytes_of(flag, value)
     if not isinstance(value, (str, os.PathLike)):
         raise OptionError(f"{flag} {value!r}: expected text")
     text = os.fspath(value)
@@ -338,6 +358,19 @@ def _checked(option: Option, value: Any) -> Any:
         accepted = ", ".join((AUTO, *METHODS))
         raise OptionError(f"{flag} {text}: unknown method; accepted: {accepted}")
     return text
+
+
+def _bytes_of(flag: str, value: Any) -> int:
+    """A size in bytes: an integer of bytes, or a number with a unit."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    found = (
+        re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", value.strip()) if isinstance(value, str) else None
+    )
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if not 0 < size < 2**50:
+        raise OptionError(f"{flag} {value}: expected a size in MB or GB, such as 1536MB or 2GB")
+    return size
 
 
 def _check_exists(flag: str, text: str) -> None:

@@ -19,6 +19,14 @@ class CopyLane:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
 
+    def capturing(self) -> bool:
+        """Whether what is computed goes into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def wait(self) -> None:
+        """Returns once copies and computations are done."""
+        torch.cuda.synchronize(self.device)
+
     def event(self) -> Any:
         """A new event."""
         return torch.cuda.Event()

@@ -80,26 +80,38 @@ class ExpertStreamer:
         packed = self._halves[0].memory.nbytes // layer.expert_bytes
         return min(packed, self._weights.numel() // layer.expert_values)
 
-    def stream(self, layer: PackedExperts, slots: Sequence[int]) -> Iterator[Group]:
-        """Copies experts of a layer; yields them in groups, in the order of memory.
-
-        A group's weights are valid for what the caller puts on its current stream before it asks
-        for the next group. The host never waits. Raises ValueError for experts that are not on the
-        CPU, and if no expert of the layer fits.
-        """
-        slots, room = layer.sorted(slots), self.room(layer)
+    def need_room(self, layer: PackedExperts) -> int:
+        """`room`, which is at least 1. ValueError if no expert fits."""
+        room = self.room(layer)
         if room < 1:
             raise ValueError(
                 f"an expert of {layer.expert_bytes / 1e6:.1f} MB does not fit into the memory for "
                 f"streamed experts on {self._lane.device}"
             )
+        return room
+
+    def stream(self, layer: PackedExperts, slots: Sequence[int]) -> Iterator[Group]:
+        """Copies experts of a layer; yields them in groups, in the order of memory.
+
+        The first copies start at once, and the host never waits. A group's weights are valid for
+        what the caller puts on its current stream before it asks for the next group. Iterate over
+        one layer before the next call.
+
+        Raises ValueError for experts that are not on the CPU, and if no expert of the layer fits.
+        """
+        slots, room = layer.sorted(slots), self.need_room(layer)
         groups = [slots[i : i + room] for i in range(0, len(slots), room)]
-        halves = [self._copy(layer, group) for group in groups[:_HALVES]]
-        for number, group in enumerate(groups):
-            unpacked = self._unpacked(layer, group, halves[number])
-            halves += [self._copy(layer, next_group) for next_group in groups[len(halves) :][:1]]
+        return self._groups(layer, groups, [self._copy(layer, g) for g in groups[:_HALVES]])
+
+    def _groups(
+        self, layer: PackedExperts, groups: list[list[int]], halves: list[_Half]
+    ) -> Iterator[Group]:
+        """Unpacks groups one by one. halves: where the first of them were copied to."""
+        for number, slots in enumerate(groups):
+            group = self._unpacked(layer, slots, halves[number])
+            halves += [self._copy(layer, more) for more in groups[len(halves) :][:1]]
             try:
-                yield unpacked
+                yield group
             finally:
                 self._lane.record_compute(self._used)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ _PARTS = 4  # of 32 columns, that a program unpacks
 _WARPS = 4
 
 
+@functools.cache
 def kernel_constants(form: WeightForm, columns: int) -> dict[str, Any]:
     """The constants of `unpack_kernel.unpack` for matrices of a form with this many columns.
 

@@ -1,0 +1,287 @@
+"""Long batches: cold experts that are copied to the GPU, and how they are shared with the CPU.
+
+From a threshold of tokens on, the experts with the most tokens go over the bus to the GPU, and the
+CPU computes the others meanwhile. From a second threshold on, the CPU would save less than a tenth
+of the time, so all cold experts are streamed: then nothing depends on the routes, the host does not
+wait for them, and copies start while the layer before is still computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..device.streaming.experts import PackedExperts
+from ..device.streaming.rates import Rates, measure_bus, measure_cpu
+from ..device.streaming.streamer import ExpertStreamer, Group
+from ..moe.routing import hot_routes, without_padding
+from .options import KTOptions, OptionError
+
+#: An engine's product of hidden states with some experts: (x [T, H], slots [T, k], weights [T, k],
+#: w13 [n, 2 I, H], w2 [n, H, I]) -> [T, H]. Routes with slot -1 have weight 0 and are skipped.
+Products = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
+
+DEFAULT_MEMORY = 1 << 30
+_logger = logging.getLogger("kt_kernel.serving")
+_THRESHOLD, _MEMORY = "--kt-gpu-prefill-token-threshold", "--kt-gpu-prefill-memory"
+# The CPU's share of a layer is its rate over that of both: below a tenth it stays idle.
+_WORTH_SHARING = 9.0
+
+
+@dataclass
+class StreamCounters:
+    """What was streamed so far."""
+
+    streamed_batches: int = 0
+    streamed_experts: int = 0
+    streamed_bytes: int = 0
+
+
+class ModelStreaming:
+    """What the layers of a model share: memory on the device, rates, and thresholds.
+
+    threshold: tokens from which batches are streamed. products: the engine's kernels.
+    """
+
+    def __init__(
+        self,
+        streamer: ExpertStreamer,
+        lane: Any,
+        rates: Rates,
+        threshold: int,
+        products: Products,
+    ) -> None:
+        self.streamer, self.rates, self.products = streamer, rates, products
+        self.threshold = threshold
+        self._lane = lane
+        self._warned = False
+
+    def wants(self, x: torch.Tensor) -> bool:
+        """Whether a batch x [T, H] is streamed. Nothing is streamed in a CUDA graph, since what is
+        copied depends on the batch; the first time, a warning says so."""
+        tokens = x.shape[0]
+        if tokens < self.threshold or x.device != self._lane.device:
+            return False
+        if not self._lane.capturing():
+            return True
+        if not self._warned:
+            self._warned = True
+            _logger.warning(
+                "kt: batches of %d tokens are captured in a CUDA graph, in which nothing can be "
+                "streamed: their cold experts stay on the CPU, despite %s %d; to stream batches of "
+                "this size, let the engine capture smaller ones only",
+                tokens,
+                _THRESHOLD,
+                self.threshold,
+            )
+        return False
+
+    def whole(self, tokens: int, top_k: int, cold: int, experts: int) -> bool:
+        """Whether all cold experts are streamed, by the time that the CPU would take for them if
+        routes are spread evenly."""
+        cpu = self.rates.on_cpu(cold, tokens * top_k * cold / experts)
+        return cpu > _WORTH_SHARING * cold * self.rates.expert_on_bus
+
+
+class LayerStreaming:
+    """The streaming of one layer. wrapper: its InferenceMoEWrapper."""
+
+    def __init__(self, model: ModelStreaming, wrapper: Any, packed: PackedExperts) -> None:
+        self._model, self._wrapper, self._packed = model, wrapper, packed
+        self._experts: int = wrapper.num_experts
+        self._maps: dict[tuple[int, ...], torch.Tensor] = {}  # of groups of whole layers
+        self.counters = StreamCounters()
+
+    def wants(self, x: torch.Tensor) -> bool:
+        """Whether a batch x [T, H] is streamed."""
+        return self._model.wants(x)
+
+    def start(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        cold: Sequence[int],
+        slot_map: torch.Tensor,
+        cold_slot: int,
+        padding: torch.Tensor | None,
+    ) -> StreamedBatch:
+        """Starts a batch: the copies to the device, and the CPU on the experts that stay there.
+
+        cold: the cold experts. The other arguments are those of `HybridLayer.submit`.
+        """
+        model, top_k = self._model, topk_ids.shape[1]
+        if model.whole(x.shape[0], top_k, len(cold), self._experts):
+            streamed, whole, on_cpu = list(cold), True, False
+        else:
+            tokens = self._tokens(topk_ids, padding, cold)
+            streamed, whole = model.rates.split(tokens), False
+            on_cpu = sum(tokens) > sum(tokens[expert] for expert in streamed)
+        groups = model.streamer.stream(self._packed, streamed)
+        if on_cpu:
+            there = self._map(range(len(streamed)), streamed, x.device)
+            # A signed type, as -1 stands for no expert.
+            ids = topk_ids if topk_ids.dtype.is_signed else topk_ids.long()
+            on_gpu, _ = hot_routes(ids, topk_weights, there, -1)
+            routes = self._wrapper.submit_and_split(
+                x,
+                ids.masked_fill(on_gpu >= 0, -1),
+                topk_weights,
+                slot_map=slot_map,
+                cold_slot=cold_slot,
+                padding=padding,
+                defer=False,
+            )
+            routes = routes[0].to(topk_ids.dtype), routes[1]
+        else:
+            routes = hot_routes(topk_ids, topk_weights, slot_map, cold_slot, padding)
+        self.counters.streamed_batches += 1
+        self.counters.streamed_experts += len(streamed)
+        self.counters.streamed_bytes += len(streamed) * self._packed.expert_bytes
+        return StreamedBatch(
+            self, routes, on_cpu, (topk_ids, topk_weights, padding), groups, keep_maps=whole
+        )
+
+    def products(self, x: torch.Tensor, group: Group, routes: Any, keep: bool) -> torch.Tensor:
+        """The sum [T, H] of a group's experts. keep: the group comes again."""
+        ids, weights, padding = routes
+        slots = tuple(group.slots)
+        there = self._maps.get(slots)
+        if there is None:
+            there = self._map(range(len(slots)), slots, x.device)
+            if keep:
+                self._maps[slots] = there
+        ids = ids if ids.dtype.is_signed else ids.long()
+        local, local_weights = hot_routes(ids, weights, there, -1, padding)
+        return self._model.products(x, local, local_weights, group.w13, group.w2)
+
+    def _tokens(
+        self, topk_ids: torch.Tensor, padding: torch.Tensor | None, cold: Sequence[int]
+    ) -> list[int]:
+        """How many tokens each cold expert has; 0 for the others. Waits for the device."""
+        ids = without_padding(topk_ids, padding)
+        ids = torch.where((ids >= 0) & (ids < self._experts), ids, self._experts)
+        counts = ids.flatten().bincount(minlength=self._experts + 1).tolist()
+        here = set(cold)
+        return [count if expert in here else 0 for expert, count in enumerate(counts[:-1])]
+
+    def _map(
+        self, values: Sequence[int], slots: Sequence[int], device: torch.device
+    ) -> torch.Tensor:
+        """int32 [E]: a value for each of the slots, -1 for the others."""
+        numbers = [-1] * self._experts
+        for slot, value in zip(slots, values, strict=True):
+            numbers[slot] = value
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+class StreamedBatch:
+    """A batch under way. routes: those of the hot experts. on_cpu: whether the CPU computes some
+    experts."""
+
+    def __init__(
+        self,
+        layer: LayerStreaming,
+        routes: tuple[torch.Tensor, torch.Tensor],
+        on_cpu: bool,
+        inputs: Any,
+        groups: Iterator[Group],
+        *,
+        keep_maps: bool,
+    ) -> None:
+        self.routes, self.on_cpu = routes, on_cpu
+        self._layer, self._inputs, self._groups = layer, inputs, groups
+        self._keep_maps = keep_maps
+
+    def add(self, x: torch.Tensor, hot: torch.Tensor | None) -> torch.Tensor | None:
+        """hot plus the sum of the streamed experts [T, H], rounded once; None if both are empty."""
+        total = None if hot is None else hot.float()
+        for group in self._groups:
+            part = self._layer.products(x, group, self._inputs, self._keep_maps)
+            total = part.float() if total is None else total.add_(part)
+        return None if total is None else total.to(x.dtype)
+
+
+class Device:
+    """What streaming needs of a CUDA device: a lane for copies, and access to host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        from ..device.backend import CudaBackend
+        from ..device.streaming.lane import CopyLane
+
+        self.lane: Any = CopyLane(device)
+        self.backend: Any = CudaBackend(device)
+
+
+def start_streaming(
+    layers: Sequence[Any],
+    options: KTOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    products: Products,
+    make_device: Callable[[torch.device], Any] = Device,
+) -> str | None:
+    """Prepares a loaded model's layers for streaming, if the options ask for it.
+
+    layers: `HybridLayer`s with cold experts on this rank. dtype: of hidden states. products: the
+    engine's kernels. Takes the memory on the device, registers the layers' weights with the driver,
+    and measures the rates of the bus and the CPU on the first layer. Returns a line for the log;
+    None if nothing is streamed. Raises OptionError if that is not possible, and
+    torch.OutOfMemoryError.
+    """
+    threshold = options.gpu_prefill_token_threshold
+    if not threshold or not layers:
+        return None
+    place = f"{_THRESHOLD} {threshold}"
+    if make_device is Device and device.type != "cuda":
+        raise OptionError(
+            f"{place}: experts can only be streamed to a CUDA device, and the engine runs on "
+            f"{device}; remove it"
+        )
+    try:
+        there = make_device(device)
+        from ..device.streaming import unpack_kernel  # noqa: F401 - Triton may be missing
+
+        packed = [layer.wrapper.packed_experts() for layer in layers]
+    except (ImportError, ValueError) as error:
+        raise OptionError(f"{place}: {error}; remove it") from error
+    memory = options.gpu_prefill_memory or DEFAULT_MEMORY
+    try:
+        streamer = ExpertStreamer(there.lane, memory, packed[0], dtype)
+        for experts in packed:
+            streamer.need_room(experts)
+    except ValueError as error:
+        raise OptionError(f"{_MEMORY} {memory / (1 << 20):.0f}MB: {error}") from error
+    began = time.perf_counter()
+    try:
+        for experts in packed:
+            experts.register(there.backend)
+    except RuntimeError as error:
+        raise OptionError(f"{place}: {error}; raise the limit, or remove the option") from error
+    registered = time.perf_counter() - began
+    total = sum(layer.packed_bytes for layer in layers)
+    first = layers[0]
+    cold = first.placement.cold_experts
+    rates = Rates(
+        measure_bus(streamer, packed[0], there.lane.wait), *measure_cpu(first.wrapper, cold)
+    )
+    model = ModelStreaming(streamer, there.lane, rates, threshold, products)
+    for layer, experts in zip(layers, packed, strict=True):
+        layer.start_streaming(model, experts)
+    return (
+        f"kt: batches of {threshold} tokens and more stream cold experts to {device}: "
+        f"{total / 1e6:.0f} MB registered in {registered:.1f} s, {streamer.nbytes / 1e6:.0f} MB on "
+        f"the device for {streamer.room(packed[0])} experts at a time; an expert takes "
+        f"{rates.expert_on_bus * 1e6:.0f} us on the bus "
+        f"({packed[0].expert_bytes / rates.expert_on_bus / 1e9:.1f} GB/s) and "
+        f"{rates.expert_on_cpu * 1e6:.0f} us + {rates.token_on_cpu * 1e6:.2f} us per token on the "
+        f"CPU"
+    )

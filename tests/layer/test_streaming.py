@@ -1,0 +1,210 @@
+"""Hybrid layers whose long batches are streamed: the same results as on the CPU alone. Triton's
+interpreter unpacks, and torch stands in for an engine's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layer.immediate import ImmediateLane, Pins
+
+from kt_kernel.device.streaming.rates import Rates
+from kt_kernel.device.streaming.streamer import ExpertStreamer
+from kt_kernel.moe.placement import COLD, Placement
+from kt_kernel.serving import hybrid as layers
+from kt_kernel.serving import streaming
+from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
+from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.testing import row_error
+
+pytest.importorskip("triton")
+
+E, K, H, INNER, THRESHOLD = 6, 2, 64, 96, 8
+CPU = torch.device("cpu")
+BOTH = Rates(0.2, 0.02, 0.05)  # experts with few tokens stay on the CPU
+BUS_ONLY = Rates(1e-6, 1.0, 1.0)
+CPU_ONLY = Rates(1e6, 0.1, 0.05)
+
+
+class FakeDevice:
+    def __init__(self, device: torch.device) -> None:
+        self.lane, self.backend = ImmediateLane(), Pins()
+
+
+def products(x, slots, weights, w13, w2) -> torch.Tensor:
+    """As an engine's kernels: every route with a slot, summed in float32, rounded once."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for slot in range(len(w13)):
+        gate, up = (x.float() @ w13[slot].float().T).split(INNER, 1)
+        h = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
+        factor = torch.where(slots == slot, weights.float(), 0).sum(1, keepdim=True)
+        total += factor * (h @ w2[slot].float().T)
+    assert not weights[slots < 0].any()
+    return total.to(x.dtype)
+
+
+def make(monkeypatch: pytest.MonkeyPatch, hot: tuple[int, ...] = (), **options: Any) -> HybridLayer:
+    slots = [hot.index(e) if e in hot else COLD for e in range(E)]
+    placement = Placement(tuple(slots), len(hot))
+    monkeypatch.setattr(layers, "initial_placement", lambda options, experts: placement)
+    given = {"method": "INT4_G32", "cpuinfer": 2, "num_gpu_experts": len(hot)} | options
+    model = HybridModel(KTOptions(**given))
+    made = model.add_layer(
+        layer_idx=3,
+        num_experts=E,
+        num_experts_per_tok=K,
+        hidden_size=H,
+        moe_intermediate_size=INNER,
+    )
+    g = torch.Generator().manual_seed(0)
+    sizes = ((INNER, H), (INNER, H), (H, INNER))
+    for expert in range(E):
+        for which, size in zip(MATRICES, sizes, strict=True):
+            weights = (torch.randn(size, generator=g) / 8).bfloat16()
+            if expert not in hot:
+                made.add_weight(expert, which, weights)
+    made.finish_loading()
+    return made
+
+
+def stream(layer: HybridLayer, rates: Rates, room: int = 2) -> ImmediateLane:
+    """Streams the layer's batches from THRESHOLD tokens on; ``room`` experts fit on the device."""
+    lane, experts = ImmediateLane(), layer.wrapper.packed_experts()
+    one = 2 * experts.expert_bytes + 2 * experts.expert_values
+    streamer = ExpertStreamer(lane, room * one, experts)
+    layer.start_streaming(
+        streaming.ModelStreaming(streamer, lane, rates, THRESHOLD, products), experts
+    )
+    return lane
+
+
+def batch(tokens: int, ids_dtype: torch.dtype = torch.int32) -> tuple:
+    """Expert 0 has half of the routes; one id does not exist."""
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, H, generator=g).bfloat16()
+    ids = torch.randint(0, E, (tokens, K), generator=g)
+    ids[:, 0] = 0
+    ids[-1, 0] = E
+    return x, ids.to(ids_dtype), torch.rand(tokens, K, generator=g)
+
+
+def answers(layer: HybridLayer, inputs: tuple, **more: Any) -> tuple[Any, torch.Tensor]:
+    x = inputs[0]
+    routes = layer.submit(*inputs, cold_slot=-1, **more)
+    return routes, layer.collect(x, torch.ones_like(x), scale=2.0)
+
+
+@pytest.mark.parametrize("rates", [BOTH, BUS_ONLY, CPU_ONLY], ids=["both", "bus", "cpu"])
+@pytest.mark.parametrize("hot", [(), (4, 1)])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.uint8])
+def test_the_same_as_on_the_cpu(monkeypatch, rates, hot, ids_dtype) -> None:
+    layer, alone = make(monkeypatch, hot), make(monkeypatch, hot)
+    lane = stream(layer, rates)
+    for tokens in (1, THRESHOLD - 1, THRESHOLD, 40):
+        inputs = batch(tokens, ids_dtype)
+        calls, copied = layer.stats()["expert_calls"], lane.copied
+        padding = torch.zeros(tokens, dtype=torch.bool)
+        padding[0] = tokens > 1
+        slot = {"padding": padding} if tokens == 40 else {}
+        found, want = answers(layer, inputs, **slot), answers(alone, inputs, **slot)
+        for mine, theirs in zip(found[0], want[0], strict=True):
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+        calls = layer.stats()["expert_calls"] - calls
+        copied = lane.copied - copied
+        if tokens < THRESHOLD:
+            assert torch.equal(found[1], want[1]) and calls and not copied
+            continue
+        assert row_error(found[1], want[1].double()).max() < 0.01
+        if rates is BOTH:
+            assert calls and copied  # expert 0 is streamed, others are not
+        else:
+            assert bool(calls) == (rates is CPU_ONLY) and bool(copied) == (rates is BUS_ONLY)
+
+
+def test_a_streamed_layer_defers_nothing(monkeypatch) -> None:
+    """Without streaming, this layer would leave its lowest experts to the next one."""
+    layer = make(monkeypatch, max_deferred_experts_per_token=2)
+    want = answers(make(monkeypatch), batch(40))[1]
+    stream(layer, CPU_ONLY)
+    assert torch.equal(answers(layer, batch(40))[1], want)
+
+
+def test_only_cold_experts_are_streamed(monkeypatch) -> None:
+    """The counters agree."""
+    layer = make(monkeypatch)
+    lane = stream(layer, BUS_ONLY)
+    expert_bytes = layer.wrapper.packed_experts().expert_bytes
+    answers(layer, batch(20))
+    assert lane.copied == E * expert_bytes
+    layer = make(monkeypatch, (4, 1))
+    lane = stream(layer, BUS_ONLY)
+    answers(layer, batch(20))
+    assert lane.copied == 4 * expert_bytes
+    counters = layer.stats()
+    assert counters["streamed_batches"] == 1 and counters["streamed_experts"] == 4
+    assert counters["streamed_bytes"] == lane.copied
+
+
+def test_nothing_is_streamed_in_a_graph(monkeypatch, caplog) -> None:
+    layer = make(monkeypatch)
+    lane = stream(layer, BUS_ONLY)
+    lane.in_capture = True
+    for tokens in (41, 40):
+        want = answers(make(monkeypatch), batch(tokens))[1]
+        assert torch.equal(answers(layer, batch(tokens))[1], want) and not lane.copied
+    [warning] = caplog.messages
+    assert warning.startswith("kt: batches of 41 tokens are captured in a CUDA graph")
+
+
+def start(layer: HybridLayer, make_device: Any = FakeDevice, device: torch.device = CPU) -> Any:
+    return streaming.start_streaming(
+        [layer], layer.options, device, torch.bfloat16, products, make_device
+    )
+
+
+def test_start(monkeypatch) -> None:
+    """Rates are measured, and the line for the log has them. Engines load under the context of a
+    device, which is not the CPU."""
+    layer = make(monkeypatch, gpu_prefill_token_threshold=THRESHOLD)
+    with torch.device("meta"):
+        line = start(layer)
+    assert line is not None and line.startswith(
+        "kt: batches of 8 tokens and more stream cold experts to cpu: 0 MB registered"
+    )
+    assert "6 experts at a time" in line
+    want = answers(make(monkeypatch), batch(40))[1]
+    assert row_error(answers(layer, batch(40))[1], want.double()).max() < 0.01
+    assert layer.stats()["streamed_batches"] == 1
+
+
+@pytest.mark.parametrize("threshold", [None, 0])
+def test_no_threshold(monkeypatch, threshold) -> None:
+    layer = make(monkeypatch, gpu_prefill_token_threshold=threshold)
+    assert start(layer) is None and "streamed_batches" not in layer.stats()
+
+
+def test_refusals(monkeypatch) -> None:
+    layer = make(monkeypatch, gpu_prefill_token_threshold=8, gpu_prefill_memory=20_000)
+    with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0MB: .* too little .* needs"):
+        start(layer)
+    layer = make(monkeypatch, gpu_prefill_token_threshold=8)
+    with pytest.raises(OptionError, match="CUDA device, and the engine runs on cpu; remove it"):
+        start(layer, streaming.Device)
+
+    class NoMemory(FakeDevice):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.backend.limit = 0
+
+    with pytest.raises(OptionError, match="threshold 8: cannot be pinned; raise the limit"):
+        start(layer, NoMemory)
+    monkeypatch.setattr(
+        layer.wrapper,
+        "packed_experts",
+        lambda: (_ for _ in ()).throw(
+            ValueError("layer 3: these experts cannot be copied to a GPU: they have biases")
+        ),
+    )
+    with pytest.raises(OptionError, match="threshold 8: layer 3: .*biases; remove it"):
+        start(layer)
