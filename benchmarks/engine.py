@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import sys
 import tempfile
@@ -46,27 +47,25 @@ def configurations(args: argparse.Namespace, model: Path) -> list[dict[str, Any]
     found: list[dict[str, Any]] = [] if args.no_stock else [{"name": "stock", "arguments": {}}]
     for part in args.hot:
         hot = round(part * args.shape.experts)
-        for d in args.deferral:
+        for d, tokens in itertools.product(args.deferral, args.streaming):
             kt = {
                 "method": args.method,
                 "num_gpu_experts": hot,
                 "max_deferred_experts_per_token": d,
+                "gpu_prefill_token_threshold": tokens,
             }
             if args.cpuinfer:
                 kt["cpuinfer"] = args.cpuinfer
             if args.weight_path:
                 kt["weight_path"] = str(model)
-            given = (
-                {"additional_config": {"kt": kt}}
-                if args.engine == "vllm"
-                else {f"kt_{name}": value for name, value in kt.items()}
-            )
             found.append(
                 {
-                    "name": f"kt {part:.0%} hot, d={d}",
+                    "name": f"kt {part:.0%} hot, d={d}"
+                    + (f", streamed from {tokens} tokens" if tokens else ""),
                     "hot": part,
                     "deferred": d,
-                    "arguments": given,
+                    "streamed": tokens,
+                    "arguments": {"kt": kt},
                 }
             )
     for part in args.offload:
@@ -164,6 +163,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--hot", nargs="*", type=float, default=[0, 0.25, 0.5, 0.75], help="parts of the experts")
     add("--deferral", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    add(
+        "--streaming",
+        nargs="+",
+        type=int,
+        default=[0],
+        help="tokens from which cold experts are streamed to the GPU; 0: never",
+    )
     add("--no-stock", action="store_true")
     add("--offload", nargs="*", type=float, help="the engine's own offload (default: as --hot)")
     add("--together", action="store_true", help="use one process, which starts sooner")

@@ -2,7 +2,8 @@
 
     engine_run.py JOB.json FOLDER
 
-JOB: {"engine": "vllm" or "sglang", "model": folder, "runs": [{arguments of LLM or Engine}],
+JOB: {"engine": "vllm" or "sglang", "model": folder,
+      "runs": [{arguments of LLM or Engine, and "kt": options of kt-moe}],
       "vocabulary", "prefill": [tokens of a prompt], "streams": [n], "steps": tokens decoded,
       "context": tokens before them, "rounds": n, "settle": seconds of decoding before}
 FOLDER gets one file per run, named by its number: {"prefill": {tokens: [seconds to the first
@@ -115,6 +116,9 @@ def main() -> None:
     choose = random.Random(0)
     for number, arguments in enumerate(job["runs"]):
         start = time.monotonic()
+        os.environ.pop("KT_CONFIG", None)
+        if "kt" in arguments:
+            os.environ["KT_CONFIG"] = json.dumps(arguments.pop("kt"))
         with generator(job["model"], arguments) as (generate, gpu_bytes):
             started = time.monotonic() - start
             found = timed(job, generate, choose)

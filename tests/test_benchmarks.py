@@ -397,27 +397,37 @@ def test_engine_configurations(module: Any) -> None:
         "offload of 0.141 GiB",
         "offload of 0.0352 GiB",
     ]
-    assert vllm[4]["arguments"]["additional_config"]["kt"] == {
-        "method": "BF16",
-        "num_gpu_experts": 12,
-        "max_deferred_experts_per_token": 2,
+    assert vllm[4]["arguments"] == {
+        "kt": {
+            "method": "BF16",
+            "num_gpu_experts": 12,
+            "max_deferred_experts_per_token": 2,
+            "gpu_prefill_token_threshold": 0,
+        }
     }
     cold = 3 * 4 * 3 * 1024 * 512 * 2  # layers, experts, matrices
     assert vllm[6]["arguments"] == {"cpu_offload_gb": cold / 2**30}
     sglang = engine.configurations(
         engine.parse(
-            ["--engine", "sglang", "--cpuinfer", "3", "--weight-path", "--no-stock", *common, "1"]
+            [
+                *("--engine", "sglang", "--cpuinfer", "3", "--weight-path", "--no-stock"),
+                *(*common, "1", "--streaming", "0", "512"),
+            ]
         ),
         model,
     )
-    assert sglang[0]["arguments"] == {
-        "kt_method": "BF16",
-        "kt_num_gpu_experts": 0,
-        "kt_max_deferred_experts_per_token": 1,
-        "kt_cpuinfer": 3,
-        "kt_weight_path": "model",
+    assert sglang[1]["name"] == "kt 0% hot, d=1, streamed from 512 tokens"
+    assert sglang[1]["arguments"] == {
+        "kt": {
+            "method": "BF16",
+            "num_gpu_experts": 0,
+            "max_deferred_experts_per_token": 1,
+            "gpu_prefill_token_threshold": 512,
+            "cpuinfer": 3,
+            "weight_path": "model",
+        }
     }
-    assert sglang[2]["arguments"] == {"cpu_offload_gb": 1}
+    assert sglang[4]["arguments"] == {"cpu_offload_gb": 1}
     for parts, names in (([], []), (["0.5"], ["offload of 0.0703 GiB"])):
         given = ["--engine", "vllm", "--no-stock", *common, "0", "--offload", *parts]
         found = [one["name"] for one in engine.configurations(engine.parse(given), model)]

@@ -42,12 +42,14 @@ from tiny_model import (
 
 
 class Kind(NamedTuple):
-    """hot: experts on the GPU; None: the stock engine. gpus: of tensor parallelism."""
+    """hot: experts on the GPU; None: the stock engine. gpus: of tensor parallelism. streamed:
+    tokens from which batches are streamed; 0: never."""
 
     hot: int | None
     graphs: bool
     deferred: int = 0
     gpus: int = 1
+    streamed: int = 0
 
     @property
     def mode(self) -> tuple[bool, int]:
@@ -69,6 +71,9 @@ RUNS = {
     "some hot, deferred": Kind(HOT, False, 1),
     "none hot, deferred, graphs": Kind(0, True, 1),
     "some hot, deferred, graphs": Kind(HOT, True, 1),
+    "none hot, streamed": Kind(0, False, streamed=16),
+    "some hot, streamed": Kind(HOT, False, streamed=16),
+    "none hot, streamed, graphs": Kind(0, True, streamed=16),
     "stock, graphs, two GPUs": Kind(None, True, gpus=2),
     "some hot, graphs, two GPUs": Kind(HOT, True, gpus=2),
     "none hot, two GPUs": Kind(0, False, gpus=2),
@@ -136,6 +141,7 @@ def _runs() -> list[tuple[dict[str, Any], Kind, dict[str, Any]]]:
             "num_gpu_experts": kind.hot,
             "cpuinfer": CPU_THREADS,
             "max_deferred_experts_per_token": kind.deferred,
+            "gpu_prefill_token_threshold": kind.streamed,
         }
         found.append((one, kind, {} if kind.hot is None else kt))
     return found
@@ -204,16 +210,22 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
         }
         for one, kind, kt in _runs()
     ]
-    answers = _answers(python, "vllm_run.py", folder / "vllm", runs, _job(plain))
+    job = _job(plain) | {"modules": ["stream_all"]}  # the experts are too small to be worth it
+    answers = _answers(python, "vllm_run.py", folder / "vllm", runs, job)
     _judge("vLLM", answers, transformers)
     for name, answer in answers.items():
         hot = RUNS[name].hot
         if hot is not None and hot < EXPERTS:
             assert all(layer["expert_calls"] > 0 for layer in answer["stats"]), answer["stats"]
         if hot == 0 and not RUNS[name].deferred:
-            # Of tokens alone, though in graphs six make a batch of eight.
+            # Of tokens alone, though in graphs six make a batch of eight. Prompts come together.
             tokens = computed_tokens(PROMPTS, STEPS)
+            if RUNS[name].streamed:
+                tokens -= sum(map(len, PROMPTS))
             assert answer["expert_calls"] == [TOP_K * tokens] * LAYERS, (name, tokens)
+        if RUNS[name].streamed:
+            cold = EXPERTS - (hot or 0)
+            assert all(layer["streamed_experts"] >= cold for layer in answer["stats"]), name
 
 
 @pytest.mark.parametrize("marks", ["0", "1"])
@@ -243,8 +255,8 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
     runs = [
         {
             **one,
-            "arguments": {f"kt_{option}": value for option, value in kt.items()}
-            | ({} if kind.graphs else NO_GRAPHS)
+            "config": json.dumps(kt) if kt else "",
+            "arguments": ({} if kind.graphs else NO_GRAPHS)
             | (SGLANG_RANKS if kind.gpus > 1 else {}),
         }
         for one, kind, kt in _runs()
@@ -253,7 +265,9 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
     answers = _answers(python, "sglang_run.py", folder / "sglang", runs, job)
     _judge("SGLang", answers, transformers)
     for name, answer in answers.items():
-        if RUNS[name].hot == 0 and RUNS[name].graphs and not RUNS[name].deferred:
+        if RUNS[name].streamed:  # perhaps none of the experts, which are small
+            assert answer["stats"]["models"][0]["streamed_batches"] >= LAYERS, name
+        elif RUNS[name].hot == 0 and RUNS[name].graphs and not RUNS[name].deferred:
             # Captures take nothing, and padding neither.
             [counted] = answer["stats"]["models"]
             tokens = computed_tokens(PROMPTS, STEPS)
