@@ -116,6 +116,16 @@ def warn_of_trace(device: str, logger: logging.Logger) -> None:
         logger.warning("kt: %s is ignored: traces need a GPU", TRACE_VARIABLE)
 
 
+def refuse_streaming(device: str, options: KTOptions) -> None:
+    """OptionError if experts are to be streamed to a device that is not a GPU."""
+    tokens = options.gpu_prefill_token_threshold
+    if tokens and device != "cuda":
+        raise OptionError(
+            f"--kt-gpu-prefill-token-threshold {tokens}: experts can only be streamed to a CUDA "
+            f"device, and the engine's device is {device}; remove it"
+        )
+
+
 def refuse_class(classes: list[str], options: KTOptions) -> None:
     """OptionError if a model class is not tested, unless --kt-allow-untested is given."""
     if not options.allow_untested and not set(classes) <= set(TESTED_MODELS):

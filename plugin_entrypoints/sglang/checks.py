@@ -6,7 +6,7 @@ from typing import Any
 from kt_kernel.runtime.variant import kernel_kind
 from kt_kernel.serving.options import KTOptions, OptionError
 
-from ..common import refuse_class, refuse_quantised, warn_of_trace
+from ..common import refuse_class, refuse_quantised, refuse_streaming, warn_of_trace
 from .contract import BESIDE_COLD, CONTRACT, DECLARE_LATE, DECLARE_RESOLUTION
 from .options import OPTIONS_KEY, language_model, model_config_of, options_of, resolved
 
@@ -48,6 +48,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     quantisation = model_config.quantization or arguments.quantization
     refuse_quantised(quantisation)
     CONTRACT.refuse(arguments)
+    refuse_streaming(arguments.device, options)
     if _some_are_cold(model_config, options):
         CONTRACT.refuse(arguments, BESIDE_COLD)
         _refuse_compiled_graphs(arguments)
@@ -74,12 +75,23 @@ def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
     """With --enable-deterministic-inference, results must not depend on the batch."""
     if not arguments.enable_deterministic_inference:
         return
-    if options.max_deferred_experts_per_token:
-        raise OptionError(
-            f"--kt-max-deferred-experts-per-token {options.max_deferred_experts_per_token}: "
-            "deferral depends on the batch, which --enable-deterministic-inference forbids; "
-            "remove one of them"
-        )
+    for flag, value, what in (
+        (
+            "--kt-max-deferred-experts-per-token",
+            options.max_deferred_experts_per_token,
+            "deferral depends",
+        ),
+        (
+            "--kt-gpu-prefill-token-threshold",
+            options.gpu_prefill_token_threshold,
+            "which experts are streamed depends",
+        ),
+    ):
+        if value:
+            raise OptionError(
+                f"{flag} {value}: {what} on the batch, which --enable-deterministic-inference "
+                "forbids; remove one of them"
+            )
     if kernel_kind() == 0:
         raise OptionError(
             "--enable-deterministic-inference: results of cold experts depend on the batch size in "

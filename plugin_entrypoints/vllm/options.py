@@ -10,7 +10,7 @@ from typing import Any
 
 from kt_kernel.serving.options import KTOptions, OptionError
 
-from ..common import choose, refuse_class, refuse_quantised
+from ..common import choose, refuse_class, refuse_quantised, refuse_streaming
 from .contract import CONTRACT
 
 CONFIG_KEY = "kt"
@@ -67,6 +67,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     refuse_class(list(model.architectures or []), options)
     refuse_quantised(model.quantization)
     CONTRACT.refuse(config)
+    refuse_streaming(config.device_config.device_type, options)
     served = ServedModel(
         model.model, model.quantization, model.revision, config.load_config.download_dir
     )

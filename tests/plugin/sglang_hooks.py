@@ -243,12 +243,17 @@ def check_arguments_that_need_more() -> None:
                 assert refusal(arguments, num_gpu_experts=DEMO_EXPERTS) == ""  # nothing is cold
             assert (line == "") == (backend != "tc_piecewise")
             assert not line or line.startswith(f"--cuda-graph-backend-{phase} tc_piecewise: ")
+    line = refusal(resolving_view(server_args), gpu_prefill_token_threshold=512)
+    assert "512: experts can only be streamed to a CUDA device" in line
     with decided(server_args, enable_deterministic_inference=True) as arguments:
         assert "set KT_KERNEL_KIND=vector" in refusal(arguments)
         os.environ["KT_KERNEL_KIND"] = "vector"
         assert refusal(arguments) == ""
         line = refusal(arguments, max_deferred_experts_per_token=1)
         assert line.startswith("--kt-max-deferred-experts-per-token 1: deferral depends")
+        with decided(server_args, device="cuda") as arguments:
+            line = refusal(arguments, gpu_prefill_token_threshold=512)
+        assert line.startswith("--kt-gpu-prefill-token-threshold 512: which experts"), line
         del os.environ["KT_KERNEL_KIND"]
     with decided(server_args, quantization="awq") as arguments:
         assert refusal(arguments).startswith("models quantised with awq are not")

@@ -102,6 +102,10 @@ def check_configurations() -> None:
     refuse = options.prepared
     some = KTOptions(weight_path=str(MODEL), num_gpu_experts=4)
     assert error_of(refuse, made, some) == ""
+    streamed = KTOptions(num_gpu_experts=4, gpu_prefill_token_threshold=512)
+    assert "512: experts can only be streamed to a CUDA" in error_of(refuse, made, streamed)
+    with changed(made, "device_config.device_type", "cuda"):
+        assert error_of(refuse, made, streamed) == ""
     for path, (value, line) in LINES.items():
         with changed(made, path, value) as possible:
             assert possible, path

@@ -270,9 +270,8 @@ def start_streaming(
     total = sum(layer.packed_bytes for layer in layers)
     first = layers[0]
     cold = first.placement.cold_experts
-    rates = Rates(
-        measure_bus(streamer, packed[0], there.lane.wait), *measure_cpu(first.wrapper, cold)
-    )
+    on_bus, once = measure_bus(streamer, packed[0], there.lane.wait)
+    rates = Rates(on_bus, *measure_cpu(first.wrapper, cold), once)
     model = ModelStreaming(streamer, there.lane, rates, threshold, products)
     for layer, experts in zip(layers, packed, strict=True):
         layer.start_streaming(model, experts)
@@ -280,8 +279,7 @@ def start_streaming(
         f"kt: batches of {threshold} tokens and more stream cold experts to {device}: "
         f"{total / 1e6:.0f} MB registered in {registered:.1f} s, {streamer.nbytes / 1e6:.0f} MB on "
         f"the device for {streamer.room(packed[0])} experts at a time; an expert takes "
-        f"{rates.expert_on_bus * 1e6:.0f} us on the bus "
-        f"({packed[0].expert_bytes / rates.expert_on_bus / 1e9:.1f} GB/s) and "
+        f"{rates.expert_on_bus * 1e6:.0f} us on the bus, after {rates.streaming * 1e6:.0f} us, and "
         f"{rates.expert_on_cpu * 1e6:.0f} us + {rates.token_on_cpu * 1e6:.2f} us per token on the "
         f"CPU"
     )

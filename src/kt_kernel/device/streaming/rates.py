@@ -53,14 +53,24 @@ class Rates:
         return experts * self.expert_on_cpu + routes * self.token_on_cpu
 
 
-def measure_bus(streamer: ExpertStreamer, layer: PackedExperts, wait: Callable[[], None]) -> float:
-    """Seconds per expert, of all experts of a layer. wait: returns once the device is idle."""
+def measure_bus(
+    streamer: ExpertStreamer, layer: PackedExperts, wait: Callable[[], None]
+) -> tuple[float, float]:
+    """Seconds per expert, and of streaming any at all: (expert_on_bus, streaming).
 
-    def stream() -> None:
-        for _ in streamer.stream(layer, layer.held):
+    wait: returns once the device is idle. Copies one expert, and all of a layer.
+    """
+
+    def stream(slots: Sequence[int]) -> None:
+        for _ in streamer.stream(layer, slots):
             pass
 
-    return _fastest(stream, wait) / len(layer.held)
+    held = layer.held
+    one, all_ = (_fastest(functools.partial(stream, s), wait) for s in (held[:1], held))
+    if len(held) == 1:
+        return one, 0.0
+    per_expert = max(all_ - one, 0.0) / (len(held) - 1)
+    return per_expert, max(one - per_expert, 0.0)
 
 
 def measure_cpu(wrapper: Any, slots: Sequence[int]) -> tuple[float, float]:
