@@ -96,7 +96,7 @@ class LayerStreaming:
     def __init__(self, model: ModelStreaming, wrapper: Any, packed: PackedExperts) -> None:
         self._model, self._wrapper, self._packed = model, wrapper, packed
         self._experts: int = wrapper.num_experts
-        self._maps: dict[tuple[int, ...], torch.Tensor] = {}  # of groups of whole layers
+        self._last: tuple[list[int], torch.Tensor | None] = [], None  # of `_places`
         self.counters = StreamCounters()
 
     def wants(self, x: torch.Tensor) -> bool:
@@ -119,49 +119,37 @@ class LayerStreaming:
         cold: the cold experts. The other arguments are those of `HybridLayer.submit`.
         """
         model, top_k = self._model, topk_ids.shape[1]
+        on_cpu = False
         if model.whole(x.shape[0], top_k, len(cold), self._experts):
-            streamed, whole, on_cpu = list(cold), True, False
+            streamed = list(cold)
         else:
             tokens = self._tokens(topk_ids, padding, cold)
-            streamed, whole = model.rates.split(tokens), False
+            streamed = model.rates.split(tokens)
             on_cpu = sum(tokens) > sum(tokens[expert] for expert in streamed)
+        streamed = self._packed.sorted(streamed)
         groups = model.streamer.stream(self._packed, streamed)
+        # A signed type, as -1 stands for no expert.
+        ids = topk_ids if topk_ids.dtype.is_signed else topk_ids.long()
+        places, weights = hot_routes(
+            ids, topk_weights, self._places(streamed, x.device), -1, padding
+        )
         if on_cpu:
-            there = self._map(range(len(streamed)), streamed, x.device)
-            # A signed type, as -1 stands for no expert.
-            ids = topk_ids if topk_ids.dtype.is_signed else topk_ids.long()
-            on_gpu, _ = hot_routes(ids, topk_weights, there, -1)
-            routes = self._wrapper.submit_and_split(
+            slots, hot_weights = self._wrapper.submit_and_split(
                 x,
-                ids.masked_fill(on_gpu >= 0, -1),
+                ids.masked_fill(places >= 0, -1),
                 topk_weights,
                 slot_map=slot_map,
                 cold_slot=cold_slot,
                 padding=padding,
                 defer=False,
             )
-            routes = routes[0].to(topk_ids.dtype), routes[1]
+            routes = slots.to(topk_ids.dtype), hot_weights
         else:
             routes = hot_routes(topk_ids, topk_weights, slot_map, cold_slot, padding)
         self.counters.streamed_batches += 1
         self.counters.streamed_experts += len(streamed)
         self.counters.streamed_bytes += len(streamed) * self._packed.expert_bytes
-        return StreamedBatch(
-            self, routes, on_cpu, (topk_ids, topk_weights, padding), groups, keep_maps=whole
-        )
-
-    def products(self, x: torch.Tensor, group: Group, routes: Any, keep: bool) -> torch.Tensor:
-        """The sum [T, H] of a group's experts. keep: the group comes again."""
-        ids, weights, padding = routes
-        slots = tuple(group.slots)
-        there = self._maps.get(slots)
-        if there is None:
-            there = self._map(range(len(slots)), slots, x.device)
-            if keep:
-                self._maps[slots] = there
-        ids = ids if ids.dtype.is_signed else ids.long()
-        local, local_weights = hot_routes(ids, weights, there, -1, padding)
-        return self._model.products(x, local, local_weights, group.w13, group.w2)
+        return StreamedBatch(model.products, routes, on_cpu, groups, places, weights)
 
     def _tokens(
         self, topk_ids: torch.Tensor, padding: torch.Tensor | None, cold: Sequence[int]
@@ -173,39 +161,58 @@ class LayerStreaming:
         here = set(cold)
         return [count if expert in here else 0 for expert, count in enumerate(counts[:-1])]
 
-    def _map(
-        self, values: Sequence[int], slots: Sequence[int], device: torch.device
-    ) -> torch.Tensor:
-        """int32 [E]: a value for each of the slots, -1 for the others."""
-        numbers = [-1] * self._experts
-        for slot, value in zip(slots, values, strict=True):
-            numbers[slot] = value
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
+    def _places(self, streamed: list[int], device: torch.device) -> torch.Tensor:
+        """int32 [E]: for each streamed expert its number among them, -1 for the others."""
+        if self._last[1] is None or self._last[0] != streamed:
+            numbers = [-1] * self._experts
+            for place, expert in enumerate(streamed):
+                numbers[expert] = place
+            # From pinned memory, or the host would wait for the device.
+            places = torch.tensor(
+                numbers, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+            )
+            self._last = streamed, places.to(device, non_blocking=True)
+        assert self._last[1] is not None
+        return self._last[1]
 
 
 class StreamedBatch:
-    """A batch under way. routes: those of the hot experts. on_cpu: whether the CPU computes some
-    experts."""
+    """A batch under way.
+
+    Attributes:
+        routes: those of the hot experts.
+        on_cpu: whether the CPU computes some experts.
+    """
 
     def __init__(
         self,
-        layer: LayerStreaming,
+        products: Products,
         routes: tuple[torch.Tensor, torch.Tensor],
         on_cpu: bool,
-        inputs: Any,
         groups: Iterator[Group],
-        *,
-        keep_maps: bool,
+        places: torch.Tensor,
+        weights: torch.Tensor,
     ) -> None:
+        """places: for each route, the number of its expert among the streamed ones, or -1."""
         self.routes, self.on_cpu = routes, on_cpu
-        self._layer, self._inputs, self._groups = layer, inputs, groups
-        self._keep_maps = keep_maps
+        self._products, self._groups = products, groups
+        self._places, self._weights = places, weights
 
     def add(self, x: torch.Tensor, hot: torch.Tensor | None) -> torch.Tensor | None:
         """hot plus the sum of the streamed experts [T, H], rounded once; None if both are empty."""
         total = None if hot is None else hot.float()
+        begin = 0
         for group in self._groups:
-            part = self._layer.products(x, group, self._inputs, self._keep_maps)
+            places = self._places - begin
+            begin += len(group.slots)
+            elsewhere = (places < 0) | (places >= len(group.slots))
+            part = self._products(
+                x,
+                places.masked_fill(elsewhere, -1),
+                self._weights.masked_fill(elsewhere, 0),
+                group.w13,
+                group.w2,
+            )
             total = part.float() if total is None else total.add_(part)
         return None if total is None else total.to(x.dtype)
 

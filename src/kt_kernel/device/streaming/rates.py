@@ -81,6 +81,12 @@ def measure_cpu(wrapper: Any, slots: Sequence[int]) -> tuple[float, float]:
     """
     k, hidden = wrapper.num_experts_per_tok, wrapper.hidden_size
     seconds, pairs = [], []
+    slot_map = torch.full((wrapper.num_experts,), -1, dtype=torch.int32, device="cpu")
+
+    def compute(batch: tuple[torch.Tensor, ...]) -> None:
+        wrapper.submit_and_split(*batch, slot_map=slot_map, cold_slot=-1, defer=False)
+        wrapper.sync_forward(batch[0])
+
     for tokens_per_expert in (_FEW, _MANY):
         tokens = max(1, tokens_per_expert * len(slots) // k)
         # Explicit device="cpu": engines load models under a device context.
@@ -90,7 +96,7 @@ def measure_cpu(wrapper: Any, slots: Sequence[int]) -> tuple[float, float]:
             torch.tensor(list(slots), device="cpu")[routes],
             torch.full((tokens, k), 1 / k, device="cpu"),
         )
-        seconds.append(_fastest(functools.partial(wrapper.forward, *batch), lambda: None))
+        seconds.append(_fastest(functools.partial(compute, batch), lambda: None))
         pairs.append(tokens * k)
     per_pair = max(0.0, (seconds[1] - seconds[0]) / max(1, pairs[1] - pairs[0]))
     rest = max(0.0, seconds[0] - per_pair * pairs[0])
