@@ -122,6 +122,38 @@ def hand_over(content: Content) -> str:
     )
 
 
+def streaming(content: Content) -> str:
+    """Experts on their way to the GPU: layers that are copied, and unpacking by format."""
+    shape = content["shape"]
+    layers = [
+        (
+            row["form"],
+            [
+                f"{row['layer MB']:.0f} MB",
+                f"{row['registered GB/s']:.0f} GB/s",
+                f"{row['copy ms']:.2f} ms, {row['bus GB/s']:.1f} GB/s",
+                f"{row['stream ms']:.2f} ms",
+                f"{row['every other expert ms']:.2f} ms",
+                f"{row['host ms']:.1f} ms",
+            ],
+        )
+        for row in content["streaming"]
+    ]
+    columns = ["a layer", "registration", "copies", "streamed", "every other expert", "host time"]
+    sizes = list(content["unpacking"][0]["ms"])
+    unpacked = [
+        (row["format"], [*(f"{row['ms'][size]:.2f}" for size in sizes), f"{row['GB/s']:.0f}"])
+        for row in content["unpacking"]
+    ]
+    return (
+        f"{content['gpu']}, {content['cpus']} virtual CPUs ({content['cpu']}), "
+        f"{shape['experts']} experts, H={shape['hidden']}, I={shape['inter']}.\n\n"
+        + grid("format", columns, layers)
+        + "\n\nUnpacking a layer, ms, by parts x warps of a program, and GB/s of the fastest.\n\n"
+        + grid("format", [*sizes, "GB/s"], unpacked)
+    )
+
+
 def steady(content: Content) -> str:
     """Single rounds of a served engine, several versions or settings in turns."""
     prompts = content.get("first_token_ms") or {}
@@ -329,6 +361,13 @@ PARTS = (
         "Submit and collect of one layer. `nothing`: no route goes to the CPU.",
         ["2026-11-28-hand-over-h200"],
         hand_over,
+    ),
+    Part(
+        "Streaming experts to the GPU",
+        "Per layer, with 1 GB on the GPU ([streaming](streaming.md)). `streamed`: copied and "
+        "unpacked, layer after layer.",
+        ["2026-11-29-streaming-int4-h200", "2026-11-29-streaming-h200"],
+        streaming,
     ),
     Part(
         "Accuracy of methods and of deferral",
