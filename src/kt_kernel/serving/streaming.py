@@ -279,6 +279,8 @@ def start_streaming(
     cold = first.placement.cold_experts
     on_bus, once = measure_bus(streamer, packed[0], there.lane.wait)
     rates = Rates(on_bus, *measure_cpu(first.wrapper, cold), once)
+    top_k = first.wrapper.num_experts_per_tok * len(cold) / first.num_experts
+    pays = rates.pays_from(len(cold), top_k) or "no number of"
     model = ModelStreaming(streamer, there.lane, rates, threshold, products)
     for layer, experts in zip(layers, packed, strict=True):
         layer.start_streaming(model, experts)
@@ -288,5 +290,5 @@ def start_streaming(
         f"the device for {streamer.room(packed[0])} experts at a time; an expert takes "
         f"{rates.expert_on_bus * 1e6:.0f} us on the bus, after {rates.streaming * 1e6:.0f} us, and "
         f"{rates.expert_on_cpu * 1e6:.0f} us + {rates.token_on_cpu * 1e6:.2f} us per token on the "
-        f"CPU"
+        f"CPU; by these times, streaming pays from about {pays} tokens on"
     )

@@ -15,6 +15,7 @@ from .experts import PackedExperts
 from .streamer import ExpertStreamer
 
 _REPETITIONS = 3
+_MOST_TOKENS = 1 << 20
 _FEW, _MANY = 8, 64  # tokens per expert of the two batches that are timed on the CPU
 
 
@@ -39,18 +40,42 @@ class Rates:
 
         tokens: for each expert, how many tokens it has.
         """
-        streamed, _ = native().split_over_bus(
+        return self._split(tokens)[0]
+
+    def on_cpu(self, experts: float, routes: float) -> float:
+        """Seconds of the CPU for that many experts and pairs of token and expert."""
+        return experts * self.expert_on_cpu + routes * self.token_on_cpu
+
+    def pays_from(self, cold: int, routes_per_token: float) -> int | None:
+        """The smallest number of tokens for which streaming makes a layer at least a tenth
+        faster, if its routes are spread evenly; None if none does.
+
+        cold: experts on the CPU. routes_per_token: to these experts.
+        """
+
+        def pays(tokens: int) -> bool:
+            each, more = divmod(round(tokens * routes_per_token), cold)
+            counts = [each + (i < more) for i in range(cold)]
+            alone = self.on_cpu(sum(map(bool, counts)), sum(counts))
+            _, seconds = self._split(counts)
+            return seconds < 0.9 * alone
+
+        if not cold or not pays(_MOST_TOKENS):
+            return None
+        low, high = 0, _MOST_TOKENS  # it does not pay at low, it does at high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if pays(middle) else (middle, high)
+        return high
+
+    def _split(self, tokens: Sequence[int]) -> tuple[list[int], float]:
+        return native().split_over_bus(
             list(tokens),
             expert_on_bus=self.expert_on_bus,
             expert_on_cpu=self.expert_on_cpu,
             token_on_cpu=self.token_on_cpu,
             streaming=self.streaming,
         )
-        return streamed
-
-    def on_cpu(self, experts: float, routes: float) -> float:
-        """Seconds of the CPU for that many experts and pairs of token and expert."""
-        return experts * self.expert_on_cpu + routes * self.token_on_cpu
 
 
 def measure_bus(
