@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 HOT = 3
 COLD = range(HOT, EXPERTS)
+STREAMED_FROM = 16  # tokens, fewer than the prompts have, and more than are decoded at a time
 SCATTERED = (6, 1, 4)  # hot experts by slot; see scattered.py
 TIMEOUT = 1800  # seconds for a test; the first one of a module waits for all runs of its engine
 

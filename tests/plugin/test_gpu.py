@@ -206,11 +206,12 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
             "engine": GPU_VLLM | (VLLM_RANKS if kind.gpus > 1 else {}),
             "kt": kt or None,
             "compile": kind.graphs,
+            "environment": {"STREAMED": "all"} if kind.streamed else {},
             "leave": kind.gpus > 1,  # vLLM does not end its ranks
         }
         for one, kind, kt in _runs()
     ]
-    job = _job(plain) | {"modules": ["stream_all"]}  # the experts are too small to be worth it
+    job = _job(plain) | {"modules": ["streamed"]}
     answers = _answers(python, "vllm_run.py", folder / "vllm", runs, job)
     _judge("vLLM", answers, transformers)
     for name, answer in answers.items():

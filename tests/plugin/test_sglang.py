@@ -21,6 +21,7 @@ from engines import (
     HOT,
     SCATTERED,
     SGLANG_COUNTED,
+    STREAMED_FROM,
     TIMEOUT,
     Answers,
     answer_to,
@@ -127,6 +128,17 @@ def answers(
             "arguments": some,
             "env": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))},
         },
+        {
+            "name": "streamed",
+            "config": json.dumps(
+                {
+                    "method": "BF16",
+                    "num_gpu_experts": HOT,
+                    "gpu_prefill_token_threshold": STREAMED_FROM,
+                }
+            ),
+            "env": {"STREAMED": "on the CPU"},
+        },
         {"name": "AMXINT8", "arguments": {**some, "kt_method": "AMXINT8"}},
         {
             "name": "INT4_G32",
@@ -172,11 +184,13 @@ def answers(
     ]
     job = {"model": str(model), "prompts": prompts, "steps": STEPS}
     return run(folder / "spawned", **job, runs=spawned) | run(
-        folder / "forked", **job, runs=forked, fork=True, modules=["scattered"]
+        folder / "forked", **job, runs=forked, fork=True, modules=["scattered", "streamed"]
     )
 
 
-@pytest.mark.parametrize("name", ["stock", "none hot", "some hot", "all hot", "counted"])
+@pytest.mark.parametrize(
+    "name", ["stock", "none hot", "some hot", "all hot", "counted", "streamed"]
+)
 def test_tokens_are_those_of_transformers(name: str, answers: Answers, greedy: Greedy) -> None:
     check_equal(greedy, answers[name])
     assert answers[name]["tokens"] == answers["stock"]["tokens"]
@@ -203,6 +217,12 @@ def test_any_experts_may_be_hot(answers: Answers) -> None:
     check_scattered(answers)
     (counted,) = answers["scattered"]["stats"]["models"]
     assert [layer["hot_experts"] for layer in counted["layers"]] == [[1, 4, 6]] * LAYERS
+
+
+def test_long_batches_are_streamed(answers: Answers) -> None:
+    [streamed], [alone] = (answers[name]["stats"]["models"] for name in ("streamed", "some hot"))
+    assert streamed["streamed_experts"] == len(COLD) * streamed["streamed_batches"] > 0
+    assert "streamed_batches" not in alone
 
 
 def test_without_the_plugin(answers: Answers) -> None:

@@ -21,6 +21,7 @@ from engines import (
     COLD,
     HOT,
     SCATTERED,
+    STREAMED_FROM,
     TIMEOUT,
     Answers,
     answer_to,
@@ -164,6 +165,11 @@ def answers(
             "prompts": calm.prompts,
             "engine": {"dtype": "float16"},
         },
+        {
+            "name": "streamed",
+            "kt": {**some, "gpu_prefill_token_threshold": STREAMED_FROM},
+            "environment": {"STREAMED": "on the CPU"},
+        },
         {"name": "broken", "kt": broken},  # the last one: it leaves half an engine behind
     ]
     return run(
@@ -172,12 +178,12 @@ def answers(
         prompts=prompts,
         steps=STEPS,
         runs=runs,
-        modules=["scattered"],
+        modules=["scattered", "streamed"],
     )
 
 
 @pytest.mark.parametrize(
-    "name", ["stock", "none hot", "some hot", "all hot", "weight path", "environment"]
+    "name", ["stock", "none hot", "some hot", "all hot", "weight path", "environment", "streamed"]
 )
 def test_tokens_are_those_of_transformers(name: str, answers: Answers, greedy: Greedy) -> None:
     check_equal(greedy, answers[name])
@@ -193,6 +199,15 @@ def test_any_experts_may_be_hot(answers: Answers) -> None:
     assert answers["scattered"]["hot_rows"] == HOT
     for line in answers["scattered"]["describe"]:
         assert "3 hot experts [1,4,6] on the device, 5 cold on the CPU" in line
+
+
+def test_long_batches_are_streamed(answers: Answers, prompts: list[list[int]]) -> None:
+    """The prompts come as one batch; the CPU computes what is decoded."""
+    streamed, alone = answers["streamed"], answers["some hot"]
+    for counted, without in zip(streamed["stats"], alone["stats"], strict=True):
+        assert counted["streamed_experts"] == len(COLD) * counted["streamed_batches"] > 0
+        assert "streamed_batches" not in without
+    assert 0 < sum(streamed["expert_calls"]) < sum(alone["expert_calls"]) / 2
 
 
 def test_without_options_vllm_is_as_it_was(answers: Answers) -> None:
