@@ -64,7 +64,8 @@ SIGNATURES = {
         "load_expert": "(self, slot, gate_proj, up_proj, down_proj, *, gate_bias=None, "
         "up_bias=None, down_bias=None)",
         "submit_and_split": "(self, hidden_states, topk_ids, topk_weights, cuda_stream=None, *, "
-        "slot_map, cold_slot, padding=None)",
+        "slot_map, cold_slot, padding=None, defer=True)",
+        "packed_experts": "(self)",
         "sync_and_add": "(self, hidden_states, cuda_stream=None, *, hot=None, scale=1.0)",
     },
     KExpertsCPUBuffer: {"get_buffer": "(hidden_states, num_experts_per_tok)"},

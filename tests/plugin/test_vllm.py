@@ -207,7 +207,8 @@ def test_long_batches_are_streamed(answers: Answers, prompts: list[list[int]]) -
     for counted, without in zip(streamed["stats"], alone["stats"], strict=True):
         assert counted["streamed_experts"] == len(COLD) * counted["streamed_batches"] > 0
         assert "streamed_batches" not in without
-    assert 0 < sum(streamed["expert_calls"]) < sum(alone["expert_calls"]) / 2
+    for calls, without in zip(streamed["expert_calls"], alone["expert_calls"], strict=True):
+        assert 0 < calls < without
 
 
 def test_without_options_vllm_is_as_it_was(answers: Answers) -> None:
