@@ -19,7 +19,8 @@ class Group:
 
     Attributes:
         slots: the experts; slot i has the weights w13[i] and w2[i].
-        w13: [n, 2 I, H], gate's rows and then up's.
+        w13: [n, 2 I, H], gate's rows and then up's. n is the room of a group, for every group:
+            engines compile and tune their kernels by it. Experts beyond `slots` are anything.
         w2: [n, H, I].
     """
 
@@ -66,7 +67,7 @@ class ExpertStreamer:
             _Half(lane, torch.empty(experts * packed, dtype=torch.uint8, device=lane.device))
             for _ in range(_HALVES)
         ]
-        self._weights = torch.empty(experts * values, dtype=dtype, device=lane.device)
+        self._weights = torch.zeros(experts * values, dtype=dtype, device=lane.device)
         self._used = lane.event()  # the unpacked weights are no longer needed
         self._turn = 0
 
@@ -129,15 +130,15 @@ class ExpertStreamer:
 
     def _unpacked(self, layer: PackedExperts, slots: Sequence[int], half: _Half) -> Group:
         """Unpacks a group that was copied to a half."""
-        lane, n = self._lane, len(slots)
+        lane, n, room = self._lane, len(slots), self.room(layer)
         hidden, inter = layer.hidden, layer.inter
-        w13, w2 = self._weights[: n * layer.expert_values].split(
-            [2 * n * inter * hidden, n * hidden * inter]
+        w13, w2 = self._weights[: room * layer.expert_values].split(
+            [2 * room * inter * hidden, room * hidden * inter]
         )
-        group = Group(slots, w13.view(n, 2 * inter, hidden), w2.view(n, hidden, inter))
+        group = Group(slots, w13.view(room, 2 * inter, hidden), w2.view(room, hidden, inter))
         lane.delay_compute(self._used)
         lane.delay_compute(half.arrived)
-        layer.unpack(self._staged(layer, half, n), group.w13, group.w2)
+        layer.unpack(self._staged(layer, half, n), group.w13[:n], group.w2[:n])
         lane.record_compute(half.unpacked)
         return group
 
