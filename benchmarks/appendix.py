@@ -363,6 +363,13 @@ PARTS = (
         hand_over,
     ),
     Part(
+        "Streamed prompts in vLLM 0.26.0",
+        "[Streaming](streaming.md) explains what is compared. Medians of three rounds; in one of "
+        "them, prompts of 512 and 2,048 tokens also compiled kernels.",
+        ["2026-11-29-engine-vllm-streaming-h200"],
+        served,
+    ),
+    Part(
         "Streaming experts to the GPU",
         "Per layer, with 1 GB on the GPU ([streaming](streaming.md)). `streamed`: copied and "
         "unpacked, layer after layer.",
