@@ -363,10 +363,15 @@ PARTS = (
         hand_over,
     ),
     Part(
-        "Streamed prompts in vLLM 0.26.0",
-        "[Streaming](streaming.md) explains what is compared. Medians of three rounds; in one of "
-        "them, prompts of 512 and 2,048 tokens also compiled kernels.",
-        ["2026-11-29-engine-vllm-streaming-h200"],
+        "Streamed prompts in vLLM 0.26.0 and SGLang 0.5.17",
+        "[Streaming](streaming.md) explains what is compared. First an earlier version, whose "
+        "groups had different numbers of experts, beside the CPU alone in the same process; then "
+        "the present one in a process of its own.",
+        [
+            "2026-11-29-engine-vllm-streaming-h200",
+            "2026-11-29-engine-vllm-streaming-alone-h200",
+            "2026-11-29-engine-sglang-streaming-h200",
+        ],
         served,
     ),
     Part(
