@@ -163,6 +163,7 @@ void backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
 
 bool all_finite(SftLayer& self, const nb::ndarray<nb::c_contig, nb::device::cpu>& values) {
   const bool bf16 = values.dtype() == nb::dtype<uint16_t>();
+  kt::need(values.ndim() > 0, "values has no dimension; expected an array");
   kt::need(bf16 || values.dtype() == nb::dtype<float>(),
            "values must be float32, or uint16 for the bits of bfloat16");
   const nb::gil_scoped_release unlocked;

@@ -82,6 +82,17 @@ def function_cases(t: Things) -> dict[str, list[Case]]:
             Case(core.pack, scale_type=scale_type, w=codes, **grouped, **sizes, **dtype),
             Case(core.pack, scale_type=scale_type, w=blocks, **ggml, **sizes, **dtype),
         ],
+        "unpack": [
+            Case(
+                core.unpack,
+                format=format,
+                group_size=no_group,
+                scale_type=scale_type,
+                tiles=Array(t.tiles[0]),
+                n=Number(INTER, 1, 1 << 16),
+                k=Number(HIDDEN, 1, 1 << 16),
+            ),
+        ],
         "product": [
             Case(
                 core.product,

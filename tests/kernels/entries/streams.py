@@ -28,7 +28,18 @@ def stream_cases(t: Things) -> dict[str, list[Case]]:
     def properties(name: str, of: Any, *names: str) -> dict[str, list[Case]]:
         return {f"{name}.{p}": [Case(lambda p=p: getattr(of, p))] for p in names}
 
+    seconds = Real(1.0, (-1.0,))
     return {
+        "split_over_bus": [
+            Case(
+                core.split_over_bus,
+                tokens=[Number(count, 0, MAX, True) for count in (1, 0, MAX)],
+                expert_on_bus=seconds,
+                expert_on_cpu=seconds,
+                token_on_cpu=seconds,
+                streaming=seconds,
+            ),
+        ],
         "HostBuffer()": [
             Case(
                 core.HostBuffer,

@@ -76,6 +76,10 @@ def training_cases(t: Things) -> dict[str, list[Case]]:
                 extra=[(dict(grads=None), ValueError)],
             ),
         ],
+        "SftLayer.all_finite": [
+            Case(layer.all_finite, values=Array(values, free=(0, 1), flat=True, exact=True))
+            for values in (np.ones((TOKENS, HIDDEN), kind) for kind in (np.float32, np.uint16))
+        ],
         "SftLayer.drop_newest": [Case(drop_newest)],
         "SftLayer.clear": [Case(layer.clear)],
         "SftLayer.free_spare": [Case(core.SftLayer.free_spare)],
