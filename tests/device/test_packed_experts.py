@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.unpacking import same_bits
-from layer.immediate import ImmediateLane, Pins
+from simulated_gpu import ImmediateLane, Pins
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.device.streaming.experts import PackedExperts

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer.immediate import ImmediateLane, Pins
+from simulated_gpu import ImmediateLane, Pins
 
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer

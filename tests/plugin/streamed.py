@@ -20,7 +20,7 @@ from kt_kernel.serving.streaming import ModelStreaming
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from layer.immediate import ImmediateLane, Pins
+from simulated_gpu import ImmediateLane, Pins
 
 VARIABLE = "STREAMED"
 ALL, ON_CPU = "all", "on the CPU"
