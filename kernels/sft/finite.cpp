@@ -7,7 +7,7 @@
 namespace kt {
 namespace {
 
-constexpr int64_t kBlock = 16384;  // values looked at before a thread asks whether one is known
+constexpr int64_t kBlock = 16384;  // values between checks whether another thread found one
 
 template <class T> bool finite(const T* values, int64_t n, T exponent) {
   bool good = true;

@@ -1,4 +1,4 @@
-// Whether gradients are finite, looked at by all threads of a team.
+// Searches arrays for values that are not finite, with all threads of a team.
 #pragma once
 #include <cstdint>
 
@@ -13,7 +13,7 @@ struct FloatArray {
   bool bf16;
 };
 
-// Blocks.
+// Whether no value is NaN or infinite. Returns once the team has searched the array.
 bool all_finite(sys::Team& team, const FloatArray& values);
 
 }  // namespace kt

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../sys/need.h"
+#include "finite.h"
 
 namespace kt {
 namespace {
@@ -50,17 +51,15 @@ std::vector<int32_t> inverse_order(const LayerState& layer) {
   return inverse;
 }
 
-// Where a value of bf16 rows is NaN or infinite, or -1.
-int64_t first_not_finite(const uint16_t* values, int64_t n) {
-  constexpr int64_t kBlock = 4096;
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t end = std::min(begin + kBlock, n);
-    bool bad = false;
-    for (int64_t i = begin; i < end; ++i) bad |= (values[i] & 0x7f80) == 0x7f80;
-    for (int64_t i = begin; bad && i < end; ++i)
-      if ((values[i] & 0x7f80) == 0x7f80) return i;
-  }
-  return -1;
+// Raises std::invalid_argument for rows [tokens][h] of bf16 with a NaN or an infinity.
+void need_finite(sys::Team& team, const uint16_t* rows, int64_t tokens, int64_t h) {
+  if (all_finite(team, {rows, tokens * h, true})) return;
+  const int64_t bad = std::find_if(rows, rows + tokens * h,
+                                   [](uint16_t value) { return (value & 0x7f80) == 0x7f80; }) -
+                      rows;
+  throw std::invalid_argument("grad_out: a NaN or an infinity in token " + std::to_string(bad / h) +
+                              ", column " + std::to_string(bad % h) +
+                              "; finite values are accepted");
 }
 
 }  // namespace
@@ -165,11 +164,7 @@ void TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
                                    " tokens; the newest forward pass had " +
                                    std::to_string(saved.tokens));
   need_loaded(*state_->layer);
-  const int64_t h = layer_config().hidden_size;
-  if (const int64_t bad = first_not_finite(args.grad_out, tokens * h); bad >= 0)
-    throw std::invalid_argument("grad_out: a NaN or an infinity in token " +
-                                std::to_string(bad / h) + ", column " + std::to_string(bad % h) +
-                                "; finite values are accepted");
+  need_finite(*team_, args.grad_out, tokens, layer_config().hidden_size);
   saved.inverse_order = inverse_order(*state_->layer);  // experts may have been loaded again
   const auto job = std::make_shared<TrainingBackwardJob>(state_, args, pending_.back());
   team_->submit(job);

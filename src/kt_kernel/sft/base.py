@@ -307,19 +307,7 @@ class BaseSFTMoEWrapper(LoraWeights):
                 room = None if staging is None else staging.grad_output_cpu
                 grad = on_host(grad_output, hidden, torch.bfloat16, room)
                 wait_for_copies(grad_output.device)
-                if nonfinite == "propagate" and first_bad_row(grad) is not None:
-                    for gradient in (grad_input, grad_weights, *(grads or {}).values()):
-                        gradient.fill_(torch.nan)
-                    self._sft_core.drop_newest()
-                else:
-                    why = "the loss or a later layer made it"
-                    self._need_finite("grad_output", grad, "token", why)
-                    self._sft_core.backward(
-                        bf16_array(grad),
-                        bf16_array(grad_input),
-                        grad_weights.numpy(),
-                        None if grads is None else [grad.numpy() for grad in grads.values()],
-                    )
+                self._run_backward(grad, grad_input, grad_weights, grads, nonfinite)
             except BaseException:
                 self._agree()
                 raise
@@ -427,11 +415,44 @@ class BaseSFTMoEWrapper(LoraWeights):
         """Whether one more forward pass may wait for its backward."""
         return len(self._saved) < self._sft.max_cache_depth
 
-    def _need_finite(self, name: str, gradient: torch.Tensor, part: str, why: str) -> None:
-        """``gradient``: bf16 or float32, contiguous, on the CPU."""
+    def _run_backward(
+        self,
+        grad: torch.Tensor,
+        grad_input: torch.Tensor,
+        grad_weights: torch.Tensor,
+        grads: dict[str, torch.Tensor] | None,
+        nonfinite: str,
+    ) -> None:
+        """Fills the gradients of the newest pass, which the compiled core then drops."""
+        try:
+            self._sft_core.backward(
+                bf16_array(grad),
+                bf16_array(grad_input),
+                grad_weights.numpy(),
+                None if grads is None else [gradient.numpy() for gradient in grads.values()],
+            )
+        except ValueError:
+            if self._finite(grad):
+                raise
+            if nonfinite == "error":
+                why = "the loss or a later layer made it"
+                self._need_finite("grad_output", grad, "token", why)
+            for gradient in (grad_input, grad_weights, *(grads or {}).values()):
+                gradient.fill_(torch.nan)
+            self._sft_core.drop_newest()
+
+    def _finite(self, gradient: torch.Tensor) -> bool:
+        """Whether no value is NaN or infinite. ``gradient``: bf16 or float32, contiguous, on the
+        CPU."""
+        if self._sft_core is None:
+            return first_bad_row(gradient) is None
         bits = bf16_array(gradient) if gradient.dtype == torch.bfloat16 else gradient.numpy()
-        # By the layer's threads: those of torch would have to wake up, and then spin beside them.
-        if self._sft_core is not None and self._sft_core.all_finite(bits):
+        # By the layer's threads: torch's would have to wake up, and would then spin beside them.
+        return self._sft_core.all_finite(bits)
+
+    def _need_finite(self, name: str, gradient: torch.Tensor, part: str, why: str) -> None:
+        """``gradient``: as for `_finite`."""
+        if self._finite(gradient):
             return
         bad = first_bad_row(gradient)
         if bad is not None:
