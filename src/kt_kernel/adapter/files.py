@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from ..runtime.files import Replacement, need_file, parse_object
+from ..runtime.files import need_file, parse_object, replace_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -143,11 +143,8 @@ def write_adapter(
     """Writes both files, the tensors first; each is there whole or as it was. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
     text = json.dumps({k: _plain(v) for k, v in config.items()}, indent=2, sort_keys=True)
-    contents = (WEIGHTS, save(tensors, metadata={"format": "pt"})), (CONFIG, text.encode())
-    for name, data in contents:
-        with Replacement(os.path.join(os.fspath(folder), name)) as new:
-            new.write(data)
-            new.commit()
+    replace_file(os.path.join(folder, WEIGHTS), save(tensors, metadata={"format": "pt"}))
+    replace_file(os.path.join(folder, CONFIG), text)
 
 
 def _plain(value: Any) -> Any:

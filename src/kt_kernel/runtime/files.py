@@ -109,10 +109,12 @@ class Replacement:
             os.unlink(self._partial)
 
 
-def replace_file(path: str | os.PathLike[str], text: str) -> None:
-    """Writes text to `path` as UTF-8, atomically, see `Replacement`. Raises OSError."""
-    with Replacement(os.fspath(path)) as new:
-        new.write(text.encode())
+def replace_file(
+    path: str | os.PathLike[str], content: str | bytes, *, durable: bool = False
+) -> None:
+    """Writes text (as UTF-8) or bytes to `path`, atomically, see `Replacement`. Raises OSError."""
+    with Replacement(os.fspath(path), durable=durable) as new:
+        new.write(content.encode() if isinstance(content, str) else content)
         new.commit()
 
 

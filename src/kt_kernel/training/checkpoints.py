@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 
-from ..runtime.files import Replacement, parse_object
+from ..runtime.files import parse_object, replace_file
 
 MARK = "kt_checkpoint.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -26,9 +26,8 @@ def mark_whole(checkpoint: str) -> None:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
             sizes[name] = os.path.getsize(path)
-    with Replacement(os.path.join(checkpoint, MARK), durable=True) as new:
-        new.write(json.dumps({"files": sizes}, indent=2).encode())
-        new.commit()
+    text = json.dumps({"files": sizes}, indent=2)
+    replace_file(os.path.join(checkpoint, MARK), text, durable=True)
 
 
 def is_whole(checkpoint: str) -> bool:
