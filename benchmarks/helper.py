@@ -1,8 +1,9 @@
-"""A process that works for this one and is stopped while it is not asked, so that its threads
-cannot disturb what is measured meanwhile.
+"""A process that works for this one. It is stopped between requests, so that its threads cannot
+disturb other measurements.
 
-Its program is called with a request (JSON) and a file descriptor for its answers, one JSON a line:
-{"ready": ...} or {"refused": why} first, then one for each line on its standard input.
+`Helper` is this process's side, `serve` the other one. The program gets its first request as JSON,
+and a file descriptor for its answers, one JSON object per line: {"ready": ...} or {"refused": why}
+first, then one for each request on its standard input.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rounds import die_with_parent
+
+Request = dict[str, Any]
 
 
 class HelperError(RuntimeError):
@@ -28,8 +31,8 @@ class HelperError(RuntimeError):
 class Helper:
     """A process of a program in this folder.
 
-    name: what messages call it. environment: variables beside this process's.
-    patience: seconds that an answer may take.
+    name: its name in messages. environment: variables in addition to this process's. patience:
+    seconds that an answer may take.
     """
 
     def __init__(
@@ -102,3 +105,32 @@ class Helper:
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return HelperError(f"{self._name} died ({how}) {' '.join(last)}".rstrip())
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]
+
+
+def serve(
+    start: Callable[[Request], tuple[Any, Callable[[Request], Request]]],
+    refusals: tuple[type[Exception], ...],
+    describe: Callable[[Exception], str] = first_line,
+) -> None:
+    """The main function of a helper's program.
+
+    start: takes the first request, and returns the value of "ready" and a function that answers the
+    later ones. If it raises one of ``refusals``, the process ends with describe(error).
+    """
+    replies = os.fdopen(int(sys.argv[2]), "w", buffering=1)
+
+    def reply(content: Request) -> None:
+        replies.write(json.dumps(content) + "\n")
+
+    try:
+        ready, answer = start(json.loads(sys.argv[1]))
+    except refusals as error:
+        reply({"refused": describe(error)})
+        return
+    reply({"ready": ready})
+    for line in sys.stdin:
+        reply(answer(json.loads(line)))

@@ -11,17 +11,16 @@ output of a fixed batch to p. Weights and batches are those of kt-moe's layer, f
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from helper import serve
 from methods import METHODS, Source, expert_sources
 from rounds import visitor
 from shapes import SEED, Routing, Shape, check_ids, inputs
@@ -200,27 +199,18 @@ class Layers:
         return time.perf_counter() - begin
 
 
-def main() -> None:
-    replies = os.fdopen(int(sys.argv[2]), "w", buffering=1)
-
-    def answer(**content: Any) -> None:
-        replies.write(json.dumps(content) + "\n")
-
+def start(request: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]:
     torch.set_num_threads(1)
-    try:
-        layers = Layers(Request(**json.loads(sys.argv[1])))
-    except (Refused, ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        answer(refused=str(error).splitlines()[0])
-        return
-    answer(ready=layers.name)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "output" in request:
-            torch.save(layers.output(request["output"]), request["path"])
-            answer(done=True)
-        else:
-            answer(times=layers.visit(request["tokens"], request["seconds"]))
+    layers = Layers(Request(**request))
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        if "output" in asked:
+            torch.save(layers.output(asked["output"]), asked["path"])
+            return {"done": True}
+        return {"times": layers.visit(asked["tokens"], asked["seconds"])}
+
+    return layers.name, answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(start, (Refused, ImportError, RuntimeError, ValueError, TypeError, AttributeError))

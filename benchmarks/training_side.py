@@ -12,15 +12,14 @@ LoRA to p.
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from helper import first_line, serve
 from peer import Refused
 from shapes import Shape
 from training_layers import Batch, Ours, Torch, Trained
@@ -127,30 +126,25 @@ def _resident(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def main() -> None:
-    replies = os.fdopen(int(sys.argv[2]), "w", buffering=1)
-
-    def answer(**content: Any) -> None:
-        replies.write(json.dumps(content) + "\n")
-
-    request = Request(**json.loads(sys.argv[1]))
+def start(given: dict[str, Any]) -> tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]:
+    request = Request(**given)
     torch.set_num_threads(request.torch_threads)
-    try:
-        bench = Bench(request)
-    except (Refused, ImportError, RuntimeError, ValueError, NotImplementedError) as error:
-        answer(refused=f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        return
-    answer(ready=request.method)
-    for line in sys.stdin:
-        asked = json.loads(line)
+    bench = Bench(request)
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
         if "output" in asked:
             torch.save(bench.output(asked["output"]), asked["path"])
-            answer(done=True)
-        elif "memory" in asked:
-            answer(peak=bench.memory(asked["memory"]))
-        else:
-            answer(**bench.visit(asked["tokens"], asked["seconds"]))
+            return {"done": True}
+        if "memory" in asked:
+            return {"peak": bench.memory(asked["memory"])}
+        return bench.visit(asked["tokens"], asked["seconds"])
+
+    return request.method, answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(
+        start,
+        (Refused, ImportError, RuntimeError, ValueError, NotImplementedError),
+        lambda error: f"{type(error).__name__}: {first_line(error)}",
+    )
