@@ -154,9 +154,9 @@ class TrainingPass {
   float* sum_of(int pool, int64_t group, int64_t tile) const {
     return kt::sum_of(layer_, plan(), *chunk_, pool, group, tile);
   }
-  // Writes to all of an array of n values, each thread to a part. What the kernel has not mapped
-  // yet is mapped so by one thread, page after page: finish_sums goes by columns, so that all
-  // threads would come to the same new page at the same time.
+  // Writes zeros to an array of n values, each thread to a contiguous part, so that each new page
+  // has its page fault in one thread. finish_sums works by columns: without this, all threads would
+  // fault on the same page at the same time.
   void map_pages(uint16_t* values, int64_t n) const {
     std::fill(values + n * worker_.rank / worker_.team_threads,
               values + n * (worker_.rank + 1) / worker_.team_threads, uint16_t{0});

@@ -197,7 +197,7 @@ def changes_of(adapter: Adapter) -> tuple[dict[str, LayerChange], Mapping[str, L
         names = _parameters(adapter, place, found_pairs)
         for name, (a, b) in zip(names, found_pairs.values(), strict=True):
             path = f"{place}.{name}"
-            # Rows of A for each expert, whose number the adapter does not tell.
+            # The configuration has the rank of one expert. The number of experts is unknown here.
             rank = adapter.rank(path)
             layers[place].fused[name] = LowRank(a, b, adapter.scaling(path, rank), rank)
     return layers, linear

@@ -43,7 +43,7 @@ class Adapter:
     """A LoRA adapter.
 
     Attributes:
-        config: as adapter_config.json has it.
+        config: the content of adapter_config.json.
         tensors: by name, `PREFIX` included. They are mapped from the file.
     """
 
@@ -128,7 +128,7 @@ def _check_config(path: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_number(path: str, name: str, value: Any, least: float = -math.inf) -> None:
-    """Raises ValueError for what is no number; ``least`` is that of an integer."""
+    """Raises ValueError for anything but a finite number, or an integer if ``least`` is finite."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{path}: {name} is {value!r}; expected a number")
     anything = math.isinf(least)

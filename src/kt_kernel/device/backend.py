@@ -22,7 +22,10 @@ class CudaBackend:
         self._context: Any = None  # the compiled core's CudaContext, made at its first use
 
     def pin(self, buffer: Any) -> None:
-        """Gives the device access to a HostBuffer, at its host addresses."""
+        """Gives the device access to host memory, at its host addresses.
+
+        buffer: has ``address`` and ``nbytes``, such as a HostBuffer or a PackedPart.
+        """
         with torch.cuda.device(self.device):
             status = torch.cuda.cudart().cudaHostRegister(
                 buffer.address, buffer.nbytes, _PORTABLE_AND_MAPPED

@@ -366,8 +366,8 @@ class BaseSFTMoEWrapper(LoraWeights):
                 self.drop_newest()
 
     def _agree(self) -> None:
-        """Drops the newest passes that only the compiled core has, or only this object. An
-        exception, such as KeyboardInterrupt, came when one of them had done its part of a call."""
+        """Drops the newest passes that only the compiled core has, or only this object. They remain
+        where an exception such as KeyboardInterrupt ended a call between the two."""
         if self._sft_core is None:
             return
         surplus = self._sft_core.pending - sum(saved.tokens > 0 for saved in self._saved)

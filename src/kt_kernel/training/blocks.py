@@ -18,9 +18,9 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
     """Blocks of tokens, int32 [n, length] inside.
 
     Args:
-        documents: are joined. The last tokens, too few for a block, are left out.
+        documents: joined in this order. Tokens at the end that do not fill a block are left out.
         length: tokens in a block.
-        short: whether one shorter block is made where there are too few tokens for one.
+        short: make one shorter block if there are too few tokens for a whole one.
     """
 
     def __init__(self, documents: Sequence[Encoded], length: int, *, short: bool = False) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .documents import Document, Message
 
-#: The label of a token whose loss does not count; of torch's cross entropy.
+#: The label of a token whose loss does not count: torch's default ``ignore_index``.
 IGNORED = -100
 
 Tokens = npt.NDArray[np.int32]
@@ -24,7 +24,7 @@ class Encoder:
         assistant_only: whether only the loss of the assistant's messages counts.
 
     Raises:
-        ValueError: ``assistant_only`` with a tokenizer that does not tell where its tokens are.
+        ValueError: ``assistant_only`` with a tokenizer that does not return offsets.
     """
 
     def __init__(self, tokenizer: Any, assistant_only: bool) -> None:
@@ -43,7 +43,7 @@ class Encoder:
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template refuses the messages; a
-                text where ``assistant_only`` is set; parts of the assistant that cannot be told.
+                text where ``assistant_only`` is set; the assistant's part cannot be determined.
         """
         if document.text is not None:
             if self._assistant_only:

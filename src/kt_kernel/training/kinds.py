@@ -66,7 +66,7 @@ TEXT = Kind("a string", _text)
 
 
 def texts(least: int) -> Kind:
-    """So many strings, or more; none of them twice."""
+    """At least ``least`` different strings."""
 
     def check(value: Any) -> tuple[str, ...]:
         values = [value] if isinstance(value, str) else value

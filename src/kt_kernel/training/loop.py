@@ -39,7 +39,7 @@ class LoraTrainer(Trainer):
 
     Args:
         data: training and held-out blocks.
-        progress: is told what happens.
+        progress: receives the events of the run.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ def check_checkpoint(checkpoint: str, model: nn.Module) -> None:
 
 
 def finished_state(checkpoint: str) -> TrainerState | None:
-    """The state in a checkpoint if the run was at its end: Trainer would do another step."""
+    """The state of a checkpoint whose run was complete, for which Trainer would do one more step;
+    None for others."""
     state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
     return state if state.global_step >= state.max_steps else None
 
@@ -120,12 +121,12 @@ def load_weights(checkpoint: str, model: nn.Module) -> None:
 
 
 class Schedule(TrainerCallback):
-    """Says when to measure and to save, marks what was saved whole, and reports steps.
+    """Decides when to evaluate and to save, marks complete checkpoints, and reports steps.
 
     Args:
-        trainer: has seen so many tokens.
+        trainer: counts the tokens that were seen.
         settings: when to measure, when to save, how many checkpoints to keep.
-        progress: is told of each step.
+        progress: receives each step.
         stop: whether to save and stop after this step.
     """
 
@@ -197,7 +198,7 @@ class Schedule(TrainerCallback):
 def training_arguments(
     settings: Settings, folder: str, on_cpu: bool, resumed: bool
 ) -> TrainingArguments:
-    """What Trainer is told. `Schedule` decides when it measures and saves."""
+    """Trainer's arguments. `Schedule` decides when to evaluate and to save."""
     training = settings.training
     schedules = {"constant": "constant_with_warmup"}
     return TrainingArguments(
@@ -232,7 +233,7 @@ def training_arguments(
 def interrupts(told: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Catches the first Ctrl-C, or SIGTERM, inside the block; a second one acts as always.
 
-    told: gets the signal's name. Yields whether one has come.
+    told: called with the signal's name. Yields a function that returns whether a signal came.
     """
     caught: list[str] = []
 

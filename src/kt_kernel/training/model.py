@@ -25,7 +25,7 @@ def check_model(settings: Settings) -> Any:
 
     Raises:
         ValueError: no model; no supported experts; a method, a sequence length or attention modules
-            that the model has not.
+            that the model does not support.
         OSError: the hub has no such repository, or is not reachable.
     """
     from transformers import AutoConfig, AutoModelForCausalLM

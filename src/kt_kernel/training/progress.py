@@ -1,13 +1,13 @@
-"""What a run tells of its progress."""
+"""The interface that receives the progress of a training run."""
 
 from __future__ import annotations
 
 
 class Progress:
-    """Is told what happens; does nothing."""
+    """Receives the events of a run. This base class ignores them."""
 
     def stage(self, text: str) -> None:
-        """Work before the training has begun, or a result of it."""
+        """A line about a stage before training, such as loading."""
 
     def begin(self, done: int, steps: int) -> None:
         """Training begins after ``done`` of ``steps`` optimizer steps."""
@@ -16,13 +16,13 @@ class Progress:
         """An optimizer step ended. loss: nats per token. rate: tokens a second so far."""
 
     def measuring(self, done: int, blocks: int) -> None:
-        """So many of the held-out blocks are measured."""
+        """``done`` of the held-out blocks are measured."""
 
     def held_out(self, step: int, loss: float) -> None:
         """The held-out loss after a step, in nats per token."""
 
     def saved(self, step: int) -> None:
-        """There is a whole checkpoint of a step."""
+        """A complete checkpoint of a step was written."""
 
     def stopping(self, signal: str) -> None:
         """A signal came; the run stops after this step."""

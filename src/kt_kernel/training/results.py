@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics as JSON, and a plot of the losses."""
+"""The results of a run: metrics as JSON, and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: One value at a step: after so many optimizer steps.
+#: (number of optimizer steps done, value).
 Curve = list[tuple[int, float]]
 
 

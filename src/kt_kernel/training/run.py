@@ -33,12 +33,12 @@ RUN, METRICS, PLOT, ADAPTER, CHECKPOINTS = (
 
 
 class Stopped(Exception):
-    """A signal stopped the run; its checkpoint is whole."""
+    """A signal stopped the run, after a complete checkpoint was written."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Where everything is, and how it went. plot: None if none was wanted."""
+    """The metrics of a run and the paths of its results. plot: None if not requested."""
 
     metrics: Metrics
     adapter: str
@@ -139,7 +139,7 @@ def _fit(
     on_cpu: bool,
     progress: Progress,
 ) -> tuple[TrainerState, float, float]:
-    """Trains; returns the last state, and seconds and tokens a second of this process's steps."""
+    """Trains. Returns the last state, and the seconds and tokens/s of this process's steps."""
     from . import loop
 
     if checkpoint is not None:
