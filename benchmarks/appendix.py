@@ -211,9 +211,10 @@ def before_and_after(content: Content) -> str:
     """Two versions of a layer that ran in turns, for each method."""
     columns = ["decode, µs", "after / before", "prefill, µs", "after / before", "before / before"]
     rows = {(row["method"], row["tokens"]): row for row in content["rows"]}
+    long = max(tokens for _, tokens in rows)
     lines = []
     for method in dict.fromkeys(row["method"] for row in content["rows"]):
-        decode, prefill = rows[method, 1], rows[method, 64]
+        decode, prefill = rows[method, 1], rows[method, long]
         noise = (decode["before_against_before"], prefill["before_against_before"])
         lines.append(
             (
@@ -228,10 +229,11 @@ def before_and_after(content: Content) -> str:
             )
         )
     shape = content["shape"]
+    threads = "thread" if content["threads"] == 1 else "threads"
     return (
-        f"{content['cpu']}, {content['threads']} thread, {content['table']} kernels, "
+        f"{content['cpu']}, {content['threads']} {threads}, {content['table']} kernels, "
         f"E={shape['experts']} H={shape['hidden']} I={shape['inter']} k={shape['top_k']}, "
-        f"1 and 64 tokens. {content['before']} and {content['after']}, {content['date']}.\n\n"
+        f"1 and {long} tokens. {content['before']} and {content['after']}, {content['date']}.\n\n"
         + grid("method", columns, lines)
     )
 

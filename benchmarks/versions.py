@@ -1,13 +1,14 @@
-"""Two versions of the package in turns: the forward pass of one MoE layer on one core.
+"""Two versions of the package in turns: the forward pass of one MoE layer.
 
 python benchmarks/versions.py BEFORE AFTER --json FILE [--methods Q6_K,BF16] [--repeats 2]
+    [--table amx --threads 15 --shape 64,2048,768,8 --prefill 1024]
 
 BEFORE and AFTER are checkouts, each with its wheel unpacked in a folder "built":
     wheel=$(.ci/env.sh wheel) && unzip -q "$wheel" -d built
 
 Each repeat starts two processes of each version, because times depend by some percent on where
-a process gets its memory. The four take turns on one core: a round is one visit of each. The ratio
-of a round is the time of both processes of AFTER over that of both of BEFORE.
+a process gets its memory. The four take turns on the same cores: a round is one visit of each. The
+ratio of a round is the time of both processes of AFTER over that of both of BEFORE.
 """
 
 from __future__ import annotations
@@ -20,16 +21,27 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-SHAPE = "16,2048,768,8"
-TABLE = "avx2"
-BATCHES = {1: (15, 25), 64: (1, 14)}  # tokens: passes of a visit, rounds
-CORE = 1
+DECODE = 1  # tokens
+VISITS = {"decode": (15, 25), "prefill": (1, 14)}  # passes of a visit, rounds
 
 
-def worker(checkout: str, method: str) -> None:
+class Setup(NamedTuple):
+    """What is measured: kernel table, threads, "E,H,I,k", tokens of a prefill batch."""
+
+    table: str
+    threads: int
+    shape: str
+    prefill: int
+
+    def batches(self) -> dict[int, tuple[int, int]]:
+        return {DECODE: VISITS["decode"], self.prefill: VISITS["prefill"]}
+
+
+def worker(checkout: str, method: str, *given: str) -> None:
     """Serves visits: reads "tokens passes", answers with the shortest time in seconds."""
+    setup = Setup(given[0], int(given[1]), given[2], int(given[3]))
     sys.path[0] = f"{checkout}/benchmarks"
     import torch
 
@@ -38,12 +50,12 @@ def worker(checkout: str, method: str) -> None:
     from methods import METHODS
     from shapes import inputs, parse_shape
 
-    shape = parse_shape(SHAPE)
-    bench = LayerBench(shape, METHODS[method], TABLE, 1, 1)
-    sums = [bench.output(tokens).double().sum().item() for tokens in BATCHES]
+    shape = parse_shape(setup.shape)
+    bench = LayerBench(shape, METHODS[method], setup.table, setup.threads, 1)
+    sums = [bench.output(tokens).double().sum().item() for tokens in setup.batches()]
     print(json.dumps(sums), flush=True)
     batches = {}
-    for tokens in BATCHES:
+    for tokens in setup.batches():
         x, weights = inputs(shape, tokens)
         random = torch.Generator().manual_seed(tokens)
         rows = [torch.randperm(shape.experts, generator=random) for _ in range(tokens)]
@@ -57,14 +69,15 @@ def worker(checkout: str, method: str) -> None:
 class Process:
     """One version's worker for one method."""
 
-    def __init__(self, checkout: Path, method: str) -> None:
+    def __init__(self, checkout: Path, method: str, setup: Setup) -> None:
+        cores = range(1, 2) if setup.threads == 1 else range(setup.threads)
         self._child = subprocess.Popen(
-            [sys.executable, __file__, "--worker", str(checkout), method],
+            [sys.executable, __file__, "--worker", str(checkout), method, *map(str, setup)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(checkout / "built"), "OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: os.sched_setaffinity(0, {CORE}),
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
         self.sums = json.loads(self._read())
 
@@ -85,11 +98,11 @@ class Process:
         return line
 
 
-def compare(before: Path, after: Path, method: str) -> list[dict[str, Any]]:
+def compare(before: Path, after: Path, method: str, setup: Setup) -> list[dict[str, Any]]:
     """A row for each batch size."""
-    processes = [Process(version, method) for version in (before, after) * 2]
+    processes = [Process(version, method, setup) for version in (before, after) * 2]
     rows = []
-    for tokens, (passes, rounds) in BATCHES.items():
+    for tokens, (passes, rounds) in setup.batches().items():
         times: list[list[float]] = [[] for _ in processes]
         for number in range(-1, rounds):
             order = range(4) if number % 2 else range(3, -1, -1)
@@ -128,6 +141,9 @@ def merged(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def version_of(checkout: Path) -> str:
+    """The commit, or the folder's name where the checkout came without its history."""
+    if not (checkout / ".git").exists():
+        return checkout.name
     command = ["git", "-C", checkout, "describe", "--always", "--dirty"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -141,17 +157,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file for the result")
     parser.add_argument("--methods", help="names, separated by commas (default: all)")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--table", default="avx2", help="kernel table (default: avx2)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", default="16,2048,768,8", help="E,H,I,k")
+    parser.add_argument("--prefill", type=int, default=64, help="tokens of a prefill batch")
     args = parser.parse_args()
+    setup = Setup(args.table, args.threads, args.shape, args.prefill)
 
     from machine import about
     from methods import METHODS
     from shapes import parse_shape
 
-    shape = parse_shape(SHAPE)
+    shape = parse_shape(setup.shape)
     rows = []
     for method in args.methods.split(",") if args.methods else METHODS:
         repeats = [
-            compare(args.before.resolve(), args.after.resolve(), method)
+            compare(args.before.resolve(), args.after.resolve(), method, setup)
             for _ in range(args.repeats)
         ]
         for batch in zip(*repeats, strict=True):
@@ -160,10 +181,11 @@ def main() -> None:
     result = {
         "date": datetime.date.today().isoformat(),
         **{name: about()[name] for name in ("cpu", "cpus", "torch", "load_average")},
-        "table": TABLE,
-        "threads": 1,
+        "table": setup.table,
+        "threads": setup.threads,
+        "prefill": setup.prefill,
         "shape": {
-            "name": SHAPE,
+            "name": setup.shape,
             "experts": shape.experts,
             "hidden": shape.hidden,
             "inter": shape.inter,
