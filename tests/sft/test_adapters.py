@@ -100,7 +100,7 @@ def test_a_peft_adapter_of_modules_is_loaded(tmp_path):
 
     base = tiny("qwen3_moe", torch.float32, **ONE)
     plain = wrap_experts(base, **SETTINGS)
-    with pytest.raises(ValueError, match="the adapter also has 2 tensors, such as .*q_proj"):
+    with pytest.raises(ValueError, match="the model has no place for 2 tensors, such as .*q_proj"):
         load_adapter(base, tmp_path)
     assert not plain["model.layers.0.mlp.experts"].lora_parameters()["gate_lora_b"].any()
     model = get_peft_model(
@@ -134,7 +134,9 @@ def test_a_peft_adapter_of_parameters_is_loaded(tmp_path):
     assert torch.equal(lora["gate_lora_a"], lora["up_lora_a"])
     twice = tiny("qwen3_moe", **ONE)
     wrap_experts(twice, **SETTINGS | dict(lora_rank=2, lora_alpha=3.0))
-    with pytest.raises(ValueError, match="gate_up_proj has rank 4, gate and up share its A; wrap"):
+    with pytest.raises(
+        ValueError, match="gate_up_proj has rank 4, and gate and up share its A; wrap"
+    ):
         load_adapter(twice, tmp_path)
 
 
@@ -223,15 +225,20 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     model, _ = wrapped()
     save_adapter(model, tmp_path)
     for other, text in (
-        (wrapped(lora_rank=3)[0], "gate_up_proj has rank 8; lora_rank=3 takes 3 or 6"),
-        (wrapped(lora_alpha=8.0)[0], "has rank 8 and scaling 1.5; .* lora_alpha / lora_rank = 2"),
-        (wrapped("mixtral")[0], "gate_lora_b is .* the model's is .*another model"),
+        (wrapped(lora_rank=3)[0], "gate_up_proj has rank 8; lora_rank=3 needs rank 3 or 6"),
+        (
+            wrapped(lora_alpha=8.0)[0],
+            "has rank 8 and scaling 1.5, but .* lora_alpha / lora_rank = 2",
+        ),
+        (wrapped("mixtral")[0], "gate_lora_b has shape .* the model's has .*another model"),
     ):
         with pytest.raises(ValueError, match=text):
             load_adapter(other, tmp_path)
     small = tiny("qwen3_moe", **ONE)
     modules = wrap_experts(small, **SETTINGS)
-    with pytest.raises(ValueError, match="the adapter also has 4 tensors, such as .*layers.1"):
+    with pytest.raises(
+        ValueError, match="the model has no place for 4 tensors, such as .*layers.1"
+    ):
         load_adapter(small, tmp_path)
     save_adapter(small, tmp_path / "small")
     with pytest.raises(
@@ -316,7 +323,7 @@ def test_a_refused_adapter_changes_nothing(tmp_path, culprit):
     else:
         tensors[experts] = tensors[experts].double() * 1e300
     text = {
-        "experts": "down_lora_b is .* the model's is .*another model",
+        "experts": "down_lora_b has shape .* the model's has .*another model",
         "shape": "PEFT cannot load 8 tensors: .*size mismatch",
         "module": "PEFT has no place for 1 tensors, such as .*k_proj",
         "finite": "down_lora_b has a value that is NaN, infinite or beyond torch.float32",

@@ -113,7 +113,7 @@ def test_another_number_of_experts(tmp_path, layout, original):
         tiny("qwen3_moe", **ONE | dict(num_experts=experts)).save_pretrained(
             base, save_original_format=original
         )
-        with pytest.raises(ValueError, match=rf"has {experts} experts, but .* of another model"):
+        with pytest.raises(ValueError, match=rf"has {experts} experts, but .* to another model"):
             merge_adapter(base, tmp_path / "adapter", new)
         assert not new.exists()
 

@@ -20,7 +20,7 @@ FLAG = "--kt-expert-lora-path"
 #: Methods that quantise by themselves, into which an adapter can be merged first.
 MERGING_METHODS = tuple(name for name, method in METHODS.items() if not method.quantised)
 
-_ANOTHER = "it is the adapter of another model"
+_ANOTHER = "the adapter belongs to another model"
 _NAMED = 4  # modules named in a message
 _IN_LAYER = re.compile(r"^.*\blayers\.\d+\.")
 

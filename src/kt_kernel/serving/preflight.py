@@ -122,7 +122,7 @@ def _with_adapter(options: KTOptions, config: Any, served: ServedModel) -> KTOpt
         elif count is not None and max(adapter.layers) >= count:
             raise ValueError(
                 f"it changes experts of layer {max(adapter.layers)}; the model has {count} layers; "
-                "it is the adapter of another model"
+                "the adapter belongs to another model"
             )
         adapter.check_values()
     return replace(options, expert_lora_path=path)

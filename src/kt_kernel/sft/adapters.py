@@ -1,4 +1,4 @@
-"""`save_adapter` and `load_adapter`: wrapped experts as PEFT checkpoints."""
+"""`save_adapter` and `load_adapter` write and read PEFT checkpoints of wrapped experts."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ def save_adapter(
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors, which PEFT loads.
 
-    Args:
-        model: with wrapped experts; of a ``PeftModel`` its other LoRA tensors are written, too.
-        layout: "fused" for models whose experts are 3-D parameters, as those of transformers 5 are:
-            PEFT's form has one A for gate and up, so the adapter of ``gate_up_proj`` has rank 2R.
-            "per_expert" for models with an ``nn.Linear`` for every projection of every expert.
-        base_model: written as the base model's name; None: what the model's config says.
+    The configuration sets dropout to 0, because PEFT has no dropout for 3-D parameters.
 
-    The adapter says that dropout is 0, since PEFT has none for 3-D parameters.
+    Args:
+        model: A model with wrapped experts. If it is a ``PeftModel``, its other LoRA tensors are
+            written, too.
+        layout: "fused" for models whose experts are 3-D parameters, as in transformers 5. PEFT has
+            one A for gate and up, so the adapter of ``gate_up_proj`` has rank 2R. "per_expert" for
+            models with an ``nn.Linear`` for each projection of each expert.
+        base_model: The name of the base model. Default: the name in the model's config.
 
     Raises:
-        ValueError: no wrapped experts, layers that differ in rank or alpha, another ``layout``, or
-            one that the model has not.
-        OSError: the files cannot be written.
+        ValueError: The model has no wrapped experts, its layers differ in rank or alpha, or
+            ``layout`` is unknown or does not exist for this family.
+        OSError: The files cannot be written.
     """
     modules = {name.removeprefix(PREFIX): m for name, m in wrapped_experts(model).items()}
     if layout not in (FUSED, PER_EXPERT):
@@ -76,13 +77,14 @@ def save_adapter(
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fills the LoRA parameters of wrapped experts from a PEFT adapter, in either layout.
+    """Loads a PEFT adapter, in either layout, into the LoRA parameters of wrapped experts.
 
-    Tensors of other modules go to the ``PeftModel`` that ``model`` then has to be.
+    If the adapter also has tensors of other modules, ``model`` must be a ``PeftModel``.
 
     Raises:
-        FileNotFoundError, ValueError: no adapter; one of another model (layers, shapes), rank or
-            alpha; tensors for which the model has no place. The parameters are as they were then.
+        FileNotFoundError: The folder has no adapter.
+        ValueError: The adapter belongs to another model (layers, shapes), has another rank or
+            alpha, or has tensors that the model has no place for. No parameter is changed then.
     """
     adapter = read_adapter(folder)
     modules = {name.removeprefix(PREFIX): m for name, m in wrapped_experts(model).items()}
@@ -94,8 +96,8 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             place = f"{adapter.folder}: {path}: {name}"
             if lora[name].shape != parameter.shape:
                 raise ValueError(
-                    f"{place} is {list(lora[name].shape)}, the model's is "
-                    f"{list(parameter.shape)}; it is the adapter of another model"
+                    f"{place} has shape {list(lora[name].shape)}, but the model's has "
+                    f"{list(parameter.shape)}; the adapter belongs to another model"
                 )
             if not bool(lora[name].to(parameter.dtype).isfinite().all()):
                 raise ValueError(
@@ -113,7 +115,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _common(modules: dict[str, LoraExperts]) -> tuple[int, float]:
-    """The layers' rank and scaling."""
+    """Returns the rank and the scaling that all layers share."""
     found = {(m.wrapper.lora_rank, m.wrapper.lora_scaling) for m in modules.values()}
     if len(found) > 1:
         raise ValueError(f"the layers differ in (rank, alpha / rank): {sorted(found)}")
@@ -123,7 +125,10 @@ def _common(modules: dict[str, LoraExperts]) -> tuple[int, float]:
 def _others(
     model: nn.Module, modules: dict[str, LoraExperts]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Configuration and tensors of what PEFT adapts; a new configuration where that is nothing."""
+    """Returns the configuration and tensors of the modules that PEFT adapts.
+
+    Without such modules, the configuration is a new one, and there are no tensors.
+    """
     if not hasattr(model, "peft_config"):
         name = getattr(getattr(model, "config", None), "name_or_path", None)
         return dict(_NEW_CONFIG) | {"base_model_name_or_path": name or None}, {}
@@ -198,7 +203,7 @@ def _alpha(config: dict[str, Any], rank: int, scaling: float) -> float:
 def _take_layer(
     adapter: Adapter, remaining: dict[str, torch.Tensor], path: str, module: LoraExperts
 ) -> dict[str, torch.Tensor]:
-    """The six LoRA tensors of a layer, which are taken out of ``remaining``."""
+    """Removes a layer's tensors from ``remaining``; returns its six LoRA tensors."""
     wrapper, layout = module.wrapper, module.layout
     found: dict[str, torch.Tensor] = {}
     prefixes = dict.fromkeys(f"{PREFIX}{p}." for p in (path, layout.single_path(path)))
@@ -225,21 +230,21 @@ def _take_layer(
             }
     except KeyError as error:
         raise ValueError(
-            f"{place}: tensor {error.args[0]} is missing; it is the adapter of another model"
+            f"{place}: tensor {error.args[0]} is missing; the adapter belongs to another model"
         ) from None
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
     expected = 4 if fused else len(LORA_NAMES) * wrapper.num_experts
     if len(found) > expected:
         raise ValueError(
-            f"{place}: the adapter has {len(found)} tensors, {expected} are needed for "
-            f"{wrapper.num_experts} experts; it is the adapter of another model"
+            f"{place}: the adapter has {len(found)} tensors, but {wrapper.num_experts} experts "
+            f"need {expected}; the adapter belongs to another model"
         )
     for name, rank in ranks.items():
         scaling = adapter.scaling(name, rank)
         if not math.isclose(scaling, wrapper.lora_scaling, rel_tol=1e-6):
             raise ValueError(
-                f"{place}: {name} has rank {rank} and scaling {scaling:g}; the experts were "
+                f"{place}: {name} has rank {rank} and scaling {scaling:g}, but the experts were "
                 f"wrapped with lora_alpha / lora_rank = {wrapper.lora_scaling:g}"
             )
     return lora
@@ -248,15 +253,15 @@ def _take_layer(
 def _check_remaining(
     adapter: Adapter, remaining: dict[str, torch.Tensor], model: nn.Module, adapter_name: str
 ) -> None:
-    """ValueError for tensors that have no place in the model."""
+    """Raises ValueError if the model has no place for a remaining tensor."""
     if not remaining:
         return
     some = f"{len(remaining)} tensors, such as {min(remaining)}"
     configs = getattr(model, "peft_config", None)
     if configs is None:
         raise ValueError(
-            f"{adapter.folder}: the adapter also has {some}, for which the model has no place; "
-            "call peft.get_peft_model before wrap_experts"
+            f"{adapter.folder}: the model has no place for {some}; call peft.get_peft_model before "
+            "wrap_experts"
         )
     _need_adapter(cast(dict[str, Any], configs), adapter_name)
     named = {name.removeprefix(PREFIX) for name, _ in model.named_modules()}
@@ -266,23 +271,22 @@ def _check_remaining(
     if lost:
         raise ValueError(
             f"{adapter.folder}: the model has no module for {len(lost)} tensors, such as "
-            f"{min(lost)}; it is the adapter of another model"
+            f"{min(lost)}; the adapter belongs to another model"
         )
 
 
 def _need_adapter(configs: dict[str, Any], name: str) -> None:
     if name not in configs:
         raise ValueError(
-            f"the experts' adapter is {name!r}, the PeftModel has {sorted(configs)}; pass its name "
-            "as adapter_name to wrap_experts"
+            f"the experts use adapter {name!r}, but the PeftModel has {sorted(configs)}; pass the "
+            "adapter's name to wrap_experts as adapter_name"
         )
 
 
 def _load_others(
     adapter: Adapter, remaining: dict[str, torch.Tensor], model: Any, adapter_name: str
 ) -> None:
-    """Has PEFT load the tensors that are not the experts'. What it has loaded before it refuses one
-    is put back."""
+    """Lets PEFT load the tensors of other modules, and restores theirs if PEFT refuses one."""
     from peft import set_peft_model_state_dict
 
     ours = tuple(f"{name}." for name in wrapped_experts(model))
@@ -303,4 +307,4 @@ def _load_others(
         problem = f"PEFT cannot load {len(remaining)} tensors: {error}"
     if problem is not None:
         model.load_state_dict(before, strict=False)
-        raise ValueError(f"{adapter.folder}: {problem}; it is the adapter of another model")
+        raise ValueError(f"{adapter.folder}: {problem}; the adapter belongs to another model")

@@ -121,7 +121,7 @@ class _Merge:
             if place in experts and (why := layer.misfit(len(experts[place]))):
                 raise ValueError(
                     f"{self._adapter.folder}: {place} has {len(experts[place])} experts, but "
-                    f"{why}; it is the adapter of another model"
+                    f"{why}; the adapter belongs to another model"
                 )
             places[place] = layer
         return places
@@ -143,7 +143,7 @@ class _Merge:
         if missing:
             raise ValueError(
                 f"{self._adapter.folder}: the model has no weights for {len(missing)} adapted "
-                f"modules, such as {min(missing)}; it is the adapter of another model"
+                f"modules, such as {min(missing)}; the adapter belongs to another model"
             )
 
     def _check_place(self, path: str, name: str, dtype: str, shape: list[int]) -> None:

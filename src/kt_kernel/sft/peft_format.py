@@ -1,10 +1,10 @@
-"""A layer's LoRA tensors as a PEFT adapter has them.
+"""Converts a layer's LoRA tensors to and from the layouts of PEFT adapters.
 
-PEFT (0.17 and later) has two forms of adapters for experts. Modules ``nn.Linear`` of single experts
-have A [R, in] and B [out, R] each. A 3-D parameter of all experts, a target of
-``target_parameters``, has A [E r, in], expert by expert, and B [out, r E], where column j E + e is
-column j of expert e. A parameter ``gate_up_proj`` is adapted as one matrix [2I, H], so gate and up
-share its A. With r = 2R, A of both stacked and B block diagonal, it stands for separate ones.
+PEFT (0.17 and later) stores adapters of experts in two layouts. An expert's own ``nn.Linear`` has
+A [R, in] and B [out, R]. A 3-D parameter with all experts, listed in ``target_parameters``, has
+A [E r, in], one expert after the other, and B [out, r E]: column j E + e is column j of expert e.
+PEFT adapts a parameter ``gate_up_proj`` as one matrix [2I, H], so gate and up share one A. To keep
+their As separate, the rank is r = 2R: both As are stacked, and B is block diagonal.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from ..weights.expert_tensors import MATRICES
 from .lora import LORA_NAMES
 
-#: Tensors by what follows the module's name, and the six LoRA tensors by their names.
+#: Tensors by the part of their name that follows the module's, or the six LoRA tensors by name.
 Tensors = dict[str, torch.Tensor]
 
-# `down_proj`, adapted last, is around `gate_up_proj`, which is around the module.
+# PEFT wraps the module for `gate_up_proj` first, and the result for `down_proj`.
 _GATE_UP, _DOWN = "base_layer.", ""
 
 
@@ -29,10 +29,11 @@ class Layout:
     """How a module's experts are arranged.
 
     Attributes:
-        interleaved: rows of gate and up alternate in ``gate_up_proj``; else gate's come first.
-        names: of the modules of one expert, for gate, up and down, in checkpoints with such.
-        block: what those checkpoints call the MoE block, where it is not what the model calls it.
-        single: whether there are such checkpoints.
+        interleaved: whether rows of gate and up alternate in ``gate_up_proj``. If not, all rows of
+            gate come first.
+        names: names of an expert's gate, up and down modules in checkpoints that list each expert.
+        block: the name of the MoE block in those checkpoints, if the model uses another one.
+        single: whether such checkpoints exist for this family.
     """
 
     interleaved: bool = False
@@ -41,7 +42,7 @@ class Layout:
     single: bool = True
 
     def single_path(self, path: str) -> str:
-        """The name of the list of experts, of a module's name in the model."""
+        """The name of the list of experts in a checkpoint, from the module's name in the model."""
         if self.block is None:
             return path
         parent, _, experts = path.rpartition(".")
@@ -49,7 +50,7 @@ class Layout:
 
 
 def to_fused(lora: Mapping[str, torch.Tensor], layout: Layout) -> Tensors:
-    """The adapter of two 3-D parameters; that of ``gate_up_proj`` has rank 2R."""
+    """Returns the adapters of both 3-D parameters. The one of ``gate_up_proj`` has rank 2R."""
     gate_a, gate_b, up_a, up_b, down_a, down_b = (t.detach().cpu() for t in lora.values())
     experts, inter, rank = gate_b.shape
     both = gate_b.new_zeros(experts, 2, inter, 2 * rank)
@@ -65,13 +66,14 @@ def to_fused(lora: Mapping[str, torch.Tensor], layout: Layout) -> Tensors:
 
 
 def from_fused(tensors: Tensors, experts: int, rank: int, layout: Layout) -> Tensors:
-    """The six LoRA tensors of rank R of an adapter of 3-D parameters.
+    """Returns the six LoRA tensors of rank R from the adapters of both 3-D parameters.
 
-    ``gate_up_proj`` has rank 2R as `to_fused` makes it, or R with an A that gate and up share.
+    The adapter of ``gate_up_proj`` has rank 2R, as `to_fused` writes it, or rank R if gate and up
+    share A.
 
     Raises:
-        KeyError: a tensor is missing.
-        ValueError: shapes or ranks do not fit, or B of rank 2R is not block diagonal.
+        KeyError: A tensor is missing.
+        ValueError: Shapes or ranks do not match, or B of rank 2R is not block diagonal.
     """
     both_a = _experts(tensors, f"{_GATE_UP}lora_A.weight", experts)
     both_b = _by_expert(tensors, f"{_GATE_UP}lora_B.weight", experts)
@@ -88,35 +90,35 @@ def from_fused(tensors: Tensors, experts: int, rank: int, layout: Layout) -> Ten
         gate_a, up_a = both_a.chunk(2, 1)
         if bool(gate_b[..., rank:].any()) or bool(up_b[..., :rank].any()):
             raise ValueError(
-                f"gate_up_proj has rank {found}, gate and up share its A; wrap the experts with "
-                f"lora_rank={found}"
+                f"gate_up_proj has rank {found}, and gate and up share its A; wrap the experts "
+                f"with lora_rank={found}"
             )
         gate_b, up_b = gate_b[..., :rank], up_b[..., rank:]
     else:
         raise ValueError(
-            f"gate_up_proj has rank {found}; lora_rank={rank} takes {rank} or {2 * rank}"
+            f"gate_up_proj has rank {found}; lora_rank={rank} needs rank {rank} or {2 * rank}"
         )
     return _named(gate_a, gate_b, up_a, up_b, down_a, down_b)
 
 
 def to_single(lora: Mapping[str, torch.Tensor], layout: Layout) -> Tensors:
-    """The adapter of every expert's own modules."""
+    """Returns the adapters of each expert's own modules."""
     single = {}
     for matrix, name in zip(MATRICES, layout.names, strict=True):
         for side in "ab":
             stack = lora[f"{matrix}_lora_{side}"].detach().cpu()
             for expert, tensor in enumerate(stack):
-                # A copy: files have no tensors that share memory.
+                # Copied, because safetensors files cannot hold tensors that share memory.
                 single[f"{expert}.{name}.lora_{side.upper()}.weight"] = tensor.clone()
     return single
 
 
 def from_single(tensors: Tensors, experts: int, layout: Layout) -> Tensors:
-    """The six LoRA tensors of an adapter of every expert's own modules.
+    """Returns the six LoRA tensors from the adapters of each expert's own modules.
 
     Raises:
-        KeyError: a tensor is missing.
-        ValueError: the experts' tensors differ in shape.
+        KeyError: A tensor is missing.
+        ValueError: The experts' tensors differ in shape.
     """
     stacks = []
     for name in layout.names:
@@ -126,7 +128,8 @@ def from_single(tensors: Tensors, experts: int, layout: Layout) -> Tensors:
             for key, tensor in zip(keys, each, strict=True):
                 if tensor.shape != each[0].shape:
                     raise ValueError(
-                        f"{key} is {list(tensor.shape)}, {keys[0]} {list(each[0].shape)}"
+                        f"{key} has shape {list(tensor.shape)}, but {keys[0]} has "
+                        f"{list(each[0].shape)}"
                     )
             stacks.append(torch.stack(each))
     return _named(*stacks)
@@ -137,21 +140,25 @@ def _named(*tensors: torch.Tensor) -> Tensors:
 
 
 def _columns(b: torch.Tensor) -> torch.Tensor:
-    """[out, r E] of B [E, out, r]."""
+    """B [E, out, r] as [out, r E]."""
     return b.permute(1, 2, 0).flatten(1).contiguous()
 
 
 def _by_expert(tensors: Tensors, key: str, experts: int) -> torch.Tensor:
-    """B [E, out, r] of [out, r E]."""
+    """B stored as [out, r E], as [E, out, r]."""
     b = tensors[key]
     if b.dim() != 2 or b.shape[1] % experts:
-        raise ValueError(f"{key} is {list(b.shape)}; [out, rank * {experts} experts] is needed")
+        raise ValueError(
+            f"{key} has shape {list(b.shape)}; expected [out, rank * {experts} experts]"
+        )
     return b.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
 def _experts(tensors: Tensors, key: str, experts: int) -> torch.Tensor:
-    """A [E, r, in] of [E r, in]."""
+    """A stored as [E r, in], as [E, r, in]."""
     a = tensors[key]
     if a.dim() != 2 or a.shape[0] % experts:
-        raise ValueError(f"{key} is {list(a.shape)}; [{experts} experts * rank, in] is needed")
+        raise ValueError(
+            f"{key} has shape {list(a.shape)}; expected [{experts} experts * rank, in]"
+        )
     return a.unflatten(0, (experts, -1))
