@@ -444,7 +444,7 @@ PARTS = (
         "table, layered drivers, placements as values. `after / before` is the median of paired "
         "ratios, `before / before` the noise between two processes of the same version, in decode "
         "and in prefill.",
-        ["2026-11-29-versions-avx2"],
+        ["2026-11-29-versions-avx2", "2026-11-29-versions-amx"],
         before_and_after,
     ),
     Part(
