@@ -47,24 +47,26 @@ std::shared_ptr<kt::MoeLayer> make_layer(
     std::shared_ptr<kt::sys::Team> team, int64_t num_experts, int64_t top_k, int64_t hidden_size,
     int64_t intermediate_size, const kt::ByMatrix<std::tuple<int, int, int>>& forms,
     const std::vector<bool>& cpu_slots, float swiglu_limit, float swiglu_alpha, int64_t max_tokens,
-    const std::string& table, int kind, const kt::ByMatrix<int64_t>& gemm_min_rows,
-    int64_t row_block, int64_t task_bytes) {
+    const std::string& table, int kind, int activation, bool gated, bool weight_on_input,
+    const kt::ByMatrix<int64_t>& gemm_min_rows, int64_t row_block, int64_t task_bytes) {
   const auto form = [&](kt::Matrix m) {
     const auto [format, group, scale] = forms[m];
     return kt::MatrixForm{kt::WeightFormat(format), group, kt::ScaleType(scale)};
   };
   return make_unlocked<kt::MoeLayer>(
-      std::move(team), kt::LayerConfig{num_experts,
-                                       top_k,
-                                       hidden_size,
-                                       intermediate_size,
-                                       {form(kt::kGate), form(kt::kUp), form(kt::kDown)},
-                                       {swiglu_limit, swiglu_alpha},
-                                       std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
-                                       max_tokens,
-                                       find_table(table),
-                                       kt::KernelKind(kind),
-                                       {gemm_min_rows, row_block, task_bytes}});
+      std::move(team),
+      kt::LayerConfig{num_experts,
+                      top_k,
+                      hidden_size,
+                      intermediate_size,
+                      {form(kt::kGate), form(kt::kUp), form(kt::kDown)},
+                      {swiglu_limit, swiglu_alpha, kt::ActFunction(activation), gated},
+                      std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
+                      max_tokens,
+                      find_table(table),
+                      kt::KernelKind(kind),
+                      {gemm_min_rows, row_block, task_bytes},
+                      weight_on_input});
 }
 
 // Arrays are not converted: a converted copy of an array that is written to would be lost.
@@ -74,7 +76,7 @@ using WeightRoom = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using Bias = std::optional<nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>>;
 
 kt::MatrixLayout layout_of(const kt::MoeLayer& layer, int matrix) {
-  kt::need_in_range("matrix", matrix, 0, kt::kMatrices - 1);
+  kt::need_matrix(layer.config(), matrix);
   return layer.config().layout(kt::Matrix(matrix));
 }
 
@@ -83,18 +85,20 @@ void need_size(const std::string& name, size_t given, int64_t needed) {
            name + " has " + std::to_string(given) + " values; expected " + std::to_string(needed));
 }
 
-void load_packed(kt::MoeLayer& layer, int64_t slot, const Tiles& gate, const Tiles& up,
-                 const Tiles& down, const Bias& gate_bias, const Bias& up_bias,
+void load_packed(kt::MoeLayer& layer, int64_t slot, const std::optional<Tiles>& gate,
+                 const Tiles& up, const Tiles& down, const Bias& gate_bias, const Bias& up_bias,
                  const Bias& down_bias) {
-  const kt::ByMatrix<const Tiles*> tiles{&gate, &up, &down};
+  const kt::ByMatrix<const Tiles*> tiles{gate ? &*gate : nullptr, &up, &down};
   const kt::ByMatrix<const Bias*> biases{&gate_bias, &up_bias, &down_bias};
   kt::ByMatrix<const uint8_t*> data{};
   kt::ByMatrix<const float*> bias{};
   for (int m = 0; m < kt::kMatrices; ++m) {
-    const kt::MatrixLayout layout = layout_of(layer, m);
+    const kt::MatrixLayout layout = layer.config().layout(kt::Matrix(m));
     const std::string name = kt::kMatrixNames[m];
-    need_size(name, tiles[m]->size(), layout.bytes());
-    data[m] = tiles[m]->data();
+    if (tiles[m]) {
+      need_size(name, tiles[m]->size(), layout.bytes());
+      data[m] = tiles[m]->data();
+    }
     if (!*biases[m]) continue;
     need_size(name + "_bias", (*biases[m])->size(), layout.rows);
     bias[m] = (*biases[m])->data();
@@ -162,9 +166,13 @@ void bind_layer(nb::module_& m) {
   nb::class_<kt::MoeLayer>(m, "MoeLayer")
       .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
            "hidden_size"_a, "intermediate_size"_a, "forms"_a, "cpu_slots"_a, "swiglu_limit"_a,
-           "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a,
+           "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a, "activation"_a = 0,
+           "gated"_a = true, "weight_on_input"_a = false,
            "gemm_min_rows"_a = kt::ByMatrix<int64_t>{}, "row_block"_a = 0, "task_bytes"_a = 0,
-           Unlocked())
+           Unlocked(),
+           "activation: the number of a kt::ActFunction. gated: whether experts have a gate; if "
+           "not, "
+           "everything of gate is 0 or None. weight_on_input: router weights multiply x.")
       .def(
           "load",
           [](kt::MoeLayer& layer, int64_t slot, const Source& gate, const Source& up,
@@ -191,7 +199,7 @@ void bind_layer(nb::module_& m) {
           },
           "experts"_a, "scale_search"_a = false, Unlocked(),
           "`load` for experts given as (slot, (gate, up, down), dtypes, bias addresses, orders).")
-      .def("load_packed", load_packed, "slot"_a, "gate"_a.noconvert(), "up"_a.noconvert(),
+      .def("load_packed", load_packed, "slot"_a, "gate"_a.noconvert().none(), "up"_a.noconvert(),
            "down"_a.noconvert(), "gate_bias"_a.noconvert() = nb::none(),
            "up_bias"_a.noconvert() = nb::none(), "down_bias"_a.noconvert() = nb::none(), Unlocked(),
            "Loads packed tiles of whole matrices, uint8 arrays of as many values as packed_shape() "

@@ -51,17 +51,16 @@ auto data_or_null(const char* name, const std::optional<Array>& a, std::vector<s
 }
 
 auto reference_forward(const Doubles<2>& x, const Longs& ids, const Doubles<2>& weights,
-                       const Doubles<3>& gate, const Doubles<3>& up, const Doubles<3>& down,
-                       int activation_format, const std::vector<bool>& skip,
+                       const std::optional<Doubles<3>>& gate, const Doubles<3>& up,
+                       const Doubles<3>& down, int activation_format, const std::vector<bool>& skip,
                        const std::optional<Doubles<2>>& gate_bias,
                        const std::optional<Doubles<2>>& up_bias,
                        const std::optional<Doubles<2>>& down_bias, double swiglu_limit,
-                       double swiglu_alpha) {
+                       double swiglu_alpha, const std::string& activation, bool weight_on_input) {
   const size_t tokens = x.shape(0), hidden = x.shape(1), top_k = ids.shape(1);
-  const size_t experts = gate.shape(0), inter = gate.shape(1);
+  const size_t experts = up.shape(0), inter = up.shape(1);
   need_shape("ids", ids, {tokens, top_k});
   need_shape("weights", weights, {tokens, top_k});
-  need_shape("gate", gate, {experts, inter, hidden});
   need_shape("up", up, {experts, inter, hidden});
   need_shape("down", down, {experts, hidden, inter});
   kt::need(skip.size() == experts, "skip has " + std::to_string(skip.size()) +
@@ -75,7 +74,7 @@ auto reference_forward(const Doubles<2>& x, const Longs& ids, const Doubles<2>& 
   r.x = x.data();
   r.ids = ids.data();
   r.weights = weights.data();
-  r.gate = gate.data();
+  r.gate = data_or_null("gate", gate, {experts, inter, hidden});
   r.up = up.data();
   r.down = down.data();
   r.gate_bias = data_or_null("gate_bias", gate_bias, {experts, inter});
@@ -87,6 +86,8 @@ auto reference_forward(const Doubles<2>& x, const Longs& ids, const Doubles<2>& 
   r.skip = skipped.get();
   r.swiglu_limit = swiglu_limit;
   r.swiglu_alpha = swiglu_alpha;
+  r.function = activation;
+  r.weight_on_input = weight_on_input;
   auto y = make_array<double>({tokens, hidden});
   const nb::gil_scoped_release unlocked;
   kt::moe_reference(r, y.data());
@@ -198,10 +199,12 @@ void bind_testing(nb::module_& m) {
         "The float32 weights [n, k] of packed tiles [tiles, bytes] (tests).");
   m.def("product", product, "table"_a, "gemm"_a, "format"_a, "group_size"_a, "w"_a, "x"_a,
         "X [m, k] times the transpose of W [n, k] by one kernel (tests).");
-  m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a, "up"_a,
-        "down"_a, nb::kw_only(), "activation_format"_a, "skip"_a, "gate_bias"_a = nb::none(),
-        "up_bias"_a = nb::none(), "down_bias"_a = nb::none(), "swiglu_limit"_a = 0.0,
-        "swiglu_alpha"_a = 0.0, "The layer in float64 (kernels/ref).");
+  m.def("reference_forward", reference_forward, "x"_a, "ids"_a, "weights"_a, "gate"_a.none(),
+        "up"_a, "down"_a, nb::kw_only(), "activation_format"_a, "skip"_a,
+        "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
+        "swiglu_limit"_a = 0.0, "swiglu_alpha"_a = 0.0, "activation"_a = "silu",
+        "weight_on_input"_a = false,
+        "The layer in float64 (kernels/ref). Experts without gate: gate is None.");
   m.def("split_deferred", split_deferred, "ids"_a, "weights"_a, "protected_k"_a, "num_experts"_a,
         "(immediate, deferred) of int64 ids and float32 weights [T, k] (tests).");
 }

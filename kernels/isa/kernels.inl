@@ -32,10 +32,10 @@ namespace {
 #include "planes.inl"
 
 #include "act_quant.inl"
+#include "activation.inl"
 #include "blocks.inl"
 #include "codes.inl"
 #include "merge.inl"
-#include "swiglu.inl"
 
 #include "gemv_bf16.inl"
 #include "gemv_fp8.inl"
@@ -84,7 +84,7 @@ const KernelTable KT_TABLE = {
     KT_FEATURES,
 #endif
     kFormatKernels, {quantise_float, quantise_bf16, quantise_int8_row, quantise_int16_groups},
-    swiglu_tile,    absmax_row,
+    activate_tile,  absmax_row,
     merge_tile,     finish_columns,
     tiles_begin,    tiles_end,
     &kTraining,

@@ -2,7 +2,7 @@
 void merge_tile(const float* out, const float* bias, const float* weight, const int32_t* token,
                 int64_t m, float* acc) {
   for (int64_t r = 0; r < m; ++r) {
-    const F w = f_set(weight[r]);
+    const F w = f_set(weight ? weight[r] : 1.0f);
     float* dst = acc + int64_t(token[r]) * kTileRows;
     for (int n = 0; n < kTileRows; n += kLanes) {
       F y = f_load(out + r * kTileRows + n);

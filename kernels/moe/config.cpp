@@ -35,6 +35,17 @@ void check_order(const int32_t* order, int64_t columns, const std::string& where
   }
 }
 
+void check_activation(const Activation& a) {
+  need_in_range("activation", int(a.function), 0, kActFunctions - 1);
+  need(a.limit >= 0 && std::isfinite(a.limit),
+       "swiglu_limit " + std::to_string(a.limit) + "; accepted: 0 or more");
+  need(std::isfinite(a.alpha),
+       "swiglu_alpha " + std::to_string(a.alpha) + "; accepted: a finite number");
+  need(a.is_swiglu() || (a.limit == 0 && a.alpha == 0),
+       "swiglu_limit " + std::to_string(a.limit) + " and swiglu_alpha " + std::to_string(a.alpha) +
+           "; this activation has neither; accepted: 0");
+}
+
 }  // namespace
 
 void need_entry_per_expert(const std::vector<uint8_t>& on_cpu, int64_t num_experts) {
@@ -50,13 +61,10 @@ void check_config(const LayerConfig& c) {
   need_in_range("max_tokens", c.max_tokens, 1, sys::kMaxTasks);
   need_in_range("hidden size", c.hidden_size, 1, kMaxColumns);
   need_in_range("intermediate size", c.intermediate_size, 1, kMaxColumns);
-  for (int m = 0; m < kMatrices; ++m)
+  for (Matrix m : c.matrices())
     check_form(c.forms[m], m == kDown ? c.intermediate_size : c.hidden_size,
                kMatrixNames[m] + std::string(": "));
-  need(c.activation.limit >= 0 && std::isfinite(c.activation.limit),
-       "swiglu_limit " + std::to_string(c.activation.limit) + "; accepted: 0 or more");
-  need(std::isfinite(c.activation.alpha),
-       "swiglu_alpha " + std::to_string(c.activation.alpha) + "; accepted: a finite number");
+  check_activation(c.activation);
   need_in_range("kind", int(c.kind), 0, int(KernelKind::kTile));
   const LayerTuning& t = c.tuning;
   for (int64_t rows : t.gemm_min_rows)
@@ -70,11 +78,17 @@ void check_config(const LayerConfig& c) {
 
 void check_expert(const LayerConfig& c, const SlotSource& expert) {
   const std::string where = "expert slot " + std::to_string(expert.slot) + ", ";
-  for (int m = 0; m < kMatrices; ++m)
-    check_source(expert.source.weights[m], where + kMatrixNames[m]);
+  const ExpertSource& source = expert.source;
+  for (Matrix m : c.matrices()) check_source(source.weights[m], where + kMatrixNames[m]);
+  need(c.activation.gated || (!source.weights[kGate].data && !source.bias[kGate]),
+       where + "gate: these experts have none; accepted: address 0");
   for (Matrix m : {kGate, kUp})
     if (const int32_t* order = expert.source.order[m])
       check_order(order, c.hidden_size, where + kMatrixNames[m]);
+}
+
+void need_matrix(const LayerConfig& c, int matrix) {
+  need_in_range("matrix", matrix, c.matrices().front(), kDown);
 }
 
 // Called for every batch, so messages are only built if there is an error.

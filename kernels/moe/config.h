@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,19 +22,28 @@ struct LayerTuning {
 
 struct LayerConfig {
   int64_t num_experts, top_k, hidden_size, intermediate_size;
-  ByMatrix<MatrixForm> forms;
+  ByMatrix<MatrixForm> forms;  // without a gate, its form is ignored
   Activation activation;
   std::vector<uint8_t> on_cpu;  // [num_experts], 1 for the slots held here, which passes compute
   int64_t max_tokens;           // longer batches are computed in chunks of this size
   const KernelTable* table;
   KernelKind kind;
   LayerTuning tuning;
+  bool weight_on_input = false;  // router weights multiply x instead of an expert's output
 
-  // The layout of a whole matrix.
-  MatrixLayout layout(Matrix m) const {
-    return m == kDown ? forms[m].layout(hidden_size, intermediate_size)
-                      : forms[m].layout(intermediate_size, hidden_size);
+  // The matrices that an expert has.
+  std::span<const Matrix> matrices() const {
+    static constexpr Matrix kAll[] = {kGate, kUp, kDown};
+    return std::span(kAll).subspan(activation.gated ? 0 : 1);
   }
+  // The layouts of the matrices of which `inter` rows or columns belong to the intermediate
+  // dimension. A gate that experts do not have is [0, H].
+  ByMatrix<MatrixLayout> layouts(int64_t inter) const {
+    return {forms[kGate].layout(activation.gated ? inter : 0, hidden_size),
+            forms[kUp].layout(inter, hidden_size), forms[kDown].layout(hidden_size, inter)};
+  }
+  // The layout of a whole matrix.
+  MatrixLayout layout(Matrix m) const { return layouts(intermediate_size)[m]; }
 };
 
 // The column orders of gate and up (act-order), each a permutation of the H columns: column j of
@@ -41,7 +51,7 @@ struct LayerConfig {
 using ColumnOrders = std::array<const int32_t*, 2>;
 
 // Row-major weights of one expert: gate and up [I, H], down [H, I]. Biases are float32 and may be
-// null.
+// null. Everything of a gate that the experts do not have is null.
 struct ExpertSource {
   ByMatrix<WeightSource> weights;
   ByMatrix<const float*> bias;
@@ -70,6 +80,7 @@ struct ForwardArgs {
 void check_config(const LayerConfig& config);
 void need_entry_per_expert(const std::vector<uint8_t>& on_cpu, int64_t num_experts);
 void check_expert(const LayerConfig& config, const SlotSource& expert);
+void need_matrix(const LayerConfig& config, int matrix);
 void check_pass(const ForwardArgs& args);
 
 }  // namespace kt

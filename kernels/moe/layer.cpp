@@ -12,11 +12,6 @@
 namespace kt {
 namespace {
 
-void need_matrix(int matrix) {
-  need(matrix >= 0 && matrix < kMatrices,
-       "matrix " + std::to_string(matrix) + "; accepted: 0 to 2");
-}
-
 // Marks slots as not loaded while they are written, because a child forked meanwhile has only parts
 // of them. Afterwards they are loaded, or as before if loading failed.
 class Unloaded {
@@ -88,9 +83,11 @@ void MoeLayer::load(const std::vector<SlotSource>& experts) {
 void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
                            const ByMatrix<const float*>& bias) {
   need_slot(slot);
-  for (int m = 0; m < kMatrices; ++m)
+  for (Matrix m : config().matrices())
     need(tiles[m] != nullptr,
          std::string(kMatrixNames[m]) + ": address 0; expected the address of packed tiles");
+  need(config().activation.gated || (!tiles[kGate] && !bias[kGate]),
+       "gate: these experts have none; accepted: address 0");
   const auto job = std::make_shared<PackedLoad>(state_, slot, tiles, bias, team_->threads());
   state_->loaded[size_t(slot)] = 0;
   team_->submit(job);
@@ -102,7 +99,7 @@ void MoeLayer::load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
 
 void MoeLayer::save_packed(int64_t slot, int matrix, uint8_t* dst) const {
   need_slot(slot);
-  need_matrix(matrix);
+  need_matrix(config(), matrix);
   need(dst != nullptr, "dst is address 0; expected a buffer for the packed tiles");
   need(!state_->order.present[size_t(state_->position[size_t(slot)])],
        "expert slot " + std::to_string(slot) +
@@ -132,7 +129,7 @@ std::shared_ptr<sys::Job> MoeLayer::submit(const ForwardArgs& args) {
 
 void MoeLayer::unpack(int64_t slot, int matrix, float* dst) const {
   need_slot(slot);
-  need_matrix(matrix);
+  need_matrix(config(), matrix);
   need(dst != nullptr, "dst is address 0; expected a buffer for the weights");
   const LayerConfig& c = config();
   for (int p = 0; p < team_->pools(); ++p) {

@@ -23,7 +23,8 @@ class MoeLayer {
   // loaded.
   void load(const std::vector<SlotSource>& experts);
 
-  // Loads packed tiles as save_packed writes them, at any address. Throws std::invalid_argument for
+  // Loads packed tiles as save_packed writes them, at any address; null for a gate that the experts
+  // do not have. Throws std::invalid_argument for
   // a code or scale that packing would not have made; the slot must then be loaded again.
   void load_packed(int64_t slot, const ByMatrix<const uint8_t*>& tiles,
                    const ByMatrix<const float*>& bias);

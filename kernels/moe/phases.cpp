@@ -85,8 +85,11 @@ void Phases::gate_up(int64_t tiles) {
         const int64_t column = part().begin + tile * kTileRows;
         const float* gate_bias = layer_.bias_of(kGate, e.slot);
         const float* up_bias = layer_.bias_of(kUp, e.slot);
-        config_.table->swiglu(gate, up, gate_bias ? gate_bias + column : nullptr,
-                              up_bias ? up_bias + column : nullptr, config_.activation, m, gate);
+        // A product of w * x is w times the product of x.
+        config_.table->activate(
+            part().has_gate() ? gate : nullptr, up, gate_bias ? gate_bias + column : nullptr,
+            up_bias ? up_bias + column : nullptr,
+            config_.weight_on_input ? router_weights(e, r) : nullptr, config_.activation, m, gate);
         h_.keep(e, gate, r, m, tile);
       });
   // A pool reads its own part of h. Only whole rows have parts in all pools.
@@ -99,7 +102,8 @@ void Phases::add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, i
   const float* bias =
       layer_.pools[size_t(pool)].begin == 0 ? layer_.bias_of(kDown, e.slot) : nullptr;
   config_.table->merge(results, bias ? bias + tile * kTileRows : nullptr,
-                       plan_.weights() + e.first + first, plan_.tokens() + e.first + first, m, sum);
+                       config_.weight_on_input ? nullptr : router_weights(e, first),
+                       plan_.tokens() + e.first + first, m, sum);
 }
 
 float* Phases::new_sum(int pool, int64_t group, int64_t tile) const {

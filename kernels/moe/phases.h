@@ -39,7 +39,8 @@ class Phases {
   void gather(int64_t pairs);
   // Computes h from gate, up and the activation, in tasks of at most `tiles` tiles; then a barrier.
   void gate_up(int64_t tiles);
-  // The products only, passed to keep(expert, gate, up, first row, rows, tile).
+  // The products only, passed to keep(expert, gate, up, first row, rows, tile). Without a gate in
+  // the layer, gate is scratch memory.
   template <class F> void gate_up_products(int64_t tiles, F keep);
   // An expert's products with the tiles [first, last) of down, in blocks of rows. keep(first row,
   // rows, tile) reads each result from the thread's scratch.
@@ -55,6 +56,10 @@ class Phases {
   float* new_sum(int pool, int64_t group, int64_t tile) const;
   void add_rows(int pool, const ExpertRows& e, int64_t first, int64_t m, int64_t tile,
                 const float* results, float* sum) const;
+  // The router weights of an expert's rows from `first` on.
+  const float* router_weights(const ExpertRows& e, int64_t first) const {
+    return plan_.weights() + e.first + first;
+  }
 
   const PoolPart& part() const { return pass_.part(); }
 
@@ -76,6 +81,7 @@ class Phases {
 
 template <class F> void Phases::gate_up_products(int64_t most, F keep) {
   const MatrixLayout &gate_layout = part().layout[kGate], &up_layout = part().layout[kUp];
+  const bool gated = part().has_gate();
   float* const gate = pass_.space.scratch;
   float* const up = gate + (kRowBlock + kRowSlack) * kTileRows;
   const int64_t tiles = up_layout.tiles();
@@ -95,8 +101,8 @@ template <class F> void Phases::gate_up_products(int64_t most, F keep) {
           const uint8_t* gate_tile = weights + tile * part().pair_bytes();
           for (int64_t r = item.first; r < item.last; r += block) {
             const int64_t m = std::min(block, item.last - r);
-            gate_product(gate_tile, gate_layout, gate_rows.from(r), m, gate);
-            up_product(gate_tile + gate_layout.tile_bytes(), up_layout, up_rows.from(r), m, up);
+            if (gated) gate_product(gate_tile, gate_layout, gate_rows.from(r), m, gate);
+            up_product(gate_tile + part().gate_tile_bytes(), up_layout, up_rows.from(r), m, up);
             keep(e, gate, up, r, m, tile);
           }
         }

@@ -9,10 +9,12 @@
 namespace kt {
 namespace {
 
-// The layouts of one pool's part of I.
-ByMatrix<MatrixLayout> layouts_of(const LayerConfig& c, int64_t part) {
-  return {c.forms[kGate].layout(part, c.hidden_size), c.forms[kUp].layout(part, c.hidden_size),
-          c.forms[kDown].layout(c.hidden_size, part)};
+// Experts without gate share what is kept for gate and for up: rows of x, column orders.
+LayerConfig gate_like_up(LayerConfig c) {
+  if (c.activation.gated) return c;
+  c.forms[kGate] = c.forms[kUp];
+  c.tuning.gemm_min_rows[kGate] = c.tuning.gemm_min_rows[kUp];
+  return c;
 }
 
 // Splits I into one contiguous part per pool, in proportion to the pools' threads, and in units
@@ -30,7 +32,7 @@ std::vector<PoolPart> split_pools(const sys::Team& team, const LayerConfig& c, i
     PoolPart part;
     part.begin = std::min(first * unit, c.intermediate_size);
     part.size = std::min(last * unit, c.intermediate_size) - part.begin;
-    part.layout = layouts_of(c, part.size);
+    part.layout = c.layouts(part.size);
     part.memory = sys::Mapping(part.size ? size_t(held * part.expert_bytes()) : 0, team.node(p));
     parts.push_back(std::move(part));
   }
@@ -64,7 +66,8 @@ void OrderTable::keep(int64_t position, const ColumnOrders& source) {
 
 void LayerState::keep_rest(int64_t slot, const ByMatrix<const float*>& source,
                            const ColumnOrders& orders) {
-  order.keep(position[size_t(slot)], orders);
+  order.keep(position[size_t(slot)],
+             config.activation.gated ? orders : ColumnOrders{orders[kUp], orders[kUp]});
   for (int m = 0; m < kMatrices; ++m) {
     BiasTable& table = bias[m];
     if (!source[m] && !table.any) continue;
@@ -78,7 +81,7 @@ void LayerState::keep_rest(int64_t slot, const ByMatrix<const float*>& source,
 }
 
 LayerState::LayerState(const sys::Team& team, LayerConfig given)
-    : config(std::move(given)), timings(team.threads()) {
+    : config(gate_like_up(std::move(given))), timings(team.threads()) {
   const LayerConfig& c = config;
   need(team.pools() <= kMaxPools, std::to_string(team.pools()) + " pools; at most " +
                                       std::to_string(kMaxPools) + " are supported");

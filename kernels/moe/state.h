@@ -30,13 +30,15 @@ struct PoolPart {
   ByMatrix<MatrixLayout> layout;  // of this part of the matrices
   sys::Mapping memory;            // the experts held, in ascending slot order
 
-  // A tile of gate together with the tile of up that follows it.
-  int64_t pair_bytes() const { return layout[kGate].tile_bytes() + layout[kUp].tile_bytes(); }
+  bool has_gate() const { return layout[kGate].rows > 0; }
+  int64_t gate_tile_bytes() const { return has_gate() ? layout[kGate].tile_bytes() : 0; }
+  // A tile of gate, if there is one, together with the tile of up that follows it.
+  int64_t pair_bytes() const { return gate_tile_bytes() + layout[kUp].tile_bytes(); }
   int64_t down_begin() const { return layout[kGate].bytes() + layout[kUp].bytes(); }
   int64_t expert_bytes() const { return down_begin() + layout[kDown].bytes(); }
   // Offset of the first tile of a matrix within an expert, and the distance between its tiles.
   int64_t begin_of(Matrix m) const {
-    return m == kGate ? 0 : m == kUp ? layout[kGate].tile_bytes() : down_begin();
+    return m == kGate ? 0 : m == kUp ? gate_tile_bytes() : down_begin();
   }
   int64_t stride_of(Matrix m) const {
     return m == kDown ? layout[kDown].tile_bytes() : pair_bytes();
@@ -47,13 +49,16 @@ struct PoolPart {
     Matrix matrix;
     int64_t number, at;
   };
-  int64_t tiles() const { return size ? 2 * layout[kUp].tiles() + layout[kDown].tiles() : 0; }
+  int64_t tiles() const { return size ? tiles_before_down() + layout[kDown].tiles() : 0; }
   Tile tile(int64_t i) const {
-    const int64_t pairs = 2 * layout[kUp].tiles();
-    const Matrix m = i >= pairs ? kDown : i % 2 ? kUp : kGate;
-    const int64_t number = m == kDown ? i - pairs : i / 2;
+    const int64_t down = i - tiles_before_down(), paired = has_gate() ? 2 : 1;
+    const Matrix m = down >= 0 ? kDown : i % paired == paired - 1 ? kUp : kGate;
+    const int64_t number = m == kDown ? down : i / paired;
     return {m, number, begin_of(m) + number * stride_of(m)};
   }
+
+ private:
+  int64_t tiles_before_down() const { return layout[kGate].tiles() + layout[kUp].tiles(); }
 };
 
 // A bias of every expert held: rows of `width` padded to whole tiles. The row of an expert without
@@ -67,7 +72,8 @@ struct BiasTable {
   }
 };
 
-// The column orders of gate and up, for every expert held, once any expert has one.
+// The column orders of gate and up, for every expert held, once any expert has one. Experts without
+// gate have that of up for both.
 struct OrderTable {
   sys::Mapping memory;  // [expert][gate, up][H]
   int64_t width = 0;

@@ -33,7 +33,7 @@ PackJob::PackJob(std::shared_ptr<LayerState> layer, const std::vector<SlotSource
   for (const SlotSource& expert : experts_) {
     check_first_ |= layer_->loaded[size_t(expert.slot)] != 0;
     for (const PoolPart& part : layer_->pools)
-      for (int m = 0; m < kMatrices; ++m)
+      for (Matrix m : layer_->config.matrices())
         floats_ = std::max(floats_, pack_scratch(part.layout[m], expert.source.weights[m]));
   }
   if (floats_) floats_ = round_up(floats_, 32) + 32;  // threads share no cache line

@@ -26,7 +26,7 @@ void check(const MoeReference& l, const double* y) {
   if (l.tokens == 0) return;
   require(l.x && y, "x and y are required");
   require(l.top_k == 0 || (l.ids && l.weights), "ids and weights are required");
-  require(l.num_experts == 0 || (l.gate && l.up && l.down), "gate, up and down are required");
+  require(l.num_experts == 0 || (l.up && l.down), "up and down are required");
 }
 
 // The nearest bfloat16 (ties to even) of a double, without an intermediate float32 rounding.
@@ -83,6 +83,22 @@ double dot(const double* a, const double* b, int64_t n) {
 
 double sigmoid(double v) { return 1 / (1 + std::exp(-v)); }
 
+using Function = double (*)(double);
+
+// Each is the formula as published; the comparison of relu2 lets a NaN pass through.
+Function function_of(const std::string& name) {
+  constexpr double kPi = 3.14159265358979323846;
+  if (name == "silu") return [](double v) { return v * sigmoid(v); };
+  if (name == "gelu") return [](double v) { return 0.5 * v * std::erfc(-v / std::sqrt(2.0)); };
+  if (name == "gelu_tanh")
+    return [](double v) {
+      return 0.5 * v * (1 + std::tanh(std::sqrt(2 / kPi) * (v + 0.044715 * v * v * v)));
+    };
+  if (name == "relu2") return [](double v) { return v < 0 ? 0 : v * v; };
+  throw std::invalid_argument("moe_reference: activation \"" + name +
+                              "\"; accepted: silu, gelu, gelu_tanh, relu2");
+}
+
 // The comparisons let a NaN pass through.
 double swiglu(double gate, double up, double limit, double alpha) {
   if (limit > 0) {
@@ -97,6 +113,10 @@ double swiglu(double gate, double up, double limit, double alpha) {
 
 void moe_reference(const MoeReference& l, double* y) {
   check(l, y);
+  const Function act = function_of(l.function);
+  const bool has_swiglu = l.gate && l.function == "silu";
+  require(has_swiglu || (l.swiglu_limit == 0 && l.swiglu_alpha == 0),
+          "only silu with a gate has swiglu_limit and swiglu_alpha");
   const int64_t H = l.hidden_size, I = l.intermediate_size;
   std::vector<double> x(static_cast<size_t>(H)), h(static_cast<size_t>(I));
   for (int64_t t = 0; t < l.tokens; ++t) {
@@ -107,19 +127,28 @@ void moe_reference(const MoeReference& l, double* y) {
     for (int64_t j = 0; j < l.top_k; ++j) {
       const int64_t e = l.ids[t * l.top_k + j];
       if (e < 0 || e >= l.num_experts || (l.skip && l.skip[e])) continue;
+      const double weight = l.weights[t * l.top_k + j];
+      const double before = l.weight_on_input ? weight : 1, after = l.weight_on_input ? 1 : weight;
       for (int64_t i = 0; i < I; ++i) {
         const int64_t row = e * I + i;
-        const double gate =
-            dot(l.gate + row * H, x.data(), H) + (l.gate_bias ? l.gate_bias[row] : 0);
-        const double up = dot(l.up + row * H, x.data(), H) + (l.up_bias ? l.up_bias[row] : 0);
-        h[static_cast<size_t>(i)] = swiglu(gate, up, l.swiglu_limit, l.swiglu_alpha);
+        const auto value = [&](const double* w, const double* bias) {
+          return before * dot(w + row * H, x.data(), H) + (bias ? bias[row] : 0);
+        };
+        const double up = value(l.up, l.up_bias);
+        double& to = h[static_cast<size_t>(i)];
+        if (!l.gate)
+          to = act(up);
+        else if (has_swiglu)
+          to = swiglu(value(l.gate, l.gate_bias), up, l.swiglu_limit, l.swiglu_alpha);
+        else
+          to = act(value(l.gate, l.gate_bias)) * up;
       }
       round_activation(l, h);
       for (int64_t n = 0; n < H; ++n) {
         const int64_t row = e * H + n;
         const double down =
             dot(l.down + row * I, h.data(), I) + (l.down_bias ? l.down_bias[row] : 0);
-        y_row[n] += l.weights[t * l.top_k + j] * down;
+        y_row[n] += after * down;
       }
     }
   }

@@ -2,10 +2,11 @@
 // It rounds activations exactly where the product does and nowhere else; all sums are in double.
 #pragma once
 #include <cstdint>
+#include <string>
 
 namespace kt {
 
-// How x and h = act(gate) * up are rounded, once each, before a matrix product.
+// How x and h are rounded, once each, before a matrix product.
 enum class ActivationFormat : int {
   kBF16 = 0,     // to bfloat16, nearest-even
   kInt8Row = 1,  // to int8 with one float32 scale per row
@@ -14,27 +15,31 @@ enum class ActivationFormat : int {
 // All tensors are contiguous, row-major. Weights are the dequantised values.
 struct MoeReference {
   int64_t tokens = 0, top_k = 0, num_experts = 0, hidden_size = 0, intermediate_size = 0;
-  const double* x = nullptr;          // [tokens, hidden_size]
-  const int64_t* ids = nullptr;       // [tokens, top_k]; < 0 or >= num_experts: skipped
-  const double* weights = nullptr;    // [tokens, top_k] router weights
-  const double* gate = nullptr;       // [num_experts, intermediate_size, hidden_size]
-  const double* up = nullptr;         // likewise
-  const double* down = nullptr;       // [num_experts, hidden_size, intermediate_size]
-  const bool* skip = nullptr;         // [num_experts], true: computed elsewhere; null: none
+  const double* x = nullptr;        // [tokens, hidden_size]
+  const int64_t* ids = nullptr;     // [tokens, top_k]; < 0 or >= num_experts: skipped
+  const double* weights = nullptr;  // [tokens, top_k] router weights
+  const double* gate = nullptr;     // [num_experts, intermediate_size, hidden_size]; null: no gate
+  const double* up = nullptr;       // likewise; required
+  const double* down = nullptr;     // [num_experts, hidden_size, intermediate_size]
+  const bool* skip = nullptr;       // [num_experts], true: computed elsewhere; null: none
   const double* gate_bias = nullptr;  // [num_experts, intermediate_size] or null
   const double* up_bias = nullptr;    // likewise
   const double* down_bias = nullptr;  // [num_experts, hidden_size] or null
   ActivationFormat activation = ActivationFormat::kBF16;
   double swiglu_limit = 0.0;  // > 0: gate is clamped from above, up to +-limit
   double swiglu_alpha = 0.0;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
+  std::string function =
+      "silu";                    // act: silu, gelu, gelu_tanh or relu2; others have no SwiGLU limit
+  bool weight_on_input = false;  // router weights multiply the rounded x, not the output
 };
 
-// y [tokens, hidden_size] = sum over j of w_j * down_e(act(gate_e(x)) * up_e(x)), e = ids[t, j].
+// y [tokens, hidden_size] = sum over j of w_j * down_e(h), e = ids[t, j], where h is act(gate_e(x))
+// * up_e(x), or act(up_e(x)) without a gate.
 // Overwrites y. An id that occurs twice counts twice. A token without a computed expert gives
 // zeros. A row of x with a NaN, or with an infinity in the int8 formats, gives a row of NaN if any
 // expert is computed for it.
-// Throws std::invalid_argument for negative sizes, missing tensors, or an unknown activation
-// format.
+// Throws std::invalid_argument for negative sizes, missing tensors, or an unknown activation or
+// activation format.
 void moe_reference(const MoeReference& layer, double* y);
 
 }  // namespace kt

@@ -43,7 +43,7 @@ class TrainingForward : TrainingPass {
       if (saved_ && !state_.config.recompute)
         keep_gate_up(as<uint16_t>(saved_->gate_up[size_t(worker_.pool)]), first_ * config_.top_k, e,
                      tile, first, m, gate, up);
-      table_.swiglu(gate, up, nullptr, nullptr, config_.activation, m, gate);
+      table_.activate(gate, up, nullptr, nullptr, nullptr, config_.activation, m, gate);
       h_.keep(e, gate, first, m, tile);
       adapter_h(e, tile, first, m, gate);
     });

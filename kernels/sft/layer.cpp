@@ -22,6 +22,16 @@ void check(const TrainingConfig& c) {
   need_in_range("max_cache_depth", c.max_cache_depth, 1, 1 << 20);
 }
 
+// The backward pass has the gradients of SwiGLU only.
+void need_swiglu(const LayerConfig& c) {
+  need(c.activation.is_swiglu(), "activation " + std::to_string(int(c.activation.function)) +
+                                     (c.activation.gated ? "" : " without gate") +
+                                     "; training accepts 0 (silu) with a gate only");
+  need(!c.weight_on_input,
+       "router weights on the input of experts; training accepts them on the "
+       "output only");
+}
+
 void need_loaded(const LayerState& layer) {
   for (size_t slot = 0; slot < layer.loaded.size(); ++slot)
     need(layer.position[slot] < 0 || layer.loaded[slot],
@@ -68,6 +78,7 @@ TrainingLayer::TrainingLayer(std::shared_ptr<sys::Team> team, std::shared_ptr<La
                              const TrainingConfig& config)
     : team_(std::move(team)), state_([&] {
         check(config);
+        need_swiglu(layer->config);
         need_loaded(*layer);
         const TrainingSize size = size_of(*layer, config);
         return std::make_shared<TrainingState>(

@@ -104,6 +104,12 @@ class KTMoEWrapper:
         numa_nodes: NUMA node of each pool.
         swiglu_limit: > 0 clamps gate from above and up to ±limit.
         swiglu_alpha: != 0 uses ``gate * sigmoid(alpha * gate) * (up + 1)``.
+        activation: act of an expert, ``down(act(gate(x)) * up(x))``: "silu", "gelu" (with erf),
+            "gelu_tanh" or "relu2", the square of ReLU. swiglu_limit and swiglu_alpha are for "silu"
+            with a gate.
+        gated: False: experts have no gate and compute ``down(act(up(x)))``.
+        apply_router_weight_on_input: the router weight w multiplies the input of an expert, not its
+            output: ``expert(w * x)``. Biases are not multiplied.
         lora_rank, lora_alpha: R, and alpha of the LoRA factor alpha / R.
         lora_dropout: probability, 0 up to but not 1, applied to the input of the A matrices.
         max_cache_depth: forward passes that may wait for their backward.
@@ -149,6 +155,9 @@ class KTMoEWrapper:
         full_weight_grad: bool = ...,
         swiglu_limit: float | None = ...,
         swiglu_alpha: float | None = ...,
+        activation: str = ...,
+        gated: bool = ...,
+        apply_router_weight_on_input: bool = ...,
     ) -> InferenceMoEWrapper: ...
 
     @overload
@@ -180,6 +189,9 @@ class KTMoEWrapper:
         full_weight_grad: bool = ...,
         swiglu_limit: float | None = ...,
         swiglu_alpha: float | None = ...,
+        activation: str = ...,
+        gated: bool = ...,
+        apply_router_weight_on_input: bool = ...,
     ) -> BaseSFTMoEWrapper: ...
 
     @_takes_older_order
@@ -211,6 +223,9 @@ class KTMoEWrapper:
         full_weight_grad: bool = False,
         swiglu_limit: float | None = 0.0,
         swiglu_alpha: float | None = 0.0,
+        activation: str = "silu",
+        gated: bool = True,
+        apply_router_weight_on_input: bool = False,
     ) -> InferenceMoEWrapper | BaseSFTMoEWrapper:
         given: dict[str, Any] = dict(
             layer_idx=layer_idx,
@@ -230,6 +245,9 @@ class KTMoEWrapper:
             method=method,
             swiglu_limit=swiglu_limit,
             swiglu_alpha=swiglu_alpha,
+            activation=activation,
+            gated=gated,
+            apply_router_weight_on_input=apply_router_weight_on_input,
             sft={
                 "lora_rank": lora_rank,
                 "lora_alpha": lora_alpha,

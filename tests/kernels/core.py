@@ -41,6 +41,10 @@ from .sources import (
 Floats = npt.NDArray[np.float32]
 
 
+# kt::ActFunction (kernels/include/kt/kernel_table.h), written anew.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
 class Kind(IntEnum):
     """Which kernels compute. AUTO selects one or the other for each expert, by its rows."""
 
@@ -229,7 +233,11 @@ class Layer:
     scale_type: int | None = None
     gemm_min_rows: list[int] = field(default_factory=lambda: [0] * 3)
     mixed: tuple[Format, ...] = ()  # formats of gate, up and down, instead of one for all
+    activation: str = "silu"
+    gated: bool = True
+    weight_on_input: bool = False
     # For gate [I, H], up [I, H] and down [H, I], one matrix per expert: float32, or a Source.
+    # Without a gate, up and down only; so also the biases.
     weights: list[Any] = field(default_factory=list)
     bias: list[Floats] = field(default_factory=list)
 
@@ -244,10 +252,11 @@ class Layer:
         formats = self.mixed or (Format(self.format, self.group, self.scale_type),) * 3
         e, h, i = self.experts, self.hidden, self.inter
         self.weights = self.weights or [
-            random_weights(f, rng, e, *shape) for f, shape in zip(formats, self.shapes, strict=True)
+            random_weights(formats[m], rng, e, *self.shapes[m]) for m in self.matrices
         ]
         if self.biases:
-            self.bias = [(rng.standard_normal((e, n)) * 0.1).astype(np.float32) for n in (i, i, h)]
+            rows = [self.shapes[m][0] for m in self.matrices]
+            self.bias = [(rng.standard_normal((e, n)) * 0.1).astype(np.float32) for n in rows]
         self.slots = self.cpu_slots or [True] * e
         made = team(self.variant[0], self.threads, self.reserves)
         self.layer = core.MoeLayer(
@@ -264,10 +273,18 @@ class Layer:
             table=self.variant[1],
             kind=self.kind,
             gemm_min_rows=self.gemm_min_rows,
+            activation=ACTIVATIONS.index(self.activation),
+            gated=self.gated,
+            weight_on_input=self.weight_on_input,
         )
         for slot in range(e):
             if self.slots[slot]:
                 self.load(slot)
+
+    @property
+    def matrices(self) -> range:
+        """The numbers of the matrices of an expert."""
+        return range(0 if self.gated else 1, 3)
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -279,20 +296,25 @@ class Layer:
             for w in self.weights
         ]
         biases = [b[slot].ctypes.data for b in self.bias]
+        none = 3 - len(matrices)  # of a gate
         self.layer.load(
             slot,
+            *[(0, 0, 0, 1.0)] * none,
             *[sources.address_of(w) for w in matrices],
+            *[0] * none * bool(biases),
             *biases,
-            dtypes=[sources.dtype_of(w) for w in matrices],
+            dtypes=[-1] * none + [sources.dtype_of(w) for w in matrices],
         )
 
     def unpacked(self) -> list[Floats]:
         """Dequantised weights; zeros for slots that are not held."""
-        result = [np.zeros((self.experts, *shape), np.float32) for shape in self.shapes]
-        for slot in range(self.experts):
-            for matrix in range(3):
+        result = []
+        for matrix in self.matrices:
+            values = np.zeros((self.experts, *self.shapes[matrix]), np.float32)
+            for slot in range(self.experts):
                 if self.slots[slot]:
-                    self.layer.unpack(slot, matrix, result[matrix][slot])
+                    self.layer.unpack(slot, matrix, values[slot])
+            result.append(values)
         return result
 
     def batch(self, tokens: int, seed: int = 1) -> tuple[Floats, Any, Floats]:
@@ -316,17 +338,21 @@ class Layer:
         self, x: Floats, ids: Any, weights: Floats, unpacked: list[Any] | None = None
     ) -> npt.NDArray[np.float64]:
         """The oracle's y, with the layer's own weights or the given ones."""
-        names = ("gate_bias", "up_bias", "down_bias") if self.bias else ()
+        names = ["gate_bias", "up_bias", "down_bias"][-len(self.bias) :] if self.bias else []
         biases = dict(zip(names, [b.astype(float) for b in self.bias], strict=True))
+        values = [w.astype(float, copy=False) for w in unpacked or self.unpacked()]
         return _C.reference_forward(
             x.astype(float),
             np.ascontiguousarray(ids, np.int64),
             weights.astype(float),
-            *[w.astype(float, copy=False) for w in unpacked or self.unpacked()],
+            *[None] * (3 - len(values)),
+            *values,
             activation_format=int(self.format in INTEGER),
             skip=[not s for s in self.slots],
             swiglu_limit=self.limit,
             swiglu_alpha=self.alpha,
+            activation=self.activation,
+            weight_on_input=self.weight_on_input,
             **biases,
         )
 

@@ -36,6 +36,19 @@ def form_of_case(method: str) -> WeightForm:
     return _FORMS.get(method) or get_method(method).form
 
 
+# The options of a case that the oracle takes. It sees from the weights whether there is a gate.
+_OF_REFERENCE = (
+    "swiglu_limit",
+    "swiglu_alpha",
+    "activation",
+    "apply_router_weight_on_input",
+    "gpu_experts_mask",
+    "rounded",
+    "kind",
+    "table",
+)
+
+
 @dataclass
 class Case:
     """A layer's source weights, and settings of its wrapper. The method may be one of `_FORMS`."""
@@ -66,6 +79,9 @@ class Case:
                 "up_bias": self.normal(e, i),
                 "down_bias": self.normal(e, h),
             }
+        if not self.options.get("gated", True):
+            self.gate = None
+            self.bias.pop("gate_bias", None)
         if self.mapping is None:
             self.mapping = torch.arange(e)
 
@@ -74,11 +90,15 @@ class Case:
 
     @property
     def sources(self) -> list[Any]:
-        """gate, up and down as the method takes them: tensors, or lists of quantised matrices."""
+        """gate, up and down as the method takes them: tensors, or lists of quantised matrices.
+        Without a gate, the first is None."""
         matrices = [self.gate, self.up, self.down]
         if not get_method(self.method).quantised:
             return matrices
-        return [[quantise(matrix, self.form) for matrix in every] for every in matrices]
+        return [
+            every if every is None else [quantise(matrix, self.form) for matrix in every]
+            for every in matrices
+        ]
 
     def wrapper(self, load: bool = True, **options: Any) -> Any:
         options = {"cpuinfer_threads": 2, "method": self.method, **self.options, **options}
@@ -109,8 +129,7 @@ class Case:
         options = {
             name: value
             for name, value in {**self.options, **options}.items()
-            if name
-            in ("swiglu_limit", "swiglu_alpha", "gpu_experts_mask", "rounded", "kind", "table")
+            if name in _OF_REFERENCE
         }
         return moe_reference_with_noise(
             hidden,

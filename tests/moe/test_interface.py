@@ -47,7 +47,8 @@ SIGNATURES = {
         "max_deferred_experts_per_token=None, method='AMXINT4', mode='inference', "
         "num_gpu_experts=None, lora_rank=16, lora_alpha=32.0, max_cache_depth=1, group_size=128, "
         "zero_point=True, *, numa_nodes=None, lora_dropout=0.0, full_weight_grad=False, "
-        "swiglu_limit=0.0, swiglu_alpha=0.0)",
+        "swiglu_limit=0.0, swiglu_alpha=0.0, "
+        "activation='silu', gated=True, apply_router_weight_on_input=False)",
         "generate_gpu_experts_masks": "(activation_freq, num_gpu_experts)",
         "cpu_features": "()",
     },
@@ -122,6 +123,9 @@ def arguments(**changes):
         "full_weight_grad": True,
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.7,
+        "activation": "silu",
+        "gated": True,
+        "apply_router_weight_on_input": False,
     }
     assert list(given) == list(inspect.signature(KTMoEWrapper).parameters)
     return given | changes
@@ -160,6 +164,9 @@ def test_attributes_have_what_was_chosen_where_nothing_was_given():
         "mode": "inference",
         "swiglu_limit": 0.0,
         "swiglu_alpha": 0.0,
+        "activation": "silu",
+        "gated": True,
+        "apply_router_weight_on_input": False,
         **SFT_DEFAULTS,
     }
     check_attributes(wrapper, chosen)

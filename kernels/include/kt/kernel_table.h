@@ -71,9 +71,23 @@ using TileProduct = void(const uint8_t* tile, const MatrixLayout& layout, const 
 using QuantiseRow = void (*)(const void* src, DType dtype, int64_t k, int64_t k_padded,
                              float row_absmax, uint8_t* dst, float* scale, int32_t* sum);
 
+// The function f between the first products and down. An expert with a gate has h = f(gate) * up;
+// one without has h = f(up).
+enum class ActFunction : int {
+  kSilu = 0,      // x * sigmoid(x)
+  kGelu = 1,      // x * P(X < x) of the standard normal distribution
+  kGeluTanh = 2,  // its approximation 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
+  kRelu2 = 3,     // max(x, 0)^2
+};
+constexpr int kActFunctions = 4;
+
 struct Activation {
-  float limit;  // > 0: gate is clamped from above, up to [-limit, limit]
-  float alpha;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
+  float limit = 0;  // SwiGLU; > 0: gate is clamped from above, up to [-limit, limit]
+  float alpha = 0;  // SwiGLU; != 0: gate * sigmoid(alpha * gate) * (up + 1)
+  ActFunction function = ActFunction::kSilu;
+  bool gated = true;  // whether experts have a gate
+
+  bool is_swiglu() const { return gated && function == ActFunction::kSilu; }
 };
 
 // A kernel that multiplies with the weights of a format.
@@ -97,14 +111,15 @@ struct KernelTable {
   uint32_t features;            // bits of sys::Feature that must be present
   const FormatKernels* format;  // by WeightFormat
   QuantiseRow quantise[4];      // by ActKind
-  // out[r * 32 + n] = act(gate + gate_bias) * (up + up_bias) for one tile of 32 columns, m rows of
-  // 32 floats each. Biases may be null; out may be gate.
-  void (*swiglu)(const float* gate, const float* up, const float* gate_bias, const float* up_bias,
-                 const Activation& act, int64_t m, float* out);
+  // out = h (Activation) for one tile of 32 columns, m rows of 32 floats each. gate is null if
+  // experts have none. Row r of gate and up is first multiplied by weight[r], then biases are
+  // added. weight and biases may be null; out may be gate or up.
+  void (*activate)(const float* gate, const float* up, const float* gate_bias, const float* up_bias,
+                   const float* weight, const Activation& act, int64_t m, float* out);
   // Largest absolute value of a row; NaN if the row has a NaN or an infinity.
   float (*absmax)(const void* src, DType dtype, int64_t k);
   // acc[token[r] * 32 + n] += weight[r] * (out[r * 32 + n] + bias[n]), in ascending r. bias may be
-  // null.
+  // null; without weight, each is 1.
   void (*merge)(const float* out, const float* bias, const float* weight, const int32_t* token,
                 int64_t m, float* acc);
   // Writes n values: dst = sum over p of part[p][i] (ascending p), plus add[i] if add is not null,

@@ -104,12 +104,27 @@ class WrapperArguments:
     @property
     def swiglu_limit(self) -> float:
         """Clamp of gate and up; 0: none."""
-        return self._settings.swiglu_limit
+        return self._settings.activation.swiglu_limit
 
     @property
     def swiglu_alpha(self) -> float:
         """Factor of gate inside the sigmoid; 0: plain SiLU."""
-        return self._settings.swiglu_alpha
+        return self._settings.activation.swiglu_alpha
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation function."""
+        return self._settings.activation.function
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have a gate."""
+        return self._settings.activation.gated
+
+    @property
+    def apply_router_weight_on_input(self) -> bool:
+        """Whether router weights multiply the input of experts instead of their output."""
+        return self._settings.activation.router_weight_on_input
 
     @property
     def lora_rank(self) -> Any:

@@ -190,11 +190,17 @@ class InferenceMoEWrapper(BaseMoEWrapper):
 
         Raises:
             RuntimeError: before loading.
-            ValueError: their weights cannot be unpacked on a GPU (act-order, biases).
+            ValueError: their weights cannot be unpacked on a GPU (act-order, biases), or the
+                experts compute something other than SwiGLU.
         """
         s = self._settings
         if not self._loaded:
             raise RuntimeError(f"{s.where}: packed_experts before loading")
+        if not s.activation.is_swiglu:
+            raise ValueError(
+                f"{s.where}: experts with {s.activation} cannot be streamed to a GPU; accepted: "
+                "activation='silu' with a gate and router weights on the output"
+            )
         assert self._form is not None  # it is loaded
         from ..device.streaming.experts import PackedExperts  # only needed with a GPU
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import numbers
-import operator
 import os
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..runtime.pools import PoolPlan, plan_pools
 from ..runtime.variant import kernel_kind, kernel_table
+from ..weights.expert_tensors import MATRICES
 from ..weights.formats import LayerForm
 from ..weights.methods import Method, get_method
+from .activation import ExpertActivation, check_activation
 from .placement import Placement
+from .values import boolean, integer
 
 MAX_DIMENSION = 65536  # of H and I
 MAX_EXPERTS = 65536
@@ -32,43 +32,6 @@ SFT_DEFAULTS: dict[str, Any] = {
     "zero_point": True,
     "full_weight_grad": False,
 }
-
-
-def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """``value`` as an int in low … high; TypeError or ValueError naming it otherwise."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
-    if number < low or (high is not None and number > high):
-        accepted = f"{low} to {high}" if high is not None else f"{low} or more"
-        raise ValueError(f"{name}={number}; accepted: {accepted}")
-    return number
-
-
-def real(name: str, value: Any, low: float | None = None) -> float:
-    """``value`` as a float32 number; None counts as 0."""
-    if value is None:
-        return 0.0
-    if isinstance(value, bool | str | bytes | bytearray):  # float() would accept them
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}") from None
-    try:
-        single = struct.unpack("f", struct.pack("f", number))[0]
-    except OverflowError:
-        single = math.inf
-    vanishes = single == 0 and number != 0  # 0 means "not used"
-    if not math.isfinite(single) or vanishes or (low is not None and number < low):
-        accepted = "a finite float32 number" + (f" of at least {low:g}" if low is not None else "")
-        raise ValueError(f"{name}={value}; accepted: {accepted}")
-    return number
 
 
 def check_sizes(
@@ -175,8 +138,7 @@ class LayerSettings:
     method: Method
     table: str
     kind: int
-    swiglu_limit: float
-    swiglu_alpha: float
+    activation: ExpertActivation
     sft: Mapping[str, Any]
     scale_search: bool = False
 
@@ -184,6 +146,11 @@ class LayerSettings:
     def where(self) -> str:
         """For error messages."""
         return f"layer {self.layer_idx}"
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The names of the matrices of an expert."""
+        return MATRICES if self.activation.gated else MATRICES[1:]
 
     @property
     def cpu_slots(self) -> list[bool]:
@@ -210,6 +177,9 @@ def check_settings(
     max_deferred_experts_per_token: int | None = None,
     swiglu_limit: float | None = None,
     swiglu_alpha: float | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+    apply_router_weight_on_input: bool = False,
     sft: Mapping[str, Any] | None = None,
 ) -> LayerSettings:
     """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit.
@@ -224,8 +194,15 @@ def check_settings(
     hidden_size = integer("hidden_size", hidden_size, 1, MAX_DIMENSION)
     intermediate = integer("moe_intermediate_size", moe_intermediate_size, 1, MAX_DIMENSION)
     check_sizes(chosen, chosen.name, hidden_size, intermediate)
-    if not isinstance(cpu_save, bool):
-        raise TypeError(f"cpu_save must be True or False, got {cpu_save!r}")
+    boolean("cpu_save", cpu_save)
+    act = check_activation(
+        activation, gated, apply_router_weight_on_input, swiglu_limit, swiglu_alpha
+    )
+    if cpu_save and not act.gated:
+        raise ValueError(
+            "cpu_save=True with gated=False: packed directories hold experts with a gate only; "
+            "accepted: cpu_save=False"
+        )
     path = _weight_path(weight_path)
     if cpu_save and path is None:
         raise ValueError("cpu_save=True needs weight_path, the folder to write the packed layer to")
@@ -254,8 +231,7 @@ def check_settings(
         cpu_save=cpu_save,
         max_tokens=_chunk_tokens(chunked_prefill_size, k),
         method=chosen,
-        swiglu_limit=real("swiglu_limit", swiglu_limit, 0.0),
-        swiglu_alpha=real("swiglu_alpha", swiglu_alpha),
+        activation=act,
         kind=kernel_kind(),
         table=kernel_table(),
         pools=plan_pools(cpuinfer_threads, threadpool_count, numa_nodes),

@@ -11,7 +11,8 @@ from ..runtime.tensors import DTYPE_NAMES, DTYPES, is_integer, need_dense, need_
 from ..weights.expert_tensors import MATRICES, matrix_shapes
 from ..weights.formats import BF16, LayerForm, WeightForm
 from ..weights.quantised import QuantisedMatrix, check_matrix
-from .settings import LayerSettings, integer
+from .settings import LayerSettings
+from .values import integer
 
 #: Form of dense weights if the method has none.
 DENSE_FORM = WeightForm(BF16)
@@ -30,23 +31,29 @@ class WeightChecks:
     def layer(self, given: dict[str, Any]) -> LayerForm:
         """The form of a layer given as `MATRICES`, all experts each, and `BIASES`."""
         s = self._settings
+        self._no_gate(given)
         form = self._common_form(
-            [self._matrices(PARAMETERS[name], given[name], self._shapes[name]) for name in MATRICES]
+            [
+                self._matrices(PARAMETERS[name], given[name], self._shapes[name])
+                for name in s.matrices
+            ]
         )
-        for name in MATRICES:
+        for name in s.matrices:
             self._bias(f"{name}_bias", given, (s.num_experts, self._shapes[name][0]))
         return form
 
     def expert(self, slot: int, given: dict[str, Any]) -> LayerForm:
         """The form of one expert given as `MATRICES` and `BIASES`."""
-        places = {name: f"{PARAMETERS[name]} of slot {slot}" for name in MATRICES}
+        self._no_gate(given, f" of slot {slot}")
+        names = self._settings.matrices
+        places = {name: f"{PARAMETERS[name]} of slot {slot}" for name in names}
         form = self._common_form(
             [
                 [(place, self._matrix(place, given[name], self._shapes[name]))]
                 for name, place in places.items()
             ]
         )
-        for name in MATRICES:
+        for name in names:
             self._bias(f"{name}_bias", given, self._shapes[name][:1], f" of slot {slot}")
         return form
 
@@ -76,6 +83,16 @@ class WeightChecks:
             if not 0 <= value < s.num_experts:
                 raise ValueError(f"{place}[{slot}] = {value}; accepted: 0 to {s.num_experts - 1}")
         return logical
+
+    def _no_gate(self, given: dict[str, Any], which: str = "") -> None:
+        """Refuses a gate for experts without one."""
+        s = self._settings
+        for name, parameter in (("gate", PARAMETERS["gate"]), ("gate_bias", "gate_bias")):
+            if not s.activation.gated and given.get(name) is not None:
+                raise ValueError(
+                    f"{s.where}: {parameter}{which} was given, but gated=False: the experts have "
+                    "no gate; accepted: None"
+                )
 
     def _matrices(
         self, name: str, matrices: Any, shape: tuple[int, int]
@@ -133,14 +150,16 @@ class WeightChecks:
             raise ValueError(f"{place} has dtype {tensor.dtype}; accepted: float dtypes")
 
     def _common_form(self, matrices: Sequence[Sequence[tuple[str, WeightForm]]]) -> LayerForm:
-        """The form of a layer whose gates, ups and downs have these names and forms."""
+        """The form of a layer whose matrices (`LayerSettings.matrices`) have these names and
+        forms."""
         s = self._settings
-        every = [each[0] for each in matrices] if s.method.mixed else [matrices[0][0]] * 3
+        same = [matrices[0][0]] * len(matrices)
+        every = [each[0] for each in matrices] if s.method.mixed else same
         for (first, expected), each in zip(every, matrices, strict=True):
             for name, form in each:
                 if form != expected:
                     raise ValueError(f"{s.where}: {name} is {form}, but {first} is {expected}")
-        return LayerForm(*(form for _, form in every))
+        return LayerForm(*(form for _, form in [every[0]] * (3 - len(every)) + every))
 
 
 def _need_shape(place: str, tensor: Any, shape: tuple[int, ...]) -> None:

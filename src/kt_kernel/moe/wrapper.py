@@ -33,6 +33,10 @@ from .weight_checks import DENSE_FORM, WeightChecks
 ChangeMatrix = Callable[[int, str, torch.Tensor], torch.Tensor]
 
 
+#: (data, scale, zero, global) of a gate that experts do not have.
+NO_MATRIX = (0, 0, 0, 1.0)
+
+
 @contextmanager
 def naming_path(where: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Adds the layer and the path to a ValueError raised inside."""
@@ -148,7 +152,7 @@ class BaseMoEWrapper(WrapperArguments):
 
     def load_weights_from_tensors(
         self,
-        gate_proj: torch.Tensor | Sequence[Matrix],
+        gate_proj: torch.Tensor | Sequence[Matrix] | None,
         up_proj: torch.Tensor | Sequence[Matrix],
         down_proj: torch.Tensor | Sequence[Matrix],
         physical_to_logical_map_cpu: torch.Tensor,
@@ -164,6 +168,7 @@ class BaseMoEWrapper(WrapperArguments):
                 any device. For a method that takes quantised weights
                 (``methods.Method.takes_quantised``): E matrices [I, H], [I, H] and [H, I], all of
                 one form; LLAMAFILE: the gates, the ups and the downs each of one form, or dense.
+                With ``gated=False``, gate_proj and gate_bias are None.
             physical_to_logical_map_cpu: [E] integers on the CPU: slot p holds logical expert
                 ``map[p]``; repeats are legal.
             gate_bias, up_bias: [E, I], down_bias: [E, H]; any float dtype.
@@ -184,10 +189,10 @@ class BaseMoEWrapper(WrapperArguments):
         if self._loaded:
             return
         s = self._settings
-        biases = zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
         given: dict[str, Any] = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
-        given |= {name: bias for name, bias in biases if bias is not None}
+        given |= zip(BIASES, (gate_bias, up_bias, down_bias), strict=True)
         form = self._checks.layer(given)
+        given = {name: part for name, part in given.items() if part is not None}
         mapping = self._mapping(physical_to_logical_map_cpu)
         save = None
         if s.cpu_save:
@@ -258,6 +263,11 @@ class BaseMoEWrapper(WrapperArguments):
                 method=self._reads_as,
             ) as experts,
         ):
+            if ("gate" in experts.fields) != s.activation.gated:
+                found = "have a gate" if "gate" in experts.fields else "have no gate"
+                raise ValueError(
+                    f"the experts of the checkpoint {found}, but gated={s.activation.gated}"
+                )
             self._load_all(
                 experts.form or s.method.layer_form or LayerForm.same(DENSE_FORM),
                 ((slot, tensors) for logical, tensors in experts for slot in slots[logical]),
@@ -270,7 +280,7 @@ class BaseMoEWrapper(WrapperArguments):
     def load_expert(
         self,
         slot: int,
-        gate_proj: Matrix,
+        gate_proj: Matrix | None,
         up_proj: Matrix,
         down_proj: Matrix,
         *,
@@ -284,7 +294,8 @@ class BaseMoEWrapper(WrapperArguments):
             slot: 0 … E-1, a slot on the CPU. If a slot is given twice, the later call counts, also
                 for biases: if it has none, the slot has none.
             gate_proj, up_proj: [I, H], down_proj: [H, I]; bf16, fp16 or fp32, any device. For a
-                method that takes quantised weights: in the same form as the first expert.
+                method that takes quantised weights: in the same form as the first expert. With
+                ``gated=False``, gate_proj and gate_bias are None.
             gate_bias, up_bias: [I], down_bias: [H].
 
         After an error while packing, the slot counts as not loaded.
@@ -394,11 +405,10 @@ class BaseMoEWrapper(WrapperArguments):
                 intermediate_size=s.moe_intermediate_size,
                 forms=[one.core for one in form],
                 cpu_slots=s.cpu_slots,
-                swiglu_limit=s.swiglu_limit,
-                swiglu_alpha=s.swiglu_alpha,
                 max_tokens=s.max_tokens,
                 table=s.table,
                 kind=s.kind,
+                **s.activation.core,
                 **tuning,
             )
         except MemoryError:
@@ -411,7 +421,8 @@ class BaseMoEWrapper(WrapperArguments):
     def _tuning(self, form: LayerForm) -> dict[str, Any]:
         """Tuned arguments of the compiled layer; measured only for large layers."""
         s = self._settings
-        values = 3 * len(self._cpu_slots()) * s.hidden_size * s.moe_intermediate_size
+        matrices = len(s.matrices) * len(self._cpu_slots())
+        values = matrices * s.hidden_size * s.moe_intermediate_size
         if values // 2 < WORTH_BYTES or s.kind:  # at least half a byte each
             return {}
         return layer_tuning(form, s.table)
@@ -423,11 +434,14 @@ class BaseMoEWrapper(WrapperArguments):
         try:
             for slot, expert in experts:
                 gate, up, down = (
-                    self._packable(
+                    None
+                    if name not in self._settings.matrices
+                    else self._packable(
                         f"{name} of slot {slot}", self._changed(slot, name, expert[name])
                     )
                     for name in MATRICES
                 )
+                assert up is not None and down is not None  # only a gate may be missing
                 # The columns of down may have an order: gate and up make h in that order.
                 rows = None if isinstance(down, PackedMatrix) else column_order(down)
                 biases = [
@@ -442,11 +456,15 @@ class BaseMoEWrapper(WrapperArguments):
                     continue
                 assert not isinstance(up, PackedMatrix) and not isinstance(down, PackedMatrix)
                 addresses = [0 if bias is None else bias.data_ptr() for bias in biases]
-                sources = [CoreSource(gate, rows), CoreSource(up, rows), CoreSource(down)]
+                sources = [
+                    None if gate is None else CoreSource(gate, rows),
+                    CoreSource(up, rows),
+                    CoreSource(down),
+                ]
                 kept.append((sources, biases))
-                matrices = [source.address for source in sources]
-                dtypes = [source.dtype for source in sources]
-                orders = [source.order for source in sources[:2]]
+                matrices = [source.address if source else NO_MATRIX for source in sources]
+                dtypes = [source.dtype if source else -1 for source in sources]
+                orders = [source.order if source else 0 for source in sources[:2]]
                 given.append((slot, matrices, dtypes, addresses, orders))
             if given:
                 core.load_many(given, scale_search=self._settings.scale_search)

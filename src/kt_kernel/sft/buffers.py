@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from ..moe.settings import integer
+from ..moe.values import integer
 from .lora import GRAD_NAMES, LORA_NAMES, lora_shapes, need_float_dtype
 
 _lock = threading.Lock()

@@ -44,4 +44,9 @@ def make_sft_wrapper(
         sft=checked.arguments,
         **layer,
     )
+    if not settings.activation.is_swiglu:
+        raise ValueError(
+            f"mode='sft' with {settings.activation}; accepted: activation='silu' with gated=True "
+            "and apply_router_weight_on_input=False"
+        )
     return BaseSFTMoEWrapper(settings, checked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..moe.settings import integer, real
+from ..moe.values import integer, real
 from .methods import SftMethod, get_sft_method
 
 MAX_RANK = 4096

@@ -6,7 +6,8 @@ an error would have to be made twice to go unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,15 @@ Experts = torch.Tensor | Sequence[torch.Tensor | QuantisedMatrix]
 _FLOAT32_NOISE = 2**-23
 
 
-def _activation(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu2": lambda x: torch.relu(x).square(),
+}
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if alpha != 0:
@@ -38,6 +47,7 @@ class _Layer:
     int8_activations: bool | None  # None: nothing is rounded
     limit: float
     alpha: float
+    activation: str
     errors: list[Callable[[torch.Tensor], torch.Tensor]]  # of kernels, see `kernel_errors`
 
     def operand(self, values: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,16 +55,20 @@ class _Layer:
             return values.double()
         return round_activations(values, self.int8_activations, like)
 
-    def act(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return _activation(gate, up, self.limit, self.alpha)
+    def act(self, *products: torch.Tensor) -> torch.Tensor:
+        """h of gate and up, or of up alone."""
+        if self.activation == "silu" and len(products) == 2:
+            return _swiglu(*products, self.limit, self.alpha)
+        first, *rest = products
+        h = _FUNCTIONS[self.activation](first)
+        return h * rest[0] if rest else h
 
-    def off(
-        self, gate: torch.Tensor, up: torch.Tensor, gate_off: torch.Tensor, up_off: torch.Tensor
-    ) -> torch.Tensor:
-        """How far act(gate) * up is off at most when gate and up are by so much."""
-        middle = self.act(gate, up)
-        ways = [(gate + g * gate_off, up + u * up_off) for g in (-1, 1) for u in (-1, 1)]
-        return torch.stack([(self.act(*way) - middle).abs() for way in ways]).amax(0)
+    def off(self, products: Sequence[torch.Tensor], offs: Iterable[torch.Tensor]) -> torch.Tensor:
+        """How far h is off at most when the products are by so much."""
+        middle = self.act(*products)
+        ends = [(p - off, p + off) for p, off in zip(products, offs, strict=True)]
+        ways = [(self.act(*way) - middle).abs() for way in itertools.product(*ends)]
+        return torch.stack(ways).amax(0)
 
     def step(self, exact: torch.Tensor, off: torch.Tensor) -> torch.Tensor:
         """How far the rounded h is off when h is off by so much before."""
@@ -63,26 +77,33 @@ class _Layer:
         return torch.maximum((ways[0] - h).abs(), (ways[1] - h).abs())
 
     def run(
-        self, x: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+        self,
+        x: torch.Tensor,
+        factor: torch.Tensor,
+        matrices: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One expert's output for rounded rows x, [T, H], and a bound of its error, [T]."""
-        gate, up = (x @ m.T + b for m, b in zip(matrices[:2], biases[:2], strict=True))
-        exact = self.act(gate, up)
+        """One expert's output for rounded rows x, [T, H], times factor, [T, 1], and a bound of its
+        error, [T]. The last matrix is down."""
+        *first, down = matrices
+        *first_bias, down_bias = biases
+        products = [factor * (x @ m.T) + b for m, b in zip(first, first_bias, strict=True)]
+        exact = self.act(*products)
         h = self.operand(exact)
-        y = h @ matrices[2].T + biases[2]
+        y = h @ down.T + down_bias
 
         sums = (
-            _FLOAT32_NOISE * (x.abs() @ m.abs().T + b.abs())
-            for m, b in zip(matrices[:2], biases[:2], strict=True)
+            _FLOAT32_NOISE * (factor.abs() * (x.abs() @ m.abs().T) + b.abs())
+            for m, b in zip(first, first_bias, strict=True)
         )
-        off = self.off(gate, up, *sums) + 4 * _FLOAT32_NOISE * exact.abs()
-        columns = matrices[2].norm(dim=0)
+        off = self.off(products, sums) + 4 * _FLOAT32_NOISE * exact.abs()
+        columns = down.norm(dim=0)
         # Steps are few and count in full; the rest is many small independent errors.
         rest = ((off + _FLOAT32_NOISE * h.abs()) * columns).norm(dim=-1)
-        noise = self.step(exact, off) @ columns + 2 * rest + _FLOAT32_NOISE * biases[2].norm()
+        noise = self.step(exact, off) @ columns + 2 * rest + _FLOAT32_NOISE * down_bias.norm()
         for error in self.errors:
-            products = (2 * (error(x).square() @ m.square().T).sqrt() for m in matrices[:2])
-            more = off + self.off(gate, up, *products)
+            offs = (2 * factor.abs() * (error(x).square() @ m.square().T).sqrt() for m in first)
+            more = off + self.off(products, offs)
             # The steps are many here: independent errors as well.
             noise += 2 * ((self.step(exact, more) + error(h)) * columns).norm(dim=-1)
         return y, noise
@@ -106,7 +127,7 @@ def moe_reference_with_noise(
     hidden: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate: Experts,
+    gate: Experts | None,
     up: Experts,
     down: Experts,
     *,
@@ -118,6 +139,8 @@ def moe_reference_with_noise(
     down_bias: torch.Tensor | None = None,
     swiglu_limit: float = 0.0,
     swiglu_alpha: float = 0.0,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
     rounded: bool = True,
     kind: str = "auto",
     table: str | None = None,
@@ -133,7 +156,7 @@ def moe_reference_with_noise(
     Args:
         hidden: [T, H]; topk_ids: [T, k] slots; topk_weights: [T, k].
         gate, up: [E, I, H], down: [E, H, I], logical order, source weights; quantised here. Or E
-            quantised matrices each.
+            quantised matrices each. gate is None for experts without one.
         method: decides the weights' and activations' rounding.
         physical_to_logical_map: [E]; None: the identity.
         gpu_experts_mask: bool [E], True = skipped; None: none.
@@ -146,13 +169,16 @@ def moe_reference_with_noise(
         (float64 [T, H], not rounded at the end; float64 [T], a bound of ‖y - ref‖₂).
     """
     chosen = get_method(method)
+    every = [matrices for matrices in (gate, up, down) if matrices is not None]
+    biases = [gate_bias, up_bias, down_bias][-len(every) :]
     layer = _Layer(
         chosen.int8_activations if rounded else None,
         swiglu_limit,
         swiglu_alpha,
-        kernel_errors(_formats(chosen, gate, up, down), kind, table) if rounded else [],
+        activation,
+        kernel_errors(_formats(chosen, *every), kind, table) if rounded else [],
     )
-    experts = len(gate)
+    experts = len(up)
     if physical_to_logical_map is None:
         physical_to_logical_map = torch.arange(experts)
 
@@ -175,14 +201,17 @@ def moe_reference_with_noise(
         if token.numel() == 0:
             continue
         e = int(physical_to_logical_map[slot])
-        score = scores[token, choice]
+        score = scores[token, choice][:, None]
+        one = torch.ones_like(score)
+        before, after = (score, one) if apply_router_weight_on_input else (one, score)
         out, error = layer.run(
             x[token],
-            [weights_of(matrix[e]) for matrix in (gate, up, down)],
-            [bias_of(bias, e) for bias in (gate_bias, up_bias, down_bias)],
+            before,
+            [weights_of(matrix[e]) for matrix in every],
+            [bias_of(bias, e) for bias in biases],
         )
-        y.index_add_(0, token, out * score[:, None])
-        noise.index_add_(0, token, error * score.abs())
+        y.index_add_(0, token, out * after)
+        noise.index_add_(0, token, error * after[:, 0].abs())
     return y, noise
 
 
