@@ -24,6 +24,8 @@ K, TOKENS = 2, 40
 def test_forward(tmp_path, name):
     sample = samples()[name]
     path = save(tmp_path, sample.tensors, sample.quantization, sample.model_type)
+    # What gpt-oss models have besides biases, with a limit that the values here reach.
+    swiglu = {"swiglu_limit": 0.7, "swiglu_alpha": 1.702} if sample.model_type == "gpt_oss" else {}
     layer = KTMoEWrapper(
         0,
         E,
@@ -34,6 +36,7 @@ def test_forward(tmp_path, name):
         weight_path=path,
         cpuinfer_threads=2,
         threadpool_count=2,
+        **swiglu,
     )
     layer.load_weights(torch.arange(E))
 
@@ -55,6 +58,7 @@ def test_forward(tmp_path, name):
         method=sample.method,
         table=kernel_table(),
         **{f: torch.stack(bias) for f, bias in biases.items() if bias},
+        **swiglu,
     )
     for tokens in (1, TOKENS):
         out = layer.forward(hidden[:tokens], ids[:tokens], weights[:tokens])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moe_cases import ALL_METHODS, KERNEL_METHODS, Case, form_of_case, within
 
 from kt_kernel import _C
+from kt_kernel.moe.activation import ACTIVATIONS
 from kt_kernel.testing import folds_scales, quantise_weights, row_error
 from kt_kernel.testing.rounding import kernel_errors
 
@@ -206,7 +207,7 @@ def test_any_layer(data):
     draw = data.draw
     method = draw(st.sampled_from([m for m in ALL_METHODS if form_of_case(m).column_unit < 128]))
     unit = form_of_case(method).column_unit
-    experts = draw(st.integers(1, 5))
+    experts, gated = draw(st.integers(1, 5)), draw(st.booleans())
     order = draw(st.lists(st.integers(0, experts - 1), min_size=experts, max_size=experts))
     case = Case(
         experts=experts,
@@ -218,12 +219,16 @@ def test_any_layer(data):
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32])),
         biases=draw(st.booleans()),
         mapping=torch.tensor(order),
+        options={"gated": gated},
     )
     mask = torch.tensor(draw(st.lists(st.booleans(), min_size=experts, max_size=experts)))
     act = {
-        "swiglu_limit": draw(st.sampled_from([0.0, 0.5])),
-        "swiglu_alpha": draw(st.sampled_from([0.0, 1.702])),
+        "activation": draw(st.sampled_from(ACTIVATIONS)),
+        "apply_router_weight_on_input": draw(st.booleans()),
     }
+    if act["activation"] == "silu" and gated:
+        act["swiglu_limit"] = draw(st.sampled_from([0.0, 0.5]))
+        act["swiglu_alpha"] = draw(st.sampled_from([0.0, 1.702]))
     wrapper = case.wrapper(
         gpu_experts_mask=mask,
         cpuinfer_threads=draw(st.integers(1, 3)),
