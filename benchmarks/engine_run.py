@@ -49,7 +49,11 @@ def vllm_generator(model: str, arguments: dict):
         assert all(len(result.outputs[0].token_ids) == steps for result in found)
 
     # Of this process only, which may have served another configuration before.
-    yield generate, lambda: torch.cuda.memory_allocated() if torch.cuda.is_available() else None
+    yield (
+        generate,
+        lambda: torch.cuda.memory_allocated() if torch.cuda.is_available() else None,
+        held[0].llm_engine,
+    )
     held.pop().llm_engine.engine_core.shutdown()
     gc.collect()
     cleanup_dist_env_and_memory()
@@ -73,7 +77,7 @@ def sglang_generator(model: str, arguments: dict):
         free, total = torch.cuda.mem_get_info(0)
         return total - free
 
-    yield generate, gpu_bytes
+    yield generate, gpu_bytes, engine
     engine.shutdown()
 
 
@@ -119,7 +123,7 @@ def main() -> None:
         os.environ.pop("KT_CONFIG", None)
         if "kt" in arguments:
             os.environ["KT_CONFIG"] = json.dumps(arguments.pop("kt"))
-        with generator(job["model"], arguments) as (generate, gpu_bytes):
+        with generator(job["model"], arguments) as (generate, gpu_bytes, _):
             started = time.monotonic() - start
             found = timed(job, generate, choose)
             found |= {"gpu_bytes": gpu_bytes(), "start_seconds": started}

@@ -33,7 +33,7 @@ def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": 40960,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
@@ -111,6 +111,40 @@ def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Pa
     index = {"metadata": {}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     done.write_text(wanted)
+    return folder
+
+
+def make_fp8(folder: Path, shape: Shape, layers: int) -> Path:
+    """Writes the experts alone, in FP8 with blocks of 128 x 128, for --kt-weight-path."""
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(SEED)
+    names: dict[str, str] = {}
+    sizes = {
+        "gate_proj": (shape.inter, shape.hidden),
+        "up_proj": (shape.inter, shape.hidden),
+        "down_proj": (shape.hidden, shape.inter),
+    }
+    for layer in range(layers):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, (rows, columns) in sizes.items():
+            codes = torch.randn(rows, columns, generator=random).to(torch.float8_e4m3fn)
+            for expert in range(shape.experts):
+                place = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                turned = codes.view(torch.uint8).roll((expert, 7 * expert), (0, 1))
+                tensors[place] = turned.view(torch.float8_e4m3fn)
+                tensors[f"{place}_scale_inv"] = torch.full(
+                    (-(-rows // 128), -(-columns // 128)), SCALE
+                )
+        shard = f"layer-{layer:03}.safetensors"
+        save_file(tensors, folder / shard, {"format": "pt"})
+        names.update(dict.fromkeys(tensors, shard))
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    quantised = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    about = config(shape, layers, 256) | {"quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(about, indent=1))
     return folder
 
 

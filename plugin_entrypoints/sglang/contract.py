@@ -522,6 +522,7 @@ ATTRIBUTES = (
             "enable_deterministic_inference",
             "cuda_graph_config",
             "chunked_prefill_size",
+            "mem_fraction_static",
         ),
         "read from the resolved arguments",
     ),

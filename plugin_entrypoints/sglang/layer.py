@@ -174,13 +174,14 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.hybrid.finish_loading()
         if self.hybrid.placement.num_slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)
-        if self.config.model.loaded:
-            self.config.model.finish_loading()
+        model = self.config.model
+        if model.loaded:
+            model.finish_loading()
             device = next(layer.parameters()).device
-            if line := self.config.model.start_streaming(device, self.dtype, products):
+            if line := model.start_streaming(device, self.dtype, products, _memory_left):
                 _logger.info(line)
             failure.confirm()
-            watch(self.config.model, _logger)
+            watch(model, _logger)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Creates the runner of the hot experts, with the number of slots. It skips ids of -1."""
@@ -312,6 +313,14 @@ def _around_initialize_model(
             if isinstance(method, KTEPWrapperMethod):
                 method.settle_scaling(caller)
     return model
+
+
+def _memory_left(device: torch.device) -> int:
+    """Bytes on a device that SGLang has not taken yet. Its fraction is of what was free before
+    the weights were loaded."""
+    free, _ = torch.cuda.mem_get_info(device)
+    ours = torch.cuda.memory_reserved(device)
+    return int((free + ours) * resolved(get_server_args()).mem_fraction_static) - ours
 
 
 def unpadded_sizes(config: Any) -> dict[int, int]:

@@ -14,15 +14,7 @@ from ..common import (
     NO_SCALING,
     SINGLE_RANK,
 )
-from ..contract import (
-    Arguments,
-    Attributes,
-    Contract,
-    Name,
-    Operation,
-    Operations,
-    Refusal,
-)
+from ..contract import Arguments, Attributes, Contract, Name, Operation, Operations, Refusal
 
 _TOGETHER = "not supported with kt options yet"
 _PLACES = "both settings decide where weights are kept"
@@ -194,6 +186,7 @@ ATTRIBUTES = (
         "vllm.config:VllmConfig",
         (
             "additional_config",
+            "cache_config",
             "compilation_config",
             "device_config",
             "load_config",
@@ -206,6 +199,11 @@ ATTRIBUTES = (
         "vllm.config:ModelConfig",
         ("architectures", "hf_text_config", "model", "quantization", "revision"),
         "the model that the options are checked against",
+    ),
+    Attributes(
+        "vllm.config:CacheConfig",
+        ("gpu_memory_utilization", "kv_cache_memory_bytes"),
+        "how much of the device's memory is left for streamed experts",
     ),
     Attributes(
         "vllm.config:LoadConfig", ("download_dir",), "where the served model's repository is kept"

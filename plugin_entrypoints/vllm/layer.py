@@ -1,5 +1,6 @@
 """vLLM plugin: the MoE layer with cold experts on the CPU. Imported only inside vLLM."""
 
+import functools
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class HybridExperts(RoutedExperts):
         moe_config.num_local_experts = self.kt_layer.placement.num_slots
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **kwargs)
         self._check_method()
-        self._hook_end_of_loading(params_dtype)
+        self._hook_end_of_loading(params_dtype, config.cache_config)
 
     def _check_method(self) -> None:
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
@@ -85,7 +86,7 @@ class HybridExperts(RoutedExperts):
                 "support; add --moe-backend triton"
             )
 
-    def _hook_end_of_loading(self, dtype: torch.dtype) -> None:
+    def _hook_end_of_loading(self, dtype: torch.dtype, cache: Any) -> None:
         after_loading = self.quant_method.process_weights_after_loading
 
         def finish(layer: Any) -> None:
@@ -100,7 +101,8 @@ class HybridExperts(RoutedExperts):
             if self.kt_model.loaded:
                 self.kt_model.finish_loading()
                 device = next(self.parameters()).device
-                if line := self.kt_model.start_streaming(device, dtype, products):
+                left = functools.partial(_memory_left, cache)
+                if line := self.kt_model.start_streaming(device, dtype, products, left):
                     logger.info(line)
                 watch(self.kt_model, logger)
 
@@ -210,6 +212,15 @@ def _model_of(config: Any, options: KTOptions) -> HybridModel:
         if model is not None:
             return model
     return HybridModel(options)
+
+
+def _memory_left(cache: Any, device: torch.device) -> int:
+    """Bytes on a device that vLLM has not taken yet. cache: its CacheConfig."""
+    free, total = torch.cuda.mem_get_info(device)
+    if cache.kv_cache_memory_bytes is not None:
+        return free - cache.kv_cache_memory_bytes
+    allowed = int(total * cache.gpu_memory_utilization)
+    return min(free, allowed - torch.cuda.memory_reserved(device))
 
 
 def _refuse(layer_name: str, moe_config: Any, arguments: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.moe.placement import COLD, Placement
 from kt_kernel.serving import hybrid as layers
-from kt_kernel.serving import streaming
+from kt_kernel.serving import streaming, streaming_start
 from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.testing import row_error
@@ -157,30 +157,118 @@ def test_nothing_is_streamed_in_a_graph(monkeypatch, caplog) -> None:
     assert warning.startswith("kt: batches of 41 tokens are captured in a CUDA graph")
 
 
-def start(layer: HybridLayer, make_device: Any = FakeDevice, device: torch.device = CPU) -> Any:
-    return streaming.start_streaming(
-        [layer], layer.options, device, torch.bfloat16, products, make_device
+def start(
+    layer: HybridLayer,
+    make_device: Any = FakeDevice,
+    device: torch.device = CPU,
+    left: int = 1 << 40,
+) -> Any:
+    return streaming_start.start_streaming(
+        [layer], layer.options, device, torch.bfloat16, products, lambda _: left, make_device
     )
 
 
+class NoMemory(FakeDevice):
+    """The second part of the weights cannot be registered."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.backend.limit = 0
+
+
 def test_start(monkeypatch) -> None:
-    """Rates are measured, and the line for the log has them. Engines load under the context of a
-    device, which is not the CPU."""
+    """Rates are measured, and the line for the log has them; the batches for that are not counted.
+    Engines load under the context of a device, which is not the CPU."""
     layer = make(monkeypatch, gpu_prefill_token_threshold=THRESHOLD)
     with torch.device("meta"):
         line = start(layer)
     assert line is not None and line.startswith(
-        "kt: batches of 8 tokens and more stream cold experts to cpu: 0 MB registered"
+        "kt: batches of 8 tokens and more (given; by the measured times, streaming pays from "
     )
     assert "6 experts at a time" in line
+    assert not any(layer.stats().values())
     want = answers(make(monkeypatch), batch(40))[1]
     assert row_error(answers(layer, batch(40))[1], want.double()).max() < 0.01
     assert layer.stats()["streamed_batches"] == 1
 
 
-@pytest.mark.parametrize("threshold", [None, 0])
-def test_no_threshold(monkeypatch, threshold) -> None:
-    layer = make(monkeypatch, gpu_prefill_token_threshold=threshold)
+def fixed_rates(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
+    """In place of those that would be measured."""
+    bus = rates.expert_on_bus, rates.streaming
+    monkeypatch.setattr(streaming_start, "measure_bus", lambda *_: bus)
+    cpu = rates.expert_on_cpu, rates.token_on_cpu
+    monkeypatch.setattr(streaming_start, "measure_cpu", lambda *_: cpu)
+
+
+def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
+    """Six experts take 0.6 s on the bus, and 0.12 s + 0.1 s per token on the CPU, which computes
+    some meanwhile: streaming is a tenth faster from a few tokens on."""
+    rates = Rates(0.1, 0.02, 0.05, 0.1)
+    fixed_rates(monkeypatch, rates)
+    layer = make(monkeypatch)
+    line = start(layer)
+    pays = rates.pays_from(E, K)
+    assert pays is not None and 2 < pays < 20
+    assert line.startswith(f"kt: batches of {pays} tokens and more (measured; --kt-gpu-prefill-")
+    for tokens, streamed in ((pays - 1, 0), (pays, 1)):
+        answers(layer, batch(tokens))
+        assert layer.stats()["streamed_batches"] == streamed
+
+
+def test_an_eighth_of_the_memory_that_is_left(monkeypatch) -> None:
+    """An expert is on the device packed twice and unpacked once."""
+    fixed_rates(monkeypatch, BUS_ONLY)
+    experts = make(monkeypatch).wrapper.packed_experts()
+    one = 2 * experts.expert_bytes + 2 * experts.expert_values
+    for rooms in (1, 3):
+        layer = make(monkeypatch)
+        assert f"{rooms} experts at a time" in start(layer, left=8 * rooms * one)
+        want = answers(make(monkeypatch), batch(40))[1]
+        assert row_error(answers(layer, batch(40))[1], want.double()).max() < 0.01
+    for left in (8 * one - 8, 0, -5):
+        layer = make(monkeypatch)
+        line = start(layer, left=left)
+        assert line.startswith("kt: no experts are streamed to the GPU: 0 MB on cpu are too little")
+        assert "takes an eighth of the " in line and "\n" not in line
+        answers(layer, batch(40))
+        assert "streamed_batches" not in layer.stats()
+
+
+def test_why_nothing_is_streamed_by_default(monkeypatch) -> None:
+    """One line in the log, and the CPU computes all batches."""
+
+    def why(make_device: Any = FakeDevice, **options: Any) -> str:
+        layer = make(monkeypatch, **options)
+        line = start(layer, make_device)
+        want = answers(make(monkeypatch), batch(40))[1]
+        assert torch.equal(answers(layer, batch(40))[1], want) and "\n" not in line
+        assert "streamed_batches" not in layer.stats()
+        return line.removeprefix("kt: no experts are streamed to the GPU: ")
+
+    assert why(streaming_start.Device).startswith("experts can only be streamed to a CUDA device")
+    assert why(NoMemory) == "cannot be pinned"
+    fixed_rates(monkeypatch, CPU_ONLY)
+    devices: list[FakeDevice] = []
+
+    def kept(device: torch.device) -> FakeDevice:
+        devices.append(FakeDevice(device))
+        return devices[-1]
+
+    assert why(gpu_prefill_memory=1 << 30).startswith("it pays for no batch")
+    assert why(kept).startswith("it pays for no batch; an expert takes 1000000000000 us on the bus")
+    assert not devices[0].backend.pinned  # given back
+    monkeypatch.setattr(streaming_start, "ExpertStreamer", full)
+    assert why() == "1024MB are not free on cpu"
+    monkeypatch.setenv("KT_KERNEL_KIND", "vector")
+    assert why().startswith("with KT_KERNEL_KIND, results must not depend on the batch")
+
+
+def full(*_: Any) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_no_threshold(monkeypatch) -> None:
+    layer = make(monkeypatch, gpu_prefill_token_threshold=0)
     assert start(layer) is None and "streamed_batches" not in layer.stats()
 
 
@@ -188,14 +276,15 @@ def test_refusals(monkeypatch) -> None:
     layer = make(monkeypatch, gpu_prefill_token_threshold=8, gpu_prefill_memory=20_000)
     with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0MB: .* too little .* needs"):
         start(layer)
+    layer = make(monkeypatch, gpu_prefill_memory=20_000)
+    with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0MB: .*; give more$"):
+        start(layer)
+    with monkeypatch.context() as patched, pytest.raises(OptionError, match="0MB are not free on"):
+        patched.setattr(streaming_start, "ExpertStreamer", full)
+        start(layer)
     layer = make(monkeypatch, gpu_prefill_token_threshold=8)
     with pytest.raises(OptionError, match="CUDA device, and the engine runs on cpu; remove it"):
-        start(layer, streaming.Device)
-
-    class NoMemory(FakeDevice):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            self.backend.limit = 0
+        start(layer, streaming_start.Device)
 
     with pytest.raises(OptionError, match="threshold 8: cannot be pinned; raise the limit"):
         start(layer, NoMemory)

@@ -62,11 +62,12 @@ def _start(
     device: Any,
     dtype: Any,
     engines: Any,
+    left: Any,
     original: Any = hybrid.start_streaming,
 ) -> str | None:
     if not _on_cpu():
-        return original(layers, options, device, dtype, engines)
-    return original(layers, options, device, dtype, products, Device)
+        return original(layers, options, device, dtype, engines, left)
+    return original(layers, options, device, dtype, products, left, Device)
 
 
 def _unpack(

@@ -110,10 +110,9 @@ def test_spellings(name: str, value: Any) -> None:
             )
             for size in ("1", "-1GB", "0MB", "1 TB", "GB", 0, -5, 1.5, True)
         ),
-        ({"gpu_prefill_memory": "1GB"}, "without --kt-gpu-prefill-token-threshold above 0"),
         (
             {"gpu_prefill_memory": "1GB", "gpu_prefill_token_threshold": 0},
-            "without --kt-gpu-prefill-token-threshold above 0",
+            "with --kt-gpu-prefill-token-threshold 0 no expert is copied",
         ),
         (["method"], "expected a mapping of option names to values"),
     ],

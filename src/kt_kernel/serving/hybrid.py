@@ -6,7 +6,7 @@ cold experts.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,8 @@ from ..weights.expert_tensors import MATRICES, matrix_shapes
 from ..weights.loading import LoadRecord
 from .adapter import LayerMerge, open_adapter
 from .options import AUTO, KTOptions
-from .streaming import (
-    LayerStreaming,
-    ModelStreaming,
-    Products,
-    StreamedBatch,
-    start_streaming,
-)
+from .streaming import LayerStreaming, ModelStreaming, Products, StreamedBatch
+from .streaming_start import start_streaming
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -99,6 +94,7 @@ class HybridLayer:
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._streaming: LayerStreaming | None = None
         self._streamed: StreamedBatch | None = None  # the last submit, if it was streamed
+        self._not_counted: dict[str, int] = {}  # what the CPU's counters had at first
         self._wrapper: InferenceMoEWrapper | None = None
         if has_cpu_part and not self._placement.all_hot:
             self._wrapper = KTMoEWrapper(
@@ -384,9 +380,15 @@ class HybridLayer:
         of `StreamCounters` if batches are streamed. Empty without cold experts, or before their
         weights arrive."""
         counters = self._wrapper.stats() if self._wrapper is not None else {}
+        for name, count in self._not_counted.items():
+            counters[name] -= count
         if self._streaming is not None:
             counters |= vars(self._streaming.counters)
         return counters
+
+    def forget_counters(self) -> None:
+        """The CPU's counters begin at 0 again."""
+        self._not_counted = self._wrapper.stats() if self._wrapper is not None else {}
 
     @property
     def packed_bytes(self) -> int:
@@ -462,12 +464,16 @@ class HybridModel:
             self._adapter = None
 
     def start_streaming(
-        self, device: torch.device, dtype: torch.dtype, products: Products
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        products: Products,
+        memory_left: Callable[[torch.device], int],
     ) -> str | None:
         """Prepares streaming of long batches, once the model is loaded; see
-        `streaming.start_streaming`."""
+        `streaming_start.start_streaming`."""
         layers = [layer for layer in self.layers if layer.has_cpu_part]
-        return start_streaming(layers, self.options, device, dtype, products)
+        return start_streaming(layers, self.options, device, dtype, products, memory_left)
 
     @property
     def elsewhere(self) -> bool:

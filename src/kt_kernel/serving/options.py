@@ -103,12 +103,13 @@ OPTIONS: tuple[Option, ...] = (
         "--kt-gpu-prefill-token-threshold",
         "int",
         "tokens in a batch from which cold experts are copied to the GPU and computed there, "
-        "shared with the CPU (default 0: never)",
+        "shared with the CPU (default: measured at the start; 0: never)",
     ),
     Option(
         "--kt-gpu-prefill-memory",
         "size",
-        "memory on the GPU for experts that are copied there, such as 1536MB or 2GB (default 1GB)",
+        "memory on the GPU for experts that are copied there, such as 1536MB or 2GB (default: 1GB, "
+        "or an eighth of what the engine has left)",
     ),
     Option(
         "--kt-expert-placement-strategy",
@@ -178,10 +179,10 @@ class KTOptions:
                 raise OptionError(f"{option.flag} is given twice")
             values[option.name] = _checked(option, value)
         options = cls(**values)
-        if options.gpu_prefill_memory is not None and not options.gpu_prefill_token_threshold:
+        if options.gpu_prefill_memory is not None and options.gpu_prefill_token_threshold == 0:
             raise OptionError(
-                "--kt-gpu-prefill-memory: without --kt-gpu-prefill-token-threshold above 0 no "
-                "expert is copied to the GPU; add that, or remove this"
+                "--kt-gpu-prefill-memory: with --kt-gpu-prefill-token-threshold 0 no expert is "
+                "copied to the GPU; remove one of them"
             )
         threads, pools = options.cpuinfer, options.threadpool_count
         if threads is not None and pools is not None and threads < pools:

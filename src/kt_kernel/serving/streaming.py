@@ -9,7 +9,6 @@ wait for them, and copies start while the layer before is still computed.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,9 @@ from typing import Any
 import torch
 
 from ..device.streaming.experts import PackedExperts
-from ..device.streaming.rates import Rates, measure_bus, measure_cpu
+from ..device.streaming.rates import Rates
 from ..device.streaming.streamer import ExpertStreamer, Group
 from ..moe.routing import hot_routes, without_padding
-from .options import KTOptions, OptionError
 
 #: An engine's product of hidden states with some experts: (x [T, H], slots [T, k], weights [T, k],
 #: w13 [n, 2 I, H], w2 [n, H, I]) -> [T, H]. Routes with slot -1 have weight 0 and are skipped.
@@ -28,9 +26,8 @@ Products = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]
 
-DEFAULT_MEMORY = 1 << 30
+THRESHOLD_FLAG = "--kt-gpu-prefill-token-threshold"
 _logger = logging.getLogger("kt_kernel.serving")
-_THRESHOLD, _MEMORY = "--kt-gpu-prefill-token-threshold", "--kt-gpu-prefill-memory"
 # The CPU's share of a layer is its rate over that of both: below a tenth it stays idle.
 _WORTH_SHARING = 9.0
 
@@ -47,7 +44,8 @@ class StreamCounters:
 class ModelStreaming:
     """What the layers of a model share: memory on the device, rates, and thresholds.
 
-    threshold: tokens from which batches are streamed. products: the engine's kernels.
+    threshold: tokens from which batches are streamed. products: the engine's kernels. given:
+    whether a user chose the threshold.
     """
 
     def __init__(
@@ -57,28 +55,31 @@ class ModelStreaming:
         rates: Rates,
         threshold: int,
         products: Products,
+        given: bool = True,
     ) -> None:
         self.streamer, self.rates, self.products = streamer, rates, products
         self.threshold = threshold
         self._lane = lane
-        self._warned = False
+        self._given = given
+        self._told = False
 
     def wants(self, x: torch.Tensor) -> bool:
-        """Whether a batch x [T, H] is streamed. Nothing is streamed in a CUDA graph, since what is
-        copied depends on the batch; the first time, a warning says so."""
+        """Whether a batch x [T, H] is streamed. Nothing is streamed in a CUDA graph, because what
+        is copied depends on the batch; the first time, a line in the log says so. It is a warning
+        if a user chose the threshold."""
         tokens = x.shape[0]
         if tokens < self.threshold or x.device != self._lane.device:
             return False
         if not self._lane.capturing():
             return True
-        if not self._warned:
-            self._warned = True
-            _logger.warning(
+        if not self._told:
+            self._told = True
+            _logger.log(
+                logging.WARNING if self._given else logging.INFO,
                 "kt: batches of %d tokens are captured in a CUDA graph, in which nothing can be "
-                "streamed: their cold experts stay on the CPU, despite %s %d; to stream batches of "
-                "this size, let the engine capture smaller ones only",
+                "streamed: their cold experts stay on the CPU, although streaming begins at %d "
+                "tokens; to stream batches of this size, let the engine capture smaller ones only",
                 tokens,
-                _THRESHOLD,
                 self.threshold,
             )
         return False
@@ -215,80 +216,3 @@ class StreamedBatch:
             )
             total = part.float() if total is None else total.add_(part)
         return None if total is None else total.to(x.dtype)
-
-
-class Device:
-    """What streaming needs of a CUDA device: a lane for copies, and access to host memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        from ..device.backend import CudaBackend
-        from ..device.streaming.lane import CopyLane
-
-        self.lane: Any = CopyLane(device)
-        self.backend: Any = CudaBackend(device)
-
-
-def start_streaming(
-    layers: Sequence[Any],
-    options: KTOptions,
-    device: torch.device,
-    dtype: torch.dtype,
-    products: Products,
-    make_device: Callable[[torch.device], Any] = Device,
-) -> str | None:
-    """Prepares a loaded model's layers for streaming, if the options ask for it.
-
-    layers: `HybridLayer`s with cold experts on this rank. dtype: of hidden states. products: the
-    engine's kernels. Takes the memory on the device, registers the layers' weights with the driver,
-    and measures the rates of the bus and the CPU on the first layer. Returns a line for the log;
-    None if nothing is streamed. Raises OptionError if that is not possible, and
-    torch.OutOfMemoryError.
-    """
-    threshold = options.gpu_prefill_token_threshold
-    if not threshold or not layers:
-        return None
-    place = f"{_THRESHOLD} {threshold}"
-    if make_device is Device and device.type != "cuda":
-        raise OptionError(
-            f"{place}: experts can only be streamed to a CUDA device, and the engine runs on "
-            f"{device}; remove it"
-        )
-    try:
-        there = make_device(device)
-        from ..device.streaming import unpack_kernel  # noqa: F401 - Triton may be missing
-
-        packed = [layer.wrapper.packed_experts() for layer in layers]
-    except (ImportError, ValueError) as error:
-        raise OptionError(f"{place}: {error}; remove it") from error
-    memory = options.gpu_prefill_memory or DEFAULT_MEMORY
-    try:
-        streamer = ExpertStreamer(there.lane, memory, packed[0], dtype)
-        for experts in packed:
-            streamer.need_room(experts)
-    except ValueError as error:
-        raise OptionError(f"{_MEMORY} {memory / (1 << 20):.0f}MB: {error}") from error
-    began = time.perf_counter()
-    try:
-        for experts in packed:
-            experts.register(there.backend)
-    except RuntimeError as error:
-        raise OptionError(f"{place}: {error}; raise the limit, or remove the option") from error
-    registered = time.perf_counter() - began
-    total = sum(layer.packed_bytes for layer in layers)
-    first = layers[0]
-    cold = first.placement.cold_experts
-    on_bus, once = measure_bus(streamer, packed[0], there.lane.wait)
-    rates = Rates(on_bus, *measure_cpu(first.wrapper, cold), once)
-    top_k = first.wrapper.num_experts_per_tok * len(cold) / first.num_experts
-    pays = rates.pays_from(len(cold), top_k) or "no number of"
-    model = ModelStreaming(streamer, there.lane, rates, threshold, products)
-    for layer, experts in zip(layers, packed, strict=True):
-        layer.start_streaming(model, experts)
-    return (
-        f"kt: batches of {threshold} tokens and more stream cold experts to {device}: "
-        f"{total / 1e6:.0f} MB registered in {registered:.1f} s, {streamer.nbytes / 1e6:.0f} MB on "
-        f"the device for {streamer.room(packed[0])} experts at a time; an expert takes "
-        f"{rates.expert_on_bus * 1e6:.0f} us on the bus, after {rates.streaming * 1e6:.0f} us, and "
-        f"{rates.expert_on_cpu * 1e6:.0f} us + {rates.token_on_cpu * 1e6:.2f} us per token on the "
-        f"CPU; by these times, streaming pays from about {pays} tokens on"
-    )

@@ -1,0 +1,39 @@
+"""Where an engine's cold experts are computed, changed while it serves; for prompts.py.
+
+The mode is in a file, because SGLang computes in another process than the benchmark.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "STREAM_MODE_FILE"
+CPU, STREAMED, SHARED, NO_COPIES = "cpu", "streamed", "shared", "no copies"
+MODES = {
+    CPU: "nothing is streamed",
+    STREAMED: "all cold experts are streamed",
+    SHARED: "the CPU and the bus share the experts, as kt-moe does by itself",
+    NO_COPIES: "as streamed, without the copies: what the GPU takes. The results are wrong",
+}
+
+
+def install(path: Path) -> None:
+    """From now on, batches above the threshold are computed as the file says."""
+    from kt_kernel.device.streaming.lane import CopyLane
+    from kt_kernel.serving.streaming import ModelStreaming
+
+    def mode() -> str:
+        return path.read_text()
+
+    wants, whole, copy = ModelStreaming.wants, ModelStreaming.whole, CopyLane.copy
+    ModelStreaming.wants = lambda self, x: mode() != CPU and wants(self, x)
+    ModelStreaming.whole = lambda self, *batch: (
+        mode() in (STREAMED, NO_COPIES) or whole(self, *batch)
+    )
+
+    def maybe_copy(self: Any, *what: Any) -> None:
+        if mode() != NO_COPIES:
+            copy(self, *what)
+
+    CopyLane.copy = maybe_copy

@@ -1,0 +1,208 @@
+"""Whether, and from how many tokens on, a loaded model's long batches are streamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..device.streaming.experts import PackedExperts
+from ..device.streaming.rates import Rates, measure_bus, measure_cpu
+from ..device.streaming.streamer import ExpertStreamer
+from ..runtime.variant import kernel_kind
+from .options import KTOptions, OptionError
+from .streaming import THRESHOLD_FLAG, ModelStreaming, Products
+
+MEMORY_FLAG = "--kt-gpu-prefill-memory"
+DEFAULT_MEMORY = 1 << 30
+_PART_LEFT = 8  # without flags: at most this part of what the engine has not taken yet
+
+
+class Device:
+    """What streaming needs of a CUDA device: a lane for copies, and access to host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        from ..device.backend import CudaBackend
+        from ..device.streaming.lane import CopyLane
+
+        self.lane: Any = CopyLane(device)
+        self.backend: Any = CudaBackend(device)
+
+
+def start_streaming(
+    layers: Sequence[Any],
+    options: KTOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    products: Products,
+    memory_left: Callable[[torch.device], int],
+    make_device: Callable[[torch.device], Any] = Device,
+) -> str | None:
+    """Prepares a loaded model's layers for streaming, unless the options turn it off.
+
+    Takes the memory on the device, registers the layers' weights with the driver, and measures the
+    rates of the bus and the CPU on the first layer. Without a threshold in the options, it follows
+    from these rates.
+
+    Args:
+        layers: `HybridLayer`s with cold experts on this rank.
+        dtype: of hidden states.
+        products: the engine's kernels.
+        memory_left: bytes on a device that the engine has not taken yet.
+
+    Returns:
+        A line for the log: what is streamed, or why nothing is. None if the options turn streaming
+        off, or no expert is cold.
+
+    Raises:
+        OptionError: a flag asks for streaming, and it is not possible.
+    """
+    threshold, memory = options.gpu_prefill_token_threshold, options.gpu_prefill_memory
+    if threshold == 0 or not layers:
+        return None
+    start = _Start(layers, threshold, memory, device, dtype, products, memory_left, make_device)
+    try:
+        return start.run()
+    except _NotStreamed as why:
+        for experts in start.packed:
+            experts.release()
+        if not start.asked or isinstance(why, _NeverPays):
+            return f"kt: no experts are streamed to the GPU: {why}"
+        flag = f"{THRESHOLD_FLAG} {threshold}"
+        if threshold is None or why.of_memory:
+            flag = f"{MEMORY_FLAG} {_megabytes(memory or DEFAULT_MEMORY)}"
+        raise OptionError(f"{flag}: {why}; {why.advice}") from why
+    finally:
+        layers[0].forget_counters()  # of the batches that were timed
+
+
+class _NotStreamed(Exception):
+    """Why nothing is streamed. advice: what to do if a flag asks for it. of_memory: the memory on
+    the device is the reason."""
+
+    def __init__(
+        self, reason: object, advice: str = "remove it", *, of_memory: bool = False
+    ) -> None:
+        super().__init__(str(reason))
+        self.advice, self.of_memory = advice, of_memory
+
+
+class _NeverPays(_NotStreamed):
+    """It is possible, but by the measured times it would be slower."""
+
+
+@dataclass
+class _Start:
+    """The arguments of `start_streaming`, and the packed experts of each layer."""
+
+    layers: Sequence[Any]
+    threshold: int | None
+    memory: int | None
+    device: torch.device
+    dtype: torch.dtype
+    products: Products
+    memory_left: Callable[[torch.device], int]
+    make_device: Callable[[torch.device], Any]
+    packed: list[PackedExperts] = field(default_factory=list)
+
+    @property
+    def asked(self) -> bool:
+        """Whether a flag asks for streaming."""
+        return self.threshold is not None or self.memory is not None
+
+    def run(self) -> str:
+        self._check()
+        try:
+            there = self.make_device(self.device)
+            from ..device.streaming import unpack_kernel  # noqa: F401 - Triton may be missing
+
+            self.packed += [layer.wrapper.packed_experts() for layer in self.layers]
+        except (ImportError, ValueError) as error:
+            raise _NotStreamed(error) from error
+        registered = self._register(there.backend)
+        streamer = self._streamer(there.lane)
+        first = self.layers[0]
+        cold = first.placement.cold_experts
+        on_bus, once = measure_bus(streamer, self.packed[0], there.lane.wait)
+        rates = Rates(on_bus, *measure_cpu(first.wrapper, cold), once)
+        top_k = first.wrapper.num_experts_per_tok * len(cold) / first.num_experts
+        pays = rates.pays_from(len(cold), top_k)
+        begin = pays if self.threshold is None else self.threshold
+        if begin is None:
+            raise _NeverPays(f"it pays for no batch; {_described(rates)}")
+        given = self.threshold is not None
+        model = ModelStreaming(streamer, there.lane, rates, begin, self.products, given)
+        for layer, experts in zip(self.layers, self.packed, strict=True):
+            layer.start_streaming(model, experts)
+        why = f"measured; {THRESHOLD_FLAG} sets another number, 0 for never"
+        if given:
+            why = f"given; by the measured times, streaming pays from {pays or 'no number'} on"
+        total = sum(layer.packed_bytes for layer in self.layers)
+        return (
+            f"kt: batches of {begin} tokens and more ({why}) stream cold experts to {self.device}: "
+            f"{total / 1e6:.0f} MB registered in {registered:.1f} s, {streamer.nbytes / 1e6:.0f} "
+            f"MB on the device for {streamer.room(self.packed[0])} experts at a time; "
+            f"{_described(rates)}"
+        )
+
+    def _check(self) -> None:
+        if self.make_device is Device and self.device.type != "cuda":
+            raise _NotStreamed(
+                "experts can only be streamed to a CUDA device, and the engine runs on "
+                f"{self.device}"
+            )
+        if self.threshold is None and kernel_kind():
+            raise _NotStreamed(
+                "with KT_KERNEL_KIND, results must not depend on the batch, and those of streamed "
+                f"batches do; {THRESHOLD_FLAG} N streams them all the same"
+            )
+        first = self.layers[0].wrapper
+        if first.swiglu_limit or first.swiglu_alpha:
+            raise _NotStreamed("the engine's kernels compute streamed experts with plain SiLU only")
+
+    def _register(self, backend: Any) -> float:
+        """Gives the device access to the packed experts; returns the seconds that it took."""
+        began = time.perf_counter()
+        try:
+            for experts in self.packed:
+                experts.register(backend)
+        except RuntimeError as error:
+            raise _NotStreamed(error, "raise the limit, or remove the option") from error
+        return time.perf_counter() - began
+
+    def _streamer(self, lane: Any) -> ExpertStreamer:
+        """Takes the memory on the device."""
+        size, part = self.memory or DEFAULT_MEMORY, ""
+        if not self.asked:
+            left = max(self.memory_left(self.device), 0)
+            if left // _PART_LEFT < size:
+                size = left // _PART_LEFT
+                part = (
+                    f"; by default, streaming takes an eighth of the {_megabytes(left)} that the "
+                    f"engine has left, and {MEMORY_FLAG} gives it more"
+                )
+        try:
+            streamer = ExpertStreamer(lane, size, self.packed[0], self.dtype)
+            for experts in self.packed:
+                streamer.need_room(experts)
+        except ValueError as error:
+            raise _NotStreamed(f"{error}{part}", "give more", of_memory=True) from error
+        except torch.OutOfMemoryError as error:
+            reason = f"{_megabytes(size)} are not free on {self.device}"
+            raise _NotStreamed(reason, "give less", of_memory=True) from error
+        return streamer
+
+
+def _described(rates: Rates) -> str:
+    return (
+        f"an expert takes {rates.expert_on_bus * 1e6:.0f} us on the bus, after "
+        f"{rates.streaming * 1e6:.0f} us, and {rates.expert_on_cpu * 1e6:.0f} us + "
+        f"{rates.token_on_cpu * 1e6:.2f} us per token on the CPU"
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / (1 << 20):.0f}MB"
