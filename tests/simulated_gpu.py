@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
+
+from kt_kernel.device.streaming.timeline import Stamp
+
+SKEW = 5_000_000_000  # of this device's clock, in nanoseconds
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.time = time.monotonic_ns() + SKEW
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other.time - self.time) / 1e6
 
 
 class ImmediateLane:
@@ -31,6 +47,11 @@ class ImmediateLane:
     def order(self, event: Any) -> None:
         pass
 
+    def stamp(self) -> Stamp:
+        launched = time.monotonic_ns()
+        return Stamp(_Event(), launched)
+
+    stamp_copies = stamp_compute = stamp
     record_copies = delay_copies = record_compute = delay_compute = order
 
 

@@ -299,7 +299,7 @@ ATTRIBUTES = (
     ),
     Attributes(
         "vllm.config:VllmConfig",
-        ("cache_config", "attention_config"),
+        ("attention_config",),
         "determine whether every token has a slot",
         without=_MORE_WORK,
     ),

@@ -3,6 +3,7 @@ interpreter unpacks, and torch stands in for an engine's kernels."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ from simulated_gpu import ImmediateLane, Pins
 
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
+from kt_kernel.device.tracer import tracer_of
 from kt_kernel.moe.placement import COLD, Placement
 from kt_kernel.serving import hybrid as layers
 from kt_kernel.serving import streaming, streaming_start
 from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.testing import row_error
+from kt_kernel.trace import pieces
+from kt_kernel.trace.reader import read
+from kt_kernel.trace.summary import summarise
 
 pytest.importorskip("triton")
 
@@ -297,3 +302,42 @@ def test_refusals(monkeypatch) -> None:
     )
     with pytest.raises(OptionError, match="threshold 8: layer 3: .*biases; remove it"):
         start(layer)
+
+
+def test_trace_and_counters(monkeypatch, tmp_path) -> None:
+    """A layer that is shared, then one that is streamed whole: both in the file, in the CPU's
+    clock, and counted. The times of a layer are known when the next one starts."""
+    monkeypatch.setenv("KT_TRACE", str(tmp_path / "trace.json"))
+    layer = make(monkeypatch)
+    lane, begin = stream(layer, BOTH), time.monotonic_ns() / 1e3
+    for tokens in (20, 20, THRESHOLD):
+        answers(layer, batch(tokens))
+    end = time.monotonic_ns() / 1e3
+    monkeypatch.setattr(streaming.ModelStreaming, "whole", lambda *_: True)
+    answers(layer, batch(30))
+    answers(layer, batch(9))
+    tracer_of(CPU).close()
+    events = read(tmp_path / "trace.json")
+    copies = [event for event in events if event["name"] == pieces.COPIES]
+    shown = [event for event in events if event["name"] == pieces.LAYER]
+    assert [event["args"]["tokens"] for event in shown] == [20, 20, THRESHOLD, 30]
+    assert all(begin <= e["ts"] and e["ts"] + e["dur"] <= end for e in shown[:3])
+    last = E * layer.wrapper.packed_experts().expert_bytes
+    assert sum(event["args"]["bytes"] for event in copies) == lane.copied - last
+    counters = layer.stats()
+    experts = [event["args"]["experts"] for event in shown]
+    left = [event["args"]["on_cpu"] for event in shown]
+    assert 0 < experts[0] < E and left[0] and experts[3] == E and not left[3]
+    assert counters["streamed_experts"] == sum(experts) + E
+    assert counters["shared_experts"] == sum(left) and counters["shared_batches"] == 3
+    assert counters["shared_routes"] == counters["expert_calls"]
+    assert counters["streamed_tokens"] == 20 + 20 + THRESHOLD + 30 + 9
+    assert counters["streamed_bytes"] == lane.copied and counters["split_wait_ns"] > 0
+    [model] = summarise(events, 20).streamed
+    [row] = model.layers
+    assert (row.layer, row.batches, row.streamed, row.on_cpu) == (
+        "layer 3",
+        2,
+        experts[0],
+        left[0],
+    )

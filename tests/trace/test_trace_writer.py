@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_cases import batch, record, where
 
-from kt_kernel.trace.pieces import CPU, LANE_OF, LANES
+from kt_kernel.trace.pieces import BUS, CPU, LANE_OF, LANES
 from kt_kernel.trace.reader import read
 from kt_kernel.trace.records import Record
 from kt_kernel.trace.writer import TraceWriter
@@ -54,7 +54,7 @@ def test_a_layer(tmp_path):
     names = {
         event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
-    assert list(names.values()) == ["GPU", "transfers", "CPU pool"] == list(LANES)
+    assert list(names.values()) == ["GPU", "transfers", "CPU pool", "bus"] == [*LANES, BUS]
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["cuda:0"]
     shown = [event for event in events if event["ph"] == "X"]
     assert lengths(shown) == {name: end - start for name, (start, end) in of(made).items()}

@@ -22,7 +22,7 @@ from ..runtime.variant import native
 from ..trace.writer import TRACE_VARIABLE
 from . import backend as cuda
 from .bank import Bank, BankKey
-from .tracer import Tracer
+from .tracer import tracer_of
 
 WATCHDOG_VARIABLE = "KT_WATCHDOG_SECONDS"
 _WATCHDOG_SECONDS = 300.0
@@ -49,7 +49,9 @@ class DeviceEngine:
         # A trace measures how long the kernel waits; otherwise the stream waits before it.
         self.waits = not path and self._stream_waits()
         # The last step that may fail, because it has a thread and a file.
-        self.tracer = Tracer(self.core, path, backend.device) if path else None
+        self.tracer = tracer_of(backend.device)
+        if self.tracer is not None:
+            self.tracer.attach(self.core)
         self.launches: dict[Any, Any] = {}  # compiled kernels, by what they were compiled for
         # By the number of the chain that uses them, and by their keys without a capacity.
         self._banks: dict[int, dict[BankKey, list[Bank]]] = {}

@@ -185,6 +185,12 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             raise ValueError(f"{s.where}: {error}") from None
         self._placement = placement
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """(name, position, chain): the layer's name, its place in its model's order, and the
+        model's number."""
+        return self._settings.where, self._chain_place()[0], self._chain.number
+
     def packed_experts(self) -> PackedExperts:
         """Where the packed experts lie, to be copied to a GPU.
 

@@ -9,6 +9,7 @@ wait for them, and copies start while the layer before is still computed.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from ..device.streaming.experts import PackedExperts
 from ..device.streaming.rates import Rates
 from ..device.streaming.streamer import ExpertStreamer, Group
+from ..device.streaming.timeline import LayerStamps, Timeline
+from ..device.tracer import tracer_of
 from ..moe.routing import hot_routes, without_padding
 
 #: An engine's product of hidden states with some experts: (x [T, H], slots [T, k], weights [T, k],
@@ -34,11 +37,27 @@ _WORTH_SHARING = 9.0
 
 @dataclass
 class StreamCounters:
-    """What was streamed so far."""
+    """What was streamed so far.
+
+    Attributes:
+        streamed_batches: batches of a layer, some of whose experts were streamed.
+        streamed_tokens: their tokens.
+        streamed_experts: experts that were copied.
+        streamed_bytes: over the bus.
+        shared_batches: streamed batches in which the CPU computed some experts.
+        shared_experts: experts with tokens that the CPU computed in these.
+        shared_routes: pairs of token and expert that the CPU computed in these.
+        split_wait_ns: nanoseconds that the host waited for the routes, to divide the experts.
+    """
 
     streamed_batches: int = 0
+    streamed_tokens: int = 0
     streamed_experts: int = 0
     streamed_bytes: int = 0
+    shared_batches: int = 0
+    shared_experts: int = 0
+    shared_routes: int = 0
+    split_wait_ns: int = 0
 
 
 class ModelStreaming:
@@ -61,6 +80,8 @@ class ModelStreaming:
         self.threshold = threshold
         self._lane = lane
         self._given = given
+        tracer = tracer_of(lane.device)
+        self._timeline = None if tracer is None else Timeline(lane, tracer.streamed.append)
         self._told = False
 
     def wants(self, x: torch.Tensor) -> bool:
@@ -83,6 +104,16 @@ class ModelStreaming:
                 self.threshold,
             )
         return False
+
+    def stamps(self, **about: Any) -> LayerStamps | None:
+        """Begins the record of a streamed layer, with the first fields of `LayerStamps`; None
+        without KT_TRACE."""
+        return None if self._timeline is None else self._timeline.start(**about)
+
+    def ended(self, stamps: LayerStamps | None) -> None:
+        """Ends that record."""
+        if stamps is not None:
+            stamps.end = self._lane.stamp_compute()
 
     def whole(self, tokens: int, top_k: int, cold: int, experts: int) -> bool:
         """Whether all cold experts are streamed, by the time that the CPU would take for them if
@@ -120,21 +151,31 @@ class LayerStreaming:
         cold: the cold experts. The other arguments are those of `HybridLayer.submit`.
         """
         model, top_k = self._model, topk_ids.shape[1]
-        on_cpu = False
+        left = [0, 0]  # to the CPU: experts, and pairs of token and expert
         if model.whole(x.shape[0], top_k, len(cold), self._experts):
             streamed = list(cold)
         else:
             tokens = self._tokens(topk_ids, padding, cold)
             streamed = model.rates.split(tokens)
-            on_cpu = sum(tokens) > sum(tokens[expert] for expert in streamed)
+            left = [sum(map(bool, tokens)) - len(streamed), sum(tokens)]
+            left[1] -= sum(tokens[expert] for expert in streamed)
         streamed = self._packed.sorted(streamed)
-        groups = model.streamer.stream(self._packed, streamed)
+        layer, position, chain = self._wrapper.place
+        stamps = model.stamps(
+            layer=layer,
+            position=position,
+            chain=chain,
+            tokens=x.shape[0],
+            experts=len(streamed),
+            on_cpu=left[0],
+        )
+        groups = model.streamer.stream(self._packed, streamed, stamps)
         # A signed type, as -1 stands for no expert.
         ids = topk_ids if topk_ids.dtype.is_signed else topk_ids.long()
         places, weights = hot_routes(
             ids, topk_weights, self._places(streamed, x.device), -1, padding
         )
-        if on_cpu:
+        if left[0]:
             slots, hot_weights = self._wrapper.submit_and_split(
                 x,
                 ids.masked_fill(places >= 0, -1),
@@ -147,10 +188,18 @@ class LayerStreaming:
             routes = slots.to(topk_ids.dtype), hot_weights
         else:
             routes = hot_routes(topk_ids, topk_weights, slot_map, cold_slot, padding)
-        self.counters.streamed_batches += 1
-        self.counters.streamed_experts += len(streamed)
-        self.counters.streamed_bytes += len(streamed) * self._packed.expert_bytes
-        return StreamedBatch(model.products, routes, on_cpu, groups, places, weights)
+        self._count(x.shape[0], len(streamed), *left)
+        return StreamedBatch(model, routes, bool(left[0]), groups, places, weights, stamps)
+
+    def _count(self, tokens: int, streamed: int, experts_left: int, routes_left: int) -> None:
+        counters = self.counters
+        counters.streamed_batches += 1
+        counters.streamed_tokens += tokens
+        counters.streamed_experts += streamed
+        counters.streamed_bytes += streamed * self._packed.expert_bytes
+        counters.shared_batches += experts_left > 0
+        counters.shared_experts += experts_left
+        counters.shared_routes += routes_left
 
     def _tokens(
         self, topk_ids: torch.Tensor, padding: torch.Tensor | None, cold: Sequence[int]
@@ -158,7 +207,9 @@ class LayerStreaming:
         """How many tokens each cold expert has; 0 for the others. Waits for the device."""
         ids = without_padding(topk_ids, padding)
         ids = torch.where((ids >= 0) & (ids < self._experts), ids, self._experts)
+        began = time.monotonic_ns()
         counts = ids.flatten().bincount(minlength=self._experts + 1).tolist()
+        self.counters.split_wait_ns += time.monotonic_ns() - began
         here = set(cold)
         return [count if expert in here else 0 for expert, count in enumerate(counts[:-1])]
 
@@ -187,16 +238,17 @@ class StreamedBatch:
 
     def __init__(
         self,
-        products: Products,
+        model: ModelStreaming,
         routes: tuple[torch.Tensor, torch.Tensor],
         on_cpu: bool,
         groups: Iterator[Group],
         places: torch.Tensor,
         weights: torch.Tensor,
+        stamps: LayerStamps | None,
     ) -> None:
         """places: for each route, the number of its expert among the streamed ones, or -1."""
         self.routes, self.on_cpu = routes, on_cpu
-        self._products, self._groups = products, groups
+        self._model, self._groups, self._stamps = model, groups, stamps
         self._places, self._weights = places, weights
 
     def add(self, x: torch.Tensor, hot: torch.Tensor | None) -> torch.Tensor | None:
@@ -207,7 +259,7 @@ class StreamedBatch:
             places = self._places - begin
             begin += len(group.slots)
             elsewhere = (places < 0) | (places >= len(group.slots))
-            part = self._products(
+            part = self._model.products(
                 x,
                 places.masked_fill(elsewhere, -1),
                 self._weights.masked_fill(elsewhere, 0),
@@ -215,4 +267,5 @@ class StreamedBatch:
                 group.w2,
             )
             total = part.float() if total is None else total.add_(part)
+        self._model.ended(self._stamps)
         return None if total is None else total.to(x.dtype)

@@ -1,4 +1,4 @@
-"""The compiled core's record of one batch of one layer."""
+"""Records of one batch of one layer: the compiled core's, and those of streamed experts."""
 
 from __future__ import annotations
 
@@ -28,3 +28,31 @@ class Record(NamedTuple):
     back_start: int  # take_back began
     back_ready: int  # and saw the answer
     back_end: int
+
+
+class StreamedGroup(NamedTuple):
+    """Experts that were copied to the GPU together. Times are of the CPU's clock, in
+    nanoseconds."""
+
+    experts: int
+    nbytes: int
+    copy_start: int
+    copy_end: int
+    wait_start: int  # the GPU has nothing else to do for this layer
+    wait_end: int
+    done: int  # unpacked and multiplied
+
+
+class StreamedRecord(NamedTuple):
+    """One batch of one layer, some of whose experts were streamed."""
+
+    layer: str
+    position: int
+    chain: int
+    number: int  # of the streamed layers of a device, from 1
+    tokens: int
+    experts: int  # streamed
+    on_cpu: int  # experts with tokens that the CPU computed
+    start: int  # on the GPU, before the first product
+    end: int  # after the last one; the CPU's sum may still be missing
+    groups: tuple[StreamedGroup, ...]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .pieces import CPU, GPU, LANE_OF, LANES, TRANSFERS, WAIT
+from .streamed import StreamedModel, summarise_streamed
 
 _INTS = ("position", "chain", "entry", "tokens")
 
@@ -69,6 +70,7 @@ class ModelTimes:
 @dataclass(frozen=True)
 class Summary:
     models: list[ModelTimes]  # by device
+    streamed: list[StreamedModel]  # by device
 
 
 class _Model(NamedTuple):
@@ -92,8 +94,11 @@ def summarise(events: Iterable[dict[str, Any]], tokens: int | None = None) -> Su
     tokens, the smaller of two that are as common, which is decode in what an engine serves.
 
     events: what `read` gives. Batches whose wait for the CPU is not known are left out, so that
-    GPU times are not taken for 0. ValueError where there is no batch, or none of so many tokens.
+    GPU times are not taken for 0. Streamed batches are summarised by themselves, too.
+    ValueError where there is no batch, or none of so many tokens.
     """
+    events = list(events)
+    streamed = summarise_streamed(events, tokens)
     devices, batches = _collect(events)
     models: list[ModelTimes] = []
     found: set[int] = set()
@@ -109,14 +114,15 @@ def summarise(events: Iterable[dict[str, Any]], tokens: int | None = None) -> Su
             rows = [_layer_times(*each) for each in sorted(by_count[chosen].items())]
             device = devices.get(model.process, f"process {model.process}")
             models.append(_model_times(device, model.chain, chosen, rows, counts))
+    found.update(*(model.counts for model in summarise_streamed(events)))
     if not found:
         raise ValueError(
             f"no batch in this trace; expected one that KT_TRACE made, with events {WAIT!r}"
         )
-    if not models:
+    if not models and not streamed:
         accepted = ", ".join(map(str, sorted(found)))
         raise ValueError(f"no pass of {tokens} tokens in this trace; accepted: {accepted}")
-    return Summary(models)
+    return Summary(models, streamed)
 
 
 def _collect(

@@ -21,8 +21,17 @@ from typing import Any
 
 from ..runtime.forks import per_process
 from .clock import Offset
-from .pieces import CPU, LANE_OF, LANES, Piece, pieces_of
-from .records import Record
+from .pieces import (
+    BUS,
+    CPU,
+    LANE_OF,
+    LANES,
+    STREAMED_LANE_OF,
+    Piece,
+    pieces_of,
+    streamed_pieces,
+)
+from .records import Record, StreamedRecord
 
 TRACE_VARIABLE = "KT_TRACE"
 
@@ -30,7 +39,8 @@ _logger = logging.getLogger("kt_kernel.trace")
 _numbers = itertools.count(1)  # numbers of writers: a device is shown as a process with that number
 _writers: Counter[str] = Counter()  # that this process has, by file: several devices share one
 _parents: set[str] = set()  # files that the parent of this forked process writes
-_THREADS = {lane: number for number, lane in enumerate(LANES, 1)}
+_THREADS = {lane: number for number, lane in enumerate((*LANES, BUS), 1)}
+_THREAD_OF = {name: _THREADS[lane] for name, lane in (LANE_OF | STREAMED_LANE_OF).items()}
 
 
 class TraceWriter:
@@ -85,6 +95,22 @@ class TraceWriter:
         if lines:
             self._put(",\n" + ",\n".join(lines))
 
+    def write_streamed(self, records: Sequence[StreamedRecord]) -> None:
+        """Appends streamed layers."""
+        if self._file is None or not records:
+            return
+        lines = []
+        for record in records:
+            about = (
+                f'{{"layer":{json.dumps(record.layer)},"position":{record.position},'
+                f'"chain":{record.chain},"entry":{record.number},"tokens":{record.tokens},'
+                f'"on_cpu":{record.on_cpu}'
+            )
+            for piece, experts, nbytes in streamed_pieces(record):
+                whole = f'{about},"experts":{experts},"bytes":{nbytes}}}'
+                lines.append(self._event(piece, 0, whole))
+        self._put(",\n" + ",\n".join(lines))
+
     def close(self) -> None:
         """Ends the file, unless another device still writes to it. May be called again."""
         if self._file is None:
@@ -97,7 +123,7 @@ class TraceWriter:
         # By hand: in json.dumps seven of these a layer and token would keep Python's lock too long.
         return (
             f'{{"name":"{piece.name}","ph":"X","pid":{self._process},'
-            f'"tid":{_THREADS[LANE_OF[piece.name]]},"ts":{(piece.start + offset) / 1000:.3f},'
+            f'"tid":{_THREAD_OF[piece.name]},"ts":{(piece.start + offset) / 1000:.3f},'
             f'"dur":{(piece.end - piece.start) / 1000:.3f},"args":{about}}}'
         )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
+
+from .timeline import Stamp
 
 
 class CopyLane:
@@ -51,3 +54,17 @@ class CopyLane:
     def delay_compute(self, event: Any) -> None:
         """What is computed later waits for the event."""
         torch.cuda.current_stream(self.device).wait_event(event)
+
+    def stamp_copies(self) -> Stamp:
+        """The moment when all copies so far are done."""
+        return _stamp(self._stream)
+
+    def stamp_compute(self) -> Stamp:
+        """The moment when what was computed so far is done."""
+        return _stamp(torch.cuda.current_stream(self.device))
+
+
+def _stamp(stream: Any) -> Stamp:
+    event, launched = torch.cuda.Event(enable_timing=True), time.monotonic_ns()
+    event.record(stream)
+    return Stamp(event, launched)

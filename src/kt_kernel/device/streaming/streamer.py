@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .experts import PackedExperts
+from .timeline import GroupStamps, LayerStamps
 
 _HALVES = 2
 
@@ -91,44 +92,63 @@ class ExpertStreamer:
             )
         return room
 
-    def stream(self, layer: PackedExperts, slots: Sequence[int]) -> Iterator[Group]:
+    def stream(
+        self, layer: PackedExperts, slots: Sequence[int], stamps: LayerStamps | None = None
+    ) -> Iterator[Group]:
         """Copies experts of a layer; yields them in groups, in the order of memory.
 
         The first copies start at once, and the host never waits. A group's weights are valid for
         what the caller puts on its current stream before it asks for the next group. Iterate over
-        one layer before the next call.
+        one layer before the next call. stamps: gets the times of the groups.
 
         Raises ValueError for experts that are not on the CPU, and if no expert of the layer fits.
         """
         slots, room = layer.sorted(slots), self.need_room(layer)
         groups = [slots[i : i + room] for i in range(0, len(slots), room)]
-        return self._groups(layer, groups, [self._copy(layer, g) for g in groups[:_HALVES]])
+        return self._groups(
+            layer, groups, [self._copy(layer, g, stamps) for g in groups[:_HALVES]], stamps
+        )
 
     def _groups(
-        self, layer: PackedExperts, groups: list[list[int]], halves: list[_Half]
+        self,
+        layer: PackedExperts,
+        groups: list[list[int]],
+        halves: list[_Half],
+        stamps: LayerStamps | None,
     ) -> Iterator[Group]:
         """Unpacks groups one by one. halves: where the first of them were copied to."""
         for number, slots in enumerate(groups):
-            group = self._unpacked(layer, slots, halves[number])
-            halves += [self._copy(layer, more) for more in groups[len(halves) :][:1]]
+            times = None if stamps is None else stamps.groups[number]
+            group = self._unpacked(layer, slots, halves[number], times)
+            halves += [self._copy(layer, more, stamps) for more in groups[len(halves) :][:1]]
             try:
                 yield group
             finally:
                 self._lane.record_compute(self._used)
+                if times is not None:
+                    times.done = self._lane.stamp_compute()
 
-    def _copy(self, layer: PackedExperts, slots: Sequence[int]) -> _Half:
+    def _copy(
+        self, layer: PackedExperts, slots: Sequence[int], stamps: LayerStamps | None
+    ) -> _Half:
         """Starts copying a group to the next half."""
         lane, half = self._lane, self._halves[self._turn]
         self._turn = (self._turn + 1) % _HALVES
         lane.delay_copies(half.unpacked)
+        begin = None if stamps is None else lane.stamp_copies()
         staged = self._staged(layer, half, len(slots))
         for run in layer.runs(slots):
             for part, to in zip(layer.parts, staged, strict=True):
                 lane.copy(to[run.to : run.to + run.count], part.memory[run.at : run.at + run.count])
         lane.record_copies(half.arrived)
+        if stamps is not None:
+            nbytes = len(slots) * layer.expert_bytes
+            stamps.groups.append(GroupStamps(len(slots), nbytes, begin, lane.stamp_copies()))
         return half
 
-    def _unpacked(self, layer: PackedExperts, slots: Sequence[int], half: _Half) -> Group:
+    def _unpacked(
+        self, layer: PackedExperts, slots: Sequence[int], half: _Half, times: GroupStamps | None
+    ) -> Group:
         """Unpacks a group that was copied to a half."""
         lane, n, room = self._lane, len(slots), self.room(layer)
         hidden, inter = layer.hidden, layer.inter
@@ -137,7 +157,11 @@ class ExpertStreamer:
         )
         group = Group(slots, w13.view(room, 2 * inter, hidden), w2.view(room, hidden, inter))
         lane.delay_compute(self._used)
+        if times is not None:
+            times.wait = lane.stamp_compute()
         lane.delay_compute(half.arrived)
+        if times is not None:
+            times.go = lane.stamp_compute()
         layer.unpack(self._staged(layer, half, n), group.w13[:n], group.w2[:n])
         lane.record_compute(half.unpacked)
         return group
