@@ -97,14 +97,12 @@ void bind_stream(nb::module_& m) {
 
   m.def(
       "split_over_bus",
-      [](const std::vector<int64_t>& tokens, double expert_on_bus, double expert_on_cpu,
-         double token_on_cpu, double streaming) {
-        kt::BusSplit split =
-            kt::split_over_bus(tokens, {expert_on_bus, expert_on_cpu, token_on_cpu, streaming});
+      [](const std::vector<double>& on_cpu, double expert_on_bus, double batch_on_cpu,
+         double streaming) {
+        kt::BusSplit split = kt::split_over_bus(on_cpu, {expert_on_bus, batch_on_cpu, streaming});
         return std::pair(std::move(split.streamed), split.seconds);
       },
-      "tokens"_a, nb::kw_only(), "expert_on_bus"_a, "expert_on_cpu"_a, "token_on_cpu"_a,
-      "streaming"_a = 0.0,
-      "(experts to copy to the GPU, seconds) of a layer, from the number of tokens of each expert "
-      "and the times in seconds of kernels/stream/bus_split.h.");
+      "on_cpu"_a, nb::kw_only(), "expert_on_bus"_a, "batch_on_cpu"_a = 0.0, "streaming"_a = 0.0,
+      "(experts to copy to the GPU, seconds) of a layer, from the seconds that the CPU takes for "
+      "each expert and the other times of kernels/stream/bus_split.h.");
 }

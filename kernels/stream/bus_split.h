@@ -8,25 +8,24 @@ namespace kt {
 // How long the two sides take, in seconds.
 struct BusRates {
   double expert_on_bus;  // to copy an expert, and to unpack it if that takes longer
-  double expert_on_cpu;  // to read the weights of an expert that has tokens
-  double token_on_cpu;   // to multiply one token with one expert, on top of that
+  double batch_on_cpu;   // to hand the batch over to the CPU, whatever it computes
   double streaming;      // what it costs to copy experts at all
 };
 
 struct BusSplit {
-  std::vector<int64_t> streamed;  // experts to copy, the one with the most tokens first
+  std::vector<int64_t> streamed;  // experts to copy, the one that takes the CPU longest first
   double seconds;                 // until both sides are finished
 };
 
-// The experts to copy to the GPU so that both sides finish as early as possible. tokens[e] is the
-// number of tokens of expert e; an expert with none is never copied.
+// The experts to copy to the GPU so that both sides finish as early as possible. on_cpu[e] is the
+// time in seconds that the CPU takes for expert e with its tokens; 0 if it has none, and it is
+// never copied then.
 //
-// Every expert takes the bus equally long, so the experts with the most tokens are copied: copying
-// another one in the place of one of them would only leave more work to the CPU. Among experts with
-// equally many tokens the first are copied, and among equally fast splits the smallest is taken.
+// Every expert takes the bus equally long, so those are copied that take the CPU longest: copying
+// another one in the place of one of them would only leave more work to the CPU. Among experts that
+// take equally long the first are copied, and among equally fast splits the smallest is taken.
 //
-// Throws std::invalid_argument for a negative number of tokens, and for a rate that is negative or
-// not finite.
-BusSplit split_over_bus(const std::vector<int64_t>& tokens, const BusRates& rates);
+// Throws std::invalid_argument for a time that is negative or not finite.
+BusSplit split_over_bus(const std::vector<double>& on_cpu, const BusRates& rates);
 
 }  // namespace kt

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,24 +36,51 @@ def test_the_bus(clock) -> None:
 
     layer = SimpleNamespace(held=list(range(9)))
     streamer: Any = SimpleNamespace(stream=stream)
-    assert measure_bus(streamer, layer, wait) == (pytest.approx(0.25), pytest.approx(0.5))
+    assert measure_bus(streamer, layer, wait) == pytest.approx(0.25)
     layer.held = [3]
-    assert measure_bus(streamer, layer, wait) == (pytest.approx(0.75), 0.0)
+    assert measure_bus(streamer, layer, wait) == pytest.approx(0.75)
+
+
+class Wrapper:
+    """An expert takes 1 s, and 2 s with more than 10 tokens; each token of a batch 0.001 s."""
+
+    num_experts, num_experts_per_tok, hidden_size = 8, 2, 16
+
+    def __init__(self, clock: SimpleNamespace, slots: list[int], speed: float = 1.0) -> None:
+        self.clock, self.slots, self.speed = clock, slots, speed
+        self.largest = 0
+
+    def submit_and_split(self, x, ids, weights, *, slot_map, cold_slot, defer) -> None:
+        counts = ids[ids >= 0].bincount(minlength=8)
+        assert not defer and set(counts.nonzero().flatten().tolist()) <= set(self.slots)
+        seconds = (counts > 0).int() + (counts > 10).int()
+        self.clock.now += 0.001 * len(x) + self.speed * float(seconds.sum())
+        self.largest = max(self.largest, int(counts.max()))
+
+    def sync_forward(self, x) -> None:
+        pass
 
 
 @pytest.mark.parametrize("slots", [[5], [1, 2, 7], list(range(8))])
-def test_the_cpu(clock, slots: list[int]) -> None:
-    class Wrapper:
-        num_experts, num_experts_per_tok, hidden_size = 8, 2, 16
+def test_the_cpu(clock, monkeypatch, slots: list[int]) -> None:
+    monkeypatch.setattr(rates, "_LONGEST", 1e9)
+    wrapper = Wrapper(clock, slots)
+    points, token = measure_cpu(wrapper, slots, torch.device("cpu"), lambda: None)
+    assert token == pytest.approx(0.001)
+    want = [(n, pytest.approx(1.0 if n <= 10 else 2.0, rel=0.01)) for n in (1, 4, 16, 64, 256)]
+    assert list(points) == want
 
-        def submit_and_split(self, x, ids, weights, *, slot_map, cold_slot, defer) -> None:
-            assert not defer and set(ids.flatten().tolist()) == set(slots)
-            clock.now += 0.5 * len(slots) + 0.125 * ids.numel()
 
-        def sync_forward(self, x) -> None:
-            pass
+def test_a_slow_cpu_is_not_timed_for_long(clock) -> None:
+    wrapper = Wrapper(clock, list(range(8)), 0.013)
+    points, _ = measure_cpu(wrapper, wrapper.slots, torch.device("cpu"), lambda: None)
+    assert [n for n, _ in points] == [1, 4, 16] and wrapper.largest == 16
 
-    assert measure_cpu(Wrapper(), slots) == (pytest.approx(0.5), pytest.approx(0.125))
+
+def test_times_between_those_that_were_measured() -> None:
+    made = Rates(1.0, ((1, 2.0), (5, 4.0), (7, 8.0)))
+    assert list(map(made.on_cpu, range(10))) == [0, 2, 2.5, 3, 3.5, 4, 6, 8, 10, 12]
+    assert list(map(Rates(1.0, ((4, 2.0),)).on_cpu, (0, 1, 4, 6))) == [0, 2, 2, 3]
 
 
 TIMES = st.floats(1e-6, 1e-2)
@@ -61,19 +89,30 @@ TIMES = st.floats(1e-6, 1e-2)
 @settings(max_examples=50, deadline=None)
 @given(bus=TIMES, expert=TIMES, token=TIMES, cold=st.integers(1, 64), k=st.sampled_from([1, 2, 8]))
 def test_streaming_pays_from(bus: float, expert: float, token: float, cold: int, k: int) -> None:
-    made = Rates(bus, expert, token, 1e-4)
+    made = Rates(bus, ((1, expert), (2, expert + token)), 1e-6, 1e-4)
     tokens = made.pays_from(cold, k)
     assert tokens is not None  # the CPU's time grows without bound
 
     def saved(tokens: int) -> float:
         counts = [tokens * k // cold + (i < tokens * k % cold) for i in range(cold)]
-        alone = made.on_cpu(sum(map(bool, counts)), sum(counts))
-        return 1 - made._split(counts)[1] / alone
+        alone = sum(map(made.on_cpu, counts)) + 1e-6 * tokens
+        return 1 - made._split(counts, tokens)[1] / alone
 
     assert saved(tokens) > 0.1
     assert tokens == 1 or saved(tokens - 1) <= 0.1
 
 
 def test_streaming_never_pays() -> None:
-    assert Rates(1.0, 0.0, 0.0).pays_from(8, 2) is None
-    assert Rates(1e-6, 1.0, 1.0).pays_from(0, 0.0) is None
+    assert Rates(1.0, ((1, 1e-9), (2, 1e-9))).pays_from(8, 2) is None
+    assert Rates(1e-6, ((1, 1.0),)).pays_from(0, 0.0) is None
+
+
+def test_when_all_experts_are_streamed() -> None:
+    """Eight experts take 8 s on the bus. The CPU takes 1 s for an expert with a token, 2 with two,
+    and so on, and is a tenth slower meanwhile."""
+    made = Rates(1.0, ((1, 1.0), (2, 2.0)))
+    assert not made.whole(8, 8, 8)  # four on the CPU: half the time
+    assert not made.whole(8, 40, 8)  # one on the CPU, 5.5 s, for 7 on the bus
+    assert made.whole(8, 80, 8)  # not even one is faster on the CPU
+    slow = Rates(1.0, ((1, 1.0), (2, 2.0)), token_on_cpu=0.9)
+    assert slow.whole(8, 8, 8)  # handing the batch over takes the CPU 7.2 s

@@ -10,6 +10,7 @@ import pytest
 import torch
 from simulated_gpu import ImmediateLane, Pins
 
+from kt_kernel.device.streaming import rates
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.device.tracer import tracer_of
@@ -27,9 +28,10 @@ pytest.importorskip("triton")
 
 E, K, H, INNER, THRESHOLD = 6, 2, 64, 96, 8
 CPU = torch.device("cpu")
-BOTH = Rates(0.2, 0.02, 0.05)  # experts with few tokens stay on the CPU
-BUS_ONLY = Rates(1e-6, 1.0, 1.0)
-CPU_ONLY = Rates(1e6, 0.1, 0.05)
+PER_TOKEN = ((1, 0.07), (2, 0.12))
+BOTH = Rates(0.3, PER_TOKEN)  # experts with few tokens stay on the CPU
+BUS_ONLY = Rates(1e-6, ((1, 1.0),))
+CPU_ONLY = Rates(1e6, ((1, 0.1),))
 
 
 class FakeDevice:
@@ -184,6 +186,7 @@ class NoMemory(FakeDevice):
 def test_start(monkeypatch) -> None:
     """Rates are measured, and the line for the log has them; the batches for that are not counted.
     Engines load under the context of a device, which is not the CPU."""
+    monkeypatch.setattr(rates, "_REPETITIONS", 1)
     layer = make(monkeypatch, gpu_prefill_token_threshold=THRESHOLD)
     with torch.device("meta"):
         line = start(layer)
@@ -199,16 +202,17 @@ def test_start(monkeypatch) -> None:
 
 def fixed_rates(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
     """In place of those that would be measured."""
-    bus = rates.expert_on_bus, rates.streaming
-    monkeypatch.setattr(streaming_start, "measure_bus", lambda *_: bus)
-    cpu = rates.expert_on_cpu, rates.token_on_cpu
-    monkeypatch.setattr(streaming_start, "measure_cpu", lambda *_: cpu)
+    monkeypatch.setattr(streaming_start, "measure_bus", lambda *_: rates.expert_on_bus)
+    on_cpu = rates.expert_on_cpu, rates.token_on_cpu
+    monkeypatch.setattr(streaming_start, "measure_cpu", lambda *_: on_cpu)
+    once = rates.streaming + E * rates.expert_on_bus
+    monkeypatch.setattr(streaming_start, "measure_streaming", lambda *_: once)
 
 
 def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
     """Six experts take 0.6 s on the bus, and 0.12 s + 0.1 s per token on the CPU, which computes
     some meanwhile: streaming is a tenth faster from a few tokens on."""
-    rates = Rates(0.1, 0.02, 0.05, 0.1)
+    rates = Rates(0.1, PER_TOKEN, 0.0, 0.1)
     fixed_rates(monkeypatch, rates)
     layer = make(monkeypatch)
     line = start(layer)
@@ -260,7 +264,7 @@ def test_why_nothing_is_streamed_by_default(monkeypatch) -> None:
         return devices[-1]
 
     assert why(gpu_prefill_memory=1 << 30).startswith("it pays for no batch")
-    assert why(kept).startswith("it pays for no batch; an expert takes 1000000000000 us on the bus")
+    assert why(kept).startswith("it pays for no batch; an expert takes 1000000000000 us on")
     assert not devices[0].backend.pinned  # given back
     monkeypatch.setattr(streaming_start, "ExpertStreamer", full)
     assert why() == "1024MB are not free on cpu"

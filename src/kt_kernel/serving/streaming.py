@@ -30,9 +30,8 @@ Products = Callable[
 ]
 
 THRESHOLD_FLAG = "--kt-gpu-prefill-token-threshold"
+_KEPT = 1 << 12  # numbers of tokens of which it is known whether all experts are streamed
 _logger = logging.getLogger("kt_kernel.serving")
-# The CPU's share of a layer is its rate over that of both: below a tenth it stays idle.
-_WORTH_SHARING = 9.0
 
 
 @dataclass
@@ -64,7 +63,7 @@ class ModelStreaming:
     """What the layers of a model share: memory on the device, rates, and thresholds.
 
     threshold: tokens from which batches are streamed. products: the engine's kernels. given:
-    whether a user chose the threshold.
+    whether a user chose the threshold. traced: whether KT_TRACE gets the batches.
     """
 
     def __init__(
@@ -75,12 +74,14 @@ class ModelStreaming:
         threshold: int,
         products: Products,
         given: bool = True,
+        traced: bool = True,
     ) -> None:
         self.streamer, self.rates, self.products = streamer, rates, products
         self.threshold = threshold
         self._lane = lane
         self._given = given
-        tracer = tracer_of(lane.device)
+        self._whole: dict[tuple[int, int, int], bool] = {}
+        tracer = tracer_of(lane.device) if traced else None
         self._timeline = None if tracer is None else Timeline(lane, tracer.streamed.append)
         self._told = False
 
@@ -116,10 +117,15 @@ class ModelStreaming:
             stamps.end = self._lane.stamp_compute()
 
     def whole(self, tokens: int, top_k: int, cold: int, experts: int) -> bool:
-        """Whether all cold experts are streamed, by the time that the CPU would take for them if
-        routes are spread evenly."""
-        cpu = self.rates.on_cpu(cold, tokens * top_k * cold / experts)
-        return cpu > _WORTH_SHARING * cold * self.rates.expert_on_bus
+        """Whether all cold experts are streamed, see `Rates.whole`."""
+        key = tokens, top_k, cold
+        found = self._whole.get(key)
+        if found is None:
+            if len(self._whole) >= _KEPT:
+                self._whole.clear()
+            routes = tokens * top_k * cold / experts
+            found = self._whole[key] = self.rates.whole(tokens, routes, cold)
+        return found
 
 
 class LayerStreaming:
@@ -156,7 +162,7 @@ class LayerStreaming:
             streamed = list(cold)
         else:
             tokens = self._tokens(topk_ids, padding, cold)
-            streamed = model.rates.split(tokens)
+            streamed = model.rates.split(tokens, x.shape[0])
             left = [sum(map(bool, tokens)) - len(streamed), sum(tokens)]
             left[1] -= sum(tokens[expert] for expert in streamed)
         streamed = self._packed.sorted(streamed)

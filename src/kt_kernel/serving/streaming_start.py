@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from ..device.streaming.experts import PackedExperts
-from ..device.streaming.rates import Rates, measure_bus, measure_cpu
+from ..device.streaming.rates import Rates, fastest, measure_bus, measure_cpu
 from ..device.streaming.streamer import ExpertStreamer
 from ..runtime.variant import kernel_kind
 from .options import KTOptions, OptionError
-from .streaming import THRESHOLD_FLAG, ModelStreaming, Products
+from .streaming import THRESHOLD_FLAG, LayerStreaming, ModelStreaming, Products
 
 MEMORY_FLAG = "--kt-gpu-prefill-memory"
 DEFAULT_MEMORY = 1 << 30
+_TOKENS = 64  # of the batch by which the cost of streaming is measured
 _PART_LEFT = 8  # without flags: at most this part of what the engine has not taken yet
 
 
@@ -126,13 +127,12 @@ class _Start:
         streamer = self._streamer(there.lane)
         first = self.layers[0]
         cold = first.placement.cold_experts
-        on_bus, once = measure_bus(streamer, self.packed[0], there.lane.wait)
-        rates = Rates(on_bus, *measure_cpu(first.wrapper, cold), once)
+        rates = self._rates(streamer, there.lane)
         top_k = first.wrapper.num_experts_per_tok * len(cold) / first.num_experts
         pays = rates.pays_from(len(cold), top_k)
         begin = pays if self.threshold is None else self.threshold
         if begin is None:
-            raise _NeverPays(f"it pays for no batch; {_described(rates)}")
+            raise _NeverPays(f"it pays for no batch; {rates}")
         given = self.threshold is not None
         model = ModelStreaming(streamer, there.lane, rates, begin, self.products, given)
         for layer, experts in zip(self.layers, self.packed, strict=True):
@@ -145,8 +145,21 @@ class _Start:
             f"kt: batches of {begin} tokens and more ({why}) stream cold experts to {self.device}: "
             f"{total / 1e6:.0f} MB registered in {registered:.1f} s, {streamer.nbytes / 1e6:.0f} "
             f"MB on the device for {streamer.room(self.packed[0])} experts at a time; "
-            f"{_described(rates)}"
+            f"{rates}"
         )
+
+    def _rates(self, streamer: ExpertStreamer, lane: Any) -> Rates:
+        """Measured on the first layer, with hidden states on the device."""
+        first, packed = self.layers[0], self.packed[0]
+        cold = first.placement.cold_experts
+        on_bus = measure_bus(streamer, packed, lane.wait)
+        on_cpu, token = measure_cpu(first.wrapper, cold, self.device, lane.wait)
+        # A CPU that is so slow that all experts are streamed.
+        slow = Rates(0.0, ((1, 1.0),))
+        model = ModelStreaming(streamer, lane, slow, 1, self.products, traced=False)
+        streaming = LayerStreaming(model, first.wrapper, packed)
+        once = measure_streaming(streaming, first, self.dtype, self.device, lane.wait)
+        return Rates(on_bus, on_cpu, token, max(0.0, once - on_bus * len(cold)))
 
     def _check(self) -> None:
         if self.make_device is Device and self.device.type != "cuda":
@@ -196,12 +209,35 @@ class _Start:
         return streamer
 
 
-def _described(rates: Rates) -> str:
-    return (
-        f"an expert takes {rates.expert_on_bus * 1e6:.0f} us on the bus, after "
-        f"{rates.streaming * 1e6:.0f} us, and {rates.expert_on_cpu * 1e6:.0f} us + "
-        f"{rates.token_on_cpu * 1e6:.2f} us per token on the CPU"
-    )
+def measure_streaming(
+    streaming: LayerStreaming,
+    layer: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    wait: Callable[[], None],
+) -> float:
+    """Seconds of a small batch of a layer whose experts are all streamed, with everything that
+    belongs to it on the host and the device."""
+    k = layer.wrapper.num_experts_per_tok
+    x = torch.randn(_TOKENS, layer.hidden_size, device=device).to(dtype)
+    ids = torch.arange(_TOKENS * k, dtype=torch.int32, device=device)
+    ids = ids.remainder(layer.num_experts).view(_TOKENS, k)
+    weights = torch.full((_TOKENS, k), 1 / k, device=device)
+    slot_map = layer.placement.slot_map(device)
+
+    def compute() -> None:
+        batch = streaming.start(
+            x,
+            ids,
+            weights,
+            cold=layer.placement.cold_experts,
+            slot_map=slot_map,
+            cold_slot=-1,
+            padding=None,
+        )
+        batch.add(x, None)
+
+    return fastest(compute, wait)
 
 
 def _megabytes(size: int) -> str:

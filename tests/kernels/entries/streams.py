@@ -33,10 +33,9 @@ def stream_cases(t: Things) -> dict[str, list[Case]]:
         "split_over_bus": [
             Case(
                 core.split_over_bus,
-                tokens=[Number(count, 0, MAX, True) for count in (1, 0, MAX)],
+                on_cpu=[seconds, seconds],
                 expert_on_bus=seconds,
-                expert_on_cpu=seconds,
-                token_on_cpu=seconds,
+                batch_on_cpu=seconds,
                 streaming=seconds,
             ),
         ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,11 @@ from .streamer import ExpertStreamer
 
 _REPETITIONS = 3
 _MOST_TOKENS = 1 << 20
-_FEW, _MANY = 8, 64  # tokens per expert of the two batches that are timed on the CPU
+_TOKENS = (1, 4, 16, 64, 256)  # of each expert, in the batches that are timed on the CPU
+_LONGEST = 0.2  # seconds of a batch, after which no larger one is timed
+_ROWS = 1024  # tokens of the batch with a single route
+# Copies take memory bandwidth, so the CPU was 1.04 to 1.16 times as slow beside a busy bus.
+_BESIDE_BUS = 1.1
 
 
 @dataclass(frozen=True)
@@ -25,26 +30,47 @@ class Rates:
 
     Attributes:
         expert_on_bus: to copy and unpack an expert.
-        expert_on_cpu: to read the weights of an expert that has tokens.
-        token_on_cpu: to multiply one token with one expert, on top of that.
+        expert_on_cpu: (tokens, seconds) of an expert, by increasing numbers of its tokens. Others
+            are interpolated; above the last, time grows as between the last two.
+        token_on_cpu: of each token of a batch, whatever its routes: its hidden states are handed
+            over, and a sum comes back.
         streaming: what streaming costs a layer whatever is streamed.
     """
 
     expert_on_bus: float
-    expert_on_cpu: float
-    token_on_cpu: float
+    expert_on_cpu: tuple[tuple[int, float], ...]
+    token_on_cpu: float = 0.0
     streaming: float = 0.0
 
-    def split(self, tokens: Sequence[int]) -> list[int]:
+    def split(self, tokens: Sequence[int], batch: int) -> list[int]:
         """The experts to stream, so that the bus and the CPU finish together.
 
-        tokens: for each expert, how many tokens it has.
+        tokens: for each expert, how many tokens it has. batch: tokens of the whole batch.
         """
-        return self._split(tokens)[0]
+        return self._split(tokens, batch)[0]
 
-    def on_cpu(self, experts: float, routes: float) -> float:
-        """Seconds of the CPU for that many experts and pairs of token and expert."""
-        return experts * self.expert_on_cpu + routes * self.token_on_cpu
+    def on_cpu(self, tokens: int) -> float:
+        """Seconds of the CPU for an expert with that many tokens."""
+        points = self.expert_on_cpu
+        if not tokens:
+            return 0.0
+        at = bisect_left(points, tokens, key=lambda point: point[0])
+        if at == 0 or len(points) == 1:
+            # Few tokens take as long as one: the weights are read.
+            return points[0][1] * max(1.0, tokens / points[0][0])
+        (low, before), (high, after) = points[min(at, len(points) - 1) - 1 :][:2]
+        return before + (after - before) * (tokens - low) / (high - low)
+
+    def even(self, tokens: float, cold: int) -> list[int]:
+        """Tokens of each cold expert, if so many routes to them are spread evenly."""
+        each, more = divmod(round(tokens), cold)
+        return [each + (i < more) for i in range(cold)]
+
+    def whole(self, batch: int, routes: float, cold: int) -> bool:
+        """Whether all cold experts are to be streamed, because the CPU could save less than a tenth
+        of the time; if the batch's routes to them are spread evenly."""
+        everything = cold * self.expert_on_bus + self.streaming
+        return everything <= 1.1 * self._split(self.even(routes, cold), batch)[1]
 
     def pays_from(self, cold: int, routes_per_token: float) -> int | None:
         """The smallest number of tokens for which streaming makes a layer at least a tenth
@@ -54,11 +80,9 @@ class Rates:
         """
 
         def pays(tokens: int) -> bool:
-            each, more = divmod(round(tokens * routes_per_token), cold)
-            counts = [each + (i < more) for i in range(cold)]
-            alone = self.on_cpu(sum(map(bool, counts)), sum(counts))
-            _, seconds = self._split(counts)
-            return seconds < 0.9 * alone
+            counts = self.even(tokens * routes_per_token, cold)
+            alone = sum(map(self.on_cpu, counts)) + tokens * self.token_on_cpu
+            return self._split(counts, tokens)[1] < 0.9 * alone
 
         if not cold or not pays(_MOST_TOKENS):
             return None
@@ -68,22 +92,27 @@ class Rates:
             low, high = (low, middle) if pays(middle) else (middle, high)
         return high
 
-    def _split(self, tokens: Sequence[int]) -> tuple[list[int], float]:
+    def __str__(self) -> str:
+        by_tokens = ", ".join(f"{1e6 * s:.0f} with {n}" for n, s in self.expert_on_cpu)
+        return (
+            f"an expert takes {self.expert_on_bus * 1e6:.0f} us on the bus, after "
+            f"{self.streaming * 1e6:.0f} us; on the CPU {by_tokens} tokens, and "
+            f"{self.token_on_cpu * 1e6:.2f} us for each token of the batch"
+        )
+
+    def _split(self, tokens: Sequence[int], batch: int) -> tuple[list[int], float]:
         return native().split_over_bus(
-            list(tokens),
+            [_BESIDE_BUS * self.on_cpu(count) for count in tokens],
             expert_on_bus=self.expert_on_bus,
-            expert_on_cpu=self.expert_on_cpu,
-            token_on_cpu=self.token_on_cpu,
+            batch_on_cpu=batch * self.token_on_cpu,
             streaming=self.streaming,
         )
 
 
-def measure_bus(
-    streamer: ExpertStreamer, layer: PackedExperts, wait: Callable[[], None]
-) -> tuple[float, float]:
-    """Seconds per expert, and of streaming any at all: (expert_on_bus, streaming).
+def measure_bus(streamer: ExpertStreamer, layer: PackedExperts, wait: Callable[[], None]) -> float:
+    """Seconds to copy and unpack an expert, after the first one.
 
-    wait: returns once the device is idle. Copies one expert, and all of a layer.
+    wait: returns once the device is idle. Streams one expert, and all of a layer.
     """
 
     def stream(slots: Sequence[int]) -> None:
@@ -91,44 +120,61 @@ def measure_bus(
             pass
 
     held = layer.held
-    one, all_ = (_fastest(functools.partial(stream, s), wait) for s in (held[:1], held))
-    if len(held) == 1:
-        return one, 0.0
-    per_expert = max(all_ - one, 0.0) / (len(held) - 1)
-    return per_expert, max(one - per_expert, 0.0)
+    one, all_ = (fastest(functools.partial(stream, s), wait) for s in (held[:1], held))
+    return one if len(held) == 1 else max(all_ - one, 0.0) / (len(held) - 1)
 
 
-def measure_cpu(wrapper: Any, slots: Sequence[int]) -> tuple[float, float]:
-    """Seconds per expert, and per pair of token and expert: (expert_on_cpu, token_on_cpu).
+def measure_cpu(
+    wrapper: Any, slots: Sequence[int], device: torch.device, wait: Callable[[], None]
+) -> tuple[tuple[tuple[int, float], ...], float]:
+    """(expert_on_cpu, token_on_cpu) of `Rates`.
 
-    wrapper: an InferenceMoEWrapper. slots: its experts on the CPU. Computes two batches of random
-    tokens, whose routes are spread evenly over the experts.
+    wrapper: an InferenceMoEWrapper. slots: its experts on the CPU. device: where hidden states
+    are. Computes batches of random tokens, whose routes are spread evenly over the experts, and
+    one with a single route.
     """
-    k, hidden = wrapper.num_experts_per_tok, wrapper.hidden_size
-    seconds, pairs = [], []
-    slot_map = torch.full((wrapper.num_experts,), -1, dtype=torch.int32, device="cpu")
-
-    def compute(batch: tuple[torch.Tensor, ...]) -> None:
-        wrapper.submit_and_split(*batch, slot_map=slot_map, cold_slot=-1, defer=False)
-        wrapper.sync_forward(batch[0])
-
-    for tokens_per_expert in (_FEW, _MANY):
-        tokens = max(1, tokens_per_expert * len(slots) // k)
-        # Explicit device="cpu": engines load models under a device context.
+    k = wrapper.num_experts_per_tok
+    row = -torch.ones(1, k, dtype=torch.int64, device="cpu")
+    one = row.clone()
+    one[0, 0] = slots[0]
+    alone = timed_on_cpu(wrapper, one, device, wait)
+    idle = timed_on_cpu(wrapper, torch.cat([one, row.expand(_ROWS - 1, k)]), device, wait)
+    token = max(0.0, idle - alone) / (_ROWS - 1)
+    points: list[tuple[int, float]] = []
+    for each in _TOKENS:
+        tokens = max(1, each * len(slots) // k)
         routes = torch.arange(tokens * k, device="cpu").remainder(len(slots)).view(tokens, k)
-        batch = (
-            torch.randn(tokens, hidden, device="cpu").bfloat16(),
-            torch.tensor(list(slots), device="cpu")[routes],
-            torch.full((tokens, k), 1 / k, device="cpu"),
-        )
-        seconds.append(_fastest(functools.partial(compute, batch), lambda: None))
-        pairs.append(tokens * k)
-    per_pair = max(0.0, (seconds[1] - seconds[0]) / max(1, pairs[1] - pairs[0]))
-    rest = max(0.0, seconds[0] - per_pair * pairs[0])
-    return rest / min(len(slots), pairs[0]), per_pair
+        # Explicit device="cpu": engines load models under a device context.
+        ids = torch.tensor(list(slots), device="cpu")[routes]
+        taken = timed_on_cpu(wrapper, ids, device, wait)
+        # More tokens never take less time.
+        least = points[-1][1] if points else 0.0
+        busy = min(len(slots), tokens * k)
+        points.append((each, max(least, (taken - tokens * token) / busy)))
+        if taken > _LONGEST:
+            break
+    return tuple(points), token
 
 
-def _fastest(call: Callable[[], Any], wait: Callable[[], None]) -> float:
+def timed_on_cpu(
+    wrapper: Any, ids: torch.Tensor, device: torch.device, wait: Callable[[], None]
+) -> float:
+    """Seconds of a batch of random tokens with ids [T, k] on the CPU."""
+    tokens, k = ids.shape
+    slot_map = torch.full((wrapper.num_experts,), -1, dtype=torch.int32, device=device)
+    x = torch.randn(tokens, wrapper.hidden_size, device=device).bfloat16()
+    weights = torch.full((tokens, k), 1 / k, device=device)
+    ids = ids.to(device)
+
+    def compute() -> None:
+        wrapper.submit_and_split(x, ids, weights, slot_map=slot_map, cold_slot=-1, defer=False)
+        wrapper.sync_forward(x)
+
+    return fastest(compute, wait)
+
+
+def fastest(call: Callable[[], Any], wait: Callable[[], None]) -> float:
+    """The shortest of some times of a call, in seconds, until the device is idle."""
     call()  # compiles and maps what it needs
     wait()
     taken = []

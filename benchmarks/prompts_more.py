@@ -1,0 +1,260 @@
+"""What prompts.py measures besides the time to the first token."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
+
+VOCABULARY = 32768
+TOGETHER, APART = "together", "apart"
+
+
+def models() -> list[Any]:
+    """The hybrid models of this process: none with SGLang."""
+    from kt_kernel.serving import report
+
+    return list(report._models)
+
+
+def counters() -> dict[str, int]:
+    total: dict[str, int] = {}
+    for model in models():
+        for name, value in model.stats().items():
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+_seen: list[weakref.ref[Any]] = []
+
+
+def newest() -> Any:
+    """The model that is served now; earlier ones may not be freed yet."""
+    known = [seen() for seen in _seen]
+    _seen.extend(weakref.ref(model) for model in models() if model not in known)
+    return _seen[-1]()
+
+
+def rates_of_model() -> dict[str, Any]:
+    """What was measured at the start, and the size of the experts."""
+    model = newest()
+    layer = model.layers[0]
+    rates, packed = layer._streaming._model.rates, layer._streaming._packed
+    cold = layer.placement.num_cold
+    return {
+        **vars(rates),
+        "expert_bytes": packed.expert_bytes,
+        "cold": cold,
+        "pays_from": rates.pays_from(
+            cold, layer.wrapper.num_experts_per_tok * cold / layer.num_experts
+        ),
+        "bus_seconds": rates.expert_on_bus * cold * len(model.layers),
+    }
+
+
+def profile(bench: Any, tokens: int) -> dict[str, list[list[Any]]]:
+    """The GPU's kernels in a prompt, by mode: [name, calls, milliseconds], the longest first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    found = {}
+    for mode in (STREAMED, NO_COPIES):
+        bench.set(mode)
+        bench.seconds(tokens)
+        with record(activities=[ProfilerActivity.CUDA]) as made:
+            bench.seconds(tokens)
+        rows = sorted(made.key_averages(), key=lambda row: -row.self_device_time_total)[:25]
+        found[mode] = [[r.key[:100], r.count, r.self_device_time_total / 1e3] for r in rows]
+    return found
+
+
+def beside(bench: Any, engine: Any, streams: int = 4, prompts: int = 6) -> dict[str, Any]:
+    """Seconds between the tokens of requests that decode while long prompts come (vLLM)."""
+    from vllm import SamplingParams
+
+    def ask(name: str, tokens: int, steps: int) -> None:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=steps, min_tokens=steps, ignore_eos=True, detokenize=False
+        )
+        engine.add_request(name, {"prompt_token_ids": bench.prompt(tokens)}, sampling)
+
+    found: dict[str, Any] = {}
+    for mode in (CPU, SHARED):
+        bench.set(mode)
+        steps = 60 * (prompts + 1)
+        for i in range(streams):
+            ask(f"{mode} stream {i}", 32, steps)
+        gaps, last, count, sent = [], None, 0, 0
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now = time.monotonic()
+            if any("stream" in output.request_id for output in outputs):
+                count += 1
+                if last is not None and count > 20:
+                    gaps.append(now - last)
+                last = now
+            if count >= 60 * (sent + 1) and sent < prompts:
+                ask(f"{mode} prompt {sent}", 8192, 1)
+                sent += 1
+        gaps.sort()
+        found[mode] = {
+            "tokens": len(gaps),
+            "prompts": sent,
+            "p50": gaps[len(gaps) // 2],
+            "p99": gaps[int(len(gaps) * 0.99)],
+            "max": gaps[-1],
+        }
+    return found
+
+
+def _memory() -> dict[str, int]:
+    import torch
+
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    return {
+        "resident": int(status["VmRSS"].split()[0]) << 10,
+        "device_used": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0],
+        "torch_allocated": torch.cuda.memory_allocated(),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "most_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    }
+
+
+def many(bench: Any, count: int, tokens: int = 4096) -> dict[str, Any]:
+    """Memory before and after long prompts of different lengths, of which some are warm-up."""
+    bench.set(SHARED)
+    for i in range(30):
+        bench.seconds(tokens - 7 * (i % 10))
+    before, begin = _memory(), time.monotonic()
+    for i in range(count):
+        bench.seconds(tokens - 7 * (i % 10))
+    return {
+        "prompts": count,
+        "tokens": tokens,
+        "seconds": time.monotonic() - begin,
+        "before": before,
+        "after": _memory(),
+    }
+
+
+def cancelled(bench: Any, engine: Any, count: int = 20) -> dict[str, Any]:
+    """Prompts that are cancelled after one of their chunks, beside a request that goes on: its
+    tokens must be those that it gets alone."""
+    from vllm import SamplingParams
+
+    bench.set(SHARED)
+    prompt = bench.prompt(600)
+
+    def tokens_beside(prompts: int) -> list[int]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=64, min_tokens=64, ignore_eos=True, detokenize=False
+        )
+        one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        engine.add_request("kept", {"prompt_token_ids": prompt}, sampling)
+        tokens: list[int] = []
+        sent = 0
+        while engine.has_unfinished_requests():
+            if tokens and sent < prompts:
+                engine.add_request(
+                    f"cancelled {sent}", {"prompt_token_ids": bench.prompt(20000)}, one
+                )
+            outputs = engine.step()
+            for output in outputs:
+                if output.request_id.startswith("kept"):
+                    tokens = list(output.outputs[0].token_ids)
+            if tokens and sent < prompts:
+                engine.abort_request([f"cancelled {sent}"])
+                sent += 1
+        return tokens
+
+    alone, before = tokens_beside(0), _memory()
+    found = tokens_beside(count)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(alone, found, strict=True)) if a != b), len(alone)
+    )
+    return {
+        "cancelled": count,
+        "tokens": len(found),
+        "same_tokens": same,
+        "before": before,
+        "after": _memory(),
+    }
+
+
+def more(bench: Any, engine: Any, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """What else was asked for, by name."""
+    if args.profile:
+        yield "profile", profile(bench, args.profile)
+    if args.beside:
+        yield "beside", beside(bench, engine)
+    if args.cancelled:
+        yield "cancelled", cancelled(bench, engine)
+    if args.many:
+        yield "many", many(bench, args.many)
+
+
+def logprobs(name: str, bench: Any, engine: Any, modes: list[str]) -> dict[str, list[float]]:
+    """Log-probabilities of the tokens of two fixed prompts, by mode; in mode `APART`, the prompts
+    are not computed together."""
+    choose = random.Random(5)
+    given = [[choose.randrange(2, VOCABULARY) for _ in range(1500)] for _ in range(2)]
+    ask = _sglang_logprobs if name == "sglang" else _vllm_logprobs
+    found = {}
+    for mode in modes:
+        bench.set(mode)
+        batches = [[prompt] for prompt in given] if mode == APART else [given]
+        found[mode] = [value for batch in batches for value in ask(engine, batch)]
+    return found
+
+
+def _sglang_logprobs(engine: Any, given: list[list[int]]) -> list[float]:
+    answers = engine.generate(
+        input_ids=given,
+        sampling_params={"temperature": 0, "max_new_tokens": 1},
+        return_logprob=True,
+        logprob_start_len=0,
+    )
+    rows = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+    return [value for row in rows for value, *_ in row[1:]]
+
+
+def _vllm_logprobs(engine: Any, given: list[list[int]]) -> list[float]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0
+    )
+    for number, prompt in enumerate(given):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+    rows: dict[str, list[float]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens, shown = output.prompt_token_ids, output.prompt_logprobs
+                rows[output.request_id] = [
+                    at[token].logprob for token, at in zip(tokens[1:], shown[1:], strict=True)
+                ]
+    return [value for _, row in sorted(rows.items()) for value in row]
+
+
+def distances(found: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """Mean distance of log-probabilities from the stock engine's first answer, by configuration
+    and mode. That of the stock engine itself is between its two ways to compute the prompts."""
+    if "stock" not in found:
+        return {}
+    base = found["stock"][TOGETHER]
+    return {
+        f"{name}: {mode}": sum(abs(a - b) for a, b in zip(base, values, strict=True)) / len(base)
+        for name, modes in found.items()
+        for mode, values in modes.items()
+        if values is not base
+    }
