@@ -100,11 +100,9 @@ def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
 
 
 def _some_are_cold(model_config: Any, options: KTOptions) -> bool:
-    from kt_kernel.moe.placement import initial_placement
-    from kt_kernel.serving.preflight import num_experts
+    from kt_kernel.serving.placement import plan_placement
 
-    experts = num_experts(language_model(model_config.hf_config))
-    return not initial_placement(options, experts).all_hot
+    return not plan_placement(options, language_model(model_config.hf_config)).all_hot
 
 
 def _separate_shared_experts(server_args: Any, arguments: Any) -> None:

@@ -17,7 +17,6 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils.common import is_cpu
 
-from kt_kernel.moe.placement import initial_placement
 from kt_kernel.serving.hybrid import HybridLayer, HybridModel
 from kt_kernel.serving.options import OptionError
 from kt_kernel.serving.report import watch
@@ -92,7 +91,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         runner = layer.moe_runner_config
         fused = layer.num_fused_shared_experts  # numbered after the routed ones
         routed = num_experts - fused
-        placement = initial_placement(self.config.model.options, routed)
+        placement = self.config.model.placement_of(self.config.layer_idx, routed)
         place = f"layer {self.config.layer_idx}"
         EXPERT_CONFIG.check(vars(runner), place)
         EXPERT_WEIGHTS.check(extra, place)
@@ -296,8 +295,9 @@ def _around_initialize_model(
     if options is None:
         return original(model_config, *args, **kwargs)
     verify_hooks()
-    hybrid = HybridModel(options)
-    _building.append((hybrid, unpadded_sizes(language_model(model_config.hf_config))))
+    config = language_model(model_config.hf_config)
+    hybrid = HybridModel(options, config)
+    _building.append((hybrid, unpadded_sizes(config)))
     try:
         model = original(model_config, *args, **kwargs)
         if not hybrid.layers:

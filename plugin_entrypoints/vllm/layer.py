@@ -211,7 +211,7 @@ def _model_of(config: Any, options: KTOptions) -> HybridModel:
         model = getattr(getattr(runner, "routed_experts", None), "kt_model", None)
         if model is not None:
             return model
-    return HybridModel(options)
+    return HybridModel(options, config.model_config.hf_text_config)
 
 
 def _memory_left(cache: Any, device: torch.device) -> int:

@@ -37,7 +37,7 @@ def layer_of(
     **more: Any,
 ) -> HybridLayer:
     """A loaded layer, with the placement that no option can ask for yet."""
-    monkeypatch.setattr(layers, "initial_placement", lambda options, experts: placement)
+    monkeypatch.setattr(layers, "initial_placement", lambda *given: placement)
     made = HybridLayer(
         KTOptions(method=method, num_gpu_experts=placement.num_slots, cpuinfer=2),
         layer_idx=3,
@@ -167,7 +167,7 @@ def test_what_a_model_says_of_different_layers(
 ) -> None:
     model = HybridModel(KTOptions(method="BF16"))
     of_layer = iter([SCATTERED, Placement.first(E, 3)])
-    monkeypatch.setattr(layers, "initial_placement", lambda options, experts: next(of_layer))
+    monkeypatch.setattr(layers, "initial_placement", lambda *given: next(of_layer))
     for number in range(2):
         model.add_layer(
             layer_idx=number,

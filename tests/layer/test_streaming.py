@@ -54,7 +54,7 @@ def products(x, slots, weights, w13, w2) -> torch.Tensor:
 def make(monkeypatch: pytest.MonkeyPatch, hot: tuple[int, ...] = (), **options: Any) -> HybridLayer:
     slots = [hot.index(e) if e in hot else COLD for e in range(E)]
     placement = Placement(tuple(slots), len(hot))
-    monkeypatch.setattr(layers, "initial_placement", lambda options, experts: placement)
+    monkeypatch.setattr(layers, "initial_placement", lambda *given: placement)
     given = {"method": "INT4_G32", "cpuinfer": 2, "num_gpu_experts": len(hot)} | options
     model = HybridModel(KTOptions(**given))
     made = model.add_layer(

@@ -16,12 +16,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_model import EXPERTS, GAP, LAYERS, STEPS, Greedy, Reference, agreement
+from transformers import AutoConfig
 
 import kt_kernel
+from kt_kernel.routes.statistics import ExpertStatistics
 from kt_kernel.runtime.variant import kernel_table
+from kt_kernel.serving.model_config import routed_model
 from kt_kernel.serving.server_process import (
     ServerFailed,
     end_group,
@@ -36,7 +40,7 @@ DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 HOT = 3
 COLD = range(HOT, EXPERTS)
 STREAMED_FROM = 16  # tokens, fewer than the prompts have, and more than are decoded at a time
-SCATTERED = (6, 1, 4)  # hot experts by slot; see scattered.py
+SCATTERED = ((1, 4, 6), tuple(range(EXPERTS)), (5,), ())  # hot experts of each layer
 TIMEOUT = 1800  # seconds for a test; the first one of a module waits for all runs of its engine
 
 # Arguments of the engines on a GPU. The kernels are those that need no further packages. There is
@@ -100,12 +104,26 @@ def check_equal(
 
 def check_scattered(answers: Answers) -> None:
     """With the experts SCATTERED hot, the engine's answers equal those with the first ones hot, and
-    those of the stock engine: kt-moe's BF16 kernels round their input once."""
+    those of the stock engine: kt-moe's BF16 kernels round their input once. One layer has all of
+    its experts hot, and one has none."""
     scattered, stock = answers["scattered"], answers["stock"]
     assert scattered["tokens"] == answers["some hot"]["tokens"] == stock["tokens"]
     found, wanted = (torch.tensor(answer["logprobs"]) for answer in (scattered, stock))
     assert (found - wanted).abs().mean() < 0.02
     assert scattered["logprobs"] != answers["some hot"]["logprobs"]
+
+
+def scattered_statistics(model: Path, path: Path) -> Path:
+    """Statistics by which the experts SCATTERED are those used most; as many in all as with HOT."""
+    assert sum(map(len, SCATTERED)) == LAYERS * HOT
+    counts = np.ones((LAYERS, EXPERTS))
+    for layer, hot in enumerate(SCATTERED):
+        counts[layer, list(hot)] = 10 + layer
+    config = AutoConfig.from_pretrained(model)
+    ExpertStatistics(
+        routed_model(config), tuple(range(LAYERS)), counts, np.full(LAYERS, 100.0)
+    ).save(path)
+    return path
 
 
 def logprob_distances(

@@ -37,6 +37,7 @@ from engines import (
     demo_job,
     logprob_distances,
     post,
+    scattered_statistics,
     serving,
 )
 from engines import environment as shared_environment
@@ -125,8 +126,13 @@ def answers(
         {"name": "all hot", "arguments": {**some, "kt_num_gpu_experts": EXPERTS}},
         {
             "name": "scattered",
-            "arguments": some,
-            "env": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))},
+            "config": json.dumps(
+                {
+                    "method": "BF16",
+                    "num_gpu_experts": HOT,
+                    "expert_stats": str(scattered_statistics(model, folder / "scattered")),
+                }
+            ),
         },
         {
             "name": "streamed",
@@ -184,7 +190,7 @@ def answers(
     ]
     job = {"model": str(model), "prompts": prompts, "steps": STEPS}
     return run(folder / "spawned", **job, runs=spawned) | run(
-        folder / "forked", **job, runs=forked, fork=True, modules=["scattered", "streamed"]
+        folder / "forked", **job, runs=forked, fork=True, modules=["streamed"]
     )
 
 
@@ -216,7 +222,7 @@ def test_all_hot_is_bit_identical_to_stock(answers: Answers) -> None:
 def test_any_experts_may_be_hot(answers: Answers) -> None:
     check_scattered(answers)
     (counted,) = answers["scattered"]["stats"]["models"]
-    assert [layer["hot_experts"] for layer in counted["layers"]] == [[1, 4, 6]] * LAYERS
+    assert [tuple(layer["hot_experts"]) for layer in counted["layers"]] == [*SCATTERED]
 
 
 def test_long_batches_are_streamed(answers: Answers) -> None:

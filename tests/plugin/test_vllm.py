@@ -37,6 +37,7 @@ from engines import (
     demo_job,
     logprob_distances,
     post,
+    scattered_statistics,
     serving,
 )
 from engines import environment as shared_environment
@@ -62,6 +63,7 @@ from trained_adapter import check as check_adapter
 from trained_adapter import runs as adapter_runs
 from vllm_requests import WORKER_METHODS
 
+from kt_kernel.runtime.text import ranges
 from kt_kernel.serving.server_process import free_port
 
 PYTHON = os.environ.get("KT_VLLM_PYTHON")
@@ -131,8 +133,11 @@ def answers(
         {"name": "all hot", "kt": {"method": "BF16", "num_gpu_experts": EXPERTS}},
         {
             "name": "scattered",
-            "kt": some,
-            "environment": {"SCATTERED_EXPERTS": ",".join(map(str, SCATTERED))},
+            "kt": {
+                **some,
+                "expert_placement_strategy": "frequency",
+                "expert_stats": str(scattered_statistics(model, folder / "scattered")),
+            },
         },
         {"name": "weight path", "kt": {**some, "weight_path": str(model)}, "requests": "all"},
         {"name": "zeroed", "kt": {**some, "weight_path": str(zeroed)}},
@@ -178,7 +183,7 @@ def answers(
         prompts=prompts,
         steps=STEPS,
         runs=runs,
-        modules=["scattered", "streamed"],
+        modules=["streamed"],
     )
 
 
@@ -196,9 +201,11 @@ def test_all_hot_is_bit_identical_to_stock(answers: Answers) -> None:
 
 def test_any_experts_may_be_hot(answers: Answers) -> None:
     check_scattered(answers)
-    assert answers["scattered"]["hot_rows"] == HOT
-    for line in answers["scattered"]["describe"]:
-        assert "3 hot experts [1,4,6] on the device, 5 cold on the CPU" in line
+    assert answers["scattered"]["hot_rows"] == len(SCATTERED[0])
+    for line, hot in zip(answers["scattered"]["describe"], SCATTERED, strict=True):
+        ids = f" [{ranges(hot)}]" if hot else ""
+        cold = EXPERTS - len(hot)
+        assert f"{len(hot)} hot experts{ids} on the device, {cold} cold on the CPU" in line
 
 
 def test_long_batches_are_streamed(answers: Answers, prompts: list[list[int]]) -> None:

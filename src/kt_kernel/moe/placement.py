@@ -5,14 +5,11 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..runtime.tensors import need_dense
-
-if TYPE_CHECKING:
-    from ..serving.options import KTOptions
 
 COLD = -1  # instead of the slot of a cold expert
 
@@ -139,11 +136,6 @@ class Placement:
     def slot_map(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """``slots`` as int32 [E] on a device; a new tensor each time."""
         return torch.tensor(self.slots, dtype=torch.int32, device=device)
-
-
-def initial_placement(options: KTOptions, num_experts: int) -> Placement:
-    """The placement of a layer while it is loaded; OptionError if it has too few experts."""
-    return Placement.first(num_experts, options.hot_count(num_experts))
 
 
 def _integer(name: str, value: Any) -> int:

@@ -16,7 +16,7 @@ from ..device.streaming.experts import PackedExperts
 from ..experts import KTMoEWrapper
 from ..moe.chain import model_scope
 from ..moe.inference import InferenceMoEWrapper
-from ..moe.placement import Placement, initial_placement
+from ..moe.placement import Placement
 from ..moe.routing import hot_routes, need_padding
 from ..runtime.forks import per_process
 from ..runtime.text import ranges
@@ -24,6 +24,7 @@ from ..weights.expert_tensors import MATRICES, matrix_shapes
 from ..weights.loading import LoadRecord
 from .adapter import LayerMerge, open_adapter
 from .options import AUTO, KTOptions
+from .placement import PlacementPlan, initial_placement, plan_placement
 from .streaming import LayerStreaming, ModelStreaming, Products, StreamedBatch
 from .streaming_start import start_streaming
 
@@ -33,9 +34,9 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class HybridLayer:
     """The cold experts of one MoE layer, and its placement.
 
-    Expert ids are the model's own (global). `placement.initial_placement` selects the experts that
-    are hot at first, and `set_placement` moves experts later. `HybridModel.add_layer` creates the
-    layers of a model, in the order in which they run.
+    Expert ids are the model's own (global). ``placement`` has the experts that are hot at first
+    (None: what the options say of a layer by itself), and `set_placement` moves experts later.
+    `HybridModel.add_layer` creates the layers of a model, in the order in which they run.
 
     num_experts_per_tok is k; max_tokens is the largest batch expected (-1: unknown), which only
     sizes buffers. Under tensor parallelism, one rank computes whole cold experts before the ranks'
@@ -65,6 +66,7 @@ class HybridLayer:
         swiglu_alpha: float = 0.0,
         has_cpu_part: bool = True,
         change: LayerChange | None = None,
+        placement: Placement | None = None,
     ) -> None:
         if activation != "silu":
             raise ValueError(
@@ -80,7 +82,9 @@ class HybridLayer:
         self.layer_idx = layer_idx
         self.num_experts = num_experts
         self.hidden_size = hidden_size
-        self._loaded_placement = self._placement = initial_placement(options, num_experts)
+        if placement is None:
+            placement = initial_placement(options, num_experts, layer_idx)
+        self._loaded_placement = self._placement = placement
         self._shapes = matrix_shapes(hidden_size, moe_intermediate_size)
         self._arrived: dict[int, dict[str, torch.Tensor]] = {}
         self._packed: set[int] = set()
@@ -431,21 +435,38 @@ class HybridModel:
 
     Keep one per model. Add layers in the order in which they run, which deferral follows. Opens the
     adapter of the options: ValueError if it cannot be read.
+
+    config: the language model's configuration, see `model_config`. None: only options that look at
+    each layer by itself are possible. Raises OptionError for options that do not fit it.
     """
 
-    def __init__(self, options: KTOptions) -> None:
+    def __init__(self, options: KTOptions, config: Any = None) -> None:
         self.options = options
+        self.plan: PlacementPlan | None = None
+        if config is not None:
+            self.plan = plan_placement(options, config)
         path = options.expert_lora_path
         self._adapter = None if path is None else open_adapter(path)
         self._adapted = "" if self._adapter is None else f"; {self._adapter.describe()}"
         self.layers: list[HybridLayer] = []
         self._scope = model_scope()
 
+    def placement_of(self, layer_idx: int, num_experts: int) -> Placement:
+        """The placement at the start of a layer. Raises OptionError if the options do not fit."""
+        if self.plan is None:
+            return initial_placement(self.options, num_experts, layer_idx)
+        return self.plan.of(layer_idx)
+
     def add_layer(self, **shape: Any) -> HybridLayer:
         """Creates the next layer; the keywords are those of HybridLayer."""
         change = None if self._adapter is None else self._adapter.layers.get(shape["layer_idx"])
         with self._scope:
-            layer = HybridLayer(self.options, **shape, change=change)
+            layer = HybridLayer(
+                self.options,
+                **shape,
+                change=change,
+                placement=self.placement_of(shape["layer_idx"], shape["num_experts"]),
+            )
         self.layers.append(layer)
         return layer
 
@@ -482,12 +503,12 @@ class HybridModel:
 
     def describe(self) -> str:
         """One line for the log, once loaded: hot and cold experts, memory, method, threads."""
-        first = self.layers[0]
+        cold_layers = [layer for layer in self.layers if not layer.placement.all_hot]
         packed = sum(layer.packed_bytes for layer in self.layers) / 1e6
         where = (
             f"{packed:.1f} MB packed from {self.options.weight_path or 'the served checkpoint'}; "
-            f"{first.describe_cpu()}"
-            if not first.placement.all_hot
+            f"{cold_layers[0].describe_cpu()}"
+            if cold_layers
             else "no work for the CPU"
         )
         placements = [layer.placement for layer in self.layers]
@@ -499,8 +520,12 @@ class HybridModel:
             f"{_span(p.num_hot for p in placements)} experts hot on the device"
             f"{hot.pop() if len(hot) == 1 else ''} and "
             f"{_span(p.num_cold for p in placements)} cold on the CPU"
-            f"{cold.pop() if len(cold) == 1 else ''}; {where}{self._adapted}"
+            f"{cold.pop() if len(cold) == 1 else ''}{self._selected()}; {where}{self._adapted}"
         )
+
+    def _selected(self) -> str:
+        plan = self.plan
+        return f" (selected by {plan.reason})" if plan is not None and plan.layers else ""
 
     def describe_loading(self) -> list[str]:
         """Time and bytes of loading, once loaded: a line for the model, then one for each layer.

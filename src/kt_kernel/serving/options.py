@@ -9,6 +9,7 @@ against the model. An empty mapping counts as given: all options have their defa
 
 import argparse
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from .repository import Repository
 
 ENVIRONMENT_VARIABLE = "KT_CONFIG"
 _UNITS = {"MB": 1 << 20, "GB": 1 << 30}
+STRATEGIES = ("uniform", "frequency", "front-loading", "random")
+ROUTES_TOKENS = 16384  # default of --kt-expert-routes-tokens
 AUTO = "auto"  # as a method: chosen by the format of the stored weights
 
 
@@ -30,8 +33,8 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """One server option. ``kind`` is the kind of its value: int, size, method, path, flag or
-    text."""
+    """One server option. ``kind`` is the kind of its value: int, ratio, size, method, strategy,
+    path, file, new file, flag or text."""
 
     flag: str
     kind: str
@@ -72,7 +75,46 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--kt-num-gpu-experts",
         "int",
-        "hot experts per layer: the first N stay on the engine's device (default 0)",
+        "hot experts per layer, which stay on the engine's device (default 0)",
+    ),
+    Option(
+        "--kt-gpu-experts-ratio",
+        "ratio",
+        "hot experts as a fraction of all, from 0 to 1, instead of --kt-num-gpu-experts",
+    ),
+    Option(
+        "--kt-gpu-experts-mask",
+        "file",
+        "file that names the hot experts of each layer, instead of a number and a strategy",
+    ),
+    Option(
+        "--kt-expert-placement-strategy",
+        "strategy",
+        "which experts are hot: uniform, the first N of each layer; frequency, the most used ones "
+        "of --kt-expert-stats; front-loading, all experts of the first layers; random, N of each "
+        "layer (default frequency with --kt-expert-stats, else uniform)",
+    ),
+    Option(
+        "--kt-expert-stats",
+        "file",
+        "statistics that --record-kt-gpu-expert-distribution wrote, for --kt-expert-placement-"
+        "strategy frequency",
+    ),
+    Option(
+        "--record-kt-gpu-expert-distribution",
+        "new file",
+        "file to which the server writes how often each expert was selected",
+    ),
+    Option(
+        "--record-kt-expert-routes",
+        "new file",
+        "file to which the server writes the experts of each token",
+    ),
+    Option(
+        "--kt-expert-routes-tokens",
+        "int",
+        f"tokens after which --record-kt-expert-routes ends (default {ROUTES_TOKENS})",
+        1,
     ),
     Option(
         "--kt-max-deferred-experts-per-token",
@@ -94,12 +136,6 @@ OPTIONS: tuple[Option, ...] = (
         why_not="pools use all allowed NUMA nodes; remove it, or start the server under numactl",
     ),
     Option(
-        "--kt-gpu-experts-ratio",
-        "text",
-        "hot experts per layer as a fraction",
-        why_not="give the number with --kt-num-gpu-experts instead",
-    ),
-    Option(
         "--kt-gpu-prefill-token-threshold",
         "int",
         "tokens in a batch from which cold experts are copied to the GPU and computed there, "
@@ -110,24 +146,6 @@ OPTIONS: tuple[Option, ...] = (
         "size",
         "memory on the GPU for experts that are copied there, such as 1536MB or 2GB (default: 1GB, "
         "or an eighth of what the engine has left)",
-    ),
-    Option(
-        "--kt-expert-placement-strategy",
-        "text",
-        "which experts are hot",
-        why_not="the first experts of each layer are the hot ones; remove it",
-    ),
-    Option(
-        "--kt-expert-stats",
-        "text",
-        "recorded expert frequencies",
-        why_not="placement by frequency does not exist yet; remove it",
-    ),
-    Option(
-        "--record-kt-gpu-expert-distribution",
-        "text",
-        "file to record expert frequencies to",
-        why_not="expert frequencies are not recorded yet; remove it",
     ),
     Option(
         "--kt-enable-dynamic-expert-update",
@@ -152,6 +170,13 @@ class KTOptions:
     cpuinfer: int | None = None
     threadpool_count: int | None = None
     num_gpu_experts: int | None = None
+    gpu_experts_ratio: float | None = None
+    gpu_experts_mask: str | None = None
+    expert_placement_strategy: str | None = None
+    expert_stats: str | None = None
+    record_kt_gpu_expert_distribution: str | None = None
+    record_kt_expert_routes: str | None = None
+    expert_routes_tokens: int | None = None
     max_deferred_experts_per_token: int | None = None
     expert_lora_path: str | None = None
     gpu_prefill_token_threshold: int | None = None
@@ -179,6 +204,7 @@ class KTOptions:
                 raise OptionError(f"{option.flag} is given twice")
             values[option.name] = _checked(option, value)
         options = cls(**values)
+        options._check_placement()
         if options.gpu_prefill_memory is not None and options.gpu_prefill_token_threshold == 0:
             raise OptionError(
                 "--kt-gpu-prefill-memory: with --kt-gpu-prefill-token-threshold 0 no expert is "
@@ -200,8 +226,65 @@ class KTOptions:
             if option.compare and getattr(self, option.name) != option.default
         }
 
+    def _check_placement(self) -> None:
+        """Raises OptionError if options of the placement or of recording contradict each other."""
+        number, ratio, mask = self.num_gpu_experts, self.gpu_experts_ratio, self.gpu_experts_mask
+        strategy, stats = self.expert_placement_strategy, self.expert_stats
+        given = [
+            f"--kt-{name} {value}"
+            for name, value in (
+                ("num-gpu-experts", number),
+                ("gpu-experts-ratio", ratio),
+                ("gpu-experts-mask", mask),
+            )
+            if value is not None
+        ]
+        if len(given) > 1:
+            raise OptionError(f"{given[0]} and {given[1]}: give only one of them")
+        if stats is not None and self.strategy != "frequency":
+            raise OptionError(
+                f"--kt-expert-stats {stats}: --kt-expert-placement-strategy {strategy} does not "
+                "use statistics; accepted: frequency"
+            )
+        if strategy == "frequency" and stats is None:
+            raise OptionError(
+                "--kt-expert-placement-strategy frequency needs --kt-expert-stats: a file that "
+                "--record-kt-gpu-expert-distribution wrote"
+            )
+        if strategy is not None or stats is not None:
+            which = f"--kt-expert-placement-strategy {self.strategy}"
+            if mask is not None:
+                raise OptionError(f"{which} and {given[0]}: give only one of them")
+            if not given:
+                raise OptionError(
+                    f"{which}: without --kt-num-gpu-experts or --kt-gpu-experts-ratio no expert "
+                    "is hot; add one of them"
+                )
+        if self.expert_routes_tokens is not None and self.record_kt_expert_routes is None:
+            raise OptionError(
+                f"--kt-expert-routes-tokens {self.expert_routes_tokens}: without "
+                "--record-kt-expert-routes no routes are recorded; add that, or remove this"
+            )
+
+    @property
+    def strategy(self) -> str:
+        """The strategy of placement: the one given, or that which follows from the others."""
+        default = "uniform" if self.expert_stats is None else "frequency"
+        return self.expert_placement_strategy or default
+
+    @property
+    def hot_option(self) -> str | None:
+        """The option that asks for hot experts, with its value; None if none does."""
+        for name in ("num_gpu_experts", "gpu_experts_ratio", "gpu_experts_mask"):
+            if value := getattr(self, name):
+                return f"--kt-{name.replace('_', '-')} {value}"
+        return None
+
     def hot_count(self, num_experts: int) -> int:
-        """Hot experts of a layer with num_experts; OptionError if it has fewer than requested."""
+        """Hot experts of a layer with num_experts, on average if layers may differ. Rounded down.
+        OptionError if the layer has fewer than requested."""
+        if self.gpu_experts_ratio is not None:
+            return int(self.gpu_experts_ratio * num_experts)
         hot = self.num_gpu_experts or 0
         if hot > num_experts:
             raise OptionError(
@@ -209,6 +292,15 @@ class KTOptions:
                 f"accepted: 0 to {num_experts}"
             )
         return hot
+
+    def _hot(self) -> str:
+        if self.gpu_experts_mask is not None:
+            return f"of {self.gpu_experts_mask}"
+        of = f", {self.strategy}" + (f" by {self.expert_stats}" if self.expert_stats else "")
+        if self.gpu_experts_ratio is not None:
+            return f"{self.gpu_experts_ratio:.1%} of all{of}"
+        number = self.num_gpu_experts
+        return "per layer 0 (not given)" if number is None else f"per layer {number}{of}"
 
     def describe(self) -> str:
         """One line for the log: every option, and whether its value was given or chosen."""
@@ -221,7 +313,7 @@ class KTOptions:
         tokens = self.gpu_prefill_token_threshold
         streamed = f"experts streamed from {tokens} tokens on, " if tokens else ""
         return (
-            f"kt: method {method}, hot experts per layer {shown(self.num_gpu_experts, '0')}, "
+            f"kt: method {method}, hot experts {self._hot()}, "
             f"threads {shown(self.cpuinfer, 'by probe')}, "
             f"pools {shown(self.threadpool_count, 'one per NUMA node')}, "
             f"deferred experts per token {shown(self.max_deferred_experts_per_token, '0')}, "
@@ -263,7 +355,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
                 type=_parser(option),
                 default=None,
                 help=_help(option),
-                metavar=option.kind.upper(),
+                metavar=option.kind.split()[-1].upper(),
             )
     return replaced
 
@@ -348,6 +440,8 @@ def _checked(option: Option, value: Any) -> Any:
         if number is None or not option.minimum <= number < 2**31:
             raise OptionError(f"{flag} {value}: expected an integer of at least {option.minimum}")
         return number
+    if option.kind == "ratio":
+        return _ratio(flag, value)
     if option.kind == "size":
         return _bytes_of(flag, value)
     if not isinstance(value, (str, os.PathLike)):
@@ -355,6 +449,12 @@ def _checked(option: Option, value: Any) -> Any:
     text = os.fspath(value)
     if option.kind == "path":
         _check_exists(flag, text)
+    if option.kind == "file" and not os.path.isfile(text):
+        raise OptionError(f"{flag} {text}: no such file")
+    if option.kind == "new file":
+        _check_writable(flag, text)
+    if option.kind == "strategy" and text not in STRATEGIES:
+        raise OptionError(f"{flag} {text}: unknown; accepted: {', '.join(STRATEGIES)}")
     if option.kind == "method" and text not in (AUTO, *METHODS):
         accepted = ", ".join((AUTO, *METHODS))
         raise OptionError(f"{flag} {text}: unknown method; accepted: {accepted}")
@@ -372,6 +472,26 @@ def _bytes_of(flag: str, value: Any) -> int:
     if not 0 < size < 2**50:
         raise OptionError(f"{flag} {value}: expected a size in MB or GB, such as 1536MB or 2GB")
     return size
+
+
+def _ratio(flag: str, value: Any) -> float:
+    try:
+        ratio = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        ratio = math.nan
+    if not 0 <= ratio <= 1:
+        raise OptionError(f"{flag} {value}: expected a number from 0 to 1")
+    return ratio
+
+
+def _check_writable(flag: str, text: str) -> None:
+    folder = os.path.dirname(os.path.abspath(text)) if text else ""
+    if not os.path.isdir(folder):
+        raise OptionError(f"{flag} {text}: its folder does not exist")
+    if os.path.exists(text) and not os.path.isfile(text):
+        raise OptionError(f"{flag} {text}: exists and is not a file")
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"{flag} {text}: its folder cannot be written to")
 
 
 def _check_exists(flag: str, text: str) -> None:

@@ -14,16 +14,16 @@ from typing import Any
 
 from ..checkpoint import Checkpoint, method_of, open_checkpoint
 from ..checkpoint.method import QUANTISE, Choice
-from ..moe.placement import initial_placement
 from ..moe.settings import check_settings, check_sizes
 from ..weights.methods import get_method
 from .adapter import FLAG as ADAPTER_FLAG
 from .adapter import MERGING_METHODS, open_adapter
 from .hub import Choose, choose_adapter, local_path
+from .model_config import described_layers, expert_sizes, moe_layers, num_experts, size_of
 from .options import AUTO, KTOptions, OptionError
+from .placement import plan_placement
 from .repository import Repository
 
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _ANY_SIZE = 1024  # stands for a size that the configuration lacks: every method accepts it
 _ANY_METHOD = "BF16"  # stands for an undecided method: it accepts any size
 # The checks' name of a value, and the option that it came from.
@@ -72,6 +72,8 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
         OptionError: one line, if this model, its weights or this machine do not support the
             options.
     """
+    options = _absolute(options)
+    plan_placement(options, config)
     _check_settings(options, config)
     if options.expert_lora_path is not None:
         options = _with_adapter(options, config, served)
@@ -90,7 +92,7 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
                 "quantises while loading; remove --quantization, or serve a quantised model"
             )
         # The model's own layers may be followed by layers that predict several tokens.
-        count = _size(config, "num_hidden_layers")
+        count = size_of(config, "num_hidden_layers")
         choice = QUANTISE
         if options.method == AUTO:
             choice = method_of(checkpoint, None if count is None else range(count))
@@ -101,13 +103,26 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     return options
 
 
+def _absolute(options: KTOptions) -> KTOptions:
+    """The options with absolute paths of files, because workers may have another folder."""
+    names = (
+        "gpu_experts_mask",
+        "expert_stats",
+        "record_kt_gpu_expert_distribution",
+        "record_kt_expert_routes",
+    )
+    given = {name: getattr(options, name) for name in names}
+    return replace(
+        options, **{name: os.path.abspath(path) for name, path in given.items() if path is not None}
+    )
+
+
 def _with_adapter(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     """The options with the local folder of the adapter, which was checked against the model."""
     assert options.expert_lora_path is not None
-    hot = options.num_gpu_experts
-    if served.quantisation and hot:
+    if served.quantisation and plan_placement(options, config).some_hot:
         raise OptionError(
-            f"{ADAPTER_FLAG} with --kt-num-gpu-experts {hot}: the served model is quantised with "
+            f"{ADAPTER_FLAG} with {options.hot_option}: the served model is quantised with "
             f"{served.quantisation}, and an adapter cannot be merged into the engine's quantised "
             "experts; accepted: --kt-num-gpu-experts 0, or the 16-bit model"
         )
@@ -115,8 +130,8 @@ def _with_adapter(options: KTOptions, config: Any, served: ServedModel) -> KTOpt
     with _naming(f"{ADAPTER_FLAG} {options.expert_lora_path}"):
         path = _local(options.expert_lora_path, served, choose_adapter)
         adapter = open_adapter(path)
-        adapter.check_sizes(num_experts(config), *_sizes(config))
-        count, layers = _size(config, "num_hidden_layers"), _described_layers(config)
+        adapter.check_sizes(num_experts(config), *expert_sizes(config))
+        count, layers = size_of(config, "num_hidden_layers"), described_layers(config)
         if layers is not None:
             adapter.check_layers(layers)
         elif count is not None and max(adapter.layers) >= count:
@@ -150,7 +165,7 @@ def _prepared(options: KTOptions, config: Any, choice: Choice) -> KTOptions:
                 "not quantised; name a quantised checkpoint with --kt-weight-path"
             )
         return options
-    hidden, inter = _sizes(config)
+    hidden, inter = expert_sizes(config)
     try:
         check_sizes(
             get_method(choice.method), choice.method, hidden or _ANY_SIZE, inter or _ANY_SIZE
@@ -174,71 +189,18 @@ def _local(text: str, served: ServedModel, choose: Choose | None = None) -> str:
     return local_path(repository, served.cache_dir, choose)
 
 
-def num_experts(config: Any) -> int:
-    """Routed experts per layer; OptionError if the configuration has no such number."""
-    for name in _EXPERTS:
-        if count := _size(config, name):
-            return count
-    classes = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
-    raise OptionError(
-        f"model class {classes}: its configuration has no number of experts "
-        f"({', '.join(_EXPERTS)}); remove the kt options"
-    )
-
-
-def moe_layers(config: Any) -> list[int]:
-    """Numbers of the layers with experts. If the configuration describes them in an unknown way,
-    only the last layer, which has experts in all such models."""
-    layers = _described_layers(config)
-    if layers is not None:
-        return layers
-    count = _size(config, "num_hidden_layers")
-    return [] if count is None else [count - 1]
-
-
-def _described_layers(config: Any) -> list[int] | None:
-    """The same; None if the configuration describes them in an unknown way."""
-    count = _size(config, "num_hidden_layers")
-    if count is None:
-        return None
-    layers = range(count)
-    step = _size(config, "decoder_sparse_step")
-    if step is not None:
-        dense = getattr(config, "mlp_only_layers", None) or []
-        return [i for i in layers if i not in dense and (i + 1) % step == 0]
-    dense = getattr(config, "first_k_dense_replace", None)
-    if isinstance(dense, int):
-        return [i for i in layers[dense:] if i % (_size(config, "moe_layer_freq") or 1) == 0]
-    return None
-
-
-def _size(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else None
-
-
-def _sizes(config: Any) -> tuple[int | None, int | None]:
-    """Hidden and intermediate size of the experts; None if they have unusual names."""
-    hidden, inter = _size(config, "hidden_size"), _size(config, "moe_intermediate_size")
-    if inter is None and hasattr(config, "num_local_experts"):  # such models have one size
-        inter = _size(config, "intermediate_size")
-    return hidden, inter
-
-
 def _check_settings(options: KTOptions, config: Any) -> None:
     """Raises OptionError, one line, for values that this model or this machine does not support.
     Checks that depend on the method are skipped for `AUTO`."""
     experts = num_experts(config)
-    placement = initial_placement(options, experts)
-    hidden, inter = _sizes(config)
+    hidden, inter = expert_sizes(config)
     try:
         check_settings(
             layer_idx=0,
             num_experts=experts,
-            num_experts_per_tok=_size(config, "num_experts_per_tok") or 1,
+            num_experts_per_tok=size_of(config, "num_experts_per_tok") or 1,
             hidden_size=hidden or _ANY_SIZE,
             moe_intermediate_size=inter or _ANY_SIZE,
-            gpu_experts_mask=placement.mask,
             cpuinfer_threads=options.cpuinfer,
             threadpool_count=options.threadpool_count,
             weight_path=options.weight_path,
@@ -267,7 +229,7 @@ def _check_weights(checkpoint: Checkpoint, config: Any, options: KTOptions) -> N
     """Checks names, shapes and dtypes of all experts of the model's layers, whether the method
     reads them, and whether an adapter can be merged. Raises what the readers raise."""
     experts = num_experts(config)
-    hidden, inter = _sizes(config)
+    hidden, inter = expert_sizes(config)
     for layer in moe_layers(config):
         _, found_hidden, found_inter = checkpoint.sizes(layer)
         sizes = experts, hidden or found_hidden, inter or found_inter

@@ -1,0 +1,86 @@
+"""The safetensors files of this room: kind, version and model in the metadata, checked tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ..runtime.files import replace_file
+from .model import RoutedModel
+
+VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A file's tensors by name, and its model (None if the kind needs none and it names none)."""
+
+    tensors: Mapping[str, np.ndarray]
+    model: RoutedModel | None
+
+
+def write(
+    path: str, kind: str, tensors: Mapping[str, np.ndarray], model: RoutedModel | None
+) -> None:
+    """Writes the file atomically. Raises OSError."""
+    metadata = {"kind": kind, "version": VERSION}
+    if model is not None:
+        metadata["model"] = model.to_json()
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    replace_file(path, save(contiguous, metadata))
+
+
+def read(path: str, kind: str, shapes: Mapping[str, tuple[Any, str]], place: str) -> Contents:
+    """Reads and checks a file.
+
+    shapes: dtype and dimensions of each tensor, such as {"counts": (np.float64, "LE")}. A letter
+    stands for a size, which must be the same everywhere and at least 1; "T" may be 0.
+    place: begins the messages. Raises OSError, or ValueError for a file of another kind.
+    """
+    with open(path, "rb"):  # an OSError that names the path
+        pass
+    try:
+        with safe_open(path, "np") as file:
+            metadata = file.metadata() or {}
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy lacks
+        raise ValueError(f"{place}: not a safetensors file with {kind}: {error}") from None
+    if metadata.get("kind") != kind or metadata.get("version") != VERSION:
+        have = f"{metadata.get('kind', 'no kind')}, version {metadata.get('version', 'none')}"
+        raise ValueError(f"{place}: its metadata says {have}; expected {kind}, version {VERSION}")
+    sizes: dict[str, int] = {}
+    for name, (dtype, letters) in shapes.items():
+        tensor = found.get(name)
+        if tensor is None:
+            raise ValueError(f"{place}: no tensor {name!r}")
+        if tensor.dtype != dtype or tensor.ndim != len(letters):
+            raise ValueError(
+                f"{place}: {name} is {tensor.dtype} {list(tensor.shape)}; expected "
+                f"{np.dtype(dtype)} [{', '.join(letters)}]"
+            )
+        for letter, size in zip(letters, tensor.shape, strict=True):
+            if sizes.setdefault(letter, size) != size or (size == 0 and letter != "T"):
+                raise ValueError(
+                    f"{place}: {name} has shape {list(tensor.shape)}, but {letter} is "
+                    f"{sizes[letter]} and must be the same everywhere, and at least 1"
+                )
+    model = None
+    if "model" in metadata:
+        try:
+            model = RoutedModel.from_json(metadata["model"])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+    return Contents(found, model)
+
+
+def check_layers(layers: np.ndarray, place: str) -> tuple[int, ...]:
+    """Layer numbers [L] as a tuple. ValueError unless they ascend from 0 on."""
+    numbers = tuple(int(layer) for layer in layers)
+    if list(numbers) != sorted(set(numbers)) or numbers[0] < 0:
+        raise ValueError(f"{place}: layers {list(numbers)} must ascend from 0 on")
+    return numbers

@@ -1,0 +1,91 @@
+"""Reads a served model's configuration: any object with the attributes of a Hugging Face
+``config.json``."""
+
+from typing import Any
+
+from ..routes.model import RoutedModel
+from .options import OptionError
+
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Model types whose configuration says nothing of dense layers, because they have none.
+_EVERY_LAYER = (
+    "gpt_oss",
+    "granitemoe",
+    "granitemoeshared",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+)
+
+
+def num_experts(config: Any) -> int:
+    """Routed experts per layer; OptionError if the configuration has no such number."""
+    for name in _EXPERTS:
+        if count := size_of(config, name):
+            return count
+    classes = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+    raise OptionError(
+        f"model class {classes}: its configuration has no number of experts "
+        f"({', '.join(_EXPERTS)}); remove the kt options"
+    )
+
+
+def moe_layers(config: Any) -> list[int]:
+    """Numbers of the layers with experts. If the configuration describes them in an unknown way,
+    only the last layer, which has experts in all such models."""
+    layers = described_layers(config)
+    if layers is not None:
+        return layers
+    count = size_of(config, "num_hidden_layers")
+    return [] if count is None else [count - 1]
+
+
+def described_layers(config: Any) -> list[int] | None:
+    """The same; None if the configuration describes them in an unknown way."""
+    count = size_of(config, "num_hidden_layers")
+    if count is None:
+        return None
+    layers = range(count)
+    step = size_of(config, "decoder_sparse_step")
+    if step is not None:
+        dense = getattr(config, "mlp_only_layers", None) or []
+        return [i for i in layers if i not in dense and (i + 1) % step == 0]
+    dense = getattr(config, "first_k_dense_replace", None)
+    if isinstance(dense, int):
+        return [i for i in layers[dense:] if i % (size_of(config, "moe_layer_freq") or 1) == 0]
+    if getattr(config, "model_type", None) in _EVERY_LAYER:
+        return list(layers)
+    return None
+
+
+def size_of(config: Any, name: str) -> int | None:
+    """A positive integer of the configuration; None if there is none under that name."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def expert_sizes(config: Any) -> tuple[int | None, int | None]:
+    """Hidden and intermediate size of the experts; None if they have unusual names."""
+    hidden, inter = size_of(config, "hidden_size"), size_of(config, "moe_intermediate_size")
+    if inter is None and hasattr(config, "num_local_experts"):  # such models have one size
+        inter = size_of(config, "intermediate_size")
+    return hidden, inter
+
+
+def routed_model(config: Any) -> RoutedModel:
+    """The identity of the model for statistics and records of its routes."""
+    hidden, inter = expert_sizes(config)
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        # SGLang pads the sizes for its CPU kernels and keeps the original ones.
+        if size_of(config, name) == inter:
+            inter = size_of(config, f"original_{name}") or inter
+    return RoutedModel(
+        model_type=str(getattr(config, "model_type", None) or ""),
+        num_hidden_layers=size_of(config, "num_hidden_layers") or 0,
+        num_experts=num_experts(config),
+        num_experts_per_tok=size_of(config, "num_experts_per_tok") or 0,
+        hidden_size=hidden or 0,
+        moe_intermediate_size=inter or 0,
+        name=str(getattr(config, "_name_or_path", None) or ""),
+    )
