@@ -212,20 +212,17 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Computes hot experts on the device and cold ones on the CPU at once; returns the sum."""
         if self.hybrid.placement.all_hot:
+            if self.hybrid.recorded:
+                x = dispatch_output.hidden_states
+                topk = self._routes(dispatch_output)
+                self.hybrid.record(topk.topk_ids, padding.masks.of(x))
             return self.gpu_method.apply(layer=layer, dispatch_output=dispatch_output)
         if dispatch_output.hidden_states_scale is not None:
             raise RuntimeError(
                 f"layer {self.config.layer_idx}: quantised activations are not supported; remove "
                 "the flag that makes SGLang quantise them before dispatch"
             )
-        topk = dispatch_output.topk_output
-        if TopKOutputChecker.format_is_bypassed(topk):
-            topk = topk.to_standard()
-        if not TopKOutputChecker.format_is_standard(topk):
-            raise RuntimeError(
-                f"layer {self.config.layer_idx}: routing as {type(topk).__name__} is not "
-                "supported; add --moe-runner-backend triton"
-            )
+        topk = self._routes(dispatch_output)
         x = dispatch_output.hidden_states
         slots, weights = self.hybrid.submit(
             x, topk.topk_ids, topk.topk_weights, cold_slot=-1, padding=padding.masks.of(x)
@@ -237,6 +234,18 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             hot = compute(layer, dispatch_output, routes)
         total = self.hybrid.collect(x, hot, scale=self.scaling).to(x.dtype)
         return StandardCombineInput(hidden_states=total)
+
+    def _routes(self, dispatch_output: Any) -> Any:
+        """The router's choice, with ids and weights [T, k]."""
+        topk = dispatch_output.topk_output
+        if TopKOutputChecker.format_is_bypassed(topk):
+            topk = topk.to_standard()
+        if not TopKOutputChecker.format_is_standard(topk):
+            raise RuntimeError(
+                f"layer {self.config.layer_idx}: routing as {type(topk).__name__} is not "
+                "supported; add --moe-runner-backend triton"
+            )
+        return topk
 
     def _hot_on_device(self, layer: Any, dispatch_output: Any, routes: Any) -> torch.Tensor:
         # Some models route in int64, but SGLang's kernels that skip routes need int32.

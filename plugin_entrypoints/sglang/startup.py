@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from kt_kernel.serving import recording
+
 from .. import failure
 from .contract import CONTRACT
 from .hooks import Hook
@@ -116,6 +118,7 @@ def _around_scheduler(
     """Around the construction of a scheduler, which loads the model."""
     try:
         original(scheduler, *args, **given)
+        recording.restart()  # the start computes batches that are no requests
     except Exception as error:
         try:
             failure.end(error, CONTRACT.package)

@@ -161,6 +161,8 @@ class HybridExperts(RoutedExperts):
         """x [T, H], router weights and global ids [T, k]; vLLM computes shared experts."""
         layer = self.kt_layer
         if layer.placement.all_hot:
+            if layer.recorded:
+                layer.record(topk_ids, self.kt_padding.of(x))
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
         skip = self.kt_skip
         cold_slot = -1 if skip is None else skip.prepare(x.shape[0])

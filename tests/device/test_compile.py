@@ -81,6 +81,25 @@ for name in ("INT4_ZERO", "NVFP4", "Q5_K"):
     assert set(re.findall(r"st\\.global[.\\w]*", ptx)) == {"st.global.v4.b32"}, name
 """
 
+COUNT_ROUTES = """
+from kt_kernel.device.route_kernel import constants, count_routes
+
+for ids, padding, experts, k in (
+    ("*i32", "*i64", 128, 8), ("*i64", "*u8", 512, 10), ("*i32", None, 8, 2)
+):
+    ptx = compile(
+        count_routes,
+        [ids, padding or ids, "*i64", "*i64", "*i16", "*i32", "i32", "i32"], warps=4,
+        unaligned=("ids", "padding", "totals", "host_totals", "routes", "passes", "tokens",
+                   "capacity"),
+        PADDED=padding is not None, FENCE=True, **constants(experts, k),
+    )
+    # The number of tokens goes to the host after the fence, what it counts before it.
+    before, after = ptx.split("fence.acq_rel.sys")
+    assert "st.global.b16" in before and "st.global.b16" not in after, (experts, k)
+    assert "bar.sync" in after and "st.global" in after[after.find("bar.sync"):]
+"""
+
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -95,6 +114,11 @@ def run(program: str, capability: int, cache: Path) -> None:
 @pytest.mark.parametrize("capability", [75, 80, 90, 100])
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     run(HAND_OVER, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [75, 90])
+def test_counting_routes_compiles(capability: int, tmp_path: Path) -> None:
+    run(COUNT_ROUTES, capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", [80, 90])

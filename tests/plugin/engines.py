@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_model import EXPERTS, GAP, LAYERS, STEPS, Greedy, Reference, agreement
+from tiny_model import EXPERTS, GAP, LAYERS, STEPS, TOP_K, Greedy, Reference, agreement
 from transformers import AutoConfig
 
 import kt_kernel
+from kt_kernel.routes.record import RouteRecord
 from kt_kernel.routes.statistics import ExpertStatistics
 from kt_kernel.runtime.variant import kernel_table
 from kt_kernel.serving.model_config import routed_model
@@ -111,6 +112,34 @@ def check_scattered(answers: Answers) -> None:
     found, wanted = (torch.tensor(answer["logprobs"]) for answer in (scattered, stock))
     assert (found - wanted).abs().mean() < 0.02
     assert scattered["logprobs"] != answers["some hot"]["logprobs"]
+
+
+def scattered_options(model: Path, folder: Path) -> dict[str, Any]:
+    """Options that make the experts SCATTERED hot, and record what is served into the folder."""
+    return {
+        "method": "BF16",
+        "num_gpu_experts": HOT,
+        "expert_stats": str(scattered_statistics(model, folder / "scattered")),
+        "record_kt_gpu_expert_distribution": str(folder / "recorded"),
+        "record_kt_expert_routes": str(folder / "routes"),
+    }
+
+
+def check_recorded(folder: Path, calls: int, tokens: int) -> None:
+    """The files of `scattered_options` have each token once, in every layer, and as many routes to
+    cold experts as the CPU computed."""
+    statistics = ExpertStatistics.load(folder / "recorded")
+    record = RouteRecord.load(folder / "routes")
+    assert statistics.layers == tuple(range(LAYERS))
+    assert statistics.tokens.tolist() == [tokens] * LAYERS
+    assert (statistics.counts.sum(axis=1) == tokens * TOP_K).all()
+    assert np.array_equal(record.statistics().counts, statistics.counts)
+    cold = sum(
+        statistics.counts[layer, expert]
+        for layer, hot in enumerate(SCATTERED)
+        for expert in set(range(EXPERTS)) - set(hot)
+    )
+    assert cold == calls
 
 
 def scattered_statistics(model: Path, path: Path) -> Path:

@@ -32,12 +32,13 @@ from engines import (
     check_logprobs,
     check_quantised_logprobs,
     check_quantised_tokens,
+    check_recorded,
     check_refused,
     check_scattered,
     demo_job,
     logprob_distances,
     post,
-    scattered_statistics,
+    scattered_options,
     serving,
 )
 from engines import environment as shared_environment
@@ -126,13 +127,8 @@ def answers(
         {"name": "all hot", "arguments": {**some, "kt_num_gpu_experts": EXPERTS}},
         {
             "name": "scattered",
-            "config": json.dumps(
-                {
-                    "method": "BF16",
-                    "num_gpu_experts": HOT,
-                    "expert_stats": str(scattered_statistics(model, folder / "scattered")),
-                }
-            ),
+            "config": json.dumps(scattered_options(model, folder)),
+            "arguments": SGLANG_COUNTED,
         },
         {
             "name": "streamed",
@@ -223,6 +219,13 @@ def test_any_experts_may_be_hot(answers: Answers) -> None:
     check_scattered(answers)
     (counted,) = answers["scattered"]["stats"]["models"]
     assert [tuple(layer["hot_experts"]) for layer in counted["layers"]] == [*SCATTERED]
+
+
+def test_what_is_served_is_recorded(
+    folder: Path, answers: Answers, prompts: list[list[int]]
+) -> None:
+    (counted,) = answers["scattered"]["stats"]["models"]
+    check_recorded(folder, counted["expert_calls"], computed_tokens(prompts, STEPS))
 
 
 def test_long_batches_are_streamed(answers: Answers) -> None:

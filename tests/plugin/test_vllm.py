@@ -32,12 +32,13 @@ from engines import (
     check_logprobs,
     check_quantised_logprobs,
     check_quantised_tokens,
+    check_recorded,
     check_refused,
     check_scattered,
     demo_job,
     logprob_distances,
     post,
-    scattered_statistics,
+    scattered_options,
     serving,
 )
 from engines import environment as shared_environment
@@ -133,11 +134,7 @@ def answers(
         {"name": "all hot", "kt": {"method": "BF16", "num_gpu_experts": EXPERTS}},
         {
             "name": "scattered",
-            "kt": {
-                **some,
-                "expert_placement_strategy": "frequency",
-                "expert_stats": str(scattered_statistics(model, folder / "scattered")),
-            },
+            "kt": scattered_options(model, folder),
         },
         {"name": "weight path", "kt": {**some, "weight_path": str(model)}, "requests": "all"},
         {"name": "zeroed", "kt": {**some, "weight_path": str(zeroed)}},
@@ -206,6 +203,13 @@ def test_any_experts_may_be_hot(answers: Answers) -> None:
         ids = f" [{ranges(hot)}]" if hot else ""
         cold = EXPERTS - len(hot)
         assert f"{len(hot)} hot experts{ids} on the device, {cold} cold on the CPU" in line
+
+
+def test_what_is_served_is_recorded(
+    folder: Path, answers: Answers, prompts: list[list[int]]
+) -> None:
+    calls = sum(answers["scattered"]["expert_calls"])
+    check_recorded(folder, calls, computed_tokens(prompts, STEPS))
 
 
 def test_long_batches_are_streamed(answers: Answers, prompts: list[list[int]]) -> None:

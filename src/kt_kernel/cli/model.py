@@ -1,4 +1,4 @@
-"""``kt model``: checks models on disk."""
+"""``kt model``: checks models on disk, and shows how they use their experts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Check models on disk.", no_args_is_help=True)
+from .experts import info, stats
 
-
-@app.callback()
-def _group() -> None:  # keeps "verify" a subcommand although it is the only one
-    pass
+app = typer.Typer(
+    help="Check models on disk, and how they use their experts.", no_args_is_help=True
+)
+app.command("info")(info)
+app.add_typer(stats, name="stats")
 
 
 @app.command()

@@ -78,6 +78,17 @@ def read(path: str, kind: str, shapes: Mapping[str, tuple[Any, str]], place: str
     return Contents(found, model)
 
 
+def kind_of(path: str) -> str | None:
+    """The kind in the metadata of a file; None if it has none. Raises OSError."""
+    with open(path, "rb"):  # an OSError that names the path
+        pass
+    try:
+        with safe_open(path, "np") as file:
+            return (file.metadata() or {}).get("kind")
+    except SafetensorError:
+        return None
+
+
 def check_layers(layers: np.ndarray, place: str) -> tuple[int, ...]:
     """Layer numbers [L] as a tuple. ValueError unless they ascend from 0 on."""
     numbers = tuple(int(layer) for layer in layers)

@@ -23,8 +23,10 @@ from ..runtime.text import ranges
 from ..weights.expert_tensors import MATRICES, matrix_shapes
 from ..weights.loading import LoadRecord
 from .adapter import LayerMerge, open_adapter
+from .model_config import routed_model
 from .options import AUTO, KTOptions
 from .placement import PlacementPlan, initial_placement, plan_placement
+from .recording import LayerRecording, ModelRecording
 from .streaming import LayerStreaming, ModelStreaming, Products, StreamedBatch
 from .streaming_start import start_streaming
 
@@ -99,6 +101,7 @@ class HybridLayer:
         self._streaming: LayerStreaming | None = None
         self._streamed: StreamedBatch | None = None  # the last submit, if it was streamed
         self._not_counted: dict[str, int] = {}  # what the CPU's counters had at first
+        self._recording: LayerRecording | None = None
         self._wrapper: InferenceMoEWrapper | None = None
         if has_cpu_part and not self._placement.all_hot:
             self._wrapper = KTMoEWrapper(
@@ -327,6 +330,7 @@ class HybridLayer:
         `routing.need_padding`.
         """
         self._need_cold("submit")
+        self.record(topk_ids, padding, stream)
         slot_map = self._slot_maps.get(x.device)
         if slot_map is None:
             slot_map = self._slot_maps[x.device] = self._placement.slot_map(x.device)
@@ -355,6 +359,23 @@ class HybridLayer:
             cold_slot=cold_slot,
             padding=padding,
         )
+
+    def record_to(self, recording: LayerRecording) -> None:
+        """Batches are recorded from now on: by `submit`, or by `record` if all experts are hot."""
+        self._recording = recording
+
+    @property
+    def recorded(self) -> bool:
+        """Whether batches are recorded on this rank."""
+        return self._recording is not None
+
+    def record(
+        self, topk_ids: torch.Tensor, padding: torch.Tensor | None = None, stream: Any = None
+    ) -> None:
+        """Records the routes [T, k] of a batch, if `recorded`. The arguments are those of
+        `submit`."""
+        if self._recording is not None:
+            self._recording.add(topk_ids, padding, stream)
 
     def collect(
         self,
@@ -448,6 +469,11 @@ class HybridModel:
         path = options.expert_lora_path
         self._adapter = None if path is None else open_adapter(path)
         self._adapted = "" if self._adapter is None else f"; {self._adapter.describe()}"
+        self.recording: ModelRecording | None = None
+        if options.records:
+            if config is None:
+                raise ValueError("recording needs the model's configuration")
+            self.recording = ModelRecording(options, routed_model(config))
         self.layers: list[HybridLayer] = []
         self._scope = model_scope()
 
@@ -467,6 +493,9 @@ class HybridModel:
                 change=change,
                 placement=self.placement_of(shape["layer_idx"], shape["num_experts"]),
             )
+        # Other ranks see the same tokens.
+        if self.recording is not None and shape.get("has_cpu_part", True):
+            layer.record_to(self.recording.add_layer(layer.layer_idx))
         self.layers.append(layer)
         return layer
 
@@ -476,13 +505,15 @@ class HybridModel:
         return bool(self.layers) and all(layer.loaded for layer in self.layers)
 
     def finish_loading(self) -> None:
-        """Ends loading, once all layers are loaded: frees the adapter.
+        """Ends loading, once all layers are loaded: frees the adapter, and starts the recording.
 
         Raises ValueError if the adapter is for other layers than the model has.
         """
         if self._adapter is not None:
             self._adapter.check_layers({layer.layer_idx for layer in self.layers})
             self._adapter = None
+        if self.recording is not None and self.recording.layers:
+            self.recording.start(self)
 
     def start_streaming(
         self,

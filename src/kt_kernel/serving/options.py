@@ -273,6 +273,12 @@ class KTOptions:
         return self.expert_placement_strategy or default
 
     @property
+    def records(self) -> bool:
+        """Whether statistics or routes are written to a file."""
+        files = self.record_kt_gpu_expert_distribution, self.record_kt_expert_routes
+        return any(path is not None for path in files)
+
+    @property
     def hot_option(self) -> str | None:
         """The option that asks for hot experts, with its value; None if none does."""
         for name in ("num_gpu_experts", "gpu_experts_ratio", "gpu_experts_mask"):
