@@ -3,7 +3,9 @@ interpreter unpacks, and torch stands in for an engine's kernels."""
 
 from __future__ import annotations
 
+import gc
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from simulated_gpu import ImmediateLane, Pins
 
 from kt_kernel.device.streaming import rates
+from kt_kernel.device.streaming.experts import PackedExperts
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.device.tracer import tracer_of
@@ -345,3 +348,73 @@ def test_trace_and_counters(monkeypatch, tmp_path) -> None:
         experts[0],
         left[0],
     )
+
+
+def test_two_models(monkeypatch) -> None:
+    """Their batches are under way at once. One that is gone gives its registration back, and the
+    other one goes on."""
+    kept, gone = make(monkeypatch), make(monkeypatch, (4, 1))
+    pins = Pins()
+    for layer in (kept, gone):
+        stream(layer, BUS_ONLY)
+        layer._streaming._packed.register(pins)
+    first, second = batch(12), batch(9)
+    want = [answers(make(monkeypatch, hot), b)[1] for hot, b in (((), first), ((4, 1), second))]
+    kept.submit(*first, cold_slot=-1)
+    gone.submit(*second, cold_slot=-1)
+    for layer, inputs, theirs in ((gone, second, want[1]), (kept, first, want[0])):
+        mine = layer.collect(inputs[0], torch.ones_like(inputs[0]), scale=2.0)
+        assert row_error(mine, theirs.double()).max() < 0.01
+    registered = len(pins.pinned)
+    del gone, layer
+    gc.collect()
+    assert 0 < len(pins.pinned) < registered
+    assert row_error(answers(kept, first)[1], want[0].double()).max() < 0.01
+
+
+@pytest.mark.parametrize("where", ["between submit and collect", "in the products"])
+def test_a_batch_that_was_cancelled(monkeypatch, where: str) -> None:
+    """The engine gives up a batch of which the CPU computes a part; later ones are right."""
+    layer = make(monkeypatch)
+    stream(layer, BOTH)
+    lost = batch(30)
+    layer.submit(*lost, cold_slot=-1)
+    if where == "in the products":
+
+        def fail(*_: Any) -> torch.Tensor:
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
+            patched.setattr(layer._streamed._model, "products", fail)
+            layer.collect(lost[0], None)
+    for tokens in (30, 20):
+        want = answers(make(monkeypatch), batch(tokens))[1]
+        assert row_error(answers(layer, batch(tokens))[1], want.double()).max() < 0.01
+
+
+def test_nothing_grows(monkeypatch) -> None:
+    """Over a thousand prompts of different lengths, shared and whole."""
+    monkeypatch.setattr(PackedExperts, "unpack", lambda *_: None)
+    layer = make(monkeypatch)
+    stream(layer, BOTH)
+    monkeypatch.setattr(layer._streaming._model, "products", lambda x, *_: torch.zeros_like(x))
+    monkeypatch.setattr(streaming, "_KEPT", 64)
+
+    def prompts(count: int) -> None:
+        for i in range(count):
+            answers(layer, batch(THRESHOLD + i % 200))
+
+    prompts(300)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        prompts(100)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        prompts(1000)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < before + 20_000
+    finally:
+        tracemalloc.stop()
+    assert layer.stats()["streamed_batches"] == 1400
+    assert 0 < layer.stats()["shared_batches"] <= 1400
