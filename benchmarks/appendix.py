@@ -8,10 +8,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saved import Content, load
+from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
 from table import grid, markdown
+
+PROMPT_MODES = (CPU, STREAMED, SHARED, NO_COPIES)
 
 HEAD = """\
 # Performance tables
@@ -152,6 +155,39 @@ def streaming(content: Content) -> str:
         + "\n\nUnpacking a layer, ms, by parts x warps of a program, and GB/s of the fastest.\n\n"
         + grid("format", [*sizes, "GB/s"], unpacked)
     )
+
+
+def prompts(content: Content) -> str:
+    """Time to the first token by where cold experts are computed, from prompts.py."""
+    lines = []
+    for row in content["rows"]:
+        bus = row.get("rates", {}).get("bus_seconds")
+        for tokens, modes in row["prompts"].items():
+            times = {mode: median(found["seconds"]) for mode, found in modes.items()}
+            cells = [_milliseconds(times.get(mode)) for mode in PROMPT_MODES]
+            if bus is None or NO_COPIES not in times:
+                cells += ["", ""]
+            else:
+                # An engine reads a layer's experts once for each of its chunks.
+                bound = max(bus * -(-int(tokens) // 8192), times[NO_COPIES])
+                cells += [_milliseconds(bound), f"{bound / times[SHARED]:.0%}"]
+            name = row["method"] if row["method"] == "stock" else _hot(row)
+            lines.append((f"{name}, {int(tokens):,} tokens", cells))
+    shape = content["shape"]
+    columns = ["CPU alone", "streamed", "shared", "GPU alone", "bound", "bound / shared"]
+    return (
+        f"{_engine(content['engine'])}, {content['layers']} layers of {shape['name']}'s shape. One "
+        f"H200, {content['cpus']} virtual CPUs ({content['cpu']}). {content['date'][:10]}. Medians "
+        f"of {content['rounds']}, ms.\n\n" + grid("", columns, lines)
+    )
+
+
+def _hot(row: dict[str, Any]) -> str:
+    return f"{row['method']}, {row['hot']:.0%} hot"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
 def steady(content: Content) -> str:
@@ -375,6 +411,15 @@ PARTS = (
             "2026-11-29-engine-sglang-streaming-h200",
         ],
         served,
+    ),
+    Part(
+        "Prompts in vLLM 0.26.0, by where the cold experts are computed",
+        "Made by `benchmarks/prompts.py`, one process, modes in turns. `GPU alone` leaves out the "
+        "copies, `bound` is the larger of that and the copies alone. First a version whose split "
+        "followed from two batches in the CPU's memory: it left too much to the CPU at 8,192 "
+        "tokens.",
+        ["2026-11-29-prompts-vllm-first-h200"],
+        prompts,
     ),
     Part(
         "Streaming experts to the GPU",

@@ -69,3 +69,17 @@ class Pins:
 
     def unpin(self, part: Any) -> None:
         assert self.pinned.pop(part.address) == part.nbytes
+
+
+def products(
+    x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """As an engine's kernels: every route with a slot, summed in float32, rounded once."""
+    assert not weights[slots < 0].any()
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for slot in range(len(w13)):
+        gate, up = (x.float() @ w13[slot].float().T).chunk(2, 1)
+        h = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
+        factor = torch.where(slots == slot, weights.float(), 0).sum(1, keepdim=True)
+        total += factor * (h @ w2[slot].float().T)
+    return total.to(x.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_gpu import ImmediateLane, Pins
+from simulated_gpu import ImmediateLane, Pins, products
 
 from kt_kernel.device.streaming import rates
 from kt_kernel.device.streaming.experts import PackedExperts
@@ -40,18 +40,6 @@ CPU_ONLY = Rates(1e6, ((1, 0.1),))
 class FakeDevice:
     def __init__(self, device: torch.device) -> None:
         self.lane, self.backend = ImmediateLane(), Pins()
-
-
-def products(x, slots, weights, w13, w2) -> torch.Tensor:
-    """As an engine's kernels: every route with a slot, summed in float32, rounded once."""
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    for slot in range(len(w13)):
-        gate, up = (x.float() @ w13[slot].float().T).split(INNER, 1)
-        h = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
-        factor = torch.where(slots == slot, weights.float(), 0).sum(1, keepdim=True)
-        total += factor * (h @ w2[slot].float().T)
-    assert not weights[slots < 0].any()
-    return total.to(x.dtype)
 
 
 def make(monkeypatch: pytest.MonkeyPatch, hot: tuple[int, ...] = (), **options: Any) -> HybridLayer:

@@ -20,7 +20,7 @@ from kt_kernel.serving.streaming import ModelStreaming
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from simulated_gpu import ImmediateLane, Pins
+from simulated_gpu import ImmediateLane, Pins, products
 
 VARIABLE = "STREAMED"
 ALL, ON_CPU = "all", "on the CPU"
@@ -29,18 +29,6 @@ ALL, ON_CPU = "all", "on the CPU"
 class Device:
     def __init__(self, device: torch.device) -> None:
         self.lane, self.backend = ImmediateLane(), Pins()
-
-
-def products(
-    x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
-) -> torch.Tensor:
-    """The sum [T, H] of some experts, in float32, rounded once."""
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for slot in range(len(w13)):
-        gate, up = (x.float() @ w13[slot].float().T).chunk(2, 1)
-        factor = torch.where(slots == slot, weights.float(), 0).sum(1, keepdim=True)
-        total += factor * ((torch.nn.functional.silu(gate) * up) @ w2[slot].float().T)
-    return total.to(x.dtype)
 
 
 def _on_cpu() -> bool:
