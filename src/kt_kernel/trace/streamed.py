@@ -106,7 +106,7 @@ def _batches(events: list[dict[str, Any]]) -> Iterator[tuple[tuple[int, int], _B
     """(process, chain) and each whole batch, with the CPU's work that lies within it."""
     times: dict[tuple[int, int, int], Counter[str]] = defaultdict(Counter)
     whole: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
-    others: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
+    others: dict[tuple[Any, Any, Any], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         about, name = event.get("args"), event.get("name")
         if not isinstance(about, dict) or not isinstance(event.get("dur"), int | float):
