@@ -533,7 +533,7 @@ ATTRIBUTES = (
     ),
     Attributes(
         f"{_SRT}.model_executor.cuda_graph_config:PhaseConfig",
-        ("backend",),
+        ("backend", "bs", "max_bs"),
         "how CUDA graphs are made",
     ),
     Attributes(

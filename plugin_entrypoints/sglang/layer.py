@@ -20,6 +20,7 @@ from sglang.srt.utils.common import is_cpu
 from kt_kernel.serving.hybrid import HybridLayer, HybridModel
 from kt_kernel.serving.options import OptionError
 from kt_kernel.serving.report import watch
+from kt_kernel.serving.streaming_start import EngineSide
 
 from .. import failure
 from . import padding, requests
@@ -177,7 +178,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         if model.loaded:
             model.finish_loading()
             device = next(layer.parameters()).device
-            if line := model.start_streaming(device, self.dtype, products, _memory_left):
+            if line := model.start_streaming(device, self.dtype, _engine_side()):
                 _logger.info(line)
             failure.confirm()
             watch(model, _logger)
@@ -324,12 +325,22 @@ def _around_initialize_model(
     return model
 
 
-def _memory_left(device: torch.device) -> int:
-    """Bytes on a device that SGLang has not taken yet. Its fraction is of what was free before
-    the weights were loaded."""
-    free, _ = torch.cuda.mem_get_info(device)
-    ours = torch.cuda.memory_reserved(device)
-    return int((free + ours) * resolved(get_server_args()).mem_fraction_static) - ours
+def _engine_side() -> EngineSide:
+    arguments = resolved(get_server_args())
+
+    def memory_left(device: torch.device) -> int:
+        # SGLang's fraction is of what was free before the weights were loaded.
+        free, _ = torch.cuda.mem_get_info(device)
+        ours = torch.cuda.memory_reserved(device)
+        return int((free + ours) * arguments.mem_fraction_static) - ours
+
+    graphs = arguments.cuda_graph_config
+    captured = [
+        max(phase.bs or [phase.max_bs or 0])  # of prefill: tokens
+        for phase in (graphs.decode, graphs.prefill)
+        if phase.backend != "disabled"
+    ]
+    return EngineSide(products, memory_left, max(captured, default=0))
 
 
 def unpadded_sizes(config: Any) -> dict[int, int]:

@@ -221,8 +221,8 @@ ATTRIBUTES = (
     Attributes("vllm.config:DeviceConfig", ("device_type",), "whether a trace can be made"),
     Attributes(
         "vllm.config:CompilationConfig",
-        ("static_forward_context",),
-        "the layers of the model that is being built",
+        ("static_forward_context", "max_cudagraph_capture_size"),
+        "the layers of the model that is being built, and the batches that are never streamed",
     ),
     Attributes(
         "vllm.v1.engine.async_llm:AsyncLLM",

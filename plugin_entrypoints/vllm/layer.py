@@ -1,6 +1,5 @@
 """vLLM plugin: the MoE layer with cold experts on the CPU. Imported only inside vLLM."""
 
-import functools
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kt_kernel.serving.hybrid import HybridLayer, HybridModel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.report import watch
+from kt_kernel.serving.streaming_start import EngineSide
 
 from ..contract import Arguments
 from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
@@ -66,7 +66,7 @@ class HybridExperts(RoutedExperts):
         moe_config.num_local_experts = self.kt_layer.placement.num_slots
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **kwargs)
         self._check_method()
-        self._hook_end_of_loading(params_dtype, config.cache_config)
+        self._hook_end_of_loading(params_dtype, _engine_side(config))
 
     def _check_method(self) -> None:
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
@@ -86,7 +86,7 @@ class HybridExperts(RoutedExperts):
                 "support; add --moe-backend triton"
             )
 
-    def _hook_end_of_loading(self, dtype: torch.dtype, cache: Any) -> None:
+    def _hook_end_of_loading(self, dtype: torch.dtype, engine: EngineSide) -> None:
         after_loading = self.quant_method.process_weights_after_loading
 
         def finish(layer: Any) -> None:
@@ -101,8 +101,7 @@ class HybridExperts(RoutedExperts):
             if self.kt_model.loaded:
                 self.kt_model.finish_loading()
                 device = next(self.parameters()).device
-                left = functools.partial(_memory_left, cache)
-                if line := self.kt_model.start_streaming(device, dtype, products, left):
+                if line := self.kt_model.start_streaming(device, dtype, engine):
                     logger.info(line)
                 watch(self.kt_model, logger)
 
@@ -216,13 +215,18 @@ def _model_of(config: Any, options: KTOptions) -> HybridModel:
     return HybridModel(options, config.model_config.hf_text_config)
 
 
-def _memory_left(cache: Any, device: torch.device) -> int:
-    """Bytes on a device that vLLM has not taken yet. cache: its CacheConfig."""
-    free, total = torch.cuda.mem_get_info(device)
-    if cache.kv_cache_memory_bytes is not None:
-        return free - cache.kv_cache_memory_bytes
-    allowed = int(total * cache.gpu_memory_utilization)
-    return min(free, allowed - torch.cuda.memory_reserved(device))
+def _engine_side(config: Any) -> EngineSide:
+    cache = config.cache_config
+
+    def memory_left(device: torch.device) -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        if cache.kv_cache_memory_bytes is not None:
+            return free - cache.kv_cache_memory_bytes
+        allowed = int(total * cache.gpu_memory_utilization)
+        return min(free, allowed - torch.cuda.memory_reserved(device))
+
+    captured = config.compilation_config.max_cudagraph_capture_size or 0
+    return EngineSide(products, memory_left, captured)
 
 
 def _refuse(layer_name: str, moe_config: Any, arguments: dict[str, Any]) -> None:

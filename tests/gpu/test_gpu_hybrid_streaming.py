@@ -11,6 +11,7 @@ from simulated_gpu import products
 
 from kt_kernel.serving.hybrid import MATRICES, HybridModel
 from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.streaming_start import EngineSide
 from kt_kernel.testing import row_error
 
 E, K, H, INNER, LAYERS = 32, 4, 1024, 512, 2
@@ -38,9 +39,8 @@ def make(seed: int, **options: Any) -> HybridModel:
 
 
 def stream(model: HybridModel) -> str:
-    line = model.start_streaming(
-        CUDA, torch.bfloat16, products, lambda device: torch.cuda.mem_get_info(device)[0]
-    )
+    engine = EngineSide(products, lambda device: torch.cuda.mem_get_info(device)[0])
+    line = model.start_streaming(CUDA, torch.bfloat16, engine)
     assert line is not None
     return line
 

@@ -160,9 +160,11 @@ def start(
     make_device: Any = FakeDevice,
     device: torch.device = CPU,
     left: int = 1 << 40,
+    captured: int = 0,
 ) -> Any:
+    engine = streaming_start.EngineSide(products, lambda _: left, captured)
     return streaming_start.start_streaming(
-        [layer], layer.options, device, torch.bfloat16, products, lambda _: left, make_device
+        [layer], layer.options, device, torch.bfloat16, engine, make_device
     )
 
 
@@ -211,6 +213,19 @@ def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
     assert pays is not None and 2 < pays < 20
     assert line.startswith(f"kt: batches of {pays} tokens and more (measured; --kt-gpu-prefill-")
     for tokens, streamed in ((pays - 1, 0), (pays, 1)):
+        answers(layer, batch(tokens))
+        assert layer.stats()["streamed_batches"] == streamed
+
+
+@pytest.mark.parametrize("given", [None, THRESHOLD])
+def test_captured_batches_are_never_streamed(monkeypatch, given: int | None) -> None:
+    """Not even before the capture: such a batch prepares it."""
+    fixed_rates(monkeypatch, BUS_ONLY)
+    layer = make(monkeypatch, gpu_prefill_token_threshold=given)
+    line = start(layer, captured=20)
+    assert line.startswith("kt: batches of 21 tokens and more (")
+    assert f"{given or 1} would do, but the engine captures batches of up to 20 tokens" in line
+    for tokens, streamed in ((20, 0), (21, 1)):
         answers(layer, batch(tokens))
         assert layer.stats()["streamed_batches"] == streamed
 

@@ -8,6 +8,7 @@ at once, the compiled core unpacks, and torch multiplies.
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,12 @@ def _start(
     options: Any,
     device: Any,
     dtype: Any,
-    engines: Any,
-    left: Any,
+    engine: Any,
     original: Any = hybrid.start_streaming,
 ) -> str | None:
     if not _on_cpu():
-        return original(layers, options, device, dtype, engines, left)
-    return original(layers, options, device, dtype, products, left, Device)
+        return original(layers, options, device, dtype, engine)
+    return original(layers, options, device, dtype, replace(engine, products=products), Device)
 
 
 def _unpack(

@@ -6,7 +6,7 @@ cold experts.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from .model_config import routed_model
 from .options import AUTO, KTOptions
 from .placement import PlacementPlan, initial_placement, plan_placement
 from .recording import LayerRecording, ModelRecording
-from .streaming import LayerStreaming, ModelStreaming, Products, StreamedBatch
-from .streaming_start import start_streaming
+from .streaming import LayerStreaming, ModelStreaming, StreamedBatch
+from .streaming_start import EngineSide, start_streaming
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -516,16 +516,12 @@ class HybridModel:
             self.recording.start(self)
 
     def start_streaming(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        products: Products,
-        memory_left: Callable[[torch.device], int],
+        self, device: torch.device, dtype: torch.dtype, engine: EngineSide
     ) -> str | None:
         """Prepares streaming of long batches, once the model is loaded; see
         `streaming_start.start_streaming`."""
         layers = [layer for layer in self.layers if layer.has_cpu_part]
-        return start_streaming(layers, self.options, device, dtype, products, memory_left)
+        return start_streaming(layers, self.options, device, dtype, engine)
 
     @property
     def elsewhere(self) -> bool:

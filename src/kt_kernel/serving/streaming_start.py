@@ -22,6 +22,23 @@ _TOKENS = 64  # of the batch by which the cost of streaming is measured
 _PART_LEFT = 8  # without flags: at most this part of what the engine has not taken yet
 
 
+@dataclass(frozen=True)
+class EngineSide:
+    """What streaming needs of an engine.
+
+    Attributes:
+        products: its kernels.
+        memory_left: bytes on a device that it has not taken yet.
+        captured: tokens of the largest batch that it captures in CUDA graphs; 0: it captures none.
+            Smaller ones are never streamed, or a batch that runs before its capture would not
+            prepare it.
+    """
+
+    products: Products
+    memory_left: Callable[[torch.device], int]
+    captured: int = 0
+
+
 class Device:
     """What streaming needs of a CUDA device: a lane for copies, and access to host memory."""
 
@@ -38,8 +55,7 @@ def start_streaming(
     options: KTOptions,
     device: torch.device,
     dtype: torch.dtype,
-    products: Products,
-    memory_left: Callable[[torch.device], int],
+    engine: EngineSide,
     make_device: Callable[[torch.device], Any] = Device,
 ) -> str | None:
     """Prepares a loaded model's layers for streaming, unless the options turn it off.
@@ -51,8 +67,6 @@ def start_streaming(
     Args:
         layers: `HybridLayer`s with cold experts on this rank.
         dtype: of hidden states.
-        products: the engine's kernels.
-        memory_left: bytes on a device that the engine has not taken yet.
 
     Returns:
         A line for the log: what is streamed, or why nothing is. None if the options turn streaming
@@ -64,7 +78,7 @@ def start_streaming(
     threshold, memory = options.gpu_prefill_token_threshold, options.gpu_prefill_memory
     if threshold == 0 or not layers:
         return None
-    start = _Start(layers, threshold, memory, device, dtype, products, memory_left, make_device)
+    start = _Start(layers, threshold, memory, device, dtype, engine, make_device)
     try:
         return start.run()
     except _NotStreamed as why:
@@ -104,8 +118,7 @@ class _Start:
     memory: int | None
     device: torch.device
     dtype: torch.dtype
-    products: Products
-    memory_left: Callable[[torch.device], int]
+    engine: EngineSide
     make_device: Callable[[torch.device], Any]
     packed: list[PackedExperts] = field(default_factory=list)
 
@@ -134,7 +147,15 @@ class _Start:
         if begin is None:
             raise _NeverPays(f"it pays for no batch; {rates}")
         given = self.threshold is not None
-        model = ModelStreaming(streamer, there.lane, rates, begin, self.products, given)
+        graphs = ""
+        if begin <= self.engine.captured:
+            graphs = (
+                f"; {begin} would do, but the engine captures batches of up to "
+                f"{self.engine.captured} tokens in CUDA graphs, which cannot be streamed"
+            )
+            begin = self.engine.captured + 1
+        products = self.engine.products
+        model = ModelStreaming(streamer, there.lane, rates, begin, products, given)
         for layer, experts in zip(self.layers, self.packed, strict=True):
             layer.start_streaming(model, experts)
         why = f"measured; {THRESHOLD_FLAG} sets another number, 0 for never"
@@ -142,10 +163,10 @@ class _Start:
             why = f"given; by the measured times, streaming pays from {pays or 'no number'} on"
         total = sum(layer.packed_bytes for layer in self.layers)
         return (
-            f"kt: batches of {begin} tokens and more ({why}) stream cold experts to {self.device}: "
-            f"{total / 1e6:.0f} MB registered in {registered:.1f} s, {streamer.nbytes / 1e6:.0f} "
-            f"MB on the device for {streamer.room(self.packed[0])} experts at a time; "
-            f"{rates}"
+            f"kt: batches of {begin} tokens and more ({why}{graphs}) stream cold experts to "
+            f"{self.device}: {total / 1e6:.0f} MB registered in {registered:.1f} s, "
+            f"{streamer.nbytes / 1e6:.0f} MB on the device for {streamer.room(self.packed[0])} "
+            f"experts at a time; {rates}"
         )
 
     def _rates(self, streamer: ExpertStreamer, lane: Any) -> Rates:
@@ -156,7 +177,7 @@ class _Start:
         on_cpu, token = measure_cpu(first.wrapper, cold, self.device, lane.wait)
         # A CPU that is so slow that all experts are streamed.
         slow = Rates(0.0, ((1, 1.0),))
-        model = ModelStreaming(streamer, lane, slow, 1, self.products, traced=False)
+        model = ModelStreaming(streamer, lane, slow, 1, self.engine.products, traced=False)
         streaming = LayerStreaming(model, first.wrapper, packed)
         once = measure_streaming(streaming, first, self.dtype, self.device, lane.wait)
         return Rates(on_bus, on_cpu, token, max(0.0, once - on_bus * len(cold)))
@@ -190,7 +211,7 @@ class _Start:
         """Takes the memory on the device."""
         size, part = self.memory or DEFAULT_MEMORY, ""
         if not self.asked:
-            left = max(self.memory_left(self.device), 0)
+            left = max(self.engine.memory_left(self.device), 0)
             if left // _PART_LEFT < size:
                 size = left // _PART_LEFT
                 part = (
