@@ -17,6 +17,7 @@ from figures import draw_saved, plt
 from matplotlib.axes import Axes
 from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
 
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 LINES = {
     CPU: ("CPU alone", "C3", "o-"),
     STREAMED: ("all experts streamed", "C0", "s-"),
@@ -40,11 +41,9 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     )
     for panel, (result, row) in zip(axes[0], drawn, strict=True):
         _draw(panel, row)
-        panel.set_title(
-            f"{row['method']}, no expert hot: {result['engine']}, {result['layers']} layers of "
-            f"{result['shape']['name']}",
-            fontsize=10,
-        )
+        engine, shape = ENGINES[result["engine"]], result["shape"]["name"]
+        title = f"{row['method']}, no expert hot: {engine}, {result['layers']} layers of {shape}"
+        panel.set_title(title, fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

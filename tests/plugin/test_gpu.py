@@ -88,6 +88,9 @@ VLLM_RANKS = {
     "distributed_executor_backend": "mp",
     "disable_custom_all_reduce": True,
 }
+# Batches that the engine captures are never streamed.
+VLLM_SMALL_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
+SGLANG_SMALL_GRAPHS = {"disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": 8}
 SGLANG_RANKS = {"tp_size": 2, "disable_custom_all_reduce": True}
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -203,7 +206,9 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
     runs = [
         {
             **one,
-            "engine": GPU_VLLM | (VLLM_RANKS if kind.gpus > 1 else {}),
+            "engine": GPU_VLLM
+            | (VLLM_RANKS if kind.gpus > 1 else {})
+            | (VLLM_SMALL_GRAPHS if kind.streamed else {}),
             "kt": kt or None,
             "compile": kind.graphs,
             "environment": {"STREAMED": "all"} if kind.streamed else {},
@@ -258,7 +263,8 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
             **one,
             "config": json.dumps(kt) if kt else "",
             "arguments": ({} if kind.graphs else NO_GRAPHS)
-            | (SGLANG_RANKS if kind.gpus > 1 else {}),
+            | (SGLANG_RANKS if kind.gpus > 1 else {})
+            | (SGLANG_SMALL_GRAPHS if kind.streamed else {}),
         }
         for one, kind, kt in _runs()
     ]
