@@ -77,6 +77,13 @@ def test_a_slow_cpu_is_not_timed_for_long(clock) -> None:
     assert [n for n, _ in points] == [1, 4, 16] and wrapper.largest == 16
 
 
+def test_batches_are_not_larger_than_a_prompt(clock, monkeypatch) -> None:
+    monkeypatch.setattr(rates, "_LARGEST", 100)
+    wrapper = Wrapper(clock, list(range(8)), 0.001)
+    points, _ = measure_cpu(wrapper, wrapper.slots, torch.device("cpu"), lambda: None)
+    assert [n for n, _ in points] == [1, 4, 16]  # 64 for each of 8 experts are 256 tokens
+
+
 def test_times_between_those_that_were_measured() -> None:
     made = Rates(1.0, ((1, 2.0), (5, 4.0), (7, 8.0)))
     assert list(map(made.on_cpu, range(10))) == [0, 2, 2.5, 3, 3.5, 4, 6, 8, 10, 12]

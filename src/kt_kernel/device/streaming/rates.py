@@ -19,6 +19,7 @@ _REPETITIONS = 3
 _MOST_TOKENS = 1 << 20
 _TOKENS = (1, 4, 16, 64, 256)  # of each expert, in the batches that are timed on the CPU
 _LONGEST = 0.2  # seconds of a batch, after which no larger one is timed
+_LARGEST = 4096  # tokens of such a batch: pinned memory is kept for the largest that there was
 _ROWS = 1024  # tokens of the batch with a single route
 # Copies take memory bandwidth, so the CPU was 1.04 to 1.16 times as slow beside a busy bus.
 _BESIDE_BUS = 1.1
@@ -143,6 +144,8 @@ def measure_cpu(
     points: list[tuple[int, float]] = []
     for each in _TOKENS:
         tokens = max(1, each * len(slots) // k)
+        if points and tokens > _LARGEST:
+            break
         routes = torch.arange(tokens * k, device="cpu").remainder(len(slots)).view(tokens, k)
         # Explicit device="cpu": engines load models under a device context.
         ids = torch.tensor(list(slots), device="cpu")[routes]
