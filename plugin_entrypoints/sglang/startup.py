@@ -16,8 +16,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from kt_kernel.serving import recording
-
 from .. import failure
 from .contract import CONTRACT
 from .hooks import Hook
@@ -118,7 +116,9 @@ def _around_scheduler(
     """Around the construction of a scheduler, which loads the model."""
     try:
         original(scheduler, *args, **given)
-        recording.restart()  # the start computes batches that are no requests
+        from kt_kernel.serving import recording  # other processes do not need it
+
+        recording.begin()  # the start computes batches that are no requests
     except Exception as error:
         try:
             failure.end(error, CONTRACT.package)

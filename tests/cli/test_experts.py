@@ -1,7 +1,8 @@
-"""kt model info --experts and kt model stats merge."""
+"""kt model info --experts, kt model stats merge and kt bench experts."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from outcome import failed
 
 from kt_kernel.routes.model import RoutedModel
+from kt_kernel.routes.record import RouteRecord
 from kt_kernel.routes.statistics import ExpertStatistics
+from kt_kernel.routes.synthetic import QWEN3_30B, generate
 
 MODEL = RoutedModel("qwen3_moe", 2, 3, 1, 16, 8, "org/model")
 STATISTICS = ExpertStatistics(
@@ -57,3 +60,47 @@ def test_merge_of_different_models(kt: Any, tmp_path: Path) -> None:
     assert not c.exists()
     failed(kt("model", "stats", "merge", a, "-o", tmp_path / "no" / "c"), 1, "does not exist")
     failed(kt("model", "stats", "merge", a, tmp_path / "none", "-o", c), 1, "none: No such file")
+
+
+# ---- kt bench experts
+
+
+@pytest.fixture
+def routes(tmp_path: Path) -> Path:
+    record = generate(replace(QWEN3_30B, experts=16, per_token=2), tokens=60, layers=2)
+    # A prompt, whose tokens share a pass, comes first.
+    passes = np.array([0] * 20 + [*range(1, 41)])
+    replace(record, passes=passes).save(tmp_path / "routes")
+    return tmp_path / "routes"
+
+
+def test_bench_experts(kt: Any, routes: Path) -> None:
+    code, out, err = kt("bench", "experts", routes)
+    assert (code, err) == (0, "")
+    assert out.startswith("synthetic, 2 layers, 16 experts: 40 tokens in 2 layers; ")
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")][2:]
+    assert {int(row[0][2:]) for row in rows} == {2, 4, 6} and len(rows) == 3 * 12
+    assert {row[3] for row in rows if row[1] == "Belady"} == {"100%"}
+    code, out, _ = kt("bench", "experts", routes, "--slots", "3,16", "--json", "--prompts")
+    found = json.loads(out)
+    assert {(r["tokens"], r["uses"]) for r in found} == {(21, 84)}
+    assert all(r["hits"] == 84 for r in found if r["slots"] == 16)
+
+
+def test_bench_experts_with_streams_and_a_plot(kt: Any, routes: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = "--streams", 4, "--slots", 4, "--json", "--plot", tmp_path / "plot.png"
+    code, out, _ = kt("bench", "experts", routes, *options)
+    assert code == 0 and {r["tokens"] for r in json.loads(out)} == {20}
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_experts_refuses(kt: Any, routes: Path, tmp_path: Path) -> None:
+    failed(kt("bench", "experts", routes, "--slots", "many"), 1, "--slots many: expected numbers")
+    failed(kt("bench", "experts", routes, "--slots", "17"), 1, "slots 17: expected 1 to 16")
+    STATISTICS.save(tmp_path / "stats")
+    failed(kt("bench", "experts", tmp_path / "stats"), 1, "expected kt-expert-routes")
+    record = RouteRecord.load(routes)
+    replace(record, passes=record.passes * 0).save(routes)
+    failed(kt("bench", "experts", routes), 1, "0 of 60 tokens had a pass of their own", "--prompts")
+    failed(kt("bench", "experts", routes, "--prompts"), 1, "1 passes: at least 2 are needed")

@@ -63,6 +63,10 @@ def test_uniform() -> None:
     assert hot({"gpu_experts_ratio": 1}) == dict.fromkeys(LAYERS, list(range(E)))
 
 
+def test_a_ratio_is_not_one_less_for_its_rounding() -> None:
+    assert 0.29 * 100 < 29 and KTOptions(gpu_experts_ratio=0.29).hot_count(100) == 29
+
+
 def test_front_loading() -> None:
     given = {"expert_placement_strategy": "front-loading"}
     assert hot({**given, "num_gpu_experts": 4}) == {1: [*range(8)], 2: [0, 1, 2, 3], 4: []}

@@ -48,6 +48,7 @@ def model_of(**options: Any) -> HybridModel:
                 layer.add_weight(expert, which, torch.zeros(matrix_shapes(H, INNER)[which]))
         layer.finish_loading()
     model.finish_loading()
+    recording.begin()
     return model
 
 
@@ -109,11 +110,18 @@ def test_files_have_what_was_served(hot: int, tmp_path: Path) -> None:
     assert not recording._recordings
 
 
-def test_batches_of_the_start_are_forgotten(tmp_path: Path) -> None:
+def test_batches_of_the_start_are_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = recording.begin
+    monkeypatch.setattr(recording, "begin", lambda: None)
     model = model_of(record_kt_gpu_expert_distribution=str(tmp_path / "stats"))
+    assert model.recording is not None
     (first, _), (second, _) = passes(2)
     serve(model, first)
-    recording.restart()
+    model.recording.save()
+    assert not (tmp_path / "stats").exists()
+    begin()
     serve(model, second)
     del model
     gc.collect()
@@ -121,7 +129,7 @@ def test_batches_of_the_start_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_files_are_written_while_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "WRITE_SECONDS", 0.02)
+    monkeypatch.setattr(recording, "LOOK_SECONDS", 0.02)
     path = tmp_path / "stats"
     model = model_of(record_kt_gpu_expert_distribution=str(path))
     serve(model, next(passes(1))[0])

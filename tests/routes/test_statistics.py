@@ -119,7 +119,7 @@ def test_heat_map() -> None:
         counts=np.ones((2, 130)),
     )
     rows = heat_map(wide, columns=64).splitlines()
-    assert "A character is 3 experts" in rows[1] and "▒" * 44 + "  " in rows[-1]
+    assert "A character is the mean of 3 experts" in rows[1] and "▒" * 44 + "  " in rows[-1]
 
 
 def test_experts_for() -> None:

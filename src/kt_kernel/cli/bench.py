@@ -1,4 +1,4 @@
-"""``kt bench``: analyses benchmark traces."""
+"""``kt bench``: analyses traces and recorded routes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Analyse benchmark traces.", no_args_is_help=True)
+from .bench_experts import experts
 
-
-@app.callback()
-def _group() -> None:  # keeps "trace" a subcommand although it is the only one
-    pass
+app = typer.Typer(help="Analyse traces and recorded routes.", no_args_is_help=True)
+app.command("experts")(experts)
 
 
 @app.command()

@@ -23,6 +23,12 @@ class Contents:
     tensors: Mapping[str, np.ndarray]
     model: RoutedModel | None
 
+    def need_model(self, place: str) -> RoutedModel:
+        """The model. ValueError, beginning with ``place``, if there is none."""
+        if self.model is None:
+            raise ValueError(f"{place}: its metadata names no model")
+        return self.model
+
 
 def write(
     path: str, kind: str, tensors: Mapping[str, np.ndarray], model: RoutedModel | None

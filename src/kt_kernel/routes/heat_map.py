@@ -23,7 +23,7 @@ def heat_map(statistics: ExpertStatistics, columns: int = 64) -> str:
     padded[:, :experts] = relative
     cells = np.nanmean(padded.reshape(layers, -1, together), axis=2)
     shades = np.asarray(np.digitize(cells, _LIMITS))
-    each = "expert" if together == 1 else f"{together} experts"
+    each = "an expert" if together == 1 else f"the mean of {together} experts"
     lines = [
         f"{statistics.model.describe()}: {statistics.tokens.max():,.0f} tokens",
         f"A character is {each}; with the mean of a layer at 1: "

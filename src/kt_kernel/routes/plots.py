@@ -13,6 +13,10 @@ from ..runtime.files import replace_file
 from .simulator import Result
 from .statistics import ExpertStatistics
 
+_COLOURS = [
+    f"tab:{name}" for name in "blue orange green red purple brown pink gray olive cyan".split()
+] + ["gold", "black"]
+
 
 def plot_heat_map(statistics: ExpertStatistics, path: str | os.PathLike[str]) -> None:
     """Draws each expert's use, relative to the mean of its layer. ImportError without matplotlib,
@@ -36,20 +40,23 @@ def plot_heat_map(statistics: ExpertStatistics, path: str | os.PathLike[str]) ->
 
 def plot_policies(results: Mapping[str, Sequence[Result]], path: str | os.PathLike[str]) -> None:
     """Draws the hit rate over the number of slots: a panel for each record (the keys), a line for
-    each policy. Raises what `plot_heat_map` raises."""
+    each policy, dashed for placements that never change. Raises what `plot_heat_map` raises."""
     figure_class = _figure_class()
-    figure = figure_class(figsize=(4.2 * len(results), 4.4), layout="constrained")
+    figure = figure_class(figsize=(3.6 * len(results) + 2.6, 4.2), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, (title, found) in zip(panels, results.items(), strict=True):
+        axes.set_prop_cycle(color=_COLOURS)
         for policy in dict.fromkeys(result.policy for result in found):
             line = sorted((r.slots, 100 * r.hit_rate) for r in found if r.policy == policy)
-            axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=policy)
+            fixed = not any(r.uploads for r in found if r.policy == policy)
+            style = "--" if fixed else "-"
+            axes.plot(*zip(*line, strict=True), style, marker="o", markersize=3, label=policy)
         axes.set_title(title)
         axes.set_xlabel("slots per layer")
         axes.set_ylim(0, 100)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("hit rate (%)")
-    panels[-1].legend(fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     _write(figure, path)
 
 

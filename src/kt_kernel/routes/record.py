@@ -68,13 +68,12 @@ class RouteRecord:
         """Raises OSError, or ValueError naming the file if it is not such a file."""
         place = os.fspath(path)
         contents = files.read(place, KIND, _SHAPES, place)
-        if contents.model is None:
-            raise ValueError(f"{place}: its metadata names no model")
+        model = contents.need_model(place)
         routes, passes = contents.tensors["routes"], contents.tensors["passes"]
-        experts = contents.model.num_experts
+        experts = model.num_experts
         if ((routes < -1) | (routes >= experts)).any():
             raise ValueError(f"{place}: routes must be -1 to {experts - 1}")
         if (np.diff(passes) < 0).any():
             raise ValueError(f"{place}: passes must ascend")
         layers = files.check_layers(contents.tensors["layers"], place)
-        return cls(contents.model, layers, routes, passes)
+        return cls(model, layers, routes, passes)

@@ -53,19 +53,18 @@ class ExpertStatistics:
         """Raises OSError, or ValueError naming the file if it is not such a file."""
         place = os.fspath(path)
         contents = files.read(place, KIND, _SHAPES, place)
-        if contents.model is None:
-            raise ValueError(f"{place}: its metadata names no model")
+        model = contents.need_model(place)
         counts, tokens = contents.tensors["counts"], contents.tensors["tokens"]
-        if counts.shape[1] != contents.model.num_experts:
+        if counts.shape[1] != model.num_experts:
             raise ValueError(
                 f"{place}: counts of {counts.shape[1]} experts, but the model has "
-                f"{contents.model.num_experts}"
+                f"{model.num_experts}"
             )
         for name, values in (("counts", counts), ("tokens", tokens)):
             if not (np.isfinite(values) & (values >= 0)).all():
                 raise ValueError(f"{place}: {name} must be finite and at least 0")
         layers = files.check_layers(contents.tensors["layers"], place)
-        return cls(contents.model, layers, counts, tokens)
+        return cls(model, layers, counts, tokens)
 
 
 def merge(

@@ -1,6 +1,7 @@
 """Reads a served model's configuration: any object with the attributes of a Hugging Face
 ``config.json``."""
 
+import os
 from typing import Any
 
 from ..routes.model import RoutedModel
@@ -80,6 +81,7 @@ def routed_model(config: Any) -> RoutedModel:
         # SGLang pads the sizes for its CPU kernels and keeps the original ones.
         if size_of(config, name) == inter:
             inter = size_of(config, f"original_{name}") or inter
+    name = str(getattr(config, "_name_or_path", None) or "")
     return RoutedModel(
         model_type=str(getattr(config, "model_type", None) or ""),
         num_hidden_layers=size_of(config, "num_hidden_layers") or 0,
@@ -87,5 +89,5 @@ def routed_model(config: Any) -> RoutedModel:
         num_experts_per_tok=size_of(config, "num_experts_per_tok") or 0,
         hidden_size=hidden or 0,
         moe_intermediate_size=inter or 0,
-        name=str(getattr(config, "_name_or_path", None) or ""),
+        name=os.path.basename(name) if os.path.isabs(name) else name,
     )

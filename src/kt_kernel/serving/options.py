@@ -290,7 +290,7 @@ class KTOptions:
         """Hot experts of a layer with num_experts, on average if layers may differ. Rounded down.
         OptionError if the layer has fewer than requested."""
         if self.gpu_experts_ratio is not None:
-            return int(self.gpu_experts_ratio * num_experts)
+            return self.share_of(num_experts)
         hot = self.num_gpu_experts or 0
         if hot > num_experts:
             raise OptionError(
@@ -298,6 +298,10 @@ class KTOptions:
                 f"accepted: 0 to {num_experts}"
             )
         return hot
+
+    def share_of(self, experts: int) -> int:
+        """The ratio of this many experts, rounded down; 0.29 of 100 are 29."""
+        return int((self.gpu_experts_ratio or 0) * experts + 1e-9)
 
     def _hot(self) -> str:
         if self.gpu_experts_mask is not None:

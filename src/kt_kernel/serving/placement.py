@@ -152,7 +152,7 @@ def _need_layers(layers: tuple[int, ...], config: Any) -> None:
 def _total(options: KTOptions, layers: int, experts: int) -> int:
     """Hot experts of all layers."""
     if options.gpu_experts_ratio is not None:
-        return int(options.gpu_experts_ratio * layers * experts)
+        return options.share_of(layers * experts)
     return options.hot_count(experts) * layers
 
 

@@ -2,7 +2,7 @@
 
 On a GPU, a kernel counts (`kt_kernel.device.route_kernel`), and nothing waits for it: it leaves its
 totals in pinned memory, which a thread of this module reads. Engine processes are often killed, so
-the thread writes the files every few seconds if there is anything new.
+the thread writes the files when there are no new tokens, and every few seconds while there are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing.util
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,9 @@ from ..runtime.forks import per_process
 from ..runtime.streams import on_stream
 from .options import ROUTES_TOKENS, KTOptions
 
-WRITE_SECONDS = 5.0
-_GROWTH = 1.25  # a longer record is written once it has grown by this factor, or no longer grows
+LOOK_SECONDS = 0.5  # files are written when there was nothing new for this long
+WRITE_SECONDS = 5.0  # and this often otherwise
+_GROWTH = 1.25  # in between, a record is only written once it has grown by this factor
 
 _logger = logging.getLogger(__name__)
 _recordings: list[ModelRecording] = []
@@ -47,7 +49,8 @@ class ModelRecording:
         self.capacity = 0  # tokens whose routes are kept
         if self._routes_path is not None:
             self.capacity = options.expert_routes_tokens or ROUTES_TOKENS
-        self._saved_tokens = self._seen_tokens = self._saved_routes = 0
+        self._saved_tokens = self._saved_routes = 0
+        self._began = False
         self._stop = threading.Event()
         per_process(self, "_lock", threading.RLock)
 
@@ -57,27 +60,37 @@ class ModelRecording:
         return layer
 
     def start(self, owner: object) -> None:
-        """Writes the files from now on, the last time when the owner is deleted or the process
-        ends."""
+        """Prepares writing the files: from `begin` on, the last time when the owner is deleted or
+        the process ends."""
         _recordings.append(self)
         threading.Thread(target=self._run, name="kt-record", daemon=True).start()
         # Also runs at the end of child processes, where atexit does nothing.
         multiprocessing.util.Finalize(owner, self._close, exitpriority=100)
 
     def _run(self) -> None:
-        while not self._stop.wait(WRITE_SECONDS):
-            self.save()
+        written, seen = time.monotonic(), 0
+        while not self._stop.wait(LOOK_SECONDS):
+            tokens = self._tokens()
+            idle, seen = tokens == seen, tokens
+            if idle or time.monotonic() - written >= WRITE_SECONDS:
+                self.save(complete=idle)
+                written = time.monotonic()
 
     def _close(self) -> None:
         self._stop.set()
-        self.save(last=True)
+        self.save(complete=True)
         _recordings.remove(self)
 
-    def restart(self) -> None:
-        """Forgets what was counted so far, such as the dummy batches of an engine's start."""
+    def begin(self) -> None:
+        """Forgets what was counted so far: the dummy batches of an engine's start. Nothing is
+        written before this call."""
         for layer in self.layers:
             layer.clear()
-        self._saved_tokens = self._seen_tokens = self._saved_routes = 0
+        self._saved_tokens = self._saved_routes = 0
+        self._began = True
+
+    def _tokens(self) -> int:
+        return min(layer.tokens for layer in self.layers)
 
     def statistics(self) -> ExpertStatistics:
         """What was counted so far; zeros before the first batch."""
@@ -103,22 +116,22 @@ class ModelRecording:
             found[0][1][:count].astype(np.int64),
         )
 
-    def save(self, last: bool = False) -> None:
-        """Writes the files that have something new. last: this is the last call; otherwise a
-        growing record is written less often. If a file cannot be written, logs a warning."""
+    def save(self, complete: bool = True) -> None:
+        """Writes the files that have something new, once `begin` was called. complete: otherwise,
+        a record is only written if it has grown much. If a file cannot be written, logs a
+        warning."""
         with self._lock:
-            statistics = self.statistics()
-            tokens = int(statistics.tokens.min())
-            idle, self._seen_tokens = tokens == self._seen_tokens, tokens
+            tokens = self._tokens()
+            if not self._began:
+                return
             if self._stats_path is not None and tokens != self._saved_tokens:
-                _write(self._stats_path, statistics.save)
+                _write(self._stats_path, self.statistics().save)
                 self._saved_tokens = tokens
-            kept = min(tokens, self.capacity)
-            whole = last or idle or kept == self.capacity
-            if self._routes_path is not None and kept != self._saved_routes:  # noqa: SIM102
-                if whole or kept >= self._saved_routes * _GROWTH:
-                    _write(self._routes_path, self.routes().save)
-                    self._saved_routes = kept
+            kept, saved = min(tokens, self.capacity), self._saved_routes
+            complete = complete or kept == self.capacity or kept >= saved * _GROWTH
+            if self._routes_path is not None and kept != saved and complete:
+                _write(self._routes_path, self.routes().save)
+                self._saved_routes = kept
 
 
 class LayerRecording:
@@ -193,6 +206,11 @@ class LayerRecording:
             torch.cuda.synchronize(self._device)
         self._host[0].zero_()
 
+    @property
+    def tokens(self) -> int:
+        """Tokens counted so far."""
+        return 0 if self._device is None else int(self._host[0][self._experts])
+
     def totals(self, experts: int) -> np.ndarray:
         """int64 [E + 1]: of each expert, and tokens; a copy."""
         if self._device is None:
@@ -203,7 +221,7 @@ class LayerRecording:
         """Routes int16 [T, k] and passes int32 [T] of the tokens that were kept; copies."""
         if self._device is None:
             return np.empty((0, 1), np.int16), np.empty(0, np.int32)
-        count = min(int(self._host[0][self._experts]), self._capacity)
+        count = min(self.tokens, self._capacity)
         return self._host[1].numpy()[:count].copy(), self._host[2].numpy()[:count].copy()
 
 
@@ -233,10 +251,11 @@ def launch(
     )
 
 
-def restart() -> None:
-    """Makes all models of this process forget what was counted during the engine's start."""
+def begin() -> None:
+    """Begins the recordings of all models of this process, see `ModelRecording.begin`. Called at
+    the end of an engine's start."""
     for recording in list(_recordings):
-        recording.restart()
+        recording.begin()
 
 
 def _write(path: str, save: Callable[[str], None]) -> None:

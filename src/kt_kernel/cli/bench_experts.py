@@ -1,0 +1,70 @@
+"""``kt bench experts``: replays recorded routes through caches of hot experts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+_SHARES = (0.12, 0.25, 0.4)  # of the experts, if no numbers of slots are given
+
+
+def experts(
+    file: Annotated[str, typer.Argument(help="file that --record-kt-expert-routes wrote")],
+    slots: Annotated[
+        str | None,
+        typer.Option(help="hot experts per layer, as 16,32,64 (default: 12, 25 and 40% of all)"),
+    ] = None,
+    streams: Annotated[
+        int, typer.Option(min=1, help="simulate this many requests that are decoded in parallel")
+    ] = 1,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="include tokens that shared a pass, such as prompts")
+    ] = False,
+    plot: Annotated[
+        str | None, typer.Option(metavar="PNG", help="also draw the hit rates to this file")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Show which experts to keep on the GPU: how often fixed placements and caches would be hit."""
+    from ..routes.compare import compare, table
+    from ..routes.locality import reuse
+    from ..routes.plots import plot_policies
+    from ..routes.record import RouteRecord
+    from ..routes.simulator import as_streams
+
+    record = RouteRecord.load(file)
+    seen = len(record.passes)
+    if not prompts:
+        record = record.decoded
+    if len(record.passes) < 2:
+        raise ValueError(
+            f"{file}: {len(record.passes)} of {seen} tokens had a pass of their own; record one "
+            "request at a time, or add --prompts"
+        )
+    locality = {within: reuse(record.routes, within) for within in (1, 8)}
+    if streams > 1:
+        record = as_streams(record, streams)
+    results = compare(record, _numbers(slots, record.model.num_experts))
+    if plot is not None:
+        plot_policies({record.model.describe(): results}, plot)
+    if as_json:
+        print(json.dumps([asdict(result) for result in results], indent=1))
+        return
+    print(
+        f"{record.model.describe()}: {len(record.passes)} tokens in {len(record.layers)} layers; "
+        f"{locality[1]:.0%} of the uses of an expert repeat one of the token before, "
+        f"{locality[8]:.0%} of the 8 before\n"
+    )
+    print(table(results))
+
+
+def _numbers(text: str | None, experts: int) -> list[int]:
+    if text is None:
+        return sorted({max(1, round(share * experts)) for share in _SHARES})
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--slots {text}: expected numbers such as 16,32,64") from None
