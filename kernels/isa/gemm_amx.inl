@@ -172,12 +172,11 @@ inline void multiply_block(B& b, Pace<B>& pace, Operands o, int64_t end, const O
   pace.step();
 }
 
+// Multiplies m rows with all units of B.
 template <class B>
-void tile_product(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
-                  float* out) {
-  B b(tile, layout);
+void multiply_rows(B& b, int64_t units, const ActRows& a, int64_t m, float* out) {
   Pace<B> pace{b};
-  const int64_t units = layout.cols_padded() / (B::kInteger ? 64 : 32), blocks = ceil_div(m, 32);
+  const int64_t blocks = ceil_div(m, 32);
   const auto stretch_end = [&](int64_t u) {
     return u + kStretchUnits < units ? u + kStretchUnits : units;
   };
@@ -216,4 +215,11 @@ void tile_product(const uint8_t* tile, const MatrixLayout& layout, const ActRows
   if (pending) store_32(pending);
   stores_before_tile_loads();
   b.finish(a, m, out);
+}
+
+template <class B>
+void tile_product(const uint8_t* tile, const MatrixLayout& layout, const ActRows& a, int64_t m,
+                  float* out) {
+  B b(tile, layout);
+  multiply_rows(b, layout.cols_padded() / (B::kInteger ? 64 : 32), a, m, out);
 }

@@ -51,6 +51,14 @@ constexpr TransposedProduct kTransposed[] = {
 static_assert(sizeof kTransposed / sizeof *kTransposed == kFormatCount,
               "a transposed product for each format");
 
+#ifdef KT_AMX
+constexpr TileTraining kTileTraining = {turn_rows, combine_pairs};
+constexpr const TileTraining* kTiles = &kTileTraining;
+#else
+constexpr const TileTraining* kTiles = nullptr;
+#endif
+
 constexpr TrainingKernels kTraining = {
-    kTransposed, swiglu_backward_tile, outer_product, gather_columns, add_tile, drop_columns,
+    kTransposed,    kTiles,   swiglu_backward_tile, outer_product,
+    gather_columns, add_tile, drop_columns,
 };

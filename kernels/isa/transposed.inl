@@ -1,7 +1,7 @@
-// Products with the transpose of packed weights (kt/training.h). A stretch of rows of W is unpacked
-// by columns, as the GEMM kernels of float32 do it, and turned round, so that it becomes a stretch
-// of columns of the transpose; then the forward kernels run over it. All of it stays in a cache
-// while all m rows go by.
+// Products with the transpose of packed weights (kt/training.h), on the vector units. A stretch of
+// rows of W is unpacked by columns, as the GEMM kernels of float32 do it, and turned round, so that
+// it becomes a stretch of columns of the transpose; then the forward kernels run over it. All of it
+// stays in a cache while all m rows go by. Tiles have their own way (transposed_amx.inl).
 
 // 32 columns w[column][32 rows] to [row][32 columns].
 inline void transpose_tile(const float* w, float* to) {
@@ -52,71 +52,7 @@ inline void prefetch_rows(const ActRows& a, int64_t first, int64_t rows, int64_t
 }
 
 #ifdef KT_AMX
-// A tile's columns as steps of bf16 pairs of rows (kt/format.h), the tile's part of the packed
-// tiles of the transpose: steps[column / 32][16 pairs][32 columns], `stride` bytes from 32 columns
-// to the next.
-template <class Columns> struct TurnedPairs {
-  static void unpack(const uint8_t* tile, const MatrixLayout& layout, int64_t column,
-                     int64_t columns, uint8_t* steps, int64_t stride) {
-    alignas(64) float w[kTransposedColumns * kTileRows];
-    Columns::unpack(tile, layout, column, columns, w);
-    for (int64_t c = 0; c < columns; c += kTileRows, steps += stride)
-      for (int v = 0; v < kTileVectors; ++v) {
-        F pairs[kLanes];
-        for (int i = 0; i < kLanes; ++i) {
-          const float* one = w + (c + v * kLanes + i) * kTileRows;
-          pairs[i] = as_f(bf16_words(f_load(one + kLanes), f_load(one)));
-        }
-        transpose(pairs);
-        for (int i = 0; i < kLanes; ++i) i_store(steps + i * kStepBytes + v * 64, as_i(pairs[i]));
-      }
-  }
-};
-
-// bf16 weights stay as they are: a lane has two columns of a row, and gets two rows of a column.
-template <> struct TurnedPairs<Bf16Columns> {
-  static void unpack(const uint8_t* tile, const MatrixLayout&, int64_t column, int64_t columns,
-                     uint8_t* steps, int64_t stride) {
-    const I upper = i_set(int32_t(0xffff0000));
-    const I first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const I last = i_add(first, i_set(8));
-    const uint8_t* from = tile + column / 2 * kStepBytes;
-    for (int64_t c = 0; c < columns; c += kTileRows, steps += stride, from += 16 * kStepBytes)
-      for (int v = 0; v < kTileVectors; ++v) {
-        F rows[kLanes];
-        for (int i = 0; i < kLanes; ++i) rows[i] = as_f(i_load(from + i * kStepBytes + v * 64));
-        transpose(rows);
-        uint8_t* to = steps + v * kLanes / 2 * kStepBytes;
-        for (int i = 0; i < kLanes; i += 2, to += kStepBytes) {
-          const I a = as_i(rows[i]), b = as_i(rows[i + 1]);
-          const I even = select(upper, i_sll<16>(b), a), odd = select(upper, b, i_srl<16>(a));
-          i_store(to, _mm512_permutex2var_epi32(even, first, odd));
-          i_store(to + 64, _mm512_permutex2var_epi32(even, last, odd));
-        }
-      }
-  }
-};
-
-template <class Columns>
-void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
-                        int64_t column, const ActRows& a, int64_t m, uint8_t* scratch, float* out,
-                        int64_t out_stride) {
-  constexpr int64_t kAhead = 2;  // tiles whose weights are on their way
-  const MatrixLayout packed{WeightFormat::kBF16, kTileRows, layout.tiles() * kTileRows, 0};
-  const int64_t columns = transposed_columns(layout, column), n = layout.tiles();
-  const auto fetch = [&](int64_t first, int64_t count) {
-    tiles_ahead(tiles, tile_stride, layout, column, columns, first, count).fetch(0, 1);
-  };
-  fetch(0, kAhead);
-  for (int64_t t = 0; t < n; ++t) {
-    fetch(t + kAhead, 1);
-    TurnedPairs<Columns>::unpack(tiles + t * tile_stride, layout, column, columns,
-                                 scratch + t * kUnitBytes, packed.tile_bytes());
-  }
-  stores_before_tile_loads();
-  for (int64_t c = 0; c < columns / kTileRows; ++c)
-    tile_product<Bf16Units>(scratch + c * packed.tile_bytes(), packed, a, m, out + c * out_stride);
-}
+#include "transposed_amx.inl"
 #else
 // A stretch of rows of W, turned round: w[tile of columns][row][32].
 struct TurnedBlock {

@@ -53,15 +53,39 @@ void BackwardPass::clear_gradients() {
   worker_.team_barrier();
 }
 
-void BackwardPass::take_rows() {
+void BackwardPass::take_grad_out() {
   const int64_t h = config_.hidden_size;
-  each_pair([&](const ExpertRows& e, int64_t r) {
-    const int64_t token = first_ + plan().tokens()[e.first + r];
-    grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
+  const BF16Rows rows = grad_out_rows();
+  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
+  constexpr int64_t kParts = 8;  // of an item
+  team_phase(plan().items(), kParts, cost, [&](int64_t number, int64_t part) {
+    const WorkItem& item = plan().item(number);
+    const ExpertRows& e = plan().expert(item.expert);
+    const int64_t each = round_up(ceil_div(item.rows(), kParts), kTileRows);
+    const int64_t begin = item.first + part * each, end = std::min(begin + each, item.last);
+    for (int64_t first = begin; first < end; first += kTileRows) {
+      const int64_t m = std::min(kTileRows, end - first);
+      for (int64_t r = first; r < first + m; ++r) {
+        const int64_t token = first_ + plan().tokens()[e.first + r];
+        rows.put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
+        note_pair(e.first + r);
+        for (Matrix matrix : {kGate, kUp}) {
+          if (!adapters_ || state_.config.recompute) continue;
+          std::copy_n(kept_ranks(as<float>(saved_.ranks), e, r, matrix), lora_.rank(),
+                      rank_values(matrix, e) + r * lora_.rank_padded());
+        }
+      }
+      turn(rows, space_.turned_out, e, first, m, 0, hidden_tiles());
+    }
   });
-  if (!adapters_ && !in_.base) return;
-  take_x();
-  adapters_of_x();
+}
+
+void BackwardPass::take_rows() {
+  take_grad_out();
+  if (state_.config.recompute) {
+    take_x();
+    adapters_of_x(nullptr);
+  }
   if (!adapters_) return;
   const int64_t padded = lora_.rank_padded();
   const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
@@ -70,7 +94,7 @@ void BackwardPass::take_rows() {
     const ExpertRows& e = plan().expert(item.expert);
     row_blocks(item.first, item.last, [&](int64_t r, int64_t m) {
       float* values = mine_.tile[0];
-      adapter_product(kDown, kLoraBt, e.slot, tile, grad_out_rows(), row(e) + r, m, values);
+      adapter_product(kDown, kLoraBt, e.slot, tile, grad_out_rows().from(row(e) + r), m, values);
       for (int64_t i = 0; i < m; ++i) {
         float* one = values + i * kTileRows;
         for (int64_t n = 0; n < kTileRows; ++n) one[n] *= state_.config.scaling;

@@ -5,15 +5,18 @@
 
 namespace kt {
 
-// The gradient of x. Where the columns of an expert's matrices have orders of their own (act-order)
-// a column of the sum takes from columns all over the rows, which come first.
+// The gradient of x. Vector kernels add an expert's products to the sums of its group at once. With
+// tiles they are kept by pair, see keeps_pairs(). They are kept, too, where the columns of an
+// expert's matrices have orders of their own (act-order), because a column of the sum then takes
+// from columns all over the rows.
 void BackwardPass::input() {
   const int64_t blocks = part().size ? ceil_div(hidden_tiles(), 2) : 0;
   const int64_t groups = plan().groups();
-  if (layer_.order.any) {
+  if (keeps_input()) {
     const auto cost = [&](int64_t i) { return std::max<int64_t>(plan().expert(i).count, 32); };
     pool_phase(plan().active(), blocks, cost,
                [&](int64_t i, int64_t block) { input_columns(plan().expert(i), block, 0); });
+    if (!layer_.order.any) return combine_pairs(args_.grad_in, false);
     ordered_input();
   } else {
     const auto cost = [&](int64_t i) { return plan().group(i % groups).pairs; };
@@ -28,8 +31,8 @@ void BackwardPass::input() {
   finish_sums(args_.grad_in);
 }
 
-// 64 columns of W^T d of gate and up: added to the group's sums, with the adapters' part, or kept
-// by pair where columns have orders.
+// 64 columns of W^T d of gate and up, with the adapters' part: added to the group's sums, or kept
+// by pair. Where columns have orders, each matrix is kept by itself, without adapters.
 void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t group) {
   const uint8_t* weights = layer_.expert(worker_.pool, e.slot);
   const int64_t first_tile = 2 * block, tiles = std::min<int64_t>(hidden_tiles() - first_tile, 2);
@@ -39,23 +42,24 @@ void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t gro
       const MatrixLayout& layout = part().layout[matrix];
       training_.transposed[int(layout.format)](
           weights + part().begin_of(matrix), part().stride_of(matrix), layout,
-          block * kTransposedColumns, grad_rows(matrix).from(row(e) + r), m, mine_.transposed,
-          mine_.tile[2 * matrix], tile_floats);
+          block * kTransposedColumns, operand(grad_rows(matrix), pool_space().turned[matrix], e, r),
+          m, mine_.transposed, mine_.tile[2 * matrix], tile_floats);
     }
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t tile = first_tile + t, pair = e.first + r;
       float *gate = mine_.tile[t], *up = mine_.tile[2 + t];
       if (layer_.order.any) {
-        for (int64_t i = 0; i < m; ++i)
-          for (Matrix matrix : {kGate, kUp})
-            std::copy_n((matrix == kGate ? gate : up) + i * kTileRows, kTileRows,
-                        grad_x(worker_.pool, matrix, pair + i) + tile * kTileRows);
+        keep_tile(kGate, pair, m, tile, gate);
+        keep_tile(kUp, pair, m, tile, up);
         continue;
       }
       training_.add(gate, up, nullptr, m);
       if (adapters_ && first_part()) input_adapters(e, tile, r, m, gate);
-      table_.merge(gate, nullptr, space_.ones.data(), plan().tokens() + pair, m,
-                   sum_of(worker_.pool, group, tile));
+      if (keeps_input())
+        keep_tile(kGate, pair, m, tile, gate);
+      else
+        table_.merge(gate, nullptr, space_.ones.data(), plan().tokens() + pair, m,
+                     sum_of(worker_.pool, group, tile));
     }
   });
 }
@@ -65,7 +69,8 @@ void BackwardPass::input_adapters(const ExpertRows& e, int64_t tile, int64_t fir
                                   float* to) {
   float* adapter = mine_.tile[4];
   for (Matrix matrix : {kGate, kUp}) {
-    adapter_product(matrix, kLoraAt, e.slot, tile, rank_rows(matrix), row(e) + first, m, adapter);
+    adapter_product(matrix, kLoraAt, e.slot, tile, rank_rows(matrix).from(row(e) + first), m,
+                    adapter);
     drop_tile(matrix, e, first, m, tile * kTileRows, adapter);
     training_.add(to, adapter, nullptr, m);
   }
@@ -90,7 +95,7 @@ void BackwardPass::ordered_input() {
           const int32_t* from =
               saved_.inverse_order.data() + (2 * position + matrix) * h + tile * kTileRows;
           for (int64_t row = 0; row < m; ++row) {
-            const float* kept = grad_x(worker_.pool, matrix, e.first + r + row);
+            const float* kept = by_pair(worker_.pool, matrix, e.first + r + row);
             for (int64_t c = 0; c < valid; ++c) values[row * kTileRows + c] += kept[from[c]];
           }
         }

@@ -27,9 +27,10 @@ void BackwardPass::inter_columns(const ExpertRows& e, int64_t block) {
   std::fill_n(mine_.sums, tiles * sums, 0.0f);
   row_blocks(0, e.count, [&](int64_t r, int64_t m) {
     float* v = mine_.tile[0];  // and tile[1]
-    training_.transposed[int(layout.format)](
-        weights, layout.tile_bytes(), layout, block * kTransposedColumns,
-        grad_out_rows().from(row(e) + r), m, mine_.transposed, v, mine_.tile[1] - v);
+    training_.transposed[int(layout.format)](weights, layout.tile_bytes(), layout,
+                                             block * kTransposedColumns,
+                                             operand(grad_out_rows(), space_.turned_out, e, r), m,
+                                             mine_.transposed, v, mine_.tile[1] - v);
     for (int64_t t = 0; t < tiles; ++t)
       inter_tile(e, first_tile + t, r, m, mine_.tile[t], mine_.sums + t * sums);
   });
@@ -44,7 +45,7 @@ void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, 
   ByMatrix<float*> d{mine_.tile[4], mine_.tile[5], h};
   const int64_t at = row(e) + first, column = part().begin + tile * kTileRows;
   if (adapters_) {
-    adapter_product(kDown, kLoraAt, e.slot, tile, rank_rows(kDown), at, m, adapter);
+    adapter_product(kDown, kLoraAt, e.slot, tile, rank_rows(kDown).from(at), m, adapter);
     drop_tile(kDown, e, first, m, column, adapter);
     training_.add(v, adapter, nullptr, m);
   }
@@ -55,10 +56,10 @@ void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, 
   training_.swiglu_backward(kept(0), kept(1), v, plan().weights() + e.first + first,
                             config_.activation, m,
                             {h, d[kGate], d[kUp], dots(worker_.pool, tile) + e.first + first});
-  for (int64_t r = 0; r < m; ++r)
-    for (Matrix matrix : {kGate, kUp})
-      grad_rows(matrix).put(table_, at + r, tile, d[matrix] + r * kTileRows, DType::kFP32,
-                            valid_inter(tile));
+  for (Matrix matrix : {kGate, kUp}) {
+    grad_rows(matrix).put_tile(table_, at, tile, d[matrix], m, valid_inter(tile));
+    turn(grad_rows(matrix), pool_space().turned[matrix], e, first, m, tile, 1);
+  }
   for (int matrix = 0; full_ && matrix < kMatrices; ++matrix)
     std::copy_n(
         d[matrix], m * kTileRows,
@@ -66,8 +67,7 @@ void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, 
   if (!adapters_) return;
   drop_tile(kDown, e, first, m, column, h);
   const BF16Rows to = rows_in(pool_space().h, part().size);
-  for (int64_t r = 0; r < m; ++r)
-    to.put(table_, at + r, tile, h + r * kTileRows, DType::kFP32, valid_inter(tile));
+  to.put_tile(table_, at, tile, h, m, valid_inter(tile));
   const int64_t padded = lora_.rank_padded(), size = padded * kTileRows;
   const auto ranks = [&](Matrix matrix) { return rank_values(matrix, e) + first * padded; };
   training_.outer(ranks(kDown), padded, lora_.rank(), h, kTileRows, m, sums);
@@ -89,8 +89,8 @@ void BackwardPass::inter_sums(const ExpertRows& e, int64_t tile, const float* su
 
 // s * B^T d of gate and up, and w * s * (mask * h) A_down^T.
 void BackwardPass::ranks() {
-  rank_products({kGate, kUp, kDown}, [&](Matrix m) {
-    return m == kDown ? rows_in(pool_space().h, part().size) : grad_rows(m);
+  rank_products({kGate, kUp, kDown}, [&](const ExpertRows& e, Matrix m) {
+    return (m == kDown ? rows_in(pool_space().h, part().size) : grad_rows(m)).from(row(e));
   });
   const int64_t padded = lora_.rank_padded();
   each_pair([&](const ExpertRows& e, int64_t r) {

@@ -13,12 +13,12 @@ namespace kt {
 //   dA = (s * B^T d)^T (mask * x), dB = d^T (s * (mask * x) A^T), with w * dO for d of down
 // where mask is that of the forward pass, and roundings of activations count as if there were none.
 // Phases of a chunk:
-//   rows      dO and x as rows; s * (mask * x) A^T of gate and up; s * B_down^T dO
-//   again     gate and up, where the forward pass did not keep them
-//   inter     by columns of I: v, h, dg, du; gradients of A_down, B_gate and B_up
-//   ranks     s * B^T d of gate and up, s * (mask * h) A_down^T, by pool, then summed over pools
-//   input     by columns of H: dx, summed over the experts of a group, then over groups and pools
-//   hidden    by columns of H: gradients of A_gate, A_up and B_down, and of the weights
+//   rows      dO as rows; s * B_down^T dO
+//   again     s * (mask * x) A^T of gate and up, and these, where the forward pass did not keep
+//   them inter     by columns of I: v, h, dg, du; gradients of A_down, B_gate and B_up ranks     s
+//   * B^T d of gate and up, s * (mask * h) A_down^T, by pool, then summed over pools input     by
+//   columns of H: dx, summed over the experts of a group, then over groups and pools hidden    by
+//   columns of H: gradients of A_gate, A_up and B_down, and of the weights
 // A gradient is the sum over the rows of an expert in ascending order, by one thread, then over
 // chunks.
 class BackwardPass : TrainingPass {
@@ -31,6 +31,7 @@ class BackwardPass : TrainingPass {
   void chunk();
   void clear_gradients();
   void take_rows();
+  void take_grad_out();
   void gate_up_again();
   // backward_inter.cpp
   void inter();
@@ -44,6 +45,7 @@ class BackwardPass : TrainingPass {
   void input();
   void input_columns(const ExpertRows& e, int64_t block, int64_t group);
   void input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* to);
+  bool keeps_input() const { return keeps_pairs() || layer_.order.any; }
   void ordered_input();
   void hidden();
   void take_columns(const uint16_t* rows, const ExpertRows& e, int64_t tile, const float* factor,
@@ -65,12 +67,23 @@ class BackwardPass : TrainingPass {
   float* dots(int pool, int64_t tile) const {
     return as<float>(space_.pool[size_t(pool)].dots) + tile * space_.size.pairs;
   }
-  float* grad_x(int pool, Matrix m, int64_t pair) const {
-    return as<float>(space_.pool[size_t(pool)].grad_x[m]) +
-           pair * round_up(config_.hidden_size, kTileRows);
-  }
   BF16Rows grad_out_rows() const { return rows_in(space_.grad_out, config_.hidden_size); }
   BF16Rows grad_rows(Matrix m) const { return rows_in(pool_space().grad[m], part().size); }
+  // A of the transposed products with rows from `first` on, a multiple of 32: `rows`, or what
+  // turn_rows made of them in `turned`.
+  ActRows operand(const BF16Rows& rows, const sys::Mapping& turned, const ExpertRows& e,
+                  int64_t first) const {
+    if (!training_.tiles) return rows.from(row(e) + first);
+    return rows_in(turned, rows.columns).from(turned_row(e) + first);
+  }
+  // Units [unit, unit + units) of rows [first, first + m) of an expert.
+  void turn(const BF16Rows& rows, const sys::Mapping& turned, const ExpertRows& e, int64_t first,
+            int64_t m, int64_t unit, int64_t units) const {
+    if (!training_.tiles) return;
+    const ActRows from = rows.from(row(e) + first);
+    uint8_t* to = rows_in(turned, rows.columns).data + (turned_row(e) + first) * from.stride;
+    training_.tiles->turn_rows(from.data, from.stride, unit, units, m, to);
+  }
 
   const TrainingBackwardArgs args_;
   SavedForward& saved_;

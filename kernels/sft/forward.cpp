@@ -37,7 +37,7 @@ class TrainingForward : TrainingPass {
   void chunk() {
     if (saved_) keep_x();
     take_x();
-    adapters_of_x();
+    adapters_of_x(saved_ && !state_.config.recompute ? as<float>(saved_->ranks) : nullptr);
     gate_up([this](const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* gate,
                    float* up) {
       if (saved_ && !state_.config.recompute)
@@ -49,8 +49,13 @@ class TrainingForward : TrainingPass {
     });
     quantise_h();
     adapter_of_h();
-    down();
-    finish_sums(out_);
+    if (keeps_pairs()) {
+      down_by_pair();
+      combine_pairs(out_, true);
+    } else {
+      down();
+      finish_sums(out_);
+    }
   }
 
   // Each thread a part. Nobody reads it in this job.
@@ -62,10 +67,10 @@ class TrainingForward : TrainingPass {
   }
 
   void adapter_h(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* h) {
+    if (shares_rows(e, kDown)) return;
     drop_tile(kDown, e, first, m, part().begin + tile * kTileRows, h);
     const BF16Rows to = rows_in(pool_space().h, part().size);
-    for (int64_t r = 0; r < m; ++r)
-      to.put(table_, row(e) + first + r, tile, h + r * kTileRows, DType::kFP32, valid_inter(tile));
+    to.put_tile(table_, row(e) + first, tile, h, m, valid_inter(tile));
   }
 
   void quantise_h() {
@@ -84,7 +89,10 @@ class TrainingForward : TrainingPass {
   }
 
   void adapter_of_h() {
-    rank_products({kDown}, [&](Matrix) { return rows_in(pool_space().h, part().size); });
+    rank_products({kDown}, [&](const ExpertRows& e, Matrix) {
+      if (shares_rows(e, kDown)) return h_.rows(e);
+      return rows_in(pool_space().h, part().size).from(row(e));
+    });
     const int64_t padded = lora_.rank_padded();
     each_pair([&](const ExpertRows& e, int64_t r) {
       float* sum = rank_values(kDown, e) + r * padded;
@@ -106,6 +114,14 @@ class TrainingForward : TrainingPass {
     });
   }
 
+  void down_by_pair() {
+    const int64_t tiles = part().size ? hidden_tiles() : 0;
+    const auto cost = [&](int64_t i) { return std::max<int64_t>(plan().expert(i).count, 32); };
+    pool_phase(plan().active(), tiles, cost,
+               [&](int64_t i, int64_t tile) { down_of_expert(plan().expert(i), tile, nullptr); });
+  }
+
+  // Adds a tile of an expert's products to `sum`, or keeps it by pair if that is null.
   void down_of_expert(const ExpertRows& e, int64_t tile, float* sum) {
     const MatrixLayout& layout = part().layout[kDown];
     const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + part().begin_of(kDown);
@@ -116,8 +132,12 @@ class TrainingForward : TrainingPass {
       pass_.kernel(e, kDown).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
                                      values);
       if (first_part()) {
-        adapter_product(kDown, kLoraB, e.slot, tile, rank_rows(kDown), row(e) + r, m, adapter);
+        adapter_product(kDown, kLoraB, e.slot, tile, rank_rows(kDown).from(row(e) + r), m, adapter);
         training_.add(values, adapter, nullptr, m);
+      }
+      if (!sum) {
+        keep_tile(kGate, e.first + r, m, tile, values);
+        return;
       }
       table_.merge(values, bias ? bias + tile * kTileRows : nullptr, plan().weights() + e.first + r,
                    plan().tokens() + e.first + r, m, sum);

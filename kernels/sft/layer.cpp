@@ -45,7 +45,7 @@ TrainingSize size_of(const LayerState& layer, const TrainingConfig& c) {
   need((std::min(l.num_experts, pairs) + pairs / kItemRows) * tiles <= sys::kMaxTasks,
        "rank " + std::to_string(c.rank) + ": too large for " + std::to_string(l.num_experts) +
            " experts and max_tokens " + std::to_string(l.max_tokens));
-  return {l.max_tokens, pairs, l.num_experts, l.hidden_size, l.intermediate_size, c.rank};
+  return {l.max_tokens, l.top_k, pairs, l.num_experts, l.hidden_size, l.intermediate_size, c.rank};
 }
 
 std::vector<int32_t> inverse_order(const LayerState& layer) {
@@ -108,7 +108,8 @@ std::shared_ptr<SavedForward> TrainingLayer::kept(const TrainingForwardArgs& arg
   const LayerState& layer = *state_->layer;
   const LayerConfig& c = layer.config;
   const int64_t routes = args.tokens * c.top_k;
-  PassMemory::Sizes sizes{size_t(args.tokens * c.hidden_size) * 2, {}};
+  PassMemory::Sizes sizes{size_t(args.tokens * c.hidden_size) * 2, 0, {}};
+  if (!config().recompute) sizes.ranks = size_t(routes * 2 * config().rank) * sizeof(float);
   for (size_t p = 0; p < layer.pools.size() && !config().recompute; ++p)
     sizes.gate_up.push_back(
         {size_t(routes * round_up(layer.pools[p].size, kTileRows)) * 4, team_->node(int(p))});

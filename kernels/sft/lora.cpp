@@ -5,7 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "../pack/pack.h"
 #include "../sys/need.h"
 
 namespace kt {
@@ -25,6 +24,28 @@ bool all_finite(const float* values, int64_t n) {
     good &= (bits & 0x7fffffff) < 0x7f7f8000;
   }
   return good;
+}
+
+// To bf16, to nearest even, in the low half; x is finite.
+uint32_t bf16_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// Packs a tile of bf16 weights (kt/format.h) of `rows` rows, whose values lie `to_row` and
+// `to_column` apart. The padding is left as it is.
+void pack_values(const MatrixLayout& layout, const float* values, int64_t rows, int64_t to_row,
+                 int64_t to_column, uint8_t* tile) {
+  for (int64_t k = 0; k < layout.cols; k += 2, tile += kStepBytes) {
+    const float* pair = values + k * to_column;
+    const int64_t second = k + 1 < layout.cols ? to_column : 0;
+    for (int64_t n = 0; n < rows; ++n, pair += to_row) {
+      const uint32_t low = bf16_bits(pair[0]), high = second ? bf16_bits(pair[second]) : 0;
+      const uint32_t lane = high << 16 | low;
+      std::memcpy(tile + n * 4, &lane, 4);
+    }
+  }
 }
 
 }  // namespace
@@ -56,33 +77,21 @@ LoraWeights::Part LoraWeights::make_part(bool inter, int64_t columns, int node) 
 // packed by its threads, which so touch the memory first.
 class LoraPackJob : public sys::Job {
  public:
-  LoraPackJob(LoraWeights& weights, const LoraSource& source, const sys::Team& team)
+  LoraPackJob(LoraWeights& weights, const LoraSource& source)
       : weights_(weights),
         source_(source),
-        rooms_(size_t(team.threads())),
         next_(std::make_unique<std::atomic<int64_t>[]>(weights.parts_.size())) {
     const LayerConfig& c = weights_.layer_->config;
     for (int64_t slot = 0; slot < c.num_experts; ++slot)
       if (c.on_cpu[size_t(slot)]) slots_.push_back(slot);
-    int64_t scratch = 0;
-    for (const LoraWeights::Part& part : weights_.parts_)
-      for (const auto& places : part.place)
-        for (const LoraWeights::Place& place : places)
-          if (place.layout.rows)
-            scratch = std::max(scratch, pack_scratch(place.layout, {source.a[0], DType::kFP32}));
-    const int64_t columns = std::max({c.hidden_size, c.intermediate_size, weights_.rank_});
-    for (Room& room : rooms_) {
-      room.rows.resize(size_t(columns * kTileRows));
-      room.scratch.resize(size_t(scratch));
-    }
   }
 
   void run(sys::Worker& w) noexcept override {
     check();
     w.team_barrier();
     if (bad_.load(std::memory_order_relaxed) != kNothing) return;
-    pack_part(size_t(w.pool), rooms_[size_t(w.rank)]);
-    pack_part(weights_.parts_.size() - 1, rooms_[size_t(w.rank)]);
+    pack_part(size_t(w.pool));
+    pack_part(weights_.parts_.size() - 1);
   }
 
   // What is wrong, "" where nothing is.
@@ -97,10 +106,6 @@ class LoraPackJob : public sys::Job {
 
  private:
   static constexpr int64_t kNothing = INT64_MAX;
-  // What a thread packs in: a tile of a transpose, and what pack_tile wants.
-  struct Room {
-    std::vector<float> rows, scratch;
-  };
   int64_t in_of(Matrix m) const {
     const LayerConfig& c = weights_.layer_->config;
     return m == kDown ? c.intermediate_size : c.hidden_size;
@@ -131,7 +136,7 @@ class LoraPackJob : public sys::Job {
     }
   }
 
-  void pack_part(size_t number, Room& room) {
+  void pack_part(size_t number) {
     LoraWeights::Part& part = weights_.parts_[number];
     constexpr int64_t kEach = kMatrices * kLoraFactors;
     const bool inter = number + 1 < weights_.parts_.size();
@@ -143,47 +148,34 @@ class LoraPackJob : public sys::Job {
       const LoraWeights::Place& place = part.place[size_t(m)][size_t(f)];
       if (!place.layout.rows) continue;
       pack_matrix(m, f, begin, place.layout, slots_[size_t(i / kEach)],
-                  part.memory.data() + i / kEach * part.bytes + place.at, room);
+                  part.memory.data() + i / kEach * part.bytes + place.at);
     }
   }
 
   // `begin`: the first row or column of the part in the source.
   void pack_matrix(Matrix m, LoraFactor f, int64_t begin, const MatrixLayout& layout, int64_t slot,
-                   uint8_t* to, Room& room) const {
-    const float* source = values(m, is_of_a(f), slot);
+                   uint8_t* to) const {
     const int64_t columns = is_of_a(f) ? in_of(m) : weights_.rank_;  // of the source
-    const bool wide = f == kLoraA || f == kLoraBt;
-    int64_t bad_row = 0;
+    const bool turned = is_transposed(f);
+    // A and its transpose begin at a column of the source, B and its transpose at a row.
+    const float* source = values(m, is_of_a(f), slot) + begin * (is_of_a(f) ? 1 : columns);
+    const int64_t to_row = turned ? 1 : columns, to_column = turned ? columns : 1;
     for (int64_t tile = 0; tile < layout.tiles(); ++tile) {
-      uint8_t* dst = to + tile * layout.tile_bytes();
-      if (!is_transposed(f)) {
-        const MatrixSource from{
-            {source, DType::kFP32}, columns, wide ? 0 : begin, wide ? begin : 0};
-        pack_tile(layout, from, tile, room.scratch.data(), dst, &bad_row);
-        continue;
-      }
-      const int64_t first = tile * kTileRows;
-      const int64_t count = std::min(kTileRows, layout.rows - first);
-      const float* corner = source + (wide ? begin * columns + first : begin + first);
-      for (int64_t k = 0; k < layout.cols; ++k)
-        for (int64_t n = 0; n < count; ++n)
-          room.rows[size_t(n * layout.cols + k)] = corner[k * columns + n];
-      const MatrixLayout one{WeightFormat::kBF16, count, layout.cols, 0};
-      pack_tile(one, {{room.rows.data(), DType::kFP32}, layout.cols, 0, 0}, 0, room.scratch.data(),
-                dst, &bad_row);
+      const int64_t first = tile * kTileRows, count = std::min(kTileRows, layout.rows - first);
+      pack_values(layout, source + first * to_row, count, to_row, to_column,
+                  to + tile * layout.tile_bytes());
     }
   }
 
   LoraWeights& weights_;
   const LoraSource source_;
   std::vector<int64_t> slots_;                    // held
-  std::vector<Room> rooms_;                       // per thread
   std::unique_ptr<std::atomic<int64_t>[]> next_;  // per part
   std::atomic<int64_t> checked_{0}, bad_{kNothing};
 };
 
 void LoraWeights::pack(sys::Team& team, const LoraSource& source) {
-  const auto job = std::make_shared<LoraPackJob>(*this, source, team);
+  const auto job = std::make_shared<LoraPackJob>(*this, source);
   const bool before = std::exchange(packed_, false);  // a child forked meanwhile has a mixture
   try {
     team.submit(job);

@@ -19,6 +19,10 @@ struct TrainingInput {
   bool dropout;
   const std::vector<uint8_t>& on_cpu;  // [num_experts]: the slots that the pass computes
   bool base;                           // whether it multiplies x with the layer's weights
+
+  bool computes(int64_t id) const {
+    return id >= 0 && id < int64_t(on_cpu.size()) && on_cpu[size_t(id)];
+  }
 };
 
 // A pass is a number of phases, each shared among the threads as tasks, with barriers of the whole
@@ -80,8 +84,12 @@ class TrainingPass {
   //
   // A rows of the base products, and rows of x for the adapters.
   void take_x();
-  // The adapters' scaling * x A^T of gate and up, as rows and in float32.
-  void adapters_of_x();
+  // The adapters' scaling * x A^T of gate and up, as rows and in float32; the latter also by pair
+  // in `kept` unless null (SavedForward::ranks).
+  void adapters_of_x(float* kept);
+  float* kept_ranks(float* kept, const ExpertRows& e, int64_t row, Matrix m) const {
+    return kept + ((first_ * config_.top_k + e.first + row) * 2 + m) * lora_.rank();
+  }
   // keep(expert, tile, first, m, gate, up): the values of gate and up of m rows from `first` on,
   // with adapters and biases, to be used as scratch.
   template <class F> void gate_up(F keep);
@@ -89,7 +97,7 @@ class TrainingPass {
   void keep_gate_up(uint16_t* memory, int64_t pairs_before, const ExpertRows& e, int64_t tile,
                     int64_t first, int64_t m, const float* gate, const float* up) const;
   // The products of rows of I by pool with A of down, or B of gate and up, into the pools' `rank`:
-  // rows_of(matrix) are the rows.
+  // rows_of(expert, matrix) are the rows.
   template <class F> void rank_products(std::initializer_list<Matrix> matrices, F rows_of);
   // f(expert, row) for all pairs, as a phase of the team.
   template <class F> void each_pair(F f) {
@@ -105,12 +113,24 @@ class TrainingPass {
   void sum_rank_parts(Matrix m, const ExpertRows& e, int64_t row, float* sum) const;
 
   // out = rows times the tile of an adapter's factor, by the kernel of bf16 weights.
-  void adapter_product(Matrix m, LoraFactor f, int64_t slot, int64_t tile, const BF16Rows& rows,
-                       int64_t first, int64_t count, float* out) const {
+  void adapter_product(Matrix m, LoraFactor f, int64_t slot, int64_t tile, const ActRows& rows,
+                       int64_t count, float* out) const {
     const MatrixLayout& layout = lora_.layout(m, f, worker_.pool);
     BF16Rows::kernel(table_).product(
-        lora_.tiles(m, f, worker_.pool, slot) + tile * layout.tile_bytes(), layout,
-        rows.from(first), count, out);
+        lora_.tiles(m, f, worker_.pool, slot) + tile * layout.tile_bytes(), layout, rows, count,
+        out);
+  }
+  // Whether the rows of a base product are what its adapter takes, too: without dropout, where the
+  // kernel takes bf16 values in the same form.
+  bool shares_rows(const ExpertRows& e, Matrix m) const {
+    const ProductKernel &base = pass_.kernel(e, m), &adapter = BF16Rows::kernel(table_);
+    return in_.base && !in_.dropout && base.act == adapter.act && base.blocked == adapter.blocked &&
+           (m == kDown || !layer_.order.any);
+  }
+  // The adapter's rows of x for gate or up. They differ with dropout only.
+  ActRows adapter_x(const ExpertRows& e, Matrix m) const {
+    if (shares_rows(e, m)) return x_->rows(plan(), e, m);
+    return rows_in(space_.x[in_.dropout ? m : kGate], config_.hidden_size).from(row(e));
   }
   DropKey drop_key(Matrix m, int64_t slot) const;
   // Dropout of one tile of columns, of m of the expert's rows from `first` on; `column` is the
@@ -136,9 +156,9 @@ class TrainingPass {
   }
   // The first row of an expert in the buffers of rows: a block's, after all rows of the expert
   // before, as ceil(first + count, 16) >= ceil(first, 16) + ceil(count, 16) - 16.
-  int64_t row(const ExpertRows& e) const {
-    return round_up(e.first, kBlockRows) + kBlockRows * (&e - &plan().expert(0));
-  }
+  int64_t row(const ExpertRows& e) const { return row_in(e, kBlockRows); }
+  // The same in the buffers of turned rows.
+  int64_t turned_row(const ExpertRows& e) const { return row_in(e, kTileRows); }
   BF16Rows rows_in(const sys::Mapping& memory, int64_t columns) const {
     return {table_, memory.data(), columns};
   }
@@ -161,6 +181,22 @@ class TrainingPass {
     std::fill(values + n * worker_.rank / worker_.team_threads,
               values + n * (worker_.rank + 1) / worker_.team_threads, uint16_t{0});
   }
+  // Whether an expert's products over H are kept by pair until those of all experts are there,
+  // instead of being added to the sums of its group at once. With tiles, sums would take most of
+  // the time: tasks would be tiles of H, and an expert's rows would come from a far cache for each
+  // tile.
+  bool keeps_pairs() const { return training_.tiles; }
+  float* by_pair(int pool, Matrix m, int64_t pair) const {
+    return as<float>(space_.pool[size_t(pool)].by_pair[m]) +
+           pair * round_up(config_.hidden_size, kTileRows);
+  }
+  // Keeps a tile of values of m pairs.
+  void keep_tile(Matrix matrix, int64_t pair, int64_t m, int64_t tile, const float* values) const;
+  // To be called for each pair before a barrier, then combine_pairs: the sum over each token's
+  // pairs and the pools, rounded to bf16 rows of `out`. weighted: with router weights and down's
+  // biases.
+  void note_pair(int64_t pair) const { space_.pair[size_t(plan().routes()[pair])] = int32_t(pair); }
+  void combine_pairs(uint16_t* out, bool weighted);
   // Rounds all pools' and groups' sums of every tile of H to bf16 rows of `out`.
   void finish_sums(uint16_t* out);
 
@@ -196,7 +232,11 @@ class TrainingPass {
     run_tasks(among, [&](int64_t task) { f(task / each, task % each); });
   }
 
+  int64_t row_in(const ExpertRows& e, int64_t unit) const {
+    return round_up(e.first, unit) + unit * (&e - &plan().expert(0));
+  }
   void put_adapter_x(const ExpertRows& e, Matrix m, int64_t row);
+  int rows_of_token(int64_t token, bool weighted, PairRow* rows) const;
 };
 
 template <class F> void TrainingPass::gate_up(F keep) {
@@ -213,7 +253,8 @@ template <class F> void TrainingPass::gate_up(F keep) {
             layer_.expert(worker_.pool, e.slot) + part().begin_of(matrix) +
                 tile * part().stride_of(matrix),
             layout, x_->rows(plan(), e, matrix).from(r), m, values[matrix]);
-        adapter_product(matrix, kLoraB, e.slot, tile, rank_rows(matrix), row(e) + r, m, adapter);
+        adapter_product(matrix, kLoraB, e.slot, tile, rank_rows(matrix).from(row(e) + r), m,
+                        adapter);
         const float* bias = layer_.bias_of(matrix, e.slot);
         training_.add(values[matrix], adapter,
                       bias ? bias + part().begin + tile * kTileRows : nullptr, m);
@@ -235,7 +276,7 @@ void TrainingPass::rank_products(std::initializer_list<Matrix> matrices, F rows_
     const int64_t tile = task % tiles;
     row_blocks(item.first, item.last, [&](int64_t r, int64_t count) {
       float* values = mine_.tile[0];
-      adapter_product(m, m == kDown ? kLoraA : kLoraBt, e.slot, tile, rows_of(m), row(e) + r, count,
+      adapter_product(m, m == kDown ? kLoraA : kLoraBt, e.slot, tile, rows_of(e, m).from(r), count,
                       values);
       float* to = rank_part(worker_.pool, m, e) + r * padded + tile * kTileRows;
       for (int64_t i = 0; i < count; ++i, to += padded)

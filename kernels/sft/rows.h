@@ -14,8 +14,8 @@ struct BF16Rows {
   ActKind act;
   bool blocked;
 
-  BF16Rows(const KernelTable& table, uint8_t* at, int64_t cols)
-      : data(at),
+  BF16Rows(const KernelTable& table, uint8_t* memory, int64_t cols)
+      : data(memory),
         columns(round_up(cols, kTileRows)),
         act(kernel(table).act),
         blocked(kernel(table).blocked) {}
@@ -34,13 +34,29 @@ struct BF16Rows {
             nullptr};
   }
 
-  // Columns [32 * tile, 32 * tile + 32) of a row: `valid` of them, then zeros.
+  // Where columns [32 * tile, 32 * tile + 32) of a row lie.
+  uint8_t* at(int64_t row, int64_t tile) const {
+    const int64_t stride = columns * act_bytes(act), bytes = kTileRows * act_bytes(act);
+    return blocked ? blocked_row(data, stride, row) + tile * kBlockRows * kChunkBytes
+                   : data + row * stride + tile * bytes;
+  }
+  // Writes them: `valid` values, then zeros.
   void put(const KernelTable& table, int64_t row, int64_t tile, const void* values, DType dtype,
            int64_t valid) const {
-    const int64_t stride = columns * act_bytes(act), bytes = kTileRows * act_bytes(act);
-    uint8_t* dst = blocked ? blocked_row(data, stride, row) + tile * kBlockRows * kChunkBytes
-                           : data + row * stride + tile * bytes;
-    table.quantise[int(act)](values, dtype, valid, kTileRows, -1, dst, nullptr, nullptr);
+    table.quantise[int(act)](values, dtype, valid, kTileRows, -1, at(row, tile), nullptr, nullptr);
+  }
+
+  // The same of m rows from `first` on, which begins a block: tiles of values in float32.
+  void put_tile(const KernelTable& table, int64_t first, int64_t tile, const float* values,
+                int64_t m, int64_t valid) const {
+    // All rows of a block lie next to each other.
+    const int64_t each = blocked && valid == kTileRows ? kBlockRows : 1;
+    for (int64_t r = 0; r < m; r += each) {
+      const int64_t n = std::min(each, m - r) * (each > 1 ? kTileRows : valid);
+      uint8_t* dst = at(first + r, tile);
+      table.quantise[int(act)](values + r * kTileRows, DType::kFP32, n, round_up(n, kTileRows), -1,
+                               dst, nullptr, nullptr);
+    }
   }
 
   // A whole row of n values.

@@ -19,7 +19,7 @@ std::mutex g_mutex;  // guards g_spare and its memory
 
 }  // namespace
 
-PassMemory::PassMemory(const Sizes& sizes) : x(sizes.x) {
+PassMemory::PassMemory(const Sizes& sizes) : x(sizes.x), ranks(sizes.ranks) {
   for (const Part& part : sizes.gate_up) {
     gate_up.emplace_back(part.bytes, part.node);
     nodes_.push_back(part.node);
@@ -30,14 +30,15 @@ bool PassMemory::holds(const Sizes& sizes) const {
   const auto part_holds = [](const sys::Mapping& memory, int node, const Part& part) {
     return memory.size() >= part.bytes && node == part.node;
   };
-  if (x.size() < sizes.x || gate_up.size() != sizes.gate_up.size()) return false;
+  if (x.size() < sizes.x || ranks.size() < sizes.ranks) return false;
+  if (gate_up.size() != sizes.gate_up.size()) return false;
   for (size_t p = 0; p < gate_up.size(); ++p)
     if (!part_holds(gate_up[p], nodes_[p], sizes.gate_up[p])) return false;
   return true;
 }
 
 int64_t PassMemory::bytes() const {
-  size_t total = x.size();
+  size_t total = x.size() + ranks.size();
   for (const sys::Mapping& part : gate_up) total += part.size();
   return int64_t(total);
 }

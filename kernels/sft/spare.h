@@ -10,14 +10,14 @@
 
 namespace kt {
 
-// 2 H + 4 k I bytes a token, or 2 H where gate and up are computed again.
+// 2 H + 4 k I + 8 k R bytes a token, or 2 H where all but x is computed again.
 struct PassMemory {
   struct Part {
     size_t bytes;
     int node;  // NUMA node
   };
   struct Sizes {
-    size_t x;
+    size_t x, ranks;
     std::vector<Part> gate_up;
   };
 
@@ -26,6 +26,7 @@ struct PassMemory {
   int64_t bytes() const;
 
   sys::Mapping x;                     // bf16 [tokens][H]
+  sys::Mapping ranks;                 // float32 [pairs][gate, up][R]; may be empty
   std::vector<sys::Mapping> gate_up;  // per pool: bf16, by saved_tile(); may be empty
 
  private:

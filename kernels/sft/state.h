@@ -22,7 +22,7 @@ struct TrainingConfig {
   float scaling = 0;  // alpha / rank
   float dropout = 0;  // probability, below 1
   int64_t max_cache_depth = 1;
-  bool recompute = false;         // keeps x only, computes gate and up again in backward
+  bool recompute = false;         // keeps x only, computes the rest again in backward
   bool skip_lora_grads = false;   // backward leaves the adapters out
   bool full_weight_grad = false;  // backward also gives the gradients of the weights
 };

@@ -36,6 +36,7 @@ TrainingSpace thread_space(const TrainingSize& s) {
     place(t.sums, 6 * s.rank_padded() * kTileRows * 4);
     for (float*& columns : t.columns) place(columns, times({s.pairs, kTileRows, 4}));
     place(t.row, widest * 4);
+    place(t.pairs, times({s.top_k, kMaxPools, int64_t(sizeof(PairRow))}));
     place(t.transposed, transposed_scratch(widest));
     if (counting) t.memory = sys::Mapping(size_t(total));
   }
@@ -44,15 +45,15 @@ TrainingSpace thread_space(const TrainingSize& s) {
 
 }  // namespace
 
-int64_t TrainingSize::rows() const { return pairs + kBlockRows * (experts + 2) + kRowSlack; }
-
 bool TrainingSize::holds(const TrainingSize& o) const {
-  return o.max_tokens <= max_tokens && o.pairs <= pairs && o.experts <= experts &&
-         o.hidden <= hidden && o.intermediate <= intermediate && o.rank <= rank;
+  return o.max_tokens <= max_tokens && o.top_k <= top_k && o.pairs <= pairs &&
+         o.experts <= experts && o.hidden <= hidden && o.intermediate <= intermediate &&
+         o.rank <= rank;
 }
 
 void TrainingSize::grow_to(const TrainingSize& o) {
   max_tokens = std::max(max_tokens, o.max_tokens);
+  top_k = std::max(top_k, o.top_k);
   pairs = std::max(pairs, o.pairs);
   experts = std::max(experts, o.experts);
   hidden = std::max(hidden, o.hidden);
@@ -62,11 +63,13 @@ void TrainingSize::grow_to(const TrainingSize& o) {
 
 // Mappings cost nothing until written, so that there is one for each use.
 TrainingWorkspace::TrainingWorkspace(const TrainingSize& s, int pools, int threads)
-    : size(s), ones(size_t(s.pairs), 1.0f) {
+    : size(s), ones(size_t(s.pairs), 1.0f), pair(size_t(s.pairs)) {
   const int64_t rows = s.rows(), rank = s.rank_padded();
   const int64_t h = round_up(s.hidden, kTileRows), i = round_up(s.intermediate, kTileRows);
   for (sys::Mapping& one : x) one = floats({rows, h});
   grad_out = floats({rows, h});
+  const int64_t turned = s.turned_rows();
+  turned_out = floats({turned, h});
   for (int m = 0; m < kMatrices; ++m) {
     rank_rows[m] = floats({rows, rank});
     rank_values[m] = floats({rows, rank});
@@ -74,12 +77,13 @@ TrainingWorkspace::TrainingWorkspace(const TrainingSize& s, int pools, int threa
   for (int p = 0; p < pools; ++p) {
     Pool& part = pool.emplace_back();
     for (sys::Mapping& one : part.grad) one = floats({rows, i});
+    for (sys::Mapping& one : part.turned) one = floats({turned, i});
     part.h = floats({rows, i});
     for (sys::Mapping& one : part.rank) one = floats({rows, rank});
     part.dots = floats({i / kTileRows, s.pairs});
     part.gate_up = floats({s.pairs, i});  // two of bf16
     for (sys::Mapping& one : part.full) one = floats({s.pairs, i});
-    for (sys::Mapping& one : part.grad_x) one = floats({s.pairs, h});
+    for (sys::Mapping& one : part.by_pair) one = floats({s.pairs, h});
   }
   for (int t = 0; t < threads; ++t) thread.push_back(thread_space(s));
 }

@@ -1,10 +1,14 @@
 """kt sft train: what it refuses, and where it says so."""
 
 import json
+import os
 import signal
+import sys
 
 import pytest
 from outcome import failed
+
+from kt_kernel.cli import main
 
 MINIMUM = {
     "model": {"path": "model"},
@@ -177,3 +181,25 @@ def test_signals_are_caught_once():
             signal.raise_signal(signal.SIGINT)
     assert told == ["SIGTERM"]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_waiting_threads_sleep(monkeypatch, given):
+    """The command starts itself again with OMP_WAIT_POLICY, which is read when torch is imported;
+    a value of the user's stays."""
+    started = []
+
+    def execv(path, arguments):
+        started.append((path, arguments, os.environ["OMP_WAIT_POLICY"]))
+        raise SystemExit
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(sys, "argv", ["kt", "sft", "train", "missing.toml"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "kt", "sft", "train", "x.toml"])
+    with pytest.raises(SystemExit):
+        main.main()
+    arguments = [sys.executable, "-X", "dev", "kt", "sft", "train", "x.toml"]
+    assert started == ([] if given else [(sys.executable, arguments, "PASSIVE")])

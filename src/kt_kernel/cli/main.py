@@ -24,4 +24,6 @@ app.command("version")(version.version)
 
 def main() -> None:
     """The console script."""
+    if sys.argv[1:3] == ["sft", "train"]:
+        sft.let_threads_sleep()
     sys.exit(run(app))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -10,6 +12,18 @@ from .running import Interrupted
 
 app = typer.Typer(help="Fine-tune experts on the CPU.", no_args_is_help=True)
 _RESUME = "run the same command with --resume to continue"
+
+
+def let_threads_sleep() -> None:
+    """Starts this process again with ``OMP_WAIT_POLICY=PASSIVE``, unless the variable is set.
+
+    Otherwise the threads of torch's CPU operations spin while they wait, on the CPUs that the
+    experts need. OpenMP reads the variable when torch is imported, and this package imports torch.
+    """
+    if "OMP_WAIT_POLICY" in os.environ or not sys.executable:
+        return
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @app.callback()

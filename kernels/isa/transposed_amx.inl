@@ -1,0 +1,143 @@
+// Products with the transpose of packed weights (kt/training.h), on the tile unit. The transpose of
+// out = A W is W^T A^T, and the unit takes W^T as its first operand: the rows of W^T are columns of
+// W, which unpack to contiguous values without a transposition. Its second operand is A^T, which is
+// made once for all columns of W (turn_rows).
+
+// A tile of W as 32 columns of rows of W^T, bf16. Row c goes to rows + c / 16 * stride + c % 16
+// * 64.
+template <class Columns> struct TurnedTile {
+  static void unpack(const uint8_t* tile, const MatrixLayout& layout, int64_t column,
+                     int64_t columns, uint8_t* rows, int64_t stride) {
+    alignas(64) float w[kTransposedColumns * kTileRows];
+    Columns::unpack(tile, layout, column, columns, w);
+    for (int64_t c = 0; c < columns; c += kBlockRows, rows += stride)
+      for (int64_t i = 0; i < kBlockRows; ++i) {
+        const float* one = w + (c + i) * kTileRows;
+        i_store(rows + i * kChunkBytes, bf16_words(f_load(one + kLanes), f_load(one)));
+      }
+  }
+};
+
+// bf16 weights need no buffer: a lane has two columns of a row of W.
+template <> struct TurnedTile<Bf16Columns> {
+  static void unpack(const uint8_t* tile, const MatrixLayout&, int64_t column, int64_t columns,
+                     uint8_t* rows, int64_t stride) {
+    const I upper = i_set(int32_t(0xffff0000));
+    const uint8_t* from = tile + column / 2 * kStepBytes;
+    for (int64_t c = 0; c < columns; c += kBlockRows, rows += stride)
+      for (int64_t i = 0; i < kBlockRows; i += 2, from += kStepBytes) {
+        const I a = i_load(from), b = i_load(from + 64);
+        uint8_t* to = rows + i * kChunkBytes;
+        i_store(to, bf16_words(as_f(i_sll<16>(b)), as_f(i_sll<16>(a))));
+        i_store(to + kChunkBytes, bf16_words(as_f(i_and(b, upper)), as_f(i_and(a, upper))));
+      }
+  }
+};
+
+// Prefetches the packed bytes of the columns that the next product takes, at an even rate over the
+// steps of the present one.
+class AheadColumns {
+ public:
+  AheadColumns(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
+               int64_t column, int64_t steps)
+      : stride_(tile_stride) {
+    const int64_t columns = transposed_columns(layout, column), block = layout.block_bytes();
+    if (columns <= 0 || steps <= 0) return;
+    from_ = tiles + layout.head_bytes() + column / layout.block_cols() * block;
+    lines_ = ceil_div(columns * block / layout.block_cols(), 64);
+    tiles_ = layout.tiles();
+    rate_ = tiles_ * lines_ * 1024 / steps + 1;
+  }
+  void step() {
+    for (due_ += rate_; due_ >= 1024 && tiles_ > 0; due_ -= 1024) {
+      _mm_prefetch(reinterpret_cast<const char*>(from_ + line_ * 64), _MM_HINT_T1);
+      if (++line_ < lines_) continue;
+      line_ = 0;
+      from_ += stride_;
+      --tiles_;
+    }
+  }
+
+ private:
+  const int64_t stride_;
+  const uint8_t* from_ = nullptr;
+  int64_t lines_ = 0, tiles_ = 0, rate_ = 0;  // lines of a tile, tiles left, 1/1024 lines a step
+  int64_t line_ = 0, due_ = 0;
+};
+
+// A^T for 32 rows of A is what the tile unit takes. The first stretch is prepared at once, the
+// others during the products.
+constexpr int64_t kFirstPieces = kStretchUnits * kUnitPieces;
+struct TurnedUnits : PackedUnits<false> {
+  AheadColumns& ahead;
+  void prepare(int64_t p) const {
+    if (p >= kFirstPieces) ahead.step();
+  }
+  void finish(const ActRows&, int64_t, float*) const {}
+};
+
+// 32 columns of the result, [column][32 rows], to m rows of 32.
+inline void turn_back(const float* columns, int64_t m, float* out) {
+  for (int64_t r = 0; r < m; r += kLanes)
+    for (int64_t c = 0; c < kTileRows; c += kLanes) {
+      F x[kLanes];
+      for (int i = 0; i < kLanes; ++i) x[i] = f_load(columns + (c + i) * kTileRows + r);
+      transpose(x);
+      for (int i = 0; i < kLanes; ++i) f_store(out + (r + i) * kTileRows + c, x[i]);
+    }
+}
+
+template <class Columns>
+void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
+                        int64_t column, const ActRows& a, int64_t m, uint8_t* scratch, float* out,
+                        int64_t out_stride) {
+  const int64_t columns = transposed_columns(layout, column), n = layout.tiles();
+  const int64_t stride = n * kBlockBytes;  // from 16 rows of W^T to the next
+  for (int64_t t = 0; t < n; ++t)
+    TurnedTile<Columns>::unpack(tiles + t * tile_stride, layout, column, columns,
+                                scratch + t * kBlockBytes, stride);
+  stores_before_tile_loads();
+  AheadColumns ahead(tiles, tile_stride, layout, column + columns,
+                     ceil_div(m, kTileRows) * (n * kUnitPieces - kFirstPieces));
+  const ActRows weights{scratch, stride / kBlockRows, nullptr, nullptr, 0, 0, nullptr};
+  alignas(64) float result[(kTransposedColumns + kTileRows) * kTileRows];
+  for (int64_t r = 0; r < m; r += kTileRows) {
+    TurnedUnits units{{a.data + r * a.stride}, ahead};
+    multiply_rows(units, n, weights, columns, result);
+    for (int64_t c = 0; c < columns; c += kTileRows)
+      turn_back(result + c * kTileRows, m - r < kTileRows ? m - r : kTileRows,
+                out + c / kTileRows * out_stride + r * kTileRows);
+  }
+}
+
+// The second operand of a transposed product from rows of A in blocks.
+void turn_rows(const uint8_t* rows, int64_t stride, int64_t first, int64_t units, int64_t m,
+               uint8_t* out) {
+  for (int64_t r = 0; r < m; r += kBlockRows) {
+    const uint8_t* from = rows + r * stride + first * kBlockBytes;
+    uint8_t* to = out + r / kTileRows * kTileRows * stride + first * kUnitBytes + r % kTileRows * 4;
+    for (int64_t u = 0; u < units; ++u, from += kBlockBytes, to += kUnitBytes) {
+      F x[kLanes];
+      for (int i = 0; i < kLanes; ++i) x[i] = as_f(i_load(from + i * kChunkBytes));
+      transpose(x);
+      for (int i = 0; i < kLanes; ++i) i_store(to + i * kStepBytes, as_i(x[i]));
+    }
+  }
+}
+
+// What the rows of a token's experts add up to (kt/training.h), as merge_tile and finish_columns do
+// it.
+void combine_pairs(const PairRow* rows, int count, int64_t n, uint16_t* dst) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    F total = f_zero(), group = f_zero();
+    for (int p = 0; p < count; ++p) {
+      F y = f_load(rows[p].values + i);
+      if (rows[p].bias) y = f_add(y, load_row(rows[p].bias, DType::kFP32, i, n));
+      group = f_fma(f_set(rows[p].weight), y, group);
+      if (!rows[p].last) continue;
+      total = f_add(total, group);
+      group = f_zero();
+    }
+    store_some(dst + i, DType::kBF16, total, n - i);
+  }
+}
