@@ -147,7 +147,7 @@ kt::WeightGradients gradients(const SftLayer& self, const Gradients& given,
   return result;
 }
 
-void backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
+bool backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
               const WeightsRoom& grad_weights, const Gradients& grads) {
   const Shapes shapes = self.shapes();
   const size_t tokens = grad_out.shape(0);
@@ -157,8 +157,8 @@ void backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
   std::vector<Region> written{{"grad_in", grad_in}, {"grad_weights", grad_weights}};
   const kt::WeightGradients weights = gradients(self, grads, written);
   need_apart(written, {{"grad_out", grad_out}});
-  self.layer.backward({grad_out.data(), grad_in.data(), grad_weights.data(), weights},
-                      int64_t(tokens));
+  return self.layer.backward({grad_out.data(), grad_in.data(), grad_weights.data(), weights},
+                             int64_t(tokens));
 }
 
 bool all_finite(SftLayer& self, const nb::ndarray<nb::c_contig, nb::device::cpu>& values) {
@@ -167,7 +167,7 @@ bool all_finite(SftLayer& self, const nb::ndarray<nb::c_contig, nb::device::cpu>
   kt::need(bf16 || values.dtype() == nb::dtype<float>(),
            "values must be float32, or uint16 for the bits of bfloat16");
   const nb::gil_scoped_release unlocked;
-  return kt::all_finite(*self.base->shared_team(), {values.data(), int64_t(values.size()), bf16});
+  return kt::all_finite(*self.base->shared_team(), {{values.data(), int64_t(values.size()), bf16}});
 }
 
 }  // namespace
@@ -201,7 +201,8 @@ void bind_sft(nb::module_& m) {
           "Of the newest forward pass that is kept, which is then dropped. grad_out, grad_in: bf16 "
           "bits, uint16 [T, H]; grad_weights: float32 [T, k]; grads: float32 arrays that are "
           "overwritten, of gate_a, gate_b, up_a, up_b, down_a, down_b unless skip_lora_grads, and "
-          "with full_weight_grad of gate, up, down. Raises RuntimeError where no pass is kept or "
+          "with full_weight_grad of gate, up, down. Returns whether all of them are finite. Raises "
+          "RuntimeError where no pass is kept or "
           "it was lost in a fork, ValueError for another T than its, for a NaN or an infinity in "
           "grad_out, and for an array that is written to and overlaps another; nothing is lost "
           "then.")

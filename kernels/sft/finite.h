@@ -1,6 +1,7 @@
 // Searches arrays for values that are not finite, with all threads of a team.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "../sys/team.h"
 
@@ -13,7 +14,7 @@ struct FloatArray {
   bool bf16;
 };
 
-// Whether no value is NaN or infinite. Returns once the team has searched the array.
-bool all_finite(sys::Team& team, const FloatArray& values);
+// Whether no value is NaN or infinite. Returns once the team has searched the arrays.
+bool all_finite(sys::Team& team, std::vector<FloatArray> arrays);
 
 }  // namespace kt

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "../sys/need.h"
-#include "finite.h"
 
 namespace kt {
 namespace {
@@ -63,7 +62,7 @@ std::vector<int32_t> inverse_order(const LayerState& layer) {
 
 // Raises std::invalid_argument for rows [tokens][h] of bf16 with a NaN or an infinity.
 void need_finite(sys::Team& team, const uint16_t* rows, int64_t tokens, int64_t h) {
-  if (all_finite(team, {rows, tokens * h, true})) return;
+  if (all_finite(team, {{rows, tokens * h, true}})) return;
   const int64_t bad = std::find_if(rows, rows + tokens * h,
                                    [](uint16_t value) { return (value & 0x7f80) == 0x7f80; }) -
                       rows;
@@ -165,7 +164,7 @@ SavedForward& TrainingLayer::newest() const {
           : "no forward pass waits for backward; call forward with saving first");
 }
 
-void TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
+bool TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
   const Lock lock = alone();
   SavedForward& saved = newest();
   if (saved.lost())
@@ -178,10 +177,31 @@ void TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
   need_loaded(*state_->layer);
   need_finite(*team_, args.grad_out, tokens, layer_config().hidden_size);
   saved.inverse_order = inverse_order(*state_->layer);  // experts may have been loaded again
+  std::vector<FloatArray> written = written_by(args, tokens);
   const auto job = std::make_shared<TrainingBackwardJob>(state_, args, pending_.back());
   team_->submit(job);
   job->wait();
+  const bool finite = all_finite(*team_, std::move(written));
   drop_last();
+  return finite;
+}
+
+// The arrays that a backward pass writes.
+std::vector<FloatArray> TrainingLayer::written_by(const TrainingBackwardArgs& args,
+                                                  int64_t tokens) const {
+  const LayerConfig& c = layer_config();
+  const int64_t rank = config().rank;
+  std::vector<FloatArray> written{{args.grad_in, tokens * c.hidden_size, true},
+                                  {args.grad_weights, tokens * c.top_k, false}};
+  const auto add = [&](const float* values, int64_t n) {
+    if (values) written.push_back({values, c.num_experts * n, false});
+  };
+  for (int m = 0; m < kMatrices; ++m) {
+    add(args.grads.a[m], rank * (m == kDown ? c.intermediate_size : c.hidden_size));
+    add(args.grads.b[m], rank * (m == kDown ? c.hidden_size : c.intermediate_size));
+    add(args.grads.weight[m], c.hidden_size * c.intermediate_size);
+  }
+  return written;
 }
 
 void TrainingLayer::drop_last() {

@@ -10,6 +10,7 @@
 #include "../sys/fork.h"
 #include "../sys/team.h"
 #include "backward.h"
+#include "finite.h"
 #include "forward.h"
 #include "state.h"
 
@@ -39,10 +40,10 @@ class TrainingLayer {
   void forward(const TrainingForwardArgs& args, bool save);
 
   // The backward pass of the newest forward pass that is kept, which is then dropped; blocks.
-  // Throws std::runtime_error if there is none or it was lost in a fork, and std::invalid_argument
-  // for a different number of tokens or for a NaN or an infinity in grad_out. The pass is then
-  // still kept.
-  void backward(const TrainingBackwardArgs& args, int64_t tokens);
+  // Returns whether all gradients are finite. Throws std::runtime_error if there is none or it was
+  // lost in a fork, and std::invalid_argument for a different number of tokens or for a NaN or an
+  // infinity in grad_out. The pass is then still kept.
+  bool backward(const TrainingBackwardArgs& args, int64_t tokens);
 
   // Throws std::runtime_error if none is kept.
   void drop_newest();
@@ -55,6 +56,7 @@ class TrainingLayer {
  private:
   using Lock = std::unique_lock<sys::ForkSafeLock>;
   Lock alone();
+  std::vector<FloatArray> written_by(const TrainingBackwardArgs& args, int64_t tokens) const;
   std::shared_ptr<sys::Job> submit(const TrainingForwardArgs& args, bool save);
   std::shared_ptr<SavedForward> kept(const TrainingForwardArgs& args) const;
   SavedForward& newest() const;

@@ -152,7 +152,9 @@ class Trained:
         grad_in = np.full(batch.x.shape, 7, np.uint16)
         grad_weights = np.full(batch.ids.shape, 7, np.float32)
         grads = self.room()
-        self.layer.backward(batch.grad_out, grad_in, grad_weights, grads or None)
+        finite = self.layer.backward(batch.grad_out, grad_in, grad_weights, grads or None)
+        found = (values_of(grad_in), grad_weights, *grads)
+        assert finite == all(np.isfinite(values).all() for values in found)
         return grad_in, grad_weights, grads
 
     def run(self, batch: Batch) -> Gradients:

@@ -301,13 +301,14 @@ class BaseSFTMoEWrapper(LoraWeights):
         grad_input = torch.empty(hidden, dtype=torch.bfloat16, device="cpu")
         grad_weights = torch.empty(routes, dtype=torch.float32, device="cpu")
         grads = self._gradient_room(zeros=not tokens)
+        finite = True
         if tokens:
             staging = self._take_buffer(tokens) if grad_output.device.type != "cpu" else None
             try:
                 room = None if staging is None else staging.grad_output_cpu
                 grad = on_host(grad_output, hidden, torch.bfloat16, room)
                 wait_for_copies(grad_output.device)
-                self._run_backward(grad, grad_input, grad_weights, grads, nonfinite)
+                finite = self._run_backward(grad, grad_input, grad_weights, grads, nonfinite)
             except BaseException:
                 self._agree()
                 raise
@@ -315,7 +316,7 @@ class BaseSFTMoEWrapper(LoraWeights):
                 if staging is not None:
                     staging.release()
         self._saved.pop()
-        if nonfinite == "error":
+        if nonfinite == "error" and not finite:
             why = "an input of the forward pass or a weight made it"
             self._need_finite("grad_input", grad_input, "token", why)
             self._need_finite("grad_weights", grad_weights, "token", why)
@@ -422,10 +423,11 @@ class BaseSFTMoEWrapper(LoraWeights):
         grad_weights: torch.Tensor,
         grads: dict[str, torch.Tensor] | None,
         nonfinite: str,
-    ) -> None:
-        """Fills the gradients of the newest pass, which the compiled core then drops."""
+    ) -> bool:
+        """Fills the gradients of the newest pass, which the compiled core then drops; returns
+        whether they are finite."""
         try:
-            self._sft_core.backward(
+            finite: bool = self._sft_core.backward(
                 bf16_array(grad),
                 bf16_array(grad_input),
                 grad_weights.numpy(),
@@ -440,6 +442,8 @@ class BaseSFTMoEWrapper(LoraWeights):
             for gradient in (grad_input, grad_weights, *(grads or {}).values()):
                 gradient.fill_(torch.nan)
             self._sft_core.drop_newest()
+            return False
+        return finite
 
     def _finite(self, gradient: torch.Tensor) -> bool:
         """Whether no value is NaN or infinite. ``gradient``: bf16 or float32, contiguous, on the
