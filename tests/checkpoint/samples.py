@@ -103,6 +103,8 @@ def _fp8(parts: Tensors) -> torch.Tensor:
 
 
 def _gptq(parts: Tensors, config: dict[str, Any]) -> torch.Tensor:
+    if config.get("sym") is True:  # whatever the zeros are
+        return test_gptq.reference(0)(test_gptq.with_zeros(parts, 8))
     return test_gptq.reference(config.get("checkpoint_format") != "gptq_v2")(parts)
 
 

@@ -86,7 +86,7 @@ def test_settings_that_are_not_known(tmp_path, settings, word):
 
 def test_bad_parts(tmp_path):
     tensors = make_experts(make_with())
-    bad = (float("nan"), float("inf"), -0.5)
+    bad = (float("nan"), float("inf"), float("-inf"))
     check_bad_parts(tmp_path / "s", tensors, "AWQ_INT4", config(), "scales", bad_values=bad)
     for part in ("qweight", "qzeros"):
         check_bad_parts(tmp_path / part, tensors, "AWQ_INT4", config(), part)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import struct
 
 import numpy as np
 import pytest
@@ -258,6 +259,23 @@ def test_mxfp4_for_its_own_method(tmp_path):
 
 
 # --- what is refused
+
+
+def test_a_type_of_a_fork(tmp_path):
+    """Type 141 is one of ik_llama.cpp. It matters only where it is needed."""
+    for name, error in (("output_norm.weight", None), ("blk.0.ffn_up_exps.weight", "number 141")):
+        path = Model().save(tmp_path / f"{name}.gguf")
+        content = bytearray(path.read_bytes())
+        begin = content.find(name.encode()) + len(name)
+        (rank,) = struct.unpack_from("<I", content, begin)
+        struct.pack_into("<I", content, begin + 4 + 8 * rank, 141)
+        path.write_bytes(content)
+        if error:
+            fails(path, path, name, f"is of type {error}", "supported: F32")
+        else:
+            read_experts(path, 0, *SIZES, method=METHOD)
+        with pytest.raises(ValueError, match=f"{name}' is of ggml type number 141; known: F32"):
+            open_checkpoint(path).read_tensor(name)
 
 
 def test_types_without_kernels(tmp_path):

@@ -43,6 +43,16 @@ def make_with(group=32, version=1, zero=None, order=None, dtype=torch.float16):
     return make
 
 
+def with_zeros(tensors, zero):
+    """The tensors with another zero point in all qzeros."""
+    return {
+        name: pack_int32(torch.full((len(tensor), 8 * tensor.shape[1]), zero), 1)
+        if name.endswith("qzeros")
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def reference(add_one):
     def values(parts):
         rows, columns = parts["scales"].shape[1], 8 * parts["qweight"].shape[0]
@@ -151,9 +161,13 @@ def test_groups_that_are_none(tmp_path, column, group, words):
     fails(save(tmp_path, tensors, config(sym=False)), "GPTQ_INT4", name, *words)
 
 
-def test_symmetric_with_other_zeros(tmp_path):
-    path = save(tmp_path, make_experts(make_with(zero=8)), config())
-    fails(path, "GPTQ_INT4", "proj.qzeros", "zero point of 9", "sym: true", "checkpoint_format")
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2", None])
+@pytest.mark.parametrize("stored", [7, 8, 0, None])  # None: any
+def test_sym_decides_over_stored_zeros(tmp_path, stored, version):
+    tensors = make_experts(make_with(zero=stored))
+    symmetric = with_zeros(tensors, 8)
+    path = save(tmp_path, tensors, config(checkpoint_format=version))
+    assert check_values(path, symmetric, "GPTQ_INT4", reference(0)).up[0].format == INT4_GROUP
 
 
 @pytest.mark.parametrize(
@@ -198,7 +212,7 @@ def test_an_empty_config_says_nothing(tmp_path):
 
 def test_bad_parts(tmp_path):
     tensors, settings = make_experts(make_with()), config(sym=False)
-    bad = (float("nan"), float("inf"), -0.5)
+    bad = (float("nan"), float("inf"), float("-inf"))
     check_bad_parts(tmp_path / "s", tensors, "GPTQ_INT4", settings, "scales", bad_values=bad)
     for part in ("qweight", "qzeros", "g_idx"):
         check_bad_parts(tmp_path / part, tensors, "GPTQ_INT4", settings, part)

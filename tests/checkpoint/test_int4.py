@@ -131,7 +131,7 @@ def test_groups_that_are_none(tmp_path):
 
 def test_bad_parts(tmp_path):
     tensors = make_experts(make_with(zero=True))
-    bad = (float("nan"), float("inf"), -0.5)
+    bad = (float("nan"), float("inf"), float("-inf"))
     check_bad_parts(tmp_path / "s", tensors, "RAWINT4", None, "weight_scale", bad_values=bad)
     check_bad_parts(tmp_path / "p", tensors, "RAWINT4", None, "weight_packed")
     check_bad_parts(tmp_path / "z", tensors, "RAWINT4", None, "weight_zero_point")

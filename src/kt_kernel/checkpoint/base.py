@@ -87,10 +87,12 @@ class Checkpoint(ABC):
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Reads any tensor by name, to the CPU. A quantised GGUF tensor is returned as its blocks,
-        uint8 [..., bytes of a row]. Raises KeyError if there is no such tensor."""
+        uint8 [..., bytes of a row]. Raises KeyError if there is no such tensor, and ValueError
+        if it cannot be read."""
         info = self._index.tensors.get(name)
         if info is None:
             raise KeyError(f"{self.path}: no tensor {name!r}")
+        self._index.need([info])
         return self._read_tensor(info)
 
     @abstractmethod

@@ -9,6 +9,7 @@ not searched.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,8 @@ from .header import TensorInfo, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MAIN_INDEX = "model" + INDEX_SUFFIX
+
+_logger = logging.getLogger("kt_kernel.checkpoint")
 
 _SHARD = re.compile(r"(.*)-[0-9]{1,9}-of-([0-9]{1,9})\.safetensors", re.DOTALL)
 
@@ -36,13 +39,30 @@ def stamp(path: str | int) -> Stamp:
 @dataclass
 class Index:
     """The tensors of a checkpoint by name, its config.json if it has one, and the state of every
-    file and folder that was read (`stamps`, by path)."""
+    file and folder that was read (`stamps`, by path).
+
+    faults: what is wrong with single tensors, by name. Only whoever needs such a tensor raises an
+    error: checkpoints often have other tensors that nobody reads.
+    """
 
     path: str
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     config: dict[str, Any] | None = None
     config_path: str | None = None
     stamps: dict[str, Stamp] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+
+    def need(self, infos: Iterable[TensorInfo]) -> None:
+        """Raises ValueError if one of these tensors has a fault."""
+        for info in infos:
+            if info.name in self.faults:
+                raise ValueError(self.faults[info.name])
+
+    def explain(self, error: ValueError) -> ValueError:
+        """The error, followed by the fault of a tensor that it names, if there is one."""
+        text = str(error)
+        known = [fault for name, fault in self.faults.items() if repr(name) in text]
+        return ValueError(f"{text}; {known[0]}") if known else error
 
     def changed(self, folders: bool = True) -> str | None:
         """The first path that has changed since it was read, or None. folders: whether files added
@@ -62,8 +82,12 @@ def read_index(path: str) -> Index:
     """Reads all headers at `path`, but no tensor data.
 
     Raises FileNotFoundError if there is nothing to read, PermissionError naming the file if it is
-    not readable, and ValueError naming file and tensor for a fault in a header, a tensor in two
-    files, shards of two models without an index, or an index that contradicts its files.
+    not readable, and ValueError naming file and tensor for a fault in a header, shards of two
+    models without an index, or an index that names a missing file.
+
+    A tensor in two files, and one that an index lists but no file has, are `faults`. Where an index
+    and the files that it lists disagree, the files count, as in the engines, and a warning is
+    logged.
     """
     path = os.path.abspath(path)
     index = Index(path)
@@ -169,10 +193,19 @@ def _explain_nothing(root: str, others: list[str]) -> None:
 def _read_index_file(index: Index, path: str) -> None:
     index.stamps[path] = stamp(path)
     files = listed_files(path)
+    problems: list[str] = []
     for file in files:
         present = _add_file(index, file) if os.path.lexists(file) else None
-        for problem in disagreements(path, files, file, present):
-            raise ValueError(problem)
+        differences = disagreements(path, files, file, present)
+        if present is None:
+            raise ValueError(next(differences))
+        problems += differences
+    for file, names in files.items():
+        for name in names - index.tensors.keys():
+            index.faults[name] = f"{file}: tensor {name!r} is missing, but {path} lists it"
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        _logger.warning("kt: the files count where their index differs: %s%s", problems[0], more)
 
 
 def listed_files(path: str) -> dict[str, set[str]]:
@@ -222,7 +255,7 @@ def _add_file(index: Index, path: str) -> dict[str, TensorInfo]:
     for name, info in tensors.items():
         first = index.tensors.setdefault(name, info)
         if first is not info:
-            raise ValueError(f"{path}: tensor {name!r} is also in {first.file}; expected it once")
+            index.faults[name] = f"{info} is also in {first.file}; expected it once"
     return tensors
 
 

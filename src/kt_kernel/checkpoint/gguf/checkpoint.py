@@ -22,6 +22,7 @@ from .architectures import ARCHITECTURES, REFUSED
 from .blocks import DENSE, form_of, forms, row_bytes, to_dense, to_matrix
 from .files import GgufIndex
 from .layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
+from .types import BY_NAME
 
 ANY_TYPE = "LLAMAFILE"  # the method that accepts all types
 
@@ -58,7 +59,12 @@ class GgufCheckpoint(Checkpoint):
         return dense_weights(ANY_TYPE) if types <= DENSE.keys() else Stored("GGUF", ANY_TYPE)
 
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
-        """Returns the blocks of a quantised tensor as uint8 [..., bytes of a row]."""
+        """Returns the blocks of a quantised tensor as uint8 [..., bytes of a row].
+
+        Raises ValueError for a type whose blocks are unknown.
+        """
+        if info.dtype not in BY_NAME:
+            raise ValueError(f"{info} is of ggml type {info.dtype}; known: {', '.join(BY_NAME)}")
         with _Data(self._index) as files:
             data = files.read(info)
         if info.dtype in DENSE:

@@ -325,11 +325,8 @@ def _read_tensor(cursor: _Cursor) -> _Entry:
         raise ValueError(f"{where} has {rank} dimensions; accepted: 1 to {MAX_RANK}")
     *dims, number, begin = _TENSOR[rank].unpack(cursor.take(_TENSOR[rank].size))
     shape = tuple(dims[::-1])
-    kind = TYPES.get(number)
-    if kind is None:
-        known = ", ".join(kind.name for kind in TYPES.values())
-        title = NOT_STORED.get(number, number)
-        raise ValueError(f"{where} is of ggml type {title}; known: {known}")
+    # Other types may be newer, or of a fork. Only whoever needs such a tensor refuses it.
+    kind = TYPES.get(number) or GgmlType(NOT_STORED.get(number, f"number {number}"), 1, 0)
     # Checked for tensors without values, too: the number of their rows must not overflow.
     if math.prod(max(size, 1) for size in shape) * kind.size >= 2**63:
         raise ValueError(f"{where} has shape {list(shape)}; expected less than 2^63 bytes")

@@ -92,6 +92,7 @@ class KtPackedCheckpoint(Checkpoint):
                 f" and int4: blk.{match[1]}.ffn_<gate, up, down>_exps.<expert>.numa.<part>.<weight,"
                 " scale>"
             )
+        self._index.need([info])
         key = (int(found[1]), match[2], int(found[2]), found[3])
         self._members.setdefault(int(match[1]), {})[key] = info
 

@@ -12,7 +12,7 @@ from ..quantization import AUTO_ROUND, Quantization
 from .groups import check_scale_type, grouped_form, in_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, two_dimensions
-from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
+from .parts import FLOATS, Read, check_tensor, nibbles, signed_scales
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -56,7 +56,7 @@ class Awq(MatrixFormat):
 
     def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
         info = parts["scales"]
-        scale = float_scales(info, read(info, None)).T
+        scale = signed_scales(info, read(info, None)).T
         zero = nibbles(read(parts["qzeros"], None), 1, _ORDER).T
         codes = nibbles(read(parts["qweight"], None), 1, _ORDER).T
         packed = codes[:, 0::2] | codes[:, 1::2] << 4

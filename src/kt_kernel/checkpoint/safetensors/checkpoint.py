@@ -20,7 +20,8 @@ from ..quantization import Quantization, read_quantization
 from ..reader import LayerReader, infer_sizes, open_layer
 from ..stored import Stored, stored_in
 from .families import model_type
-from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors
+from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors, tensors_of
+from .mapped import MappedFile, has_unknown_types
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -72,29 +73,37 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def _layout(self, layer_idx: int) -> Layout:
         if layer_idx not in self._layouts:
-            self._layouts[layer_idx] = find_layout(
-                self.path,
-                layer_idx,
-                self._layers.get(layer_idx, {}),
-                self.model_type,
-                self._index.config is not None,
-            )
+            self._layouts[layer_idx] = self._find_layout(layer_idx)
         layout = self._layouts[layer_idx]
         if layout is None:
             raise self._no_experts(layer_idx)
+        return layout
+
+    def _find_layout(self, layer_idx: int) -> Layout | None:
+        tensors = self._layers.get(layer_idx, {})
+        has_config = self._index.config is not None
+        try:
+            layout = find_layout(self.path, layer_idx, tensors, self.model_type, has_config)
+        except ValueError as error:
+            raise self._index.explain(error) from None
+        if layout is not None:
+            self._index.need(tensors_of(layout))
         return layout
 
 
 def _stored_bytes(layout: Layout, experts: int, expert: int) -> int:
     """Bytes of one expert in the files."""
     if isinstance(layout, PerExpert):
-        parts = (info for parts in layout.experts[expert].values() for info in parts.values())
-        return sum(info.end - info.begin for info in parts)
+        return sum(info.end - info.begin for info in tensors_of(layout, expert))
     return sum(info.end - info.begin for info in layout.tensors.values()) // experts
 
 
 class Files(OpenFiles):
-    """Maps each file at most once during a call."""
+    """Maps each file at most once during a call.
+
+    The safetensors library refuses a whole file for one tensor of a type that it does not know.
+    Such files are mapped without it.
+    """
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)
@@ -115,5 +124,10 @@ class Files(OpenFiles):
     def _file(self, path: str) -> Any:
         self.descriptor(path)
         if path not in self._maps:
-            self._maps[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            try:
+                self._maps[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError:
+                if not has_unknown_types(path):
+                    raise
+                self._maps[path] = MappedFile(path, self._descriptors[path])
         return self._maps[path]

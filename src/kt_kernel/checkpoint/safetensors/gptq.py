@@ -4,7 +4,8 @@ qweight int32 [K/8, N], with the lowest column in the lowest bits; scales [K/g, 
 [K/g, N/8], with the lowest row in the lowest bits. g_idx [K] is the group of each column, in any
 order (desc_act); without it, each g consecutive columns are a group. W = (code - zero) * scale.
 Format "gptq" (the default) stores zero - 1, "gptq_v2" stores zero (checkpoint_format in
-config.json). Symmetric weights have zero = 8 everywhere.
+config.json). sym: true in config.json means zero = 8 everywhere, whatever qzeros holds: quantisers
+store 7 or 8 there, and the engines' kernels for symmetric weights do not read it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from ..quantization import AUTO_ROUND, Quantization
 from .groups import check_scale_type, grouped_form, in_groups, nibbles_in_order, order_of_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
-from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
-
-_SYMMETRIC_ZERO = 8
+from .parts import FLOATS, Read, check_tensor, nibbles, signed_scales
 
 
 class Gptq(MatrixFormat):
@@ -79,22 +78,15 @@ class Gptq(MatrixFormat):
 
     def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
         info = parts["scales"]
-        scale = float_scales(info, read(info, None)).T
+        scale = signed_scales(info, read(info, None)).T
         order = None
         if "g_idx" in parts:
             info = parts["g_idx"]
             order = order_of_groups(info, read(info, None), columns, scale.shape[1])
-        info = parts["qzeros"]
-        zero = nibbles(read(info, None), 1).T + self._first_zero
         count = columns // self.form.group_size
         codes = nibbles_in_order(bytes_of(read(parts["qweight"], None).T), order)
         if self.form.format == INT4_ZERO:
+            zero = nibbles(read(parts["qzeros"], None), 1).T + self._first_zero
             scale, zero = in_groups(scale, count), in_groups(zero, count)
             return QuantisedMatrix(INT4_ZERO, codes, scale, zero, order=order)
-        if not bool((zero == _SYMMETRIC_ZERO).all()):
-            other = int(zero[zero != _SYMMETRIC_ZERO][0])
-            raise ValueError(
-                f"{info} has a zero point of {other}, but quantization_config has sym: true, which"
-                f" means {_SYMMETRIC_ZERO} everywhere (is checkpoint_format right?)"
-            )
         return QuantisedMatrix(INT4_GROUP, codes, in_groups(scale, count), order=order)

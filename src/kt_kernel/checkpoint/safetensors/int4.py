@@ -16,7 +16,7 @@ from ..quantization import Quantization
 from .groups import check_scale_type, grouped_form, in_groups, nibbles_in_order, order_of_groups
 from .layout import Parts
 from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
-from .parts import FLOATS, Read, check_tensor, float_scales, nibbles
+from .parts import FLOATS, Read, check_tensor, nibbles, signed_scales
 
 _BITS = 4
 _NO_GROUP = -1  # fills a weight_g_idx that was never set
@@ -74,7 +74,7 @@ class PackedInt4(MatrixFormat):
             if shape != [rows, columns]:
                 raise ValueError(f"{info} is {shape}; expected {[rows, columns]}")
         info = parts["weight_scale"]
-        scale = float_scales(info, read(info, None))
+        scale = signed_scales(info, read(info, None))
         order: torch.Tensor | None = None
         if "weight_g_idx" in parts:
             info = parts["weight_g_idx"]

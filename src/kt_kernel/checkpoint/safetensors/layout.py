@@ -8,7 +8,7 @@ wrong weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...weights.expert_tensors import MATRICES
@@ -84,6 +84,18 @@ Layout = PerExpert | StackedExperts
 def has_blocks(layout: StackedExperts) -> bool:
     """Whether the stacks are blocks of MXFP4 and their scales, as in gpt-oss."""
     return "gate_up_scales" in layout.tensors
+
+
+def tensors_of(layout: Layout, expert: int | None = None) -> Iterator[TensorInfo]:
+    """The tensors of a layout. expert: only those of this expert, if the experts are single."""
+    if isinstance(layout, StackedExperts):
+        yield from layout.tensors.values()
+        for parts in layout.scales.values():
+            yield from parts.values()
+        return
+    for matrices in layout.experts if expert is None else [layout.experts[expert]]:
+        for parts in matrices.values():
+            yield from parts.values()
 
 
 def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorInfo]]:

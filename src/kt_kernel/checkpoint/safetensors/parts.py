@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from ..header import TensorInfo
@@ -27,6 +28,14 @@ def check_tensor(info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, 
     if info.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{info} has shape {list(info.shape)}; expected {expected}")
+
+
+def signed_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
+    """Returns the scales of integer codes, which may be negative: AutoRound divides the value with
+    the largest magnitude by the lowest code. Raises ValueError if one is not finite."""
+    if not _all_finite(scale):
+        _refuse(info, scale, ~scale.isfinite(), "a finite number")
+    return scale
 
 
 def float_scales(info: TensorInfo, scale: torch.Tensor) -> torch.Tensor:
@@ -69,8 +78,19 @@ def nibbles(
 def _bits_below(values: torch.Tensor, limit: int) -> bool:
     """Whether all values, taken as unsigned numbers, are below `limit`. One pass with numpy: scales
     are checked while other experts are packed, and torch would wake its threads."""
+    return int(_unsigned(values).max(initial=0)) < limit
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    """Whether all floats are finite; with numpy for the same reason."""
+    exponent = _INFINITY[values.dtype]
+    return not ((_unsigned(values) & exponent) == exponent).any()
+
+
+def _unsigned(values: torch.Tensor) -> np.ndarray:
+    """The bits of the values."""
     unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[values.element_size()]
-    return int(values.view(unsigned).numpy().max(initial=0)) < limit
+    return values.view(unsigned).numpy()
 
 
 def _refuse(info: TensorInfo, values: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
