@@ -368,17 +368,15 @@ def test_a_type_of_the_future(tmp_path, place):
         fails(tmp_path, path, repr(place), "F31", "BF16")
         return
     found = read_experts(tmp_path, 0, *SIZES)
-    stacks = {k: v for k, v in stacked().items()}
+    stacks = stacked()
     for e in range(E):
         for field in ("gate", "up", "down"):
             assert torch.equal(getattr(found, field)[e], tensors[f"{MOE}.{e}.{field}_proj.weight"])
     with pytest.raises(ValueError, match="lm_head.weight' has dtype F31; accepted in this file"):
         open_checkpoint(tmp_path).read_tensor("lm_head.weight")
-    path = (
-        save(tmp_path / "stack", stacks | {"lm_head.weight": torch.ones(3)}) / "model.safetensors"
-    )
-    edit_dtype(path, "lm_head.weight", "F31")
-    found = read_experts(tmp_path / "stack", 0, *SIZES)
+    folder = save(tmp_path / "stack", stacks | {"lm_head.weight": torch.ones(3)})
+    edit_dtype(folder / "model.safetensors", "lm_head.weight", "F31")
+    found = read_experts(folder, 0, *SIZES)
     assert torch.equal(found.down[2], stacks[f"{MOE}.down_proj"][2])
 
 
