@@ -25,7 +25,7 @@ const char* describe(PackError error) {
       return "a weight is NaN (e4m3 code 0x7f or 0xff); accepted: all other codes";
     case PackError::kBadScale:
       return "a scale is NaN, infinite or negative; accepted: a finite number from 0";
-    case PackError::kBadGroupScale: return "a scale is NaN or infinite; accepted: a finite number";
+    case PackError::kBadSignedScale: return "a scale is NaN or infinite; accepted: a finite number";
     case PackError::kBadBlockScale:
       return "a block's fp16 scale or minimum is NaN or infinite; accepted: a finite number";
     case PackError::kBadSubScale:

@@ -48,11 +48,11 @@ enum class PackError : int {
   kNotFinite,
   kScaleOverflow,
   // A quantised weight is NaN, a zero point is above 16, or a scale is NaN, infinite or negative.
-  // -0 is accepted, except in e4m3 scales, which have no sign. Group scales and ggml's scales may
-  // be negative.
+  // -0 is accepted, except in e4m3 scales, which have no sign. Scales of integer codes may be
+  // negative.
   kNanCode,
   kBadScale,
-  kBadGroupScale,
+  kBadSignedScale,
   kBadBlockScale,
   kBadSubScale,  // only in packed tiles
   kBadUe8m0Scale,

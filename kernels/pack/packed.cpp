@@ -69,7 +69,11 @@ struct Finding {
 
 Finding bad_in_head(const PackedColumns& from) {
   switch (from.layout.traits().scales.kind) {
-    case ScaleKind::kRow: return {first_bad_float(from.head, kTileRows), PackError::kBadScale};
+    case ScaleKind::kRow:
+      if (from.layout.traits().codes.type == CodeType::kE4m3)
+        return {first_bad_float(from.head, kTileRows), PackError::kBadScale};
+      return {first_not_finite<uint32_t>(from.head, kTileRows, 0x7f800000),
+              PackError::kBadSignedScale};
     case ScaleKind::kBlock: {
       const int64_t at = first_bad_float(from.head, head_values(from.layout) / 4);
       return {at < 0 ? at : 0, PackError::kBadScale};
@@ -87,7 +91,7 @@ Finding bad_group_scale(const MatrixLayout& layout, const uint8_t* scales) {
       default: return first_not_finite<uint32_t>(scales, kTileRows, 0x7f800000);
     }
   };
-  return {first(), PackError::kBadGroupScale};
+  return {first(), PackError::kBadSignedScale};
 }
 
 // For a block of ggml's formats: checks d and m, then the scales of sub-blocks.

@@ -101,12 +101,16 @@ PackError check_scales(const MatrixLayout& layout, const MatrixSource& source, i
       return all_below<uint8_t>(scales, 255) ? PackError::kNone : PackError::kBadUe8m0Scale;
     case ScaleKind::kE4m3:
       return all_below<uint8_t>(scales, 0x7f) ? PackError::kNone : PackError::kBadE4m3Scale;
+    case ScaleKind::kRow:
+      if (has_e4m3(layout)) break;
+      return all_finite(scales, ScaleType::kFP32) ? PackError::kNone : PackError::kBadSignedScale;
     case ScaleKind::kGroup:
-      return all_finite(scales, layout.scale) ? PackError::kNone : PackError::kBadGroupScale;
-    default:  // float32, finite and not negative; -0 counts as zero
-      return all_below<uint32_t>(scales, 0x7f800000, 0x80000000) ? PackError::kNone
-                                                                 : PackError::kBadScale;
+      return all_finite(scales, layout.scale) ? PackError::kNone : PackError::kBadSignedScale;
+    default: break;
   }
+  // float32, finite and not negative; -0 counts as zero
+  return all_below<uint32_t>(scales, 0x7f800000, 0x80000000) ? PackError::kNone
+                                                             : PackError::kBadScale;
 }
 
 bool has_nan_code(const uint8_t* codes, int64_t n) {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from quantised_files import H, I, check_bad_parts, check_values, fails, make_experts, save
 
-from kt_kernel.weights.formats import INT4_ZERO
+from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO
 
 # Bits 4i of a word hold column ORDER[i] of its eight.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -93,13 +93,23 @@ def test_bad_parts(tmp_path):
 
 
 def test_gptq_and_awq_are_not_mixed_up(tmp_path):
+    """Where config.json contradicts the tensors, both are named."""
     path = save(tmp_path, make_experts(make_with()), {"quant_method": "gptq", "sym": False})
-    fails(path, "GPTQ_INT4", "qweight", [I, H // 8], [I // 8, H])
+    words = "qweight", "as AWQ packs it", path / "config.json", "quant_method 'gptq'"
+    fails(path, "GPTQ_INT4", *words)
+    fails(path, "AWQ_INT4", *words)
 
 
 def test_auto_round(tmp_path):
     """AutoRound packs as AWQ does where it says so."""
     settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False}
+    settings["packing_format"] = "auto_round:auto_awq"
     tensors = make_experts(make_with())
-    path = save(tmp_path, tensors, settings | {"packing_format": "auto_round:auto_awq"})
-    check_values(path, tensors, "AWQ_INT4", reference)
+    check_values(save(tmp_path / "a", tensors, settings), tensors, "AWQ_INT4", reference)
+    symmetric = {
+        name: pack(torch.full((len(tensor), 8 * tensor.shape[1]), 8)) if "zeros" in name else tensor
+        for name, tensor in tensors.items()
+    }
+    path = save(tmp_path / "b", tensors, settings | {"sym": True})  # whatever the zeros are
+    found = check_values(path, symmetric, "AWQ_INT4", reference)
+    assert found.gate[0].format == INT4_GROUP

@@ -150,7 +150,7 @@ def test_stacked_in_the_other_orientation(tmp_path):
 def test_half_of_a_quantisation(tmp_path, suffix):
     """One expert has a scale that the others lack."""
     name = f"{MOE}.0.up_proj.{suffix}"
-    missing = f"{MOE}.0.gate_proj.{suffix}' is missing"
+    missing = f"{MOE}.1.up_proj.{suffix}' is missing"
     fails(save(tmp_path, per_expert() | {name: torch.ones(1)}), missing, name)
 
 

@@ -150,13 +150,3 @@ def test_other_blocks(tmp_path):
     quantization = DEEPSEEK | {"weight_block_size": [64, 64]}
     path = save(tmp_path, make_experts(block("weight_scale_inv")), quantization)
     fails(path, "FP8", "weight_block_size [64, 64]", "[128, 128]", path / "config.json")
-
-
-def test_int8_with_scales(tmp_path):
-    def make(rows, columns):
-        return {
-            "weight": torch.ones(rows, columns, dtype=torch.int8),
-            "weight_scale": torch.ones(rows),
-        }
-
-    fails(save(tmp_path, make_experts(make)), "AMXINT8", "gate_proj.weight", "I8", "F8_E4M3")

@@ -151,7 +151,7 @@ def test_the_setting_alone_orders_nothing(tmp_path):
     [
         (5, -1, ["column 5 is in group -1", "0 to 5"]),
         (7, 6, ["column 7 is in group 6", "0 to 5"]),
-        (9, 3, ["31 columns are in group 0", "expected 32 in each of 6 groups"]),
+        (9, 3, ["31 columns are in group 0", "expected 32 with 6 groups of 32 columns"]),
     ],
 )
 def test_groups_that_are_none(tmp_path, column, group, words):
@@ -188,7 +188,8 @@ def test_auto_round(tmp_path):
     path = save(tmp_path / "a", tensors, settings | packing)
     check_values(path, make_experts(make_with(zero=7)), "GPTQ_INT4", reference(1))
     path = save(tmp_path / "b", tensors, settings | {"packing_format": "auto_round:auto_awq"})
-    fails(path, "GPTQ_INT4", "qweight", "packing_format 'auto_round:auto_awq'", "auto_gptq")
+    words = "as GPTQ packs it", "packing_format 'auto_round:auto_awq'"
+    fails(path, "GPTQ_INT4", "qweight", path / "config.json", *words)
 
 
 def test_needs_its_config(tmp_path):

@@ -17,12 +17,10 @@ from test_methods import CHECKPOINTS
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.checkpoint.method import Choice, method_of
 from kt_kernel.conversion import Request, convert, make_plan
-from kt_kernel.weights.methods import METHODS
 from kt_kernel.weights.store.manifest import MANIFEST, QUANT_METHODS
 
 SAMPLES = samples()
 DATA = Path(__file__).parent / "data"
-QUANTISED_ON_LOAD = [name for name, method in METHODS.items() if not method.quantised]
 
 
 def chosen(path: Path, *layers: int) -> Choice:
@@ -100,28 +98,20 @@ def test_gguf_with_unquantised_layers(tmp_path: Path) -> None:
     )
     metadata = {f"{ARCH}.{key}": value for key, value in dense.metadata.items()}
     path = write_gguf(tmp_path / "m.gguf", dense.tensors() | quantised.tensors(), metadata)
-    assert chosen(path) == Choice("LLAMAFILE", "GGUF")
+    assert chosen(path) == Choice("LLAMAFILE", "16- or 32-bit weights in layer 0; GGUF in layer 1")
 
 
 def test_layers_that_differ(tmp_path: Path) -> None:
-    """What was found where, and what takes all of it, in one line."""
+    """What was found where, in one line. More of this is in test_mixed_formats.py."""
     for layer, name in enumerate(["dense", "FP8", "FP8"]):
         write(tmp_path, name, layer)
-    with pytest.raises(ValueError) as caught:
-        chosen(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path}: the layers have different formats (layer 0: 16- or 32-bit weights; layers "
-        "1-2: FP8 with scales per 128x128 block), so auto cannot choose a method; choose a "
-        f"method that reads all of them: {', '.join(QUANTISED_ON_LOAD)}"
+    assert chosen(tmp_path) == Choice(
+        "FP8",
+        "16- or 32-bit weights in layer 0; FP8 with scales per 128x128 block in layers 1-2",
     )
-    assert chosen(tmp_path, 1, 2).method == "FP8"  # layers that do not count
-
-
-def test_layers_that_no_method_takes_together(tmp_path: Path) -> None:
-    for layer, name in enumerate(["dense", "RAWINT4"]):
-        write(tmp_path, name, layer)
-    with pytest.raises(ValueError, match="no method reads all of them; use a checkpoint in one"):
-        chosen(tmp_path)
+    assert chosen(tmp_path, 1, 2) == Choice("FP8", "FP8 with scales per 128x128 block")
+    write(tmp_path, "NVFP4", 3)
+    assert chosen(tmp_path).method == "MIXED"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])

@@ -5,10 +5,10 @@ import pytest
 import torch
 from quantised_files import E, fails, save
 
-from kt_kernel.checkpoint import open_checkpoint, read_experts
+from kt_kernel.checkpoint import method_of, open_checkpoint, read_experts
 from kt_kernel.testing import values_of
 from kt_kernel.testing.quantised import E2M1, UE8M0
-from kt_kernel.weights.formats import FP8_BLOCK, FP8_ROW, MXFP4, MXFP8, NVFP4
+from kt_kernel.weights.formats import FP8_BLOCK, FP8_ROW, INT8_ROW, MXFP4, MXFP8, NVFP4
 
 H, I = 256, 128  # noqa: E741
 MLP = "model.layers.0.mlp.experts."
@@ -267,12 +267,34 @@ def test_companions_of_no_known_format(tmp_path, end):
     fails(path, "FP8", name, "unexpected tensor", hidden=H, inter=I)
 
 
-def test_integers_of_no_known_format(tmp_path):
+def test_int8_rows(tmp_path):
     tensors, _ = make_stacks("FP8 rows")
     for name in ("gate_up_proj", "down_proj"):
         tensors[MLP + name] = tensors[MLP + name].view(torch.int8)
     path = save(tmp_path, tensors, model_type="qwen3_5_moe")
-    fails(path, "FP8", f"{MLP}gate_up_proj", "I8", "F8_E4M3", hidden=H, inter=I)
+    found = read_experts(path, 0, E, H, I, method="AMXINT8")
+    gate, up = tensors[f"{MLP}gate_up_proj"][1].chunk(2)
+    scales = tensors[f"{MLP}gate_up_proj_weight_scale"][1].reshape(-1).chunk(2)
+    for matrix, codes, scale in ((found.gate[1], gate, scales[0]), (found.up[1], up, scales[1])):
+        assert matrix.format == INT8_ROW
+        assert torch.equal(matrix.codes, codes) and torch.equal(matrix.scale, scale.float())
+    fails(path, "FP8", f"{MLP}", "8-bit integers", "method AMXINT8 reads", hidden=H, inter=I)
+
+
+def test_stacks_of_two_formats(tmp_path):
+    """ModelOpt's NVFP4 in gate and up, FP8 in down."""
+    tensors, _ = make_stacks("NVFP4, a number for each")
+    model_type = CASES["NVFP4, a number for each"][0]
+    start = next(n for n in tensors if n.endswith("gate_up_proj")).removesuffix("gate_up_proj")
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(f"{start}down_proj")}
+    codes = e4m3(E, H, I)
+    tensors |= {f"{start}down_proj": codes, f"{start}down_proj_weight_scale": torch.rand(E)}
+    path = save(tmp_path, tensors, model_type=model_type)
+    assert method_of(open_checkpoint(path)).method == "MIXED"
+    found = read_experts(path, 0, E, H, I, method="MIXED")
+    assert found.up[0].format == NVFP4 and found.down[2].format == FP8_BLOCK
+    scale = tensors[f"{start}down_proj_weight_scale"][2].double()
+    assert torch.equal(values_of(found.down[2]), codes[2].double() * scale)
 
 
 def test_other_sizes(tmp_path):

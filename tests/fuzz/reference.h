@@ -178,7 +178,7 @@ inline bool acceptable(const MatrixLayout& layout, const MatrixSource& source, i
   const auto number = [&] { return (data[n * cols + k] & 127) != 127; };  // of e4m3
   switch (layout.format) {
     case WeightFormat::kInt8Row:
-    case WeightFormat::kInt4Row: return scale_is_good(n);
+    case WeightFormat::kInt4Row: return finite_at(scale, ScaleType::kFP32, n);
     case WeightFormat::kInt4Zero:
       if (static_cast<const uint8_t*>(source.weights.zero)[n * (cols / group) + k / group] > 16)
         return false;

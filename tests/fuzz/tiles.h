@@ -24,18 +24,18 @@ inline void as_saved(const kt::MatrixLayout& layout, uint8_t* tile) {
 // Whether all scales and codes of a tile, including padding, are in their ranges.
 inline bool good_tile(const kt::MatrixLayout& layout, const uint8_t* tile) {
   using F = kt::WeightFormat;
-  const auto not_negative = [&](int64_t i) {
+  const bool integer_rows = layout.format == F::kInt8Row || layout.format == F::kInt4Row;
+  const auto good_scale = [&](int64_t i) {
     const double x = float_at(tile, DType::kFP32, i);
-    return std::isfinite(x) && x >= 0;
+    return std::isfinite(x) && (x >= 0 || integer_rows);
   };
-  const bool row_scales =
-      layout.format == F::kInt8Row || layout.format == F::kInt4Row || layout.format == F::kFp8Row;
+  const bool row_scales = integer_rows || layout.format == F::kFp8Row;
   const int64_t floats = row_scales                      ? 32
                          : layout.format == F::kFp8Block ? (layout.cols + 127) / 128
                          : layout.format == F::kNvFp4    ? 1
                                                          : 0;
   for (int64_t i = 0; i < floats; ++i)
-    if (!not_negative(i)) return false;
+    if (!good_scale(i)) return false;
   const uint8_t* b = tile + layout.head_bytes();
   const bool e4m3_codes =
       layout.format == F::kFp8Block || layout.format == F::kFp8Row || layout.format == F::kMxFp8;

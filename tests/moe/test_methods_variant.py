@@ -11,7 +11,7 @@ from kt_kernel.weights import methods
 
 
 def test_tables_of_methods():
-    assert len(kt_kernel.INFERENCE_METHODS) == 16 and len(kt_kernel.SFT_METHODS) == 18
+    assert len(kt_kernel.INFERENCE_METHODS) == 17 and len(kt_kernel.SFT_METHODS) == 18
     assert not kt_kernel.INFERENCE_METHODS & kt_kernel.SFT_METHODS
     assert methods.METHODS.keys() == kt_kernel.INFERENCE_METHODS
     for name in kt_kernel.INFERENCE_METHODS:

@@ -103,7 +103,7 @@ constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 // The columns of the bytes in a step of e4m3.
 constexpr int kE4m3Order[4] = {0, 2, 1, 3};
 
-// The scales of a format and their position. All are finite. Only those of kGroup and kGgml may be
+// The scales of a format and their position. All are finite. Only those of integer codes may be
 // negative.
 enum class ScaleKind : int {
   kNone,

@@ -56,6 +56,12 @@ class Checkpoint(ABC):
         """File, dtype and shape of every tensor, by name."""
         return MappingProxyType(self._index.tensors)
 
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What is wrong with single tensors that may not be needed: a tensor in two files, or one
+        that an index lists but no file has."""
+        return tuple(self._index.faults.values())
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """See `kt_kernel.checkpoint.fingerprint`. Computed once."""

@@ -6,9 +6,9 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from ..runtime.text import ranges
-from ..weights.methods import METHODS, QUANTISED_TO
+from ..weights.methods import QUANTISED_TO
 from .base import Checkpoint
-from .stored import Stored, dense_weights
+from .stored import Stored, common_method, dense_weights
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ QUANTISE = Choice(QUANTISED_TO, dense_weights().title)
 
 
 def method_of(checkpoint: Checkpoint, layers: Container[int] | None = None) -> Choice:
-    """The method that keeps the experts as they are stored, or `QUANTISED_TO` for 16 and 32 bits.
+    """The method that keeps the experts as they are stored, or `QUANTISED_TO` if all of them have
+    16 or 32 bits. It is `MIXED` where no other method keeps all matrices.
 
     Uses only the headers that were read on opening.
 
@@ -32,8 +33,7 @@ def method_of(checkpoint: Checkpoint, layers: Container[int] | None = None) -> C
         layers: numbers of the layers to consider. None: all that have experts.
 
     Raises:
-        ValueError: none of these layers has experts, a layer's format is unknown, or the layers
-            differ. The message has the formats found and the methods that read them all.
+        ValueError: none of these layers has experts, or a layer's format is unknown.
     """
     found: dict[Stored, list[int]] = {}
     for layer in checkpoint.layers():
@@ -46,26 +46,12 @@ def method_of(checkpoint: Checkpoint, layers: Container[int] | None = None) -> C
         )
     if all(stored.dense for stored in found):
         return QUANTISE
-    methods = {stored.method for stored in found}
-    if len(methods) > 1:
-        raise ValueError(f"{checkpoint.path}: {_differ(found)}")
-    titles = (stored.title for stored in found if not stored.dense)
-    return Choice(methods.pop(), " and ".join(dict.fromkeys(titles)))
+    method = common_method(name for stored in found for name in stored.each)
+    if len(found) == 1:
+        return Choice(method, next(iter(found)).title)
+    return Choice(method, "; ".join(map(_in_layers, found.items())))
 
 
-def _differ(found: dict[Stored, list[int]]) -> str:
-    what = "; ".join(
-        f"layer{'s' if len(layers) > 1 else ''} {ranges(layers, ', ')}: {stored.title}"
-        for stored, layers in found.items()
-    )
-    methods = [
-        method.name
-        for method in METHODS.values()
-        if all(stored.taken_by(method) for stored in found)
-    ]
-    advice = (
-        f"choose a method that reads all of them: {', '.join(methods)}"
-        if methods
-        else "no method reads all of them; use a checkpoint in one format"
-    )
-    return f"the layers have different formats ({what}), so auto cannot choose a method; {advice}"
+def _in_layers(item: tuple[Stored, list[int]]) -> str:
+    stored, layers = item
+    return f"{stored.title} in layer{'s' if len(layers) > 1 else ''} {ranges(layers, ', ')}"

@@ -219,13 +219,12 @@ def _sizes(spec: LayerSpec) -> Sizes:
 def _makes(method: Method, form: LayerForm) -> bool:
     """Whether the method can have produced a layer of that form."""
     made = method.form
-    if made is not None:
+    if made is not None and not method.quantised:
         if made.format == INT4_ROW and form.down.format == INT4_GROUP:
             form = replace(form, down=made)  # kt-kernel's columns in parts
         return form == LayerForm.same(made)
-    formats = (*method.formats, BF16) if method.mixed else method.formats
-    alike = method.mixed or form == LayerForm.same(form.gate)
-    return alike and all(one.format in formats for one in form)
+    # Methods that keep weights keep dense ones beside quantised ones.
+    return all(one.format in (*method.formats, BF16) for one in form)
 
 
 def _same_weights(a: Method, b: Method) -> bool:

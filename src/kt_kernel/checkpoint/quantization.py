@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from .header import TensorInfo
 
-#: AutoRound's names for itself. Its packing_format names the format whose packing it uses.
-AUTO_ROUND = ("auto-round", "intel/auto-round")
-
 _KEYS = ("quantization_config", "compression_config")
+# Settings of single modules: of AutoRound, by name or pattern; of GPTQModel, by pattern.
+_BY_MODULE = ("extra_config", "dynamic")
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """file: the config.json, or None. settings: its quantization_config, or {}."""
+    """file: the config.json, or None. settings: its quantization_config, or {}.
+
+    The tensors show what a matrix holds. Settings are used for what tensors do not show, and are
+    compared with the tensors otherwise.
+    """
 
     file: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -26,24 +30,33 @@ class Quantization:
         name = self.settings.get("quant_method")
         return name if isinstance(name, str) else None
 
-    def expect(self, info: TensorInfo, title: str, *names: str) -> None:
-        """Raises ValueError if quant_method is set but not one of `names`: files and config
-        contradict each other."""
-        if self.name is not None and self.name not in names:
-            raise ValueError(
-                f"{info} is {title}, but {self.file} has quant_method {self.name!r}; expected"
-                f" {' or '.join(names)}"
-            )
+    def of(self, info: TensorInfo) -> dict[str, Any]:
+        """The settings of a tensor's module, with those that are for single modules."""
+        module = info.name.rpartition(".")[0]
+        found = dict(self.settings)
+        for key in _BY_MODULE:
+            single = self.settings.get(key)
+            for pattern, settings in single.items() if isinstance(single, dict) else ():
+                if isinstance(settings, dict) and _matches(pattern, module):
+                    found |= settings
+        return found
 
     def expect_value(self, info: TensorInfo, keys: tuple[str, ...], *accepted: Any) -> None:
-        """Raises ValueError if one of the settings has another value."""
+        """Raises ValueError if one of the settings of a tensor's module has another value."""
+        settings = self.of(info)
         for key in keys:
-            value = self.settings.get(key)
+            value = settings.get(key)
             if value is not None and (value not in accepted or isinstance(value, bool)):
                 raise ValueError(
                     f"{info}: {self.file} has {key} {value!r}; accepted:"
                     f" {', '.join(map(str, accepted))}"
                 )
+
+    def group_sizes(self, info: TensorInfo) -> list[int]:
+        """The group sizes that the settings have for a tensor's module."""
+        found = [self.of(info).get("group_size")]
+        found += [group.get("group_size") for group in self.weight_groups()]
+        return [size for size in found if type(size) is int]
 
     def weight_groups(self) -> Iterator[dict[str, Any]]:
         """Yields the settings for weights in each of compressed-tensors' config_groups."""
@@ -52,6 +65,17 @@ class Quantization:
             weights = group.get("weights") if isinstance(group, dict) else None
             if isinstance(weights, dict):
                 yield weights
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether a key of settings is for a module. GPTQModel marks patterns of modules that it
+    quantises with "+:", and those that it leaves alone with "-:"."""
+    if pattern == module:
+        return True
+    try:
+        return re.match(pattern.removeprefix("+:").removeprefix("-:"), module) is not None
+    except re.error:
+        return False
 
 
 def read_quantization(config: dict[str, Any] | None, file: str | None) -> Quantization:

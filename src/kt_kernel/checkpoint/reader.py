@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..weights.dequantise import dequantise
 from ..weights.expert_tensors import BIASES, MATRICES, ExpertTensors, Matrix, matrix_shapes
-from ..weights.formats import MXFP4, LayerForm, WeightForm
-from ..weights.methods import Method, get_method
+from ..weights.formats import BF16, FP8_BLOCK, MXFP4, LayerForm, WeightForm
+from ..weights.methods import MIXED, Method
+from ..weights.quantised import QuantisedMatrix
 from .header import TensorInfo
 from .quantization import Quantization
 from .safetensors import bf16, gpt_oss
 from .safetensors.arrangement import infer_arrangement
 from .safetensors.formats import identify, is_dense
-from .safetensors.fp8 import CONVERTED, dequantise
-from .safetensors.layout import Layout, PerExpert, StackedExperts, has_blocks
+from .safetensors.layout import Layout, Parts, PerExpert, StackedExperts, has_blocks
 from .safetensors.matrix import MatrixFormat
 from .safetensors.mx import MxFp4
 from .safetensors.parts import FLOATS, Read, check_tensor
@@ -27,9 +28,9 @@ class LayerReader:
     """Reads the experts of one layer.
 
     fields: the fields of ExpertTensors that the layer has. form: the form of the weights, or None
-    if all are dense; a dense matrix together with quantised ones counts as BF16. read: returns the
-    fields of one expert. size: returns the bytes of one expert in the files; None if they are as
-    many as in memory.
+    if all are dense and the method quantises them; dense weights are BF16 together with quantised
+    ones, and for methods that keep weights. read: returns the fields of one expert. size: returns
+    the bytes of one expert in the files; None if they are as many as in memory.
     """
 
     fields: tuple[str, ...]
@@ -46,16 +47,81 @@ class LayerReader:
         return ExpertTensors(**lists)
 
 
-def infer_sizes(layout: Layout, quantization: Quantization) -> tuple[int, int, int]:
+def infer_sizes(layout: Layout) -> tuple[int, int, int]:
     """(num_experts, hidden_size, moe_intermediate_size) according to the shapes."""
     if isinstance(layout, StackedExperts):
         if has_blocks(layout):
             return gpt_oss.size_of_blocks(layout)
         return infer_arrangement(layout)[1]
-    parts = layout.experts[0]["down"]
-    if is_dense(parts):
-        return bf16.infer_sizes(layout)
-    return len(layout.experts), *identify(parts, quantization).size(parts)
+    first, no_settings = layout.experts[0], Quantization()
+    # The number of rows does not depend on the bits of a code.
+    inter = identify(first["gate"], no_settings).rows(first["gate"])
+    hidden = identify(first["down"], no_settings).rows(first["down"])
+    return len(layout.experts), hidden, inter
+
+
+def open_matrices(
+    first: dict[str, Parts], shapes: dict[str, tuple[int, int]], quantization: Quantization
+) -> dict[str, MatrixFormat]:
+    """The formats of gate, up and down of a layer whose first expert is `first`.
+
+    Raises ValueError naming file and tensor for an unknown format, or if config.json contradicts
+    the tensors.
+    """
+    return {
+        matrix: identify(first[matrix], quantization).open(first[matrix], *shape, quantization)
+        for matrix, shape in shapes.items()
+    }
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the reader is to return.
+
+    method: None for the weights as they are stored. beside: whether other layers of the checkpoint
+    have weights that the method keeps. Then the method keeps dense weights, too, as BF16.
+    """
+
+    method: Method | None = None
+    beside: Callable[[], bool] = lambda: False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the method keeps weights as they are stored."""
+        return self.method is not None and self.method.quantised
+
+    def check(self, opened: dict[str, MatrixFormat], some: dict[str, TensorInfo]) -> None:
+        """Raises ValueError if a method that keeps weights does not keep those of a matrix. some: a
+        tensor of each matrix."""
+        if self.method is None or not self.keeps or self.method.name == MIXED:
+            return
+        for matrix, kind in opened.items():
+            if not kind.dense and kind.method != self.method.name:
+                raise ValueError(
+                    f"{some[matrix]}: the experts are {kind.title} ({kind.form}), which method"
+                    f" {kind.method} reads; method {self.method.name} was requested"
+                )
+        if all(kind.dense for kind in opened.values()):
+            self.check_dense(next(iter(some.values())))
+
+    def check_dense(self, info: TensorInfo) -> None:
+        """Raises ValueError if the method does not take a layer of dense weights."""
+        method = self.method
+        if method is None or not self.keeps or method.name == MIXED or self.beside():
+            return
+        raise ValueError(
+            f"{info}: the experts are not quantised ({info.dtype}), but method {method.name} needs"
+            " quantised weights; use a checkpoint in that format, or a method that quantises while"
+            " loading, such as AMXINT8 or INT4_G32"
+        )
+
+    def converts(self, form: WeightForm) -> bool:
+        """Whether quantised weights of that form are returned as float32, because the method
+        quantises them anew."""
+        method = self.method
+        if method is None or method.quantised:
+            return False
+        return not (method.takes_quantised and form.format in method.formats)
 
 
 def open_layer(
@@ -63,31 +129,37 @@ def open_layer(
     sizes: tuple[int, int, int],
     read: Read,
     quantization: Quantization,
-    method: str | None = None,
+    wanted: Wanted,
 ) -> LayerReader:
     """Checks all of `layout` against sizes and method; reads nothing.
 
-    sizes: num_experts, hidden_size, moe_intermediate_size. method: the reader returns the weights
-    in the form that this method accepts. None: as they are stored.
+    sizes: num_experts, hidden_size, moe_intermediate_size.
 
     Raises ValueError naming file and tensor for a wrong number of experts, a wrong shape or dtype,
     a method that does not accept the weights, or a config.json that contradicts them.
     """
-    chosen = None if method is None else get_method(method)
     try:
         if isinstance(layout, StackedExperts) and has_blocks(layout):
-            return _open_blocks(layout, sizes, read, quantization, chosen)
+            return _open_blocks(layout, sizes, read, wanted)
         if isinstance(layout, StackedExperts) and layout.scales:
             single = single_experts(layout, sizes)
-            return _open_quantised(single, sizes, part_reader(read), quantization, chosen)
-        if isinstance(layout, StackedExperts) or is_dense(layout.experts[0]["gate"]):
+            return _open_quantised(single, sizes, part_reader(read), quantization, wanted)
+        if isinstance(layout, StackedExperts) or all(map(is_dense, layout.experts[0].values())):
             fields, read_dense = bf16.open_dense(layout, *sizes, read)
-            _check_dense(layout, chosen)
-            return LayerReader(fields, None, read_dense)
-        return _open_quantised(layout, sizes, read, quantization, chosen)
+            wanted.check_dense(_some(layout))
+            kept = LayerForm.same(WeightForm(BF16)) if wanted.keeps else None
+            return LayerReader(fields, kept, read_dense)
+        return _open_quantised(layout, sizes, read, quantization, wanted)
     except ValueError as error:
-        other = other_model(lambda: infer_sizes(layout, quantization), sizes)
+        other = other_model(lambda: infer_sizes(layout), sizes)
         raise ValueError(f"{error}{other}") from None
+
+
+def _some(layout: Layout) -> TensorInfo:
+    """A tensor with weights."""
+    if isinstance(layout, PerExpert):
+        return layout.experts[0]["gate"]["weight"]
+    return next(iter(layout.tensors.values()))
 
 
 def other_model(infer: Callable[[], tuple[int, int, int]], expected: tuple[int, int, int]) -> str:
@@ -111,82 +183,70 @@ def _open_quantised(
     sizes: tuple[int, int, int],
     read: Read,
     quantization: Quantization,
-    method: Method | None,
+    wanted: Wanted,
 ) -> LayerReader:
     num_experts, hidden, inter = sizes
     shapes = matrix_shapes(hidden, inter)
     first = layout.experts[0]
-    kind = identify(first["gate"], quantization)
-    some = next(iter(first["gate"].values()))
     bf16.check_count(layout, num_experts)
-    opened = kind.open(first, shapes, quantization)
-    _check_method(some, kind, opened.form, method)
-    unit = opened.form.column_unit
-    for matrix, (_, columns) in shapes.items():
-        if columns % unit:
-            raise ValueError(
-                f"{next(iter(first[matrix].values()))}: {columns} columns; {kind.title} needs"
-                f" multiples of {unit}"
-            )
+    opened = open_matrices(first, shapes, quantization)
+    wanted.check(opened, {matrix: next(iter(parts.values())) for matrix, parts in first.items()})
+    _check_order(first, opened)
     for expert in layout.experts:
         for matrix, parts in expert.items():
-            opened.check(parts, *shapes[matrix])
+            opened[matrix].check(parts, *shapes[matrix])
             if "bias" in parts:
                 check_tensor(parts["bias"], FLOATS, shapes[matrix][:1])
-    convert = method is not None and not method.quantised
+    convert = {matrix: wanted.converts(kind.form) for matrix, kind in opened.items()}
 
     def read_expert(number: int) -> dict[str, Matrix]:
         expert = layout.experts[number]
         result: dict[str, Matrix] = {}
-        for matrix, parts in expert.items():
-            quantised = opened.read(parts, *shapes[matrix], read)
-            result[matrix] = dequantise(quantised) if convert else quantised
+        for matrix, shape in shapes.items():
+            found = opened[matrix].read(expert[matrix], *shape, read)
+            if convert[matrix] and isinstance(found, QuantisedMatrix):
+                found = dequantise(found)
+            result[matrix] = found
         return result | bf16.read_biases(expert, read)
 
-    fields = MATRICES + BIASES if "bias" in first["gate"] else MATRICES
-    return LayerReader(fields, None if convert else LayerForm.same(opened.form), read_expert)
+    fields = bf16.fields_of(layout)
+    form: LayerForm | None = LayerForm(**{m: kind.form for m, kind in opened.items()})
+    if wanted.method is not None and not wanted.keeps:  # it has one form, kept or made from dense
+        dense = all(convert[matrix] or kind.dense for matrix, kind in opened.items())
+        form = None if dense else wanted.method.layer_form
+    return LayerReader(fields, form, read_expert)
+
+
+def _check_order(first: dict[str, Parts], opened: dict[str, MatrixFormat]) -> None:
+    """Raises ValueError if the rows of scales per block would have to be reordered: those of gate
+    and up follow the order of down's columns."""
+    for name in ("g_idx", "weight_g_idx"):
+        if name not in first["down"]:
+            continue
+        for matrix in ("gate", "up"):
+            if opened[matrix].form.format == FP8_BLOCK:
+                raise ValueError(
+                    f"{first['down'][name]}: an order of columns of down is not supported where"
+                    f" {matrix} is {opened[matrix].title}"
+                )
 
 
 def _open_blocks(
-    layout: StackedExperts,
-    sizes: tuple[int, int, int],
-    read: Read,
-    quantization: Quantization,
-    method: Method | None,
+    layout: StackedExperts, sizes: tuple[int, int, int], read: Read, wanted: Wanted
 ) -> LayerReader:
     form = WeightForm(MXFP4)
-    gpt_oss.check_blocks(layout, *sizes, quantization)
-    _check_method(layout.tensors["gate_up"], MxFp4, form, method)
-    arrangement = layout.candidates[0]
-    return LayerReader(
-        MATRICES + BIASES,
-        LayerForm.same(form),
-        lambda expert: gpt_oss.read_blocks(layout, arrangement, expert, read),
-    )
+    gpt_oss.check_blocks(layout, *sizes)
+    wanted.check({"gate": MxFp4(form)}, {"gate": layout.tensors["gate_up"]})
+    arrangement, convert = layout.candidates[0], wanted.converts(form)
 
+    def read_expert(expert: int) -> dict[str, Matrix]:
+        fields = gpt_oss.read_blocks(layout, arrangement, expert, read)
+        if not convert:
+            return fields
+        return {
+            name: dequantise(part) if isinstance(part, QuantisedMatrix) else part
+            for name, part in fields.items()
+        }
 
-def _check_dense(layout: Layout, method: Method | None) -> None:
-    if method is None or not method.quantised:
-        return
-    if isinstance(layout, PerExpert):
-        info = layout.experts[0]["gate"]["weight"]
-    else:
-        info = next(iter(layout.tensors.values()))
-    raise ValueError(
-        f"{info}: the experts are not quantised ({info.dtype}), but method {method.name} needs"
-        " quantised weights; use a checkpoint in that format, or a method that quantises while"
-        " loading, such as AMXINT8 or INT4_G32"
-    )
-
-
-def _check_method(
-    info: TensorInfo, kind: type[MatrixFormat], form: WeightForm, method: Method | None
-) -> None:
-    if method is None or method.name == kind.method:
-        return
-    if not method.quantised and form.format in CONVERTED:
-        return
-    raise ValueError(
-        f"{info}: the experts are {kind.title}, which method {kind.method} reads;"
-        f" method {method.name} was requested"
-    )
+    kept = None if convert else LayerForm.same(form)
+    return LayerReader(MATRICES + BIASES, kept, read_expert)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..weights.methods import Method, get_method
+from ..weights.expert_tensors import matrix_shapes
+from ..weights.methods import METHODS, MIXED, Method
 from .header import TensorInfo
 from .quantization import Quantization
-from .safetensors.bf16 import DTYPES
-from .safetensors.formats import FORMATS, identify, is_dense
-from .safetensors.fp8 import CONVERTED
-from .safetensors.layout import Layout, Parts, StackedExperts, has_blocks
+from .reader import infer_sizes, open_matrices
+from .safetensors.bf16 import DTYPES, Dense
+from .safetensors.formats import FORMATS, is_dense
+from .safetensors.layout import Layout, StackedExperts, has_blocks
 from .safetensors.mx import MxFp4
 from .safetensors.stacks import single_experts
 
@@ -23,49 +25,77 @@ class Stored:
         title: for messages.
         method: the method that keeps the weights unchanged.
         convertible: whether quantising methods read it, too.
-        dense: whether the weights have 16 or 32 bits.
+        dense: whether all weights have 16 or 32 bits.
+        methods: the methods that keep the single matrices; none: `method` keeps all of them.
     """
 
     title: str
     method: str
     convertible: bool = False
     dense: bool = False
+    methods: tuple[str, ...] = ()
+
+    @property
+    def each(self) -> tuple[str, ...]:
+        """The methods that keep the single matrices."""
+        return self.methods or (self.method,)
 
     def taken_by(self, method: Method) -> bool:
         """Whether a method reads this format."""
         return method.name == self.method or (self.convertible and not method.quantised)
 
 
-def dense_weights(method: str = "BF16") -> Stored:
+def dense_weights(method: str = Dense.method) -> Stored:
     """16- or 32-bit weights."""
-    return Stored("16- or 32-bit weights", method, convertible=True, dense=True)
+    return Stored(Dense.title, method, convertible=True, dense=True)
+
+
+def common_method(methods: Iterable[str]) -> str:
+    """The method that keeps all weights, if these methods keep single matrices. `Dense.method`
+    stands for dense weights, which a method that keeps quantised weights keeps beside them."""
+    found = set(methods)
+    if len(found) == 1:
+        return found.pop()
+    kept = found - {Dense.method}
+    if len(kept) == 1:
+        (name,) = kept
+        return name if METHODS[name].quantised else MIXED
+    return MIXED
 
 
 def stored_in(layout: Layout, quantization: Quantization) -> Stored:
     """The format of a layer's experts in safetensors files.
 
-    Looks at the gate of the first expert only. A layer whose experts differ is refused when it is
-    read.
+    Looks at the first expert only. A layer whose experts differ is refused when it is read.
 
     Raises:
         ValueError: names file and tensor, what was found, and what is accepted.
     """
     if isinstance(layout, StackedExperts):
         if has_blocks(layout):
-            return _as_kept(MxFp4.title, MxFp4.method)
+            return Stored(MxFp4.title, MxFp4.method, convertible=True)
         if not layout.scales:
             return _dense(next(iter(layout.tensors.values())))
-        gate = single_experts(layout).experts[0]["gate"]
-    else:
-        gate = layout.experts[0]["gate"]
-    return _of_matrix(gate, quantization)
-
-
-def _of_matrix(parts: Parts, quantization: Quantization) -> Stored:
-    if is_dense(parts):
-        return _dense(parts["weight"])
-    kind = identify(parts, quantization)
-    return _as_kept(kind.title, kind.method)
+        layout = single_experts(layout)
+    first = layout.experts[0]
+    for parts in first.values():
+        if is_dense(parts):
+            _dense(parts["weight"])
+    if all(map(is_dense, first.values())):
+        return dense_weights()
+    _, hidden, inter = infer_sizes(layout)
+    opened = open_matrices(first, matrix_shapes(hidden, inter), quantization)
+    methods = tuple(sorted({kind.method for kind in opened.values()}))
+    titles: dict[str, list[str]] = {}
+    for matrix, kind in opened.items():
+        title = kind.title
+        if kind.method == MIXED and type(kind).method != MIXED:
+            title += f" ({kind.form})"
+        titles.setdefault(title, []).append(matrix)
+    title = next(iter(titles))
+    if len(titles) > 1:
+        title = ", ".join(f"{' and '.join(which)} {title}" for title, which in titles.items())
+    return Stored(title, common_method(methods), convertible=True, methods=methods)
 
 
 def _dense(info: TensorInfo) -> Stored:
@@ -76,8 +106,3 @@ def _dense(info: TensorInfo) -> Stored:
             f"{', '.join(DTYPES)} and the quantised formats of {methods}"
         )
     return dense_weights()
-
-
-def _as_kept(title: str, method: str) -> Stored:
-    convertible = set(get_method(method).formats) <= set(CONVERTED)
-    return Stored(title, method, convertible)

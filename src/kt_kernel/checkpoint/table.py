@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .. import _C
 from ..weights.formats import INT4_GROUP, WeightFormat, all_formats, ggml_formats
-from ..weights.methods import METHODS, get_method
+from ..weights.methods import METHODS, MIXED, get_method
 from ..weights.store.manifest import QUANT_METHODS
 from .gguf.architectures import ARCHITECTURES
 from .gguf.blocks import DENSE as GGUF_DENSE
@@ -18,7 +18,6 @@ from .gguf.blocks import forms as gguf_forms
 from .kt_kernel.packed import METHODS as KT_METHODS
 from .safetensors.families import FAMILIES, PREFIXES, Family, Stacked
 from .safetensors.formats import FORMATS
-from .safetensors.fp8 import CONVERTED
 from .safetensors.mx import MxFp4
 
 _QUANTISING = [m.name for m in METHODS.values() if not m.quantised and not m.mixed]
@@ -47,14 +46,14 @@ class Row:
 def rows() -> Iterator[Row]:
     """All formats that are read."""
     tensors = "`weight` [N, K]; may have `bias` [N]"
-    yield Row("BF16, FP16, FP32", tensors, True, tuple(_QUANTISING), _DENSE_FORMATS)
+    yield Row("BF16, FP16, FP32", tensors, True, (*_QUANTISING, MIXED), _DENSE_FORMATS)
     for kind in FORMATS:
-        kept = get_method(kind.method).formats
-        convert = _QUANTISING if set(kept) <= set(CONVERTED) else ()
-        yield Row(kind.title, kind.tensors, kind.stacked, (kind.method, *convert), kept)
+        own = (kind.method, *(name for name in _QUANTISING if name != kind.method))
+        methods = tuple(dict.fromkeys((*own, MIXED)))
+        yield Row(kind.title, kind.tensors, kind.stacked, methods, kind.formats)
     blocks = "`…_blocks` e2m1 [E, N, K/32, 16]; `…_scales` ue8m0 [E, N, K/32]; `…_bias` [E, N]"
-    method = MxFp4.method
-    yield Row(f"{MxFp4.title} of gpt-oss", blocks, True, (method,), get_method(method).formats)
+    methods = (MxFp4.method, *_QUANTISING, MIXED)
+    yield Row(f"{MxFp4.title} of gpt-oss", blocks, True, methods, MxFp4.formats)
     yield from _gguf_rows()
     yield from _directory_rows()
 

@@ -114,6 +114,7 @@ def _verify_checkpoint(path: str) -> Verdict:
             verdict.problems += disagreements(index, listed, file, present)
     if not verdict.problems:
         checkpoint = open_checkpoint(path)  # finds faults across files, and paths without any
+        verdict.problems += checkpoint.faults
         if not verdict.files:  # not safetensors; opening has checked it
             files = {info.file for info in checkpoint.tensors.values()}
             verdict.files, verdict.bytes = len(files), sum(map(os.path.getsize, files))

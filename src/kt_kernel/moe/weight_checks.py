@@ -153,8 +153,7 @@ class WeightChecks:
         """The form of a layer whose matrices (`LayerSettings.matrices`) have these names and
         forms."""
         s = self._settings
-        same = [matrices[0][0]] * len(matrices)
-        every = [each[0] for each in matrices] if s.method.mixed else same
+        every = [each[0] for each in matrices]
         for (first, expected), each in zip(every, matrices, strict=True):
             for name, form in each:
                 if form != expected:

@@ -73,6 +73,7 @@ FP8_ROW = WeightFormat("FP8_ROW")
 MXFP8 = WeightFormat("MXFP8")
 MXFP4 = WeightFormat("MXFP4")
 NVFP4 = WeightFormat("NVFP4")
+Q8_0 = WeightFormat("Q8_0")
 
 
 @functools.cache

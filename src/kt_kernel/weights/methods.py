@@ -22,7 +22,7 @@ class Method:
         group_size: columns per scale if the method fixes it, else 0.
         quantised: whether the method reads quantised weights and keeps them unchanged. Otherwise it
             reads BF16, FP16 or FP32 and quantises while loading (see ``takes_quantised``).
-        mixed: whether gate, up and down may have different forms, and may be dense.
+        mixed: whether gate, up and down may be of any formats, and may be dense.
     """
 
     name: str
@@ -88,6 +88,24 @@ class Method:
         return self.column_unit, self.column_unit
 
 
+#: The method that keeps each matrix in the format in which a checkpoint stores it.
+MIXED = "MIXED"
+
+#: The same for GGUF files only.
+GGUF_METHOD = "LLAMAFILE"
+
+# The formats of quantised matrices in safetensors files.
+_STORED = (
+    formats.INT4_GROUP,
+    formats.INT4_ZERO,
+    formats.INT8_ROW,
+    formats.FP8_BLOCK,
+    formats.FP8_ROW,
+    formats.MXFP8,
+    formats.MXFP4,
+    formats.NVFP4,
+)
+
 #: The inference methods by name, in the order in which messages list them.
 METHODS = {
     method.name: method
@@ -103,11 +121,12 @@ METHODS = {
         Method("FP8_PERCHANNEL", (formats.FP8_ROW,), quantised=True),
         Method("RAWINT4", (formats.INT4_GROUP, formats.INT4_ZERO), quantised=True),
         Method("GPTQ_INT4", (formats.INT4_GROUP, formats.INT4_ZERO), quantised=True),
-        Method("AWQ_INT4", (formats.INT4_ZERO,), quantised=True),
+        Method("AWQ_INT4", (formats.INT4_ZERO, formats.INT4_GROUP), quantised=True),
         Method("MXFP4", (formats.MXFP4,), quantised=True),
         Method("NVFP4", (formats.NVFP4,), quantised=True),
         Method("MXFP8", (formats.MXFP8,), quantised=True),
-        Method("LLAMAFILE", (formats.INT4_GROUP, formats.MXFP4), quantised=True, mixed=True),
+        Method(GGUF_METHOD, (formats.INT4_GROUP, formats.MXFP4), quantised=True, mixed=True),
+        Method(MIXED, _STORED, quantised=True, mixed=True),
     )
 }
 

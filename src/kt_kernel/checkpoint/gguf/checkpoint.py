@@ -10,7 +10,7 @@ import torch
 
 from ...weights.expert_tensors import BIASES, MATRICES, Matrix
 from ...weights.formats import BF16, LayerForm
-from ...weights.methods import Method, get_method
+from ...weights.methods import GGUF_METHOD, Method, get_method
 from ..ahead import will_need
 from ..base import Checkpoint, Sizes
 from ..header import TensorInfo
@@ -24,7 +24,7 @@ from .files import GgufIndex
 from .layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
 from .types import BY_NAME
 
-ANY_TYPE = "LLAMAFILE"  # the method that accepts all types
+ANY_TYPE = GGUF_METHOD  # the method that accepts all types
 
 
 class GgufCheckpoint(Checkpoint):

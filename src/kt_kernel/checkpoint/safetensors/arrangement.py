@@ -39,15 +39,16 @@ def infer_arrangement(layout: StackedExperts) -> tuple[Stacked, tuple[int, int, 
     for info in (*weights.values(), down):
         if len(info.shape) != 3:
             raise ValueError(f"{info} has shape {list(info.shape)}, expected 3 dimensions")
-    # Bytes may also be 8-bit integers. Then the format is reported as unknown later.
-    for codes in dict.fromkeys((codes_per_element(down), 1)):
+    for codes in (codes_per_element, lambda _: 1):  # bytes may also be 8-bit integers
         for candidate in layout.candidates:
             experts, hidden, inter = down.shape
             if candidate.columns:
                 hidden, inter = inter, hidden
-            sizes = experts, hidden, inter * codes
-            shapes = stacked_shapes(candidate, *sizes, codes)
-            if all(info.shape == shapes[f] for f, info in weights.items()):
+            sizes = experts, hidden, inter * codes(down)
+            if all(
+                info.shape == stacked_shapes(candidate, *sizes, codes(info))[f]
+                for f, info in weights.items()
+            ):
                 return candidate, sizes
     info = next(iter(weights.values()))
     raise ValueError(

@@ -12,19 +12,45 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...weights.expert_tensors import BIASES, MATRICES, Matrix, matrix_shapes
+from ...weights.formats import BF16, WeightForm
 from ..header import TensorInfo
+from ..quantization import Quantization
 from .arrangement import halves, stacked_shapes
 from .families import Stacked
 from .layout import Layout, Parts, PerExpert, StackedExperts
-from .matrix import two_dimensions
+from .matrix import MatrixFormat, two_dimensions
 from .parts import Read
 
 DTYPES = ("BF16", "F16", "F32")
 
 
-def infer_sizes(layout: PerExpert) -> tuple[int, int, int]:
-    """(num_experts, hidden_size, moe_intermediate_size) according to the shapes."""
-    return len(layout.experts), *two_dimensions(layout.experts[0]["down"]["weight"])
+class Dense(MatrixFormat):
+    """weight [N, K] of 16 or 32 bits, in layers that also have quantised matrices."""
+
+    title = "16- or 32-bit weights"
+    tensors = "`weight` [N, K]; may have `bias` [N]"
+    method = "BF16"
+    formats = (BF16,)
+    stacked = True
+    dense = True
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__(WeightForm(BF16))
+        self._dtype = dtype
+
+    @classmethod
+    def rows(cls, parts: Parts) -> int:
+        return two_dimensions(parts["weight"])[0]
+
+    @classmethod
+    def open(cls, parts: Parts, rows: int, columns: int, quantization: Quantization) -> Dense:
+        return cls(parts["weight"].dtype)
+
+    def check(self, parts: Parts, rows: int, columns: int) -> None:
+        _check(parts["weight"], (rows, columns), self._dtype)
+
+    def read(self, parts: Parts, rows: int, columns: int, read: Read) -> torch.Tensor:
+        return read(parts["weight"], None)
 
 
 def open_dense(
@@ -40,8 +66,7 @@ def open_dense(
     sizes = num_experts, hidden_size, intermediate_size
     if isinstance(layout, PerExpert):
         _check_per_expert(layout, *sizes)
-        fields = MATRICES + BIASES if "bias" in layout.experts[0]["gate"] else MATRICES
-        return fields, lambda expert: _read_per_expert(layout.experts[expert], read)
+        return fields_of(layout), lambda expert: _read_per_expert(layout.experts[expert], read)
     arrangement = _check_stacked(layout, *sizes)
     fields = MATRICES + BIASES if arrangement.gate_up_bias is not None else MATRICES
     return fields, lambda expert: _read_stacked(layout, arrangement, expert, read)
@@ -98,6 +123,12 @@ def _read_per_expert(expert: dict[str, Parts], read: Read) -> dict[str, Matrix]:
     matrices: dict[str, Matrix]
     matrices = {matrix: read(parts["weight"], None) for matrix, parts in expert.items()}
     return matrices | read_biases(expert, read)
+
+
+def fields_of(layout: PerExpert) -> tuple[str, ...]:
+    """The fields of ExpertTensors that a layer has."""
+    first = layout.experts[0]
+    return MATRICES + tuple(f"{matrix}_bias" for matrix in MATRICES if "bias" in first[matrix])
 
 
 def read_biases(expert: dict[str, Parts], read: Read) -> dict[str, torch.Tensor]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...weights.methods import get_method
+from ...weights.methods import GGUF_METHOD, get_method
 from ..ahead import will_need
 from ..base import Checkpoint, Sizes
 from ..header import TensorInfo
 from ..index import Index
 from ..open_files import OpenFiles
 from ..quantization import Quantization, read_quantization
-from ..reader import LayerReader, infer_sizes, open_layer
+from ..reader import LayerReader, Wanted, infer_sizes, open_layer
 from ..stored import Stored, stored_in
 from .families import model_type
 from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors, tensors_of
@@ -48,7 +48,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return self._layout(layer_idx).where
 
     def sizes(self, layer_idx: int) -> Sizes:
-        return infer_sizes(self._layout(layer_idx), self._quantization)
+        return infer_sizes(self._layout(layer_idx))
 
     def stored(self, layer_idx: int) -> Stored:
         return stored_in(self._layout(layer_idx), self._quantization)
@@ -61,15 +61,26 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
     ) -> Iterator[LayerReader]:
-        if method is not None and get_method(method).mixed:
+        chosen = None if method is None else get_method(method)
+        if chosen is not None and chosen.name == GGUF_METHOD:
             raise ValueError(
                 f"{self.path}: this checkpoint is in safetensors files; method {method} reads GGUF"
                 " files"
             )
         layout = self._layout(layer_idx)
         with Files(self._index) as files:
-            reader = open_layer(layout, sizes, files.read, self._quantization, method)
+            wanted = Wanted(chosen, lambda: self._keeps_a_layer(method))
+            reader = open_layer(layout, sizes, files.read, self._quantization, wanted)
             yield replace(reader, size=lambda expert: _stored_bytes(layout, sizes[0], expert))
+
+    def _keeps_a_layer(self, method: str | None) -> bool:
+        """Whether the method keeps quantised weights of any layer. Layers that cannot be read are
+        not counted."""
+        for layer in self.layers():
+            with suppress(ValueError):
+                if method in self.stored(layer).each:
+                    return True
+        return False
 
     def _layout(self, layer_idx: int) -> Layout:
         if layer_idx not in self._layouts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -10,7 +10,7 @@ from ...weights.formats import WeightForm, WeightFormat
 from ..header import TensorInfo
 from ..quantization import Quantization
 from .layout import Parts
-from .matrix import MatrixFormat, Shapes, bytes_of, two_dimensions
+from .matrix import MatrixFormat, bytes_of, two_dimensions
 from .parts import Read, check_tensor
 
 E4M3 = ("F8_E4M3",)
@@ -26,22 +26,26 @@ def scale_of(parts: Parts) -> TensorInfo:
 class FixedForm(MatrixFormat):
     """Weights with the same form in every layer."""
 
-    format: ClassVar[WeightFormat]
+    formats: ClassVar[tuple[WeightFormat]]
     stacked = True
 
     @classmethod
-    def layer_form(
-        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
-    ) -> WeightForm:
-        return WeightForm(cls.format)
+    def open(cls, parts: Parts, rows: int, columns: int, quantization: Quantization) -> Self:
+        form = WeightForm(cls.formats[0])
+        if columns % form.column_unit:
+            raise ValueError(
+                f"{next(iter(parts.values()))}: {columns} columns; {cls.title} needs multiples of"
+                f" {form.column_unit}"
+            )
+        return cls(form)
 
 
 class E4m3Codes(FixedForm):
     """weight e4m3 [N, K]."""
 
     @classmethod
-    def size(cls, parts: Parts) -> tuple[int, int]:
-        return two_dimensions(parts["weight"])
+    def rows(cls, parts: Parts) -> int:
+        return two_dimensions(parts["weight"])[0]
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         check_tensor(parts["weight"], E4M3, (rows, columns))
@@ -55,10 +59,8 @@ class E2m1Codes(FixedForm):
     [N, K]."""
 
     @classmethod
-    def size(cls, parts: Parts) -> tuple[int, int]:
-        info = _e2m1_tensor(parts)
-        rows, columns = two_dimensions(info)
-        return rows, columns if info.dtype == "F4" else 2 * columns
+    def rows(cls, parts: Parts) -> int:
+        return two_dimensions(_e2m1_tensor(parts))[0]
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         info = _e2m1_tensor(parts)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from ..quantization import Quantization
 from .awq import Awq
+from .bf16 import Dense
 from .codes import NIBBLES, SCALE_NAMES, scale_of
 from .fp8 import Fp8Block, Fp8Row
 from .gptq import Gptq
-from .int4 import PackedInt4
+from .int8 import Int8Group, Int8Row
 from .layout import Parts
 from .matrix import MatrixFormat
 from .mx import BLOCK, MxFp4, MxFp8
 from .nvfp4 import NvFp4
+from .pack_quantized import PackQuantized
 from .parts import FLOATS, UE8M0
 
 FORMATS: tuple[type[MatrixFormat], ...] = (
     Fp8Block,
     Fp8Row,
-    PackedInt4,
+    PackQuantized,
     Gptq,
     Awq,
+    Int8Row,
+    Int8Group,
     MxFp4,
     NvFp4,
     MxFp8,
@@ -34,7 +38,10 @@ def is_dense(parts: Parts) -> bool:
 
 
 def identify(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
-    """The format of a matrix. Raises ValueError naming a tensor if the format is unknown."""
+    """The format of a matrix. Raises ValueError naming a tensor if the format is unknown, or if
+    config.json contradicts the tensors."""
+    if is_dense(parts):
+        return Dense
     names = parts.keys() - {"bias"}
     if len(names) == 2 and "weight" in names and names & set(SCALE_NAMES):
         return _with_scale(parts)
@@ -43,7 +50,7 @@ def identify(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
     if names == {"weight_packed", "weight_scale", "weight_global_scale"}:
         return NvFp4
     if names - _INT4_EXTRAS == {"weight_packed", "weight_scale"}:
-        return MxFp4 if parts["weight_scale"].dtype in UE8M0 else PackedInt4
+        return MxFp4 if parts["weight_scale"].dtype in UE8M0 else PackQuantized
     if names - {"g_idx"} == {"qweight", "qzeros", "scales"}:
         return _gptq_or_awq(parts, quantization)
     some = parts[min(names)]
@@ -57,10 +64,14 @@ def _with_scale(parts: Parts) -> type[MatrixFormat]:
     weight, scale = parts["weight"], scale_of(parts)
     if weight.dtype in NIBBLES and scale.dtype in UE8M0:
         return MxFp4
+    if weight.dtype == "I8" and scale.dtype in FLOATS:
+        rows = weight.shape[0] if weight.shape else 0
+        grouped = len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] > 1
+        return Int8Group if grouped else Int8Row
     if not weight.dtype.startswith("F8_E4M3"):
         raise ValueError(
             f"{weight} has dtype {weight.dtype} and {scale.name!r} {scale.dtype}; expected F8_E4M3"
-            f" with scales, or {', '.join(NIBBLES)} with ue8m0 scales"
+            f" with scales, I8 with float scales, or {', '.join(NIBBLES)} with ue8m0 scales"
         )
     if scale.dtype not in FLOATS + UE8M0:
         raise ValueError(
@@ -74,8 +85,21 @@ def _with_scale(parts: Parts) -> type[MatrixFormat]:
 
 
 def _gptq_or_awq(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
-    """GPTQ packs along K, so its qweight is as wide as the scales. AWQ packs along N."""
-    if quantization.name in ("gptq", "awq"):
-        return Gptq if quantization.name == "gptq" else Awq
-    same = parts["qweight"].shape[-1:] == parts["scales"].shape[-1:]
-    return Gptq if same or "g_idx" in parts else Awq
+    """GPTQ packs along K, so its qweight is as wide as the scales. AWQ packs along N. Other shapes
+    are of neither: what config.json calls them, or else AWQ, explains the error."""
+    words, rows = (parts[name].shape[-1:] for name in ("qweight", "scales"))
+    shown = Gptq if words == rows else Awq if words and rows == (8 * words[0],) else None
+    named: type[MatrixFormat] | None = None
+    for key in ("quant_method", "packing_format"):
+        value = quantization.settings.get(key)
+        for kind, word in ((Gptq, "gptq"), (Awq, "awq")):
+            if isinstance(value, str) and word in value:
+                named = kind
+                if shown not in (None, kind):
+                    info = parts["qweight"]
+                    raise ValueError(
+                        f"{info} has shape {list(info.shape)} beside scales"
+                        f" {list(parts['scales'].shape)}, as {shown.title} packs it, but"
+                        f" {quantization.file} has {key} {value!r}"
+                    )
+    return shown or named or (Gptq if "g_idx" in parts else Awq)

@@ -8,20 +8,16 @@ low nibble comes first.
 from __future__ import annotations
 
 from ...weights.expert_tensors import Matrix
-from ..quantization import Quantization
 from .arrangement import halves
 from .families import Stacked
 from .layout import StackedExperts
-from .mx import BLOCK, MxFp4, stacked_matrix
+from .mx import BLOCK, stacked_matrix
 from .parts import FLOATS, UE8M0, Read, check_tensor
 
 
-def check_blocks(
-    layout: StackedExperts, experts: int, hidden: int, inter: int, quantization: Quantization
-) -> None:
+def check_blocks(layout: StackedExperts, experts: int, hidden: int, inter: int) -> None:
     """Checks dtypes and shapes. Raises ValueError naming file and tensor."""
     tensors = layout.tensors
-    quantization.expect(tensors["down"], MxFp4.title, *MxFp4.quant_methods)
     for size in (hidden, inter):
         if size % BLOCK:
             raise ValueError(

@@ -59,8 +59,8 @@ Parts = dict[str, TensorInfo]
 
 @dataclass(frozen=True)
 class PerExpert:
-    """where: the names up to "experts". experts: for each expert, the tensors of gate, up and down;
-    all have the same parts."""
+    """where: the names up to "experts". experts: for each expert, the tensors of gate, up and down.
+    All gates have the same parts, and so have all ups and all downs."""
 
     where: str
     experts: list[dict[str, Parts]]
@@ -70,7 +70,7 @@ class PerExpert:
 class StackedExperts:
     """where: the names up to the layer number. tensors: by field of `Stacked`. candidates: the
     arrangements with these names. scales: of quantised stacks, the parts of each field besides the
-    weights; all fields have the same parts."""
+    weights. Fields whose weights have the same type have the same parts."""
 
     where: str
     tensors: dict[str, TensorInfo]
@@ -250,8 +250,10 @@ def _stack_scales(
             scales[matrix][part] = info
             names[part] = rest.removeprefix(weights[matrix].removesuffix(".weight"))
     for part, suffix in names.items():
+        alike = {by_place[prefix, weights[m]].dtype for m in weights if part in scales[m]}
         for matrix, name in weights.items():
-            if part not in scales[matrix]:
+            # Weights of another type may be in another format.
+            if part not in scales[matrix] and by_place[prefix, name].dtype in alike:
                 missing = where + name.removesuffix(".weight") + suffix
                 raise ValueError(f"{some.file}: tensor {missing!r} is missing; found {some.name!r}")
     return scales if names else {}
@@ -278,12 +280,15 @@ def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]
             parts[part] = info
     names = {matrix: projection for projection, matrix in _NAMINGS[min(namings)].items()}
     last = max(experts)
-    everywhere = {part for e in experts.values() for parts in e.values() for part in parts}
-    everywhere = everywhere or {"weight"}
+    everywhere: dict[str, set[str]] = {matrix: set() for matrix in MATRICES}
+    for matrices in experts.values():
+        for matrix, parts in matrices.items():
+            everywhere[matrix] |= parts.keys()
     for number in range(last + 1):
         for matrix in MATRICES:
             present = experts.get(number, {}).get(matrix, {})
-            for part in sorted(everywhere - present.keys(), key=_PARTS.index):
+            missing = (everywhere[matrix] or {"weight"}) - present.keys()
+            for part in sorted(missing, key=_PARTS.index):
                 name = f"{where}.{number}.{names[matrix]}.{part}"
                 file, some = _neighbour(experts, number, part, members[0][2])
                 raise ValueError(

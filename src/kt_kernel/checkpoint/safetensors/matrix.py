@@ -1,4 +1,4 @@
-"""The interface of readers of quantised formats."""
+"""The interface of readers of single matrices."""
 
 from __future__ import annotations
 
@@ -7,60 +7,51 @@ from typing import ClassVar, Self
 
 import torch
 
-from ...weights.formats import WeightForm
-from ...weights.quantised import QuantisedMatrix
+from ...weights.expert_tensors import Matrix
+from ...weights.formats import WeightForm, WeightFormat
 from ..header import TensorInfo
 from ..quantization import Quantization
 from .layout import Parts
 from .parts import Read
 
-# (rows, columns) of gate, up and down.
-Shapes = dict[str, tuple[int, int]]
-
 
 class MatrixFormat(ABC):
-    """A quantised format of single matrices in checkpoints, opened for one layer.
+    """A format of single matrices in checkpoints, opened for one matrix of all experts of a layer.
 
     title: for messages. tensors: their names, dtypes and shapes, for the table of formats. method:
-    the method that keeps these weights. quant_methods: the format's names in quantization_config.
-    stacked: whether stacks of it are read, too (stacks.py).
+    the method that keeps these weights; an opened format may have another. formats: the weight
+    formats in which they are kept. stacked: whether stacks are read, too (stacks.py). dense:
+    whether the weights have 16 or 32 bits.
     """
 
     title: ClassVar[str]
     tensors: ClassVar[str]
-    method: ClassVar[str]
-    quant_methods: ClassVar[tuple[str, ...]]
+    method: str
+    formats: ClassVar[tuple[WeightFormat, ...]]
     stacked: ClassVar[bool] = False
+    dense: ClassVar[bool] = False
 
     def __init__(self, form: WeightForm) -> None:
         self.form = form
 
     @classmethod
     @abstractmethod
-    def size(cls, parts: Parts) -> tuple[int, int]:
-        """(rows, columns) according to the shapes. Raises ValueError for invalid shapes."""
-
-    @classmethod
-    def open(cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization) -> Self:
-        """Opens the format for a layer whose first expert has these parts. Raises ValueError if
-        config.json contradicts it."""
-        some = next(iter(first["gate"].values()))
-        quantization.expect(some, cls.title, *cls.quant_methods)
-        return cls(cls.layer_form(first, shapes, quantization))
+    def rows(cls, parts: Parts) -> int:
+        """The number of rows according to the shapes. Raises ValueError for invalid shapes."""
 
     @classmethod
     @abstractmethod
-    def layer_form(
-        cls, first: dict[str, Parts], shapes: Shapes, quantization: Quantization
-    ) -> WeightForm:
-        """The form of the layer's weights. Raises ValueError if config.json contradicts it."""
+    def open(cls, parts: Parts, rows: int, columns: int, quantization: Quantization) -> Self:
+        """Opens the format for the matrices [rows, columns] of a layer of which the first one has
+        these parts. Raises ValueError if the shapes contradict the size, or config.json the
+        tensors."""
 
     @abstractmethod
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         """Checks dtypes and shapes. Raises ValueError naming file and tensor."""
 
     @abstractmethod
-    def read(self, parts: Parts, rows: int, columns: int, read: Read) -> QuantisedMatrix:
+    def read(self, parts: Parts, rows: int, columns: int, read: Read) -> Matrix:
         """Reads a checked matrix. Raises ValueError naming file and tensor for an invalid value."""
 
 
@@ -69,6 +60,20 @@ def two_dimensions(info: TensorInfo) -> tuple[int, int]:
     if len(info.shape) != 2:
         raise ValueError(f"{info} has shape {list(info.shape)}, expected 2 dimensions")
     return info.shape[0], info.shape[1]
+
+
+def bits_of(info: TensorInfo, words: int, columns: int, accepted: tuple[int, ...]) -> int:
+    """Bits of a code, if `words` elements of an integer tensor hold `columns` codes. Raises
+    ValueError naming file and tensor for other numbers of bits."""
+    size = {"I32": 32, "U8": 8}.get(info.dtype, 32)
+    for bits in accepted:
+        if words * size == columns * bits:
+            return bits
+    expected = " or ".join(f"{columns * bits // size} ({bits} bits)" for bits in accepted)
+    raise ValueError(
+        f"{info} has shape {list(info.shape)}: {words} elements for {columns} codes; expected"
+        f" {expected}"
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,7 @@ class MxFp8(E4m3Codes):
         "`weight` e4m3 [N, K]; `weight_scale_inv`, `weight_scale` or `scale`, ue8m0, [N, K/32]"
     )
     method = "MXFP8"
-    quant_methods = ("mxfp8", "fp8", "compressed-tensors", "modelopt", "modelopt_mxfp8")
-    format = MXFP8
+    formats = (MXFP8,)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         super().check(parts, rows, columns)
@@ -47,8 +46,7 @@ class MxFp4(E2m1Codes):
         "`weight_scale_inv` or `scale`, ue8m0, [N, K/32]"
     )
     method = "MXFP4"
-    quant_methods = ("mxfp4", "fp8", "compressed-tensors", "quark")
-    format = MXFP4
+    formats = (MXFP4,)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         super().check(parts, rows, columns)

@@ -25,8 +25,7 @@ class NvFp4(E2m1Codes):
         "K/16]; `weight_scale_2`, which multiplies, or `weight_global_scale`, which divides"
     )
     method = "NVFP4"
-    quant_methods = ("modelopt", "modelopt_fp4", "nvfp4", "compressed-tensors")
-    format = NVFP4
+    formats = (NVFP4,)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         super().check(parts, rows, columns)

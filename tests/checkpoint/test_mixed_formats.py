@@ -1,0 +1,438 @@
+"""Checkpoints whose layers and matrices are in different formats, or in groups of different sizes:
+each matrix keeps its own values, and `auto` finds a method for all of them."""
+
+import pytest
+import test_awq
+import test_fp8
+import test_gptq
+import test_int4
+import test_nvfp4
+import torch
+from quantised_files import E, fails, parts_of, save, shapes
+from test_methods import CHECKPOINTS
+
+from kt_kernel import KTMoEWrapper
+from kt_kernel.checkpoint import method_of, open_checkpoint, read_experts
+from kt_kernel.testing import moe_reference, row_error, values_of
+from kt_kernel.weights.formats import BF16, INT4_GROUP, INT4_ZERO, INT8_ROW, Q8_0
+from kt_kernel.weights.methods import METHODS
+from kt_kernel.weights.quantised import QuantisedMatrix, check_matrix
+
+H, I = 192, 160  # noqa: E741
+NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+QUANTISING = [name for name, method in METHODS.items() if not method.quantised]
+
+
+def dense(rows, columns):
+    return {"weight": (torch.randn(rows, columns) * 0.05).bfloat16()}
+
+
+def tensors_of(*layers, hidden=H, inter=I):
+    """The tensors of layers that are described by the parts of gate, up and down."""
+    torch.manual_seed(0)
+    return {
+        f"model.layers.{layer}.mlp.experts.{e}.{NAMES[matrix]}.{part}": tensor
+        for layer, makes in enumerate(layers)
+        for e in range(E)
+        for (matrix, shape), make in zip(shapes(hidden, inter).items(), makes, strict=True)
+        for part, tensor in make(*shape).items()
+    }
+
+
+def plain(matrix):
+    return values_of(matrix) if isinstance(matrix, QuantisedMatrix) else matrix.double()
+
+
+def check(path, tensors, references, method, layer=0, hidden=H, inter=I):
+    """The values of a layer, and its output; gate, up and down have references of their parts."""
+    sizes = E, hidden, inter
+    found = read_experts(path, layer, *sizes, method=method)
+    where = f"model.layers.{layer}.mlp.experts"
+    values = {
+        matrix: [reference(parts_of(tensors, e, matrix, where)).double() for e in range(E)]
+        for matrix, reference in zip(NAMES, references, strict=True)
+    }
+    for matrix, each in values.items():
+        for e, value in enumerate(each):
+            assert torch.equal(plain(getattr(found, matrix)[e]), value), (matrix, e)
+    wrapper = load(path, method, layer, hidden, inter)
+    x, ids, weights = torch.randn(E, hidden).bfloat16(), torch.arange(E)[:, None], torch.ones(E, 1)
+    matrices = (torch.stack(values[matrix]).float() for matrix in NAMES)
+    wanted = moe_reference(x, ids, weights, *matrices, method="BF16", rounded=False)
+    most = 0.03 if METHODS[method].int8_activations else 0.01
+    assert row_error(wrapper.forward(x, ids, weights, None), wanted).max() < most
+    return found
+
+
+def load(path, method, layer=0, hidden=H, inter=I):
+    wrapper = KTMoEWrapper(
+        layer_idx=layer,
+        num_experts=E,
+        num_experts_per_tok=1,
+        hidden_size=hidden,
+        moe_intermediate_size=inter,
+        num_gpu_experts=0,
+        cpuinfer_threads=1,
+        threadpool_count=1,
+        weight_path=path,
+        method=method,
+    )
+    wrapper.load_weights(torch.arange(E))
+    return wrapper
+
+
+def dense_values(parts):
+    return parts["weight"].double()
+
+
+# ---- by layer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", CHECKPOINTS)
+def test_a_layer_that_is_not_quantised(tmp_path, stored):
+    """The method of the other layers keeps it in bfloat16. Methods that quantise convert both;
+    other methods are refused."""
+    make, quantization = CHECKPOINTS[stored]
+    path = save(tmp_path, tensors_of([dense] * 3, [make] * 3, inter=64), quantization)
+    choice = method_of(open_checkpoint(path))
+    assert choice.method == stored
+    assert choice.reason.startswith("16- or 32-bit weights in layer 0; ")
+    for method in (stored, "MIXED", *QUANTISING):
+        for layer in (0, 1):
+            found = read_experts(path, layer, E, H, 64, method=method)
+            kept = layer == 1 and METHODS[method].quantised
+            assert isinstance(found.down[2], QuantisedMatrix) == kept
+    for layer in (0, 1):
+        form = load(path, stored, layer, inter=64)._form
+        assert {one.format == BF16 for one in form} == {layer == 0}
+    other = next(name for name in CHECKPOINTS if name != stored)
+    fails(path, other, "not quantised (BF16)", f"method {other}", hidden=H, inter=64)
+
+
+def test_a_checkpoint_that_is_not_quantised_at_all(tmp_path):
+    path = save(tmp_path, tensors_of([dense] * 3))
+    fails(path, "AWQ_INT4", "not quantised (BF16)", "method AWQ_INT4", hidden=H, inter=I)
+    assert method_of(open_checkpoint(path)).method == "INT4_G32"
+    assert {one.format for one in load(path, "MIXED")._form} == {BF16}
+
+
+def test_layers_of_two_formats(tmp_path):
+    nvfp4, fp8 = CHECKPOINTS["NVFP4"][0], test_fp8.per_row(())
+    path = save(tmp_path, tensors_of([nvfp4] * 3, [fp8] * 3), {"quant_method": "modelopt"})
+    choice = method_of(open_checkpoint(path))
+    assert choice.method == "MIXED"
+    assert choice.reason == "NVFP4 in layer 0; FP8 with scales per row in layer 1"
+    for layer in (0, 1):
+        load(path, choice.method, layer)
+    fails(path, "FP8_PERCHANNEL", "NVFP4", "method FP8_PERCHANNEL was", hidden=H, inter=I)
+
+
+# ---- by matrix --------------------------------------------------------------------------------
+
+AWQ, GPTQ = test_awq.make_with(), test_gptq.make_with(zero=7)
+
+
+def pack_bytes(codes, dim):
+    """Four 8-bit codes along dim to an int32, the first in the lowest bits."""
+    codes = codes.movedim(dim, -1).long().unflatten(-1, (-1, 4))
+    words = sum(codes[..., i] << 8 * i for i in range(4))
+    return torch.where(words >= 2**31, words - 2**32, words).int().movedim(-1, dim).contiguous()
+
+
+def unpack_bytes(words, dim):
+    words = words.movedim(dim, -1).long().unsqueeze(-1)
+    return (words >> torch.arange(0, 32, 8) & 255).flatten(-2).movedim(-1, dim)
+
+
+def gptq8(rows, columns, group=32):
+    count = -(-columns // group)
+    scales = (torch.randn(count, rows) * 1e-3).half()
+    scales[scales == 0] = 1e-3
+    return {
+        "qweight": pack_bytes(torch.randint(0, 256, (columns, rows)), 0),
+        "qzeros": pack_bytes(torch.full((count, rows), 127), 1),
+        "scales": scales,
+        "g_idx": (torch.arange(columns) // group).int(),
+    }
+
+
+def gptq8_values(parts):
+    group = parts["g_idx"].long()
+    return ((unpack_bytes(parts["qweight"], 0) - 128) * parts["scales"].double()[group]).T
+
+
+def test_eight_bits_in_down_and_four_elsewhere(tmp_path):
+    """As GPTQModel and AutoRound write it, with settings by module."""
+    tensors = tensors_of([GPTQ, GPTQ, gptq8])
+    four = test_gptq.reference(1)
+    dynamic = {"+:.*down_proj": {"bits": 8}, "-:.*lm_head": {}}
+    path = save(tmp_path / "dynamic", tensors, test_gptq.config(dynamic=dynamic))
+    choice = method_of(open_checkpoint(path))
+    assert choice.method == "MIXED" and choice.reason == "gate and up GPTQ, down GPTQ (Q8_0)"
+    found = check(path, tensors, [four, four, gptq8_values], "MIXED")
+    assert found.gate[0].format == INT4_GROUP and found.down[0].format == Q8_0
+    fails(path, "GPTQ_INT4", "down_proj", "method MIXED reads", hidden=H, inter=I)
+    extra = {n.rpartition(".")[0]: {"bits": 8} for n in tensors if "down_proj" in n}
+    config = test_gptq.config(quant_method="auto-round", extra_config=extra)
+    check(save(tmp_path / "extra", tensors, config), tensors, [four, four, gptq8_values], "MIXED")
+    path = save(tmp_path / "none", tensors, test_gptq.config())
+    fails(path, "MIXED", "down_proj", "bits 4", "accepted: 8", hidden=H, inter=I)
+
+
+def test_nvfp4_beside_fp8(tmp_path):
+    tensors = tensors_of([CHECKPOINTS["NVFP4"][0]] * 2 + [test_fp8.per_row(())])
+    path = save(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"})
+    assert method_of(open_checkpoint(path)).method == "MIXED"
+    values = test_nvfp4.modelopt_values
+    fp8 = lambda p: p["weight"].double() * p["weight_scale"].double().reshape(-1, 1)  # noqa: E731
+    check(path, tensors, [values, values, fp8], "MIXED")
+
+
+def test_a_dense_matrix_beside_awq(tmp_path):
+    tensors = tensors_of([AWQ, AWQ, dense])
+    path = save(tmp_path, tensors, test_awq.config(modules_to_not_convert=["down_proj"]))
+    assert method_of(open_checkpoint(path)).method == "AWQ_INT4"
+    for method in ("AWQ_INT4", "MIXED"):
+        check(path, tensors, [test_awq.reference] * 2 + [dense_values], method)
+
+
+def test_groups_that_differ_by_matrix(tmp_path):
+    makes = [test_gptq.make_with(group, zero=7) for group in (96, 64, 32)]
+    tensors = tensors_of(makes)
+    path = save(tmp_path, tensors, test_gptq.config(group_size=96))
+    found = check(path, tensors, [test_gptq.reference(1)] * 3, "GPTQ_INT4")
+    assert [getattr(found, m)[0].scale.shape[1] for m in NAMES] == [2, 3, 5]
+
+
+def test_an_order_of_columns_beside_other_formats(tmp_path):
+    """The rows of gate and up follow the order of down's columns."""
+    ordered = test_gptq.make_with(order=test_gptq.shuffled, zero=7)
+    tensors = tensors_of([test_fp8.per_row(()), dense, ordered])
+    path = save(tmp_path / "a", tensors, test_gptq.config())
+    fp8 = lambda p: p["weight"].double() * p["weight_scale"].double().reshape(-1, 1)  # noqa: E731
+    check(path, tensors, [fp8, dense_values, test_gptq.reference(1)], "MIXED")
+    blocks = test_fp8.block("weight_scale_inv")
+    path = save(tmp_path / "b", tensors_of([blocks, dense, ordered]), test_gptq.config())
+    fails(
+        path, "MIXED", "down_proj.g_idx", "gate is FP8 with scales per 128x128", hidden=H, inter=I
+    )
+
+
+# ---- partial groups ---------------------------------------------------------------------------
+
+
+def partial(make, group):
+    """A maker of groups of `group` columns, of which the last has fewer, from one of 32 each."""
+
+    def made(rows, columns):
+        parts = make(rows, columns)
+        first = torch.arange(-(-columns // group)) * group // 32
+        for name, dim in (("scales", 0), ("qzeros", 0), ("weight_scale", 1)):
+            if name in parts:
+                parts[name] = parts[name].index_select(dim, first)
+        if "weight_zero_point" in parts:
+            parts["weight_zero_point"] = parts["weight_zero_point"][:, first]
+        if "g_idx" in parts:
+            parts["g_idx"] = (parts["g_idx"].argsort().argsort() // group).int()
+        return parts
+
+    return made
+
+
+def spread(reference, group):
+    """The reference of whole groups of 32, of what `partial` made."""
+
+    def values(parts):
+        parts = dict(parts)
+        columns = I if (parts.get("scales", torch.empty(0, 0)).shape[-1] == H) else H
+        if "weight_scale" in parts:
+            columns = I if len(parts["weight_scale"]) == H else H
+        back = torch.arange(columns // 32) * 32 // group
+        for name, dim in (("scales", 0), ("qzeros", 0), ("weight_scale", 1)):
+            if name in parts:
+                parts[name] = parts[name].index_select(dim, back)
+        if "weight_zero_point" in parts:
+            parts["weight_zero_point"] = parts["weight_zero_point"][:, back]
+        if "g_idx" in parts:  # any order within a group stands for the same values
+            order = parts["g_idx"].argsort(stable=True)
+            parts["g_idx"] = torch.empty_like(parts["g_idx"])
+            parts["g_idx"][order] = (torch.arange(columns) // 32).int()
+        return reference(parts)
+
+    return values
+
+
+SHUFFLED = test_gptq.make_with(order=test_gptq.shuffled)
+PARTIAL = {
+    "GPTQ_INT4": (test_gptq.make_with(), test_gptq.reference(1), test_gptq.config(sym=False)),
+    "GPTQ_INT4 with desc_act": (SHUFFLED, test_gptq.reference(1), test_gptq.config(sym=False)),
+    "AWQ_INT4": (test_awq.make_with(), test_awq.reference, test_awq.config()),
+    "RAWINT4": (test_int4.make_with(zero=True), test_int4.reference, test_int4.config()),
+}
+
+
+@pytest.mark.parametrize("group", [64, 128])
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_a_partial_last_group(tmp_path, kind, group):
+    """192 columns in groups of 128 and 64; 160 columns in groups of 64, 64 and 32."""
+    make, reference, config = PARTIAL[kind]
+    tensors = tensors_of([partial(make, group)] * 3)
+    settings = dict(config, group_size=group)
+    if kind == "RAWINT4":
+        settings = test_int4.config(group_size=group, symmetric=False)
+    path = save(tmp_path, tensors, settings)
+    found = check(path, tensors, [spread(reference, group)] * 3, kind.split()[0])
+    assert found.down[0].scale.shape == (H, I // 32) and found.down[0].format == INT4_ZERO
+
+
+def test_groups_that_cannot_be_split(tmp_path):
+    make = test_gptq.make_with(16, zero=7)
+    path = save(tmp_path / "a", tensors_of([make] * 3), test_gptq.config(group_size=16))
+    fails(path, "GPTQ_INT4", "a group has 16 columns", "multiples of 32", hidden=H, inter=I)
+    tensors = tensors_of([test_gptq.make_with(zero=7)] * 3)
+    name = next(n for n in tensors if n.endswith("0.gate_proj.scales"))
+    tensors[name] = torch.cat([tensors[name], tensors[name]])[:11]
+    path = save(tmp_path / "b", tensors, test_gptq.config())
+    fails(path, "GPTQ_INT4", name, "11 groups", "192 columns", hidden=H, inter=I)
+
+
+# ---- 8-bit integers ---------------------------------------------------------------------------
+
+
+def w8a8(dtype=torch.float32, shape=(-1, 1), one=False):
+    def make(rows, columns):
+        codes = torch.randint(-127, 128, (rows, columns)).to(torch.int8)
+        scale = torch.rand(1 if one else rows) * 1e-3 + 1e-4
+        return {"weight": codes, "weight_scale": scale.to(dtype).reshape(shape)}
+
+    return make
+
+
+def scaled(parts):
+    weight, scale = parts["weight"].double(), parts["weight_scale"].double()
+    if scale.numel() in (1, len(weight)):
+        return weight * scale.reshape(-1, 1)
+    return weight * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        w8a8(),
+        w8a8(torch.bfloat16, (-1,)),
+        w8a8(one=True, shape=()),
+        w8a8(torch.float16, (1,), one=True),
+    ],
+)
+def test_int8_per_row(tmp_path, make):
+    tensors = tensors_of([make] * 3)
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    path = save(tmp_path, tensors, settings)
+    choice = method_of(open_checkpoint(path))
+    assert choice.method == "AMXINT8" and choice.reason == "8-bit integers with scales per row"
+    for method in ("AMXINT8", "MOE_INT8"):
+        found = check(path, tensors, [scaled] * 3, method)
+        kept = read_experts(path, 0, E, H, I, method="MIXED")
+        assert torch.equal(kept.down[0].codes, found.down[0].codes)
+        name = "model.layers.0.mlp.experts.1.up_proj.weight"
+        assert found.up[1].format == INT8_ROW and torch.equal(found.up[1].codes, tensors[name])
+    fails(path, "RAWINT4", "8-bit integers", "method AMXINT8 reads", hidden=H, inter=I)
+
+
+def test_negative_scales_of_rows(tmp_path):
+    """AutoRound's W8A8: the row's extreme value has code -128, which has no opposite."""
+
+    def make(rows, columns):
+        parts = w8a8()(rows, columns)
+        parts["weight"][:, 7] = -128
+        parts["weight_scale"][::2] *= -1
+        return parts
+
+    tensors = tensors_of([make] * 3)
+    found = check(save(tmp_path, tensors), tensors, [scaled] * 3, "AMXINT8")
+    assert (found.gate[0].scale < 0).sum() == I // 2
+
+
+def test_dense_layers_beside_int8(tmp_path):
+    """AMXINT8 would quantise the dense layer, so auto does not choose it."""
+    path = save(tmp_path, tensors_of([dense] * 3, [w8a8()] * 3, [w8a8(), dense, w8a8()]))
+    assert method_of(open_checkpoint(path)).method == "MIXED"
+    assert {one.format for one in load(path, "MIXED", 0)._form} == {BF16}
+    for layer in range(3):
+        assert {one.format for one in load(path, "AMXINT8", layer)._form} == {INT8_ROW}
+
+
+def int8_groups(dtype):
+    def make(rows, columns):
+        scale = (torch.randn(rows, columns // 32) * 1e-3).to(dtype)
+        scale[scale.abs() < 1e-4] = 2.0**-10
+        codes = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
+        return {"weight": codes, "weight_scale": scale}
+
+    return make
+
+
+def packed8(rows, columns):
+    parts = int8_groups(torch.bfloat16)(rows, columns)
+    codes = parts.pop("weight").long() + 128
+    return parts | {
+        "weight_packed": pack_bytes(codes, 1),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+def packed8_values(parts):
+    codes = (unpack_bytes(parts["weight_packed"], 1) - 128).to(torch.int8)
+    return scaled({"weight": codes, "weight_scale": parts["weight_scale"]})
+
+
+GROUPS_OF_8 = {
+    "GPTQ": (gptq8, gptq8_values, test_gptq.config(bits=8)),
+    "pack-quantized": (packed8, packed8_values, test_int4.config(bits=8)),
+    "int-quantized": (int8_groups(torch.float16), scaled, {"quant_method": "compressed-tensors"}),
+    "bfloat16 scales": (int8_groups(torch.bfloat16), scaled, None),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS_OF_8)
+def test_int8_groups(tmp_path, kind):
+    make, reference, config = GROUPS_OF_8[kind]
+    tensors = tensors_of([make] * 3)
+    path = save(tmp_path, tensors, config)
+    assert method_of(open_checkpoint(path)).method == "MIXED"
+    found = check(path, tensors, [reference] * 3, "MIXED")
+    matrix = found.down[1]
+    assert matrix.format == Q8_0
+    check_matrix("down", matrix, METHODS["MIXED"].formats, H, I)
+
+
+def test_int8_groups_that_are_not_kept(tmp_path):
+    tensors = tensors_of([int8_groups(torch.float32)] * 3)
+    path = save(tmp_path / "a", tensors)
+    fails(path, "MIXED", "0.gate_proj.weight_scale", "which float16 rounds", hidden=H, inter=I)
+    path = save(tmp_path / "b", tensors_of([gptq8] * 3), test_gptq.config(bits=8, sym=False))
+    fails(path, "MIXED", "8 bits", "sym: true", "symmetric", hidden=H, inter=I)
+
+    def shuffled(rows, columns):
+        return gptq8(rows, columns) | {"g_idx": test_gptq.shuffled(columns)}
+
+    path = save(tmp_path / "c", tensors_of([shuffled] * 3), test_gptq.config(bits=8))
+    fails(path, "MIXED", "g_idx", "desc_act", "consecutive", hidden=H, inter=I)
+
+
+# ---- conversion -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["BF16", "AMXINT8", "INT4_G32"])
+@pytest.mark.parametrize("stored", [*CHECKPOINTS, *GROUPS_OF_8])
+def test_methods_that_quantise_convert(tmp_path, stored, method):
+    make, config = CHECKPOINTS.get(stored) or GROUPS_OF_8[stored][::2]
+    path = save(tmp_path, tensors_of([make] * 3, inter=64), config)
+    kept = read_experts(path, 0, E, H, 64)
+    found = read_experts(path, 0, E, H, 64, method=method)
+    for matrix in NAMES:
+        values = getattr(found, matrix)[1]
+        assert values.dtype == torch.float32
+        assert torch.equal(values, values_of(getattr(kept, matrix)[1]).float())
+    if not stored.startswith("MXFP"):  # which have values that no other format has
+        load(path, method, inter=64)
