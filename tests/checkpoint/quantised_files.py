@@ -11,8 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import read_experts
-from kt_kernel.testing import values_of
+from kt_kernel.moe.wrapper import BaseMoEWrapper
+from kt_kernel.testing import moe_reference, row_error, values_of
+from kt_kernel.weights.methods import get_method
 
 E, H, I = 3, 192, 64  # noqa: E741
 MOE = "model.layers.0.mlp.experts"
@@ -87,6 +90,38 @@ def check_values(
             wanted = reference(parts_of(tensors, expert, matrix, **named)).double()
             assert torch.equal(values_of(getattr(found, matrix)[expert]), wanted), (expert, matrix)
     return found
+
+
+def load_layer(
+    path: Path, method: str, hidden: int = H, inter: int = I, layer: int = 0
+) -> BaseMoEWrapper:
+    """A wrapper with all experts of a layer on the CPU."""
+    wrapper = KTMoEWrapper(
+        layer_idx=layer,
+        num_experts=E,
+        num_experts_per_tok=1,
+        hidden_size=hidden,
+        moe_intermediate_size=inter,
+        num_gpu_experts=0,
+        cpuinfer_threads=1,
+        threadpool_count=1,
+        weight_path=path,
+        method=method,
+    )
+    wrapper.load_weights(torch.arange(E))
+    return wrapper
+
+
+def check_layer(path: Path, method: str, values: list[list[torch.Tensor]], layer: int = 0) -> None:
+    """Checks a layer's output against exact weights, lists of gates, ups and downs by expert."""
+    gates = values[0]
+    inter, hidden = gates[0].shape
+    wrapper = load_layer(path, method, hidden, inter, layer)
+    x, ids, weights = torch.randn(E, hidden).bfloat16(), torch.arange(E)[:, None], torch.ones(E, 1)
+    matrices = (torch.stack(each).float() for each in values)
+    wanted = moe_reference(x, ids, weights, *matrices, method="BF16", rounded=False)
+    most = 0.03 if get_method(method).int8_activations else 0.01
+    assert row_error(wrapper.forward(x, ids, weights, None), wanted).max() < most
 
 
 def fails(path: Path, method: str | None, *words: object, hidden: int = H, inter: int = I) -> None:

@@ -192,6 +192,18 @@ def test_auto_round(tmp_path):
     fails(path, "GPTQ_INT4", "qweight", path / "config.json", *words)
 
 
+@pytest.mark.parametrize(
+    ("packing", "add_one"),
+    [("auto_round:auto_gptq", 1), ("auto_round", 0), ("auto_round:gptqmodel", 0)],
+)
+def test_zeros_of_auto_round(tmp_path, packing, add_one):
+    """Two of its packings store the zero point itself."""
+    settings = {"quant_method": "auto-round", "bits": 4, "sym": False, "packing_format": packing}
+    tensors = make_experts(make_with())
+    path = save(tmp_path, tensors, settings)
+    check_values(path, tensors, "GPTQ_INT4", reference(add_one))
+
+
 def test_needs_its_config(tmp_path):
     path = save(tmp_path, make_experts(make_with()))
     fails(path, "GPTQ_INT4", "qweight", "quantization_config", "checkpoint_format")

@@ -131,8 +131,8 @@ class Checkpoint(ABC):
         shapes.
 
         Raises ValueError naming file and tensor if experts are missing, if there are too many, if
-        their shape, dtype or layout is wrong, if the method does not accept them, or if scales are
-        negative or not finite.
+        their shape, dtype or layout is wrong, if the method does not accept them, or if a scale is
+        not finite, or negative in a format whose scales are not.
         """
         layer_idx, sizes, wanted = _request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts

@@ -166,8 +166,8 @@ class BaseMoEWrapper(WrapperArguments):
         Args:
             gate_proj, up_proj: [E, I, H], down_proj: [E, H, I], logical order; bf16, fp16 or fp32,
                 any device. For a method that takes quantised weights
-                (``methods.Method.takes_quantised``): E matrices [I, H], [I, H] and [H, I], all of
-                one form; LLAMAFILE: the gates, the ups and the downs each of one form, or dense.
+                (``methods.Method.takes_quantised``): E matrices [I, H], [I, H] and [H, I]; the
+                gates, the ups and the downs each of one form. LLAMAFILE, MIXED: or dense.
                 With ``gated=False``, gate_proj and gate_bias are None.
             physical_to_logical_map_cpu: [E] integers on the CPU: slot p holds logical expert
                 ``map[p]``; repeats are legal.

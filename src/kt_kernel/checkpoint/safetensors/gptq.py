@@ -3,14 +3,13 @@
 qweight int32 [K b/32, N], with the lowest column in the lowest bits; scales [K/g, N]; qzeros int32
 [K/g, N b/32], with the lowest row in the lowest bits. g_idx [K] is the group of each column, in any
 order (desc_act); without it, each g consecutive columns are a group. W = (code - zero) * scale.
-Format "gptq" (the default) stores zero - 1, "gptq_v2" stores zero (checkpoint_format in
-config.json). sym: true in config.json means zero = 2^(b - 1) everywhere, whatever qzeros holds:
-quantisers store that number or one less, and the engines' kernels for symmetric weights ignore it.
+Format "gptq" (the default) stores zero - 1; "gptq_v2" (checkpoint_format in config.json) and two of
+AutoRound's packings store zero. sym: true in config.json means zero = 2^(b - 1) everywhere,
+whatever qzeros holds: quantisers store that number or one less, and the engines' kernels for
+symmetric weights ignore it.
 """
 
 from __future__ import annotations
-
-import torch
 
 from ...weights.formats import INT4_GROUP, INT4_ZERO, Q8_0, WeightForm
 from ...weights.methods import MIXED
@@ -24,10 +23,13 @@ from .groups import (
     order_of_groups,
     scale_type,
 )
-from .int8 import q8_0
+from .int8 import from_offset_bytes
 from .layout import Parts
 from .matrix import MatrixFormat, bits_of, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, nibbles, signed_scales
+
+# AutoRound's names of packings that store the zero point itself (auto_round/inference/backend.py).
+_UNCHANGED_ZEROS = ("auto_round", "auto_round:gptqmodel")
 
 
 class Gptq(MatrixFormat):
@@ -74,8 +76,12 @@ class Gptq(MatrixFormat):
         if bits == 4:
             format = INT4_GROUP if symmetric else INT4_ZERO
             form = WeightForm(format, groups.unit, scale_type(scales))
-        second = quantization.of(info).get("checkpoint_format") == "gptq_v2"
-        return cls(form, bits, groups, 0 if second else 1)
+        settings = quantization.of(info)
+        unchanged = (
+            settings.get("checkpoint_format") == "gptq_v2"
+            or settings.get("packing_format") in _UNCHANGED_ZEROS
+        )
+        return cls(form, bits, groups, 0 if unchanged else 1)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         codes = 32 // self._bits  # in a word
@@ -100,12 +106,7 @@ class Gptq(MatrixFormat):
             order = order_of_groups(info, read(info, None), self._groups)
         packed = bytes_of(read(parts["qweight"], None).T)
         if self._bits == 8:
-            if order is not None:
-                raise ValueError(
-                    f"{info}: 8-bit groups in another order (desc_act) are not supported; accepted:"
-                    " groups of consecutive columns"
-                )
-            return q8_0(parts["scales"], (packed ^ 128).view(torch.int8), scale, self._groups)
+            return from_offset_bytes(parts["scales"], packed, scale, self._groups, order)
         codes, scale = nibbles_in_order(packed, order), self._groups.spread(scale)
         if self.form.format == INT4_GROUP:
             return QuantisedMatrix(INT4_GROUP, codes, scale, order=order)

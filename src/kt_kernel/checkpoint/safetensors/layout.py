@@ -32,8 +32,8 @@ _LOOKS_STACKED = re.compile(
     r"(\.weight|_blocks)?|(input|output)_linear\.weight|moe\.(gate|up|down)_proj\.weight)"
 )
 
-# What may follow "experts.{e}.{projection}.": the parts of a matrix, and scales of activations,
-# which are ignored.
+# What may follow "experts.{e}.{projection}.": the parts of a matrix, and scales and zero points of
+# activations, which are ignored.
 _PARTS = tuple(
     (
         "weight bias weight_scale_inv weight_scale weight_scale_2"
@@ -41,7 +41,14 @@ _PARTS = tuple(
         " weight_zero_point weight_g_idx qweight qzeros scales g_idx"
     ).split()
 )
-_UNUSED_PARTS = ("input_scale", "input_global_scale", "activation_scale")
+_UNUSED_PARTS = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "activation_scale",
+    "output_scale",
+    "output_zero_point",
+)
 
 # A stack named "….weight" has its scales in "….weight_scale" and so on. For other stacks, one of
 # these suffixes is appended to the name.
