@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ MOE = "model.layers.0.mlp.experts"
 PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 W123 = {"gate": "w1", "up": "w3", "down": "w2"}
 Tensors = dict[str, torch.Tensor]
+Make = Callable[[int, int], Tensors]  # the parts of a matrix [rows, columns]
 
 
 def shapes(hidden: int = H, inter: int = I) -> dict[str, tuple[int, int]]:
@@ -29,7 +30,7 @@ def shapes(hidden: int = H, inter: int = I) -> dict[str, tuple[int, int]]:
 
 
 def make_experts(
-    make: Callable[[int, int], Tensors],
+    make: Make,
     hidden: int = H,
     inter: int = I,
     where: str = MOE,
@@ -89,6 +90,44 @@ def check_values(
         for matrix in PROJECTIONS:
             wanted = reference(parts_of(tensors, expert, matrix, **named)).double()
             assert torch.equal(values_of(getattr(found, matrix)[expert]), wanted), (expert, matrix)
+    return found
+
+
+def tensors_of(*layers: Sequence[Make], hidden: int = H, inter: int = 160) -> Tensors:
+    """The tensors of layers whose gate, up and down have these makers of parts."""
+    torch.manual_seed(0)
+    return {
+        f"model.layers.{layer}.mlp.experts.{e}.{PROJECTIONS[matrix]}.{part}": tensor
+        for layer, makes in enumerate(layers)
+        for e in range(E)
+        for (matrix, shape), make in zip(shapes(hidden, inter).items(), makes, strict=True)
+        for part, tensor in make(*shape).items()
+    }
+
+
+def check_formats(
+    path: Path,
+    tensors: Tensors,
+    references: Sequence[Callable[[Tensors], torch.Tensor]],
+    method: str,
+    layer: int = 0,
+    hidden: int = H,
+    inter: int = 160,
+) -> Any:
+    """Checks the values of a layer against references of the parts of gate, up and down, and its
+    output."""
+    found = read_experts(path, layer, E, hidden, inter, method=method)
+    where = f"model.layers.{layer}.mlp.experts"
+    values = {
+        matrix: [reference(parts_of(tensors, e, matrix, where)).double() for e in range(E)]
+        for matrix, reference in zip(PROJECTIONS, references, strict=True)
+    }
+    for matrix, each in values.items():
+        for e, value in enumerate(each):
+            read = getattr(found, matrix)[e]
+            plain = read.double() if isinstance(read, torch.Tensor) else values_of(read)
+            assert torch.equal(plain, value), (matrix, e)
+    check_layer(path, method, list(values.values()), layer)
     return found
 
 

@@ -14,6 +14,7 @@ import test_awq
 import test_fp8
 import test_gptq
 import test_int4
+import test_int8
 import test_mxfp8
 import test_nvfp4
 import test_stacks
@@ -253,6 +254,21 @@ def samples() -> dict[str, Sample]:
         ),
         "NVFP4": _per_expert(
             test_nvfp4.COMPRESSED, "NVFP4", {"quant_method": "compressed-tensors"}, _nvfp4
+        ),
+        "int8 rows": _per_expert(
+            test_int8.w8a8(),
+            "AMXINT8",
+            {"quant_method": "compressed-tensors"},
+            test_int8.scaled,
+        ),
+        "int8 groups": _per_expert(
+            test_int8.int8_groups(torch.float16),
+            "MIXED",
+            {"quant_method": "compressed-tensors"},
+            test_int8.scaled,
+        ),
+        "GPTQ of 8 bits": _per_expert(
+            test_int8.gptq8, "MIXED", gptq(bits=8), test_int8.gptq8_values
         ),
         **{f"stack of {case}": _stack(case) for case in test_stacks.CASES},
     }

@@ -113,7 +113,7 @@ def test_of_another_dtype(tmp_path, sample):
 def test_bad_scales(tmp_path, sample):
     """NaN, infinite and negative ones, in the last place of a middle expert or of the stack. Scales
     of integer groups may be negative."""
-    signed = sample.method in ("RAWINT4", "GPTQ_INT4", "AWQ_INT4")
+    signed = sample.method in ("RAWINT4", "GPTQ_INT4", "AWQ_INT4", "AMXINT8", "MIXED")
     for name, tensor in kinds(sample).items():
         if "scale" not in name:
             continue

@@ -47,7 +47,9 @@ def test_safetensors(tmp_path: Path, name: str) -> None:
 
 
 def test_there_is_a_sample_for_every_method() -> None:
-    assert {*CHECKPOINTS, "BF16"} == {sample.method for sample in SAMPLES.values()}
+    assert {*CHECKPOINTS, "BF16", "AMXINT8", "MIXED"} == {
+        sample.method for sample in SAMPLES.values()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -6,16 +6,17 @@ import test_awq
 import test_fp8
 import test_gptq
 import test_int4
+import test_int8
 import test_nvfp4
 import torch
-from quantised_files import E, check_layer, fails, load_layer, parts_of, save, shapes
+from quantised_files import E, check_formats, fails, load_layer, save, tensors_of
 from test_methods import CHECKPOINTS
 
 from kt_kernel.checkpoint import method_of, open_checkpoint, read_experts
 from kt_kernel.testing import values_of
 from kt_kernel.weights.formats import BF16, INT4_GROUP, INT4_ZERO, INT8_ROW, Q8_0
 from kt_kernel.weights.methods import METHODS
-from kt_kernel.weights.quantised import QuantisedMatrix, check_matrix
+from kt_kernel.weights.quantised import QuantisedMatrix
 
 H, I = 192, 160  # noqa: E741
 NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -26,40 +27,8 @@ def dense(rows, columns):
     return {"weight": (torch.randn(rows, columns) * 0.05).bfloat16()}
 
 
-def tensors_of(*layers, hidden=H, inter=I):
-    """The tensors of layers that are described by the parts of gate, up and down."""
-    torch.manual_seed(0)
-    return {
-        f"model.layers.{layer}.mlp.experts.{e}.{NAMES[matrix]}.{part}": tensor
-        for layer, makes in enumerate(layers)
-        for e in range(E)
-        for (matrix, shape), make in zip(shapes(hidden, inter).items(), makes, strict=True)
-        for part, tensor in make(*shape).items()
-    }
-
-
-def plain(matrix):
-    return values_of(matrix) if isinstance(matrix, QuantisedMatrix) else matrix.double()
-
-
-def check(path, tensors, references, method, layer=0, hidden=H, inter=I):
-    """The values of a layer, and its output; gate, up and down have references of their parts."""
-    sizes = E, hidden, inter
-    found = read_experts(path, layer, *sizes, method=method)
-    where = f"model.layers.{layer}.mlp.experts"
-    values = {
-        matrix: [reference(parts_of(tensors, e, matrix, where)).double() for e in range(E)]
-        for matrix, reference in zip(NAMES, references, strict=True)
-    }
-    for matrix, each in values.items():
-        for e, value in enumerate(each):
-            assert torch.equal(plain(getattr(found, matrix)[e]), value), (matrix, e)
-    check_layer(path, method, [values[matrix] for matrix in NAMES], layer)
-    return found
-
-
-def load(path, method, layer=0, hidden=H, inter=I):
-    return load_layer(path, method, hidden, inter, layer)
+def load(path, method, layer=0, inter=I):
+    return load_layer(path, method, H, inter, layer)
 
 
 def dense_values(parts):
@@ -108,54 +77,40 @@ def test_layers_of_two_formats(tmp_path):
     fails(path, "FP8_PERCHANNEL", "NVFP4", "method FP8_PERCHANNEL was", hidden=H, inter=I)
 
 
+def test_dense_layers_beside_int8(tmp_path):
+    """AMXINT8 would quantise the dense layer, so auto does not choose it."""
+    path = save(
+        tmp_path,
+        tensors_of(
+            [dense] * 3, [test_int8.w8a8()] * 3, [test_int8.w8a8(), dense, test_int8.w8a8()]
+        ),
+    )
+    assert method_of(open_checkpoint(path)).method == "MIXED"
+    assert {one.format for one in load(path, "MIXED", 0)._form} == {BF16}
+    for layer in range(3):
+        assert {one.format for one in load(path, "AMXINT8", layer)._form} == {INT8_ROW}
+
+
 # ---- by matrix --------------------------------------------------------------------------------
 
 AWQ, GPTQ = test_awq.make_with(), test_gptq.make_with(zero=7)
 
 
-def pack_bytes(codes, dim):
-    """Four 8-bit codes along dim to an int32, the first in the lowest bits."""
-    codes = codes.movedim(dim, -1).long().unflatten(-1, (-1, 4))
-    words = sum(codes[..., i] << 8 * i for i in range(4))
-    return torch.where(words >= 2**31, words - 2**32, words).int().movedim(-1, dim).contiguous()
-
-
-def unpack_bytes(words, dim):
-    words = words.movedim(dim, -1).long().unsqueeze(-1)
-    return (words >> torch.arange(0, 32, 8) & 255).flatten(-2).movedim(-1, dim)
-
-
-def gptq8(rows, columns, group=32):
-    count = -(-columns // group)
-    scales = (torch.randn(count, rows) * 1e-3).half()
-    scales[scales == 0] = 1e-3
-    return {
-        "qweight": pack_bytes(torch.randint(0, 256, (columns, rows)), 0),
-        "qzeros": pack_bytes(torch.full((count, rows), 127), 1),
-        "scales": scales,
-        "g_idx": (torch.arange(columns) // group).int(),
-    }
-
-
-def gptq8_values(parts):
-    group = parts["g_idx"].long()
-    return ((unpack_bytes(parts["qweight"], 0) - 128) * parts["scales"].double()[group]).T
-
-
 def test_eight_bits_in_down_and_four_elsewhere(tmp_path):
     """As GPTQModel and AutoRound write it, with settings by module."""
-    tensors = tensors_of([GPTQ, GPTQ, gptq8])
+    tensors = tensors_of([GPTQ, GPTQ, test_int8.gptq8])
     four = test_gptq.reference(1)
     dynamic = {"+:.*down_proj": {"bits": 8}, "-:.*lm_head": {}}
     path = save(tmp_path / "dynamic", tensors, test_gptq.config(dynamic=dynamic))
     choice = method_of(open_checkpoint(path))
     assert choice.method == "MIXED" and choice.reason == "gate and up GPTQ, down GPTQ (Q8_0)"
-    found = check(path, tensors, [four, four, gptq8_values], "MIXED")
+    found = check_formats(path, tensors, [four, four, test_int8.gptq8_values], "MIXED")
     assert found.gate[0].format == INT4_GROUP and found.down[0].format == Q8_0
     fails(path, "GPTQ_INT4", "down_proj", "method MIXED reads", hidden=H, inter=I)
     extra = {n.rpartition(".")[0]: {"bits": 8} for n in tensors if "down_proj" in n}
     config = test_gptq.config(quant_method="auto-round", extra_config=extra)
-    check(save(tmp_path / "extra", tensors, config), tensors, [four, four, gptq8_values], "MIXED")
+    path = save(tmp_path / "extra", tensors, config)
+    check_formats(path, tensors, [four, four, test_int8.gptq8_values], "MIXED")
     path = save(tmp_path / "none", tensors, test_gptq.config())
     fails(path, "MIXED", "down_proj", "bits 4", "accepted: 8", hidden=H, inter=I)
 
@@ -166,7 +121,7 @@ def test_nvfp4_beside_fp8(tmp_path):
     assert method_of(open_checkpoint(path)).method == "MIXED"
     values = test_nvfp4.modelopt_values
     fp8 = lambda p: p["weight"].double() * p["weight_scale"].double().reshape(-1, 1)  # noqa: E731
-    check(path, tensors, [values, values, fp8], "MIXED")
+    check_formats(path, tensors, [values, values, fp8], "MIXED")
 
 
 def test_a_dense_matrix_beside_awq(tmp_path):
@@ -174,14 +129,14 @@ def test_a_dense_matrix_beside_awq(tmp_path):
     path = save(tmp_path, tensors, test_awq.config(modules_to_not_convert=["down_proj"]))
     assert method_of(open_checkpoint(path)).method == "AWQ_INT4"
     for method in ("AWQ_INT4", "MIXED"):
-        check(path, tensors, [test_awq.reference] * 2 + [dense_values], method)
+        check_formats(path, tensors, [test_awq.reference] * 2 + [dense_values], method)
 
 
 def test_groups_that_differ_by_matrix(tmp_path):
     makes = [test_gptq.make_with(group, zero=7) for group in (96, 64, 32)]
     tensors = tensors_of(makes)
     path = save(tmp_path, tensors, test_gptq.config(group_size=96))
-    found = check(path, tensors, [test_gptq.reference(1)] * 3, "GPTQ_INT4")
+    found = check_formats(path, tensors, [test_gptq.reference(1)] * 3, "GPTQ_INT4")
     assert [getattr(found, m)[0].scale.shape[1] for m in NAMES] == [2, 3, 5]
 
 
@@ -191,7 +146,7 @@ def test_an_order_of_columns_beside_other_formats(tmp_path):
     tensors = tensors_of([test_fp8.per_row(()), dense, ordered])
     path = save(tmp_path / "a", tensors, test_gptq.config())
     fp8 = lambda p: p["weight"].double() * p["weight_scale"].double().reshape(-1, 1)  # noqa: E731
-    check(path, tensors, [fp8, dense_values, test_gptq.reference(1)], "MIXED")
+    check_formats(path, tensors, [fp8, dense_values, test_gptq.reference(1)], "MIXED")
     blocks = test_fp8.block("weight_scale_inv")
     path = save(tmp_path / "b", tensors_of([blocks, dense, ordered]), test_gptq.config())
     fails(
@@ -262,7 +217,7 @@ def test_a_partial_last_group(tmp_path, kind, group):
     if kind == "RAWINT4":
         settings = test_int4.config(group_size=group, symmetric=False)
     path = save(tmp_path, tensors, settings)
-    found = check(path, tensors, [spread(reference, group)] * 3, kind.split()[0])
+    found = check_formats(path, tensors, [spread(reference, group)] * 3, kind.split()[0])
     assert found.down[0].scale.shape == (H, I // 32) and found.down[0].format == INT4_ZERO
 
 
@@ -277,137 +232,13 @@ def test_groups_that_cannot_be_split(tmp_path):
     fails(path, "GPTQ_INT4", name, "11 groups", "192 columns", hidden=H, inter=I)
 
 
-# ---- 8-bit integers ---------------------------------------------------------------------------
-
-
-def w8a8(dtype=torch.float32, shape=(-1, 1), one=False):
-    def make(rows, columns):
-        codes = torch.randint(-127, 128, (rows, columns)).to(torch.int8)
-        scale = torch.rand(1 if one else rows) * 1e-3 + 1e-4
-        return {"weight": codes, "weight_scale": scale.to(dtype).reshape(shape)}
-
-    return make
-
-
-def scaled(parts):
-    weight, scale = parts["weight"].double(), parts["weight_scale"].double()
-    if scale.numel() in (1, len(weight)):
-        return weight * scale.reshape(-1, 1)
-    return weight * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        w8a8(),
-        w8a8(torch.bfloat16, (-1,)),
-        w8a8(one=True, shape=()),
-        w8a8(torch.float16, (1,), one=True),
-    ],
-)
-def test_int8_per_row(tmp_path, make):
-    tensors = tensors_of([make] * 3)
-    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
-    path = save(tmp_path, tensors, settings)
-    choice = method_of(open_checkpoint(path))
-    assert choice.method == "AMXINT8" and choice.reason == "8-bit integers with scales per row"
-    for method in ("AMXINT8", "MOE_INT8"):
-        found = check(path, tensors, [scaled] * 3, method)
-        kept = read_experts(path, 0, E, H, I, method="MIXED")
-        assert torch.equal(kept.down[0].codes, found.down[0].codes)
-        name = "model.layers.0.mlp.experts.1.up_proj.weight"
-        assert found.up[1].format == INT8_ROW and torch.equal(found.up[1].codes, tensors[name])
-    fails(path, "RAWINT4", "8-bit integers", "method AMXINT8 reads", hidden=H, inter=I)
-
-
-def test_negative_scales_of_rows(tmp_path):
-    """AutoRound's W8A8: the row's extreme value has code -128, which has no opposite."""
-
-    def make(rows, columns):
-        parts = w8a8()(rows, columns)
-        parts["weight"][:, 7] = -128
-        parts["weight_scale"][::2] *= -1
-        return parts
-
-    tensors = tensors_of([make] * 3)
-    found = check(save(tmp_path, tensors), tensors, [scaled] * 3, "AMXINT8")
-    assert (found.gate[0].scale < 0).sum() == I // 2
-
-
-def test_dense_layers_beside_int8(tmp_path):
-    """AMXINT8 would quantise the dense layer, so auto does not choose it."""
-    path = save(tmp_path, tensors_of([dense] * 3, [w8a8()] * 3, [w8a8(), dense, w8a8()]))
-    assert method_of(open_checkpoint(path)).method == "MIXED"
-    assert {one.format for one in load(path, "MIXED", 0)._form} == {BF16}
-    for layer in range(3):
-        assert {one.format for one in load(path, "AMXINT8", layer)._form} == {INT8_ROW}
-
-
-def int8_groups(dtype):
-    def make(rows, columns):
-        scale = (torch.randn(rows, columns // 32) * 1e-3).to(dtype)
-        scale[scale.abs() < 1e-4] = 2.0**-10
-        codes = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
-        return {"weight": codes, "weight_scale": scale}
-
-    return make
-
-
-def packed8(rows, columns):
-    parts = int8_groups(torch.bfloat16)(rows, columns)
-    codes = parts.pop("weight").long() + 128
-    return parts | {
-        "weight_packed": pack_bytes(codes, 1),
-        "weight_shape": torch.tensor([rows, columns]),
-    }
-
-
-def packed8_values(parts):
-    codes = (unpack_bytes(parts["weight_packed"], 1) - 128).to(torch.int8)
-    return scaled({"weight": codes, "weight_scale": parts["weight_scale"]})
-
-
-GROUPS_OF_8 = {
-    "GPTQ": (gptq8, gptq8_values, test_gptq.config(bits=8)),
-    "pack-quantized": (packed8, packed8_values, test_int4.config(bits=8)),
-    "int-quantized": (int8_groups(torch.float16), scaled, {"quant_method": "compressed-tensors"}),
-    "bfloat16 scales": (int8_groups(torch.bfloat16), scaled, None),
-}
-
-
-@pytest.mark.parametrize("kind", GROUPS_OF_8)
-def test_int8_groups(tmp_path, kind):
-    make, reference, config = GROUPS_OF_8[kind]
-    tensors = tensors_of([make] * 3)
-    path = save(tmp_path, tensors, config)
-    assert method_of(open_checkpoint(path)).method == "MIXED"
-    found = check(path, tensors, [reference] * 3, "MIXED")
-    matrix = found.down[1]
-    assert matrix.format == Q8_0
-    check_matrix("down", matrix, METHODS["MIXED"].formats, H, I)
-
-
-def test_int8_groups_that_are_not_kept(tmp_path):
-    tensors = tensors_of([int8_groups(torch.float32)] * 3)
-    path = save(tmp_path / "a", tensors)
-    fails(path, "MIXED", "0.gate_proj.weight_scale", "which float16 rounds", hidden=H, inter=I)
-    path = save(tmp_path / "b", tensors_of([gptq8] * 3), test_gptq.config(bits=8, sym=False))
-    fails(path, "MIXED", "8 bits", "sym: true", "symmetric", hidden=H, inter=I)
-
-    def shuffled(rows, columns):
-        return gptq8(rows, columns) | {"g_idx": test_gptq.shuffled(columns)}
-
-    path = save(tmp_path / "c", tensors_of([shuffled] * 3), test_gptq.config(bits=8))
-    fails(path, "MIXED", "gate_proj.scales", "desc_act", "consecutive", hidden=H, inter=I)
-
-
 # ---- conversion -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["BF16", "AMXINT8", "INT4_G32"])
-@pytest.mark.parametrize("stored", [*CHECKPOINTS, *GROUPS_OF_8])
+@pytest.mark.parametrize("stored", [*CHECKPOINTS, *test_int8.GROUPS_OF_8])
 def test_methods_that_quantise_convert(tmp_path, stored, method):
-    make, config = CHECKPOINTS.get(stored) or GROUPS_OF_8[stored][::2]
+    make, config = CHECKPOINTS.get(stored) or test_int8.GROUPS_OF_8[stored][::2]
     path = save(tmp_path, tensors_of([make] * 3, inter=64), config)
     kept = read_experts(path, 0, E, H, 64)
     found = read_experts(path, 0, E, H, 64, method=method)
