@@ -131,10 +131,9 @@ def test_a_quantised_model_that_is_nowhere() -> None:
 
 def test_layers_that_differ(tmp_path: Path) -> None:
     path = save(tmp_path / "mixed", ["BF16", "FP8"])
-    error = error_of(UNQUANTISED, weight_path=str(path))
-    assert error.startswith(
-        f"--kt-weight-path {path}: {path}: the layers have different formats (layer 0"
-    )
+    decided = decide(UNQUANTISED, weight_path=str(path))
+    assert decided.method == "FP8"
+    assert decided.reason is not None and "16- or 32-bit weights in layer 0" in decided.reason
     assert decide(UNQUANTISED, weight_path=str(path), method="INT4_G128").method == "INT4_G128"
 
 
