@@ -31,7 +31,7 @@ TESTED_MODELS = (
 )
 # Load formats that pass weights to our loaders one by one, as tested.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
-QUANTISED_MODELS = ("fp8",)  # accepted quantisations of served models
+QUANTISED_HOT = ("fp8",)  # quantisations of served models whose hot experts were tested
 # Reasons for a refusal, of configurations and of requests to a running engine.
 SINGLE_RANK = "kt-moe supports tensor parallelism only"
 NO_EXCHANGE = "the weights of cold experts cannot be replaced or offloaded"
@@ -135,14 +135,15 @@ def refuse_class(classes: list[str], options: KTOptions) -> None:
         )
 
 
-def refuse_quantised(quantisation: str | None) -> None:
+def refuse_quantised(quantisation: str | None, options: KTOptions) -> None:
     """OptionError if the hot experts of a quantised model need kernels that were not tested.
 
     quantisation: its name in the engine; None or "" for none.
     """
-    if quantisation and quantisation not in QUANTISED_MODELS:
+    hot = options.num_gpu_experts
+    if quantisation and quantisation not in QUANTISED_HOT and hot:
         raise OptionError(
-            f"models quantised with {quantisation} are not supported; accepted: "
-            f"{', '.join(QUANTISED_MODELS)}, or the unquantised model with --kt-weight-path and "
-            "the quantised checkpoint"
+            f"--kt-num-gpu-experts {hot}: the model is quantised with {quantisation}, whose hot "
+            f"experts are supported for {', '.join(QUANTISED_HOT)} only; accepted: 0, or the "
+            "unquantised model with --kt-weight-path and the quantised checkpoint"
         )

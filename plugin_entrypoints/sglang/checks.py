@@ -46,7 +46,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
 
     refuse_class(list(model_config.hf_config.architectures or []), options)
     quantisation = model_config.quantization or arguments.quantization
-    refuse_quantised(quantisation)
+    refuse_quantised(quantisation, options)
     CONTRACT.refuse(arguments)
     refuse_streaming(arguments.device, options)
     if _some_are_cold(model_config, options):

@@ -14,14 +14,15 @@ from ..common import (
     NO_SCALING,
     SINGLE_RANK,
 )
-from ..contract import Arguments, Attributes, Contract, Name, Operation, Operations, Refusal
+from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
+from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG
+from .expert_contract import FUSED_MOE as _FUSED_MOE
+from .expert_contract import KT_WRAPPER as _KT_WRAPPER
+from .expert_contract import SRT as _SRT
 
-_SRT = "sglang.srt"
 _ARGUMENTS = f"{_SRT}.server_args:ServerArgs"
 _OVERRIDES = f"{_SRT}.arg_groups.overrides"
-_KT_WRAPPER = f"{_SRT}.layers.moe.kt_ep_wrapper"
 _RUNNER = f"{_SRT}.layers.moe.moe_runner"
-_FUSED_MOE = f"{_SRT}.layers.moe.fused_moe_triton.layer"
 _MODEL_RUNNER = f"{_SRT}.model_executor"
 _REGISTRY = f"{_SRT}.plugins.hook_registry"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager:TokenizerManager"
@@ -111,75 +112,6 @@ ENTRIES = {
     _ENGINE: ENGINE_OPERATIONS,
 }
 HANDLERS = {_UPDATER: UPDATER_OPERATIONS, _SCHEDULER: SCHEDULER_OPERATIONS}
-
-
-# ---- what models request of their experts
-
-_ACTIVATION = (
-    Refusal("activation", ("silu",), "an activation other than silu"),
-    Refusal("is_gated", (True,), "an activation without gate"),
-    Refusal("swiglu_limit", (None, 0), "a SwiGLU limit"),
-    Refusal("gemm1_clamp_limit", (None, 0), "a SwiGLU limit"),
-    Refusal("gemm1_alpha", (None, 0), "a SwiGLU alpha"),
-    Refusal("gemm1_beta", (None, 0), "a SwiGLU beta", versions=">=0.5.18"),
-    Refusal("apply_router_weight_on_input", (False,), "router weight on input"),
-    Refusal("no_combine", (False,), "one result per expert"),
-)
-_COMMON = (
-    "gate_up_interleaved",  # used only by activations with an alpha or a limit
-    "hidden_size",
-    "inplace",
-    "layer_id",
-    "num_experts",
-    "num_fused_shared_experts",  # refused if some experts are cold
-    "params_dtype",
-    "routed_scaling_factor",
-    "routing_method_type",  # for kernels that do the routing, which are refused
-    "top_k",
-)
-EXPERT_ARGUMENTS = Arguments(
-    f"{_FUSED_MOE}:FusedMoE",
-    refused=(
-        *_ACTIVATION,
-        Refusal("with_bias", (False,), "an expert bias"),
-        Refusal("use_presharded_weights", (False,), "a checkpoint with one part per rank"),
-        Refusal("use_weight_loader_fused", (False,), "a stacked checkpoint"),
-    ),
-    accepted=(
-        *_COMMON,
-        "enable_qwen35_fp8_deferred_finalize",  # for FlashInfer's kernels, which are refused
-        "intermediate_size",
-        "prefix",
-        "quant_config",
-        "quant_method",  # whose class is checked
-        "reduce_results",
-        "uses_expert_location",  # which is the trivial one
-    ),
-)
-EXPERT_CONFIG = Arguments(
-    f"{_SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
-    refused=(
-        *_ACTIVATION,
-        Refusal(
-            "no_combine_keep_router_weight", (False,), "one result per expert", versions=">=0.5.23"
-        ),
-        Refusal("silu_mul_keep_fp32", (False,), "a float32 activation", versions=">=0.5.21"),
-        Refusal("use_tp_all_gather_activation", (False,), "an activation gathered by ranks"),
-    ),
-    accepted=(
-        *_COMMON,
-        "intermediate_size_per_partition",
-        "layer",
-        "num_local_experts",
-        "runner_backend",
-    ),
-)
-# What the layer passes to the creation of its weights.
-EXPERT_WEIGHTS = Arguments(
-    f"{_KT_WRAPPER}:KTEPWrapperMethod",
-    refused=(),
-    accepted=("moe_intermediate_size", "weight_loader", "with_bias"),
-)
 
 
 # ---- server arguments that are refused
@@ -392,6 +324,12 @@ NAMES = (
         until="create_kt_config_from_server_args gets the model of a layer",
     ),
     Name(
+        f"{_SRT}.model_loader.loader:DefaultModelLoader._get_all_weights",
+        "wrapped",
+        "models do not get the weights of experts that kt-moe reads itself",
+        until="SGLang asks layers which weights they need",
+    ),
+    Name(
         f"{_KT_WRAPPER}:create_kt_config_from_server_args",
         "replaced",
         "SGLang's own needs --kt-weight-path and has no other source of options",
@@ -562,8 +500,22 @@ ATTRIBUTES = (
     ),
     Attributes(
         f"{_SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
-        ("activation", "routed_scaling_factor", "num_local_experts", "inplace"),
+        (
+            "activation",
+            "gemm1_alpha",
+            "gemm1_clamp_limit",
+            "inplace",
+            "num_local_experts",
+            "routed_scaling_factor",
+            "swiglu_limit",
+        ),
         "how the layer computes",
+    ),
+    Attributes(
+        f"{_SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
+        ("gemm1_beta",),
+        "how the layer computes",
+        versions=">=0.5.18",
     ),
     Attributes(
         f"{_SRT}.layers.moe.token_dispatcher.standard:StandardDispatchOutput",

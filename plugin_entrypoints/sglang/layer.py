@@ -3,7 +3,7 @@
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +17,16 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils.common import is_cpu
 
+from kt_kernel.serving.activations import Swiglu, swiglu_of
 from kt_kernel.serving.hybrid import HybridLayer, HybridModel
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
 from .. import failure
 from . import padding, requests
 from .checks import checked_options_of
-from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
+from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
 from .hooks import Hook, verify
 from .options import language_model, options_of, resolved, text_config
 from .products import products
@@ -70,8 +71,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.scaling = 1.0
         if not isinstance(gpu_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
-                f"layer {config.layer_idx}: {type(gpu_method).__name__} is not supported; kt-moe "
-                "supports BF16, FP16, FP32 and FP8 checkpoints"
+                f"layer {config.layer_idx}: hot experts by {type(gpu_method).__name__} are not "
+                "supported; accepted: --kt-num-gpu-experts 0, or an unquantised or FP8 checkpoint"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +111,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             num_experts_per_tok=experts_per_token,
             hidden_size=hidden_size,
             moe_intermediate_size=self.config.unpadded.get(size, size),
-            activation=runner.activation,
+            swiglu=_swiglu(place, runner),
+            has_bias=extra.get("with_bias", False),
             max_tokens=self.config.max_tokens,
             has_cpu_part=layer.moe_tp_rank == 0,
         )
@@ -362,8 +364,47 @@ def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **gi
     if options_of(get_server_args()) is not None:
         arguments = inspect.signature(original).bind(layer, *args, **given).arguments
         del arguments["self"]
-        EXPERT_ARGUMENTS.check(arguments, f"layer {arguments['layer_id']}")
+        place = f"layer {arguments['layer_id']}"
+        hybrid = _building[-1][0] if _building else None
+        if hybrid is not None and _reads_all(hybrid.options, arguments["num_experts"]):
+            # SGLang would select a kernel of the checkpoint's format, which may not exist on this
+            # device, and would hold all weights in one tensor for stacked checkpoints.
+            arguments |= {"quant_config": None, "use_weight_loader_fused": False}
+        EXPERT_ARGUMENTS.check(arguments, place)
+        return original(layer, **arguments)
     return original(layer, *args, **given)
+
+
+def _reads_all(options: KTOptions, num_experts: int) -> bool:
+    """Whether kt-moe reads all experts of a layer, so that SGLang has none."""
+    return options.weight_path is not None and options.hot_count(num_experts) == 0
+
+
+def _around_get_all_weights(
+    original: Callable[..., Any], loader: Any, model_config: Any, model: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Around the reading of a checkpoint: the model does not get the weights of experts that kt-moe
+    reads itself."""
+    weights = original(loader, model_config, model)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, KTEPWrapperMethod):
+            return method.config.model.cold_names.without(weights)
+    return weights
+
+
+def _swiglu(place: str, runner: Any) -> Swiglu:
+    """The activation that a MoeRunnerConfig describes."""
+    alpha, limit = runner.gemm1_alpha or None, runner.gemm1_clamp_limit or None
+    beta = getattr(runner, "gemm1_beta", None) or None
+    if limit is not None and alpha is None:
+        raise ValueError(
+            f"{place}: a limit of {limit} after SiLU (gemm1_clamp_limit) is not supported with kt "
+            "options"
+        )
+    if alpha is not None and beta is None:
+        beta = 1.0  # SGLang's kernels always add it
+    return swiglu_of(place, runner.activation, limit or runner.swiglu_limit or None, alpha, beta)
 
 
 def _refuse_layer(layer_idx: int, layer: Any, fused_beside_cold: bool) -> None:
@@ -383,6 +424,11 @@ def _refuse_layer(layer_idx: int, layer: Any, fused_beside_cold: bool) -> None:
 
 HOOKS = (
     Hook("sglang.srt.model_loader.loader:_initialize_model", "AROUND", _around_initialize_model),
+    Hook(
+        "sglang.srt.model_loader.loader:DefaultModelLoader._get_all_weights",
+        "AROUND",
+        _around_get_all_weights,
+    ),
     Hook(
         "sglang.srt.layers.moe.kt_ep_wrapper:create_kt_config_from_server_args",
         "REPLACE",

@@ -14,7 +14,9 @@ from ..common import (
     NO_SCALING,
     SINGLE_RANK,
 )
-from ..contract import Arguments, Attributes, Contract, Name, Operation, Operations, Refusal
+from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
+from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS, EXPERTS, LAYERS
+from .expert_contract import MOE_CONFIG as _MOE_CONFIG
 
 _TOGETHER = "not supported with kt options yet"
 _PLACES = "both settings decide where weights are kept"
@@ -22,10 +24,8 @@ _MORE_WORK = "padding is computed like tokens"
 _PADDING = "the oldest version passes the padding rows to a layer"
 
 _ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
-_LAYERS = "vllm.model_executor.layers.fused_moe"
+_LAYERS, _EXPERTS = LAYERS, EXPERTS
 _RUNNER = f"{_LAYERS}.runner.moe_runner:MoERunner"
-_EXPERTS = f"{_LAYERS}.routed_experts:RoutedExperts"
-_MOE_CONFIG = f"{_LAYERS}.config:FusedMoEConfig"
 
 NAMES = (
     # The processes that the user starts.
@@ -110,6 +110,23 @@ NAMES = (
         "an expert's row in vLLM's weights",
     ),
     Name(f"{_EXPERTS}.expert_map", "wrapped", "through which vLLM's kernel skips cold routes"),
+    Name(
+        f"{_EXPERTS}._get_quant_method",
+        "wrapped",
+        "without hot experts, no kernel of the checkpoint's format is selected",
+        until="vLLM selects kernels when a layer has weights",
+    ),
+    Name(
+        f"{_LAYERS}.fused_moe_method_base:FusedMoEMethodBase.create_weights",
+        "subclassed",
+        "the method of a layer without hot experts",
+    ),
+    Name(
+        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
+        "wrapped",
+        "models do not get the weights of experts that kt-moe reads itself",
+        until="vLLM asks layers which weights they need",
+    ),
     Name(
         f"{_RUNNER}._select_forward",
         "wrapped",
@@ -265,6 +282,7 @@ ATTRIBUTES = (
         (
             "activation",
             "experts_per_token",
+            "has_bias",
             "hidden_dim",
             "hidden_dim_unpadded",
             "intermediate_size_per_partition",
@@ -274,8 +292,11 @@ ATTRIBUTES = (
             "num_experts",
             "num_local_experts",
             "num_logical_experts",
+            "swiglu_alpha",
+            "swiglu_beta",
+            "swiglu_limit",
         ),
-        "a layer's sizes; the number of experts to allocate is set",
+        "a layer's sizes and activation; the number of experts to allocate is set",
     ),
     Attributes(f"{_LAYERS}.config:FusedMoEParallelConfig", ("tp_rank", "tp_size"), "the ranks"),
     Attributes(
@@ -350,96 +371,6 @@ REFUSED = (
     Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
     Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
     Refusal("load_config.load_format", LOAD_FORMATS, "cold experts need their weights one by one"),
-)
-# What a model may request of its experts. The router runs before them, in vLLM.
-_SWIGLU = (
-    Refusal("swiglu_limit", (None,), "a SwiGLU limit"),
-    Refusal("swiglu_alpha", (None, 1.0), "a SwiGLU alpha"),
-    Refusal("swiglu_beta", (None, 0.0), "a SwiGLU beta"),
-)
-EXPERT_ARGUMENTS = Arguments(
-    _EXPERTS,
-    refused=(
-        *_SWIGLU,
-        Refusal("apply_router_weight_on_input", (False,), "router weight on input"),
-    ),
-    accepted=(
-        "ckpt_down_proj_name",
-        "ckpt_gate_proj_name",
-        "ckpt_up_proj_name",
-        "custom_routing_function",
-        "e_score_correction_bias",
-        "expert_map_manager",
-        "is_fused_checkpoint_transposed",
-        "layer_name",
-        "moe_config",
-        "num_expert_group",
-        "params_dtype",
-        "quant_config",
-        "renormalize",
-        "routed_scaling_factor",
-        "scoring_func",
-        "topk_group",
-        "use_grouped_topk",
-    ),
-)
-EXPERT_CONFIG = Arguments(
-    _MOE_CONFIG,
-    refused=(
-        *_SWIGLU,
-        Refusal("activation", ("silu",), "an activation other than silu"),
-        Refusal("activation_situ_beta", (None,), "a SituGLU beta", versions=">=0.32"),
-        Refusal("activation_situ_linear_beta", (None,), "a SituGLU linear beta", versions=">=0.32"),
-        Refusal("has_bias", (False,), "an expert bias"),
-        Refusal("is_lora_enabled", (False,), "LoRA on experts"),
-        Refusal("intermediate_pad", (None, 0), "padding of the intermediate size"),
-        Refusal("skip_final_all_reduce", (False,), "leaving the sum over ranks to the model"),
-        Refusal(
-            "_defer_moe_finalize",
-            (False,),
-            "leaving the sum over experts to the model",
-            versions=">=0.32",
-        ),
-        Refusal("use_mxfp4_w4a4_dsv4", (False,), "MXFP4 activations", versions=">=0.32"),
-    ),
-    accepted=(
-        "aiter_fmoe_shared_expert_enabled",
-        "defer_moe_finalize_max_num_tokens",
-        "device",
-        "elastic_ep_max_dp_size",
-        "experts_per_token",
-        "has_hash_routing",
-        "hidden_dim",
-        "hidden_dim_unpadded",
-        "in_dtype",
-        "intermediate_size",
-        "intermediate_size_per_partition",
-        "intermediate_size_per_partition_unpadded",
-        "max_capture_size",
-        "max_num_tokens",
-        "moe_backend",
-        "moe_parallel_config",
-        "num_experts",
-        "num_local_experts",
-        "num_logical_experts",
-        "rocm_aiter_fmoe_enabled",
-        "router_logits_dtype",
-        "routing_method",
-        "shared_expert_prefix",
-        "tp_shard_with_padding",
-    ),
-)
-EXPERT_RANKS = Arguments(
-    f"{_LAYERS}.config:FusedMoEParallelConfig",
-    refused=(
-        Refusal("dp_size", (1,), "data parallelism"),
-        Refusal("ep_size", (1,), "expert parallelism"),
-        Refusal("use_ep", (False,), "expert parallelism"),
-        Refusal("pcp_size", (1,), "prefill context parallelism"),
-        Refusal("sp_size", (1,), "sequence parallelism"),
-        Refusal("enable_eplb", (False,), "moving experts between ranks"),
-    ),
-    accepted=("all2all_backend", "dp_rank", "ep_rank", "pcp_rank", "tp_rank", "tp_size"),
 )
 # Methods of both kinds of engine that leave weights alone.
 _ENGINES_ALIKE = (

@@ -1,5 +1,6 @@
 """vLLM plugin: the MoE layer with cold experts on the CPU. Imported only inside vLLM."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.models.utils import extract_layer_index
 
+from kt_kernel.serving.activations import swiglu_of
 from kt_kernel.serving.hybrid import HybridLayer, HybridModel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
 from ..contract import Arguments
-from .contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
+from .cold import NoHotExperts
+from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
 from .options import logger, options_of
 from .padding import Padding
 from .routes import SkipColdRoutes, products, repeat_hot_routes, skip_cold_routes
@@ -50,6 +53,7 @@ class HybridExperts(RoutedExperts):
         self.kt_model = _model_of(config, options)
         self.kt_padding = Padding(config)
         self.kt_skip: SkipColdRoutes | None = None
+        self.kt_activation = _activation(f"kt: {layer_name}", moe_config)
         ranks = moe_config.moe_parallel_config
         # The sizes in moe_config, before vLLM pads them for its kernels.
         self.kt_layer: HybridLayer = self.kt_model.add_layer(
@@ -58,7 +62,7 @@ class HybridExperts(RoutedExperts):
             num_experts_per_tok=moe_config.experts_per_token,
             hidden_size=moe_config.hidden_dim,
             moe_intermediate_size=moe_config.intermediate_size_per_partition * ranks.tp_size,
-            activation=moe_config.activation.value,
+            **self.kt_activation,
             max_tokens=moe_config.max_num_tokens,
             has_cpu_part=ranks.tp_rank == 0,
         )
@@ -68,11 +72,20 @@ class HybridExperts(RoutedExperts):
         self._check_method()
         self._hook_end_of_loading(params_dtype, _engine_side(config))
 
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        """vLLM's choice of the method that holds and computes the hot experts."""
+        layer = self.kt_layer
+        if layer.placement.num_slots == 0 and layer.options.weight_path is not None:
+            return NoHotExperts(moe_config)
+        return super()._get_quant_method(prefix, quant_config, moe_config)
+
     def _check_method(self) -> None:
+        if isinstance(self.quant_method, NoHotExperts):
+            return
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
-                f"kt: {self.layer_name}: {type(self.quant_method).__name__} is not supported; "
-                "kt-moe supports BF16, FP16, FP32 and FP8 checkpoints"
+                f"kt: {self.layer_name}: hot experts by {type(self.quant_method).__name__} are not "
+                "supported; accepted: --kt-num-gpu-experts 0, or an unquantised or FP8 checkpoint"
             )
         if self.quant_method.is_monolithic:
             raise ValueError(
@@ -91,7 +104,13 @@ class HybridExperts(RoutedExperts):
 
         def finish(layer: Any) -> None:
             # Models change moe_config after their layers are built.
-            _check(EXPERT_CONFIG, self.moe_config, f"kt: {self.layer_name}")
+            place = f"kt: {self.layer_name}"
+            _check(EXPERT_CONFIG, self.moe_config, place)
+            if _activation(place, self.moe_config) != self.kt_activation:
+                raise ValueError(
+                    f"{place}: the model changes the experts' activation or biases after the layer "
+                    "is built, which is not supported with kt options"
+                )
             self.kt_layer.finish_loading()
             placement = self.kt_layer.placement
             if placement.num_slots:  # vLLM cannot repack an empty weight
@@ -100,7 +119,7 @@ class HybridExperts(RoutedExperts):
                     self.kt_skip = skip_cold_routes(self, placement.num_slots)
             if self.kt_model.loaded:
                 self.kt_model.finish_loading()
-                device = next(self.parameters()).device
+                device = next(chain(self.parameters(), self.buffers())).device
                 if line := self.kt_model.start_streaming(device, dtype, engine):
                     logger.info(line)
                 watch(self.kt_model, logger)
@@ -204,6 +223,13 @@ def select_forward(runner: Any) -> Any:
         )
     ops = torch.ops.vllm
     return ops.moe_forward if runner._shared_experts is None else ops.moe_forward_shared
+
+
+def _activation(place: str, moe_config: Any) -> dict[str, Any]:
+    """HybridLayer's arguments for what a model's experts do besides their matrix products."""
+    values = (moe_config.swiglu_limit, moe_config.swiglu_alpha, moe_config.swiglu_beta)
+    swiglu = swiglu_of(place, moe_config.activation.value, *values)
+    return {"swiglu": swiglu, "has_bias": moe_config.has_bias}
 
 
 def _model_of(config: Any, options: KTOptions) -> HybridModel:

@@ -65,7 +65,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
 
     model = config.model_config
     refuse_class(list(model.architectures or []), options)
-    refuse_quantised(model.quantization)
+    refuse_quantised(model.quantization, options)
     CONTRACT.refuse(config)
     refuse_streaming(config.device_config.device_type, options)
     served = ServedModel(

@@ -33,11 +33,14 @@ def taken() -> Iterator[None]:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+    from .cold import without_cold_weights
     from .layer import HybridExperts, select_forward
 
     refuse_taken()
     original = MoERunner._select_forward
+    get_all_weights = DefaultModelLoader.get_all_weights
 
     @functools.wraps(original)
     def select_forward_with_kt(self: Any) -> Any:
@@ -45,9 +48,11 @@ def taken() -> Iterator[None]:
 
     RoutedExperts.register_oot(HybridExperts)
     MoERunner._select_forward = select_forward_with_kt
+    DefaultModelLoader.get_all_weights = without_cold_weights(get_all_weights)
     try:
         yield
     finally:
         MoERunner._select_forward = original
+        DefaultModelLoader.get_all_weights = get_all_weights
         if op_registry_oot.get(_NAME) is HybridExperts:
             del op_registry_oot[_NAME]

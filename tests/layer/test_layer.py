@@ -15,6 +15,7 @@ import torch
 from kt_kernel.moe.placement import Placement
 from kt_kernel.runtime import pools
 from kt_kernel.serving import report
+from kt_kernel.serving.activations import Swiglu
 from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.testing import moe_reference, row_error
@@ -177,8 +178,11 @@ def test_all_hot_needs_nothing() -> None:
 def test_unusable_options() -> None:
     with pytest.raises(OptionError, match="--kt-num-gpu-experts 7: the model has 6 experts"):
         layer_of(E + 1)
-    with pytest.raises(ValueError, match="layer 3: activation 'gelu' is not supported"):
-        HybridLayer(KTOptions(), **shape(activation="gelu"))
+    with pytest.raises(ValueError, match="layer 3: biases of experts are read from files only"):
+        HybridLayer(KTOptions(method="BF16"), **shape(has_bias=True))
+    options = KTOptions(method="BF16", gpu_prefill_token_threshold=64)
+    with pytest.raises(OptionError, match="64: layer 3: experts with a SwiGLU limit or alpha"):
+        HybridLayer(options, **shape(swiglu=Swiglu(limit=7.0)))
 
 
 def test_missing_weights_are_named(weights: dict[str, torch.Tensor]) -> None:

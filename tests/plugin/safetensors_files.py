@@ -132,6 +132,15 @@ FORMATS: dict[str, Format] = {
     ),
 }
 
+# For engines that serve no other GPTQ.
+SYMMETRIC_GPTQ = _format(
+    "GPTQ_INT4",
+    test_gptq.make_with(zero=7),
+    "scales",
+    test_gptq.reference(1),
+    test_gptq.config(),
+)
+
 
 def expert_tensors(form: Format) -> tuple[Tensors, Weights]:
     """Tensors of all experts with Qwen3-MoE's names, and their weights."""

@@ -90,10 +90,10 @@ def check_both_wrap() -> None:
     assert sglang_other.CALLS[-1] == "layer", sglang_other.CALLS
     sglang_other.CALLS.clear()
     try:
-        fused_moe.FusedMoE.__init__(layer, 8, 64, 32, 0, with_bias=True)
-        raise AssertionError("a bias was accepted")
+        fused_moe.FusedMoE.__init__(layer, 8, 64, 32, 0, no_combine=True)
+        raise AssertionError("one result per expert was accepted")
     except ValueError as error:
-        assert "layer 0: an expert bias is not supported" in str(error)
+        assert "layer 0: one result per expert is not supported" in str(error)
 
 
 def check(first: str, does: str) -> None:

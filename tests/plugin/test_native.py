@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engines import (
     GPU_SGLANG,
     GPU_VLLM,
@@ -22,7 +21,7 @@ from engines import (
     run,
 )
 from expert_weights import Weights
-from fp8_model import SIZES, make_fp8
+from quantised_models import SIZES, make_quantised, put
 from tiny_model import EXPERTS, Reference, make, spread_prompts
 
 STEPS = 8
@@ -34,18 +33,14 @@ pytestmark = pytest.mark.timeout(TIMEOUT)
 @pytest.fixture(scope="module")
 def quantised(folder: Path) -> tuple[Path, Weights]:
     """The model, and its experts' weights."""
-    return folder / "model", make_fp8(folder / "model")
+    return folder / "model", make_quantised(folder / "model", "FP8")
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, quantised: tuple[Path, Weights]) -> Reference:
     """transformers in float32 with the dequantised weights."""
     reference = Reference(make(folder / "plain", **SIZES))
-    for layer, experts in enumerate(quantised[1]):
-        module = reference.experts(layer)
-        for expert, (gate, up, down) in enumerate(experts):
-            module.gate_up_proj.data[expert] = torch.cat([gate, up])
-            module.down_proj.data[expert] = down
+    put(reference, quantised[1])
     return reference
 
 

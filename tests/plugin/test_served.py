@@ -12,7 +12,7 @@ import pytest
 import test_sglang
 import test_vllm
 from engines import HERE
-from fp8_model import make_fp8
+from quantised_models import make_quantised
 from repositories import keep
 
 REPOSITORY = "kt-moe/served"
@@ -24,7 +24,7 @@ def test_an_fp8_repository(engine: str, tmp_path: Path) -> None:
     python = os.environ.get(f"KT_{engine.upper()}_PYTHON")
     if python is None:
         pytest.skip(f"KT_{engine.upper()}_PYTHON is not set (make test sets it)")
-    make_fp8(tmp_path / "model")
+    make_quantised(tmp_path / "model", "FP8")
     snapshot = keep(tmp_path / "cache", REPOSITORY, tmp_path / "model")
     environment = (test_vllm if engine == "vllm" else test_sglang).environment
     done = subprocess.run(

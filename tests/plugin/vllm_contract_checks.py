@@ -27,6 +27,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -76,7 +77,7 @@ LINES = {
     "weight_transfer_config": (object(), "--weight-transfer-config: the weights"),
     "model_config.enable_sleep_mode": (True, "--enable-sleep-mode: the weights of cold"),
     "model_config.model_impl": ("terratorch", "--model-impl terratorch: only vLLM's own"),
-    "model_config.quantization": ("awq", "models quantised with awq are not"),
+    "model_config.quantization": ("awq", "--kt-num-gpu-experts 4: the model is quantised with awq"),
     "offload_config.uva.cpu_offload_gb": (0.5, "--cpu-offload-gb 0.5: both settings decide"),
     "offload_config.prefetch.offload_group_size": (
         8,
@@ -174,16 +175,9 @@ def check_layers_are_refused() -> None:
 
     assert error() == ""
     for found, what in (
-        (error(swiglu_limit=7.0), "a SwiGLU limit"),
-        (error(swiglu_limit=0.0), "a SwiGLU limit"),  # clamps to 0
-        (error(swiglu_alpha=1.702), "a SwiGLU alpha"),
-        (error(swiglu_beta=1.0), "a SwiGLU beta"),
         (error(apply_router_weight_on_input=True), "router weight on input"),
         (error(expert_map_manager=SimpleNamespace(num_fused_shared_experts=1)), "fusing shared"),
-        (with_config("swiglu_beta", 1.0), "a SwiGLU beta"),
-        (with_config("activation", MoEActivation.SITU), "an activation other than silu"),
         (with_config("activation_situ_beta", 1.0), "a SituGLU beta"),
-        (with_config("has_bias", True), "an expert bias"),
         (with_config("is_lora_enabled", True), "LoRA on experts"),
         (with_config("num_logical_experts", 7), "redundant experts"),
         (with_config("hidden_dim_unpadded", 60), "padding by the model itself"),
@@ -197,13 +191,20 @@ def check_layers_are_refused() -> None:
     ):
         line = f"kt: model.layers.3.mlp.experts: {what}"
         assert found.startswith(line) and "not supported with kt options" in found, found
+    for name, value, what in (
+        ("swiglu_limit", 0.0, "a SwiGLU limit of 0.0"),
+        ("swiglu_alpha", 1.702, "a SwiGLU alpha of 1.702 with a beta of None"),
+        ("activation", MoEActivation.SITU, "activation 'situ'"),
+    ):
+        found = error_of(hybrid._activation, "layer 3", dataclasses.replace(made, **{name: value}))
+        assert found.startswith(f"layer 3: {what} is not supported with kt options"), found
     made.defer_moe_finalize()
     assert "leaving the sum over experts to the model" in error()
     # From an unknown version.
     assert "swiglu_gamma=0.5, which kt-moe does not know" in error(swiglu_gamma=0.5)
     for known, name in (
-        (EXPERT_ARGUMENTS, "swiglu_beta"),
-        (EXPERT_CONFIG, "has_bias"),
+        (EXPERT_ARGUMENTS, "apply_router_weight_on_input"),
+        (EXPERT_CONFIG, "is_lora_enabled"),
         (EXPERT_RANKS, "sp_size"),
     ):
         older = dataclasses.replace(
@@ -266,6 +267,7 @@ def check_nothing_is_installed_without_options() -> None:
             "engine": LLMEngine.__init__,
             "wait": utils.wait_for_engine_startup,
             "forward": MoERunner._select_forward,
+            "weights": DefaultModelLoader.get_all_weights,
         }
         return {name for name, one in functions.items() if ours(one)}
 
@@ -280,7 +282,7 @@ def check_nothing_is_installed_without_options() -> None:
         assert hooked() == {"async", "engine", "wait"} and not op_registry_oot
         assert not hasattr(AsyncLLM.__init__.__wrapped__, "__wrapped__")
     with slot.taken():
-        assert hooked() == {"async", "engine", "wait", "forward"}
+        assert hooked() == {"async", "engine", "wait", "forward", "weights"}
         assert op_registry_oot == {"RoutedExperts": hybrid.HybridExperts}
     assert hooked() == {"async", "engine", "wait"} and not op_registry_oot
 

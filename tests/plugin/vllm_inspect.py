@@ -11,7 +11,7 @@ def inspect_model(model: Any) -> dict[str, Any]:
     hybrid = [layer.kt_layer for layer in layers if hasattr(layer, "kt_layer")]
     return {
         "hybrid": type(layers[0]).__name__,
-        "hot_rows": layers[0].w13_weight.shape[0],
+        "hot_rows": len(getattr(layers[0], "w13_weight", ())),
         "describe": [layer.describe() for layer in hybrid],
         "stats": [dict(layer.stats()) for layer in hybrid],
     }

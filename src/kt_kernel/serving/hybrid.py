@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..adapter.changes import LayerChange
+from ..checkpoint import open_checkpoint
 from ..device.streaming.experts import PackedExperts
 from ..experts import KTMoEWrapper
 from ..moe.chain import model_scope
@@ -20,11 +21,13 @@ from ..moe.placement import Placement
 from ..moe.routing import hot_routes, need_padding
 from ..runtime.forks import per_process
 from ..runtime.text import ranges
-from ..weights.expert_tensors import MATRICES, matrix_shapes
+from ..weights.expert_tensors import BIASES, MATRICES, matrix_shapes
 from ..weights.loading import LoadRecord
+from .activations import SILU, Swiglu
 from .adapter import LayerMerge, open_adapter
+from .cold_names import ColdNames
 from .model_config import routed_model
-from .options import AUTO, KTOptions
+from .options import AUTO, KTOptions, OptionError
 from .placement import PlacementPlan, initial_placement, plan_placement
 from .recording import LayerRecording, ModelRecording
 from .streaming import LayerStreaming, ModelStreaming, StreamedBatch
@@ -43,12 +46,14 @@ class HybridLayer:
     num_experts_per_tok is k; max_tokens is the largest batch expected (-1: unknown), which only
     sizes buffers. Under tensor parallelism, one rank computes whole cold experts before the ranks'
     outputs are summed. On the other ranks, ``has_cpu_part`` is False: they take no cold weights and
-    add nothing. moe_intermediate_size is that of the whole expert. change: what an adapter adds to
-    the experts, hot ones included; it is merged while weights load, and ``adapted`` is True.
+    add nothing. moe_intermediate_size is that of the whole expert. swiglu: the activation.
+    has_bias: the model's experts have biases, which are read with --kt-weight-path only. change:
+    what an adapter adds to the experts, hot ones included; it is merged while weights load, and
+    ``adapted`` is True.
 
     Raises OptionError if options do not fit the layer, ValueError if
-    `kt_kernel.serving.preflight.prepare` has not selected the method or the change does not fit,
-    and what KTMoEWrapper raises.
+    `kt_kernel.serving.preflight.prepare` has not selected the method, if biases cannot be read or
+    the change does not fit, and what KTMoEWrapper raises.
     """
 
     _lock: threading.Lock
@@ -62,19 +67,13 @@ class HybridLayer:
         num_experts_per_tok: int,
         hidden_size: int,
         moe_intermediate_size: int,
-        activation: str = "silu",
         max_tokens: int = -1,
-        swiglu_limit: float = 0.0,
-        swiglu_alpha: float = 0.0,
+        swiglu: Swiglu = SILU,
+        has_bias: bool = False,
         has_cpu_part: bool = True,
         change: LayerChange | None = None,
         placement: Placement | None = None,
     ) -> None:
-        if activation != "silu":
-            raise ValueError(
-                f"layer {layer_idx}: activation {activation!r} is not supported on the CPU; "
-                "supported: 'silu'"
-            )
         if options.method == AUTO:
             raise ValueError(
                 f"layer {layer_idx}: method {AUTO} is not decided; "
@@ -82,6 +81,7 @@ class HybridLayer:
             )
         self.options = options
         self.layer_idx = layer_idx
+        self._has_bias = has_bias
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         if placement is None:
@@ -97,6 +97,8 @@ class HybridLayer:
         if change is not None:
             sizes = num_experts, hidden_size, moe_intermediate_size
             self._merge = LayerMerge(f"layer {layer_idx}", change, *sizes)
+        if not self._placement.all_hot:
+            self._check_features(swiglu)
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._streaming: LayerStreaming | None = None
         self._streamed: StreamedBatch | None = None  # the last submit, if it was streamed
@@ -117,11 +119,25 @@ class HybridLayer:
                 chunked_prefill_size=max_tokens,
                 max_deferred_experts_per_token=options.max_deferred_experts_per_token,
                 method=options.method,
-                swiglu_limit=swiglu_limit,
-                swiglu_alpha=swiglu_alpha,
+                swiglu_limit=swiglu.limit,
+                swiglu_alpha=swiglu.alpha,
             )
             if self._merge is not None:
                 self._wrapper.change_weights(self._merge.merged)
+
+    def _check_features(self, swiglu: Swiglu) -> None:
+        """Raises for an activation or biases that the options do not support."""
+        place = f"layer {self.layer_idx}"
+        if self._has_bias and self.options.weight_path is None:
+            raise ValueError(
+                f"{place}: biases of experts are read from files only; name the checkpoint with "
+                "--kt-weight-path"
+            )
+        if swiglu != SILU and self.options.gpu_prefill_token_threshold:
+            raise OptionError(
+                f"--kt-gpu-prefill-token-threshold {self.options.gpu_prefill_token_threshold}: "
+                f"{place}: experts with a SwiGLU limit or alpha cannot be streamed; remove it"
+            )
 
     @property
     def placement(self) -> Placement:
@@ -282,6 +298,7 @@ class HybridLayer:
 
     def _finish_cold(self, wrapper: InferenceMoEWrapper) -> None:
         if self.options.weight_path is not None:
+            self._check_biases(self.options.weight_path)
             wrapper.load_weights(torch.arange(self.num_experts, device="cpu"))
         else:
             missing = [
@@ -297,6 +314,20 @@ class HybridLayer:
                     + (f"; and {len(missing) - 8} more experts" if len(missing) > 8 else "")
                 )
             wrapper.finish_loading()
+
+    def _check_biases(self, path: str) -> None:
+        """Raises ValueError if the files have biases and the model does not, or the reverse."""
+        inter, hidden = self._shapes["gate"]
+        with open_checkpoint(path).each_expert(
+            self.layer_idx, self.num_experts, hidden, inter, (), self.options.method
+        ) as stream:
+            stored = any(name in stream.fields for name in BIASES)
+        if stored != self._has_bias:
+            raise ValueError(
+                f"{path}: the experts of layer {self.layer_idx} have "
+                f"{'biases' if stored else 'no biases'} there, and the model's have "
+                f"{'biases' if self._has_bias else 'none'}; it is the checkpoint of another model"
+            )
 
     @property
     def wrapper(self) -> InferenceMoEWrapper:
@@ -498,6 +529,14 @@ class HybridModel:
             layer.record_to(self.recording.add_layer(layer.layer_idx))
         self.layers.append(layer)
         return layer
+
+    @property
+    def cold_names(self) -> ColdNames:
+        """The tensors of the served checkpoint that the engine must not load: those of cold
+        experts, if they are read from --kt-weight-path."""
+        if self.options.weight_path is None:
+            return ColdNames({})
+        return ColdNames({layer.layer_idx: layer.placement for layer in self.layers})
 
     @property
     def loaded(self) -> bool:

@@ -86,11 +86,8 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     with _naming(place):
         path = _local(given or served.path, served)
         checkpoint = open_checkpoint(path)
-        if given is None and not checkpoint.quantization.settings:
-            raise ValueError(
-                f"{path} is not quantised, and kt-moe does not support experts that the engine "
-                "quantises while loading; remove --quantization, or serve a quantised model"
-            )
+        if given is None:
+            _refuse_quantising_engine(checkpoint)
         # The model's own layers may be followed by layers that predict several tokens.
         count = size_of(config, "num_hidden_layers")
         choice = QUANTISE
@@ -115,6 +112,22 @@ def _absolute(options: KTOptions) -> KTOptions:
     return replace(
         options, **{name: os.path.abspath(path) for name, path in given.items() if path is not None}
     )
+
+
+def _refuse_quantising_engine(checkpoint: Checkpoint) -> None:
+    """Raises ValueError if the engine quantises a model whose files are not quantised.
+
+    Settings may also be in a file of the quantiser (hf_quant_config.json), so the tensors count,
+    too.
+    """
+    layers = checkpoint.layers()
+    if not checkpoint.quantization.settings and (
+        not layers or all(checkpoint.stored(layer).dense for layer in layers)
+    ):
+        raise ValueError(
+            f"{checkpoint.path} is not quantised, and kt-moe does not support experts that the "
+            "engine quantises while loading; remove --quantization, or serve a quantised model"
+        )
 
 
 def _with_adapter(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:

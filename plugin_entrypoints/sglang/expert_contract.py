@@ -1,0 +1,76 @@
+"""The part of SGLang's contract about its expert layers: what models request of their experts.
+
+See ``contract.py``, which includes this part.
+"""
+
+from ..contract import Arguments, Refusal
+
+SRT = "sglang.srt"
+FUSED_MOE = f"{SRT}.layers.moe.fused_moe_triton.layer"
+KT_WRAPPER = f"{SRT}.layers.moe.kt_ep_wrapper"
+
+_LAYER = (
+    Refusal("is_gated", (True,), "an activation without gate"),
+    Refusal("apply_router_weight_on_input", (False,), "router weight on input"),
+    Refusal("no_combine", (False,), "one result per expert"),
+)
+_COMMON = (
+    "activation",  # see kt_kernel.serving.activations, also for the next four
+    "gemm1_alpha",
+    "gemm1_beta",
+    "gemm1_clamp_limit",
+    "swiglu_limit",
+    "gate_up_interleaved",  # used only by activations with an alpha or a limit
+    "hidden_size",
+    "inplace",
+    "layer_id",
+    "num_experts",
+    "num_fused_shared_experts",  # refused if some experts are cold
+    "params_dtype",
+    "routed_scaling_factor",
+    "routing_method_type",  # for kernels that do the routing, which are refused
+    "top_k",
+)
+EXPERT_ARGUMENTS = Arguments(
+    f"{FUSED_MOE}:FusedMoE",
+    refused=(
+        *_LAYER,
+        Refusal("use_presharded_weights", (False,), "a checkpoint with one part per rank"),
+        Refusal("use_weight_loader_fused", (False,), "a stacked checkpoint"),
+    ),
+    accepted=(
+        *_COMMON,
+        "enable_qwen35_fp8_deferred_finalize",  # for FlashInfer's kernels, which are refused
+        "intermediate_size",
+        "prefix",
+        "quant_config",
+        "quant_method",  # whose class is checked
+        "reduce_results",
+        "with_bias",
+        "uses_expert_location",  # which is the trivial one
+    ),
+)
+EXPERT_CONFIG = Arguments(
+    f"{SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
+    refused=(
+        *_LAYER,
+        Refusal(
+            "no_combine_keep_router_weight", (False,), "one result per expert", versions=">=0.5.23"
+        ),
+        Refusal("silu_mul_keep_fp32", (False,), "a float32 activation", versions=">=0.5.21"),
+        Refusal("use_tp_all_gather_activation", (False,), "an activation gathered by ranks"),
+    ),
+    accepted=(
+        *_COMMON,
+        "intermediate_size_per_partition",
+        "layer",
+        "num_local_experts",
+        "runner_backend",
+    ),
+)
+# What the layer passes to the creation of its weights.
+EXPERT_WEIGHTS = Arguments(
+    f"{KT_WRAPPER}:KTEPWrapperMethod",
+    refused=(),
+    accepted=("moe_intermediate_size", "weight_loader", "with_bias"),
+)

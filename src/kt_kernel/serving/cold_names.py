@@ -1,0 +1,44 @@
+"""Which tensors of a served checkpoint belong to cold experts alone, by their names.
+
+An engine must not load them: it has no place for them, and reading them would take as long as
+reading the model twice. Independent of the engines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from ..moe.placement import Placement
+
+_T = TypeVar("_T")
+
+# "layers.{L}." and what follows it, up to the module "experts" (not "shared_experts").
+_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.(?:.*\.)?experts\.(.+)", re.DOTALL)
+# "{e}.{projection}…", or the projection first, as ModelOpt writes some models.
+_NUMBER = re.compile(r"(?:(?:gate|up|down)_proj\.)?(\d{1,9})\.")
+
+
+class ColdNames:
+    """placements: of the layers whose cold experts are read by kt-moe, by layer number."""
+
+    def __init__(self, placements: Mapping[int, Placement]) -> None:
+        self._placements = dict(placements)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a tensor holds cold experts and nothing else. A tensor with all experts of a
+        layer does only if all of them are cold."""
+        match = _EXPERTS.search(name)
+        placement = self._placements.get(int(match[1])) if match else None
+        if match is None or placement is None:
+            return False
+        number = _NUMBER.match(match[2])
+        if number is None:
+            return placement.num_slots == 0
+        expert = int(number[1])
+        return expert < placement.num_experts and placement.slots[expert] < 0
+
+    def without(self, weights: Iterable[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
+        """The named tensors of an engine's loader that are not in here."""
+        return ((name, tensor) for name, tensor in weights if name not in self)

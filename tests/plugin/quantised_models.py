@@ -1,0 +1,81 @@
+"""A tiny Qwen3-MoE whose experts, and nothing else, are quantised, as published models are.
+
+The settings in config.json are those that quantisers write for such a model, so that the engines
+choose their own methods for it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from expert_weights import HIDDEN, INTERMEDIATE, Weights
+from safetensors.torch import load_file, save_file
+from safetensors_files import FORMATS, SYMMETRIC_GPTQ, Format, expert_tensors
+from tiny_model import LAYERS, Reference, make
+
+SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "head_dim": 64}  # 64: for SGLang's kernels
+_DENSE = ["lm_head"] + [
+    f"model.layers.{layer}.{module}"
+    for layer in range(LAYERS)
+    for module in (
+        *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "qkv")),
+        "mlp.gate",
+    )
+]
+
+
+def _compressed_tensors(form: str, inputs: dict[str, Any] | None, **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": _DENSE,
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+    }
+
+
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "dynamic": False}
+_GPTQ_DENSE = {f"-:.*{name}.*": {} for name in ("self_attn", r"mlp\.gate$")}
+# By name in `SERVED`, more than the readers need.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "FP8": {"activation_scheme": "dynamic", "modules_to_not_convert": _DENSE},
+    "FP8_PERCHANNEL": _compressed_tensors(
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True},
+        **{"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+    ),
+    "RAWINT4": _compressed_tensors("pack-quantized", None, **_INT4, symmetric=True),
+    "GPTQ_INT4": {"dynamic": _GPTQ_DENSE},
+    "AWQ_INT4": {"modules_to_not_convert": ["lm_head", "self_attn", "mlp.gate"]},
+    "NVFP4": {"quant_algo": "NVFP4", "group_size": 16, "ignore": _DENSE},
+    "MXFP8": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": _DENSE},
+}
+
+SERVED: dict[str, Format] = FORMATS | {"GPTQ_INT4": SYMMETRIC_GPTQ}
+
+
+def make_quantised(path: Path, name: str) -> Weights:
+    """Writes the model to a new folder. Returns the values of its experts' weights."""
+    form = SERVED[name]
+    make(path, **SIZES)
+    tensors = load_file(path / "model.safetensors")
+    others = {name: t for name, t in tensors.items() if ".experts." not in name}
+    experts, weights = expert_tensors(form)
+    save_file(others | experts, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = (form.quantization or {}) | SETTINGS[name]
+    (path / "config.json").write_text(json.dumps(config))
+    return weights
+
+
+def put(reference: Reference, weights: Weights) -> None:
+    """Gives the reference these weights of experts."""
+    for (gate_up, down), experts in zip(reference.stacks(), weights, strict=True):
+        for expert, (gate, up, wanted_down) in enumerate(experts):
+            gate_up[expert] = torch.cat([gate, up])
+            down[expert] = wanted_down
