@@ -32,7 +32,7 @@ pytest.importorskip("triton")
 E, K, H, INNER, THRESHOLD = 6, 2, 64, 96, 8
 CPU = torch.device("cpu")
 PER_TOKEN = ((1, 0.07), (2, 0.12))
-BOTH = Rates(0.3, PER_TOKEN)  # experts with few tokens stay on the CPU
+BOTH = Rates(0.5, PER_TOKEN)  # experts with few tokens stay on the CPU
 BUS_ONLY = Rates(1e-6, ((1, 1.0),))
 CPU_ONLY = Rates(1e6, ((1, 0.1),))
 
@@ -200,6 +200,7 @@ def fixed_rates(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
     monkeypatch.setattr(streaming_start, "measure_cpu", lambda *_: on_cpu)
     once = rates.streaming + E * rates.expert_on_bus
     monkeypatch.setattr(streaming_start, "measure_streaming", lambda *_: once)
+    monkeypatch.setattr(streaming_start._Start, "_measured_from", lambda self, pays, *_: pays)
 
 
 def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
@@ -215,6 +216,35 @@ def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
     for tokens, streamed in ((pays - 1, 0), (pays, 1)):
         answers(layer, batch(tokens))
         assert layer.stats()["streamed_batches"] == streamed
+
+
+def test_the_threshold_is_measured(monkeypatch) -> None:
+    """By their rates, 3 tokens would do. But a streamed layer takes a second whatever there is, and
+    the CPU a tenth of a second for each token."""
+    measured = streaming_start._Start._measured_from
+    rates = Rates(0.001, PER_TOKEN)
+    fixed_rates(monkeypatch, rates)
+    monkeypatch.setattr(streaming_start._Start, "_measured_from", measured)
+    monkeypatch.setattr(Rates, "pays_from", lambda *_: 3)
+    monkeypatch.setattr(streaming_start, "measure_streaming", lambda *_: 1.0)
+    monkeypatch.setattr(streaming_start, "timed_on_cpu", lambda _, ids, *__: 0.1 * len(ids))
+    assert start(make(monkeypatch)).startswith("kt: batches of 12 tokens and more (measured;")
+    monkeypatch.setattr(streaming_start, "timed_on_cpu", lambda *_: 1.0)
+    assert "it pays for no batch" in start(make(monkeypatch))
+
+
+def test_short_batches_are_prepared(monkeypatch) -> None:
+    """An engine may run long batches only before it captures short ones: each kind of batch runs on
+    the way of short ones once, without routes."""
+    layer = make(monkeypatch)
+    stream(layer, BUS_ONLY)
+    for number, cold_slot in ((1, -1), (1, -1), (2, 0)):
+        layer.submit(*batch(40), cold_slot=cold_slot)
+        layer.collect(batch(40)[0], None)
+        assert layer.stats()["forwards"] == number and layer.stats()["expert_calls"] == 0
+    layer.submit(*batch(40), cold_slot=0, padding=torch.zeros(40, dtype=torch.bool))
+    layer.collect(batch(40)[0], None)
+    assert layer.stats()["forwards"] == 3
 
 
 @pytest.mark.parametrize("given", [None, THRESHOLD])

@@ -7,7 +7,7 @@ cold experts.
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,16 @@ from .streaming import LayerStreaming, ModelStreaming, StreamedBatch
 from .streaming_start import EngineSide, start_streaming
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class _Preparation(NamedTuple):
+    """The arguments of a submit, for `HybridLayer._prepare_short_batches`."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    slot_map: torch.Tensor
+    cold_slot: int
+    padding: torch.Tensor | None
 
 
 class HybridLayer:
@@ -102,6 +112,8 @@ class HybridLayer:
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._streaming: LayerStreaming | None = None
         self._streamed: StreamedBatch | None = None  # the last submit, if it was streamed
+        self._prepare: _Preparation | None = None  # of the last submit, if it was streamed
+        self._prepared: set[Any] = set()
         self._not_counted: dict[str, int] = {}  # what the CPU's counters had at first
         self._recording: LayerRecording | None = None
         self._wrapper: InferenceMoEWrapper | None = None
@@ -376,6 +388,7 @@ class HybridLayer:
                 cold_slot=cold_slot,
                 padding=padding,
             )
+            self._prepare = _Preparation(topk_ids, topk_weights, slot_map, cold_slot, padding)
             return self._streamed.routes
         if self._wrapper is None:
             if padding is not None:
@@ -424,12 +437,44 @@ class HybridLayer:
         on_cpu = self._wrapper is not None
         streamed, self._streamed = self._streamed, None
         if streamed is not None:
+            self._prepare_short_batches(x, hot, scale)
             hot, on_cpu = streamed.add(x, hot), streamed.on_cpu
         if self._wrapper is not None and on_cpu:
             return self._wrapper.sync_and_add(x, stream, hot=hot, scale=scale)
         if hot is None:
             return torch.zeros_like(x)
         return hot if scale == 1.0 else hot * scale
+
+    def _prepare_short_batches(
+        self, x: torch.Tensor, hot: torch.Tensor | None, scale: float
+    ) -> None:
+        """Computes a token without routes like a batch that is not streamed, once for each kind of
+        batch. An engine that runs long batches only before it captures short ones in a CUDA graph
+        would otherwise have no kernels for them."""
+        assert self._prepare is not None and self._wrapper is not None
+        given, self._prepare = self._prepare, None
+        ids, weights, slot_map, cold_slot, padding = given
+        kind = (
+            *(each if each is None else each.dtype for each in (x, ids, weights, padding, hot)),
+            cold_slot,
+            scale,
+        )
+        if kind in self._prepared:
+            return
+        self._prepared.add(kind)
+        one = x[:1].clone()
+        none = -1 if ids.dtype.is_signed else min(self.num_experts, torch.iinfo(ids.dtype).max)
+        self._wrapper.submit_and_split(
+            one,
+            torch.full_like(ids[:1], none),
+            weights[:1].clone(),
+            slot_map=slot_map,
+            cold_slot=cold_slot,
+            padding=None if padding is None else padding[:1],
+            defer=False,
+        )
+        hot = None if hot is None else torch.zeros_like(hot[:1])
+        self._wrapper.sync_and_add(one, None, hot=hot, scale=scale)
 
     def stats(self) -> dict[str, int]:
         """Counters so far: of the CPU kernels forwards, tokens, expert_calls and others, and those

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..device.streaming.experts import PackedExperts
-from ..device.streaming.rates import Rates, fastest, measure_bus, measure_cpu
+from ..device.streaming.rates import Rates, fastest, measure_bus, measure_cpu, timed_on_cpu
 from ..device.streaming.streamer import ExpertStreamer
 from ..runtime.variant import kernel_kind
 from .options import KTOptions, OptionError
@@ -19,6 +19,7 @@ from .streaming import THRESHOLD_FLAG, LayerStreaming, ModelStreaming, Products
 MEMORY_FLAG = "--kt-gpu-prefill-memory"
 DEFAULT_MEMORY = 1 << 30
 _TOKENS = 64  # of the batch by which the cost of streaming is measured
+_LARGEST = 8192  # tokens: without a gain up to there, nothing is streamed by default
 _PART_LEFT = 8  # without flags: at most this part of what the engine has not taken yet
 
 
@@ -143,6 +144,8 @@ class _Start:
         rates = self._rates(streamer, there.lane)
         top_k = first.wrapper.num_experts_per_tok * len(cold) / first.num_experts
         pays = rates.pays_from(len(cold), top_k)
+        if pays is not None:
+            pays = self._measured_from(pays, rates, streamer, there.lane)
         begin = pays if self.threshold is None else self.threshold
         if begin is None:
             raise _NeverPays(f"it pays for no batch; {rates}")
@@ -169,6 +172,26 @@ class _Start:
             f"experts at a time; {rates}"
         )
 
+    def _measured_from(
+        self, pays: int, rates: Rates, streamer: ExpertStreamer, lane: Any
+    ) -> int | None:
+        """The first of pays, 2 pays, 4 pays ... tokens with which a streamed batch of the first
+        layer takes a tenth less than one on the CPU; None if none has up to `_LARGEST` tokens. What
+        the host does for a streamed layer is only in this measurement."""
+        first = self.layers[0]
+        model = ModelStreaming(streamer, lane, rates, 1, self.engine.products, traced=False)
+        streaming = LayerStreaming(model, first.wrapper, self.packed[0])
+        cold = set(first.placement.cold_experts)
+        while pays <= _LARGEST:
+            routes = spread_routes(pays, first.wrapper.num_experts_per_tok, first.num_experts)
+            routes.apply_(lambda expert: expert if expert in cold else -1)
+            alone = timed_on_cpu(first.wrapper, routes, self.device, lane.wait)
+            streamed = measure_streaming(streaming, first, pays, self.dtype, self.device, lane.wait)
+            if streamed < 0.9 * alone:
+                return pays
+            pays *= 2
+        return None
+
     def _rates(self, streamer: ExpertStreamer, lane: Any) -> Rates:
         """Measured on the first layer, with hidden states on the device."""
         first, packed = self.layers[0], self.packed[0]
@@ -179,7 +202,7 @@ class _Start:
         slow = Rates(0.0, ((1, 1.0),))
         model = ModelStreaming(streamer, lane, slow, 1, self.engine.products, traced=False)
         streaming = LayerStreaming(model, first.wrapper, packed)
-        once = measure_streaming(streaming, first, self.dtype, self.device, lane.wait)
+        once = measure_streaming(streaming, first, _TOKENS, self.dtype, self.device, lane.wait)
         return Rates(on_bus, on_cpu, token, max(0.0, once - on_bus * len(cold)))
 
     def _check(self) -> None:
@@ -233,17 +256,16 @@ class _Start:
 def measure_streaming(
     streaming: LayerStreaming,
     layer: Any,
+    tokens: int,
     dtype: torch.dtype,
     device: torch.device,
     wait: Callable[[], None],
 ) -> float:
-    """Seconds of a small batch of a layer whose experts are all streamed, with everything that
-    belongs to it on the host and the device."""
-    k = layer.wrapper.num_experts_per_tok
-    x = torch.randn(_TOKENS, layer.hidden_size, device=device).to(dtype)
-    ids = torch.arange(_TOKENS * k, dtype=torch.int32, device=device)
-    ids = ids.remainder(layer.num_experts).view(_TOKENS, k)
-    weights = torch.full((_TOKENS, k), 1 / k, device=device)
+    """Seconds of a streamed batch of a layer, with everything that belongs to it on the host and
+    the device."""
+    x = torch.randn(tokens, layer.hidden_size, device=device).to(dtype)
+    ids = spread_routes(tokens, layer.wrapper.num_experts_per_tok, layer.num_experts).to(device)
+    weights = torch.full(ids.shape, 1 / ids.shape[1], device=device)
     slot_map = layer.placement.slot_map(device)
 
     def compute() -> None:
@@ -256,9 +278,17 @@ def measure_streaming(
             cold_slot=-1,
             padding=None,
         )
-        batch.add(x, None)
+        sum_ = batch.add(x, None)
+        if batch.on_cpu:
+            layer.wrapper.sync_and_add(x, None, hot=sum_, scale=1.0)
 
     return fastest(compute, wait)
+
+
+def spread_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    """int32 [T, k] on the CPU: every expert has equally many routes."""
+    routes = torch.arange(tokens * top_k, dtype=torch.int32, device="cpu")
+    return routes.remainder(experts).view(tokens, top_k)
 
 
 def _megabytes(size: int) -> str:

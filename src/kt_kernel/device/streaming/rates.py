@@ -68,10 +68,11 @@ class Rates:
         return [each + (i < more) for i in range(cold)]
 
     def whole(self, batch: int, routes: float, cold: int) -> bool:
-        """Whether all cold experts are to be streamed, because the CPU could save less than a tenth
-        of the time; if the batch's routes to them are spread evenly."""
+        """Whether all cold experts are to be streamed, because the CPU could save less than a fifth
+        of the time; if the batch's routes to them are spread evenly. Then nothing waits for the
+        routes, and copies begin while the layer before is computed."""
         everything = cold * self.expert_on_bus + self.streaming
-        return everything <= 1.1 * self._split(self.even(routes, cold), batch)[1]
+        return 0.8 * everything <= self._split(self.even(routes, cold), batch)[1]
 
     def pays_from(self, cold: int, routes_per_token: float) -> int | None:
         """The smallest number of tokens for which streaming makes a layer at least a tenth
