@@ -173,6 +173,22 @@ def test_every_method_can_be_measured(method, monkeypatch):
         assert found.gemm_min_rows in (2, 5, NEVER) and found.row_block in TRIED_BLOCKS
 
 
+@pytest.mark.parametrize("method", ["FP8", "FP8_PERCHANNEL"])
+def test_measured_while_an_engine_loads(method, monkeypatch):
+    """With another default type of tensors: the core reads float32."""
+    monkeypatch.setattr(tuning, "TRIED_ROWS", (2,))
+    monkeypatch.setattr(tuning, "_EXPERTS", 2)
+    [form] = [WeightForm(f, 0) for f in get_method(method).formats]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        weights = tuning._random_expert(form)
+        layer = tuning._Layer(form, kernel_table(), weights, 2, 1, TRIED_BLOCKS[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {matrix.scale.dtype for matrix in weights} == {torch.float32}
+    assert layer._router.dtype == torch.float32
+
+
 @pytest.mark.parametrize(("min_rows", "tiles"), [(2, 6), (NEVER, 0)])
 def test_large_layers_are_made_with_it(min_rows, tiles, monkeypatch):
     monkeypatch.setattr(tuning, "measure", lambda form, table: (Tuning(min_rows, 64), None))

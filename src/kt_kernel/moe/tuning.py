@@ -225,9 +225,10 @@ class _Layer:
                 *(source.address for source in sources),
                 dtypes=[source.dtype for source in sources],
             )
-        self._x = torch.randn(_EXPERTS * rows, hidden).bfloat16()
+        # Explicit types: engines load models with another default.
+        self._x = torch.randn(_EXPERTS * rows, hidden, dtype=torch.float32).bfloat16()
         self._ids = torch.arange(len(self._x)) % _EXPERTS
-        self._router = torch.ones(len(self._x))
+        self._router = torch.ones(len(self._x), dtype=torch.float32)
         self._out = torch.empty_like(self._x)
 
     def run(self, rows: int) -> float:
@@ -262,9 +263,9 @@ def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:
         dtype = tuple(SCALE_TYPES)[form.scale_type]
         scale = torch.ones(n, k // form.group_size, dtype=dtype)
     elif format == FP8_BLOCK:
-        scale = torch.ones(-(-n // 128), -(-k // 128))
+        scale = torch.ones(-(-n // 128), -(-k // 128), dtype=torch.float32)
     elif format == FP8_ROW:
-        scale = torch.ones(n)
+        scale = torch.ones(n, dtype=torch.float32)
     else:
         one = 0x38 if format == NVFP4 else 127  # 1.0 in e4m3 or ue8m0
         scale = torch.full((n, k // format.scale_columns), one, dtype=torch.uint8)

@@ -263,9 +263,9 @@ def measure_streaming(
 ) -> float:
     """Seconds of a streamed batch of a layer, with everything that belongs to it on the host and
     the device."""
-    x = torch.randn(tokens, layer.hidden_size, device=device).to(dtype)
+    x = torch.randn(tokens, layer.hidden_size, dtype=torch.float32, device=device).to(dtype)
     ids = spread_routes(tokens, layer.wrapper.num_experts_per_tok, layer.num_experts).to(device)
-    weights = torch.full(ids.shape, 1 / ids.shape[1], device=device)
+    weights = torch.full(ids.shape, 1 / ids.shape[1], dtype=torch.float32, device=device)
     slot_map = layer.placement.slot_map(device)
 
     def compute() -> None:

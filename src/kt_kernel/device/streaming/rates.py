@@ -166,8 +166,9 @@ def timed_on_cpu(
     """Seconds of a batch of random tokens with ids [T, k] on the CPU."""
     tokens, k = ids.shape
     slot_map = torch.full((wrapper.num_experts,), -1, dtype=torch.int32, device=device)
-    x = torch.randn(tokens, wrapper.hidden_size, device=device).bfloat16()
-    weights = torch.full((tokens, k), 1 / k, device=device)
+    # Explicit types: engines load models with another default.
+    x = torch.randn(tokens, wrapper.hidden_size, dtype=torch.float32, device=device).bfloat16()
+    weights = torch.full((tokens, k), 1 / k, dtype=torch.float32, device=device)
     ids = ids.to(device)
 
     def compute() -> None:
