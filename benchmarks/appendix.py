@@ -182,6 +182,31 @@ def prompts(content: Content) -> str:
     )
 
 
+def beside_peer(content: Content) -> str:
+    """Time to the first token next to kt-kernel, with all rounds."""
+    lines = [
+        (
+            row["name"],
+            [
+                f"{row['gpu_gb']} GB",
+                *(
+                    f"{1e3 * median(times):.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})"
+                    for times in row["first_token_seconds"].values()
+                ),
+            ],
+        )
+        for row in content["rows"]
+    ]
+    columns = [f"{int(n):,} tokens, ms" for n in content["rows"][0]["first_token_seconds"]]
+    versions = "; ".join(f"{name}: {version}" for name, version in content["versions"].items())
+    return (
+        f"{_sentence(content['model'])} {content['gpu']}, {content['cpus']} virtual CPUs "
+        f"({content['cpu']}). {_sentence(versions)} {content['date']}. Medians, and ranges.\n\n"
+        + grid("engine", ["GPU memory", *columns], lines)
+        + f"\n\n- {_sentence(content['what'])}"
+    )
+
+
 def _hot(row: dict[str, Any]) -> str:
     return f"{row['method']}, {row['hot']:.0%} hot"
 
@@ -417,9 +442,16 @@ PARTS = (
         "Made by `benchmarks/prompts.py`, one process, modes in turns. `GPU alone` leaves out the "
         "copies, `bound` is the larger of that and the copies alone. First a version whose split "
         "followed from two batches in the CPU's memory: it left too much to the CPU at 8,192 "
-        "tokens.",
-        ["2026-11-29-prompts-vllm-first-h200"],
+        "tokens. The second one left too much at 2,048 tokens in INT4_G32, and streamed batches of "
+        "64 and 128 tokens, which the present one does not.",
+        ["2026-11-29-prompts-vllm-first-h200", "2026-11-29-prompts-vllm-h200"],
         prompts,
+    ),
+    Part(
+        "Prompts beside kt-kernel's GPU prefill",
+        "One run, engines in turns.",
+        ["2026-11-29-beside-peer-sglang-h200"],
+        beside_peer,
     ),
     Part(
         "Streaming experts to the GPU",
