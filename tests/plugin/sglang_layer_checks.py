@@ -47,6 +47,7 @@ def check_scaling_is_applied_once() -> None:
             )
             method.hybrid = SimpleNamespace(
                 placement=Placement.first(1, 1 - cold),
+                recorded=False,
                 submit=lambda x, ids, weights, **given: (ids, weights),
                 collect=lambda x, hot, scale: x * scale,
             )
