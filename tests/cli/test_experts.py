@@ -95,6 +95,14 @@ def test_bench_experts_with_streams_and_a_plot(kt: Any, routes: Path, tmp_path: 
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_experts_with_a_bound_on_uploads(kt: Any, routes: Path) -> None:
+    options = "--slots", 4, "--uploads", 0, "--json"
+    found = json.loads(kt("bench", "experts", routes, *options)[1])
+    assert {r["uploads"] for r in found} == {0} and len(found) == 12
+    (first,) = {r["hits"] for r in found if r["policy"] in ("first experts", "LRU", "Belady")}
+    assert 0 < first < 80
+
+
 def test_bench_experts_refuses(kt: Any, routes: Path, tmp_path: Path) -> None:
     failed(kt("bench", "experts", routes, "--slots", "many"), 1, "--slots many: expected numbers")
     failed(kt("bench", "experts", routes, "--slots", "17"), 1, "slots 17: expected 1 to 16")

@@ -70,6 +70,26 @@ def test_frequency(slots: int, half_life: float | None, margin: float) -> None:
     assert counted(Replay(RECORD), policy, slots) == (hits, uploads)
 
 
+@pytest.mark.parametrize("most", [0, 1, 2, K])
+def test_a_bound_on_uploads(most: int) -> None:
+    """LRU with at most so many uploads after a pass: of the experts missed, those used last."""
+    slots, uploads, hits = 4, 0, 0
+    for layer in range(len(RECORD.layers)):
+        held, last = set(range(slots)), {expert: -1 - expert for expert in range(E)}
+        for token, row in enumerate(RECORD.routes[:, layer].tolist()):
+            hits += len(held & set(row))
+            for rank, expert in enumerate(row):
+                last[expert] = (token + 1) * K - rank
+            wanted = [expert for expert in row if expert not in held][:most]
+            kept = set(sorted({*held, *wanted}, key=lambda e: last[e], reverse=True)[:slots])
+            uploads += len(kept - held)
+            held = kept
+    found = Replay(RECORD).run(LRU(), slots, most)
+    assert (found.hits, found.uploads) == (hits, uploads)
+    with pytest.raises(ValueError, match="uploads_per_pass -1: expected at least 0"):
+        Replay(RECORD).run(LRU(), slots, -1)
+
+
 def test_belady_is_the_optimum() -> None:
     """Against every possible choice after each token, for short records."""
     for seed in range(4):

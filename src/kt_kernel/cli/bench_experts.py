@@ -20,6 +20,10 @@ def experts(
     streams: Annotated[
         int, typer.Option(min=1, help="simulate this many requests that are decoded in parallel")
     ] = 1,
+    uploads: Annotated[
+        int | None,
+        typer.Option(min=0, help="experts that a layer may upload after a pass (default: all)"),
+    ] = None,
     prompts: Annotated[
         bool, typer.Option("--prompts", help="include tokens that shared a pass, such as prompts")
     ] = False,
@@ -47,7 +51,7 @@ def experts(
     locality = {within: reuse(record.routes, within) for within in (1, 8)}
     if streams > 1:
         record = as_streams(record, streams)
-    results = compare(record, _numbers(slots, record.model.num_experts))
+    results = compare(record, _numbers(slots, record.model.num_experts), uploads)
     if plot is not None:
         plot_policies({record.model.describe(): results}, plot)
     if as_json:

@@ -23,8 +23,11 @@ POLICIES: tuple[Callable[[], Policy], ...] = (
 )
 
 
-def compare(record: RouteRecord, slots: Sequence[int]) -> list[Result]:
-    """Every placement and policy with each number of slots per layer.
+def compare(
+    record: RouteRecord, slots: Sequence[int], uploads_per_pass: int | None = None
+) -> list[Result]:
+    """Every placement and policy with each number of slots per layer. uploads_per_pass: see
+    `Replay.run`.
 
     The second half of the record is counted. The first one warms the caches up, and teaches the
     placement "learned before".
@@ -39,7 +42,7 @@ def compare(record: RouteRecord, slots: Sequence[int]) -> list[Result]:
     results = []
     for count in slots:
         results += [replay.first(count), replay.learned(count), replay.best_fixed(count)]
-        results += [replay.run(policy(), count) for policy in POLICIES]
+        results += [replay.run(policy(), count, uploads_per_pass) for policy in POLICIES]
     return results
 
 

@@ -96,12 +96,18 @@ class Replay:
         for (at, counts, last), upcoming in zip(found, reversed(nexts), strict=True):
             yield Uses(at, counts, last, upcoming)
 
-    def run(self, policy: Policy, slots: int) -> Result:
+    def run(self, policy: Policy, slots: int, uploads_per_pass: int | None = None) -> Result:
         """Simulates a cache that begins with the first experts of each layer.
 
-        ValueError unless there is at least one slot and at most one per expert.
+        uploads_per_pass: how many experts a layer may upload after a pass, those with the highest
+        scores, because the bus has other work; None: all that the policy wants.
+
+        ValueError unless there is at least one slot and at most one per expert, or if
+        ``uploads_per_pass`` is negative.
         """
         self._check(slots)
+        if uploads_per_pass is not None and uploads_per_pass < 0:
+            raise ValueError(f"uploads_per_pass {uploads_per_pass}: expected at least 0")
         shape = self.layers, self.experts
         held = np.zeros(shape, bool)
         held[:, :slots] = True
@@ -117,6 +123,8 @@ class Replay:
                 missed += len(there) - int(there.sum())
             scores = policy.see(uses, int(self._ends[number] - self._starts[number]))
             wanted = uses.at[~there]
+            if uploads_per_pass is not None:
+                wanted = self._best(wanted, scores, uploads_per_pass)
             if not len(wanted):
                 continue
             candidates.fill(-np.inf)
@@ -130,6 +138,14 @@ class Replay:
             if counted:
                 uploads += int(flat[wanted].sum())
         return self._result(policy.name, slots, hits, missed, uploads)
+
+    def _best(self, wanted: np.ndarray, scores: np.ndarray, count: int) -> np.ndarray:
+        """Of each layer, the ``count`` experts with the highest scores."""
+        layer = wanted // self.experts
+        order = np.lexsort((-scores[wanted], layer))
+        begins = np.searchsorted(layer[order], np.arange(self.layers))
+        rank = np.arange(len(order)) - begins[layer[order]]
+        return wanted[order[rank < count]]
 
     def fixed(self, name: str, masks: np.ndarray) -> Result:
         """A placement that never changes. masks: bool [L, E], True = hot."""
