@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,9 @@ from .header import TensorInfo
 _KEYS = ("quantization_config", "compression_config")
 # Settings of single modules: of AutoRound, by name or pattern; of GPTQModel, by pattern.
 _BY_MODULE = ("extra_config", "dynamic")
+# GPTQModel's marks of patterns: of modules that it quantises, and of those that it leaves alone.
+_SIGN = re.compile(r"^[+-]:")
+_SPECIAL = re.compile(r"[\\^$*+?{}\[\]|():]")
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,26 @@ class Quantization:
         """The settings of a tensor's module, with those that are for single modules."""
         module = info.name.rpartition(".")[0]
         found = dict(self.settings)
+        for pattern, settings in self._patterns:
+            if pattern.match(module):
+                found |= settings
         for key in _BY_MODULE:
             single = self.settings.get(key)
-            for pattern, settings in single.items() if isinstance(single, dict) else ():
-                if isinstance(settings, dict) and _matches(pattern, module):
-                    found |= settings
+            own = single.get(module) if isinstance(single, dict) else None
+            if isinstance(own, dict):
+                found |= own
+        return found
+
+    @functools.cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], dict[str, Any]]]:
+        """The settings for modules that match a pattern. Others have names, tens of thousands."""
+        found = []
+        for key in _BY_MODULE:
+            single = self.settings.get(key)
+            for text, settings in single.items() if isinstance(single, dict) else ():
+                if isinstance(settings, dict) and _SPECIAL.search(text):
+                    with suppress(re.error):
+                        found.append((re.compile(_SIGN.sub("", text)), settings))
         return found
 
     def expect_value(self, info: TensorInfo, keys: tuple[str, ...], *accepted: Any) -> None:
@@ -65,17 +85,6 @@ class Quantization:
             weights = group.get("weights") if isinstance(group, dict) else None
             if isinstance(weights, dict):
                 yield weights
-
-
-def _matches(pattern: str, module: str) -> bool:
-    """Whether a key of settings is for a module. GPTQModel marks patterns of modules that it
-    quantises with "+:", and those that it leaves alone with "-:"."""
-    if pattern == module:
-        return True
-    try:
-        return re.match(pattern.removeprefix("+:").removeprefix("-:"), module) is not None
-    except re.error:
-        return False
 
 
 def read_quantization(config: dict[str, Any] | None, file: str | None) -> Quantization:

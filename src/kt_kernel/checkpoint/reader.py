@@ -98,7 +98,7 @@ class Wanted:
         for matrix, kind in opened.items():
             if not kind.dense and kind.method != self.method.name:
                 raise ValueError(
-                    f"{some[matrix]}: the experts are {kind.title} ({kind.form}), which method"
+                    f"{some[matrix]}: the experts are {kind.described}, which method"
                     f" {kind.method} reads; method {self.method.name} was requested"
                 )
         if all(kind.dense for kind in opened.values()):

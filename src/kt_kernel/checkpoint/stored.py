@@ -88,10 +88,7 @@ def stored_in(layout: Layout, quantization: Quantization) -> Stored:
     methods = tuple(sorted({kind.method for kind in opened.values()}))
     titles: dict[str, list[str]] = {}
     for matrix, kind in opened.items():
-        title = kind.title
-        if kind.method == MIXED and type(kind).method != MIXED:
-            title += f" ({kind.form})"
-        titles.setdefault(title, []).append(matrix)
+        titles.setdefault(kind.described, []).append(matrix)
     title = next(iter(titles))
     if len(titles) > 1:
         title = ", ".join(f"{' and '.join(which)} {title}" for title, which in titles.items())

@@ -2,7 +2,7 @@
 
 compressed-tensors (int-quantized, W8A8) stores weight int8 [N, K] with weight_scale [N, 1], [N] or
 one number, and per group [N, K/g]. W = code * scale. GPTQ and pack-quantized store 8 bits, too
-(gptq.py, int4.py).
+(gptq.py, pack_quantized.py).
 """
 
 from __future__ import annotations

@@ -34,6 +34,12 @@ class MatrixFormat(ABC):
     def __init__(self, form: WeightForm) -> None:
         self.form = form
 
+    @property
+    def described(self) -> str:
+        """The title; with the form if another method than the format's usual one keeps it."""
+        usual = self.method == type(self).method
+        return self.title if usual else f"{self.title} ({self.form})"
+
     @classmethod
     @abstractmethod
     def rows(cls, parts: Parts) -> int:
