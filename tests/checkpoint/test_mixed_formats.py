@@ -13,6 +13,8 @@ from quantised_files import E, check_formats, fails, load_layer, save, tensors_o
 from test_methods import CHECKPOINTS
 
 from kt_kernel.checkpoint import method_of, open_checkpoint, read_experts
+from kt_kernel.checkpoint.header import TensorInfo
+from kt_kernel.checkpoint.safetensors.groups import groups_of
 from kt_kernel.testing import values_of
 from kt_kernel.weights.formats import BF16, INT4_GROUP, INT4_ZERO, INT8_ROW, Q8_0
 from kt_kernel.weights.methods import METHODS
@@ -219,6 +221,25 @@ def test_a_partial_last_group(tmp_path, kind, group):
     path = save(tmp_path, tensors, settings)
     found = check_formats(path, tensors, [spread(reference, group)] * 3, kind.split()[0])
     assert found.down[0].scale.shape == (H, I // 32) and found.down[0].format == INT4_ZERO
+
+
+@pytest.mark.parametrize(
+    ("columns", "count", "given", "size"),
+    [
+        (192, 2, [], 96),
+        (192, 2, [128], 128),
+        (192, 2, [64], 96),  # it is of other matrices
+        (2880, 23, [], 128),  # no other multiple of 32 fits
+        (2880, 23, [-1, 128], 128),
+        (4000, 3, [1600], 1600),
+    ],
+)
+def test_sizes_of_groups(columns, count, given, size):
+    info = TensorInfo("scales", "file", "F16", (1, count), 0, 2 * count)
+    groups = groups_of(info, columns, count, given)
+    assert (groups.size, groups.members().tolist()[-1]) == (size, columns - size * (count - 1))
+    with pytest.raises(ValueError, match="'scales' has 3 groups; .* 4000 columns, or a group_size"):
+        groups_of(info, 4000, 3, [])  # 1344 to 1984 fit
 
 
 def test_groups_that_cannot_be_split(tmp_path):

@@ -64,12 +64,14 @@ def groups_of(info: TensorInfo, columns: int, count: int, given: Iterable[int]) 
     sizes = [size for size in given if size > 0]
     if count and columns % count == 0:
         sizes.append(columns // count)
-    sizes += range(_UNIT, columns, _UNIT)
+    partial = [size for size in range(_UNIT, columns, _UNIT) if -(-columns // size) == count]
+    if len(partial) == 1:
+        sizes += partial
     size = next((size for size in sizes if -(-columns // size) == count), 0)
     if not size:
         raise ValueError(
-            f"{info} has {count} groups; expected a number that divides the {columns} columns, or"
-            f" groups of a multiple of {_UNIT} columns, of which the last may have fewer"
+            f"{info} has {count} groups; expected a number that divides the {columns} columns, or a"
+            f" group_size in config.json, a multiple of {_UNIT}, of which the last may have fewer"
         )
     unit = math.gcd(size, columns)
     if unit % _UNIT:
