@@ -52,13 +52,12 @@ static_assert(sizeof kTransposed / sizeof *kTransposed == kFormatCount,
               "a transposed product for each format");
 
 #ifdef KT_AMX
-constexpr TileTraining kTileTraining = {turn_rows, combine_pairs};
-constexpr const TileTraining* kTiles = &kTileTraining;
+constexpr auto kTurnRows = turn_rows;
 #else
-constexpr const TileTraining* kTiles = nullptr;
+constexpr decltype(TrainingKernels::turn_rows) kTurnRows = nullptr;
 #endif
 
 constexpr TrainingKernels kTraining = {
-    kTransposed,    kTiles,   swiglu_backward_tile, outer_product,
-    gather_columns, add_tile, drop_columns,
+    kTransposed,    kTurnRows, swiglu_backward_tile, outer_product,
+    gather_columns, add_tile,  drop_columns,
 };

@@ -34,45 +34,9 @@ template <> struct TurnedTile<Bf16Columns> {
   }
 };
 
-// Prefetches the packed bytes of the columns that the next product takes, at an even rate over the
-// steps of the present one.
-class AheadColumns {
- public:
-  AheadColumns(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
-               int64_t column, int64_t steps)
-      : stride_(tile_stride) {
-    const int64_t columns = transposed_columns(layout, column), block = layout.block_bytes();
-    if (columns <= 0 || steps <= 0) return;
-    from_ = tiles + layout.head_bytes() + column / layout.block_cols() * block;
-    lines_ = ceil_div(columns * block / layout.block_cols(), 64);
-    tiles_ = layout.tiles();
-    rate_ = tiles_ * lines_ * 1024 / steps + 1;
-  }
-  void step() {
-    for (due_ += rate_; due_ >= 1024 && tiles_ > 0; due_ -= 1024) {
-      _mm_prefetch(reinterpret_cast<const char*>(from_ + line_ * 64), _MM_HINT_T1);
-      if (++line_ < lines_) continue;
-      line_ = 0;
-      from_ += stride_;
-      --tiles_;
-    }
-  }
-
- private:
-  const int64_t stride_;
-  const uint8_t* from_ = nullptr;
-  int64_t lines_ = 0, tiles_ = 0, rate_ = 0;  // lines of a tile, tiles left, 1/1024 lines a step
-  int64_t line_ = 0, due_ = 0;
-};
-
-// A^T for 32 rows of A is what the tile unit takes. The first stretch is prepared at once, the
-// others during the products.
-constexpr int64_t kFirstPieces = kStretchUnits * kUnitPieces;
+// A^T for 32 rows of A is what the tile unit takes.
 struct TurnedUnits : PackedUnits<false> {
-  AheadColumns& ahead;
-  void prepare(int64_t p) const {
-    if (p >= kFirstPieces) ahead.step();
-  }
+  void prepare(int64_t) const {}
   void finish(const ActRows&, int64_t, float*) const {}
 };
 
@@ -91,18 +55,23 @@ template <class Columns>
 void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
                         int64_t column, const ActRows& a, int64_t m, uint8_t* scratch, float* out,
                         int64_t out_stride) {
+  constexpr int64_t kAhead = 2;  // tiles whose weights are on their way
   const int64_t columns = transposed_columns(layout, column), n = layout.tiles();
   const int64_t stride = n * kBlockBytes;  // from 16 rows of W^T to the next
-  for (int64_t t = 0; t < n; ++t)
+  const auto fetch = [&](int64_t first, int64_t count) {
+    tiles_ahead(tiles, tile_stride, layout, column, columns, first, count).fetch(0, 1);
+  };
+  fetch(0, kAhead);
+  for (int64_t t = 0; t < n; ++t) {
+    fetch(t + kAhead, 1);
     TurnedTile<Columns>::unpack(tiles + t * tile_stride, layout, column, columns,
                                 scratch + t * kBlockBytes, stride);
+  }
   stores_before_tile_loads();
-  AheadColumns ahead(tiles, tile_stride, layout, column + columns,
-                     ceil_div(m, kTileRows) * (n * kUnitPieces - kFirstPieces));
   const ActRows weights{scratch, stride / kBlockRows, nullptr, nullptr, 0, 0, nullptr};
   alignas(64) float result[(kTransposedColumns + kTileRows) * kTileRows];
   for (int64_t r = 0; r < m; r += kTileRows) {
-    TurnedUnits units{{a.data + r * a.stride}, ahead};
+    TurnedUnits units{{a.data + r * a.stride}};
     multiply_rows(units, n, weights, columns, result);
     for (int64_t c = 0; c < columns; c += kTileRows)
       turn_back(result + c * kTileRows, m - r < kTileRows ? m - r : kTileRows,
@@ -122,22 +91,5 @@ void turn_rows(const uint8_t* rows, int64_t stride, int64_t first, int64_t units
       transpose(x);
       for (int i = 0; i < kLanes; ++i) i_store(to + i * kStepBytes, as_i(x[i]));
     }
-  }
-}
-
-// What the rows of a token's experts add up to (kt/training.h), as merge_tile and finish_columns do
-// it.
-void combine_pairs(const PairRow* rows, int count, int64_t n, uint16_t* dst) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    F total = f_zero(), group = f_zero();
-    for (int p = 0; p < count; ++p) {
-      F y = f_load(rows[p].values + i);
-      if (rows[p].bias) y = f_add(y, load_row(rows[p].bias, DType::kFP32, i, n));
-      group = f_fma(f_set(rows[p].weight), y, group);
-      if (!rows[p].last) continue;
-      total = f_add(total, group);
-      group = f_zero();
-    }
-    store_some(dst + i, DType::kBF16, total, n - i);
   }
 }

@@ -68,7 +68,7 @@ void BackwardPass::take_grad_out() {
       for (int64_t r = first; r < first + m; ++r) {
         const int64_t token = first_ + plan().tokens()[e.first + r];
         rows.put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
-        note_pair(e.first + r);
+        space_.pair[size_t(plan().routes()[e.first + r])] = int32_t(e.first + r);
         for (Matrix matrix : {kGate, kUp}) {
           if (!adapters_ || state_.config.recompute) continue;
           std::copy_n(kept_ranks(as<float>(saved_.ranks), e, r, matrix), lora_.rank(),

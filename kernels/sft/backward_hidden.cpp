@@ -6,9 +6,10 @@
 namespace kt {
 
 // The gradient of x. Vector kernels add an expert's products to the sums of its group at once. With
-// tiles they are kept by pair, see keeps_pairs(). They are kept, too, where the columns of an
-// expert's matrices have orders of their own (act-order), because a column of the sum then takes
-// from columns all over the rows.
+// tiles that would take a tenth longer: an expert's rows would come from a far cache for each block
+// of columns. Its products are kept by pair there, so that the rows stay in a near cache while all
+// blocks go by. They are kept, too, where the columns of an expert's matrices have orders of their
+// own (act-order), because a column of the sum then takes from columns all over the rows.
 void BackwardPass::input() {
   const int64_t blocks = part().size ? ceil_div(hidden_tiles(), 2) : 0;
   const int64_t groups = plan().groups();
@@ -16,7 +17,7 @@ void BackwardPass::input() {
     const auto cost = [&](int64_t i) { return std::max<int64_t>(plan().expert(i).count, 32); };
     pool_phase(plan().active(), blocks, cost,
                [&](int64_t i, int64_t block) { input_columns(plan().expert(i), block, 0); });
-    if (!layer_.order.any) return combine_pairs(args_.grad_in, false);
+    if (!layer_.order.any) return add_pairs();
     ordered_input();
   } else {
     const auto cost = [&](int64_t i) { return plan().group(i % groups).pairs; };
@@ -49,17 +50,41 @@ void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t gro
       const int64_t tile = first_tile + t, pair = e.first + r;
       float *gate = mine_.tile[t], *up = mine_.tile[2 + t];
       if (layer_.order.any) {
-        keep_tile(kGate, pair, m, tile, gate);
-        keep_tile(kUp, pair, m, tile, up);
+        keep_input(kGate, pair, m, tile, gate);
+        keep_input(kUp, pair, m, tile, up);
         continue;
       }
       training_.add(gate, up, nullptr, m);
       if (adapters_ && first_part()) input_adapters(e, tile, r, m, gate);
       if (keeps_input())
-        keep_tile(kGate, pair, m, tile, gate);
+        keep_input(kGate, pair, m, tile, gate);
       else
         table_.merge(gate, nullptr, space_.ones.data(), plan().tokens() + pair, m,
                      sum_of(worker_.pool, group, tile));
+    }
+  });
+}
+
+void BackwardPass::keep_input(Matrix matrix, int64_t pair, int64_t m, int64_t tile,
+                              const float* values) const {
+  float* to = grad_x(worker_.pool, matrix, pair) + tile * kTileRows;
+  const int64_t stride = round_up(config_.hidden_size, kTileRows);
+  for (int64_t i = 0; i < m; ++i) std::copy_n(values + i * kTileRows, kTileRows, to + i * stride);
+}
+
+// The sum over a token's routes and the pools, in this order.
+void BackwardPass::add_pairs() {
+  const int64_t h = config_.hidden_size, k = config_.top_k;
+  team_phase(ceil_div(count_, kRowTask), [&](int64_t task) {
+    for (int64_t t = task * kRowTask; t < std::min((task + 1) * kRowTask, count_); ++t) {
+      int n = 0;
+      for (int64_t j = 0; j < k; ++j) {
+        if (!in_.computes(in_.ids[(first_ + t) * k + j])) continue;
+        for (int p = 0; p < int(layer_.pools.size()); ++p)
+          if (layer_.pools[size_t(p)].size)
+            mine_.parts[n++] = grad_x(p, kGate, space_.pair[size_t(t * k + j)]);
+      }
+      table_.finish(mine_.parts, n, nullptr, h, args_.grad_in + (first_ + t) * h, DType::kBF16);
     }
   });
 }
@@ -95,7 +120,7 @@ void BackwardPass::ordered_input() {
           const int32_t* from =
               saved_.inverse_order.data() + (2 * position + matrix) * h + tile * kTileRows;
           for (int64_t row = 0; row < m; ++row) {
-            const float* kept = by_pair(worker_.pool, matrix, e.first + r + row);
+            const float* kept = grad_x(worker_.pool, matrix, e.first + r + row);
             for (int64_t c = 0; c < valid; ++c) values[row * kTileRows + c] += kept[from[c]];
           }
         }

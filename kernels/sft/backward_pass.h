@@ -45,7 +45,9 @@ class BackwardPass : TrainingPass {
   void input();
   void input_columns(const ExpertRows& e, int64_t block, int64_t group);
   void input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* to);
-  bool keeps_input() const { return keeps_pairs() || layer_.order.any; }
+  bool keeps_input() const { return training_.turn_rows || layer_.order.any; }
+  void keep_input(Matrix matrix, int64_t pair, int64_t m, int64_t tile, const float* values) const;
+  void add_pairs();
   void ordered_input();
   void hidden();
   void take_columns(const uint16_t* rows, const ExpertRows& e, int64_t tile, const float* factor,
@@ -64,6 +66,10 @@ class BackwardPass : TrainingPass {
     return as<float>(space_.pool[size_t(pool)].full[m]) +
            (e.first * tiles + e.count * tile) * kTileRows;
   }
+  float* grad_x(int pool, Matrix m, int64_t pair) const {
+    return as<float>(space_.pool[size_t(pool)].grad_x[m]) +
+           pair * round_up(config_.hidden_size, kTileRows);
+  }
   float* dots(int pool, int64_t tile) const {
     return as<float>(space_.pool[size_t(pool)].dots) + tile * space_.size.pairs;
   }
@@ -73,16 +79,16 @@ class BackwardPass : TrainingPass {
   // turn_rows made of them in `turned`.
   ActRows operand(const BF16Rows& rows, const sys::Mapping& turned, const ExpertRows& e,
                   int64_t first) const {
-    if (!training_.tiles) return rows.from(row(e) + first);
+    if (!training_.turn_rows) return rows.from(row(e) + first);
     return rows_in(turned, rows.columns).from(turned_row(e) + first);
   }
   // Units [unit, unit + units) of rows [first, first + m) of an expert.
   void turn(const BF16Rows& rows, const sys::Mapping& turned, const ExpertRows& e, int64_t first,
             int64_t m, int64_t unit, int64_t units) const {
-    if (!training_.tiles) return;
+    if (!training_.turn_rows) return;
     const ActRows from = rows.from(row(e) + first);
     uint8_t* to = rows_in(turned, rows.columns).data + (turned_row(e) + first) * from.stride;
-    training_.tiles->turn_rows(from.data, from.stride, unit, units, m, to);
+    training_.turn_rows(from.data, from.stride, unit, units, m, to);
   }
 
   const TrainingBackwardArgs args_;

@@ -49,13 +49,8 @@ class TrainingForward : TrainingPass {
     });
     quantise_h();
     adapter_of_h();
-    if (keeps_pairs()) {
-      down_by_pair();
-      combine_pairs(out_, true);
-    } else {
-      down();
-      finish_sums(out_);
-    }
+    down();
+    finish_sums(out_);
   }
 
   // Each thread a part. Nobody reads it in this job.
@@ -114,14 +109,6 @@ class TrainingForward : TrainingPass {
     });
   }
 
-  void down_by_pair() {
-    const int64_t tiles = part().size ? hidden_tiles() : 0;
-    const auto cost = [&](int64_t i) { return std::max<int64_t>(plan().expert(i).count, 32); };
-    pool_phase(plan().active(), tiles, cost,
-               [&](int64_t i, int64_t tile) { down_of_expert(plan().expert(i), tile, nullptr); });
-  }
-
-  // Adds a tile of an expert's products to `sum`, or keeps it by pair if that is null.
   void down_of_expert(const ExpertRows& e, int64_t tile, float* sum) {
     const MatrixLayout& layout = part().layout[kDown];
     const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + part().begin_of(kDown);
@@ -134,10 +121,6 @@ class TrainingForward : TrainingPass {
       if (first_part()) {
         adapter_product(kDown, kLoraB, e.slot, tile, rank_rows(kDown).from(row(e) + r), m, adapter);
         training_.add(values, adapter, nullptr, m);
-      }
-      if (!sum) {
-        keep_tile(kGate, e.first + r, m, tile, values);
-        return;
       }
       table_.merge(values, bias ? bias + tile * kTileRows : nullptr, plan().weights() + e.first + r,
                    plan().tokens() + e.first + r, m, sum);

@@ -24,7 +24,6 @@ void TrainingPass::take_x() {
   const bool gathers = in_.base && x_->gathers(plan());
   each_pair([&](const ExpertRows& e, int64_t r) {
     if (gathers) x_->gather(plan(), e, e.first + r, e.first + r + 1);
-    note_pair(e.first + r);
     // Without dropout gate and up have the same rows.
     if (!shares_rows(e, kGate) || !shares_rows(e, kUp)) put_adapter_x(e, kGate, r);
     if (in_.dropout) put_adapter_x(e, kUp, r);
@@ -102,54 +101,6 @@ void TrainingPass::sum_rank_parts(Matrix m, const ExpertRows& e, int64_t row, fl
     for (int64_t i = 0; i < padded; ++i) sum[i] += values[i];
   }
   for (int64_t i = 0; i < padded; ++i) sum[i] *= state_.config.scaling;
-}
-
-void TrainingPass::keep_tile(Matrix matrix, int64_t pair, int64_t m, int64_t tile,
-                             const float* values) const {
-  float* to = by_pair(worker_.pool, matrix, pair) + tile * kTileRows;
-  const int64_t stride = round_up(config_.hidden_size, kTileRows);
-  for (int64_t i = 0; i < m; ++i) std::copy_n(values + i * kTileRows, kTileRows, to + i * stride);
-}
-
-// In the order of the sums of inference: by pool, then by group, then by expert.
-int TrainingPass::rows_of_token(int64_t token, bool weighted, PairRow* rows) const {
-  const int64_t k = config_.top_k;
-  const int64_t* ids = in_.ids + (first_ + token) * k;
-  int count = 0;
-  for (int p = 0; p < int(layer_.pools.size()); ++p) {
-    const PoolPart& of = layer_.pools[size_t(p)];
-    const int begin = count;
-    for (int64_t j = 0; of.size && j < k; ++j) {
-      if (!in_.computes(ids[j])) continue;
-      const int32_t pair = space_.pair[size_t(token * k + j)];
-      const PairRow row{by_pair(p, kGate, pair),
-                        weighted && of.begin == 0 ? layer_.bias_of(kDown, ids[j]) : nullptr,
-                        weighted ? plan().weights()[pair] : 1.0f, false};
-      int at = count++;
-      for (; at > begin && rows[at - 1].values > row.values; --at) rows[at] = rows[at - 1];
-      rows[at] = row;
-    }
-    int64_t group = 0;
-    const auto end_of = [&](int64_t number) {
-      const ExpertRows& e = plan().expert(plan().group(number).last - 1);
-      return by_pair(p, kGate, e.first + e.count);
-    };
-    for (int i = begin; i < count; ++i) {
-      while (rows[i].values >= end_of(group)) ++group;
-      rows[i].last = i + 1 == count || rows[i + 1].values >= end_of(group);
-    }
-  }
-  return count;
-}
-
-void TrainingPass::combine_pairs(uint16_t* out, bool weighted) {
-  const int64_t h = config_.hidden_size;
-  team_phase(ceil_div(count_, kRowTask), [&](int64_t task) {
-    for (int64_t t = task * kRowTask; t < std::min((task + 1) * kRowTask, count_); ++t) {
-      const int n = rows_of_token(t, weighted, mine_.pairs);
-      training_.tiles->combine(mine_.pairs, n, h, out + (first_ + t) * h);
-    }
-  });
 }
 
 void TrainingPass::finish_sums(uint16_t* out) {

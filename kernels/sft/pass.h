@@ -181,22 +181,6 @@ class TrainingPass {
     std::fill(values + n * worker_.rank / worker_.team_threads,
               values + n * (worker_.rank + 1) / worker_.team_threads, uint16_t{0});
   }
-  // Whether an expert's products over H are kept by pair until those of all experts are there,
-  // instead of being added to the sums of its group at once. With tiles, sums would take most of
-  // the time: tasks would be tiles of H, and an expert's rows would come from a far cache for each
-  // tile.
-  bool keeps_pairs() const { return training_.tiles; }
-  float* by_pair(int pool, Matrix m, int64_t pair) const {
-    return as<float>(space_.pool[size_t(pool)].by_pair[m]) +
-           pair * round_up(config_.hidden_size, kTileRows);
-  }
-  // Keeps a tile of values of m pairs.
-  void keep_tile(Matrix matrix, int64_t pair, int64_t m, int64_t tile, const float* values) const;
-  // To be called for each pair before a barrier, then combine_pairs: the sum over each token's
-  // pairs and the pools, rounded to bf16 rows of `out`. weighted: with router weights and down's
-  // biases.
-  void note_pair(int64_t pair) const { space_.pair[size_t(plan().routes()[pair])] = int32_t(pair); }
-  void combine_pairs(uint16_t* out, bool weighted);
   // Rounds all pools' and groups' sums of every tile of H to bf16 rows of `out`.
   void finish_sums(uint16_t* out);
 
@@ -236,7 +220,6 @@ class TrainingPass {
     return round_up(e.first, unit) + unit * (&e - &plan().expert(0));
   }
   void put_adapter_x(const ExpertRows& e, Matrix m, int64_t row);
-  int rows_of_token(int64_t token, bool weighted, PairRow* rows) const;
 };
 
 template <class F> void TrainingPass::gate_up(F keep) {

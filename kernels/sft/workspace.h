@@ -7,7 +7,6 @@
 
 #include "../moe/state.h"
 #include "../sys/numa_memory.h"
-#include "kt/training.h"
 
 namespace kt {
 
@@ -33,7 +32,7 @@ struct TrainingSpace {
   float* sums;          // of outer products: 6 of [rank][32]
   float* columns[2];    // 32 columns of all rows of an expert
   float* row;           // of H or I
-  PairRow* pairs;       // of a token, in all pools
+  const float** parts;  // of a sum over a token's pairs and the pools
   uint8_t* transposed;  // transposed_scratch()
   sys::Mapping memory;
 };
@@ -58,9 +57,8 @@ struct TrainingWorkspace {
     sys::Mapping dots;             // float32 [tiles of I][pairs]
     sys::Mapping gate_up;          // of a chunk, where they are computed again: by saved_tile()
     sys::Mapping full[kMatrices];  // float32 tiles: gradients of gate and up, h; by saved_tile()
-    // float32 [pairs][H]: products with down, or the gradient of x, for TileTraining::combine; or
-    // the gradients of x by gate and up, with columns in their order.
-    sys::Mapping by_pair[2];
+    // float32 [pairs][H]: the gradient of x; or of gate and up, with columns in their order.
+    sys::Mapping grad_x[2];
   };
   std::vector<Pool> pool;
   std::vector<TrainingSpace> thread;  // by rank

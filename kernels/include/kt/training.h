@@ -17,7 +17,7 @@ constexpr int64_t kTransposedColumns = 64;
 // out[r * 32 + c] = sum_n A[r,n] * W[n, column + c] for 32 columns, and out[out_stride + ...] for
 // the next 32 if the matrix has them. `tiles` is the first packed tile of W (not transposed), and
 // tile_stride is the bytes from one tile to the next. A has 32 columns for each tile, zeros past
-// the rows of W; if the table has TileTraining, `a` is what its turn_rows made of A. `out` needs
+// the rows of W; if the table has turn_rows, `a` is what that made of A. `out` needs
 // the extra room of a TileProduct; `scratch` has transposed_scratch() bytes, aligned to 64.
 using TransposedProduct = void (*)(const uint8_t* tiles, int64_t tile_stride,
                                    const MatrixLayout& layout, int64_t column, const ActRows& a,
@@ -43,30 +43,14 @@ struct SwigluGradients {
   float* dot;
 };
 
-// A token's row for one of its experts: weight * (values + bias), where bias may be null. Rows come
-// in groups.
-struct PairRow {
-  const float* values;
-  const float* bias;
-  float weight;
-  bool last;  // of its group
-};
-
-// What only tables with a tile unit need.
-struct TileTraining {
-  // Makes the operand of a transposed product from 32-column units [first, first + units) of m
-  // blocked rows, `stride` bytes each. 32 rows take the same room as before, and `out` belongs to
-  // row 0. Up to 16 of its last rows are left as they are if m is no multiple of 32.
-  void (*turn_rows)(const uint8_t* rows, int64_t stride, int64_t first, int64_t units, int64_t m,
-                    uint8_t* out);
-  // Writes n values, bf16: the sum over the groups of the sums of their rows. Sums start from 0 and
-  // go in ascending order, with fused multiplication and addition.
-  void (*combine)(const PairRow* rows, int count, int64_t n, uint16_t* dst);
-};
-
 struct TrainingKernels {
   const TransposedProduct* transposed;  // by WeightFormat
-  const TileTraining* tiles;            // null if the table does not use the tile unit
+
+  // Null, or makes the operand of a transposed product from 32-column units [first, first + units)
+  // of m blocked rows, `stride` bytes each. 32 rows take the same room as before, and `out` belongs
+  // to row 0. Up to 16 of its last rows are left as they are if m is no multiple of 32.
+  void (*turn_rows)(const uint8_t* rows, int64_t stride, int64_t first, int64_t units, int64_t m,
+                    uint8_t* out);
 
   // For one tile: h = act(gate) * up (Activation), the gradients of gate and up for a gradient
   // weight[r] * v of h, and dot[r] = sum_n v * h. gate and up are bf16 and include their biases.
