@@ -48,25 +48,26 @@ std::shared_ptr<kt::MoeLayer> make_layer(
     int64_t intermediate_size, const kt::ByMatrix<std::tuple<int, int, int>>& forms,
     const std::vector<bool>& cpu_slots, float swiglu_limit, float swiglu_alpha, int64_t max_tokens,
     const std::string& table, int kind, int activation, bool gated, bool weight_on_input,
-    const kt::ByMatrix<int64_t>& gemm_min_rows, int64_t row_block, int64_t task_bytes) {
+    float situ_beta, float situ_linear_beta, const kt::ByMatrix<int64_t>& gemm_min_rows,
+    int64_t row_block, int64_t task_bytes) {
   const auto form = [&](kt::Matrix m) {
     const auto [format, group, scale] = forms[m];
     return kt::MatrixForm{kt::WeightFormat(format), group, kt::ScaleType(scale)};
   };
   return make_unlocked<kt::MoeLayer>(
-      std::move(team),
-      kt::LayerConfig{num_experts,
-                      top_k,
-                      hidden_size,
-                      intermediate_size,
-                      {form(kt::kGate), form(kt::kUp), form(kt::kDown)},
-                      {swiglu_limit, swiglu_alpha, kt::ActFunction(activation), gated},
-                      std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
-                      max_tokens,
-                      find_table(table),
-                      kt::KernelKind(kind),
-                      {gemm_min_rows, row_block, task_bytes},
-                      weight_on_input});
+      std::move(team), kt::LayerConfig{num_experts,
+                                       top_k,
+                                       hidden_size,
+                                       intermediate_size,
+                                       {form(kt::kGate), form(kt::kUp), form(kt::kDown)},
+                                       {swiglu_limit, swiglu_alpha, kt::ActFunction(activation),
+                                        gated, situ_beta, situ_linear_beta},
+                                       std::vector<uint8_t>(cpu_slots.begin(), cpu_slots.end()),
+                                       max_tokens,
+                                       find_table(table),
+                                       kt::KernelKind(kind),
+                                       {gemm_min_rows, row_block, task_bytes},
+                                       weight_on_input});
 }
 
 // Arrays are not converted: a converted copy of an array that is written to would be lost.
@@ -167,9 +168,9 @@ void bind_layer(nb::module_& m) {
       .def(nb::new_(&make_layer), "team"_a, nb::kw_only(), "num_experts"_a, "top_k"_a,
            "hidden_size"_a, "intermediate_size"_a, "forms"_a, "cpu_slots"_a, "swiglu_limit"_a,
            "swiglu_alpha"_a, "max_tokens"_a, "table"_a, "kind"_a, "activation"_a = 0,
-           "gated"_a = true, "weight_on_input"_a = false,
-           "gemm_min_rows"_a = kt::ByMatrix<int64_t>{}, "row_block"_a = 0, "task_bytes"_a = 0,
-           Unlocked(),
+           "gated"_a = true, "weight_on_input"_a = false, "situ_beta"_a = 1.0f,
+           "situ_linear_beta"_a = 0.0f, "gemm_min_rows"_a = kt::ByMatrix<int64_t>{},
+           "row_block"_a = 0, "task_bytes"_a = 0, Unlocked(),
            "activation: the number of a kt::ActFunction. gated: whether experts have a gate; if "
            "not, "
            "everything of gate is 0 or None. weight_on_input: router weights multiply x.")

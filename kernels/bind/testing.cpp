@@ -56,7 +56,8 @@ auto reference_forward(const Doubles<2>& x, const Longs& ids, const Doubles<2>& 
                        const std::optional<Doubles<2>>& gate_bias,
                        const std::optional<Doubles<2>>& up_bias,
                        const std::optional<Doubles<2>>& down_bias, double swiglu_limit,
-                       double swiglu_alpha, const std::string& activation, bool weight_on_input) {
+                       double swiglu_alpha, const std::string& activation, bool weight_on_input,
+                       double situ_beta, double situ_linear_beta) {
   const size_t tokens = x.shape(0), hidden = x.shape(1), top_k = ids.shape(1);
   const size_t experts = up.shape(0), inter = up.shape(1);
   need_shape("ids", ids, {tokens, top_k});
@@ -88,6 +89,8 @@ auto reference_forward(const Doubles<2>& x, const Longs& ids, const Doubles<2>& 
   r.swiglu_alpha = swiglu_alpha;
   r.function = activation;
   r.weight_on_input = weight_on_input;
+  r.situ_beta = situ_beta;
+  r.situ_linear_beta = situ_linear_beta;
   auto y = make_array<double>({tokens, hidden});
   const nb::gil_scoped_release unlocked;
   kt::moe_reference(r, y.data());
@@ -203,7 +206,7 @@ void bind_testing(nb::module_& m) {
         "up"_a, "down"_a, nb::kw_only(), "activation_format"_a, "skip"_a,
         "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
         "swiglu_limit"_a = 0.0, "swiglu_alpha"_a = 0.0, "activation"_a = "silu",
-        "weight_on_input"_a = false,
+        "weight_on_input"_a = false, "situ_beta"_a = 1.0, "situ_linear_beta"_a = 0.0,
         "The layer in float64 (kernels/ref). Experts without gate: gate is None.");
   m.def("split_deferred", split_deferred, "ids"_a, "weights"_a, "protected_k"_a, "num_experts"_a,
         "(immediate, deferred) of int64 ids and float32 weights [T, k] (tests).");

@@ -1,8 +1,11 @@
-// exp(x) for any x: 2^n * e^r with |r| <= ln2/2, by the Taylor polynomial of degree 7 (relative
-// error under 3e-8). The power of two is applied in two factors, so that overflow gives infinity
-// and underflow gives zero. The operations, and so the bits, are the same on every instruction set.
-inline F exp_lanes(F x) {
-  x = f_max(f_set(-104.0f), f_min(f_set(104.0f), x));
+// e^x = 2^n * e^r with |r| <= ln2/2, and e^r = 1 + r + r^2 * terms by the Taylor polynomial of
+// degree 7 (relative error under 3e-8). The operations, and so the bits, are the same on every
+// instruction set.
+struct Exponential {
+  I n;
+  F r, terms;
+};
+inline Exponential exponential(F x) {
   const I n = round_i(f_mul(x, f_set(1.44269504f)));
   const F nf = to_f(n);
   F r = f_fnma(nf, f_set(0.693359375f), x);  // ln2 in two parts, of which the first is exact
@@ -12,8 +15,14 @@ inline F exp_lanes(F x) {
   p = f_fma(p, r, f_set(1.0f / 120));
   p = f_fma(p, r, f_set(1.0f / 24));
   p = f_fma(p, r, f_set(1.0f / 6));
-  p = f_fma(p, r, f_set(0.5f));
-  p = f_fma(p, r, f_set(1.0f));
+  return {n, r, f_fma(p, r, f_set(0.5f))};
+}
+
+// exp(x) for any x. The power of two is applied in two factors, so that overflow gives infinity and
+// underflow gives zero.
+inline F exp_lanes(F x) {
+  const auto [n, r, terms] = exponential(f_max(f_set(-104.0f), f_min(f_set(104.0f), x)));
+  F p = f_fma(terms, r, f_set(1.0f));
   p = f_fma(p, r, f_set(1.0f));
   const I half = i_sra<1>(n);
   const F s1 = as_f(i_sll<23>(i_add(half, i_set(127))));
@@ -21,11 +30,27 @@ inline F exp_lanes(F x) {
   return f_mul(f_mul(p, s1), s2);
 }
 
+inline F with_sign_of(F x, F magnitude) {
+  return as_f(i_or(as_i(magnitude), i_and(as_i(x), i_set(int32_t(0x80000000u)))));
+}
+inline F absolute(F x) { return as_f(i_and(as_i(x), i_set(0x7fffffff))); }
+
+// tanh(x), by e^(2 |x|) - 1, which has no cancellation near 0. It is 1 in float32 from 10 on.
+inline F tanh_lanes(F x) {
+  const F z = f_min(f_set(10.0f), absolute(x));
+  const auto [n, r, terms] = exponential(f_add(z, z));
+  const F power = as_f(i_sll<23>(i_add(n, i_set(127))));
+  const F less_1 = f_fma(power, f_fma(f_mul(r, r), terms, r), f_add(power, f_set(-1.0f)));
+  return with_sign_of(x, f_div(less_1, f_add(less_1, f_set(2.0f))));
+}
+
+inline F clamped(F x, float limit) { return f_max(f_set(-limit), f_min(f_set(limit), x)); }
+
 // SwiGLU (kernel_table.h, Activation). NaN in gate or up stays NaN.
 inline F gated(F gate, F up, const Activation& act) {
   if (act.limit > 0) {
     gate = f_min(f_set(act.limit), gate);
-    up = f_max(f_set(-act.limit), f_min(f_set(act.limit), up));
+    up = clamped(up, act.limit);
   }
   const F one = f_set(1.0f);
   const bool plain = act.alpha == 0;
@@ -42,7 +67,7 @@ inline F normal_cdf(F x) {
                              0.06144451722502708f, 0.13522887229919434f,  -0.11231141537427902f,
                              0.21417339146137238f, -0.14241552352905273f, 0.030437175184488297f};
   const F one = f_set(1.0f);
-  const F z = f_min(f_set(15.0f), as_f(i_and(as_i(x), i_set(0x7fffffff))));
+  const F z = f_min(f_set(15.0f), absolute(x));
   const F t = f_div(one, f_fma(f_set(0.265f), z, one));
   F p = f_set(kTail[8]);
   for (int i = 7; i >= 0; --i) p = f_fma(p, t, f_set(kTail[i]));
@@ -63,6 +88,20 @@ inline F gelu_tanh(F x) {
 inline F relu2(F x) {
   const F positive = f_max(f_zero(), x);
   return f_mul(positive, positive);
+}
+
+inline F soft_clamp(F x, float beta) {
+  return f_mul(f_set(beta), tanh_lanes(f_div(x, f_set(beta))));
+}
+inline F situ(F gate, F up, const Activation& act) {
+  const F one = f_set(1.0f);
+  const F sigmoid = f_div(one, f_add(one, exp_lanes(f_mul(gate, f_set(-1.0f)))));
+  const F factor = act.situ_linear_beta > 0 ? soft_clamp(up, act.situ_linear_beta) : up;
+  return f_mul(f_mul(soft_clamp(gate, act.situ_beta), sigmoid), factor);
+}
+inline F swiglu_step(F gate, F up, float limit) {
+  if (limit > 0) return f_mul(f_min(f_set(limit), silu(gate)), clamped(up, limit));
+  return f_mul(silu(gate), up);
 }
 
 // The arguments of activate_tile.
@@ -109,5 +148,9 @@ void activate_tile(const float* gate, const float* up, const float* gate_bias, c
     case ActFunction::kGelu: return each_value_of(tile, gelu);
     case ActFunction::kGeluTanh: return each_value_of(tile, gelu_tanh);
     case ActFunction::kRelu2: return each_value_of(tile, relu2);
+    case ActFunction::kSitu:
+      return each_value<true>(tile, [&](F g, F u) { return situ(g, u, act); });
+    case ActFunction::kSwigluStep:
+      return each_value<true>(tile, [&](F g, F u) { return swiglu_step(g, u, act.limit); });
   }
 }

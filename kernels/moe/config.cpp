@@ -41,9 +41,17 @@ void check_activation(const Activation& a) {
        "swiglu_limit " + std::to_string(a.limit) + "; accepted: 0 or more");
   need(std::isfinite(a.alpha),
        "swiglu_alpha " + std::to_string(a.alpha) + "; accepted: a finite number");
-  need(a.is_swiglu() || (a.limit == 0 && a.alpha == 0),
-       "swiglu_limit " + std::to_string(a.limit) + " and swiglu_alpha " + std::to_string(a.alpha) +
-           "; this activation has neither; accepted: 0");
+  const bool step = a.function == ActFunction::kSwigluStep, situ = a.function == ActFunction::kSitu;
+  need(a.gated || !(step || situ),
+       "gated 0; activation " + std::to_string(int(a.function)) + " needs a gate; accepted: 1");
+  need(a.is_swiglu() || step || a.limit == 0,
+       "swiglu_limit " + std::to_string(a.limit) + "; this activation has none; accepted: 0");
+  need(a.is_swiglu() || a.alpha == 0,
+       "swiglu_alpha " + std::to_string(a.alpha) + "; this activation has none; accepted: 0");
+  need(a.situ_beta > 0 && std::isfinite(a.situ_beta),
+       "situ_beta " + std::to_string(a.situ_beta) + "; accepted: more than 0");
+  need(a.situ_linear_beta >= 0 && std::isfinite(a.situ_linear_beta),
+       "situ_linear_beta " + std::to_string(a.situ_linear_beta) + "; accepted: 0 or more");
 }
 
 }  // namespace

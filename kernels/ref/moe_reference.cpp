@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -95,28 +96,56 @@ Function function_of(const std::string& name) {
       return 0.5 * v * (1 + std::tanh(std::sqrt(2 / kPi) * (v + 0.044715 * v * v * v)));
     };
   if (name == "relu2") return [](double v) { return v < 0 ? 0 : v * v; };
-  throw std::invalid_argument("moe_reference: activation \"" + name +
-                              "\"; accepted: silu, gelu, gelu_tanh, relu2");
+  throw std::invalid_argument(
+      "moe_reference: activation \"" + name +
+      "\"; accepted: silu, gelu, gelu_tanh, relu2, and with a gate situ and "
+      "swiglustep");
 }
 
 // The comparisons let a NaN pass through.
+double clamp(double v, double least, double most) {
+  return v > most ? most : v < least ? least : v;
+}
+
 double swiglu(double gate, double up, double limit, double alpha) {
   if (limit > 0) {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up < -limit ? -limit : up;
+    gate = clamp(gate, -HUGE_VAL, limit);
+    up = clamp(up, -limit, limit);
   }
   if (alpha != 0) return gate * sigmoid(alpha * gate) * (up + 1);
   return gate * sigmoid(gate) * up;
+}
+
+double swiglu_step(double gate, double up, double limit) {
+  if (limit > 0) up = clamp(up, -limit, limit);
+  return clamp(gate * sigmoid(gate), -HUGE_VAL, limit > 0 ? limit : HUGE_VAL) * up;
+}
+
+double situ(double gate, double up, double beta, double linear_beta) {
+  if (linear_beta > 0) up = linear_beta * std::tanh(up / linear_beta);
+  return beta * std::tanh(gate / beta) * sigmoid(gate) * up;
+}
+
+// h of gate and up; without a gate, of up alone.
+std::function<double(double, double)> hidden_of(const MoeReference& l) {
+  if (l.gate && l.function == "silu")
+    return [&](double g, double u) { return swiglu(g, u, l.swiglu_limit, l.swiglu_alpha); };
+  require(l.swiglu_alpha == 0, "only silu with a gate has swiglu_alpha");
+  if (l.gate && l.function == "swiglustep")
+    return [&](double g, double u) { return swiglu_step(g, u, l.swiglu_limit); };
+  require(l.swiglu_limit == 0, "only silu and swiglustep with a gate have swiglu_limit");
+  if (l.gate && l.function == "situ")
+    return [&](double g, double u) { return situ(g, u, l.situ_beta, l.situ_linear_beta); };
+  const Function act = function_of(l.function);
+  if (l.gate) return [act](double g, double u) { return act(g) * u; };
+  return [act](double, double u) { return act(u); };
 }
 
 }  // namespace
 
 void moe_reference(const MoeReference& l, double* y) {
   check(l, y);
-  const Function act = function_of(l.function);
-  const bool has_swiglu = l.gate && l.function == "silu";
-  require(has_swiglu || (l.swiglu_limit == 0 && l.swiglu_alpha == 0),
-          "only silu with a gate has swiglu_limit and swiglu_alpha");
+  const auto hidden = hidden_of(l);
   const int64_t H = l.hidden_size, I = l.intermediate_size;
   std::vector<double> x(static_cast<size_t>(H)), h(static_cast<size_t>(I));
   for (int64_t t = 0; t < l.tokens; ++t) {
@@ -132,16 +161,9 @@ void moe_reference(const MoeReference& l, double* y) {
       for (int64_t i = 0; i < I; ++i) {
         const int64_t row = e * I + i;
         const auto value = [&](const double* w, const double* bias) {
-          return before * dot(w + row * H, x.data(), H) + (bias ? bias[row] : 0);
+          return w ? before * dot(w + row * H, x.data(), H) + (bias ? bias[row] : 0) : 0;
         };
-        const double up = value(l.up, l.up_bias);
-        double& to = h[static_cast<size_t>(i)];
-        if (!l.gate)
-          to = act(up);
-        else if (has_swiglu)
-          to = swiglu(value(l.gate, l.gate_bias), up, l.swiglu_limit, l.swiglu_alpha);
-        else
-          to = act(value(l.gate, l.gate_bias)) * up;
+        h[static_cast<size_t>(i)] = hidden(value(l.gate, l.gate_bias), value(l.up, l.up_bias));
       }
       round_activation(l, h);
       for (int64_t n = 0; n < H; ++n) {

@@ -26,10 +26,12 @@ struct MoeReference {
   const double* up_bias = nullptr;    // likewise
   const double* down_bias = nullptr;  // [num_experts, hidden_size] or null
   ActivationFormat activation = ActivationFormat::kBF16;
-  double swiglu_limit = 0.0;  // > 0: gate is clamped from above, up to +-limit
+  double swiglu_limit = 0.0;  // > 0: gate (in swiglustep, silu(gate)) is clamped from above, up to
+                              // +-limit
   double swiglu_alpha = 0.0;  // != 0: gate * sigmoid(alpha * gate) * (up + 1)
-  std::string function =
-      "silu";                    // act: silu, gelu, gelu_tanh or relu2; others have no SwiGLU limit
+  // act: silu, gelu, gelu_tanh or relu2. With a gate also situ and swiglustep, see hidden_of().
+  std::string function = "silu";
+  double situ_beta = 1.0, situ_linear_beta = 0.0;
   bool weight_on_input = false;  // router weights multiply the rounded x, not the output
 };
 

@@ -106,10 +106,14 @@ class KTMoEWrapper:
         swiglu_alpha: != 0 uses ``gate * sigmoid(alpha * gate) * (up + 1)``.
         activation: act of an expert, ``down(act(gate(x)) * up(x))``: "silu", "gelu" (with erf),
             "gelu_tanh" or "relu2", the square of ReLU. swiglu_limit and swiglu_alpha are for "silu"
-            with a gate.
+            with a gate. "situ": SituGLU, ``situ_beta * tanh(gate / situ_beta) * sigmoid(gate) *
+            up``. "swiglustep": ``silu(gate) * up``, where swiglu_limit clamps silu(gate) from above
+            and up to ±limit.
         gated: False: experts have no gate and compute ``down(act(up(x)))``.
         apply_router_weight_on_input: the router weight w multiplies the input of an expert, not its
             output: ``expert(w * x)``. Biases are not multiplied.
+        situ_beta: for "situ"; None: 1. situ_linear_beta: > 0 replaces up by ``situ_linear_beta *
+            tanh(up / situ_linear_beta)``.
         lora_rank, lora_alpha: R, and alpha of the LoRA factor alpha / R.
         lora_dropout: probability, 0 up to but not 1, applied to the input of the A matrices.
         max_cache_depth: forward passes that may wait for their backward.
@@ -158,6 +162,8 @@ class KTMoEWrapper:
         activation: str = ...,
         gated: bool = ...,
         apply_router_weight_on_input: bool = ...,
+        situ_beta: float | None = ...,
+        situ_linear_beta: float | None = ...,
     ) -> InferenceMoEWrapper: ...
 
     @overload
@@ -192,6 +198,8 @@ class KTMoEWrapper:
         activation: str = ...,
         gated: bool = ...,
         apply_router_weight_on_input: bool = ...,
+        situ_beta: float | None = ...,
+        situ_linear_beta: float | None = ...,
     ) -> BaseSFTMoEWrapper: ...
 
     @_takes_older_order
@@ -226,6 +234,8 @@ class KTMoEWrapper:
         activation: str = "silu",
         gated: bool = True,
         apply_router_weight_on_input: bool = False,
+        situ_beta: float | None = None,
+        situ_linear_beta: float | None = None,
     ) -> InferenceMoEWrapper | BaseSFTMoEWrapper:
         given: dict[str, Any] = dict(
             layer_idx=layer_idx,
@@ -248,6 +258,8 @@ class KTMoEWrapper:
             activation=activation,
             gated=gated,
             apply_router_weight_on_input=apply_router_weight_on_input,
+            situ_beta=situ_beta,
+            situ_linear_beta=situ_linear_beta,
             sft={
                 "lora_rank": lora_rank,
                 "lora_alpha": lora_alpha,

@@ -42,7 +42,7 @@ Floats = npt.NDArray[np.float32]
 
 
 # kt::ActFunction (kernels/include/kt/kernel_table.h), written anew.
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "situ", "swiglustep")
 
 
 class Kind(IntEnum):
@@ -236,6 +236,7 @@ class Layer:
     activation: str = "silu"
     gated: bool = True
     weight_on_input: bool = False
+    situ: tuple[float, float] = (1.0, 0.0)  # beta, linear beta
     # For gate [I, H], up [I, H] and down [H, I], one matrix per expert: float32, or a Source.
     # Without a gate, up and down only; so also the biases.
     weights: list[Any] = field(default_factory=list)
@@ -276,6 +277,8 @@ class Layer:
             activation=ACTIVATIONS.index(self.activation),
             gated=self.gated,
             weight_on_input=self.weight_on_input,
+            situ_beta=self.situ[0],
+            situ_linear_beta=self.situ[1],
         )
         for slot in range(e):
             if self.slots[slot]:
@@ -353,6 +356,8 @@ class Layer:
             swiglu_alpha=self.alpha,
             activation=self.activation,
             weight_on_input=self.weight_on_input,
+            situ_beta=self.situ[0],
+            situ_linear_beta=self.situ[1],
             **biases,
         )
 

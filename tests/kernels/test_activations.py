@@ -39,8 +39,10 @@ class Function(NamedTuple):
     """What an expert computes between its first products and down."""
 
     activation: str
-    gated: bool
+    gated: bool = True
     weight_on_input: bool = False
+    limit: float = 0.0
+    situ: tuple[float, float] = (1.0, 0.0)
 
     @property
     def name(self) -> str:
@@ -51,9 +53,14 @@ class Function(NamedTuple):
 # All but SwiGLU, whose sweeps are in the other files.
 FUNCTIONS = [
     Function(activation, gated, weight_on_input)
-    for activation, gated in itertools.product(ACTIVATIONS, (True, False))
+    for activation, gated in itertools.product(ACTIVATIONS[:4], (True, False))
     for weight_on_input in (False, True)
     if (activation, gated, weight_on_input) != ("silu", True, False)
+]
+FUNCTIONS += [
+    Function("situ", situ=(0.8, 1.1)),
+    Function("situ", weight_on_input=True, situ=(4.0, 0.0)),
+    Function("swiglustep", limit=0.4),
 ]
 UNGATED = [Function("relu2", False), Function("gelu", False)]
 
@@ -164,24 +171,63 @@ FORMULAS: dict[str, Callable[[float], float]] = {
 }
 
 
-def single_values(layer: Layer, x: Floats) -> Floats:
-    """act(x) of each value: the weights are identity matrices, so h and y are act(x) in bf16."""
-    rows = x.reshape(-1, layer.hidden)
+class Single(NamedTuple):
+    """A function of one value: of up without a gate; of gate, if up is 1; or of up, where the
+    function of the gate is 1."""
+
+    name: str
+    function: Function
+    formula: Callable[[float], float]
+    value: str = "up alone"
+
+
+SINGLES = [Single(name, Function(name, False), formula) for name, formula in FORMULAS.items()] + [
+    Single(
+        "situ-gate",
+        Function("situ", situ=(4.0, 0.0)),
+        lambda x: 4 * math.tanh(x / 4) * sigmoid(x),
+        "gate",
+    ),
+    Single("situ-up", Function("situ", situ=(1.0, 3.0)), lambda x: 3 * math.tanh(x / 3), "up"),
+    Single(
+        "swiglustep-gate",
+        Function("swiglustep", limit=2.0),
+        lambda x: min(x * sigmoid(x), 2.0),
+        "gate",
+    ),
+    Single(
+        "swiglustep-up",
+        Function("swiglustep", limit=40.0),
+        lambda x: 40 * min(max(x, -40.0), 40.0),
+        "up",
+    ),
+]
+
+
+def single_values(variant: Variant, single: Single, x: Floats) -> Floats:
+    """The function of each value: the weights are identity matrices, so h and y are that in bf16.
+    With one weight, each row is a layer of its own, and so not spoiled by its neighbours."""
+    n = 32 if len(x) > 2 else 1
+    eye, zero = np.eye(n, dtype=np.float32)[None], np.zeros((1, n, n), np.float32)
+    first = {"up alone": [eye], "gate": [eye, zero], "up": [zero, eye]}[single.value]
+    constant = {"up alone": [0], "gate": [0, 1], "up": [40, 0]}[single.value]
+    bias = [np.full((1, n), np.float32(value)) for value in (*constant, 0)]
+    layer = made(
+        variant, Format(BF16), single.function, 1, 1, n, n, weights=[*first, eye], bias=bias
+    )
+    rows = x.reshape(-1, n)
     ids, weights = np.zeros((len(rows), 1)), np.ones((len(rows), 1), np.float32)
     return layer.forward(rows, ids, weights).ravel()
 
 
-@grid(variant=VARIANTS, activation=ACTIVATIONS)
-def test_single_values(variant: Variant, activation: str) -> None:
+@grid(variant=VARIANTS, single=SINGLES)
+def test_single_values(variant: Variant, single: Single) -> None:
     """Every bf16 value of magnitude 2^-100 to 2^60: within one bf16 step of the formula, also where
     it underflows or the cube in gelu_tanh overflows float32."""
-    n = 32
-    eye = np.eye(n, dtype=np.float32)[None]
-    layer = made(variant, Format(BF16), Function(activation, False), 1, 1, n, n, weights=[eye, eye])
     bits = np.arange((127 - 100) << 7, (127 + 60) << 7, dtype=np.uint16)
     x = bf16_values(np.concatenate([bits, bits | np.uint16(0x8000)])).astype(np.float32)
-    exact = np.array([FORMULAS[activation](float(v)) for v in x])
-    y = single_values(layer, x)
+    exact = np.array([single.formula(float(v)) for v in x])
+    y = single_values(variant, single, x)
     assert not np.isnan(y).any()
     np.testing.assert_array_less(np.abs(y - exact), 1.01 * 2.0**-8 * np.abs(exact) + 1e-36)
 
@@ -210,29 +256,24 @@ def test_a_bad_row_stays_alone(
 
 
 def test_infinities() -> None:
-    """relu2 of -inf is 0; the other functions are NaN there, as inf * 0 is."""
-    for activation in ACTIVATIONS:
-        eye = np.eye(32, dtype=np.float32)[None] * np.float32(0.5)
-        layer = made(
-            Variant("_C", "avx2"),
-            Format(BF16),
-            Function(activation, False),
-            1,
-            1,
-            1,
-            1,
-            weights=[eye[:, :1, :1], eye[:, :1, :1]],
-        )
-        plus, minus = single_values(layer, np.array([np.inf, -np.inf], np.float32))
-        assert plus == np.inf
-        assert minus == 0 if activation == "relu2" else np.isnan(minus)
+    """An activation of -inf is NaN, as inf * 0 is, but for relu2. Functions with a gate get the
+    largest float32, as the other weight, 0, would make NaN of an infinity."""
+    most = {"situ-gate": (4, 0), "situ-up": (3, -3), "relu2": (np.inf, 0)}
+    most |= {"swiglustep-gate": (2, 0), "swiglustep-up": (1600, -1600)}
+    for single in SINGLES:
+        large = np.float32(np.inf if single.value == "up alone" else 3e38)
+        y = single_values(Variant("_C", "avx2"), single, np.array([large, -large]))
+        np.testing.assert_array_equal(y, most.get(single.name, (np.inf, np.nan)), single.name)
 
 
 WRONG = [
-    (dict(activation=4), "activation 4; accepted: 0 to 3"),
-    (dict(activation=-1), "activation -1; accepted: 0 to 3"),
-    (dict(activation=1, swiglu_limit=7.0), r"swiglu_limit 7\.0.*this activation has neither"),
-    (dict(gated=False, swiglu_alpha=1.5), r"swiglu_alpha 1\.5.*this activation has neither"),
+    (dict(activation=6), "activation 6; accepted: 0 to 5"),
+    (dict(activation=-1), "activation -1; accepted: 0 to 5"),
+    (dict(activation=1, swiglu_limit=7.0), r"swiglu_limit 7\.0.*this activation has none"),
+    (dict(gated=False, swiglu_alpha=1.5), r"swiglu_alpha 1\.5.*this activation has none"),
+    (dict(activation=5, swiglu_alpha=1.5), r"swiglu_alpha 1\.5.*this activation has none"),
+    (dict(activation=4, gated=False), "gated 0; activation 4 needs a gate; accepted: 1"),
+    (dict(activation=4, situ_beta=0.0), r"situ_beta 0\.0.*; accepted: more than 0"),
 ]
 
 

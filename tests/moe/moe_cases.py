@@ -41,6 +41,8 @@ _OF_REFERENCE = (
     "swiglu_limit",
     "swiglu_alpha",
     "activation",
+    "situ_beta",
+    "situ_linear_beta",
     "apply_router_weight_on_input",
     "gpu_experts_mask",
     "rounded",

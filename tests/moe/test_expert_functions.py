@@ -11,9 +11,10 @@ from moe_cases import ALL_METHODS, KERNEL_METHODS, Case, within
 from test_act_order import OrderedCase
 from test_deferral import agree, batches_of, build, definition, one_pass
 
-from kt_kernel import KTMoEWrapper
+from kt_kernel import _C, KTMoEWrapper
 from kt_kernel.moe.activation import ACTIVATIONS
-from kt_kernel.testing import moe_reference
+from kt_kernel.testing import moe_reference, quantise_weights, row_error
+from kt_kernel.weights.methods import get_method
 
 FUNCTIONS = {
     "gpt-oss": {"swiglu_limit": 0.7, "swiglu_alpha": 1.702},
@@ -24,6 +25,8 @@ FUNCTIONS = {
     "relu2": {"activation": "relu2"},
     "relu2-ungated": {"activation": "relu2", "gated": False},
     "silu-ungated": {"gated": False},
+    "situ": {"activation": "situ", "situ_beta": 0.8, "situ_linear_beta": 1.1},
+    "swiglustep": {"activation": "swiglustep", "swiglu_limit": 0.4},
     "silu-input": {"apply_router_weight_on_input": True},
     "relu2-ungated-input": {
         "activation": "relu2",
@@ -79,14 +82,14 @@ def test_against_the_oracle(method, function, biases, threads, one_by_one):
 
 
 def test_the_functions_are_those_of_pytorch():
-    """The oracle with top-1 and no rounding, against transformers' formulas."""
+    """The oracle with top-1 and no rounding, against PyTorch's functions."""
     act = {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         "relu2": lambda x: torch.relu(x) ** 2,
     }
-    assert tuple(act) == ACTIVATIONS
+    assert tuple(act) == ACTIVATIONS[:4]
     for name, gated, on_input in itertools.product(act, (True, False), (True, False)):
         options = {"activation": name, "gated": gated, "apply_router_weight_on_input": on_input}
         case = Case(options=options, k=1)
@@ -100,6 +103,29 @@ def test_the_functions_are_those_of_pytorch():
         ids = torch.full((5, 1), 2)
         y = case.reference(hidden, ids, weights, rounded=False)
         assert torch.allclose(y, wanted, rtol=1e-12, atol=1e-14), options
+
+
+@pytest.mark.parametrize("method", ["BF16", "AMXINT8"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_both_oracles_agree(method, function):
+    case = case_of(method, function, biases=True)
+    hidden, ids, weights = case.batch(9)
+    options = {name: value for name, value in case.options.items() if name != "gated"}
+    if "apply_router_weight_on_input" in options:
+        options["weight_on_input"] = options.pop("apply_router_weight_on_input")
+    matrices = [m if m is None else quantise_weights(method, m).numpy() for m in case.sources]
+    compiled = _C.reference_forward(
+        hidden.double().numpy(),
+        ids.numpy(),
+        weights.double().numpy(),
+        *matrices,
+        activation_format=int(get_method(method).int8_activations),
+        skip=[False] * case.experts,
+        **{name: bias.double().numpy() for name, bias in case.bias.items()},
+        **options,
+    )
+    ours = case.reference(hidden, ids, weights)
+    assert row_error(torch.from_numpy(compiled), ours).max() < 1e-12
 
 
 @pytest.mark.parametrize("function", ["relu2-ungated", "silu-input"])
@@ -129,6 +155,9 @@ def test_an_expert_without_gate_takes_two_thirds():
     assert 3 * ungated.packed_bytes == 2 * gated.packed_bytes
     assert (ungated.activation, ungated.gated) == ("relu2", False)
     assert gated.gated and not gated.apply_router_weight_on_input
+    situ = case_of(function="situ").wrapper(load=False)
+    assert (situ.activation, situ.situ_beta, situ.situ_linear_beta) == ("situ", 0.8, 1.1)
+    assert Case(options={"activation": "situ"}).wrapper(load=False).situ_beta == 1
 
 
 def test_weights_may_change_on_their_way():
@@ -162,12 +191,28 @@ def test_weights_may_change_on_their_way():
         (
             {"activation": "gelu", "swiglu_limit": 7.0},
             ValueError,
-            "swiglu_limit=7 with activation='gelu'; accepted: 0, or activation='silu' with",
+            "swiglu_limit=7 with activation='gelu', gated=True; accepted: 0, or activation='silu' "
+            "or activation='swiglustep' with gated=True",
         ),
         (
             {"gated": False, "swiglu_alpha": 1.702},
             ValueError,
             "swiglu_alpha=1.702 with activation='silu', gated=False; accepted: 0, or",
+        ),
+        (
+            {"situ_beta": 4.0},
+            ValueError,
+            "situ_beta=4 with activation='silu', gated=True; accepted",
+        ),
+        (
+            {"activation": "situ", "situ_beta": -1.0},
+            ValueError,
+            "situ_beta=-1.0; accepted: a finite",
+        ),
+        (
+            {"activation": "situ", "gated": False},
+            ValueError,
+            "gated=False with activation='situ'; accepted: True",
         ),
         (
             {"gated": False, "cpu_save": True, "weight_path": "/nowhere"},

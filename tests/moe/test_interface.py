@@ -48,7 +48,8 @@ SIGNATURES = {
         "num_gpu_experts=None, lora_rank=16, lora_alpha=32.0, max_cache_depth=1, group_size=128, "
         "zero_point=True, *, numa_nodes=None, lora_dropout=0.0, full_weight_grad=False, "
         "swiglu_limit=0.0, swiglu_alpha=0.0, "
-        "activation='silu', gated=True, apply_router_weight_on_input=False)",
+        "activation='silu', gated=True, apply_router_weight_on_input=False, "
+        "situ_beta=None, situ_linear_beta=None)",
         "generate_gpu_experts_masks": "(activation_freq, num_gpu_experts)",
         "cpu_features": "()",
     },
@@ -96,7 +97,8 @@ def both_ways(function, *values, **keyword_only):
 
 
 def arguments(**changes):
-    """All of the constructor's, by name, in their order; none has its default's value."""
+    """All of the constructor's, by name, in their order. None has its default's value, except
+    those of other activations than SwiGLU."""
     given = {
         "layer_idx": 3,
         "num_experts": 6,
@@ -126,6 +128,8 @@ def arguments(**changes):
         "activation": "silu",
         "gated": True,
         "apply_router_weight_on_input": False,
+        "situ_beta": 0.0,
+        "situ_linear_beta": 0.0,
     }
     assert list(given) == list(inspect.signature(KTMoEWrapper).parameters)
     return given | changes
@@ -167,6 +171,8 @@ def test_attributes_have_what_was_chosen_where_nothing_was_given():
         "activation": "silu",
         "gated": True,
         "apply_router_weight_on_input": False,
+        "situ_beta": 0.0,
+        "situ_linear_beta": 0.0,
         **SFT_DEFAULTS,
     }
     check_attributes(wrapper, chosen)

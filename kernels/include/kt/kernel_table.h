@@ -78,14 +78,20 @@ enum class ActFunction : int {
   kGelu = 1,      // x * P(X < x) of the standard normal distribution
   kGeluTanh = 2,  // its approximation 0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
   kRelu2 = 3,     // max(x, 0)^2
+  // Two with a gate only. h = situ_beta * tanh(gate / situ_beta) * sigmoid(gate) * up, where up
+  // becomes situ_linear_beta * tanh(up / situ_linear_beta) if that is > 0 (SituGLU, Kimi-K3).
+  kSitu = 4,
+  // h = min(silu(gate), limit) * up, with up clamped to [-limit, limit], if limit > 0 (Step-3.5).
+  kSwigluStep = 5,
 };
-constexpr int kActFunctions = 4;
+constexpr int kActFunctions = 6;
 
 struct Activation {
-  float limit = 0;  // SwiGLU; > 0: gate is clamped from above, up to [-limit, limit]
+  float limit = 0;  // > 0: SwiGLU clamps gate from above, up to [-limit, limit]
   float alpha = 0;  // SwiGLU; != 0: gate * sigmoid(alpha * gate) * (up + 1)
   ActFunction function = ActFunction::kSilu;
   bool gated = true;  // whether experts have a gate
+  float situ_beta = 1, situ_linear_beta = 0;
 
   bool is_swiglu() const { return gated && function == ActFunction::kSilu; }
 };

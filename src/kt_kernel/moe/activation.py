@@ -8,7 +8,15 @@ from typing import Any
 from .values import boolean, real
 
 #: Activation functions of experts, in the order of kt::ActFunction (kernels/include/kt).
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "situ", "swiglustep")
+_NEED_A_GATE = ("situ", "swiglustep")
+#: The activations that these arguments belong to, with a gate.
+_USES = {
+    "swiglu_limit": ("silu", "swiglustep"),
+    "swiglu_alpha": ("silu",),
+    "situ_beta": ("situ",),
+    "situ_linear_beta": ("situ",),
+}
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,8 @@ class ExpertActivation:
     router_weight_on_input: bool = False
     swiglu_limit: float = 0.0
     swiglu_alpha: float = 0.0
+    situ_beta: float = 0.0  # not 0 with "situ"
+    situ_linear_beta: float = 0.0
 
     @property
     def is_swiglu(self) -> bool:
@@ -35,6 +45,8 @@ class ExpertActivation:
             "weight_on_input": self.router_weight_on_input,
             "swiglu_limit": self.swiglu_limit,
             "swiglu_alpha": self.swiglu_alpha,
+            "situ_beta": self.situ_beta or 1.0,
+            "situ_linear_beta": self.situ_linear_beta,
         }
 
     def __str__(self) -> str:
@@ -51,28 +63,31 @@ def check_activation(
     activation: Any = "silu",
     gated: Any = True,
     apply_router_weight_on_input: Any = False,
-    swiglu_limit: Any = 0.0,
-    swiglu_alpha: Any = 0.0,
+    **numbers: Any,
 ) -> ExpertActivation:
-    """Checks the constructor's arguments of these names; raises TypeError or ValueError."""
+    """Checks the constructor's arguments of these names; raises TypeError or ValueError.
+
+    numbers: swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta. None and 0 mean not given.
+    """
     if not isinstance(activation, str):
         raise TypeError(f"activation must be a string, got {type(activation).__name__}")
     if activation not in ACTIVATIONS:
         accepted = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation={activation!r}; accepted: {accepted}")
-    checked = ExpertActivation(
-        activation,
-        boolean("gated", gated),
-        boolean("apply_router_weight_on_input", apply_router_weight_on_input),
-        real("swiglu_limit", swiglu_limit, 0.0),
-        real("swiglu_alpha", swiglu_alpha),
-    )
-    if activation == "silu" and checked.gated:
-        return checked
-    for name in ("swiglu_limit", "swiglu_alpha"):
-        if value := getattr(checked, name):
+    boolean("gated", gated)
+    boolean("apply_router_weight_on_input", apply_router_weight_on_input)
+    if activation in _NEED_A_GATE and not gated:
+        raise ValueError(f"gated=False with activation={activation!r}; accepted: True")
+    given = {"situ_beta": 1.0} if activation == "situ" else {}
+    for name, value in numbers.items():
+        number = real(name, value, None if name == "swiglu_alpha" else 0.0)
+        if not number:
+            continue
+        if activation not in _USES[name] or not gated:
+            accepted = " or ".join(f"activation={use!r}" for use in _USES[name])
             raise ValueError(
-                f"{name}={value:g} with {checked}; accepted: 0, or activation='silu' with "
-                "gated=True"
+                f"{name}={number:g} with activation={activation!r}, gated={gated}; accepted: 0, or "
+                f"{accepted} with gated=True"
             )
-    return checked
+        given[name] = number
+    return ExpertActivation(activation, gated, apply_router_weight_on_input, **given)

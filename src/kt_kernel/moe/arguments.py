@@ -117,6 +117,16 @@ class WrapperArguments:
         return self._settings.activation.function
 
     @property
+    def situ_beta(self) -> float:
+        """Soft limit of gate in SituGLU; 0 with other activations."""
+        return self._settings.activation.situ_beta
+
+    @property
+    def situ_linear_beta(self) -> float:
+        """Soft limit of up in SituGLU; 0: none."""
+        return self._settings.activation.situ_linear_beta
+
+    @property
     def gated(self) -> bool:
         """Whether experts have a gate."""
         return self._settings.activation.gated

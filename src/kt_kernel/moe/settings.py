@@ -180,6 +180,8 @@ def check_settings(
     activation: str = "silu",
     gated: bool = True,
     apply_router_weight_on_input: bool = False,
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
     sft: Mapping[str, Any] | None = None,
 ) -> LayerSettings:
     """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit.
@@ -196,7 +198,13 @@ def check_settings(
     check_sizes(chosen, chosen.name, hidden_size, intermediate)
     boolean("cpu_save", cpu_save)
     act = check_activation(
-        activation, gated, apply_router_weight_on_input, swiglu_limit, swiglu_alpha
+        activation,
+        gated,
+        apply_router_weight_on_input,
+        swiglu_limit=swiglu_limit,
+        swiglu_alpha=swiglu_alpha,
+        situ_beta=situ_beta,
+        situ_linear_beta=situ_linear_beta,
     )
     if cpu_save and not act.gated:
         raise ValueError(

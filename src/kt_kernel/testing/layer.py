@@ -40,6 +40,17 @@ def _swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float) ->
     return gate * torch.sigmoid(gate) * up
 
 
+def _swiglu_step(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    limit = limit or torch.inf
+    return torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def _situ(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+    if linear_beta:
+        up = linear_beta * torch.tanh(up / linear_beta)
+    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
+
+
 @dataclass
 class _Layer:
     """How one expert of a layer is computed."""
@@ -48,6 +59,7 @@ class _Layer:
     limit: float
     alpha: float
     activation: str
+    situ: tuple[float, float]
     errors: list[Callable[[torch.Tensor], torch.Tensor]]  # of kernels, see `kernel_errors`
 
     def operand(self, values: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,6 +71,10 @@ class _Layer:
         """h of gate and up, or of up alone."""
         if self.activation == "silu" and len(products) == 2:
             return _swiglu(*products, self.limit, self.alpha)
+        if self.activation == "swiglustep":
+            return _swiglu_step(*products, self.limit)
+        if self.activation == "situ":
+            return _situ(*products, *self.situ)
         first, *rest = products
         h = _FUNCTIONS[self.activation](first)
         return h * rest[0] if rest else h
@@ -140,6 +156,8 @@ def moe_reference_with_noise(
     swiglu_limit: float = 0.0,
     swiglu_alpha: float = 0.0,
     activation: str = "silu",
+    situ_beta: float = 1.0,
+    situ_linear_beta: float = 0.0,
     apply_router_weight_on_input: bool = False,
     rounded: bool = True,
     kind: str = "auto",
@@ -176,6 +194,7 @@ def moe_reference_with_noise(
         swiglu_limit,
         swiglu_alpha,
         activation,
+        (situ_beta, situ_linear_beta),
         kernel_errors(_formats(chosen, *every), kind, table) if rounded else [],
     )
     experts = len(up)

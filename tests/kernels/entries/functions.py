@@ -127,6 +127,8 @@ def function_cases(t: Things) -> dict[str, list[Case]]:
                 swiglu_alpha=Real(0.0),
                 activation=Text("silu"),
                 weight_on_input=Flag(False),
+                situ_beta=Real(1.0),
+                situ_linear_beta=Real(0.0),
                 extra=[(dict(skip=[False]), ValueError)],
             ),
         ],
