@@ -69,15 +69,16 @@ class _Layer:
 
     def act(self, *products: torch.Tensor) -> torch.Tensor:
         """h of gate and up, or of up alone."""
-        if self.activation == "silu" and len(products) == 2:
-            return _swiglu(*products, self.limit, self.alpha)
+        first, up = products[0], products[-1]
+        if len(products) == 1:
+            return _FUNCTIONS[self.activation](up)
+        if self.activation == "silu":
+            return _swiglu(first, up, self.limit, self.alpha)
         if self.activation == "swiglustep":
-            return _swiglu_step(*products, self.limit)
+            return _swiglu_step(first, up, self.limit)
         if self.activation == "situ":
-            return _situ(*products, *self.situ)
-        first, *rest = products
-        h = _FUNCTIONS[self.activation](first)
-        return h * rest[0] if rest else h
+            return _situ(first, up, *self.situ)
+        return _FUNCTIONS[self.activation](first) * up
 
     def off(self, products: Sequence[torch.Tensor], offs: Iterable[torch.Tensor]) -> torch.Tensor:
         """How far h is off at most when the products are by so much."""
