@@ -18,9 +18,11 @@ from . import core
 from .core import (
     ACTIVATIONS,
     BF16,
+    FP8_BLOCK,
     INT4_GROUP,
     INT8_ROW,
     KINDS,
+    NVFP4,
     ONE_OF_EACH,
     TILE,
     VARIANTS,
@@ -31,6 +33,7 @@ from .core import (
     Layer,
     Variant,
 )
+from .ggml import Q5_0
 from .oracle import check
 from .sources import bf16_values
 
@@ -62,6 +65,9 @@ FUNCTIONS += [
     Function("situ", weight_on_input=True, situ=(4.0, 0.0)),
     Function("swiglustep", limit=0.4),
 ]
+FEW = FUNCTIONS[::3]
+# One format for each kind of activation rows and of blocks; tests/moe has all formats.
+FORMATS = [f for f in ONE_OF_EACH if f.code in (BF16, INT8_ROW, INT4_GROUP, FP8_BLOCK, NVFP4, Q5_0)]
 UNGATED = [Function("relu2", False), Function("gelu", False)]
 
 
@@ -71,7 +77,7 @@ def made(variant: Variant, format: Format, function: Function, *sizes: int, **re
 
 @grid(
     variant=VARIANTS,
-    format=ONE_OF_EACH,
+    format=FORMATS,
     kind=KINDS,
     function=FUNCTIONS,
     threads=[(2,), (1, 2)],
@@ -116,8 +122,8 @@ def test_an_expert_without_gate_has_no_bytes_of_one(
 
 @grid(
     variant=VARIANTS,
-    format=[f for f in ONE_OF_EACH if f.code in (BF16, INT8_ROW, INT4_GROUP)],
-    function=FUNCTIONS,
+    format=[f for f in FORMATS if f.code in (BF16, INT8_ROW, INT4_GROUP)],
+    function=FEW,
     kind=[VECTOR, TILE],
 )
 def test_same_bits_for_any_threads_and_batch(
@@ -236,7 +242,7 @@ def test_single_values(variant: Variant, single: Single) -> None:
     variant=VARIANTS,
     format=[Format(BF16), Format(INT8_ROW), Format(INT4_GROUP, 32)],
     kind=[VECTOR, TILE],
-    function=FUNCTIONS,
+    function=FEW,
     bad=[np.nan, np.inf, -np.inf],
 )
 def test_a_bad_row_stays_alone(
