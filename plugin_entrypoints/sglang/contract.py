@@ -417,6 +417,16 @@ NAMES = (
         for operation in operations
         if owner != _CONTROL
     ),
+    # kt model check
+    *(
+        Name(
+            f"{_ENGINE}.{name}",
+            "called",
+            "serves small models of a class and reads their log-probabilities",
+            without="kt model check does not work",
+        )
+        for name in ("generate", "shutdown")
+    ),
     # Starts that fail
     Name(
         f"{_SCHEDULER}.__init__",

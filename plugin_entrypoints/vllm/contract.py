@@ -21,6 +21,8 @@ from .expert_contract import MOE_CONFIG as _MOE_CONFIG
 _TOGETHER = "not supported with kt options yet"
 _PLACES = "both settings decide where weights are kept"
 _MORE_WORK = "padding is computed like tokens"
+_PROBES = "serves small models of a class and reads their log-probabilities"
+_NO_PROBE = "kt model check does not work"
 _PADDING = "the oldest version passes the padding rows to a layer"
 
 _ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
@@ -115,11 +117,18 @@ NAMES = (
         "wrapped",
         "without hot experts, no kernel of the checkpoint's format is selected",
         until="vLLM selects kernels when a layer has weights",
+        without="quantised models need a kernel of vLLM even if no expert is hot",
     ),
     Name(
         f"{_LAYERS}.fused_moe_method_base:FusedMoEMethodBase.create_weights",
         "subclassed",
         "the method of a layer without hot experts",
+    ),
+    Name(
+        "vllm.model_executor.models.gpt_oss:GptOssRoutedExperts",
+        "subclassed",
+        "experts that differ in loading only",
+        without="gpt-oss has no such class in older versions",
     ),
     Name(
         "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
@@ -174,6 +183,15 @@ NAMES = (
     ),
     Name("vllm.config:get_current_vllm_config", "called", "the options, while a model is built"),
     Name("vllm.model_executor.models.utils:extract_layer_index", "called", "a layer's number"),
+    # kt model check.
+    Name("vllm.entrypoints.llm:LLM.generate", "called", _PROBES, without=_NO_PROBE),
+    Name("vllm.sampling_params:SamplingParams", "called", _PROBES, without=_NO_PROBE),
+    Name(
+        "vllm.distributed.parallel_state:cleanup_dist_env_and_memory",
+        "called",
+        "ends one small model before the next",
+        without=_NO_PROBE,
+    ),
     # Which rows are padding.
     Name(
         "vllm.forward_context:get_forward_context",
@@ -198,6 +216,14 @@ NAMES = (
     ),
 )
 ATTRIBUTES = (
+    Attributes("vllm.entrypoints.llm:LLM", ("llm_engine",), _PROBES, without=_NO_PROBE),
+    Attributes(
+        "vllm.outputs:RequestOutput", ("outputs", "prompt_logprobs"), _PROBES, without=_NO_PROBE
+    ),
+    Attributes(
+        "vllm.outputs:CompletionOutput", ("logprobs", "token_ids"), _PROBES, without=_NO_PROBE
+    ),
+    Attributes("vllm.logprobs:Logprob", ("logprob",), _PROBES, without=_NO_PROBE),
     Attributes(_ARGUMENTS, ("additional_config",), "where the options travel"),
     Attributes(
         "vllm.config:VllmConfig",

@@ -1,0 +1,66 @@
+"""SGLang: serves models one after the other and writes their log-probabilities, for kt model check.
+
+    python -m kt_kernel.plugin_entrypoints.sglang.probe JOB.json RESULT.json
+
+The files are those of `kt_kernel.serving.class_check`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of the prompts' tokens, and of `steps` greedy tokens after each."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    os.environ.pop("KT_CONFIG", None)
+    if run["kt"] is not None:
+        os.environ["KT_CONFIG"] = json.dumps(run["kt"])
+    device: dict[str, Any] = {"device": job["device"]}
+    if job["device"] == "cpu":
+        device |= {"attention_backend": "torch_native"}
+    engine = Engine(
+        model_path=run["model"],
+        dtype=job["dtype"],
+        skip_tokenizer_init=True,
+        grammar_backend="none",
+        max_total_tokens=2048,
+        max_running_requests=4,
+        mem_fraction_static=0.6,
+        disable_radix_cache=True,
+        disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        random_seed=0,
+        **device | job["arguments"],
+    )
+    try:
+        results = engine.generate(
+            input_ids=job["prompts"],
+            return_logprob=True,
+            logprob_start_len=0,
+            sampling_params={"temperature": 0, "max_new_tokens": job["steps"], "ignore_eos": True},
+        )
+        found = [result["meta_info"] for result in results]
+        return {
+            # The first token has no log-probability.
+            "prompt": [[one[0] for one in info["input_token_logprobs"][1:]] for info in found],
+            "tokens": [result["output_ids"] for result in results],
+            "decoded": [[one[0] for one in info["output_token_logprobs"]] for info in found],
+        }
+    finally:
+        engine.shutdown()
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    answers = {}
+    for run in job["runs"]:
+        answers[run["name"]] = serve(run, job)
+        Path(sys.argv[2]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

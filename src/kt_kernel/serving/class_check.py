@@ -1,0 +1,220 @@
+"""Checks whether a model class that was not tested is served correctly: ``kt model check``.
+
+A small random model of the class is served by the stock engine and with kt options, and their
+log-probabilities are compared. As a control, kt options with the experts in the wrong places must
+give others; otherwise the comparison shows nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .hub import local_path
+from .repository import Repository
+from .server_process import process_group
+from .small_model import VOCABULARY, small_config, write_small_model
+
+ENGINES = ("vllm", "sglang")
+_STEPS = 8
+# The mean distance of log-probabilities, and how much further those of the control must be.
+_NEAR, _CONTROL = {"float32": 0.03, "bfloat16": 0.1}, 5
+_PATIENCE = 900  # seconds for all runs of an engine
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result for one model class.
+
+    Attributes:
+        engine, version, device: what served the small model.
+        classes: names of the model class.
+        distances: mean distance of log-probabilities to the stock engine's, by run; "control" is
+            that with experts in the wrong places.
+        problem: why --kt-allow-untested is not safe; "" if it is.
+    """
+
+    engine: str
+    version: str
+    device: str
+    classes: str
+    distances: dict[str, float]
+    problem: str = ""
+
+    @property
+    def safe(self) -> bool:
+        return not self.problem
+
+
+def installed_engine(name: str | None = None) -> str:
+    """The engine to use: the one named, or the one that is installed for this Python.
+
+    Raises:
+        ValueError: it is not installed, or none is.
+    """
+    if name is not None and name not in ENGINES:
+        raise ValueError(f"--engine {name}: unknown engine; accepted: {', '.join(ENGINES)}")
+    for engine in ENGINES if name is None else (name,):
+        if importlib.util.find_spec(engine) is not None:
+            return engine
+    raise ValueError(
+        f"{name or 'neither vLLM nor SGLang'} is not installed for {sys.executable}; run kt in the "
+        "engine's environment"
+    )
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """config.json of a folder, or of a repository on the hub (weights are not downloaded).
+
+    Raises:
+        ValueError, OSError: there is none, or it is not a JSON object.
+    """
+    path = Path(model)
+    if not path.exists():
+        repository = Repository.parse(model)
+        if repository is None:
+            raise ValueError(f"{model}: no such folder, and not a repository name (org/name)")
+        found = local_path(repository, None, lambda repository, files, folder: ["config.json"])
+        path = Path(found)
+    file = path / "config.json" if path.is_dir() else path
+    config = json.loads(file.read_text())
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: expected a JSON object")
+    return config
+
+
+def check_class(
+    config: dict[str, Any],
+    engine: str,
+    *,
+    device: str | None = None,
+    arguments: dict[str, Any] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Verdict:
+    """Serves a small model of a configuration's class and compares it with the stock engine.
+
+    Args:
+        config: content of the model's config.json.
+        engine: ``vllm`` or ``sglang``.
+        device: ``cuda`` or ``cpu``; None: a GPU if there is one.
+        arguments: further arguments of the engine.
+        say: gets a line for each step.
+
+    Raises:
+        ValueError: no small model can be made of this configuration.
+        RuntimeError: the stock engine does not serve the small model. The message has the end of
+            its log.
+    """
+    import torch
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    classes = ", ".join(config.get("architectures") or ["unknown"])
+    small = small_config(config)
+    with tempfile.TemporaryDirectory(prefix="kt-check-") as folder:
+        say(f"making a small random model of {classes}: {small['num_hidden_layers']} layers")
+        write_small_model(small, Path(folder))
+        say(f"serving it with {engine} on {device}, stock and with kt options")
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        runs = _runs(Path(folder))
+        job = {
+            "runs": runs,
+            "prompts": _prompts(),
+            "steps": _STEPS,
+            "dtype": dtype,
+            "device": device,
+            "arguments": arguments or {},
+        }
+        answers, log = _serve(engine, job, Path(folder))
+    if "stock" not in answers:
+        raise RuntimeError(
+            f"{engine} itself does not serve a small model of {classes} on {device}, so nothing "
+            f"can be compared; the end of its log:\n{log}"
+        )
+    distances, problem = _compare(answers, [run["name"] for run in runs], log, dtype)
+    version = importlib.metadata.version(engine)
+    return Verdict(engine, version, device, classes, distances, problem)
+
+
+def _runs(folder: Path) -> list[dict[str, Any]]:
+    model = str(folder / "model")
+    options = {"method": "BF16", "allow_untested": True}
+    half = options | {"num_gpu_experts": 2}
+    return [
+        {"name": "stock", "model": model, "kt": None},
+        {"name": "no hot experts", "model": model, "kt": options},
+        {"name": "2 hot experts", "model": model, "kt": half},
+        {"name": "control", "model": model, "kt": half | {"weight_path": str(folder / "control")}},
+    ]
+
+
+def _prompts() -> list[list[int]]:
+    """Four prompts of different lengths from the whole vocabulary."""
+    return [
+        [3 + (7 * i * j * j + 11 * j + i) % (VOCABULARY - 3) for j in range(12 + 9 * i)]
+        for i in range(4)
+    ]
+
+
+def _serve(engine: str, job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
+    """The answers of all runs before the first one that failed, and the end of the log."""
+    job_file, result, log = folder / "job.json", folder / "result.json", folder / "log"
+    job_file.write_text(json.dumps(job))
+    module = f"kt_kernel.plugin_entrypoints.{engine}.probe"
+    command = [sys.executable, "-m", module, str(job_file), str(result)]
+    env = {name: value for name, value in os.environ.items() if name != "KT_CONFIG"}
+    with process_group(command, log, env) as process:
+        process.wait(_PATIENCE)
+    answers = json.loads(result.read_text()) if result.exists() else {}
+    return answers, log.read_text(errors="replace")[-3000:]
+
+
+def _compare(
+    answers: dict[str, Any], names: list[str], log: str, dtype: str
+) -> tuple[dict[str, float], str]:
+    """The distances of all runs to the first one, and the problem; "" if there is none."""
+    stock, *others = names
+    distances = {
+        name: _distance(answers[stock], answers[name]) for name in others if name in answers
+    }
+    for name in others:
+        if name not in distances:
+            return distances, f"it fails with kt options ({name}): {_last_error(log)}"
+    *near, control = distances.values()
+    if max(near) > _NEAR[dtype]:
+        return distances, "log-probabilities differ from the stock engine's"
+    if control <= _CONTROL * max(near):
+        return distances, (
+            "the comparison shows nothing, because log-probabilities are as close with experts in "
+            "the wrong places"
+        )
+    return distances, ""
+
+
+def _distance(stock: dict[str, Any], other: dict[str, Any]) -> float:
+    """The mean distance of the log-probabilities of the prompts and of the decoded tokens, as long
+    as these are the same. NaN counts as infinite."""
+    found: list[float] = []
+    for a, b in zip(stock["prompt"], other["prompt"], strict=True):
+        found += [abs(x - y) for x, y in zip(a, b, strict=True)]
+    for i, tokens in enumerate(stock["tokens"]):
+        for j, token in enumerate(tokens):
+            if other["tokens"][i][j] != token:
+                break
+            found.append(abs(stock["decoded"][i][j] - other["decoded"][i][j]))
+    mean = sum(found) / len(found)
+    return math.inf if math.isnan(mean) else mean
+
+
+def _last_error(log: str) -> str:
+    """The last line of a log that names an error."""
+    lines = [line.strip() for line in log.splitlines() if "Error" in line or "kt: error" in line]
+    return lines[-1] if lines else "its process ended without an error in its log"

@@ -1,0 +1,109 @@
+"""kt model check without an engine: the small configurations and models, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from kt_kernel.checkpoint import open_checkpoint
+from kt_kernel.serving.class_check import _compare, _distance, installed_engine, read_config
+from kt_kernel.serving.small_model import small_config, write_small_model
+
+
+def published(name: str, **settings: Any) -> dict[str, Any]:
+    config = getattr(transformers, f"{name}Config")()
+    return config.to_dict() | {"architectures": [f"{name}ForCausalLM"]} | settings
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layers"),
+    [
+        ("Qwen3Moe", {}, 3),
+        ("Qwen3Next", {}, 4),  # every fourth layer has full attention
+        ("Glm4MoeLite", {"first_k_dense_replace": 1}, 3),
+        ("Mixtral", {}, 3),
+    ],
+)
+def test_a_small_model(name: str, settings: dict[str, Any], layers: int, tmp_path: Path) -> None:
+    """Of the same class, with every kind of layer; the control has the experts moved on by one."""
+    config = published(name, **settings)
+    small = small_config(config)
+    assert small["num_hidden_layers"] == layers
+    if config.get("layer_types"):
+        assert set(small["layer_types"]) == set(config["layer_types"])
+    write_small_model(small, tmp_path)
+    assert json.loads((tmp_path / "model/config.json").read_text())["architectures"] == [
+        f"{name}ForCausalLM"
+    ]
+    model, control = (open_checkpoint(tmp_path / part) for part in ("model", "control"))
+    layer = model.layers()[-1]
+    sizes = model.sizes(layer)
+    assert sizes[0] == 8
+    right, wrong = (one.read_experts(layer, *sizes) for one in (model, control))
+    for matrix in ("gate", "up", "down"):
+        kept, moved = getattr(right, matrix), getattr(wrong, matrix)
+        assert all(moved[e].equal(kept[e - 1]) and not moved[e].equal(kept[e]) for e in range(8))
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"text_config": {"num_hidden_layers": 2}}, "only text models can be checked"),
+        ({"num_hidden_layers": 2, "model_type": "unknown_moe"}, "model_type 'unknown_moe'"),
+        (published("Llama") | {"num_key_value_heads": 8}, "has no experts"),
+    ],
+)
+def test_what_cannot_be_checked(config: dict[str, Any], line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=line):
+        write_small_model(small_config(config), tmp_path)
+
+
+def answer(*, near: float = 0.0, tokens: int = 5) -> dict[str, Any]:
+    return {
+        "prompt": [[-1.0 + near] * 20],
+        "tokens": [[tokens, 6]],
+        "decoded": [[-2.0 + near, -3.0 + near]],
+    }
+
+
+NAMES = ["stock", "no hot experts", "2 hot experts", "control"]
+
+
+@pytest.mark.parametrize(
+    ("distances", "problem"),
+    [
+        ((0.01, 0.02, 0.9), ""),
+        ((0.01, 0.2, 0.9), "log-probabilities differ"),
+        ((0.01, float("nan"), 0.9), "log-probabilities differ"),
+        ((0.01, 0.02, 0.05), "the comparison shows nothing"),
+        ((0.0, 0.0, 0.0), "the comparison shows nothing"),
+        ((0.01,), "it fails with kt options (2 hot experts): ValueError: no"),
+    ],
+)
+def test_the_verdict(distances: tuple[float, ...], problem: str) -> None:
+    runs = zip(NAMES, (0.0, *distances))  # noqa: B905 - a run that fails has no answer
+    answers = {name: answer(near=distance) for name, distance in runs}
+    found, said = _compare(answers, NAMES, "INFO x\nValueError: no\nbye", "float32")
+    assert said.startswith(problem) and bool(said) == bool(problem)
+    assert found == pytest.approx(dict(zip(NAMES[1:], distances, strict=False))) or (
+        found["2 hot experts"] == float("inf")
+    )
+
+
+def test_tokens_after_the_first_difference_do_not_count() -> None:
+    other = answer() | {"tokens": [[7, 6]], "decoded": [[-9.0, -9.0]]}
+    assert _distance(answer(), other) == 0.0
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--engine trt: unknown engine; accepted: vllm, sglang"):
+        installed_engine("trt")
+    with pytest.raises(ValueError, match="no such folder, and not a repository name"):
+        read_config(str(tmp_path / "none"))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json: expected a JSON object"):
+        read_config(str(tmp_path))
