@@ -17,6 +17,7 @@ import test_awq
 import test_fp8
 import test_gptq
 import test_int4
+import test_int8
 import test_mxfp4
 import test_mxfp8
 import test_nvfp4
@@ -130,6 +131,13 @@ FORMATS: dict[str, Format] = {
         test_nvfp4.modelopt_values,
         {"quant_method": "modelopt"},
     ),
+    "int8 per row": _format(
+        "AMXINT8",
+        test_int8.w8a8(),
+        "weight_scale",
+        test_int8.scaled,
+        {"quant_method": "compressed-tensors", "format": "int-quantized"},
+    ),
 }
 
 # For engines that serve no other GPTQ.
@@ -141,9 +149,13 @@ SYMMETRIC_GPTQ = _format(
     test_gptq.config(),
 )
 
+_FOUR_BITS = _format("GPTQ_INT4", test_gptq.make_with(zero=7), "scales", test_gptq.reference(1))
+_EIGHT_BITS = _format("MIXED", test_int8.gptq8, "scales", test_int8.gptq8_values)
 
-def expert_tensors(form: Format) -> tuple[Tensors, Weights]:
-    """Tensors of all experts with Qwen3-MoE's names, and their weights."""
+
+def expert_tensors(form: Format | Callable[[int, str], Format]) -> tuple[Tensors, Weights]:
+    """Tensors of all experts with Qwen3-MoE's names, and their weights. form: their format, or a
+    function of the layer and "gate", "up" or "down"."""
     torch.manual_seed(7)
     tensors: Tensors = {}
     weights: Weights = []
@@ -153,8 +165,9 @@ def expert_tensors(form: Format) -> tuple[Tensors, Weights]:
             start = f"model.layers.{layer}.mlp.experts.{expert}."
             values = []
             for matrix, shape in MATRICES.items():
-                parts = form.make(*shape)
-                values.append(form.values(dict(parts)))
+                own = form if isinstance(form, Format) else form(layer, matrix)
+                parts = own.make(*shape)
+                values.append(own.values(dict(parts)))
                 tensors |= {f"{start}{PROJECTIONS[matrix]}.{n}": t for n, t in parts.items()}
             weights[-1].append(tuple(values))
     return tensors, weights
@@ -163,6 +176,19 @@ def expert_tensors(form: Format) -> tuple[Tensors, Weights]:
 def _write(form: Format, path: Path) -> Weights:
     tensors, weights = expert_tensors(form)
     save(path, tensors, form.quantization)
+    return weights
+
+
+def _write_mixed(path: Path) -> Weights:
+    """GPTQ that leaves the first layer alone and has 8 bits in down."""
+
+    def form_of(layer: int, matrix: str) -> Format:
+        if layer == 0:
+            return FORMATS["BF16"]
+        return _EIGHT_BITS if matrix == "down" else _FOUR_BITS
+
+    tensors, weights = expert_tensors(form_of)
+    save(path, tensors, test_gptq.config(dynamic={"+:.*down_proj": {"bits": 8}}))
     return weights
 
 
@@ -189,4 +215,5 @@ def _write_stacks(path: Path) -> Weights:
 SOURCES: dict[str, Source] = {
     **{name: Source(form.method, partial(_write, form)) for name, form in FORMATS.items()},
     "FP8 in stacks": Source("FP8", _write_stacks),
+    "formats by layer and matrix": Source("MIXED", _write_mixed),
 }
