@@ -171,9 +171,8 @@ void bind_layer(nb::module_& m) {
            "gated"_a = true, "weight_on_input"_a = false, "situ_beta"_a = 1.0f,
            "situ_linear_beta"_a = 0.0f, "gemm_min_rows"_a = kt::ByMatrix<int64_t>{},
            "row_block"_a = 0, "task_bytes"_a = 0, Unlocked(),
-           "activation: the number of a kt::ActFunction. gated: whether experts have a gate; if "
-           "not, "
-           "everything of gate is 0 or None. weight_on_input: router weights multiply x.")
+           "activation: the number of a kt::ActFunction. gated: whether experts have a gate. If "
+           "not, all arguments for gate are 0 or None. weight_on_input: router weights multiply x.")
       .def(
           "load",
           [](kt::MoeLayer& layer, int64_t slot, const Source& gate, const Source& up,
