@@ -7,9 +7,9 @@ The files are those of `kt_kernel.serving.class_check`.
 
 import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
+
+from kt_kernel.serving.class_check import run_job
 
 
 def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
@@ -54,13 +54,5 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         engine.shutdown()
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    answers = {}
-    for run in job["runs"]:
-        answers[run["name"]] = serve(run, job)
-        Path(sys.argv[2]).write_text(json.dumps(answers))
-
-
 if __name__ == "__main__":
-    main()
+    run_job(serve)

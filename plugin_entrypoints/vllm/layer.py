@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kt_kernel.serving.activations import swiglu_of
@@ -207,6 +208,34 @@ class HybridExperts(RoutedExperts):
                 f"({type(hot).__name__}) is not supported with kt options"
             )
         return hot
+
+
+class AllCold(HybridExperts):
+    """For a model whose class of experts loads hot ones in its own way."""
+
+    def __init__(
+        self, layer_name: str, params_dtype: Any, moe_config: Any, quant_config: Any, **more: Any
+    ) -> None:
+        options = options_of(get_current_vllm_config())
+        if options is None or options.weight_path is None or options.num_gpu_experts:
+            raise ValueError(
+                f"kt: {layer_name}: this model's experts have their own loading; kt-moe serves "
+                "them with --kt-num-gpu-experts 0 from a quantised model, or with --kt-weight-path"
+            )
+        super().__init__(layer_name, params_dtype, moe_config, quant_config, **more)
+
+
+def replacements() -> dict[str, type[HybridExperts]]:
+    """Our classes by the names of vLLM's that they replace.
+
+    A model with a class of its own, which differs in loading only, is served with no expert hot:
+    then vLLM loads nothing.
+    """
+    found: dict[str, type[HybridExperts]] = {RoutedExperts.__name__: HybridExperts}
+    for own in (getattr(gpt_oss, "GptOssRoutedExperts", None),):
+        if own is not None:
+            found[own.__name__] = type(f"Hybrid{own.__name__}", (AllCold, own), {})
+    return found
 
 
 def select_forward(runner: Any) -> Any:

@@ -7,11 +7,10 @@ configured by environment variables, and what a model leaves behind ends with th
 """
 
 import gc
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
+
+from kt_kernel.serving.class_check import run_job
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -67,13 +66,5 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    answers = {}
-    for run in job["runs"]:
-        answers[run["name"]] = serve(run, job)
-        Path(sys.argv[2]).write_text(json.dumps(answers))
-
-
 if __name__ == "__main__":
-    main()
+    run_job(serve)

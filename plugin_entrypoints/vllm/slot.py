@@ -36,7 +36,7 @@ def taken() -> Iterator[None]:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     from .cold import without_cold_weights
-    from .layer import HybridExperts, select_forward
+    from .layer import replacements, select_forward
 
     refuse_taken()
     original = MoERunner._select_forward
@@ -46,7 +46,9 @@ def taken() -> Iterator[None]:
     def select_forward_with_kt(self: Any) -> Any:
         return select_forward(self)
 
-    RoutedExperts.register_oot(HybridExperts)
+    ours = replacements()
+    for name, replacement in ours.items():
+        RoutedExperts.register_oot(replacement, name=name)
     MoERunner._select_forward = select_forward_with_kt
     DefaultModelLoader.get_all_weights = without_cold_weights(get_all_weights)
     try:
@@ -54,5 +56,6 @@ def taken() -> Iterator[None]:
     finally:
         MoERunner._select_forward = original
         DefaultModelLoader.get_all_weights = get_all_weights
-        if op_registry_oot.get(_NAME) is HybridExperts:
-            del op_registry_oot[_NAME]
+        for name, replacement in ours.items():
+            if op_registry_oot.get(name) is replacement:
+                del op_registry_oot[name]

@@ -19,17 +19,19 @@ import test_vllm
 import torch
 from engines import TIMEOUT, Answers, check_refused
 from expert_weights import Weights
+from gpt_oss_model import GptOssReference, Stacks, make_gpt_oss
 from quantised_models import SERVED as FORMATS
 from quantised_models import SETTINGS, SIZES, make_quantised, put
 from repositories import keep
 from tiny_model import LAYERS, TOP_K, Reference, computed_tokens, make, spread_prompts
 
 STEPS = 8
-PROMPTS = spread_prompts(4)
+PROMPTS = spread_prompts(4, vocabulary=128)  # gpt-oss' vocabulary is the smallest one
 CACHED, REPOSITORY = "FP8", "kt-moe/served"  # the model that is named as a repository
 # SGLang starts too slowly for more. Its AWQ has no bfloat16, and its GPTQ on the CPU needs AMX.
 SERVED = {"vllm": list(SETTINGS), "sglang": ["FP8", "RAWINT4", "NVFP4"]}
 HOT = "AWQ_INT4"  # with hot experts, which need an engine's kernel
+GPT_OSS = "gpt-oss"
 RUNS = [(engine, name) for engine, names in SERVED.items() for name in names]
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -49,8 +51,15 @@ def models(folder: Path) -> Callable[[str], tuple[Path, Weights]]:
 
 
 @pytest.fixture(scope="module")
+def gpt_oss(folder: Path) -> tuple[Path, Stacks]:
+    return folder / GPT_OSS, make_gpt_oss(folder / GPT_OSS)
+
+
+@pytest.fixture(scope="module")
 def answers(
-    folder: Path, models: Callable[[str], tuple[Path, Weights]]
+    folder: Path,
+    models: Callable[[str], tuple[Path, Weights]],
+    gpt_oss: tuple[Path, Stacks],
 ) -> Callable[[str], Answers]:
     """Of an engine; it runs when it is first asked for."""
     found: dict[str, Answers] = {}
@@ -63,13 +72,15 @@ def answers(
         if engine not in found:
             module = {"vllm": test_vllm, "sglang": test_sglang}[engine]
             env = module.environment(HF_HUB_CACHE=str(cache), TORCHDYNAMO_DISABLE="1")
-            found[engine] = module.run(folder / engine, env, **_job(engine, models))
+            found[engine] = module.run(folder / engine, env, **_job(engine, models, gpt_oss[0]))
         return found[engine]
 
     return of
 
 
-def _job(engine: str, models: Callable[[str], tuple[Path, Weights]]) -> dict[str, Any]:
+def _job(
+    engine: str, models: Callable[[str], tuple[Path, Weights]], gpt_oss: Path
+) -> dict[str, Any]:
     runs = []
     for name, hot in [*((name, 0) for name in SERVED[engine]), (HOT, 1)]:
         path = REPOSITORY if name == CACHED else str(models(name)[0])
@@ -79,6 +90,9 @@ def _job(engine: str, models: Callable[[str], tuple[Path, Weights]]) -> dict[str
         else:
             more = {"config": json.dumps(options)}
         runs.append({"name": f"{name}, {hot} hot", "model": path} | more)
+    if engine == "vllm":
+        options = {"kt": {"num_gpu_experts": 0, "allow_untested": True}}
+        runs.append({"name": GPT_OSS, "model": str(gpt_oss)} | options)
     job = {"model": "", "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     return job | ({"inspect_here": True} if engine == "vllm" else {"fork": True})
 
@@ -122,3 +136,22 @@ def test_hot_experts_are_refused(engine: str, answers: Callable[[str], Answers])
     check_refused(
         answers(engine)[f"{HOT}, 1 hot"], "--kt-num-gpu-experts 1: the model is quantised"
     )
+
+
+def test_gpt_oss(
+    folder: Path, answers: Callable[[str], Answers], gpt_oss: tuple[Path, Stacks]
+) -> None:
+    """MXFP4 with biases, a SwiGLU limit and an alpha."""
+    answer = answers("vllm")[GPT_OSS]
+    assert "error" not in answer, answer
+    reference = GptOssReference(folder / "gpt-oss plain", gpt_oss[1])
+    found = torch.tensor(answer["logprobs"]).flatten()
+    distances = []
+    for offset in (0, 1):
+        reference.put(offset)
+        distances.append((reference.logprobs(PROMPTS, answer["tokens"]) - found).abs())
+    near, far = distances
+    print(f"gpt-oss: {near.median():.4f} {near.mean():.4f}, control {far.mean():.3f}")
+    assert near.median() < 0.05 and near.mean() < 0.1, (near.median(), near.mean())
+    assert far.mean() > 10 * near.mean(), (far.mean(), near.mean())
+    assert " MXFP4, " in answer["describe"][0]

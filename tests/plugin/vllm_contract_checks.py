@@ -28,6 +28,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -283,7 +284,9 @@ def check_nothing_is_installed_without_options() -> None:
         assert not hasattr(AsyncLLM.__init__.__wrapped__, "__wrapped__")
     with slot.taken():
         assert hooked() == {"async", "engine", "wait", "forward", "weights"}
-        assert op_registry_oot == {"RoutedExperts": hybrid.HybridExperts}
+        assert op_registry_oot["RoutedExperts"] is hybrid.HybridExperts
+        own = op_registry_oot["GptOssRoutedExperts"]
+        assert issubclass(own, (hybrid.HybridExperts, GptOssRoutedExperts))
     assert hooked() == {"async", "engine", "wait"} and not op_registry_oot
 
 

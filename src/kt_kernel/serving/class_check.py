@@ -12,9 +12,11 @@ import importlib.util
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,10 +173,24 @@ def _serve(engine: str, job: dict[str, Any], folder: Path) -> tuple[dict[str, An
     module = f"kt_kernel.plugin_entrypoints.{engine}.probe"
     command = [sys.executable, "-m", module, str(job_file), str(result)]
     env = {name: value for name, value in os.environ.items() if name != "KT_CONFIG"}
-    with process_group(command, log, env) as process:
+    with process_group(command, log, env) as process, suppress(subprocess.TimeoutExpired):
         process.wait(_PATIENCE)
     answers = json.loads(result.read_text()) if result.exists() else {}
     return answers, log.read_text(errors="replace")[-3000:]
+
+
+def run_job(serve: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> None:
+    """Runs a job in an engine's process: ``probe JOB.json RESULT.json``. Answers are written one by
+    one, so those before a failure are kept.
+
+    serve: returns the answer of one run of the job: "prompt", the log-probabilities of each
+        prompt's tokens but the first; "tokens" and "decoded", those of the tokens that follow.
+    """
+    job = json.loads(Path(sys.argv[1]).read_text())
+    answers: dict[str, Any] = {}
+    for run in job["runs"]:
+        answers[run["name"]] = serve(run, job)
+        Path(sys.argv[2]).write_text(json.dumps(answers))
 
 
 def _compare(
