@@ -29,6 +29,14 @@ TESTED_MODELS = (
     "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM",
 )
+# And those tested in one engine only.
+ALSO_TESTED = {
+    "vLLM": (
+        "Cohere2MoeForCausalLM",
+        "ExaoneMoeForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+    ),
+}
 # Load formats that pass weights to our loaders one by one, as tested.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
 QUANTISED_HOT = ("fp8",)  # quantisations of served models whose hot experts were tested
@@ -126,13 +134,23 @@ def refuse_streaming(device: str, options: KTOptions) -> None:
         )
 
 
-def refuse_class(classes: list[str], options: KTOptions) -> None:
-    """OptionError if a model class is not tested, unless --kt-allow-untested is given."""
-    if not options.allow_untested and not set(classes) <= set(TESTED_MODELS):
+def refuse_class(classes: list[str], options: KTOptions, engine: str) -> None:
+    """OptionError if a model class is not tested, unless --kt-allow-untested is given.
+
+    engine: its name, as its users write it.
+    """
+    tested = models_tested_in(engine)
+    if not options.allow_untested and not set(classes) <= set(tested):
         raise OptionError(
-            f"model class {', '.join(classes)} was not tested with kt-moe; tested: "
-            f"{', '.join(TESTED_MODELS)}; add --kt-allow-untested to serve it anyway"
+            f"model class {', '.join(classes)} was not tested with kt-moe in {engine}; tested: "
+            f"{', '.join(tested)}; check it with kt model check MODEL, or add --kt-allow-untested "
+            "to serve it anyway"
         )
+
+
+def models_tested_in(engine: str) -> list[str]:
+    """The model classes that were tested in an engine, sorted."""
+    return sorted((*TESTED_MODELS, *ALSO_TESTED.get(engine, ())))
 
 
 def refuse_quantised(quantisation: str | None, options: KTOptions) -> None:

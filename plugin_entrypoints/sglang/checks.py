@@ -44,7 +44,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     """
     from kt_kernel.serving.preflight import ServedModel, prepare
 
-    refuse_class(list(model_config.hf_config.architectures or []), options)
+    refuse_class(list(model_config.hf_config.architectures or []), options, CONTRACT.engine)
     quantisation = model_config.quantization or arguments.quantization
     refuse_quantised(quantisation, options)
     CONTRACT.refuse(arguments)

@@ -64,7 +64,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     model = config.model_config
-    refuse_class(list(model.architectures or []), options)
+    refuse_class(list(model.architectures or []), options, CONTRACT.engine)
     refuse_quantised(model.quantization, options)
     CONTRACT.refuse(config)
     refuse_streaming(config.device_config.device_type, options)

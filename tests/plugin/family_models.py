@@ -117,6 +117,9 @@ FAMILIES = {
         CPU_MLA,
         gpu=("sglang",),
     ),
+    "Cohere2MoeForCausalLM": Family(
+        dict(layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=True), {}
+    ),
     "Ernie4_5_MoeForCausalLM": Family(
         dict(
             moe_num_experts=EXPERTS, moe_k=TOP_K, moe_layer_start_index=1, moe_num_shared_experts=1
@@ -125,9 +128,14 @@ FAMILIES = {
         {},
         unset="moe_statics",
     ),
+    "ExaoneMoeForCausalLM": Family(
+        GROUPS | dict(layer_types=["sliding_attention", "full_attention"], num_shared_experts=1),
+        {},
+    ),
     "Glm4MoeForCausalLM": Family(GROUPS, {}, {}),
     "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),
     "GraniteMoeForCausalLM": Family({}, {}, {}),
+    "GraniteMoeSharedForCausalLM": Family(dict(shared_intermediate_size=64), {}),
     "MixtralForCausalLM": Family({}, {}, {}),
     "OlmoeForCausalLM": Family(dict(num_key_value_heads=4, norm_topk_prob=False), {}, {}),
     "PhimoeForCausalLM": Family(

@@ -209,22 +209,30 @@ def test_environment_reaches_the_engine(text: str, monkeypatch: pytest.MonkeyPat
     assert vllm_options.options_of(arguments) == KTOptions.from_mapping(json.loads(text))
 
 
-@pytest.mark.parametrize(
-    ("method", "line"),
-    [
-        (None, ""),
-        ("", ""),
-        ("fp8", ""),
-        ("awq", "models quantised with awq are not supported"),
-    ],
-)
-def test_quantised_models(method: str | None, line: str) -> None:
-    if not line:
-        common.refuse_quantised(method)
+@pytest.mark.parametrize("hot", [None, 0, 2])
+@pytest.mark.parametrize("method", [None, "", "fp8", "awq"])
+def test_quantised_models(method: str | None, hot: int | None) -> None:
+    """Only hot experts need kernels that were tested."""
+    options = KTOptions(num_gpu_experts=hot)
+    if method != "awq" or not hot:
+        common.refuse_quantised(method, options)
         return
     with pytest.raises(OptionError) as caught:
-        common.refuse_quantised(method)
-    assert str(caught.value).startswith(line)
+        common.refuse_quantised(method, options)
+    assert str(caught.value).startswith("--kt-num-gpu-experts 2: the model is quantised with awq")
+
+
+def test_untested_classes() -> None:
+    options, untested = KTOptions(), KTOptions(allow_untested=True)
+    common.refuse_class(["Cohere2MoeForCausalLM"], options, "vLLM")
+    for engine, name in (("SGLang", "Cohere2MoeForCausalLM"), ("vLLM", "OtherForCausalLM")):
+        common.refuse_class([name], untested, engine)
+        with pytest.raises(OptionError) as caught:
+            common.refuse_class([name], options, engine)
+        line = f"model class {name} was not tested with kt-moe in {engine}; tested: Cohere2"
+        other = f"model class {name} was not tested with kt-moe in {engine}; tested: Deepseek"
+        assert str(caught.value).startswith((line, other))
+        assert "kt model check" in str(caught.value)
 
 
 # ---- errors of an engine's processes
