@@ -18,7 +18,8 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils.common import is_cpu
 
 from kt_kernel.serving.activations import Swiglu, swiglu_of
-from kt_kernel.serving.hybrid import HybridLayer, HybridModel
+from kt_kernel.serving.hybrid import HybridLayer
+from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide

@@ -17,7 +17,8 @@ from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kt_kernel.serving.activations import swiglu_of
-from kt_kernel.serving.hybrid import HybridLayer, HybridModel
+from kt_kernel.serving.hybrid import HybridLayer
+from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide

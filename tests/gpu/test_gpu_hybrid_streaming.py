@@ -9,7 +9,8 @@ import pytest
 import torch
 from simulated_gpu import products
 
-from kt_kernel.serving.hybrid import MATRICES, HybridModel
+from kt_kernel.serving.hybrid import MATRICES
+from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.streaming_start import EngineSide
 from kt_kernel.testing import row_error

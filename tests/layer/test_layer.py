@@ -16,7 +16,8 @@ from kt_kernel.moe.placement import Placement
 from kt_kernel.runtime import pools
 from kt_kernel.serving import report
 from kt_kernel.serving.activations import Swiglu
-from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
+from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.testing import moe_reference, row_error
 

@@ -10,7 +10,8 @@ import torch
 
 from kt_kernel.moe.placement import COLD, Placement
 from kt_kernel.serving import hybrid as layers
-from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
+from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import moe_reference, row_error
 

@@ -16,7 +16,7 @@ import torch
 from kt_kernel.routes.record import RouteRecord
 from kt_kernel.routes.statistics import ExpertStatistics
 from kt_kernel.serving import recording
-from kt_kernel.serving.hybrid import HybridModel
+from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.weights.expert_tensors import MATRICES, matrix_shapes
 

@@ -20,7 +20,8 @@ from kt_kernel.device.tracer import tracer_of
 from kt_kernel.moe.placement import COLD, Placement
 from kt_kernel.serving import hybrid as layers
 from kt_kernel.serving import streaming, streaming_start
-from kt_kernel.serving.hybrid import MATRICES, HybridLayer, HybridModel
+from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.testing import row_error
 from kt_kernel.trace import pieces

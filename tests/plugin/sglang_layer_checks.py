@@ -18,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
-from kt_kernel.serving.hybrid import HybridModel
+from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
 
 

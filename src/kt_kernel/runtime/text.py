@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def ranges(ascending: Iterable[int], separator: str = ",") -> str:
@@ -14,3 +14,8 @@ def ranges(ascending: Iterable[int], separator: str = ",") -> str:
         else:
             parts.append([number, number])
     return separator.join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def bracketed(ascending: Sequence[int]) -> str:
+    """[0, 1, 5] as " [0-1,5]", and no numbers as an empty text."""
+    return f" [{ranges(ascending)}]" if ascending else ""

@@ -13,7 +13,7 @@ import weakref
 
 from ..runtime.files import replace_file
 from ..runtime.pools import log_crowding
-from .hybrid import HybridModel
+from .hybrid_model import HybridModel
 
 STATS_FILE_VARIABLE = "KT_STATS_FILE"  # counters are written to this file as JSON, atomically
 LOOK_SECONDS = 0.5

@@ -1,0 +1,158 @@
+"""The MoE layers of one model: what they share, and what is logged about them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..moe.chain import model_scope
+from ..moe.placement import Placement
+from ..runtime.text import bracketed
+from ..weights.loading import LoadRecord
+from .adapter import open_adapter
+from .cold_names import ColdNames
+from .hybrid import HybridLayer
+from .model_config import routed_model
+from .options import KTOptions
+from .placement import PlacementPlan, initial_placement, plan_placement
+from .recording import ModelRecording
+from .streaming_start import EngineSide, start_streaming
+
+
+class HybridModel:
+    """The MoE layers of one model: shared state, one log line, and the sum of their counters.
+
+    Keep one per model. Add layers in the order in which they run, which deferral follows. Opens the
+    adapter of the options: ValueError if it cannot be read.
+
+    config: the language model's configuration, see `model_config`. None: only options that look at
+    each layer by itself are possible. Raises OptionError for options that do not fit it.
+    """
+
+    def __init__(self, options: KTOptions, config: Any = None) -> None:
+        self.options = options
+        self.plan: PlacementPlan | None = None
+        if config is not None:
+            self.plan = plan_placement(options, config)
+        path = options.expert_lora_path
+        self._adapter = None if path is None else open_adapter(path)
+        self._adapted = "" if self._adapter is None else f"; {self._adapter.describe()}"
+        self.recording: ModelRecording | None = None
+        if options.records:
+            if config is None:
+                raise ValueError("recording needs the model's configuration")
+            self.recording = ModelRecording(options, routed_model(config))
+        self.layers: list[HybridLayer] = []
+        self._scope = model_scope()
+
+    def placement_of(self, layer_idx: int, num_experts: int) -> Placement:
+        """The placement at the start of a layer. Raises OptionError if the options do not fit."""
+        if self.plan is None:
+            return initial_placement(self.options, num_experts, layer_idx)
+        return self.plan.of(layer_idx)
+
+    def add_layer(self, **shape: Any) -> HybridLayer:
+        """Creates the next layer; the keywords are those of HybridLayer."""
+        change = None if self._adapter is None else self._adapter.layers.get(shape["layer_idx"])
+        with self._scope:
+            layer = HybridLayer(
+                self.options,
+                **shape,
+                change=change,
+                placement=self.placement_of(shape["layer_idx"], shape["num_experts"]),
+            )
+        # Other ranks see the same tokens.
+        if self.recording is not None and shape.get("has_cpu_part", True):
+            layer.record_to(self.recording.add_layer(layer.layer_idx))
+        self.layers.append(layer)
+        return layer
+
+    @property
+    def cold_names(self) -> ColdNames:
+        """The tensors of the served checkpoint that the engine must not load: those of cold
+        experts, if they are read from --kt-weight-path."""
+        if self.options.weight_path is None:
+            return ColdNames({})
+        return ColdNames({layer.layer_idx: layer.placement for layer in self.layers})
+
+    @property
+    def loaded(self) -> bool:
+        """Whether all layers added so far are loaded."""
+        return bool(self.layers) and all(layer.loaded for layer in self.layers)
+
+    def finish_loading(self) -> None:
+        """Ends loading, once all layers are loaded: frees the adapter, and starts the recording.
+
+        Raises ValueError if the adapter is for other layers than the model has.
+        """
+        if self._adapter is not None:
+            self._adapter.check_layers({layer.layer_idx for layer in self.layers})
+            self._adapter = None
+        if self.recording is not None and self.recording.layers:
+            self.recording.start(self)
+
+    def start_streaming(
+        self, device: torch.device, dtype: torch.dtype, engine: EngineSide
+    ) -> str | None:
+        """Prepares streaming of long batches, once the model is loaded; see
+        `streaming_start.start_streaming`."""
+        layers = [layer for layer in self.layers if layer.has_cpu_part]
+        return start_streaming(layers, self.options, device, dtype, engine)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another rank computes the cold experts."""
+        return any(not (layer.placement.all_hot or layer.has_cpu_part) for layer in self.layers)
+
+    def describe(self) -> str:
+        """One line for the log, once loaded: hot and cold experts, memory, method, threads."""
+        cold_layers = [layer for layer in self.layers if not layer.placement.all_hot]
+        packed = sum(layer.packed_bytes for layer in self.layers) / 1e6
+        where = (
+            f"{packed:.1f} MB packed from {self.options.weight_path or 'the served checkpoint'}; "
+            f"{cold_layers[0].describe_cpu()}"
+            if cold_layers
+            else "no work for the CPU"
+        )
+        placements = [layer.placement for layer in self.layers]
+        # If the layers differ, `HybridLayer.describe` and the report list their experts.
+        hot = {bracketed(p.hot_experts) for p in placements}
+        cold = {bracketed(p.cold_experts) for p in placements}
+        return (
+            f"kt: {len(self.layers)} MoE layers, in each "
+            f"{_span(p.num_hot for p in placements)} experts hot on the device"
+            f"{hot.pop() if len(hot) == 1 else ''} and "
+            f"{_span(p.num_cold for p in placements)} cold on the CPU"
+            f"{cold.pop() if len(cold) == 1 else ''}{self._selected()}; {where}{self._adapted}"
+        )
+
+    def _selected(self) -> str:
+        plan = self.plan
+        return f" (selected by {plan.reason})" if plan is not None and plan.layers else ""
+
+    def describe_loading(self) -> list[str]:
+        """Time and bytes of loading, once loaded: a line for the model, then one for each layer.
+        Empty if there are no cold experts here."""
+        layers = [layer for layer in self.layers if layer.has_cpu_part]
+        if not layers:
+            return []
+        total = sum((layer.load_record for layer in layers), LoadRecord())
+        # An engine that delivers the weights reads them itself.
+        part = " of packing" if layers[0].takes_weights else ""
+        return [
+            f"kt: {len(layers)} MoE layers loaded: {total.describe(part)}",
+            *(f"kt: layer {x.layer_idx} loaded: {x.load_record.describe(part)}" for x in layers),
+        ]
+
+    def stats(self) -> dict[str, int]:
+        """Counters of all layers, summed."""
+        total: dict[str, int] = {}
+        for layer in self.layers:
+            for name, value in layer.stats().items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+
+def _span(counts: Iterable[int]) -> str:
+    low, *_, high = [*sorted(counts)] * 2
+    return str(low) if low == high else f"{low} to {high}"
