@@ -128,7 +128,8 @@ NAMES = (
         "vllm.model_executor.models.gpt_oss:GptOssRoutedExperts",
         "subclassed",
         "experts that differ in loading only",
-        without="gpt-oss has no such class in older versions",
+        versions=">=0.32",
+        without="gpt-oss is not served",
     ),
     Name(
         "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
