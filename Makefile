@@ -21,7 +21,7 @@ test-core: ## the tests that need no engine
 test-engines: ## the tests that run vLLM and SGLang
 	@.ci/test engines $(ARGS)
 
-test-full: ## all tests, with whole grids of cases and long fuzzing: before a release, half an hour and more
+test-full: ## all tests, with whole grids of cases and long fuzzing: before a release, about an hour
 	@.ci/test full $(ARGS)
 
 lint: ## ruff, clang-format, import rules, types

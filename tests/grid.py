@@ -29,10 +29,10 @@ Goal = Callable[[Any], Hashable]
 
 
 def examples(count: int, full: int | None = None) -> int:
-    """The number of random inputs to try: ``count``, or with KT_FULL ``full`` (20 times that)."""
+    """The number of random inputs to try: ``count``, or with KT_FULL ``full`` (5 times that)."""
     if not FULL:
         return count
-    return 20 * count if full is None else full
+    return 5 * count if full is None else full
 
 
 def grid(

@@ -129,6 +129,6 @@ def test_names(value: Any, name: str) -> None:
 
 
 def test_number_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    for full, counts in ((False, [7, 7]), (True, [140, 30])):
+    for full, counts in ((False, [7, 7]), (True, [35, 30])):
         monkeypatch.setattr(grid, "FULL", full)
         assert [grid.examples(7), grid.examples(7, full=30)] == counts

@@ -48,7 +48,7 @@ def attempt(folder, sample, chosen):
 
 @pytest.mark.parametrize("name", SAMPLES)
 @settings(
-    max_examples=examples(40, full=2000),
+    max_examples=examples(40, full=400),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a new folder costs more
 )

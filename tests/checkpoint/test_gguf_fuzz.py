@@ -115,7 +115,7 @@ def edited(edits, length):
 
 # A fresh file for each example would cost more than the example.
 many = settings(
-    max_examples=examples(400, full=24_000),
+    max_examples=examples(400, full=4000),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -40,7 +40,7 @@ def objects() -> list[Path]:
 
 @pytest.mark.parametrize(
     ("target", "inputs"),
-    [("pack", examples(3000, full=300_000)), ("layer", examples(150, full=30_000))],
+    [("pack", examples(3000, full=30_000)), ("layer", examples(150, full=3000))],
     ids=["pack", "layer"],
 )
 def test_corpus_and_random_inputs(tmp_path: Path, target: str, inputs: int) -> None:
