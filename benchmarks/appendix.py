@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from saved import Content, load
 from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
 from table import grid, markdown
+from training_phases import training_phases
 
 PROMPT_MODES = (CPU, STREAMED, SHARED, NO_COPIES)
 
@@ -508,6 +509,15 @@ PARTS = (
         "AMX kernels. kt-kernel's LoRA weights and their gradients are bf16.",
         ["2026-11-29-sft-amx"],
         markdown,
+    ),
+    Part(
+        "Fine-tuning: where a step's time goes on AMX",
+        "Medians in milliseconds, from builds that mark the phases, before and after the "
+        "transposed products were rewritten, in turns. After includes chunks of 2,048 tokens. In "
+        "parentheses is the share of the rate at which the tile unit multiplies with one tile load "
+        "for each product.",
+        ["2026-11-29-sft-amx-phases"],
+        training_phases,
     ),
     Part(
         "Fine-tuning: attention on the GPU",

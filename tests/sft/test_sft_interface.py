@@ -34,6 +34,13 @@ def test_names_are_where_callers_look_for_them():
     assert wrapper.chunked_prefill_size == 64
 
 
+@pytest.mark.parametrize(("table", "tokens"), [("amx", 2048), ("avx512_bf16", 1024)])
+def test_chunks_are_larger_with_tiles(monkeypatch, table, tokens):
+    monkeypatch.setattr("kt_kernel.sft.factory.kernel_table", lambda: table)
+    assert make_wrapper()._settings.max_tokens == tokens
+    assert make_wrapper(chunked_prefill_size=64)._settings.max_tokens == 64
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -19,7 +19,7 @@ from .values import boolean, integer
 
 MAX_DIMENSION = 65536  # of H and I
 MAX_EXPERTS = 65536
-_MAX_CHUNK = 1024  # tokens per chunk; larger chunks are not faster
+MAX_CHUNK = 1024  # tokens per chunk; larger chunks are not faster in inference
 _MAX_CHUNK_PAIRS = 65536  # token-expert pairs per chunk
 
 #: The arguments that only mode="sft" reads, and their defaults. Inference stores them as given.
@@ -64,10 +64,10 @@ def _chunked_prefill_size(given: Any) -> int:
     return size
 
 
-def _chunk_tokens(chunked_prefill_size: int, k: int) -> int:
-    """Tokens per chunk. Results do not depend on it, so it is limited to save memory."""
-    given = chunked_prefill_size if chunked_prefill_size > 0 else _MAX_CHUNK
-    return max(1, min(given, _MAX_CHUNK, _MAX_CHUNK_PAIRS // k))
+def _chunk_tokens(chunked_prefill_size: int, k: int, most: int) -> int:
+    """Tokens per chunk, at most ``most``, which saves memory."""
+    given = chunked_prefill_size if chunked_prefill_size > 0 else most
+    return max(1, min(given, most, _MAX_CHUNK_PAIRS // k))
 
 
 def placement_of(mask: Any, num_gpu_experts: int | None, num_experts: int) -> Placement:
@@ -183,6 +183,7 @@ def check_settings(
     situ_beta: float | None = None,
     situ_linear_beta: float | None = None,
     sft: Mapping[str, Any] | None = None,
+    max_chunk: int = MAX_CHUNK,
 ) -> LayerSettings:
     """Checks the constructor's arguments; raises TypeError or ValueError naming the culprit.
 
@@ -237,7 +238,7 @@ def check_settings(
         weight_path=path,
         chunked_prefill_size=chunked_prefill_size,
         cpu_save=cpu_save,
-        max_tokens=_chunk_tokens(chunked_prefill_size, k),
+        max_tokens=_chunk_tokens(chunked_prefill_size, k, max_chunk),
         method=chosen,
         activation=act,
         kind=kernel_kind(),

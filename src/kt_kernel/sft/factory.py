@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..moe.settings import SFT_DEFAULTS, check_settings
+from ..moe.settings import MAX_CHUNK, SFT_DEFAULTS, check_settings
+from ..runtime.variant import kernel_table
 from .base import BaseSFTMoEWrapper
 from .settings import check_sft_settings
+
+# With tiles, backward unpacks all weights once per chunk. Chunks of 2,048 tokens made steps 4 to 8%
+# faster.
+_TILE_CHUNK = 2 * MAX_CHUNK
 
 
 def make_sft_wrapper(
@@ -42,6 +47,7 @@ def make_sft_wrapper(
         moe_intermediate_size=moe_intermediate_size,
         cpu_save=cpu_save,
         sft=checked.arguments,
+        max_chunk=_TILE_CHUNK if kernel_table() == "amx" else MAX_CHUNK,
         **layer,
     )
     if not settings.activation.is_swiglu:

@@ -1,0 +1,54 @@
+"""The table of where a training step's time goes, from saved medians of marked builds.
+
+The share of a phase of products is that of the tile unit's rate with one tile load from the
+first-level cache for each product (``amx_bf16_fed`` or ``amx_int8_fed`` of roofline.cpp), scaled to
+the layer's threads.
+"""
+
+from __future__ import annotations
+
+from saved import Content
+from table import grid
+
+# Phases of products: the column, the matrices of H x I that it multiplies with, and the direction.
+PRODUCTS = {
+    "gate_up": ("gate, up", 2, "forward"),
+    "down": ("down", 1, "forward"),
+    "inter": ("by columns of I", 1, "backward"),
+    "input": ("by columns of H", 2, "backward"),
+}
+
+
+def training_phases(content: Content) -> str:
+    """Milliseconds of each part of a step, and shares of the unit's rate in parentheses."""
+    shape = content["shape"]
+    columns = ["step"]
+    for direction in ("forward", "backward"):
+        columns += [name for name, _, of in PRODUCTS.values() if of == direction]
+        columns.append(f"rest of {direction}")
+    columns += ["AdamW", "update"]
+    lines = []
+    for row in content["rows"]:
+        ms = row["ms"]
+        cells = [f"{ms['step']:.1f}"]
+        for direction in ("forward", "backward"):
+            rest = ms[direction]
+            for phase, (_, matrices, of) in PRODUCTS.items():
+                if of != direction:
+                    continue
+                rest -= ms[phase]
+                work = 2 * row["tokens"] * shape["top_k"] * matrices
+                work *= shape["hidden"] * shape["inter"]
+                integer = direction == "forward" and row["integer"]
+                fed = content["fed"]["int8" if integer else "bf16"]
+                share = work / (ms[phase] * 1e-3) / (fed * content["threads"] / content["cpus"])
+                cells.append(f"{ms[phase]:.1f} ({share:.0%})")
+            cells.append(f"{rest:.1f}")
+        cells += [f"{ms['adamw']:.1f}", f"{ms['update']:.1f}"]
+        lines.append((f"{row['method']}, T={row['tokens']}, {row['version']}", cells))
+    head = (
+        f"{content['cpu']}, {content['cpus']} CPUs, {content['threads']} threads, rank "
+        f"{content['rank']}, E={shape['experts']} H={shape['hidden']} I={shape['inter']} "
+        f"k={shape['top_k']}. {content['date'][:10]}."
+    )
+    return f"{head}\n\n" + grid("ms", columns, lines)
