@@ -46,8 +46,7 @@ struct TrainingWorkspace {
   // Rows by expert (TrainingPass::row): of H columns the adapters' x of gate and up, and the
   // gradient of the output; of the rank's columns one for each matrix.
   sys::Mapping x[2], grad_out, rank_rows[kMatrices];
-  // Operands of transposed products (TrainingKernels::turn_rows), by TrainingPass::turned_row: of
-  // the gradient of the output, and by pool of the gradients of gate and up.
+  // What TrainingKernels::turn_rows makes of grad_out, by TrainingPass::turned_row.
   sys::Mapping turned_out;
   sys::Mapping rank_values[kMatrices];  // float32 [rows][rank_padded]
   struct Pool {
