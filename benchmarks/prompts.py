@@ -186,7 +186,7 @@ def options(args: argparse.Namespace, method: str, hot: float, model: Path, fold
             "method": method,
             "num_gpu_experts": round(hot * args.shape.experts),
             "weight_path": str(weights),
-            "gpu_prefill_token_threshold": args.threshold,
+            "gpu_prefill_token_threshold": args.threshold or "auto",
         }
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,8 +165,11 @@ def start(
     captured: int = 0,
 ) -> Any:
     engine = streaming_start.EngineSide(products, lambda _: left, captured)
+    options = layer.options
+    if options.gpu_prefill_token_threshold is None:
+        options = replace(options, gpu_prefill_token_threshold="auto")
     return streaming_start.start_streaming(
-        [layer], layer.options, device, torch.bfloat16, engine, make_device
+        [layer], options, device, torch.bfloat16, engine, make_device
     )
 
 
@@ -311,6 +315,18 @@ def test_why_nothing_is_streamed_by_default(monkeypatch) -> None:
 
 def full(*_: Any) -> None:
     raise torch.OutOfMemoryError("no room")
+
+
+def test_not_asked_for(monkeypatch) -> None:
+    """Nothing is streamed. On a GPU, the log names the flag."""
+    layer = make(monkeypatch)
+    engine = streaming_start.EngineSide(products, lambda _: 1 << 40)
+    for device, says in ((CPU, False), (torch.device("cuda", 0), True)):
+        line = streaming_start.start_streaming(
+            [layer], layer.options, device, torch.bfloat16, engine, FakeDevice
+        )
+        assert (line is not None) == says
+    assert "--kt-gpu-prefill-token-threshold auto streams" in line
 
 
 def test_no_threshold(monkeypatch) -> None:

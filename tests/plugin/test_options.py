@@ -64,7 +64,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "num_gpu_experts": 0,
         "max_deferred_experts_per_token": 1,
         "expert_lora_path": str(tmp_path),
-        "gpu_prefill_token_threshold": 512,
+        "gpu_prefill_token_threshold": "auto",
         "gpu_prefill_memory": 1 << 30,
         "allow_untested": True,
     }
@@ -115,7 +115,7 @@ def test_spellings(name: str, value: Any) -> None:
         ),
         (
             {"gpu_prefill_memory": "1GB", "gpu_prefill_token_threshold": 0},
-            "with --kt-gpu-prefill-token-threshold 0 no expert is copied",
+            "without --kt-gpu-prefill-token-threshold above 0",
         ),
         (["method"], "expected a mapping of option names to values"),
     ],

@@ -33,8 +33,8 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class Option:
-    """One server option. ``kind`` is the kind of its value: int, ratio, size, method, strategy,
-    path, file, new file, flag or text."""
+    """One server option. ``kind`` is the kind of its value: int, tokens (an int or `AUTO`), ratio,
+    size, method, strategy, path, file, new file, flag or text."""
 
     flag: str
     kind: str
@@ -137,9 +137,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "--kt-gpu-prefill-token-threshold",
-        "int",
+        "tokens",
         "tokens in a batch from which cold experts are copied to the GPU and computed there, "
-        "shared with the CPU (default: measured at the start; 0: never)",
+        f"shared with the CPU; {AUTO}: measured at the start (default 0: never)",
     ),
     Option(
         "--kt-gpu-prefill-memory",
@@ -179,7 +179,7 @@ class KTOptions:
     expert_routes_tokens: int | None = None
     max_deferred_experts_per_token: int | None = None
     expert_lora_path: str | None = None
-    gpu_prefill_token_threshold: int | None = None
+    gpu_prefill_token_threshold: int | str | None = None  # tokens, or AUTO
     gpu_prefill_memory: int | None = None  # bytes
     allow_untested: bool = False
     reason: str = field(default="", compare=False)
@@ -205,10 +205,10 @@ class KTOptions:
             values[option.name] = _checked(option, value)
         options = cls(**values)
         options._check_placement()
-        if options.gpu_prefill_memory is not None and options.gpu_prefill_token_threshold == 0:
+        if options.gpu_prefill_memory is not None and not options.gpu_prefill_token_threshold:
             raise OptionError(
-                "--kt-gpu-prefill-memory: with --kt-gpu-prefill-token-threshold 0 no expert is "
-                "copied to the GPU; remove one of them"
+                "--kt-gpu-prefill-memory: without --kt-gpu-prefill-token-threshold above 0 no "
+                f"expert is copied to the GPU; add that, or {AUTO}, or remove this"
             )
         threads, pools = options.cpuinfer, options.threadpool_count
         if threads is not None and pools is not None and threads < pools:
@@ -321,7 +321,8 @@ class KTOptions:
         adapter = self.expert_lora_path
         method = f"{self.method} ({AUTO}: {self.reason})" if self.reason else self.method
         tokens = self.gpu_prefill_token_threshold
-        streamed = f"experts streamed from {tokens} tokens on, " if tokens else ""
+        number = "a measured number of" if tokens == AUTO else tokens
+        streamed = f"experts streamed from {number} tokens on, " if tokens else ""
         return (
             f"kt: method {method}, hot experts {self._hot()}, "
             f"threads {shown(self.cpuinfer, 'by probe')}, "
@@ -442,13 +443,18 @@ def _checked(option: Option, value: Any) -> Any:
         if not isinstance(value, bool):
             raise OptionError(f"{flag} {value!r}: expected true or false")
         return value
-    if option.kind == "int":
+    if option.kind == "tokens" and value == AUTO:
+        return AUTO
+    if option.kind in ("int", "tokens"):
         try:
             number = None if isinstance(value, (bool, float)) else int(value)
         except (TypeError, ValueError):
             number = None
         if number is None or not option.minimum <= number < 2**31:
-            raise OptionError(f"{flag} {value}: expected an integer of at least {option.minimum}")
+            accepted = f" or {AUTO}" if option.kind == "tokens" else ""
+            raise OptionError(
+                f"{flag} {value}: expected an integer of at least {option.minimum}{accepted}"
+            )
         return number
     if option.kind == "ratio":
         return _ratio(flag, value)

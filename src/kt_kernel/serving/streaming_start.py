@@ -13,7 +13,7 @@ from ..device.streaming.experts import PackedExperts
 from ..device.streaming.rates import Rates, fastest, measure_bus, measure_cpu, timed_on_cpu
 from ..device.streaming.streamer import ExpertStreamer
 from ..runtime.variant import kernel_kind
-from .options import KTOptions, OptionError
+from .options import AUTO, KTOptions, OptionError
 from .streaming import THRESHOLD_FLAG, LayerStreaming, ModelStreaming, Products
 
 MEMORY_FLAG = "--kt-gpu-prefill-memory"
@@ -62,8 +62,8 @@ def start_streaming(
     """Prepares a loaded model's layers for streaming, unless the options turn it off.
 
     Takes the memory on the device, registers the layers' weights with the driver, and measures the
-    rates of the bus and the CPU on the first layer. Without a threshold in the options, it follows
-    from these rates.
+    rates of the bus and the CPU on the first layer. With `AUTO`, the threshold follows from these
+    rates, and what is not possible is only logged.
 
     Args:
         layers: `HybridLayer`s with cold experts on this rank.
@@ -71,14 +71,20 @@ def start_streaming(
 
     Returns:
         A line for the log: what is streamed, or why nothing is. None if the options turn streaming
-        off, or no expert is cold.
+        off, no expert is cold, or the options do not ask for it and the device is no GPU.
 
     Raises:
         OptionError: a flag asks for streaming, and it is not possible.
     """
-    threshold, memory = options.gpu_prefill_token_threshold, options.gpu_prefill_memory
-    if threshold == 0 or not layers:
+    given, memory = options.gpu_prefill_token_threshold, options.gpu_prefill_memory
+    if not layers or given == 0 or (given is None and device.type != "cuda"):
         return None
+    if given is None:
+        return (
+            "kt: the CPU computes the cold experts of long prompts; "
+            f"{THRESHOLD_FLAG} {AUTO} streams them to the GPU where that is faster"
+        )
+    threshold = given if isinstance(given, int) else None
     start = _Start(layers, threshold, memory, device, dtype, engine, make_device)
     try:
         return start.run()
