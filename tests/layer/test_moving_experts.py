@@ -168,7 +168,7 @@ def test_what_a_model_says_of_different_layers(
 ) -> None:
     model = HybridModel(KTOptions(method="BF16"))
     of_layer = iter([SCATTERED, Placement.first(E, 3)])
-    monkeypatch.setattr(layers, "initial_placement", lambda *given: next(of_layer))
+    monkeypatch.setattr(HybridModel, "placement_of", lambda *given: next(of_layer))
     for number in range(2):
         model.add_layer(
             layer_idx=number,

@@ -19,7 +19,6 @@ from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.device.tracer import tracer_of
 from kt_kernel.moe.placement import COLD, Placement
-from kt_kernel.serving import hybrid as layers
 from kt_kernel.serving import streaming, streaming_start
 from kt_kernel.serving.hybrid import MATRICES, HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
@@ -47,7 +46,7 @@ class FakeDevice:
 def make(monkeypatch: pytest.MonkeyPatch, hot: tuple[int, ...] = (), **options: Any) -> HybridLayer:
     slots = [hot.index(e) if e in hot else COLD for e in range(E)]
     placement = Placement(tuple(slots), len(hot))
-    monkeypatch.setattr(layers, "initial_placement", lambda *given: placement)
+    monkeypatch.setattr(HybridModel, "placement_of", lambda *given: placement)
     given = {"method": "INT4_G32", "cpuinfer": 2, "num_gpu_experts": len(hot)} | options
     model = HybridModel(KTOptions(**given))
     made = model.add_layer(

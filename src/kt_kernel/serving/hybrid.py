@@ -140,9 +140,10 @@ class HybridLayer:
                 f"{place}: biases of experts are read from files only; name the checkpoint with "
                 "--kt-weight-path"
             )
-        if swiglu != SILU and self.options.gpu_prefill_token_threshold:
+        tokens = self.options.gpu_prefill_token_threshold
+        if swiglu != SILU and tokens and tokens != AUTO:
             raise OptionError(
-                f"--kt-gpu-prefill-token-threshold {self.options.gpu_prefill_token_threshold}: "
+                f"--kt-gpu-prefill-token-threshold {tokens}: "
                 f"{place}: experts with a SwiGLU limit or alpha cannot be streamed; remove it"
             )
 
