@@ -6,6 +6,7 @@ readme_tables.py writes them to the pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from methods import goal_of
@@ -18,6 +19,8 @@ README, PERFORMANCE = "README.md", "docs/performance.md"
 VLLM = "2026-11-28-engine-vllm-h200"
 VLLM_DEEPSEEK = "2026-11-28-engine-vllm-deepseek-v3-h200"
 PEER = "2026-11-28-peer-served-h200"
+PROMPTS = "2026-11-29-prompts-vllm-h200"
+BESIDE_PEER = "2026-11-29-beside-peer-sglang-h200"
 AMX = "2026-11-28-formats-amx"
 STREAMS = ("1", "4", "16")
 STOCK_PEER = "stock, all experts on the GPU"
@@ -39,6 +42,7 @@ class Quote(NamedTuple):
 
 def quotes() -> Iterator[Quote]:
     yield from _served()
+    yield from _streamed()
     yield from _accuracy_and_memory()
     yield from _one_layer()
     yield from _packing_and_loading()
@@ -93,12 +97,13 @@ def _served() -> Iterator[Quote]:
     )
     text = "tokens takes {:.0f} to {:.0f} times as long as with all experts on the GPU"
     yield Quote(README, text, prompts)
-    yield Quote(README, "kt-kernel's GPU prefill is {:.1f} times as fast (BF16)", [gpu_prefill])
     text = "reaches {:.0f} to {:.0%} of the speed with all experts on the GPU"
     yield Quote(README, text, [100 * many[0], many[1]])
     text = "8,192 tokens take {:.0f} times (vLLM) to {:.0f} times (SGLang) as long"
     yield Quote(PERFORMANCE, text, prompts)
-    yield Quote(PERFORMANCE, "then {:.1f} times as fast as kt-moe (BF16)", [gpu_prefill])
+    yield Quote(
+        PERFORMANCE, "then {:.1f} times as fast as kt-moe (BF16) without streaming", [gpu_prefill]
+    )
 
     text = (
         "vLLM 0.26.0 decodes {:.1f}, {:.1f} and {:.1f} times as fast as its own"
@@ -137,6 +142,22 @@ def _served() -> Iterator[Quote]:
     text = "reads about {:.0f} MB in {:.1f} ms, {:.0f} GB/s"
     yield Quote(PERFORMANCE, text, [read / 1e6, 1e3 * seconds, read / seconds / 1e9])
     yield from _padding_and_deferral()
+
+
+def _streamed() -> Iterator[Quote]:
+    prompts = {row["method"]: row["prompts"]["8192"] for row in load(PROMPTS)["rows"]}
+    ours, stock = prompts["INT4_G32"], prompts["stock"]
+    vllm = [ours["shared"], ours["cpu"], stock["shared"]]
+    figures = [1e3 * median(one["seconds"]) for one in vllm]
+    sglang = {row["name"]: row["first_token_seconds"]["8192"] for row in load(BESIDE_PEER)["rows"]}
+    figures += [1e3 * median(sglang[f"{name}, BF16"]) for name in ("kt-moe", "kt-kernel")]
+    text = (
+        "8 layers take {:.0f} in place of {:,.0f} ms (vLLM, INT4_G32, no hot expert; {:.0f} with"
+        " all experts on the GPU), and in BF16 {:.0f} ms where kt-kernel's GPU prefill takes {:.0f}"
+        " (SGLang)"
+    )
+    yield Quote(README, text, figures)
+    yield Quote(PERFORMANCE, text, figures)
 
 
 def _steady() -> Iterator[Quote]:
