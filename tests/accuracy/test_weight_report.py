@@ -110,7 +110,10 @@ def test_quantised_source(tmp_path):
     tensors = {}
     for name, tensor in weights().items():
         tensors[name + "_packed"] = torch.zeros(len(tensor), tensor.shape[1] // 8).int()
-        tensors[name + "_scale"] = torch.ones(len(tensor), tensor.shape[1] // 32)
+        tensors[name + "_scale"] = 0.5 + torch.rand(len(tensor), tensor.shape[1] // 32).bfloat16()
+        tensors[name + "_packed"][3] = 0x12345678  # other codes
     source = save(tmp_path / "source", tensors)
-    with pytest.raises(ValueError, match="RAWINT4.*method BF16 was requested"):
-        weight_report(source, source, "RAWINT4", threads=1)
+    for row in weight_report(source, source, "RAWINT4", threads=1):
+        assert all(getattr(row, name).relative == 0 for name in MATRICES)
+    for row in weight_report(source, source, "AMXINT4", threads=1):
+        assert all(0 < getattr(row, name).relative < 0.2 for name in MATRICES), row

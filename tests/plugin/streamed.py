@@ -16,7 +16,7 @@ import torch
 
 from kt_kernel.device.streaming.experts import PackedExperts
 from kt_kernel.plugin_entrypoints import common
-from kt_kernel.serving import hybrid
+from kt_kernel.serving import hybrid_model
 from kt_kernel.serving.streaming import ModelStreaming
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -51,7 +51,7 @@ def _start(
     device: Any,
     dtype: Any,
     engine: Any,
-    original: Any = hybrid.start_streaming,
+    original: Any = hybrid_model.start_streaming,
 ) -> str | None:
     if not _on_cpu():
         return original(layers, options, device, dtype, engine)
@@ -86,5 +86,5 @@ def _is(experts: PackedExperts, slot: int, copied: Sequence[torch.Tensor]) -> bo
 
 ModelStreaming.whole = _whole  # type: ignore[method-assign]
 common.refuse_streaming = _refuse
-hybrid.start_streaming = _start
+hybrid_model.start_streaming = _start
 PackedExperts.unpack = _unpack  # type: ignore[method-assign]

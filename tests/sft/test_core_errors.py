@@ -64,7 +64,7 @@ def test_experts_that_are_lost_later() -> None:
     one.forward(batch)
     shapes = [core._C.packed_shape(INT8_ROW, 0, 0, *shape) for shape in one.base.shapes]
     with pytest.raises(ValueError, match="expert slot 2, gate"):
-        one.base.layer.load_packed(2, *(np.full(shape, 0x80, np.uint8) for shape in shapes))
+        one.base.layer.load_packed(2, *(np.full(shape, 0xFF, np.uint8) for shape in shapes))
     for call in (one.forward, one.backward):
         with pytest.raises(ValueError, match="expert slot 2 is not loaded; load all experts first"):
             call(batch)

@@ -46,9 +46,9 @@ def weight_report(
 ) -> list[LayerErrors]:
     """Compares the weights that the kernels would use with those of a checkpoint, layer by layer.
 
-    source: a checkpoint that is not quantised, or FP8. packed: what `kt quant` made of it; or any
-    other path that ``method`` takes, such as `source` itself, which is then quantised here. layers:
-    default all. progress: called after each layer.
+    source: a checkpoint; of a quantised one, the values that its codes stand for. packed: what
+    `kt quant` made of it; or any other path that ``method`` takes, such as `source` itself, which
+    is then quantised here. layers: default all. progress: called after each layer.
 
     One layer is in memory at a time. Raises what the readers raise, and ValueError for a layer
     whose sizes differ.
