@@ -158,10 +158,10 @@ def refuse_quantised(quantisation: str | None, options: KTOptions) -> None:
 
     quantisation: its name in the engine; None or "" for none.
     """
-    hot = options.num_gpu_experts
+    hot = options.hot_option
     if quantisation and quantisation not in QUANTISED_HOT and hot:
         raise OptionError(
-            f"--kt-num-gpu-experts {hot}: the model is quantised with {quantisation}, whose hot "
-            f"experts are supported for {', '.join(QUANTISED_HOT)} only; accepted: 0, or the "
+            f"{hot}: the model is quantised with {quantisation}, whose hot experts are supported "
+            f"for {', '.join(QUANTISED_HOT)} only; accepted: --kt-num-gpu-experts 0, or the "
             "unquantised model with --kt-weight-path and the quantised checkpoint"
         )

@@ -14,11 +14,11 @@ namespace kt {
 // where mask is that of the forward pass, and roundings of activations count as if there were none.
 // Phases of a chunk:
 //   rows      dO as rows; s * B_down^T dO
-//   again     s * (mask * x) A^T of gate and up, and these, where the forward pass did not keep
-//   them inter     by columns of I: v, h, dg, du; gradients of A_down, B_gate and B_up ranks     s
-//   * B^T d of gate and up, s * (mask * h) A_down^T, by pool, then summed over pools input     by
-//   columns of H: dx, summed over the experts of a group, then over groups and pools hidden    by
-//   columns of H: gradients of A_gate, A_up and B_down, and of the weights
+//   again     s * (mask * x) A^T of gate and up, then gate and up, unless forward kept them
+//   inter     by columns of I: v, h, dg, du; gradients of A_down, B_gate and B_up
+//   ranks     s * B^T d of gate and up, s * (mask * h) A_down^T, by pool, then summed over pools
+//   input     by columns of H: dx, summed over the experts of a group, then over groups and pools
+//   hidden    by columns of H: gradients of A_gate, A_up and B_down, and of the weights
 // A gradient is the sum over the rows of an expert in ascending order, by one thread, then over
 // chunks.
 class BackwardPass : TrainingPass {

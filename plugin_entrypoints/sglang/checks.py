@@ -49,10 +49,12 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     refuse_quantised(quantisation, options)
     CONTRACT.refuse(arguments)
     refuse_streaming(arguments.device, options)
-    if _some_are_cold(model_config, options):
+    cold = _some_are_cold(model_config, options)
+    if cold:
         CONTRACT.refuse(arguments, BESIDE_COLD)
-        _refuse_compiled_graphs(arguments)
         _refuse_dependence_on_the_batch(arguments, options)
+    if cold or options.records:
+        _refuse_compiled_graphs(arguments)
     served = ServedModel(
         arguments.model_path, quantisation, arguments.revision, arguments.download_dir
     )

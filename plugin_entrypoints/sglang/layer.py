@@ -20,7 +20,7 @@ from sglang.srt.utils.common import is_cpu
 from kt_kernel.serving.activations import Swiglu, swiglu_of
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.options import OptionError
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
@@ -367,7 +367,9 @@ def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **gi
         del arguments["self"]
         place = f"layer {arguments['layer_id']}"
         hybrid = _building[-1][0] if _building else None
-        if hybrid is not None and _reads_all(hybrid.options, arguments["num_experts"]):
+        if hybrid is not None and _reads_all(
+            hybrid, arguments["layer_id"], arguments["num_experts"]
+        ):
             # SGLang would select a kernel of the checkpoint's format, which may not exist on this
             # device, and would hold all weights in one tensor for stacked checkpoints.
             arguments |= {"quant_config": None, "use_weight_loader_fused": False}
@@ -376,9 +378,11 @@ def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **gi
     return original(layer, *args, **given)
 
 
-def _reads_all(options: KTOptions, num_experts: int) -> bool:
+def _reads_all(model: HybridModel, layer_idx: int, num_experts: int) -> bool:
     """Whether kt-moe reads all experts of a layer, so that SGLang has none."""
-    return options.weight_path is not None and options.hot_count(num_experts) == 0
+    if model.options.weight_path is None:
+        return False
+    return model.placement_of(layer_idx, num_experts).num_slots == 0
 
 
 def _around_get_all_weights(

@@ -218,7 +218,7 @@ class AllCold(HybridExperts):
         self, layer_name: str, params_dtype: Any, moe_config: Any, quant_config: Any, **more: Any
     ) -> None:
         options = options_of(get_current_vllm_config())
-        if options is None or options.weight_path is None or options.num_gpu_experts:
+        if options is None or options.weight_path is None or options.hot_option:
             raise ValueError(
                 f"kt: {layer_name}: this model's experts have their own loading; kt-moe serves "
                 "them with --kt-num-gpu-experts 0 from a quantised model, or with --kt-weight-path"

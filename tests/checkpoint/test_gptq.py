@@ -204,6 +204,28 @@ def test_zeros_of_auto_round(tmp_path, packing, add_one):
     check_values(path, tensors, "GPTQ_INT4", reference(add_one))
 
 
+def test_an_unknown_packing(tmp_path):
+    settings = config(quant_method="auto-round", sym=False, packing_format="auto_round:other")
+    path = save(tmp_path, make_experts(make_with()), settings)
+    fails(path, "GPTQ_INT4", "packing_format 'auto_round:other'", "accepted: auto_round:auto_gptq")
+
+
+def test_the_first_pattern_that_matches_decides(tmp_path):
+    """As GPTQModel reads its dynamic settings."""
+    dynamic = {r"+:.*experts\.\d+\..*": {"sym": True}, "+:.*": {"sym": False, "bits": 8}}
+    tensors = make_experts(make_with(zero=3))
+    path = save(tmp_path, tensors, config(sym=False, dynamic=dynamic))
+    symmetric = with_zeros(dict(tensors), 8)
+    assert check_values(path, symmetric, "GPTQ_INT4", reference(0)).up[0].format == INT4_GROUP
+
+
+def test_experts_with_settings_of_their_own(tmp_path):
+    """The form of a matrix is one for all experts of a layer."""
+    dynamic = {r"+:.*experts\.1\..*": {"sym": False}}
+    path = save(tmp_path, make_experts(make_with(zero=7)), config(dynamic=dynamic))
+    fails(path, "GPTQ_INT4", "experts.1.", "in another way than the first expert's")
+
+
 def test_needs_its_config(tmp_path):
     path = save(tmp_path, make_experts(make_with()))
     fails(path, "GPTQ_INT4", "qweight", "quantization_config", "checkpoint_format")

@@ -152,4 +152,4 @@ def test_int8_groups_that_are_not_kept(tmp_path):
         return gptq8(rows, columns) | {"g_idx": test_gptq.shuffled(columns)}
 
     path = save(tmp_path / "c", tensors_of([shuffled] * 3), test_gptq.config(bits=8))
-    fails(path, "MIXED", "gate_proj.scales", "desc_act", "consecutive", hidden=H, inter=I)
+    fails(path, "MIXED", "gate_proj.g_idx", "desc_act", "consecutive", hidden=H, inter=I)

@@ -39,6 +39,8 @@ def test_cold(name: str) -> None:
         "model.layers.3.mlp.shared_experts.gate_proj.weight",
         "model.layers.3.mlp.shared_expert.up_proj.weight",
         "model.layers.3.mlp.gate.e_score_correction_bias",
+        "model.layers.3.mlp.experts.e_score_correction_bias",
+        "model.layers.3.mlp.experts.shared_expert.up_proj.weight",
         "model.layers.3.self_attn.q_proj.weight",
         "model.embed_tokens.weight",
     ],

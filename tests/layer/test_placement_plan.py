@@ -134,8 +134,12 @@ def test_layers_get_their_own_counts(stats: str) -> None:
     [
         ({"expert_placement_strategy": "hottest"}, "hottest: unknown; accepted: uniform, freq"),
         ({"expert_placement_strategy": "frequency", "num_gpu_experts": 1}, "needs --kt-expert-st"),
+        (
+            {"record_kt_gpu_expert_distribution": "a", "record_kt_expert_routes": "./a"},
+            "routes ./a: give two different files",
+        ),
         ({"expert_placement_strategy": "random"}, "random: without --kt-num-gpu-experts or"),
-        ({"expert_stats": "STATS"}, "frequency: without --kt-num-gpu-experts or --kt-gpu-exp"),
+        ({"expert_stats": "STATS"}, "expert-stats .*: without --kt-num-gpu-experts or --kt-gpu"),
         (
             {"expert_stats": "STATS", "expert_placement_strategy": "random", "num_gpu_experts": 1},
             "--kt-expert-stats .*: .* random does not use statistics; accepted: frequency",

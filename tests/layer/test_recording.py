@@ -159,3 +159,13 @@ def test_a_folder_that_is_gone_does_not_end_the_server(
     assert model.recording is not None
     model.recording.save()
     assert "stats: cannot be written: No such file" in caplog.text
+
+
+def test_another_engine_of_the_process_forgets_nothing(tmp_path: Path) -> None:
+    """Its start begins the recordings of its own models only."""
+    model = model_of(record_kt_gpu_expert_distribution=str(tmp_path / "counts"))
+    ids = torch.arange(3 * K).view(3, K) % E
+    serve(model, [ids] * len(LAYERS))
+    recording.begin()
+    assert model.recording is not None
+    assert model.recording.statistics().tokens.tolist() == [3] * len(LAYERS)

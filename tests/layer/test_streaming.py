@@ -188,7 +188,7 @@ def test_start(monkeypatch) -> None:
     with torch.device("meta"):
         line = start(layer)
     assert line is not None and line.startswith(
-        "kt: batches of 8 tokens and more (given; by the measured times, streaming pays from "
+        "kt: batches of 8 tokens and more (given; by the measured rates, streaming pays from "
     )
     assert "6 experts at a time" in line
     assert not any(layer.stats().values())

@@ -220,6 +220,9 @@ def test_quantised_models(method: str | None, hot: int | None) -> None:
     with pytest.raises(OptionError) as caught:
         common.refuse_quantised(method, options)
     assert str(caught.value).startswith("--kt-num-gpu-experts 2: the model is quantised with awq")
+    for other in ({"gpu_experts_ratio": 0.5}, {"gpu_experts_mask": "a.mask"}):
+        with pytest.raises(OptionError, match="the model is quantised with awq"):
+            common.refuse_quantised(method, KTOptions(**other))
 
 
 def test_untested_classes() -> None:

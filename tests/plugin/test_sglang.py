@@ -392,7 +392,7 @@ def test_error_of_a_worker_is_raised(answers: Answers, broken: Path) -> None:
         ("too many", "--kt-num-gpu-experts 9: the model has 8 experts per layer; accepted: 0 to 8"),
         ("unknown", "unknown kt option 'gpu_experts'"),
         ("both wrong", "KT_CONFIG 'method=BF16': not JSON"),
-        ("GPTQ", "models quantised with gptq are not supported; accepted: fp8"),
+        ("GPTQ", "the model is quantised with gptq, whose hot experts are supported for fp8 only"),
         ("class", "model class Dots1ForCausalLM was not tested with kt-moe"),
     ],
 )

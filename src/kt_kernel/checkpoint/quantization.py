@@ -39,26 +39,34 @@ class Quantization:
         """The settings of a tensor's module, with those that are for single modules."""
         module = info.name.rpartition(".")[0]
         found = dict(self.settings)
-        for pattern, settings in self._patterns:
-            if pattern.match(module):
-                found |= settings
         for key in _BY_MODULE:
+            matching = [s for pattern, s in self._patterns[key] if pattern.match(module)]
+            # GPTQModel uses the first of its patterns that matches.
+            for settings in matching[:1] if key == "dynamic" else matching:
+                found |= settings
             single = self.settings.get(key)
             own = single.get(module) if isinstance(single, dict) else None
             if isinstance(own, dict):
                 found |= own
         return found
 
+    @property
+    def by_module(self) -> bool:
+        """Whether there are settings of single modules."""
+        return any(self.settings.get(key) for key in _BY_MODULE)
+
     @functools.cached_property
-    def _patterns(self) -> list[tuple[re.Pattern[str], dict[str, Any]]]:
-        """The settings for modules that match a pattern. Others have names, tens of thousands."""
-        found = []
+    def _patterns(self) -> dict[str, list[tuple[re.Pattern[str], dict[str, Any]]]]:
+        """The settings for modules that match a pattern, in their order. Others have names, tens of
+        thousands."""
+        found: dict[str, list[tuple[re.Pattern[str], dict[str, Any]]]] = {}
         for key in _BY_MODULE:
             single = self.settings.get(key)
+            found[key] = []
             for text, settings in single.items() if isinstance(single, dict) else ():
                 if isinstance(settings, dict) and _SPECIAL.search(text):
                     with suppress(re.error):
-                        found.append((re.compile(_SIGN.sub("", text)), settings))
+                        found[key].append((re.compile(_SIGN.sub("", text)), settings))
         return found
 
     def expect_value(self, info: TensorInfo, keys: tuple[str, ...], *accepted: Any) -> None:

@@ -101,8 +101,6 @@ class Wanted:
                     f"{some[matrix]}: the experts are {kind.described}, which method"
                     f" {kind.method} reads; method {self.method.name} was requested"
                 )
-        if all(kind.dense for kind in opened.values()):
-            self.check_dense(next(iter(some.values())))
 
     def check_dense(self, info: TensorInfo) -> None:
         """Raises ValueError if the method does not take a layer of dense weights."""
@@ -191,13 +189,15 @@ def _open_quantised(
     bf16.check_count(layout, num_experts)
     opened = open_matrices(first, shapes, quantization)
     wanted.check(opened, {matrix: next(iter(parts.values())) for matrix, parts in first.items()})
-    _check_order(first, opened)
+    convert = {matrix: wanted.converts(kind.form) for matrix, kind in opened.items()}
+    _check_order(first, opened, convert)
     for expert in layout.experts:
         for matrix, parts in expert.items():
+            if quantization.by_module:
+                _check_same(opened[matrix], parts, shapes[matrix], quantization)
             opened[matrix].check(parts, *shapes[matrix])
             if "bias" in parts:
                 check_tensor(parts["bias"], FLOATS, shapes[matrix][:1])
-    convert = {matrix: wanted.converts(kind.form) for matrix, kind in opened.items()}
 
     def read_expert(number: int) -> dict[str, Matrix]:
         expert = layout.experts[number]
@@ -217,14 +217,30 @@ def _open_quantised(
     return LayerReader(fields, form, read_expert)
 
 
-def _check_order(first: dict[str, Parts], opened: dict[str, MatrixFormat]) -> None:
+def _check_same(
+    opened: MatrixFormat, parts: Parts, shape: tuple[int, int], quantization: Quantization
+) -> None:
+    """Raises ValueError if an expert's matrix is stored in another way than the first expert's, by
+    settings of its own module."""
+    other = identify(parts, quantization).open(parts, *shape, quantization)
+    if type(other) is not type(opened) or vars(other) != vars(opened):
+        raise ValueError(
+            f"{next(iter(parts.values()))}: by its module's settings in {quantization.file}, it"
+            f" is stored in another way than the first expert's ({other.form}, {opened.form});"
+            " accepted: the same for all experts of a layer"
+        )
+
+
+def _check_order(
+    first: dict[str, Parts], opened: dict[str, MatrixFormat], convert: dict[str, bool]
+) -> None:
     """Raises ValueError if the rows of scales per block would have to be reordered: those of gate
     and up follow the order of down's columns."""
     for name in ("g_idx", "weight_g_idx"):
         if name not in first["down"]:
             continue
         for matrix in ("gate", "up"):
-            if opened[matrix].form.format == FP8_BLOCK:
+            if opened[matrix].form.format == FP8_BLOCK and not convert[matrix]:
                 raise ValueError(
                     f"{first['down'][name]}: an order of columns of down is not supported where"
                     f" {matrix} is {opened[matrix].title}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..weights.expert_tensors import matrix_shapes
-from ..weights.methods import METHODS, MIXED, Method
+from ..weights.methods import METHODS, MIXED
 from .header import TensorInfo
 from .quantization import Quantization
 from .reader import infer_sizes, open_matrices
@@ -39,10 +39,6 @@ class Stored:
     def each(self) -> tuple[str, ...]:
         """The methods that keep the single matrices."""
         return self.methods or (self.method,)
-
-    def taken_by(self, method: Method) -> bool:
-        """Whether a method reads this format."""
-        return method.name == self.method or (self.convertible and not method.quantised)
 
 
 def dense_weights(method: str = Dense.method) -> Stored:

@@ -122,7 +122,7 @@ def _method_of(checkpoint: Checkpoint, layer: int) -> str:
     """The quantising method (AMXINT8 or AMXINT4) whose format the layer's weights have."""
     form, _ = _stored(checkpoint, layer)
     for name in ("AMXINT8", "AMXINT4"):
-        if form is not None and form.gate == get_method(name).form:
+        if form is not None and form.gate == form.up == get_method(name).form:
             return name
     held = str(form) if form else "not quantised"
     raise ValueError(
@@ -151,7 +151,7 @@ def _stored(checkpoint: Checkpoint, layer: int) -> tuple[LayerForm | None, str |
     """The form of a layer's weights (None if dense), and their name in --input-type."""
     with checkpoint.each_expert(layer, *checkpoint.sizes(layer), experts=(0,)) as experts:
         if experts.form is not None:
-            fp8 = experts.form.gate.format in (FP8_BLOCK, FP8_ROW)
+            fp8 = all(each.format in (FP8_BLOCK, FP8_ROW) for each in experts.form)
             return experts.form, "fp8" if fp8 else None
         _, first = next(iter(experts))
         gate = first["gate"]

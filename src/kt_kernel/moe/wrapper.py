@@ -16,11 +16,12 @@ from ..runtime.forks import per_process
 from ..runtime.pools import get_team
 from ..runtime.tensors import on_cpu
 from ..runtime.variant import debug, native
+from ..weights.dequantise import dequantise
 from ..weights.expert_tensors import BIASES, MATRICES, Matrix
 from ..weights.formats import LayerForm
 from ..weights.loading import Expert, LoadRecord, batches, bytes_of
 from ..weights.packed import PackedMatrix
-from ..weights.quantised import CoreSource, column_order, in_order
+from ..weights.quantised import CoreSource, QuantisedMatrix, column_order, in_order
 from ..weights.store import saving
 from . import buffers
 from .arguments import WrapperArguments
@@ -484,6 +485,9 @@ class BaseMoEWrapper(WrapperArguments):
         """The matrix after `change_weights`."""
         if self._change is None:
             return matrix
+        # A method that quantises takes some quantised weights over, but changed ones are new ones.
+        if isinstance(matrix, QuantisedMatrix) and not self._settings.method.quantised:
+            matrix = dequantise(matrix)
         if not isinstance(matrix, torch.Tensor):
             raise ValueError(f"{name} of slot {slot} is quantised, so it cannot be changed")
         return self._change(slot, name, matrix)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +117,7 @@ def check_class(
     """
     import torch
 
+    version = _version_of(engine)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     classes = ", ".join(config.get("architectures") or ["unknown"])
     small = small_config(config)
@@ -142,8 +142,16 @@ def check_class(
             f"can be compared; the end of its log:\n{log}"
         )
     distances, problem = _compare(answers, [run["name"] for run in runs], log, dtype)
-    version = importlib.metadata.version(engine)
     return Verdict(engine, version, device, classes, distances, problem)
+
+
+def _version_of(engine: str) -> str:
+    """The engine's version. Its CPU builds are distributions of other names."""
+    try:
+        return importlib.metadata.version(engine)
+    except importlib.metadata.PackageNotFoundError:
+        names = importlib.metadata.packages_distributions().get(engine, [])
+        return importlib.metadata.version(names[0]) if names else "of unknown version"
 
 
 def _runs(folder: Path) -> list[dict[str, Any]]:
@@ -173,10 +181,14 @@ def _serve(engine: str, job: dict[str, Any], folder: Path) -> tuple[dict[str, An
     module = f"kt_kernel.plugin_entrypoints.{engine}.probe"
     command = [sys.executable, "-m", module, str(job_file), str(result)]
     env = {name: value for name, value in os.environ.items() if name != "KT_CONFIG"}
-    with process_group(command, log, env) as process, suppress(subprocess.TimeoutExpired):
-        process.wait(_PATIENCE)
+    late = ""
+    with process_group(command, log, env) as process:
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            late = f"\nError: not finished after {_PATIENCE} seconds"
     answers = json.loads(result.read_text()) if result.exists() else {}
-    return answers, log.read_text(errors="replace")[-3000:]
+    return answers, log.read_text(errors="replace")[-3000:] + late
 
 
 def run_job(serve: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> None:

@@ -18,6 +18,9 @@ _T = TypeVar("_T")
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.(?:.*\.)?experts\.(.+)", re.DOTALL)
 # "{e}.{projection}…", or the projection first, as ModelOpt writes some models.
 _NUMBER = re.compile(r"(?:(?:gate|up|down)_proj\.)?(\d{1,9})\.")
+# A stack of a projection of all experts. Other tensors in the module, such as the bias of a router,
+# are the engine's.
+_STACK = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13)(?![a-z0-9])")
 
 
 class ColdNames:
@@ -35,7 +38,7 @@ class ColdNames:
             return False
         number = _NUMBER.match(match[2])
         if number is None:
-            return placement.num_slots == 0
+            return placement.num_slots == 0 and _STACK.match(match[2]) is not None
         expert = int(number[1])
         return expert < placement.num_experts and placement.slots[expert] < 0
 

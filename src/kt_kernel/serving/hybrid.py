@@ -91,6 +91,11 @@ class HybridLayer:
         self.hidden_size = hidden_size
         if placement is None:
             placement = initial_placement(options, num_experts, layer_idx)
+        if placement.num_experts != num_experts:
+            raise ValueError(
+                f"layer {layer_idx} has {num_experts} experts, but the model's configuration says "
+                f"{placement.num_experts}"
+            )
         self._loaded_placement = self._placement = placement
         self._shapes = matrix_shapes(hidden_size, moe_intermediate_size)
         self._arrived: dict[int, dict[str, torch.Tensor]] = {}

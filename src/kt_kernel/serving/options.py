@@ -252,7 +252,9 @@ class KTOptions:
                 "--record-kt-gpu-expert-distribution wrote"
             )
         if strategy is not None or stats is not None:
-            which = f"--kt-expert-placement-strategy {self.strategy}"
+            which = f"--kt-expert-placement-strategy {strategy}"
+            if strategy is None:
+                which = f"--kt-expert-stats {stats}"
             if mask is not None:
                 raise OptionError(f"{which} and {given[0]}: give only one of them")
             if not given:
@@ -260,6 +262,12 @@ class KTOptions:
                     f"{which}: without --kt-num-gpu-experts or --kt-gpu-experts-ratio no expert "
                     "is hot; add one of them"
                 )
+        counts, routes = self.record_kt_gpu_expert_distribution, self.record_kt_expert_routes
+        if counts and routes and os.path.realpath(counts) == os.path.realpath(routes):
+            raise OptionError(
+                f"--record-kt-gpu-expert-distribution and --record-kt-expert-routes {routes}: give "
+                "two different files"
+            )
         if self.expert_routes_tokens is not None and self.record_kt_expert_routes is None:
             raise OptionError(
                 f"--kt-expert-routes-tokens {self.expert_routes_tokens}: without "

@@ -113,8 +113,7 @@ def plan_placement(options: KTOptions, config: Any) -> PlacementPlan:
 
 
 def _by_frequency(options: KTOptions, config: Any, path: str) -> PlacementPlan:
-    place = f"--kt-expert-stats {path}"
-    with _refusing(place):
+    with _refusing("--kt-expert-stats", path):
         statistics = ExpertStatistics.load(path)
         statistics.model.need_same(routed_model(config), "the file")
         _need_layers(statistics.layers, config)
@@ -128,7 +127,7 @@ def _by_frequency(options: KTOptions, config: Any, path: str) -> PlacementPlan:
 
 
 def _by_mask(options: KTOptions, config: Any, path: str) -> PlacementPlan:
-    with _refusing(f"--kt-gpu-experts-mask {path}"):
+    with _refusing("--kt-gpu-experts-mask", path):
         masks = ExpertMasks.load(path)
         if masks.model is not None:
             masks.model.need_same(routed_model(config), "the file")
@@ -167,8 +166,9 @@ def _plan(
 
 
 @contextmanager
-def _refusing(place: str) -> Iterator[None]:
+def _refusing(flag: str, path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise OptionError(f"{place}: {error}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OptionError(f"{flag} {path}: {reason.removeprefix(f'{path}: ')}") from error

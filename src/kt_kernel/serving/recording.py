@@ -89,6 +89,11 @@ class ModelRecording:
         self._saved_tokens = self._saved_routes = 0
         self._began = True
 
+    @property
+    def began(self) -> bool:
+        """Whether `begin` was called."""
+        return self._began
+
     def _tokens(self) -> int:
         return min(layer.tokens for layer in self.layers)
 
@@ -255,11 +260,13 @@ def begin() -> None:
     """Begins the recordings of all models of this process, see `ModelRecording.begin`. Called at
     the end of an engine's start."""
     for recording in list(_recordings):
-        recording.begin()
+        if not recording.began:  # another engine of this process may be recording already
+            recording.begin()
 
 
 def _write(path: str, save: Callable[[str], None]) -> None:
     try:
         save(path)
-    except OSError as error:
-        _logger.warning("kt: %s: cannot be written: %s", path, error.strerror or error)
+    except Exception as error:  # the thread goes on, and tries again
+        reason = getattr(error, "strerror", None) or error
+        _logger.warning("kt: %s: cannot be written: %s", path, reason)

@@ -129,10 +129,11 @@ def write_small_model(config: dict[str, Any], folder: Path) -> None:
     kind = config.get("model_type")
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    except ValueError as error:
+    except Exception as error:  # transformers raises many types
+        lines = str(error).splitlines() or [""]
         raise ValueError(
-            f"transformers {version} has no model class for model_type {kind!r}, so no small model "
-            f"can be made ({str(error).splitlines()[0]})"
+            f"transformers {version} cannot make a small model of model_type {kind!r}: "
+            f"{type(error).__name__}: {lines[0]}"
         ) from error
     for name, tensor in model.state_dict().items():
         # Zeros would select the same experts for all tokens.

@@ -62,8 +62,8 @@ def start_streaming(
     """Prepares a loaded model's layers for streaming, unless the options turn it off.
 
     Takes the memory on the device, registers the layers' weights with the driver, and measures the
-    rates of the bus and the CPU on the first layer. With `AUTO`, the threshold follows from these
-    rates, and what is not possible is only logged.
+    rates of the bus and the CPU on the layer with the most cold experts. With `AUTO`, the threshold
+    follows from these rates, and what is not possible is only logged.
 
     Args:
         layers: `HybridLayer`s with cold experts on this rank.
@@ -85,6 +85,8 @@ def start_streaming(
             f"{THRESHOLD_FLAG} {AUTO} streams them to the GPU where that is faster"
         )
     threshold = given if isinstance(given, int) else None
+    # Memory is divided, and times are measured, by the layer with the most cold experts.
+    layers = sorted(layers, key=lambda layer: -layer.placement.num_cold)
     start = _Start(layers, threshold, memory, device, dtype, engine, make_device)
     try:
         return start.run()
@@ -147,11 +149,14 @@ class _Start:
         streamer = self._streamer(there.lane)
         first = self.layers[0]
         cold = first.placement.cold_experts
-        rates = self._rates(streamer, there.lane)
+        rates = self._within_memory(lambda: self._rates(streamer, there.lane))
         top_k = first.wrapper.num_experts_per_tok * len(cold) / first.num_experts
         pays = rates.pays_from(len(cold), top_k)
-        if pays is not None:
-            pays = self._measured_from(pays, rates, streamer, there.lane)
+        if pays is not None and self.threshold is None:
+            begin = pays
+            pays = self._within_memory(
+                lambda: self._measured_from(begin, rates, streamer, there.lane)
+            )
         begin = pays if self.threshold is None else self.threshold
         if begin is None:
             raise _NeverPays(f"it pays for no batch; {rates}")
@@ -169,7 +174,7 @@ class _Start:
             layer.start_streaming(model, experts)
         why = f"measured; {THRESHOLD_FLAG} sets another number, 0 for never"
         if given:
-            why = f"given; by the measured times, streaming pays from {pays or 'no number'} on"
+            why = f"given; by the measured rates, streaming pays from {pays or 'no number'} on"
         total = sum(layer.packed_bytes for layer in self.layers)
         return (
             f"kt: batches of {begin} tokens and more ({why}{graphs}) stream cold experts to "
@@ -181,9 +186,9 @@ class _Start:
     def _measured_from(
         self, pays: int, rates: Rates, streamer: ExpertStreamer, lane: Any
     ) -> int | None:
-        """The first of pays, 2 pays, 4 pays ... tokens with which a streamed batch of the first
-        layer takes a tenth less than one on the CPU; None if none has up to `_LARGEST` tokens. What
-        the host does for a streamed layer is only in this measurement."""
+        """The first of pays, 2 pays, 4 pays ... tokens with which a streamed batch of the first of
+        the layers takes a tenth less than one on the CPU; None if none has up to `_LARGEST` tokens.
+        What the host does for a streamed layer is only in this measurement."""
         first = self.layers[0]
         model = ModelStreaming(streamer, lane, rates, 1, self.engine.products, traced=False)
         streaming = LayerStreaming(model, first.wrapper, self.packed[0])
@@ -198,8 +203,15 @@ class _Start:
             pays *= 2
         return None
 
+    def _within_memory(self, measure: Callable[[], Any]) -> Any:
+        try:
+            return measure()
+        except torch.OutOfMemoryError as error:
+            reason = f"the memory of {self.device} is used up while times are measured"
+            raise _NotStreamed(reason, "give less", of_memory=True) from error
+
     def _rates(self, streamer: ExpertStreamer, lane: Any) -> Rates:
-        """Measured on the first layer, with hidden states on the device."""
+        """Measured on the first of the layers, with hidden states on the device."""
         first, packed = self.layers[0], self.packed[0]
         cold = first.placement.cold_experts
         on_bus = measure_bus(streamer, packed, lane.wait)
@@ -222,9 +234,12 @@ class _Start:
                 "with KT_KERNEL_KIND, results must not depend on the batch, and those of streamed "
                 f"batches do; {THRESHOLD_FLAG} N streams them all the same"
             )
-        first = self.layers[0].wrapper
-        if first.swiglu_limit or first.swiglu_alpha:
-            raise _NotStreamed("the engine's kernels compute streamed experts with plain SiLU only")
+        for layer in self.layers:
+            if layer.wrapper.swiglu_limit or layer.wrapper.swiglu_alpha:
+                raise _NotStreamed(
+                    f"layer {layer.layer_idx} has a SwiGLU limit or alpha, and the engine's "
+                    "kernels compute streamed experts with plain SiLU only"
+                )
 
     def _register(self, backend: Any) -> float:
         """Gives the device access to the packed experts; returns the seconds that it took."""

@@ -15,6 +15,8 @@ from ..moe.wrapper import BaseMoEWrapper
 from ..runtime.forks import per_process
 from ..runtime.variant import native
 from ..weights.expert_tensors import MATRICES, Matrix
+from ..weights.packed import PackedMatrix
+from ..weights.quantised import column_order
 from .batch import first_bad_row
 from .lora import LORA_NAMES, SlotOrder, check_lora, lora_shapes, state_of
 from .optimizer_steps import last_step
@@ -293,6 +295,14 @@ class LoraWeights(BaseMoEWrapper):
         return self._sft.method.reads_as
 
     def _packable(self, place: str, matrix: Matrix) -> Matrix:
+        # The core would compute h, and the adapters of I, in the order of down's columns.
+        ordered = not isinstance(matrix, PackedMatrix) and column_order(matrix) is not None
+        if place.startswith("down ") and ordered:
+            raise ValueError(
+                f"{place} has its columns in another order (desc_act, actorder), with which "
+                "adapters cannot be trained; accepted: weights without an order of down's columns, "
+                "or a method that quantises while loading, such as AMXBF16_SFT"
+            )
         method = self._sft.method
         if not method.packs_zero_points or not isinstance(matrix, torch.Tensor):
             return matrix

@@ -15,7 +15,6 @@ from ..sft.adapters import FUSED, PER_EXPERT
 from ..sft.families import is_fused, open_fused
 from ..sft.methods import SftMethod, get_sft_method
 from ..sft.wrap import layer_number, wrap_experts
-from ..weights.methods import METHODS
 from .blocks import Data
 from .settings import Model, Settings
 
@@ -102,11 +101,14 @@ def _check_stored(
 ) -> None:
     """Whether ``weight_path`` has this layer's experts, for this method."""
     place = f"[model] weight_path = {checkpoint.path}: layer {layer}"
-    stored, found = checkpoint.stored(layer), tuple(checkpoint.sizes(layer))
+    found = tuple(checkpoint.sizes(layer))
     if found != sizes:
         raise ValueError(f"{place} has (experts, H, I) = {found}, the model has {sizes}")
-    if not stored.taken_by(METHODS[method.reads_as]):
-        raise ValueError(f"{place} has {stored.title}, which method = {method.name} does not read")
+    try:
+        with checkpoint.each_expert(layer, *sizes, (), method.reads_as):
+            pass
+    except ValueError as error:
+        raise ValueError(f"{place}: method = {method.name}: {error}") from None
 
 
 def _check_modules(settings: Settings, model: nn.Module) -> None:

@@ -67,6 +67,11 @@ def _with_scale(parts: Parts) -> type[MatrixFormat]:
     if weight.dtype == "I8" and scale.dtype in FLOATS:
         rows = weight.shape[0] if weight.shape else 0
         grouped = len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] > 1
+        if len(scale.shape) == 2 and not grouped and scale.shape not in ((rows, 1), (1, 1)):
+            raise ValueError(
+                f"{scale} has shape {list(scale.shape)}; accepted beside I8 weights [N, K]: [N], "
+                "[N, 1], [N, K / group size], or one number"
+            )
         return Int8Group if grouped else Int8Row
     if not weight.dtype.startswith("F8_E4M3"):
         raise ValueError(

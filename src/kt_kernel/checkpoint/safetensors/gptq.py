@@ -23,7 +23,7 @@ from .groups import (
     order_of_groups,
     scale_type,
 )
-from .int8 import from_offset_bytes
+from .int8 import from_offset_bytes, refuse_order
 from .layout import Parts
 from .matrix import MatrixFormat, bits_of, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, nibbles, signed_scales
@@ -76,6 +76,9 @@ class Gptq(MatrixFormat):
         if bits == 4:
             format = INT4_GROUP if symmetric else INT4_ZERO
             form = WeightForm(format, groups.unit, scale_type(scales))
+        if not symmetric:
+            packings = ("auto_round:auto_gptq", *_UNCHANGED_ZEROS)
+            quantization.expect_value(info, ("packing_format",), *packings)
         settings = quantization.of(info)
         unchanged = (
             settings.get("checkpoint_format") == "gptq_v2"
@@ -106,7 +109,8 @@ class Gptq(MatrixFormat):
             order = order_of_groups(info, read(info, None), self._groups)
         packed = bytes_of(read(parts["qweight"], None).T)
         if self._bits == 8:
-            return from_offset_bytes(parts["scales"], packed, scale, self._groups, order)
+            refuse_order(info, order)
+            return from_offset_bytes(parts["scales"], packed, scale, self._groups)
         codes, scale = nibbles_in_order(packed, order), self._groups.spread(scale)
         if self.form.format == INT4_GROUP:
             return QuantisedMatrix(INT4_GROUP, codes, scale, order=order)

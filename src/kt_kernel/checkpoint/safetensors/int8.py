@@ -83,23 +83,22 @@ class Int8Group(MatrixFormat):
         return q8_0(info, read(parts["weight"], None), scale, self._groups)
 
 
-def from_offset_bytes(
-    info: TensorInfo,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    groups: Groups,
-    order: torch.Tensor | None,
-) -> QuantisedMatrix:
-    """A matrix of 8-bit codes that are stored plus 128, uint8 [N, K]. order: that of the columns;
-    see `QuantisedMatrix`.
-
-    Raises ValueError naming file and tensor as `q8_0`, and for an order.
-    """
+def refuse_order(info: TensorInfo, order: torch.Tensor | None) -> None:
+    """Raises ValueError naming file and tensor if columns of 8-bit groups have an order."""
     if order is not None:
         raise ValueError(
             f"{info}: the columns of 8-bit groups are in another order (desc_act, actorder), which"
             " is not supported; accepted: groups of consecutive columns"
         )
+
+
+def from_offset_bytes(
+    info: TensorInfo,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    groups: Groups,
+) -> QuantisedMatrix:
+    """A matrix of 8-bit codes that are stored plus 128, uint8 [N, K]. Raises as `q8_0`."""
     return q8_0(info, (packed ^ 128).view(torch.int8), scale, groups)
 
 

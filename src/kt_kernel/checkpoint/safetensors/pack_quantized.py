@@ -23,7 +23,7 @@ from .groups import (
     order_of_groups,
     scale_type,
 )
-from .int8 import from_offset_bytes
+from .int8 import from_offset_bytes, refuse_order
 from .layout import Parts
 from .matrix import MatrixFormat, bits_of, bytes_of, two_dimensions
 from .parts import FLOATS, Read, check_tensor, nibbles, signed_scales
@@ -126,7 +126,8 @@ class PackQuantized(MatrixFormat):
                 order = order_of_groups(info, group, self._groups)
         packed = bytes_of(read(parts["weight_packed"], None))
         if self._bits == 8:
-            return from_offset_bytes(parts["weight_scale"], packed, scale, self._groups, order)
+            refuse_order(info, order)
+            return from_offset_bytes(parts["weight_scale"], packed, scale, self._groups)
         zero: torch.Tensor | None = None
         if self.form.format == INT4_ZERO:
             zero = nibbles(read(parts["weight_zero_point"], None), 0)[:rows]
