@@ -193,7 +193,7 @@ def test_nothing_to_resume(folder):
         ({"model": {"method": "AMXINT8_SFT", "weight_path": "none"}}, "No such file.*none"),
         (
             {"model": {"method": "AMXINT4_SFT", "weight_path": "packed"}},
-            "packed: layer 0 has .*, which method = AMXINT4_SFT does not read",
+            "packed: layer 0: method = AMXINT4_SFT: .*packed for method AMXINT8, but method",
         ),
         (
             {"model": {"method": "AMXINT8_SFT", "weight_path": "other"}},
