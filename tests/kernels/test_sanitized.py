@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from grid import examples
 
 HERE = Path(__file__).parent
 
@@ -41,7 +42,7 @@ def run_sanitized(*arguments: object) -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=examples(800, full=7000),  # of whole grids, half an hour
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
