@@ -126,8 +126,8 @@ def warn_of_trace(device: str, logger: logging.Logger) -> None:
 
 def refuse_streaming(device: str, options: KTOptions) -> None:
     """OptionError if experts are to be streamed to a device that is not a GPU."""
-    tokens = options.gpu_prefill_token_threshold
-    if isinstance(tokens, int) and tokens and device != "cuda":
+    tokens = options.given_threshold
+    if tokens and device != "cuda":
         raise OptionError(
             f"--kt-gpu-prefill-token-threshold {tokens}: experts can only be streamed to a CUDA "
             f"device, and the engine's device is {device}; remove it"

@@ -15,22 +15,19 @@ from ..common import (
     SINGLE_RANK,
 )
 from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
-from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG
-from .expert_contract import FUSED_MOE as _FUSED_MOE
-from .expert_contract import KT_WRAPPER as _KT_WRAPPER
-from .expert_contract import SRT as _SRT
+from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, FUSED_MOE, KT_WRAPPER, SRT
 
-_ARGUMENTS = f"{_SRT}.server_args:ServerArgs"
-_OVERRIDES = f"{_SRT}.arg_groups.overrides"
-_RUNNER = f"{_SRT}.layers.moe.moe_runner"
-_MODEL_RUNNER = f"{_SRT}.model_executor"
-_REGISTRY = f"{_SRT}.plugins.hook_registry"
-_TOKENIZER = f"{_SRT}.managers.tokenizer_manager:TokenizerManager"
-_CONTROL = f"{_SRT}.managers.tokenizer_control_mixin:TokenizerControlMixin"
-_SCHEDULER = f"{_SRT}.managers.scheduler:Scheduler"
-_UPDATER = f"{_SRT}.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
-_ENGINE = f"{_SRT}.entrypoints.engine:Engine"
-_MESSAGES = f"{_SRT}.managers.io_struct"
+_ARGUMENTS = f"{SRT}.server_args:ServerArgs"
+_OVERRIDES = f"{SRT}.arg_groups.overrides"
+_RUNNER = f"{SRT}.layers.moe.moe_runner"
+_MODEL_RUNNER = f"{SRT}.model_executor"
+_REGISTRY = f"{SRT}.plugins.hook_registry"
+_TOKENIZER = f"{SRT}.managers.tokenizer_manager:TokenizerManager"
+_CONTROL = f"{SRT}.managers.tokenizer_control_mixin:TokenizerControlMixin"
+_SCHEDULER = f"{SRT}.managers.scheduler:Scheduler"
+_UPDATER = f"{SRT}.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+_ENGINE = f"{SRT}.entrypoints.engine:Engine"
+_MESSAGES = f"{SRT}.managers.io_struct"
 
 
 # ---- requests to a running engine
@@ -295,9 +292,9 @@ NAMES = (
         "refuses unsupported settings before a worker starts; installs the hooks",
         until=_CALLS_WITH_ARGUMENTS,
     ),
-    Name(f"{_SRT}.runtime_context:get_server_args", "called", "where a worker finds the options"),
+    Name(f"{SRT}.runtime_context:get_server_args", "called", "where a worker finds the options"),
     Name(
-        f"{_SRT}.runtime_context:get_context",
+        f"{SRT}.runtime_context:get_context",
         "called",
         "whether processes have already read arguments, and where",
         until=_CALLS_WITH_ARGUMENTS,
@@ -318,71 +315,69 @@ NAMES = (
     ),
     # The layer
     Name(
-        f"{_SRT}.model_loader.loader:_initialize_model",
+        f"{SRT}.model_loader.loader:_initialize_model",
         "wrapped",
         "makes the layers of one model share one HybridModel, in their order",
         until="create_kt_config_from_server_args gets the model of a layer",
     ),
     Name(
-        f"{_SRT}.model_loader.loader:DefaultModelLoader._get_all_weights",
+        f"{SRT}.model_loader.loader:DefaultModelLoader._get_all_weights",
         "wrapped",
         "models do not get the weights of experts that kt-moe reads itself",
         until="SGLang asks layers which weights they need",
     ),
     Name(
-        f"{_KT_WRAPPER}:create_kt_config_from_server_args",
+        f"{KT_WRAPPER}:create_kt_config_from_server_args",
         "replaced",
         "SGLang's own needs --kt-weight-path and has no other source of options",
         until="SGLang's own supports kt options without a weight path",
     ),
     Name(
-        f"{_KT_WRAPPER}:KTEPWrapperMethod",
+        f"{KT_WRAPPER}:KTEPWrapperMethod",
         "replaced",
         "SGLang's own passes no mask of experts, has no CPU path, reads weights a second time and "
         "multiplies by routed_scaling_factor twice on CUDA",
         until="SGLang's own accepts a HybridLayer",
     ),
     Name(
-        f"{_FUSED_MOE}:create_kt_config_from_server_args",
+        f"{FUSED_MOE}:create_kt_config_from_server_args",
         "read",
         "the layer's own reference to the function, which the hook must have replaced",
     ),
     Name(
-        f"{_FUSED_MOE}:KTEPWrapperMethod",
+        f"{FUSED_MOE}:KTEPWrapperMethod",
         "read",
         "the layer's own reference to the class, which the hook must have replaced",
     ),
     Name(
-        f"{_FUSED_MOE}:FusedMoE.__init__",
+        f"{FUSED_MOE}:FusedMoE.__init__",
         "wrapped",
         "refuses what a model requests of its experts and the CPU does not compute",
         until="MoeRunnerConfig holds everything that affects a layer's result",
     ),
     Name(
-        f"{_FUSED_MOE}:FusedMoE._weight_loader_impl",
+        f"{FUSED_MOE}:FusedMoE._weight_loader_impl",
         "called",
         "loads one matrix of a hot expert into a given slot",
     ),
     Name(f"{_RUNNER}.triton_utils.fused_moe:fused_experts", "called", "computes streamed experts"),
     Name(f"{_RUNNER}:MoeRunnerConfig", "called", "its settings"),
-    Name(f"{_SRT}.layers.moe.topk:StandardTopKOutput", "called", "its routes"),
+    Name(f"{SRT}.layers.moe.topk:StandardTopKOutput", "called", "its routes"),
     Name(
-        f"{_SRT}.layers.moe.topk:TopKOutputChecker.format_is_standard",
+        f"{SRT}.layers.moe.topk:TopKOutputChecker.format_is_standard",
         "called",
         "distinguishes computed routing from routing left to a fused kernel",
     ),
-    Name(f"{_SRT}.layers.moe.topk:TopKOutputChecker.format_is_bypassed", "called", "the same"),
-    Name(f"{_SRT}.layers.quantization.unquant:UnquantizedFusedMoEMethod", "read", _TESTED_METHOD),
-    Name(f"{_SRT}.layers.quantization.fp8:Fp8MoEMethod", "read", _TESTED_METHOD),
+    Name(f"{SRT}.layers.moe.topk:TopKOutputChecker.format_is_bypassed", "called", "the same"),
+    Name(f"{SRT}.layers.quantization.unquant:UnquantizedFusedMoEMethod", "read", _TESTED_METHOD),
+    Name(f"{SRT}.layers.quantization.fp8:Fp8MoEMethod", "read", _TESTED_METHOD),
     Name(
-        f"{_SRT}.layers.moe.token_dispatcher:StandardCombineInput", "called", "what a layer returns"
+        f"{SRT}.layers.moe.token_dispatcher:StandardCombineInput", "called", "what a layer returns"
     ),
-    Name(
-        f"{_SRT}.utils.common:is_cpu", "called", "decides who multiplies by routed_scaling_factor"
-    ),
+    Name(f"{SRT}.utils.common:is_cpu", "called", "decides who multiplies by routed_scaling_factor"),
     *(
         Name(
-            f"{_SRT}.models.{model}:KTEPWrapperMethod",
+            f"{SRT}.models.{model}:KTEPWrapperMethod",
             "replaced",
             _SCALES_TWICE,
             until="models leave the factor to the layer",
@@ -435,7 +430,7 @@ NAMES = (
         until="SGLang reports why a process of an engine has ended",
     ),
     Name(
-        f"{_SRT}.entrypoints.engine:_wait_for_scheduler_ready",
+        f"{SRT}.entrypoints.engine:_wait_for_scheduler_ready",
         "wrapped",
         "reports the error line of the worker that failed",
         until="SGLang reports why a process of an engine has ended",
@@ -475,27 +470,27 @@ ATTRIBUTES = (
         "read from the resolved arguments",
     ),
     Attributes(
-        f"{_SRT}.model_executor.cuda_graph_config:CudaGraphConfig",
+        f"{SRT}.model_executor.cuda_graph_config:CudaGraphConfig",
         ("decode", "prefill"),
         "how CUDA graphs are made",
     ),
     Attributes(
-        f"{_SRT}.model_executor.cuda_graph_config:PhaseConfig",
+        f"{SRT}.model_executor.cuda_graph_config:PhaseConfig",
         ("backend", "bs", "max_bs"),
         "how CUDA graphs are made",
     ),
     Attributes(
-        f"{_SRT}.configs.model_config:ModelConfig",
+        f"{SRT}.configs.model_config:ModelConfig",
         ("hf_config", "quantization"),
         "the served model",
     ),
     Attributes(
-        f"{_SRT}.runtime_context:RuntimeContext",
+        f"{SRT}.runtime_context:RuntimeContext",
         ("server_args", "override"),
         "arguments that processes have already read",
     ),
     Attributes(
-        f"{_FUSED_MOE}:FusedMoE",
+        f"{FUSED_MOE}:FusedMoE",
         (
             "moe_runner_config",
             "num_fused_shared_experts",
@@ -509,7 +504,7 @@ ATTRIBUTES = (
         "the layer",
     ),
     Attributes(
-        f"{_SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
+        f"{SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
         (
             "activation",
             "gemm1_alpha",
@@ -522,27 +517,27 @@ ATTRIBUTES = (
         "how the layer computes",
     ),
     Attributes(
-        f"{_SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
+        f"{SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
         ("gemm1_beta",),
         "how the layer computes",
         versions=">=0.5.18",
     ),
     Attributes(
-        f"{_SRT}.layers.moe.token_dispatcher.standard:StandardDispatchOutput",
+        f"{SRT}.layers.moe.token_dispatcher.standard:StandardDispatchOutput",
         ("hidden_states", "hidden_states_scale", "topk_output"),
         "a layer's batch",
     ),
     Attributes(
-        f"{_SRT}.layers.moe.token_dispatcher.standard:StandardCombineInput",
+        f"{SRT}.layers.moe.token_dispatcher.standard:StandardCombineInput",
         ("hidden_states",),
         "a layer's result",
     ),
     Attributes(
-        f"{_SRT}.layers.moe.topk:StandardTopKOutput",
+        f"{SRT}.layers.moe.topk:StandardTopKOutput",
         ("topk_ids", "topk_weights"),
         "a batch's routes",
     ),
-    Attributes(f"{_SRT}.layers.moe.topk:BypassedTopKOutput", ("to_standard",), "a batch's routes"),
+    Attributes(f"{SRT}.layers.moe.topk:BypassedTopKOutput", ("to_standard",), "a batch's routes"),
     Attributes(_TOKENIZER, ("server_args",), "whether requests are refused"),
     Attributes(_ENGINE, ("server_args",), "whether requests are refused"),
     Attributes(f"{_MESSAGES}:GetWeightsByNameReqInput", ("name",), "which weights a request reads"),

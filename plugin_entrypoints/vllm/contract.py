@@ -15,8 +15,14 @@ from ..common import (
     SINGLE_RANK,
 )
 from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
-from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS, EXPERTS, LAYERS
-from .expert_contract import MOE_CONFIG as _MOE_CONFIG
+from .expert_contract import (
+    EXPERT_ARGUMENTS,
+    EXPERT_CONFIG,
+    EXPERT_RANKS,
+    EXPERTS,
+    LAYERS,
+    MOE_CONFIG,
+)
 
 _TOGETHER = "not supported with kt options yet"
 _PLACES = "both settings decide where weights are kept"
@@ -26,8 +32,7 @@ _NO_PROBE = "kt model check does not work"
 _PADDING = "the oldest version passes the padding rows to a layer"
 
 _ARGUMENTS = "vllm.engine.arg_utils:EngineArgs"
-_LAYERS, _EXPERTS = LAYERS, EXPERTS
-_RUNNER = f"{_LAYERS}.runner.moe_runner:MoERunner"
+_RUNNER = f"{LAYERS}.runner.moe_runner:MoERunner"
 
 NAMES = (
     # The processes that the user starts.
@@ -94,33 +99,33 @@ NAMES = (
         until="vLLM asks plugins about such requests",
     ),
     # The model.
-    Name(_LAYERS, "read", "imported first: vLLM's modules import each other in a circle"),
+    Name(LAYERS, "read", "imported first: vLLM's modules import each other in a circle"),
     Name(
-        f"{_EXPERTS}.register_oot",
+        f"{EXPERTS}.register_oot",
         "called",
         "allocates only the hot experts, receives the weights of cold ones, adds their output",
     ),
     Name(
-        f"{_EXPERTS}.weight_loader.supports_moe_loading",
+        f"{EXPERTS}.weight_loader.supports_moe_loading",
         "wrapped",
         "receives each expert's matrices; vLLM reads this mark from the function",
     ),
-    Name(f"{_EXPERTS}.forward_modular", "wrapped", "computes a batch whose experts are selected"),
+    Name(f"{EXPERTS}.forward_modular", "wrapped", "computes a batch whose experts are selected"),
     Name(
-        f"{_EXPERTS}._map_global_expert_id_to_local_expert_id",
+        f"{EXPERTS}._map_global_expert_id_to_local_expert_id",
         "replaced",
         "an expert's row in vLLM's weights",
     ),
-    Name(f"{_EXPERTS}.expert_map", "wrapped", "through which vLLM's kernel skips cold routes"),
+    Name(f"{EXPERTS}.expert_map", "wrapped", "through which vLLM's kernel skips cold routes"),
     Name(
-        f"{_EXPERTS}._get_quant_method",
+        f"{EXPERTS}._get_quant_method",
         "wrapped",
         "without hot experts, no kernel of the checkpoint's format is selected",
         until="vLLM selects kernels when a layer has weights",
         without="quantised models need a kernel of vLLM even if no expert is hot",
     ),
     Name(
-        f"{_LAYERS}.fused_moe_method_base:FusedMoEMethodBase.create_weights",
+        f"{LAYERS}.fused_moe_method_base:FusedMoEMethodBase.create_weights",
         "subclassed",
         "the method of a layer without hot experts",
     ),
@@ -152,18 +157,18 @@ NAMES = (
         until="register_oot reports the conflict itself and can be undone",
     ),
     Name(
-        f"{_LAYERS}.experts.triton_moe:TritonExperts",
+        f"{LAYERS}.experts.triton_moe:TritonExperts",
         "read",
         "a kernel that skips experts that the expert map marks as remote",
     ),
     Name(
-        f"{_LAYERS}.fused_moe:_prepare_expert_assignment",
+        f"{LAYERS}.fused_moe:_prepare_expert_assignment",
         "called",
         "gives the largest batch for which that kernel uses the routes unchanged",
     ),
-    Name(f"{_LAYERS}.fused_moe:fused_experts", "called", "computes streamed experts"),
+    Name(f"{LAYERS}.fused_moe:fused_experts", "called", "computes streamed experts"),
     Name(
-        f"{_LAYERS}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
+        f"{LAYERS}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
         ".process_weights_after_loading",
         "wrapped",
         "called when all weights of a layer are loaded",
@@ -176,7 +181,7 @@ NAMES = (
         until="RoutedExperts gets such a call itself",
     ),
     Name(
-        f"{_LAYERS}.fused_moe_method_base:FusedMoEMethodBase.maybe_make_prepare_finalize",
+        f"{LAYERS}.fused_moe_method_base:FusedMoEMethodBase.maybe_make_prepare_finalize",
         "replaced",
         "with no hot expert, vLLM must create no kernel, now or later",
         versions="<0.27",
@@ -293,7 +298,7 @@ ATTRIBUTES = (
     ),
     Attributes(_RUNNER, ("routed_experts", "layer_name", "_shared_experts"), "its experts"),
     Attributes(
-        _EXPERTS,
+        EXPERTS,
         (
             "global_num_experts",
             "hidden_size",
@@ -305,7 +310,7 @@ ATTRIBUTES = (
         "set up by its base class",
     ),
     Attributes(
-        _MOE_CONFIG,
+        MOE_CONFIG,
         (
             "activation",
             "experts_per_token",
@@ -325,20 +330,18 @@ ATTRIBUTES = (
         ),
         "a layer's sizes and activation; the number of experts to allocate is set",
     ),
-    Attributes(f"{_LAYERS}.config:FusedMoEParallelConfig", ("tp_rank", "tp_size"), "the ranks"),
+    Attributes(f"{LAYERS}.config:FusedMoEParallelConfig", ("tp_rank", "tp_size"), "the ranks"),
     Attributes(
-        f"{_LAYERS}.expert_map_manager:ExpertMapManager",
+        f"{LAYERS}.expert_map_manager:ExpertMapManager",
         ("num_fused_shared_experts",),
         "whether shared experts are fused with the routed ones",
     ),
     Attributes(
-        f"{_LAYERS}.fused_moe_method_base:FusedMoEMethodBase",
+        f"{LAYERS}.fused_moe_method_base:FusedMoEMethodBase",
         ("is_monolithic", "moe_kernel"),
         "whether the kernel does the routing, and which kernel it is",
     ),
-    Attributes(
-        f"{_LAYERS}.modular_kernel:FusedMoEKernel", ("fused_experts",), "which kernel it is"
-    ),
+    Attributes(f"{LAYERS}.modular_kernel:FusedMoEKernel", ("fused_experts",), "which kernel it is"),
     Attributes(
         "vllm.forward_context:ForwardContext",
         ("slot_mapping", "no_compile_layers"),

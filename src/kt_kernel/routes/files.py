@@ -20,13 +20,14 @@ VERSION = "1"
 class Contents:
     """A file's tensors by name, and its model (None if the kind needs none and it names none)."""
 
+    path: str
     tensors: Mapping[str, np.ndarray]
     model: RoutedModel | None
 
-    def need_model(self, place: str) -> RoutedModel:
-        """The model. ValueError, beginning with ``place``, if there is none."""
+    def need_model(self) -> RoutedModel:
+        """The model. ValueError naming the file if there is none."""
         if self.model is None:
-            raise ValueError(f"{place}: its metadata names no model")
+            raise ValueError(f"{self.path}: its metadata names no model")
         return self.model
 
 
@@ -41,38 +42,38 @@ def write(
     replace_file(path, save(contiguous, metadata))
 
 
-def read(path: str, kind: str, shapes: Mapping[str, tuple[Any, str]], place: str) -> Contents:
+def read(path: str, kind: str, shapes: Mapping[str, tuple[Any, str]]) -> Contents:
     """Reads and checks a file.
 
     shapes: dtype and dimensions of each tensor, such as {"counts": (np.float64, "LE")}. A letter
     stands for a size, which must be the same everywhere and at least 1; "T" may be 0.
-    place: begins the messages. Raises OSError, or ValueError for a file of another kind.
+
+    Raises OSError, or ValueError naming the file if it is of another kind.
     """
-    with open(path, "rb"):  # an OSError that names the path
-        pass
+    _need_readable(path)
     try:
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy lacks
-        raise ValueError(f"{place}: not a safetensors file with {kind}: {error}") from None
+        raise ValueError(f"{path}: not a safetensors file with {kind}: {error}") from None
     if metadata.get("kind") != kind or metadata.get("version") != VERSION:
         have = f"{metadata.get('kind', 'no kind')}, version {metadata.get('version', 'none')}"
-        raise ValueError(f"{place}: its metadata says {have}; expected {kind}, version {VERSION}")
+        raise ValueError(f"{path}: its metadata says {have}; expected {kind}, version {VERSION}")
     sizes: dict[str, int] = {}
     for name, (dtype, letters) in shapes.items():
         tensor = found.get(name)
         if tensor is None:
-            raise ValueError(f"{place}: no tensor {name!r}")
+            raise ValueError(f"{path}: no tensor {name!r}")
         if tensor.dtype != dtype or tensor.ndim != len(letters):
             raise ValueError(
-                f"{place}: {name} is {tensor.dtype} {list(tensor.shape)}; expected "
+                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; expected "
                 f"{np.dtype(dtype)} [{', '.join(letters)}]"
             )
         for letter, size in zip(letters, tensor.shape, strict=True):
             if sizes.setdefault(letter, size) != size or (size == 0 and letter != "T"):
                 raise ValueError(
-                    f"{place}: {name} has shape {list(tensor.shape)}, but {letter} is "
+                    f"{path}: {name} has shape {list(tensor.shape)}, but {letter} is "
                     f"{sizes[letter]} and must be the same everywhere, and at least 1"
                 )
     model = None
@@ -80,14 +81,19 @@ def read(path: str, kind: str, shapes: Mapping[str, tuple[Any, str]], place: str
         try:
             model = RoutedModel.from_json(metadata["model"])
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
-    return Contents(found, model)
+            raise ValueError(f"{path}: {error}") from None
+    return Contents(path, found, model)
+
+
+def _need_readable(path: str) -> None:
+    """Raises an OSError that names the path, as safe_open does not."""
+    with open(path, "rb"):
+        pass
 
 
 def kind_of(path: str) -> str | None:
     """The kind in the metadata of a file; None if it has none. Raises OSError."""
-    with open(path, "rb"):  # an OSError that names the path
-        pass
+    _need_readable(path)
     try:
         with safe_open(path, "np") as file:
             return (file.metadata() or {}).get("kind")

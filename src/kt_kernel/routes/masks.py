@@ -36,6 +36,6 @@ class ExpertMasks:
     def load(cls, path: str | os.PathLike[str]) -> ExpertMasks:
         """Raises OSError, or ValueError naming the file if it is not such a file."""
         place = os.fspath(path)
-        contents = files.read(place, KIND, _SHAPES, place)
+        contents = files.read(place, KIND, _SHAPES)
         layers = files.check_layers(contents.tensors["layers"], place)
         return cls(layers, contents.tensors["hot"], contents.model)

@@ -67,8 +67,8 @@ class RouteRecord:
     def load(cls, path: str | os.PathLike[str]) -> RouteRecord:
         """Raises OSError, or ValueError naming the file if it is not such a file."""
         place = os.fspath(path)
-        contents = files.read(place, KIND, _SHAPES, place)
-        model = contents.need_model(place)
+        contents = files.read(place, KIND, _SHAPES)
+        model = contents.need_model()
         routes, passes = contents.tensors["routes"], contents.tensors["passes"]
         experts = model.num_experts
         if ((routes < -1) | (routes >= experts)).any():

@@ -52,8 +52,8 @@ class ExpertStatistics:
     def load(cls, path: str | os.PathLike[str]) -> ExpertStatistics:
         """Raises OSError, or ValueError naming the file if it is not such a file."""
         place = os.fspath(path)
-        contents = files.read(place, KIND, _SHAPES, place)
-        model = contents.need_model(place)
+        contents = files.read(place, KIND, _SHAPES)
+        model = contents.need_model()
         counts, tokens = contents.tensors["counts"], contents.tensors["tokens"]
         if counts.shape[1] != model.num_experts:
             raise ValueError(

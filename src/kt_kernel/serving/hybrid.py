@@ -145,11 +145,11 @@ class HybridLayer:
                 f"{place}: biases of experts are read from files only; name the checkpoint with "
                 "--kt-weight-path"
             )
-        tokens = self.options.gpu_prefill_token_threshold
-        if swiglu != SILU and tokens and tokens != AUTO:
+        tokens = self.options.given_threshold
+        if swiglu != SILU and tokens:
             raise OptionError(
-                f"--kt-gpu-prefill-token-threshold {tokens}: "
-                f"{place}: experts with a SwiGLU limit or alpha cannot be streamed; remove it"
+                f"--kt-gpu-prefill-token-threshold {tokens}: {place}: experts with a SwiGLU limit "
+                "or alpha cannot be streamed; remove it"
             )
 
     @property

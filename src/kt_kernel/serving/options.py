@@ -275,6 +275,13 @@ class KTOptions:
             )
 
     @property
+    def given_threshold(self) -> int | None:
+        """The number of tokens from which batches are to be streamed; None if it is to be measured,
+        or not given."""
+        tokens = self.gpu_prefill_token_threshold
+        return tokens if isinstance(tokens, int) else None
+
+    @property
     def strategy(self) -> str:
         """The strategy of placement: the one given, or that which follows from the others."""
         default = "uniform" if self.expert_stats is None else "frequency"

@@ -84,7 +84,7 @@ def start_streaming(
             "kt: the CPU computes the cold experts of long prompts; "
             f"{THRESHOLD_FLAG} {AUTO} streams them to the GPU where that is faster"
         )
-    threshold = given if isinstance(given, int) else None
+    threshold = options.given_threshold
     # Memory is divided, and times are measured, by the layer with the most cold experts.
     layers = sorted(layers, key=lambda layer: -layer.placement.num_cold)
     start = _Start(layers, threshold, memory, device, dtype, engine, make_device)

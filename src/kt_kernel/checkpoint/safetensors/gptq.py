@@ -64,7 +64,8 @@ class Gptq(MatrixFormat):
         quantization.expect_value(info, ("checkpoint_format",), "gptq", "gptq_v2")
         bits = bits_of(info, two_dimensions(info)[0], columns, (4, 8))
         quantization.expect_value(info, ("bits",), bits)
-        symmetric = quantization.of(info).get("sym") is True
+        settings = quantization.of(info)
+        symmetric = settings.get("sym") is True
         if bits == 8 and not symmetric:
             raise ValueError(
                 f"{info} has 8 bits, and {quantization.file} does not have sym: true; accepted with"
@@ -79,7 +80,6 @@ class Gptq(MatrixFormat):
         if not symmetric:
             packings = ("auto_round:auto_gptq", *_UNCHANGED_ZEROS)
             quantization.expect_value(info, ("packing_format",), *packings)
-        settings = quantization.of(info)
         unchanged = (
             settings.get("checkpoint_format") == "gptq_v2"
             or settings.get("packing_format") in _UNCHANGED_ZEROS
