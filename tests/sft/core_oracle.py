@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from kernels.core import INTEGER, Kind, Layer
+from kernels.core import INTEGER, TILE, VECTOR, Layer
+from kernels.sources import FP8_ROW
 
 from kernels import core
 
@@ -162,6 +163,25 @@ class Trained:
         grad_in, grad_weights, grads = self.backward(batch)
         return Gradients(values_of(out), values_of(grad_in), grad_weights, grads)
 
+    def rounds_weights(self, batch: Batch) -> Array:
+        """Where forward products are of weights rounded to bf16, bool [T, experts].
+
+        The tile unit takes bf16, or int8 for formats with a scale for each row. It takes FP8 with
+        such scales without rounding, too: they are applied to the results. A kernel is chosen for
+        the pairs of an expert in a chunk.
+        """
+        base = self.base
+        rounded = np.zeros((len(batch.x), base.experts), bool)
+        if base.variant[1] != "amx" or base.kind == VECTOR or base.format in (*INTEGER, FP8_ROW):
+            return rounded
+        (least,) = {1} if base.kind == TILE else {*base.gemm_min_rows}
+        assert least > 0, "the oracle needs to know from how many pairs tiles are used"
+        for first in range(0, len(batch.x), base.max_tokens):
+            chunk = slice(first, first + base.max_tokens)
+            for expert in range(base.experts):
+                rounded[chunk, expert] = np.sum(batch.ids[chunk] == expert) >= least
+        return rounded
+
     def reference(self, batch: Batch) -> Gradients:
         base, names = self.base, ([] if self.skips else list(NAMES))
         leaf = lambda a: torch.tensor(a, dtype=torch.float64, requires_grad=True)  # noqa: E731
@@ -170,20 +190,25 @@ class Trained:
         weights = dict(zip(WEIGHTS, map(leaf, base.unpacked()), strict=True))
         bias = [torch.from_numpy(b).double() for b in base.bias] or [None] * 3
         integer = base.format in INTEGER
+        rounds_weights = self.rounds_weights(batch)
 
         def project(
-            m: int, values: torch.Tensor, operand: torch.Tensor, token: int, expert: int
+            m: int,
+            values: torch.Tensor,
+            token: int,
+            expert: int,
+            operand: torch.Tensor | None = None,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            """The base product of `operand`, with the gradients of that of the values; and the
-            adapter's, a constant where backward leaves it out."""
+            """The base product, and the adapter's, which is a constant where backward leaves it
+            out. Given the `operand` of the forward pass, the base product has its value, and the
+            gradients of backward's."""
             name = WEIGHTS[m]
             w = weights[name][expert]
-            # The tile unit takes weights in bf16, but for integer products.
-            tiles = base.variant.table == "amx"
-            transposed = rounded(w) if tiles else w
-            forward = transposed if tiles and base.kind == Kind.TILE and not integer else w
-            y = values @ transposed.T
-            y = y + (operand @ forward.T - y).detach()
+            # The transposed products of the tile unit are of weights in bf16.
+            y = values @ (rounded(w) if base.variant[1] == "amx" else w).T
+            if operand is not None:
+                forward = rounded(w) if rounds_weights[token, expert] else w
+                y = y + (operand @ forward.T - y).detach()
             if bias[m] is not None:
                 y = y + bias[m][expert]
             mask = mask_of(self.dropout, batch.seed, m, token, expert, values.shape[-1])
@@ -198,12 +223,12 @@ class Trained:
                 if not (0 <= e < base.experts and base.slots[e]):
                     continue
                 weight = router[t, j]
-                gate, up = (sum(project(m, x[t], rounded(x[t], integer), t, e)) for m in (0, 1))
+                gate, up = (sum(project(m, x[t], t, e, rounded(x[t], integer))) for m in (0, 1))
                 h = activate(gate, up, base.limit, base.alpha)
-                out = out + (weight * sum(project(2, h, rounded(h, integer), t, e))).detach()
+                out = out + (weight * sum(project(2, h, t, e, rounded(h, integer)))).detach()
                 # Backward sees gate and up as they are kept, and h as it follows from them.
                 h = activate(rounded(gate), rounded(up), base.limit, base.alpha)
-                y, term = project(2, h, h, t, e)
+                y, term = project(2, h, t, e)
                 row = row + weight * y + (weight.detach() if self.skips else weight) * term
             rows.append(row)
             outs.append(out)
