@@ -37,7 +37,7 @@ class TrainingForward : TrainingPass {
   void chunk() {
     if (saved_) keep_x();
     take_x();
-    adapters_of_x(saved_ && !state_.config.recompute ? as<float>(saved_->ranks) : nullptr);
+    adapters_of_x(saved_ && state_.config.keeps_ranks() ? as<float>(saved_->ranks) : nullptr);
     gate_up([this](const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* gate,
                    float* up) {
       if (saved_ && !state_.config.recompute)

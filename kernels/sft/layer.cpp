@@ -108,7 +108,7 @@ std::shared_ptr<SavedForward> TrainingLayer::kept(const TrainingForwardArgs& arg
   const LayerConfig& c = layer.config;
   const int64_t routes = args.tokens * c.top_k;
   PassMemory::Sizes sizes{size_t(args.tokens * c.hidden_size) * 2, 0, {}};
-  if (!config().recompute) sizes.ranks = size_t(routes * 2 * config().rank) * sizeof(float);
+  if (config().keeps_ranks()) sizes.ranks = size_t(routes * 2 * config().rank) * sizeof(float);
   for (size_t p = 0; p < layer.pools.size() && !config().recompute; ++p)
     sizes.gate_up.push_back(
         {size_t(routes * round_up(layer.pools[p].size, kTileRows)) * 4, team_->node(int(p))});

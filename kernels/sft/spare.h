@@ -10,7 +10,8 @@
 
 namespace kt {
 
-// 2 H + 4 k I + 8 k R bytes a token, or 2 H where all but x is computed again.
+// 2 H + 4 k I + 8 k R bytes per token; 2 H + 4 k I without gradients of the adapters; 2 H where all
+// but x is computed again.
 struct PassMemory {
   struct Part {
     size_t bytes;

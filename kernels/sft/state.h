@@ -25,6 +25,10 @@ struct TrainingConfig {
   bool recompute = false;         // keeps x only, computes the rest again in backward
   bool skip_lora_grads = false;   // backward leaves the adapters out
   bool full_weight_grad = false;  // backward also gives the gradients of the weights
+
+  // Whether a forward pass keeps scaling * x A^T of gate and up. Only the gradients of the adapters
+  // need it.
+  bool keeps_ranks() const { return !recompute && !skip_lora_grads; }
 };
 
 struct TrainingState {
