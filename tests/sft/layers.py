@@ -118,16 +118,18 @@ def expected(
     batch: Batch,
     lora: dict[str, torch.Tensor],
     mapping: list[int] | None = None,
+    base: Weights | None = None,
     **options: Any,
 ) -> Gradients:
-    """The oracle's answer; LoRA gradients in logical order."""
+    """The oracle's answer; LoRA gradients in logical order. base: the weights by slot, instead of
+    those that the packed layer stands for."""
     mapping = mapping or list(range(wrapper.num_experts))
     by_slot = [lora[name].double()[mapping] for name in LORA_NAMES]
     found = gradients(
         batch.x,
         batch.ids,
         batch.scores,
-        unpacked(wrapper),
+        base or unpacked(wrapper),
         by_slot,
         wrapper.lora_scaling,
         batch.grad,

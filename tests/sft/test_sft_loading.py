@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from kt_kernel import KTMoEWrapper
-from kt_kernel.weights.formats import INT4_GROUP
-from kt_kernel.weights.quantised import QuantisedMatrix
 
 from .layers import INTER, Batch, E, H, K, base_tensors, lora_tensors, make_wrapper
 
@@ -101,23 +99,6 @@ def test_wrong_maps_and_weights_leave_it_unloaded():
     plain = make_wrapper()
     plain.load_weights_from_tensors(*base_tensors(), IDENTITY)
     same(step(wrapper), step(plain))
-
-
-@pytest.mark.parametrize("which", ["gate", "down"])
-def test_an_order_of_columns(which):
-    """Of gate and up it changes nothing; of down it would be that of the adapters, too."""
-    wrapper = make_wrapper("RAWINT4_SFT")
-    matrices = []
-    for name, (rows, columns) in (("gate", (INTER, H)), ("up", (INTER, H)), ("down", (H, INTER))):
-        order = torch.randperm(columns).int() if name == which else None
-        codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
-        scale = torch.rand(rows, columns // 32).half() / 64
-        matrices.append([QuantisedMatrix(INT4_GROUP, codes, scale, order=order)] * E)
-    if which == "gate":
-        wrapper.load_weights_from_tensors(*matrices, IDENTITY)
-        return
-    with pytest.raises(ValueError, match=r"down of slot 0 has its columns in another order .*SFT"):
-        wrapper.load_weights_from_tensors(*matrices, IDENTITY)
 
 
 def test_experts_that_arrive_one_by_one():

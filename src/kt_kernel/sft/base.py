@@ -324,9 +324,10 @@ class BaseSFTMoEWrapper(LoraWeights):
                 self._need_finite(name, grad, "slot", why)
         result = {}
         for name, grad in (grads or {}).items():
-            like = self._lora.get(name.removeprefix("grad_"))
+            of = name.removeprefix("grad_")
+            like = self._lora.get(of)
             dtype = grad.dtype if like is None else like.dtype
-            result[name] = self._order.to_logical(grad, dtype)
+            result[name] = self._order.to_logical(of, grad, dtype)
             if like is not None:
                 result[name] = result[name].to(like.device)
         if self._sft.method.skip_lora_grads:

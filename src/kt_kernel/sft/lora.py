@@ -16,6 +16,16 @@ LORA_NAMES = tuple(f"{matrix}_lora_{side}" for matrix in MATRICES for side in "a
 #: Of the dictionary that backward returns.
 GRAD_NAMES = tuple(f"grad_{name}" for name in LORA_NAMES)
 
+#: The dimension of I within one expert, of the tensors that have one.
+_INTERMEDIATE_DIM = {
+    "gate_lora_b": 0,
+    "up_lora_b": 0,
+    "down_lora_a": 1,
+    "gate_proj": 0,
+    "up_proj": 0,
+    "down_proj": 1,
+}
+
 
 def lora_shapes(experts: int, rank: int, hidden: int, inter: int) -> dict[str, tuple[int, ...]]:
     """Shapes by `LORA_NAMES`: A [E, R, in], B [E, out, R]."""
@@ -54,20 +64,47 @@ def state_of(tensor: torch.Tensor) -> tuple[int, int | None]:
 
 
 class SlotOrder:
-    """The way between logical experts and slots: slot p holds logical expert mapping[p]."""
+    """The order in which the compiled layer has the experts and their intermediate columns.
+
+    Slot p holds logical expert mapping[p]. Where ``down_proj`` is stored with its columns in
+    another order (act-order of GPTQ), the layer computes its intermediate values in that order, so
+    the LoRA tensors and the gradients that have a dimension of I are reordered on their way.
+    """
 
     def __init__(self, mapping: Sequence[int]) -> None:
         self.mapping = list(mapping)
         self._identity = self.mapping == list(range(len(self.mapping)))
         self._index = torch.tensor(self.mapping, dtype=torch.int64, device="cpu")
+        self._columns: dict[int, torch.Tensor] = {}
 
-    def to_slots(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Contiguous float32 on the CPU, in slot order."""
+    def set_columns(self, slot: int, order: torch.Tensor | None) -> None:
+        """The order of a slot's intermediate columns, int [I]: stored column j is column order[j]
+        of the model. None: the model's own."""
+        if order is None:
+            self._columns.pop(slot, None)
+        else:
+            self._columns[slot] = order.to("cpu", torch.int64)
+
+    def to_slots(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A LoRA tensor as the layer reads it: float32, contiguous, on the CPU, by slot."""
         result = tensor.detach().to("cpu", torch.float32)
-        return (result if self._identity else result.index_select(0, self._index)).contiguous()
+        if not self._identity:
+            result = result.index_select(0, self._index)
+        dim = _INTERMEDIATE_DIM.get(name)
+        if dim is not None and self._columns:
+            given, result = result, result.clone(memory_format=torch.contiguous_format)
+            for slot, order in self._columns.items():
+                torch.index_select(given[slot], dim, order, out=result[slot])
+        return result.contiguous()
 
-    def to_logical(self, by_slot: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Of gradients: those of slots with the same logical expert are summed."""
+    def to_logical(self, name: str, by_slot: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient of the tensor ``name``, of which the layer computed ``by_slot``. Gradients
+        of slots with the same logical expert are summed."""
+        dim = _INTERMEDIATE_DIM.get(name)
+        if dim is not None and self._columns:
+            given, by_slot = by_slot, by_slot.clone()
+            for slot, order in self._columns.items():
+                by_slot[slot].index_copy_(dim, order, given[slot])
         if not self._identity:
             summed = torch.zeros_like(by_slot)
             summed.index_add_(0, self._index, by_slot)

@@ -15,7 +15,7 @@ from ..moe.wrapper import BaseMoEWrapper
 from ..runtime.forks import per_process
 from ..runtime.variant import native
 from ..weights.expert_tensors import MATRICES, Matrix
-from ..weights.packed import PackedMatrix
+from ..weights.loading import Expert
 from ..weights.quantised import column_order
 from .batch import first_bad_row
 from .lora import LORA_NAMES, SlotOrder, check_lora, lora_shapes, state_of
@@ -282,7 +282,7 @@ class LoraWeights(BaseMoEWrapper):
 
     def _read_lora(self) -> None:
         state = _state_of(self._lora.values())
-        arrays = [self._order.to_slots(self._lora[name]).numpy() for name in LORA_NAMES]
+        arrays = [self._order.to_slots(name, self._lora[name]).numpy() for name in LORA_NAMES]
         try:
             self._sft_core.update_lora(*arrays)
         except ValueError as error:
@@ -290,19 +290,16 @@ class LoraWeights(BaseMoEWrapper):
         self._read = state
         self._updates += 1
 
+    def _pack(self, core: Any, experts: Sequence[tuple[int, Expert]]) -> None:
+        super()._pack(core, experts)
+        for slot, expert in experts:
+            self._order.set_columns(slot, column_order(expert["down"]))
+
     @property
     def _reads_as(self) -> str:
         return self._sft.method.reads_as
 
     def _packable(self, place: str, matrix: Matrix) -> Matrix:
-        # The core would compute h, and the adapters of I, in the order of down's columns.
-        ordered = not isinstance(matrix, PackedMatrix) and column_order(matrix) is not None
-        if place.startswith("down ") and ordered:
-            raise ValueError(
-                f"{place} has its columns in another order (desc_act, actorder), with which "
-                "adapters cannot be trained; accepted: weights without an order of down's columns, "
-                "or a method that quantises while loading, such as AMXBF16_SFT"
-            )
         method = self._sft.method
         if not method.packs_zero_points or not isinstance(matrix, torch.Tensor):
             return matrix
