@@ -125,8 +125,8 @@ def test_refused():
         wrap_experts(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match="lora_rnak"):
         wrap_experts(tiny("qwen3_moe"), lora_rnak=3)
-    with pytest.raises(ValueError, match="full_weight_grad=True: modules train LoRA only"):
-        wrap_experts(tiny("qwen3_moe"), full_weight_grad=True)
+    with pytest.raises(ValueError, match="full_weight_grad=True with from_checkpoint=True"):
+        wrap_experts(tiny("qwen3_moe"), full_weight_grad=True, from_checkpoint=True)
     with pytest.raises(ValueError, match="model.layers.0.mlp.experts: activation GELU.* not supp"):
         wrap_experts(tiny("qwen3_moe", hidden_act="gelu"))
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got dict"):

@@ -53,13 +53,19 @@ def save_adapter(
 
     Raises:
         ValueError: The model has no wrapped experts, its layers differ in rank or alpha, or
-            ``layout`` is unknown or does not exist for this family.
+            ``layout`` is unknown or does not exist for this family, or base weights are trained.
         OSError: The files cannot be written.
     """
     modules = {name.removeprefix(PREFIX): m for name, m in wrapped_experts(model).items()}
     if layout not in (FUSED, PER_EXPERT):
         raise ValueError(f"layout={layout!r}; accepted: {FUSED!r}, {PER_EXPERT!r}")
     rank, scaling = _common(modules)
+    for name, module in modules.items():
+        if module.trains_base_weights:
+            raise ValueError(
+                f"{name}: its base weights are trained, too, and an adapter does not contain them; "
+                "save the whole model with save_pretrained"
+            )
     config, tensors = _others(model, modules)
     if base_model is not None:
         config["base_model_name_or_path"] = os.fspath(base_model)

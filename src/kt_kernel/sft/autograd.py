@@ -12,14 +12,17 @@ whoever holds it and whatever becomes of the graph:
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..moe.weight_checks import PARAMETERS
+from ..weights.expert_tensors import MATRICES
 from .base import BaseSFTMoEWrapper, Saved
 from .batch import HostBatch, check_batch
 from .lora import LORA_NAMES
@@ -33,14 +36,21 @@ def lora_experts(
     lora: Sequence[torch.Tensor],
     training: bool,
     nonfinite: str = "error",
+    base: Sequence[torch.Tensor] = (),
+    hot: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The experts' weighted sum [T, H], differentiable in hidden states, router weights and LoRA.
+    """The experts' weighted sum [T, H], differentiable in hidden states, router weights, LoRA and,
+    where they are given, base weights.
 
     Args:
         hidden_states: [T, H], float. expert_ids: [T, k], integer. weights: [T, k], float.
         lora: the six LoRA tensors that the wrapper has, in their order.
         training: whether dropout is on.
         nonfinite: see `LoraExperts`.
+        base: gate_proj and up_proj [E, I, H] and down_proj [E, H, I], of which the wrapper, made
+            with ``full_weight_grad``, has packed copies; or nothing.
+        hot: computes the sum of the experts that the wrapper leaves out [T, H], differentiably. It
+            is called while the CPU computes the others.
 
     Returns:
         [T, H] in the dtype and on the device of ``hidden_states``.
@@ -50,14 +60,22 @@ def lora_experts(
             ``backward`` raises.
     """
     differentiable = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (hidden_states, weights, *lora)
+        tensor.requires_grad for tensor in (hidden_states, weights, *lora, *base)
     )
-    if not differentiable:
-        out, _, _ = _forward(wrapper, hidden_states, expert_ids, weights, False, training)
-        return out.to(hidden_states.dtype)
-    return _LoraExperts.apply(
-        wrapper, training, nonfinite, hidden_states, expert_ids, weights, *lora
-    )
+    sums: list[torch.Tensor] = []
+
+    def compute(hot: Callable[[], torch.Tensor]) -> None:
+        # In `_LoraExperts.forward` gradients are off; the hot experts are a graph of their own.
+        with torch.set_grad_enabled(differentiable):
+            sums.append(hot())
+
+    meanwhile = None if hot is None else functools.partial(compute, hot)
+    given = hidden_states, expert_ids, weights
+    if differentiable:
+        out = _LoraExperts.apply(wrapper, training, nonfinite, meanwhile, *given, *lora, *base)
+    else:
+        out = _forward(wrapper, *given, False, training, meanwhile)[0].to(hidden_states.dtype)
+    return out + sums[0] if sums else out
 
 
 class _LoraExperts(torch.autograd.Function):
@@ -67,14 +85,18 @@ class _LoraExperts(torch.autograd.Function):
         wrapper: BaseSFTMoEWrapper,
         training: bool,
         nonfinite: str,
+        meanwhile: Callable[[], None] | None,
         hidden_states: torch.Tensor,
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
-        *lora: torch.Tensor,
+        *trained: torch.Tensor,
     ) -> torch.Tensor:
-        out, saved, seed = _forward(wrapper, hidden_states, expert_ids, weights, True, training)
+        lora, base = trained[: len(LORA_NAMES)], trained[len(LORA_NAMES) :]
+        given = hidden_states, expert_ids, weights
+        out, saved, seed = _forward(wrapper, *given, True, training, meanwhile)
         ctx.wrapper, ctx.training, ctx.nonfinite = wrapper, training, nonfinite
         ctx.lora, ctx.mark = lora, wrapper.mark_of(lora)
+        ctx.base = [(tensor.device, tensor.dtype) for tensor in base]
         ctx.save_for_backward(
             hidden_states, expert_ids, weights, _ticket(wrapper, saved, seed), *lora
         )
@@ -91,8 +113,8 @@ class _LoraExperts(torch.autograd.Function):
             tokens = check_batch(wrapper._settings, hidden_states, expert_ids, weights)
             if wrapper.mark_of(ctx.lora) != ctx.mark:
                 raise RuntimeError(
-                    f"layer {wrapper.layer_idx}: the LoRA weights changed between a forward pass "
-                    "and its backward; call backward before optimizer.step() and "
+                    f"layer {wrapper.layer_idx}: the LoRA or base weights changed between a "
+                    "forward pass and its backward; call backward before optimizer.step() and "
                     "update_lora_weights()"
                 )
             # A pass with the adapter switched off may have come between.
@@ -106,17 +128,22 @@ class _LoraExperts(torch.autograd.Function):
                 if again in wrapper._saved:
                     wrapper.drop_newest()
                 raise
-        needs = ctx.needs_input_grad
+        need_x, _, need_routes, *needs = ctx.needs_input_grad[4:]
+        names = [f"grad_{name}" for name in LORA_NAMES]
+        kinds = [(tensor.device, tensor.dtype) for tensor in lora]
+        if ctx.base:
+            names += [f"grad_{PARAMETERS[matrix]}" for matrix in MATRICES]
         return (
             None,
             None,
             None,
-            x.to(hidden_states).view_as(hidden_states) if needs[3] else None,
             None,
-            routes.to(weights) if needs[5] else None,
+            x.to(hidden_states).view_as(hidden_states) if need_x else None,
+            None,
+            routes.to(weights) if need_routes else None,
             *(
-                grads[f"grad_{name}"].to(tensor.device) if needed else None
-                for name, tensor, needed in zip(LORA_NAMES, lora, needs[6:], strict=True)
+                grads[name].to(*kind) if needed else None
+                for name, kind, needed in zip(names, kinds + ctx.base, needs, strict=True)
             ),
         )
 
@@ -159,8 +186,10 @@ def _forward(
     weights: torch.Tensor,
     keep: bool,
     training: bool,
+    meanwhile: Callable[[], None] | None,
 ) -> tuple[torch.Tensor, Saved | None, int]:
-    """The sum on the device of the hidden states, what was kept if ``keep``, and the seed.
+    """The sum on the device of the hidden states, what was kept if ``keep``, and the seed. Calls
+    ``meanwhile`` while the experts are being computed.
 
     In evaluation mode with dropout nothing is kept: the compiled core drops in every pass that it
     keeps, and in no other. A first pass of reentrant checkpointing is not to be kept, but must drop
@@ -173,7 +202,7 @@ def _forward(
         keep = keep and wrapper.has_room and (drops or not wrapper.lora_dropout)
         batch = _host_batch(wrapper, hidden_states, expert_ids, weights, tokens)
         try:
-            saved = wrapper.compute(batch, keep or drops, seed)
+            saved = wrapper.compute(batch, keep or drops, seed, meanwhile)
             if drops and not keep:
                 wrapper.drop_newest()
                 saved = None

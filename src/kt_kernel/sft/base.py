@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,14 +148,8 @@ class BaseSFTMoEWrapper(LoraWeights):
             batch = self._host_batch(hidden_states, expert_ids, weights, tokens, True)
             call = None
             if tokens:
-                call = Call(self._sft_core, batch)
-                submit = functools.partial(
-                    self._sft_core.submit_forward,
-                    save=save_for_backward,
-                    seed=self.draw_seed(save_for_backward),
-                )
                 # After an exception the buffer is not released: the pass may be under way.
-                call.start(submit, *batch.arrays)
+                call = self._start(batch, save_for_backward, self.draw_seed(save_for_backward))
             saved = self._keep(tokens) if save_for_backward else None
             self._submitted = _Submitted(batch, call, saved)
 
@@ -269,11 +263,21 @@ class BaseSFTMoEWrapper(LoraWeights):
 
     # ---- for kt_kernel.sft.autograd, inside `_exclusive` ------------------------------------
 
-    def compute(self, batch: HostBatch, save: bool, seed: int) -> Saved | None:
-        """Fills ``batch.out``; returns what was saved."""
-        if not len(batch.x):
-            return self._keep(0) if save else None
-        self._sft_core.forward(*batch.arrays, save=save, seed=seed)
+    def compute(
+        self, batch: HostBatch, save: bool, seed: int, meanwhile: Callable[[], None] | None = None
+    ) -> Saved | None:
+        """Fills ``batch.out``; returns what was saved. Calls ``meanwhile`` while the experts are
+        being computed."""
+        if meanwhile is None and len(batch.x):
+            self._sft_core.forward(*batch.arrays, save=save, seed=seed)
+        elif meanwhile is not None and not len(batch.x):
+            meanwhile()
+        elif meanwhile is not None:
+            call = self._start(batch, save, seed)
+            try:
+                meanwhile()
+            finally:
+                call.wait()
         return self._keep(len(batch.x)) if save else None
 
     def deliver(
@@ -356,6 +360,12 @@ class BaseSFTMoEWrapper(LoraWeights):
             self._leave()
 
     # ---- how --------------------------------------------------------------------------------
+
+    def _start(self, batch: HostBatch, save: bool, seed: int) -> Call:
+        call = Call(self._sft_core, batch)
+        submit = functools.partial(self._sft_core.submit_forward, save=save, seed=seed)
+        call.start(submit, *batch.arrays)
+        return call
 
     def _between_calls(self) -> None:
         """Drops the newest passes as far as their backward never comes. An older one waits for

@@ -61,17 +61,29 @@ class Fused:
     def weights(self) -> dict[str, torch.Tensor]:
         """Views of gate_proj and up_proj [E, I, H] and down_proj [E, H, I], and of the biases where
         there are any."""
-        gate_up = _tensor(self.module, "gate_up_proj").detach()
-        down = _tensor(self.module, "down_proj").detach()
-        if self.transposed:
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        gate, up = self._halves(gate_up)
-        weights = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+        names = ("gate_proj", "up_proj", "down_proj")
+        weights = dict(zip(names, (part.detach() for part in self.projections()), strict=True))
         if self.biased:
             gate, up = self._halves(_tensor(self.module, "gate_up_proj_bias").detach())
             down = _tensor(self.module, "down_proj_bias").detach()
             weights |= {"gate_bias": gate, "up_bias": up, "down_bias": down}
         return weights
+
+    def projections(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of gate_proj and up_proj [E, I, H] and down_proj [E, H, I], differentiable in the
+        module's parameters."""
+        gate_up, down = _tensor(self.module, "gate_up_proj"), _tensor(self.module, "down_proj")
+        if self.transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        return *self._halves(gate_up), down
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The module's own parameters of the experts, by name."""
+        names = ["gate_up_proj", "down_proj"]
+        if self.biased:
+            names += ["gate_up_proj_bias", "down_proj_bias"]
+        return {name: cast(nn.Parameter, getattr(self.module, name)) for name in names}
 
     def _halves(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.layout.interleaved:

@@ -57,12 +57,6 @@ def need_float_dtype(name: str, dtype: Any) -> torch.dtype:
     return dtype
 
 
-def state_of(tensor: torch.Tensor) -> tuple[int, int | None]:
-    """What differs after most changes in place, see `optimizer_steps`."""
-    # Tensors of inference mode have no version.
-    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
-
-
 class SlotOrder:
     """The order in which the compiled layer has the experts and their intermediate columns.
 

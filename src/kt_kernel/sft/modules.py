@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -12,7 +13,10 @@ from torch import nn
 
 from .autograd import lora_experts
 from .base import BaseSFTMoEWrapper
+from .families import Fused
+from .hot import HotExperts
 from .lora import LORA_NAMES, lora_shapes, need_float_dtype
+from .optimizer_steps import state_of
 from .peft_format import Layout
 
 
@@ -24,8 +28,12 @@ class LoraExperts(nn.Module):
     `PeftModel` around the model contain them: ``lora_gate_A.default`` [E, R, H] and so on. A is
     initialised as PEFT does it, uniformly with Kaiming's bound; B with zeros.
 
-    The LoRA weights are read again before a forward pass when an optimizer has changed them. After
-    a change through ``.data`` call `update_lora_weights`.
+    With ``base`` the base weights are trained, too: they are parameters, by the names that they had
+    in the module which this one replaces, and stay on the CPU. With a method ``_SkipLoRA``,
+    ``state_dict()`` is that of the replaced module as long as B is zero.
+
+    LoRA and base weights are read again before a forward pass when an optimizer has changed them.
+    After a change through ``.data`` call `update_lora_weights`.
 
     Args:
         wrapper: a loaded layer, made by ``KTMoEWrapper(mode="sft")``.
@@ -36,6 +44,9 @@ class LoraExperts(nn.Module):
         nonfinite: what backward does where the gradient of its output has a NaN or an infinity:
             "error" raises RuntimeError, "propagate" makes all of its gradients NaN, which a
             gradient scaler for fp16 takes as a reason to skip the step.
+        base: the replaced module, whose parameters are to be trained; the wrapper was made with
+            ``full_weight_grad``. None: the base weights are frozen.
+        hot: the experts that are not on the CPU.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -52,6 +63,8 @@ class LoraExperts(nn.Module):
         device: torch.device | str = "cpu",
         pinned: bool = False,
         nonfinite: str = "error",
+        base: Fused | None = None,
+        hot: HotExperts | None = None,
     ) -> None:
         if not isinstance(wrapper, BaseSFTMoEWrapper):
             raise TypeError(
@@ -77,6 +90,8 @@ class LoraExperts(nn.Module):
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), trained)
             self.register_module(_holder(name), nn.ParameterDict({adapter_name: parameter}))
         self.reset_lora_parameters()
+        self.hot = hot
+        self._base = base and self._adopt(base)
         self._zeros: tuple[torch.Tensor, ...] | None = None  # instead of an adapter that is off
 
     def reset_lora_parameters(self) -> None:
@@ -94,9 +109,16 @@ class LoraExperts(nn.Module):
         return {name: getattr(self, _holder(name))[self.adapter_name] for name in LORA_NAMES}
 
     def update_lora_weights(self) -> None:
-        """Reads the parameters again, whether or not a change was seen."""
+        """Reads all parameters again, whether or not a change was seen."""
         self._bind()
         self.wrapper.update_lora_weights()
+        if self._base is not None:
+            self._pack_base()
+
+    @property
+    def trains_base_weights(self) -> bool:
+        """Whether the base weights are parameters of this module."""
+        return self._base is not None
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -106,21 +128,33 @@ class LoraExperts(nn.Module):
         lora = self._bind()
         if self.wrapper.lora_changed:
             self.wrapper.update_lora_weights()
+        base: tuple[torch.Tensor, ...] = ()
+        if self._base is not None:
+            base = self._base.projections()
+            if self._packed != state_of(self._base_tensors()):
+                self._pack_base()
+        routes = top_k_index, top_k_weights
+        hot = None
+        if self.hot is not None:
+            rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+            hot = functools.partial(self.hot, rows, *routes, lora)
         out = lora_experts(
             self.wrapper,
             hidden_states,
-            top_k_index,
-            top_k_weights,
+            *routes,
             lora,
             self.training,
             self._nonfinite,
+            base=base,
+            hot=hot,
         )
         return out.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
         w = self.wrapper
         return (
-            f"layer={w.layer_idx}, experts={w.num_experts}, method={w.method}, "
+            f"layer={w.layer_idx}, experts={w.num_experts} ({w.num_gpu_experts} on the GPU), "
+            f"method={w.method}, "
             f"rank={w.lora_rank}, alpha={w.lora_alpha}, dropout={w.lora_dropout}"
         )
 
@@ -131,9 +165,34 @@ class LoraExperts(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def in_place(tensor: torch.Tensor) -> torch.Tensor:
-            return fn(tensor).to(tensor.device)
+            # Nothing travels to a device only to learn the dtype.
+            return tensor.to(fn(tensor.new_empty(0)).dtype)
 
-        return super()._apply(in_place if self._pinned else fn, recurse)
+        # Parameters of this module itself are base weights, which stay on the CPU.
+        for child in self.children() if recurse else ():
+            child._apply(in_place if self._pinned and child is not self.hot else fn)
+        return super()._apply(in_place, recurse=False)
+
+    def _adopt(self, base: Fused) -> Fused:
+        """Takes the parameters of the replaced module; returns where they are now."""
+        for name, parameter in base.parameters.items():
+            parameter.requires_grad_(not name.endswith("_bias"))
+            self.register_parameter(name, parameter)
+        base = dataclasses.replace(base, module=self)
+        self._packed = state_of(self._base_tensors())
+        if self.wrapper._sft.method.skip_lora_grads:
+            self.register_state_dict_post_hook(_leave_out_lora)
+            self.register_load_state_dict_post_hook(_miss_no_lora)
+        return base
+
+    def _base_tensors(self) -> list[torch.Tensor]:
+        return [cast(torch.Tensor, tensor) for tensor in (self.gate_up_proj, self.down_proj)]
+
+    def _pack_base(self) -> None:
+        assert self._base is not None
+        state = state_of(self._base_tensors())
+        self.wrapper.update_base_weights(*(part.detach() for part in self._base.projections()))
+        self._packed = state
 
     def _bind(self) -> tuple[torch.Tensor, ...]:
         """The LoRA tensors, which the wrapper has by reference."""
@@ -195,6 +254,21 @@ def _peft_class(layer: type) -> type[LoraExperts]:
             return not self.disable_adapters and self.adapter_name in active
 
     return PeftLoraExperts
+
+
+def _leave_out_lora(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Of a layer whose LoRA is not trained and adds nothing."""
+    lora = module.lora_parameters()
+    if not any(bool(tensor.any()) for name, tensor in lora.items() if name.endswith("_b")):
+        for name in lora:
+            state.pop(f"{prefix}{_holder(name)}.{module.adapter_name}", None)
+
+
+def _miss_no_lora(module: Any, incompatible: Any) -> None:
+    """A state without these parameters is complete."""
+    ends = tuple(f"{_holder(name)}.{module.adapter_name}" for name in LORA_NAMES)
+    missing = incompatible.missing_keys
+    missing[:] = [key for key in missing if not key.endswith(ends)]
 
 
 def _holder(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Optimizer steps that change LoRA tensors.
+"""Whether tensors have changed, by optimizer steps among others.
 
 The versions of tensors do not tell of all of them: fused optimizers, `Trainer`'s default among
 them, change parameters without counting, and a tensor and its ``.data`` count apart. Every
@@ -8,7 +8,7 @@ optimizer of torch runs the hooks for steps, though.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,14 @@ _last_step: dict[int, int] = {}  # by address of the memory: the number of the l
 def last_step(tensors: Iterable[torch.Tensor]) -> int:
     """The number of the last step that an optimizer made on one of the tensors; 0 for none."""
     return max((_last_step.get(tensor.data_ptr(), 0) for tensor in tensors), default=0)
+
+
+def state_of(tensors: Collection[torch.Tensor]) -> tuple[Any, ...]:
+    """What differs after changes in place and after optimizer steps. Other changes through
+    ``.data`` are not seen."""
+    # Tensors of inference mode have no version.
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return last_step(tensors), tuple(tensor.data_ptr() for tensor in tensors), tuple(versions)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,14 @@ from ..moe.settings import LayerSettings
 from ..moe.weight_checks import PARAMETERS
 from ..moe.wrapper import BaseMoEWrapper
 from ..runtime.forks import per_process
+from ..runtime.tensors import need_tensor
 from ..runtime.variant import native
-from ..weights.expert_tensors import MATRICES, Matrix
+from ..weights.expert_tensors import BIASES, MATRICES, Matrix
 from ..weights.loading import Expert
 from ..weights.quantised import column_order
 from .batch import first_bad_row
-from .lora import LORA_NAMES, SlotOrder, check_lora, lora_shapes, state_of
-from .optimizer_steps import last_step
+from .lora import LORA_NAMES, SlotOrder, check_lora, lora_shapes
+from .optimizer_steps import state_of
 from .quantise import quantise_asymmetric
 from .settings import SftSettings
 
@@ -41,9 +42,11 @@ class LoraWeights(BaseMoEWrapper):
             settings.hidden_size,
             settings.moe_intermediate_size,
         )
-        self._read = _state_of(())  # of the LoRA tensors when they were last read
+        self._read = state_of(())  # of the LoRA tensors when they were last read
         self._updates = 0  # how often they were read
         self._told = 0  # how often a caller said that their values changed
+        self._base_updates = 0  # how often the base weights were packed again
+        self._biases: dict[int, dict[str, torch.Tensor]] = {}  # by slot, for packing it again
         self._in_call = False  # stays True in a child that was forked during a call
         per_process(self, "_in_use", threading.Lock)
 
@@ -90,7 +93,8 @@ class LoraWeights(BaseMoEWrapper):
     def update_base_weights(
         self, gate_proj: torch.Tensor, up_proj: torch.Tensor, down_proj: torch.Tensor
     ) -> None:
-        """Packs other base weights, after a step with the gradients of ``full_weight_grad``.
+        """Packs other base weights, after a step with the gradients of ``full_weight_grad``. Biases
+        stay as they were loaded.
 
         Args:
             gate_proj, up_proj: [E, I, H], down_proj: [E, H, I], logical order; bf16, fp16 or fp32.
@@ -98,8 +102,8 @@ class LoraWeights(BaseMoEWrapper):
         Raises:
             RuntimeError: before loading, while a forward pass waits for its backward, or between
                 ``submit_forward_sft`` and ``sync_forward_sft``.
-            TypeError, ValueError: as ``load_weights_from_tensors``, or a weight that is not finite.
-                Nothing was changed then.
+            TypeError, ValueError: as ``load_weights_from_tensors``; a weight that is not finite; a
+                method that keeps the quantised weights of a checkpoint. Nothing was changed then.
         """
         where = self._settings.where
         with self._exclusive("update_base_weights"):
@@ -109,9 +113,18 @@ class LoraWeights(BaseMoEWrapper):
             if self.pending:
                 raise RuntimeError(
                     f"{where}: update_base_weights while {self.pending} forward passes wait for "
-                    "their backward"
+                    "their backward; call backward first, clear_pending to drop them, or run such "
+                    "passes under torch.no_grad()"
+                )
+            if not self._settings.method.takes_dense:
+                raise ValueError(
+                    f"{where}: update_base_weights with method {self.method}, which keeps the "
+                    "quantised weights of a checkpoint; accepted: methods that pack 16- or 32-bit "
+                    "weights, such as AMXBF16_SFT"
                 )
             given = dict(zip(MATRICES, (gate_proj, up_proj, down_proj), strict=True))
+            for name, tensor in given.items():
+                need_tensor(f"{where}: {PARAMETERS[name]}", tensor)
             form = self._checks.layer(given)
             if form != self._form:
                 raise ValueError(f"{where}: the weights are {form}; loaded were {self._form}")
@@ -119,7 +132,8 @@ class LoraWeights(BaseMoEWrapper):
             mapping = self._order.mapping
             for slot in self._cpu_slots():
                 expert = {name: tensor[mapping[slot]] for name, tensor in given.items()}
-                self._pack(self._core, [(slot, expert)])
+                self._pack(self._core, [(slot, expert | self._biases.get(slot, {}))])
+            self._base_updates += 1
 
     def init_lora_weights(
         self,
@@ -174,14 +188,15 @@ class LoraWeights(BaseMoEWrapper):
             self._take_lora(dict(zip(LORA_NAMES, lora, strict=True)))
 
     def mark_of(self, lora: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Equal as long as the values of the tensors are, whichever tensors the wrapper holds."""
-        return self._told, _state_of(lora)
+        """Equal as long as the values of the tensors and the base weights are, whichever tensors
+        the wrapper holds."""
+        return self._told, self._base_updates, state_of(lora)
 
     @property
     def lora_changed(self) -> bool:
         """Whether a LoRA tensor was replaced, changed in place, or changed by an optimizer, since
         it was last read. Other changes through ``.data`` are not seen."""
-        return self._read != _state_of(self._lora.values())
+        return self._read != state_of(self._lora.values())
 
     # ---- how --------------------------------------------------------------------------------
 
@@ -281,7 +296,7 @@ class LoraWeights(BaseMoEWrapper):
                 raise
 
     def _read_lora(self) -> None:
-        state = _state_of(self._lora.values())
+        state = state_of(self._lora.values())
         arrays = [self._order.to_slots(name, self._lora[name]).numpy() for name in LORA_NAMES]
         try:
             self._sft_core.update_lora(*arrays)
@@ -294,6 +309,9 @@ class LoraWeights(BaseMoEWrapper):
         super()._pack(core, experts)
         for slot, expert in experts:
             self._order.set_columns(slot, column_order(expert["down"]))
+            if self._sft.full_weight_grad:
+                biases = {name: expert[name] for name in BIASES if expert.get(name) is not None}
+                self._biases[slot] = {name: bias.detach().clone() for name, bias in biases.items()}
 
     @property
     def _reads_as(self) -> str:
@@ -304,11 +322,6 @@ class LoraWeights(BaseMoEWrapper):
         if not method.packs_zero_points or not isinstance(matrix, torch.Tensor):
             return matrix
         return quantise_asymmetric(matrix, method.base.group_size, method.per_row, place)
-
-
-def _state_of(lora: Collection[torch.Tensor]) -> tuple[Any, ...]:
-    """What differs after changes in place and optimizer steps."""
-    return last_step(lora), tuple(map(state_of, lora))
 
 
 def _lora_attribute(name: str) -> property:

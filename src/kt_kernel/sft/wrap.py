@@ -16,6 +16,7 @@ from .base import BaseSFTMoEWrapper
 from .batch import check_device
 from .config import KTConfig, Path, get_sft_weight_path
 from .families import Fused, is_fused, open_fused
+from .hot import HotExperts
 from .lora import need_float_dtype
 from .modules import LoraExperts, check_adapter_name, check_nonfinite, module_class
 from .settings import need_bool
@@ -33,9 +34,13 @@ def wrap_experts(
     lora_device: torch.device | str | None = None,
     nonfinite: str = "error",
     allow_untested: bool = False,
+    gpu_experts_masks: torch.Tensor | None = None,
     **settings: Any,
 ) -> dict[str, LoraExperts]:
     """Replaces, in place, the experts of every MoE layer by modules with LoRA, computed on the CPU.
+
+    With ``full_weight_grad=True`` the experts' base weights are trained as well, and packed again
+    after each optimizer step. A method ``_SkipLoRA`` then trains them alone.
 
     The model's other parameters are frozen, as PEFT does; unfreeze those that are to be trained.
     For adapters on other layers call ``peft.get_peft_model`` before: its parameters stay as they
@@ -55,6 +60,10 @@ def wrap_experts(
         nonfinite: "error" or "propagate", which fp16 with a gradient scaler needs; see
             `LoraExperts`.
         allow_untested: accept classes of experts that were not tested.
+        gpu_experts_masks: bool [L, E], one row for each MoE layer, as
+            `kt_kernel.generate_gpu_experts_masks` makes them. The experts with True are computed
+            with torch on the device of the model, where they move with it. None: the first
+            ``num_gpu_experts`` of each layer, by default none.
         settings: replace fields of ``config`` or of its defaults.
 
     Returns:
@@ -77,10 +86,10 @@ def wrap_experts(
     check_device("lora_device", lora_device)
     check_nonfinite(nonfinite)
     config = dataclasses.replace(config or KTConfig(), **settings)
-    if config.full_weight_grad:
+    if config.full_weight_grad and from_checkpoint:
         raise ValueError(
-            "full_weight_grad=True: modules train LoRA only; KTMoEWrapper's backward returns "
-            "gradients of the base weights"
+            "full_weight_grad=True with from_checkpoint=True: the model's own weights are trained; "
+            "accepted: from_checkpoint=False"
         )
     found = dict(_fused_experts(model))
     if not found:
@@ -92,7 +101,13 @@ def wrap_experts(
     opened = {path: open_fused(path, module, allow_untested) for path, module in found.items()}
     del found
     path = get_sft_weight_path(config) if from_checkpoint else None
-    wrappers = {n: _make_layer(n, fused, top_k, path, config) for n, fused in opened.items()}
+    masks = _masks_of(gpu_experts_masks, len(opened))
+    wrappers = {
+        name: _make_layer(name, fused, top_k, path, config, mask)
+        for (name, fused), mask in zip(opened.items(), masks, strict=True)
+    }
+    for name, fused in opened.items():
+        _check_hot(name, fused, wrappers[name])
     if path is None:
         for name, fused in opened.items():
             wrappers[name].check_weights(**fused.weights())
@@ -101,6 +116,7 @@ def wrap_experts(
     with contextlib.ExitStack() as undo:
         for name, wrapper in wrappers.items():
             fused = opened.pop(name)  # nobody else but the model has the weights
+            hot = _hot_experts(fused, wrapper)
             order = torch.arange(wrapper.num_experts, device="cpu")
             if path is None:
                 weights = fused.weights()
@@ -116,6 +132,8 @@ def wrap_experts(
                 device="cpu" if lora_device is None else lora_device,
                 pinned=lora_device is not None,
                 nonfinite=nonfinite,
+                base=fused if config.full_weight_grad else None,
+                hot=hot,
             )
             module.train(fused.module.training)
             parent, _, child = name.rpartition(".")
@@ -165,8 +183,51 @@ def _freeze(model: nn.Module, modules: dict[str, LoraExperts]) -> None:
 
 def _fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if is_fused(module):
+        if is_fused(module) and not isinstance(module, LoraExperts):
             yield name, module
+
+
+def _masks_of(masks: Any, layers: int) -> list[torch.Tensor | None]:
+    """The mask of each layer; None where none was given."""
+    if masks is None:
+        return [None] * layers
+    if not isinstance(masks, torch.Tensor):
+        raise TypeError(f"gpu_experts_masks must be a tensor or None, got {type(masks).__name__}")
+    if masks.dim() != 2 or len(masks) != layers:
+        raise ValueError(
+            f"gpu_experts_masks must be [{layers}, E], a row for each MoE layer, got "
+            f"{list(masks.shape)}"
+        )
+    return list(masks)
+
+
+def _check_hot(name: str, fused: Fused, wrapper: BaseSFTMoEWrapper) -> None:
+    """Raises ValueError where experts on the GPU cannot be had."""
+    if not wrapper.num_gpu_experts:
+        return
+    if wrapper.full_weight_grad:
+        raise ValueError(
+            f"{name}: {wrapper.num_gpu_experts} experts on the GPU with full_weight_grad=True; "
+            "accepted: all experts on the CPU"
+        )
+    if fused.on_meta:
+        raise ValueError(
+            f"{name}: {wrapper.num_gpu_experts} experts on the GPU, whose weights are those of the "
+            "model, which are on the meta device; load them, or keep all experts on the CPU"
+        )
+
+
+def _hot_experts(fused: Fused, wrapper: BaseSFTMoEWrapper) -> HotExperts | None:
+    slots = wrapper.gpu_experts_mask.nonzero().flatten().tolist()
+    if not slots:
+        return None
+    return HotExperts(
+        fused,
+        slots,
+        scaling=wrapper.lora_scaling,
+        dropout=wrapper.lora_dropout,
+        skip_lora_grads=wrapper._sft.method.skip_lora_grads,
+    )
 
 
 def layer_number(name: str) -> int:
@@ -191,7 +252,12 @@ def _experts_per_token(model: nn.Module) -> int:
 
 
 def _make_layer(
-    name: str, fused: Fused, top_k: int, path: Path | None, config: KTConfig
+    name: str,
+    fused: Fused,
+    top_k: int,
+    path: Path | None,
+    config: KTConfig,
+    mask: torch.Tensor | None,
 ) -> BaseSFTMoEWrapper:
     experts, hidden, inter = fused.sizes
     wrapper: BaseSFTMoEWrapper = KTMoEWrapper(
@@ -201,6 +267,7 @@ def _make_layer(
         hidden_size=hidden,
         moe_intermediate_size=inter,
         weight_path=path,
+        gpu_experts_mask=mask,
         swiglu_limit=fused.swiglu_limit,
         swiglu_alpha=fused.swiglu_alpha,
         **config.wrapper_arguments(),
