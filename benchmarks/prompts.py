@@ -159,7 +159,7 @@ def serve(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> Non
                 row["rates"] = rates_of_model()
             print(json.dumps(row), flush=True)
             row["prompts"] = bench.first_token(lengths, [SHARED] if method == STOCK else args.modes)
-            bus = row["rates"]["bus_seconds"] if "rates" in row else None
+            bus = row.get("rates", {}).get("bus_seconds")
             print(f"{method} {hot:.0%} hot", *summary(row["prompts"], bus), sep="\n", flush=True)
             if args.logprobs and method in (STOCK, "BF16"):
                 modes = [TOGETHER, APART] if method == STOCK else args.modes

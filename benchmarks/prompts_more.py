@@ -43,13 +43,16 @@ def newest() -> Any:
 
 
 def rates_of_model() -> dict[str, Any]:
-    """What was measured at the start, and the size of the experts."""
+    """What was measured at the start, and the size of the experts. Empty if nothing is streamed."""
     model = newest()
     layer = model.layers[0]
+    if layer._streaming is None:
+        return {}
     rates, packed = layer._streaming._model.rates, layer._streaming._packed
     cold = layer.placement.num_cold
     return {
         **vars(rates),
+        "threshold": layer._streaming._model.threshold,
         "expert_bytes": packed.expert_bytes,
         "cold": cold,
         "pays_from": rates.pays_from(
