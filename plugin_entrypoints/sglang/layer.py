@@ -343,7 +343,8 @@ def _engine_side() -> EngineSide:
         for phase in (graphs.decode, graphs.prefill)
         if phase.backend != "disabled"
     ]
-    return EngineSide(products, memory_left, max(captured, default=0))
+    chunk = arguments.chunked_prefill_size or 0  # not above 0: prompts are computed whole
+    return EngineSide(products, memory_left, max(captured, default=0), chunk if chunk > 0 else None)
 
 
 def unpadded_sizes(config: Any) -> dict[int, int]:

@@ -241,6 +241,7 @@ ATTRIBUTES = (
             "load_config",
             "model_config",
             "parallel_config",
+            "scheduler_config",
         ),
         "the options, and the settings they are checked against",
     ),
@@ -253,6 +254,11 @@ ATTRIBUTES = (
         "vllm.config:CacheConfig",
         ("gpu_memory_utilization", "kv_cache_memory_bytes"),
         "how much of the device's memory is left for streamed experts",
+    ),
+    Attributes(
+        "vllm.config:SchedulerConfig",
+        ("max_num_batched_tokens",),
+        "whether any batch is large enough to be streamed",
     ),
     Attributes(
         "vllm.config:LoadConfig", ("download_dir",), "where the served model's repository is kept"

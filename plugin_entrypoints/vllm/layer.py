@@ -282,7 +282,9 @@ def _engine_side(config: Any) -> EngineSide:
         return min(free, allowed - torch.cuda.memory_reserved(device))
 
     captured = config.compilation_config.max_cudagraph_capture_size or 0
-    return EngineSide(products, memory_left, captured)
+    return EngineSide(
+        products, memory_left, captured, config.scheduler_config.max_num_batched_tokens
+    )
 
 
 def _refuse(layer_name: str, moe_config: Any, arguments: dict[str, Any]) -> None:

@@ -162,8 +162,9 @@ def start(
     device: torch.device = CPU,
     left: int = 1 << 40,
     captured: int = 0,
+    largest: int | None = None,
 ) -> Any:
-    engine = streaming_start.EngineSide(products, lambda _: left, captured)
+    engine = streaming_start.EngineSide(products, lambda _: left, captured, largest)
     options = layer.options
     if options.gpu_prefill_token_threshold is None:
         options = replace(options, gpu_prefill_token_threshold="auto")
@@ -233,6 +234,7 @@ def test_the_threshold_is_measured(monkeypatch) -> None:
     monkeypatch.setattr(streaming_start, "measure_streaming", lambda *_: 1.0)
     monkeypatch.setattr(streaming_start, "timed_on_cpu", lambda _, ids, *__: 0.1 * len(ids))
     assert start(make(monkeypatch)).startswith("kt: batches of 12 tokens and more (measured;")
+    assert "it pays for no batch" in start(make(monkeypatch), largest=11)
     monkeypatch.setattr(streaming_start, "timed_on_cpu", lambda *_: 1.0)
     assert "it pays for no batch" in start(make(monkeypatch))
 
@@ -262,6 +264,25 @@ def test_captured_batches_are_never_streamed(monkeypatch, given: int | None) -> 
     for tokens, streamed in ((20, 0), (21, 1)):
         answers(layer, batch(tokens))
         assert layer.stats()["streamed_batches"] == streamed
+
+
+def test_no_batch_is_large_enough(monkeypatch) -> None:
+    """Then no memory is taken. A number above the largest batch is an error."""
+
+    def no_device(device: torch.device) -> None:
+        raise AssertionError
+
+    layer = make(monkeypatch)
+    assert "captures all its batches, of up to 20" in start(
+        layer, no_device, captured=20, largest=20
+    )
+    given = make(monkeypatch, gpu_prefill_token_threshold=THRESHOLD)
+    with pytest.raises(OptionError, match=r"threshold 8: the engine captures all .*; let it"):
+        start(given, no_device, captured=30, largest=20)
+    with pytest.raises(OptionError, match=r"threshold 8: .* up to 7 tokens; give 5 to 7, 0 for"):
+        start(given, no_device, captured=4, largest=7)
+    fixed_rates(monkeypatch, BUS_ONLY)
+    assert start(given, largest=THRESHOLD).startswith("kt: batches of 8 tokens and more (given")
 
 
 def test_an_eighth_of_the_memory_that_is_left(monkeypatch) -> None:
@@ -434,7 +455,7 @@ def test_a_batch_that_was_cancelled(monkeypatch, where: str) -> None:
             raise RuntimeError("out of memory")
 
         with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="out of memory"):
-            patched.setattr(layer._streamed._model, "products", fail)
+            patched.setattr(layer._streamed.batch._model, "products", fail)
             layer.collect(lost[0], None)
     for tokens in (30, 20):
         want = answers(make(monkeypatch), batch(tokens))[1]

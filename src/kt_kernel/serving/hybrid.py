@@ -31,9 +31,10 @@ from .streaming import LayerStreaming, ModelStreaming, StreamedBatch
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class _Preparation(NamedTuple):
-    """The arguments of a submit, for `HybridLayer._prepare_short_batches`."""
+class _Streamed(NamedTuple):
+    """A streamed batch, and its arguments for `HybridLayer._prepare_short_batches`."""
 
+    batch: StreamedBatch
     ids: torch.Tensor
     weights: torch.Tensor
     slot_map: torch.Tensor
@@ -111,8 +112,7 @@ class HybridLayer:
             self._check_features(swiglu)
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._streaming: LayerStreaming | None = None
-        self._streamed: StreamedBatch | None = None  # the last submit, if it was streamed
-        self._prepare: _Preparation | None = None  # of the last submit, if it was streamed
+        self._streamed: _Streamed | None = None  # the last submit, if it was streamed
         self._prepared: set[Any] = set()
         self._not_counted: dict[str, int] = {}  # what the CPU's counters had at first
         self._recording: LayerRecording | None = None
@@ -380,7 +380,7 @@ class HybridLayer:
             slot_map = self._slot_maps[x.device] = self._placement.slot_map(x.device)
         self._streamed = None
         if self._streaming is not None and stream is None and self._streaming.wants(x):
-            self._streamed = self._streaming.start(
+            batch = self._streaming.start(
                 x,
                 topk_ids,
                 topk_weights,
@@ -389,8 +389,8 @@ class HybridLayer:
                 cold_slot=cold_slot,
                 padding=padding,
             )
-            self._prepare = _Preparation(topk_ids, topk_weights, slot_map, cold_slot, padding)
-            return self._streamed.routes
+            self._streamed = _Streamed(batch, topk_ids, topk_weights, slot_map, cold_slot, padding)
+            return batch.routes
         if self._wrapper is None:
             if padding is not None:
                 need_padding(f"layer {self.layer_idx}", padding, x.shape[0], x.device)
@@ -438,8 +438,8 @@ class HybridLayer:
         on_cpu = self._wrapper is not None
         streamed, self._streamed = self._streamed, None
         if streamed is not None:
-            self._prepare_short_batches(x, hot, scale)
-            hot, on_cpu = streamed.add(x, hot), streamed.on_cpu
+            self._prepare_short_batches(streamed, x, hot, scale)
+            hot, on_cpu = streamed.batch.add(x, hot), streamed.batch.on_cpu
         if self._wrapper is not None and on_cpu:
             return self._wrapper.sync_and_add(x, stream, hot=hot, scale=scale)
         if hot is None:
@@ -447,14 +447,13 @@ class HybridLayer:
         return hot if scale == 1.0 else hot * scale
 
     def _prepare_short_batches(
-        self, x: torch.Tensor, hot: torch.Tensor | None, scale: float
+        self, streamed: _Streamed, x: torch.Tensor, hot: torch.Tensor | None, scale: float
     ) -> None:
         """Computes a token without routes like a batch that is not streamed, once for each kind of
         batch. An engine that runs long batches only before it captures short ones in a CUDA graph
         would otherwise have no kernels for them."""
-        assert self._prepare is not None and self._wrapper is not None
-        given, self._prepare = self._prepare, None
-        ids, weights, slot_map, cold_slot, padding = given
+        assert self._wrapper is not None
+        _, ids, weights, slot_map, cold_slot, padding = streamed
         kind = (
             *(each if each is None else each.dtype for each in (x, ids, weights, padding, hot)),
             cold_slot,

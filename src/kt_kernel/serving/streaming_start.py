@@ -33,11 +33,13 @@ class EngineSide:
         captured: tokens of the largest batch that it captures in CUDA graphs; 0: it captures none.
             Smaller ones are never streamed, or a batch that runs before its capture would not
             prepare it.
+        largest: tokens of its largest batch; None if there is no limit.
     """
 
     products: Products
     memory_left: Callable[[torch.device], int]
     captured: int = 0
+    largest: int | None = None
 
 
 class Device:
@@ -187,13 +189,14 @@ class _Start:
         self, pays: int, rates: Rates, streamer: ExpertStreamer, lane: Any
     ) -> int | None:
         """The first of pays, 2 pays, 4 pays ... tokens with which a streamed batch of the first of
-        the layers takes a tenth less than one on the CPU; None if none has up to `_LARGEST` tokens.
-        What the host does for a streamed layer is only in this measurement."""
+        the layers takes a tenth less than one on the CPU; None if none has up to `_LARGEST` tokens,
+        or as many as the engine's largest batch. What the host does for a streamed layer is only in
+        this measurement."""
         first = self.layers[0]
         model = ModelStreaming(streamer, lane, rates, 1, self.engine.products, traced=False)
         streaming = LayerStreaming(model, first.wrapper, self.packed[0])
         cold = set(first.placement.cold_experts)
-        while pays <= _LARGEST:
+        while pays <= min(_LARGEST, self.engine.largest or _LARGEST):
             routes = spread_routes(pays, first.wrapper.num_experts_per_tok, first.num_experts)
             routes.apply_(lambda expert: expert if expert in cold else -1)
             alone = timed_on_cpu(first.wrapper, routes, self.device, lane.wait)
@@ -224,6 +227,7 @@ class _Start:
         return Rates(on_bus, on_cpu, token, max(0.0, once - on_bus * len(cold)))
 
     def _check(self) -> None:
+        self._check_sizes()
         if self.make_device is Device and self.device.type != "cuda":
             raise _NotStreamed(
                 "experts can only be streamed to a CUDA device, and the engine runs on "
@@ -240,6 +244,23 @@ class _Start:
                     f"layer {layer.layer_idx} has a SwiGLU limit or alpha, and the engine's "
                     "kernels compute streamed experts with plain SiLU only"
                 )
+
+    def _check_sizes(self) -> None:
+        """Raises if no batch of the engine would be streamed, before memory is taken for it."""
+        captured, largest = self.engine.captured, self.engine.largest
+        if largest is None:
+            return
+        if captured >= largest:
+            raise _NotStreamed(
+                f"the engine captures all its batches, of up to {largest} tokens, in CUDA graphs, "
+                "which cannot be streamed",
+                "let it capture smaller ones only, or remove it",
+            )
+        if (self.threshold or 0) > largest:
+            raise _NotStreamed(
+                f"the engine's batches have up to {largest} tokens",
+                f"give {captured + 1} to {largest}, 0 for never, or let it compute larger batches",
+            )
 
     def _register(self, backend: Any) -> float:
         """Gives the device access to the packed experts; returns the seconds that it took."""
