@@ -507,9 +507,11 @@ ATTRIBUTES = (
         f"{SRT}.layers.moe.moe_runner.base:MoeRunnerConfig",
         (
             "activation",
+            "apply_router_weight_on_input",
             "gemm1_alpha",
             "gemm1_clamp_limit",
             "inplace",
+            "is_gated",
             "num_local_experts",
             "routed_scaling_factor",
             "swiglu_limit",

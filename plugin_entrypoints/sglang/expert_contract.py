@@ -9,13 +9,11 @@ SRT = "sglang.srt"
 FUSED_MOE = f"{SRT}.layers.moe.fused_moe_triton.layer"
 KT_WRAPPER = f"{SRT}.layers.moe.kt_ep_wrapper"
 
-_LAYER = (
-    Refusal("is_gated", (True,), "an activation without gate"),
-    Refusal("apply_router_weight_on_input", (False,), "router weight on input"),
-    Refusal("no_combine", (False,), "one result per expert"),
-)
+_LAYER = (Refusal("no_combine", (False,), "one result per expert"),)
 _COMMON = (
-    "activation",  # see kt_kernel.serving.activations, also for the next four
+    "activation",  # see kt_kernel.serving.activations, also for the next six
+    "apply_router_weight_on_input",
+    "is_gated",
     "gemm1_alpha",
     "gemm1_beta",
     "gemm1_clamp_limit",

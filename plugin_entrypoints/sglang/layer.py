@@ -17,7 +17,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils.common import is_cpu
 
-from kt_kernel.serving.activations import Swiglu, swiglu_of
+from kt_kernel.moe.activation import ExpertActivation
+from kt_kernel.serving.activations import activation_of
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import OptionError
@@ -33,7 +34,9 @@ from .options import language_model, options_of, resolved, text_config
 from .products import products
 
 _logger = logging.getLogger("sglang.kt")
-_MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
+# SGLang's names of matrices. Without a gate, the first of its two input matrices is up.
+_MATRIX = {True: {"w1": "gate", "w3": "up", "w2": "down"}, False: {"w1": "up", "w2": "down"}}
+_SITU_BETA = 4.0  # SGLang's kernels use it if a model gives none
 # The models being built, innermost last, with the sizes that SGLang padded.
 _building: list[tuple[HybridModel, Mapping[int, int]]] = []
 
@@ -112,7 +115,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             num_experts_per_tok=experts_per_token,
             hidden_size=hidden_size,
             moe_intermediate_size=self.config.unpadded.get(size, size),
-            swiglu=_swiglu(place, runner),
+            activation=_activation(place, runner),
             has_bias=extra.get("with_bias", False),
             max_tokens=self.config.max_tokens,
             has_cpu_part=layer.moe_tp_rank == 0,
@@ -144,13 +147,14 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         ) -> None:
             hybrid, place = self.hybrid, f"layer {self.config.layer_idx}: {weight_name}"
             single = loaded_weight.dim() == 2 or not hybrid.takes_weights
-            if expert_id is None or not single or shard_id not in _MATRIX:
+            matrices = _MATRIX[hybrid.activation.gated]
+            if expert_id is None or not single or shard_id not in matrices:
                 raise ValueError(
                     f"{place}, {shard_id}: shape {list(loaded_weight.shape)}; expected one matrix "
-                    f"of one expert, {', '.join(_MATRIX)}"
+                    f"of one expert, {', '.join(matrices)}"
                 )
             hybrid.refuse_reload(place)
-            all_hot, which = hybrid.placement.all_hot, _MATRIX[shard_id]
+            all_hot, which = hybrid.placement.all_hot, matrices[shard_id]
             if all_hot and expert_id >= hybrid.num_experts:  # a shared expert
                 original(param, loaded_weight, weight_name, shard_id, expert_id)
                 return
@@ -196,6 +200,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 routed_scaling_factor=None,
                 inplace=False,
             )
+            if is_cpu():  # `_hot_on_cpu` multiplies
+                moe_runner_config = replace(moe_runner_config, apply_router_weight_on_input=False)
         self.gpu_method.create_moe_runner(layer, moe_runner_config)
 
     def settle_scaling(self, caller: Any) -> None:
@@ -263,9 +269,10 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
         SGLang's CPU method cannot skip routes and needs distinct ids in a row, so it gets one row
         per hot route, with one expert at weight 1. Rows are weighted and summed here in float32, as
-        SGLang does.
+        SGLang does. Where a router weight multiplies the input, the row of its route has it.
         """
         x = dispatch_output.hidden_states
+        on_input = self.hybrid.activation.router_weight_on_input
         slots, weights = routes.topk_ids, routes.topk_weights
         token, column = (slots >= 0).nonzero(as_tuple=True)
         out = torch.zeros(*slots.shape, x.shape[1], dtype=torch.float32, device=x.device)
@@ -274,13 +281,15 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 topk_ids=slots[token, column, None],
                 topk_weights=torch.ones_like(weights[token, column, None]),
             )
+            one = weights[token, column, None]
             rows = self.gpu_method.apply(
                 layer=layer,
                 dispatch_output=dispatch_output._replace(
-                    hidden_states=x[token], topk_output=single
+                    hidden_states=x[token] * one.to(x.dtype) if on_input else x[token],
+                    topk_output=single,
                 ),
             ).hidden_states
-            out[token, column] = rows.float() * weights[token, column, None].float()
+            out[token, column] = rows.float() if on_input else rows.float() * one.float()
         return out.sum(dim=1)
 
 
@@ -399,18 +408,26 @@ def _around_get_all_weights(
     return weights
 
 
-def _swiglu(place: str, runner: Any) -> Swiglu:
-    """The activation that a MoeRunnerConfig describes."""
+def _activation(place: str, runner: Any) -> ExpertActivation:
+    """What an expert computes, according to a MoeRunnerConfig."""
+    name, given = runner.activation, {}
     alpha, limit = runner.gemm1_alpha or None, runner.gemm1_clamp_limit or None
-    beta = getattr(runner, "gemm1_beta", None) or None
-    if limit is not None and alpha is None:
-        raise ValueError(
-            f"{place}: a limit of {limit} after SiLU (gemm1_clamp_limit) is not supported with kt "
-            "options"
-        )
-    if alpha is not None and beta is None:
-        beta = 1.0  # SGLang's kernels always add it
-    return swiglu_of(place, runner.activation, limit or runner.swiglu_limit or None, alpha, beta)
+    if name == "situ":  # SGLang passes its values by these names
+        given = {"situ_beta": alpha or _SITU_BETA, "situ_linear_beta": limit}
+    else:
+        beta = getattr(runner, "gemm1_beta", None) or None
+        if alpha is not None and beta is None:
+            beta = 1.0  # SGLang's kernels always add it
+        if name == "silu" and limit is not None and alpha is None:
+            name = "swiglustep"  # this limit clamps SiLU's result, swiglu_limit its argument
+        given = {"limit": limit or runner.swiglu_limit or None, "alpha": alpha, "beta": beta}
+    return activation_of(
+        place,
+        name,
+        gated=runner.is_gated,
+        router_weight_on_input=runner.apply_router_weight_on_input,
+        **given,
+    )
 
 
 def _refuse_layer(layer_idx: int, layer: Any, fused_beside_cold: bool) -> None:

@@ -336,6 +336,12 @@ ATTRIBUTES = (
         ),
         "a layer's sizes and activation; the number of experts to allocate is set",
     ),
+    Attributes(
+        MOE_CONFIG,
+        ("activation_situ_beta", "activation_situ_linear_beta"),
+        "values of the activation SituGLU",
+        versions=">=0.32",
+    ),
     Attributes(f"{LAYERS}.config:FusedMoEParallelConfig", ("tp_rank", "tp_size"), "the ranks"),
     Attributes(
         f"{LAYERS}.expert_map_manager:ExpertMapManager",

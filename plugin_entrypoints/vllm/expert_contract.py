@@ -14,9 +14,10 @@ _SWIGLU = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 EXPERT_ARGUMENTS = Arguments(
     EXPERTS,
-    refused=(Refusal("apply_router_weight_on_input", (False,), "router weight on input"),),
+    refused=(),
     accepted=(
         *_SWIGLU,
+        "apply_router_weight_on_input",
         "ckpt_down_proj_name",
         "ckpt_gate_proj_name",
         "ckpt_up_proj_name",
@@ -39,8 +40,6 @@ EXPERT_ARGUMENTS = Arguments(
 EXPERT_CONFIG = Arguments(
     MOE_CONFIG,
     refused=(
-        Refusal("activation_situ_beta", (None,), "a SituGLU beta", versions=">=0.32"),
-        Refusal("activation_situ_linear_beta", (None,), "a SituGLU linear beta", versions=">=0.32"),
         Refusal("is_lora_enabled", (False,), "LoRA on experts"),
         Refusal("intermediate_pad", (None, 0), "padding of the intermediate size"),
         Refusal("skip_final_all_reduce", (False,), "leaving the sum over ranks to the model"),
@@ -55,6 +54,8 @@ EXPERT_CONFIG = Arguments(
     accepted=(
         *_SWIGLU,
         "activation",
+        "activation_situ_beta",
+        "activation_situ_linear_beta",
         "aiter_fmoe_shared_expert_enabled",
         "defer_moe_finalize_max_num_tokens",
         "device",

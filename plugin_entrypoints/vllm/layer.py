@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kt_kernel.serving.activations import swiglu_of
+from kt_kernel.serving.activations import activation_of
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
@@ -30,7 +30,11 @@ from .options import logger, options_of
 from .padding import Padding
 from .routes import SkipColdRoutes, products, repeat_hot_routes, skip_cold_routes
 
-_MATRIX = {"w1": "gate", "w3": "up", "w2": "down"}
+# vLLM's names of matrices. Without a gate, the first of its two input matrices is up.
+_MATRIX = {True: {"w1": "gate", "w3": "up", "w2": "down"}, False: {"w1": "up", "w2": "down"}}
+
+
+_STEP_LIMIT = 7.0  # of vLLM's kernel for Step-3.5, which models do not give
 
 
 class HybridExperts(RoutedExperts):
@@ -55,7 +59,8 @@ class HybridExperts(RoutedExperts):
         self.kt_model = _model_of(config, options)
         self.kt_padding = Padding(config)
         self.kt_skip: SkipColdRoutes | None = None
-        self.kt_activation = _activation(f"kt: {layer_name}", moe_config)
+        self.kt_on_input = kwargs.get("apply_router_weight_on_input", False)
+        self.kt_computes = _computes(f"kt: {layer_name}", moe_config, self.kt_on_input)
         ranks = moe_config.moe_parallel_config
         # The sizes in moe_config, before vLLM pads them for its kernels.
         self.kt_layer: HybridLayer = self.kt_model.add_layer(
@@ -64,7 +69,7 @@ class HybridExperts(RoutedExperts):
             num_experts_per_tok=moe_config.experts_per_token,
             hidden_size=moe_config.hidden_dim,
             moe_intermediate_size=moe_config.intermediate_size_per_partition * ranks.tp_size,
-            **self.kt_activation,
+            **self.kt_computes,
             max_tokens=moe_config.max_num_tokens,
             has_cpu_part=ranks.tp_rank == 0,
         )
@@ -108,7 +113,7 @@ class HybridExperts(RoutedExperts):
             # Models change moe_config after their layers are built.
             place = f"kt: {self.layer_name}"
             _check(EXPERT_CONFIG, self.moe_config, place)
-            if _activation(place, self.moe_config) != self.kt_activation:
+            if _computes(place, self.moe_config, self.kt_on_input) != self.kt_computes:
                 raise ValueError(
                     f"{place}: the model changes the experts' activation or biases after the layer "
                     "is built, which is not supported with kt options"
@@ -163,7 +168,7 @@ class HybridExperts(RoutedExperts):
                 f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; expected one matrix of "
                 "one expert"
             )
-        which = _MATRIX[shard_id]
+        which = _MATRIX[layer.activation.gated][shard_id]
         if layer.slot_of(expert_id) >= 0:
             loaded_weight = layer.hot_weight(expert_id, which, loaded_weight, param.dtype)
             return super().weight_loader(
@@ -255,11 +260,22 @@ def select_forward(runner: Any) -> Any:
     return ops.moe_forward if runner._shared_experts is None else ops.moe_forward_shared
 
 
-def _activation(place: str, moe_config: Any) -> dict[str, Any]:
+def _computes(place: str, moe_config: Any, router_weight_on_input: bool) -> dict[str, Any]:
     """HybridLayer's arguments for what a model's experts do besides their matrix products."""
-    values = (moe_config.swiglu_limit, moe_config.swiglu_alpha, moe_config.swiglu_beta)
-    swiglu = swiglu_of(place, moe_config.activation.value, *values)
-    return {"swiglu": swiglu, "has_bias": moe_config.has_bias}
+    name, limit = moe_config.activation.value, moe_config.swiglu_limit
+    if name == "swiglustep" and limit is None:
+        limit = _STEP_LIMIT
+    activation = activation_of(
+        place,
+        name,
+        router_weight_on_input=router_weight_on_input,
+        limit=limit,
+        alpha=moe_config.swiglu_alpha,
+        beta=moe_config.swiglu_beta,
+        situ_beta=getattr(moe_config, "activation_situ_beta", None),  # both from 0.32
+        situ_linear_beta=getattr(moe_config, "activation_situ_linear_beta", None),
+    )
+    return {"activation": activation, "has_bias": moe_config.has_bias}
 
 
 def _model_of(config: Any, options: KTOptions) -> HybridModel:

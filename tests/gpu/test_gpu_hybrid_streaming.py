@@ -9,11 +9,11 @@ import pytest
 import torch
 from simulated_gpu import products
 
-from kt_kernel.serving.hybrid import MATRICES
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.streaming_start import EngineSide
 from kt_kernel.testing import row_error
+from kt_kernel.weights.expert_tensors import MATRICES
 
 E, K, H, INNER, LAYERS = 32, 4, 1024, 512, 2
 CUDA = torch.device("cuda", 0)

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from kt_kernel.moe.activation import ExpertActivation, check_activation
 from kt_kernel.moe.placement import Placement
 from kt_kernel.runtime import pools
 from kt_kernel.serving import report
-from kt_kernel.serving.activations import Swiglu
-from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.testing import moe_reference, row_error
+from kt_kernel.weights.expert_tensors import MATRICES
 
 E, K, H, INNER = 6, 2, 64, 48
 
@@ -52,7 +53,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 def load(layer: HybridLayer, weights: dict[str, torch.Tensor], skip: tuple = ()) -> None:
     """Matrix by matrix, in the order of a checkpoint sorted by matrix rather than by expert."""
-    for which in MATRICES:
+    for which in layer.activation.matrices:
         for expert in layer.placement.cold_experts:
             if (expert, which) not in skip:
                 layer.add_weight(expert, which, weights[which][expert])
@@ -81,6 +82,38 @@ def test_cold_part_is_right(hot: int, method: str, weights: dict[str, torch.Tens
     assert row_error(y[touched].double(), want[touched]).max() < 5e-3
     assert not y[~touched].any()
     assert layer.stats()["expert_calls"] == int((ids >= hot).sum())
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        {"activation": "gelu_tanh"},
+        {"activation": "relu2", "gated": False},
+        {"apply_router_weight_on_input": True},
+        {"activation": "situ", "situ_beta": 0.8, "situ_linear_beta": 1.1},
+        {"activation": "swiglustep", "swiglu_limit": 0.4},
+    ],
+    ids=str,
+)
+def test_other_functions_of_experts(
+    activation: dict[str, Any], weights: dict[str, torch.Tensor]
+) -> None:
+    made = check_activation(**activation)
+    layer = HybridLayer(
+        KTOptions(method="BF16", num_gpu_experts=2, cpuinfer=1), **shape(activation=made)
+    )
+    load(layer, weights)
+    layer.finish_loading()
+    if not made.gated:
+        with pytest.raises(ValueError, match="gate: no such matrix; accepted: up, down"):
+            layer.add_weight(3, "gate", weights["gate"][3])
+        weights = weights | {"gate": None}
+    x, ids, router = batch(9)
+    layer.submit(x, ids, router)
+    activation.pop("gated", None)
+    mask = torch.arange(E) < 2
+    want = moe_reference(x, ids, router, *weights.values(), gpu_experts_mask=mask, **activation)
+    assert row_error(layer.collect(x).double(), want).max() < 5e-3
 
 
 def test_hot_and_cold_parts_make_the_whole(weights: dict[str, torch.Tensor]) -> None:
@@ -182,8 +215,15 @@ def test_unusable_options() -> None:
     with pytest.raises(ValueError, match="layer 3: biases of experts are read from files only"):
         HybridLayer(KTOptions(method="BF16"), **shape(has_bias=True))
     options = KTOptions(method="BF16", gpu_prefill_token_threshold=64)
-    with pytest.raises(OptionError, match="64: layer 3: experts with a SwiGLU limit or alpha"):
-        HybridLayer(options, **shape(swiglu=Swiglu(limit=7.0)))
+    for activation in (
+        ExpertActivation(swiglu_limit=7.0),
+        ExpertActivation("relu2", gated=False),
+        ExpertActivation(router_weight_on_input=True),
+    ):
+        with pytest.raises(
+            OptionError, match=rf"64: layer 3: experts with {re.escape(str(activation))} cannot"
+        ):
+            HybridLayer(options, **shape(activation=activation))
 
 
 def test_missing_weights_are_named(weights: dict[str, torch.Tensor]) -> None:
@@ -210,7 +250,12 @@ def test_missing_weights_are_named(weights: dict[str, torch.Tensor]) -> None:
             "weights of hot experts belong to the engine; cold experts: 2-5",
         ),
         (9, "gate", torch.zeros(INNER, H), "expert 9 does not exist; accepted: 0 to 5"),
-        (2, "w1", torch.zeros(INNER, H), "unknown matrix; accepted: gate, up, down"),
+        (
+            2,
+            "w1",
+            torch.zeros(INNER, H),
+            "no such matrix; accepted: gate, up, down",
+        ),
         (2, "down", torch.zeros(INNER, H), r"shape \(48, 64\), expected \(64, 48\)"),
         (2, "up", torch.zeros(INNER, H, dtype=torch.int8), "dtype torch.int8; accepted: "),
     ],

@@ -10,10 +10,11 @@ import torch
 
 from kt_kernel.moe.placement import COLD, Placement
 from kt_kernel.serving import hybrid as layers
-from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import moe_reference, row_error
+from kt_kernel.weights.expert_tensors import MATRICES
 
 E, K, H, INNER = 6, 2, 64, 96
 SCATTERED = Placement((COLD, 0, COLD, COLD, 1, COLD), 2)

@@ -16,11 +16,12 @@ from test_layer import E, H, batch, shape
 from test_preflight import CONFIG, DEMO_MODEL, SERVED, quantised_copy
 
 from kt_kernel.conversion import Request, convert, make_plan
-from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.testing import moe_reference, quantise, row_error, values_of
+from kt_kernel.weights.expert_tensors import MATRICES
 from kt_kernel.weights.formats import FP8_ROW, WeightForm
 
 HOT, INNER = 2, 64

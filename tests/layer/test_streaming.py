@@ -20,13 +20,14 @@ from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.device.tracer import tracer_of
 from kt_kernel.moe.placement import COLD, Placement
 from kt_kernel.serving import streaming, streaming_start
-from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
 from kt_kernel.testing import row_error
 from kt_kernel.trace import pieces
 from kt_kernel.trace.reader import read
 from kt_kernel.trace.summary import summarise
+from kt_kernel.weights.expert_tensors import MATRICES
 
 pytest.importorskip("triton")
 

@@ -15,6 +15,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
+from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
@@ -134,9 +135,7 @@ def check_what_a_layer_may_be() -> None:
     assert "layer 0: expert parallelism is not supported" in refusal(8, moe_ep_size=2)
     assert "layer 0: a layer of shared experts" in refusal(8, is_shared_fused_moe=True)
     for name, value, what in (
-        ("activation", "gelu", "activation 'gelu'"),
-        ("is_gated", False, "an activation without gate"),
-        ("gemm1_clamp_limit", 7.0, "a limit of 7.0 after SiLU (gemm1_clamp_limit)"),
+        ("activation", "silu_rounded", "activation 'silu_rounded'"),
         ("gemm1_beta", 1.0, "a SwiGLU alpha of None with a beta of 1.0"),
         ("silu_mul_keep_fp32", True, "a float32 activation"),
         ("no_combine_keep_router_weight", True, "one result per expert"),
@@ -144,6 +143,19 @@ def check_what_a_layer_may_be() -> None:
         expected = f"layer 0: {what} is not supported with kt options"
         assert refusal(8, **{name: value}).startswith(expected), name
     assert refusal(8, swiglu_limit=10.0) == refusal(8, gemm1_alpha=1.702) == ""
+    on_input = {"apply_router_weight_on_input": True}
+    for given, expected in (
+        ({"activation": "gelu"} | on_input, ExpertActivation("gelu", True, True)),
+        ({"activation": "relu2", "is_gated": False}, ExpertActivation("relu2", False)),
+        # After SiLU, as SGLang's kernel has it.
+        ({"gemm1_clamp_limit": 7.0}, ExpertActivation("swiglustep", swiglu_limit=7.0)),
+        (
+            {"activation": "situ", "gemm1_alpha": 3.0, "gemm1_clamp_limit": 25.0},
+            ExpertActivation("situ", situ_beta=3.0, situ_linear_beta=25.0),
+        ),
+        ({"activation": "situ"}, ExpertActivation("situ", situ_beta=4.0)),
+    ):
+        assert create(8, **given).hybrid.activation == expected, given
     new = refusal(8, {"sparsity": 0.5})
     assert new.startswith("layer 0: KTEPWrapperMethod has sparsity=0.5, which kt-moe"), new
 

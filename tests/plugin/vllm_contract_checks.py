@@ -35,6 +35,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
 import kt_kernel
+from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.plugin_entrypoints import failure
 from kt_kernel.plugin_entrypoints.common import LOAD_FORMATS, RequestRefused
 from kt_kernel.plugin_entrypoints.contract import Name
@@ -42,7 +43,6 @@ from kt_kernel.plugin_entrypoints.vllm import front, hooks, options, requests, s
 from kt_kernel.plugin_entrypoints.vllm import layer as hybrid
 from kt_kernel.plugin_entrypoints.vllm.contract import (
     CONTRACT,
-    EXPERT_ARGUMENTS,
     EXPERT_CONFIG,
     EXPERT_RANKS,
     WORKER_OPERATIONS,
@@ -169,16 +169,18 @@ def check_layers_are_refused() -> None:
         parallel = dataclasses.replace(ranks, **changes)
         return error(dataclasses.replace(made, moe_parallel_config=parallel))
 
-    def with_config(name: str, value: Any) -> str:
+    def changed_to(**changes: Any) -> Any:
         config = dataclasses.replace(made)
-        setattr(config, name, value)
-        return error(config)
+        for name, value in changes.items():  # vLLM's own checks are not asked
+            setattr(config, name, value)
+        return config
+
+    def with_config(name: str, value: Any) -> str:
+        return error(changed_to(**{name: value}))
 
     assert error() == ""
     for found, what in (
-        (error(apply_router_weight_on_input=True), "router weight on input"),
         (error(expert_map_manager=SimpleNamespace(num_fused_shared_experts=1)), "fusing shared"),
-        (with_config("activation_situ_beta", 1.0), "a SituGLU beta"),
         (with_config("is_lora_enabled", True), "LoRA on experts"),
         (with_config("num_logical_experts", 7), "redundant experts"),
         (with_config("hidden_dim_unpadded", 60), "padding by the model itself"),
@@ -195,16 +197,31 @@ def check_layers_are_refused() -> None:
     for name, value, what in (
         ("swiglu_limit", 0.0, "a SwiGLU limit of 0.0"),
         ("swiglu_alpha", 1.702, "a SwiGLU alpha of 1.702 with a beta of None"),
-        ("activation", MoEActivation.SITU, "activation 'situ'"),
     ):
-        found = error_of(hybrid._activation, "layer 3", dataclasses.replace(made, **{name: value}))
+        found = error_of(hybrid._computes, "layer 3", changed_to(**{name: value}), False)
         assert found.startswith(f"layer 3: {what} is not supported with kt options"), found
+    situ = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+    for changes, on_input, expected in (
+        ({"activation": MoEActivation.GELU}, True, ExpertActivation("gelu", True, True)),
+        ({"activation": MoEActivation.RELU2_NO_MUL}, False, ExpertActivation("relu2", False)),
+        (
+            {"activation": MoEActivation.SITU, **situ},
+            False,
+            ExpertActivation("situ", situ_beta=4.0, situ_linear_beta=25.0),
+        ),
+        (
+            {"activation": MoEActivation.SWIGLUSTEP},
+            False,
+            ExpertActivation("swiglustep", swiglu_limit=7.0),
+        ),
+    ):
+        computed = hybrid._computes("layer 3", changed_to(**changes), on_input)
+        assert computed == {"activation": expected, "has_bias": False}, computed
     made.defer_moe_finalize()
     assert "leaving the sum over experts to the model" in error()
     # From an unknown version.
     assert "swiglu_gamma=0.5, which kt-moe does not know" in error(swiglu_gamma=0.5)
     for known, name in (
-        (EXPERT_ARGUMENTS, "apply_router_weight_on_input"),
         (EXPERT_CONFIG, "is_lora_enabled"),
         (EXPERT_RANKS, "sp_size"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..weights.expert_tensors import MATRICES
 from .values import boolean, real
 
 #: Activation functions of experts, in the order of kt::ActFunction (kernels/include/kt).
@@ -32,6 +33,11 @@ class ExpertActivation:
     situ_linear_beta: float = 0.0
 
     @property
+    def matrices(self) -> tuple[str, ...]:
+        """The matrices of an expert: `MATRICES`, without "gate" if there is no gate."""
+        return MATRICES if self.gated else MATRICES[1:]
+
+    @property
     def is_swiglu(self) -> bool:
         """SiLU with a gate, with or without limit and alpha, and router weights on the output."""
         return self.function == "silu" and self.gated and not self.router_weight_on_input
@@ -56,6 +62,8 @@ class ExpertActivation:
             parts.append("gated=False")
         if self.router_weight_on_input:
             parts.append("apply_router_weight_on_input=True")
+        numbers = {name: getattr(self, name) for name in _USES}
+        parts += [f"{name}={value:g}" for name, value in numbers.items() if value]
         return ", ".join(parts)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..runtime.pools import PoolPlan, plan_pools
 from ..runtime.variant import kernel_kind, kernel_table
-from ..weights.expert_tensors import MATRICES
 from ..weights.formats import LayerForm
 from ..weights.methods import Method, get_method
 from .activation import ExpertActivation, check_activation
@@ -150,7 +149,7 @@ class LayerSettings:
     @property
     def matrices(self) -> tuple[str, ...]:
         """The names of the matrices of an expert."""
-        return MATRICES if self.activation.gated else MATRICES[1:]
+        return self.activation.matrices
 
     @property
     def cpu_slots(self) -> list[bool]:

@@ -14,15 +14,16 @@ from ..adapter.changes import LayerChange
 from ..checkpoint import open_checkpoint
 from ..device.streaming.experts import PackedExperts
 from ..experts import KTMoEWrapper
+from ..moe.activation import ExpertActivation
 from ..moe.inference import InferenceMoEWrapper
 from ..moe.placement import Placement
 from ..moe.routing import hot_routes, need_padding
 from ..runtime.forks import per_process
 from ..runtime.text import bracketed, ranges
-from ..weights.expert_tensors import BIASES, MATRICES, matrix_shapes
+from ..weights.expert_tensors import BIASES, matrix_shapes
 from ..weights.loading import LoadRecord
-from .activations import SILU, Swiglu
-from .adapter import LayerMerge
+from .activations import SILU
+from .adapter import FLAG, LayerMerge
 from .options import AUTO, KTOptions, OptionError
 from .placement import initial_placement
 from .recording import LayerRecording
@@ -52,10 +53,10 @@ class HybridLayer:
     num_experts_per_tok is k; max_tokens is the largest batch expected (-1: unknown), which only
     sizes buffers. Under tensor parallelism, one rank computes whole cold experts before the ranks'
     outputs are summed. On the other ranks, ``has_cpu_part`` is False: they take no cold weights and
-    add nothing. moe_intermediate_size is that of the whole expert. swiglu: the activation.
-    has_bias: the model's experts have biases, which are read with --kt-weight-path only. change:
-    what an adapter adds to the experts, hot ones included; it is merged while weights load, and
-    ``adapted`` is True.
+    add nothing. moe_intermediate_size is that of the whole expert. activation: what an expert
+    computes. has_bias: the model's experts have biases, which are read with --kt-weight-path only.
+    change: what an adapter adds to the experts, hot ones included; it is merged while weights load,
+    and ``adapted`` is True.
 
     Raises OptionError if options do not fit the layer, ValueError if
     `kt_kernel.serving.preflight.prepare` has not selected the method, if biases cannot be read or
@@ -74,7 +75,7 @@ class HybridLayer:
         hidden_size: int,
         moe_intermediate_size: int,
         max_tokens: int = -1,
-        swiglu: Swiglu = SILU,
+        activation: ExpertActivation = SILU,
         has_bias: bool = False,
         has_cpu_part: bool = True,
         change: LayerChange | None = None,
@@ -88,6 +89,7 @@ class HybridLayer:
         self.options = options
         self.layer_idx = layer_idx
         self._has_bias = has_bias
+        self.activation = activation
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         if placement is None:
@@ -106,10 +108,15 @@ class HybridLayer:
         self.adapted = change is not None
         self._merge: LayerMerge | None = None  # while weights load
         if change is not None:
+            if not activation.gated:
+                raise ValueError(
+                    f"layer {layer_idx}: {FLAG}: an adapter cannot be merged into experts without "
+                    "a gate; remove it"
+                )
             sizes = num_experts, hidden_size, moe_intermediate_size
             self._merge = LayerMerge(f"layer {layer_idx}", change, *sizes)
         if not self._placement.all_hot:
-            self._check_features(swiglu)
+            self._check_features()
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._streaming: LayerStreaming | None = None
         self._streamed: _Streamed | None = None  # the last submit, if it was streamed
@@ -131,13 +138,18 @@ class HybridLayer:
                 chunked_prefill_size=max_tokens,
                 max_deferred_experts_per_token=options.max_deferred_experts_per_token,
                 method=options.method,
-                swiglu_limit=swiglu.limit,
-                swiglu_alpha=swiglu.alpha,
+                activation=activation.function,
+                gated=activation.gated,
+                apply_router_weight_on_input=activation.router_weight_on_input,
+                swiglu_limit=activation.swiglu_limit,
+                swiglu_alpha=activation.swiglu_alpha,
+                situ_beta=activation.situ_beta,
+                situ_linear_beta=activation.situ_linear_beta,
             )
             if self._merge is not None:
                 self._wrapper.change_weights(self._merge.merged)
 
-    def _check_features(self, swiglu: Swiglu) -> None:
+    def _check_features(self) -> None:
         """Raises for an activation or biases that the options do not support."""
         place = f"layer {self.layer_idx}"
         if self._has_bias and self.options.weight_path is None:
@@ -146,10 +158,10 @@ class HybridLayer:
                 "--kt-weight-path"
             )
         tokens = self.options.given_threshold
-        if swiglu != SILU and tokens:
+        if self.activation != SILU and tokens:
             raise OptionError(
-                f"--kt-gpu-prefill-token-threshold {tokens}: {place}: experts with a SwiGLU limit "
-                "or alpha cannot be streamed; remove it"
+                f"--kt-gpu-prefill-token-threshold {tokens}: {place}: experts with "
+                f"{self.activation} cannot be streamed; remove it"
             )
 
     @property
@@ -243,14 +255,15 @@ class HybridLayer:
     def add_weight(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
         """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
 
-        which: "gate" or "up" [I, H], or "down" [H, I]. When the third matrix of an expert arrives,
+        which: "gate" or "up" [I, H], or "down" [H, I]. When the last matrix of an expert arrives,
         the expert is packed and the copies are freed. Does nothing if `takes_weights` is False.
         Raises ValueError for a hot expert, a second delivery, or a wrong shape or dtype, and
         RuntimeError once loading is finished, see `refuse_reload`.
         """
         place = f"layer {self.layer_idx}, expert {expert_id}, {which}"
-        if which not in MATRICES:
-            raise ValueError(f"{place}: unknown matrix; accepted: {', '.join(MATRICES)}")
+        names = self.activation.matrices
+        if which not in names:
+            raise ValueError(f"{place}: no such matrix; accepted: {', '.join(names)}")
         if self.slot_of(expert_id) >= 0:
             raise ValueError(
                 f"{place}: the weights of hot experts belong to the engine; cold experts: "
@@ -277,11 +290,13 @@ class HybridLayer:
             if which in matrices or expert_id in self._packed:
                 raise ValueError(f"{place}: arrived twice")
             matrices[which] = copy
-            if len(matrices) == len(MATRICES):
-                # First: if packing fails, or a child is forked meanwhile, all three must arrive
+            if len(matrices) == len(names):
+                # First: if packing fails, or a child is forked meanwhile, all of them must arrive
                 # again.
                 del self._arrived[expert_id]
-                self._wrapper.load_expert(expert_id, *(matrices[name] for name in MATRICES))
+                self._wrapper.load_expert(
+                    expert_id, matrices.get("gate"), matrices["up"], matrices["down"]
+                )
                 self._packed.add(expert_id)
 
     def refuse_reload(self, place: str) -> None:
@@ -315,7 +330,7 @@ class HybridLayer:
             wrapper.load_weights(torch.arange(self.num_experts, device="cpu"))
         else:
             missing = [
-                f"{expert} ({', '.join(m for m in MATRICES if m not in there)})"
+                f"{expert} ({', '.join(m for m in self.activation.matrices if m not in there)})"
                 for expert in self._placement.cold_experts
                 if expert not in self._packed
                 for there in (self._arrived.get(expert, {}),)

@@ -13,6 +13,7 @@ from ..device.streaming.experts import PackedExperts
 from ..device.streaming.rates import Rates, fastest, measure_bus, measure_cpu, timed_on_cpu
 from ..device.streaming.streamer import ExpertStreamer
 from ..runtime.variant import kernel_kind
+from .activations import SILU
 from .options import AUTO, KTOptions, OptionError
 from .streaming import THRESHOLD_FLAG, LayerStreaming, ModelStreaming, Products
 
@@ -239,10 +240,10 @@ class _Start:
                 f"batches do; {THRESHOLD_FLAG} N streams them all the same"
             )
         for layer in self.layers:
-            if layer.wrapper.swiglu_limit or layer.wrapper.swiglu_alpha:
+            if layer.activation != SILU:
                 raise _NotStreamed(
-                    f"layer {layer.layer_idx} has a SwiGLU limit or alpha, and the engine's "
-                    "kernels compute streamed experts with plain SiLU only"
+                    f"layer {layer.layer_idx} has experts with {layer.activation}, and the "
+                    "engine's kernels compute streamed experts with plain SiLU only"
                 )
 
     def _check_sizes(self) -> None:
