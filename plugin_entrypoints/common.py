@@ -35,6 +35,7 @@ ALSO_TESTED = {
         "Cohere2MoeForCausalLM",
         "ExaoneMoeForCausalLM",
         "GraniteMoeSharedForCausalLM",
+        "Llama4ForCausalLM",
     ),
 }
 # Load formats that pass weights to our loaders one by one, as tested.

@@ -163,6 +163,10 @@ class HybridExperts(RoutedExperts):
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             )
         layer.refuse_reload(f"kt: layer {layer.layer_idx}: {weight_name}")
+        if loaded_weight.dim() == param.dim() == 3:  # of all experts, from Llama-4's loader
+            for number, one in enumerate(loaded_weight, expert_id):
+                self.weight_loader(param, one, weight_name, shard_id, number)
+            return True if return_success else None
         if layer.takes_weights and loaded_weight.dim() != 2:
             raise ValueError(
                 f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; expected one matrix of "

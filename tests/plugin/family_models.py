@@ -87,7 +87,8 @@ class Family:
 
     config: in addition to COMMON. vllm, sglang: arguments of the engine on the CPU; None if it does
     not serve the class. gpu: engines that serve it only with a GPU. published: the class's name in
-    published checkpoints, if not transformers'. unset: biases that an engine ignores on the CPU;
+    published checkpoints, if not transformers'. settings: the name of its configuration's class, if it
+    does not follow from its own. top_k: experts per token. unset: biases that an engine ignores on the CPU;
     they are left at zero. median, mean: how far log-probabilities may be from the reference's.
     """
 
@@ -96,6 +97,8 @@ class Family:
     sglang: dict[str, Any] | None = None
     gpu: tuple[str, ...] = ()
     published: str | None = None
+    settings: str | None = None
+    top_k: int = TOP_K
     unset: str = "-"
     median: float = 0.005
     mean: float = 0.01
@@ -136,6 +139,16 @@ FAMILIES = {
     "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),
     "GraniteMoeForCausalLM": Family({}, {}, {}),
     "GraniteMoeSharedForCausalLM": Family(dict(shared_intermediate_size=64), {}),
+    "Llama4ForCausalLM": Family(
+        dict(
+            intermediate_size_mlp=64,
+            attention_chunk_size=128,
+            layer_types=["chunked_attention", "full_attention"],
+        ),
+        {},
+        settings="Llama4TextConfig",
+        top_k=1,
+    ),
     "MixtralForCausalLM": Family({}, {}, {}),
     "OlmoeForCausalLM": Family(dict(num_key_value_heads=4, norm_topk_prob=False), {}, {}),
     "PhimoeForCausalLM": Family(
@@ -158,8 +171,9 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
     of its configuration."""
     torch.manual_seed(seed)
     family = FAMILIES[name]
-    config_class = getattr(transformers, name.removesuffix("ForCausalLM") + "Config")
-    model = getattr(transformers, name)(config_class(**COMMON | family.config | changed))
+    settings = family.settings or name.removesuffix("ForCausalLM") + "Config"
+    given = COMMON | {"num_experts_per_tok": family.top_k} | family.config | changed
+    model = getattr(transformers, name)(getattr(transformers, settings)(**given))
     for key, tensor in model.state_dict().items():
         gate = key.endswith(".gate.weight") and not tensor.any()  # zeros would tie all experts
         if gate or ("bias" in key and family.unset not in key):

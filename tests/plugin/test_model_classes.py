@@ -16,7 +16,7 @@ import pytest
 import test_sglang
 import test_vllm
 from engines import HOT, TIMEOUT, Answers, check_logprobs, check_refused
-from family_models import EXPERTS, FAMILIES, PROMPTS, STEPS, TOP_K, FamilyReference, make
+from family_models import EXPERTS, FAMILIES, PROMPTS, STEPS, FamilyReference, make
 from tiny_model import computed_tokens
 
 from kt_kernel.plugin_entrypoints.common import models_tested_in
@@ -128,7 +128,7 @@ def test_logprobs_are_those_of_transformers(
     stats = answer["stats"]
     calls = sum(layer.get("expert_calls", 0) for layer in _layers(engine, stats))
     tokens = computed_tokens(PROMPTS, STEPS)
-    routes = reference.moe_layers * TOP_K * tokens
+    routes = reference.moe_layers * family.top_k * tokens
     if hot == EXPERTS:
         assert calls == 0
     elif hot == 0:
