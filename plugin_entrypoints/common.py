@@ -135,6 +135,26 @@ def refuse_streaming(device: str, options: KTOptions) -> None:
         )
 
 
+def refuse_moving(device: str, ranks: int, quantisation: str | None, options: KTOptions) -> None:
+    """OptionError if experts are to move while serving and the engine's settings rule it out.
+
+    ranks: of tensor parallelism. quantisation: the engine's name of the served model's; None or "":
+    16-bit weights. With `AUTO`, the layers find out, and the log says so.
+    """
+    if options.enable_dynamic_expert_update != "on":
+        return
+    flag = "--kt-enable-dynamic-expert-update on"
+    if ranks > 1:
+        raise OptionError(f"{flag}: not supported with tensor parallelism ({ranks} ranks)")
+    if quantisation:
+        raise OptionError(
+            f"{flag}: hot experts must have 16 bits, and the served model is quantised with "
+            f"{quantisation}"
+        )
+    if device not in ("cuda", "cpu"):
+        raise OptionError(f"{flag}: the engine's device is {device}; accepted: cuda, cpu")
+
+
 def refuse_class(classes: list[str], options: KTOptions, engine: str) -> None:
     """OptionError if a model class is not tested, unless --kt-allow-untested is given.
 

@@ -6,7 +6,7 @@ from typing import Any
 from kt_kernel.runtime.variant import kernel_kind
 from kt_kernel.serving.options import KTOptions, OptionError
 
-from ..common import refuse_class, refuse_quantised, refuse_streaming, warn_of_trace
+from ..common import refuse_class, refuse_moving, refuse_quantised, refuse_streaming, warn_of_trace
 from .contract import BESIDE_COLD, CONTRACT, DECLARE_LATE, DECLARE_RESOLUTION
 from .options import OPTIONS_KEY, language_model, model_config_of, options_of, resolved
 
@@ -49,6 +49,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     refuse_quantised(quantisation, options)
     CONTRACT.refuse(arguments)
     refuse_streaming(arguments.device, options)
+    refuse_moving(arguments.device, arguments.tp_size, quantisation, options)
     cold = _some_are_cold(model_config, options)
     if cold:
         CONTRACT.refuse(arguments, BESIDE_COLD)
@@ -87,6 +88,11 @@ def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
             "--kt-gpu-prefill-token-threshold",
             options.gpu_prefill_token_threshold,
             "which experts are streamed depends",
+        ),
+        (
+            "--kt-enable-dynamic-expert-update",
+            options.moves_experts and options.enable_dynamic_expert_update,
+            "which experts are hot depends",
         ),
     ):
         if value:

@@ -162,6 +162,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             if slot < 0:
                 hybrid.add_weight(expert_id, which, loaded_weight)
                 return
+            if hybrid.keeps_hot:
+                hybrid.add_weight(expert_id, which, loaded_weight)
             loaded_weight = hybrid.hot_weight(expert_id, which, loaded_weight, param.dtype)
             if all_hot:
                 original(param, loaded_weight, weight_name, shard_id, expert_id)
@@ -181,11 +183,14 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.hybrid.finish_loading()
         if self.hybrid.placement.num_slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)
+            self.hybrid.slot_weights = layer.w13_weight, layer.w2_weight
         model = self.config.model
         if model.loaded:
             model.finish_loading()
             device = next(layer.parameters()).device
             if line := model.start_streaming(device, self.dtype, _engine_side()):
+                _logger.info(line)
+            if line := model.start_cache(device):
                 _logger.info(line)
             failure.confirm()
             watch(model, _logger)

@@ -116,9 +116,10 @@ def _around_scheduler(
     """Around the construction of a scheduler, which loads the model."""
     try:
         original(scheduler, *args, **given)
-        from kt_kernel.serving import recording  # other processes do not need it
+        from kt_kernel.serving import cache, recording  # other processes do not need them
 
         recording.begin()  # the start computes batches that are no requests
+        cache.begin()  # nor may experts move while CUDA graphs are captured
     except Exception as error:
         try:
             failure.end(error, CONTRACT.package)

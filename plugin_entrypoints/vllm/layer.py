@@ -124,10 +124,13 @@ class HybridExperts(RoutedExperts):
                 after_loading(layer)
                 if not placement.all_hot:
                     self.kt_skip = skip_cold_routes(self, placement.num_slots)
+                    self.kt_layer.slot_weights = self.w13_weight, self.w2_weight
             if self.kt_model.loaded:
                 self.kt_model.finish_loading()
                 device = next(chain(self.parameters(), self.buffers())).device
                 if line := self.kt_model.start_streaming(device, dtype, engine):
+                    logger.info(line)
+                if line := self.kt_model.start_cache(device):
                     logger.info(line)
                 watch(self.kt_model, logger)
 
@@ -174,6 +177,8 @@ class HybridExperts(RoutedExperts):
             )
         which = _MATRIX[layer.activation.gated][shard_id]
         if layer.slot_of(expert_id) >= 0:
+            if layer.keeps_hot:
+                layer.add_weight(expert_id, which, loaded_weight)
             loaded_weight = layer.hot_weight(expert_id, which, loaded_weight, param.dtype)
             return super().weight_loader(
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success

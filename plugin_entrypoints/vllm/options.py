@@ -10,7 +10,7 @@ from typing import Any
 
 from kt_kernel.serving.options import KTOptions, OptionError
 
-from ..common import choose, refuse_class, refuse_quantised, refuse_streaming
+from ..common import choose, refuse_class, refuse_moving, refuse_quantised, refuse_streaming
 from .contract import CONTRACT
 
 CONFIG_KEY = "kt"
@@ -67,7 +67,10 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     refuse_class(list(model.architectures or []), options, CONTRACT.engine)
     refuse_quantised(model.quantization, options)
     CONTRACT.refuse(config)
-    refuse_streaming(config.device_config.device_type, options)
+    device = config.device_config.device_type
+    refuse_streaming(device, options)
+    ranks = config.parallel_config.tensor_parallel_size
+    refuse_moving(device, ranks, model.quantization, options)
     served = ServedModel(
         model.model, model.quantization, model.revision, config.load_config.download_dir
     )

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kt_kernel.serving import recording
+from kt_kernel.serving import cache, recording
 from kt_kernel.serving.options import OptionError
 
 from .. import failure
@@ -55,6 +55,7 @@ def _recording_after(warm_up: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
         recording.begin()
+        cache.begin()
         return result
 
     return call

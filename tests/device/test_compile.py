@@ -49,7 +49,8 @@ for types, trace, padding in (
         kernels.hand_over,
         [x, ids, weights, padding or "*i32", "*i32", ids, weights, x, "*i32", "*fp32", "*i32",
          "*i64", "*i32", "*i32", "*i32", "*i64", "*i32", "i32", "i32"],
-        TOP_K=8, EXPERTS=128, ENTRIES=4096, PADDED=padding is not None, SPLIT=True, COLD_SLOT=-1,
+        TOP_K=8, EXPERTS=128, ENTRIES=4096, PADDED=padding is not None, SPLIT=True,
+        ONLY_COLD=trace, COLD_SLOT=-1,
         ROUTES=256, ROOM_CHECK=256, unaligned=no_multiples, **shape,
     )
     back = compile(
@@ -101,6 +102,24 @@ for ids, padding, experts, k in (
 """
 
 
+BEGIN_PASS = """
+from kt_kernel.device.cache_kernel import begin_pass, constants
+
+for ids, padding, experts, k in (
+    ("*i32", "*i64", 256, 8), ("*i64", "*u8", 512, 10), ("*i32", None, 6, 2)
+):
+    ptx = compile(
+        begin_pass, [ids, padding or ids, "*i32", "*i32", "*i32", "*i64", "i32"], warps=4,
+        unaligned=("ids", "padding", "live", "wanted", "version", "totals", "tokens"),
+        PADDED=padding is not None, **constants(experts, k),
+    )
+    # The map is read after its number.
+    number = ptx.find("acquire")
+    assert 0 < number < ptx.find("ld.volatile"), (experts, k)
+    assert ptx.find("bar.sync", number) < ptx.find("ld.volatile")
+"""
+
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
@@ -119,6 +138,11 @@ def test_kernels_compile(capability: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("capability", [75, 90])
 def test_counting_routes_compiles(capability: int, tmp_path: Path) -> None:
     run(COUNT_ROUTES, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [75, 90])
+def test_the_cache_compiles(capability: int, tmp_path: Path) -> None:
+    run(BEGIN_PASS, capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", [80, 90])

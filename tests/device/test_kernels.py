@@ -15,7 +15,18 @@ ENTRIES = 1024
 
 
 def hand_over(
-    x, ids, weights, slot_map, cold_slot, programs, block, number=0, slot=5, head=None, padding=None
+    x,
+    ids,
+    weights,
+    slot_map,
+    cold_slot,
+    programs,
+    block,
+    number=0,
+    slot=5,
+    head=None,
+    padding=None,
+    only_cold=False,
 ):
     """What one launch writes, by name."""
     tokens, k = ids.shape
@@ -64,6 +75,7 @@ def hand_over(
         ENTRIES=ENTRIES,
         PADDED=padding is not None,
         SPLIT=cold_slot is not None,
+        ONLY_COLD=only_cold,
         COLD_SLOT=cold_slot or 0,
         BLOCK=block,
         ROUTES=kernels.routes_with(-(-x.shape[1] // block), k),
@@ -123,6 +135,20 @@ def test_hand_over(tokens, shape, kind) -> None:
         slots, hot_weights = hot_routes(ids, weights, slot_map, cold_slot)
         assert found["hot_ids"].dtype == ids_dtype and torch.equal(found["hot_ids"], slots)
         assert torch.equal(found["hot_weights"], hot_weights)
+
+
+@pytest.mark.parametrize(("tokens", "programs"), [(1, 1), (13, 4)])
+def test_a_route_goes_to_one_side(tokens, programs) -> None:
+    """With ONLY_COLD, the CPU gets what the device does not."""
+    x, ids, weights, slot_map = batch(
+        tokens, 64, 3, 10, torch.bfloat16, torch.int32, torch.float32, seed=1
+    )
+    found = hand_over(x, ids, weights, slot_map, -1, programs, 32, only_cold=True)
+    assert torch.equal(found["hot_ids"], hot_routes(ids, weights, slot_map, -1)[0])
+    known = (ids >= 0) & (ids < 10)
+    cold = known & (found["hot_ids"] < 0)
+    assert torch.equal(found["ids"], torch.where(cold, ids, -1))
+    assert tokens == 1 or (cold.any() and (found["hot_ids"] >= 0).any())
 
 
 def masks(tokens: int) -> dict[str, torch.Tensor]:

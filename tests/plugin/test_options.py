@@ -37,6 +37,7 @@ SPECIFIED = [
     "--record-kt-expert-routes",
     "--kt-expert-routes-tokens",
     "--kt-enable-dynamic-expert-update",
+    "--kt-expert-update-rate",
     "--kt-expert-lora-path",
     "--kt-allow-untested",
 ]
@@ -196,9 +197,52 @@ def test_a_value_equal_to_the_default_of_the_engine_is_given() -> None:
 def test_flags_without_value() -> None:
     parser, _ = parser_of_an_engine()
     assert collect(parser.parse_args(["--kt-allow-untested"])) == {"allow_untested": True}
-    given = collect(parser.parse_args(["--kt-enable-dynamic-expert-update"]))
-    with pytest.raises(OptionError, match="--kt-enable-dynamic-expert-update is not supported"):
-        KTOptions.from_mapping(given)
+
+
+@pytest.mark.parametrize("make", [parser_of_an_engine, lambda: _own_parser()])
+@pytest.mark.parametrize(
+    ("values", "want"), [([], "on"), (["on"], "on"), (["auto"], "auto"), (["off"], "off")]
+)
+def test_a_switch(make: Any, values: list[str], want: str) -> None:
+    """Bare it means on, also where an engine has a flag of this name without a value."""
+    flag = "--kt-enable-dynamic-expert-update"
+    given = collect(make()[0].parse_args([flag, *values, "--kt-num-gpu-experts", "2"]))
+    options = KTOptions.from_mapping(given)
+    assert options.enable_dynamic_expert_update == want
+    assert options.moves_experts == (want != "off")
+    assert KTOptions.from_mapping({"enable_dynamic_expert_update": True, "num_gpu_experts": 2})
+    with pytest.raises(SystemExit, match=f"{flag} maybe: expected auto, on, off"):
+        make()[0].parse_args([flag, "maybe"])
+
+
+def _own_parser() -> tuple[argparse.ArgumentParser, dict[str, Any]]:
+    parser = argparse.ArgumentParser()
+    return parser, add_arguments(parser)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "update on: no expert is hot; add --kt-num-gpu-experts"),
+        ({"num_gpu_experts": 0}, "update on: no expert is hot"),
+        (
+            {"num_gpu_experts": 2, "gpu_prefill_token_threshold": 512},
+            "update on and --kt-gpu-prefill-token-threshold 512: not supported together",
+        ),
+        (
+            {"num_gpu_experts": 2, "expert_lora_path": "org/name"},
+            "update on and --kt-expert-lora-path org/name: not supported together",
+        ),
+        (
+            {"enable_dynamic_expert_update": "off", "expert_update_rate": "8GB"},
+            "--kt-expert-update-rate: without --kt-enable-dynamic-expert-update",
+        ),
+        ({"enable_dynamic_expert_update": 3}, "update 3: expected auto, on, off"),
+    ],
+)
+def test_what_cannot_move(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        KTOptions.from_mapping({"enable_dynamic_expert_update": "on"} | given)
 
 
 @pytest.mark.parametrize(

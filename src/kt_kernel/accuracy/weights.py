@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
 
 from ..checkpoint import open_checkpoint
-from ..moe.inference import InferenceMoEWrapper
 from ..weights.expert_tensors import MATRICES
 from .layers import load_layer
 
@@ -72,21 +71,12 @@ def weight_report(
                     dense = tensors[name]
                     assert isinstance(dense, torch.Tensor)  # as BF16 takes them
                     weights = dense.float()
-                    sums[name].add(expert, weights, unpacked(layer, expert, name, weights.shape))
+                    sums[name].add(expert, weights, layer.unpacked(expert, name))
         errors = LayerErrors(number, *(sums[name].result() for name in MATRICES))
         found.append(errors)
         if progress is not None:
             progress(errors)
     return found
-
-
-def unpacked(
-    layer: InferenceMoEWrapper, slot: int, matrix: str, shape: Sequence[int]
-) -> torch.Tensor:
-    """The weights of a loaded layer, float32 [N, K]."""
-    weights = torch.empty(tuple(shape), device="cpu")
-    layer._core.unpack(slot, MATRICES.index(matrix), weights.numpy())
-    return weights
 
 
 class _Sums:

@@ -119,6 +119,7 @@ def hand_over(
     ENTRIES: tl.constexpr,
     PADDED: tl.constexpr,
     SPLIT: tl.constexpr,
+    ONLY_COLD: tl.constexpr,
     COLD_SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUTES: tl.constexpr,
@@ -134,8 +135,10 @@ def hand_over(
     byte other than 0.
     With SPLIT it also writes the routes of the experts on the device, in the types of ids and
     weights: ``slot_map[id]`` (int32 [EXPERTS], -1 for experts on the CPU), or COLD_SLOT with weight
-    0. ROUTES: see `routes_with`. cell: int32 [2] of this side, see Side; counter: int32, entries so
-    far. times: StreamTimes of kernels/stream/side.h, written with TRACE.
+    0. With ONLY_COLD, the pinned id of a route to an expert on the device is -1, so that one read
+    of slot_map decides who computes it. ROUTES: see `routes_with`. cell: int32 [2] of this side,
+    see Side; counter: int32, entries so far. times: StreamTimes of kernels/stream/side.h, written
+    with TRACE.
     """
     if TRACE:
         began = _clock(FENCE)
@@ -168,6 +171,8 @@ def hand_over(
         expert = tl.where(known, given, -1).to(tl.int32)
         if SPLIT:
             device_slot = tl.load(slot_map + expert, mask=inside & known, other=-1)
+            if ONLY_COLD:
+                expert = tl.where(device_slot >= 0, -1, expert)
         tl.store(pinned_x + row + column, values, mask=in_row)
         tl.store(pinned_ids + route, expert, mask=inside)
         tl.store(pinned_weights + route, weight.to(tl.float32), mask=inside)

@@ -168,6 +168,13 @@ class LayerStream:
         self._blocks = -(-hidden // self._block)
         self._unused = (engine.counter.data_ptr(),) * 3  # for arguments that a kernel does not use
         self._known: _Known | None = None
+        self._only_cold = False
+
+    def hand_over_only_cold(self) -> None:
+        """From now on, the CPU does not get the routes that a split gives to the device. Call it
+        before any batch is captured in a CUDA graph."""
+        self._only_cold = True
+        self._known = None  # its plans are for the other kernel
 
     def submit(
         self,
@@ -452,6 +459,7 @@ class LayerStream:
             self._top_k,
             self._experts,
             cold_slot,
+            self._only_cold,
         )
         launch = self.engine.launches.get(key)
         if launch is None:
@@ -470,6 +478,7 @@ class LayerStream:
                 ENTRIES=self.engine.core.entries,
                 PADDED=padding is not None,
                 SPLIT=cold_slot is not None,
+                ONLY_COLD=self._only_cold,
                 COLD_SLOT=cold_slot or 0,
                 ROUTES=kernels.routes_with(self._blocks, self._top_k),
                 ROOM_CHECK=kernels.ROOM_CHECK,

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..runtime.streams import on_stream
+from ..weights.expert_tensors import MATRICES, matrix_shapes
 from . import buffers, cpu_batch
 from .batch_checks import BatchChecks, Inputs, Like
 from .chain import join_chain
-from .routing import hot_routes, need_padding, select_deferred_experts
+from .routing import hot_routes, need_padding, select_deferred_experts, split_routes
 from .settings import LayerSettings, placement_of_mask
 from .waiting import StartedBatch, Waiting
 from .wrapper import BaseMoEWrapper
@@ -41,6 +42,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         # The last result of the checks, and the stream that batches of its kind take (None: they
         # are started from the CPU's memory).
         self._last: tuple[Any, LayerStream | None] = (None, None)
+        self._only_cold = False  # see `hand_over_only_cold`
 
     select_deferred_experts = staticmethod(select_deferred_experts)
 
@@ -185,6 +187,26 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             raise ValueError(f"{s.where}: {error}") from None
         self._placement = placement
 
+    def hand_over_only_cold(self) -> None:
+        """From now on, `submit_and_split` gives to the CPU exactly the routes whose slot in
+        ``slot_map`` is -1, so that the map alone decides who computes a route. Otherwise the map
+        and the experts on the GPU (`set_gpu_experts_mask`) must agree.
+
+        Call it after loading, before any batch is captured in a CUDA graph.
+        """
+        self._only_cold = True
+        for stream in self._streams.values():
+            stream.hand_over_only_cold()
+
+    def unpacked(self, slot: int, matrix: str) -> torch.Tensor:
+        """The weights of a loaded expert as the kernels use them, float32: "gate" or "up" [I, H],
+        or "down" [H, I]. ValueError if they are not on the CPU."""
+        s = self._settings
+        shape = matrix_shapes(s.hidden_size, s.moe_intermediate_size)[matrix]
+        weights = torch.empty(shape, device="cpu")
+        self._core.unpack(slot, MATRICES.index(matrix), weights.numpy())
+        return weights
+
     @property
     def place(self) -> tuple[str, int, int]:
         """(name, position, chain): the layer's name, its place in its model's order, and the
@@ -264,6 +286,10 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 kinds=kinds,
             )
         else:
+            if split is not None and self._only_cold:
+                with on_stream(ids.device, cuda_stream):
+                    routes, cold = split_routes(ids, weights, *split, padding)
+                inputs = x, cold, weights
             place = self._chain_place(defer)
             batch = self._start_on_cpu(like, inputs, cuda_stream, copy, padding, place)
         self._pending.add(address, like, batch)
@@ -324,6 +350,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 top_k=s.num_experts_per_tok,
                 smallest=max((s.max_tokens, *buffers.get_capture_batch_sizes())),
             )
+            if self._only_cold:
+                stream.hand_over_only_cold()
             weakref.finalize(self, stream.close).atexit = False
         return stream
 

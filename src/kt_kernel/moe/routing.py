@@ -119,10 +119,31 @@ def hot_routes(
     Returns:
         (slots [T, k] in the dtype of ``topk_ids``, weights [T, k] with cold routes at 0).
     """
+    slots, cold = _slots_of(topk_ids, slot_map, padding)
+    slots = slots.masked_fill(cold, cold_slot).to(topk_ids.dtype)
+    return slots, topk_weights.masked_fill(cold, 0)
+
+
+def split_routes(
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    slot_map: torch.Tensor,
+    cold_slot: int,
+    padding: torch.Tensor | None = None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`hot_routes`, and the ids of the remaining routes: int64 [T, k], -1 for hot ones. The map is
+    read once, so each route is in exactly one of the two."""
+    slots, cold = _slots_of(topk_ids, slot_map, padding)
+    hot = slots.masked_fill(cold, cold_slot).to(topk_ids.dtype), topk_weights.masked_fill(cold, 0)
+    return hot, topk_ids.long().masked_fill(~cold, -1)
+
+
+def _slots_of(
+    topk_ids: torch.Tensor, slot_map: torch.Tensor, padding: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of routes, int64 [T, k], and which of them are cold."""
     experts = slot_map.shape[0]
     ids = without_padding(topk_ids, padding)
     valid = (ids >= 0) & (ids < experts)
     slots = slot_map[ids.clamp(0, max(experts - 1, 0))].long()
-    cold = ~valid | (slots < 0)
-    slots = slots.masked_fill(cold, cold_slot).to(topk_ids.dtype)
-    return slots, topk_weights.masked_fill(cold, 0)
+    return slots, ~valid | (slots < 0)

@@ -24,6 +24,7 @@ from ..weights.expert_tensors import BIASES, matrix_shapes
 from ..weights.loading import LoadRecord
 from .activations import SILU
 from .adapter import FLAG, LayerMerge
+from .cache import ModelCache
 from .options import AUTO, KTOptions, OptionError
 from .placement import initial_placement
 from .recording import LayerRecording
@@ -123,6 +124,8 @@ class HybridLayer:
         self._prepared: set[Any] = set()
         self._not_counted: dict[str, int] = {}  # what the CPU's counters had at first
         self._recording: LayerRecording | None = None
+        self._cache: tuple[ModelCache, int] | None = None  # and the number of this layer in it
+        self.slot_weights: tuple[torch.Tensor, torch.Tensor] | None = None
         self._wrapper: InferenceMoEWrapper | None = None
         if has_cpu_part and not self._placement.all_hot:
             self._wrapper = KTMoEWrapper(
@@ -131,7 +134,7 @@ class HybridLayer:
                 num_experts_per_tok=num_experts_per_tok,
                 hidden_size=hidden_size,
                 moe_intermediate_size=moe_intermediate_size,
-                gpu_experts_mask=self._placement.mask,
+                gpu_experts_mask=self._cpu_mask,
                 cpuinfer_threads=options.cpuinfer,
                 threadpool_count=options.threadpool_count,
                 weight_path=options.weight_path,
@@ -166,12 +169,33 @@ class HybridLayer:
 
     @property
     def placement(self) -> Placement:
-        """The current placement: which experts are hot, and their slots in the engine's weights."""
+        """Which experts are hot, and their slots in the engine's weights: at the start, or since
+        the last `set_placement`. See `current_placement` for a live cache."""
         return self._placement
 
     @property
+    def current_placement(self) -> Placement:
+        """The placement that batches use now, or a moment ago if experts move while serving."""
+        if self._cache is None:
+            return self._placement
+        cache, number = self._cache
+        return cache.layers[number].slots.placement()
+
+    @property
+    def keeps_hot(self) -> bool:
+        """Whether the CPU has the weights of hot experts, too, so that experts can move."""
+        return self.options.moves_experts and not self._placement.all_hot
+
+    @property
+    def _cpu_mask(self) -> torch.Tensor:
+        """bool [E], the experts whose weights the CPU does not need."""
+        mask = self._placement.mask
+        return torch.zeros_like(mask) if self.keeps_hot else mask
+
+    @property
     def takes_weights(self) -> bool:
-        """Whether cold weights come through `add_weight`. Otherwise they come from the weight path,
+        """Whether the weights of cold experts, and of hot ones if the CPU
+        `keeps_hot` ones, come through `add_weight`. Otherwise they come from the weight path,
         or this rank does not need them."""
         return self._wrapper is not None and self.options.weight_path is None
 
@@ -208,6 +232,8 @@ class HybridLayer:
                 have. Nothing is changed in this case.
         """
         place, old = f"layer {self.layer_idx}", self._placement
+        if self._cache is not None:
+            raise RuntimeError(f"{place}: set_placement while the live cache moves experts")
         if not self._finished:
             raise RuntimeError(f"{place}: set_placement before loading is finished")
         if (placement.num_experts, placement.num_slots) != (old.num_experts, old.num_slots):
@@ -264,7 +290,7 @@ class HybridLayer:
         names = self.activation.matrices
         if which not in names:
             raise ValueError(f"{place}: no such matrix; accepted: {', '.join(names)}")
-        if self.slot_of(expert_id) >= 0:
+        if self.slot_of(expert_id) >= 0 and not self.keeps_hot:
             raise ValueError(
                 f"{place}: the weights of hot experts belong to the engine; cold experts: "
                 f"{ranges(self._placement.cold_experts)}"
@@ -331,8 +357,8 @@ class HybridLayer:
         else:
             missing = [
                 f"{expert} ({', '.join(m for m in self.activation.matrices if m not in there)})"
-                for expert in self._placement.cold_experts
-                if expert not in self._packed
+                for expert, on_gpu in enumerate(self._cpu_mask.tolist())
+                if not on_gpu and expert not in self._packed
                 for there in (self._arrived.get(expert, {}),)
             ]
             if missing:
@@ -369,6 +395,18 @@ class HybridLayer:
         registered with the device."""
         self._streaming = LayerStreaming(model, self.wrapper, packed)
 
+    def start_cache(self, cache: ModelCache, number: int, device: torch.device) -> None:
+        """Experts move from now on. number: of this layer in the cache. Call it before the first
+        batch."""
+        self._cache = cache, number
+        self._slot_maps[device] = cache.live_map(number)
+        self.wrapper.hand_over_only_cold()
+
+    def keep_placement(self) -> None:
+        """Experts do not move after all: the CPU computes the cold ones, although it has all."""
+        if self._wrapper is not None and self.keeps_hot:
+            self._wrapper.set_gpu_experts_mask(self._placement.mask)
+
     def submit(
         self,
         x: torch.Tensor,
@@ -390,6 +428,9 @@ class HybridLayer:
         """
         self._need_cold("submit")
         self.record(topk_ids, padding, stream)
+        if self._cache is not None:
+            cache, number = self._cache
+            cache.begin_pass(number, topk_ids, padding, stream)
         slot_map = self._slot_maps.get(x.device)
         if slot_map is None:
             slot_map = self._slot_maps[x.device] = self._placement.slot_map(x.device)

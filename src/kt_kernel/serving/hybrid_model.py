@@ -10,10 +10,12 @@ from ..moe.placement import Placement
 from ..runtime.text import bracketed
 from ..weights.loading import LoadRecord
 from .adapter import open_adapter
+from .cache import ModelCache
+from .cache_start import NoCache, describe, refusal, start_cache
 from .cold_names import ColdNames
 from .hybrid import HybridLayer
 from .model_config import routed_model
-from .options import KTOptions
+from .options import AUTO, KTOptions
 from .placement import PlacementPlan, initial_placement, plan_placement
 from .recording import ModelRecording
 from .streaming_start import EngineSide, start_streaming
@@ -38,6 +40,7 @@ class HybridModel:
         self._adapter = None if path is None else open_adapter(path)
         self._adapted = "" if self._adapter is None else f"; {self._adapter.describe()}"
         self.recording: ModelRecording | None = None
+        self.cache: ModelCache | None = None
         if options.records:
             if config is None:
                 raise ValueError("recording needs the model's configuration")
@@ -99,6 +102,26 @@ class HybridModel:
         layers = [layer for layer in self.layers if layer.has_cpu_part]
         return start_streaming(layers, self.options, device, dtype, engine)
 
+    def start_cache(self, device: torch.device) -> str | None:
+        """Lets experts move while serving, if the options ask for it. Call it once, when the model
+        is loaded and no batch was computed; experts move after `cache.begin`.
+
+        Returns a line for the log. Raises OptionError if it is not possible and not `AUTO`.
+        """
+        options = self.options
+        if not options.moves_experts:
+            return None
+        try:
+            self.cache = start_cache(self.layers, device, options.expert_update_rate)
+        except NoCache as why:
+            if options.enable_dynamic_expert_update != AUTO:
+                raise refusal(why) from why
+            for layer in self.layers:
+                layer.keep_placement()
+            return f"kt: experts do not move while serving: {why}"
+        self.cache.start(self)
+        return describe(self.cache, options.expert_update_rate)
+
     @property
     def elsewhere(self) -> bool:
         """Whether another rank computes the cold experts."""
@@ -150,7 +173,7 @@ class HybridModel:
         for layer in self.layers:
             for name, value in layer.stats().items():
                 total[name] = total.get(name, 0) + value
-        return total
+        return total if self.cache is None else total | self.cache.stats()
 
 
 def _span(counts: Iterable[int]) -> str:

@@ -25,6 +25,7 @@ _UNITS = {"MB": 1 << 20, "GB": 1 << 30}
 STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 ROUTES_TOKENS = 16384  # default of --kt-expert-routes-tokens
 AUTO = "auto"  # as a method: chosen by the format of the stored weights
+SWITCH = (AUTO, "on", "off")
 
 
 class OptionError(ValueError):
@@ -34,7 +35,7 @@ class OptionError(ValueError):
 @dataclass(frozen=True)
 class Option:
     """One server option. ``kind`` is the kind of its value: int, tokens (an int or `AUTO`), ratio,
-    size, method, strategy, path, file, new file, flag or text."""
+    size, method, strategy, path, file, new file, flag, switch (`SWITCH`) or text."""
 
     flag: str
     kind: str
@@ -149,9 +150,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "--kt-enable-dynamic-expert-update",
-        "flag",
-        "move experts while serving",
-        why_not="the hot experts stay the same while the server runs; remove it",
+        "switch",
+        f"move experts between the CPU and the GPU while serving: {AUTO}, on or off; without a "
+        f"value on. {AUTO}: where it is possible (default off)",
+    ),
+    Option(
+        "--kt-expert-update-rate",
+        "size",
+        "bytes per second that experts moving to the GPU may take of the bus, such as 8GB (default "
+        "half of what is measured)",
     ),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}
@@ -181,6 +188,8 @@ class KTOptions:
     expert_lora_path: str | None = None
     gpu_prefill_token_threshold: int | str | None = None  # tokens, or AUTO
     gpu_prefill_memory: int | None = None  # bytes
+    enable_dynamic_expert_update: str | None = None  # one of `SWITCH`
+    expert_update_rate: int | None = None  # bytes per second
     allow_untested: bool = False
     reason: str = field(default="", compare=False)
 
@@ -210,6 +219,7 @@ class KTOptions:
                 "--kt-gpu-prefill-memory: without --kt-gpu-prefill-token-threshold above 0 no "
                 f"expert is copied to the GPU; add that, or {AUTO}, or remove this"
             )
+        options._check_moving()
         threads, pools = options.cpuinfer, options.threadpool_count
         if threads is not None and pools is not None and threads < pools:
             raise OptionError(
@@ -274,6 +284,33 @@ class KTOptions:
                 "--record-kt-expert-routes no routes are recorded; add that, or remove this"
             )
 
+    def _check_moving(self) -> None:
+        """Raises OptionError for options that cannot be combined with moving experts."""
+        if not self.moves_experts:
+            if self.expert_update_rate is not None:
+                raise OptionError(
+                    "--kt-expert-update-rate: without --kt-enable-dynamic-expert-update no expert "
+                    "moves; add that, or remove this"
+                )
+            return
+        flag = f"--kt-enable-dynamic-expert-update {self.enable_dynamic_expert_update}"
+        if not self.hot_option:
+            raise OptionError(
+                f"{flag}: no expert is hot; add --kt-num-gpu-experts, --kt-gpu-experts-ratio or "
+                "--kt-gpu-experts-mask, which say how many slots there are"
+            )
+        for option, value in (
+            ("--kt-gpu-prefill-token-threshold", self.gpu_prefill_token_threshold),
+            ("--kt-expert-lora-path", self.expert_lora_path),
+        ):
+            if value:
+                raise OptionError(f"{flag} and {option} {value}: not supported together")
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts are to move while serving."""
+        return self.enable_dynamic_expert_update in (AUTO, "on")
+
     @property
     def given_threshold(self) -> int | None:
         """The number of tokens from which batches are to be streamed; None if it is to be measured,
@@ -337,13 +374,14 @@ class KTOptions:
         method = f"{self.method} ({AUTO}: {self.reason})" if self.reason else self.method
         tokens = self.gpu_prefill_token_threshold
         number = "a measured number of" if tokens == AUTO else tokens
+        moving = f"experts move ({self.enable_dynamic_expert_update}), " * self.moves_experts
         streamed = f"experts streamed from {number} tokens on, " if tokens else ""
         return (
             f"kt: method {method}, hot experts {self._hot()}, "
             f"threads {shown(self.cpuinfer, 'by probe')}, "
             f"pools {shown(self.threadpool_count, 'one per NUMA node')}, "
             f"deferred experts per token {shown(self.max_deferred_experts_per_token, '0')}, "
-            f"{streamed}"
+            f"{streamed}{moving}"
             f"cold weights from {self.weight_path or 'the served checkpoint'}"
             f"{'' if adapter is None else f', adapter {adapter}'}"
         )
@@ -366,6 +404,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
         action = known.get(option.flag)
         if action is not None:
             replaced[action.dest] = action.default
+        if action is not None and option.kind == "switch":  # an engine's flag may take no value
+            parser._handle_conflict_resolve(action, [(option.flag, action)])
+            action = None
+        if action is not None:
             action.default = action.choices = None
             action.help = _help(option)
             if option.kind != "flag":
@@ -375,13 +417,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
                 option.flag, dest=option.dest, action="store_true", default=None, help=_help(option)
             )
         else:
+            switch = option.kind == "switch"
             group.add_argument(
                 option.flag,
                 dest=option.dest,
                 type=_parser(option),
                 default=None,
                 help=_help(option),
-                metavar=option.kind.split()[-1].upper(),
+                metavar="{" + ",".join(SWITCH) + "}" if switch else option.kind.split()[-1].upper(),
+                nargs="?" if switch else None,
+                const="on" if switch else None,
             )
     return replaced
 
@@ -458,6 +503,8 @@ def _checked(option: Option, value: Any) -> Any:
         if not isinstance(value, bool):
             raise OptionError(f"{flag} {value!r}: expected true or false")
         return value
+    if option.kind == "switch":
+        return _switch(flag, value)
     if option.kind == "tokens" and value == AUTO:
         return AUTO
     if option.kind in ("int", "tokens"):
@@ -490,6 +537,14 @@ def _checked(option: Option, value: Any) -> Any:
         accepted = ", ".join((AUTO, *METHODS))
         raise OptionError(f"{flag} {text}: unknown method; accepted: {accepted}")
     return text
+
+
+def _switch(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value not in SWITCH:
+        raise OptionError(f"{flag} {value}: expected {', '.join(SWITCH)}")
+    return str(value)
 
 
 def _bytes_of(flag: str, value: Any) -> int:

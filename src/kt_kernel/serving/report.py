@@ -81,8 +81,8 @@ def _write(path: str) -> None:
             "layers": [
                 {
                     "layer": layer.layer_idx,
-                    "hot_experts": layer.placement.hot_experts,
-                    "cold_experts": layer.placement.cold_experts,
+                    "hot_experts": layer.current_placement.hot_experts,
+                    "cold_experts": layer.current_placement.cold_experts,
                 }
                 for layer in model.layers
             ],

@@ -1,0 +1,278 @@
+"""Experts that move between the CPU and slots on the GPU while a model runs: the device's part.
+
+Exactly once. A layer has one map on the device, from experts to slots. `begin_pass` is the only
+kernel that writes it, and it runs on the stream of the layer's batches, before each of them. The
+kernel that hands a batch over reads the map once for each route, and both sides follow from that
+one value: a route with a slot goes to the engine's kernels and not to the CPU, any other goes to
+the CPU and not to the engine's kernels. So every route is computed once, whatever the map contains.
+
+Slots are overwritten only while no kernel can read them. The host publishes maps; the device takes
+one into use at the layer's next batch and then states its number. Everything that used an older map
+is earlier on that stream, so a slot that the map in use does not contain is free. Its new weights
+are complete before the host publishes a map that contains it.
+
+Addresses never change, so all of this works in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..runtime.streams import on_stream
+from .streaming.experts import PackedExperts
+
+TOKENS, ROUTES, HITS, VERSION, NUMBERS = range(5)  # of a layer, after the values of its experts
+
+
+class Totals:
+    """What `begin_pass` has counted in each layer. values: int64 [L, 2 E + 4]."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        experts = (values.shape[1] - NUMBERS) // 2
+        self.last_use = values[:, :experts]  # number of the token, from 1; 0: never
+        self.uses = values[:, experts : 2 * experts]
+        numbers = values[:, 2 * experts :]
+        self.tokens, self.routes = numbers[:, TOKENS], numbers[:, ROUTES]
+        self.hits, self.versions = numbers[:, HITS], numbers[:, VERSION]
+
+
+class CacheMemory:
+    """The maps and counters of some layers with equally many experts.
+
+    Attributes:
+        live: int32 [L, E] on the device, the maps that batches read.
+        wanted, versions: int32 [L, E] and [L] on the host, what `publish` publishes.
+    """
+
+    def __init__(self, device: torch.device, layers: int, experts: int) -> None:
+        pinned = device.type == "cuda"
+        self.device = device
+        # Tensors of inference mode could not be changed outside of it.
+        with torch.inference_mode(False), torch.device("cpu"):
+            self._wanted = torch.full((layers, experts), -1, dtype=torch.int32, pin_memory=pinned)
+            self._versions = torch.zeros(layers, dtype=torch.int32, pin_memory=pinned)
+            size = 2 * experts + NUMBERS
+            self._counted = torch.zeros(layers, size, dtype=torch.int64, pin_memory=pinned)
+        self.wanted, self.versions = self._wanted.numpy(), self._versions.numpy()
+        with torch.inference_mode(False):
+            self.live = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
+            self._totals = torch.zeros(layers, size, dtype=torch.int64, device=device)
+
+    def begin_pass(
+        self, layer: int, ids: torch.Tensor, padding: torch.Tensor | None, stream: Any = None
+    ) -> None:
+        """Takes the published map of a layer into use, and counts a batch. Call it before the batch
+        is handed over, on its stream. ids: [T, k]; padding: see `routing.need_padding`."""
+        raise NotImplementedError
+
+    def publish(self) -> None:
+        """Gives the device the wanted maps. Each layer whose map changed has a new version."""
+        raise NotImplementedError
+
+    def totals(self) -> Totals:
+        """What the device has counted so far; valid until the next call."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Sets the counts to 0, after all batches so far; the maps stay."""
+        raise NotImplementedError
+
+
+class CudaCache(CacheMemory):
+    """On a GPU. Only one thread at a time may call methods other than `begin_pass`."""
+
+    def __init__(self, device: torch.device, layers: int, experts: int) -> None:
+        super().__init__(device, layers, experts)
+        with torch.inference_mode(False):
+            self._published = torch.full_like(self.live, -1)
+            self._numbers = torch.zeros(layers, dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+
+    def begin_pass(
+        self, layer: int, ids: torch.Tensor, padding: torch.Tensor | None, stream: Any = None
+    ) -> None:
+        with on_stream(ids.device, stream):
+            launch(
+                ids.contiguous(),
+                padding,
+                self.live[layer],
+                self._published[layer],
+                self._numbers[layer:],
+                self._totals[layer],
+            )
+
+    def publish(self) -> None:
+        with torch.cuda.stream(self._stream), torch.inference_mode(False):
+            self._published.copy_(self._wanted, non_blocking=True)
+            # A copy of its own: in the order of the stream, it is later than the maps.
+            self._numbers.copy_(self._versions, non_blocking=True)
+        self._stream.synchronize()  # the host may change them again
+
+    def totals(self) -> Totals:
+        with torch.cuda.stream(self._stream), torch.inference_mode(False):
+            self._counted.copy_(self._totals, non_blocking=True)
+        self._stream.synchronize()
+        return Totals(self._counted.numpy())
+
+    def clear(self) -> None:
+        torch.cuda.synchronize(self.device)
+        with torch.inference_mode(False):
+            self._totals[:, : -(NUMBERS - VERSION)] = 0
+        torch.cuda.synchronize(self.device)
+
+
+class HostCache(CacheMemory):
+    """For an engine on the CPU, where every call computes at once."""
+
+    def begin_pass(
+        self, layer: int, ids: torch.Tensor, padding: torch.Tensor | None, stream: Any = None
+    ) -> None:
+        launch(
+            ids.contiguous(),
+            padding,
+            self.live[layer],
+            self._wanted[layer],
+            self._versions[layer:],
+            self._totals[layer],
+            run=_on_host,
+        )
+
+    def publish(self) -> None:
+        """The device reads the host's memory."""
+
+    def totals(self) -> Totals:
+        return Totals(self._totals.numpy())
+
+    def clear(self) -> None:
+        self._totals[:, : -(NUMBERS - VERSION)] = 0
+
+
+def launch(
+    ids: torch.Tensor,
+    padding: torch.Tensor | None,
+    live: torch.Tensor,
+    wanted: torch.Tensor,
+    version: torch.Tensor,
+    totals: torch.Tensor,
+    run: Callable[..., None] | None = None,
+) -> None:
+    """Starts `cache_kernel.begin_pass` on the current stream, or ``run`` in its place."""
+    if padding is not None and padding.dtype == torch.bool:
+        padding = padding.view(torch.uint8)
+    if run is not None:
+        run(ids, padding, live, wanted, version, totals)
+        return
+    from .cache_kernel import begin_pass, constants  # Triton may be missing
+
+    begin_pass[(1,)](
+        ids,
+        ids if padding is None else padding,
+        live,
+        wanted,
+        version,
+        totals,
+        ids.shape[0],
+        **constants(len(live), ids.shape[1]),
+        PADDED=padding is not None,
+    )
+
+
+def _on_host(
+    ids: torch.Tensor,
+    padding: torch.Tensor | None,
+    live: torch.Tensor,
+    wanted: torch.Tensor,
+    version: torch.Tensor,
+    totals: torch.Tensor,
+) -> None:
+    """The kernel's work on the CPU."""
+    found = Totals(totals.numpy()[None])
+    if found.versions[0] != version[0]:
+        live.copy_(wanted)
+        found.versions[0] = int(version[0])
+    given = ids.numpy().astype(np.int64)
+    known = (given >= 0) & (given < len(live))
+    if padding is not None:
+        pads = padding.numpy()
+        known &= ((pads >= 0) if pads.dtype == np.int64 else (pads == 0))[:, None]
+    row, _ = known.nonzero()
+    used = given[known]
+    np.maximum.at(found.last_use[0], used, found.tokens[0] + row + 1)
+    np.add.at(found.uses[0], used, 1)
+    found.tokens += len(given)
+    found.routes += len(used)
+    found.hits += int((live.numpy()[used] >= 0).sum())
+
+
+class Uploads:
+    """Copies experts from the CPU into slots of the engine's weights, in order."""
+
+    def start(
+        self, experts: PackedExperts, expert: int, w13: torch.Tensor, w2: torch.Tensor
+    ) -> Callable[[], bool]:
+        """Starts one upload. w13 [2 I, H] and w2 [H, I] are the slot. Returns a function that tells
+        whether the weights are complete."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Returns once all uploads are done."""
+        raise NotImplementedError
+
+
+class CudaUploads(Uploads):
+    """On a stream of their own, through memory for one packed expert."""
+
+    def __init__(self, device: torch.device, layers: Sequence[PackedExperts]) -> None:
+        size = max(layer.expert_bytes for layer in layers)
+        with torch.inference_mode(False):
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._memory.nbytes
+
+    def start(
+        self, experts: PackedExperts, expert: int, w13: torch.Tensor, w2: torch.Tensor
+    ) -> Callable[[], bool]:
+        event = torch.cuda.Event()
+        (run,) = experts.runs([expert])
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            staged, begin = [], 0
+            for part in experts.parts:
+                there = self._memory[begin : begin + part.expert_bytes].view(1, -1)
+                there.copy_(part.memory[run.at : run.at + 1], non_blocking=True)
+                staged.append(there)
+                begin += part.expert_bytes
+            experts.unpack(staged, w13[None], w2[None])
+            event.record(self._stream)
+        return event.query
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+
+class HostUploads(Uploads):
+    """Into weights in host memory, at once. values: (layer's experts, expert, matrix) -> float32,
+    the matrix's weights as the CPU's kernels use them."""
+
+    def __init__(self, values: Callable[[PackedExperts, int, str], torch.Tensor]) -> None:
+        self._values = values
+
+    def start(
+        self, experts: PackedExperts, expert: int, w13: torch.Tensor, w2: torch.Tensor
+    ) -> Callable[[], bool]:
+        with torch.inference_mode():
+            w13[: experts.inter] = self._values(experts, expert, "gate")
+            w13[experts.inter :] = self._values(experts, expert, "up")
+            w2[:] = self._values(experts, expert, "down")
+        return lambda: True
+
+    def wait(self) -> None:
+        pass

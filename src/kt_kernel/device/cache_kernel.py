@@ -1,0 +1,90 @@
+"""The Triton kernel that runs before each use of a layer whose experts move, see `cache`.
+
+One launch without host synchronisation, so it can be captured in a CUDA graph.
+"""
+
+import triton
+import triton.language as tl
+
+_ROUTES = 1024  # that the program looks at in one step
+
+
+def constants(experts: int, top_k: int) -> dict[str, int]:
+    """The constants of `begin_pass` that follow from a layer's shape."""
+    columns = triton.next_power_of_2(top_k)
+    return {
+        "TOP_K": top_k,
+        "EXPERTS": experts,
+        "BINS": triton.next_power_of_2(experts),
+        "COLUMNS": columns,
+        "ROWS": max(1, _ROUTES // columns),
+    }
+
+
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["ids", "padding", "live", "wanted", "version", "totals"],
+)
+def begin_pass(
+    ids,
+    padding,
+    live,
+    wanted,
+    version,
+    totals,
+    tokens,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Takes a new map of slots into use, and counts the routes of a batch; one program.
+
+    live: int32 [EXPERTS], the map that the batch's later kernels read. wanted, version: the map
+    that the host published, and its number, int32, written after the map. totals: int64
+    [2 * EXPERTS + 4]: for each expert the number of the token that used it last, from 1; for each
+    expert its uses; tokens, routes, routes to experts with a slot, and the number of `live`.
+
+    ids [tokens, TOP_K], contiguous, any integer type; with PADDED, rows are no tokens where padding
+    [tokens] says so: an int64 below 0, a byte other than 0.
+    """
+    numbers = totals + 2 * EXPERTS
+    published = tl.atomic_add(version, 0, sem="acquire", scope="sys")
+    if published != tl.load(numbers + 3).to(tl.int32):
+        bins = tl.arange(0, BINS)
+        tl.debug_barrier()
+        slots = tl.load(wanted + bins, mask=bins < EXPERTS, volatile=True)
+        tl.store(live + bins, slots, mask=bins < EXPERTS)
+        # Everything that read the old map is done, because it is earlier on this stream.
+        tl.store(numbers + 3, published.to(tl.int64))
+    tl.debug_barrier()
+    number = tl.load(numbers)
+    routes = tl.zeros([ROWS * COLUMNS], tl.int32)
+    hits = tl.zeros([ROWS * COLUMNS], tl.int32)
+    column = tl.arange(0, ROWS * COLUMNS) % COLUMNS
+    for first in range(0, tokens, ROWS):
+        row = first + tl.arange(0, ROWS * COLUMNS) // COLUMNS
+        inside = (row < tokens) & (column < TOP_K)
+        # int64 first, since an unsigned type cannot hold -1.
+        given = tl.load(ids + tl.cast(row, tl.int64) * TOP_K + column, mask=inside, other=0)
+        given = tl.cast(given, tl.int64)
+        known = inside & (given >= 0) & (given < EXPERTS)
+        if PADDED:
+            pads = tl.load(padding + row, mask=inside, other=0)
+            if padding.dtype.element_ty == tl.int64:
+                known = known & (pads >= 0)
+            else:
+                known = known & (pads == 0)
+        expert = tl.where(known, given, 0)
+        slot = tl.load(live + expert, mask=known, other=-1)
+        time = number + row + 1
+        tl.atomic_max(totals + expert, time, mask=known, sem="relaxed")
+        one = tl.full([ROWS * COLUMNS], 1, tl.int64)
+        tl.atomic_add(totals + EXPERTS + expert, one, mask=known, sem="relaxed")
+        routes += known.to(tl.int32)
+        hits += (slot >= 0).to(tl.int32)
+    tl.store(numbers, number + tokens)
+    tl.store(numbers + 1, tl.load(numbers + 1) + tl.sum(routes, axis=0))
+    tl.store(numbers + 2, tl.load(numbers + 2) + tl.sum(hits, axis=0))

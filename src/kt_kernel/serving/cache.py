@@ -1,0 +1,258 @@
+"""The live expert cache: experts move between the CPU and the slots while a model runs.
+
+The device part, and why every expert is computed once, is in `kt_kernel.device.cache`. This module
+decides what moves. With a GPU, a thread looks at the device's counters; nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.util
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..device.cache import CacheMemory, Totals, Uploads
+from ..device.streaming.experts import PackedExperts
+from .cache_policy import Gain, Scores, make_policy
+from .cache_slots import LayerSlots
+
+LOOK_SECONDS = 0.0005  # between two looks at the counters while there are batches
+_IDLE_SECONDS = 0.005
+_IDLE_LOOKS = 200  # without a batch, after which it looks less often
+_MANY_SLOTS = 8  # from here on, a layer keeps one slot free for the next upload
+_IN_FLIGHT = 16  # uploads of all layers
+_LITTLE = 1 / 16  # of the rate, while moves do not pay, to notice when they do
+_BURST_SECONDS = 0.01
+
+_logger = logging.getLogger("kt_kernel.serving")
+_caches: list[ModelCache] = []
+
+
+@dataclass
+class CachedLayer:
+    """A layer whose experts move.
+
+    Attributes:
+        packed: all of its experts.
+        w13, w2: the engine's weights, [slots, 2 I, H] and [slots, H, I].
+        slots: which expert is where.
+    """
+
+    packed: PackedExperts
+    w13: torch.Tensor
+    w2: torch.Tensor
+    slots: LayerSlots
+    evicted: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+
+
+@dataclass
+class CacheCounters:
+    """Attributes: see docs/placement.md."""
+
+    cache_uploads: int = 0
+    cache_evictions: int = 0
+    cache_uploaded_bytes: int = 0
+
+
+class ModelCache:
+    """The layers of one model whose experts move.
+
+    rate: bytes per second that uploads may use; None: no bound, and moves are made even if they do
+    not pay.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[CachedLayer],
+        memory: CacheMemory,
+        uploads: Uploads,
+        rate: float | None,
+    ) -> None:
+        self.layers, self._memory, self._uploads = list(layers), memory, uploads
+        experts = memory.wanted.shape[1]
+        share = min(layer.slots.num_slots for layer in self.layers) / experts
+        self.policy = make_policy(share)
+        self._scores = Scores(self.policy, len(self.layers), experts)
+        self._gain = Gain()
+        self.rate = rate
+        self._budget, self._filled = 0.0, time.monotonic()
+        self._under_way: deque[tuple[int, int, Callable[[], bool]]] = deque()
+        self.counters = CacheCounters()
+        self._last: Totals | None = None
+        self._versions: list[int] = []  # that the device used at the last look
+        self._waits = False  # an upload, for the budget or for other uploads
+        self._began = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    # ---- batches ----------------------------------------------------------------------------
+
+    def begin_pass(
+        self, layer: int, ids: torch.Tensor, padding: torch.Tensor | None, stream: Any
+    ) -> None:
+        """Before a batch of a layer: see `CacheMemory.begin_pass`."""
+        if self._memory.device.type != "cuda" and layer == 0 and self._began:
+            self.step()  # nothing is under way
+        self._memory.begin_pass(layer, ids, padding, stream)
+
+    def live_map(self, layer: int) -> torch.Tensor:
+        """int32 [E] on the device: the slots of a layer's experts."""
+        return self._memory.live[layer]
+
+    # ---- start and end ----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Experts move from now on. Called at the end of an engine's start: what was counted so far
+        is forgotten. On a GPU, no CUDA graph may be captured at this moment."""
+        if self._began:
+            return
+        self._memory.clear()
+        self._began = True
+        if self._memory.device.type == "cuda":
+            self._thread = threading.Thread(target=self._run, name="kt-cache", daemon=True)
+            self._thread.start()
+
+    def start(self, owner: object) -> None:
+        """Publishes the first maps, and prepares `begin`. The thread ends with the owner, or with
+        the process."""
+        for layer in self.layers:
+            layer.slots.version += 1
+        self._write_versions()
+        self._memory.publish()
+        _caches.append(self)
+        multiprocessing.util.Finalize(owner, self.close, exitpriority=100)
+
+    def close(self) -> None:
+        """Ends the thread; experts stay where they are."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5)
+        if self in _caches:
+            _caches.remove(self)
+
+    def _run(self) -> None:
+        try:
+            with torch.cuda.device(self._memory.device):
+                idle = 0
+                while not self._stop.wait(LOOK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS):
+                    idle = 0 if self.step() else idle + 1
+        except Exception:
+            _logger.exception("kt: experts no longer move, because of an error; serving goes on")
+
+    # ---- one look ---------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Looks at the counters, and moves experts. Returns whether there was a new batch or an
+        upload under way."""
+        with self._lock:
+            return self._step()
+
+    def _step(self) -> bool:
+        totals = self._last = self._memory.totals()
+        new = self._scores.see(totals)
+        if new:
+            self._gain.judge(totals)
+        versions = totals.versions.tolist()
+        more = new or self._waits or versions != self._versions
+        self._versions = versions
+        while self._under_way and self._under_way[0][2]():
+            layer, slot, _ = self._under_way.popleft()
+            self.layers[layer].slots.uploaded(slot)
+            more = True
+        if not more:
+            return bool(self._under_way)
+        moves = self._wanted_moves()
+        self._evict(moves)
+        changed = [
+            layer.slots.next_map(version)
+            for layer, version in zip(self.layers, versions, strict=True)
+        ]
+        if any(changed):
+            self._write_versions()
+            self._memory.publish()
+        self._upload(moves, totals)
+        return new or bool(self._under_way)
+
+    def _write_versions(self) -> None:
+        self._memory.versions[:] = [layer.slots.version for layer in self.layers]
+
+    def _wanted_moves(self) -> list[tuple[int, int, int]]:
+        """(layer, expert that should get a slot, expert that should lose its own), the most
+        valuable first; at most one for each layer."""
+        scores = self._scores.values
+        resident = np.stack([layer.slots.resident for layer in self.layers])
+        evictable = np.stack([layer.slots.evictable for layer in self.layers])
+        best = np.where(resident, -np.inf, scores)
+        worst = np.where(evictable, scores, np.inf)
+        wanted, given_up = best.argmax(1), worst.argmin(1)
+        rows = np.arange(len(self.layers))
+        gain = best[rows, wanted] - worst[rows, given_up]
+        order = np.argsort(-gain, kind="stable")
+        return [
+            (int(layer), int(wanted[layer]), int(given_up[layer]))
+            for layer in order
+            if gain[layer] >= self._scores.margin
+        ]
+
+    def _evict(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        for number, _, expert in moves:
+            layer = self.layers[number]
+            spare = 2 if layer.slots.num_slots >= _MANY_SLOTS else 1
+            if layer.slots.coming_free < spare and len(self._under_way) < _IN_FLIGHT:
+                layer.slots.evict(expert)
+                layer.evicted.append(expert)
+                self.counters.cache_evictions += 1
+
+    def _upload(self, moves: Sequence[tuple[int, int, int]], totals: Totals) -> None:
+        self._fill_budget()
+        self._waits = False
+        for number, expert, other in moves:
+            layer = self.layers[number]
+            slots = layer.slots
+            if self._budget <= 0 or len(self._under_way) >= _IN_FLIGHT:
+                self._waits = True
+                return
+            if not slots.free or slots.resident[expert] or slots.wanted[expert] >= 0:
+                continue
+            slot = slots.upload(expert)
+            done = self._uploads.start(layer.packed, expert, layer.w13[slot], layer.w2[slot])
+            self._under_way.append((number, slot, done))
+            size = layer.packed.expert_bytes
+            self._budget -= size
+            self.counters.cache_uploads += 1
+            self.counters.cache_uploaded_bytes += size
+            instead_of = layer.evicted.popleft() if layer.evicted else other
+            self._gain.moved(totals, number, expert, instead_of)
+
+    def _fill_budget(self) -> None:
+        now = time.monotonic()
+        passed, self._filled = now - self._filled, now
+        if self.rate is None:
+            self._budget = float("inf")
+            return
+        rate = self.rate * (1 if self._gain.pays else _LITTLE)
+        self._budget = min(self._budget + passed * rate, rate * _BURST_SECONDS)
+
+    # ---- for operators ----------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Counters since `begin`."""
+        hits = misses = 0
+        if self._last is not None:
+            hits = int(self._last.hits.sum())
+            misses = int(self._last.routes.sum()) - hits
+        return {"cache_hits": hits, "cache_misses": misses, **vars(self.counters)}
+
+
+def begin() -> None:
+    """`ModelCache.begin` of all models of this process."""
+    for cache in list(_caches):
+        cache.begin()

@@ -1,0 +1,100 @@
+"""Which expert is in which slot of a layer while experts move: the host's view.
+
+A slot goes through these states:
+
+    in use    the device's map may contain it
+    leaving   the published map does not contain it, but the device may still use an older one
+    free      no kernel can read it
+    arriving  its new expert is being copied
+    arrived   its weights are complete, and the next map will contain it
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..moe.placement import COLD, Placement
+
+
+class LayerSlots:
+    """The slots of one layer. wanted: int32 [E], the map to publish, changed in place.
+
+    Methods raise ValueError for a move that the states above do not allow.
+    """
+
+    def __init__(self, placement: Placement, wanted: np.ndarray) -> None:
+        wanted[:] = placement.slots
+        self.wanted = wanted
+        self.num_slots = placement.num_slots
+        self.version = 0  # of the published map
+        used = set(placement.slots)
+        self.free = [slot for slot in range(placement.num_slots) if slot not in used]
+        self._leaving: list[int] = []  # since the published version
+        self._evicted: list[int] = []  # experts that the next map will not contain
+        self._arriving: dict[int, int] = {}  # slot -> expert
+        self._arrived: dict[int, int] = {}
+
+    @property
+    def resident(self) -> np.ndarray:
+        """bool [E]: experts that have a slot or are about to get one, and that stay."""
+        found = self.wanted != COLD
+        found[self._evicted] = False
+        found[[*self._arriving.values(), *self._arrived.values()]] = True
+        return found
+
+    @property
+    def evictable(self) -> np.ndarray:
+        """bool [E]: experts that `evict` accepts."""
+        found = self.wanted != COLD
+        found[self._evicted] = False
+        return found
+
+    @property
+    def coming_free(self) -> int:
+        """Slots that are free, or will be without a further eviction."""
+        return len(self.free) + len(self._leaving) + len(self._evicted)
+
+    def evict(self, expert: int) -> None:
+        """The next map will not contain the expert."""
+        if self.wanted[expert] == COLD or expert in self._evicted:
+            raise ValueError(f"expert {expert} is in no slot")
+        self._evicted.append(expert)
+
+    def upload(self, expert: int) -> int:
+        """Takes a free slot for an expert whose copy begins now."""
+        if self.resident[expert] or self.wanted[expert] != COLD:
+            raise ValueError(f"expert {expert} has a slot already")
+        if not self.free:
+            raise ValueError("no slot is free")
+        slot = self.free.pop()
+        self._arriving[slot] = expert
+        return slot
+
+    def uploaded(self, slot: int) -> None:
+        """The copy to a slot is complete."""
+        if slot not in self._arriving:
+            raise ValueError(f"no expert is copied to slot {slot}")
+        self._arrived[slot] = self._arriving.pop(slot)
+
+    def next_map(self, in_use: int) -> bool:
+        """Changes `wanted` if there is something new and the device has taken the last map into
+        use. in_use: the version that the device uses. Returns whether it is to be published."""
+        if in_use != self.version:
+            return False
+        self.free += self._leaving
+        self._leaving = []
+        if not self._evicted and not self._arrived:
+            return False
+        for expert in self._evicted:
+            self._leaving.append(int(self.wanted[expert]))
+            self.wanted[expert] = COLD
+        self._evicted = []
+        for slot, expert in self._arrived.items():
+            self.wanted[expert] = slot
+        self._arrived = {}
+        self.version += 1
+        return True
+
+    def placement(self) -> Placement:
+        """The published placement."""
+        return Placement(tuple(self.wanted.tolist()), self.num_slots)

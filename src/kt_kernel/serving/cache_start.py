@@ -1,0 +1,175 @@
+"""Starts the live expert cache of a loaded model, or says why it cannot run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..device.cache import CacheMemory, CudaCache, CudaUploads, HostCache, HostUploads, Uploads
+from ..device.streaming.experts import PackedExperts
+from ..runtime.variant import kernel_kind
+from ..weights.expert_tensors import MATRICES
+from .cache import CachedLayer, ModelCache
+from .cache_slots import LayerSlots
+from .options import OptionError
+
+CACHE_FLAG = "--kt-enable-dynamic-expert-update"
+RATE_FLAG = "--kt-expert-update-rate"
+DTYPES = (torch.bfloat16, torch.float16)
+_SHARE = 0.5  # of the measured rate of uploads, by default
+_MOST_DIFFERENT = 0.5  # relative error of a hot expert's weights that rounding may cause
+
+
+class NoCache(Exception):
+    """Why experts cannot move."""
+
+
+def start_cache(layers: Sequence[Any], device: torch.device, rate: int | None) -> ModelCache:
+    """Starts the cache of the `HybridLayer`s that have slots.
+
+    Copies the hot experts from the CPU into their slots, so that an expert has the same weights
+    wherever it is computed, and measures how long that takes. rate: bytes per second for uploads
+    while serving; None: half of what was measured.
+
+    Raises NoCache, and torch.OutOfMemoryError.
+    """
+    if kernel_kind():
+        raise NoCache("with KT_KERNEL_KIND, results must not depend on when experts move")
+    moving = [layer for layer in layers if layer.placement.num_hot and not layer.placement.all_hot]
+    if not moving:
+        raise NoCache("no layer has both hot and cold experts; give --kt-num-gpu-experts")
+    if any(not layer.has_cpu_part for layer in moving):
+        raise NoCache("tensor parallelism is not supported")
+    experts = {layer.num_experts for layer in moving}
+    if len(experts) > 1:
+        raise NoCache("the layers have different numbers of experts")
+    if device.type not in ("cuda", "cpu"):
+        raise NoCache(f"the engine's device is {device}; accepted: a CUDA device or the CPU")
+    packed = [_packed(layer) for layer in moving]
+    for layer, its_experts in zip(moving, packed, strict=True):
+        _check_slots(layer, its_experts, device)
+    memory = _memory(device, len(moving), experts.pop())
+    uploads = _uploads(device, moving, packed)
+    cached = []
+    for number, (layer, its_experts) in enumerate(zip(moving, packed, strict=True)):
+        slots = LayerSlots(layer.placement, memory.wanted[number])
+        w13, w2 = (weight.detach() for weight in layer.slot_weights)
+        cached.append(CachedLayer(its_experts, w13, w2, slots))
+    measured = _fill(cached, uploads)
+    bound = measured * _SHARE if rate is None else float(rate)
+    cache = ModelCache(cached, memory, uploads, bound if device.type == "cuda" else None)
+    for number, layer in enumerate(moving):
+        layer.start_cache(cache, number, device)
+    return cache
+
+
+def describe(cache: ModelCache, rate: int | None) -> str:
+    """One line for the log."""
+    first = cache.layers[0]
+    slots = [layer.slots.num_slots for layer in cache.layers]
+    bound = cache.rate
+    limit = "without a bound"
+    if bound is not None:
+        why = "given" if rate is not None else f"half of what was measured; {RATE_FLAG} changes it"
+        limit = f"at up to {bound / 1e9:.1f} GB/s ({why})"
+    return (
+        f"kt: experts of {len(cache.layers)} layers move while serving ({CACHE_FLAG}): "
+        f"{min(slots)} to {max(slots)} slots per layer, policy {cache.policy.name}, uploads of "
+        f"{first.packed.expert_bytes / 1e6:.1f} MB {limit}; the CPU keeps all experts"
+    )
+
+
+def _packed(layer: Any) -> PackedExperts:
+    try:
+        packed: PackedExperts = layer.wrapper.packed_experts()
+    except ValueError as error:
+        raise NoCache(str(error)) from error
+    if len(packed.held) != layer.num_experts:
+        raise NoCache(f"layer {layer.layer_idx}: the CPU does not have all experts")
+    return packed
+
+
+def _check_slots(layer: Any, packed: PackedExperts, device: torch.device) -> None:
+    """Raises NoCache unless the engine's weights are plain matrices with the experts' values."""
+    place, slots = f"layer {layer.layer_idx}", layer.placement.num_slots
+    hidden, inter = packed.hidden, packed.inter
+    if layer.slot_weights is None:
+        raise NoCache(f"{place}: the engine's weights of hot experts are not known")
+    shapes = ((slots, 2 * inter, hidden), (slots, hidden, inter))
+    for name, weight, shape in zip(("w13", "w2"), layer.slot_weights, shapes, strict=True):
+        if weight.dtype not in DTYPES:
+            raise NoCache(
+                f"{place}: the engine holds hot experts in {weight.dtype}; accepted: "
+                + ", ".join(map(str, DTYPES))
+            )
+        if tuple(weight.shape) != shape or not weight.is_contiguous() or weight.device != device:
+            raise NoCache(
+                f"{place}: the engine holds {name} of hot experts as {list(weight.shape)} on "
+                f"{weight.device}, expected {list(shape)}, contiguous, on {device}"
+            )
+    expert = layer.placement.hot_experts[0]
+    w13, w2 = (weight[layer.slot_of(expert)] for weight in layer.slot_weights)
+    for name, held in zip(MATRICES, (w13[:inter], w13[inter:], w2), strict=True):
+        want = _values(layer, expert, name).to(device)
+        difference = (held.float() - want).norm()
+        if not difference <= _MOST_DIFFERENT * want.norm():
+            raise NoCache(
+                f"{place}, expert {expert}: the engine keeps {name} in a layout of its own; with "
+                "vLLM, add --moe-backend triton, and with SGLang --moe-runner-backend triton"
+            )
+
+
+def _values(layer: Any, expert: int, matrix: str) -> torch.Tensor:
+    """float32, the weights of an expert as the CPU's kernels use them."""
+    values: torch.Tensor = layer.wrapper.unpacked(expert, matrix)
+    return values
+
+
+def _memory(device: torch.device, layers: int, experts: int) -> CacheMemory:
+    made = CudaCache if device.type == "cuda" else HostCache
+    return made(device, layers, experts)
+
+
+def _uploads(
+    device: torch.device, moving: Sequence[Any], packed: Sequence[PackedExperts]
+) -> Uploads:
+    if device.type != "cuda":
+        owner = {id(experts): layer for experts, layer in zip(packed, moving, strict=True)}
+        return HostUploads(
+            lambda experts, expert, matrix: _values(owner[id(experts)], expert, matrix)
+        )
+    from ..device.backend import CudaBackend
+
+    try:
+        from ..device.streaming import unpack_kernel  # noqa: F401 - Triton may be missing
+
+        backend = CudaBackend(device)
+        for experts in packed:
+            experts.register(backend)
+    except (ImportError, RuntimeError) as error:
+        raise NoCache(str(error)) from error
+    return CudaUploads(device, packed)
+
+
+def _fill(layers: Sequence[CachedLayer], uploads: Uploads) -> float:
+    """Uploads all hot experts; returns the bytes per second, without the first, which compiles."""
+    moved, began = 0, time.perf_counter()
+    for number, layer in enumerate(layers):
+        for expert, slot in enumerate(layer.slots.wanted.tolist()):
+            if slot < 0:
+                continue
+            uploads.start(layer.packed, expert, layer.w13[slot], layer.w2[slot])
+            if not moved and not number:
+                uploads.wait()
+                began = time.perf_counter()
+            moved += layer.packed.expert_bytes
+    uploads.wait()
+    return moved / max(time.perf_counter() - began, 1e-9)
+
+
+def refusal(why: object) -> OptionError:
+    """The error of a start with the flag on."""
+    return OptionError(f"{CACHE_FLAG} on: {why}; remove the flag")

@@ -1,0 +1,239 @@
+"""The live expert cache: every expert of every token is computed once, whatever moves meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated_gpu import products
+
+from kt_kernel.moe.placement import Placement
+from kt_kernel.routes.policies import Policy
+from kt_kernel.serving import cache as caches
+from kt_kernel.serving.cache import ModelCache
+from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid_model import HybridModel
+from kt_kernel.serving.options import AUTO, KTOptions, OptionError
+from kt_kernel.testing import row_error
+
+E, K, H, INNER, SLOTS, LAYERS = 8, 2, 64, 96, 3, 2
+CPU = torch.device("cpu")
+
+
+class Restless(Policy):
+    """Wants other experts each time."""
+
+    name, margin = "restless", -10.0
+
+    def start(self, first_use: np.ndarray) -> None:
+        self._shape, self._rng = first_use.size, np.random.default_rng(0)
+
+    def see(self, uses: Any, tokens: int) -> np.ndarray:
+        return self._rng.random(self._shape)
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(0)
+    sizes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
+    return [
+        {name: (torch.randn(E, *size, generator=g) / 8).bfloat16() for name, size in sizes.items()}
+        for _ in range(LAYERS)
+    ]
+
+
+def make(weights: list[dict[str, torch.Tensor]], **options: Any) -> tuple[HybridModel, list[Any]]:
+    """A loaded model on the CPU, and the engine's weights of each layer."""
+    given = {"method": "INT4_G32", "cpuinfer": 2, "num_gpu_experts": SLOTS}
+    given["enable_dynamic_expert_update"] = "on"
+    model = HybridModel(KTOptions.from_mapping(given | options))
+    engine = []
+    for number, of_layer in enumerate(weights):
+        layer = model.add_layer(
+            layer_idx=number,
+            num_experts=E,
+            num_experts_per_tok=K,
+            hidden_size=H,
+            moe_intermediate_size=INNER,
+        )
+        hot = len(layer.placement.hot_experts)
+        w13 = torch.cat([of_layer["gate"], of_layer["up"]], 1)[:hot].clone()
+        w2 = of_layer["down"][:hot].clone()
+        for expert in range(E):
+            if expert >= hot or layer.keeps_hot:
+                for which in MATRICES:
+                    layer.add_weight(expert, which, of_layer[which][expert])
+        layer.finish_loading()
+        layer.slot_weights = w13, w2
+        engine.append((w13, w2))
+    return model, engine
+
+
+def answer(layer: HybridLayer, engine: Any, x: Any, ids: Any, router: Any, **more: Any) -> Any:
+    """A batch, with an engine that computes the hot experts."""
+    slots, weights = layer.submit(x, ids, router, cold_slot=-1, **more)
+    return layer.collect(x, products(x, slots, weights, *engine))
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(number)
+    tokens = (1, 7, 40)[number % 3]
+    x = torch.randn(tokens, H, generator=g).bfloat16()
+    ids = torch.randint(0, E, (tokens, K), generator=g, dtype=torch.int32)
+    ids[-1, 0] = (-1, E)[number % 2]
+    return x, ids, torch.rand(tokens, K, generator=g)
+
+
+def started(model: HybridModel) -> ModelCache:
+    line = model.start_cache(CPU)
+    assert line is not None and "experts of 2 layers move" in line
+    assert model.cache is not None
+    model.cache.begin()
+    return model.cache
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "make_policy", lambda share: Restless())
+
+
+def test_experts_move_at_every_batch_and_nothing_changes(weights, restless) -> None:
+    """The same sums as with all experts cold: hot ones have the CPU's weights. A lost or a doubled
+    expert would be seen."""
+    model, engine = make(weights)
+    cold, _ = make(weights, num_gpu_experts=0, enable_dynamic_expert_update="off")
+    cache = started(model)
+    placements = set()
+    for number in range(30):
+        inputs = batch(number)
+        for layer, alone, held in zip(model.layers, cold.layers, engine, strict=True):
+            alone.submit(*inputs)
+            want = alone.collect(inputs[0]).double()
+            real = want.abs().sum(-1) > 0
+            found = answer(layer, held, *inputs)
+            assert row_error(found[real], want[real]).max() < 0.02
+        placements.add(model.layers[0].current_placement)
+    assert len(placements) > 10 and cache.counters.cache_uploads > 20
+    # One of a token's two experts lost, or computed twice.
+    x, ids, router = batch(1)
+    layer, held = model.layers[0], engine[0]
+    want = answer(layer, held, x, ids, router)[0].double()
+    for factor in (0, 2):
+        wrong = router.clone()
+        wrong[0, 0] *= factor
+        assert row_error(answer(layer, held, x, ids, wrong)[0].double(), want).max() > 0.1
+
+
+def test_each_route_is_computed_once(weights, restless) -> None:
+    """By the counters: what the CPU computed, and what the engine got, is everything."""
+    model, engine = make(weights)
+    cache = started(model)
+    layer, held, hot, real = model.layers[0], engine[0], 0, 0
+    before = layer.stats()["tokens"], layer.wrapper.stats()["expert_calls"]
+    for number in range(20):
+        x, ids, router = batch(3 * number)  # one token
+        slots, weights_ = layer.submit(x, ids, router, cold_slot=-1)
+        known = (ids >= 0) & (ids < E)
+        assert ((slots >= 0) <= known).all() and (weights_[slots < 0] == 0).all()
+        hot += int((slots >= 0).sum())
+        real += int(known.sum())
+        layer.collect(x, products(x, slots, weights_, *held))
+    cold = layer.wrapper.stats()["expert_calls"] - before[1]
+    assert hot + cold == real and hot and cold
+    cache.step()
+    stats = model.stats()
+    assert stats["cache_hits"] == hot and stats["cache_misses"] == cold
+    assert stats["cache_uploads"] and stats["cache_uploads"] >= stats["cache_evictions"] - SLOTS
+
+
+def test_locality_is_rewarded(weights) -> None:
+    """Two experts that all tokens use get slots, and stay there."""
+    model, engine = make(weights)
+    started(model)
+    for number in range(8):
+        x, ids, router = batch(3 * number)
+        for layer, held in zip(model.layers, engine, strict=True):
+            answer(layer, held, x, torch.tensor([[6, 7]]), router)
+    uploads = model.stats()["cache_uploads"]
+    assert {6, 7} <= set(model.layers[0].current_placement.hot_experts) and uploads == 2 * LAYERS
+
+
+def test_padding_is_not_counted(weights) -> None:
+    model, engine = make(weights)
+    started(model)
+    x, ids, router = batch(1)
+    padding = torch.arange(7) > 3
+    answer(model.layers[0], engine[0], x, ids, router, padding=padding)
+    model.cache.step()
+    stats = model.stats()
+    assert stats["cache_hits"] + stats["cache_misses"] == 4 * K
+
+
+def test_ten_thousand_moves_without_growth(weights, restless, monkeypatch) -> None:
+    model, _ = make(weights)
+    cache = started(model)
+    monkeypatch.setattr(cache._uploads, "start", lambda *given: lambda: True)
+    ids = torch.tensor([[0, 5]])
+
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            for number in range(LAYERS):
+                cache.begin_pass(number, ids, None, None)
+
+    rounds(200)
+    gc.collect()
+    before, moved = len(gc.get_objects()), cache.counters.cache_uploads
+    while cache.counters.cache_uploads < moved + 10_000:
+        rounds(100)
+    gc.collect()
+    assert len(gc.get_objects()) < before + 200
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer: setattr(layer, "slot_weights", None), "are not known"),
+        (lambda layer: _weights(layer, lambda w: w.float()), "torch.float32; accepted"),
+        (
+            lambda layer: _weights(layer, lambda w: w[:, ::2]),
+            r"w13 of hot experts as \[3, 96, 64\]",
+        ),
+        (lambda layer: _weights(layer, lambda w: w.flip(1)), "a layout of its own"),
+    ],
+)
+def test_weights_that_cannot_be_replaced(weights, change, message) -> None:
+    model, _ = make(weights)
+    change(model.layers[1])
+    with pytest.raises(OptionError, match=f"dynamic-expert-update on: layer 1.*{message}"):
+        model.start_cache(CPU)
+
+
+def _weights(layer: HybridLayer, changed: Any) -> None:
+    assert layer.slot_weights is not None
+    w13, w2 = layer.slot_weights
+    layer.slot_weights = changed(w13), changed(w2)
+
+
+def test_auto_keeps_the_placement_if_experts_cannot_move(weights, monkeypatch) -> None:
+    monkeypatch.setenv("KT_KERNEL_KIND", "vector")
+    model, engine = make(weights, enable_dynamic_expert_update=AUTO)
+    line = model.start_cache(CPU)
+    assert line is not None and "do not move while serving: with KT_KERNEL_KIND" in line
+    fixed, _ = make(weights, enable_dynamic_expert_update="off")
+    inputs = batch(1)
+    found = answer(model.layers[0], engine[0], *inputs)
+    assert torch.equal(found, answer(fixed.layers[0], engine[0], *inputs))
+    with pytest.raises(OptionError, match="dynamic-expert-update on: with KT_KERNEL_KIND"):
+        make(weights)[0].start_cache(CPU)
+
+
+def test_placements_of_a_live_cache_cannot_be_set(weights) -> None:
+    model, _ = make(weights)
+    started(model)
+    with pytest.raises(RuntimeError, match="set_placement while the live cache"):
+        model.layers[0].set_placement(Placement.first(E, SLOTS))
+    json.dumps(model.layers[0].current_placement.hot_experts)
