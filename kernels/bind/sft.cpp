@@ -21,7 +21,7 @@
 
 namespace {
 
-// Arrays are taken as they are: a converted copy of one that is written to would be lost.
+// Arrays are never converted: results that are written to a converted copy would be lost.
 template <class T, int n> using Array = nb::ndarray<T, nb::ndim<n>, nb::c_contig, nb::device::cpu>;
 using BF16 = Array<const uint16_t, 2>;
 using BF16Room = Array<uint16_t, 2>;
@@ -31,7 +31,7 @@ using WeightsRoom = Array<float, 2>;
 using Adapter = Array<const float, 3>;
 using Gradient = Array<float, 3>;
 
-// What a tensor of each kind is called and shaped.
+// Names and shapes of the tensors.
 struct Shapes {
   const kt::LayerConfig& c;
   size_t rank;
@@ -98,7 +98,7 @@ void forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weigh
   self.layer.forward(forward_args(self, x, ids, weights, out, seed), save);
 }
 
-// Keeps the memory of an array, even if the object that was passed goes away.
+// Keeps the memory of an array alive, even if the caller drops the object.
 template <class A> std::shared_ptr<const void> owner(const A& array) {
   return std::make_shared<const A>(array);
 }
@@ -114,7 +114,7 @@ Ticket submit_forward(SftLayer& self, const BF16& x, const Ids& ids, const Weigh
 
 using Gradients = std::optional<std::vector<std::optional<Gradient>>>;
 
-// Adds the arrays to `written`.
+// Checks the arrays that gradients are written to, and adds them to `written`.
 kt::WeightGradients gradients(const SftLayer& self, const Gradients& given,
                               std::vector<Region>& written) {
   const kt::TrainingConfig& config = self.layer.config();
@@ -125,8 +125,8 @@ kt::WeightGradients gradients(const SftLayer& self, const Gradients& given,
       if (one) arrays.push_back(&*one);
   const size_t adapters = config.skip_lora_grads ? 0 : 2 * kt::kMatrices;
   const size_t needed = adapters + (config.full_weight_grad ? kt::kMatrices : 0);
-  kt::need(arrays.size() == needed, "grads has " + std::to_string(arrays.size()) + " arrays; " +
-                                        std::to_string(needed) + " are needed");
+  kt::need(arrays.size() == needed, "grads has " + std::to_string(arrays.size()) +
+                                        " arrays; expected " + std::to_string(needed));
   kt::WeightGradients result{};
   for (size_t i = 0; i < needed; ++i) {
     if (i < adapters) {
@@ -163,9 +163,9 @@ bool backward(SftLayer& self, const BF16& grad_out, const BF16Room& grad_in,
 
 bool all_finite(SftLayer& self, const nb::ndarray<nb::c_contig, nb::device::cpu>& values) {
   const bool bf16 = values.dtype() == nb::dtype<uint16_t>();
-  kt::need(values.ndim() > 0, "values has no dimension; expected an array");
+  kt::need(values.ndim() > 0, "values is a scalar; expected an array");
   kt::need(bf16 || values.dtype() == nb::dtype<float>(),
-           "values must be float32, or uint16 for the bits of bfloat16");
+           "values has another dtype; expected float32, or uint16 for the bits of bfloat16");
   const nb::gil_scoped_release unlocked;
   return kt::all_finite(*self.base->shared_team(), {{values.data(), int64_t(values.size()), bf16}});
 }
@@ -177,46 +177,48 @@ void bind_sft(nb::module_& m) {
       .def(nb::new_(&make_layer), "layer"_a, nb::kw_only(), "rank"_a, "scaling"_a,
            "dropout"_a = 0.0f, "max_cache_depth"_a = 1, "recompute"_a = false,
            "skip_lora_grads"_a = false, "full_weight_grad"_a = false, Unlocked(),
-           "Low-rank adapters on the experts of a MoeLayer, all of which are loaded: y = x W^T + "
-           "scaling * drop(x) A^T B^T. Raises RuntimeError where two threads call it at once.")
-      .def(
-          "update_lora", update_lora, "gate_a"_a.noconvert(), "gate_b"_a.noconvert(),
-          "up_a"_a.noconvert(), "up_b"_a.noconvert(), "down_a"_a.noconvert(),
-          "down_b"_a.noconvert(), Unlocked(),
-          "Packs adapters: float32, A [E, rank, in], B [E, out, rank], by slots. Raises ValueError "
-          "for a value that is not finite in bfloat16; the adapters are then as they were.")
+           "Low-rank adapters on the experts of a MoeLayer: y = x W^T + scaling * drop(x) A^T B^T. "
+           "All experts must be loaded. Columns of I are in the order in which the layer stores "
+           "them. Raises RuntimeError if two threads call it at the same time.")
+      .def("update_lora", update_lora, "gate_a"_a.noconvert(), "gate_b"_a.noconvert(),
+           "up_a"_a.noconvert(), "up_b"_a.noconvert(), "down_a"_a.noconvert(),
+           "down_b"_a.noconvert(), Unlocked(),
+           "Packs adapters: float32, A [E, rank, in], B [E, out, rank], by slot. If a value is not "
+           "finite in bfloat16, raises ValueError and leaves the adapters as they were.")
       .def("forward", forward, "x"_a.noconvert(), "ids"_a.noconvert(), "weights"_a.noconvert(),
            "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a, Unlocked(),
            "x: bf16 bits, uint16 [T, H]; ids: int64 [T, k]; weights: float32 [T, k]; out as x. "
-           "With `save`, x, gate and up are kept for backward, and dropout is on, by the seed. "
-           "Raises RuntimeError before update_lora, and for more than max_cache_depth passes "
-           "kept; ValueError where `out` overlaps another array.")
-      .def("submit_forward", submit_forward, "x"_a.noconvert(), "ids"_a.noconvert(),
-           "weights"_a.noconvert(), "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a,
-           "forward, queued: returns a Ticket, which keeps the arrays. They must not be changed "
-           "before it is done.")
+           "`save` keeps x, gate and up for backward, and turns on dropout, which `seed` "
+           "determines. Raises RuntimeError before update_lora, and if max_cache_depth passes are "
+           "kept already; ValueError if `out` overlaps another array.")
+      .def(
+          "submit_forward", submit_forward, "x"_a.noconvert(), "ids"_a.noconvert(),
+          "weights"_a.noconvert(), "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a,
+          "Queues a forward pass and returns a Ticket, which keeps the arrays alive. They must not "
+          "be changed before the ticket is done.")
       .def(
           "backward", backward, "grad_out"_a.noconvert(), "grad_in"_a.noconvert(),
           "grad_weights"_a.noconvert(), "grads"_a.noconvert().none(), Unlocked(),
-          "Of the newest forward pass that is kept, which is then dropped. grad_out, grad_in: bf16 "
-          "bits, uint16 [T, H]; grad_weights: float32 [T, k]; grads: float32 arrays that are "
-          "overwritten, of gate_a, gate_b, up_a, up_b, down_a, down_b unless skip_lora_grads, and "
-          "with full_weight_grad of gate, up, down. Returns whether all of them are finite. Raises "
-          "RuntimeError where no pass is kept or "
-          "it was lost in a fork, ValueError for another T than its, for a NaN or an infinity in "
-          "grad_out, and for an array that is written to and overlaps another; nothing is lost "
-          "then.")
+          "Computes the gradients of the newest forward pass that is kept, and drops that pass. "
+          "grad_out, grad_in: bf16 bits, uint16 [T, H]; grad_weights: float32 [T, k]; grads: "
+          "float32 "
+          "arrays to be overwritten: gate_a, gate_b, up_a, up_b, down_a, down_b unless "
+          "skip_lora_grads, then gate, up, down with full_weight_grad. Returns whether all "
+          "gradients "
+          "are finite. Raises RuntimeError if no pass is kept or the newest was lost in a fork; "
+          "ValueError if T is not that of the pass, if grad_out has a value that is not finite, or "
+          "if an output array overlaps another array. The pass is still kept then.")
       .def("all_finite", all_finite, "values"_a.noconvert(),
-           "Whether an array has no NaN and no infinity: float32, or the bits of bf16 as uint16.")
+           "Whether all values of an array are finite: float32, or the bits of bf16 as uint16.")
       .def(
           "drop_newest", [](SftLayer& self) { self.layer.drop_newest(); }, Unlocked(),
-          "Drops the newest forward pass that is kept. Raises RuntimeError where none is.")
+          "Drops the newest forward pass that is kept. Raises RuntimeError if none is.")
       .def(
           "clear", [](SftLayer& self) { self.layer.clear(); }, Unlocked(),
-          "Drops all forward passes that are kept, and does what free_spare does.")
+          "Drops all forward passes that are kept, and calls free_spare.")
       .def_static(
           "free_spare", [] { return kt::SpareMemory::of_process()->clear(); }, Unlocked(),
-          "Frees the memory that passes of all layers left for the next ones; returns its bytes.")
+          "Frees the memory that passes of all layers left for later ones. Returns its bytes.")
       .def_prop_ro("pending", [](const SftLayer& self) { return self.layer.pending(); })
       .def_prop_ro("pending_tokens",
                    [](const SftLayer& self) { return self.layer.pending_tokens(); });

@@ -15,20 +15,20 @@ namespace {
 void check(const TrainingConfig& c) {
   need_in_range("rank", c.rank, 1, kMaxRank);
   need(std::isfinite(c.scaling),
-       "scaling " + std::to_string(c.scaling) + "; a finite number (alpha / rank) is accepted");
+       "scaling " + std::to_string(c.scaling) + "; accepted: a finite number (alpha / rank)");
   need(c.dropout >= 0 && c.dropout < 1,
-       "dropout " + std::to_string(c.dropout) + "; 0 up to, not including, 1 is accepted");
+       "dropout " + std::to_string(c.dropout) + "; accepted: at least 0 and below 1");
   need_in_range("max_cache_depth", c.max_cache_depth, 1, 1 << 20);
 }
 
-// The backward pass has the gradients of SwiGLU only.
+// The backward pass implements the gradients of SwiGLU only.
 void need_swiglu(const LayerConfig& c) {
   need(c.activation.is_swiglu(), "activation " + std::to_string(int(c.activation.function)) +
-                                     (c.activation.gated ? "" : " without gate") +
-                                     "; training accepts 0 (silu) with a gate only");
+                                     (c.activation.gated ? "" : " without a gate") +
+                                     "; training accepts SwiGLU only (0, silu, with a gate)");
   need(!c.weight_on_input,
-       "router weights on the input of experts; training accepts them on the "
-       "output only");
+       "router weights multiply the input of the experts; training accepts router weights on "
+       "the output only");
 }
 
 void need_loaded(const LayerState& layer) {
@@ -42,8 +42,8 @@ TrainingSize size_of(const LayerState& layer, const TrainingConfig& c) {
   const int64_t pairs = l.max_tokens * l.top_k;  // fits: LayerConfig was checked
   const int64_t tiles = kMatrices * round_up(c.rank, kTileRows) / kTileRows;
   need((std::min(l.num_experts, pairs) + pairs / kItemRows) * tiles <= sys::kMaxTasks,
-       "rank " + std::to_string(c.rank) + ": too large for " + std::to_string(l.num_experts) +
-           " experts and max_tokens " + std::to_string(l.max_tokens));
+       "rank " + std::to_string(c.rank) + " is too large for " + std::to_string(l.num_experts) +
+           " experts with max_tokens " + std::to_string(l.max_tokens));
   return {l.max_tokens, l.top_k, pairs, l.num_experts, l.hidden_size, l.intermediate_size, c.rank};
 }
 
@@ -60,15 +60,15 @@ std::vector<int32_t> inverse_order(const LayerState& layer) {
   return inverse;
 }
 
-// Raises std::invalid_argument for rows [tokens][h] of bf16 with a NaN or an infinity.
+// Throws std::invalid_argument if bf16 rows [tokens][h] have a NaN or infinite value.
 void need_finite(sys::Team& team, const uint16_t* rows, int64_t tokens, int64_t h) {
   if (all_finite(team, {{rows, tokens * h, true}})) return;
   const int64_t bad = std::find_if(rows, rows + tokens * h,
                                    [](uint16_t value) { return (value & 0x7f80) == 0x7f80; }) -
                       rows;
-  throw std::invalid_argument("grad_out: a NaN or an infinity in token " + std::to_string(bad / h) +
-                              ", column " + std::to_string(bad % h) +
-                              "; finite values are accepted");
+  throw std::invalid_argument("grad_out has a NaN or infinite value in token " +
+                              std::to_string(bad / h) + ", column " + std::to_string(bad % h) +
+                              "; accepted: finite values");
 }
 
 }  // namespace
@@ -87,9 +87,11 @@ TrainingLayer::TrainingLayer(std::shared_ptr<sys::Team> team, std::shared_ptr<La
 
 TrainingLayer::Lock TrainingLayer::alone() {
   Lock lock(use_, std::try_to_lock);
-  if (!lock) throw std::runtime_error("the layer is in use by another thread");
+  if (!lock)
+    throw std::runtime_error(
+        "another thread is using this layer; call it from one thread at a time");
   if (use_.taken_over()) {
-    // It may have been in the middle of a change, so its elements cannot even be freed.
+    // The other thread may have been changing the vector, so its elements cannot even be freed.
     std::construct_at(&pending_);
     lost_ = lost_ || count_ > 0;
     count();
@@ -102,7 +104,7 @@ void TrainingLayer::update_lora(const LoraSource& source) {
   state_->lora.pack(*team_, source);
 }
 
-// The memory of a pass that is kept, with copies of its routes.
+// Memory for a pass that is kept, with copies of its routes.
 std::shared_ptr<SavedForward> TrainingLayer::kept(const TrainingForwardArgs& args) const {
   const LayerState& layer = *state_->layer;
   const LayerConfig& c = layer.config;
@@ -126,12 +128,12 @@ std::shared_ptr<sys::Job> TrainingLayer::submit(const TrainingForwardArgs& args,
                 std::numeric_limits<int32_t>::max() / layer_config().top_k);
   need_loaded(*state_->layer);
   if (!state_->lora.packed())
-    throw std::runtime_error("the adapters are not there yet; call update_lora before forward");
+    throw std::runtime_error("the adapters have not been set; call update_lora before forward");
   const int64_t depth = config().max_cache_depth;
   if (save && pending() >= depth)
-    throw std::runtime_error(std::to_string(pending()) +
-                             " forward passes wait for backward, max_cache_depth is " +
-                             std::to_string(depth) + "; call backward, or forward without saving");
+    throw std::runtime_error(
+        std::to_string(pending()) + " forward passes wait for backward and max_cache_depth is " +
+        std::to_string(depth) + "; call backward first, or forward with save=False");
   const auto saved = save ? kept(args) : nullptr;
   auto job = std::make_shared<TrainingForwardJob>(state_, args, saved);
   pending_.reserve(pending_.size() + 1);  // nothing may fail once the job is queued
@@ -160,8 +162,8 @@ SavedForward& TrainingLayer::newest() const {
   throw std::runtime_error(
       lost_
           ? "the forward passes that waited for backward were lost when the process forked during "
-            "a call of the layer; call forward again"
-          : "no forward pass waits for backward; call forward with saving first");
+            "a call of this layer; call forward again"
+          : "no forward pass waits for backward; call forward with save=True first");
 }
 
 bool TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
@@ -169,14 +171,14 @@ bool TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
   SavedForward& saved = newest();
   if (saved.lost())
     throw std::runtime_error(
-        "the newest forward pass was under way when the process forked and is lost here; drop it "
-        "(drop_newest), then call forward again");
+        "the newest forward pass was running when the process forked, and is lost in this process; "
+        "call drop_newest, then forward again");
   need(tokens == saved.tokens, "grad_out has " + std::to_string(tokens) +
                                    " tokens; the newest forward pass had " +
                                    std::to_string(saved.tokens));
   need_loaded(*state_->layer);
   need_finite(*team_, args.grad_out, tokens, layer_config().hidden_size);
-  saved.inverse_order = inverse_order(*state_->layer);  // experts may have been loaded again
+  saved.inverse_order = inverse_order(*state_->layer);  // experts may have been loaded since
   std::vector<FloatArray> written = written_by(args, tokens);
   const auto job = std::make_shared<TrainingBackwardJob>(state_, args, pending_.back());
   team_->submit(job);
@@ -186,7 +188,7 @@ bool TrainingLayer::backward(const TrainingBackwardArgs& args, int64_t tokens) {
   return finite;
 }
 
-// The arrays that a backward pass writes.
+// The arrays that a backward pass writes to.
 std::vector<FloatArray> TrainingLayer::written_by(const TrainingBackwardArgs& args,
                                                   int64_t tokens) const {
   const LayerConfig& c = layer_config();

@@ -1,5 +1,7 @@
 // A MoE layer in training: low-rank adapters on its experts, forward passes that are kept, and
 // their backward passes.
+//
+// The columns of I are in the order in which the layer stores them, in adapters and in gradients.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -16,40 +18,41 @@
 
 namespace kt {
 
-// Not for two threads at once: whoever comes second gets std::runtime_error.
+// Only one thread at a time may call a layer; a second one gets std::runtime_error.
 //
-// A forked child inherits the passes that are kept. A pass that was not done at the fork can only
-// be dropped. If a thread of the parent was in a call of the layer, the child has no passes.
+// A forked child inherits the passes that are kept. It can only drop a pass that was still running
+// at the fork. If a thread of the parent was in a call of the layer, the child has no passes.
 class TrainingLayer {
  public:
-  // Throws std::invalid_argument for a setting that is out of range, or experts not loaded yet.
+  // Throws std::invalid_argument if a setting is out of range or an expert is not loaded.
   TrainingLayer(std::shared_ptr<sys::Team> team, std::shared_ptr<LayerState> layer,
                 const TrainingConfig& config);
 
   const LayerConfig& layer_config() const { return state_->layer->config; }
   const TrainingConfig& config() const { return state_->config; }
 
-  // Packs the adapters of all experts; blocks. Throws std::invalid_argument for a value that is not
-  // finite in bf16: they are then as they were.
+  // Packs the adapters of all experts. Blocks. If a value is not finite in bf16, throws
+  // std::invalid_argument and leaves the adapters as they were.
   void update_lora(const LoraSource& source);
 
-  // Queues a forward pass. Throws std::runtime_error before update_lora, and where max_cache_depth
-  // passes are kept already; nothing is lost then.
+  // Queues a forward pass. Throws std::runtime_error before update_lora, and if max_cache_depth
+  // passes are kept already. Nothing is lost then.
   std::shared_ptr<sys::Job> submit_forward(const TrainingForwardArgs& args, bool save);
-  // The same, and waits for it.
+  // Does the same and waits for the pass.
   void forward(const TrainingForwardArgs& args, bool save);
 
-  // The backward pass of the newest forward pass that is kept, which is then dropped; blocks.
-  // Returns whether all gradients are finite. Throws std::runtime_error if there is none or it was
-  // lost in a fork, and std::invalid_argument for a different number of tokens or for a NaN or an
-  // infinity in grad_out. The pass is then still kept.
+  // Runs the backward pass of the newest forward pass that is kept, and drops that pass. Blocks.
+  // Returns whether all gradients are finite. Throws std::runtime_error if no pass is kept or the
+  // newest was lost in a fork, and std::invalid_argument for another number of tokens or a value of
+  // grad_out that is not finite. The pass is still kept then.
   bool backward(const TrainingBackwardArgs& args, int64_t tokens);
 
-  // Throws std::runtime_error if none is kept.
+  // Drops the newest pass that is kept. Throws std::runtime_error if none is.
   void drop_newest();
   // Drops all passes that are kept, and frees the process's spare memory.
   void clear();
-  // From any thread: how many are kept, and the tokens of the newest; 0 where there is none.
+  // The number of passes that are kept, and the tokens of the newest, 0 if there is none. Any
+  // thread may call these.
   int64_t pending() const { return count_; }
   int64_t pending_tokens() const { return newest_tokens_; }
 

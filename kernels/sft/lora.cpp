@@ -73,8 +73,8 @@ LoraWeights::Part LoraWeights::make_part(bool inter, int64_t columns, int node) 
   return part;
 }
 
-// Looks at all values first, so that nothing is overwritten where one is bad. Each pool's part is
-// packed by its threads, which so touch the memory first.
+// Checks all values before it overwrites any. The threads of a pool pack the pool's part, so that
+// they touch its memory first.
 class LoraPackJob : public sys::Job {
  public:
   LoraPackJob(LoraWeights& weights, const LoraSource& source)
@@ -94,14 +94,14 @@ class LoraPackJob : public sys::Job {
     pack_part(weights_.parts_.size() - 1);
   }
 
-  // What is wrong, "" where nothing is.
+  // The error message; "" if all values are good.
   std::string problem() const {
     const int64_t bad = bad_.load(std::memory_order_relaxed);
     if (bad == kNothing) return "";
     const int64_t factor = bad % 2, matrix = bad / 2 % kMatrices;
-    return std::string(kMatrixNames[matrix]) + "_" + kFactorNames[factor] + ", expert slot " +
+    return std::string(kMatrixNames[matrix]) + "_" + kFactorNames[factor] + " of expert slot " +
            std::to_string(bad / 2 / kMatrices) +
-           ": a value is NaN, infinite or beyond bfloat16; finite values are accepted";
+           " has a value that is NaN, infinite or too large for bfloat16; accepted: finite values";
   }
 
  private:
@@ -119,7 +119,7 @@ class LoraPackJob : public sys::Job {
     return (of_a ? source_.a[m] : source_.b[m]) + slot * size;
   }
 
-  // Whatever the threads, the lowest place is what is reported.
+  // Reports the lowest bad place, however the threads share the work.
   void check() {
     for (int64_t i; (i = checked_.fetch_add(1, std::memory_order_relaxed)) <
                     int64_t(slots_.size()) * kMatrices * 2;) {

@@ -23,15 +23,15 @@ struct LoraSource {
   ByMatrix<const float*> a, b;
 };
 
-// Every factor is a matrix of bf16 weights. Those with a dimension of I are split over the pools
-// as the layer's weights are; the others are there once.
+// Every factor is a matrix of bf16 weights. Factors with a dimension of I are split among the pools
+// in the same way as the layer's weights. The other factors exist once.
 class LoraWeights {
  public:
   LoraWeights(std::shared_ptr<LayerState> layer, const sys::Team& team, int64_t rank);
 
   int64_t rank() const { return rank_; }
   int64_t rank_padded() const { return round_up(rank_, kTileRows); }
-  // `pool` is of no account for a factor without I.
+  // `pool` is ignored for a factor without I.
   const MatrixLayout& layout(Matrix m, LoraFactor f, int pool) const {
     return parts_[part_of(m, f, pool)].place[m][f].layout;
   }
@@ -41,9 +41,9 @@ class LoraWeights {
   }
   bool packed() const { return packed_; }
 
-  // Packs the adapters of the experts held, with all threads of the team; blocks. Throws
-  // std::invalid_argument for a value that is no finite bf16, which names the matrix and the
-  // expert: the adapters are then as they were.
+  // Packs the adapters of the experts held, with all threads of the team. Blocks. If a value is not
+  // finite in bf16, throws std::invalid_argument, which names the matrix and the expert, and leaves
+  // the adapters as they were.
   void pack(sys::Team& team, const LoraSource& source);
 
  private:
@@ -61,7 +61,7 @@ class LoraWeights {
   static bool of_inter(Matrix m, LoraFactor f) {
     return (m == kDown) == (f == kLoraA || f == kLoraAt);
   }
-  // One part for each pool, then that of all.
+  // One part for each pool, then the part of all pools.
   size_t part_of(Matrix m, LoraFactor f, int pool) const {
     return of_inter(m, f) ? size_t(pool) : parts_.size() - 1;
   }

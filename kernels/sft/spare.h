@@ -34,7 +34,7 @@ struct PassMemory {
   std::vector<int> nodes_;  // of gate_up
 };
 
-// The memory that no pass uses. It is freed with the last layer.
+// Memory that no pass uses at the moment. It is freed with the last layer.
 class SpareMemory {
  public:
   static std::shared_ptr<SpareMemory> of_process();

@@ -1,4 +1,4 @@
-// What the jobs of a layer in training work on.
+// The state that the jobs of a layer in training share.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -22,9 +22,9 @@ struct TrainingConfig {
   float scaling = 0;  // alpha / rank
   float dropout = 0;  // probability, below 1
   int64_t max_cache_depth = 1;
-  bool recompute = false;         // keeps x only, computes the rest again in backward
-  bool skip_lora_grads = false;   // backward leaves the adapters out
-  bool full_weight_grad = false;  // backward also gives the gradients of the weights
+  bool recompute = false;         // keep x only, and compute the rest again in backward
+  bool skip_lora_grads = false;   // treat the adapters' terms as constants in backward
+  bool full_weight_grad = false;  // also compute the gradients of the weights
 
   // Whether a forward pass keeps scaling * x A^T of gate and up. Only the gradients of the adapters
   // need it.
@@ -38,8 +38,8 @@ struct TrainingState {
   std::shared_ptr<TrainingWorkspace> space;
 };
 
-// What a forward pass keeps for its backward pass. Its memory goes back to the spare memory when
-// nobody needs the pass any more.
+// What a forward pass keeps for its backward pass. Its memory returns to the spare memory when the
+// pass is no longer needed.
 struct SavedForward : PassMemory {
   SavedForward(const std::shared_ptr<SpareMemory>& spare, const PassMemory::Sizes& sizes)
       : PassMemory(spare->take(sizes)), spare_(spare) {}
@@ -48,7 +48,7 @@ struct SavedForward : PassMemory {
   }
   SavedForward(const SavedForward&) = delete;
 
-  // Whether the process forked while the pass was under way. The child never completes it.
+  // Whether the process forked while the pass was running. The child never completes it.
   bool lost() const { return !complete.load(std::memory_order_acquire) && forks != sys::forks(); }
 
   int64_t tokens = 0;
@@ -58,16 +58,16 @@ struct SavedForward : PassMemory {
   std::vector<uint8_t> on_cpu;          // [num_experts]: the slots that the forward pass computed
   std::atomic<bool> complete{false};    // set once the forward pass is done
   const uint32_t forks = sys::forks();  // of the process that submitted it
-  // Set before the backward pass if the columns of gate and up have orders (OrderTable): the place
-  // of each source column in the packed matrix, [experts held][gate, up][H].
+  // The position of each source column in the packed matrix, [experts held][gate, up][H]. Set
+  // before the backward pass, if the columns of gate and up are in other orders (OrderTable).
   std::vector<int32_t> inverse_order;
 
  private:
   const std::weak_ptr<SpareMemory> spare_;
 };
 
-// Where gate's (half 0) or up's (half 1) values of an expert's rows lie, a tile of columns after
-// the other: [expert][tile][gate, up][row][32]. `first`: pairs before those of the plan.
+// The index of gate's (half 0) or up's (half 1) values of an expert's rows in an array that goes
+// tile by tile: [expert][tile][gate, up][row][32]. `first`: the pairs before those of the plan.
 inline int64_t saved_tile(int64_t first, const ExpertRows& e, int64_t tiles, int64_t tile,
                           int half) {
   return ((first + e.first) * tiles * 2 + e.count * (2 * tile + half)) * kTileRows;

@@ -89,7 +89,9 @@ def test_adapters_that_are_not_finite(name: str, bad: float) -> None:
     adapters[NAMES.index(name)][2, 3, 1] = bad
     adapters[5][3, 0, 0] = np.nan  # the first one is named
     matrix, factor = name.split("_")
-    with pytest.raises(ValueError, match=f"^{matrix}_lora_{factor}, expert slot 2: a value is NaN"):
+    with pytest.raises(
+        ValueError, match=f"^{matrix}_lora_{factor} of expert slot 2 has a value that is NaN"
+    ):
         one.layer.update_lora(*adapters)
     after = one.run(one.batch(9))
     np.testing.assert_array_equal(before.grad_in, after.grad_in)
@@ -135,7 +137,7 @@ def test_backward_of_something_else(bad: int) -> None:
         one.backward(one.batch(4))
     wrong = replace(batch, grad_out=batch.grad_out.copy())
     wrong.grad_out[3, 17] = bad
-    with pytest.raises(ValueError, match="NaN or an infinity in token 3, column 17"):
+    with pytest.raises(ValueError, match="grad_out has a NaN .* in token 3, column 17"):
         one.backward(wrong)
     assert one.layer.pending == 1
     np.testing.assert_array_equal(one.backward(batch)[1], wanted.grad_weights)
@@ -156,7 +158,7 @@ def test_arrays_of_other_shapes_and_types() -> None:
     one.forward(batch)
     room = np.empty_like(batch.x), np.empty(batch.ids.shape, np.float32)
     for grads in (None, one.room()[:5], [None, *one.room()[1:]]):
-        with pytest.raises(ValueError, match="6 are needed"):
+        with pytest.raises(ValueError, match="arrays; expected 6"):
             one.layer.backward(batch.grad_out, *room, grads)
     with pytest.raises(ValueError, match=r"^grads, up_b is \[4, 8, 64\]; expected \[4, 96, 8\]"):
         grads = one.room()
@@ -220,6 +222,8 @@ def test_two_threads_at_once() -> None:
             thread.join()
         if refusals:
             break
-    assert set(refusals) == {"the layer is in use by another thread"}
+    assert set(refusals) == {
+        "another thread is using this layer; call it from one thread at a time"
+    }
     small = made()
     check(small, small.batch(5))

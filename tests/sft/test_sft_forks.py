@@ -64,7 +64,7 @@ tickets = [
 child = os.fork()
 if child == 0:
     backward = lambda: two.backward(large)
-    code = 0 if refused(backward, "is lost here; drop it (drop_newest), then call forward") else 1
+    code = 0 if refused(backward, "is lost in this process; call drop_newest, then forward") else 1
     two.layer.drop_newest()
     two.layer.drop_newest()
     got = two.backward(first)
