@@ -60,6 +60,10 @@ def train(
     with Shown() as progress:
         try:
             result = train(settings, resume=resume, progress=progress)
+        except FloatingPointError as error:
+            raise ValueError(
+                f"{error}. The training diverged; try a lower learning_rate"
+            ) from error
         except Stopped as stopped:
             raise Interrupted(f"{stopped}; {_RESUME}") from None
         except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from ..moe.wrong_mode import refuse_calls
 from ..weights.expert_tensors import MATRICES, matrix_shapes
 from .batch import (
     HostBatch,
+    NonFiniteGradient,
     bf16_array,
     check_batch,
     check_device,
@@ -204,7 +205,7 @@ class BaseSFTMoEWrapper(LoraWeights):
 
         Raises:
             RuntimeError: no forward pass waits; the LoRA weights were updated after it; or a
-                gradient is NaN or infinite.
+                gradient is NaN or infinite, which is a FloatingPointError, too.
             TypeError, ValueError: a wrong type, shape, dtype or key. Nothing is lost then.
         """
         where = self._settings.where
@@ -471,7 +472,7 @@ class BaseSFTMoEWrapper(LoraWeights):
             return
         bad = first_bad_row(gradient)
         if bad is not None:
-            raise RuntimeError(
+            raise NonFiniteGradient(
                 f"{self._settings.where}: {name} has a NaN or infinite value in {part} {bad}; {why}"
             )
 

@@ -149,6 +149,10 @@ def wait_for_copies(device: torch.device) -> None:
         event.synchronize()
 
 
+class NonFiniteGradient(RuntimeError, FloatingPointError):
+    """A gradient has a value that is NaN or infinite: the training diverged."""
+
+
 def first_bad_row(tensor: torch.Tensor) -> int | None:
     """Index along the first dimension of a value that is NaN or infinite; None where all are
     finite."""

@@ -92,6 +92,10 @@ def wrap_experts(
             "accepted: from_checkpoint=False"
         )
     found = dict(_fused_experts(model))
+    if any(isinstance(module, LoraExperts) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__}: the experts are wrapped already; wrap_experts is called once"
+        )
     if not found:
         raise ValueError(
             f"{type(model).__name__}: no module with experts in 3-D parameters gate_up_proj and "
@@ -116,7 +120,7 @@ def wrap_experts(
     with contextlib.ExitStack() as undo:
         for name, wrapper in wrappers.items():
             fused = opened.pop(name)  # nobody else but the model has the weights
-            hot = _hot_experts(fused, wrapper)
+            hot = _hot_experts(fused, wrapper, nonfinite)
             order = torch.arange(wrapper.num_experts, device="cpu")
             if path is None:
                 weights = fused.weights()
@@ -217,7 +221,7 @@ def _check_hot(name: str, fused: Fused, wrapper: BaseSFTMoEWrapper) -> None:
         )
 
 
-def _hot_experts(fused: Fused, wrapper: BaseSFTMoEWrapper) -> HotExperts | None:
+def _hot_experts(fused: Fused, wrapper: BaseSFTMoEWrapper, nonfinite: str) -> HotExperts | None:
     slots = wrapper.gpu_experts_mask.nonzero().flatten().tolist()
     if not slots:
         return None
@@ -227,6 +231,8 @@ def _hot_experts(fused: Fused, wrapper: BaseSFTMoEWrapper) -> HotExperts | None:
         scaling=wrapper.lora_scaling,
         dropout=wrapper.lora_dropout,
         skip_lora_grads=wrapper._sft.method.skip_lora_grads,
+        where=wrapper._settings.where,
+        nonfinite=nonfinite,
     )
 
 
