@@ -2,12 +2,14 @@
 ours, beside the stock engine with the adapter merged into its checkpoint.
 
 KT_VLLM_GPU_PYTHON and KT_SGLANG_GPU_PYTHON name pythons with engines for CUDA, and this package.
+KT_GPU_RUNS names some of the runs, separated by semicolons.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +90,8 @@ def _runs(made: Adapted) -> list[tuple[dict[str, Any], dict[str, Any], bool]]:
             "expert_lora_path": str(made.adapter),
         }
         runs.append(({"name": name}, kt, graphs))
-    return runs
+    names = os.environ.get("KT_GPU_RUNS", ";".join([STOCK, *RUNS])).split(";")
+    return [run for run in runs if run[0]["name"] in names]
 
 
 def _job(made: Adapted) -> dict[str, Any]:
@@ -103,10 +106,11 @@ def _check(engine: str, answers: Answers, log: str, made: Adapted) -> None:
         without, _ = logprob_distances(f"{title}, no adapter", answer, made.plain, PROMPTS)
         assert without.mean() > 10 * near, name
     # The same kernels with the same weights, up to ties in their rounding to BF16.
-    ours, stock = (torch.tensor(answers[name]["logprobs"]) for name in ("all hot", STOCK))
-    assert (ours - stock).abs().median() < 1e-3
+    if {"all hot", STOCK} <= answers.keys():
+        ours, stock = (torch.tensor(answers[name]["logprobs"]) for name in ("all hot", STOCK))
+        assert (ours - stock).abs().median() < 1e-3
     merged = f"adapter {made.adapter} merged into layers 0-{LAYERS - 1}"
-    assert log.count(merged) >= len(RUNS)
+    assert log.count(merged) >= len(answers.keys() & RUNS.keys()) > 0
 
 
 def test_vllm(folder: Path, made: Adapted) -> None:
