@@ -87,9 +87,10 @@ class Family:
 
     config: in addition to COMMON. vllm, sglang: arguments of the engine on the CPU; None if it does
     not serve the class. gpu: engines that serve it only with a GPU. published: the class's name in
-    published checkpoints, if not transformers'. settings: the name of its configuration's class, if it
-    does not follow from its own. top_k: experts per token. unset: biases that an engine ignores on the CPU;
-    they are left at zero. median, mean: how far log-probabilities may be from the reference's.
+    published checkpoints, if not transformers'. settings: the name of its configuration's class, if
+    it does not follow from its own. top_k: experts per token. unset: biases that an engine ignores
+    on the CPU; they are left at zero. median, mean: how far log-probabilities may be from the
+    reference's.
     """
 
     config: dict[str, Any]
