@@ -6,12 +6,14 @@
 Run it in the engine's environment. METHOD:HOT:TOKENS,... is a method, the part of the experts that
 is hot, and the lengths of prompts; "stock" has everything on the GPU. Each other configuration is
 served with the modes of stream_modes.py in turn, prompt after prompt. The bound is the larger of
-the copies alone, at the speed measured at the start, and of the GPU alone (mode "no copies"). With
-vLLM, also:
+the copies alone, at the speed measured at the start, and of the GPU alone (mode "no copies"). Also:
 
-- mean distance of prompts' log-probabilities from the stock engine (--logprobs, also with SGLang)
-- pauses between the tokens of requests that decode beside long prompts (--beside)
+- mean distance of prompts' log-probabilities from the stock engine (--logprobs)
 - memory before and after many long prompts (--many)
+
+With vLLM, also:
+
+- pauses between the tokens of requests that decode beside long prompts (--beside)
 - requests that are cancelled during their prompt (--cancelled)
 - the GPU's kernels in a prompt (--profile)
 """
@@ -166,7 +168,7 @@ def serve(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> Non
                 spoken[method] = logprobs(args.engine, bench, given[2], modes)
                 row["distances"] = distances(spoken)
                 print("log-probabilities:", json.dumps(row["distances"]), flush=True)
-            if args.engine == "vllm" and number == 0:
+            if method != STOCK and not any(r["method"] != STOCK for r in result["rows"]):
                 for name, found in more(bench, given[2], args):
                     row[name] = found
                     print(name, json.dumps(found), flush=True)
@@ -224,6 +226,7 @@ def main() -> None:
     add("--logprobs", action="store_true", help="of configurations stock, first, and BF16")
     add("--profile", type=int, default=0, help="tokens of a prompt of which kernels are timed")
     add("--many", type=int, default=0, help="how many long prompts")
+    add("--many-tokens", type=int, default=4096, help="their length")
     add("--seconds", type=float, default=1e9, help="no configuration begins 40 s before this ends")
     add("--json", type=Path, required=True, help="saved after each configuration")
     args = parser.parse_args()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import resource
 import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
 
 VOCABULARY = 32768
@@ -118,21 +117,26 @@ def beside(bench: Any, engine: Any, streams: int = 4, prompts: int = 6) -> dict[
 
 
 def _memory() -> dict[str, int]:
+    """Of this process and its children; what is in use on the first device, and torch's part of
+    this process."""
     import torch
 
-    with open("/proc/self/status") as file:
-        status = dict(line.split(":", 1) for line in file)
-    return {
-        "resident": int(status["VmRSS"].split()[0]) << 10,
-        "device_used": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0],
+    free, total = torch.cuda.mem_get_info(0)
+    found = {
+        "resident": 0,
+        "files": 0,
+        "threads": 0,
+        "device_used": total - free,
         "torch_allocated": torch.cuda.memory_allocated(),
-        "files": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "most_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     }
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        found["resident"] += process.memory_info().rss
+        found["files"] += process.num_fds()
+        found["threads"] += process.num_threads()
+    return found
 
 
-def many(bench: Any, count: int, tokens: int = 4096) -> dict[str, Any]:
+def many(bench: Any, count: int, tokens: int) -> dict[str, Any]:
     """Memory before and after long prompts of different lengths, of which some are warm-up."""
     bench.set(SHARED)
     for i in range(30):
@@ -195,14 +199,16 @@ def cancelled(bench: Any, engine: Any, count: int = 20) -> dict[str, Any]:
 
 def more(bench: Any, engine: Any, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """What else was asked for, by name."""
+    if args.many:
+        yield "many", many(bench, args.many, args.many_tokens)
+    if args.engine != "vllm":
+        return
     if args.profile:
         yield "profile", profile(bench, args.profile)
     if args.beside:
         yield "beside", beside(bench, engine)
     if args.cancelled:
         yield "cancelled", cancelled(bench, engine)
-    if args.many:
-        yield "many", many(bench, args.many)
 
 
 def logprobs(name: str, bench: Any, engine: Any, modes: list[str]) -> dict[str, list[float]]:

@@ -94,16 +94,27 @@ TIMES = st.floats(1e-6, 1e-2)
 
 
 @settings(max_examples=50, deadline=None)
-@given(bus=TIMES, expert=TIMES, token=TIMES, cold=st.integers(1, 64), k=st.sampled_from([1, 2, 8]))
-def test_streaming_pays_from(bus: float, expert: float, token: float, cold: int, k: int) -> None:
-    made = Rates(bus, ((1, expert), (2, expert + token)), 1e-6, 1e-4)
+@given(
+    bus=TIMES,
+    expert=TIMES,
+    token=TIMES,
+    sharing=TIMES,
+    cold=st.integers(1, 64),
+    k=st.sampled_from([1, 2, 8]),
+)
+def test_streaming_pays_from(
+    bus: float, expert: float, token: float, sharing: float, cold: int, k: int
+) -> None:
+    made = Rates(bus, ((1, expert), (2, expert + token)), 1e-6, 1e-4, sharing)
+    routed = (cold + 1) // 2
     tokens = made.pays_from(cold, k)
     assert tokens is not None  # the CPU's time grows without bound
 
     def saved(tokens: int) -> float:
-        counts = [tokens * k // cold + (i < tokens * k % cold) for i in range(cold)]
+        counts = [tokens * k // routed + (i < tokens * k % routed) for i in range(routed)]
         alone = sum(map(made.on_cpu, counts)) + 1e-6 * tokens
-        return 1 - made._split(counts, tokens)[1] / alone
+        shared = made._split(counts, tokens)[1] + sharing
+        return 1 - min(shared, cold * bus + 1e-4) / alone
 
     assert saved(tokens) > 0.1
     assert tokens == 1 or saved(tokens - 1) <= 0.1
@@ -120,7 +131,8 @@ def test_when_all_experts_are_streamed() -> None:
     made = Rates(1.0, ((1, 1.0), (2, 2.0)))
     assert not made.whole(8, 8, 8)  # four on the CPU: half the time
     assert not made.whole(8, 16, 8)  # two on the CPU: 6 s
-    assert made.whole(8, 40, 8)  # one on the CPU would save 1 s of 8
+    assert not made.whole(8, 40, 8)  # one on the CPU saves 1 s of 8
+    assert Rates(1.0, ((1, 1.0), (2, 2.0)), sharing=1.0).whole(8, 40, 8)  # which sharing costs
     assert made.whole(8, 80, 8)  # not even one is faster on the CPU
     slow = Rates(1.0, ((1, 1.0), (2, 2.0)), token_on_cpu=0.9)
     assert slow.whole(8, 8, 8)  # handing the batch over takes the CPU 7.2 s

@@ -210,8 +210,8 @@ def fixed_rates(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
 
 
 def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
-    """Six experts take 0.6 s on the bus, and 0.12 s + 0.1 s per token on the CPU, which computes
-    some meanwhile: streaming is a tenth faster from a few tokens on."""
+    """Six experts take 0.6 s on the bus. The three that have routes take 0.06 s + 0.1 s per token
+    on the CPU, which computes some meanwhile: streaming is a tenth faster from a few tokens on."""
     rates = Rates(0.1, PER_TOKEN, 0.0, 0.1)
     fixed_rates(monkeypatch, rates)
     layer = make(monkeypatch)
@@ -226,7 +226,8 @@ def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
 
 def test_the_threshold_is_measured(monkeypatch) -> None:
     """By their rates, 3 tokens would do. But a streamed layer takes a second whatever there is, and
-    the CPU a tenth of a second for each token."""
+    the CPU a tenth of a second for each token: 3, 5 and 8 are too few. A layer that is shared takes
+    another half."""
     measured = streaming_start._Start._measured_from
     rates = Rates(0.001, PER_TOKEN)
     fixed_rates(monkeypatch, rates)
@@ -236,6 +237,10 @@ def test_the_threshold_is_measured(monkeypatch) -> None:
     monkeypatch.setattr(streaming_start, "timed_on_cpu", lambda _, ids, *__: 0.1 * len(ids))
     assert start(make(monkeypatch)).startswith("kt: batches of 12 tokens and more (measured;")
     assert "it pays for no batch" in start(make(monkeypatch), largest=11)
+    monkeypatch.setattr(streaming_start, "HOST_WAITS", 0.5)
+    assert "batches of 12 tokens" in start(make(monkeypatch))
+    monkeypatch.setattr(Rates, "whole", lambda *_: False)
+    assert "batches of 18 tokens" in start(make(monkeypatch))
     monkeypatch.setattr(streaming_start, "timed_on_cpu", lambda *_: 1.0)
     assert "it pays for no batch" in start(make(monkeypatch))
 

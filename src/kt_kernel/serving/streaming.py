@@ -1,9 +1,9 @@
 """Long batches: cold experts that are copied to the GPU, and how they are shared with the CPU.
 
 From a threshold of tokens on, the experts with the most tokens go over the bus to the GPU, and the
-CPU computes the others meanwhile. From a second threshold on, the CPU would save less than a fifth
-of the time, so all cold experts are streamed: then nothing depends on the routes, the host does not
-wait for them, and copies start while the layer before is still computed.
+CPU computes the others meanwhile. From a second threshold on, sharing would save next to nothing,
+so all cold experts are streamed: then nothing depends on the routes, the host does not wait for
+them, and copies start while the layer before is still computed.
 """
 
 from __future__ import annotations

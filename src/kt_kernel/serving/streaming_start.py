@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from ..device.streaming.experts import PackedExperts
-from ..device.streaming.rates import Rates, fastest, measure_bus, measure_cpu, timed_on_cpu
+from ..device.streaming.rates import (
+    HOST_WAITS,
+    Rates,
+    fastest,
+    measure_bus,
+    measure_cpu,
+    timed_on_cpu,
+)
 from ..device.streaming.streamer import ExpertStreamer
 from ..runtime.variant import kernel_kind
 from .activations import SILU
@@ -189,22 +196,27 @@ class _Start:
     def _measured_from(
         self, pays: int, rates: Rates, streamer: ExpertStreamer, lane: Any
     ) -> int | None:
-        """The first of pays, 2 pays, 4 pays ... tokens with which a streamed batch of the first of
-        the layers takes a tenth less than one on the CPU; None if none has up to `_LARGEST` tokens,
-        or as many as the engine's largest batch. What the host does for a streamed layer is only in
-        this measurement."""
+        """The first of pays, 1.5 pays, 2.25 pays ... tokens with which a streamed batch of the
+        first of the layers takes a tenth less than one on the CPU; None if none has up to
+        `_LARGEST` tokens, or as many as the engine's largest batch. What the host does for a
+        streamed layer is only in this measurement. See `Rates.pays_from` for what is streamed."""
         first = self.layers[0]
         model = ModelStreaming(streamer, lane, rates, 1, self.engine.products, traced=False)
         streaming = LayerStreaming(model, first.wrapper, self.packed[0])
-        cold = set(first.placement.cold_experts)
+        cold, top_k = first.placement.cold_experts, first.wrapper.num_experts_per_tok
+        here = set(cold)
         while pays <= min(_LARGEST, self.engine.largest or _LARGEST):
-            routes = spread_routes(pays, first.wrapper.num_experts_per_tok, first.num_experts)
-            routes.apply_(lambda expert: expert if expert in cold else -1)
+            routes = half_of(cold, spread_routes(pays, top_k, first.num_experts))
+            streamed = measure_streaming(
+                streaming, first, routes, self.dtype, self.device, lane.wait
+            )
+            if not model.whole(pays, top_k, len(cold), first.num_experts):
+                streamed += rates.sharing
+            routes.apply_(lambda expert: expert if expert in here else -1)
             alone = timed_on_cpu(first.wrapper, routes, self.device, lane.wait)
-            streamed = measure_streaming(streaming, first, pays, self.dtype, self.device, lane.wait)
             if streamed < 0.9 * alone:
                 return pays
-            pays *= 2
+            pays += -(-pays // 2)
         return None
 
     def _within_memory(self, measure: Callable[[], Any]) -> Any:
@@ -224,8 +236,9 @@ class _Start:
         slow = Rates(0.0, ((1, 1.0),))
         model = ModelStreaming(streamer, lane, slow, 1, self.engine.products, traced=False)
         streaming = LayerStreaming(model, first.wrapper, packed)
-        once = measure_streaming(streaming, first, _TOKENS, self.dtype, self.device, lane.wait)
-        return Rates(on_bus, on_cpu, token, max(0.0, once - on_bus * len(cold)))
+        routes = spread_routes(_TOKENS, first.wrapper.num_experts_per_tok, first.num_experts)
+        once = measure_streaming(streaming, first, routes, self.dtype, self.device, lane.wait)
+        return Rates(on_bus, on_cpu, token, max(0.0, once - on_bus * len(cold)), HOST_WAITS)
 
     def _check(self) -> None:
         self._check_sizes()
@@ -299,15 +312,15 @@ class _Start:
 def measure_streaming(
     streaming: LayerStreaming,
     layer: Any,
-    tokens: int,
+    routes: torch.Tensor,
     dtype: torch.dtype,
     device: torch.device,
     wait: Callable[[], None],
 ) -> float:
-    """Seconds of a streamed batch of a layer, with everything that belongs to it on the host and
-    the device."""
-    x = torch.randn(tokens, layer.hidden_size, dtype=torch.float32, device=device).to(dtype)
-    ids = spread_routes(tokens, layer.wrapper.num_experts_per_tok, layer.num_experts).to(device)
+    """Seconds of a streamed batch of a layer with routes [T, k], with everything that belongs to it
+    on the host and the device."""
+    x = torch.randn(len(routes), layer.hidden_size, dtype=torch.float32, device=device).to(dtype)
+    ids = routes.to(device)
     weights = torch.full(ids.shape, 1 / ids.shape[1], dtype=torch.float32, device=device)
     slot_map = layer.placement.slot_map(device)
 
@@ -332,6 +345,13 @@ def spread_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     """int32 [T, k] on the CPU: every expert has equally many routes."""
     routes = torch.arange(tokens * top_k, dtype=torch.int32, device="cpu")
     return routes.remainder(experts).view(tokens, top_k)
+
+
+def half_of(cold: Sequence[int], routes: torch.Tensor) -> torch.Tensor:
+    """Routes like these, in which every other cold expert has those of two."""
+    some = cold[::2]
+    instead = {expert: some[i % len(some)] for i, expert in enumerate(cold)}
+    return routes.clone().apply_(lambda expert: instead.get(expert, expert))
 
 
 def _megabytes(size: int) -> str:
