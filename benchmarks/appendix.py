@@ -449,6 +449,17 @@ PARTS = (
         prompts,
     ),
     Part(
+        "Prompts with the measured threshold",
+        "As above, with `--kt-gpu-prefill-token-threshold auto`: shorter prompts are computed by "
+        "the CPU in all columns. This version still streamed too short batches: from "
+        "104 (INT4_G32) and 16 tokens on (BF16) in vLLM.",
+        [
+            "2026-11-29-prompts-auto-first-vllm-h200",
+            "2026-11-29-prompts-auto-first-sglang-h200",
+        ],
+        prompts,
+    ),
+    Part(
         "Prompts beside kt-kernel's GPU prefill",
         "One run, engines in turns.",
         ["2026-11-29-beside-peer-sglang-h200"],
