@@ -249,9 +249,14 @@ def steady(content: Content) -> str:
 
 def training_hybrid(content: Content) -> str:
     """Training steps with attention on a GPU and the experts' LoRA on the CPU."""
+
+    def name(row: dict[str, Any]) -> str:
+        hot = f", {row['hot']} experts on the GPU" if row.get("hot") else ""
+        return f"{row['method']}{hot}, T={row['tokens']}"
+
     lines = [
         (
-            f"{row['method']}, T={row['tokens']}",
+            name(row),
             [
                 f"{row['tokens_s']:.0f}",
                 f"{row['median_us'] / 1e3:.0f} ms",

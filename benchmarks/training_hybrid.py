@@ -1,17 +1,19 @@
 """On a GPU: training steps of a model with attention there and the experts' LoRA on the CPU.
 
-    python benchmarks/training_hybrid.py [--layers 2] [--json FILE]
+    python benchmarks/training_hybrid.py [--layers 2] [--hot 0 16] [--json FILE]
 
-A Qwen3-MoE model of random weights: `wrap_experts` puts the experts on the CPU, the rest goes to
-the GPU. Says tokens/s of a step (forward, backward, optimizer), and the share of its time in which
-the GPU had nothing to do, by the profiler. First it checks that a wrapped layer gives the same
-bits for inputs on the GPU as for inputs on the CPU.
+A Qwen3-MoE model of random weights: `wrap_experts` puts the experts on the CPU, but for the first
+--hot of each layer; the rest goes to the GPU. Says tokens/s of a step (forward, backward,
+optimizer), and the share of its time in which the GPU had nothing to do, by the profiler. First it
+checks that a wrapped layer gives the same for inputs on the GPU as for inputs on the CPU: the same
+bits, or with experts on the GPU nearly the same values.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import time
@@ -66,10 +68,12 @@ def to_device(model: nn.Module, device: str) -> None:
 
 
 def check_devices(module: nn.Module, shape: Shape, tokens: int, device: str) -> None:
-    """The same bits, with inputs and results on the device as on the CPU."""
+    """The same, with inputs, results and hot experts on the device as on the CPU."""
     batch = Batch.make(shape, tokens)
     found = []
     for where in ("cpu", device):
+        if module.hot is not None:
+            module.hot.to(where)
         x, ids, weights, grad = (
             t.to(where) for t in (batch.x, batch.ids, batch.weights, batch.grad)
         )
@@ -80,7 +84,9 @@ def check_devices(module: nn.Module, shape: Shape, tokens: int, device: str) -> 
         lora = [p.grad for p in module.lora_parameters().values()]
         found.append([t.cpu() for t in (y.detach(), x.grad, weights.grad, *lora)])
         module.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "results differ"
+    for one, other in zip(*found, strict=True):
+        distance = float((one.double() - other.double()).norm() / other.double().norm())
+        assert distance <= (0 if module.hot is None else 0.02), f"results differ by {distance}"
     assert all(t.isfinite().all() and t.any() for t in found[0])
 
 
@@ -146,6 +152,7 @@ def main() -> None:
     add("--shape", default="64,2048,768,8", help="E,H,I,k")
     add("--layers", type=int, default=2)
     add("--methods", nargs="+", default=["AMXBF16_SFT", "AMXINT8_SFT"], choices=SFT_METHODS)
+    add("--hot", nargs="+", type=int, default=[0], help="experts of each layer on the GPU")
     add("--rank", type=int, default=16)
     add("--tokens", nargs="+", type=int, default=[512, 2048, 4096])
     add("--steps", type=int, default=5)
@@ -163,19 +170,32 @@ def main() -> None:
         "rank": args.rank,
         "rows": [],
     }
-    for method in args.methods:
+    for method, hot in itertools.product(args.methods, args.hot):
         model = make_model(shape, args.layers)
-        modules = wrap_experts(model, sft_method=method, lora_rank=args.rank, lora_device="cpu")
+        modules = wrap_experts(
+            model,
+            sft_method=method,
+            lora_rank=args.rank,
+            lora_device="cpu",
+            num_gpu_experts=hot,
+        )
         for module in modules.values():
             for parameter in module.lora_parameters().values():
                 nn.init.normal_(parameter, std=0.02)  # B is zero at first, and A has no gradient
         to_device(model, args.device)
         check_devices(next(iter(modules.values())), shape, 64, args.device)
         for tokens in args.tokens:
-            row = {"method": method, **measure(model.train(), tokens, args.steps, args.device)}
+            row = {
+                "method": method,
+                "hot": hot,
+                **measure(model.train(), tokens, args.steps, args.device),
+            }
             content["rows"].append(row)
             waits = f", the GPU waits {row['gpu_waits']:.0%} of it" if "gpu_waits" in row else ""
-            print(f"{method} T={tokens}: {row['tokens_s']:.0f} tokens/s{waits}", flush=True)
+            print(
+                f"{method}, {hot} hot, T={tokens}: {row['tokens_s']:.0f} tokens/s{waits}",
+                flush=True,
+            )
             if args.json:
                 args.json.write_text(json.dumps(content, indent=1) + "\n")
         del model, modules

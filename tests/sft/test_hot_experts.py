@@ -12,6 +12,7 @@ from kt_kernel import generate_gpu_experts_masks
 from kt_kernel.sft import load_adapter, save_adapter, wrap_experts
 from kt_kernel.sft.families import open_fused
 from kt_kernel.sft.hot import HotExperts
+from kt_kernel.sft.hot_pass import HotPass, _Copy
 
 from .models import fill_lora, tiny, tokens
 from .test_trainer import Rows, losses
@@ -144,6 +145,43 @@ def test_they_move_with_the_model_and_are_not_saved():
     model.to("meta")
     assert module.hot.gate_proj.is_meta and module.hot.gate_proj.shape == (2, 32, 32)
     assert module.lora_parameters()["up_lora_a"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_backward_begins_with_the_copy_and_the_hot_experts(monkeypatch, copied):
+    """So that the CPU, which comes last, need not wait for the GPU's kernels. Here the copy to the
+    host is made of tensors on the CPU."""
+    wanted = gradients(wrapped(gpu_experts_masks=MASK)[0])
+    model, modules = wrapped(gpu_experts_masks=MASK)
+    (module,) = modules.values()
+    order: list[str] = []
+    start, watch = HotPass.start_copy, HotPass._watch
+    compute = module.wrapper.compute_gradients
+
+    def start_copy(self, gradient):
+        order.append("copy")
+        if copied:
+            self._copy = _Copy(self._wrapper, gradient)
+        else:
+            start(self, gradient)
+
+    def watched(self, name, tensor):
+        view = watch(self, name, tensor)
+        view.register_hook(lambda gradient: order.append("hot"))
+        return view
+
+    def compute_gradients(grad_output, tokens, nonfinite, staged):
+        assert (staged is not None) == copied
+        order.append("cpu")
+        return compute(grad_output, tokens, nonfinite, staged)
+
+    monkeypatch.setattr(HotPass, "start_copy", start_copy)
+    monkeypatch.setattr(HotPass, "_watch", watched)
+    monkeypatch.setattr(module.wrapper, "compute_gradients", compute_gradients)
+    logits, found = gradients(model)
+    assert order == ["copy", *["hot"] * 7, "cpu"]
+    assert torch.equal(logits, wanted[0])
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted[1].items())
 
 
 def test_sums_in_float32():

@@ -139,6 +139,14 @@ def test_a_forgotten_update_is_noticed():
         layer(*leaves(batch))
 
 
+def test_the_integration_of_forks_is_refused_by_name():
+    """Its imports fail with what to do instead."""
+    with pytest.raises(ImportError, match=r"for the forks transformers-kt .*\.wrap_experts"):
+        from kt_kernel.sft import wrap_moe_layers_with_kt_wrapper  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from kt_kernel.sft import nothing  # noqa: F401
+
+
 def test_frozen_experts():
     """SkipLoRA has LoRA weights of rank 1 that are never trained."""
     batch, lora = Batch(4), lora_tensors(rank=1)

@@ -200,6 +200,7 @@ def test_nothing_to_resume(folder):
             r"other: layer 0 has \(experts, H, I\) = \(4, 32, 64\), the model has \(4, 32, 32\)",
         ),
         ({"model": {"method": "AMXINT4_KGroup_SFT"}}, "multiples of 128; .*hidden_size is 32"),
+        ({"model": {"gpu_experts": 5}}, "gpu_experts = 5; accepted: at most the model's 4"),
     ],
 )
 def test_settings_that_do_not_fit_the_model(folder, packed, sections, words):
@@ -214,7 +215,12 @@ def test_attention_conversations_and_a_packed_directory(folder, packed, capsys):
     line = json.dumps({"messages": turns}) + "\n"
     (folder / "talk.jsonl").write_text(line * 40)
     sections = dict(
-        model={"method": "AMXINT8_SFT", "weight_path": "packed", "dtype": "bfloat16"},
+        model={
+            "method": "AMXINT8_SFT",
+            "weight_path": "packed",
+            "dtype": "bfloat16",
+            "gpu_experts": 1,
+        },
         lora={"attention_modules": ["q_proj", "v_proj"], "dropout": 0.0},
         data={"train": "talk.jsonl", "assistant_only": True, "sequence_length": 17},
         training={

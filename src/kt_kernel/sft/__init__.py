@@ -33,6 +33,17 @@ _HOMES = {
     "wrap_experts": "wrap",
 }
 
+# What forks of transformers and accelerate import from kt-kernel.
+_OF_FORKS = frozenset(
+    {
+        "get_kt_loading_kwargs",
+        "kt_adapt_peft_lora",
+        "load_kt_model",
+        "update_kt_lora_pointers",
+        "wrap_moe_layers_with_kt_wrapper",
+    }
+)
+
 __all__ = [
     "AMXSFTMoEWrapper",
     "BaseSFTMoEWrapper",
@@ -48,6 +59,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OF_FORKS:
+        # `from ... import` would replace the message of an AttributeError.
+        raise ImportError(
+            f"{__name__}.{name} is for the forks transformers-kt and accelerate-kt, which kt-moe "
+            "does not need: wrap the experts of a stock transformers model with "
+            "kt_kernel.sft.wrap_experts"
+        )
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

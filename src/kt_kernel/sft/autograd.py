@@ -25,6 +25,7 @@ from ..moe.weight_checks import PARAMETERS
 from ..weights.expert_tensors import MATRICES
 from .base import BaseSFTMoEWrapper, Saved
 from .batch import HostBatch, check_batch
+from .hot_pass import HotPass
 from .lora import LORA_NAMES
 
 
@@ -37,7 +38,7 @@ def lora_experts(
     training: bool,
     nonfinite: str = "error",
     base: Sequence[torch.Tensor] = (),
-    hot: Callable[[], torch.Tensor] | None = None,
+    hot: HotPass | None = None,
 ) -> torch.Tensor:
     """The experts' weighted sum [T, H], differentiable in hidden states, router weights, LoRA and,
     where they are given, base weights.
@@ -49,8 +50,7 @@ def lora_experts(
         nonfinite: see `LoraExperts`.
         base: gate_proj and up_proj [E, I, H] and down_proj [E, H, I], of which the wrapper, made
             with ``full_weight_grad``, has packed copies; or nothing.
-        hot: computes the sum of the experts that the wrapper leaves out [T, H], differentiably. It
-            is called while the CPU computes the others.
+        hot: computes the experts that the wrapper leaves out, while the CPU computes the others.
 
     Returns:
         [T, H] in the dtype and on the device of ``hidden_states``.
@@ -62,20 +62,13 @@ def lora_experts(
     differentiable = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (hidden_states, weights, *lora, *base)
     )
-    sums: list[torch.Tensor] = []
-
-    def compute(hot: Callable[[], torch.Tensor]) -> None:
-        # In `_LoraExperts.forward` gradients are off; the hot experts are a graph of their own.
-        with torch.set_grad_enabled(differentiable):
-            sums.append(hot())
-
-    meanwhile = None if hot is None else functools.partial(compute, hot)
     given = hidden_states, expert_ids, weights
     if differentiable:
-        out = _LoraExperts.apply(wrapper, training, nonfinite, meanwhile, *given, *lora, *base)
+        out = _LoraExperts.apply(wrapper, training, nonfinite, hot, *given, *lora, *base)
     else:
+        meanwhile = None if hot is None else functools.partial(hot.compute, False)
         out = _forward(wrapper, *given, False, training, meanwhile)[0].to(hidden_states.dtype)
-    return out + sums[0] if sums else out
+    return out if hot is None else hot.join(out)
 
 
 class _LoraExperts(torch.autograd.Function):
@@ -85,7 +78,7 @@ class _LoraExperts(torch.autograd.Function):
         wrapper: BaseSFTMoEWrapper,
         training: bool,
         nonfinite: str,
-        meanwhile: Callable[[], None] | None,
+        hot: HotPass | None,
         hidden_states: torch.Tensor,
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
@@ -93,7 +86,9 @@ class _LoraExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         lora, base = trained[: len(LORA_NAMES)], trained[len(LORA_NAMES) :]
         given = hidden_states, expert_ids, weights
+        meanwhile = None if hot is None else functools.partial(hot.compute, True)
         out, saved, seed = _forward(wrapper, *given, True, training, meanwhile)
+        ctx.hot = hot
         ctx.wrapper, ctx.training, ctx.nonfinite = wrapper, training, nonfinite
         ctx.lora, ctx.mark = lora, wrapper.mark_of(lora)
         ctx.base = [(tensor.device, tensor.dtype) for tensor in base]
@@ -105,6 +100,18 @@ class _LoraExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hot: HotPass | None = ctx.hot
+        if hot is None:
+            return _LoraExperts._backward(ctx, grad_output)
+        try:
+            gradients = _LoraExperts._backward(ctx, grad_output)
+            hot.check_gradients()
+        finally:
+            hot.end_backward()
+        return gradients
+
+    @staticmethod
+    def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden_states, expert_ids, weights, ticket, *lora = ctx.saved_tensors
         wrapper: BaseSFTMoEWrapper = ctx.wrapper
         number, seed = ticket.tolist()
@@ -123,7 +130,10 @@ class _LoraExperts(torch.autograd.Function):
             if not wrapper._saved or wrapper._saved[-1].number != number:
                 again = _compute_again(ctx, hidden_states, expert_ids, weights, tokens, seed)
             try:
-                x, grads, routes = wrapper.compute_gradients(grad_output, tokens, ctx.nonfinite)
+                staged = None if ctx.hot is None else ctx.hot.gradient_on_host(grad_output)
+                x, grads, routes = wrapper.compute_gradients(
+                    grad_output, tokens, ctx.nonfinite, staged
+                )
             except BaseException:
                 if again in wrapper._saved:
                     wrapper.drop_newest()

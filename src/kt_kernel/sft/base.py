@@ -294,12 +294,17 @@ class BaseSFTMoEWrapper(LoraWeights):
             raise
 
     def compute_gradients(
-        self, grad_output: torch.Tensor, tokens: int, nonfinite: str = "error"
+        self,
+        grad_output: torch.Tensor,
+        tokens: int,
+        nonfinite: str = "error",
+        staged: torch.Tensor | None = None,
     ) -> Gradients:
         """The gradients of the newest saved pass, which is taken away.
 
         nonfinite: "error" raises RuntimeError for a NaN or an infinity; "propagate" makes all
         gradients NaN where ``grad_output`` has one.
+        staged: a copy of ``grad_output`` on the host, bf16 [T, H].
         """
         s = self._settings
         hidden, routes = (tokens, s.hidden_size), (tokens, s.num_experts_per_tok)
@@ -308,12 +313,14 @@ class BaseSFTMoEWrapper(LoraWeights):
         grads = self._gradient_room(zeros=not tokens)
         finite = True
         if tokens:
-            staging = self._take_buffer(tokens) if grad_output.device.type != "cpu" else None
+            copies = staged is None and grad_output.device.type != "cpu"
+            staging = self._take_buffer(tokens) if copies else None
             try:
-                room = None if staging is None else staging.grad_output_cpu
-                grad = on_host(grad_output, hidden, torch.bfloat16, room)
-                wait_for_copies(grad_output.device)
-                finite = self._run_backward(grad, grad_input, grad_weights, grads, nonfinite)
+                if staged is None:
+                    room = None if staging is None else staging.grad_output_cpu
+                    staged = on_host(grad_output, hidden, torch.bfloat16, room)
+                    wait_for_copies(grad_output.device)
+                finite = self._run_backward(staged, grad_input, grad_weights, grads, nonfinite)
             except BaseException:
                 self._agree()
                 raise

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from ..weights.expert_tensors import BIASES, MATRICES
-from .batch import NonFiniteGradient, first_bad_row
 from .families import Fused
+from .hot_pass import Watch
 from .lora import GRAD_NAMES
 
 
@@ -24,11 +24,9 @@ class HotExperts(nn.Module):
     Args:
         fused: all experts of the layer; those that are hot are copied.
         slots: the hot ones, ascending.
-        where: the layer, for messages.
         scaling: alpha / R.
         dropout: probability, on the inputs of A.
         skip_lora_grads: whether backward leaves the LoRA terms out.
-        nonfinite: see `LoraExperts`.
     """
 
     gate_proj: torch.Tensor
@@ -43,8 +41,6 @@ class HotExperts(nn.Module):
         scaling: float,
         dropout: float,
         skip_lora_grads: bool,
-        where: str = "layer",
-        nonfinite: str = "error",
     ) -> None:
         super().__init__()
         weights = fused.weights()
@@ -57,7 +53,6 @@ class HotExperts(nn.Module):
         self.register_buffer("_slots", index, persistent=False)
         self.register_buffer("_positions", positions, persistent=False)  # of cold ones: the last
         self._scaling, self._dropout, self._skip = scaling, dropout, skip_lora_grads
-        self._where, self._checks = where, nonfinite == "error"
         self._limit, self._alpha = fused.swiglu_limit, fused.swiglu_alpha
 
     def forward(
@@ -66,18 +61,19 @@ class HotExperts(nn.Module):
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
         lora: Sequence[torch.Tensor],
+        watch: Watch = lambda name, tensor: tensor,
     ) -> torch.Tensor:
         """The weighted sum of the hot experts.
 
         Args:
             hidden_states: [T, H]. expert_ids, weights: [T, k]; other experts' ids are skipped.
             lora: the six tensors of all experts of the layer, on any device.
+            watch: see `HotPass`.
 
         Returns:
-            [T, H], in the dtype of ``hidden_states``. Its backward raises RuntimeError for a
-            gradient that is NaN or infinite, unless such values are to be propagated.
+            [T, H], in the dtype of ``hidden_states``.
         """
-        x, count = self._checked("grad_input", hidden_states), len(self._slots)
+        x, count = watch("grad_input", hidden_states), len(self._slots)
         base = self.gate_proj
         experts = len(self._positions)
         inside = (expert_ids >= 0) & (expert_ids < experts)
@@ -87,7 +83,7 @@ class HotExperts(nn.Module):
         routes = position.argsort(stable=True)[: sum(counts)]
         tokens = routes // expert_ids.shape[1]
         hot = [
-            self._checked(name, tensor.to(self._slots.device).index_select(0, self._slots))
+            watch(name, tensor.to(self._slots.device).index_select(0, self._slots))
             for name, tensor in zip(GRAD_NAMES, lora, strict=True)
         ]
         adapters = zip(*(t.to(base.dtype).unbind(0) for t in hot), strict=True)
@@ -106,25 +102,6 @@ class HotExperts(nn.Module):
         routed = plain * weight + low * (weight.detach() if self._skip else weight)
         # Unlike index_add, this adds in the same order each time, on a GPU as well.
         return out.index_put((tokens,), routed, accumulate=True).to(x.dtype)
-
-    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values, whose gradient is checked."""
-        if not (self._checks and tensor.requires_grad):
-            return tensor
-
-        def check(gradient: torch.Tensor) -> None:
-            bad = first_bad_row(gradient)
-            if bad is None:
-                return
-            place = f"token {bad}" if name == "grad_input" else f"slot {int(self._slots[bad])}"
-            raise NonFiniteGradient(
-                f"{self._where}: {name} of the experts on the GPU has a NaN or infinite value in "
-                f"{place}; the loss, a later layer, an input or a weight made it"
-            )
-
-        view = tensor.view_as(tensor)
-        view.register_hook(check)
-        return view
 
     def _expert(
         self, expert: int, rows: torch.Tensor, lora: Sequence[torch.Tensor]

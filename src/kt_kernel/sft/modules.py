@@ -15,6 +15,7 @@ from .autograd import lora_experts
 from .base import BaseSFTMoEWrapper
 from .families import Fused
 from .hot import HotExperts
+from .hot_pass import HotPass
 from .lora import LORA_NAMES, lora_shapes, need_float_dtype
 from .optimizer_steps import state_of
 from .peft_format import Layout
@@ -137,7 +138,8 @@ class LoraExperts(nn.Module):
         hot = None
         if self.hot is not None:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-            hot = functools.partial(self.hot, rows, *routes, lora)
+            experts = functools.partial(self.hot, rows, *routes, lora)
+            hot = HotPass(self.wrapper, experts, self._nonfinite == "error")
         out = lora_experts(
             self.wrapper,
             hidden_states,

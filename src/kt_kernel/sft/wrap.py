@@ -120,7 +120,7 @@ def wrap_experts(
     with contextlib.ExitStack() as undo:
         for name, wrapper in wrappers.items():
             fused = opened.pop(name)  # nobody else but the model has the weights
-            hot = _hot_experts(fused, wrapper, nonfinite)
+            hot = _hot_experts(fused, wrapper)
             order = torch.arange(wrapper.num_experts, device="cpu")
             if path is None:
                 weights = fused.weights()
@@ -221,7 +221,7 @@ def _check_hot(name: str, fused: Fused, wrapper: BaseSFTMoEWrapper) -> None:
         )
 
 
-def _hot_experts(fused: Fused, wrapper: BaseSFTMoEWrapper, nonfinite: str) -> HotExperts | None:
+def _hot_experts(fused: Fused, wrapper: BaseSFTMoEWrapper) -> HotExperts | None:
     slots = wrapper.gpu_experts_mask.nonzero().flatten().tolist()
     if not slots:
         return None
@@ -231,8 +231,6 @@ def _hot_experts(fused: Fused, wrapper: BaseSFTMoEWrapper, nonfinite: str) -> Ho
         scaling=wrapper.lora_scaling,
         dropout=wrapper.lora_dropout,
         skip_lora_grads=wrapper._sft.method.skip_lora_grads,
-        where=wrapper._settings.where,
-        nonfinite=nonfinite,
     )
 
 

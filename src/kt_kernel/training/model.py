@@ -46,7 +46,13 @@ def check_model(settings: Settings) -> Any:
     checkpoint = open_checkpoint(model.weight_path) if model.weight_path else None
     for name, module in found.items():
         fused = open_fused(name, module, model.allow_untested)
-        method = _check_method(model, *fused.sizes[1:])
+        experts, hidden, inter = fused.sizes
+        method = _check_method(model, hidden, inter)
+        if model.gpu_experts > experts:
+            raise ValueError(
+                f"[model] gpu_experts = {model.gpu_experts}; accepted: at most the model's "
+                f"{experts} experts"
+            )
         if checkpoint is not None:
             _check_stored(checkpoint, layer_number(name), fused.sizes, method)
         if settings.output.layout == PER_EXPERT and not fused.layout.single:
@@ -155,6 +161,7 @@ def load_model(settings: Settings) -> nn.Module:
         weight_path=given.weight_path or None,
         group_size=given.group_size,
         cpuinfer_threads=given.cpuinfer_threads or None,
+        num_gpu_experts=given.gpu_experts,
         lora_rank=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,

@@ -67,6 +67,13 @@ class Model:
         "where everything but the experts is computed. `auto`: on the GPU if there is one",
         may_change=True,
     )
+    gpu_experts: int = _key(
+        0,
+        integer(0),
+        "as many experts of each layer are computed on the device, see "
+        "[experts on the GPU](#experts-on-the-gpu)",
+        may_change=True,
+    )
     cpuinfer_threads: int = _key(
         0,
         integer(0),
