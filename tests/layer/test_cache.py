@@ -6,34 +6,23 @@ import gc
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from simulated_gpu import products
+from restless import VARIABLE
+from simulated_gpu import ImmediateLane, products
 
+from kt_kernel.device.streaming.rates import Rates
+from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.moe.placement import Placement
-from kt_kernel.routes.policies import Policy
-from kt_kernel.serving import cache as caches
 from kt_kernel.serving.cache import ModelCache
 from kt_kernel.serving.hybrid import MATRICES, HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import AUTO, KTOptions, OptionError
+from kt_kernel.serving.streaming import ModelStreaming
 from kt_kernel.testing import row_error
 
 E, K, H, INNER, SLOTS, LAYERS = 8, 2, 64, 96, 3, 2
 CPU = torch.device("cpu")
-
-
-class Restless(Policy):
-    """Wants other experts each time."""
-
-    name, margin = "restless", -10.0
-
-    def start(self, first_use: np.ndarray) -> None:
-        self._shape, self._rng = first_use.size, np.random.default_rng(0)
-
-    def see(self, uses: Any, tokens: int) -> np.ndarray:
-        return self._rng.random(self._shape)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +87,7 @@ def started(model: HybridModel) -> ModelCache:
 
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "make_policy", lambda share: Restless())
+    monkeypatch.setenv(VARIABLE, "1")
 
 
 def test_experts_move_at_every_batch_and_nothing_changes(weights, restless) -> None:
@@ -150,6 +139,34 @@ def test_each_route_is_computed_once(weights, restless) -> None:
     assert stats["cache_uploads"] and stats["cache_uploads"] >= stats["cache_evictions"] - SLOTS
 
 
+@pytest.mark.parametrize("all_streamed", [False, True])
+def test_beside_streaming(weights, restless, all_streamed: bool) -> None:
+    """Long batches are streamed while experts move; what the host believes to be cold may be out of
+    date, and nothing is lost or doubled."""
+    pytest.importorskip("triton")
+    model, engine = make(weights, gpu_prefill_token_threshold=8)
+    cold, _ = make(weights, num_gpu_experts=0, enable_dynamic_expert_update="off")
+    rates = Rates(1e-6, ((1, 1.0),)) if all_streamed else Rates(0.5, ((1, 0.07), (2, 0.12)))
+    lane = ImmediateLane()
+    streamer = ExpertStreamer(lane, 1 << 20, model.layers[0].wrapper.packed_experts())
+    sharing = ModelStreaming(streamer, lane, rates, 8, products)
+    for layer in model.layers:
+        layer.start_streaming(sharing, layer.wrapper.packed_experts())
+    cache = started(model)
+    for number in range(12):
+        inputs = batch(number)
+        for layer, alone, held in zip(model.layers, cold.layers, engine, strict=True):
+            if number % 4 == 3:  # the host's view is two moves ahead of the device's
+                cache.step()
+                cache.step()
+            alone.submit(*inputs)
+            want = alone.collect(inputs[0]).double()
+            real = want.abs().sum(-1) > 0
+            found = answer(layer, held, *inputs)
+            assert row_error(found[real], want[real]).max() < 0.02
+    assert model.stats()["streamed_experts"] and cache.counters.cache_uploads > 10
+
+
 def test_locality_is_rewarded(weights) -> None:
     """Two experts that all tokens use get slots, and stay there."""
     model, engine = make(weights)
@@ -197,7 +214,7 @@ def test_ten_thousand_moves_without_growth(weights, restless, monkeypatch) -> No
     ("change", "message"),
     [
         (lambda layer: setattr(layer, "slot_weights", None), "are not known"),
-        (lambda layer: _weights(layer, lambda w: w.float()), "torch.float32; accepted"),
+        (lambda layer: _weights(layer, lambda w: w.double()), "torch.float64; accepted"),
         (
             lambda layer: _weights(layer, lambda w: w[:, ::2]),
             r"w13 of hot experts as \[3, 96, 64\]",

@@ -226,10 +226,6 @@ def _own_parser() -> tuple[argparse.ArgumentParser, dict[str, Any]]:
         ({}, "update on: no expert is hot; add --kt-num-gpu-experts"),
         ({"num_gpu_experts": 0}, "update on: no expert is hot"),
         (
-            {"num_gpu_experts": 2, "gpu_prefill_token_threshold": 512},
-            "update on and --kt-gpu-prefill-token-threshold 512: not supported together",
-        ),
-        (
             {"num_gpu_experts": 2, "expert_lora_path": "org/name"},
             "update on and --kt-expert-lora-path org/name: not supported together",
         ),

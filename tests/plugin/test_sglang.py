@@ -141,6 +141,13 @@ def answers(
             ),
             "env": {"STREAMED": "on the CPU"},
         },
+        {
+            "name": "moving",
+            "config": json.dumps(
+                {"method": "BF16", "num_gpu_experts": HOT, "enable_dynamic_expert_update": "on"}
+            ),
+            "env": {"MOVING": "1"},
+        },
         {"name": "AMXINT8", "arguments": {**some, "kt_method": "AMXINT8"}},
         {
             "name": "INT4_G32",
@@ -186,19 +193,19 @@ def answers(
     ]
     job = {"model": str(model), "prompts": prompts, "steps": STEPS}
     return run(folder / "spawned", **job, runs=spawned) | run(
-        folder / "forked", **job, runs=forked, fork=True, modules=["streamed"]
+        folder / "forked", **job, runs=forked, fork=True, modules=["streamed", "restless"]
     )
 
 
 @pytest.mark.parametrize(
-    "name", ["stock", "none hot", "some hot", "all hot", "counted", "streamed"]
+    "name", ["stock", "none hot", "some hot", "all hot", "counted", "streamed", "moving"]
 )
 def test_tokens_are_those_of_transformers(name: str, answers: Answers, greedy: Greedy) -> None:
     check_equal(greedy, answers[name])
     assert answers[name]["tokens"] == answers["stock"]["tokens"]
 
 
-@pytest.mark.parametrize("name", ["stock", "none hot", "some hot"])
+@pytest.mark.parametrize("name", ["stock", "none hot", "some hot", "moving"])
 def test_logprobs(
     name: str,
     answers: Answers,
@@ -232,6 +239,15 @@ def test_long_batches_are_streamed(answers: Answers) -> None:
     [streamed], [alone] = (answers[name]["stats"]["models"] for name in ("streamed", "some hot"))
     assert streamed["streamed_experts"] == len(COLD) * streamed["streamed_batches"] > 0
     assert "streamed_batches" not in alone
+
+
+def test_experts_move_at_every_step(answers: Answers) -> None:
+    (counted,) = answers["moving"]["stats"]["models"]
+    assert counted["cache_uploads"] > 15 and counted["cache_evictions"] > 15
+    assert counted["cache_misses"] > 0 < counted["cache_hits"]
+    assert [tuple(layer["hot_experts"]) for layer in counted["layers"]] != [(*range(HOT),)] * len(
+        counted["layers"]
+    )
 
 
 def test_without_the_plugin(answers: Answers) -> None:

@@ -18,7 +18,7 @@ from .options import OptionError
 
 CACHE_FLAG = "--kt-enable-dynamic-expert-update"
 RATE_FLAG = "--kt-expert-update-rate"
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SHARE = 0.5  # of the measured rate of uploads, by default
 _MOST_DIFFERENT = 0.5  # relative error of a hot expert's weights that rounding may cause
 

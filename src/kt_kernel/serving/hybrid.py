@@ -6,6 +6,7 @@ cold experts.
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -180,6 +181,14 @@ class HybridLayer:
             return self._placement
         cache, number = self._cache
         return cache.layers[number].slots.placement()
+
+    def _cold_experts(self) -> Sequence[int]:
+        """As `current_placement`, without checking it."""
+        if self._cache is None:
+            return self._placement.cold_experts
+        cache, number = self._cache
+        found: list[int] = (cache.layers[number].slots.wanted < 0).nonzero()[0].tolist()
+        return found
 
     @property
     def keeps_hot(self) -> bool:
@@ -440,10 +449,11 @@ class HybridLayer:
                 x,
                 topk_ids,
                 topk_weights,
-                cold=self._placement.cold_experts,
+                cold=self._cold_experts(),
                 slot_map=slot_map,
                 cold_slot=cold_slot,
                 padding=padding,
+                live=self._cache is not None,
             )
             self._streamed = _Streamed(batch, topk_ids, topk_weights, slot_map, cold_slot, padding)
             return batch.routes

@@ -299,12 +299,10 @@ class KTOptions:
                 f"{flag}: no expert is hot; add --kt-num-gpu-experts, --kt-gpu-experts-ratio or "
                 "--kt-gpu-experts-mask, which say how many slots there are"
             )
-        for option, value in (
-            ("--kt-gpu-prefill-token-threshold", self.gpu_prefill_token_threshold),
-            ("--kt-expert-lora-path", self.expert_lora_path),
-        ):
-            if value:
-                raise OptionError(f"{flag} and {option} {value}: not supported together")
+        if self.expert_lora_path is not None:
+            raise OptionError(
+                f"{flag} and --kt-expert-lora-path {self.expert_lora_path}: not supported together"
+            )
 
     @property
     def moves_experts(self) -> bool:

@@ -151,10 +151,13 @@ class LayerStreaming:
         slot_map: torch.Tensor,
         cold_slot: int,
         padding: torch.Tensor | None,
+        live: bool = False,
     ) -> StreamedBatch:
         """Starts a batch: the copies to the device, and the CPU on the experts that stay there.
 
-        cold: the cold experts. The other arguments are those of `HybridLayer.submit`.
+        cold: the cold experts. live: they are those of a moment ago. Then the CPU gets whatever is
+        neither hot by the slot map nor streamed. The other arguments are those of
+        `HybridLayer.submit`.
         """
         model, top_k = self._model, topk_ids.shape[1]
         left = [0, 0]  # to the CPU: experts, and pairs of token and expert
@@ -181,7 +184,11 @@ class LayerStreaming:
         places, weights = hot_routes(
             ids, topk_weights, self._places(streamed, x.device), -1, padding
         )
-        if left[0]:
+        if live:
+            elsewhere = hot_routes(ids, topk_weights, slot_map, -1)[0] >= 0
+            places, weights = places.masked_fill(elsewhere, -1), weights.masked_fill(elsewhere, 0)
+        on_cpu = live or left[0] > 0
+        if on_cpu:
             slots, hot_weights = self._wrapper.submit_and_split(
                 x,
                 ids.masked_fill(places >= 0, -1),
@@ -195,7 +202,7 @@ class LayerStreaming:
         else:
             routes = hot_routes(topk_ids, topk_weights, slot_map, cold_slot, padding)
         self._count(x.shape[0], len(streamed), *left)
-        return StreamedBatch(model, routes, bool(left[0]), groups, places, weights, stamps)
+        return StreamedBatch(model, routes, on_cpu, groups, places, weights, stamps)
 
     def _count(self, tokens: int, streamed: int, experts_left: int, routes_left: int) -> None:
         counters = self.counters
