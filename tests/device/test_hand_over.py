@@ -93,6 +93,30 @@ def submit(stream: LayerStream, layer, one: tuple, d: int = 0, split=None):
     )
 
 
+def test_the_map_alone_divides_the_routes(engine: DeviceEngine) -> None:
+    """The CPU has all experts, and gets those that the map does not have; the map changes between
+    batches."""
+    layer = model(hot=0)[0]
+    way = streams(engine, [layer])[0]
+    slot_map = torch.full((E,), -1, dtype=torch.int32)
+    for number in range(6):
+        if number == 1:  # plans of earlier batches are not used any more
+            way.hand_over_only_cold()
+        one = batch(5, number)
+        slot_map.copy_(torch.randint(-1, 2, (E,), generator=torch.Generator().manual_seed(number)))
+        kinds = slot_map  # any object
+        handed, routes = way.submit(
+            *one, 5, 0, layer._chain_place(), deferring=False, split=(slot_map, -1), kinds=kinds
+        )
+        assert routes is not None
+        ids = one[1].clone()
+        if number:
+            ids[routes[0] >= 0] = -1
+            assert (routes[0] >= 0).any() and (ids >= 0).any()
+        layer.submit_forward(one[0], ids, one[2])
+        assert torch.equal(handed.collect(0), layer.sync_forward(one[0])), number
+
+
 @pytest.mark.parametrize("d", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_equals_the_path_without_a_device(engine: DeviceEngine, d: int, dtype: torch.dtype) -> None:

@@ -204,7 +204,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         or "down" [H, I]. ValueError if they are not on the CPU."""
         s = self._settings
         shape = matrix_shapes(s.hidden_size, s.moe_intermediate_size)[matrix]
-        weights = torch.empty(shape, device="cpu")
+        weights = torch.empty(shape, dtype=torch.float32, device="cpu")
         self._core.unpack(slot, MATRICES.index(matrix), weights.numpy())
         return weights
 
