@@ -7,9 +7,11 @@ one value: a route with a slot goes to the engine's kernels and not to the CPU, 
 the CPU and not to the engine's kernels. So every route is computed once, whatever the map contains.
 
 Slots are overwritten only while no kernel can read them. The host publishes maps; the device takes
-one into use at the layer's next batch and then states its number. Everything that used an older map
-is earlier on that stream, so a slot that the map in use does not contain is free. Its new weights
-are complete before the host publishes a map that contains it.
+the latest into use at the layer's next batch and then states its number. Everything that used an
+older map is earlier on that stream, so a slot that this map and all later ones do not contain is
+free. Its new weights are complete before the host publishes a map that contains it. The host may
+publish while the device copies: then the device has some rows of a later map and states the earlier
+number, which only delays when a slot counts as free.
 
 Addresses never change, so all of this works in CUDA graphs.
 """

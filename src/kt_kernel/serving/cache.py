@@ -20,13 +20,14 @@ import torch
 
 from ..device.cache import CacheMemory, Totals, Uploads
 from ..device.streaming.experts import PackedExperts
-from .cache_policy import Gain, Scores, make_policy
+from .cache_policy import Gain, Scores, make_policies
 from .cache_slots import LayerSlots
 
 LOOK_SECONDS = 0.0005  # between two looks at the counters while there are batches
 _IDLE_SECONDS = 0.005
 _IDLE_LOOKS = 200  # without a batch, after which it looks less often
-_MANY_SLOTS = 8  # from here on, a layer keeps one slot free for the next upload
+_MOVES = 4  # of a layer, at one look
+_MANY_SLOTS = 8  # for each of them, a layer may have one more slot that waits for an upload
 _IN_FLIGHT = 16  # uploads of all layers
 _LITTLE = 1 / 16  # of the rate, while moves do not pay, to notice when they do
 _BURST_SECONDS = 0.01
@@ -77,9 +78,8 @@ class ModelCache:
     ) -> None:
         self.layers, self._memory, self._uploads = list(layers), memory, uploads
         experts = memory.wanted.shape[1]
-        share = min(layer.slots.num_slots for layer in self.layers) / experts
-        self.policy = make_policy(share)
-        self._scores = Scores(self.policy, len(self.layers), experts)
+        self._num_slots = np.array([layer.slots.num_slots for layer in self.layers])
+        self._scores = Scores(make_policies(), self._num_slots, experts)
         self._gain = Gain()
         self.rate = rate
         self._budget, self._filled = 0.0, time.monotonic()
@@ -102,6 +102,11 @@ class ModelCache:
         if self._memory.device.type != "cuda" and layer == 0 and self._began:
             self.step()  # nothing is under way
         self._memory.begin_pass(layer, ids, padding, stream)
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy in use."""
+        return self._scores.policy.name
 
     def live_map(self, layer: int) -> torch.Tensor:
         """int32 [E] on the device: the slots of a layer's experts."""
@@ -186,26 +191,30 @@ class ModelCache:
 
     def _wanted_moves(self) -> list[tuple[int, int, int]]:
         """(layer, expert that should get a slot, expert that should lose its own), the most
-        valuable first; at most one for each layer."""
+        valuable first; some for each layer."""
         scores = self._scores.values
         resident = np.stack([layer.slots.resident for layer in self.layers])
         evictable = np.stack([layer.slots.evictable for layer in self.layers])
         best = np.where(resident, -np.inf, scores)
         worst = np.where(evictable, scores, np.inf)
-        wanted, given_up = best.argmax(1), worst.argmin(1)
-        rows = np.arange(len(self.layers))
+        count = min(_MOVES, best.shape[1])
+        rows = np.arange(len(self.layers))[:, None]
+        wanted = np.argpartition(-best, count - 1, axis=1)[:, :count]
+        wanted = wanted[rows, np.argsort(-best[rows, wanted], axis=1)]
+        given_up = np.argpartition(worst, count - 1, axis=1)[:, :count]
+        given_up = given_up[rows, np.argsort(worst[rows, given_up], axis=1)]
         gain = best[rows, wanted] - worst[rows, given_up]
-        order = np.argsort(-gain, kind="stable")
-        return [
-            (int(layer), int(wanted[layer]), int(given_up[layer]))
-            for layer in order
-            if gain[layer] >= self._scores.margin
-        ]
+        margin = self._scores.policy.margin
+        layer, rank = np.nonzero(gain >= margin)
+        order = np.lexsort((-gain[layer, rank], rank))  # each layer's first move first
+        layer, rank = layer[order], rank[order]
+        moves = zip(layer, wanted[layer, rank], given_up[layer, rank], strict=True)
+        return [(int(number), int(expert), int(other)) for number, expert, other in moves]
 
     def _evict(self, moves: Sequence[tuple[int, int, int]]) -> None:
         for number, _, expert in moves:
             layer = self.layers[number]
-            spare = 2 if layer.slots.num_slots >= _MANY_SLOTS else 1
+            spare = min(1 + layer.slots.num_slots // _MANY_SLOTS, _MOVES)
             if layer.slots.coming_free < spare and len(self._under_way) < _IN_FLIGHT:
                 layer.slots.evict(expert)
                 layer.evicted.append(expert)

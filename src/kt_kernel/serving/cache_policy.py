@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy as np
 from ..device.cache import Totals
 from ..routes.policies import LRU, DecayedLFU, Policy, Uses
 
-FEW_SLOTS = 0.08  # share of the experts below which frequency does better than recency
 _HALF_LIFE = 64  # tokens, of the frequency
+_LOOKS = 4  # of which one compares the policies
+_AVERAGED = 32  # comparisons
+_BETTER = 0.02  # share of the uses by which another policy must be better to be used
 _NEVER = np.iinfo(np.int64).max
 _WINDOW = 64  # tokens after which a move is judged
 _MEMORY = 128  # moves over which their gain is averaged
@@ -19,23 +22,29 @@ _WORTH = 0.5  # uses per move, below which moving does not pay
 _JUDGED_AT_ONCE = 4096  # moves that wait for their judgement
 
 
-def make_policy(share: float) -> Policy:
-    """The policy for layers that have slots for a share of their experts."""
-    policy: Policy = DecayedLFU(_HALF_LIFE, margin=1.0) if share < FEW_SLOTS else LRU()
-    if not policy.margin:
-        policy.margin = 2.0  # tokens
-    return policy
+def make_policies() -> list[Policy]:
+    """The policies to choose from, by what the model's routes reward: recency, and frequency, which
+    is better where uses do not repeat soon or slots are few."""
+    recency = LRU()
+    recency.margin = 2.0  # tokens
+    return [recency, DecayedLFU(_HALF_LIFE, margin=1.0)]
 
 
 class Scores:
-    """Scores of all experts of L layers, from what the device has counted."""
+    """Scores of all experts of L layers, from what the device has counted.
 
-    def __init__(self, policy: Policy, layers: int, experts: int) -> None:
-        self._policy, self._shape = policy, (layers, experts)
-        policy.start(np.full((layers, experts), _NEVER))
-        self._uses = np.zeros((layers, experts), np.int64)
-        self._tokens = 0
-        self.values = np.zeros((layers, experts))
+    slots: [L]. All policies see all uses. For each, the share of uses is averaged that the experts
+    with the highest scores had, as many as there are slots; the best policy is the one in use.
+    """
+
+    def __init__(self, policies: Sequence[Policy], slots: np.ndarray, experts: int) -> None:
+        self._policies, self._slots, shape = policies, slots, (len(slots), experts)
+        for policy in policies:
+            policy.start(np.full(shape, _NEVER))
+        self._uses = np.zeros(shape, np.int64)
+        self._tokens = self._looks = self._used = 0
+        self._values = [np.zeros(shape) for _ in policies]
+        self._hits = np.zeros(len(policies))
 
     def see(self, totals: Totals) -> bool:
         """Takes new batches into account. Returns whether there were any."""
@@ -43,18 +52,40 @@ class Scores:
         if tokens == self._tokens:
             return False
         uses = totals.uses.copy()
-        at = np.flatnonzero(uses != self._uses)
-        counts = (uses - self._uses).reshape(-1)[at]
+        new = uses - self._uses
+        if len(self._policies) > 1 and self._looks % _LOOKS == 0:
+            self._compare(new)
+        self._looks += 1
+        at = np.flatnonzero(new)
         times = totals.last_use.reshape(-1)[at].astype(np.float64)
-        seen = Uses(at, counts, times, np.full(len(at), _NEVER))
-        self.values = self._policy.see(seen, max(0, tokens - self._tokens)).reshape(self._shape)
+        seen = Uses(at, new.reshape(-1)[at], times, np.full(len(at), _NEVER))
+        passed = max(0, tokens - self._tokens)
+        self._values = [policy.see(seen, passed).reshape(uses.shape) for policy in self._policies]
         self._uses, self._tokens = uses, tokens
         return True
 
+    def _compare(self, new: np.ndarray) -> None:
+        total = new.sum()
+        if not total:
+            return
+        rows = np.arange(len(self._slots))
+        for number, values in enumerate(self._values):
+            lowest = np.sort(values, axis=1)[rows, -self._slots]
+            share = new[values >= lowest[:, None]].sum() / total
+            self._hits[number] += (share - self._hits[number]) / _AVERAGED
+        best = int(self._hits.argmax())
+        if self._hits[best] > self._hits[self._used] + _BETTER:
+            self._used = best
+
     @property
-    def margin(self) -> float:
-        """How much more an expert must score than one in a slot to replace it."""
-        return self._policy.margin
+    def values(self) -> np.ndarray:
+        """[L, E], by the policy in use; not to be changed."""
+        return self._values[self._used]
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in use. An expert must score its margin more to replace another."""
+        return self._policies[self._used]
 
 
 @dataclass(frozen=True)

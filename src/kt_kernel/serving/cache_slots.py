@@ -3,7 +3,8 @@
 A slot goes through these states:
 
     in use    the device's map may contain it
-    leaving   the published map does not contain it, but the device may still use an older one
+    leaving   the published map does not contain it, but the device may still use an older one.
+              Maps are published at any time, also while the device copies one
     free      no kernel can read it
     arriving  its new expert is being copied
     arrived   its weights are complete, and the next map will contain it
@@ -29,7 +30,7 @@ class LayerSlots:
         self.version = 0  # of the published map
         used = set(placement.slots)
         self.free = [slot for slot in range(placement.num_slots) if slot not in used]
-        self._leaving: list[int] = []  # since the published version
+        self._leaving: list[tuple[int, int]] = []  # the first version without it, and the slot
         self._evicted: list[int] = []  # experts that the next map will not contain
         self._arriving: dict[int, int] = {}  # slot -> expert
         self._arrived: dict[int, int] = {}
@@ -77,22 +78,20 @@ class LayerSlots:
         self._arrived[slot] = self._arriving.pop(slot)
 
     def next_map(self, in_use: int) -> bool:
-        """Changes `wanted` if there is something new and the device has taken the last map into
-        use. in_use: the version that the device uses. Returns whether it is to be published."""
-        if in_use != self.version:
-            return False
-        self.free += self._leaving
-        self._leaving = []
+        """Changes `wanted` if there is something new. in_use: a version that the device uses, or
+        has used. Returns whether the map is to be published."""
+        while self._leaving and self._leaving[0][0] <= in_use:
+            self.free.append(self._leaving.pop(0)[1])
         if not self._evicted and not self._arrived:
             return False
+        self.version += 1
         for expert in self._evicted:
-            self._leaving.append(int(self.wanted[expert]))
+            self._leaving.append((self.version, int(self.wanted[expert])))
             self.wanted[expert] = COLD
         self._evicted = []
         for slot, expert in self._arrived.items():
             self.wanted[expert] = slot
         self._arrived = {}
-        self.version += 1
         return True
 
     def placement(self) -> Placement:

@@ -77,7 +77,7 @@ def describe(cache: ModelCache, rate: int | None) -> str:
         limit = f"at up to {bound / 1e9:.1f} GB/s ({why})"
     return (
         f"kt: experts of {len(cache.layers)} layers move while serving ({CACHE_FLAG}): "
-        f"{min(slots)} to {max(slots)} slots per layer, policy {cache.policy.name}, uploads of "
+        f"{min(slots)} to {max(slots)} slots per layer, policy {cache.policy} at first, uploads of "
         f"{first.packed.expert_bytes / 1e6:.1f} MB {limit}; the CPU keeps all experts"
     )
 
