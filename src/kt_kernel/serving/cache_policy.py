@@ -43,7 +43,7 @@ class Scores:
             policy.start(np.full(shape, _NEVER))
         self._uses = np.zeros(shape, np.int64)
         self._tokens = self._looks = self._used = 0
-        self._values = [np.zeros(shape) for _ in policies]
+        self._values: list[np.ndarray] = [np.zeros(shape) for _ in policies]
         self._hits = np.zeros(len(policies))
 
     def see(self, totals: Totals) -> bool:
