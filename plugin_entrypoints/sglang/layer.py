@@ -19,6 +19,7 @@ from sglang.srt.utils.common import is_cpu
 
 from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.serving.activations import activation_of
+from kt_kernel.serving.draft import draft_options
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import OptionError
@@ -73,7 +74,10 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.gpu_method = gpu_method
         self.config = config
         self.scaling = 1.0
-        if not isinstance(gpu_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
+        # All experts of a quantised draft model are hot.
+        if not config.model.draft and not isinstance(
+            gpu_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)
+        ):
             raise ValueError(
                 f"layer {config.layer_idx}: hot experts by {type(gpu_method).__name__} are not "
                 "supported; accepted: --kt-num-gpu-experts 0, or an unquantised or FP8 checkpoint"
@@ -230,7 +234,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             if self.hybrid.recorded:
                 x = dispatch_output.hidden_states
                 topk = self._routes(dispatch_output)
-                self.hybrid.record(topk.topk_ids, padding.masks.of(x))
+                self.hybrid.record(topk.topk_ids, self._padding(x))
             return self.gpu_method.apply(layer=layer, dispatch_output=dispatch_output)
         if dispatch_output.hidden_states_scale is not None:
             raise RuntimeError(
@@ -240,7 +244,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         topk = self._routes(dispatch_output)
         x = dispatch_output.hidden_states
         slots, weights = self.hybrid.submit(
-            x, topk.topk_ids, topk.topk_weights, cold_slot=-1, padding=padding.masks.of(x)
+            x, topk.topk_ids, topk.topk_weights, cold_slot=-1, padding=self._padding(x)
         )
         hot = None
         if self.hybrid.placement.num_slots:
@@ -249,6 +253,11 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             hot = compute(layer, dispatch_output, routes)
         total = self.hybrid.collect(x, hot, scale=self.scaling).to(x.dtype)
         return StandardCombineInput(hidden_states=total)
+
+    def _padding(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The mask of padding rows. A draft model has none: the masks are those of the served
+        model's graphs, and a draft model's are filled elsewhere."""
+        return None if self.config.model.draft else padding.masks.of(x)
 
     def _routes(self, dispatch_output: Any) -> Any:
         """The router's choice, with ids and weights [T, k]."""
@@ -323,11 +332,14 @@ def _around_initialize_model(
         return original(model_config, *args, **kwargs)
     verify_hooks()
     config = language_model(model_config.hf_config)
-    hybrid = HybridModel(options, config)
+    if model_config.is_draft_model:
+        hybrid = HybridModel(draft_options(options, model_config.quantization), draft=True)
+    else:
+        hybrid = HybridModel(options, config)
     _building.append((hybrid, unpadded_sizes(config)))
     try:
         model = original(model_config, *args, **kwargs)
-        if not hybrid.layers:
+        if not hybrid.layers and not hybrid.draft:
             raise OptionError(
                 f"model class {type(model).__name__} has no FusedMoE layer of SGLang; remove the "
                 "kt options"

@@ -242,6 +242,7 @@ ATTRIBUTES = (
             "model_config",
             "parallel_config",
             "scheduler_config",
+            "speculative_config",
         ),
         "the options, and the settings they are checked against",
     ),
@@ -272,6 +273,11 @@ ATTRIBUTES = (
         "vllm.config:ParallelConfig",
         ("distributed_executor_backend", "nnodes", "world_size"),
         "how many workers on this machine must confirm that they loaded our layers",
+    ),
+    Attributes(
+        "vllm.config:SpeculativeConfig",
+        ("method", "draft_model_config"),
+        "how tokens are predicted, and whether the draft model is quantised",
     ),
     Attributes("vllm.config:DeviceConfig", ("device_type",), "whether a trace can be made"),
     Attributes(
@@ -405,7 +411,6 @@ REFUSED = (
     Refusal("parallel_config.enable_dbo", (False,), _TOGETHER),
     Refusal("parallel_config.ubatch_size", (0, 1), _TOGETHER),
     Refusal("lora_config", (None,), NO_LORA_OPTION, "--enable-lora"),
-    Refusal("speculative_config", (None,), _TOGETHER),
     Refusal("weight_transfer_config", (None,), NO_EXCHANGE),
     Refusal("model_config.enable_sleep_mode", (False,), NO_EXCHANGE),
     Refusal("model_config.model_impl", ("auto", "vllm"), "only vLLM's own model code is supported"),
@@ -413,6 +418,15 @@ REFUSED = (
     Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
     Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
     Refusal("load_config.load_format", LOAD_FORMATS, "cold experts need their weights one by one"),
+)
+# Checked with --speculative-config. A draft model's experts are those of `kt_kernel.serving.draft`.
+REFUSED_SPECULATION = (
+    Refusal(
+        "speculative_config.method",
+        ("ngram", "eagle", "eagle3", "mtp"),
+        "this method of speculative decoding was not tested with kt options",
+        "--speculative-config",
+    ),
 )
 # Methods of both kinds of engine that leave weights alone.
 _ENGINES_ALIKE = (

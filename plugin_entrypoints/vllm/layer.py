@@ -17,6 +17,7 @@ from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kt_kernel.serving.activations import activation_of
+from kt_kernel.serving.draft import draft_options
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
@@ -57,7 +58,8 @@ class HybridExperts(RoutedExperts):
         assert options is not None
         _refuse(layer_name, moe_config, kwargs)
         self.kt_model = _model_of(config, options)
-        self.kt_padding = Padding(config)
+        # A draft model computes its padding like tokens: it has few, and graphs of its own.
+        self.kt_padding = None if self.kt_model.draft else Padding(config)
         self.kt_skip: SkipColdRoutes | None = None
         self.kt_on_input = kwargs.get("apply_router_weight_on_input", False)
         self.kt_computes = _computes(f"kt: {layer_name}", moe_config, self.kt_on_input)
@@ -87,7 +89,9 @@ class HybridExperts(RoutedExperts):
         return super()._get_quant_method(prefix, quant_config, moe_config)
 
     def _check_method(self) -> None:
-        if isinstance(self.quant_method, NoHotExperts):
+        layer = self.kt_layer
+        unchanged = layer.placement.all_hot and not layer.adapted and not layer.recorded
+        if unchanged or isinstance(self.quant_method, NoHotExperts):
             return
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
@@ -196,13 +200,12 @@ class HybridExperts(RoutedExperts):
         layer = self.kt_layer
         if layer.placement.all_hot:
             if layer.recorded:
-                layer.record(topk_ids, self.kt_padding.of(x))
+                layer.record(topk_ids, self._padding(x))
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
         skip = self.kt_skip
         cold_slot = -1 if skip is None else skip.prepare(x.shape[0])
-        padding = self.kt_padding.of(x)
         slots, weights = layer.submit(
-            x, topk_ids, topk_weights, cold_slot=cold_slot, padding=padding
+            x, topk_ids, topk_weights, cold_slot=cold_slot, padding=self._padding(x)
         )
         hot = None
         if skip is not None:
@@ -211,6 +214,9 @@ class HybridExperts(RoutedExperts):
             slots, some_hot = repeat_hot_routes(slots)
             hot = torch.where(some_hot, self._hot(x, weights, slots, **shared), 0)
         return layer.collect(x, hot)
+
+    def _padding(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None if self.kt_padding is None else self.kt_padding.of(x)
 
     def _hot(
         self, x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, **shared: Any
@@ -288,12 +294,20 @@ def _computes(place: str, moe_config: Any, router_weight_on_input: bool) -> dict
 
 
 def _model_of(config: Any, options: KTOptions) -> HybridModel:
-    """The model being built: that of earlier layers with this configuration, or a new one."""
+    """The model being built: that of earlier layers with this configuration, or a new one.
+
+    A draft model is built with the same configuration, once the served model is loaded.
+    """
+    served = False
     for runner in config.compilation_config.static_forward_context.values():
         model = getattr(getattr(runner, "routed_experts", None), "kt_model", None)
-        if model is not None:
+        if model is not None and not model.loaded:
             return model
-    return HybridModel(options, config.model_config.hf_text_config)
+        served = served or model is not None
+    if not served:
+        return HybridModel(options, config.model_config.hf_text_config)
+    quantisation = config.speculative_config.draft_model_config.quantization
+    return HybridModel(draft_options(options, quantisation), draft=True)
 
 
 def _engine_side(config: Any) -> EngineSide:

@@ -11,7 +11,7 @@ from typing import Any
 from kt_kernel.serving.options import KTOptions, OptionError
 
 from ..common import choose, refuse_class, refuse_moving, refuse_quantised, refuse_streaming
-from .contract import CONTRACT
+from .contract import CONTRACT, REFUSED_SPECULATION
 
 CONFIG_KEY = "kt"
 
@@ -67,6 +67,8 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     refuse_class(list(model.architectures or []), options, CONTRACT.engine)
     refuse_quantised(model.quantization, options)
     CONTRACT.refuse(config)
+    if config.speculative_config is not None:
+        CONTRACT.refuse(config, REFUSED_SPECULATION)
     device = config.device_config.device_type
     refuse_streaming(device, options)
     ranks = config.parallel_config.tensor_parallel_size

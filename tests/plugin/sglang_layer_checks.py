@@ -41,6 +41,7 @@ def check_scaling_is_applied_once() -> None:
     ):
         for cold in (1, 0):
             method = object.__new__(kt_layer.KTEPWrapperMethod)
+            method.config = SimpleNamespace(model=SimpleNamespace(draft=False))
             method.scaling = 1.0
             method.moe_runner_config = SimpleNamespace(routed_scaling_factor=2.5)
             method.gpu_method = SimpleNamespace(  # a kernel that multiplies

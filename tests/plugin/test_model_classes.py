@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import speculative
 import test_sglang
 import test_vllm
 from engines import HOT, TIMEOUT, Answers, check_logprobs, check_refused
@@ -68,7 +69,7 @@ def _options(engine: str, name: str, hot: int) -> dict[str, Any]:
     return {"method": "BF16", "num_gpu_experts": hot, **untested}
 
 
-def _job(engine: str, models: Callable[[str], Path]) -> dict[str, Any]:
+def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
     wanted = [run[1:] for run in RUNS if run[0] == engine]
     wanted += [(name, HOT) for of, name in REFUSED if of == engine]
     runs = []
@@ -81,6 +82,8 @@ def _job(engine: str, models: Callable[[str], Path]) -> dict[str, Any]:
         else:
             one |= {"config": json.dumps(options), "arguments": family.sglang or {}}
         runs.append(one)
+    if engine == "vllm":
+        runs += speculative.runs(folder, models("Qwen2MoeForCausalLM"))
     job = {"model": runs[0]["model"], "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     return job | ({"inspect_here": True} if engine == "vllm" else {"fork": True})
 
@@ -96,7 +99,7 @@ def answers(folder: Path, models: Callable[[str], Path]) -> Callable[[str], Answ
         if engine not in found:
             module = {"vllm": test_vllm, "sglang": test_sglang}[engine]
             env = module.environment(**VARIABLES[engine])
-            found[engine] = module.run(folder / engine, env, **_job(engine, models))
+            found[engine] = module.run(folder / engine, env, **_job(engine, models, folder))
         return found[engine]
 
     return of
@@ -144,6 +147,13 @@ def _layers(engine: str, stats: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("engine", "name"), REFUSED)
 def test_refused(engine: str, name: str, answers: Callable[[str], Answers]) -> None:
     check_refused(answers(engine)[f"{name} {HOT}"], REFUSED[engine, name])
+
+
+@pytest.mark.parametrize("check", [speculative.check_mtp, speculative.check_ngrams])
+def test_speculative_decoding(
+    check: Callable[[Answers], None], answers: Callable[[str], Answers]
+) -> None:
+    check(answers("vllm"))
 
 
 @pytest.mark.parametrize("engine", CLASSES)

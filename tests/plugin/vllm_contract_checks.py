@@ -74,7 +74,10 @@ LINES = {
     "parallel_config.enable_eplb": (True, "--enable-eplb: not supported with"),
     "parallel_config.ubatch_size": (2, "--ubatch-size 2: not supported with"),
     "lora_config": (object(), "--enable-lora: not supported with"),
-    "speculative_config": (object(), "--speculative-config: not supported with"),
+    "speculative_config": (
+        SimpleNamespace(method="medusa"),
+        "--speculative-config medusa: this method of speculative decoding was not tested",
+    ),
     "weight_transfer_config": (object(), "--weight-transfer-config: the weights"),
     "model_config.enable_sleep_mode": (True, "--enable-sleep-mode: the weights of cold"),
     "model_config.model_impl": ("terratorch", "--model-impl terratorch: only vLLM's own"),

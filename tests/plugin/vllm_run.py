@@ -93,6 +93,7 @@ def run(job: dict, one: dict) -> dict:
             for counter in ("expert_calls", "forwards")
         },
         "cached": [result.num_cached_tokens for result in results],
+        "accepted": accepted_tokens(llm),
         **asked,
         **found,
     }
@@ -103,6 +104,16 @@ def run(job: dict, one: dict) -> dict:
     gc.collect()
     cleanup_dist_env_and_memory()
     return answer
+
+
+def accepted_tokens(llm) -> int | None:
+    """Of speculative decoding; None without it, or if statistics are off."""
+    try:
+        metrics = llm.get_metrics()
+    except AssertionError:  # statistics are off
+        return None
+    name = "vllm:spec_decode_num_accepted_tokens"
+    return next((metric.value for metric in metrics if metric.name == name), None)
 
 
 def _generate(llm, prompts: list[list[int]], steps: list[int]) -> list:

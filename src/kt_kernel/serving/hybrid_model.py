@@ -28,11 +28,13 @@ class HybridModel:
     adapter of the options: ValueError if it cannot be read.
 
     config: the language model's configuration, see `model_config`. None: only options that look at
-    each layer by itself are possible. Raises OptionError for options that do not fit it.
+    each layer by itself are possible. draft: it is the draft model of speculative decoding, with
+    the options of `draft.draft_options`. Raises OptionError for options that do not fit it.
     """
 
-    def __init__(self, options: KTOptions, config: Any = None) -> None:
+    def __init__(self, options: KTOptions, config: Any = None, draft: bool = False) -> None:
         self.options = options
+        self.draft = draft
         self.plan: PlacementPlan | None = None
         if config is not None:
             self.plan = plan_placement(options, config)
@@ -142,7 +144,7 @@ class HybridModel:
         hot = {bracketed(p.hot_experts) for p in placements}
         cold = {bracketed(p.cold_experts) for p in placements}
         return (
-            f"kt: {len(self.layers)} MoE layers, in each "
+            f"kt: {'draft model: ' if self.draft else ''}{len(self.layers)} MoE layers, in each "
             f"{_span(p.num_hot for p in placements)} experts hot on the device"
             f"{hot.pop() if len(hot) == 1 else ''} and "
             f"{_span(p.num_cold for p in placements)} cold on the CPU"

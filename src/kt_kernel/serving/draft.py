@@ -1,0 +1,54 @@
+"""Speculative decoding: the options for a draft model that has experts of its own.
+
+The served model needs nothing special: it sees a few tokens of each request in a step, and nothing
+outlives a step. A draft model, such as the layer that predicts further tokens (MTP), is a
+`HybridModel` of its own, with its own chain for deferral.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..weights.methods import get_method
+from .options import KTOptions
+
+_UNQUANTISED = "BF16"
+
+
+def draft_options(options: KTOptions, quantisation: str | None) -> KTOptions:
+    """The options for a draft model's experts.
+
+    - As many experts of a layer are hot as in the served model: the first ones, because masks and
+      statistics are those of the served model. With a mask, none is hot.
+    - The engine delivers the weights of the cold ones, so a method that keeps quantised values is
+      replaced by BF16.
+    - All experts of a quantised draft model are hot: its single tensors mean nothing to kt-moe, and
+      its layers have other names in the files than in the engine.
+    - Nothing is streamed or recorded, and no adapter is merged.
+
+    Args:
+        options: the served model's, prepared.
+        quantisation: the engine's name of the draft model's quantisation; None or "" for none.
+    """
+    method = options.method
+    if get_method(method).quantised:
+        method = _UNQUANTISED
+    number, ratio = options.num_gpu_experts, options.gpu_experts_ratio
+    if quantisation:
+        number, ratio = None, 1.0
+    return replace(
+        options,
+        method=method,
+        weight_path=None,
+        num_gpu_experts=number,
+        gpu_experts_ratio=ratio,
+        gpu_experts_mask=None,
+        expert_placement_strategy=None,
+        expert_stats=None,
+        record_kt_gpu_expert_distribution=None,
+        record_kt_expert_routes=None,
+        expert_routes_tokens=None,
+        expert_lora_path=None,
+        gpu_prefill_token_threshold=0,
+        gpu_prefill_memory=None,
+    )

@@ -1,0 +1,74 @@
+"""Speculative decoding in vLLM on the CPU: the runs for test_model_classes.py, and their checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engines import HOT, Answers
+from family_models import PROMPTS
+from mtp_model import make_mtp
+
+STEPS = 24
+_MTP = {
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
+    "disable_log_stats": False,
+}
+_NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    }
+}
+_REPEATED = [[3 + (5 * j) % 11 for j in range(24)], [10, 11, 12, 13] * 6, [20, 30, 40] * 7]
+
+
+def runs(folder: Path, qwen: Path) -> list[dict[str, Any]]:
+    """The runs of one vLLM process, for its end: after n-grams, vLLM 0.32 starts no engine on the
+    CPU. folder: for new models. qwen: a model with experts in several layers."""
+    model = str(make_mtp(folder / "mtp"))
+    options = {"method": "BF16", "num_gpu_experts": HOT}
+    mtp = {"model": model, "steps": STEPS, "prompts": PROMPTS}
+    ngram = {"model": str(qwen), "steps": STEPS, "prompts": _REPEATED, "kt": options}
+    return [
+        mtp | {"name": "without mtp", "kt": options},
+        mtp | {"name": "stock mtp", "kt": None, "engine": _MTP},
+        mtp | {"name": "mtp", "kt": options, "engine": _MTP},
+        mtp
+        | {
+            "name": "mtp with other experts",
+            "model": str(make_mtp(folder / "mtp-other", offset=1)),
+            "kt": options,
+            "engine": _MTP,
+        },
+        ngram | {"name": "without n-grams"},
+        ngram | {"name": "n-grams", "engine": _NGRAM},
+    ]
+
+
+def check_mtp(answers: Answers) -> None:
+    """The text is that without MTP, and as many tokens are predicted as in the stock engine: the
+    draft model's experts are right. With its experts in the wrong places, few are predicted."""
+    tokens = answers["without mtp"]["tokens"]
+    for name in ("stock mtp", "mtp", "mtp with other experts"):
+        assert answers[name]["tokens"] == tokens, answers[name]
+    stock, ours, other = (
+        answers[name]["accepted"] for name in ("stock mtp", "mtp", "mtp with other experts")
+    )
+    print(f"accepted tokens: stock {stock}, with cold experts {ours}, control {other}")
+    assert len(tokens) * STEPS > ours == stock > 5 * other
+    # The model computes several tokens of a request at once, in fewer passes.
+    (layer,), (single,) = (
+        [each for each in answers[name]["stats"] if each] for name in ("mtp", "without mtp")
+    )
+    assert layer["forwards"] < 0.7 * single["forwards"] and layer["tokens"] > single["tokens"]
+
+
+def check_ngrams(answers: Answers) -> None:
+    """The text is that without n-grams, in fewer passes."""
+    found, single = answers["n-grams"], answers["without n-grams"]
+    assert found["tokens"] == single["tokens"], found
+    counts = [(a["forwards"], a["tokens"]) for a in (found["stats"][0], single["stats"][0])]
+    assert counts[0][0] < counts[1][0] and counts[0][1] > counts[1][1], counts
