@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from family_models import EXPERTS, LAYERS, make
@@ -16,15 +17,15 @@ from safetensors.torch import load_file, save_file
 NAME = "Glm4MoeForCausalLM"
 
 
-def make_mtp(path: Path, offset: int = 0) -> Path:
+def make_mtp(path: Path, offset: int = 0, **changed: Any) -> Path:
     """Writes the model to a new folder. offset: each expert of the added layer has the weights of
-    the expert so many places before it."""
-    make(NAME, path, num_nextn_predict_layers=1)
+    the expert so many places before it. changed: settings of its configuration."""
+    make(NAME, path, num_nextn_predict_layers=1, **changed)
     file = path / "model.safetensors"
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith("o_proj.weight") or name == "model.layers.0.mlp.down_proj.weight":
-            tensor.mul_(0.005)
+            tensor.mul_(0.001)
     last, added = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
     for name in [name for name in tensors if name.startswith(last)]:
         source = name

@@ -96,6 +96,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
                 for result in results
             ],
             "cached": [result["meta_info"]["cached_tokens"] for result in results],
+            "accepted": accepted_tokens(results),
             "failed": failed,
             "requests": answers,
             "again": again,
@@ -105,6 +106,15 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
         }
     finally:
         engine.shutdown()
+
+
+def accepted_tokens(results: list) -> int | None:
+    """Of speculative decoding: the first token comes from the prompt, and each pass of the model
+    gives one more. None without it."""
+    found = [result["meta_info"] for result in results]
+    if any("spec_verify_ct" not in one for one in found):
+        return None
+    return sum(one["completion_tokens"] - 1 - one["spec_verify_ct"] for one in found)
 
 
 def _settled(path: str) -> dict | None:

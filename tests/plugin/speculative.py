@@ -10,11 +10,11 @@ from family_models import PROMPTS
 from mtp_model import make_mtp
 
 STEPS = 24
-_MTP = {
+MTP = {
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
     "disable_log_stats": False,
 }
-_NGRAM = {
+NGRAM = {
     "speculative_config": {
         "method": "ngram",
         "num_speculative_tokens": 3,
@@ -34,17 +34,17 @@ def runs(folder: Path, qwen: Path) -> list[dict[str, Any]]:
     ngram = {"model": str(qwen), "steps": STEPS, "prompts": _REPEATED, "kt": options}
     return [
         mtp | {"name": "without mtp", "kt": options},
-        mtp | {"name": "stock mtp", "kt": None, "engine": _MTP},
-        mtp | {"name": "mtp", "kt": options, "engine": _MTP},
+        mtp | {"name": "stock mtp", "kt": None, "engine": MTP},
+        mtp | {"name": "mtp", "kt": options, "engine": MTP},
         mtp
         | {
             "name": "mtp with other experts",
             "model": str(make_mtp(folder / "mtp-other", offset=1)),
             "kt": options,
-            "engine": _MTP,
+            "engine": MTP,
         },
         ngram | {"name": "without n-grams"},
-        ngram | {"name": "n-grams", "engine": _NGRAM},
+        ngram | {"name": "n-grams", "engine": NGRAM},
     ]
 
 
