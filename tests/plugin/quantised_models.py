@@ -54,9 +54,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "AWQ_INT4": {"modules_to_not_convert": ["lm_head", "self_attn", "mlp.gate"]},
     "NVFP4": {"quant_algo": "NVFP4", "group_size": 16, "ignore": _DENSE},
     "MXFP8": {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": _DENSE},
+    "W8A8": _compressed_tensors(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True},
+        **{"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    ),
 }
 
-SERVED: dict[str, Format] = FORMATS | {"GPTQ_INT4": SYMMETRIC_GPTQ}
+SERVED: dict[str, Format] = FORMATS | {
+    "GPTQ_INT4": SYMMETRIC_GPTQ,
+    "W8A8": FORMATS["int8 per row"],
+}
 
 
 def make_quantised(path: Path, name: str) -> Weights:
