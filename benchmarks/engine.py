@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from machine import about
 from shapes import Shape, parse_shape
@@ -37,6 +37,22 @@ from kt_kernel.serving.server_process import process_group
 SCRIPT = Path(__file__).parent / "engine_run.py"
 
 
+class Hot(NamedTuple):
+    """A part of the experts, and the format of their weights on the GPU."""
+
+    part: float
+    format: str = "auto"
+
+    @classmethod
+    def parse(cls, text: str) -> Hot:
+        """Of PART or PART:FORMAT."""
+        part, _, form = text.partition(":")
+        return cls(float(part), form or "auto")
+
+    def __str__(self) -> str:
+        return f"{self.part:.0%} hot" + (f" ({self.format})" if self.format != "auto" else "")
+
+
 def expert_bytes(shape: Shape, layers: int) -> int:
     """Bytes of all experts in bfloat16."""
     return 2 * shape.weights * shape.experts * layers
@@ -45,24 +61,26 @@ def expert_bytes(shape: Shape, layers: int) -> int:
 def configurations(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
     """The name and the engine's arguments of every configuration."""
     found: list[dict[str, Any]] = [] if args.no_stock else [{"name": "stock", "arguments": {}}]
-    for part in args.hot:
-        hot = round(part * args.shape.experts)
+    for hot in args.hot:
         for d, tokens in itertools.product(args.deferral, args.streaming):
             kt = {
                 "method": args.method,
-                "num_gpu_experts": hot,
+                "num_gpu_experts": round(hot.part * args.shape.experts),
                 "max_deferred_experts_per_token": d,
                 "gpu_prefill_token_threshold": tokens,
             }
+            if hot.format != "auto":
+                kt["hot_format"] = hot.format
             if args.cpuinfer:
                 kt["cpuinfer"] = args.cpuinfer
             if args.weight_path:
                 kt["weight_path"] = str(model)
             found.append(
                 {
-                    "name": f"kt {part:.0%} hot, d={d}"
+                    "name": f"kt {hot}, d={d}"
                     + (f", streamed from {tokens} tokens" if tokens else ""),
-                    "hot": part,
+                    "hot": hot.part,
+                    "hot_format": hot.format,
                     "deferred": d,
                     "streamed": tokens,
                     "arguments": {"kt": kt},
@@ -161,7 +179,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="kt reads cold experts from the checkpoint itself, on all of its threads, instead of "
         "getting them from the engine one by one; large models start sooner",
     )
-    add("--hot", nargs="*", type=float, default=[0, 0.25, 0.5, 0.75], help="parts of the experts")
+    add(
+        "--hot",
+        nargs="*",
+        type=Hot.parse,
+        default=[Hot(part) for part in (0, 0.25, 0.5, 0.75)],
+        metavar="PART[:FORMAT]",
+        help="parts of the experts, with a --kt-hot-format such as 0.5:packed",
+    )
     add("--deferral", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     add(
         "--streaming",
@@ -189,9 +214,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, help="save after each configuration")
     args = parser.parse_args(argv)
     if args.offload is None:
-        args.offload = args.hot
+        args.offload = [hot.part for hot in args.hot]
     for name, values, most in (
-        ("--hot", args.hot, 1),
+        ("--hot", [hot.part for hot in args.hot], 1),
         ("--offload", args.offload, 1),
         ("--deferral", args.deferral, args.shape.top_k),
     ):

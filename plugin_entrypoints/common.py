@@ -40,7 +40,6 @@ ALSO_TESTED = {
 }
 # Load formats that pass weights to our loaders one by one, as tested.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
-QUANTISED_HOT = ("fp8",)  # quantisations of served models whose hot experts were tested
 # Reasons for a refusal, of configurations and of requests to a running engine.
 SINGLE_RANK = "kt-moe supports tensor parallelism only"
 NO_EXCHANGE = "the weights of cold experts cannot be replaced or offloaded"
@@ -151,6 +150,8 @@ def refuse_moving(device: str, ranks: int, quantisation: str | None, options: KT
             f"{flag}: hot experts must have 16 bits, and the served model is quantised with "
             f"{quantisation}"
         )
+    if options.hot_format == PACKED:
+        raise OptionError(f"{flag}: hot experts must have 16 bits; remove --kt-hot-format packed")
     if device not in ("cuda", "cpu"):
         raise OptionError(f"{flag}: the engine's device is {device}; accepted: cuda, cpu")
 
@@ -172,17 +173,3 @@ def refuse_class(classes: list[str], options: KTOptions, engine: str) -> None:
 def models_tested_in(engine: str) -> list[str]:
     """The model classes that were tested in an engine, sorted."""
     return sorted((*TESTED_MODELS, *ALSO_TESTED.get(engine, ())))
-
-
-def refuse_quantised(quantisation: str | None, options: KTOptions) -> None:
-    """OptionError if the hot experts of a quantised model need kernels that were not tested.
-
-    quantisation: its name in the engine; None or "" for none.
-    """
-    hot = options.hot_option
-    if quantisation and quantisation not in QUANTISED_HOT and hot:
-        raise OptionError(
-            f"{hot}: the model is quantised with {quantisation}, whose hot experts are supported "
-            f"for {', '.join(QUANTISED_HOT)} only; accepted: --kt-num-gpu-experts 0, or the "
-            "unquantised model with --kt-weight-path and the quantised checkpoint"
-        )

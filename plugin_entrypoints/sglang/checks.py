@@ -6,7 +6,7 @@ from typing import Any
 from kt_kernel.runtime.variant import kernel_kind
 from kt_kernel.serving.options import KTOptions, OptionError
 
-from ..common import refuse_class, refuse_moving, refuse_quantised, refuse_streaming, warn_of_trace
+from ..common import refuse_class, refuse_moving, refuse_streaming, warn_of_trace
 from .contract import BESIDE_COLD, CONTRACT, DECLARE_LATE, DECLARE_RESOLUTION
 from .options import OPTIONS_KEY, language_model, model_config_of, options_of, resolved
 
@@ -46,7 +46,6 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
 
     refuse_class(list(model_config.hf_config.architectures or []), options, CONTRACT.engine)
     quantisation = model_config.quantization or arguments.quantization
-    refuse_quantised(quantisation, options)
     CONTRACT.refuse(arguments)
     refuse_streaming(arguments.device, options)
     refuse_moving(arguments.device, arguments.tp_size, quantisation, options)
@@ -57,7 +56,11 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     if cold or options.records:
         _refuse_compiled_graphs(arguments)
     served = ServedModel(
-        arguments.model_path, quantisation, arguments.revision, arguments.download_dir
+        arguments.model_path,
+        quantisation,
+        arguments.revision,
+        arguments.download_dir,
+        arguments.device,
     )
     return prepare(options, language_model(model_config.hf_config), served)
 

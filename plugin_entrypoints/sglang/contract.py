@@ -378,7 +378,16 @@ NAMES = (
         "called",
         "loads one matrix of a hot expert into a given slot",
     ),
-    Name(f"{_RUNNER}.triton_utils.fused_moe:fused_experts", "called", "computes streamed experts"),
+    Name(
+        f"{_RUNNER}.triton_utils.fused_moe:fused_experts",
+        "called",
+        "computes streamed experts, and hot ones in 4 bits",
+    ),
+    Name(
+        f"{SRT}.layers.quantization.base_config:FusedMoEMethodBase.create_weights",
+        "subclassed",
+        "the method of hot experts in 4 bits",
+    ),
     Name(f"{_RUNNER}:MoeRunnerConfig", "called", "its settings"),
     Name(f"{SRT}.layers.moe.topk:StandardTopKOutput", "called", "its routes"),
     Name(

@@ -22,7 +22,7 @@ from kt_kernel.serving.activations import activation_of
 from kt_kernel.serving.draft import draft_options
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.options import PACKED, OptionError
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
@@ -31,6 +31,7 @@ from . import padding, requests
 from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
 from .hooks import Hook, verify
+from .hot import PackedExperts, hold_dense, refuse_activation
 from .options import language_model, options_of, resolved, text_config
 from .products import products
 
@@ -80,7 +81,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         ):
             raise ValueError(
                 f"layer {config.layer_idx}: hot experts by {type(gpu_method).__name__} are not "
-                "supported; accepted: --kt-num-gpu-experts 0, or an unquantised or FP8 checkpoint"
+                "supported; accepted: --kt-hot-format bf16 or packed"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -125,11 +126,17 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             has_cpu_part=layer.moe_tp_rank == 0,
         )
         self.dtype = params_dtype
+        options = self.config.model.options
+        packed = options.hot_format == PACKED and placement.num_slots > 0
+        if placement.num_slots and (packed or options.reads_hot):
+            refuse_activation(place, self.hybrid.activation, extra.get("with_bias", False))
         self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots
-        if not placement.all_hot or self.hybrid.adapted:
+        if not placement.all_hot or self.hybrid.adapted or packed:
             extra["weight_loader"] = self._make_loader(layer, extra["weight_loader"])
+        if packed:
+            self.gpu_method = PackedExperts(self.hybrid)
         self.gpu_method.create_weights(
             layer=layer,
             num_experts=num_experts,
@@ -168,6 +175,10 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 return
             if hybrid.keeps_hot:
                 hybrid.add_weight(expert_id, which, loaded_weight)
+            if hybrid.hot is not None:
+                merged = hybrid.hot_weight(expert_id, which, loaded_weight, loaded_weight.dtype)
+                hybrid.hot.put(slot, which, merged)
+                return
             loaded_weight = hybrid.hot_weight(expert_id, which, loaded_weight, param.dtype)
             if all_hot:
                 original(param, loaded_weight, weight_name, shard_id, expert_id)
@@ -184,6 +195,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Called by SGLang after loading the checkpoint; ValueError names missing weights."""
+        options, slots = self.config.model.options, self.hybrid.placement.num_slots
+        if slots and options.reads_hot and self.hybrid.hot is None:
+            hold_dense(layer, self.hybrid)
         self.hybrid.finish_loading()
         if self.hybrid.placement.num_slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)
@@ -406,10 +420,10 @@ def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **gi
 
 
 def _reads_all(model: HybridModel, layer_idx: int, num_experts: int) -> bool:
-    """Whether kt-moe reads all experts of a layer, so that SGLang has none."""
+    """Whether kt-moe reads all experts of a layer, and SGLang none."""
     if model.options.weight_path is None:
         return False
-    return model.placement_of(layer_idx, num_experts).num_slots == 0
+    return model.options.reads_hot or model.placement_of(layer_idx, num_experts).num_slots == 0
 
 
 def _around_get_all_weights(

@@ -166,7 +166,12 @@ NAMES = (
         "called",
         "gives the largest batch for which that kernel uses the routes unchanged",
     ),
-    Name(f"{LAYERS}.fused_moe:fused_experts", "called", "computes streamed experts"),
+    Name(
+        f"{LAYERS}.fused_moe:fused_experts",
+        "called",
+        "computes streamed experts, and hot ones in 4 bits",
+    ),
+    Name(f"{LAYERS}.config:int4_w4a16_moe_quant_config", "called", "describes those in 4 bits"),
     Name(
         f"{LAYERS}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
         ".process_weights_after_loading",
@@ -356,8 +361,8 @@ ATTRIBUTES = (
     ),
     Attributes(
         f"{LAYERS}.fused_moe_method_base:FusedMoEMethodBase",
-        ("is_monolithic", "moe_kernel"),
-        "whether the kernel does the routing, and which kernel it is",
+        ("is_monolithic", "moe_kernel", "moe_quant_config"),
+        "whether the kernel does the routing, which kernel it is, and its weights",
     ),
     Attributes(f"{LAYERS}.modular_kernel:FusedMoEKernel", ("fused_experts",), "which kernel it is"),
     Attributes(

@@ -20,13 +20,14 @@ from kt_kernel.serving.activations import activation_of
 from kt_kernel.serving.draft import draft_options
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.options import PACKED, KTOptions
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
 from ..contract import Arguments
 from .cold import NoHotExperts
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
+from .hot import ColdAsLast, PackedExperts, hold_dense
 from .options import logger, options_of
 from .padding import Padding
 from .routes import SkipColdRoutes, products, repeat_hot_routes, skip_cold_routes
@@ -60,7 +61,7 @@ class HybridExperts(RoutedExperts):
         self.kt_model = _model_of(config, options)
         # A draft model computes its padding like tokens: it has few, and graphs of its own.
         self.kt_padding = None if self.kt_model.draft else Padding(config)
-        self.kt_skip: SkipColdRoutes | None = None
+        self.kt_skip: SkipColdRoutes | ColdAsLast | None = None
         self.kt_on_input = kwargs.get("apply_router_weight_on_input", False)
         self.kt_computes = _computes(f"kt: {layer_name}", moe_config, self.kt_on_input)
         ranks = moe_config.moe_parallel_config
@@ -82,21 +83,26 @@ class HybridExperts(RoutedExperts):
         self._hook_end_of_loading(params_dtype, _engine_side(config))
 
     def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
-        """vLLM's choice of the method that holds and computes the hot experts."""
+        """The method that holds and computes the hot experts: vLLM's choice, unless kt-moe fills in
+        their weights."""
         layer = self.kt_layer
         if layer.placement.num_slots == 0 and layer.options.weight_path is not None:
             return NoHotExperts(moe_config)
+        if layer.placement.num_slots and layer.options.hot_format == PACKED:
+            return PackedExperts(moe_config, layer, self.kt_computes)
+        if layer.options.reads_hot:
+            return UnquantizedFusedMoEMethod(moe_config)
         return super()._get_quant_method(prefix, quant_config, moe_config)
 
     def _check_method(self) -> None:
         layer = self.kt_layer
         unchanged = layer.placement.all_hot and not layer.adapted and not layer.recorded
-        if unchanged or isinstance(self.quant_method, NoHotExperts):
+        if unchanged or isinstance(self.quant_method, (NoHotExperts, PackedExperts)):
             return
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
                 f"kt: {self.layer_name}: hot experts by {type(self.quant_method).__name__} are not "
-                "supported; accepted: --kt-num-gpu-experts 0, or an unquantised or FP8 checkpoint"
+                "supported; accepted: --kt-hot-format bf16 or packed"
             )
         if self.quant_method.is_monolithic:
             raise ValueError(
@@ -122,13 +128,16 @@ class HybridExperts(RoutedExperts):
                     f"{place}: the model changes the experts' activation or biases after the layer "
                     "is built, which is not supported with kt options"
                 )
-            self.kt_layer.finish_loading()
             placement = self.kt_layer.placement
+            if placement.num_slots and self.kt_layer.options.reads_hot and not self.kt_layer.hot:
+                hold_dense(self)
+            self.kt_layer.finish_loading()
             if placement.num_slots:  # vLLM cannot repack an empty weight
                 after_loading(layer)
                 if not placement.all_hot:
-                    self.kt_skip = skip_cold_routes(self, placement.num_slots)
-                    self.kt_layer.slot_weights = self.w13_weight, self.w2_weight
+                    self.kt_skip = self._skipping(placement.num_slots)
+                    if not isinstance(self.quant_method, PackedExperts):
+                        self.kt_layer.slot_weights = self.w13_weight, self.w2_weight
             if self.kt_model.loaded:
                 self.kt_model.finish_loading()
                 device = next(chain(self.parameters(), self.buffers())).device
@@ -142,6 +151,12 @@ class HybridExperts(RoutedExperts):
         if not self.kt_layer.placement.num_slots:
             # vLLM 0.26 calls it under tensor parallelism if loading created no kernel.
             self.quant_method.maybe_make_prepare_finalize = lambda **given: None
+
+    def _skipping(self, slots: int) -> "SkipColdRoutes | ColdAsLast | None":
+        """How the method's kernel skips cold routes; None if it computes every route."""
+        if isinstance(self.quant_method, PackedExperts):
+            return self.quant_method.cold
+        return skip_cold_routes(self, slots)
 
     @property
     def expert_map(self) -> torch.Tensor | None:
@@ -165,7 +180,7 @@ class HybridExperts(RoutedExperts):
         """vLLM's loading callback; a cold matrix goes only to the CPU layer, and an adapter is
         merged into hot ones before vLLM takes its rank's part of them."""
         layer = self.kt_layer
-        if layer.placement.all_hot and not layer.adapted:
+        if layer.placement.all_hot and not layer.adapted and layer.hot is None:
             return super().weight_loader(
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
             )
@@ -180,9 +195,14 @@ class HybridExperts(RoutedExperts):
                 "one expert"
             )
         which = _MATRIX[layer.activation.gated][shard_id]
-        if layer.slot_of(expert_id) >= 0:
-            if layer.keeps_hot:
-                layer.add_weight(expert_id, which, loaded_weight)
+        slot = layer.slot_of(expert_id)
+        if slot >= 0 and layer.keeps_hot:
+            layer.add_weight(expert_id, which, loaded_weight)
+        if slot >= 0 and layer.hot is not None:
+            merged = layer.hot_weight(expert_id, which, loaded_weight, loaded_weight.dtype)
+            layer.hot.put(slot, which, merged)
+            return True if return_success else None
+        if slot >= 0:
             loaded_weight = layer.hot_weight(expert_id, which, loaded_weight, param.dtype)
             return super().weight_loader(
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
@@ -231,17 +251,19 @@ class HybridExperts(RoutedExperts):
         return hot
 
 
-class AllCold(HybridExperts):
-    """For a model whose class of experts loads hot ones in its own way."""
+class ReadHere(HybridExperts):
+    """For a model whose class of experts loads them in its own way: kt-moe reads all of them."""
 
     def __init__(
         self, layer_name: str, params_dtype: Any, moe_config: Any, quant_config: Any, **more: Any
     ) -> None:
         options = options_of(get_current_vllm_config())
-        if options is None or options.weight_path is None or options.hot_option:
+        reads = options is not None and options.weight_path is not None
+        if options is None or not reads or (options.hot_option and not options.reads_hot):
             raise ValueError(
                 f"kt: {layer_name}: this model's experts have their own loading; kt-moe serves "
-                "them with --kt-num-gpu-experts 0 from a quantised model, or with --kt-weight-path"
+                "them from a quantised model only, or with --kt-num-gpu-experts 0 and "
+                "--kt-weight-path"
             )
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **more)
 
@@ -249,13 +271,13 @@ class AllCold(HybridExperts):
 def replacements() -> dict[str, type[HybridExperts]]:
     """Our classes by the names of vLLM's that they replace.
 
-    A model with a class of its own, which differs in loading only, is served with no expert hot:
-    then vLLM loads nothing.
+    A model with a class of its own, which differs in loading only, is served if vLLM loads none of
+    its experts.
     """
     found: dict[str, type[HybridExperts]] = {RoutedExperts.__name__: HybridExperts}
     for own in (getattr(gpt_oss, "GptOssRoutedExperts", None),):
         if own is not None:
-            found[own.__name__] = type(f"Hybrid{own.__name__}", (AllCold, own), {})
+            found[own.__name__] = type(f"Hybrid{own.__name__}", (ReadHere, own), {})
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kt_kernel.serving.options import KTOptions, OptionError
 
-from ..common import choose, refuse_class, refuse_moving, refuse_quantised, refuse_streaming
+from ..common import choose, refuse_class, refuse_moving, refuse_streaming
 from .contract import CONTRACT, REFUSED_SPECULATION
 
 CONFIG_KEY = "kt"
@@ -65,7 +65,6 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
 
     model = config.model_config
     refuse_class(list(model.architectures or []), options, CONTRACT.engine)
-    refuse_quantised(model.quantization, options)
     CONTRACT.refuse(config)
     if config.speculative_config is not None:
         CONTRACT.refuse(config, REFUSED_SPECULATION)
@@ -74,6 +73,10 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     ranks = config.parallel_config.tensor_parallel_size
     refuse_moving(device, ranks, model.quantization, options)
     served = ServedModel(
-        model.model, model.quantization, model.revision, config.load_config.download_dir
+        model.model,
+        model.quantization,
+        model.revision,
+        config.load_config.download_dir,
+        config.device_config.device_type,
     )
     return prepare(options, model.hf_text_config, served)

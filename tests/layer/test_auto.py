@@ -77,7 +77,9 @@ def test_an_unquantised_model(options: dict[str, Any]) -> None:
 
 def test_weights_elsewhere(fp8: Path) -> None:
     decided = decide(UNQUANTISED, weight_path=str(fp8), num_gpu_experts=1)
-    assert decided == KTOptions(method="FP8", weight_path=str(fp8), num_gpu_experts=1)
+    assert decided == KTOptions(
+        method="FP8", weight_path=str(fp8), num_gpu_experts=1, hot_format="engine"
+    )
     assert "method FP8 (auto: FP8 with scales per 128x128 block), hot" in decided.describe()
 
 

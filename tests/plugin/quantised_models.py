@@ -7,6 +7,7 @@ choose their own methods for it.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from expert_weights import HIDDEN, INTERMEDIATE, Weights
 from safetensors.torch import load_file, save_file
 from safetensors_files import FORMATS, SYMMETRIC_GPTQ, Format, expert_tensors
 from tiny_model import LAYERS, Reference, make
+
+from kt_kernel.testing import quantise_weights
 
 SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "head_dim": 64}  # 64: for SGLang's kernels
 _DENSE = ["lm_head"] + [
@@ -67,14 +70,46 @@ SERVED: dict[str, Format] = FORMATS | {
 }
 
 
+PLAIN, PLAIN_METHOD = "unquantised", "INT4_G32"  # a model of 16 bits, and what auto makes of it
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model served with some hot experts, stored on the device as --kt-hot-format ``form``."""
+
+    model: str
+    hot: int = 0
+    form: str = "auto"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.hot} hot ({self.form})"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"num_gpu_experts": self.hot}
+        return options | ({"hot_format": self.form} if self.form != "auto" else {})
+
+    @property
+    def method(self) -> str:
+        """Of its cold experts."""
+        return PLAIN_METHOD if self.model == PLAIN else SERVED[self.model].method
+
+
 def make_quantised(path: Path, name: str) -> Weights:
-    """Writes the model to a new folder. Returns the values of its experts' weights."""
-    form = SERVED[name]
+    """Writes the model to a new folder. Returns the values of its experts' weights; of the
+    unquantised model, those in `PLAIN_METHOD`."""
+    form = FORMATS["BF16"] if name == PLAIN else SERVED[name]
     make(path, **SIZES)
     tensors = load_file(path / "model.safetensors")
     others = {name: t for name, t in tensors.items() if ".experts." not in name}
     experts, weights = expert_tensors(form)
     save_file(others | experts, path / "model.safetensors", {"format": "pt"})
+    if name == PLAIN:
+        return [
+            [tuple(quantise_weights(PLAIN_METHOD, w.bfloat16()) for w in one) for one in layer]
+            for layer in weights
+        ]
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = (form.quantization or {}) | SETTINGS[name]
     (path / "config.json").write_text(json.dumps(config))

@@ -28,6 +28,7 @@ SPECIFIED = [
     "--kt-num-gpu-experts",
     "--kt-gpu-experts-ratio",
     "--kt-gpu-experts-mask",
+    "--kt-hot-format",
     "--kt-max-deferred-experts-per-token",
     "--kt-gpu-prefill-token-threshold",
     "--kt-gpu-prefill-memory",

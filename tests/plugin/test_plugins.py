@@ -209,22 +209,6 @@ def test_environment_reaches_the_engine(text: str, monkeypatch: pytest.MonkeyPat
     assert vllm_options.options_of(arguments) == KTOptions.from_mapping(json.loads(text))
 
 
-@pytest.mark.parametrize("hot", [None, 0, 2])
-@pytest.mark.parametrize("method", [None, "", "fp8", "awq"])
-def test_quantised_models(method: str | None, hot: int | None) -> None:
-    """Only hot experts need kernels that were tested."""
-    options = KTOptions(num_gpu_experts=hot)
-    if method != "awq" or not hot:
-        common.refuse_quantised(method, options)
-        return
-    with pytest.raises(OptionError) as caught:
-        common.refuse_quantised(method, options)
-    assert str(caught.value).startswith("--kt-num-gpu-experts 2: the model is quantised with awq")
-    for other in ({"gpu_experts_ratio": 0.5}, {"gpu_experts_mask": "a.mask"}):
-        with pytest.raises(OptionError, match="the model is quantised with awq"):
-            common.refuse_quantised(method, KTOptions(**other))
-
-
 def test_untested_classes() -> None:
     options, untested = KTOptions(), KTOptions(allow_untested=True)
     common.refuse_class(["Cohere2MoeForCausalLM"], options, "vLLM")

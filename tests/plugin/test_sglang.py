@@ -408,7 +408,7 @@ def test_error_of_a_worker_is_raised(answers: Answers, broken: Path) -> None:
         ("too many", "--kt-num-gpu-experts 9: the model has 8 experts per layer; accepted: 0 to 8"),
         ("unknown", "unknown kt option 'gpu_experts'"),
         ("both wrong", "KT_CONFIG 'method=BF16': not JSON"),
-        ("GPTQ", "the model is quantised with gptq, whose hot experts are supported for fp8 only"),
+        ("GPTQ", "is not quantised, and kt-moe does not support experts that the engine quantises"),
         ("class", "model class Dots1ForCausalLM was not tested with kt-moe"),
     ],
 )

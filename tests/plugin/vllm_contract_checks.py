@@ -81,7 +81,6 @@ LINES = {
     "weight_transfer_config": (object(), "--weight-transfer-config: the weights"),
     "model_config.enable_sleep_mode": (True, "--enable-sleep-mode: the weights of cold"),
     "model_config.model_impl": ("terratorch", "--model-impl terratorch: only vLLM's own"),
-    "model_config.quantization": ("awq", "--kt-num-gpu-experts 4: the model is quantised with awq"),
     "offload_config.uva.cpu_offload_gb": (0.5, "--cpu-offload-gb 0.5: both settings decide"),
     "offload_config.prefetch.offload_group_size": (
         8,
@@ -116,6 +115,10 @@ def check_configurations() -> None:
             assert possible, path
             found = error_of(refuse, made, some)
             assert found.startswith(line) and "\n" not in found, (path, found)
+    with changed(made, "model_config.quantization", "awq"):
+        theirs = KTOptions(weight_path=str(MODEL), num_gpu_experts=4, hot_format="engine")
+        line = "--kt-hot-format engine: the model is quantised with awq; the engine's own"
+        assert error_of(refuse, made, theirs).startswith(line)
     with changed(made, "model_config.quantization", "fp8"):
         found = error_of(refuse, made, KTOptions())
         line = f"served model {MODEL}, quantised with fp8: {MODEL} is not quantised, and"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..weights.methods import get_method
-from .options import KTOptions
+from .options import ENGINE, KTOptions
 
 _UNQUANTISED = "BF16"
 
@@ -24,7 +24,7 @@ def draft_options(options: KTOptions, quantisation: str | None) -> KTOptions:
       replaced by BF16.
     - All experts of a quantised draft model are hot: its single tensors mean nothing to kt-moe, and
       its layers have other names in the files than in the engine.
-    - Nothing is streamed or recorded, and no adapter is merged.
+    - Nothing is streamed or recorded, no expert moves, and no adapter is merged.
 
     Args:
         options: the served model's, prepared.
@@ -43,6 +43,8 @@ def draft_options(options: KTOptions, quantisation: str | None) -> KTOptions:
         num_gpu_experts=number,
         gpu_experts_ratio=ratio,
         gpu_experts_mask=None,
+        hot_format=ENGINE,
+        enable_dynamic_expert_update="off",
         expert_placement_strategy=None,
         expert_stats=None,
         record_kt_gpu_expert_distribution=None,

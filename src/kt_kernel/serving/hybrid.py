@@ -26,6 +26,7 @@ from ..weights.loading import LoadRecord
 from .activations import SILU
 from .adapter import FLAG, LayerMerge
 from .cache import ModelCache
+from .hot_weights import HotWeights, read_hot
 from .options import AUTO, KTOptions, OptionError
 from .placement import initial_placement
 from .recording import LayerRecording
@@ -94,6 +95,7 @@ class HybridLayer:
         self.activation = activation
         self.num_experts = num_experts
         self.hidden_size = hidden_size
+        self.moe_intermediate_size = moe_intermediate_size
         if placement is None:
             placement = initial_placement(options, num_experts, layer_idx)
         if placement.num_experts != num_experts:
@@ -107,6 +109,7 @@ class HybridLayer:
         self._packed: set[int] = set()
         per_process(self, "_lock", threading.Lock)  # engines may load shards from several threads
         self._finished = False
+        self.hot: HotWeights | None = None  # set by a plugin, if kt-moe fills the engine's tensors
         self.adapted = change is not None
         self._merge: LayerMerge | None = None  # while weights load
         if change is not None:
@@ -335,10 +338,11 @@ class HybridLayer:
                 self._packed.add(expert_id)
 
     def refuse_reload(self, place: str) -> None:
-        """RuntimeError if loading is finished and some experts are cold or adapted: an engine that
-        replaces weights while serving would not change them, or would lose the adapter. The message
-        begins with ``place``."""
-        if self._finished and (self.adapted or not self._placement.all_hot):
+        """RuntimeError if loading is finished and some experts are cold, adapted or converted: an
+        engine that replaces weights while serving would not change them, or would lose the adapter.
+        The message begins with ``place``."""
+        fixed = self.adapted or self.hot is not None or not self._placement.all_hot
+        if self._finished and fixed:
             raise RuntimeError(
                 f"{place}: weights arrive after loading was finished; "
                 "replacing weights while serving is not supported"
@@ -346,7 +350,7 @@ class HybridLayer:
 
     def finish_loading(self) -> None:
         """Finishes loading: reads --kt-weight-path if given, else checks that all cold weights
-        arrived.
+        arrived. The same for hot experts whose tensors kt-moe fills (``hot``).
 
         Raises ValueError naming missing matrices. A second call does nothing.
         """
@@ -356,6 +360,10 @@ class HybridLayer:
             self._merge.check_complete(self._placement.hot_experts)
         if self._wrapper is not None:
             self._finish_cold(self._wrapper)
+        if self.hot is not None:
+            if self.options.reads_hot:
+                read_hot(self.options, self.layer_idx, self._placement, self.hot)
+            self.hot.check_complete()
         self._merge = None
         self._finished = True
 

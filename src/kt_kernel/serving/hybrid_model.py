@@ -75,10 +75,13 @@ class HybridModel:
     @property
     def cold_names(self) -> ColdNames:
         """The tensors of the served checkpoint that the engine must not load: those of cold
-        experts, if they are read from --kt-weight-path."""
+        experts, if they are read from --kt-weight-path, and of hot ones if these are, too."""
         if self.options.weight_path is None:
             return ColdNames({})
-        return ColdNames({layer.layer_idx: layer.placement for layer in self.layers})
+        placements = {layer.layer_idx: layer.placement for layer in self.layers}
+        if self.options.reads_hot:
+            placements = {n: Placement.first(p.num_experts, 0) for n, p in placements.items()}
+        return ColdNames(placements)
 
     @property
     def loaded(self) -> bool:
@@ -148,8 +151,16 @@ class HybridModel:
             f"{_span(p.num_hot for p in placements)} experts hot on the device"
             f"{hot.pop() if len(hot) == 1 else ''} and "
             f"{_span(p.num_cold for p in placements)} cold on the CPU"
-            f"{cold.pop() if len(cold) == 1 else ''}{self._selected()}; {where}{self._adapted}"
+            f"{cold.pop() if len(cold) == 1 else ''}{self._selected()}; {where}"
+            f"{self._hot_weights()}{self._adapted}"
         )
+
+    def _hot_weights(self) -> str:
+        held = [layer.hot for layer in self.layers if layer.hot is not None]
+        if not held:
+            return ""
+        titles = ", ".join(sorted({hot.title for hot in held}))
+        return f"; hot experts in {titles}, {sum(hot.nbytes for hot in held) / 1e6:.1f} MB"
 
     def _selected(self) -> str:
         plan = self.plan

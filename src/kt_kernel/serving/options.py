@@ -26,6 +26,7 @@ STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 ROUTES_TOKENS = 16384  # default of --kt-expert-routes-tokens
 AUTO = "auto"  # as a method: chosen by the format of the stored weights
 SWITCH = (AUTO, "on", "off")
+ENGINE, BF16, PACKED = HOT_FORMATS = ("engine", "bf16", "packed")
 
 
 class OptionError(ValueError):
@@ -35,7 +36,7 @@ class OptionError(ValueError):
 @dataclass(frozen=True)
 class Option:
     """One server option. ``kind`` is the kind of its value: int, tokens (an int or `AUTO`), ratio,
-    size, method, strategy, path, file, new file, flag, switch (`SWITCH`) or text."""
+    size, method, strategy, hot format, path, file, new file, flag, switch (`SWITCH`) or text."""
 
     flag: str
     kind: str
@@ -82,6 +83,13 @@ OPTIONS: tuple[Option, ...] = (
         "--kt-gpu-experts-ratio",
         "ratio",
         "hot experts as a fraction of all, from 0 to 1, instead of --kt-num-gpu-experts",
+    ),
+    Option(
+        "--kt-hot-format",
+        "hot format",
+        f"weights of hot experts: {ENGINE}, as the engine loads them; {BF16}, quantised ones as "
+        f"16-bit values; {PACKED}, 4 bits, on a GPU (default {AUTO}: {ENGINE} for 16-bit and FP8 "
+        f"models, {PACKED} for models of 4-bit integers, else {BF16})",
     ),
     Option(
         "--kt-gpu-experts-mask",
@@ -169,7 +177,8 @@ class KTOptions:
     """Checked options. None means not given: the layer selects a value and logs it.
 
     `kt_kernel.serving.preflight.prepare` replaces the method `AUTO` by the one that it selects
-    (``reason`` then states why), and repositories in the paths by their local folders.
+    (``reason`` then states why), the hot format `AUTO` likewise if experts are hot, and
+    repositories in the paths by their local folders.
     """
 
     method: str = AUTO
@@ -179,6 +188,7 @@ class KTOptions:
     num_gpu_experts: int | None = None
     gpu_experts_ratio: float | None = None
     gpu_experts_mask: str | None = None
+    hot_format: str = AUTO
     expert_placement_strategy: str | None = None
     expert_stats: str | None = None
     record_kt_gpu_expert_distribution: str | None = None
@@ -214,6 +224,12 @@ class KTOptions:
             values[option.name] = _checked(option, value)
         options = cls(**values)
         options._check_placement()
+        if options.hot_format != AUTO and options.hot_option is None:
+            raise OptionError(
+                f"--kt-hot-format {options.hot_format}: no expert is hot; add "
+                "--kt-num-gpu-experts, --kt-gpu-experts-ratio or --kt-gpu-experts-mask, or remove "
+                "this"
+            )
         if options.gpu_prefill_memory is not None and not options.gpu_prefill_token_threshold:
             raise OptionError(
                 "--kt-gpu-prefill-memory: without --kt-gpu-prefill-token-threshold above 0 no "
@@ -336,6 +352,11 @@ class KTOptions:
                 return f"--kt-{name.replace('_', '-')} {value}"
         return None
 
+    @property
+    def reads_hot(self) -> bool:
+        """Whether kt-moe reads the hot experts, too, instead of the engine."""
+        return self.hot_format in (BF16, PACKED) and self.weight_path is not None
+
     def hot_count(self, num_experts: int) -> int:
         """Hot experts of a layer with num_experts, on average if layers may differ. Rounded down.
         OptionError if the layer has fewer than requested."""
@@ -357,6 +378,8 @@ class KTOptions:
         if self.gpu_experts_mask is not None:
             return f"of {self.gpu_experts_mask}"
         of = f", {self.strategy}" + (f" by {self.expert_stats}" if self.expert_stats else "")
+        if self.hot_format in (BF16, PACKED):
+            of += f", in {'4 bits' if self.hot_format == PACKED else '16 bits'}"
         if self.gpu_experts_ratio is not None:
             return f"{self.gpu_experts_ratio:.1%} of all{of}"
         number = self.num_gpu_experts
@@ -531,6 +554,8 @@ def _checked(option: Option, value: Any) -> Any:
         _check_writable(flag, text)
     if option.kind == "strategy" and text not in STRATEGIES:
         raise OptionError(f"{flag} {text}: unknown; accepted: {', '.join(STRATEGIES)}")
+    if option.kind == "hot format" and text not in (AUTO, *HOT_FORMATS):
+        raise OptionError(f"{flag} {text}: unknown; accepted: {', '.join((AUTO, *HOT_FORMATS))}")
     if option.kind == "method" and text not in (AUTO, *METHODS):
         accepted = ", ".join((AUTO, *METHODS))
         raise OptionError(f"{flag} {text}: unknown method; accepted: {accepted}")

@@ -18,6 +18,7 @@ from ..moe.settings import check_settings, check_sizes
 from ..weights.methods import get_method
 from .adapter import FLAG as ADAPTER_FLAG
 from .adapter import MERGING_METHODS, open_adapter
+from .hot_format import decide_hot_format
 from .hub import Choose, choose_adapter, local_path
 from .model_config import described_layers, expert_sizes, moe_layers, num_experts, size_of
 from .options import AUTO, KTOptions, OptionError
@@ -48,17 +49,19 @@ class ServedModel:
             weights.
         revision: of a repository; None: its main branch.
         cache_dir: where the engine keeps repositories; None: the hub's cache.
+        device: the engine's type of device, "cuda" or "cpu".
     """
 
     path: str
     quantisation: str | None = None
     revision: str | None = None
     cache_dir: str | None = None
+    device: str = "cuda"
 
 
 def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
-    """Returns the options as the workers need them: with a method, and with local files or folders
-    as paths.
+    """Returns the options as the workers need them: with a method, with a format of hot experts,
+    and with local files or folders as paths.
 
     Without a weight path, the cold experts of a quantised model are read from the served model's
     files, because our readers cannot use the single tensors that engines deliver. Only file headers
@@ -79,7 +82,8 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
         options = _with_adapter(options, config, served)
     given = options.weight_path
     if given is None and not served.quantisation:
-        return _prepared(options, config, QUANTISE)
+        options = _prepared(options, config, QUANTISE)
+        return decide_hot_format(options, None, served.device, None)
     place = f"--kt-weight-path {given}"
     if given is None:
         place = f"served model {served.path}, quantised with {served.quantisation}"
@@ -97,7 +101,7 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     _refuse_kept_values(options)
     with _naming(place):
         _check_weights(checkpoint, config, options)
-    return options
+    return decide_hot_format(options, served.quantisation, served.device, checkpoint)
 
 
 def _absolute(options: KTOptions) -> KTOptions:

@@ -1,0 +1,92 @@
+"""SGLang plugin: hot experts whose weights kt-moe fills in, as 16-bit values or in 4 bits.
+
+Imported only inside SGLang.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+
+from kt_kernel.moe.activation import ExpertActivation
+from kt_kernel.serving.activations import SILU
+from kt_kernel.serving.hot_weights import DenseHot, HotShape, packed_hot
+from kt_kernel.serving.hybrid import HybridLayer
+
+
+class PackedExperts(FusedMoEMethodBase):
+    """The method of a layer whose hot experts have 4 bits: SGLang's Triton kernels for 4-bit
+    weights with scales of groups and 16-bit activations."""
+
+    def __init__(self, own: HybridLayer) -> None:
+        super().__init__()
+        self._own = own
+
+    def create_weights(
+        self, layer: Any, *args: Any, params_dtype: torch.dtype, **extra: Any
+    ) -> None:
+        """Allocates the experts. SGLang delivers their matrices, unless kt-moe reads them."""
+        own = self._own
+        device = torch.empty(0).device
+        hot = packed_hot(
+            own.options, own.layer_idx, own.placement, _shape(layer, own), params_dtype, device
+        )
+        own.hot = self._hot = hot
+        for name, tensor in (("w13_weight", hot.w13), ("w2_weight", hot.w2)):
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            layer.register_parameter(name, parameter)
+            parameter.weight_loader = extra["weight_loader"]  # type: ignore[attr-defined]
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing is left to do."""
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        self._config = moe_runner_config
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        """The sum of the experts [T, H]; routes to slot -1 are skipped."""
+        # It imports kernels that exist for GPUs only.
+        from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
+
+        hot = self._hot
+        summed = fused_experts(
+            dispatch_output.hidden_states,
+            hot.w13,
+            hot.w2,
+            dispatch_output.topk_output,
+            self._config,
+            use_int4_w4a16=True,
+            w1_scale=hot.s13,
+            w2_scale=hot.s2,
+            w1_zp=hot.z13,
+            w2_zp=hot.z2,
+            block_shape=[0, hot.group],
+        )
+        return StandardCombineInput(hidden_states=summed)
+
+
+def hold_dense(layer: Any, own: HybridLayer) -> None:
+    """Makes kt-moe fill the tensors of SGLang's unquantised method. Raises ValueError if SGLang
+    holds them in another layout."""
+    w13, w2 = (layer.get_parameter(name).data for name in ("w13_weight", "w2_weight"))
+    own.hot = DenseHot(f"layer {own.layer_idx}", _shape(layer, own), w13, w2)
+
+
+def refuse_activation(place: str, activation: ExpertActivation, has_bias: bool) -> None:
+    """ValueError for hot experts that were not tested with weights that kt-moe fills in."""
+    if has_bias or activation != SILU:
+        raise ValueError(
+            f"{place}: kt-moe converts the weights of hot experts in SGLang only if they have no "
+            "biases and plain SwiGLU; accepted: --kt-num-gpu-experts 0"
+        )
+
+
+def _shape(layer: Any, own: HybridLayer) -> HotShape:
+    return HotShape(
+        own.placement.num_slots,
+        own.hidden_size,
+        own.moe_intermediate_size,
+        layer.moe_tp_rank,
+        layer.moe_tp_size,
+    )

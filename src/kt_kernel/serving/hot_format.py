@@ -1,0 +1,72 @@
+"""Decides how the weights of hot experts are stored on the engine's device: --kt-hot-format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..checkpoint import Checkpoint
+from ..weights.formats import INT4_GROUP, INT4_ZERO
+from ..weights.methods import get_method
+from .options import AUTO, BF16, ENGINE, PACKED, KTOptions, OptionError
+
+#: Engines' names of quantisations whose own kernels compute hot experts.
+ENGINES_OWN = ("fp8",)
+# Methods that quantise to groups of 4-bit integers.
+_QUANTISING = ("INT4_G32", "INT4_G128")
+_INTEGERS = (INT4_GROUP, INT4_ZERO)
+
+
+def decide_hot_format(
+    options: KTOptions, quantisation: str | None, device: str, checkpoint: Checkpoint | None
+) -> KTOptions:
+    """The options with the format of hot experts: the one that was given, or the choice.
+
+    Args:
+        options: with the method.
+        quantisation: the engine's name of the served model's; None or "" for none.
+        device: the engine's type of device, "cpu" or "cuda".
+        checkpoint: the files of the experts, if kt-moe reads them.
+
+    Raises:
+        OptionError: the given format does not fit the model, the method or the device.
+    """
+    if options.hot_option is None:
+        return options
+    given, own = options.hot_format, not quantisation or quantisation in ENGINES_OWN
+    if given == ENGINE and not own:
+        raise OptionError(
+            f"--kt-hot-format {ENGINE}: the model is quantised with {quantisation}; the engine's "
+            f"own kernels were tested for 16-bit weights and {', '.join(ENGINES_OWN)} only; "
+            f"accepted: {AUTO}, {BF16}, {PACKED}"
+        )
+    problem = _why_not_packed(options, device, checkpoint)
+    if given == PACKED and problem:
+        raise OptionError(f"--kt-hot-format {PACKED}: {problem}; accepted: {AUTO}, {BF16}")
+    if given == BF16 and not quantisation:
+        return replace(options, hot_format=ENGINE)  # which loads 16-bit weights
+    if given != AUTO:
+        return options
+    if own and (device != "cpu" or not quantisation):
+        return replace(options, hot_format=ENGINE)
+    return replace(options, hot_format=BF16 if problem else PACKED)
+
+
+def _why_not_packed(options: KTOptions, device: str, checkpoint: Checkpoint | None) -> str:
+    """Why hot experts cannot have 4 bits; "" if they can, as far as the files' headers tell."""
+    if device == "cpu":
+        return "the engines' kernels for 4-bit weights need a GPU"
+    method = get_method(options.method)
+    if not method.quantised:
+        if method.name in _QUANTISING:
+            return ""
+        return (
+            f"method {method.name} does not store groups of 4-bit integers, as RAWINT4, GPTQ_INT4, "
+            f"AWQ_INT4, {' and '.join(_QUANTISING)} do"
+        )
+    if method.mixed or method.format not in _INTEGERS:
+        return f"the experts are stored as {method.name}, not as groups of 4-bit integers"
+    assert checkpoint is not None  # the method keeps what files hold
+    ordered = any(name.endswith("weight_g_idx") for name in checkpoint.tensors)
+    if ordered or checkpoint.quantization.settings.get("desc_act"):
+        return "columns of the experts are in the order of their activations (act-order)"
+    return ""
