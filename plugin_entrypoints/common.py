@@ -8,6 +8,7 @@ from typing import Any
 from kt_kernel import _conflict
 from kt_kernel.serving.options import (
     ENVIRONMENT_VARIABLE,
+    PACKED,
     KTOptions,
     OptionError,
     exit_with,
