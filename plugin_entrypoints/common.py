@@ -157,6 +157,14 @@ def refuse_moving(device: str, ranks: int, quantisation: str | None, options: KT
         raise OptionError(f"{flag}: the engine's device is {device}; accepted: cuda, cpu")
 
 
+def slot_weights(layer: Any) -> tuple[Any, Any] | None:
+    """An engine's weights of the hot experts of a layer: gate and up [slots, 2 I, H], and down
+    [slots, H, I]. None if it has none of these names."""
+    found = dict(layer.named_parameters(recurse=False))
+    names = ("w13_weight", "w2_weight")
+    return (found[names[0]], found[names[1]]) if found.keys() >= {*names} else None
+
+
 def refuse_class(classes: list[str], options: KTOptions, engine: str) -> None:
     """OptionError if a model class is not tested, unless --kt-allow-untested is given.
 

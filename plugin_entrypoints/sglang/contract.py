@@ -493,6 +493,7 @@ ATTRIBUTES = (
             "cuda_graph_config",
             "chunked_prefill_size",
             "mem_fraction_static",
+            "tp_size",
         ),
         "read from the resolved arguments",
     ),

@@ -27,6 +27,7 @@ from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
 from .. import failure
+from ..common import slot_weights
 from . import padding, requests
 from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
@@ -201,7 +202,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.hybrid.finish_loading()
         if self.hybrid.placement.num_slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)
-            self.hybrid.slot_weights = layer.w13_weight, layer.w2_weight
+            self.hybrid.slot_weights = slot_weights(layer)
         model = self.config.model
         if model.loaded:
             model.finish_loading()

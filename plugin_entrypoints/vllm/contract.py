@@ -271,8 +271,8 @@ ATTRIBUTES = (
     ),
     Attributes(
         "vllm.config:ParallelConfig",
-        ("worker_cls", "worker_extension_cls"),
-        "whether workers have custom methods",
+        ("worker_cls", "worker_extension_cls", "tensor_parallel_size"),
+        "whether workers have custom methods, and whether experts may move",
     ),
     Attributes(
         "vllm.config:ParallelConfig",

@@ -24,6 +24,7 @@ from kt_kernel.serving.options import PACKED, KTOptions
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
+from ..common import slot_weights
 from ..contract import Arguments
 from .cold import NoHotExperts
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
@@ -137,7 +138,7 @@ class HybridExperts(RoutedExperts):
                 if not placement.all_hot:
                     self.kt_skip = self._skipping(placement.num_slots)
                     if not isinstance(self.quant_method, PackedExperts):
-                        self.kt_layer.slot_weights = self.w13_weight, self.w2_weight
+                        self.kt_layer.slot_weights = slot_weights(self)
             if self.kt_model.loaded:
                 self.kt_model.finish_loading()
                 device = next(chain(self.parameters(), self.buffers())).device
