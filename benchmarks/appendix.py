@@ -455,12 +455,14 @@ PARTS = (
     ),
     Part(
         "Prompts with the measured threshold",
-        "As above, with `--kt-gpu-prefill-token-threshold auto`: shorter prompts are computed by "
-        "the CPU in all columns. This version still streamed too short batches: from "
-        "104 (INT4_G32) and 16 tokens on (BF16) in vLLM.",
+        "As above, with `--kt-gpu-prefill-token-threshold auto`. The CPU computes shorter "
+        "prompts in all columns. The first two runs are of a version that streamed too short "
+        "batches: from 104 (INT4_G32) and 16 tokens on (BF16) in vLLM. In the third, "
+        "streaming begins at 449 (INT4_G32), 831 (BF16) and 800 tokens (FP8).",
         [
             "2026-11-29-prompts-auto-first-vllm-h200",
             "2026-11-29-prompts-auto-first-sglang-h200",
+            "2026-11-29-prompts-auto-vllm-h200",
         ],
         prompts,
     ),

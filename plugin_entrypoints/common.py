@@ -127,12 +127,16 @@ def warn_of_trace(device: str, logger: logging.Logger) -> None:
 
 def refuse_streaming(device: str, options: KTOptions) -> None:
     """OptionError if experts are to be streamed to a device that is not a GPU."""
-    tokens = options.given_threshold
-    if tokens and device != "cuda":
-        raise OptionError(
-            f"--kt-gpu-prefill-token-threshold {tokens}: experts can only be streamed to a CUDA "
-            f"device, and the engine's device is {device}; remove it"
-        )
+    tokens, memory = options.given_threshold, options.gpu_prefill_memory
+    if device == "cuda" or not (tokens or memory):
+        return
+    flag = f"--kt-gpu-prefill-token-threshold {tokens}"
+    if not tokens:
+        flag = f"--kt-gpu-prefill-memory {memory}"
+    raise OptionError(
+        f"{flag}: experts can only be streamed to a CUDA device, and the engine's device is "
+        f"{device}; remove it"
+    )
 
 
 def refuse_moving(device: str, ranks: int, quantisation: str | None, options: KTOptions) -> None:
