@@ -13,7 +13,7 @@ from kt_kernel.sft import wrap_experts
 
 from .models import fill_lora, tiny, tokens
 
-SETTINGS = dict(lora_rank=4, lora_alpha=8.0)
+SETTINGS = dict(lora_rank=4, lora_alpha=8.0, num_gpu_experts=1)
 
 
 def wrapped() -> nn.Module:
@@ -33,7 +33,10 @@ def worker(rank: int, port: int, folder: str) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
     model = wrapped()
-    grads = gradients(nn.parallel.DistributedDataParallel(model), tokens(4)[rank::2])
+    parallel = nn.parallel.DistributedDataParallel(model)
+    # The weights of experts on the GPU are not sent around.
+    assert not any(".hot." in name for name in parallel.named_module_buffers)
+    grads = gradients(parallel, tokens(4)[rank::2])
     torch.save(grads, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -146,6 +146,7 @@ def wrap_experts(
             setattr(model.get_submodule(parent), child, module)
         _freeze(model, modules)
         undo.pop_all()
+    _keep_from_broadcasts(model, modules)
     return modules
 
 
@@ -183,6 +184,21 @@ def _freeze(model: nn.Module, modules: dict[str, LoraExperts]) -> None:
     for parameter in model.parameters():
         if parameter not in trained:
             parameter.requires_grad_(False)
+
+
+def _keep_from_broadcasts(model: nn.Module, modules: dict[str, LoraExperts]) -> None:
+    """DistributedDataParallel would send the hot experts' weights to all ranks in every pass."""
+    names = [
+        f"{name}.hot.{buffer}"
+        for name, module in modules.items()
+        if module.hot is not None
+        for buffer, _ in module.hot.named_buffers()
+    ]
+    if names:
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            model, [*ignored, *names]
+        )
 
 
 def _fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
