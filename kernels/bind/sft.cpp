@@ -82,7 +82,8 @@ void update_lora(SftLayer& self, const Adapter& gate_a, const Adapter& gate_b, c
 }
 
 kt::TrainingForwardArgs forward_args(const SftLayer& self, const BF16& x, const Ids& ids,
-                                     const Weights& weights, const BF16Room& out, uint64_t seed) {
+                                     const Weights& weights, const BF16Room& out, uint64_t seed,
+                                     bool drop) {
   const Shapes shapes = self.shapes();
   const size_t tokens = x.shape(0);
   need_shape("x", x, shapes.rows(tokens));
@@ -90,12 +91,12 @@ kt::TrainingForwardArgs forward_args(const SftLayer& self, const BF16& x, const 
   need_shape("weights", weights, shapes.routes(tokens));
   need_shape("out", out, shapes.rows(tokens));
   need_apart({{"out", out}}, {{"x", x}, {"ids", ids}, {"weights", weights}});
-  return {x.data(), ids.data(), weights.data(), out.data(), int64_t(tokens), seed};
+  return {x.data(), ids.data(), weights.data(), out.data(), int64_t(tokens), seed, drop};
 }
 
 void forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weights,
-             const BF16Room& out, bool save, uint64_t seed) {
-  self.layer.forward(forward_args(self, x, ids, weights, out, seed), save);
+             const BF16Room& out, bool save, uint64_t seed, std::optional<bool> drop) {
+  self.layer.forward(forward_args(self, x, ids, weights, out, seed, drop.value_or(save)), save);
 }
 
 // Keeps the memory of an array alive, even if the caller drops the object.
@@ -104,8 +105,9 @@ template <class A> std::shared_ptr<const void> owner(const A& array) {
 }
 
 Ticket submit_forward(SftLayer& self, const BF16& x, const Ids& ids, const Weights& weights,
-                      const BF16Room& out, bool save, uint64_t seed) {
-  const kt::TrainingForwardArgs args = forward_args(self, x, ids, weights, out, seed);
+                      const BF16Room& out, bool save, uint64_t seed, std::optional<bool> drop) {
+  const kt::TrainingForwardArgs args =
+      forward_args(self, x, ids, weights, out, seed, drop.value_or(save));
   Ticket::Owners owners{owner(x), owner(ids), owner(weights), owner(out)};
   const nb::gil_scoped_release unlocked;
   std::shared_ptr<kt::sys::Job> job = self.layer.submit_forward(args, save);
@@ -186,14 +188,17 @@ void bind_sft(nb::module_& m) {
            "Packs adapters: float32, A [E, rank, in], B [E, out, rank], by slot. If a value is not "
            "finite in bfloat16, raises ValueError and leaves the adapters as they were.")
       .def("forward", forward, "x"_a.noconvert(), "ids"_a.noconvert(), "weights"_a.noconvert(),
-           "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a, Unlocked(),
+           "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a, "drop"_a = nb::none(),
+           Unlocked(),
            "x: bf16 bits, uint16 [T, H]; ids: int64 [T, k]; weights: float32 [T, k]; out as x. "
-           "`save` keeps x, gate and up for backward, and turns on dropout, which `seed` "
-           "determines. Raises RuntimeError before update_lora, and if max_cache_depth passes are "
+           "`save` keeps x, gate and up for backward. `drop` turns on dropout, which `seed` "
+           "determines; None: if the pass is kept. Raises RuntimeError before update_lora, and if "
+           "max_cache_depth passes are "
            "kept already; ValueError if `out` overlaps another array.")
       .def(
           "submit_forward", submit_forward, "x"_a.noconvert(), "ids"_a.noconvert(),
           "weights"_a.noconvert(), "out"_a.noconvert(), nb::kw_only(), "save"_a, "seed"_a,
+          "drop"_a = nb::none(),
           "Queues a forward pass and returns a Ticket, which keeps the arrays alive. They must not "
           "be changed before the ticket is done.")
       .def(

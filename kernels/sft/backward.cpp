@@ -9,9 +9,10 @@ namespace kt {
 
 BackwardPass::BackwardPass(TrainingState& state, const TrainingBackwardArgs& args,
                            SavedForward& saved, sys::Worker& worker)
-    : TrainingPass(state, worker,
-                   {as<uint16_t>(saved.x), saved.ids.data(), saved.weights.data(), saved.tokens,
-                    saved.seed, state.config.dropout > 0, saved.on_cpu, state.config.recompute}),
+    : TrainingPass(
+          state, worker,
+          {as<uint16_t>(saved.x), saved.ids.data(), saved.weights.data(), saved.tokens, saved.seed,
+           saved.drop && state.config.dropout > 0, saved.on_cpu, state.config.recompute}),
       args_(args),
       saved_(saved),
       adapters_(!state.config.skip_lora_grads),

@@ -23,7 +23,7 @@ class TrainingForward : TrainingPass {
                   sys::Worker& worker)
       : TrainingPass(state, worker,
                      {args.x, args.ids, args.weights, args.tokens, args.seed,
-                      saved && state.config.dropout > 0, state.layer->on_cpu, true}),
+                      args.drop && state.config.dropout > 0, state.layer->on_cpu, true}),
         out_(args.out),
         saved_(saved) {}
   void run() {

@@ -15,11 +15,12 @@ struct TrainingForwardArgs {
   uint16_t* out;         // bf16 [tokens][H]
   int64_t tokens;
   uint64_t seed;
+  bool drop;  // whether dropout is on, if the layer has any
 };
 
 class TrainingForwardJob : public sys::Job {
  public:
-  // saved: where the pass keeps what its backward pass needs, or null: then nothing is dropped out.
+  // saved: where the pass keeps what its backward pass needs, or null.
   TrainingForwardJob(std::shared_ptr<TrainingState> state, const TrainingForwardArgs& args,
                      std::shared_ptr<SavedForward> saved);
   void run(sys::Worker& worker) noexcept override;

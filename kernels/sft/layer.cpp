@@ -117,6 +117,7 @@ std::shared_ptr<SavedForward> TrainingLayer::kept(const TrainingForwardArgs& arg
   auto saved = std::make_shared<SavedForward>(spare_, sizes);
   saved->tokens = args.tokens;
   saved->seed = args.seed;
+  saved->drop = args.drop;
   saved->ids.assign(args.ids, args.ids + routes);
   saved->weights.assign(args.weights, args.weights + routes);
   saved->on_cpu.resize(size_t(c.num_experts));

@@ -53,6 +53,7 @@ struct SavedForward : PassMemory {
 
   int64_t tokens = 0;
   uint64_t seed = 0;
+  bool drop = false;  // whether dropout was on
   std::vector<int64_t> ids;
   std::vector<float> weights;
   std::vector<uint8_t> on_cpu;          // [num_experts]: the slots that the forward pass computed

@@ -168,14 +168,9 @@ def _compute_again(
 ) -> Saved | None:
     """Makes a pass the newest saved one."""
     wrapper: BaseSFTMoEWrapper = ctx.wrapper
-    if wrapper.lora_dropout and not ctx.training:
-        raise RuntimeError(
-            f"layer {wrapper.layer_idx}: backward in evaluation mode with lora_dropout="
-            f"{wrapper.lora_dropout} is not supported; call train() before the forward pass"
-        )
     batch = _host_batch(wrapper, hidden_states, expert_ids, weights, tokens)
     try:
-        return wrapper.compute(batch, True, seed)
+        return wrapper.compute(batch, True, seed, drop=ctx.training)
     finally:
         batch.release()
 
@@ -201,21 +196,16 @@ def _forward(
     """The sum on the device of the hidden states, what was kept if ``keep``, and the seed. Calls
     ``meanwhile`` while the experts are being computed.
 
-    In evaluation mode with dropout nothing is kept: the compiled core drops in every pass that it
-    keeps, and in no other. A first pass of reentrant checkpointing is not to be kept, but must drop
-    as the second one does.
+    Dropout is on in training, whether or not the pass is kept: the first pass of reentrant
+    checkpointing must drop what the second one does.
     """
-    drops = training and wrapper.lora_dropout > 0
     with wrapper._exclusive("forward"):
         tokens = wrapper._check_forward("forward", hidden_states, expert_ids, weights)
-        seed = wrapper.draw_seed(drops)
-        keep = keep and wrapper.has_room and (drops or not wrapper.lora_dropout)
+        seed = wrapper.draw_seed(training)
+        keep = keep and wrapper.has_room
         batch = _host_batch(wrapper, hidden_states, expert_ids, weights, tokens)
         try:
-            saved = wrapper.compute(batch, keep or drops, seed, meanwhile)
-            if drops and not keep:
-                wrapper.drop_newest()
-                saved = None
+            saved = wrapper.compute(batch, keep, seed, meanwhile, drop=training)
             return wrapper.deliver(batch, hidden_states.device, saved), saved, seed
         finally:
             batch.release()

@@ -265,16 +265,21 @@ class BaseSFTMoEWrapper(LoraWeights):
     # ---- for kt_kernel.sft.autograd, inside `_exclusive` ------------------------------------
 
     def compute(
-        self, batch: HostBatch, save: bool, seed: int, meanwhile: Callable[[], None] | None = None
+        self,
+        batch: HostBatch,
+        save: bool,
+        seed: int,
+        meanwhile: Callable[[], None] | None = None,
+        drop: bool | None = None,
     ) -> Saved | None:
         """Fills ``batch.out``; returns what was saved. Calls ``meanwhile`` while the experts are
-        being computed."""
+        being computed. drop: whether dropout is on; None: if the pass is saved."""
         if meanwhile is None and len(batch.x):
-            self._sft_core.forward(*batch.arrays, save=save, seed=seed)
+            self._sft_core.forward(*batch.arrays, save=save, seed=seed, drop=drop)
         elif meanwhile is not None and not len(batch.x):
             meanwhile()
         elif meanwhile is not None:
-            call = self._start(batch, save, seed)
+            call = self._start(batch, save, seed, drop)
             try:
                 meanwhile()
             finally:
@@ -349,9 +354,9 @@ class BaseSFTMoEWrapper(LoraWeights):
             } | result
         return grad_input, result, grad_weights
 
-    def draw_seed(self, save: bool) -> int:
+    def draw_seed(self, drop: bool) -> int:
         """Of the dropout mask, from torch's CPU generator; 0 where nothing is dropped."""
-        if not (save and self._sft.lora_dropout):
+        if not (drop and self._sft.lora_dropout):
             return 0
         return int(torch.randint(2**62, (), device="cpu"))
 
@@ -369,9 +374,9 @@ class BaseSFTMoEWrapper(LoraWeights):
 
     # ---- how --------------------------------------------------------------------------------
 
-    def _start(self, batch: HostBatch, save: bool, seed: int) -> Call:
+    def _start(self, batch: HostBatch, save: bool, seed: int, drop: bool | None = None) -> Call:
         call = Call(self._sft_core, batch)
-        submit = functools.partial(self._sft_core.submit_forward, save=save, seed=seed)
+        submit = functools.partial(self._sft_core.submit_forward, save=save, seed=seed, drop=drop)
         call.start(submit, *batch.arrays)
         return call
 

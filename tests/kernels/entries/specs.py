@@ -91,10 +91,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Flag:
+    """optional: whether None is accepted."""
+
     good: bool
+    optional: bool = False
 
     def tries(self) -> Iterator[Try]:
-        yield from map(Try, (None, "yes", 1.5))
+        yield from map(Try, ("yes", 1.5) if self.optional else (None, "yes", 1.5))
 
 
 @dataclass(frozen=True)

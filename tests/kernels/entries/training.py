@@ -45,7 +45,7 @@ def training_cases(t: Things) -> dict[str, list[Case]]:
     def submit(**given: Any) -> None:
         layer.submit_forward(**given).wait()
 
-    forward = dict(x=rows, out=room, **routes, save=Flag(False), seed=seed)
+    forward = dict(x=rows, out=room, **routes, save=Flag(False), seed=seed, drop=Flag(True, True))
     return {
         "SftLayer()": [
             Case(
