@@ -3,14 +3,17 @@ are in the model's own order all the same."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from kt_kernel.sft.lora import LORA_NAMES, SlotOrder, lora_shapes
-from kt_kernel.testing.quantised import quantise, values_of
+from kt_kernel.testing.quantised import pack_nibbles, quantise, unpack_nibbles, values_of
 from kt_kernel.weights.formats import INT4_GROUP, WeightForm
 
 from .layers import Batch, base_tensors, error, expected, lora_tensors, make_wrapper
@@ -61,6 +64,48 @@ def test_gradients(seed, which, mapping, full):
         assert error(grads[f"grad_{name}"], gradient) < MOST, name
     for name, gradient in zip(MATRICES, wanted.base, strict=False):
         assert error(grads[f"grad_{name}_proj"], gradient) < MOST, name
+
+
+def write(folder, matrices) -> None:
+    """A compressed-tensors checkpoint of layer 5 with actorder."""
+    tensors = {}
+    for name, experts in zip(MATRICES, matrices, strict=True):
+        for expert, matrix in enumerate(experts):
+            columns = 2 * matrix.codes.shape[1]
+            stored = torch.arange(columns) if matrix.order is None else matrix.order.long()
+            group = torch.empty(columns, dtype=torch.int32)
+            group[stored] = torch.arange(columns, dtype=torch.int32) // 32
+            in_order = unpack_nibbles(matrix.codes)[:, stored.argsort()]  # the file keeps W's order
+            place = f"model.layers.5.mlp.experts.{expert}.{name}_proj.weight_"
+            tensors[f"{place}packed"] = pack_nibbles(in_order)
+            tensors[f"{place}scale"] = matrix.scale
+            tensors[f"{place}g_idx"] = group
+    save_file(tensors, folder / "model.safetensors")
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32}
+    group = {"weights": weights | {"actorder": "group"}, "targets": ["Linear"]}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
+@pytest.mark.parametrize("method", ["RAWINT4_SFT", "AMXBF16_SFT"])
+def test_from_a_checkpoint(tmp_path, method):
+    """Kept quantised, or dequantised while it is read: the same gradients."""
+    matrices, values = ordered(torch.Generator().manual_seed(1), set(MATRICES))
+    write(tmp_path, matrices)
+    wrapper = make_wrapper(method, weight_path=tmp_path, **SIZES)
+    wrapper.load_weights(torch.arange(EXPERTS))
+    lora = lora_tensors(EXPERTS, hidden=HIDDEN, inter=INTER)
+    wrapper.init_lora_weights(**lora)
+    batch = Batch(9, experts=EXPERTS, hidden=HIDDEN)
+    wanted = expected(wrapper, batch, lora, base=Weights(**values))
+    assert error(wrapper.forward_sft(*batch.forward), wanted.y) < MOST
+    _, grads, _ = wrapper.backward(batch.grad)
+    for name, gradient in zip(LORA_NAMES, wanted.lora, strict=True):
+        assert error(grads[f"grad_{name}"], gradient) < MOST, name
 
 
 @given(data=st.data())
