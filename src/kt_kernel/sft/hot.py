@@ -30,7 +30,6 @@ class HotExperts(nn.Module):
     """
 
     gate_proj: torch.Tensor
-    _slots: torch.Tensor
     _positions: torch.Tensor
 
     def __init__(
@@ -44,13 +43,13 @@ class HotExperts(nn.Module):
     ) -> None:
         super().__init__()
         weights = fused.weights()
+        self._slots = list(slots)
         index = torch.tensor(slots, device=weights["gate_proj"].device)
         for name, tensor in weights.items():
             self.register_buffer(name, tensor.index_select(0, index), persistent=False)
         experts = len(weights["gate_proj"])
         positions = torch.full((experts,), len(slots), device=index.device)
         positions[index] = torch.arange(len(slots), device=index.device)
-        self.register_buffer("_slots", index, persistent=False)
         self.register_buffer("_positions", positions, persistent=False)  # of cold ones: the last
         self._scaling, self._dropout, self._skip = scaling, dropout, skip_lora_grads
         self._limit, self._alpha = fused.swiglu_limit, fused.swiglu_alpha
@@ -83,8 +82,7 @@ class HotExperts(nn.Module):
         routes = position.argsort(stable=True)[: sum(counts)]
         tokens = routes // expert_ids.shape[1]
         hot = [
-            watch(name, tensor.to(self._slots.device).index_select(0, self._slots))
-            for name, tensor in zip(GRAD_NAMES, lora, strict=True)
+            watch(name, self._of_hot(tensor)) for name, tensor in zip(GRAD_NAMES, lora, strict=True)
         ]
         adapters = zip(*(t.to(base.dtype).unbind(0) for t in hot), strict=True)
         parts = [
@@ -102,6 +100,11 @@ class HotExperts(nn.Module):
         routed = plain * weight + low * (weight.detach() if self._skip else weight)
         # Unlike index_add, this adds in the same order each time, on a GPU as well.
         return out.index_put((tokens,), routed, accumulate=True).to(x.dtype)
+
+    def _of_hot(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hot experts' part of a tensor of all experts, which alone moves to the device."""
+        index = torch.tensor(self._slots, device=tensor.device)
+        return tensor.index_select(0, index).to(self.gate_proj.device)
 
     def _expert(
         self, expert: int, rows: torch.Tensor, lora: Sequence[torch.Tensor]
