@@ -184,6 +184,22 @@ def test_backward_begins_with_the_copy_and_the_hot_experts(monkeypatch, copied):
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted[1].items())
 
 
+def test_the_same_bits_each_time():
+    """Of sizes that torch shares among threads."""
+    made = tiny("qwen3_moe", torch.float32, num_hidden_layers=1, hidden_size=256)
+    modules = wrap_experts(made, **SETTINGS, num_gpu_experts=4)
+    fill_lora(modules)
+    (module,) = modules.values()
+    x, ids, scores = torch.randn(600, 256), torch.randint(4, (600, 8)), torch.rand(600, 8)
+    found = []
+    for _ in range(4):
+        leaf = x.clone().requires_grad_()
+        hot = module.hot(leaf, ids, scores, tuple(module.lora_parameters().values()))
+        hot.square().sum().backward()
+        found.append((hot.detach(), leaf.grad))
+    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
+
+
 def test_sums_in_float32():
     """In bf16 weights, and k routes of one token to the same expert."""
     model = tiny("qwen3_moe")

@@ -88,7 +88,7 @@ class HotExperts(nn.Module):
         parts = [
             self._expert(expert, rows, adapter)
             for expert, (rows, adapter) in enumerate(
-                zip(x[tokens].to(base.dtype).split(counts), adapters, strict=True)
+                zip(_rows(x, tokens).to(base.dtype).split(counts), adapters, strict=True)
             )
             if len(rows)
         ]
@@ -98,8 +98,7 @@ class HotExperts(nn.Module):
         plain, low = (torch.cat(part).float() for part in zip(*parts, strict=True))
         weight = weights.flatten()[routes, None].float()
         routed = plain * weight + low * (weight.detach() if self._skip else weight)
-        # Unlike index_add, this adds in the same order each time, on a GPU as well.
-        return out.index_put((tokens,), routed, accumulate=True).to(x.dtype)
+        return _sum_rows(out, tokens, routed).to(x.dtype)
 
     def _of_hot(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hot experts' part of a tensor of all experts, which alone moves to the device."""
@@ -129,3 +128,18 @@ class HotExperts(nn.Module):
         dropped = functional.dropout(rows, self._dropout, self.training)
         term = self._scaling * functional.linear(functional.linear(dropped, a), b)
         return out, term.detach() if self._skip else term
+
+
+# Sums of rows, forward and in the gradient of `_rows`, have a fixed order, so that a run gives the
+# same bits again. On a GPU index_put has one, because it sorts the indices. On the CPU several
+# threads of index_put add at once, and index_add has one.
+
+
+def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return tensor[index] if tensor.is_cuda else tensor.index_select(0, index)
+
+
+def _sum_rows(out: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if out.is_cuda:
+        return out.index_put((index,), rows, accumulate=True)
+    return out.index_add(0, index, rows)
