@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 
@@ -103,6 +105,48 @@ def test_losses_are_those_of_transformers(tmp_path, method, dtype, most):
         assert torch.equal(tensor, state[name]), name
 
 
+def test_resuming_gives_the_same_losses(tmp_path):
+    """Trainer's checkpoints list each expert, and resuming loads them as they are."""
+
+    def trainer(folder) -> Trainer:
+        torch.manual_seed(0)
+        model = tiny("qwen3_moe", torch.float32)
+        wrap_experts(model, **FULL)
+        arguments = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=6,
+            per_device_train_batch_size=2,
+            learning_rate=5e-3,
+            logging_steps=1,
+            save_steps=3,
+            report_to=[],
+            use_cpu=True,
+            seed=3,
+            disable_tqdm=True,
+        )
+        return Trainer(model, arguments, train_dataset=Rows())
+
+    whole, again = trainer(tmp_path / "whole"), trainer(tmp_path / "again")
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert losses(again) == losses(whole) and len(set(losses(whole))) == 6
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_saved_models_are_loaded_again(tmp_path, family):
+    model = tiny(family, torch.float32)
+    wrap_experts(model, **FULL)
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    found = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert not any("experts" in key for key in found.missing_keys + found.unexpected_keys)
+    state = model.state_dict()
+    assert all(torch.equal(state[n], tensor) for n, tensor in wanted.items() if "experts" in n)
+
+
 @torch.no_grad()
 def logits(model) -> torch.Tensor:
     return model(tokens()).logits
@@ -184,6 +228,8 @@ def test_refused():
         wrap_experts(model, **FULL, from_checkpoint=True, model_path="nowhere")
     with pytest.raises(ValueError, match="1 experts on the GPU with full_weight_grad=True"):
         wrap_experts(model, **FULL, num_gpu_experts=1)
+    with pytest.raises(ValueError, match="full_weight_grad=True with a PeftModel"):
+        wrap_experts(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), **FULL)
     with pytest.raises(TypeError, match="layer 5: gate_proj must be a tensor, got list"):
         ready("AMXINT8_SFT").update_base_weights([], [], [])
     wrapper = make_wrapper("RAWINT4_SFT")

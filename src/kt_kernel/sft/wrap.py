@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -91,6 +92,11 @@ def wrap_experts(
             "full_weight_grad=True with from_checkpoint=True: the model's own weights are trained; "
             "accepted: from_checkpoint=False"
         )
+    if config.full_weight_grad and hasattr(model, "peft_config"):
+        raise ValueError(
+            "full_weight_grad=True with a PeftModel, whose checkpoints have adapters only; "
+            "accepted: the model without PEFT"
+        )
     found = dict(_fused_experts(model))
     if any(isinstance(module, LoraExperts) for module in model.modules()):
         raise ValueError(
@@ -147,6 +153,8 @@ def wrap_experts(
         _freeze(model, modules)
         undo.pop_all()
     _keep_from_broadcasts(model, modules)
+    if config.full_weight_grad:
+        model.register_load_state_dict_pre_hook(functools.partial(_stack_experts, modules))
     return modules
 
 
@@ -184,6 +192,24 @@ def _freeze(model: nn.Module, modules: dict[str, LoraExperts]) -> None:
     for parameter in model.parameters():
         if parameter not in trained:
             parameter.requires_grad_(False)
+
+
+def _stack_experts(
+    modules: dict[str, LoraExperts], model: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Stacks the weights of a checkpoint that lists each expert: transformers saves models in this
+    form, and Trainer loads such a file as it is when it resumes."""
+    for path, module in modules.items():
+        place = f"{prefix}{module.layout.single_path(path)}"
+        keys = [
+            [f"{place}.{expert}.{name}.weight" for expert in range(module.wrapper.num_experts)]
+            for name in module.layout.names
+        ]
+        if module.layout.interleaved or not all(key in state for each in keys for key in each):
+            continue
+        gate, up, down = (torch.stack([state.pop(key) for key in each]) for each in keys)
+        state[f"{prefix}{path}.gate_up_proj"] = torch.cat([gate, up], 1)
+        state[f"{prefix}{path}.down_proj"] = down
 
 
 def _keep_from_broadcasts(model: nn.Module, modules: dict[str, LoraExperts]) -> None:
