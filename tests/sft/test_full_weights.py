@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from kt_kernel.sft import save_adapter, wrap_experts
@@ -16,7 +16,7 @@ from kt_kernel.weights.formats import INT4_GROUP, WeightForm
 
 from .layers import E, base_tensors, lora_tensors, make_wrapper, ready
 from .models import fill_lora, tiny, tokens
-from .test_trainer import Rows, losses
+from .trainers import losses, trainer_of
 
 FULL = dict(
     sft_method="AMXBF16_SFT_SkipLoRA",
@@ -79,20 +79,14 @@ def test_losses_are_those_of_transformers(tmp_path, method, dtype, most):
         if wrapped:
             wrap_experts(model, **FULL | {"sft_method": method})
         unfreeze_experts(model)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / str(wrapped)),
+        trainer = trainer_of(
+            model,
+            tmp_path / str(wrapped),
             max_steps=8,
             per_device_train_batch_size=4,
             learning_rate=5e-3,
-            lr_scheduler_type="constant",
-            logging_steps=1,
             save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            seed=3,
-            disable_tqdm=True,
         )
-        trainer = Trainer(model, arguments, train_dataset=Rows())
         trainer.train()
         found.append(torch.tensor(losses(trainer)))
     stock, ours = found
@@ -112,19 +106,7 @@ def test_resuming_gives_the_same_losses(tmp_path):
         torch.manual_seed(0)
         model = tiny("qwen3_moe", torch.float32)
         wrap_experts(model, **FULL)
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            max_steps=6,
-            per_device_train_batch_size=2,
-            learning_rate=5e-3,
-            logging_steps=1,
-            save_steps=3,
-            report_to=[],
-            use_cpu=True,
-            seed=3,
-            disable_tqdm=True,
-        )
-        return Trainer(model, arguments, train_dataset=Rows())
+        return trainer_of(model, folder, learning_rate=5e-3)
 
     whole, again = trainer(tmp_path / "whole"), trainer(tmp_path / "again")
     whole.train()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer, TrainingArguments
 
 from kt_kernel import generate_gpu_experts_masks
 from kt_kernel.sft import load_adapter, save_adapter, wrap_experts
@@ -15,7 +14,7 @@ from kt_kernel.sft.hot import HotExperts
 from kt_kernel.sft.hot_pass import HotPass, _Copy
 
 from .models import fill_lora, tiny, tokens
-from .test_trainer import Rows, losses
+from .trainers import losses, trainer_of
 
 SETTINGS = dict(lora_rank=4, lora_alpha=6.0, cpuinfer_threads=2, threadpool_count=1)
 MASK = torch.tensor([[True, False, True, False]])
@@ -110,20 +109,14 @@ def test_trains(tmp_path):
         model = tiny("qwen3_moe", torch.float32)
         torch.manual_seed(0)
         wrap_experts(model, **SETTINGS, num_gpu_experts=hot)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / str(hot)),
+        trainer = trainer_of(
+            model,
+            tmp_path / str(hot),
             max_steps=8,
             per_device_train_batch_size=4,
             learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            logging_steps=1,
             save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            seed=3,
-            disable_tqdm=True,
         )
-        trainer = Trainer(model, arguments, train_dataset=Rows())
         trainer.train()
         found.append(torch.tensor(losses(trainer)))
     assert found[1][-1] < found[1][0]

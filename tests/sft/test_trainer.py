@@ -5,25 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from kt_kernel.sft import wrap_experts
 from kt_kernel.sft.wrap import wrapped_experts
 
-from .models import tiny, tokens
+from .models import tiny
+from .trainers import losses, trainer_of
 
 SETTINGS = dict(lora_rank=4, lora_alpha=8.0, cpuinfer_threads=2, lora_dropout=0.1)
-
-
-class Rows(torch.utils.data.Dataset):
-    def __init__(self) -> None:
-        self.ids = tokens(4, 10)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def make_trainer(folder, *, peft: bool = False, **arguments) -> Trainer:
@@ -33,26 +23,8 @@ def make_trainer(folder, *, peft: bool = False, **arguments) -> Trainer:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     torch.manual_seed(0)
     wrap_experts(model, **SETTINGS)
-    given = dict(
-        output_dir=str(folder),
-        max_steps=6,
-        per_device_train_batch_size=2,
-        learning_rate=3e-2,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        save_steps=3,
-        lr_scheduler_type="constant",
-        report_to=[],
-        use_cpu=True,
-        seed=3,
-        disable_tqdm=True,
-    )
-    return Trainer(model, TrainingArguments(**(given | arguments)), train_dataset=Rows())
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    given = dict(learning_rate=3e-2, gradient_accumulation_steps=2, max_grad_norm=0.5)
+    return trainer_of(model, folder, **(given | arguments))
 
 
 @pytest.mark.parametrize(
