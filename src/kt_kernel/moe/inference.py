@@ -43,7 +43,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         # are started from the CPU's memory).
         self._last: tuple[Any, LayerStream | None] = (None, None)
         self._only_cold = False  # see `hand_over_only_cold`
-        self._packed: PackedExperts | None = None
+        self._packed: weakref.ref[PackedExperts] | None = None
 
     select_deferred_experts = staticmethod(select_deferred_experts)
 
@@ -215,8 +215,8 @@ class InferenceMoEWrapper(BaseMoEWrapper):
         return self._settings.where, self._chain_place()[0], self._chain.number
 
     def packed_experts(self) -> PackedExperts:
-        """Where the packed experts lie, to be copied to a GPU; the same object each time, because
-        memory can be registered with a device only once.
+        """Where the packed experts lie, to be copied to a GPU. It is one object for all who hold
+        it, because memory can be registered with a device only once.
 
         Raises:
             RuntimeError: before loading.
@@ -224,8 +224,9 @@ class InferenceMoEWrapper(BaseMoEWrapper):
                 experts compute something other than SwiGLU.
         """
         s = self._settings
-        if self._packed is not None:
-            return self._packed
+        known = None if self._packed is None else self._packed()
+        if known is not None:
+            return known
         if not self._loaded:
             raise RuntimeError(f"{s.where}: packed_experts before loading")
         if not s.activation.is_swiglu:
@@ -240,7 +241,7 @@ class InferenceMoEWrapper(BaseMoEWrapper):
             packed = PackedExperts(self._core, self._form, s.hidden_size, s.moe_intermediate_size)
         except ValueError as error:
             raise ValueError(f"{s.where}: {error}") from None
-        self._packed = packed
+        self._packed = weakref.ref(packed)
         return packed
 
     # ---- the way of a batch -----------------------------------------------------------------

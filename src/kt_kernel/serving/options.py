@@ -166,7 +166,7 @@ OPTIONS: tuple[Option, ...] = (
         "--kt-expert-update-rate",
         "size",
         "bytes per second that experts moving to the GPU may take of the bus, such as 8GB (default "
-        "half of what is measured)",
+        "a quarter of what is measured)",
     ),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}

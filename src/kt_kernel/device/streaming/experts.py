@@ -33,6 +33,10 @@ class PackedPart:
     down: PackedMatrix
 
     @property
+    def matrices(self) -> tuple[PackedMatrix, PackedMatrix, PackedMatrix]:
+        return self.gate, self.up, self.down
+
+    @property
     def expert_bytes(self) -> int:
         return self.memory.shape[1]
 
@@ -136,11 +140,18 @@ class PackedExperts:
         staged: for each part, its bytes of the experts, uint8 [n or more, expert_bytes] on the
         device. w13 [n, 2 I, H] receives gate's rows, then up's; w2 [n, H, I] down's.
         """
-        for part, packed in zip(self.parts, staged, strict=True):
+        for number, out in enumerate(self.places(w13, w2)):
+            part, which = divmod(number, 3)
+            self.parts[part].matrices[which].unpack(staged[part], out)
+
+    def places(self, w13: torch.Tensor, w2: torch.Tensor) -> list[torch.Tensor]:
+        """Where `unpack` puts gate, up and down of each part."""
+        found: list[torch.Tensor] = []
+        for part in self.parts:
             begin, end = part.begin, part.begin + part.size
-            part.gate.unpack(packed, w13[:, begin:end])
-            part.up.unpack(packed, w13[:, self.inter + begin : self.inter + end])
-            part.down.unpack(packed, w2[:, :, begin:end])
+            found += w13[:, begin:end], w13[:, self.inter + begin : self.inter + end]
+            found.append(w2[:, :, begin:end])
+        return found
 
 
 def _unpin(backend: Any, parts: Sequence[PackedPart], *keep: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ _PART_COLUMNS = 32
 _BLOCK_SIZE = 128  # rows and columns of a scale of "block"
 _PARTS = 4  # of 32 columns, that a program unpacks
 _WARPS = 4
+_ALIGNMENT = 16  # bytes, for which Triton compiles
 
 
 @functools.cache
@@ -77,12 +79,16 @@ class PackedMatrix:
 
     def unpack(
         self, packed: torch.Tensor, out: torch.Tensor, *, parts: int = _PARTS, warps: int = _WARPS
-    ) -> None:
+    ) -> Callable[[torch.Tensor, int], None] | None:
         """Starts unpacking on the current stream.
 
         packed: uint8 [n, expert bytes], contiguous, on the device. out: [n, rows, columns] of the
         same device, bf16, fp16 or fp32, its last stride 1; each weight is rounded to it once from
         float32. parts, warps: how much a program of the kernel does, and with how many threads.
+
+        Returns a function that does the same again with less work on the host: to another ``out``
+        of the same shape, strides, type and alignment, on the stream with this handle. None if
+        there was nothing to do, and in Triton's interpreter.
         """
         from .unpack_kernel import unpack  # Triton may be missing
 
@@ -90,22 +96,24 @@ class PackedMatrix:
         assert out.shape == (experts, self.rows, self.columns) and out.stride(2) == 1
         assert packed.dtype == torch.uint8 and packed.is_contiguous() and len(packed) >= experts
         if not experts:
-            return
+            return None
         grid = (
             -(-self.columns // (parts * _PART_COLUMNS)),
             -(-self.rows // _TILE_ROWS),
             experts,
         )
-        unpack[grid](
-            packed[:, self.begin :],
-            out,
-            self.rows,
-            self.columns,
-            self.tile_stride,
-            packed.stride(0),
-            out.stride(1),
-            out.stride(0),
-            **kernel_constants(self.form, self.columns),
-            PARTS=parts,
-            num_warps=warps,
-        )
+        place = packed[:, self.begin :]
+        strides = self.tile_stride, packed.stride(0), out.stride(1), out.stride(0)
+        sizes = self.rows, self.columns, *strides
+        constants = kernel_constants(self.form, self.columns) | {"PARTS": parts}
+        kernel = unpack[grid](place, out, *sizes, **constants, num_warps=warps)
+        if kernel is None:
+            return None
+        run, offset = kernel[grid], out.data_ptr() % _ALIGNMENT
+        rest = *sizes, *(constants[name] for name in unpack.arg_names[2 + len(sizes) :])
+
+        def again(to: torch.Tensor, stream: int) -> None:
+            assert to.data_ptr() % _ALIGNMENT == offset  # the kernel was compiled for it
+            run(place, to, *rest, stream=stream)
+
+        return again
