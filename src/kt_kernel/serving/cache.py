@@ -175,7 +175,9 @@ class ModelCache:
         if not more:
             return bool(self._under_way)
         moves = self._wanted_moves()
-        self._evict(moves)
+        self._fill_budget()
+        if self._budget > 0:  # otherwise slots would only stay empty
+            self._evict(moves)
         changed = [
             layer.slots.next_map(version)
             for layer, version in zip(self.layers, versions, strict=True)
@@ -221,7 +223,6 @@ class ModelCache:
                 self.counters.cache_evictions += 1
 
     def _upload(self, moves: Sequence[tuple[int, int, int]], totals: Totals) -> None:
-        self._fill_budget()
         self._waits = False
         for number, expert, other in moves:
             layer = self.layers[number]

@@ -1,0 +1,95 @@
+"""What the live cache moves, on generated routes, beside the simulator of ideal caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kt_kernel.device.cache import HostCache
+from kt_kernel.moe.placement import Placement
+from kt_kernel.routes.policies import LRU, DecayedLFU
+from kt_kernel.routes.simulator import Replay
+from kt_kernel.routes.synthetic import NONE, QWEN3_30B, WEAK, Locality, generate
+from kt_kernel.serving.cache import CachedLayer, ModelCache
+from kt_kernel.serving.cache_slots import LayerSlots
+
+LAYERS, TOKENS = 2, 800
+SMALL = {"experts": 64, "per_token": 4}
+
+
+class AtTheNextLook:
+    """Uploads that are complete when they are asked about."""
+
+    def start(self, *given: Any) -> Any:
+        return lambda: True
+
+
+def made(experts: int, slots: int, rate: float | None = None) -> tuple[ModelCache, HostCache]:
+    memory = HostCache(torch.device("cpu"), LAYERS, experts)
+    layers = [
+        CachedLayer(
+            SimpleNamespace(expert_bytes=1),  # type: ignore[arg-type]
+            torch.empty(slots, 0),
+            torch.empty(slots, 0),
+            LayerSlots(Placement.first(experts, slots), memory.wanted[number]),
+        )
+        for number in range(LAYERS)
+    ]
+    cache = ModelCache(layers, memory, AtTheNextLook(), rate)  # type: ignore[arg-type]
+    cache.start(memory)
+    return cache, memory
+
+
+def replayed(cache: ModelCache, memory: HostCache, routes: np.ndarray) -> float:
+    """The hit rate of the second half. routes: [T, L, k]."""
+    half = {}
+    for number, token in enumerate(routes):
+        for layer in range(LAYERS):
+            memory.begin_pass(layer, torch.from_numpy(token[None, layer].astype(np.int64)), None)
+        cache.step()
+        cache.step()
+        if number == len(routes) // 2:
+            half = cache.stats()
+    end = cache.stats()
+    hits, misses = (end[name] - half[name] for name in ("cache_hits", "cache_misses"))
+    cache.close()
+    return hits / (hits + misses)
+
+
+@pytest.mark.parametrize(
+    ("locality", "policy"), [(QWEN3_30B, LRU()), (WEAK, DecayedLFU(64, margin=1.0))]
+)
+def test_the_policy_that_the_routes_reward(locality: Locality, policy: Any) -> None:
+    record = generate(replace(locality, **SMALL), TOKENS, LAYERS)
+    ideal = Replay(record, TOKENS // 2)
+    cache, memory = made(64, 16)
+    found = replayed(cache, memory, record.routes)
+    assert cache.policy == policy.name
+    assert found > 0.93 * ideal.run(policy, 16).hit_rate
+    assert found > 1.3 * ideal.first(16).hit_rate
+
+
+def test_moves_that_gain_nothing_get_little_of_the_bus() -> None:
+    shares = []
+    for locality in (QWEN3_30B, NONE):
+        cache, memory = made(64, 16, rate=1e9)
+        replayed(cache, memory, generate(replace(locality, **SMALL), TOKENS, LAYERS).routes)
+        cache._fill_budget()
+        cache._filled -= 1  # a second
+        cache._budget = 0.0
+        cache._fill_budget()
+        shares.append(cache._budget / (cache.rate or 1) / 0.01)
+    assert shares[0] == pytest.approx(1) and shares[1] == pytest.approx(1 / 16)
+
+
+def test_the_rate_bounds_uploads() -> None:
+    """Every upload is of one byte, and the first one takes more than there is for hours."""
+    cache, memory = made(64, 16, rate=1e-9)
+    replayed(cache, memory, generate(replace(QWEN3_30B, **SMALL), 100, LAYERS).routes)
+    assert cache.counters.cache_uploads <= 1
+    assert cache.layers[0].slots.coming_free + cache.layers[1].slots.coming_free <= 8
