@@ -1,0 +1,258 @@
+"""Decodes in vLLM with routes of a given locality: fixed placements, and the live expert cache.
+
+    ENV/bin/python benchmarks/cache.py --json FILE --shape deepseek-v3 --layers 4
+
+Run it in vLLM's environment, on a machine with a GPU. The model has random weights, and every
+expert has the same ones. Its router's choice is replaced by generated routes: "local" has the
+locality that was published for Qwen3-30B-A3B, "none" has none (kt_kernel.routes.synthetic). One
+engine serves everything: it has slots for the largest share of --resident, and for smaller shares
+some stay empty. The fixed placement is the first experts of each layer; it runs the cache's kernel,
+too, and moves nothing. Each row has the times between tokens, and the hit rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import numpy as np
+import torch
+from cache_control import FIXED, MOVING, Control
+from machine import about
+from prompts import ENGINES
+from safetensors.torch import save_file
+from shapes import Shape, parse_shape
+from synthetic import SCALE, config
+
+from kt_kernel.routes.simulator import as_streams
+from kt_kernel.routes.synthetic import NONE, QWEN3_30B, generate
+
+VOCABULARY = 4096
+ROUTES = 8192  # tokens of which routes are generated; then they begin again
+WARM = {FIXED: 16, MOVING: 400}  # tokens before those that are timed
+
+
+def weights_without_experts(shape: Shape, layers: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator("cuda").manual_seed(0)
+
+    def weight(*size: int) -> torch.Tensor:
+        values = torch.randn(size, generator=made, device="cuda", dtype=torch.bfloat16)
+        return (values * SCALE).cpu()
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    c, h = config(shape, layers, VOCABULARY), shape.hidden
+    heads, pairs = c["num_attention_heads"] * 128, c["num_key_value_heads"] * 128
+    tensors = {
+        "model.embed_tokens.weight": weight(VOCABULARY, h),
+        "lm_head.weight": weight(VOCABULARY, h),
+        "model.norm.weight": ones(h),
+    }
+    for layer in range(layers):
+        place = f"model.layers.{layer}"
+        tensors |= {
+            f"{place}.input_layernorm.weight": ones(h),
+            f"{place}.post_attention_layernorm.weight": ones(h),
+            f"{place}.self_attn.q_norm.weight": ones(128),
+            f"{place}.self_attn.k_norm.weight": ones(128),
+            f"{place}.self_attn.q_proj.weight": weight(heads, h),
+            f"{place}.self_attn.k_proj.weight": weight(pairs, h),
+            f"{place}.self_attn.v_proj.weight": weight(pairs, h),
+            f"{place}.self_attn.o_proj.weight": weight(h, heads),
+            f"{place}.mlp.gate.weight": weight(shape.experts, h),
+        }
+    return tensors
+
+
+def serve_experts_from_memory(shape: Shape, layers: int) -> None:
+    """vLLM's loader also delivers the experts, all with the same weights."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    made = torch.Generator().manual_seed(1)
+    sizes = {
+        "gate_proj": (shape.inter, shape.hidden),
+        "up_proj": (shape.inter, shape.hidden),
+        "down_proj": (shape.hidden, shape.inter),
+    }
+    matrices = {
+        name: (torch.randn(size, generator=made) * SCALE).bfloat16() for name, size in sizes.items()
+    }
+    original = DefaultModelLoader.get_all_weights
+
+    def get(loader: Any, *given: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from original(loader, *given)
+        for layer in range(layers):
+            for expert in range(shape.experts):
+                for name, matrix in matrices.items():
+                    yield f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", matrix
+
+    DefaultModelLoader.get_all_weights = get
+
+
+class Routes:
+    """Replaces the choice of the routers, also in CUDA graphs."""
+
+    def __init__(self, shape: Shape, layers: int) -> None:
+        import kt_kernel.plugin_entrypoints.vllm.layer as plugin
+
+        sizes = {"experts": shape.experts, "per_token": shape.top_k}
+        self._records = {
+            name: generate(replace(locality, **sizes), ROUTES, layers)
+            for name, locality in (("local", QWEN3_30B), ("none", NONE))
+        }
+        self._at = torch.zeros(layers, 1, dtype=torch.int64, device="cuda")
+        shape_of_table = layers, ROUTES, shape.top_k
+        self._table = torch.zeros(shape_of_table, dtype=torch.int64, device="cuda")
+        numbers = torch.arange(ROUTES, device="cuda")
+        original = plugin.HybridExperts.forward_modular
+
+        def forward(
+            experts: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **shared: Any
+        ) -> torch.Tensor:
+            layer, tokens = experts.kt_layer.layer_idx, len(x)
+            rows = (self._at[layer] + numbers[:tokens]) % ROUTES
+            routes = self._table[layer].index_select(0, rows).to(ids.dtype)
+            self._at[layer].add_(tokens)
+            return original(experts, x, weights, routes, **shared)
+
+        plugin.HybridExperts.forward_modular = forward
+
+    def use(self, name: str, streams: int) -> None:
+        """The next tokens have these routes."""
+        record = as_streams(self._records[name], streams)
+        routes = torch.from_numpy(record.routes.astype(np.int64)).transpose(0, 1)
+        self._table[:, : routes.shape[1]].copy_(routes)
+        self._at.zero_()
+        torch.cuda.synchronize()
+
+
+class Bench:
+    """An engine with its cache."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        from vllm import LLM, SamplingParams
+
+        from kt_kernel.serving import cache as caches
+
+        shape: Shape = args.shape
+        (folder / "config.json").write_text(json.dumps(config(shape, args.layers, VOCABULARY)))
+        save_file(weights_without_experts(shape, args.layers), folder / "model.safetensors")
+        serve_experts_from_memory(shape, args.layers)
+        self._routes, self._params = Routes(shape, args.layers), SamplingParams
+        options = {
+            "method": args.method,
+            "num_gpu_experts": round(max(args.resident) * shape.experts),
+            "enable_dynamic_expert_update": "on",
+        }
+        arguments: dict[str, Any] = dict(ENGINES["vllm"])
+        arguments["compilation_config"] |= {"cudagraph_capture_sizes": [1, 4, 16]}
+        arguments |= {"max_model_len": 4096, "max_num_batched_tokens": 2048}
+        arguments |= {"gpu_memory_utilization": 0.6, "skip_tokenizer_init": True, "seed": 0}
+        self._llm = LLM(str(folder), additional_config={"kt": options}, **arguments)
+        self.cache = caches._caches[-1]
+        self._control = Control(self.cache)
+        self._args, self._choose, self._number = args, random.Random(0), 0
+        for streams in (1, *args.streams):
+            self._times(8, streams)
+
+    def _times(self, steps: int, streams: int = 1) -> list[float]:
+        """Seconds between the tokens, without the first of each request."""
+        engine = self._llm.llm_engine
+        params = self._params(
+            temperature=0, max_tokens=steps, min_tokens=steps, ignore_eos=True, detokenize=False
+        )
+        for _ in range(streams):
+            self._number += 1
+            prompt = [self._choose.randrange(2, VOCABULARY) for _ in range(8)]
+            engine.add_request(str(self._number), {"prompt_token_ids": prompt}, params)
+        times, last = [], time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+        return times[2:]
+
+    def measure(
+        self, routes: str, resident: float, mode: str, streams: int, rate: float | None = None
+    ) -> dict[str, Any]:
+        """A row of the result. rate: of uploads; None: the cache's own."""
+        given = self.cache.rate
+        self.cache.rate = given if rate is None else rate
+        slots = round(resident * self._args.shape.experts)
+        self._control.reset(slots, lambda: self._times(3))
+        self._routes.use(routes, streams)
+        self._control.mode = mode
+        self._times(WARM[mode], streams)
+        before = self._control.counters()
+        times = sorted(self._times(self._args.steps, streams))
+        after = self._control.counters()
+        self._control.mode = FIXED
+        count = {name: after[name] - before[name] for name in after}
+        row = {
+            "routes": routes,
+            "resident": resident,
+            "mode": mode,
+            "streams": streams,
+            "rate": self.cache.rate,
+            "tokens_s": streams * len(times) / sum(times),
+            "p50_ms": 1e3 * times[len(times) // 2],
+            "p99_ms": 1e3 * times[int(len(times) * 0.99)],
+            "hit_rate": count["cache_hits"] / (count["cache_hits"] + count["cache_misses"]),
+            "uploads": count["cache_uploads"] / (len(times) * self._args.layers),
+            "gain": self.cache._gain.mean,
+        }
+        self.cache.rate = given
+        return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--shape", type=parse_shape, default="deepseek-v3")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--method", default="INT4_G32")
+    parser.add_argument("--resident", type=float, nargs="+", default=[0.12, 0.25, 0.4])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1])
+    parser.add_argument(
+        "--rates", type=float, nargs="*", default=[], help="GB/s, tried in addition"
+    )
+    parser.add_argument("--steps", type=int, default=256, help="tokens of each stream")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+    rows: list[dict[str, Any]] = []
+    result = {
+        "machine": about(),
+        "shape": args.shape._asdict(),
+        "layers": args.layers,
+        "rows": rows,
+    }
+    result |= {"method": args.method, "expert_bytes": bench.cache.layers[0].packed.expert_bytes}
+    for routes in ("local", "none"):
+        for resident in args.resident:
+            for streams in args.streams:
+                tried = [(FIXED, None), (MOVING, None)]
+                tried += [(MOVING, rate * 1e9) for rate in args.rates]
+                for mode, rate in tried:
+                    rows.append(bench.measure(routes, resident, mode, streams, rate))
+                    print(json.dumps(rows[-1]), flush=True)
+                    args.json.write_text(json.dumps(result, indent=1))
+    sys.stdout.flush()
+    os._exit(0)  # engines take long to end, and everything is saved
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Controls the live expert cache of a model in this process, for cache.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kt_kernel.moe.placement import Placement
+from kt_kernel.serving.cache import ModelCache
+from kt_kernel.serving.cache_policy import Gain
+from kt_kernel.serving.cache_slots import LayerSlots
+
+FIXED, MOVING, RESTLESS = "fixed", "moving", "restless"
+
+
+class Control:
+    """mode: `FIXED`: experts stay; `MOVING`: as the cache decides; `RESTLESS`: random experts move
+    in every layer at every look."""
+
+    def __init__(self, cache: ModelCache) -> None:
+        self.cache, self.mode = cache, FIXED
+        self._step, self._moves = cache._step, cache._wanted_moves
+        self._random = np.random.default_rng(0)
+        cache._step = self._look  # type: ignore[method-assign]
+        cache._wanted_moves = self._wanted  # type: ignore[method-assign]
+
+    def _look(self) -> bool:
+        if self.mode == FIXED:
+            self.cache._last = self.cache._memory.totals()
+            return False
+        if self.mode == RESTLESS:
+            self.cache._waits = True
+        return self._step()
+
+    def _wanted(self) -> list[tuple[int, int, int]]:
+        if self.mode != RESTLESS:
+            return self._moves()
+        found = []
+        for number, layer in enumerate(self.cache.layers):
+            away = np.flatnonzero(~layer.slots.resident & (layer.slots.wanted < 0))
+            here = np.flatnonzero(layer.slots.evictable)
+            if len(away) and len(here):
+                pair = self._random.choice(away), self._random.choice(here)
+                found.append((number, int(pair[0]), int(pair[1])))
+        return found
+
+    def counters(self) -> dict[str, int]:
+        """As `ModelCache.stats`, at this moment."""
+        with self.cache._lock:
+            self.cache._last = self.cache._memory.totals()
+            return self.cache.stats()
+
+    def reset(self, resident: int, run: Callable[[], Any]) -> None:
+        """The first ``resident`` experts get the first slots, and the other slots stay empty. run:
+        computes a batch."""
+        self.mode = FIXED
+        cache = self.cache
+        with cache._lock:
+            self._finish_uploads()
+            for layer in cache.layers:
+                layer.slots.wanted[:] = -1
+                layer.slots.version += 1
+            self._publish()
+        run()  # takes the map into use
+        run()  # and this one is later than all batches with the old one
+        with cache._lock:
+            for layer in cache.layers:
+                self._fill(layer, resident)
+            cache._uploads.wait()
+            self._publish()
+            cache._gain = Gain()
+        run()
+
+    def _fill(self, layer: Any, resident: int) -> None:
+        old, experts = layer.slots, len(layer.slots.wanted)
+        for expert in range(resident):
+            place = layer.w13[expert], layer.w2[expert]
+            self.cache._uploads.start(layer.packed, expert, *place)
+        cold = [-1] * (experts - resident)
+        slots = LayerSlots(Placement((*range(resident), *cold), old.num_slots), old.wanted)
+        slots.free, slots.version = [], old.version + 1
+        layer.slots = slots
+        layer.evicted.clear()
+
+    def _finish_uploads(self) -> None:
+        self.cache._uploads.wait()
+        while self.cache._under_way:
+            number, slot, _ = self.cache._under_way.popleft()
+            self.cache.layers[number].slots.uploaded(slot)
+
+    def _publish(self) -> None:
+        self.cache._write_versions()
+        self.cache._memory.publish()
