@@ -99,7 +99,7 @@ def check_options_install_the_hooks() -> None:
     server_args.check_server_args()
     assert all(a is hooks._resolve(hook) for a, hook in zip(before, found, strict=True))
     travelled = pickle.loads(pickle.dumps(server_args))
-    decided = KTOptions(method="INT4_G32", num_gpu_experts=3)
+    decided = KTOptions(method="INT4_G32", num_gpu_experts=3, hot_format="engine")
     assert options.options_of(travelled) == decided and plugin._arrived
 
 

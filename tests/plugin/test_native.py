@@ -7,8 +7,8 @@ The engines of one kind start side by side, because a start takes most of the ti
 from __future__ import annotations
 
 import json
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from engines import (
     GPU_SGLANG,
     GPU_VLLM,
+    HERE,
     NO_GRAPHS,
     TIMEOUT,
     Answers,
@@ -27,44 +28,44 @@ from engines import (
 )
 from expert_weights import Weights
 from gpt_oss_model import GptOssReference, Stacks, make_gpt_oss
-from quantised_models import SETTINGS, SIZES, make_quantised, put
+from quantised_models import PLAIN, SETTINGS, SIZES, Served, make_quantised, put
 from tiny_model import EXPERTS, Reference, make, spread_prompts
 
 STEPS = 8
 PROMPTS = spread_prompts(4, vocabulary=128)  # gpt-oss' vocabulary is the smallest one
-SIDE_BY_SIDE = 6  # engines
+SIDE_BY_SIDE = {"vllm": 4, "sglang": 5}  # processes
 GPT_OSS = "gpt-oss"
-pytestmark = pytest.mark.timeout(TIMEOUT)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model and its options. graphs: with torch.compile or CUDA graphs."""
-
-    model: str
-    hot: int = 0
-    graphs: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}, {self.hot} hot"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_gpu_experts": self.hot, "cpuinfer": 2}
-        return options | ({"allow_untested": True} if self.model == GPT_OSS else {})
-
-
-FP8 = [Served("FP8", hot, graphs=True) for hot in (0, 3, EXPERTS)]
-VLLM = [*FP8, *(Served(name) for name in SETTINGS if name != "FP8"), Served(GPT_OSS)]
+# Hot experts are packed by default in RAWINT4, GPTQ_INT4 and AWQ_INT4, FP8 is the engine's.
+VLLM = [
+    *(Served(name, 3) for name in SETTINGS),
+    *map(Served, SETTINGS),
+    Served("FP8", EXPERTS),
+    Served("FP8", 3, "bf16"),
+    Served("AWQ_INT4", EXPERTS),
+    Served("RAWINT4", 3, "bf16"),
+    Served(PLAIN, 3, "packed"),
+    Served(GPT_OSS),
+    Served(GPT_OSS, 2),
+]
 # SGLang 0.5.17 serves AWQ in float16 only.
-SGLANG = [*FP8, *(Served(name) for name in SETTINGS if name not in ("FP8", "AWQ_INT4"))]
+SGLANG = [
+    Served("FP8", 3),
+    Served("RAWINT4", 3),
+    Served(PLAIN, 3, "packed"),
+    *(Served(name, 3) for name in ("GPTQ_INT4", "NVFP4", "MXFP8", "W8A8", "FP8_PERCHANNEL")),
+    Served("RAWINT4"),
+    Served("RAWINT4", EXPERTS),
+]
+GRAPHS = {Served("FP8", 3), Served("RAWINT4", 3), Served(PLAIN, 3, "packed")}  # captured
+pytestmark = pytest.mark.timeout(TIMEOUT)
 
 
 @pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, tuple[Path, Weights]]:
     """The models by format, and their experts' weights."""
-    return {name: (folder / name, make_quantised(folder / name, name)) for name in SETTINGS}
+    return {
+        name: (folder / name, make_quantised(folder / name, name)) for name in (*SETTINGS, PLAIN)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +79,28 @@ def reference(folder: Path) -> Reference:
     return Reference(make(folder / "plain", **SIZES))
 
 
-def _run_all(
-    python: str, script: str, folder: Path, runs: list[dict[str, Any]], **job: Any
-) -> Answers:
+def _options(one: Served) -> dict[str, Any]:
+    more = {"allow_untested": True} if one.model == GPT_OSS else {}
+    return one.options | {"cpuinfer": 1} | more
+
+
+def _run_all(engine: str, folder: Path, runs: list[dict[str, Any]], **job: Any) -> Answers:
     """Runs as `run`, in several processes."""
     job |= {"model": "", "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS}
+    python, count = gpu_python(f"KT_{engine.upper()}_GPU_PYTHON"), SIDE_BY_SIDE[engine]
 
     def run_some(number: int) -> Answers:
-        part = runs[number::SIDE_BY_SIDE]
-        return run(python, script, folder / str(number), environment(), runs=part, **job)
+        part = runs[number::count]
+        script, place = f"{engine}_run.py", folder / str(number)
+        return run(python, script, place, environment(OMP_NUM_THREADS="1"), runs=part, **job)
 
     folder.mkdir()
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        answers = list(pool.map(run_some, range(min(SIDE_BY_SIDE, len(runs)))))
+    with ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(run_some, range(min(count, len(runs)))))
     return {name: answer for some in answers for name, answer in some.items()}
 
 
 def _check(
-    engine: str,
     served: list[Served],
     answers: Answers,
     models: dict[str, tuple[Path, Weights]],
@@ -107,39 +112,12 @@ def _check(
         if one.model == GPT_OSS:
             continue
         put(reference, models[one.model][1])
+        answer = answers[one.name]
         try:
-            check_logprobs(
-                f"{engine} {one.name}",
-                answers[one.name],
-                reference,
-                PROMPTS,
-                median=0.05,
-                mean=0.1,
-            )
+            check_logprobs(one.name, answer, reference, PROMPTS, median=0.05, mean=0.1)
         except AssertionError as error:
             failed.append(f"{one.name}: {str(error)[:400]}")
     assert not failed, "\n".join(failed)
-
-
-def _check_gpt_oss(
-    folder: Path, engine: str, served: list[Served], answers: Answers, stacks: Stacks
-) -> None:
-    """As a control, each expert has the weights of another one."""
-    reference = GptOssReference(folder / "gpt-oss plain", stacks)
-    for one in served:
-        if one.model != GPT_OSS:
-            continue
-        answer = answers[one.name]
-        assert "error" not in answer, answer
-        found = torch.tensor(answer["logprobs"]).flatten()
-        distances = []
-        for offset in (0, 1):
-            reference.put(offset)
-            distances.append((reference.logprobs(PROMPTS, answer["tokens"]) - found).abs())
-        near, far = distances
-        print(f"{engine} {one.name}: {near.median():.4f} {near.mean():.4f} far {far.mean():.3f}")
-        assert near.median() < 0.05 and near.mean() < 0.1, (near.median(), near.mean())
-        assert far.mean() > 10 * near.mean(), (far.mean(), near.mean())
 
 
 def test_vllm(
@@ -148,35 +126,60 @@ def test_vllm(
     gpt_oss: tuple[Path, Stacks],
     reference: Reference,
 ) -> None:
-    python = gpu_python("KT_VLLM_GPU_PYTHON")
     runs = [
         {
             "name": one.name,
             "model": str(gpt_oss[0] if one.model == GPT_OSS else models[one.model][0]),
             "engine": GPU_VLLM,
-            "compile": one.graphs,
-            "kt": one.options,
+            "compile": one in GRAPHS,
+            "kt": _options(one),
         }
         for one in VLLM
     ]
-    answers = _run_all(python, "vllm_run.py", folder / "vllm", runs)
-    _check("vLLM", VLLM, answers, models, reference)
-    _check_gpt_oss(folder, "vLLM", VLLM, answers, gpt_oss[1])
+    answers = _run_all("vllm", folder / "vllm", runs)
+    _check(VLLM, answers, models, reference)
+    their = GptOssReference(folder / "gpt-oss plain", gpt_oss[1])
+    for one in VLLM:
+        if one.model == GPT_OSS:
+            _check_gpt_oss(one.name, answers[one.name], their)
+
+
+def _check_gpt_oss(name: str, answer: dict[str, Any], reference: GptOssReference) -> None:
+    """As a control, each expert has the weights of another one."""
+    assert "error" not in answer, answer
+    found = torch.tensor(answer["logprobs"]).flatten()
+    distances = []
+    for offset in (0, 1):
+        reference.put(offset)
+        distances.append((reference.logprobs(PROMPTS, answer["tokens"]) - found).abs())
+    near, far = distances
+    print(f"{name}: median {near.median():.4f} mean {near.mean():.4f} far {far.mean():.3f}")
+    assert near.median() < 0.05 and near.mean() < 0.1, (near.median(), near.mean())
+    assert far.mean() > 10 * near.mean(), (far.mean(), near.mean())
 
 
 def test_sglang(
     folder: Path, models: dict[str, tuple[Path, Weights]], reference: Reference
 ) -> None:
-    python = gpu_python("KT_SGLANG_GPU_PYTHON")
     runs = [
         {
             "name": one.name,
             "model": str(models[one.model][0]),
-            "config": json.dumps(one.options),
+            "config": json.dumps(_options(one)),
             # Other ports for engines that start at the same time.
-            "arguments": {"port": 31000 + 500 * number} | ({} if one.graphs else NO_GRAPHS),
+            "arguments": {"port": 31000 + 500 * number} | ({} if one in GRAPHS else NO_GRAPHS),
         }
         for number, one in enumerate(SGLANG)
     ]
-    answers = _run_all(python, "sglang_run.py", folder / "sglang", runs, device=GPU_SGLANG)
-    _check("SGLang", SGLANG, answers, models, reference)
+    answers = _run_all("sglang", folder / "sglang", runs, device=GPU_SGLANG)
+    _check(SGLANG, answers, models, reference)
+
+
+def test_products_in_vllm(folder: Path) -> None:
+    """The rows of hot experts in 4 bits, against float64. Weights are rounded to bfloat16 before
+    they are multiplied, and so are the activations."""
+    python, result = gpu_python("KT_VLLM_GPU_PYTHON"), folder / "products.json"
+    command = [python, HERE / "vllm_packed_products.py", str(result)]
+    subprocess.run(command, check=True, env=environment(), timeout=TIMEOUT)
+    errors = json.loads(result.read_text())["errors"]
+    assert len(errors) == 16 and max(errors.values()) < 0.02, errors
