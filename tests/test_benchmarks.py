@@ -433,6 +433,11 @@ def test_engine_configurations(module: Any) -> None:
             "gpu_prefill_token_threshold": 0,
         }
     }
+    given = [*common[:-2], "0.5:packed", "--deferral", "0"]
+    packed = engine.configurations(engine.parse(["--engine", "vllm", "--no-stock", *given]), model)
+    assert packed[1]["name"] == "kt 50% hot (packed), d=0" and packed[1]["hot"] == 0.5
+    kt = packed[1]["arguments"]["kt"]
+    assert (kt["num_gpu_experts"], kt["hot_format"]) == (8, "packed")
     cold = 3 * 4 * 3 * 1024 * 512 * 2  # layers, experts, matrices
     assert vllm[6]["arguments"] == {"cpu_offload_gb": cold / 2**30}
     sglang = engine.configurations(
