@@ -223,15 +223,18 @@ def test_read_from_the_served_model(
     options = KTOptions(
         method=method, weight_path=str(path), num_gpu_experts=2, hot_format="packed"
     )
-    w13, w2 = torch.zeros(2, 2 * I, H, dtype=BF16), torch.zeros(2, H, I, dtype=BF16)
     shape = HotShape(2, H, I)
-    dense = DenseHot("layer 0", shape, w13, w2)
-    read_hot(options, 0, placement, dense)
-    dense.check_complete()
-    for slot in range(2):
-        found = dict(zip(MATRICES, (*w13[slot].chunk(2), w2[slot]), strict=True))
-        for name in MATRICES:
-            assert torch.equal(found[name], wanted(slot, name).float().bfloat16()), (slot, name)
+    for change in (None, lambda expert, which, w: w + expert):
+        w13, w2 = torch.zeros(2, 2 * I, H, dtype=BF16), torch.zeros(2, H, I, dtype=BF16)
+        dense = DenseHot("layer 0", shape, w13, w2)
+        read_hot(options, 0, placement, dense, change)
+        dense.check_complete()
+        for slot in range(2):
+            found = dict(zip(MATRICES, (*w13[slot].chunk(2), w2[slot]), strict=True))
+            more = 0 if change is None else placement.slots.index(slot)
+            for name in MATRICES:
+                exact = wanted(slot, name).float() + more
+                assert torch.equal(found[name], exact.bfloat16()), (slot, name)
     if method == "NVFP4":
         with pytest.raises(ValueError, match="layer 0: the experts are stored as .*accepted: bf16"):
             packed_hot(options, 0, placement, shape, BF16, CPU)

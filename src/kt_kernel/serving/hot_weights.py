@@ -8,6 +8,7 @@ down [S, H, I]. Under tensor parallelism, a rank has its part of I.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -310,8 +311,16 @@ def _groups_of(place: str, form: LayerForm | None) -> tuple[int, bool]:
     return sizes.pop(), INT4_ZERO in formats
 
 
-def read_hot(options: KTOptions, layer_idx: int, placement: Placement, target: HotWeights) -> None:
+def read_hot(
+    options: KTOptions,
+    layer_idx: int,
+    placement: Placement,
+    target: HotWeights,
+    change: Callable[[int, str, torch.Tensor], torch.Tensor] | None = None,
+) -> None:
     """Reads the hot experts of a layer from --kt-weight-path into the engine's tensors.
+
+    change: makes another matrix of an expert's number, the name of a matrix, and its values.
 
     Raises what the readers raise, and ValueError if the files lack an expert.
     """
@@ -328,4 +337,6 @@ def read_hot(options: KTOptions, layer_idx: int, placement: Placement, target: H
                     assert isinstance(tensor, torch.Tensor)
                     target.put_bias(slot, which, tensor)
                 else:
+                    if change is not None and isinstance(tensor, torch.Tensor):
+                        tensor = change(expert, which, tensor)
                     target.put(slot, which, tensor)

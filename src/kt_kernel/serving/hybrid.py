@@ -356,14 +356,15 @@ class HybridLayer:
         """
         if self._finished:
             return
+        if self.hot is not None:
+            if self.options.reads_hot:
+                change = None if self._merge is None else self._merge.merged
+                read_hot(self.options, self.layer_idx, self._placement, self.hot, change)
+            self.hot.check_complete()
         if self._merge is not None:
             self._merge.check_complete(self._placement.hot_experts)
         if self._wrapper is not None:
             self._finish_cold(self._wrapper)
-        if self.hot is not None:
-            if self.options.reads_hot:
-                read_hot(self.options, self.layer_idx, self._placement, self.hot)
-            self.hot.check_complete()
         self._merge = None
         self._finished = True
 
