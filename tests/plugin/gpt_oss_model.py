@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import expert_weights  # noqa: F401 - finds test_mxfp4
 import torch
@@ -69,3 +70,20 @@ class GptOssReference(FamilyReference):
             # transformers keeps them as [E, K, N].
             gate_up.copy_(wanted_gate_up.roll(offset, 0).transpose(1, 2))
             down.copy_(wanted_down.roll(offset, 0).transpose(1, 2))
+
+
+def check_gpt_oss(
+    name: str, answer: dict[str, Any], reference: GptOssReference, prompts: list[list[int]]
+) -> None:
+    """The log-probabilities are close to the reference's, and far from those with the weights of
+    another expert in each."""
+    assert "error" not in answer, answer
+    found = torch.tensor(answer["logprobs"]).flatten()
+    distances = []
+    for offset in (0, 1):
+        reference.put(offset)
+        distances.append((reference.logprobs(prompts, answer["tokens"]) - found).abs())
+    near, far = distances
+    print(f"{name}: median {near.median():.4f} mean {near.mean():.4f} far {far.mean():.3f}")
+    assert near.median() < 0.05 and near.mean() < 0.1, (near.median(), near.mean())
+    assert far.mean() > 10 * near.mean(), (far.mean(), near.mean())
