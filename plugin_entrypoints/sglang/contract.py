@@ -381,12 +381,12 @@ NAMES = (
     Name(
         f"{_RUNNER}.triton_utils.fused_moe:fused_experts",
         "called",
-        "computes streamed experts, and hot ones in 4 bits",
+        "computes streamed experts, and hot ones in 4 or 8 bits",
     ),
     Name(
         f"{SRT}.layers.quantization.base_config:FusedMoEMethodBase.create_weights",
         "subclassed",
-        "the method of hot experts in 4 bits",
+        "the method of hot experts in 4 or 8 bits",
     ),
     Name(f"{_RUNNER}:MoeRunnerConfig", "called", "its settings"),
     Name(f"{SRT}.layers.moe.topk:StandardTopKOutput", "called", "its routes"),

@@ -1,4 +1,4 @@
-"""SGLang plugin: hot experts whose weights kt-moe fills in, as 16-bit values or in 4 bits.
+"""SGLang plugin: hot experts whose weights kt-moe fills in, as 16-bit values or packed.
 
 Imported only inside SGLang.
 """
@@ -11,13 +11,14 @@ from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
 from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.serving.activations import SILU
-from kt_kernel.serving.hot_weights import DenseHot, HotShape, packed_hot
+from kt_kernel.serving.hot_packed import packed_hot
+from kt_kernel.serving.hot_weights import DenseHot, HotShape
 from kt_kernel.serving.hybrid import HybridLayer
 
 
 class PackedExperts(FusedMoEMethodBase):
-    """The method of a layer whose hot experts have 4 bits: SGLang's Triton kernels for 4-bit
-    weights with scales of groups and 16-bit activations."""
+    """The method of a layer whose hot experts have 4 or 8 bits: SGLang's Triton kernels for such
+    weights and 16-bit activations."""
 
     def __init__(self, own: HybridLayer) -> None:
         super().__init__()
@@ -56,12 +57,13 @@ class PackedExperts(FusedMoEMethodBase):
             hot.w2,
             dispatch_output.topk_output,
             self._config,
-            use_int4_w4a16=True,
+            use_int4_w4a16=hot.bits == 4,
+            use_int8_w8a16=hot.bits == 8,
             w1_scale=hot.s13,
             w2_scale=hot.s2,
             w1_zp=hot.z13,
             w2_zp=hot.z2,
-            block_shape=[0, hot.group],
+            block_shape=[0, hot.group] if hot.group else None,
         )
         return StandardCombineInput(hidden_states=summed)
 

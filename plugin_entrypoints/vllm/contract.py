@@ -169,9 +169,10 @@ NAMES = (
     Name(
         f"{LAYERS}.fused_moe:fused_experts",
         "called",
-        "computes streamed experts, and hot ones in 4 bits",
+        "computes streamed experts, and hot ones in 4 or 8 bits",
     ),
     Name(f"{LAYERS}.config:int4_w4a16_moe_quant_config", "called", "describes those in 4 bits"),
+    Name(f"{LAYERS}.config:int8_w8a16_moe_quant_config", "called", "describes those in 8 bits"),
     Name(
         f"{LAYERS}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"
         ".process_weights_after_loading",

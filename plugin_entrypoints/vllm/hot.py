@@ -1,4 +1,4 @@
-"""vLLM plugin: hot experts whose weights kt-moe fills in, as 16-bit values or in 4 bits.
+"""vLLM plugin: hot experts whose weights kt-moe fills in, as 16-bit values or packed.
 
 Imported only inside vLLM.
 """
@@ -10,19 +10,23 @@ import torch
 # The package before its modules, because vLLM's modules have circular imports.
 import vllm.model_executor.layers.fused_moe  # noqa: F401
 from vllm.model_executor.layers.fused_moe import fused_moe
-from vllm.model_executor.layers.fused_moe.config import int4_w4a16_moe_quant_config
+from vllm.model_executor.layers.fused_moe.config import (
+    int4_w4a16_moe_quant_config,
+    int8_w8a16_moe_quant_config,
+)
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from kt_kernel.serving.activations import SILU
-from kt_kernel.serving.hot_weights import DenseHot, HotShape, packed_hot
+from kt_kernel.serving.hot_packed import packed_hot
+from kt_kernel.serving.hot_weights import DenseHot, HotShape
 from kt_kernel.serving.hybrid import HybridLayer
 
 _INTERLEAVED = "swigluoai"  # the activation whose kernels expect rows of gate and up in turn
 
 
 class PackedExperts(FusedMoEMethodBase):
-    """The method of a layer whose hot experts have 4 bits: vLLM's Triton and CUDA kernels for 4-bit
-    weights with scales of groups and 16-bit activations.
+    """The method of a layer whose hot experts have 4 or 8 bits: vLLM's Triton and CUDA kernels for
+    such weights and 16-bit activations.
 
     computes: the keywords of HybridLayer for the experts' activation and biases. Raises ValueError
     for those that the kernels do not have.
@@ -33,8 +37,8 @@ class PackedExperts(FusedMoEMethodBase):
         self._layer = layer
         if computes != {"activation": SILU, "has_bias": False}:
             raise ValueError(
-                f"layer {layer.layer_idx}: --kt-hot-format packed: vLLM's 4-bit kernels are for "
-                "experts without biases and with plain SwiGLU; accepted: bf16"
+                f"layer {layer.layer_idx}: --kt-hot-format packed: vLLM's kernels are for experts "
+                "without biases and with plain SwiGLU; accepted: bf16"
             )
 
     def create_weights(
@@ -57,12 +61,13 @@ class PackedExperts(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         hot = self._hot
-        self.moe_quant_config = int4_w4a16_moe_quant_config(
+        describe = int4_w4a16_moe_quant_config if hot.bits == 4 else int8_w8a16_moe_quant_config
+        self.moe_quant_config = describe(
             w1_scale=hot.s13,
             w2_scale=hot.s2,
             w1_zp=hot.z13,
             w2_zp=hot.z2,
-            block_shape=[0, hot.group],
+            block_shape=[0, hot.group] if hot.group else None,
         )
         self.cold = ColdAsLast(hot.shape.slots, hot.w13.device)
 

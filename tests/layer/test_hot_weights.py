@@ -1,7 +1,7 @@
 """Hot experts whose tensors kt-moe fills in: they hold the checkpoint's values, on each rank.
 
-Those in 4 bits are read as the engines' kernels for 4-bit weights and 16-bit activations read them:
-the even column of two in the low half of a byte, and so the even row of two zero points.
+Packed ones are read as the engines' kernels for 16-bit activations read them: of 4 bits, the even
+column of two is in the low half of a byte, and so is the even row of two zero points.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import pytest
 import torch
 
 from kt_kernel.moe.placement import Placement
-from kt_kernel.serving.hot_weights import DenseHot, HotShape, PackedHot, packed_hot, read_hot
+from kt_kernel.serving.hot_packed import GroupedHot, PackedHot, RowHot, packed_hot
+from kt_kernel.serving.hot_weights import DenseHot, HotShape, read_hot
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import quantise, values_of
 from kt_kernel.weights.expert_tensors import MATRICES, matrix_shapes
-from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO, WeightForm
-from kt_kernel.weights.quantise import quantise_groups
+from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO, INT8_ROW, WeightForm
+from kt_kernel.weights.quantise import quantise_groups, quantise_rows
 from kt_kernel.weights.quantised import QuantisedMatrix
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # has the makers of weights
 
 import test_awq
 import test_gptq
+import test_int8
 import test_nvfp4
 from quantised_files import PROJECTIONS, E, make_experts, save
 
@@ -66,6 +68,10 @@ def kernel_values(
 
 
 def packed_values(hot: PackedHot, slot: int, name: str) -> torch.Tensor:
+    if hot.bits == 8:
+        w, scale = (hot.w2, hot.s2) if name == "down" else (hot.w13, hot.s13)
+        values = w[slot].double() * scale[slot].double()[:, None]
+        return values if name == "down" else values.chunk(2)[name == "up"]
     zero = lambda z: None if z is None else z[slot]  # noqa: E731
     if name == "down":
         return kernel_values(hot.w2[slot], hot.s2[slot], zero(hot.z2), hot.group)
@@ -79,7 +85,7 @@ def packed_values(hot: PackedHot, slot: int, name: str) -> torch.Tensor:
 def test_stored_codes_are_kept(format: Any, group: int, rank: int, ranks: int) -> None:
     shape = HotShape(S, H, I, rank, ranks)
     experts = random_experts(WeightForm(format, group, scale_type=1))
-    hot = PackedHot("layer 0", shape, group, format == INT4_ZERO, BF16, CPU)
+    hot = GroupedHot("layer 0", shape, group, format == INT4_ZERO, BF16, CPU)
     for slot, expert in enumerate(experts):
         for name, matrix in expert.items():
             hot.put(slot, name, matrix)
@@ -94,19 +100,33 @@ def test_stored_codes_are_kept(format: Any, group: int, rank: int, ranks: int) -
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_delivered_weights_are_quantised(rank: int) -> None:
+def test_stored_rows_of_8_bits_are_kept(rank: int) -> None:
+    shape = HotShape(S, H, I, rank, 2)
+    hot = RowHot("layer 0", shape, CPU)
+    for slot, expert in enumerate(random_experts(WeightForm(INT8_ROW))):
+        for name, matrix in expert.items():
+            hot.put(slot, name, matrix)
+            found, wanted = packed_values(hot, slot, name), values_of(matrix)
+            assert torch.equal(found, part_of(name, wanted, shape))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_delivered_weights_are_quantised(bits: int, rank: int) -> None:
     """As an independent formula does, and so within half a step."""
     shape = HotShape(S, H, I, rank, 2)
-    hot = PackedHot("layer 0", shape, 32, False, BF16, CPU)
-    experts = random_experts()
-    for slot, expert in enumerate(experts):
+    form = WeightForm(INT4_GROUP, 32, scale_type=1) if bits == 4 else WeightForm(INT8_ROW)
+    hot: PackedHot = GroupedHot("layer 0", shape, 32, False, BF16, CPU)
+    if bits == 8:
+        hot = RowHot("layer 0", shape, CPU)
+    for slot, expert in enumerate(random_experts()):
         for name, weights in expert.items():
             hot.put(slot, name, weights)
             found = packed_values(hot, slot, name)
-            wanted = quantise(weights, WeightForm(INT4_GROUP, 32, scale_type=1))
-            assert torch.equal(found, part_of(name, values_of(wanted), shape))
+            wanted = part_of(name, values_of(quantise(weights, form)), shape)
+            assert torch.equal(found, wanted)
             own = part_of(name, weights.double(), shape)
-            assert (found - own).norm() < 0.12 * own.norm()
+            assert (found - own).norm() < (0.12 if bits == 4 else 0.01) * own.norm()
 
 
 def test_weights_that_cannot_be_quantised() -> None:
@@ -117,6 +137,9 @@ def test_weights_that_cannot_be_quantised() -> None:
         weights[1, 40] = wrong
         with pytest.raises(ValueError, match="gate: row 1 has a weight that is not finite"):
             quantise_groups(weights, 32, FP16, "gate")
+        with pytest.raises(ValueError, match="up: row 1 has a weight that is not finite"):
+            quantise_rows(weights, "up")
+    assert not values_of(quantise_rows(torch.zeros(2, 64))).any()
     with pytest.raises(ValueError, match="too large"):
         quantise_groups(torch.full((1, 32), 1e6), 32, FP16)
 
@@ -140,14 +163,14 @@ def _reordered(matrix: QuantisedMatrix) -> QuantisedMatrix:
     ],
 )
 def test_codes_that_kernels_cannot_hold(form: WeightForm, change: Any, line: str) -> None:
-    hot = PackedHot("layer 3", HotShape(S, H, I), 32, True, BF16, CPU)
+    hot = GroupedHot("layer 3", HotShape(S, H, I), 32, True, BF16, CPU)
     matrix = change(random_experts(form)[0]["gate"])
     with pytest.raises(ValueError, match=f"layer 3, slot 0, gate {line}.*accepted: bf16"):
         hot.put(0, "gate", matrix)
 
 
 def test_deliveries_are_checked() -> None:
-    hot = PackedHot("layer 3", HotShape(1, H, I), 32, False, BF16, CPU)
+    hot = GroupedHot("layer 3", HotShape(1, H, I), 32, False, BF16, CPU)
     expert = random_experts()[0]
     hot.put(0, "gate", expert["gate"])
     with pytest.raises(ValueError, match="layer 3, slot 0, gate: arrived twice"):
@@ -157,7 +180,7 @@ def test_deliveries_are_checked() -> None:
     with pytest.raises(ValueError, match="down_bias is not supported"):
         hot.put_bias(0, "down_bias", torch.zeros(H))
     with pytest.raises(ValueError, match="256 on 16 ranks are not multiples of the group size 32"):
-        PackedHot("layer 3", HotShape(1, H, I, 0, 16), 32, False, BF16, CPU)
+        GroupedHot("layer 3", HotShape(1, H, I, 0, 16), 32, False, BF16, CPU)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -202,13 +225,14 @@ def test_other_layouts_are_refused() -> None:
     [
         ("AWQ_INT4", test_awq.make_with(), test_awq.reference, test_awq.config()),
         ("GPTQ_INT4", test_gptq.make_with(zero=7), test_gptq.reference(1), test_gptq.config()),
+        ("AMXINT8", test_int8.w8a8(), test_int8.scaled, {"quant_method": "compressed-tensors"}),
         ("NVFP4", test_nvfp4.MODELOPT, test_nvfp4.modelopt_values, {"quant_method": "modelopt"}),
     ],
 )
 def test_read_from_the_served_model(
     tmp_path: Path, method: str, make: Any, values: Any, settings: dict[str, Any]
 ) -> None:
-    """Each hot expert in its slot; in 16 bits with any format, in 4 bits with 4-bit integers."""
+    """Each hot expert in its slot; in 16 bits with any format, packed with integers."""
     tensors = make_experts(make, H, I)
     path = save(tmp_path, tensors, settings)
     placement = Placement((1, -1, 0), 2)
@@ -240,7 +264,9 @@ def test_read_from_the_served_model(
             packed_hot(options, 0, placement, shape, BF16, CPU)
         return
     hot = packed_hot(options, 0, placement, shape, FP16, CPU)  # the type of the stored scales
-    assert (hot.z13 is None) == (method == "GPTQ_INT4")
+    assert (hot.z13 is None) == (method != "AWQ_INT4") and hot.bits == (
+        8 if method == "AMXINT8" else 4
+    )
     read_hot(options, 0, placement, hot)
     hot.check_complete()
     for slot in range(2):

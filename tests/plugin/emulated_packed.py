@@ -1,5 +1,5 @@
-"""Imported first in an engine's process without a GPU: the engine's kernels for hot experts in 4
-bits are replaced by their description in float64, and --kt-hot-format packed is accepted."""
+"""Imported first in an engine's process without a GPU: the engine's kernels for packed hot experts
+are replaced by their description in float64, and --kt-hot-format packed is accepted."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def _as_on_a_gpu(options: Any, device: str, checkpoint: Any) -> str:
 def _values(
     codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int
 ) -> torch.Tensor:
-    """W [N, K] of an expert. The even column of two is in the low half of a byte, and so is the
-    even row of two zero points."""
+    """W [N, K] of an expert. group: 0 for 8 bits. Of 4 bits, the even column of two is in the low
+    half of a byte, and so is the even row of two zero points."""
+    if group == 0:
+        return codes.double() * scale.double()[:, None]
     code = torch.stack([codes & 15, codes >> 4], -1).flatten(1).double()
     offset = torch.full_like(scale, 8, dtype=torch.float64)
     if zero is not None:
@@ -55,6 +57,13 @@ def _sum(
     return total.to(x.dtype)
 
 
+def _group(four_bits: bool, block_shape: list[int] | None) -> int:
+    assert four_bits == (block_shape is not None)
+    zero, group = block_shape or (0, 0)
+    assert zero == 0
+    return group
+
+
 def _vllm(
     x: torch.Tensor,
     w13: torch.Tensor,
@@ -67,11 +76,11 @@ def _vllm(
     expert_map: torch.Tensor,
     quant_config: Any,
 ) -> torch.Tensor:
-    assert quant_config.use_int4_w4a16 and activation.value == "silu"
-    assert len(expert_map) == global_num_experts and quant_config.block_shape[0] == 0
+    assert len(expert_map) == global_num_experts and activation.value == "silu"
     scales = quant_config.w1_scale, quant_config.w2_scale
     zeros = quant_config.w1_zp, quant_config.w2_zp
-    group = quant_config.block_shape[1]
+    group = _group(quant_config.use_int4_w4a16, quant_config.block_shape)
+    assert quant_config.use_int8_w8a16 == (group == 0)
     return _sum(x, w13, w2, weights, expert_map[ids.long()], scales, zeros, group)
 
 
@@ -83,15 +92,17 @@ def _sglang(
     config: Any,
     *,
     use_int4_w4a16: bool,
+    use_int8_w8a16: bool,
     w1_scale: torch.Tensor,
     w2_scale: torch.Tensor,
     w1_zp: torch.Tensor | None,
     w2_zp: torch.Tensor | None,
-    block_shape: list[int],
+    block_shape: list[int] | None,
 ) -> torch.Tensor:
-    assert use_int4_w4a16 and not config.inplace and config.activation == "silu"
-    zero, group = block_shape
-    assert zero == 0 and config.num_experts != config.num_local_experts  # skips -1
+    assert use_int4_w4a16 != use_int8_w8a16
+    assert not config.inplace and config.activation == "silu"
+    assert config.num_experts != config.num_local_experts  # skips -1
+    group = _group(use_int4_w4a16, block_shape)
     ids = routes.topk_ids.long()
     scales, zeros = (w1_scale, w2_scale), (w1_zp, w2_zp)
     return _sum(x, w13, w2, routes.topk_weights, ids, scales, zeros, group)

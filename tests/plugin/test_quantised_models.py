@@ -1,6 +1,6 @@
 """Quantised models served by both engines on the CPU: the experts are read from the served model,
-in formats for which the engines have no kernel on this device. Hot ones have 16 bits, or 4 bits
-with the engines' GPU kernels emulated.
+in formats for which the engines have no kernel on this device. Hot ones have 16 bits, or are
+packed, with the engines' GPU kernels emulated.
 
 Log-probabilities are those of transformers in float32 with the dequantised weights. As a control,
 they are far from those with each expert in the place of the one before it.
@@ -35,13 +35,14 @@ RUNS = {
         Served("W8A8", 3),
         Served("NVFP4", EXPERTS),
         Served("AWQ_INT4", 3, "packed"),
+        Served("W8A8", 3, "packed"),
         Served("RAWINT4", EXPERTS, "packed"),
         Served(PLAIN, 3, "packed"),
     ],
     "sglang": [
         *map(Served, ("FP8", "RAWINT4")),
         Served("NVFP4", 3),
-        Served("RAWINT4", 3, "packed"),
+        Served("W8A8", 3, "packed"),
         Served(PLAIN, 3, "packed"),
     ],
 }

@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment with a GPU: hot experts in 4 bits by the plugin's method.
+"""Runs in vLLM's environment with a GPU: packed hot experts by the plugin's method.
 
     vllm_packed_products.py RESULT.json
 
@@ -21,14 +21,15 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from kt_kernel.plugin_entrypoints.vllm.hot import PackedExperts
 from kt_kernel.plugin_entrypoints.vllm.routes import products
-from kt_kernel.serving.hot_weights import HotShape, PackedHot
+from kt_kernel.serving.hot_packed import GroupedHot, PackedHot, RowHot
+from kt_kernel.serving.hot_weights import HotShape
 from kt_kernel.testing import quantise, values_of
 from kt_kernel.weights.expert_tensors import matrix_shapes
-from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO, WeightForm, WeightFormat
+from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO, INT8_ROW, WeightForm, WeightFormat
 
 E, H, I, K = 8, 512, 256, 4  # noqa: E741
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
-CASES = [(INT4_GROUP, 32), (INT4_GROUP, 128), (INT4_ZERO, 32), (INT4_ZERO, 128)]
+CASES = [(INT4_GROUP, 32), (INT4_GROUP, 128), (INT4_ZERO, 32), (INT4_ZERO, 128), (INT8_ROW, 0)]
 
 
 def method(hot: PackedHot) -> Any:
@@ -57,13 +58,15 @@ def routes(tokens: int, experts: int, hot: int, top_k: int) -> tuple[torch.Tenso
 
 def error(format: WeightFormat, group: int, tokens: int) -> float:
     torch.manual_seed(tokens)
-    form = WeightForm(format, group, scale_type=1)
-    hot = PackedHot("layer 0", HotShape(E, H, I), group, format == INT4_ZERO, BF16, GPU)
+    shape, form = HotShape(E, H, I), WeightForm(format, group, scale_type=1 if group else 0)
+    hot: PackedHot = RowHot("layer 0", shape, GPU)
+    if group:
+        hot = GroupedHot("layer 0", shape, group, format == INT4_ZERO, BF16, GPU)
     exact = []
     for slot in range(E):
         values = {}
-        for name, shape in matrix_shapes(H, I).items():
-            matrix = quantise(torch.randn(shape) * shape[1] ** -0.5, form)
+        for name, size in matrix_shapes(H, I).items():
+            matrix = quantise(torch.randn(size) * size[1] ** -0.5, form)
             hot.put(slot, name, matrix)
             values[name] = values_of(matrix).to(GPU)
         exact.append(values)
@@ -102,7 +105,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 def timed() -> dict[str, dict[int, float]]:
     """Of a layer of Qwen3-30B-A3B: 113 of 128 experts packed, or 32 of them in bfloat16."""
     experts, hidden, inter, top_k = 128, 2048, 768, 8
-    hot = PackedHot("layer 0", HotShape(113, hidden, inter), 32, False, BF16, GPU)
+    hot = GroupedHot("layer 0", HotShape(113, hidden, inter), 32, False, BF16, GPU)
     hot.w13.random_(0, 256)
     hot.w2.random_(0, 256)
     hot.s13.fill_(2**-9)

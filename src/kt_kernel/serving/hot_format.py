@@ -11,8 +11,8 @@ from .options import AUTO, BF16, ENGINE, PACKED, KTOptions, OptionError
 
 #: Engines' names of quantisations whose own kernels compute hot experts.
 ENGINES_OWN = ("fp8",)
-# Methods that quantise to groups of 4-bit integers.
-_QUANTISING = ("INT4_G32", "INT4_G128")
+# Methods that quantise to groups of 4-bit integers, or to rows of 8-bit ones.
+_QUANTISING = ("INT4_G32", "INT4_G128", "AMXINT8", "MOE_INT8")
 _INTEGERS = (INT4_GROUP, INT4_ZERO)
 
 
@@ -52,16 +52,16 @@ def decide_hot_format(
 
 
 def _why_not_packed(options: KTOptions, device: str, checkpoint: Checkpoint | None) -> str:
-    """Why hot experts cannot have 4 bits; "" if they can, as far as the files' headers tell."""
+    """Why hot experts cannot be packed; "" if they can, as far as the files' headers tell."""
     if device == "cpu":
-        return "the engines' kernels for 4-bit weights need a GPU"
+        return "the engines' kernels for packed weights need a GPU"
     method = get_method(options.method)
     if not method.quantised:
         if method.name in _QUANTISING:
             return ""
         return (
-            f"method {method.name} does not store groups of 4-bit integers, as RAWINT4, GPTQ_INT4, "
-            f"AWQ_INT4, {' and '.join(_QUANTISING)} do"
+            f"method {method.name} has no form that the engines' kernels read; RAWINT4, GPTQ_INT4, "
+            f"AWQ_INT4, {', '.join(_QUANTISING[:-1])} and {_QUANTISING[-1]} have one"
         )
     if method.mixed or method.format not in _INTEGERS:
         return f"the experts are stored as {method.name}, not as groups of 4-bit integers"

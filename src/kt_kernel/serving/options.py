@@ -88,8 +88,8 @@ OPTIONS: tuple[Option, ...] = (
         "--kt-hot-format",
         "hot format",
         f"weights of hot experts: {ENGINE}, as the engine loads them; {BF16}, quantised ones as "
-        f"16-bit values; {PACKED}, 4 bits, on a GPU (default {AUTO}: {ENGINE} for 16-bit and FP8 "
-        f"models, {PACKED} for models of 4-bit integers, else {BF16})",
+        f"16-bit values; {PACKED}, 4 or 8 bits, on a GPU (default {AUTO}: {ENGINE} for 16-bit "
+        f"and FP8 models, {PACKED} for models of 4- or 8-bit integers, else {BF16})",
     ),
     Option(
         "--kt-gpu-experts-mask",
@@ -379,7 +379,7 @@ class KTOptions:
             return f"of {self.gpu_experts_mask}"
         of = f", {self.strategy}" + (f" by {self.expert_stats}" if self.expert_stats else "")
         if self.hot_format in (BF16, PACKED):
-            of += f", in {'4 bits' if self.hot_format == PACKED else '16 bits'}"
+            of += f", {'packed' if self.hot_format == PACKED else 'in 16 bits'}"
         if self.gpu_experts_ratio is not None:
             return f"{self.gpu_experts_ratio:.1%} of all{of}"
         number = self.num_gpu_experts

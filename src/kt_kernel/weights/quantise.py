@@ -1,13 +1,13 @@
-"""Weights to 4-bit codes with a scale per group, as the compiled core rounds them."""
+"""Weights to 4-bit codes with a scale per group, and to 8-bit codes with a scale per row."""
 
 from __future__ import annotations
 
 import torch
 
-from .formats import INT4_GROUP
+from .formats import INT4_GROUP, INT8_ROW
 from .quantised import QuantisedMatrix
 
-_LARGEST = 7
+_LARGEST, _LARGEST_8 = 7, 127
 
 
 def quantise_groups(
@@ -34,3 +34,20 @@ def quantise_groups(
     codes = (groups / divisor[..., None]).round_().clamp_(-_LARGEST - 1, _LARGEST)
     codes = (codes + (_LARGEST + 1)).to(torch.uint8).flatten(1)
     return QuantisedMatrix(INT4_GROUP, codes[:, 0::2] | codes[:, 1::2] << 4, scale)
+
+
+def quantise_rows(weights: torch.Tensor, place: str = "weights") -> QuantisedMatrix:
+    """W [N, K] as code * scale: scale = absmax / 127 of a row, and code = round(w / scale).
+
+    weights: bf16, fp16 or fp32, on any device, where the result is, too. Raises ValueError for a
+    weight that is not finite; names ``place`` and the row.
+    """
+    w = weights.float()
+    largest = w.abs().amax(1)
+    if not bool(largest.isfinite().all()):
+        row = int((~largest.isfinite()).nonzero()[0])
+        raise ValueError(f"{place}: row {row} has a weight that is not finite")
+    scale = largest / _LARGEST_8
+    divisor = torch.where(scale == 0, 1, scale)[:, None]  # all of the row rounds to 0
+    codes = (w / divisor).round_().clamp_(-_LARGEST_8, _LARGEST_8).to(torch.int8)
+    return QuantisedMatrix(INT8_ROW, codes, scale)
