@@ -115,6 +115,10 @@ MODELS = {
     "minimax_m3_vl_text": ("MiniMaxM3VL", {}),
     "mistral4": ("Mistral4", MLA | GROUPS),
     "mixtral": ("Mixtral", {}),
+    "nemotron_h": (
+        "NemotronH",
+        dict(layers_block_type=["attention", "moe"], n_group=1, topk_group=1, n_shared_experts=1),
+    ),
     "olmoe": ("Olmoe", {}),
     "phimoe": ("Phimoe", {}),
     "qwen2_moe": ("Qwen2Moe", dict(shared_expert_intermediate_size=24)),
@@ -194,10 +198,12 @@ def make_multimodal(kind, hidden, inter):
 
 
 def is_experts(module):
-    return all(
-        isinstance(getattr(module, name, None), torch.nn.Parameter)
-        for name in ("gate_up_proj", "down_proj")
-    )
+    stacks = {
+        name
+        for name in ("gate_proj", "gate_up_proj", "up_proj", "down_proj")
+        if isinstance(getattr(module, name, None), torch.nn.Parameter)
+    }
+    return stacks in ({"gate_up_proj", "down_proj"}, {"up_proj", "down_proj"})
 
 
 def randomise(model):
@@ -256,8 +262,11 @@ def our_output(experts, read, x, ids, weights):
     result = torch.zeros_like(x)
     for token, k in [(t, k) for t in range(len(x)) for k in range(TOP_K)]:
         e = int(ids[token, k])
-        gate, up = read.gate[e] @ x[token], read.up[e] @ x[token]
-        if read.gate_bias:
+        up = read.up[e] @ x[token]
+        gate = up if read.gate[e] is None else read.gate[e] @ x[token]
+        if read.gate[e] is None:
+            h = experts.act_fn(up)
+        elif read.gate_bias:
             gate, up = gate + read.gate_bias[e], up + read.up_bias[e]
             gate = gate.clamp(max=experts.limit)
             up = up.clamp(-experts.limit, experts.limit)
@@ -278,12 +287,13 @@ def compare(experts, path, hidden, inter):
     assert LAYER in checkpoint.layers()
     assert checkpoint.sizes(LAYER) == (E, hidden, inter)
     read = checkpoint.read_experts(LAYER, E, hidden, inter)
+    assert (read.gate[0] is None) == (hasattr(experts, "up_proj"))
     for tensors, shape in (
         (read.gate, (inter, hidden)),
         (read.up, (inter, hidden)),
         (read.down, (hidden, inter)),
     ):
-        for tensor in tensors:
+        for tensor in filter(lambda each: each is not None, tensors):
             assert tensor.shape == shape and tensor.is_contiguous()
             assert tensor.dtype == torch.float32
     x = torch.randn(TOKENS, hidden)

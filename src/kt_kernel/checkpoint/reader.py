@@ -44,6 +44,7 @@ class LayerReader:
             field: [parts[e][field] if e in parts else None for e in range(num_experts)]
             for field in self.fields
         }
+        lists.setdefault("gate", [None] * num_experts)
         return ExpertTensors(**lists)
 
 
@@ -55,7 +56,7 @@ def infer_sizes(layout: Layout) -> tuple[int, int, int]:
         return infer_arrangement(layout)[1]
     first, no_settings = layout.experts[0], Quantization()
     # The number of rows does not depend on the bits of a code.
-    inter = identify(first["gate"], no_settings).rows(first["gate"])
+    inter = identify(first["up"], no_settings).rows(first["up"])
     hidden = identify(first["down"], no_settings).rows(first["down"])
     return len(layout.experts), hidden, inter
 
@@ -63,14 +64,14 @@ def infer_sizes(layout: Layout) -> tuple[int, int, int]:
 def open_matrices(
     first: dict[str, Parts], shapes: dict[str, tuple[int, int]], quantization: Quantization
 ) -> dict[str, MatrixFormat]:
-    """The formats of gate, up and down of a layer whose first expert is `first`.
+    """The formats of the matrices of a layer whose first expert is `first`.
 
     Raises ValueError naming file and tensor for an unknown format, or if config.json contradicts
     the tensors.
     """
     return {
-        matrix: identify(first[matrix], quantization).open(first[matrix], *shape, quantization)
-        for matrix, shape in shapes.items()
+        matrix: identify(parts, quantization).open(parts, *shapes[matrix], quantization)
+        for matrix, parts in first.items()
     }
 
 
@@ -156,7 +157,7 @@ def open_layer(
 def _some(layout: Layout) -> TensorInfo:
     """A tensor with weights."""
     if isinstance(layout, PerExpert):
-        return layout.experts[0]["gate"]["weight"]
+        return layout.experts[0]["up"]["weight"]
     return next(iter(layout.tensors.values()))
 
 
@@ -202,15 +203,17 @@ def _open_quantised(
     def read_expert(number: int) -> dict[str, Matrix]:
         expert = layout.experts[number]
         result: dict[str, Matrix] = {}
-        for matrix, shape in shapes.items():
-            found = opened[matrix].read(expert[matrix], *shape, read)
+        for matrix, parts in expert.items():
+            found = opened[matrix].read(parts, *shapes[matrix], read)
             if convert[matrix] and isinstance(found, QuantisedMatrix):
                 found = dequantise(found)
             result[matrix] = found
         return result | bf16.read_biases(expert, read)
 
     fields = bf16.fields_of(layout)
-    form: LayerForm | None = LayerForm(**{m: kind.form for m, kind in opened.items()})
+    forms = {matrix: kind.form for matrix, kind in opened.items()}
+    forms.setdefault("gate", forms["up"])  # stands for a gate that the experts do not have
+    form: LayerForm | None = LayerForm(**forms)
     if wanted.method is not None and not wanted.keeps:  # it has one form, kept or made from dense
         dense = all(convert[matrix] or kind.dense for matrix, kind in opened.items())
         form = None if dense else wanted.method.layer_form
@@ -239,7 +242,7 @@ def _check_order(
     for name in ("g_idx", "weight_g_idx"):
         if name not in first["down"]:
             continue
-        for matrix in ("gate", "up"):
+        for matrix in opened.keys() - {"down"}:
             if opened[matrix].form.format == FP8_BLOCK and not convert[matrix]:
                 raise ValueError(
                     f"{first['down'][name]}: an order of columns of down is not supported where"

@@ -140,6 +140,11 @@ def _spec(checkpoint: Checkpoint, layer: int, method: str, request: Request) -> 
                 f"{request.input_type} was requested"
             )
     with checkpoint.each_expert(layer, experts, hidden, inter, (), method) as checked:
+        if "gate" not in checked.fields:
+            raise ValueError(
+                f"{checkpoint.path}: the experts of layer {layer} have no gate; packed directories "
+                "hold experts with a gate only; use the checkpoint itself as --kt-weight-path"
+            )
         made = checked.form or get_method(method).layer_form
     assert made is not None  # quantising methods have a fixed layer form
     check_sizes(made, method, hidden, inter, f"{checkpoint.path}: layer {layer}")
@@ -154,6 +159,6 @@ def _stored(checkpoint: Checkpoint, layer: int) -> tuple[LayerForm | None, str |
             fp8 = all(each.format in (FP8_BLOCK, FP8_ROW) for each in experts.form)
             return experts.form, "fp8" if fp8 else None
         _, first = next(iter(experts))
-        gate = first["gate"]
-        assert isinstance(gate, torch.Tensor)  # no form: dense
-        return None, _DENSE[gate.dtype]
+        up = first["up"]
+        assert isinstance(up, torch.Tensor)  # no form: dense
+        return None, _DENSE[up.dtype]

@@ -55,6 +55,9 @@ def described_layers(config: Any) -> list[int] | None:
     dense = getattr(config, "first_k_dense_replace", None)
     if isinstance(dense, int):
         return [i for i in layers[dense:] if i % (size_of(config, "moe_layer_freq") or 1) == 0]
+    kinds = getattr(config, "layers_block_type", None)  # of Nemotron-H
+    if isinstance(kinds, list) and "moe" in kinds:
+        return [i for i, kind in enumerate(kinds) if kind == "moe"]
     if getattr(config, "model_type", None) in _EVERY_LAYER:
         return list(layers)
     return None
@@ -67,8 +70,10 @@ def size_of(config: Any, name: str) -> int | None:
 
 
 def expert_sizes(config: Any) -> tuple[int | None, int | None]:
-    """Hidden and intermediate size of the experts; None if they have unusual names."""
-    hidden, inter = size_of(config, "hidden_size"), size_of(config, "moe_intermediate_size")
+    """Hidden and intermediate size of the experts; None if they have unusual names. The hidden size
+    is that between two projections, if a model has them around its experts."""
+    hidden = size_of(config, "moe_latent_size") or size_of(config, "hidden_size")
+    inter = size_of(config, "moe_intermediate_size")
     if inter is None and hasattr(config, "num_local_experts"):  # such models have one size
         inter = size_of(config, "intermediate_size")
     return hidden, inter

@@ -28,8 +28,9 @@ class ExpertTensors:
     gate, up: [I, H]; down: [H, I]. Contiguous CPU tensors, bfloat16, float16 or float32; or, from
     quantised checkpoints, a QuantisedMatrix each; or, from packed directories, a PackedMatrix each.
     All gates have the same dtype or form, and so have all ups and all downs; the three differ only
-    in checkpoints that mix them. An entry is None if that expert was not requested. Biases are
-    float32, [I], [I] and [H]; the lists are None for models without biases.
+    in checkpoints that mix them. An entry is None if that expert was not requested; all gates are
+    None if the experts have none. Biases are float32, [I], [I] and [H]; the lists are None for
+    models without biases.
 
     Entries may be views into a memory-mapped file: treat them as read-only, and expect pages to be
     read on first use.
@@ -44,4 +45,4 @@ class ExpertTensors:
 
     @property
     def num_experts(self) -> int:
-        return len(self.gate)
+        return len(self.up)

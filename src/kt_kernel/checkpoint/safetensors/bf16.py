@@ -68,7 +68,9 @@ def open_dense(
         _check_per_expert(layout, *sizes)
         return fields_of(layout), lambda expert: _read_per_expert(layout.experts[expert], read)
     arrangement = _check_stacked(layout, *sizes)
-    fields = MATRICES + BIASES if arrangement.gate_up_bias is not None else MATRICES
+    fields: tuple[str, ...] = MATRICES if arrangement.gated else MATRICES[1:]
+    if arrangement.gate_up_bias is not None:
+        fields += BIASES
     return fields, lambda expert: _read_stacked(layout, arrangement, expert, read)
 
 
@@ -87,7 +89,7 @@ def _check_per_expert(layout: PerExpert, num_experts: int, hidden: int, inter: i
     experts = layout.experts
     check_count(layout, num_experts)
     shapes = matrix_shapes(hidden, inter)
-    dtype = experts[0]["gate"]["weight"].dtype
+    dtype = experts[0]["up"]["weight"].dtype
     for expert in experts:
         for matrix, parts in expert.items():
             _check(parts["weight"], shapes[matrix], dtype)
@@ -128,7 +130,8 @@ def _read_per_expert(expert: dict[str, Parts], read: Read) -> dict[str, Matrix]:
 def fields_of(layout: PerExpert) -> tuple[str, ...]:
     """The fields of ExpertTensors that a layer has."""
     first = layout.experts[0]
-    return MATRICES + tuple(f"{matrix}_bias" for matrix in MATRICES if "bias" in first[matrix])
+    matrices = tuple(matrix for matrix in MATRICES if matrix in first)
+    return matrices + tuple(f"{matrix}_bias" for matrix in matrices if "bias" in first[matrix])
 
 
 def read_biases(expert: dict[str, Parts], read: Read) -> dict[str, torch.Tensor]:
@@ -147,7 +150,7 @@ def _read_stacked(layout: StackedExperts, s: Stacked, expert: int, read: Read) -
         part |= {f: part[f].T for f in matrices}
     if s.gate_up:
         part["gate"], part["up"] = halves(part.pop("gate_up"), s.interleaved)
-    result: dict[str, Matrix] = {matrix: part[matrix].contiguous() for matrix in MATRICES}
+    result: dict[str, Matrix] = {m: part[m].contiguous() for m in MATRICES if m in part}
     if s.gate_up_bias:
         gate, up = halves(part["gate_up_bias"], s.interleaved)
         result |= {"gate_bias": gate.float().contiguous(), "up_bias": up.float().contiguous()}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 # Prefixes of "layers.": of a causal language model, of a bare model, and of the language parts of
-# multimodal models (Qwen3-Omni: thinker; Inkling: llm). A layer must have exactly one of them;
-# multi-token-prediction layers ("mtp.layers.0") have none.
+# multimodal models (Qwen3-Omni: thinker; Inkling: llm), and of Nemotron-H (backbone). A layer must
+# have exactly one of them; multi-token-prediction layers ("mtp.layers.0") have none.
 PREFIXES = (
     "model.",
     "",
@@ -20,6 +20,7 @@ PREFIXES = (
     "language_model.model.",
     "thinker.model.",
     "model.llm.",
+    "backbone.",
 )
 
 
@@ -29,7 +30,8 @@ class Stacked:
 
     columns=False: gate_up [E, 2I, H], down [E, H, I], as a linear layer stores them.
     columns=True: gate_up [E, H, 2I], down [E, I, H], for x @ W.
-    gate and up instead of gate_up: [E, I, H] each; with columns=True, [E, H, I].
+    gate and up instead of gate_up: [E, I, H] each; with columns=True, [E, H, I]. Only up: the
+    experts have no gate.
     interleaved: gate and up alternate along 2I, gate first. Otherwise all of gate precedes all of
     up. Biases, if named: [E, 2I], arranged like the weights, and [E, H].
     Scales, if named: MXFP4 with blocks uint8 [E, 2I, H/32, 16] and [E, H, I/32, 16], scales
@@ -47,6 +49,11 @@ class Stacked:
     gate_up_scales: str | None = None
     down_scales: str | None = None
 
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate."""
+        return self.gate_up is not None or self.gate is not None
+
     def names(self) -> dict[str, str]:
         """The names of the tensors that such a model has, by field."""
         weights = ("gate_up", "gate", "up", "down")
@@ -56,12 +63,16 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Family:
-    """block: the module between "layers.{L}." and "experts.{e}." in per-expert names. stacked: all
-    stacked arrangements of the family. Two of them may share names and differ in orientation; the
-    shapes of gate_up and down tell them apart, because H = 2I and H = I cannot both hold."""
+    """block: the module between "layers.{L}." and "experts.{e}." in per-expert names.
+
+    gated: whether experts have a gate. stacked: all stacked arrangements of the family. Two of them
+    may share names and differ in orientation; the shapes of gate_up and down tell them apart,
+    because H = 2I and H = I cannot both hold.
+    """
 
     block: str
     stacked: tuple[Stacked, ...] = ()
+    gated: bool = True
 
 
 def _module(block: str, **kwargs: Any) -> Stacked:
@@ -95,6 +106,11 @@ _INKLING = Family(
 )
 _FEED_FORWARD = Family("feed_forward", (_module("feed_forward"),))
 _LLAMA4 = Family("feed_forward", (_module("feed_forward", columns=True),))
+_NEMOTRON_H = Family(
+    "mixer",
+    (Stacked(None, "mixer.experts.down_proj", up="mixer.experts.up_proj"),),
+    gated=False,
+)
 _QWEN_VL = Family("mlp", (_module("mlp", columns=True), _module("mlp")))
 _GRANITE = Family(
     "block_sparse_moe",
@@ -174,6 +190,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m3_vl_text": _MIXTRAL,
     "mistral4": _MLP,
     "mixtral": _MIXTRAL,
+    "nemotron_h": _NEMOTRON_H,
     "olmoe": _MLP,
     "phimoe": _MIXTRAL,
     "qwen2_moe": _MLP,

@@ -66,8 +66,9 @@ Parts = dict[str, TensorInfo]
 
 @dataclass(frozen=True)
 class PerExpert:
-    """where: the names up to "experts". experts: for each expert, the tensors of gate, up and down.
-    All gates have the same parts, and so have all ups and all downs."""
+    """where: the names up to "experts". experts: for each expert, the tensors of its matrices by
+    name: gate (unless the experts have none), up and down. All gates have the same parts, and so
+    have all ups and all downs."""
 
     where: str
     experts: list[dict[str, Parts]]
@@ -166,7 +167,7 @@ def find_layout(
     if stacked:
         return stacked[0]
     for where, members in groups.items():
-        return _per_expert(path, where, members)
+        return _per_expert(path, where, members, family is None or family.gated)
     return None
 
 
@@ -266,7 +267,9 @@ def _stack_scales(
     return scales if names else {}
 
 
-def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]]) -> PerExpert:
+def _per_expert(
+    path: str, where: str, members: list[tuple[str, str, TensorInfo]], gated: bool
+) -> PerExpert:
     experts: dict[int, dict[str, Parts]] = {}
     namings: dict[int, TensorInfo] = {}
     for digits, rest, info in members:
@@ -291,8 +294,9 @@ def _per_expert(path: str, where: str, members: list[tuple[str, str, TensorInfo]
     for matrices in experts.values():
         for matrix, parts in matrices.items():
             everywhere[matrix] |= parts.keys()
+    wanted = MATRICES if gated or everywhere["gate"] else MATRICES[1:]
     for number in range(last + 1):
-        for matrix in MATRICES:
+        for matrix in wanted:
             present = experts.get(number, {}).get(matrix, {})
             missing = (everywhere[matrix] or {"weight"}) - present.keys()
             for part in sorted(missing, key=_PARTS.index):

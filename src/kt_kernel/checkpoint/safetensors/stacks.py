@@ -108,7 +108,7 @@ def single_experts(layout: StackedExperts, sizes: tuple[int, int, int] | None = 
     fields: list[tuple[str, str, int | None]]
     fields = [("gate", "gate_up", 0), ("up", "gate_up", 1), ("down", "down", None)]
     if "gate_up" not in layout.tensors:
-        fields = [(matrix, matrix, None) for matrix in MATRICES]
+        fields = [(matrix, matrix, None) for matrix in MATRICES if matrix in layout.tensors]
     return PerExpert(
         layout.where,
         [
