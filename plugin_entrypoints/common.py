@@ -24,6 +24,7 @@ TESTED_MODELS = (
     "Glm4MoeForCausalLM",
     "GraniteMoeForCausalLM",
     "MixtralForCausalLM",
+    "NemotronHForCausalLM",
     "OlmoeForCausalLM",
     "PhiMoEForCausalLM",
     "Qwen2MoeForCausalLM",

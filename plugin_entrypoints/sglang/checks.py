@@ -7,7 +7,13 @@ from kt_kernel.runtime.variant import kernel_kind
 from kt_kernel.serving.options import KTOptions, OptionError
 
 from ..common import refuse_class, refuse_moving, refuse_streaming, warn_of_trace
-from .contract import BESIDE_COLD, CONTRACT, DECLARE_LATE, DECLARE_RESOLUTION
+from .contract import (
+    BESIDE_COLD,
+    CONTRACT,
+    DECLARE_LATE,
+    DECLARE_RESOLUTION,
+    REFUSED_SPECULATION,
+)
 from .options import OPTIONS_KEY, language_model, model_config_of, options_of, resolved
 
 _GRAPHS = ("full", "breakable", "disabled")  # ways to make CUDA graphs
@@ -47,6 +53,8 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     refuse_class(list(model_config.hf_config.architectures or []), options, CONTRACT.engine)
     quantisation = model_config.quantization or arguments.quantization
     CONTRACT.refuse(arguments)
+    if arguments.speculative_algorithm is not None:
+        CONTRACT.refuse(arguments, REFUSED_SPECULATION)
     refuse_streaming(arguments.device, options)
     refuse_moving(arguments.device, arguments.tp_size, quantisation, options)
     cold = _some_are_cold(model_config, options)

@@ -161,26 +161,10 @@ REFUSED = (
     Refusal("enable_lora", (None, False), NO_LORA_OPTION),
     Refusal("lora_paths", (None, [], {}), NO_LORA_OPTION),
     Refusal("uno_lora_path", (None,), NO_LORA_OPTION, versions=">=0.5.20"),
-    # A draft model's experts are those of `kt_kernel.serving.draft`.
     Refusal(
         "speculative_algorithm",
         (None, "NGRAM", "EAGLE", "EAGLE3", "NEXTN"),
         "this kind of speculative decoding was not tested with kt options",
-    ),
-    Refusal(
-        "enable_multi_layer_eagle",
-        (False,),
-        "draft models of several parts were not tested with kt options",
-    ),
-    Refusal(
-        "speculative_moe_runner_backend",
-        (None, "auto", "triton"),
-        "the kernel of the hot experts must skip cold experts",
-    ),
-    Refusal(
-        "speculative_moe_a2a_backend",
-        ("none", None),
-        "expert-parallel dispatch does not support CPU experts",
     ),
     Refusal("dllm_algorithm", (None,), "diffusion decoding is not supported with kt options"),
     Refusal(
@@ -215,6 +199,25 @@ REFUSED = (
         "remote_instance_weight_loader_start_seed_via_transfer_engine",
         (False,),
         "other instances would get only the hot experts",
+    ),
+)
+# Checked with --speculative-algorithm. A draft model's experts are those of
+# `kt_kernel.serving.draft`.
+REFUSED_SPECULATION = (
+    Refusal(
+        "enable_multi_layer_eagle",
+        (False,),
+        "draft models of several parts were not tested with kt options",
+    ),
+    Refusal(
+        "speculative_moe_runner_backend",
+        (None, "auto", "triton"),
+        "the kernel of the hot experts must skip cold experts",
+    ),
+    Refusal(
+        "speculative_moe_a2a_backend",
+        ("none", None),
+        "expert-parallel dispatch does not support CPU experts",
     ),
 )
 # Checked if some experts are cold.

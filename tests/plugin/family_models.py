@@ -5,7 +5,8 @@ Weights are BF16 values, as in tiny_model. The reference is transformers in floa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ MLA = dict(
     ),
 )
 SHARED = dict(shared_expert_intermediate_size=64)
+MAMBA = dict(
+    mamba_num_heads=8,
+    mamba_head_dim=64,
+    n_groups=1,
+    ssm_state_size=64,
+    expand=1,
+    use_mamba_kernels=False,
+    time_step_limit=[0.0, 1e6],
+)
 LINEAR_ATTENTION = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
@@ -89,8 +99,8 @@ class Family:
     not serve the class. gpu: engines that serve it only with a GPU. published: the class's name in
     published checkpoints, if not transformers'. settings: the name of its configuration's class, if
     it does not follow from its own. top_k: experts per token. unset: biases that an engine ignores
-    on the CPU; they are left at zero. median, mean: how far log-probabilities may be from the
-    reference's.
+    on the CPU; they are left at zero. replaced: settings in the written config.json, None for those
+    that published ones lack. median, mean: how far log-probabilities may be from the reference's.
     """
 
     config: dict[str, Any]
@@ -101,6 +111,7 @@ class Family:
     settings: str | None = None
     top_k: int = TOP_K
     unset: str = "-"
+    replaced: dict[str, Any] = field(default_factory=dict)
     median: float = 0.005
     mean: float = 0.01
 
@@ -151,6 +162,26 @@ FAMILIES = {
         top_k=1,
     ),
     "MixtralForCausalLM": Family({}, {}, {}),
+    "NemotronHForCausalLM": Family(
+        MAMBA
+        | dict(
+            layers_block_type=["mamba", "attention", "moe"],
+            num_hidden_layers=3,
+            mlp_hidden_act="relu2",
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=1,
+            moe_shared_expert_intermediate_size=64,
+            routed_scaling_factor=2.5,
+        ),
+        gpu=("vllm", "sglang"),
+        replaced=dict(
+            hybrid_override_pattern="M*E",
+            num_hidden_layers=3,
+            layers_block_type=None,
+            mtp_layers_block_type=None,
+        ),
+    ),
     "OlmoeForCausalLM": Family(dict(num_key_value_heads=4, norm_topk_prob=False), {}, {}),
     "PhimoeForCausalLM": Family(
         dict(lm_head_bias=True, attention_bias=True),
@@ -180,9 +211,12 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
         if gate or ("bias" in key and family.unset not in key):
             tensor.normal_(std=0.15)
     model.to(torch.bfloat16).save_pretrained(path)
+    file = path / "config.json"
     if family.published:
-        file = path / "config.json"
         file.write_text(file.read_text().replace(name, family.published))
+    if family.replaced:
+        written = json.loads(file.read_text()) | family.replaced
+        file.write_text(json.dumps({k: v for k, v in written.items() if v is not None}))
     return path
 
 
@@ -197,7 +231,11 @@ class FamilyReference(Reference):
         pairs = [
             [getattr(module, name, None) for name in names]
             for module in self.model.modules()
-            for names in (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
+            for names in (
+                ("gate_up_proj", "down_proj"),
+                ("input_linear", "output_linear"),
+                ("up_proj", "down_proj"),
+            )
         ]
         weights = [[getattr(one, "weight", one) for one in both] for both in pairs]
         self._experts = [both for both in weights if _stacked(both[0]) and _stacked(both[1])]

@@ -47,6 +47,9 @@ def described_layers(config: Any) -> list[int] | None:
     count = size_of(config, "num_hidden_layers")
     if count is None:
         return None
+    kinds = getattr(config, "layers_block_type", None)  # of Nemotron-H
+    if isinstance(kinds, list) and "moe" in kinds:
+        return [i for i, kind in enumerate(kinds) if kind == "moe"]
     layers = range(count)
     step = size_of(config, "decoder_sparse_step")
     if step is not None:
@@ -55,9 +58,6 @@ def described_layers(config: Any) -> list[int] | None:
     dense = getattr(config, "first_k_dense_replace", None)
     if isinstance(dense, int):
         return [i for i in layers[dense:] if i % (size_of(config, "moe_layer_freq") or 1) == 0]
-    kinds = getattr(config, "layers_block_type", None)  # of Nemotron-H
-    if isinstance(kinds, list) and "moe" in kinds:
-        return [i for i, kind in enumerate(kinds) if kind == "moe"]
     if getattr(config, "model_type", None) in _EVERY_LAYER:
         return list(layers)
     return None
