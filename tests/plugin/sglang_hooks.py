@@ -209,7 +209,7 @@ def check_refused_arguments() -> None:
     server_args = ServerArgs(DEMO_MODEL, device="cpu")
     server_args.resolve_once()
     contract.CONTRACT.refuse(resolving_view(server_args))
-    for entry in (*contract.REFUSED, *contract.BESIDE_COLD):
+    for entry in (*contract.REFUSED, *contract.REFUSED_SPECULATION, *contract.BESIDE_COLD):
         if not contract.CONTRACT.holds(entry.versions):
             continue
         for value in entry.accepted:
@@ -258,6 +258,12 @@ def check_arguments_that_need_more() -> None:
     with decided(server_args, quantization="awq") as arguments:
         found = refusal(arguments)
         assert "quantised with awq: " in found and "that the engine quantises" in found, found
+    # SGLang selects a kernel for draft models even if there is none.
+    with decided(server_args, speculative_moe_runner_backend="flashinfer_cutlass") as arguments:
+        assert refusal(arguments) == ""
+        with decided(server_args, speculative_algorithm="EAGLE") as arguments:
+            line = "--speculative-moe-runner-backend flashinfer_cutlass: the kernel of"
+            assert refusal(arguments).startswith(line), refusal(arguments)
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     for flag, reason in (("--encoder-only", "a server without"), ("--use-ray", "Ray's workers")):
@@ -432,6 +438,7 @@ if __name__ == "__main__":
     check_shared_experts_stay_apart()
     check_lost_hooks_are_noticed()
     layers.check_padding()
+    layers.check_draft_models()
     layers.check_no_mask_that_nobody_fills()
     layers.check_hot_routes_are_int32()
     layers.check_what_a_layer_may_be()

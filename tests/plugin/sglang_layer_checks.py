@@ -20,7 +20,7 @@ from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.options import KTOptions, OptionError
 
 
 def check_scaling_is_applied_once() -> None:
@@ -185,6 +185,47 @@ def check_what_models_ask() -> None:
     assert refusal(use_weight_loader_fused=True).startswith("layer 4: a stacked checkpoint")
     assert refusal(new=0.5).startswith("layer 4: FusedMoE has new=0.5, which kt-moe does not")
     assert len(asked) == 2
+
+
+def check_draft_models() -> None:
+    """A draft model has its own options and layers. It may have no experts, and has no masks."""
+    options = KTOptions(method="RAWINT4", weight_path="/model", num_gpu_experts=2)
+    config = SimpleNamespace(num_experts=8, text_config=None)
+    built: list[HybridModel] = []
+
+    def build(model_config: Any) -> torch.nn.Module:
+        built.append(kt_layer._building[-1][0])
+        return torch.nn.Module()
+
+    replaced = {
+        "checked_options_of": lambda arguments: options,
+        "get_server_args": lambda: None,
+        "verify_hooks": lambda: None,
+    }
+    kept = {name: getattr(kt_layer, name) for name in replaced}
+    try:
+        for name, function in replaced.items():
+            setattr(kt_layer, name, function)
+        for draft, quantisation, hot in ((False, None, 2), (True, None, 2), (True, "awq", 8)):
+            served = SimpleNamespace(
+                hf_config=config, is_draft_model=draft, quantization=quantisation
+            )
+            try:
+                kt_layer._around_initialize_model(build, served)
+            except OptionError as error:
+                assert not draft and "has no FusedMoE layer" in str(error)
+            model = built.pop()
+            assert model.draft is draft and model.placement_of(0, 8) == Placement.first(8, hot)
+            assert model.options.weight_path == (None if draft else "/model")
+            method = object.__new__(kt_layer.KTEPWrapperMethod)
+            method.config = SimpleNamespace(model=model)
+            with kt_padding.masks.dummies():
+                kt_padding.masks._given = True
+                assert (method._padding(torch.empty(4, 16)) is None) is draft
+    finally:
+        for name, function in kept.items():
+            setattr(kt_layer, name, function)
+        kt_padding.masks = kt_padding.Masks()
 
 
 def check_padding() -> None:
