@@ -18,7 +18,7 @@ from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.moe.placement import Placement
 from kt_kernel.serving import cache_start
 from kt_kernel.serving.cache import ModelCache
-from kt_kernel.serving.hybrid import MATRICES, HybridLayer
+from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import AUTO, KTOptions, OptionError
 from kt_kernel.serving.streaming import ModelStreaming

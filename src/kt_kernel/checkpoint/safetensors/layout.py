@@ -306,7 +306,8 @@ def _per_expert(
                     f"{file or path}: tensor {name!r} is missing; the experts go up to {last}, and"
                     f" {some.name!r} exists"
                 )
-    return PerExpert(where, [experts[number] for number in range(last + 1)])
+    ordered = [{matrix: experts[number][matrix] for matrix in wanted} for number in range(last + 1)]
+    return PerExpert(where, ordered)
 
 
 def _neighbour(
