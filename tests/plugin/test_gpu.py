@@ -43,13 +43,14 @@ from tiny_model import (
 
 class Kind(NamedTuple):
     """hot: experts on the GPU; None: the stock engine. gpus: of tensor parallelism. streamed:
-    tokens from which batches are streamed; 0: never."""
+    tokens from which batches are streamed; 0: never. moving: experts move while serving."""
 
     hot: int | None
     graphs: bool
     deferred: int = 0
     gpus: int = 1
     streamed: int = 0
+    moving: bool = False
 
     @property
     def mode(self) -> tuple[bool, int]:
@@ -74,6 +75,9 @@ RUNS = {
     "none hot, streamed": Kind(0, False, streamed=16),
     "some hot, streamed": Kind(HOT, False, streamed=16),
     "none hot, streamed, graphs": Kind(0, True, streamed=16),
+    "some hot, moving": Kind(HOT, False, moving=True),
+    "some hot, moving, graphs": Kind(HOT, True, moving=True),
+    "some hot, moving, streamed": Kind(HOT, False, streamed=16, moving=True),
     "stock, graphs, two GPUs": Kind(None, True, gpus=2),
     "some hot, graphs, two GPUs": Kind(HOT, True, gpus=2),
     "none hot, two GPUs": Kind(0, False, gpus=2),
@@ -146,6 +150,8 @@ def _runs() -> list[tuple[dict[str, Any], Kind, dict[str, Any]]]:
             "max_deferred_experts_per_token": kind.deferred,
             "gpu_prefill_token_threshold": kind.streamed,
         }
+        if kind.moving:
+            kt["enable_dynamic_expert_update"] = "on"
         found.append((one, kind, {} if kind.hot is None else kt))
     return found
 
@@ -211,12 +217,13 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
             | (VLLM_SMALL_GRAPHS if kind.streamed else {}),
             "kt": kt or None,
             "compile": kind.graphs,
-            "environment": {"STREAMED": "all"} if kind.streamed else {},
+            "environment": ({"STREAMED": "all"} if kind.streamed else {})
+            | ({"MOVING": "1"} if kind.moving else {}),
             "leave": kind.gpus > 1,  # vLLM does not end its ranks
         }
         for one, kind, kt in _runs()
     ]
-    job = _job(plain) | {"modules": ["streamed"]}
+    job = _job(plain) | {"modules": ["streamed", "restless"]}
     answers = _answers(python, "vllm_run.py", folder / "vllm", runs, job)
     _judge("vLLM", answers, transformers)
     for name, answer in answers.items():
@@ -229,7 +236,9 @@ def test_vllm(folder: Path, plain: Path, transformers: Reference) -> None:
             if RUNS[name].streamed:
                 tokens -= sum(map(len, PROMPTS))
             assert answer["expert_calls"] == [TOP_K * tokens] * LAYERS, (name, tokens)
-        if RUNS[name].streamed:
+        if RUNS[name].moving:
+            assert answer["model_stats"]["cache_uploads"] > 0, name
+        elif RUNS[name].streamed:
             cold = EXPERTS - (hot or 0)
             assert all(layer["streamed_experts"] >= cold for layer in answer["stats"]), name
 
@@ -274,6 +283,8 @@ def test_sglang(folder: Path, plain: Path, transformers: Reference) -> None:
     for name, answer in answers.items():
         if RUNS[name].streamed:  # perhaps none of the experts, which are small
             assert answer["stats"]["models"][0]["streamed_batches"] >= LAYERS, name
+        elif RUNS[name].moving:
+            assert answer["stats"]["models"][0]["cache_uploads"] > 0, name
         elif RUNS[name].hot == 0 and RUNS[name].graphs and not RUNS[name].deferred:
             # Captures take nothing, and padding neither.
             [counted] = answer["stats"]["models"]

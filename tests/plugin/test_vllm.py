@@ -140,7 +140,11 @@ def answers(
         {"name": "zeroed", "kt": {**some, "weight_path": str(zeroed)}},
         {"name": "deferred", "kt": {"method": "BF16", "max_deferred_experts_per_token": 1}},
         *({"name": method, "kt": {**some, "method": method}} for method in QUANTISED),
-        {"name": "auto", "kt": {"num_gpu_experts": HOT}},
+        # vLLM's kernels for the CPU have their own layout, so no expert moves.
+        {
+            "name": "auto",
+            "kt": {"num_gpu_experts": HOT, "enable_dynamic_expert_update": "auto"},
+        },
         *(
             {"name": name, "kt": options} | ({"requests": "all"} if name == ADAPTED else {})
             for name, options in adapter_runs(adapter)

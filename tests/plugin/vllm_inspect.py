@@ -14,4 +14,5 @@ def inspect_model(model: Any) -> dict[str, Any]:
         "hot_rows": len(getattr(layers[0], "w13_weight", ())),
         "describe": [layer.describe() for layer in hybrid],
         "stats": [dict(layer.stats()) for layer in hybrid],
+        "model_stats": layers[0].kt_model.stats() if hybrid else {},
     }

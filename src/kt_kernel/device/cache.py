@@ -18,6 +18,8 @@ Addresses never change, so all of this works in CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,6 +154,14 @@ class HostCache(CacheMemory):
 
     def clear(self) -> None:
         self._totals[:, : -(NUMBERS - VERSION)] = 0
+
+
+def allow_captures_elsewhere() -> None:
+    """The calling thread may use CUDA while another one captures a graph. Otherwise its calls would
+    end the capture."""
+    with contextlib.suppress(OSError, AttributeError):  # captures after the start are rare
+        driver, relaxed = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(2)
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
 
 
 def launch(

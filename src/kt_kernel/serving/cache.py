@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..device.cache import CacheMemory, Totals, Uploads
+from ..device.cache import CacheMemory, Totals, Uploads, allow_captures_elsewhere
 from ..device.streaming.experts import PackedExperts
 from .cache_policy import Gain, Scores, make_policies
 from .cache_slots import LayerSlots
@@ -146,6 +146,7 @@ class ModelCache:
     def _run(self) -> None:
         try:
             with torch.cuda.device(self._memory.device):
+                allow_captures_elsewhere()
                 idle = 0
                 while not self._stop.wait(LOOK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS):
                     idle = 0 if self.step() else idle + 1

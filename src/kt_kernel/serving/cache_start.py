@@ -124,8 +124,8 @@ def _check_slots(layer: Any, packed: PackedExperts, device: torch.device) -> Non
         difference = (held.float() - want).norm()
         if not difference <= _MOST_DIFFERENT * want.norm():
             raise NoCache(
-                f"{place}, expert {expert}: the engine keeps {name} in a layout of its own; with "
-                "vLLM, add --moe-backend triton, and with SGLang --moe-runner-backend triton"
+                f"{place}, expert {expert}: the engine keeps {name} in a layout of its own; on a "
+                "GPU, add --moe-backend triton (vLLM) or --moe-runner-backend triton (SGLang)"
             )
 
 
