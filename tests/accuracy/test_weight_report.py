@@ -78,7 +78,6 @@ def test_searched_scales_lose_less(source):
 def test_searched_scales_on_pools(source, monkeypatch):
     """A pool's part of a row has the scales of the whole."""
     from kt_kernel.accuracy import layers
-    from kt_kernel.accuracy.weights import unpacked
 
     check, found = layers.check_settings, []
     for pools in (1, 2):
@@ -86,7 +85,7 @@ def test_searched_scales_on_pools(source, monkeypatch):
             layers, "check_settings", lambda p=pools, **s: check(**s | {"threadpool_count": p})
         )
         layer = layers.load_layer(source, 4, "INT4_G32", threads=2, scale_search=True)
-        found.append([unpacked(layer, e, "down", (H, I)) for e in range(E)])
+        found.append([layer.unpacked(e, "down") for e in range(E)])
     assert all(map(torch.equal, *found))
 
 
