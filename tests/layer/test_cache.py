@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kt_kernel.device.cache import CudaCache, CudaUploads
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.moe.placement import Placement
+from kt_kernel.serving import cache as caches
 from kt_kernel.serving import cache_start
 from kt_kernel.serving.cache import ModelCache
 from kt_kernel.serving.hybrid import HybridLayer
@@ -181,6 +183,33 @@ def test_each_route_is_computed_once(weights, restless) -> None:
     stats = model.stats()
     assert stats["cache_hits"] == hot and stats["cache_misses"] == cold
     assert stats["cache_uploads"] and stats["cache_uploads"] >= stats["cache_evictions"] - SLOTS
+
+
+def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> None:
+    """As with a GPU: at any moment of a batch. The sums stay the same, and the thread ends with the
+    model."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(caches, "LOOK_SECONDS", 1e-4)
+    model, engine = make(weights, method="BF16")
+    cold, _ = make(weights, method="BF16", num_gpu_experts=0, enable_dynamic_expert_update="off")
+    cache = started(model)
+    cache._thread = thread = threading.Thread(target=cache._run)
+    thread.start()
+    try:
+        for number in range(150):
+            inputs = batch(number)
+            for layer, alone, held in zip(model.layers, cold.layers, engine, strict=True):
+                alone.submit(*inputs)
+                want = alone.collect(inputs[0]).double()
+                real = want.abs().sum(-1) > 0
+                found = answer(layer, held, *inputs)
+                assert row_error(found[real], want[real]).max() < 0.02, number
+        assert thread.is_alive() and cache.counters.cache_uploads > 100
+    finally:
+        del model, layer
+        gc.collect()
+        thread.join(5)
+    assert not thread.is_alive() and cache not in caches._caches
 
 
 @pytest.mark.parametrize("all_streamed", [False, True])
