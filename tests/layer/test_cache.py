@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from kt_kernel.testing import row_error
 
 E, K, H, INNER, SLOTS, LAYERS = 8, 2, 64, 96, 3, 2
 CPU = torch.device("cpu")
+PAUSE = 0.0  # seconds before the engine computes a batch's hot experts
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,7 @@ def make(weights: list[dict[str, torch.Tensor]], **options: Any) -> tuple[Hybrid
 def answer(layer: HybridLayer, engine: Any, x: Any, ids: Any, router: Any, **more: Any) -> Any:
     """A batch, with an engine that computes the hot experts."""
     slots, weights = layer.submit(x, ids, router, cold_slot=-1, **more)
+    time.sleep(PAUSE)
     return layer.collect(x, products(x, slots, weights, *engine))
 
 
@@ -190,6 +193,7 @@ def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> Non
     model."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(caches, "LOOK_SECONDS", 1e-4)
+    monkeypatch.setitem(globals(), "PAUSE", 2e-3)  # the thread has several looks meanwhile
     model, engine = make(weights, method="BF16")
     cold, _ = make(weights, method="BF16", num_gpu_experts=0, enable_dynamic_expert_update="off")
     cache = started(model)
