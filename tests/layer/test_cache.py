@@ -26,6 +26,7 @@ from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import AUTO, KTOptions, OptionError
 from kt_kernel.serving.streaming import ModelStreaming
 from kt_kernel.testing import row_error
+from kt_kernel.weights.expert_tensors import MATRICES
 
 E, K, H, INNER, SLOTS, LAYERS = 8, 2, 64, 96, 3, 2
 CPU = torch.device("cpu")
