@@ -148,7 +148,7 @@ def test_backward_begins_with_the_copy_and_the_hot_experts(monkeypatch, copied):
     model, modules = wrapped(gpu_experts_masks=MASK)
     (module,) = modules.values()
     order: list[str] = []
-    start, watch = HotPass.start_copy, HotPass._watch
+    start, keep = HotPass.start_copy, HotPass.keep_lora_gradients
     compute = module.wrapper.compute_gradients
 
     def start_copy(self, gradient):
@@ -158,10 +158,12 @@ def test_backward_begins_with_the_copy_and_the_hot_experts(monkeypatch, copied):
         else:
             start(self, gradient)
 
-    def watched(self, name, tensor):
-        view = watch(self, name, tensor)
-        view.register_hook(lambda gradient: order.append("hot"))
-        return view
+    passes: list[HotPass] = []
+
+    def keep_lora_gradients(self, given):
+        order.append("hot")
+        passes.append(self)
+        keep(self, given)
 
     def compute_gradients(grad_output, tokens, nonfinite, staged):
         assert (staged is not None) == copied
@@ -169,10 +171,12 @@ def test_backward_begins_with_the_copy_and_the_hot_experts(monkeypatch, copied):
         return compute(grad_output, tokens, nonfinite, staged)
 
     monkeypatch.setattr(HotPass, "start_copy", start_copy)
-    monkeypatch.setattr(HotPass, "_watch", watched)
+    monkeypatch.setattr(HotPass, "keep_lora_gradients", keep_lora_gradients)
     monkeypatch.setattr(module.wrapper, "compute_gradients", compute_gradients)
     logits, found = gradients(model)
-    assert order == ["copy", *["hot"] * 7, "cpu"]
+    assert order == ["copy", "hot", "cpu"]
+    with pytest.raises(RuntimeError, match="the experts on the GPU after those on the CPU"):
+        keep(passes[0], ())
     assert torch.equal(logits, wanted[0])
     assert all(torch.equal(found[name], gradient) for name, gradient in wanted[1].items())
 
@@ -187,7 +191,8 @@ def test_the_same_bits_each_time():
     found = []
     for _ in range(4):
         leaf = x.clone().requires_grad_()
-        hot = module.hot(leaf, ids, scores, tuple(module.lora_parameters().values()))
+        lora = module.hot.of_hot(tuple(module.lora_parameters().values()))
+        hot = module.hot(leaf, ids, scores, lora)
         hot.square().sum().backward()
         found.append((hot.detach(), leaf.grad))
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
@@ -199,7 +204,7 @@ def test_sums_in_float32():
     fused = open_fused("experts", model.get_submodule("model.layers.0.mlp.experts"))
     hot = HotExperts(fused, [1], scaling=1.0, dropout=0.0, skip_lora_grads=False)
     x = torch.randn(2, 32)
-    lora = [torch.zeros(4, 1, 32), torch.zeros(4, 32, 1)] * 3
+    lora = hot.of_hot([torch.zeros(4, 1, 32), torch.zeros(4, 32, 1)] * 3)
     once = hot(x, torch.ones(2, 1, dtype=torch.long), torch.ones(2, 1), lora)
     many = hot(x, torch.ones(2, 300, dtype=torch.long), torch.full((2, 300), 1 / 300), lora)
     assert (many - once).abs().max() < 1e-4 * once.abs().max()

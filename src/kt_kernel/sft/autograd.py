@@ -104,11 +104,9 @@ class _LoraExperts(torch.autograd.Function):
         if hot is None:
             return _LoraExperts._backward(ctx, grad_output)
         try:
-            gradients = _LoraExperts._backward(ctx, grad_output)
-            hot.check_gradients()
+            return _LoraExperts._backward(ctx, grad_output)
         finally:
             hot.end_backward()
-        return gradients
 
     @staticmethod
     def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -138,6 +136,8 @@ class _LoraExperts(torch.autograd.Function):
                 if again in wrapper._saved:
                     wrapper.drop_newest()
                 raise
+        if ctx.hot is not None:
+            ctx.hot.add_gradients(grads)
         need_x, _, need_routes, *needs = ctx.needs_input_grad[4:]
         names = [f"grad_{name}" for name in LORA_NAMES]
         kinds = [(tensor.device, tensor.dtype) for tensor in lora]

@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from ..weights.expert_tensors import BIASES, MATRICES
 from .families import Fused
-from .hot_pass import Watch
-from .lora import GRAD_NAMES
 
 
 class HotExperts(nn.Module):
@@ -43,7 +41,7 @@ class HotExperts(nn.Module):
     ) -> None:
         super().__init__()
         weights = fused.weights()
-        self._slots = list(slots)
+        self.slots = list(slots)
         index = torch.tensor(slots, device=weights["gate_proj"].device)
         for name, tensor in weights.items():
             self.register_buffer(name, tensor.index_select(0, index), persistent=False)
@@ -60,19 +58,17 @@ class HotExperts(nn.Module):
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
         lora: Sequence[torch.Tensor],
-        watch: Watch = lambda name, tensor: tensor,
     ) -> torch.Tensor:
         """The weighted sum of the hot experts.
 
         Args:
             hidden_states: [T, H]. expert_ids, weights: [T, k]; other experts' ids are skipped.
-            lora: the six tensors of all experts of the layer, on any device.
-            watch: see `HotPass`.
+            lora: the six tensors of the hot experts, see `of_hot`.
 
         Returns:
             [T, H], in the dtype of ``hidden_states``.
         """
-        x, count = watch("grad_input", hidden_states), len(self._slots)
+        x, count = hidden_states, len(self.slots)
         base = self.gate_proj
         experts = len(self._positions)
         inside = (expert_ids >= 0) & (expert_ids < experts)
@@ -81,10 +77,7 @@ class HotExperts(nn.Module):
         counts = position.bincount(minlength=count + 1)[:count].tolist()
         routes = position.argsort(stable=True)[: sum(counts)]
         tokens = routes // expert_ids.shape[1]
-        hot = [
-            watch(name, self._of_hot(tensor)) for name, tensor in zip(GRAD_NAMES, lora, strict=True)
-        ]
-        adapters = zip(*(t.to(base.dtype).unbind(0) for t in hot), strict=True)
+        adapters = zip(*(t.to(base.dtype).unbind(0) for t in lora), strict=True)
         parts = [
             self._expert(expert, rows, adapter)
             for expert, (rows, adapter) in enumerate(
@@ -100,10 +93,14 @@ class HotExperts(nn.Module):
         routed = plain * weight + low * (weight.detach() if self._skip else weight)
         return _sum_rows(out, tokens, routed).to(x.dtype)
 
-    def _of_hot(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The hot experts' part of a tensor of all experts, which alone moves to the device."""
-        index = torch.tensor(self._slots, device=tensor.device)
-        return tensor.index_select(0, index).to(self.gate_proj.device)
+    def slots_on(self, device: torch.device) -> torch.Tensor:
+        """The hot slots as an index."""
+        return torch.tensor(self.slots, device=device)
+
+    def of_hot(self, lora: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The hot experts' part of tensors of all experts, which alone moves to the device."""
+        device = self.gate_proj.device
+        return tuple(t.index_select(0, self.slots_on(t.device)).to(device) for t in lora)
 
     def _expert(
         self, expert: int, rows: torch.Tensor, lora: Sequence[torch.Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ import torch
 from .base import BaseSFTMoEWrapper
 from .batch import NonFiniteGradient, first_bad_row, on_host
 from .buffers import KExpertsSFTBuffer
-
-#: Returns the tensor that it is given; the gradient of that one is checked, under this name.
-Watch = Callable[[str, torch.Tensor], torch.Tensor]
+from .hot import HotExperts
+from .lora import GRAD_NAMES
 
 
 class HotPass:
@@ -20,30 +19,47 @@ class HotPass:
 
     Forward, the hot experts are computed while the CPU computes the others. Backward, autograd runs
     first what was created last: `join`, which starts to copy the gradient to the host; the hot
-    experts; then the CPU's experts, which wait for that copy and not for the GPU's kernels. Nothing
-    before that waits for the GPU, so gradients are checked at the end.
+    experts; then the CPU's experts, which wait for that copy and not for the GPU's kernels.
+
+    Nothing before that waits for the GPU: the LoRA gradients of the hot experts stay on the device
+    until `add_gradients` puts them into those of all experts, and are checked at the end.
 
     Args:
         wrapper: the layer's other experts.
-        experts: computes the hot ones, [T, H].
+        hot: the hot ones.
+        hidden_states, expert_ids, weights: [T, H], [T, k] and [T, k].
+        lora: the six LoRA tensors of all experts.
         checks: whether a gradient that is NaN or infinite is an error.
     """
 
     def __init__(
         self,
         wrapper: BaseSFTMoEWrapper,
-        experts: Callable[[Watch], torch.Tensor],
+        hot: HotExperts,
+        hidden_states: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        lora: Sequence[torch.Tensor],
         checks: bool,
     ) -> None:
-        self._wrapper, self._experts, self._checks = wrapper, experts, checks
+        self.hot = hot
+        self._wrapper, self._checks = wrapper, checks
+        self._given = hidden_states, expert_ids, weights
+        self._lora = lora
         self._out: torch.Tensor | None = None
-        self._gradients: list[tuple[str, torch.Tensor]] = []
+        self._grad_input: torch.Tensor | None = None
+        self._grad_lora: Sequence[torch.Tensor | None] = ()
+        self._added = False
         self._copy: _Copy | None = None
 
     def compute(self, differentiable: bool) -> None:
         """Computes the experts, as a graph of its own where gradients are off."""
         with torch.set_grad_enabled(differentiable):
-            self._out = self._experts(self._watch)
+            hidden_states, *routes = self._given
+            if self._checks and differentiable and hidden_states.requires_grad:
+                hidden_states = hidden_states.view_as(hidden_states)
+                hidden_states.register_hook(self._keep_grad_input)
+            self._out = self.hot(hidden_states, *routes, _OfHot.apply(self, *self._lora))
 
     def join(self, cold: torch.Tensor) -> torch.Tensor:
         """The sum of all experts, of what the CPU made of its own."""
@@ -53,7 +69,8 @@ class HotPass:
         return joined
 
     def start_copy(self, gradient: torch.Tensor) -> None:
-        """Begins to copy the gradient of the sum to the host."""
+        """Begins to copy the gradient of the sum to the host. Backward starts with it."""
+        self._added = False
         if gradient.device.type != "cpu":
             self._copy = _Copy(self._wrapper, gradient)
 
@@ -61,34 +78,65 @@ class HotPass:
         """The copy that `start_copy` began, bf16 [T, H]; None if there is none of this gradient."""
         return None if self._copy is None else self._copy.wait(gradient)
 
+    def keep_lora_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Takes the LoRA gradients of the hot experts, until `add_gradients`. Raises RuntimeError
+        if that was called already: they would be lost."""
+        if self._added:
+            raise RuntimeError("autograd ran the experts on the GPU after those on the CPU")
+        self._grad_lora = gradients
+
+    def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Adds the LoRA gradients of the hot experts to those of all experts, by `GRAD_NAMES`.
+
+        Raises `NonFiniteGradient`, naming layer and place, if a gradient of the hot experts is NaN
+        or infinite.
+        """
+        self._added = True
+        if self._checks and self._grad_input is not None:
+            self._need_finite("grad_input", self._grad_input)
+        for name, gradient in zip(GRAD_NAMES, self._grad_lora, strict=False):
+            if gradient is None:
+                continue
+            if self._checks:
+                self._need_finite(name, gradient)
+            total = gradients[name]
+            total.index_add_(0, self.hot.slots_on(total.device), gradient.to(total))
+
     def end_backward(self) -> None:
         """Lets go of what backward needed."""
         copy, self._copy = self._copy, None
-        self._gradients.clear()
+        self._grad_input, self._grad_lora = None, ()
         if copy is not None:
             copy.release()
 
-    def check_gradients(self) -> None:
-        """Raises `NonFiniteGradient`, naming layer and place, if a gradient of the hot experts is
-        NaN or infinite."""
-        for name, gradient in self._gradients:
-            bad = first_bad_row(gradient)
-            if bad is None:
-                continue
-            where, mask = self._wrapper._settings.where, self._wrapper.gpu_experts_mask
-            slot = int(mask.nonzero().flatten()[bad]) if name != "grad_input" else bad
-            raise NonFiniteGradient(
-                f"{where}: {name} of the experts on the GPU has a NaN or infinite value in "
-                f"{'token' if name == 'grad_input' else 'slot'} {slot}; the loss, a later layer, "
-                "an input or a weight made it"
-            )
+    def _keep_grad_input(self, gradient: torch.Tensor) -> None:
+        self._grad_input = gradient
 
-    def _watch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not (self._checks and tensor.requires_grad):
-            return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(lambda gradient: self._gradients.append((name, gradient)))
-        return view
+    def _need_finite(self, name: str, gradient: torch.Tensor) -> None:
+        bad = first_bad_row(gradient)
+        if bad is None:
+            return
+        place = f"token {bad}" if name == "grad_input" else f"slot {self.hot.slots[bad]}"
+        raise NonFiniteGradient(
+            f"{self._wrapper._settings.where}: {name} of the experts on the GPU has a NaN or "
+            f"infinite value in {place}; the loss, a later layer, an input or a weight made it"
+        )
+
+
+class _OfHot(torch.autograd.Function):
+    """The hot experts' part of LoRA tensors, on their device. Its gradient is that of the whole
+    only once `HotPass.add_gradients` has put it there."""
+
+    @staticmethod
+    def forward(ctx: Any, hot_pass: HotPass, *lora: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hot_pass = hot_pass
+        ctx.set_materialize_grads(False)
+        return hot_pass.hot.of_hot(lora)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.hot_pass.keep_lora_gradients(gradients)
+        return (None,) * (1 + len(gradients))
 
 
 class _Join(torch.autograd.Function):

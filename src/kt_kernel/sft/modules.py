@@ -138,8 +138,8 @@ class LoraExperts(nn.Module):
         hot = None
         if self.hot is not None:
             rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-            experts = functools.partial(self.hot, rows, *routes, lora)
-            hot = HotPass(self.wrapper, experts, self._nonfinite == "error")
+            checks = self._nonfinite == "error"
+            hot = HotPass(self.wrapper, self.hot, rows, *routes, lora, checks)
         out = lora_experts(
             self.wrapper,
             hidden_states,
