@@ -539,8 +539,10 @@ PARTS = (
     ),
     Part(
         "Fine-tuning: attention on the GPU",
-        "Made by `benchmarks/training_hybrid.py`.",
-        ["2026-11-29-sft-hybrid-h200"],
+        "Made by `benchmarks/training_hybrid.py`, in two runs of different versions, so their "
+        "times cannot be compared closely. In the second one the LoRA gradients of experts on the "
+        "GPU were not yet added in place.",
+        ["2026-11-29-sft-hybrid-h200", "2026-11-29-sft-hybrid-hot-h200"],
         training_hybrid,
     ),
     Part(
