@@ -171,6 +171,13 @@ NAMES = (
         "called",
         "computes streamed experts, and hot ones in 4 or 8 bits",
     ),
+    Name(
+        f"{LAYERS}:override_config",
+        "called",
+        "blocks of columns that vLLM's kernel for 4 bits accepts",
+        until="vLLM chooses such blocks for groups of 32",
+    ),
+    Name(f"{LAYERS}.fused_moe:should_moe_wna16_use_cuda", "called", "whether it uses that kernel"),
     Name(f"{LAYERS}.config:int4_w4a16_moe_quant_config", "called", "describes those in 4 bits"),
     Name(f"{LAYERS}.config:int8_w8a16_moe_quant_config", "called", "describes those in 8 bits"),
     Name(

@@ -3,13 +3,14 @@
 Imported only inside vLLM.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 # The package before its modules, because vLLM's modules have circular imports.
 import vllm.model_executor.layers.fused_moe  # noqa: F401
-from vllm.model_executor.layers.fused_moe import fused_moe
+from vllm.model_executor.layers.fused_moe import fused_moe, override_config
 from vllm.model_executor.layers.fused_moe.config import (
     int4_w4a16_moe_quant_config,
     int8_w8a16_moe_quant_config,
@@ -17,10 +18,11 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from kt_kernel.serving.activations import SILU
-from kt_kernel.serving.hot_packed import packed_hot
+from kt_kernel.serving.hot_packed import PackedHot, packed_hot
 from kt_kernel.serving.hot_weights import DenseHot, HotShape
 from kt_kernel.serving.hybrid import HybridLayer
 
+_ROUTES_IN_LARGE_BLOCKS = 16
 _INTERLEAVED = "swigluoai"  # the activation whose kernels expect rows of gate and up in turn
 
 
@@ -93,17 +95,37 @@ class PackedExperts(FusedMoEMethodBase):
         **shared: Any,
     ) -> torch.Tensor:
         """The sum of the experts [T, H]. topk_ids: slots, or `ColdAsLast.prepare` for none."""
-        return fused_moe.fused_experts(
-            x.contiguous(),
-            self._hot.w13,
-            self._hot.w2,
-            topk_weights,
-            topk_ids,
-            activation=layer.activation,
-            global_num_experts=self._hot.shape.slots + 1,
-            expert_map=self.cold.expert_map,
-            quant_config=self.moe_quant_config,
-        )
+        with accepted_blocks(self._hot, *topk_ids.shape):
+            return fused_moe.fused_experts(
+                x.contiguous(),
+                self._hot.w13,
+                self._hot.w2,
+                topk_weights,
+                topk_ids,
+                activation=layer.activation,
+                global_num_experts=self._hot.shape.slots + 1,
+                expert_map=self.cold.expert_map,
+                quant_config=self.moe_quant_config,
+            )
+
+
+def accepted_blocks(hot: PackedHot, tokens: int, top_k: int) -> AbstractContextManager[Any]:
+    """Inside, vLLM's CUDA kernel for small batches gets blocks that it accepts.
+
+    It accepts 1, 2, 4 or 8 groups in a block of columns. With groups of 32, vLLM may choose other
+    blocks: of 512 columns in batches of at most 16 routes, and of 96 if 128 do not divide a size.
+    """
+    routes, sizes = tokens * top_k, (hot.shape.hidden, hot.shape.size)
+    odd = any(size % 128 for size in sizes)
+    if hot.group != 32 or (routes > _ROUTES_IN_LARGE_BLOCKS and not odd):
+        return nullcontext()
+    if not fused_moe.should_moe_wna16_use_cuda(routes, hot.group, hot.shape.slots, hot.bits):
+        return nullcontext()
+    rows = max(1, min(16, tokens))
+    columns = next(n for n in (256, 128, 64, 32) if not any(size % n for size in sizes))
+    return override_config(
+        {"BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": columns, "SPLIT_K": 1}
+    )
 
 
 class ColdAsLast:

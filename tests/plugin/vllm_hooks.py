@@ -4,6 +4,7 @@ Prints OK at the end. An assertion names what is wrong.
 """
 
 import vllm_contract_checks as contract
+import vllm_packed_checks as packed
 import vllm_padding_checks as padding
 
 if __name__ == "__main__":
@@ -23,4 +24,5 @@ if __name__ == "__main__":
     padding.check_layers_pass_it_on()
     padding.check_which_batches_are_sorted()
     padding.check_kernels_that_compute_every_route()
+    packed.check_blocks_of_packed_experts()
     print("OK")
