@@ -13,6 +13,7 @@ from .contract import (
     DECLARE_LATE,
     DECLARE_RESOLUTION,
     REFUSED_SPECULATION,
+    UNTESTED,
 )
 from .options import OPTIONS_KEY, language_model, model_config_of, options_of, resolved
 
@@ -55,6 +56,8 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     CONTRACT.refuse(arguments)
     if arguments.speculative_algorithm is not None:
         CONTRACT.refuse(arguments, REFUSED_SPECULATION)
+    if not options.allow_untested:
+        CONTRACT.refuse(arguments, UNTESTED)
     refuse_streaming(arguments.device, options)
     refuse_moving(arguments.device, arguments.tp_size, quantisation, options)
     cold = _some_are_cold(model_config, options)

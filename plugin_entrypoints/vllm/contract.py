@@ -4,6 +4,7 @@ This is the file to read, and to change, for a new release of vLLM.
 """
 
 from ..common import (
+    ALLOW_UNTESTED,
     HOLDS_A_PART,
     KEEPS_MEMORY,
     KEEPS_WEIGHTS,
@@ -437,7 +438,15 @@ REFUSED_SPECULATION = (
     Refusal(
         "speculative_config.method",
         ("ngram", "eagle", "eagle3", "mtp"),
-        "this method of speculative decoding was not tested with kt options",
+        "this method of speculative decoding is not supported with kt options",
+        "--speculative-config",
+    ),
+)
+UNTESTED_SPECULATION = (  # unless --kt-allow-untested is given
+    Refusal(
+        "speculative_config.method",
+        ("ngram", "mtp"),
+        f"this method of speculative decoding was not tested with kt options; {ALLOW_UNTESTED}",
         "--speculative-config",
     ),
 )

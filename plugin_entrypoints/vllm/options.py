@@ -11,7 +11,7 @@ from typing import Any
 from kt_kernel.serving.options import KTOptions, OptionError
 
 from ..common import choose, refuse_class, refuse_moving, refuse_streaming
-from .contract import CONTRACT, REFUSED_SPECULATION
+from .contract import CONTRACT, REFUSED_SPECULATION, UNTESTED_SPECULATION
 
 CONFIG_KEY = "kt"
 
@@ -68,6 +68,8 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     CONTRACT.refuse(config)
     if config.speculative_config is not None:
         CONTRACT.refuse(config, REFUSED_SPECULATION)
+        if not options.allow_untested:
+            CONTRACT.refuse(config, UNTESTED_SPECULATION)
     device = config.device_config.device_type
     refuse_streaming(device, options)
     ranks = config.parallel_config.tensor_parallel_size

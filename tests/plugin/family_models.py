@@ -96,17 +96,19 @@ class Family:
     """A model class.
 
     config: in addition to COMMON. vllm, sglang: arguments of the engine on the CPU; None if it does
-    not serve the class. gpu: engines that serve it only with a GPU. published: the class's name in
-    published checkpoints, if not transformers'. settings: the name of its configuration's class, if
-    it does not follow from its own. top_k: experts per token. unset: biases that an engine ignores
-    on the CPU; they are left at zero. replaced: settings in the written config.json, None for those
-    that published ones lack. median, mean: how far log-probabilities may be from the reference's.
+    not serve the class. gpu: engines that serve it only with a GPU. untried: the same, but not run
+    yet, so the class is not on the engine's tested list. published: the class's name in published
+    checkpoints, if not transformers'. settings: the name of its configuration's class, if it does
+    not follow from its own. top_k: experts per token. unset: biases that an engine ignores on the
+    CPU; they are left at zero. replaced: settings in the written config.json, None for those that
+    published ones lack. median, mean: how far log-probabilities may be from the reference's.
     """
 
     config: dict[str, Any]
     vllm: dict[str, Any] | None = None
     sglang: dict[str, Any] | None = None
     gpu: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()
     published: str | None = None
     settings: str | None = None
     top_k: int = TOP_K
@@ -174,7 +176,7 @@ FAMILIES = {
             moe_shared_expert_intermediate_size=64,
             routed_scaling_factor=2.5,
         ),
-        gpu=("vllm", "sglang"),
+        untried=("vllm", "sglang"),
         replaced=dict(
             hybrid_override_pattern="M*E",
             num_hidden_layers=3,

@@ -29,7 +29,7 @@ from engines import (
 )
 from family_models import FAMILIES, PROMPTS, STEPS, FamilyReference, make
 from test_gpu import CPU_THREADS
-from test_model_classes import CLASSES
+from test_model_classes import CLASSES as TESTED
 
 # Sizes that the engines' kernels take, the same for engines that go by head_dim and those that go
 # by hidden_size / num_attention_heads.
@@ -45,6 +45,10 @@ MEDIAN = 0.06  # that of bfloat16 in transformers is up to 0.034
 EXCESS = 0.03  # of our mean over the stock engine's; a row of three without its experts makes 0.1
 MLA = {"attention_backend": "TRITON_MLA", "attention_config": {"mla_prefill_backend": "CUSTOM"}}
 KINDS = ("stock", "ours")
+CLASSES = {
+    engine: [*names, *(name for name in FAMILIES if engine in FAMILIES[name].untried)]
+    for engine, names in TESTED.items()
+}
 # What the stock engine lacks on a machine without it.
 LACKS = {("vllm", "Qwen3NextForCausalLM"): "No module named 'flashinfer'"}
 WANTED = os.environ.get("KT_GPU_CLASSES")

@@ -76,7 +76,7 @@ LINES = {
     "lora_config": (object(), "--enable-lora: not supported with"),
     "speculative_config": (
         SimpleNamespace(method="medusa"),
-        "--speculative-config medusa: this method of speculative decoding was not tested",
+        "--speculative-config medusa: this method of speculative decoding is not supported",
     ),
     "weight_transfer_config": (object(), "--weight-transfer-config: the weights"),
     "model_config.enable_sleep_mode": (True, "--enable-sleep-mode: the weights of cold"),
@@ -121,6 +121,18 @@ def check_configurations() -> None:
         theirs = KTOptions(weight_path=str(MODEL), num_gpu_experts=4, hot_format="engine")
         line = "--kt-hot-format engine: the model is quantised with awq; the engine's own"
         assert error_of(refuse, made, theirs).startswith(line)
+    for method, line in (
+        ("ngram", ""),
+        ("mtp", ""),
+        (
+            "eagle3",
+            "--speculative-config eagle3: this method of speculative decoding was not tested",
+        ),
+    ):
+        with changed(made, "speculative_config", SimpleNamespace(method=method)):
+            found = error_of(refuse, made, some)
+            assert found.startswith(line) and bool(found) == bool(line), found
+            assert error_of(refuse, made, dataclasses.replace(some, allow_untested=True)) == ""
     with changed(made, "model_config.quantization", "fp8"):
         found = error_of(refuse, made, KTOptions())
         line = f"served model {MODEL}, quantised with fp8: {MODEL} is not quantised, and"
