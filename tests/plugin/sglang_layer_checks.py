@@ -21,6 +21,7 @@ from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.testing import moe_reference, row_error
 
 
 def check_scaling_is_applied_once() -> None:
@@ -159,6 +160,81 @@ def check_what_a_layer_may_be() -> None:
         assert create(8, **given).hybrid.activation == expected, given
     new = refusal(8, {"sparsity": 0.5})
     assert new.startswith("layer 0: KTEPWrapperMethod has sparsity=0.5, which kt-moe"), new
+
+
+def check_other_experts() -> None:
+    """Experts without a gate, and router weights on the input, through the layer: two experts by
+    SGLang's method, which gets one row per route with its weight applied, and two on the CPU."""
+    experts, hot, hidden, inter = 4, 2, 64, 32
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(torch.bfloat16).float() / 8
+
+    every = {
+        "gate": random(experts, inter, hidden),
+        "up": random(experts, inter, hidden),
+        "down": random(experts, hidden, inter),
+    }
+    x = random(9, hidden) * 8
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(9)])
+    weights = torch.rand(9, 2, generator=generator)
+    for given, computes in (
+        ({"activation": "relu2", "is_gated": False}, {"activation": "relu2"}),
+        ({"apply_router_weight_on_input": True}, {"apply_router_weight_on_input": True}),
+        ({}, {}),
+    ):
+        gated = given.get("is_gated", True)
+        matrices = [every["gate"] if gated else None, every["up"], every["down"]]
+        own = [each if each is None else each[:hot] for each in matrices]
+        loaded: list[tuple[str, int]] = []
+        kept: dict[str, Any] = {}
+
+        def apply(
+            layer: Any,
+            dispatch_output: Any,
+            own: Any = own,
+            function: str = given.get("activation", "silu"),
+            kept: Any = kept,
+        ) -> Any:
+            routes = dispatch_output.topk_output
+            assert routes.topk_ids.shape[1] == 1 and (routes.topk_weights == 1).all()
+            assert not kept["runner"].apply_router_weight_on_input
+            rows = dispatch_output.hidden_states
+            given = rows, routes.topk_ids, routes.topk_weights, *own
+            y = moe_reference(*given, rounded=False, activation=function)
+            return SimpleNamespace(hidden_states=y.to(rows.dtype))
+
+        layer = object.__new__(FusedMoE)
+        torch.nn.Module.__init__(layer)
+        layer.top_k, layer.num_fused_shared_experts = 2, 0
+        layer.moe_tp_size, layer.moe_tp_rank, layer.moe_ep_size = 1, 0, 1
+        layer.is_shared_fused_moe = False
+        layer.moe_runner_config = MoeRunnerConfig(layer_id=0, num_experts=experts, **given)
+        layer._weight_loader_impl = lambda loaded=loaded, **each: loaded.append(
+            (each["shard_id"], each["expert_id"])
+        )
+        method = object.__new__(kt_layer.KTEPWrapperMethod)
+        method.scaling = 1.0
+        method.gpu_method = SimpleNamespace(
+            create_weights=lambda kept=kept, **each: kept.update(each),
+            create_moe_runner=lambda layer, config, kept=kept: kept.update(runner=config),
+            apply=apply,
+        )
+        options = KTOptions(method="BF16", num_gpu_experts=hot, cpuinfer=1)
+        method.config = kt_layer.LayerConfig(HybridModel(options), {}, 0, 16, 2)
+        method.create_weights(layer, experts, hidden, inter, torch.float32, weight_loader=None)
+        method.create_moe_runner(layer, layer.moe_runner_config)
+        shards = {"w1": "gate", "w3": "up", "w2": "down"} if gated else {"w1": "up", "w2": "down"}
+        for expert in range(experts):
+            for shard, name in shards.items():
+                kept["weight_loader"](x, every[name][expert], "weight", shard, expert)
+        method.hybrid.finish_loading()
+        assert loaded == [(shard, expert) for expert in range(hot) for shard in shards]
+        routes = StandardTopKOutput(weights, ids.to(torch.int32), None)
+        found = method.apply(layer, StandardDispatchOutput(x, None, routes)).hidden_states
+        want = moe_reference(x, ids, weights, *matrices, rounded=False, **computes)
+        assert row_error(found.double(), want).max() < 5e-3, given
 
 
 def check_what_models_ask() -> None:

@@ -47,7 +47,9 @@ from kt_kernel.plugin_entrypoints.vllm.contract import (
     EXPERT_RANKS,
     WORKER_OPERATIONS,
 )
+from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.testing import moe_reference, row_error
 
 MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 
@@ -250,6 +252,61 @@ def check_layers_are_refused() -> None:
         )
         older.check({name: older.defaults()[name]}, "here")
         assert "does not know" in error_of(older.check, {name: 7}, "here")
+
+
+def check_other_experts() -> None:
+    """Experts without a gate, matrix by matrix; and router weights on the input with matrices of
+    all experts at once, as Llama-4's loader passes them."""
+    experts, hidden, inter = 4, 64, 32
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(torch.bfloat16).float() / 8
+
+    gate, up = random(experts, inter, hidden), random(experts, inter, hidden)
+    down, x = random(experts, hidden, inter), 8 * random(9, hidden)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(9)])
+    weights = torch.rand(9, 2, generator=generator)
+    for activation, shards, stacked in (
+        (ExpertActivation("relu2", gated=False), {"w1": up, "w2": down}, False),
+        (
+            ExpertActivation(router_weight_on_input=True),
+            {"w1": gate, "w3": up, "w2": down},
+            True,
+        ),
+    ):
+        layer = object.__new__(hybrid.HybridExperts)
+        torch.nn.Module.__init__(layer)
+        layer.kt_skip = layer.kt_padding = None
+        layer.kt_layer = HybridLayer(
+            KTOptions(method="BF16", num_gpu_experts=0, cpuinfer=1),
+            layer_idx=0,
+            num_experts=experts,
+            num_experts_per_tok=2,
+            hidden_size=hidden,
+            moe_intermediate_size=inter,
+            activation=activation,
+        )
+        for shard, every in shards.items():
+            param = torch.empty(0, *every.shape[1:])
+            if stacked:
+                layer.weight_loader(param, every, "weight", shard, 0)
+                continue
+            for expert, matrix in enumerate(every):
+                assert layer.weight_loader(param, matrix, "weight", shard, expert, True)
+        layer.kt_layer.finish_loading()
+        found = layer.forward_modular(x, weights, ids)
+        want = moe_reference(
+            x,
+            ids,
+            weights,
+            gate if activation.gated else None,
+            up,
+            down,
+            activation=activation.function,
+            apply_router_weight_on_input=activation.router_weight_on_input,
+        )
+        assert row_error(found.double(), want).max() < 5e-3, activation
 
 
 def check_sums_left_to_the_model_are_refused() -> None:
