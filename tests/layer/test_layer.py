@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,28 @@ def test_other_functions_of_experts(
     mask = torch.arange(E) < 2
     want = moe_reference(x, ids, router, *weights.values(), gpu_experts_mask=mask, **activation)
     assert row_error(layer.collect(x).double(), want).max() < 5e-3
+
+
+def test_zero_experts(weights: dict[str, torch.Tensor]) -> None:
+    """The engines' routes of weight 0 in place of zero experts are not computed: their expert's
+    values may overflow."""
+    config = SimpleNamespace(num_experts=E, zero_expert_num=4)
+    options = KTOptions(method="BF16", num_gpu_experts=2, cpuinfer=1)
+    layer = HybridModel(options, config).add_layer(**shape())
+    for which in weights:
+        weights[which][5] = torch.inf
+    load(layer, weights)
+    layer.finish_loading()
+    x = batch(3)[0]
+    ids, router = torch.tensor([[5, 2], [5, 0], [3, 5]]), torch.tensor([[0, 1.0], [0, 1], [1, 0]])
+    slots, hot_router = layer.submit(x, ids, router, cold_slot=-1)
+    assert slots.tolist() == [[-1, -1], [-1, 0], [-1, -1]] and hot_router[1].tolist() == [0, 1]
+    mask = torch.arange(E) < 2
+    ids = torch.where(router > 0, ids, -1)
+    want = moe_reference(x, ids, router, *weights.values(), gpu_experts_mask=mask)
+    found = layer.collect(x)
+    assert found.isfinite().all() and layer.stats()["expert_calls"] == 2
+    assert row_error(found[[0, 2]].double(), want[[0, 2]]).max() < 5e-3
 
 
 def test_hot_and_cold_parts_make_the_whole(weights: dict[str, torch.Tensor]) -> None:

@@ -20,6 +20,7 @@ from ..moe.inference import InferenceMoEWrapper
 from ..moe.placement import Placement
 from ..moe.routing import hot_routes, need_padding
 from ..runtime.forks import per_process
+from ..runtime.streams import on_stream
 from ..runtime.text import bracketed, ranges
 from ..weights.expert_tensors import BIASES, matrix_shapes
 from ..weights.loading import LoadRecord
@@ -59,7 +60,8 @@ class HybridLayer:
     add nothing. moe_intermediate_size is that of the whole expert. activation: what an expert
     computes. has_bias: the model's experts have biases, which are read with --kt-weight-path only.
     change: what an adapter adds to the experts, hot ones included; it is merged while weights load,
-    and ``adapted`` is True.
+    and ``adapted`` is True. zero_experts: the model has experts that copy their input (LongCat).
+    The engines compute these, and pass their routes on with weight 0 to an expert with weights.
 
     Raises OptionError if options do not fit the layer, ValueError if
     `kt_kernel.serving.preflight.prepare` has not selected the method, if biases cannot be read or
@@ -83,6 +85,7 @@ class HybridLayer:
         has_cpu_part: bool = True,
         change: LayerChange | None = None,
         placement: Placement | None = None,
+        zero_experts: bool = False,
     ) -> None:
         if options.method == AUTO:
             raise ValueError(
@@ -92,6 +95,7 @@ class HybridLayer:
         self.options = options
         self.layer_idx = layer_idx
         self._has_bias = has_bias
+        self._zero_experts = zero_experts
         self.activation = activation
         self.num_experts = num_experts
         self.hidden_size = hidden_size
@@ -445,6 +449,9 @@ class HybridLayer:
         `routing.need_padding`.
         """
         self._need_cold("submit")
+        if self._zero_experts:
+            with on_stream(x.device, stream):
+                topk_ids = topk_ids.masked_fill(topk_weights == 0, self.num_experts)
         self.record(topk_ids, padding, stream)
         if self._cache is not None:
             cache, number = self._cache

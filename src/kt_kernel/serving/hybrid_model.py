@@ -14,7 +14,7 @@ from .cache import ModelCache
 from .cache_start import NoCache, describe, refusal, start_cache
 from .cold_names import ColdNames
 from .hybrid import HybridLayer
-from .model_config import routed_model
+from .model_config import routed_model, size_of
 from .options import AUTO, KTOptions
 from .placement import PlacementPlan, initial_placement, plan_placement
 from .recording import ModelRecording
@@ -38,6 +38,7 @@ class HybridModel:
         self.plan: PlacementPlan | None = None
         if config is not None:
             self.plan = plan_placement(options, config)
+        self._zero_experts = size_of(config, "zero_expert_num") is not None
         path = options.expert_lora_path
         self._adapter = None if path is None else open_adapter(path)
         self._adapted = "" if self._adapter is None else f"; {self._adapter.describe()}"
@@ -65,6 +66,7 @@ class HybridModel:
                 **shape,
                 change=change,
                 placement=self.placement_of(shape["layer_idx"], shape["num_experts"]),
+                zero_experts=self._zero_experts,
             )
         # Other ranks see the same tokens.
         if self.recording is not None and shape.get("has_cpu_part", True):
