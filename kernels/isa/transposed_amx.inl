@@ -79,17 +79,22 @@ void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixL
   }
 }
 
-// The second operand of a transposed product from rows of A in blocks.
-void turn_rows(const uint8_t* rows, int64_t stride, int64_t first, int64_t units, int64_t m,
-               uint8_t* out) {
-  for (int64_t r = 0; r < m; r += kBlockRows) {
-    const uint8_t* from = rows + r * stride + first * kBlockBytes;
-    uint8_t* to = out + r / kTileRows * kTileRows * stride + first * kUnitBytes + r % kTileRows * 4;
-    for (int64_t u = 0; u < units; ++u, from += kBlockBytes, to += kUnitBytes) {
+// The second operand of a transposed product from rows of A (kt/training.h).
+void turn_rows(const uint16_t* rows, int64_t stride, const int32_t* index, int64_t m,
+               int64_t columns, uint8_t* out) {
+  for (int64_t first = 0; first < kTileRows; first += kLanes)
+    for (int64_t c = 0; c < columns; c += kTileRows) {
+      const int64_t left = columns - c;
+      const __mmask32 mask = left < kTileRows ? (uint32_t{1} << left) - 1 : ~uint32_t{0};
       F x[kLanes];
-      for (int i = 0; i < kLanes; ++i) x[i] = as_f(i_load(from + i * kChunkBytes));
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int64_t r = first + i;
+        x[i] = f_zero();
+        if (r < m)
+          x[i] = as_f(_mm512_maskz_loadu_epi16(mask, rows + (index ? index[r] : r) * stride + c));
+      }
       transpose(x);
-      for (int i = 0; i < kLanes; ++i) i_store(to + i * kStepBytes, as_i(x[i]));
+      uint8_t* to = out + c / kTileRows * kUnitBytes + first * 4;
+      for (int64_t i = 0; i < kLanes; ++i) i_store(to + i * kStepBytes, as_i(x[i]));
     }
-  }
 }

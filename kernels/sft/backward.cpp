@@ -56,7 +56,6 @@ void BackwardPass::clear_gradients() {
 
 void BackwardPass::take_grad_out() {
   const int64_t h = config_.hidden_size;
-  const BF16Rows rows = grad_out_rows();
   const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
   constexpr int64_t kParts = 8;  // of an item
   team_phase(plan().items(), kParts, cost, [&](int64_t number, int64_t part) {
@@ -68,7 +67,8 @@ void BackwardPass::take_grad_out() {
       const int64_t m = std::min(kTileRows, end - first);
       for (int64_t r = first; r < first + m; ++r) {
         const int64_t token = first_ + plan().tokens()[e.first + r];
-        rows.put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
+        if (!training_.turn_rows)
+          grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
         space_.pair[size_t(plan().routes()[e.first + r])] = int32_t(e.first + r);
         for (Matrix matrix : {kGate, kUp}) {
           if (!adapters_ || state_.config.recompute) continue;
@@ -76,7 +76,11 @@ void BackwardPass::take_grad_out() {
                       rank_values(matrix, e) + r * lora_.rank_padded());
         }
       }
-      turn(rows, space_.turned_out, e, first, m, 0, hidden_tiles());
+      if (training_.turn_rows) {
+        const int64_t bytes = grad_out_rows().columns * 2;
+        training_.turn_rows(args_.grad_out + first_ * h, h, plan().tokens() + e.first + first, m, h,
+                            space_.turned_out.data() + (turned_row(e) + first) * bytes);
+      }
     }
   });
 }
@@ -90,12 +94,11 @@ void BackwardPass::take_rows() {
   if (!adapters_) return;
   const int64_t padded = lora_.rank_padded();
   const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
-  team_phase(plan().items(), rank_tiles(), cost, [&](int64_t number, int64_t tile) {
+  team_phase(plan().items(), rank_blocks(), cost, [&](int64_t number, int64_t block) {
     const WorkItem& item = plan().item(number);
     const ExpertRows& e = plan().expert(item.expert);
-    row_blocks(item.first, item.last, [&](int64_t r, int64_t m) {
-      float* values = mine_.tile[0];
-      adapter_product(kDown, kLoraBt, e.slot, tile, grad_out_rows().from(row(e) + r), m, values);
+    const auto rows = [&](int64_t r) { return grad_out_operand(e, r); };
+    const auto keep = [&](int64_t r, int64_t m, int64_t tile, float* values) {
       for (int64_t i = 0; i < m; ++i) {
         float* one = values + i * kTileRows;
         for (int64_t n = 0; n < kTileRows; ++n) one[n] *= state_.config.scaling;
@@ -104,7 +107,8 @@ void BackwardPass::take_rows() {
         float* weighted = rank_values(kDown, e) + (r + i) * padded + tile * kTileRows;
         for (int64_t n = 0; n < kTileRows; ++n) weighted[n] = weight * one[n];
       }
-    });
+    };
+    b_products(e, kDown, block, item.first, item.last, rows, keep);
   });
 }
 

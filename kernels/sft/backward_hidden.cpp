@@ -43,8 +43,8 @@ void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t gro
       const MatrixLayout& layout = part().layout[matrix];
       training_.transposed[int(layout.format)](
           weights + part().begin_of(matrix), part().stride_of(matrix), layout,
-          block * kTransposedColumns, operand(grad_rows(matrix), pool_space().turned[matrix], e, r),
-          m, mine_.transposed, mine_.tile[2 * matrix], tile_floats);
+          block * kTransposedColumns, grad_operand(e, matrix, r), m, mine_.transposed,
+          mine_.tile[2 * matrix], tile_floats);
     }
     for (int64_t t = 0; t < tiles; ++t) {
       const int64_t tile = first_tile + t, pair = e.first + r;

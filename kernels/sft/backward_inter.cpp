@@ -28,8 +28,7 @@ void BackwardPass::inter_columns(const ExpertRows& e, int64_t block) {
   row_blocks(0, e.count, [&](int64_t r, int64_t m) {
     float* v = mine_.tile[0];  // and tile[1]
     training_.transposed[int(layout.format)](weights, layout.tile_bytes(), layout,
-                                             block * kTransposedColumns,
-                                             operand(grad_out_rows(), space_.turned_out, e, r), m,
+                                             block * kTransposedColumns, grad_out_operand(e, r), m,
                                              mine_.transposed, v, mine_.tile[1] - v);
     for (int64_t t = 0; t < tiles; ++t)
       inter_tile(e, first_tile + t, r, m, mine_.tile[t], mine_.sums + t * sums);
@@ -56,10 +55,7 @@ void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, 
   training_.swiglu_backward(kept(0), kept(1), v, plan().weights() + e.first + first,
                             config_.activation, m,
                             {h, d[kGate], d[kUp], dots(worker_.pool, tile) + e.first + first});
-  for (Matrix matrix : {kGate, kUp}) {
-    grad_rows(matrix).put_tile(table_, at, tile, d[matrix], m, valid_inter(tile));
-    turn(grad_rows(matrix), pool_space().turned[matrix], e, first, m, tile, 1);
-  }
+  for (Matrix matrix : {kGate, kUp}) keep_gradient(e, matrix, tile, first, m, d[matrix]);
   for (int matrix = 0; full_ && matrix < kMatrices; ++matrix)
     std::copy_n(
         d[matrix], m * kTileRows,
@@ -76,6 +72,23 @@ void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, 
                     sums + (1 + matrix) * size);
 }
 
+void BackwardPass::keep_gradient(const ExpertRows& e, Matrix m, int64_t tile, int64_t first,
+                                 int64_t rows, const float* values) const {
+  const BF16Rows to = grad_rows(m);
+  const int64_t valid = valid_inter(tile);
+  if (!training_.turn_rows) return to.put_tile(table_, row(e) + first, tile, values, rows, valid);
+  alignas(64) uint16_t rounded[kTileRows * kTileRows];
+  const int64_t bytes = to.columns * 2;
+  uint8_t* turned =
+      pool_space().turned[m].data() + (turned_row(e) + first) * bytes + tile * sizeof rounded;
+  for (int64_t r = 0; r < rows; r += kTileRows, values += kTileRows * kTileRows) {
+    const int64_t n = std::min(kTileRows, rows - r);
+    table_.quantise[int(ActKind::kBF16)](values, DType::kFP32, n * kTileRows, n * kTileRows, -1,
+                                         reinterpret_cast<uint8_t*>(rounded), nullptr, nullptr);
+    training_.turn_rows(rounded, kTileRows, nullptr, n, valid, turned + r * bytes);
+  }
+}
+
 // Adds the sums of a tile of I to the gradients.
 void BackwardPass::inter_sums(const ExpertRows& e, int64_t tile, const float* sums) {
   const int64_t rank = lora_.rank(), inter = config_.intermediate_size;
@@ -89,10 +102,22 @@ void BackwardPass::inter_sums(const ExpertRows& e, int64_t tile, const float* su
 
 // s * B^T d of gate and up, and w * s * (mask * h) A_down^T.
 void BackwardPass::ranks() {
-  rank_products({kGate, kUp, kDown}, [&](const ExpertRows& e, Matrix m) {
-    return (m == kDown ? rows_in(pool_space().h, part().size) : grad_rows(m)).from(row(e));
-  });
   const int64_t padded = lora_.rank_padded();
+  const int64_t tiles = rank_tiles(), each = part().size ? tiles + 2 * rank_blocks() : 0;
+  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
+  pool_phase(plan().items(), each, cost, [&](int64_t number, int64_t task) {
+    const WorkItem& item = plan().item(number);
+    const ExpertRows& e = plan().expert(item.expert);
+    if (task < tiles)
+      return rank_of_h(item, task, rows_in(pool_space().h, part().size).from(row(e)));
+    const Matrix m = (task - tiles) % 2 ? kUp : kGate;
+    b_products(
+        e, m, (task - tiles) / 2, item.first, item.last,
+        [&](int64_t r) { return grad_operand(e, m, r); },
+        [&](int64_t r, int64_t n, int64_t tile, const float* values) {
+          keep_rank_part(e, m, r, n, tile, values);
+        });
+  });
   each_pair([&](const ExpertRows& e, int64_t r) {
     for (Matrix m : {kGate, kUp, kDown}) {
       float* sum = rank_values(m, e) + r * padded;

@@ -82,20 +82,46 @@ class BackwardPass : TrainingPass {
     if (!training_.turn_rows) return rows.from(row(e) + first);
     return rows_in(turned, rows.columns).from(turned_row(e) + first);
   }
-  // Units [unit, unit + units) of rows [first, first + m) of an expert.
-  void turn(const BF16Rows& rows, const sys::Mapping& turned, const ExpertRows& e, int64_t first,
-            int64_t m, int64_t unit, int64_t units) const {
-    if (!training_.turn_rows) return;
-    const ActRows from = rows.from(row(e) + first);
-    uint8_t* to = rows_in(turned, rows.columns).data + (turned_row(e) + first) * from.stride;
-    training_.turn_rows(from.data, from.stride, unit, units, m, to);
+  ActRows grad_out_operand(const ExpertRows& e, int64_t first) const {
+    return operand(grad_out_rows(), space_.turned_out, e, first);
   }
+  ActRows grad_operand(const ExpertRows& e, Matrix m, int64_t first) const {
+    return operand(grad_rows(m), pool_space().turned[m], e, first);
+  }
+  // Makes a tile of gate's or up's gradients such an operand.
+  void keep_gradient(const ExpertRows& e, Matrix m, int64_t tile, int64_t first, int64_t rows,
+                     const float* values) const;
+  // f(first, rows, tile, values) with tiles of values of rows [begin, end) times B of an adapter,
+  // for the block of 64 numbers of the rank; rows_of(first) are those rows.
+  template <class R, class F>
+  void b_products(const ExpertRows& e, Matrix m, int64_t block, int64_t begin, int64_t end,
+                  R rows_of, F f) const;
+  int64_t rank_blocks() const { return ceil_div(rank_tiles(), 2); }
 
   const TrainingBackwardArgs args_;
   SavedForward& saved_;
   const bool adapters_;  // whether their terms and gradients are wanted
   const bool full_;      // whether the gradients of the weights are
 };
+
+template <class R, class F>
+void BackwardPass::b_products(const ExpertRows& e, Matrix m, int64_t block, int64_t begin,
+                              int64_t end, R rows_of, F f) const {
+  float* values = mine_.tile[0];  // and tile[1]
+  const MatrixLayout& layout = lora_.layout(m, kLoraB, worker_.pool);
+  row_blocks(begin, end, [&](int64_t r, int64_t n) {
+    if (training_.turn_rows)
+      training_.transposed[int(WeightFormat::kBF16)](
+          lora_.tiles(m, kLoraB, worker_.pool, e.slot), layout.tile_bytes(), layout,
+          block * kTransposedColumns, rows_of(r), n, mine_.transposed, values,
+          mine_.tile[1] - values);
+    for (int64_t tile = 2 * block; tile < std::min(2 * block + 2, rank_tiles()); ++tile) {
+      if (!training_.turn_rows)
+        adapter_product(m, kLoraBt, e.slot, tile, rows_of(r), n, mine_.tile[tile % 2]);
+      f(r, n, tile, mine_.tile[tile % 2]);
+    }
+  });
+}
 
 // dst[i * stride + c] += values[i * 32 + c] for i < rows and c < columns.
 inline void add_block(const float* values, int64_t rows, int64_t columns, float* dst,

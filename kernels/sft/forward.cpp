@@ -84,9 +84,14 @@ class TrainingForward : TrainingPass {
   }
 
   void adapter_of_h() {
-    rank_products({kDown}, [&](const ExpertRows& e, Matrix) {
-      if (shares_rows(e, kDown)) return h_.rows(e);
-      return rows_in(pool_space().h, part().size).from(row(e));
+    const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
+    const int64_t tiles = part().size ? rank_tiles() : 0;
+    pool_phase(plan().items(), tiles, cost, [&](int64_t number, int64_t tile) {
+      const WorkItem& item = plan().item(number);
+      const ExpertRows& e = plan().expert(item.expert);
+      rank_of_h(
+          item, tile,
+          shares_rows(e, kDown) ? h_.rows(e) : rows_in(pool_space().h, part().size).from(row(e)));
     });
     const int64_t padded = lora_.rank_padded();
     each_pair([&](const ExpertRows& e, int64_t r) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../sys/need.h"
+#include "kt/training.h"
 
 namespace kt {
 namespace {
@@ -59,9 +60,12 @@ LoraWeights::LoraWeights(std::shared_ptr<LayerState> layer, const sys::Team& tea
 
 LoraWeights::Part LoraWeights::make_part(bool inter, int64_t columns, int node) const {
   Part part;
+  // Products with B's transpose are then transposed products with B.
+  const bool turns = layer_->config.table->training->turn_rows;
   for (int m = 0; m < kMatrices; ++m)
     for (int f = 0; f < kLoraFactors; ++f) {
       if (!columns || of_inter(Matrix(m), LoraFactor(f)) != inter) continue;
+      if (f == kLoraBt && turns) continue;
       // A and Bt have a row for each number of the rank.
       const bool wide = f == kLoraA || f == kLoraBt;
       Place& place = part.place[size_t(m)][size_t(f)];

@@ -92,6 +92,23 @@ void TrainingPass::keep_gate_up(uint16_t* memory, int64_t pairs_before, const Ex
   }
 }
 
+void TrainingPass::rank_of_h(const WorkItem& item, int64_t tile, const ActRows& rows) {
+  const ExpertRows& e = plan().expert(item.expert);
+  row_blocks(item.first, item.last, [&](int64_t r, int64_t count) {
+    float* values = mine_.tile[0];
+    adapter_product(kDown, kLoraA, e.slot, tile, rows.from(r), count, values);
+    keep_rank_part(e, kDown, r, count, tile, values);
+  });
+}
+
+void TrainingPass::keep_rank_part(const ExpertRows& e, Matrix matrix, int64_t first, int64_t m,
+                                  int64_t tile, const float* values) const {
+  const int64_t padded = lora_.rank_padded();
+  float* to = rank_part(worker_.pool, matrix, e) + first * padded + tile * kTileRows;
+  for (int64_t i = 0; i < m; ++i, to += padded, values += kTileRows)
+    std::copy_n(values, kTileRows, to);
+}
+
 void TrainingPass::sum_rank_parts(Matrix m, const ExpertRows& e, int64_t row, float* sum) const {
   const int64_t padded = lora_.rank_padded();
   std::fill_n(sum, padded, 0.0f);

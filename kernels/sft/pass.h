@@ -1,7 +1,6 @@
 // One worker's view of a training pass: what forward and backward share.
 #pragma once
 #include <algorithm>
-#include <initializer_list>
 
 #include "../moe/phases.h"
 #include "rows.h"
@@ -96,9 +95,9 @@ class TrainingPass {
   // Rounds a tile of both to bf16, to where saved_tile() of `memory` says.
   void keep_gate_up(uint16_t* memory, int64_t pairs_before, const ExpertRows& e, int64_t tile,
                     int64_t first, int64_t m, const float* gate, const float* up) const;
-  // The products of rows of I by pool with A of down, or B of gate and up, into the pools' `rank`:
-  // rows_of(expert, matrix) are the rows.
-  template <class F> void rank_products(std::initializer_list<Matrix> matrices, F rows_of);
+  // A tile of the products of an item's rows of I with A of down, into the pool's `rank`; `rows`
+  // are those of its expert.
+  void rank_of_h(const WorkItem& item, int64_t tile, const ActRows& rows);
   // f(expert, row) for all pairs, as a phase of the team.
   template <class F> void each_pair(F f) {
     constexpr int64_t kPairs = 8;
@@ -109,6 +108,9 @@ class TrainingPass {
                          });
     });
   }
+  // Keeps a tile of such products of rows [first, first + m) of an expert.
+  void keep_rank_part(const ExpertRows& e, Matrix matrix, int64_t first, int64_t m, int64_t tile,
+                      const float* values) const;
   // The sums over pools of what they have in `rank`, times the scaling.
   void sum_rank_parts(Matrix m, const ExpertRows& e, int64_t row, float* sum) const;
 
@@ -243,27 +245,6 @@ template <class F> void TrainingPass::gate_up(F keep) {
                       bias ? bias + part().begin + tile * kTileRows : nullptr, m);
       }
       keep(e, tile, r, m, values[0], values[1]);
-    });
-  });
-}
-
-template <class F>
-void TrainingPass::rank_products(std::initializer_list<Matrix> matrices, F rows_of) {
-  const int64_t tiles = rank_tiles(), padded = lora_.rank_padded();
-  const int64_t each = part().size ? int64_t(matrices.size()) * tiles : 0;
-  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
-  pool_phase(plan().items(), each, cost, [&](int64_t number, int64_t task) {
-    const WorkItem& item = plan().item(number);
-    const ExpertRows& e = plan().expert(item.expert);
-    const Matrix m = matrices.begin()[task / tiles];
-    const int64_t tile = task % tiles;
-    row_blocks(item.first, item.last, [&](int64_t r, int64_t count) {
-      float* values = mine_.tile[0];
-      adapter_product(m, m == kDown ? kLoraA : kLoraBt, e.slot, tile, rows_of(e, m).from(r), count,
-                      values);
-      float* to = rank_part(worker_.pool, m, e) + r * padded + tile * kTileRows;
-      for (int64_t i = 0; i < count; ++i, to += padded)
-        std::copy_n(values + i * kTileRows, kTileRows, to);
     });
   });
 }

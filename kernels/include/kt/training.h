@@ -46,11 +46,11 @@ struct SwigluGradients {
 struct TrainingKernels {
   const TransposedProduct* transposed;  // by WeightFormat
 
-  // Null, or makes the operand of a transposed product from 32-column units [first, first + units)
-  // of m blocked rows, `stride` bytes each. 32 rows take the same room as before, and `out` belongs
-  // to row 0. Up to 16 of its last rows are left as they are if m is no multiple of 32.
-  void (*turn_rows)(const uint8_t* rows, int64_t stride, int64_t first, int64_t units, int64_t m,
-                    uint8_t* out);
+  // Null, or makes the operand of a transposed product from up to 32 rows of bf16 values: row
+  // index[r], or r if index is null, of rows that lie `stride` values apart. Columns past `columns`
+  // and rows past m become zeros. `out` gets 2 KB for each 32 columns.
+  void (*turn_rows)(const uint16_t* rows, int64_t stride, const int32_t* index, int64_t m,
+                    int64_t columns, uint8_t* out);
 
   // For one tile: h = act(gate) * up (Activation), the gradients of gate and up for a gradient
   // weight[r] * v of h, and dot[r] = sum_n v * h. gate and up are bf16 and include their biases.
