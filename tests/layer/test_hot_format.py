@@ -44,7 +44,7 @@ def decide(
         ("gptq_marlin", "GPTQ_INT4", "packed", "bf16"),
         ("awq", "AWQ_INT4", "packed", "bf16"),
         ("compressed-tensors", "FP8_PERCHANNEL", "bf16", "bf16"),
-        ("compressed-tensors", "AMXINT8", "packed", "bf16"),
+        ("compressed-tensors", "AMXINT8", "bf16", "bf16"),
         ("mxfp4", "MXFP4", "bf16", "bf16"),
         ("modelopt_fp4", "NVFP4", "bf16", "bf16"),
         ("gptq", "MIXED", "bf16", "bf16"),
@@ -80,6 +80,7 @@ def test_refused(given: str, quantisation: str, method: str, device: str, line: 
 
 
 def test_packed_for_a_method_that_quantises() -> None:
+    assert decide("packed", "compressed-tensors", "AMXINT8") == "packed"
     assert decide("packed", None, "INT4_G32") == decide("packed", "fp8", "INT4_G128") == "packed"
 
 

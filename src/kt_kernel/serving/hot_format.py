@@ -48,7 +48,9 @@ def decide_hot_format(
         return options
     if own and (device != "cpu" or not quantisation):
         return replace(options, hot_format=ENGINE)
-    return replace(options, hot_format=BF16 if problem else PACKED)
+    # Packed rows of 8 bits save less, and must be asked for.
+    four_bits = get_method(options.method).format in _INTEGERS
+    return replace(options, hot_format=PACKED if four_bits and not problem else BF16)
 
 
 def _why_not_packed(options: KTOptions, device: str, checkpoint: Checkpoint | None) -> str:

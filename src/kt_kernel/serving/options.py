@@ -89,7 +89,7 @@ OPTIONS: tuple[Option, ...] = (
         "hot format",
         f"weights of hot experts: {ENGINE}, as the engine loads them; {BF16}, quantised ones as "
         f"16-bit values; {PACKED}, 4 or 8 bits, on a GPU (default {AUTO}: {ENGINE} for 16-bit "
-        f"and FP8 models, {PACKED} for models of 4- or 8-bit integers, else {BF16})",
+        f"and FP8 models, {PACKED} for models of 4-bit integers, else {BF16})",
     ),
     Option(
         "--kt-gpu-experts-mask",
