@@ -385,7 +385,13 @@ def _engine_side() -> EngineSide:
         if phase.backend != "disabled"
     ]
     chunk = arguments.chunked_prefill_size or 0  # not above 0: prompts are computed whole
-    return EngineSide(products, memory_left, max(captured, default=0), chunk if chunk > 0 else None)
+    return EngineSide(
+        products,
+        memory_left,
+        max(captured, default=0),
+        chunk if chunk > 0 else None,
+        "--cuda-graph-max-bs-prefill N or --disable-prefill-cuda-graph",
+    )
 
 
 def unpadded_sizes(config: Any) -> dict[int, int]:

@@ -345,7 +345,11 @@ def _engine_side(config: Any) -> EngineSide:
 
     captured = config.compilation_config.max_cudagraph_capture_size or 0
     return EngineSide(
-        products, memory_left, captured, config.scheduler_config.max_num_batched_tokens
+        products,
+        memory_left,
+        captured,
+        config.scheduler_config.max_num_batched_tokens,
+        "--max-cudagraph-capture-size",
     )
 
 

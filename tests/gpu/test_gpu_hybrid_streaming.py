@@ -68,7 +68,7 @@ def check(model: HybridModel, alone: HybridModel, inputs: tuple[torch.Tensor, ..
 
 def test_the_default() -> None:
     """The threshold is measured, and the results are those of the CPU on both sides of it."""
-    model, alone = make(0, gpu_prefill_token_threshold="auto"), make(0)
+    model, alone = make(0), make(0)
     line = stream(model)
     print(line)
     assert not any(model.stats().values())

@@ -165,9 +165,9 @@ def start(
     captured: int = 0,
     largest: int | None = None,
 ) -> Any:
-    engine = streaming_start.EngineSide(products, lambda _: left, captured, largest)
+    engine = streaming_start.EngineSide(products, lambda _: left, captured, largest, "--graphs")
     options = layer.options
-    if options.gpu_prefill_token_threshold is None:
+    if options.gpu_prefill_token_threshold is None:  # the device is not a GPU
         options = replace(options, gpu_prefill_token_threshold="auto")
     return streaming_start.start_streaming(
         [layer], options, device, torch.bfloat16, engine, make_device
@@ -283,7 +283,7 @@ def test_no_batch_is_large_enough(monkeypatch) -> None:
         layer, no_device, captured=20, largest=20
     )
     given = make(monkeypatch, gpu_prefill_token_threshold=THRESHOLD)
-    with pytest.raises(OptionError, match=r"threshold 8: the engine captures all .*; let it"):
+    with pytest.raises(OptionError, match=r"threshold 8: .* all its .*; --graphs changes"):
         start(given, no_device, captured=30, largest=20)
     with pytest.raises(OptionError, match=r"threshold 8: .* up to 7 tokens; give 5 to 7, 0 for"):
         start(given, no_device, captured=4, largest=7)
@@ -343,16 +343,23 @@ def full(*_: Any) -> None:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_not_asked_for(monkeypatch) -> None:
-    """Nothing is streamed. On a GPU, the log names the flag."""
-    layer = make(monkeypatch)
+@pytest.mark.parametrize("options", [{}, {"gpu_prefill_token_threshold": "auto"}])
+def test_the_threshold_is_measured_by_default(monkeypatch, options: dict) -> None:
+    """On a GPU. Elsewhere nothing is said of it unless an option asks for it."""
+    fixed_rates(monkeypatch, BUS_ONLY)
+    layer = make(monkeypatch, **options)
     engine = streaming_start.EngineSide(products, lambda _: 1 << 40)
-    for device, says in ((CPU, False), (torch.device("cuda", 0), True)):
-        line = streaming_start.start_streaming(
-            [layer], layer.options, device, torch.bfloat16, engine, FakeDevice
-        )
-        assert (line is not None) == says
-    assert "--kt-gpu-prefill-token-threshold auto streams" in line
+
+    def line(device: torch.device, make_device: Any) -> Any:
+        given = [layer], layer.options, device, torch.bfloat16, engine, make_device
+        return streaming_start.start_streaming(*given)
+
+    found = line(CPU, streaming_start.Device)
+    assert (found is None) == (not options)
+    # The simulated device is on the CPU, whatever its name.
+    assert line(torch.device("cuda", 0), FakeDevice).startswith(
+        "kt: batches of 1 tokens and more (measured;"
+    )
 
 
 def test_no_threshold(monkeypatch) -> None:

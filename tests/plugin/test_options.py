@@ -117,7 +117,7 @@ def test_spellings(name: str, value: Any) -> None:
         ),
         (
             {"gpu_prefill_memory": "1GB", "gpu_prefill_token_threshold": 0},
-            "without --kt-gpu-prefill-token-threshold above 0",
+            "with --kt-gpu-prefill-token-threshold 0 no expert is copied",
         ),
         (["method"], "expected a mapping of option names to values"),
     ],

@@ -148,7 +148,7 @@ OPTIONS: tuple[Option, ...] = (
         "--kt-gpu-prefill-token-threshold",
         "tokens",
         "tokens in a batch from which cold experts are copied to the GPU and computed there, "
-        f"shared with the CPU; {AUTO}: measured at the start (default 0: never)",
+        f"shared with the CPU; 0: never (default {AUTO}: measured at the start)",
     ),
     Option(
         "--kt-gpu-prefill-memory",
@@ -196,7 +196,7 @@ class KTOptions:
     expert_routes_tokens: int | None = None
     max_deferred_experts_per_token: int | None = None
     expert_lora_path: str | None = None
-    gpu_prefill_token_threshold: int | str | None = None  # tokens, or AUTO
+    gpu_prefill_token_threshold: int | str | None = None  # tokens, or AUTO, the default
     gpu_prefill_memory: int | None = None  # bytes
     enable_dynamic_expert_update: str | None = None  # one of `SWITCH`
     expert_update_rate: int | None = None  # bytes per second
@@ -230,10 +230,10 @@ class KTOptions:
                 "--kt-num-gpu-experts, --kt-gpu-experts-ratio or --kt-gpu-experts-mask, or remove "
                 "this"
             )
-        if options.gpu_prefill_memory is not None and not options.gpu_prefill_token_threshold:
+        if options.gpu_prefill_memory is not None and options.gpu_prefill_token_threshold == 0:
             raise OptionError(
-                "--kt-gpu-prefill-memory: without --kt-gpu-prefill-token-threshold above 0 no "
-                f"expert is copied to the GPU; add that, or {AUTO}, or remove this"
+                "--kt-gpu-prefill-memory: with --kt-gpu-prefill-token-threshold 0 no expert is "
+                "copied to the GPU; remove one of them"
             )
         options._check_moving()
         threads, pools = options.cpuinfer, options.threadpool_count
@@ -327,8 +327,7 @@ class KTOptions:
 
     @property
     def given_threshold(self) -> int | None:
-        """The number of tokens from which batches are to be streamed; None if it is to be measured,
-        or not given."""
+        """The number of tokens from which batches are to be streamed; None if it is measured."""
         tokens = self.gpu_prefill_token_threshold
         return tokens if isinstance(tokens, int) else None
 

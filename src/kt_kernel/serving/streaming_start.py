@@ -21,7 +21,7 @@ from ..device.streaming.rates import (
 from ..device.streaming.streamer import ExpertStreamer
 from ..runtime.variant import kernel_kind
 from .activations import SILU
-from .options import AUTO, KTOptions, OptionError
+from .options import KTOptions, OptionError
 from .streaming import THRESHOLD_FLAG, LayerStreaming, ModelStreaming, Products
 
 MEMORY_FLAG = "--kt-gpu-prefill-memory"
@@ -42,12 +42,14 @@ class EngineSide:
             Smaller ones are never streamed, or a batch that runs before its capture would not
             prepare it.
         largest: tokens of its largest batch; None if there is no limit.
+        graph_option: its option by which smaller batches only are captured.
     """
 
     products: Products
     memory_left: Callable[[torch.device], int]
     captured: int = 0
     largest: int | None = None
+    graph_option: str = ""
 
 
 class Device:
@@ -72,8 +74,8 @@ def start_streaming(
     """Prepares a loaded model's layers for streaming, unless the options turn it off.
 
     Takes the memory on the device, registers the layers' weights with the driver, and measures the
-    rates of the bus and the CPU on the layer with the most cold experts. With `AUTO`, the threshold
-    follows from these rates, and what is not possible is only logged.
+    rates of the bus and the CPU on the layer with the most cold experts. Without a number, the
+    threshold is measured, and what is not possible is only logged.
 
     Args:
         layers: `HybridLayer`s with cold experts on this rank.
@@ -81,20 +83,15 @@ def start_streaming(
 
     Returns:
         A line for the log: what is streamed, or why nothing is. None if the options turn streaming
-        off, no expert is cold, or the options do not ask for it and the device is no GPU.
+        off, no expert is cold, or no option asks for it and the device is no GPU.
 
     Raises:
         OptionError: a flag asks for streaming, and it is not possible.
     """
-    given, memory = options.gpu_prefill_token_threshold, options.gpu_prefill_memory
-    if not layers or given == 0 or (given is None and device.type != "cuda"):
+    threshold, memory = options.given_threshold, options.gpu_prefill_memory
+    asked = options.gpu_prefill_token_threshold is not None or memory is not None
+    if not layers or threshold == 0 or (device.type != "cuda" and not asked):
         return None
-    if given is None:
-        return (
-            "kt: the CPU computes the cold experts of long prompts; "
-            f"{THRESHOLD_FLAG} {AUTO} streams them to the GPU where that is faster"
-        )
-    threshold = options.given_threshold
     # Memory is divided, and times are measured, by the layer with the most cold experts.
     layers = sorted(layers, key=lambda layer: -layer.placement.num_cold)
     start = _Start(layers, threshold, memory, device, dtype, engine, make_device)
@@ -175,7 +172,8 @@ class _Start:
         if begin <= self.engine.captured:
             graphs = (
                 f"; {begin} would do, but the engine captures batches of up to "
-                f"{self.engine.captured} tokens in CUDA graphs, which cannot be streamed"
+                f"{self.engine.captured} tokens in CUDA graphs, which cannot be streamed "
+                f"({self.engine.graph_option} changes that)"
             )
             begin = self.engine.captured + 1
         products = self.engine.products
@@ -267,8 +265,8 @@ class _Start:
         if captured >= largest:
             raise _NotStreamed(
                 f"the engine captures all its batches, of up to {largest} tokens, in CUDA graphs, "
-                "which cannot be streamed",
-                "let it capture smaller ones only, or remove it",
+                f"which cannot be streamed; {self.engine.graph_option} changes that",
+                "add it, or remove the other one",
             )
         if (self.threshold or 0) > largest:
             raise _NotStreamed(
