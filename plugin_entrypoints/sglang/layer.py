@@ -207,7 +207,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         if model.loaded:
             model.finish_loading()
             device = next(layer.parameters()).device
-            if line := model.start_streaming(device, self.dtype, _engine_side()):
+            side = engine_side(resolved(get_server_args()))
+            if line := model.start_streaming(device, self.dtype, side):
                 _logger.info(line)
             if line := model.start_cache(device):
                 _logger.info(line)
@@ -369,8 +370,8 @@ def _around_initialize_model(
     return model
 
 
-def _engine_side() -> EngineSide:
-    arguments = resolved(get_server_args())
+def engine_side(arguments: Any) -> EngineSide:
+    """What streaming needs of SGLang. arguments: the resolved ones."""
 
     def memory_left(device: torch.device) -> int:
         # SGLang's fraction is of what was free before the weights were loaded.

@@ -44,6 +44,7 @@ from kt_kernel.plugin_entrypoints.sglang import (
     checks,
     contract,
     hooks,
+    layer,
     options,
     plugin,
     requests,
@@ -244,6 +245,15 @@ def check_arguments_that_need_more() -> None:
                 assert refusal(arguments, num_gpu_experts=DEMO_EXPERTS) == ""  # nothing is cold
             assert (line == "") == (backend != "tc_piecewise")
             assert not line or line.startswith(f"--cuda-graph-backend-{phase} tc_piecewise: ")
+    decode = dataclasses.replace(graphs.decode, backend="full", bs=[1, 8])
+    for backend, captured in (("breakable", 2048), ("disabled", 8)):
+        prefill = dataclasses.replace(graphs.prefill, backend=backend, bs=[512, 2048])
+        changed = dataclasses.replace(graphs, decode=decode, prefill=prefill)
+        for chunk, largest in ((4096, 4096), (-1, None)):
+            fields = {"cuda_graph_config": changed, "chunked_prefill_size": chunk}
+            with decided(server_args, **fields) as arguments:
+                side = layer.engine_side(arguments)
+            assert (side.captured, side.largest) == (captured, largest)
     line = refusal(resolving_view(server_args), gpu_prefill_token_threshold=512)
     assert "512: experts can only be streamed to a CUDA device" in line
     with decided(server_args, enable_deterministic_inference=True) as arguments:
