@@ -210,6 +210,7 @@ class ModelCache:
         margin = self._scores.policy.margin
         layer, rank = np.nonzero(gain >= margin)
         order = np.lexsort((-gain[layer, rank], rank))  # each layer's first move first
+        order = order[: 4 * _IN_FLIGHT]
         layer, rank = layer[order], rank[order]
         moves = zip(layer, wanted[layer, rank], given_up[layer, rank], strict=True)
         return [(int(number), int(expert), int(other)) for number, expert, other in moves]
@@ -217,8 +218,10 @@ class ModelCache:
     def _evict(self, moves: Sequence[tuple[int, int, int]]) -> None:
         for number, _, expert in moves:
             layer = self.layers[number]
+            if len(self._under_way) >= _IN_FLIGHT:
+                return
             spare = min(1 + layer.slots.num_slots // _MANY_SLOTS, _MOVES)
-            if layer.slots.coming_free < spare and len(self._under_way) < _IN_FLIGHT:
+            if layer.slots.coming_free < spare and layer.slots.evictable[expert]:
                 layer.slots.evict(expert)
                 layer.evicted.append(expert)
                 self.counters.cache_evictions += 1

@@ -20,6 +20,11 @@ from ..moe.placement import COLD, Placement
 class LayerSlots:
     """The slots of one layer. wanted: int32 [E], the map to publish, changed in place.
 
+    Attributes:
+        resident: bool [E]: experts that have a slot or are about to get one, and that stay.
+        evictable: bool [E]: experts that `evict` accepts.
+        free: slots that no kernel can read, and that no expert is copied to.
+
     Methods raise ValueError for a move that the states above do not allow.
     """
 
@@ -34,21 +39,8 @@ class LayerSlots:
         self._evicted: list[int] = []  # experts that the next map will not contain
         self._arriving: dict[int, int] = {}  # slot -> expert
         self._arrived: dict[int, int] = {}
-
-    @property
-    def resident(self) -> np.ndarray:
-        """bool [E]: experts that have a slot or are about to get one, and that stay."""
-        found = self.wanted != COLD
-        found[self._evicted] = False
-        found[[*self._arriving.values(), *self._arrived.values()]] = True
-        return found
-
-    @property
-    def evictable(self) -> np.ndarray:
-        """bool [E]: experts that `evict` accepts."""
-        found = self.wanted != COLD
-        found[self._evicted] = False
-        return found
+        self.resident: np.ndarray = wanted != COLD
+        self.evictable = self.resident.copy()
 
     @property
     def coming_free(self) -> int:
@@ -57,8 +49,9 @@ class LayerSlots:
 
     def evict(self, expert: int) -> None:
         """The next map will not contain the expert."""
-        if self.wanted[expert] == COLD or expert in self._evicted:
+        if not self.evictable[expert]:
             raise ValueError(f"expert {expert} is in no slot")
+        self.evictable[expert] = self.resident[expert] = False
         self._evicted.append(expert)
 
     def upload(self, expert: int) -> int:
@@ -69,6 +62,7 @@ class LayerSlots:
             raise ValueError("no slot is free")
         slot = self.free.pop()
         self._arriving[slot] = expert
+        self.resident[expert] = True
         return slot
 
     def uploaded(self, slot: int) -> None:
@@ -91,6 +85,7 @@ class LayerSlots:
         self._evicted = []
         for slot, expert in self._arrived.items():
             self.wanted[expert] = slot
+            self.evictable[expert] = True
         self._arrived = {}
         return True
 
