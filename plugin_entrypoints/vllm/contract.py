@@ -138,6 +138,12 @@ NAMES = (
         without="gpt-oss is not served",
     ),
     Name(
+        "vllm.model_executor.models.transformers.moe:TransformersRoutedExperts",
+        "subclassed",
+        "experts of models whose code is transformers', which differ in names only",
+        without="--model-impl transformers does not work",
+    ),
+    Name(
         "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights",
         "wrapped",
         "models do not get the weights of experts that kt-moe reads itself",
@@ -427,7 +433,11 @@ REFUSED = (
     Refusal("lora_config", (None,), NO_LORA_OPTION, "--enable-lora"),
     Refusal("weight_transfer_config", (None,), NO_EXCHANGE),
     Refusal("model_config.enable_sleep_mode", (False,), NO_EXCHANGE),
-    Refusal("model_config.model_impl", ("auto", "vllm"), "only vLLM's own model code is supported"),
+    Refusal(
+        "model_config.model_impl",
+        ("auto", "vllm", "transformers"),
+        "only vLLM's and transformers' model code is supported",
+    ),
     Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
     Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
     Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),

@@ -276,10 +276,23 @@ def replacements() -> dict[str, type[HybridExperts]]:
     its experts.
     """
     found: dict[str, type[HybridExperts]] = {RoutedExperts.__name__: HybridExperts}
-    for own in (getattr(gpt_oss, "GptOssRoutedExperts", None),):
+    for ours, own in (
+        (ReadHere, getattr(gpt_oss, "GptOssRoutedExperts", None)),
+        (HybridExperts, _transformers_experts()),
+    ):
         if own is not None:
-            found[own.__name__] = type(f"Hybrid{own.__name__}", (ReadHere, own), {})
+            found[own.__name__] = type(f"Hybrid{own.__name__}", (ours, own), {})
     return found
+
+
+def _transformers_experts() -> type | None:
+    """vLLM's class for experts of models whose code is transformers'. It differs in the names of
+    matrices only. None in a version without it."""
+    try:
+        from vllm.model_executor.models.transformers import moe
+    except ImportError:
+        return None
+    return getattr(moe, "TransformersRoutedExperts", None)
 
 
 def select_forward(runner: Any) -> Any:

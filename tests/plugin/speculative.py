@@ -58,7 +58,7 @@ def check_mtp(answers: Answers) -> None:
         answers[name]["accepted"] for name in ("stock mtp", "mtp", "mtp with other experts")
     )
     print(f"accepted tokens: stock {stock}, with cold experts {ours}, control {other}")
-    assert len(tokens) * STEPS > ours == stock > 5 * other
+    assert len(tokens) * STEPS > ours == stock > 2 * other
     # The model computes several tokens of a request at once, in fewer passes.
     (layer,), (single,) = (
         [each for each in answers[name]["stats"] if each] for name in ("mtp", "without mtp")

@@ -39,6 +39,8 @@ RUNS = [
     for name in names
     for hot in ([0, HOT, EXPERTS] if (engine, name) == THOROUGH else [HOT])
 ]
+# Also served by vLLM with transformers' code for everything but the experts.
+BY_TRANSFORMERS = ("Glm4MoeForCausalLM", "MixtralForCausalLM")
 # The engines compile their routing, which takes longer than all else. SGLang has some steps as
 # kernels of Triton only, which Triton's interpreter runs on the CPU.
 VARIABLES = {
@@ -83,6 +85,10 @@ def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, 
             one |= {"config": json.dumps(options), "arguments": family.sglang or {}}
         runs.append(one)
     if engine == "vllm":
+        for name in BY_TRANSFORMERS:
+            one = {"name": f"{name} transformers", "model": str(models(name))}
+            kt = _options(engine, name, HOT)
+            runs.append(one | {"kt": kt, "engine": {"model_impl": "transformers"}})
         runs += speculative.runs(folder, models("Qwen2MoeForCausalLM"))
     job = {"model": runs[0]["model"], "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     return job | ({"inspect_here": True} if engine == "vllm" else {"fork": True})
@@ -142,6 +148,17 @@ def test_logprobs_are_those_of_transformers(
 
 def _layers(engine: str, stats: Any) -> list[dict[str, Any]]:
     return stats if engine == "vllm" else stats["models"]
+
+
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
+def test_models_in_the_code_of_transformers(
+    name: str,
+    answers: Callable[[str], Answers],
+    references: Callable[[str], FamilyReference],
+) -> None:
+    answer, family = answers("vllm")[f"{name} transformers"], FAMILIES[name]
+    check_logprobs(name, answer, references(name), PROMPTS, family.median, family.mean)
+    assert answer["hybrid"] == "HybridTransformersRoutedExperts"
 
 
 @pytest.mark.parametrize(("engine", "name"), REFUSED)

@@ -82,7 +82,7 @@ LINES = {
     ),
     "weight_transfer_config": (object(), "--weight-transfer-config: the weights"),
     "model_config.enable_sleep_mode": (True, "--enable-sleep-mode: the weights of cold"),
-    "model_config.model_impl": ("terratorch", "--model-impl terratorch: only vLLM's own"),
+    "model_config.model_impl": ("terratorch", "--model-impl terratorch: only vLLM's and"),
     "offload_config.uva.cpu_offload_gb": (0.5, "--cpu-offload-gb 0.5: both settings decide"),
     "offload_config.prefetch.offload_group_size": (
         8,
@@ -381,6 +381,8 @@ def check_nothing_is_installed_without_options() -> None:
         assert op_registry_oot["RoutedExperts"] is hybrid.HybridExperts
         own = op_registry_oot["GptOssRoutedExperts"]
         assert issubclass(own, (hybrid.HybridExperts, GptOssRoutedExperts))
+        theirs = op_registry_oot["TransformersRoutedExperts"]
+        assert issubclass(theirs, hybrid.HybridExperts) and not issubclass(theirs, hybrid.AllCold)
     assert hooked() == {"async", "engine", "wait"} and not op_registry_oot
 
 
