@@ -340,7 +340,7 @@ def _model_of(config: Any, options: KTOptions) -> HybridModel:
         if model is not None and not model.loaded:
             return model
         served = served or model is not None
-    if not served:
+    if not served or config.speculative_config is None:
         return HybridModel(options, config.model_config.hf_text_config)
     quantisation = config.speculative_config.draft_model_config.quantization
     return HybridModel(draft_options(options, quantisation), draft=True)
