@@ -6,14 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kt_kernel import _conflict
-from kt_kernel.serving.options import (
-    ENVIRONMENT_VARIABLE,
-    PACKED,
-    KTOptions,
-    OptionError,
-    exit_with,
-    from_environment,
-)
+from kt_kernel.serving.flags import ENVIRONMENT_VARIABLE, exit_with, from_environment
+from kt_kernel.serving.option_table import PACKED, OptionError
+from kt_kernel.serving.options import KTOptions
 
 # Model classes tested in both engines: by tests/plugin/test_model_classes.py on the CPU or
 # test_gpu_classes.py on a GPU; Qwen3-MoE by the tests of each engine.

@@ -18,7 +18,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.option_table import OptionError
 
 Use = Literal["wrapped", "subclassed", "replaced", "called", "read"]
 

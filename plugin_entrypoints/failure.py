@@ -17,7 +17,7 @@ from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import NoReturn
 
-from kt_kernel.serving.options import exit_with
+from kt_kernel.serving.flags import exit_with
 
 # PID:FILE, set by the first process of an engine for its children. Not for users.
 VARIABLE = "KT_FAILURE_FILE"

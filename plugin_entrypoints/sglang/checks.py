@@ -4,7 +4,8 @@ import logging
 from typing import Any
 
 from kt_kernel.runtime.variant import kernel_kind
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 
 from ..common import refuse_class, refuse_moving, refuse_streaming, warn_of_trace
 from .contract import (

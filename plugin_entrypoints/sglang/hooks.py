@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.option_table import OptionError
 
 from .contract import CONTRACT
 

@@ -22,7 +22,7 @@ from kt_kernel.serving.activations import activation_of
 from kt_kernel.serving.draft import draft_options
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import PACKED, OptionError
+from kt_kernel.serving.option_table import PACKED, OptionError
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 

@@ -10,7 +10,8 @@ import inspect
 import logging
 from typing import Any
 
-from kt_kernel.serving.options import OPTIONS, KTOptions
+from kt_kernel.serving.option_table import OPTIONS
+from kt_kernel.serving.options import KTOptions
 
 from ..common import choose
 from .contract import CONTRACT, MODEL_CONFIG, RESOLVING_VIEW

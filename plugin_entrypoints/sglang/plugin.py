@@ -9,13 +9,8 @@ import logging
 import sys
 from typing import Any
 
-from kt_kernel.serving.options import (
-    OptionError,
-    add_arguments,
-    collect,
-    exit_with,
-    restore_defaults,
-)
+from kt_kernel.serving.flags import add_arguments, collect, exit_with, restore_defaults
+from kt_kernel.serving.option_table import OptionError
 
 from .. import failure
 from ..common import choose, install

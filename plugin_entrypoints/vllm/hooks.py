@@ -8,7 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from kt_kernel.serving.options import OptionError, add_arguments, collect, exit_with
+from kt_kernel.serving.flags import add_arguments, collect, exit_with
+from kt_kernel.serving.option_table import OptionError
 
 from .. import failure
 from ..common import install, warn_of_trace

@@ -8,7 +8,8 @@ counts as given: all options have their defaults. Without options, vLLM runs unc
 import logging
 from typing import Any
 
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 
 from ..common import choose, refuse_class, refuse_moving, refuse_streaming
 from .contract import CONTRACT, REFUSED_SPECULATION, UNTESTED_SPECULATION

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.option_table import OptionError
 
 _NAME = "RoutedExperts"
 

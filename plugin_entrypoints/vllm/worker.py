@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kt_kernel.serving import cache, recording
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.option_table import OptionError
 
 from .. import failure
 from .contract import CONTRACT, MODEL_OPERATIONS, RUNNER_OPERATIONS, WORKER_OPERATIONS

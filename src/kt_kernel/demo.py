@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .serving.options import AUTO, OptionError, exit_with
+from .serving.flags import exit_with
+from .serving.option_table import AUTO, OptionError
 from .serving.report import STATS_FILE_VARIABLE
 from .serving.server_process import (
     ServerFailed,

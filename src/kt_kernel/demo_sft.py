@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 from . import demo
-from .serving.options import OptionError, exit_with
+from .serving.flags import exit_with
+from .serving.option_table import OptionError
 from .training.run import ADAPTER, RUN
 
 SETTINGS = Path(__file__).parent / "demo_text" / "sft.toml"

@@ -16,7 +16,8 @@ from packed_cases import E, H, I, contents, forward, loaded, run_convert, save_c
 
 from kt_kernel.checkpoint import open_checkpoint, read_experts
 from kt_kernel.runtime.variant import native
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.utils.loader import SafeTensorLoader
 from kt_kernel.weights.store.manifest import VERSION, read_manifest

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 import kt_kernel
 from kt_kernel.serving.hybrid import HybridLayer
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 
 E, H, I, LAYERS = 4, 128, 128, 2  # noqa: E741

@@ -23,7 +23,8 @@ from kt_kernel.serving import cache_start
 from kt_kernel.serving.cache import ModelCache
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import AUTO, KTOptions, OptionError
+from kt_kernel.serving.option_table import AUTO, OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.streaming import ModelStreaming
 from kt_kernel.testing import row_error
 from kt_kernel.weights.expert_tensors import MATRICES

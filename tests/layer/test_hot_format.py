@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kt_kernel.serving.hot_format import decide_hot_format
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 
 HOT = {"num_gpu_experts": 2}
 

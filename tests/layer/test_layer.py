@@ -19,7 +19,8 @@ from kt_kernel.runtime import pools
 from kt_kernel.serving import report
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import moe_reference, row_error
 from kt_kernel.weights.expert_tensors import MATRICES
 
@@ -481,7 +482,7 @@ def test_too_many_threads_are_told_in_the_log_once(
 def test_a_child_forked_while_weights_arrive_can_load_on(weights: dict[str, torch.Tensor]) -> None:
     """The lock is held by a thread of the parent when it forks; the child must not wait for it."""
     layer = layer_of()
-    with layer._lock:
+    with layer._loading._lock:
         child = os.fork()
         if child == 0:
             load(layer, weights)

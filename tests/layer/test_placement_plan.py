@@ -14,7 +14,8 @@ from kt_kernel.routes.masks import ExpertMasks
 from kt_kernel.routes.statistics import ExpertStatistics
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.model_config import routed_model
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.placement import plan_placement
 from kt_kernel.serving.preflight import ServedModel, prepare
 

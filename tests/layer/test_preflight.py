@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 import kt_kernel
 from kt_kernel.serving.model_config import moe_layers, num_experts
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.testing import quantise
 from kt_kernel.weights.formats import FP8_ROW, WeightForm

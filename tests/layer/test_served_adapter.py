@@ -18,7 +18,8 @@ from test_preflight import CONFIG, DEMO_MODEL, SERVED, quantised_copy
 from kt_kernel.conversion import Request, convert, make_plan
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.testing import moe_reference, quantise, row_error, values_of
 from kt_kernel.weights.expert_tensors import MATRICES

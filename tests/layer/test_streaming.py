@@ -22,7 +22,8 @@ from kt_kernel.moe.placement import COLD, Placement
 from kt_kernel.serving import streaming, streaming_start
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import row_error
 from kt_kernel.trace import pieces
 from kt_kernel.trace.reader import read

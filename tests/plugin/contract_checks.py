@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kt_kernel.plugin_entrypoints.contract import Contract, Refusal, _find
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.option_table import OptionError
 
 _OTHER = "a value that no engine has"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import kt_kernel.serving.hot_format as hot_format
-from kt_kernel.serving.options import PACKED
+from kt_kernel.serving.option_table import PACKED
 
 _why_not_packed = hot_format._why_not_packed
 

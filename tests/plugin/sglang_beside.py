@@ -28,7 +28,7 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import ServerArgs
 
 import kt_kernel
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.option_table import OptionError
 
 DEMO_MODEL = str(Path(kt_kernel.__file__).parent / "demo_model")
 OTHER = str(Path(__file__).parent / "other_plugin")

@@ -50,7 +50,8 @@ from kt_kernel.plugin_entrypoints.sglang import (
     requests,
     startup,
 )
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 
 DEMO_MODEL = str(Path(kt_kernel.__file__).parent / "demo_model")
 DEMO_EXPERTS = 16

@@ -20,7 +20,8 @@ from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
 from kt_kernel.serving.hybrid_model import HybridModel
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import moe_reference, row_error
 
 

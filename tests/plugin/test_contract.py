@@ -47,7 +47,7 @@ from kt_kernel.plugin_entrypoints.contract import (
 from kt_kernel.plugin_entrypoints.sglang.contract import BESIDE_COLD
 from kt_kernel.plugin_entrypoints.sglang.contract import CONTRACT as SGLANG
 from kt_kernel.plugin_entrypoints.vllm.contract import CONTRACT as VLLM
-from kt_kernel.serving.options import OptionError
+from kt_kernel.serving.option_table import OptionError
 
 _log = logging.getLogger("kt test")
 _PLUGINS = Path(plugin_entrypoints.__file__).parent

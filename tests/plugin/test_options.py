@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 
-from kt_kernel.serving.options import (
-    OPTIONS,
-    KTOptions,
-    OptionError,
-    add_arguments,
-    collect,
-    from_environment,
-    restore_defaults,
-)
+from kt_kernel.serving.flags import add_arguments, collect, from_environment, restore_defaults
+from kt_kernel.serving.option_table import OPTIONS, OptionError
+from kt_kernel.serving.options import KTOptions
 
 SPECIFIED = [
     "--kt-method",

@@ -22,7 +22,8 @@ import kt_kernel
 import kt_kernel.plugin_entrypoints
 from kt_kernel.plugin_entrypoints import common, failure
 from kt_kernel.plugin_entrypoints.vllm import options as vllm_options
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 
 # ---- faults of the installation
 

@@ -48,7 +48,8 @@ from kt_kernel.plugin_entrypoints.vllm.contract import (
     WORKER_OPERATIONS,
 )
 from kt_kernel.serving.hybrid import HybridLayer
-from kt_kernel.serving.options import KTOptions, OptionError
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import moe_reference, row_error
 
 MODEL = Path(kt_kernel.__file__).parent / "demo_model"

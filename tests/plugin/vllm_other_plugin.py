@@ -49,7 +49,7 @@ def main(folder: str, order: str) -> None:
 
     import kt_kernel
     from kt_kernel.plugin_entrypoints.vllm import slot
-    from kt_kernel.serving.options import OptionError
+    from kt_kernel.serving.option_table import OptionError
 
     model = str(Path(kt_kernel.__file__).parent / "demo_model")
     EngineArgs(model=model, max_model_len=128).create_engine_config()

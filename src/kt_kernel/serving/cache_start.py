@@ -14,11 +14,11 @@ from ..runtime.variant import kernel_kind
 from ..weights.expert_tensors import MATRICES
 from .cache import CachedLayer, ModelCache
 from .cache_slots import LayerSlots
-from .options import OptionError
+from .cold_loading import WEIGHT_DTYPES
+from .option_table import OptionError
 
 CACHE_FLAG = "--kt-enable-dynamic-expert-update"
 RATE_FLAG = "--kt-expert-update-rate"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Of the measured rate of uploads, by default. Uploads read the CPU's memory, as its kernels do:
 # with half of the rate, an H200 with 12 CPU threads decoded slower than with a quarter.
 _SHARE = 0.25
@@ -107,10 +107,10 @@ def _check_slots(layer: Any, packed: PackedExperts, device: torch.device) -> Non
         raise NoCache(f"{place}: the engine's weights of hot experts are not known")
     shapes = ((slots, 2 * inter, hidden), (slots, hidden, inter))
     for name, weight, shape in zip(("w13", "w2"), layer.slot_weights, shapes, strict=True):
-        if weight.dtype not in DTYPES:
+        if weight.dtype not in WEIGHT_DTYPES:
             raise NoCache(
                 f"{place}: the engine holds hot experts in {weight.dtype}; accepted: "
-                + ", ".join(map(str, DTYPES))
+                + ", ".join(map(str, WEIGHT_DTYPES))
             )
         if tuple(weight.shape) != shape or not weight.is_contiguous() or weight.device != device:
             raise NoCache(

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..weights.methods import get_method
-from .options import ENGINE, KTOptions
+from .option_table import ENGINE
+from .options import KTOptions
 
 _UNQUANTISED = "BF16"
 

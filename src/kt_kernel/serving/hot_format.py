@@ -7,7 +7,8 @@ from dataclasses import replace
 from ..checkpoint import Checkpoint
 from ..weights.formats import INT4_GROUP, INT4_ZERO
 from ..weights.methods import get_method
-from .options import AUTO, BF16, ENGINE, PACKED, KTOptions, OptionError
+from .option_table import AUTO, BF16, ENGINE, PACKED, OptionError
+from .options import KTOptions
 
 #: Engines' names of quantisations whose own kernels compute hot experts.
 ENGINES_OWN = ("fp8",)

@@ -5,7 +5,6 @@ and, for each step, hidden states and the router's choice. The layer returns the
 cold experts.
 """
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ from ..moe.activation import ExpertActivation
 from ..moe.inference import InferenceMoEWrapper
 from ..moe.placement import Placement
 from ..moe.routing import hot_routes, need_padding
-from ..runtime.forks import per_process
 from ..runtime.streams import on_stream
 from ..runtime.text import bracketed, ranges
 from ..weights.expert_tensors import BIASES, matrix_shapes
@@ -27,13 +25,13 @@ from ..weights.loading import LoadRecord
 from .activations import SILU
 from .adapter import FLAG, LayerMerge
 from .cache import ModelCache
+from .cold_loading import ColdLoading
 from .hot_weights import HotWeights, read_hot
-from .options import AUTO, KTOptions, OptionError
+from .option_table import AUTO, OptionError
+from .options import KTOptions
 from .placement import initial_placement
 from .recording import LayerRecording
 from .streaming import LayerStreaming, ModelStreaming, StreamedBatch
-
-WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Streamed(NamedTuple):
@@ -67,8 +65,6 @@ class HybridLayer:
     `kt_kernel.serving.preflight.prepare` has not selected the method, if biases cannot be read or
     the change does not fit, and what KTMoEWrapper raises.
     """
-
-    _lock: threading.Lock
 
     def __init__(
         self,
@@ -109,9 +105,7 @@ class HybridLayer:
             )
         self._loaded_placement = self._placement = placement
         self._shapes = matrix_shapes(hidden_size, moe_intermediate_size)
-        self._arrived: dict[int, dict[str, torch.Tensor]] = {}
-        self._packed: set[int] = set()
-        per_process(self, "_lock", threading.Lock)  # engines may load shards from several threads
+        self._loading: ColdLoading | None = None
         self._finished = False
         self.hot: HotWeights | None = None  # set by a plugin, if kt-moe fills the engine's tensors
         self.adapted = change is not None
@@ -142,7 +136,7 @@ class HybridLayer:
                 num_experts_per_tok=num_experts_per_tok,
                 hidden_size=hidden_size,
                 moe_intermediate_size=moe_intermediate_size,
-                gpu_experts_mask=self._cpu_mask,
+                gpu_experts_mask=self._not_on_cpu,
                 cpuinfer_threads=options.cpuinfer,
                 threadpool_count=options.threadpool_count,
                 weight_path=options.weight_path,
@@ -156,6 +150,9 @@ class HybridLayer:
                 swiglu_alpha=activation.swiglu_alpha,
                 situ_beta=activation.situ_beta,
                 situ_linear_beta=activation.situ_linear_beta,
+            )
+            self._loading = ColdLoading(
+                f"layer {layer_idx}", self._wrapper, activation.matrices, self._shapes
             )
             if self._merge is not None:
                 self._wrapper.change_weights(self._merge.merged)
@@ -203,15 +200,15 @@ class HybridLayer:
         return self.options.moves_experts and not self._placement.all_hot
 
     @property
-    def _cpu_mask(self) -> torch.Tensor:
+    def _not_on_cpu(self) -> torch.Tensor:
         """bool [E], the experts whose weights the CPU does not need."""
         mask = self._placement.mask
         return torch.zeros_like(mask) if self.keeps_hot else mask
 
     @property
     def takes_weights(self) -> bool:
-        """Whether the weights of cold experts, and of hot ones if the CPU
-        `keeps_hot` ones, come through `add_weight`. Otherwise they come from the weight path,
+        """Whether the weights that the CPU needs come through `add_weight`: those of cold experts,
+        and those of all experts if the CPU `keeps_hot`. Otherwise they come from the weight path,
         or this rank does not need them."""
         return self._wrapper is not None and self.options.weight_path is None
 
@@ -297,8 +294,8 @@ class HybridLayer:
     def add_weight(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
         """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
 
-        which: "gate" or "up" [I, H], or "down" [H, I]. When the last matrix of an expert arrives,
-        the expert is packed and the copies are freed. Does nothing if `takes_weights` is False.
+        which: "gate" or "up" [I, H], or "down" [H, I]. See `ColdLoading.add`. Does nothing if
+        `takes_weights` is False.
         Raises ValueError for a hot expert, a second delivery, or a wrong shape or dtype, and
         RuntimeError once loading is finished, see `refuse_reload`.
         """
@@ -312,34 +309,9 @@ class HybridLayer:
                 f"{ranges(self._placement.cold_experts)}"
             )
         self.refuse_reload(place)
-        if self._wrapper is None or not self.takes_weights:
+        if self._loading is None or not self.takes_weights:
             return
-        if tuple(tensor.shape) != self._shapes[which]:
-            raise ValueError(
-                f"{place}: shape {tuple(tensor.shape)}, expected {self._shapes[which]}"
-            )
-        if tensor.dtype not in WEIGHT_DTYPES:
-            raise ValueError(
-                f"{place}: dtype {tensor.dtype}; accepted: "
-                + ", ".join(str(dtype) for dtype in WEIGHT_DTYPES)
-            )
-        # Explicit device="cpu": engines build and load models under a device context.
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        copy.copy_(tensor.detach())
-        with self._lock:
-            self.refuse_reload(place)
-            matrices = self._arrived.setdefault(expert_id, {})
-            if which in matrices or expert_id in self._packed:
-                raise ValueError(f"{place}: arrived twice")
-            matrices[which] = copy
-            if len(matrices) == len(names):
-                # First: if packing fails, or a child is forked meanwhile, all of them must arrive
-                # again.
-                del self._arrived[expert_id]
-                self._wrapper.load_expert(
-                    expert_id, matrices.get("gate"), matrices["up"], matrices["down"]
-                )
-                self._packed.add(expert_id)
+        self._loading.add(expert_id, which, tensor)
 
     def refuse_reload(self, place: str) -> None:
         """RuntimeError if loading is finished and some experts are cold, adapted or converted: an
@@ -377,18 +349,9 @@ class HybridLayer:
             self._check_biases(self.options.weight_path)
             wrapper.load_weights(torch.arange(self.num_experts, device="cpu"))
         else:
-            missing = [
-                f"{expert} ({', '.join(m for m in self.activation.matrices if m not in there)})"
-                for expert, on_gpu in enumerate(self._cpu_mask.tolist())
-                if not on_gpu and expert not in self._packed
-                for there in (self._arrived.get(expert, {}),)
-            ]
-            if missing:
-                raise ValueError(
-                    f"layer {self.layer_idx}: weights of cold experts did not arrive: "
-                    + "; ".join(missing[:8])
-                    + (f"; and {len(missing) - 8} more experts" if len(missing) > 8 else "")
-                )
+            assert self._loading is not None
+            on_gpu = self._not_on_cpu.tolist()
+            self._loading.check_complete([e for e, there in enumerate(on_gpu) if not there])
             wrapper.finish_loading()
 
     def _check_biases(self, path: str) -> None:

@@ -15,7 +15,8 @@ from .cache_start import NoCache, describe, refusal, start_cache
 from .cold_names import ColdNames
 from .hybrid import HybridLayer
 from .model_config import routed_model, size_of
-from .options import AUTO, KTOptions
+from .option_table import AUTO
+from .options import KTOptions
 from .placement import PlacementPlan, initial_placement, plan_placement
 from .recording import ModelRecording
 from .streaming_start import EngineSide, start_streaming

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from ..routes.model import RoutedModel
-from .options import OptionError
+from .option_table import OptionError
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 # Model types whose configuration says nothing of dense layers, because they have none.

@@ -18,7 +18,8 @@ from ..routes.masks import ExpertMasks
 from ..routes.statistics import ExpertStatistics
 from ..runtime.text import ranges
 from .model_config import described_layers, num_experts, routed_model
-from .options import KTOptions, OptionError
+from .option_table import OptionError
+from .options import KTOptions
 
 _SEED = 0  # of the strategy "random"
 _STRATEGY = "--kt-expert-placement-strategy"

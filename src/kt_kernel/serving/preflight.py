@@ -21,7 +21,8 @@ from .adapter import MERGING_METHODS, open_adapter
 from .hot_format import decide_hot_format
 from .hub import Choose, choose_adapter, local_path
 from .model_config import described_layers, expert_sizes, moe_layers, num_experts, size_of
-from .options import AUTO, KTOptions, OptionError
+from .option_table import AUTO, OptionError
+from .options import KTOptions
 from .placement import plan_placement
 from .repository import Repository
 

@@ -23,7 +23,8 @@ from ..routes.record import RouteRecord
 from ..routes.statistics import ExpertStatistics
 from ..runtime.forks import per_process
 from ..runtime.streams import on_stream
-from .options import ROUTES_TOKENS, KTOptions
+from .option_table import ROUTES_TOKENS
+from .options import KTOptions
 
 LOOK_SECONDS = 0.5  # files are written when there was nothing new for this long
 WRITE_SECONDS = 5.0  # and this often otherwise

@@ -21,7 +21,8 @@ from ..device.streaming.rates import (
 from ..device.streaming.streamer import ExpertStreamer
 from ..runtime.variant import kernel_kind
 from .activations import SILU
-from .options import KTOptions, OptionError
+from .option_table import OptionError
+from .options import KTOptions
 from .streaming import THRESHOLD_FLAG, LayerStreaming, ModelStreaming, Products
 
 MEMORY_FLAG = "--kt-gpu-prefill-memory"
