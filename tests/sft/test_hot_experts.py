@@ -3,6 +3,9 @@ Here the model is on the CPU."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +93,25 @@ def test_checkpointing_and_dropout(reentrant):
         assert module.wrapper.pending == 0
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert not torch.equal(module(x, ids, scores), module(x, ids, scores))
+
+
+@pytest.mark.parametrize("hot", [0, 2])
+def test_checkpointing_frees_the_hidden_states(hot):
+    (module,) = wrapped(num_gpu_experts=hot)[1].values()
+    ids, scores = torch.randint(4, (6, 2)), torch.rand(6, 2)
+    seen = []
+
+    def block(x):
+        inside = x * 2
+        seen.append(weakref.ref(inside))
+        return module(inside, ids, scores)
+
+    leaf = torch.randn(6, 32, requires_grad=True)
+    out = checkpoint(block, leaf, use_reentrant=False)
+    gc.collect()
+    assert seen[0]() is None
+    out.sum().backward()
+    assert leaf.grad.any()
 
 
 def test_skip_lora():

@@ -44,7 +44,7 @@ class HotPass:
     ) -> None:
         self.hot = hot
         self._wrapper, self._checks = wrapper, checks
-        self._given = hidden_states, expert_ids, weights
+        self._given: tuple[torch.Tensor, ...] = hidden_states, expert_ids, weights
         self._lora = lora
         self._out: torch.Tensor | None = None
         self._grad_input: torch.Tensor | None = None
@@ -53,9 +53,10 @@ class HotPass:
         self._copy: _Copy | None = None
 
     def compute(self, differentiable: bool) -> None:
-        """Computes the experts, as a graph of its own where gradients are off."""
+        """Computes the experts, as a graph of its own where gradients are off. Can be called once:
+        afterwards only the graph holds the batch, so that checkpointing can free it."""
+        (hidden_states, *routes), self._given = self._given, ()
         with torch.set_grad_enabled(differentiable):
-            hidden_states, *routes = self._given
             if self._checks and differentiable and hidden_states.requires_grad:
                 hidden_states = hidden_states.view_as(hidden_states)
                 hidden_states.register_hook(self._keep_grad_input)

@@ -155,7 +155,7 @@ class LoraExperts(nn.Module):
     def extra_repr(self) -> str:
         w = self.wrapper
         return (
-            f"layer={w.layer_idx}, experts={w.num_experts} ({w.num_gpu_experts} on the GPU), "
+            f"layer={w.layer_idx}, experts={w.num_experts} ({w.num_gpu_experts} hot), "
             f"method={w.method}, "
             f"rank={w.lora_rank}, alpha={w.lora_alpha}, dropout={w.lora_dropout}"
         )
