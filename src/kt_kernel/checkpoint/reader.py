@@ -70,8 +70,9 @@ def open_matrices(
     the tensors.
     """
     return {
-        matrix: identify(parts, quantization).open(parts, *shapes[matrix], quantization)
-        for matrix, parts in first.items()
+        matrix: identify(first[matrix], quantization).open(first[matrix], *shape, quantization)
+        for matrix, shape in shapes.items()
+        if matrix in first
     }
 
 
@@ -203,8 +204,8 @@ def _open_quantised(
     def read_expert(number: int) -> dict[str, Matrix]:
         expert = layout.experts[number]
         result: dict[str, Matrix] = {}
-        for matrix, parts in expert.items():
-            found = opened[matrix].read(parts, *shapes[matrix], read)
+        for matrix, kind in opened.items():
+            found = kind.read(expert[matrix], *shapes[matrix], read)
             if convert[matrix] and isinstance(found, QuantisedMatrix):
                 found = dequantise(found)
             result[matrix] = found

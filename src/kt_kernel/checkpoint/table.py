@@ -154,10 +154,12 @@ def _stack(s: Stacked) -> str:
     if s.gate_up:
         first = [f"`{s.gate_up}` {shape('2I', 'H')}"]
     else:
-        first = [f"`{name}` {shape('I', 'H')}" for name in (s.gate, s.up)]
+        first = [f"`{name}` {shape('I', 'H')}" for name in (s.gate, s.up) if name]
     text = ", ".join([*first, f"`{s.down}` {shape('H', 'I')}"])
     if s.gate_up_scales:
         text = f"`{s.gate_up}`, `{s.down}` with scales as above"
+    if not s.gated:
+        text += ", no gate"
     return text + (", gate and up alternating" if s.interleaved else "")
 
 
