@@ -383,7 +383,7 @@ def check_nothing_is_installed_without_options() -> None:
         own = op_registry_oot["GptOssRoutedExperts"]
         assert issubclass(own, (hybrid.HybridExperts, GptOssRoutedExperts))
         theirs = op_registry_oot["TransformersRoutedExperts"]
-        assert issubclass(theirs, hybrid.HybridExperts) and not issubclass(theirs, hybrid.AllCold)
+        assert issubclass(theirs, hybrid.HybridExperts) and not issubclass(theirs, hybrid.ReadHere)
     assert hooked() == {"async", "engine", "wait"} and not op_registry_oot
 
 
