@@ -9,18 +9,20 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from restless import VARIABLE
 from simulated_gpu import ImmediateLane, products
 
-from kt_kernel.device.cache import CudaCache, CudaUploads
+from kt_kernel.device.cache import CudaCache, CudaUploads, Uploads
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.moe.placement import Placement
 from kt_kernel.serving import cache as caches
 from kt_kernel.serving import cache_start
 from kt_kernel.serving.cache import ModelCache
+from kt_kernel.serving.cache_slots import LayerSlots
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import AUTO, OptionError
@@ -262,6 +264,21 @@ def test_locality_is_rewarded(weights) -> None:
     assert {6, 7} <= set(model.layers[0].current_placement.hot_experts) and uploads == 2 * LAYERS
 
 
+@pytest.mark.parametrize(("slots", "hits"), [(1, 90), (2, 180)])
+def test_few_slots_are_used(weights, slots: int, hits: int) -> None:
+    """A slot does not stay empty. Two experts that all tokens use, with fewer slots than ranks of
+    moves: hits of 200."""
+    model, engine = make(weights[:1], num_gpu_experts=slots)
+    model.start_cache(CPU)
+    model.cache.begin()
+    x, _, router = batch(0)
+    for _ in range(100):
+        answer(model.layers[0], engine[0], x, torch.tensor([[6, 7]]), router)
+    stats = model.stats()
+    assert stats["cache_hits"] > hits
+    assert stats["cache_uploads"] >= stats["cache_evictions"] - 1
+
+
 def test_padding_is_not_counted(weights) -> None:
     model, engine = make(weights)
     started(model)
@@ -310,6 +327,73 @@ def test_weights_that_cannot_be_replaced(weights, change, message) -> None:
     change(model.layers[1])
     with pytest.raises(OptionError, match=f"dynamic-expert-update on: layer 1.*{message}"):
         model.start_cache(CPU)
+
+
+@pytest.mark.parametrize("wrong", range(LAYERS))
+def test_wrong_weights_in_a_slot_end_the_start(weights, monkeypatch, wrong: int) -> None:
+    """In any layer, and with `AUTO`, too: the engine's own weights are lost by then."""
+    model, engine = make(weights, enable_dynamic_expert_update=AUTO)
+    fill = cache_start._fill
+
+    def spoil(*given: Any) -> float:
+        rate = fill(*given)
+        engine[wrong][1][-1, 0, 0] += 1
+        return rate
+
+    monkeypatch.setattr(cache_start, "_fill", spoil)
+    with pytest.raises(RuntimeError, match=f"layer {wrong}, expert {SLOTS - 1}: .* down has other"):
+        model.start_cache(CPU)
+
+
+@pytest.mark.parametrize("place", ["_memory", "_uploads", "_values"])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("no 2 GiB\nfree"), r"memory of cpu is used up \(no 2 GiB\)$"),
+        (RuntimeError("cannot be pinned"), "cannot be pinned$"),
+    ],
+)
+def test_missing_memory(weights, monkeypatch, place: str, error: Exception, message: str) -> None:
+    """Nothing was replaced, so that `AUTO` serves with the placement."""
+
+    def fail(*given: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cache_start, place, fail)
+    model, engine = make(weights, enable_dynamic_expert_update=AUTO)
+    before = engine[0][0].clone()
+    with pytest.raises(cache_start.NoCache, match=message):
+        cache_start.start_cache(model.layers, CPU, None)
+    assert "do not move while serving: " in model.start_cache(CPU)
+    assert torch.equal(engine[0][0], before)
+    with pytest.raises(OptionError, match="dynamic-expert-update on: .*; remove the flag"):
+        make(weights)[0].start_cache(CPU)
+
+
+@pytest.mark.parametrize("slots", [1, SLOTS])
+def test_the_measured_rate(weights, monkeypatch, slots: int) -> None:
+    """The first upload compiles, so neither its time nor its bytes count."""
+    now, seen = 0.0, []
+
+    class Slow(Uploads):
+        def start(self, experts: Any, expert: int, w13: Any, w2: Any) -> Any:
+            nonlocal now
+            now += 1.0 if seen else 100.0
+            seen.append(expert)
+
+        def wait(self) -> None:
+            pass
+
+    model, _ = make(weights[:1], num_gpu_experts=slots)
+    layer = model.layers[0]
+    held = caches.CachedLayer(
+        layer.wrapper.packed_experts(),
+        *layer.slot_weights,
+        LayerSlots(layer.placement, np.zeros(E, np.int32)),
+    )
+    monkeypatch.setattr(cache_start.time, "perf_counter", lambda: now)
+    assert cache_start._fill([held], Slow()) == held.packed.expert_bytes
+    assert seen == [0, *range(slots)]
 
 
 def _weights(layer: HybridLayer, changed: Any) -> None:

@@ -194,10 +194,12 @@ class ModelCache:
 
     def _wanted_moves(self) -> list[tuple[int, int, int]]:
         """(layer, expert that should get a slot, expert that should lose its own), the most
-        valuable first; some for each layer."""
+        valuable first; some for each layer. Experts for free slots come first in their layer, and
+        nothing is to be lost for them."""
         scores = self._scores.values
         resident = np.stack([layer.slots.resident for layer in self.layers])
         evictable = np.stack([layer.slots.evictable for layer in self.layers])
+        free = np.array([len(layer.slots.free) for layer in self.layers])[:, None]
         best = np.where(resident, -np.inf, scores)
         worst = np.where(evictable, scores, np.inf)
         count = min(_MOVES, best.shape[1])
@@ -206,10 +208,16 @@ class ModelCache:
         wanted = wanted[rows, np.argsort(-best[rows, wanted], axis=1)]
         given_up = np.argpartition(worst, count - 1, axis=1)[:, :count]
         given_up = given_up[rows, np.argsort(worst[rows, given_up], axis=1)]
-        gain = best[rows, wanted] - worst[rows, given_up]
+        ranks = np.arange(count)
+        needs_none = ranks < free  # another expert's slot
+        given_up = given_up[rows, np.maximum(ranks - free, 0)]
+        value = best[rows, wanted]
+        gain = value - worst[rows, given_up]
         margin = self._scores.policy.margin
-        layer, rank = np.nonzero(gain >= margin)
-        order = np.lexsort((-gain[layer, rank], rank))  # each layer's first move first
+        layer, rank = np.nonzero(np.where(needs_none, value > -np.inf, gain >= margin))
+        taken = ~needs_none[layer, rank]
+        order = np.where(taken, gain[layer, rank], value[layer, rank])
+        order = np.lexsort((-order, taken, rank))  # each layer's first move first
         order = order[: 4 * _IN_FLIGHT]
         layer, rank = layer[order], rank[order]
         moves = zip(layer, wanted[layer, rank], given_up[layer, rank], strict=True)
@@ -220,6 +228,8 @@ class ModelCache:
             layer = self.layers[number]
             if len(self._under_way) >= _IN_FLIGHT:
                 return
+            if layer.slots.free:
+                continue
             spare = min(1 + layer.slots.num_slots // _MANY_SLOTS, _MOVES)
             if layer.slots.coming_free < spare and layer.slots.evictable[expert]:
                 layer.slots.evict(expert)

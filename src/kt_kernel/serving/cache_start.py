@@ -36,7 +36,8 @@ def start_cache(layers: Sequence[Any], device: torch.device, rate: int | None) -
     wherever it is computed, and measures how long that takes. rate: bytes per second for uploads
     while serving; None: a quarter of what was measured.
 
-    Raises NoCache, and torch.OutOfMemoryError.
+    Raises NoCache, before any weight is replaced, and RuntimeError if a hot expert then has other
+    weights than on the CPU.
     """
     if kernel_kind():
         raise NoCache("with KT_KERNEL_KIND, results must not depend on when experts move")
@@ -51,22 +52,33 @@ def start_cache(layers: Sequence[Any], device: torch.device, rate: int | None) -
     if device.type not in ("cuda", "cpu"):
         raise NoCache(f"the engine's device is {device}; accepted: a CUDA device or the CPU")
     packed = [_packed(layer) for layer in moving]
-    for layer, its_experts in zip(moving, packed, strict=True):
-        _check_slots(layer, its_experts, device)
-    memory = _memory(device, len(moving), experts.pop())
-    uploads = _uploads(device, moving, packed)
+    try:
+        for layer, its_experts in zip(moving, packed, strict=True):
+            _check_slots(layer, its_experts, device)
+        memory = _memory(device, len(moving), experts.pop())
+        uploads = _uploads(device, moving, packed)
+    except RuntimeError as error:  # torch.OutOfMemoryError, or memory that cannot be pinned
+        raise NoCache(_reason(error, device)) from error
     cached = []
     for number, (layer, its_experts) in enumerate(zip(moving, packed, strict=True)):
         slots = LayerSlots(layer.placement, memory.wanted[number])
         w13, w2 = (weight.detach() for weight in layer.slot_weights)
         cached.append(CachedLayer(its_experts, w13, w2, slots))
     measured = _fill(cached, uploads)
-    _check_filled(moving[-1], cached[-1])
+    for layer, its_slots in zip(moving, cached, strict=True):
+        _check_filled(layer, its_slots)
     bound = measured * _SHARE if rate is None else float(rate)
     cache = ModelCache(cached, memory, uploads, bound if device.type == "cuda" else None)
     for number, layer in enumerate(moving):
         layer.start_cache(cache, number, device)
     return cache
+
+
+def _reason(error: RuntimeError, device: torch.device) -> str:
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"the memory of {device} is used up ({first})"
+    return first
 
 
 def describe(cache: ModelCache, rate: int | None) -> str:
@@ -156,37 +168,41 @@ def _uploads(
         backend = CudaBackend(device)
         for experts in packed:
             experts.register(backend)
-    except (ImportError, RuntimeError) as error:
+    except ImportError as error:
         raise NoCache(str(error)) from error
     return CudaUploads(device, packed)
 
 
 def _fill(layers: Sequence[CachedLayer], uploads: Uploads) -> float:
-    """Uploads all hot experts; returns the bytes per second, without the first, which compiles."""
-    moved, began = 0, time.perf_counter()
-    for number, layer in enumerate(layers):
-        for expert, slot in enumerate(layer.slots.wanted.tolist()):
-            if slot < 0:
-                continue
-            uploads.start(layer.packed, expert, layer.w13[slot], layer.w2[slot])
-            if not moved and not number:
-                uploads.wait()
-                began = time.perf_counter()
-            moved += layer.packed.expert_bytes
+    """Uploads all hot experts; returns the bytes per second of that."""
+    every = [
+        (layer, expert, slot)
+        for layer in layers
+        for expert, slot in enumerate(layer.slots.wanted.tolist())
+        if slot >= 0
+    ]
+    moved, began = 0, 0.0
+    for number, (layer, expert, slot) in enumerate(every[:1] + every):
+        if number == 1:  # the first upload compiled the kernels, and is repeated
+            uploads.wait()
+            began = time.perf_counter()
+        uploads.start(layer.packed, expert, layer.w13[slot], layer.w2[slot])
+        moved += layer.packed.expert_bytes if number else 0
     uploads.wait()
     return moved / max(time.perf_counter() - began, 1e-9)
 
 
 def _check_filled(layer: Any, cached: CachedLayer) -> None:
-    """Raises NoCache if the last uploaded expert does not have the CPU's weights, bit for bit."""
+    """Raises RuntimeError unless the last hot expert of a layer has the CPU's weights, bit for bit:
+    the engine's own ones are lost."""
     expert = layer.placement.hot_experts[-1]
     slot, inter = layer.slot_of(expert), cached.packed.inter
     w13, w2 = cached.w13[slot], cached.w2[slot]
     for name, held in zip(MATRICES, (w13[:inter], w13[inter:], w2), strict=True):
         if not torch.equal(held, _values(layer, expert, name).to(held.device, held.dtype)):
-            raise NoCache(
-                f"layer {layer.layer_idx}, expert {expert}: {name} has other weights on "
-                f"{held.device} than on the CPU"
+            raise RuntimeError(
+                f"layer {layer.layer_idx}, expert {expert}: after its upload, {name} has other "
+                f"weights on {held.device} than on the CPU; remove {CACHE_FLAG}"
             )
 
 
