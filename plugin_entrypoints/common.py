@@ -7,7 +7,7 @@ from typing import Any
 
 from kt_kernel import _conflict
 from kt_kernel.serving.flags import ENVIRONMENT_VARIABLE, exit_with, from_environment
-from kt_kernel.serving.option_table import PACKED, OptionError
+from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 
 # Model classes tested in both engines: by tests/plugin/test_model_classes.py on the CPU or
@@ -133,28 +133,6 @@ def refuse_streaming(device: str, options: KTOptions) -> None:
         f"{flag}: experts can only be streamed to a CUDA device, and the engine's device is "
         f"{device}; remove it"
     )
-
-
-def refuse_moving(device: str, ranks: int, quantisation: str | None, options: KTOptions) -> None:
-    """OptionError if experts are to move while serving and the engine's settings rule it out.
-
-    ranks: of tensor parallelism. quantisation: the engine's name of the served model's; None or "":
-    16-bit weights. With `AUTO`, the layers find out, and the log says so.
-    """
-    if options.enable_dynamic_expert_update != "on":
-        return
-    flag = "--kt-enable-dynamic-expert-update on"
-    if ranks > 1:
-        raise OptionError(f"{flag}: not supported with tensor parallelism ({ranks} ranks)")
-    if quantisation:
-        raise OptionError(
-            f"{flag}: hot experts must have 16 bits, and the served model is quantised with "
-            f"{quantisation}"
-        )
-    if options.hot_format == PACKED:
-        raise OptionError(f"{flag}: hot experts must have 16 bits; remove --kt-hot-format packed")
-    if device not in ("cuda", "cpu"):
-        raise OptionError(f"{flag}: the engine's device is {device}; accepted: cuda, cpu")
 
 
 def slot_weights(layer: Any) -> tuple[Any, Any] | None:

@@ -7,7 +7,7 @@ from kt_kernel.runtime.variant import kernel_kind
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 
-from ..common import refuse_class, refuse_moving, refuse_streaming, warn_of_trace
+from ..common import refuse_class, refuse_streaming, warn_of_trace
 from .contract import (
     BESIDE_COLD,
     CONTRACT,
@@ -44,12 +44,14 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
 
 
 def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions:
-    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare`.
+    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare` and
+    `kt_kernel.serving.moving.decide_moving`.
 
     Raises OptionError, one line, if the engine's configuration is not supported.
 
     arguments: resolved server arguments; model_config: SGLang's ModelConfig.
     """
+    from kt_kernel.serving.moving import decide_moving
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     refuse_class(list(model_config.hf_config.architectures or []), options, CONTRACT.engine)
@@ -60,7 +62,6 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     if not options.allow_untested:
         CONTRACT.refuse(arguments, UNTESTED)
     refuse_streaming(arguments.device, options)
-    refuse_moving(arguments.device, arguments.tp_size, quantisation, options)
     cold = _some_are_cold(model_config, options)
     if cold:
         CONTRACT.refuse(arguments, BESIDE_COLD)
@@ -74,7 +75,15 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         arguments.download_dir,
         arguments.device,
     )
-    return prepare(options, language_model(model_config.hf_config), served)
+    config = language_model(model_config.hf_config)
+    return decide_moving(
+        prepare(options, config, served),
+        config,
+        device=arguments.device,
+        ranks=arguments.tp_size,
+        quantisation=quantisation,
+        logger=_logger,
+    )
 
 
 def _refuse_compiled_graphs(arguments: Any) -> None:
@@ -106,7 +115,8 @@ def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
         ),
         (
             "--kt-enable-dynamic-expert-update",
-            options.moves_experts and options.enable_dynamic_expert_update,
+            # `AUTO` is turned off later, because KT_KERNEL_KIND is set.
+            options.enable_dynamic_expert_update == "on" and "on",
             "which experts are hot depends",
         ),
     ):

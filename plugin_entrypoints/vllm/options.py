@@ -11,7 +11,7 @@ from typing import Any
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 
-from ..common import choose, refuse_class, refuse_moving, refuse_streaming
+from ..common import choose, refuse_class, refuse_streaming
 from .contract import CONTRACT, REFUSED_SPECULATION, UNTESTED_SPECULATION
 
 CONFIG_KEY = "kt"
@@ -58,10 +58,12 @@ def merge(engine_args: Any, given: dict[str, Any] | None) -> None:
 
 
 def prepared(config: Any, options: KTOptions) -> KTOptions:
-    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare`.
+    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare` and
+    `kt_kernel.serving.moving.decide_moving`.
 
     Raises OptionError, one line, if the engine's configuration is not supported.
     """
+    from kt_kernel.serving.moving import decide_moving
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     model = config.model_config
@@ -74,12 +76,18 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     device = config.device_config.device_type
     refuse_streaming(device, options)
     ranks = config.parallel_config.tensor_parallel_size
-    refuse_moving(device, ranks, model.quantization, options)
     served = ServedModel(
         model.model,
         model.quantization,
         model.revision,
         config.load_config.download_dir,
-        config.device_config.device_type,
+        device,
     )
-    return prepare(options, model.hf_text_config, served)
+    return decide_moving(
+        prepare(options, model.hf_text_config, served),
+        model.hf_text_config,
+        device=device,
+        ranks=ranks,
+        quantisation=model.quantization,
+        logger=logger,
+    )

@@ -15,9 +15,8 @@ from ..weights.expert_tensors import MATRICES
 from .cache import CachedLayer, ModelCache
 from .cache_slots import LayerSlots
 from .cold_loading import WEIGHT_DTYPES
-from .option_table import OptionError
+from .moving import CACHE_FLAG, KIND_RULES_IT_OUT, NO_SPLIT_LAYER
 
-CACHE_FLAG = "--kt-enable-dynamic-expert-update"
 RATE_FLAG = "--kt-expert-update-rate"
 # Of the measured rate of uploads, by default. Uploads read the CPU's memory, as its kernels do:
 # with half of the rate, an H200 with 12 CPU threads decoded slower than with a quarter.
@@ -40,10 +39,10 @@ def start_cache(layers: Sequence[Any], device: torch.device, rate: int | None) -
     weights than on the CPU.
     """
     if kernel_kind():
-        raise NoCache("with KT_KERNEL_KIND, results must not depend on when experts move")
+        raise NoCache(KIND_RULES_IT_OUT)
     moving = [layer for layer in layers if layer.placement.num_hot and not layer.placement.all_hot]
     if not moving:
-        raise NoCache("no layer has both hot and cold experts; give --kt-num-gpu-experts")
+        raise NoCache(NO_SPLIT_LAYER)
     if any(not layer.has_cpu_part for layer in moving):
         raise NoCache("tensor parallelism is not supported")
     experts = {layer.num_experts for layer in moving}
@@ -204,8 +203,3 @@ def _check_filled(layer: Any, cached: CachedLayer) -> None:
                 f"layer {layer.layer_idx}, expert {expert}: after its upload, {name} has other "
                 f"weights on {held.device} than on the CPU; remove {CACHE_FLAG}"
             )
-
-
-def refusal(why: object) -> OptionError:
-    """The error of a start with the flag on."""
-    return OptionError(f"{CACHE_FLAG} on: {why}; remove the flag")

@@ -11,10 +11,11 @@ from ..runtime.text import bracketed
 from ..weights.loading import LoadRecord
 from .adapter import open_adapter
 from .cache import ModelCache
-from .cache_start import NoCache, describe, refusal, start_cache
+from .cache_start import NoCache, describe, start_cache
 from .cold_names import ColdNames
 from .hybrid import HybridLayer
 from .model_config import routed_model, size_of
+from .moving import refusal
 from .option_table import AUTO
 from .options import KTOptions
 from .placement import PlacementPlan, initial_placement, plan_placement

@@ -159,7 +159,8 @@ class KTOptions:
                 f"{flag}: no expert is hot; add --kt-num-gpu-experts, --kt-gpu-experts-ratio or "
                 "--kt-gpu-experts-mask, which say how many slots there are"
             )
-        if self.expert_lora_path is not None:
+        # `moving.decide_moving` turns `AUTO` off.
+        if self.expert_lora_path is not None and self.enable_dynamic_expert_update != AUTO:
             raise OptionError(
                 f"{flag} and --kt-expert-lora-path {self.expert_lora_path}: not supported together"
             )

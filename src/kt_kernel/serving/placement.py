@@ -63,6 +63,12 @@ class PlacementPlan:
             return self.of(0).num_hot > 0
         return any(placement.num_hot for placement in self.layers.values())
 
+    @property
+    def some_split(self) -> bool:
+        """Whether any layer has both hot and cold experts."""
+        placements = [self.of(0)] if self.layers is None else self.layers.values()
+        return any(p.num_hot and not p.all_hot for p in placements)
+
 
 def initial_placement(options: KTOptions, num_experts: int, layer_idx: int) -> Placement:
     """The placement of one layer with a strategy that looks at each layer by itself; OptionError
