@@ -75,12 +75,20 @@ def hold_dense(layer: Any, own: HybridLayer) -> None:
     own.hot = DenseHot(f"layer {own.layer_idx}", _shape(layer, own), w13, w2)
 
 
-def refuse_activation(place: str, activation: ExpertActivation, has_bias: bool) -> None:
-    """ValueError for hot experts that were not tested with weights that kt-moe fills in."""
+def refuse_activation(
+    place: str, activation: ExpertActivation, has_bias: bool, reads_hot: bool
+) -> None:
+    """ValueError for hot experts that were not tested with weights that kt-moe fills in.
+
+    reads_hot: kt-moe reads them, too; otherwise SGLang delivers them, and could keep them.
+    """
     if has_bias or activation != SILU:
+        accepted = "--kt-num-gpu-experts 0"
+        if not reads_hot:
+            accepted = f"--kt-hot-format engine, {accepted}"
         raise ValueError(
             f"{place}: kt-moe converts the weights of hot experts in SGLang only if they have no "
-            "biases and plain SwiGLU; accepted: --kt-num-gpu-experts 0"
+            f"biases and plain SwiGLU; accepted: {accepted}"
         )
 
 

@@ -130,7 +130,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         options = self.config.model.options
         packed = options.hot_format == PACKED and placement.num_slots > 0
         if placement.num_slots and (packed or options.reads_hot):
-            refuse_activation(place, self.hybrid.activation, extra.get("with_bias", False))
+            has_bias = extra.get("with_bias", False)
+            refuse_activation(place, self.hybrid.activation, has_bias, options.reads_hot)
         self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots

@@ -23,7 +23,7 @@ def prepare(worker: Any) -> None:
     """Makes a new worker build our expert layers and report our errors. Once the model is loaded,
     the worker refuses requests that would change or move weights."""
     worker.load_model = _telling(_loading(worker, worker.load_model), exits=True)
-    worker.compile_or_warm_up_model = _recording_after(worker.compile_or_warm_up_model)
+    worker.compile_or_warm_up_model = _after_warm_up(worker.compile_or_warm_up_model)
     for name in _STARTING:
         # vLLM calls these in a loop and waits for an answer.
         setattr(worker, name, _telling(getattr(worker, name), exits=False))
@@ -48,8 +48,9 @@ def _loading(worker: Any, load_model: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _recording_after(warm_up: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the last step of the start, whose dummy batches are not recorded."""
+def _after_warm_up(warm_up: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the last step of the start: its dummy batches are not recorded, and experts do not move
+    before its end."""
 
     @functools.wraps(warm_up)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -220,6 +220,55 @@ def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> Non
     assert not thread.is_alive() and cache not in caches._caches
 
 
+@pytest.mark.parametrize(
+    ("pays", "busy", "took", "want"),
+    [
+        (True, True, 1e-5, 5e-4),
+        (True, True, 8e-3, 32e-3),
+        (True, False, 1e-5, 5e-3),
+        (False, True, 1e-5, 2e-2),
+        (False, True, 8e-3, 32e-3),
+    ],
+)
+def test_looks_leave_time(
+    weights, monkeypatch, pays: bool, busy: bool, took: float, want: float
+) -> None:
+    """Looks take at most a fifth of the time, and there are few without batches or gain. Waiting
+    costs no budget."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    model, _ = make(weights)
+    cache = started(model)
+    cache.rate, now, waits = 1e9, 0.0, []
+
+    class Stop:
+        def wait(self, seconds: float) -> bool:
+            nonlocal now
+            now += seconds
+            waits.append(seconds)
+            return len(waits) > 250
+
+        def set(self) -> None:
+            pass
+
+    def look() -> bool:
+        nonlocal now
+        cache._fill_budget()
+        now += took
+        return busy
+
+    monkeypatch.setattr(cache, "_stop", Stop())
+    monkeypatch.setattr(cache, "step", look)
+    monkeypatch.setattr(caches.time, "perf_counter", lambda: now)
+    cache._gain.mean = 1.0 if pays else 0.0
+    cache._run()
+    assert waits[-1] == pytest.approx(want, rel=1e-6)
+    assert busy == (waits[10] == pytest.approx(want, rel=1e-6))
+    rate = 1e9 * (1 if pays else 1 / 16)
+    cache._budget, cache._filled = 0.0, time.monotonic() - want
+    cache._fill_budget()
+    assert cache._budget == pytest.approx(want * rate, rel=0.5)
+
+
 @pytest.mark.parametrize("all_streamed", [False, True])
 def test_beside_streaming(weights, restless, monkeypatch, all_streamed: bool) -> None:
     """Long batches are streamed while experts move; what the host believes to be cold may be out of
@@ -319,7 +368,7 @@ def test_ten_thousand_moves_without_growth(weights, restless, monkeypatch) -> No
             lambda layer: _weights(layer, lambda w: w[:, ::2]),
             r"w13 of hot experts as \[3, 96, 64\]",
         ),
-        (lambda layer: _weights(layer, lambda w: w.flip(1)), "a layout of its own"),
+        (lambda layer: _weights(layer, lambda w: w.flip(1)), "a layout of its own; remove"),
     ],
 )
 def test_weights_that_cannot_be_replaced(weights, change, message) -> None:
@@ -394,6 +443,13 @@ def test_the_measured_rate(weights, monkeypatch, slots: int) -> None:
     monkeypatch.setattr(cache_start.time, "perf_counter", lambda: now)
     assert cache_start._fill([held], Slow()) == held.packed.expert_bytes
     assert seen == [0, *range(slots)]
+
+
+def test_advice_where_it_can_help() -> None:
+    on_gpu = cache_start._own_layout("w2", torch.device("cuda"))
+    assert (
+        on_gpu.startswith(cache_start._own_layout("w2", CPU)) and "--moe-backend triton" in on_gpu
+    )
 
 
 def _weights(layer: HybridLayer, changed: Any) -> None:

@@ -263,6 +263,11 @@ def check_arguments_that_need_more() -> None:
         assert refusal(arguments) == ""
         line = refusal(arguments, max_deferred_experts_per_token=1)
         assert line.startswith("--kt-max-deferred-experts-per-token 1: deferral depends")
+        line = refusal(arguments, enable_dynamic_expert_update="on")
+        assert line.startswith("--kt-enable-dynamic-expert-update on: which experts"), line
+        moving = {"num_gpu_experts": 3, "enable_dynamic_expert_update": "auto"}
+        found = checks.prepared(arguments, model, KTOptions.from_mapping(moving))
+        assert found.enable_dynamic_expert_update == "off"
         with decided(server_args, device="cuda") as arguments:
             line = refusal(arguments, gpu_prefill_token_threshold=512)
         assert line.startswith("--kt-gpu-prefill-token-threshold 512: which experts"), line

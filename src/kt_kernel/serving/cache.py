@@ -23,7 +23,9 @@ from ..device.streaming.experts import PackedExperts
 from .cache_policy import Gain, Scores, make_policies
 from .cache_slots import LayerSlots
 
-LOOK_SECONDS = 0.0005  # between two looks at the counters while there are batches
+LOOK_SECONDS = 0.0005  # between two looks at the counters while there are batches, at least
+_PAUSE = 4  # times as long as a look took: its Python part keeps the engine's thread from launching
+_SELDOM_SECONDS = 0.02  # between looks while moves do not pay
 _IDLE_SECONDS = 0.005
 _IDLE_LOOKS = 200  # without a batch, after which it looks less often
 _MOVES = 4  # of a layer, at one look
@@ -83,6 +85,7 @@ class ModelCache:
         self._gain = Gain()
         self.rate = rate
         self._budget, self._filled = 0.0, time.monotonic()
+        self._wait = 0.0  # seconds between looks, at the moment
         self._under_way: deque[tuple[int, int, Callable[[], bool]]] = deque()
         self.counters = CacheCounters()
         self._last: Totals | None = None
@@ -147,11 +150,22 @@ class ModelCache:
         try:
             with torch.cuda.device(self._memory.device):
                 allow_captures_elsewhere()
-                idle = 0
-                while not self._stop.wait(LOOK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS):
+                idle, self._wait = 0, LOOK_SECONDS
+                while not self._stop.wait(self._wait):
+                    began = time.perf_counter()
                     idle = 0 if self.step() else idle + 1
+                    self._wait = self._until_next(idle, time.perf_counter() - began)
         except Exception:
             _logger.exception("kt: experts no longer move, because of an error; serving goes on")
+
+    def _until_next(self, idle: int, took: float) -> float:
+        """Seconds to wait after a look that took so many. idle: looks without a batch."""
+        least = LOOK_SECONDS
+        if idle >= _IDLE_LOOKS:
+            least = _IDLE_SECONDS
+        if self.rate is not None and not self._gain.pays:
+            least = _SELDOM_SECONDS
+        return max(least, _PAUSE * took)
 
     # ---- one look ---------------------------------------------------------------------------
 
@@ -263,7 +277,7 @@ class ModelCache:
             self._budget = float("inf")
             return
         rate = self.rate * (1 if self._gain.pays else _LITTLE)
-        self._budget = min(self._budget + passed * rate, rate * _BURST_SECONDS)
+        self._budget = min(self._budget + passed * rate, rate * max(_BURST_SECONDS, self._wait))
 
     # ---- for operators ----------------------------------------------------------------------
 

@@ -134,10 +134,14 @@ def _check_slots(layer: Any, packed: PackedExperts, device: torch.device) -> Non
         want = _values(layer, expert, name).to(device)
         difference = (held.float() - want).norm()
         if not difference <= _MOST_DIFFERENT * want.norm():
-            raise NoCache(
-                f"{place}, expert {expert}: the engine keeps {name} in a layout of its own; on a "
-                "GPU, add --moe-backend triton (vLLM) or --moe-runner-backend triton (SGLang)"
-            )
+            raise NoCache(f"{place}, expert {expert}: {_own_layout(name, device)}")
+
+
+def _own_layout(name: str, device: torch.device) -> str:
+    what = f"the engine keeps {name} in a layout of its own"
+    if device.type != "cuda":
+        return what
+    return f"{what}; add --moe-backend triton (vLLM) or --moe-runner-backend triton (SGLang)"
 
 
 def _values(layer: Any, expert: int, matrix: str) -> torch.Tensor:
