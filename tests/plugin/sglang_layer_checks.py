@@ -17,8 +17,10 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
 from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.moe.placement import Placement
+from kt_kernel.plugin_entrypoints.sglang import hot as kt_hot
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
+from kt_kernel.serving.activations import SILU
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
@@ -161,6 +163,15 @@ def check_what_a_layer_may_be() -> None:
         assert create(8, **given).hybrid.activation == expected, given
     new = refusal(8, {"sparsity": 0.5})
     assert new.startswith("layer 0: KTEPWrapperMethod has sparsity=0.5, which kt-moe"), new
+    kt_hot.refuse_activation("layer 0", SILU, False, True)
+    # SGLang can keep the weights that it delivers, and has none that kt-moe reads.
+    for reads_hot, accepted in ((True, ""), (False, "--kt-hot-format engine, ")):
+        try:
+            kt_hot.refuse_activation("layer 0", ExpertActivation("gelu"), False, reads_hot)
+        except ValueError as error:
+            assert str(error).endswith(f"; accepted: {accepted}--kt-num-gpu-experts 0"), error
+        else:
+            raise AssertionError("experts with GELU were accepted")
 
 
 def check_other_experts() -> None:

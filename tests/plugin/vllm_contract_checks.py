@@ -124,6 +124,14 @@ def check_configurations() -> None:
         theirs = KTOptions(weight_path=str(MODEL), num_gpu_experts=4, hot_format="engine")
         line = "--kt-hot-format engine: the model is quantised with awq; the engine's own"
         assert error_of(refuse, made, theirs).startswith(line)
+        given = {"num_gpu_experts": 4, "enable_dynamic_expert_update": "on"}
+        # Its hot experts get 16 bits.
+        assert error_of(refuse, made, KTOptions(weight_path=str(MODEL), **given)) == ""
+    with changed(made, "parallel_config.tensor_parallel_size", 2):
+        line = "--kt-enable-dynamic-expert-update on: tensor parallelism is not supported (2 ranks)"
+        assert error_of(refuse, made, KTOptions(**given)).startswith(line)
+        tried = refuse(made, KTOptions(**given | {"enable_dynamic_expert_update": "auto"}))
+        assert tried.enable_dynamic_expert_update == "off"
     for method, line in (
         ("ngram", ""),
         ("mtp", ""),
