@@ -178,8 +178,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             if hybrid.keeps_hot:
                 hybrid.add_weight(expert_id, which, loaded_weight)
             if hybrid.hot is not None:
-                merged = hybrid.hot_weight(expert_id, which, loaded_weight, loaded_weight.dtype)
-                hybrid.hot.put(slot, which, merged)
+                hybrid.put_hot(expert_id, which, loaded_weight)
                 return
             loaded_weight = hybrid.hot_weight(expert_id, which, loaded_weight, param.dtype)
             if all_hot:
@@ -251,7 +250,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             if self.hybrid.recorded:
                 x = dispatch_output.hidden_states
                 topk = self._routes(dispatch_output)
-                self.hybrid.record(topk.topk_ids, self._padding(x))
+                self.hybrid.record(topk.topk_ids, topk.topk_weights, self._padding(x))
             return self.gpu_method.apply(layer=layer, dispatch_output=dispatch_output)
         if dispatch_output.hidden_states_scale is not None:
             raise RuntimeError(

@@ -201,8 +201,7 @@ class HybridExperts(RoutedExperts):
         if slot >= 0 and layer.keeps_hot:
             layer.add_weight(expert_id, which, loaded_weight)
         if slot >= 0 and layer.hot is not None:
-            merged = layer.hot_weight(expert_id, which, loaded_weight, loaded_weight.dtype)
-            layer.hot.put(slot, which, merged)
+            layer.put_hot(expert_id, which, loaded_weight)
             return True if return_success else None
         if slot >= 0:
             loaded_weight = layer.hot_weight(expert_id, which, loaded_weight, param.dtype)
@@ -222,7 +221,7 @@ class HybridExperts(RoutedExperts):
         layer = self.kt_layer
         if layer.placement.all_hot:
             if layer.recorded:
-                layer.record(topk_ids, self._padding(x))
+                layer.record(topk_ids, topk_weights, self._padding(x))
             return super().forward_modular(x, topk_weights, topk_ids, **shared)
         skip = self.kt_skip
         cold_slot = -1 if skip is None else skip.prepare(x.shape[0])

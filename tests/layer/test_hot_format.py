@@ -26,7 +26,9 @@ def decide(
     """The format, or the error."""
     options = KTOptions(method=method, num_gpu_experts=2, hot_format=given)
     checkpoint: Any = SimpleNamespace(
-        quantization=SimpleNamespace(settings=settings), tensors=dict.fromkeys(tensors)
+        quantization=SimpleNamespace(settings=settings),
+        tensors=dict.fromkeys(tensors),
+        unconvertible="",
     )
     try:
         return decide_hot_format(options, quantisation, device, checkpoint).hot_format

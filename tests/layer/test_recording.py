@@ -52,13 +52,20 @@ def model_of(**options: Any) -> HybridModel:
     return model
 
 
-def serve(model: HybridModel, ids: list[torch.Tensor], padding: torch.Tensor | None = None) -> None:
-    """One pass: the ids of each layer."""
+def serve(
+    model: HybridModel,
+    ids: list[torch.Tensor],
+    padding: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> None:
+    """One pass: the ids of each layer. weights: of the router in all layers; None: ones."""
     for layer, given in zip(model.layers, ids, strict=True):
+        if weights is None:
+            weights = torch.ones(len(given), K)
         if layer.placement.all_hot:
-            layer.record(given, padding)
+            layer.record(given, weights, padding)
             continue
-        x, weights = torch.zeros(len(given), H), torch.ones(len(given), K)
+        x = torch.zeros(len(given), H)
         layer.submit(x, given, weights, padding=padding)
         layer.collect(x, x.clone())
 
@@ -108,6 +115,25 @@ def test_files_have_what_was_served(hot: int, tmp_path: Path) -> None:
     assert len(routes) > 7 and record.routes.tolist() == [token for _, token in routes[:7]]
     assert record.passes.tolist() == [number for number, _ in routes[:7]]
     assert not recording._recordings
+
+
+def test_routes_to_zero_experts_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all experts of a layer hot, too. The engines replace them by expert 0 at weight 0."""
+    monkeypatch.setattr(CONFIG, "zero_expert_num", 2, raising=False)
+    model = model_of(
+        record_kt_gpu_expert_distribution=str(tmp_path / "stats"),
+        num_gpu_experts=3,
+        expert_placement_strategy="front-loading",
+    )
+    assert [layer.placement.all_hot for layer in model.layers] == [True, False]
+    ids = torch.tensor([[0, 4], [0, 0]])
+    serve(model, [ids, ids], weights=torch.tensor([[0.0, 1], [1, 0]]))
+    del model
+    gc.collect()
+    counts = ExpertStatistics.load(tmp_path / "stats").counts
+    assert counts.tolist() == [[1, 0, 0, 0, 1, 0]] * 2
 
 
 def test_batches_of_the_start_are_not_recorded(

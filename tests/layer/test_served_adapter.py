@@ -16,6 +16,8 @@ from test_layer import E, H, batch, shape
 from test_preflight import CONFIG, DEMO_MODEL, SERVED, quantised_copy
 
 from kt_kernel.conversion import Request, convert, make_plan
+from kt_kernel.serving.hot_packed import RowHot
+from kt_kernel.serving.hot_weights import HotShape
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import OptionError
@@ -23,7 +25,7 @@ from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.testing import moe_reference, quantise, row_error, values_of
 from kt_kernel.weights.expert_tensors import MATRICES
-from kt_kernel.weights.formats import FP8_ROW, WeightForm
+from kt_kernel.weights.formats import FP8_ROW, INT8_ROW, WeightForm
 
 HOT, INNER = 2, 64
 LAYER_SHAPE = shape(moe_intermediate_size=INNER)
@@ -186,6 +188,21 @@ def test_hot_weights_that_did_not_pass(weights: Weights, tmp_path: Path) -> None
         ValueError, match=r"expert 1, down: torch.int8 .* merged into \[64, 64\] in"
     ):
         layer.hot_weight(1, "down", weights["down"][1].to(torch.int8), torch.float32)
+
+
+def test_merged_before_hot_experts_are_packed(weights: Weights, tmp_path: Path) -> None:
+    """They are rounded once, like the cold ones: to 8 bits, and not to bfloat16 before."""
+    wanted = changed(weights, write(tmp_path, **OF_LAYER))
+    layer = layer_of(tmp_path, method="AMXINT8")
+    layer.hot = hot = RowHot("layer 3", HotShape(HOT, H, INNER), torch.device("cpu"))
+    for which in MATRICES:
+        for expert, matrix in enumerate(weights[which]):
+            deliver = layer.add_weight if layer.slot_of(expert) < 0 else layer.put_hot
+            deliver(expert, which, matrix)
+    layer.finish_loading()
+    for expert in range(HOT):
+        want = quantise(wanted["down"][expert], WeightForm(INT8_ROW))
+        torch.testing.assert_close(hot.s2[expert], want.scale.flatten(), rtol=1e-5, atol=0)
 
 
 def test_layers_are_compared_at_the_end(weights: Weights, tmp_path: Path) -> None:

@@ -91,6 +91,19 @@ class Checkpoint(ABC):
         Raises ValueError naming file and tensor if the layer has no experts or an unknown format.
         """
 
+    @functools.cached_property
+    def unconvertible(self) -> str:
+        """The format of experts that can only be computed as they are stored, because no other
+        method reads them; "" if there are none. Layers in an unknown format do not count."""
+        for layer in self.layers():
+            try:
+                stored = self.stored(layer)
+            except ValueError:
+                continue
+            if not (stored.dense or stored.convertible):
+                return stored.title
+        return ""
+
     def read_tensor(self, name: str) -> torch.Tensor:
         """Reads any tensor by name, to the CPU. A quantised GGUF tensor is returned as its blocks,
         uint8 [..., bytes of a row]. Raises KeyError if there is no such tensor, and ValueError

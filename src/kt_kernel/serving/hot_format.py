@@ -29,10 +29,29 @@ def decide_hot_format(
         checkpoint: the files of the experts, if kt-moe reads them.
 
     Raises:
-        OptionError: the given format does not fit the model, the method or the device.
+        OptionError: the given format does not fit the model, the method, the device or the files.
     """
     if options.hot_option is None:
         return options
+    decided = _decided(options, quantisation, device, checkpoint)
+    # The engine delivers the hot experts of a 16-bit model if the files have no readable values.
+    if checkpoint is None or not quantisation or decided.hot_format == ENGINE:
+        return decided
+    if form := checkpoint.unconvertible:
+        own = quantisation in ENGINES_OWN and device != "cpu"
+        raise OptionError(
+            f"{options.hot_option} with --kt-hot-format {options.hot_format}: the engine cannot "
+            f"deliver the hot experts of a model quantised with {quantisation}, and those in "
+            f"--kt-weight-path {options.weight_path} are stored as {form}, from which hot experts "
+            f"cannot be converted; accepted: {f'--kt-hot-format {ENGINE}, ' if own else ''}"
+            "--kt-num-gpu-experts 0, or no --kt-weight-path"
+        )
+    return decided
+
+
+def _decided(
+    options: KTOptions, quantisation: str | None, device: str, checkpoint: Checkpoint | None
+) -> KTOptions:
     given, own = options.hot_format, not quantisation or quantisation in ENGINES_OWN
     if given == ENGINE and not own:
         raise OptionError(

@@ -291,6 +291,13 @@ class HybridLayer:
         merged = self._merge.merged(expert_id, which, tensor)
         return tensor if merged is tensor else merged.to(dtype)
 
+    def put_hot(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
+        """Takes one matrix of a hot expert whose tensors kt-moe fills (``hot``). An adapter is
+        merged in float32, so the weights are rounded only once, like those of cold experts."""
+        assert self.hot is not None
+        merged = self.hot_weight(expert_id, which, tensor, torch.float32)
+        self.hot.put(self.slot_of(expert_id), which, merged)
+
     def add_weight(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
         """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
 
@@ -412,10 +419,7 @@ class HybridLayer:
         `routing.need_padding`.
         """
         self._need_cold("submit")
-        if self._zero_experts:
-            with on_stream(x.device, stream):
-                topk_ids = topk_ids.masked_fill(topk_weights == 0, self.num_experts)
-        self.record(topk_ids, padding, stream)
+        topk_ids = self.record(topk_ids, topk_weights, padding, stream)
         if self._cache is not None:
             cache, number = self._cache
             cache.begin_pass(number, topk_ids, padding, stream)
@@ -460,12 +464,23 @@ class HybridLayer:
         return self._recording is not None
 
     def record(
-        self, topk_ids: torch.Tensor, padding: torch.Tensor | None = None, stream: Any = None
-    ) -> None:
-        """Records the routes [T, k] of a batch, if `recorded`. The arguments are those of
-        `submit`."""
+        self,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        padding: torch.Tensor | None = None,
+        stream: Any = None,
+    ) -> torch.Tensor:
+        """Records the routes [T, k] of a batch, if `recorded`. The arguments are those of `submit`.
+
+        Returns the ids without routes to zero experts, which the engines give weight 0 and the id
+        of another expert.
+        """
+        if self._zero_experts:
+            with on_stream(topk_ids.device, stream):
+                topk_ids = topk_ids.masked_fill(topk_weights == 0, self.num_experts)
         if self._recording is not None:
             self._recording.add(topk_ids, padding, stream)
+        return topk_ids
 
     def collect(
         self,

@@ -198,8 +198,14 @@ class KTOptions:
 
     @property
     def reads_hot(self) -> bool:
-        """Whether kt-moe reads the hot experts, too, instead of the engine."""
-        return self.hot_format in (BF16, PACKED) and self.weight_path is not None
+        """Whether kt-moe reads the hot experts, too, instead of the engine. Opens the weight path
+        if they are packed: `hot_format` admits files without readable values only where the engine
+        delivers the hot experts."""
+        if self.weight_path is None or self.hot_format not in (BF16, PACKED):
+            return False
+        from ..checkpoint import open_checkpoint  # only workers need it
+
+        return self.hot_format == BF16 or not open_checkpoint(self.weight_path).unconvertible
 
     def hot_count(self, num_experts: int) -> int:
         """Hot experts of a layer with num_experts, on average if layers may differ. Rounded down.
