@@ -7,7 +7,7 @@ from typing import Any
 
 from kt_kernel import _conflict
 from kt_kernel.serving.flags import ENVIRONMENT_VARIABLE, exit_with, from_environment
-from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.option_table import ENGINE, OptionError
 from kt_kernel.serving.options import KTOptions
 
 # Model classes tested in both engines: by tests/plugin/test_model_classes.py on the CPU or
@@ -36,6 +36,9 @@ ALSO_TESTED = {
 }
 # Load formats that pass weights to our loaders one by one, as tested.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
+# The engines' names of an expert's matrices, by whether it has a gate. Without a gate, the first of
+# its two input matrices is up.
+MATRIX = {True: {"w1": "gate", "w3": "up", "w2": "down"}, False: {"w1": "up", "w2": "down"}}
 # Reasons for a refusal, of configurations and of requests to a running engine.
 SINGLE_RANK = "kt-moe supports tensor parallelism only"
 NO_EXCHANGE = "the weights of cold experts cannot be replaced or offloaded"
@@ -133,6 +136,13 @@ def refuse_streaming(device: str, options: KTOptions) -> None:
         f"{flag}: experts can only be streamed to a CUDA device, and the engine's device is "
         f"{device}; remove it"
     )
+
+
+def instead_of_converting(options: KTOptions) -> str:
+    """What is accepted where kt-moe cannot convert hot experts. If the engine delivers them, they
+    are those of a 16-bit model, and need not be converted."""
+    none = "--kt-num-gpu-experts 0"
+    return none if options.reads_hot else f"--kt-hot-format {ENGINE} or {none}"
 
 
 def slot_weights(layer: Any) -> tuple[Any, Any] | None:

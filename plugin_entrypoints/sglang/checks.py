@@ -35,7 +35,7 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
         arguments, model_config = resolved(server_args), model_config_of(server_args)
         options = prepared(arguments, model_config, options)
         setattr(server_args, OPTIONS_KEY, options.to_mapping())
-        if _some_are_cold(model_config, options):
+        if _some_are_cold(model_config, options) or options.converts_hot:
             _separate_shared_experts(server_args, arguments)
         setattr(server_args, _CHECKED_KEY, True)
         _logger.info(options.describe())
@@ -142,14 +142,15 @@ def _separate_shared_experts(server_args: Any, arguments: Any) -> None:
     """Prevents SGLang from fusing a model's shared experts with the routed ones, as it does on
     GPUs.
 
-    If they are separate, the device computes them while the CPU computes the cold experts.
+    If they are separate, the device computes them while the CPU computes the cold experts. Tensors
+    of hot experts that kt-moe fills have no place for them.
     """
     if arguments.disable_shared_experts_fusion:
         return
     _decide(server_args, disable_shared_experts_fusion=True)
     _logger.info(
         "kt: --disable-shared-experts-fusion is set automatically: the device computes shared "
-        "experts, in models that have them, while the CPU computes the cold experts"
+        "experts, in models that have them, apart from the routed ones"
     )
 
 

@@ -9,14 +9,15 @@ import torch
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 
-from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.serving.activations import SILU
 from kt_kernel.serving.hot_packed import packed_hot
-from kt_kernel.serving.hot_weights import DenseHot, HotShape
+from kt_kernel.serving.hot_weights import DenseHot
 from kt_kernel.serving.hybrid import HybridLayer
 
+from ..common import instead_of_converting
 
-class PackedExperts(FusedMoEMethodBase):
+
+class PackedHotMethod(FusedMoEMethodBase):
     """The method of a layer whose hot experts have 4 or 8 bits: SGLang's Triton kernels for such
     weights and 16-bit activations."""
 
@@ -30,9 +31,8 @@ class PackedExperts(FusedMoEMethodBase):
         """Allocates the experts. SGLang delivers their matrices, unless kt-moe reads them."""
         own = self._own
         device = torch.empty(0).device
-        hot = packed_hot(
-            own.options, own.layer_idx, own.placement, _shape(layer, own), params_dtype, device
-        )
+        shape = own.hot_shape(layer.moe_tp_rank, layer.moe_tp_size)
+        hot = packed_hot(own.options, own.layer_idx, own.placement, shape, params_dtype, device)
         own.hot = self._hot = hot
         for name, tensor in (("w13_weight", hot.w13), ("w2_weight", hot.w2)):
             parameter = torch.nn.Parameter(tensor, requires_grad=False)
@@ -72,31 +72,15 @@ def hold_dense(layer: Any, own: HybridLayer) -> None:
     """Makes kt-moe fill the tensors of SGLang's unquantised method. Raises ValueError if SGLang
     holds them in another layout."""
     w13, w2 = (layer.get_parameter(name).data for name in ("w13_weight", "w2_weight"))
-    own.hot = DenseHot(f"layer {own.layer_idx}", _shape(layer, own), w13, w2)
+    shape = own.hot_shape(layer.moe_tp_rank, layer.moe_tp_size)
+    own.hot = DenseHot(f"layer {own.layer_idx}", shape, w13, w2)
 
 
-def refuse_activation(
-    place: str, activation: ExpertActivation, has_bias: bool, reads_hot: bool
-) -> None:
-    """ValueError for hot experts that were not tested with weights that kt-moe fills in.
-
-    reads_hot: kt-moe reads them, too; otherwise SGLang delivers them, and could keep them.
-    """
-    if has_bias or activation != SILU:
-        accepted = "--kt-num-gpu-experts 0"
-        if not reads_hot:
-            accepted = f"--kt-hot-format engine, {accepted}"
+def refuse_activation(own: HybridLayer, has_bias: bool) -> None:
+    """ValueError for hot experts that were not tested with weights that kt-moe fills in."""
+    if has_bias or own.activation != SILU:
         raise ValueError(
-            f"{place}: kt-moe converts the weights of hot experts in SGLang only if they have no "
-            f"biases and plain SwiGLU; accepted: {accepted}"
+            f"layer {own.layer_idx}: kt-moe converts the weights of hot experts in SGLang only if "
+            "they have no biases and plain SwiGLU; accepted: "
+            f"{instead_of_converting(own.options)}"
         )
-
-
-def _shape(layer: Any, own: HybridLayer) -> HotShape:
-    return HotShape(
-        own.placement.num_slots,
-        own.hidden_size,
-        own.moe_intermediate_size,
-        layer.moe_tp_rank,
-        layer.moe_tp_size,
-    )

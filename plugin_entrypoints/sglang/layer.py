@@ -27,18 +27,16 @@ from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
 from .. import failure
-from ..common import slot_weights
+from ..common import MATRIX, slot_weights
 from . import padding, requests
 from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
 from .hooks import Hook, verify
-from .hot import PackedExperts, hold_dense, refuse_activation
+from .hot import PackedHotMethod, hold_dense, refuse_activation
 from .options import language_model, options_of, resolved, text_config
 from .products import products
 
 _logger = logging.getLogger("sglang.kt")
-# SGLang's names of matrices. Without a gate, the first of its two input matrices is up.
-_MATRIX = {True: {"w1": "gate", "w3": "up", "w2": "down"}, False: {"w1": "up", "w2": "down"}}
 _SITU_BETA = 4.0  # SGLang's kernels use it if a model gives none
 # The models being built, innermost last, with the sizes that SGLang padded.
 _building: list[tuple[HybridModel, Mapping[int, int]]] = []
@@ -107,7 +105,10 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         place = f"layer {self.config.layer_idx}"
         EXPERT_CONFIG.check(vars(runner), place)
         EXPERT_WEIGHTS.check(extra, place)
-        _refuse_layer(self.config.layer_idx, layer, fused > 0 and not placement.all_hot)
+        options = self.config.model.options
+        converted = placement.num_slots > 0 and options.converts_hot
+        separate = not placement.all_hot or converted  # our tensors have no place for shared ones
+        _refuse_layer(self.config.layer_idx, layer, fused > 0 and separate)
         experts_per_token = layer.top_k or self.config.experts_per_token
         if experts_per_token is None:
             raise ValueError(
@@ -127,18 +128,16 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             has_cpu_part=layer.moe_tp_rank == 0,
         )
         self.dtype = params_dtype
-        options = self.config.model.options
-        packed = options.hot_format == PACKED and placement.num_slots > 0
-        if placement.num_slots and (packed or options.reads_hot):
-            has_bias = extra.get("with_bias", False)
-            refuse_activation(place, self.hybrid.activation, has_bias, options.reads_hot)
+        packed = converted and options.hot_format == PACKED
+        if converted:
+            refuse_activation(self.hybrid, extra.get("with_bias", False))
         self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots
         if not placement.all_hot or self.hybrid.adapted or packed:
             extra["weight_loader"] = self._make_loader(layer, extra["weight_loader"])
         if packed:
-            self.gpu_method = PackedExperts(self.hybrid)
+            self.gpu_method = PackedHotMethod(self.hybrid)
         self.gpu_method.create_weights(
             layer=layer,
             num_experts=num_experts,
@@ -160,7 +159,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         ) -> None:
             hybrid, place = self.hybrid, f"layer {self.config.layer_idx}: {weight_name}"
             single = loaded_weight.dim() == 2 or not hybrid.takes_weights
-            matrices = _MATRIX[hybrid.activation.gated]
+            matrices = MATRIX[hybrid.activation.gated]
             if expert_id is None or not single or shard_id not in matrices:
                 raise ValueError(
                     f"{place}, {shard_id}: shape {list(loaded_weight.shape)}; expected one matrix "
@@ -443,7 +442,7 @@ def _around_get_all_weights(
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, KTEPWrapperMethod):
-            return method.config.model.cold_names.without(weights)
+            return method.config.model.names_read_here.without(weights)
     return weights
 
 
@@ -469,7 +468,7 @@ def _activation(place: str, runner: Any) -> ExpertActivation:
     )
 
 
-def _refuse_layer(layer_idx: int, layer: Any, fused_beside_cold: bool) -> None:
+def _refuse_layer(layer_idx: int, layer: Any, fused_wrongly: bool) -> None:
     """ValueError for a kind of layer that the hybrid layer does not support."""
     for what, present in (
         (f"a layer of class {type(layer).__name__}", type(layer) is not fused_moe.FusedMoE),
@@ -477,7 +476,7 @@ def _refuse_layer(layer_idx: int, layer: Any, fused_beside_cold: bool) -> None:
         ("expert parallelism", layer.moe_ep_size > 1),
         (
             "fusing shared experts (despite --disable-shared-experts-fusion)",
-            fused_beside_cold,
+            fused_wrongly,
         ),
     ):
         if present:

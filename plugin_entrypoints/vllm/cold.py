@@ -38,7 +38,7 @@ class NoHotExperts(FusedMoEMethodBase):
         """vLLM 0.26 calls it under tensor parallelism if loading created no kernel."""
 
 
-def without_cold_weights(get_all_weights: Callable[..., Any]) -> Callable[..., Any]:
+def without_weights_read_here(get_all_weights: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps DefaultModelLoader.get_all_weights: the model does not get the weights of experts that
     kt-moe reads itself."""
 
@@ -47,7 +47,7 @@ def without_cold_weights(get_all_weights: Callable[..., Any]) -> Callable[..., A
         weights = get_all_weights(loader, model_config, model)
         for module in model.modules():
             if (hybrid := getattr(module, "kt_model", None)) is not None:
-                return hybrid.cold_names.without(weights)
+                return hybrid.names_read_here.without(weights)
         return weights
 
     return get

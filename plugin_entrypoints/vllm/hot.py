@@ -26,7 +26,7 @@ _ROUTES_IN_LARGE_BLOCKS = 16
 _INTERLEAVED = "swigluoai"  # the activation whose kernels expect rows of gate and up in turn
 
 
-class PackedExperts(FusedMoEMethodBase):
+class PackedHotMethod(FusedMoEMethodBase):
     """The method of a layer whose hot experts have 4 or 8 bits: vLLM's Triton and CUDA kernels for
     such weights and 16-bit activations.
 
@@ -160,10 +160,4 @@ def hold_dense(experts: Any) -> None:
 
 def _shape(experts: Any) -> HotShape:
     own, ranks = experts.kt_layer, experts.moe_config.moe_parallel_config
-    return HotShape(
-        own.placement.num_slots,
-        own.hidden_size,
-        own.moe_intermediate_size,
-        ranks.tp_rank,
-        ranks.tp_size,
-    )
+    return own.hot_shape(ranks.tp_rank, ranks.tp_size)

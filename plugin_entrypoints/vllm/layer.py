@@ -25,18 +25,14 @@ from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
-from ..common import slot_weights
+from ..common import MATRIX, instead_of_converting, slot_weights
 from ..contract import Arguments
 from .cold import NoHotExperts
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
-from .hot import ColdAsLast, PackedExperts, hold_dense
+from .hot import ColdAsLast, PackedHotMethod, hold_dense
 from .options import logger, options_of
 from .padding import Padding
 from .routes import SkipColdRoutes, products, repeat_hot_routes, skip_cold_routes
-
-# vLLM's names of matrices. Without a gate, the first of its two input matrices is up.
-_MATRIX = {True: {"w1": "gate", "w3": "up", "w2": "down"}, False: {"w1": "up", "w2": "down"}}
-
 
 _STEP_LIMIT = 7.0  # of vLLM's kernel for Step-3.5, which models do not give
 
@@ -90,8 +86,14 @@ class HybridExperts(RoutedExperts):
         layer = self.kt_layer
         if layer.placement.num_slots == 0 and layer.options.weight_path is not None:
             return NoHotExperts(moe_config)
-        if layer.placement.num_slots and layer.options.hot_format == PACKED:
-            return PackedExperts(moe_config, layer, self.kt_computes)
+        some_hot = layer.placement.num_slots > 0
+        if some_hot and layer.options.converts_hot and not layer.activation.gated:
+            raise ValueError(
+                f"kt: {prefix}: kt-moe converts the weights of hot experts in vLLM only if they "
+                f"have a gate; accepted: {instead_of_converting(layer.options)}"
+            )
+        if some_hot and layer.options.hot_format == PACKED:
+            return PackedHotMethod(moe_config, layer, self.kt_computes)
         if layer.options.reads_hot:
             return UnquantizedFusedMoEMethod(moe_config)
         return super()._get_quant_method(prefix, quant_config, moe_config)
@@ -99,7 +101,7 @@ class HybridExperts(RoutedExperts):
     def _check_method(self) -> None:
         layer = self.kt_layer
         unchanged = layer.placement.all_hot and not layer.adapted and not layer.recorded
-        if unchanged or isinstance(self.quant_method, (NoHotExperts, PackedExperts)):
+        if unchanged or isinstance(self.quant_method, (NoHotExperts, PackedHotMethod)):
             return
         if not isinstance(self.quant_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)):
             raise ValueError(
@@ -138,7 +140,7 @@ class HybridExperts(RoutedExperts):
                 after_loading(layer)
                 if not placement.all_hot:
                     self.kt_skip = self._skipping(placement.num_slots)
-                    if not isinstance(self.quant_method, PackedExperts):
+                    if not isinstance(self.quant_method, PackedHotMethod):
                         self.kt_layer.slot_weights = slot_weights(self)
             if self.kt_model.loaded:
                 self.kt_model.finish_loading()
@@ -156,7 +158,7 @@ class HybridExperts(RoutedExperts):
 
     def _skipping(self, slots: int) -> "SkipColdRoutes | ColdAsLast | None":
         """How the method's kernel skips cold routes; None if it computes every route."""
-        if isinstance(self.quant_method, PackedExperts):
+        if isinstance(self.quant_method, PackedHotMethod):
             return self.quant_method.cold
         return skip_cold_routes(self, slots)
 
@@ -196,7 +198,7 @@ class HybridExperts(RoutedExperts):
                 f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; expected one matrix of "
                 "one expert"
             )
-        which = _MATRIX[layer.activation.gated][shard_id]
+        which = MATRIX[layer.activation.gated][shard_id]
         slot = layer.slot_of(expert_id)
         if slot >= 0 and layer.keeps_hot:
             layer.add_weight(expert_id, which, loaded_weight)

@@ -35,7 +35,7 @@ def taken() -> Iterator[None]:
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from .cold import without_cold_weights
+    from .cold import without_weights_read_here
     from .layer import replacements, select_forward
 
     refuse_taken()
@@ -50,7 +50,7 @@ def taken() -> Iterator[None]:
     for name, replacement in ours.items():
         RoutedExperts.register_oot(replacement, name=name)
     MoERunner._select_forward = select_forward_with_kt
-    DefaultModelLoader.get_all_weights = without_cold_weights(get_all_weights)
+    DefaultModelLoader.get_all_weights = without_weights_read_here(get_all_weights)
     try:
         yield
     finally:

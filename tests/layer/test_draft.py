@@ -28,6 +28,7 @@ MODEL = {
     [
         ({"method": "AMXINT4", "num_gpu_experts": 2}, None, "AMXINT4", 2),
         ({"method": "BF16", "gpu_experts_ratio": 0.5}, "", "BF16", 3),
+        ({"method": "AMXINT4", "num_gpu_experts": E + 2}, None, "AMXINT4", E),  # it has fewer
         ({"method": "RAWINT4", "num_gpu_experts": 2}, None, "BF16", 2),  # BF16 weights arrive
         ({"method": "BF16", "gpu_experts_mask": "/mask"}, None, "BF16", 0),
         (

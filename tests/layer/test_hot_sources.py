@@ -79,7 +79,7 @@ def test_the_engine_delivers_the_hot_experts_of_a_16_bit_model(packed: Path) -> 
         moe_intermediate_size=I,
     )
     name = "model.layers.0.mlp.experts.{}.up_proj.weight"
-    assert name.format(4) in model.cold_names and name.format(3) not in model.cold_names
+    assert name.format(4) in model.names_read_here and name.format(3) not in model.names_read_here
     shape = HotShape(4, H, I)
     layer.hot = packed_hot(options, 0, layer.placement, shape, torch.bfloat16, torch.device("cpu"))
     torch.manual_seed(0)

@@ -107,20 +107,23 @@ def check_what_a_layer_may_be() -> None:
     cold experts these are refused, as is everything else that the CPU would not compute."""
     made: dict[str, Any] = {}
 
-    def create(hot: int, extra: Any = None, **changed: Any) -> kt_layer.KTEPWrapperMethod:
+    def create(
+        hot: int, extra: Any = None, given: Any = None, **changed: Any
+    ) -> kt_layer.KTEPWrapperMethod:
         layer = object.__new__(FusedMoE)
         torch.nn.Module.__init__(layer)
         layer.top_k, layer.num_fused_shared_experts = 3, 1
         layer.moe_tp_size, layer.moe_tp_rank, layer.moe_ep_size = 1, 0, 1
         layer.moe_runner_config = MoeRunnerConfig(layer_id=0, num_experts=9)
         for name, value in changed.items():
-            owner = layer.moe_runner_config if hasattr(layer.moe_runner_config, name) else layer
-            assert hasattr(owner, name), name
-            setattr(owner, name, value)
+            owners = [each for each in (layer, layer.moe_runner_config) if hasattr(each, name)]
+            assert owners, name
+            for owner in owners:
+                setattr(owner, name, value)
         method = object.__new__(kt_layer.KTEPWrapperMethod)
         method.gpu_method = SimpleNamespace(create_weights=lambda **given: made.update(given))
         method.config = kt_layer.LayerConfig(
-            HybridModel(KTOptions(method="BF16", num_gpu_experts=hot)), {}, 0, 16, 2
+            HybridModel(KTOptions(method="BF16", num_gpu_experts=hot, **given or {})), {}, 0, 16, 2
         )
         method.create_weights(layer, 9, 64, 32, torch.float32, weight_loader=create, **extra or {})
         return method
@@ -137,6 +140,14 @@ def check_what_a_layer_may_be() -> None:
     assert method.hybrid.placement == Placement.first(8, 8)
     assert made["num_experts"] == 9 and made["weight_loader"] is create, made
     assert "layer 0: fusing shared experts" in refusal(3)
+    read, packed = {"hot_format": "bf16", "weight_path": "/model"}, {"hot_format": "packed"}
+    for form in (read, packed):
+        assert "layer 0: fusing shared experts" in refusal(8, given=form)
+    apart = {"num_fused_shared_experts": 0, "activation": "gelu"}
+    assert refusal(9, given=read, **apart).endswith("; accepted: --kt-num-gpu-experts 0")
+    assert refusal(9, given=packed, **apart).endswith(
+        "; accepted: --kt-hot-format engine or --kt-num-gpu-experts 0"
+    )
     assert "layer 0: expert parallelism is not supported" in refusal(8, moe_ep_size=2)
     assert "layer 0: a layer of shared experts" in refusal(8, is_shared_fused_moe=True)
     for name, value, what in (

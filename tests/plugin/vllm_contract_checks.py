@@ -318,6 +318,29 @@ def check_other_experts() -> None:
         assert row_error(found.double(), want).max() < 5e-3, activation
 
 
+def check_hot_experts_without_a_gate() -> None:
+    """kt-moe does not convert them, and says so before anything is loaded."""
+    experts = object.__new__(hybrid.HybridExperts)
+    torch.nn.Module.__init__(experts)
+    for given, accepted in (
+        ({"hot_format": "bf16", "weight_path": "/model"}, "--kt-num-gpu-experts 0"),
+        ({"hot_format": "packed"}, "--kt-hot-format engine or --kt-num-gpu-experts 0"),
+    ):
+        experts.kt_layer = HybridLayer(
+            KTOptions(method="INT4_G32", num_gpu_experts=2, **given),
+            layer_idx=3,
+            num_experts=4,
+            num_experts_per_tok=2,
+            hidden_size=64,
+            moe_intermediate_size=32,
+            activation=ExpertActivation("relu2", gated=False),
+            has_cpu_part=False,
+        )
+        found = error_of(experts._get_quant_method, "layers.3", None, None)
+        assert found.startswith("kt: layers.3: kt-moe converts") and "a gate; " in found, found
+        assert found.endswith(f"accepted: {accepted}"), found
+
+
 def check_sums_left_to_the_model_are_refused() -> None:
     """They are refused when vLLM's kernel does not return sums."""
     unfinished = UnfinalizedMoEOutput(*(torch.ones(2) for _ in range(3)))

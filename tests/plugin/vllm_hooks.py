@@ -15,6 +15,7 @@ if __name__ == "__main__":
     contract.check_an_empty_quantization_config()
     contract.check_layers_are_refused()
     contract.check_other_experts()
+    contract.check_hot_experts_without_a_gate()
     contract.check_sums_left_to_the_model_are_refused()
     contract.check_a_renamed_function_stops_a_start()
     contract.check_workers_without_the_plugin_stop_a_start()

@@ -19,7 +19,7 @@ import torch
 import vllm.model_executor.layers.fused_moe  # noqa: F401
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from kt_kernel.plugin_entrypoints.vllm.hot import PackedExperts
+from kt_kernel.plugin_entrypoints.vllm.hot import PackedHotMethod
 from kt_kernel.plugin_entrypoints.vllm.routes import products
 from kt_kernel.serving.hot_packed import GroupedHot, PackedHot, RowHot
 from kt_kernel.serving.hot_weights import HotShape
@@ -34,7 +34,7 @@ CASES = [(INT4_GROUP, 32), (INT4_GROUP, 128), (INT4_ZERO, 32), (INT4_ZERO, 128),
 
 def method(hot: PackedHot) -> Any:
     """The plugin's method with these experts, without a layer of vLLM."""
-    made: Any = object.__new__(PackedExperts)
+    made: Any = object.__new__(PackedHotMethod)
     made._hot = hot
     made.process_weights_after_loading(None)
     return made

@@ -19,8 +19,9 @@ _UNQUANTISED = "BF16"
 def draft_options(options: KTOptions, quantisation: str | None) -> KTOptions:
     """The options for a draft model's experts.
 
-    - As many experts of a layer are hot as in the served model: the first ones, because masks and
-      statistics are those of the served model. With a mask, none is hot.
+    - As many experts of a layer are hot as in the served model, or all if a draft's layer has
+      fewer: the first ones, because masks and statistics are those of the served model. With a
+      mask, none is hot.
     - The engine delivers the weights of the cold ones, so a method that keeps quantised values is
       replaced by BF16.
     - All experts of a quantised draft model are hot: its single tensors mean nothing to kt-moe, and

@@ -26,7 +26,7 @@ from .activations import SILU
 from .adapter import FLAG, LayerMerge
 from .cache import ModelCache
 from .cold_loading import ColdLoading
-from .hot_weights import HotWeights, read_hot
+from .hot_weights import HotShape, HotWeights, read_hot
 from .option_table import AUTO, OptionError
 from .options import KTOptions
 from .placement import initial_placement
@@ -290,6 +290,11 @@ class HybridLayer:
             return tensor
         merged = self._merge.merged(expert_id, which, tensor)
         return tensor if merged is tensor else merged.to(dtype)
+
+    def hot_shape(self, rank: int, ranks: int) -> HotShape:
+        """Of the hot experts on a rank of tensor parallelism."""
+        sizes = self.hidden_size, self.moe_intermediate_size
+        return HotShape(self._placement.num_slots, *sizes, rank, ranks)
 
     def put_hot(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
         """Takes one matrix of a hot expert whose tensors kt-moe fills (``hot``). An adapter is

@@ -1,6 +1,7 @@
 """The MoE layers of one model: what they share, and what is logged about them."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from ..weights.loading import LoadRecord
 from .adapter import open_adapter
 from .cache import ModelCache
 from .cache_start import NoCache, describe, start_cache
-from .cold_names import ColdNames
 from .hybrid import HybridLayer
 from .model_config import routed_model, size_of
 from .moving import refusal
+from .names_read_here import NamesReadHere
 from .option_table import AUTO
 from .options import KTOptions
 from .placement import PlacementPlan, initial_placement, plan_placement
@@ -55,9 +56,12 @@ class HybridModel:
 
     def placement_of(self, layer_idx: int, num_experts: int) -> Placement:
         """The placement at the start of a layer. Raises OptionError if the options do not fit."""
-        if self.plan is None:
-            return initial_placement(self.options, num_experts, layer_idx)
-        return self.plan.of(layer_idx)
+        if self.plan is not None:
+            return self.plan.of(layer_idx)
+        options, number = self.options, self.options.num_gpu_experts
+        if self.draft and number is not None:  # of the served model, which may have more experts
+            options = replace(options, num_gpu_experts=min(number, num_experts))
+        return initial_placement(options, num_experts, layer_idx)
 
     def add_layer(self, **shape: Any) -> HybridLayer:
         """Creates the next layer; the keywords are those of HybridLayer."""
@@ -77,15 +81,15 @@ class HybridModel:
         return layer
 
     @property
-    def cold_names(self) -> ColdNames:
+    def names_read_here(self) -> NamesReadHere:
         """The tensors of the served checkpoint that the engine must not load: those of cold
         experts, if they are read from --kt-weight-path, and of hot ones if these are, too."""
         if self.options.weight_path is None:
-            return ColdNames({})
+            return NamesReadHere({})
         placements = {layer.layer_idx: layer.placement for layer in self.layers}
         if self.options.reads_hot:
             placements = {n: Placement.first(p.num_experts, 0) for n, p in placements.items()}
-        return ColdNames(placements)
+        return NamesReadHere(placements)
 
     @property
     def loaded(self) -> bool:

@@ -197,11 +197,17 @@ class KTOptions:
         return None
 
     @property
+    def converts_hot(self) -> bool:
+        """Whether kt-moe fills the engine's tensors of hot experts, from files or from what the
+        engine delivers."""
+        return self.hot_format in (BF16, PACKED)
+
+    @property
     def reads_hot(self) -> bool:
         """Whether kt-moe reads the hot experts, too, instead of the engine. Opens the weight path
         if they are packed: `hot_format` admits files without readable values only where the engine
         delivers the hot experts."""
-        if self.weight_path is None or self.hot_format not in (BF16, PACKED):
+        if self.weight_path is None or not self.converts_hot:
             return False
         from ..checkpoint import open_checkpoint  # only workers need it
 
@@ -228,7 +234,7 @@ class KTOptions:
         if self.gpu_experts_mask is not None:
             return f"of {self.gpu_experts_mask}"
         of = f", {self.strategy}" + (f" by {self.expert_stats}" if self.expert_stats else "")
-        if self.hot_format in (BF16, PACKED):
+        if self.converts_hot:
             of += f", {'packed' if self.hot_format == PACKED else 'in 16 bits'}"
         if self.gpu_experts_ratio is not None:
             return f"{self.gpu_experts_ratio:.1%} of all{of}"

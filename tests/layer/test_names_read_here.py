@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kt_kernel.moe.placement import Placement
-from kt_kernel.serving.cold_names import ColdNames
+from kt_kernel.serving.names_read_here import NamesReadHere
 
-NAMES = ColdNames({1: Placement.first(8, 2), 3: Placement.first(8, 0)})
+NAMES = NamesReadHere({1: Placement.first(8, 2), 3: Placement.first(8, 0)})
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_weights_are_not_read() -> None:
     """The engine's iterator keeps its order and its tensors."""
     given = [("model.norm.weight", 1), ("layers.3.ffn.experts.0.w1.weight", 2), ("lm_head", 3)]
     assert list(NAMES.without(iter(given))) == [given[0], given[2]]
-    assert list(ColdNames({}).without(given)) == given
+    assert list(NamesReadHere({}).without(given)) == given

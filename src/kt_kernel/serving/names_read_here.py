@@ -1,4 +1,5 @@
-"""Which tensors of a served checkpoint belong to cold experts alone, by their names.
+"""Which tensors of a served checkpoint belong to experts that kt-moe reads itself, by their names:
+cold ones, and hot ones where kt-moe converts them from files.
 
 An engine must not load them: it has no place for them, and reading them would take as long as
 reading the model twice. Independent of the engines.
@@ -23,15 +24,16 @@ _NUMBER = re.compile(r"(?:(?:gate|up|down)_proj\.)?(\d{1,9})\.")
 _STACK = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13)(?![a-z0-9])")
 
 
-class ColdNames:
-    """placements: of the layers whose cold experts are read by kt-moe, by layer number."""
+class NamesReadHere:
+    """placements: of the layers whose experts kt-moe reads, by layer number. It reads the cold ones
+    of a placement, so a layer whose hot experts it reads, too, has a placement without any."""
 
     def __init__(self, placements: Mapping[int, Placement]) -> None:
         self._placements = dict(placements)
 
     def __contains__(self, name: str) -> bool:
-        """Whether a tensor holds cold experts and nothing else. A tensor with all experts of a
-        layer does only if all of them are cold."""
+        """Whether a tensor holds experts that kt-moe reads, and nothing else. A tensor with all
+        experts of a layer does only if kt-moe reads all of them."""
         match = _EXPERTS.search(name)
         placement = self._placements.get(int(match[1])) if match else None
         if match is None or placement is None:
