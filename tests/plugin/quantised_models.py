@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from safetensors_files import FORMATS, SYMMETRIC_GPTQ, Format, expert_tensors
 from tiny_model import LAYERS, Reference, make
 
+from kt_kernel.conversion import Request, convert, make_plan
 from kt_kernel.testing import quantise_weights
 
 SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "head_dim": 64}  # 64: for SGLang's kernels
@@ -75,15 +76,20 @@ PLAIN, PLAIN_METHOD = "unquantised", "INT4_G32"  # a model of 16 bits, and what 
 
 @dataclass(frozen=True)
 class Served:
-    """A model served with some hot experts, stored on the device as --kt-hot-format ``form``."""
+    """A model served with some hot experts, stored on the device as --kt-hot-format ``form``.
+
+    cold_packed: its cold experts come from a packed directory.
+    """
 
     model: str
     hot: int = 0
     form: str = "auto"
+    cold_packed: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.hot} hot ({self.form})"
+        cold = ", cold packed" * self.cold_packed
+        return f"{self.model}, {self.hot} hot ({self.form}){cold}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -114,6 +120,14 @@ def make_quantised(path: Path, name: str) -> Weights:
     config["quantization_config"] = (form.quantization or {}) | SETTINGS[name]
     (path / "config.json").write_text(json.dumps(config))
     return weights
+
+
+def pack(path: Path) -> str:
+    """Packs the experts of the unquantised model beside it, once; returns the directory."""
+    packed = path.with_name(f"{path.name} packed")
+    if not packed.exists():
+        convert(make_plan(Request(str(path), str(packed), PLAIN_METHOD, scale_search=False)))
+    return str(packed)
 
 
 def put(reference: Reference, weights: Weights) -> None:

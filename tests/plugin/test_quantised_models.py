@@ -21,7 +21,7 @@ import torch
 from engines import TIMEOUT, Answers, check_refused
 from expert_weights import Weights
 from gpt_oss_model import GptOssReference, Stacks, check_gpt_oss, make_gpt_oss
-from quantised_models import PLAIN, SETTINGS, SIZES, Served, make_quantised, put
+from quantised_models import PLAIN, SETTINGS, SIZES, Served, make_quantised, pack, put
 from repositories import keep
 from tiny_model import EXPERTS, LAYERS, TOP_K, Reference, computed_tokens, make, spread_prompts
 
@@ -38,12 +38,14 @@ RUNS = {
         Served("W8A8", 3, "packed"),
         Served("RAWINT4", EXPERTS, "packed"),
         Served(PLAIN, 3, "packed"),
+        Served(PLAIN, 3, "packed", cold_packed=True),
     ],
     "sglang": [
         *map(Served, ("FP8", "RAWINT4")),
         Served("NVFP4", 3),
         Served("W8A8", 3, "packed"),
         Served(PLAIN, 3, "packed"),
+        Served(PLAIN, 3, "packed", cold_packed=True),
     ],
 }
 REFUSED = Served("AWQ_INT4", 1, "engine")
@@ -99,10 +101,13 @@ def _job(
     runs = []
     for one in (*RUNS[engine], REFUSED):
         path = REPOSITORY if one.model == CACHED else str(models(one.model)[0])
+        options = one.options
+        if one.cold_packed:
+            options["weight_path"] = pack(models(one.model)[0])
         if engine == "vllm":
-            more: dict[str, Any] = {"kt": one.options}
+            more: dict[str, Any] = {"kt": options}
         else:
-            more = {"config": json.dumps(one.options)}
+            more = {"config": json.dumps(options)}
         runs.append({"name": one.name, "model": path} | more)
     for hot in GPT_OSS_HOT if engine == "vllm" else ():
         kt = {"num_gpu_experts": hot, "allow_untested": True}
