@@ -67,8 +67,8 @@ def test_refused(options: dict[str, Any], changes: dict[str, Any], line: str) ->
     ("changes", "line"),
     [
         ({"num_experts": 8}, "the last of 16 experts"),
-        ({"hidden_size": 128}, "has shape [256, 128]; expected [128, 128]"),
-        ({"moe_intermediate_size": 96}, "has shape [256, 128]; expected [256, 96]"),
+        ({"hidden_size": 128}, "has shape [128, 256]; expected [128, 128]"),
+        ({"moe_intermediate_size": 96}, "has shape [128, 256]; expected [96, 256]"),
         ({"num_hidden_layers": 9}, "layer 8 has no experts; layers with experts: 0-7"),
     ],
 )
