@@ -1,21 +1,17 @@
 """The contract with vLLM: everything that the plugin relies on. See ``../contract.py``.
 
-This is the file to read, and to change, for a new release of vLLM.
+This is the file to read, and to change, for a new release of vLLM, with `expert_contract` (the
+experts' arguments) and `settings_contract` (settings that are refused).
 """
 
 from ..common import (
-    ALLOW_UNTESTED,
     HOLDS_A_PART,
     KEEPS_MEMORY,
     KEEPS_WEIGHTS,
-    LOAD_FORMATS,
-    NO_EXCHANGE,
     NO_LORA,
-    NO_LORA_OPTION,
     NO_SCALING,
-    SINGLE_RANK,
 )
-from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
+from ..contract import Attributes, Contract, Name, Operation, Operations
 from .expert_contract import (
     EXPERT_ARGUMENTS,
     EXPERT_CONFIG,
@@ -24,9 +20,8 @@ from .expert_contract import (
     LAYERS,
     MOE_CONFIG,
 )
+from .settings_contract import REFUSED
 
-_TOGETHER = "not supported with kt options yet"
-_PLACES = "both settings decide where weights are kept"
 _MORE_WORK = "padding is computed like tokens"
 _PROBES = "serves small models of a class and reads their log-probabilities"
 _NO_PROBE = "kt model check does not work"
@@ -416,48 +411,6 @@ ATTRIBUTES = (
         ("attn_type",),
         "the output of an encoder has no slots",
         without=_MORE_WORK,
-    ),
-)
-# Checked on the finished configuration.
-REFUSED = (
-    Refusal("device_config.device_type", ("cuda", "cpu"), "kt-moe supports CUDA devices and CPUs"),
-    Refusal("parallel_config.pipeline_parallel_size", (1,), SINGLE_RANK),
-    Refusal("parallel_config.data_parallel_size", (1,), SINGLE_RANK),
-    Refusal("parallel_config.prefill_context_parallel_size", (1,), SINGLE_RANK),
-    Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),
-    Refusal("parallel_config.use_sequence_parallel_moe", (False,), _TOGETHER),
-    Refusal("parallel_config.enable_elastic_ep", (False,), _TOGETHER),
-    Refusal("parallel_config.enable_eplb", (False,), _TOGETHER),
-    Refusal("parallel_config.enable_dbo", (False,), _TOGETHER),
-    Refusal("parallel_config.ubatch_size", (0, 1), _TOGETHER),
-    Refusal("lora_config", (None,), NO_LORA_OPTION, "--enable-lora"),
-    Refusal("weight_transfer_config", (None,), NO_EXCHANGE),
-    Refusal("model_config.enable_sleep_mode", (False,), NO_EXCHANGE),
-    Refusal(
-        "model_config.model_impl",
-        ("auto", "vllm", "transformers"),
-        "only vLLM's and transformers' model code is supported",
-    ),
-    Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
-    Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
-    Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
-    Refusal("load_config.load_format", LOAD_FORMATS, "cold experts need their weights one by one"),
-)
-# Checked with --speculative-config. A draft model's experts are those of `kt_kernel.serving.draft`.
-REFUSED_SPECULATION = (
-    Refusal(
-        "speculative_config.method",
-        ("ngram", "eagle", "eagle3", "mtp"),
-        "this method of speculative decoding is not supported with kt options",
-        "--speculative-config",
-    ),
-)
-UNTESTED_SPECULATION = (  # unless --kt-allow-untested is given
-    Refusal(
-        "speculative_config.method",
-        ("ngram", "mtp"),
-        f"this method of speculative decoding was not tested with kt options; {ALLOW_UNTESTED}",
-        "--speculative-config",
     ),
 )
 # Methods of both kinds of engine that leave weights alone.

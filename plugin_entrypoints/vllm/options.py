@@ -12,7 +12,8 @@ from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 
 from ..common import choose, refuse_class, refuse_streaming
-from .contract import CONTRACT, REFUSED_SPECULATION, UNTESTED_SPECULATION
+from .contract import CONTRACT
+from .settings_contract import REFUSED_SPECULATION, UNTESTED_SPECULATION
 
 CONFIG_KEY = "kt"
 

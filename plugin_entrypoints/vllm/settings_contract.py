@@ -1,0 +1,50 @@
+"""The settings of vLLM that kt options do not go with. A part of the contract, see `contract`."""
+
+from ..common import ALLOW_UNTESTED, LOAD_FORMATS, NO_EXCHANGE, NO_LORA_OPTION, SINGLE_RANK
+from ..contract import Refusal
+
+_TOGETHER = "not supported with kt options yet"
+_PLACES = "both settings decide where weights are kept"
+
+# Checked on the finished configuration.
+REFUSED = (
+    Refusal("device_config.device_type", ("cuda", "cpu"), "kt-moe supports CUDA devices and CPUs"),
+    Refusal("parallel_config.pipeline_parallel_size", (1,), SINGLE_RANK),
+    Refusal("parallel_config.data_parallel_size", (1,), SINGLE_RANK),
+    Refusal("parallel_config.prefill_context_parallel_size", (1,), SINGLE_RANK),
+    Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),
+    Refusal("parallel_config.use_sequence_parallel_moe", (False,), _TOGETHER),
+    Refusal("parallel_config.enable_elastic_ep", (False,), _TOGETHER),
+    Refusal("parallel_config.enable_eplb", (False,), _TOGETHER),
+    Refusal("parallel_config.enable_dbo", (False,), _TOGETHER),
+    Refusal("parallel_config.ubatch_size", (0, 1), _TOGETHER),
+    Refusal("lora_config", (None,), NO_LORA_OPTION, "--enable-lora"),
+    Refusal("weight_transfer_config", (None,), NO_EXCHANGE),
+    Refusal("model_config.enable_sleep_mode", (False,), NO_EXCHANGE),
+    Refusal(
+        "model_config.model_impl",
+        ("auto", "vllm", "transformers"),
+        "only vLLM's and transformers' model code is supported",
+    ),
+    Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
+    Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
+    Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
+    Refusal("load_config.load_format", LOAD_FORMATS, "cold experts need their weights one by one"),
+)
+# Checked with --speculative-config. A draft model's experts are those of `kt_kernel.serving.draft`.
+REFUSED_SPECULATION = (
+    Refusal(
+        "speculative_config.method",
+        ("ngram", "eagle", "eagle3", "mtp"),
+        "this method of speculative decoding is not supported with kt options",
+        "--speculative-config",
+    ),
+)
+UNTESTED_SPECULATION = (  # unless --kt-allow-untested is given
+    Refusal(
+        "speculative_config.method",
+        ("ngram", "mtp"),
+        f"this method of speculative decoding was not tested with kt options; {ALLOW_UNTESTED}",
+        "--speculative-config",
+    ),
+)
