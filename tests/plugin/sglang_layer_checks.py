@@ -174,11 +174,13 @@ def check_what_a_layer_may_be() -> None:
         assert create(8, **given).hybrid.activation == expected, given
     new = refusal(8, {"sparsity": 0.5})
     assert new.startswith("layer 0: KTEPWrapperMethod has sparsity=0.5, which kt-moe"), new
-    kt_hot.refuse_activation("layer 0", SILU, False, True)
     # SGLang can keep the weights that it delivers, and has none that kt-moe reads.
-    for reads_hot, accepted in ((True, ""), (False, "--kt-hot-format engine, ")):
+    layer = SimpleNamespace(layer_idx=0, activation=SILU, options=SimpleNamespace(reads_hot=True))
+    kt_hot.refuse_activation(layer, False)
+    layer.activation = ExpertActivation("gelu")
+    for layer.options.reads_hot, accepted in ((True, ""), (False, "--kt-hot-format engine or ")):
         try:
-            kt_hot.refuse_activation("layer 0", ExpertActivation("gelu"), False, reads_hot)
+            kt_hot.refuse_activation(layer, False)
         except ValueError as error:
             assert str(error).endswith(f"; accepted: {accepted}--kt-num-gpu-experts 0"), error
         else:

@@ -157,7 +157,6 @@ def answers(
         {"name": "lora", "kt": some, "engine": {"enable_lora": True}},
         {"name": "dummy", "kt": some, "engine": {"load_format": "dummy"}},
         {"name": "offload", "kt": some, "engine": {"cpu_offload_gb": 1}},
-        {"name": "terratorch", "kt": some, "engine": {"model_impl": "terratorch"}},
         {
             "name": "class",
             "kt": some,
@@ -360,7 +359,6 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
             "adapter in FP8",
             "--kt-expert-lora-path: method FP8 keeps the checkpoint's quantised values",
         ),
-        ("terratorch", "--model-impl terratorch: only vLLM's and transformers' model code is"),
         ("broken", f"StartError: kt: error: {{path}}: {broken_checkpoint.LINE}"),
         ("class", "model class BailingMoeForCausalLM was not tested with kt-moe"),
     ],

@@ -41,7 +41,7 @@ struct Arrays {
     ids = batch.ids;
   }
   kt::TrainingForwardArgs forward() {
-    return {x.data(), ids.data(), weights.data(), out.data(), tokens, 1};
+    return {x.data(), ids.data(), weights.data(), out.data(), tokens, 1, true};
   }
   kt::TrainingBackwardArgs backward() {
     kt::TrainingBackwardArgs args{grad_out.data(), grad_in.data(), grad_weights.data(), {}};
