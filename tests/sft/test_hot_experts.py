@@ -156,7 +156,7 @@ def test_they_move_with_the_model_and_are_not_saved():
     model, modules = wrapped(gpu_experts_masks=MASK, lora_device="cpu")
     (module,) = modules.values()
     assert not any(".hot." in name for name in model.state_dict())
-    assert "4 (2 on the GPU)" in repr(module).replace("experts=", "")
+    assert "4 (2 hot)" in repr(module).replace("experts=", "")
     model.to("meta")
     assert module.hot.gate_proj.is_meta and module.hot.gate_proj.shape == (2, 32, 32)
     assert module.lora_parameters()["up_lora_a"].device.type == "cpu"
