@@ -174,18 +174,15 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             if slot < 0:
                 hybrid.add_weight(expert_id, which, loaded_weight)
                 return
-            if hybrid.keeps_hot:
-                hybrid.add_weight(expert_id, which, loaded_weight)
-            if hybrid.hot is not None:
-                hybrid.put_hot(expert_id, which, loaded_weight)
+            given = hybrid.deliver_hot(expert_id, which, loaded_weight, param.dtype)
+            if given is None:
                 return
-            loaded_weight = hybrid.hot_weight(expert_id, which, loaded_weight, param.dtype)
             if all_hot:
-                original(param, loaded_weight, weight_name, shard_id, expert_id)
+                original(param, given, weight_name, shard_id, expert_id)
                 return
             layer._weight_loader_impl(
                 param=param,
-                loaded_weight=loaded_weight,
+                loaded_weight=given,
                 weight_name=weight_name,
                 shard_id=shard_id,
                 expert_id=slot,
@@ -204,12 +201,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             self.hybrid.slot_weights = slot_weights(layer)
         model = self.config.model
         if model.loaded:
-            model.finish_loading()
             device = next(layer.parameters()).device
             side = engine_side(resolved(get_server_args()))
-            if line := model.start_streaming(device, self.dtype, side):
-                _logger.info(line)
-            if line := model.start_cache(device):
+            for line in model.start(device, self.dtype, side):
                 _logger.info(line)
             failure.confirm()
             watch(model, _logger)
@@ -270,8 +264,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         return StandardCombineInput(hidden_states=total)
 
     def _padding(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The mask of padding rows. A draft model has none: the masks are those of the served
-        model's graphs, and a draft model's are filled elsewhere."""
+        """The mask of padding rows. None for a draft model: the masks belong to the served model's
+        graphs."""
         return None if self.config.model.draft else padding.masks.of(x)
 
     def _routes(self, dispatch_output: Any) -> Any:

@@ -140,14 +140,10 @@ class HybridExperts(RoutedExperts):
                 after_loading(layer)
                 if not placement.all_hot:
                     self.kt_skip = self._skipping(placement.num_slots)
-                    if not isinstance(self.quant_method, PackedHotMethod):
-                        self.kt_layer.slot_weights = slot_weights(self)
+                    self.kt_layer.slot_weights = slot_weights(self)
             if self.kt_model.loaded:
-                self.kt_model.finish_loading()
                 device = next(chain(self.parameters(), self.buffers())).device
-                if line := self.kt_model.start_streaming(device, dtype, engine):
-                    logger.info(line)
-                if line := self.kt_model.start_cache(device):
+                for line in self.kt_model.start(device, dtype, engine):
                     logger.info(line)
                 watch(self.kt_model, logger)
 
@@ -199,19 +195,13 @@ class HybridExperts(RoutedExperts):
                 "one expert"
             )
         which = MATRIX[layer.activation.gated][shard_id]
-        slot = layer.slot_of(expert_id)
-        if slot >= 0 and layer.keeps_hot:
+        if layer.slot_of(expert_id) < 0:
             layer.add_weight(expert_id, which, loaded_weight)
-        if slot >= 0 and layer.hot is not None:
-            layer.put_hot(expert_id, which, loaded_weight)
             return True if return_success else None
-        if slot >= 0:
-            loaded_weight = layer.hot_weight(expert_id, which, loaded_weight, param.dtype)
-            return super().weight_loader(
-                param, loaded_weight, weight_name, shard_id, expert_id, return_success
-            )
-        layer.add_weight(expert_id, which, loaded_weight)
-        return True if return_success else None
+        given = layer.deliver_hot(expert_id, which, loaded_weight, param.dtype)
+        if given is None:
+            return True if return_success else None
+        return super().weight_loader(param, given, weight_name, shard_id, expert_id, return_success)
 
     # vLLM reads it from the function.
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]

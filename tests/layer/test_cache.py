@@ -80,6 +80,16 @@ def answer(layer: HybridLayer, engine: Any, x: Any, ids: Any, router: Any, **mor
     return layer.collect(x, products(x, slots, weights, *engine))
 
 
+def check_sums(model: HybridModel, cold: HybridModel, engine: Any, inputs: Any) -> None:
+    """Each layer's sum is that of the same layer in a model with all experts cold."""
+    for layer, alone, held in zip(model.layers, cold.layers, engine, strict=True):
+        alone.submit(*inputs)
+        want = alone.collect(inputs[0]).double()
+        real = want.abs().sum(-1) > 0
+        found = answer(layer, held, *inputs)
+        assert row_error(found[real], want[real]).max() < 0.02
+
+
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(number)
     tokens = (1, 7, 40)[number % 3]
@@ -152,12 +162,7 @@ def test_experts_move_at_every_batch_and_nothing_changes(
     placements = set()
     for number in range(30):
         inputs = batch(number)
-        for layer, alone, held in zip(model.layers, cold.layers, engine, strict=True):
-            alone.submit(*inputs)
-            want = alone.collect(inputs[0]).double()
-            real = want.abs().sum(-1) > 0
-            found = answer(layer, held, *inputs)
-            assert row_error(found[real], want[real]).max() < 0.02
+        check_sums(model, cold, engine, inputs)
         placements.add(model.layers[0].current_placement)
     assert len(placements) > 10 and cache.counters.cache_uploads > 20
     # One of a token's two experts lost, or computed twice.
@@ -206,15 +211,10 @@ def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> Non
     try:
         for number in range(150):
             inputs = batch(number)
-            for layer, alone, held in zip(model.layers, cold.layers, engine, strict=True):
-                alone.submit(*inputs)
-                want = alone.collect(inputs[0]).double()
-                real = want.abs().sum(-1) > 0
-                found = answer(layer, held, *inputs)
-                assert row_error(found[real], want[real]).max() < 0.02, number
+            check_sums(model, cold, engine, inputs)
         assert thread.is_alive() and cache.counters.cache_uploads > 100
     finally:
-        del model, layer
+        del model
         gc.collect()
         thread.join(5)
     assert not thread.is_alive() and cache not in caches._caches
@@ -292,12 +292,7 @@ def test_beside_streaming(weights, restless, monkeypatch, all_streamed: bool) ->
     monkeypatch.setattr(HybridLayer, "_cold_experts", ahead)
     for number in range(9):
         inputs = batch(number)
-        for layer, alone, held in zip(model.layers, cold.layers, engine, strict=True):
-            alone.submit(*inputs)
-            want = alone.collect(inputs[0]).double()
-            real = want.abs().sum(-1) > 0
-            found = answer(layer, held, *inputs)
-            assert row_error(found[real], want[real]).max() < 0.02
+        check_sums(model, cold, engine, inputs)
     assert model.stats()["streamed_experts"] and cache.counters.cache_uploads > 5
 
 

@@ -1,4 +1,4 @@
-"""Takes the weights of a layer's cold experts as an engine delivers them, and packs them."""
+"""The weights of a layer's cold experts: packs what an engine delivers, and checks files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from ..checkpoint import open_checkpoint
 from ..moe.inference import InferenceMoEWrapper
 from ..runtime.forks import per_process
+from ..weights.expert_tensors import BIASES
+from .options import KTOptions
 
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -81,3 +84,20 @@ class ColdLoading:
                 + "; ".join(missing[:8])
                 + (f"; and {len(missing) - 8} more experts" if len(missing) > 8 else "")
             )
+
+
+def check_biases(
+    options: KTOptions, layer_idx: int, sizes: tuple[int, int, int], has_bias: bool
+) -> None:
+    """Raises ValueError if the files of --kt-weight-path have biases and the model does not, or the
+    reverse. sizes: E, H and I."""
+    path = options.weight_path
+    assert path is not None
+    with open_checkpoint(path).each_expert(layer_idx, *sizes, (), options.method) as stream:
+        stored = any(name in stream.fields for name in BIASES)
+    if stored != has_bias:
+        raise ValueError(
+            f"{path}: the experts of layer {layer_idx} have "
+            f"{'biases' if stored else 'no biases'} there, and the model's have "
+            f"{'biases' if has_bias else 'none'}; it is the checkpoint of another model"
+        )

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..adapter.changes import LayerChange
-from ..checkpoint import open_checkpoint
 from ..device.streaming.experts import PackedExperts
 from ..experts import KTMoEWrapper
 from ..moe.activation import ExpertActivation
@@ -20,12 +19,12 @@ from ..moe.placement import Placement
 from ..moe.routing import hot_routes, need_padding
 from ..runtime.streams import on_stream
 from ..runtime.text import bracketed, ranges
-from ..weights.expert_tensors import BIASES, matrix_shapes
+from ..weights.expert_tensors import matrix_shapes
 from ..weights.loading import LoadRecord
 from .activations import SILU
 from .adapter import FLAG, LayerMerge
 from .cache import ModelCache
-from .cold_loading import ColdLoading
+from .cold_loading import ColdLoading, check_biases
 from .hot_weights import HotShape, HotWeights, read_hot
 from .option_table import AUTO, OptionError
 from .options import KTOptions
@@ -187,7 +186,7 @@ class HybridLayer:
         return cache.layers[number].slots.placement()
 
     def _cold_experts(self) -> Sequence[int]:
-        """As `current_placement`, without checking it."""
+        """The cold experts of `current_placement`, without building a `Placement`."""
         if self._cache is None:
             return self._placement.cold_experts
         cache, number = self._cache
@@ -292,7 +291,7 @@ class HybridLayer:
         return tensor if merged is tensor else merged.to(dtype)
 
     def hot_shape(self, rank: int, ranks: int) -> HotShape:
-        """Of the hot experts on a rank of tensor parallelism."""
+        """The sizes of the hot experts on a rank of tensor parallelism."""
         sizes = self.hidden_size, self.moe_intermediate_size
         return HotShape(self._placement.num_slots, *sizes, rank, ranks)
 
@@ -302,6 +301,19 @@ class HybridLayer:
         assert self.hot is not None
         merged = self.hot_weight(expert_id, which, tensor, torch.float32)
         self.hot.put(self.slot_of(expert_id), which, merged)
+
+    def deliver_hot(
+        self, expert_id: int, which: str, tensor: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Takes one matrix of a hot expert from an engine's loader, for the CPU as well if it
+        `keeps_hot`. Returns what the engine loads, see `hot_weight`; None if kt-moe fills the
+        engine's tensors (``hot``)."""
+        if self.keeps_hot:
+            self.add_weight(expert_id, which, tensor)
+        if self.hot is not None:
+            self.put_hot(expert_id, which, tensor)
+            return None
+        return self.hot_weight(expert_id, which, tensor, dtype)
 
     def add_weight(self, expert_id: int, which: str, tensor: torch.Tensor) -> None:
         """Takes one matrix of a cold expert (copied; any device; bf16, fp16 or fp32).
@@ -358,27 +370,15 @@ class HybridLayer:
 
     def _finish_cold(self, wrapper: InferenceMoEWrapper) -> None:
         if self.options.weight_path is not None:
-            self._check_biases(self.options.weight_path)
+            inter, hidden = self._shapes["gate"]
+            sizes = self.num_experts, hidden, inter
+            check_biases(self.options, self.layer_idx, sizes, self._has_bias)
             wrapper.load_weights(torch.arange(self.num_experts, device="cpu"))
         else:
             assert self._loading is not None
             on_gpu = self._not_on_cpu.tolist()
             self._loading.check_complete([e for e, there in enumerate(on_gpu) if not there])
             wrapper.finish_loading()
-
-    def _check_biases(self, path: str) -> None:
-        """Raises ValueError if the files have biases and the model does not, or the reverse."""
-        inter, hidden = self._shapes["gate"]
-        with open_checkpoint(path).each_expert(
-            self.layer_idx, self.num_experts, hidden, inter, (), self.options.method
-        ) as stream:
-            stored = any(name in stream.fields for name in BIASES)
-        if stored != self._has_bias:
-            raise ValueError(
-                f"{path}: the experts of layer {self.layer_idx} have "
-                f"{'biases' if stored else 'no biases'} there, and the model's have "
-                f"{'biases' if self._has_bias else 'none'}; it is the checkpoint of another model"
-            )
 
     @property
     def wrapper(self) -> InferenceMoEWrapper:

@@ -107,6 +107,16 @@ class HybridModel:
         if self.recording is not None and self.recording.layers:
             self.recording.start(self)
 
+    def start(self, device: torch.device, dtype: torch.dtype, engine: EngineSide) -> list[str]:
+        """Ends loading and prepares streaming and the live cache, once all layers are loaded.
+
+        Returns lines for the log. Raises what `finish_loading`, `start_streaming` and `start_cache`
+        raise.
+        """
+        self.finish_loading()
+        lines = self.start_streaming(device, dtype, engine), self.start_cache(device)
+        return [line for line in lines if line is not None]
+
     def start_streaming(
         self, device: torch.device, dtype: torch.dtype, engine: EngineSide
     ) -> str | None:

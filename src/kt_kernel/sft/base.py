@@ -274,15 +274,15 @@ class BaseSFTMoEWrapper(LoraWeights):
     ) -> Saved | None:
         """Fills ``batch.out``; returns what was saved. Calls ``meanwhile`` while the experts are
         being computed. drop: whether dropout is on; None: if the pass is saved."""
-        if meanwhile is None and len(batch.x):
-            self._sft_core.forward(*batch.arrays, save=save, seed=seed, drop=drop)
-        elif meanwhile is not None and not len(batch.x):
+        if meanwhile is None:
+            if len(batch.x):
+                self._sft_core.forward(*batch.arrays, save=save, seed=seed, drop=drop)
+            return self._keep(len(batch.x)) if save else None
+        call = self._start(batch, save, seed, drop) if len(batch.x) else None
+        try:
             meanwhile()
-        elif meanwhile is not None:
-            call = self._start(batch, save, seed, drop)
-            try:
-                meanwhile()
-            finally:
+        finally:
+            if call is not None:
                 call.wait()
         return self._keep(len(batch.x)) if save else None
 

@@ -105,7 +105,7 @@ class HotExperts(nn.Module):
     def _expert(
         self, expert: int, rows: torch.Tensor, lora: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the base weights of down make of the expert's rows, and what LoRA adds."""
+        """The expert's output for its rows: the part of down's base weights, and that of LoRA."""
         gate, up = (torch.add(*self._project(which, expert, rows, lora)) for which in (0, 1))
         if self._limit > 0:
             gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)

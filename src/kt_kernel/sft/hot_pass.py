@@ -63,7 +63,7 @@ class HotPass:
             self._out = self.hot(hidden_states, *routes, _OfHot.apply(self, *self._lora))
 
     def join(self, cold: torch.Tensor) -> torch.Tensor:
-        """The sum of all experts, of what the CPU made of its own."""
+        """Adds the sum of the hot experts to ``cold``, the sum of the CPU's."""
         assert self._out is not None
         out, self._out = self._out, None
         joined: torch.Tensor = _Join.apply(self, cold, out)
