@@ -8,18 +8,11 @@ from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 
 from ..common import refuse_class, refuse_streaming, warn_of_trace
-from .contract import (
-    BESIDE_COLD,
-    CONTRACT,
-    DECLARE_LATE,
-    DECLARE_RESOLUTION,
-    REFUSED_SPECULATION,
-    UNTESTED,
-)
-from .options import OPTIONS_KEY, language_model, model_config_of, options_of, resolved
+from .contract import BESIDE_COLD, CONTRACT, REFUSED_SPECULATION, UNTESTED
+from .graphs import leave_long_prompts
+from .options import OPTIONS_KEY, decide, language_model, model_config_of, options_of, resolved
 
 _GRAPHS = ("full", "breakable", "disabled")  # ways to make CUDA graphs
-_SOURCE = "kt"  # our name in SGLang's records of decisions
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
 
 _logger = logging.getLogger("sglang.kt")
@@ -35,8 +28,11 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
         arguments, model_config = resolved(server_args), model_config_of(server_args)
         options = prepared(arguments, model_config, options)
         setattr(server_args, OPTIONS_KEY, options.to_mapping())
-        if _some_are_cold(model_config, options) or options.converts_hot:
+        cold = _some_are_cold(model_config, options)
+        if cold or options.converts_hot:
             _separate_shared_experts(server_args, arguments)
+        if cold:
+            leave_long_prompts(server_args, arguments, options, _logger)
         setattr(server_args, _CHECKED_KEY, True)
         _logger.info(options.describe())
         warn_of_trace(arguments.device, _logger)
@@ -147,28 +143,8 @@ def _separate_shared_experts(server_args: Any, arguments: Any) -> None:
     """
     if arguments.disable_shared_experts_fusion:
         return
-    _decide(server_args, disable_shared_experts_fusion=True)
+    decide(server_args, disable_shared_experts_fusion=True)
     _logger.info(
         "kt: --disable-shared-experts-fusion is set automatically: the device computes shared "
         "experts, in models that have them, apart from the routed ones"
     )
-
-
-def _decide(server_args: Any, **fields: Any) -> None:
-    """Sets values of SGLang's arguments, in the way in which each version records its own."""
-    from sglang.srt.arg_groups import overrides
-    from sglang.srt.runtime_context import get_context
-
-    context = get_context()
-    try:
-        published = context.server_args is server_args
-    except ValueError:  # none were published
-        published = False
-    if published:  # a process that does not run SGLang's checks and has already read the arguments
-        context.override(_SOURCE, **fields)
-    elif CONTRACT.holds(DECLARE_RESOLUTION.versions):
-        overrides.declare_resolution(server_args, _SOURCE, **fields)
-    elif CONTRACT.holds(DECLARE_LATE.versions):
-        overrides.declare_late_resolution(server_args, _SOURCE, **fields)
-    else:
-        server_args.override(_SOURCE, **fields)

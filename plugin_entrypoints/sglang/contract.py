@@ -271,7 +271,7 @@ MODEL_CONFIG = Name(
 DECLARE_RESOLUTION = Name(
     f"{_OVERRIDES}:declare_resolution",
     "called",
-    "records, with SGLang's own decisions, that shared experts are not fused",
+    "records decisions of the plugin among SGLang's own",
     versions=">=0.5.19",
     until="a layer of SGLang can refuse fused shared experts",
 )

@@ -14,9 +14,16 @@ from kt_kernel.serving.option_table import OPTIONS
 from kt_kernel.serving.options import KTOptions
 
 from ..common import choose
-from .contract import CONTRACT, MODEL_CONFIG, RESOLVING_VIEW
+from .contract import (
+    CONTRACT,
+    DECLARE_LATE,
+    DECLARE_RESOLUTION,
+    MODEL_CONFIG,
+    RESOLVING_VIEW,
+)
 
 OPTIONS_KEY = "_kt_options"  # checked options as a mapping; absent: SGLang runs unchanged
+_SOURCE = "kt"  # our name in SGLang's records of decisions
 
 _logger = logging.getLogger("sglang.kt")
 
@@ -74,3 +81,23 @@ def text_config(server_args: Any) -> Any:
 def language_model(hf_config: Any) -> Any:
     """The part of a model's configuration that describes its language model."""
     return getattr(hf_config, "text_config", None) or hf_config
+
+
+def decide(server_args: Any, **fields: Any) -> None:
+    """Sets values of SGLang's arguments, in the way in which each version records its own."""
+    from sglang.srt.arg_groups import overrides
+    from sglang.srt.runtime_context import get_context
+
+    context = get_context()
+    try:
+        published = context.server_args is server_args
+    except ValueError:  # none were published
+        published = False
+    if published:  # a process that does not run SGLang's checks and has already read the arguments
+        context.override(_SOURCE, **fields)
+    elif CONTRACT.holds(DECLARE_RESOLUTION.versions):
+        overrides.declare_resolution(server_args, _SOURCE, **fields)
+    elif CONTRACT.holds(DECLARE_LATE.versions):
+        overrides.declare_late_resolution(server_args, _SOURCE, **fields)
+    else:
+        server_args.override(_SOURCE, **fields)

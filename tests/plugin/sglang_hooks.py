@@ -355,6 +355,53 @@ def check_shared_experts_stay_apart() -> None:
     assert line.startswith("--enforce-shared-experts-fusion: shared experts cannot"), line
 
 
+def check_long_prompts_are_not_captured() -> None:
+    """SGLang captures short prompts only, or those below a given threshold, and the log says so,
+    unless the user chose which ones are captured, nothing is streamed, or no expert is cold."""
+    sizes = [16, 256, 512, 2048, 8192]
+
+    def outcome(flags: str = "", hot: int = 3, device: str = "cuda", **given: Any) -> Any:
+        """Sizes that the worker captures, and the lines of the log about it."""
+        LOG.clear()
+        parser = ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        server_args = ServerArgs.from_cli_args(parser.parse_args([*BASE, *flags.split()]))
+        server_args.resolve_once()
+        graphs = resolving_view(server_args).cuda_graph_config
+        prefill = dataclasses.replace(graphs.prefill, backend="breakable", bs=sizes, max_bs=8192)
+        declare_resolution(
+            server_args,
+            "test",
+            device=device,
+            cuda_graph_config=dataclasses.replace(graphs, prefill=prefill),
+        )
+        checked = KTOptions.from_mapping({"num_gpu_experts": hot} | given)
+        setattr(server_args, options.OPTIONS_KEY, checked.to_mapping())
+        checks.checked_options_of(server_args)
+        publish(pickle.loads(pickle.dumps(server_args)), role="scheduler")
+        prefill = get_exec().graph.cuda_graph_config.prefill
+        assert prefill.backend == "disabled" or prefill.max_bs == max(prefill.bs)
+        lines = [line for line in LOG if "--cuda-graph-max-bs-prefill" in line]
+        return None if prefill.backend == "disabled" else prefill.bs, len(lines)
+
+    assert outcome() == ([16, 256, 512], 1)
+    assert outcome(gpu_prefill_token_threshold=512) == ([16, 256], 1)
+    assert outcome(gpu_prefill_token_threshold=4000) == ([16, 256, 512, 2048], 1)
+    assert outcome(gpu_prefill_token_threshold=5) == (None, 1)
+    for unchanged in (
+        outcome("--cuda-graph-max-bs-prefill 8192"),
+        outcome("--cuda-graph-bs-prefill 16 8192"),
+        outcome(hot=DEMO_EXPERTS),
+        outcome(device="cpu"),
+        outcome(gpu_prefill_token_threshold=0),
+        outcome(gpu_prefill_token_threshold=8193),
+    ):
+        assert unchanged == (sizes, 0)
+    os.environ["KT_KERNEL_KIND"] = "vector"
+    assert outcome() == (sizes, 0)
+    del os.environ["KT_KERNEL_KIND"]
+
+
 class Fusing:
     """A model class that always fuses its shared expert if it may."""
 
@@ -458,6 +505,7 @@ if __name__ == "__main__":
     check_every_entry_fails_in_its_own_way()
     check_starts_that_fail()
     check_shared_experts_stay_apart()
+    check_long_prompts_are_not_captured()
     check_lost_hooks_are_noticed()
     layers.check_padding()
     layers.check_draft_models()

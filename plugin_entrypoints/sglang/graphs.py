@@ -1,0 +1,58 @@
+"""SGLang plugin: which prompts SGLang captures in CUDA graphs.
+
+By default, SGLang captures prompts of every length up to its largest batch. In a CUDA graph, no
+experts can be streamed to the GPU. Therefore the plugin lets SGLang capture short prompts only,
+unless the user chose their lengths.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+from kt_kernel.runtime.variant import kernel_kind
+from kt_kernel.serving.options import KTOptions
+
+from .options import decide
+
+# Tokens of the largest captured prompt if the threshold is measured, which happens after SGLang has
+# read its arguments. vLLM's default is the same. Longer prompts gain little from CUDA graphs: with
+# cold experts, computing them takes the CPU longer than the launches take the host.
+_LARGEST = 512
+# SGLang's record of the settings of CUDA graphs that the user gave, as (phase, key). Every
+# supported version has it; if one did not, nothing would be changed.
+_GIVEN = "_cuda_graph_config_locked"
+
+
+def leave_long_prompts(
+    server_args: Any, arguments: Any, options: KTOptions, logger: logging.Logger
+) -> None:
+    """Lets SGLang capture only prompts that are shorter than those that may be streamed.
+
+    Does nothing if experts are not streamed, or if the user chose which prompts are captured.
+
+    server_args, arguments: SGLang's, as given and resolved; some experts are cold.
+    """
+    graphs = arguments.cuda_graph_config
+    prefill, threshold = graphs.prefill, options.given_threshold
+    if arguments.device != "cuda" or prefill.backend == "disabled" or threshold == 0:
+        return
+    if threshold is None and kernel_kind():  # streaming is off then
+        return
+    given = getattr(server_args, _GIVEN, None)
+    if given is None or not given.isdisjoint((("prefill", "bs"), ("prefill", "max_bs"))):
+        return
+    limit = _LARGEST if threshold is None else threshold - 1
+    sizes = list(prefill.bs or ())
+    captured = [size for size in sizes if size <= limit]
+    if captured == sizes:
+        return
+    changed = dataclasses.replace(prefill, bs=captured, max_bs=max(captured, default=0))
+    if not captured:
+        changed = dataclasses.replace(prefill, backend="disabled")
+    decide(server_args, cuda_graph_config=dataclasses.replace(graphs, prefill=changed))
+    logger.info(
+        "kt: SGLang captures prompts of up to %d tokens in CUDA graphs, in place of %d, so that "
+        "longer ones can be streamed to the GPU; --cuda-graph-max-bs-prefill sets another number",
+        max(captured, default=0),
+        max(sizes),
+    )
