@@ -10,12 +10,13 @@ the copies alone, at the speed measured at the start, and of the GPU alone (mode
 
 - mean distance of prompts' log-probabilities from the stock engine (--logprobs)
 - memory before and after many long prompts (--many)
+- pauses between the tokens of requests that decode beside long prompts (--beside)
+- requests that are cancelled during their prompt (--cancelled)
 
 With vLLM, also:
 
-- pauses between the tokens of requests that decode beside long prompts (--beside)
-- requests that are cancelled during their prompt (--cancelled)
 - the GPU's kernels in a prompt (--profile)
+- the functions in which the host spends its time (--host)
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ if stream_modes.VARIABLE in os.environ:  # also in the processes that an engine 
     stream_modes.install(Path(os.environ[stream_modes.VARIABLE]))
 
 STOCK = "stock"
+_LEAST = 25  # seconds that a configuration takes
 ENGINES = {
     "vllm": {
         "attention_backend": "TRITON_ATTN",
@@ -109,9 +111,11 @@ class Bench:
                 self.set(mode)
                 if mode != CPU or tokens <= 2048:
                     self.seconds(tokens)
-        for _ in range(self._args.rounds):
+        for number in range(self._args.rounds):
             for tokens in lengths:
                 for mode in modes:
+                    if number and mode == CPU and tokens > 8192:
+                        continue  # many seconds
                     self.set(mode)
                     before, taken = counters(), self.seconds(tokens)
                     row = found.setdefault(str(tokens), {}).setdefault(mode, {"seconds": []})
@@ -144,7 +148,7 @@ def serve(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> Non
     spoken: dict[str, dict[str, list[float]]] = {}
     for number, (method, hot, lengths) in enumerate(args.configurations):
         left = args.seconds - (time.monotonic() - begun)
-        if left < 40:
+        if left < _LEAST:
             print(f"no time left for {method} {hot:.0%} hot", flush=True)
             continue
         row: dict[str, Any] = {"method": method, "hot": hot}
@@ -163,7 +167,7 @@ def serve(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> Non
             row["prompts"] = bench.first_token(lengths, [SHARED] if method == STOCK else args.modes)
             bus = row.get("rates", {}).get("bus_seconds")
             print(f"{method} {hot:.0%} hot", *summary(row["prompts"], bus), sep="\n", flush=True)
-            if args.logprobs and method in (STOCK, "BF16"):
+            if args.logprobs and method in (STOCK, "BF16") and hot in (0, 1):
                 modes = [TOGETHER, APART] if method == STOCK else args.modes
                 spoken[method] = logprobs(args.engine, bench, given[2], modes)
                 row["distances"] = distances(spoken)
@@ -223,13 +227,21 @@ def main() -> None:
     add("--arguments", default="{}", type=json.loads, help="more arguments of the engine, as JSON")
     add("--beside", action="store_true")
     add("--cancelled", action="store_true")
-    add("--logprobs", action="store_true", help="of configurations stock, first, and BF16")
+    add("--logprobs", action="store_true", help="of stock:1 and BF16:0")
     add("--profile", type=int, default=0, help="tokens of a prompt of which kernels are timed")
+    add("--host", type=int, default=0, help="tokens of a prompt of which the host is measured")
     add("--many", type=int, default=0, help="how many long prompts")
     add("--many-tokens", type=int, default=4096, help="their length")
-    add("--seconds", type=float, default=1e9, help="no configuration begins 40 s before this ends")
+    add(
+        "--seconds",
+        type=float,
+        default=1e9,
+        help="no configuration begins shortly before this ends",
+    )
     add("--json", type=Path, required=True, help="saved after each configuration")
     args = parser.parse_args()
+    if args.engine != "vllm" and (args.profile or args.host):
+        parser.error("--profile and --host measure this process, in which only vLLM runs")
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **about(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import random
 import time
 import weakref
@@ -77,38 +78,18 @@ def profile(bench: Any, tokens: int) -> dict[str, list[list[Any]]]:
     return found
 
 
-def beside(bench: Any, engine: Any, streams: int = 4, prompts: int = 6) -> dict[str, Any]:
-    """Seconds between the tokens of requests that decode while long prompts come (vLLM)."""
-    from vllm import SamplingParams
-
-    def ask(name: str, tokens: int, steps: int) -> None:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=steps, min_tokens=steps, ignore_eos=True, detokenize=False
-        )
-        engine.add_request(name, {"prompt_token_ids": bench.prompt(tokens)}, sampling)
-
+def beside(
+    bench: Any, engine: Any, side: Any, streams: int = 4, prompts: int = 6
+) -> dict[str, Any]:
+    """Seconds between the tokens of requests that decode while long prompts come. side: the module
+    of the engine."""
     found: dict[str, Any] = {}
     for mode in (CPU, SHARED):
         bench.set(mode)
-        steps = 60 * (prompts + 1)
-        for i in range(streams):
-            ask(f"{mode} stream {i}", 32, steps)
-        gaps, last, count, sent = [], None, 0, 0
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now = time.monotonic()
-            if any("stream" in output.request_id for output in outputs):
-                count += 1
-                if last is not None and count > 20:
-                    gaps.append(now - last)
-                last = now
-            if count >= 60 * (sent + 1) and sent < prompts:
-                ask(f"{mode} prompt {sent}", 8192, 1)
-                sent += 1
-        gaps.sort()
+        gaps = sorted(side.pauses(bench, engine, streams, prompts))
         found[mode] = {
             "tokens": len(gaps),
-            "prompts": sent,
+            "prompts": prompts,
             "p50": gaps[len(gaps) // 2],
             "p99": gaps[int(len(gaps) * 0.99)],
             "max": gaps[-1],
@@ -153,38 +134,13 @@ def many(bench: Any, count: int, tokens: int) -> dict[str, Any]:
     }
 
 
-def cancelled(bench: Any, engine: Any, count: int = 20) -> dict[str, Any]:
-    """Prompts that are cancelled after one of their chunks, beside a request that goes on: its
-    tokens must be those that it gets alone."""
-    from vllm import SamplingParams
-
+def cancelled(bench: Any, engine: Any, side: Any, count: int = 20) -> dict[str, Any]:
+    """Prompts that are cancelled early, beside a request that goes on: its tokens must be those
+    that it gets alone."""
     bench.set(SHARED)
     prompt = bench.prompt(600)
-
-    def tokens_beside(prompts: int) -> list[int]:
-        sampling = SamplingParams(
-            temperature=0, max_tokens=64, min_tokens=64, ignore_eos=True, detokenize=False
-        )
-        one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        engine.add_request("kept", {"prompt_token_ids": prompt}, sampling)
-        tokens: list[int] = []
-        sent = 0
-        while engine.has_unfinished_requests():
-            if tokens and sent < prompts:
-                engine.add_request(
-                    f"cancelled {sent}", {"prompt_token_ids": bench.prompt(20000)}, one
-                )
-            outputs = engine.step()
-            for output in outputs:
-                if output.request_id.startswith("kept"):
-                    tokens = list(output.outputs[0].token_ids)
-            if tokens and sent < prompts:
-                engine.abort_request([f"cancelled {sent}"])
-                sent += 1
-        return tokens
-
-    alone, before = tokens_beside(0), _memory()
-    found = tokens_beside(count)
+    alone, before = side.beside_cancelled(bench, engine, prompt, 0), _memory()
+    found = side.beside_cancelled(bench, engine, prompt, count)
     same = next(
         (i for i, (a, b) in enumerate(zip(alone, found, strict=True)) if a != b), len(alone)
     )
@@ -199,16 +155,18 @@ def cancelled(bench: Any, engine: Any, count: int = 20) -> dict[str, Any]:
 
 def more(bench: Any, engine: Any, args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """What else was asked for, by name."""
-    if args.many:
-        yield "many", many(bench, args.many, args.many_tokens)
-    if args.engine != "vllm":
-        return
+    side = importlib.import_module(f"prompts_{args.engine}")
+    if args.host:
+        bench.set(STREAMED)
+        yield "host", side.host_profile(bench, args.host)
     if args.profile:
         yield "profile", profile(bench, args.profile)
     if args.beside:
-        yield "beside", beside(bench, engine)
+        yield "beside", beside(bench, engine, side)
     if args.cancelled:
-        yield "cancelled", cancelled(bench, engine)
+        yield "cancelled", cancelled(bench, engine, side)
+    if args.many:
+        yield "many", many(bench, args.many, args.many_tokens)
 
 
 def logprobs(name: str, bench: Any, engine: Any, modes: list[str]) -> dict[str, list[float]]:
