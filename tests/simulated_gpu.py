@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from kt_kernel.device.streaming.experts import Run
 from kt_kernel.device.streaming.timeline import Stamp
 
 SKEW = 5_000_000_000  # of this device's clock, in nanoseconds
@@ -41,8 +43,10 @@ class ImmediateLane:
     def event(self) -> Any:
         return None
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self.copied += to.copy_(source).nbytes
+    def copy(self, to: torch.Tensor, source: torch.Tensor, runs: Sequence[Run]) -> None:
+        for run in runs:
+            rows = source[run.at : run.at + run.count]
+            self.copied += to[run.to : run.to + run.count].copy_(rows).nbytes
 
     def order(self, event: Any) -> None:
         pass

@@ -1,11 +1,13 @@
 // Launches of GPU kernels through the CUDA driver.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../sys/cuda_driver.h"
@@ -95,6 +97,16 @@ void launch_bound(const BoundLaunch& bound, uint64_t stream, nb::args given) {
   run(*bound.kernel, bound.grid, stream, values, bound.wait_address);
 }
 
+using Copies = std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>;
+
+void copy(const kt::sys::CudaContext& context, uint64_t stream, const Copies& given) {
+  std::vector<kt::sys::CopyToDevice> copies;
+  copies.reserve(given.size());
+  for (const auto& [to, from, bytes] : given) copies.push_back({to, from, bytes});
+  const nb::gil_scoped_release released;
+  context.copy(stream, copies);
+}
+
 }  // namespace
 
 void bind_cuda(nb::module_& m) {
@@ -104,7 +116,10 @@ void bind_cuda(nb::module_& m) {
       .def("capturing", &kt::sys::CudaContext::capturing, "stream"_a)
       .def("wait", &kt::sys::CudaContext::wait, "stream"_a, "address"_a, "value"_a, Unlocked(),
            "Makes a stream wait until the 32-bit word at the address is value. Streams are not "
-           "checked; the address is only checked to be a multiple of 4 above 0.");
+           "checked; the address is only checked to be a multiple of 4 above 0.")
+      .def("copy", copy, "stream"_a, "copies"_a,
+           "Queues copies to the device: (its address, an address in host memory, bytes) each. "
+           "Streams and addresses are not checked.");
 
   nb::class_<kt::sys::KernelLaunch>(m, "KernelLaunch",
                                     "A CUfunction to be launched. kinds: one letter per parameter, "

@@ -51,6 +51,7 @@ CudaContext::CudaContext(const std::string& name) {
   find(library, name, "cuLaunchKernel", driver_.launch);
   find(library, name, "cuStreamIsCapturing", driver_.is_capturing);
   find(library, name, "cuStreamWaitValue32_v2", driver_.wait_value);  // drivers since CUDA 11.7
+  find(library, name, "cuMemcpyHtoDAsync_v2", driver_.copy_to_device);
   find(library, name, "cuCtxGetCurrent", driver_.get_context);
   find(library, name, "cuCtxPushCurrent_v2", driver_.push_context);
   find(library, name, "cuCtxPopCurrent_v2", driver_.pop_context);
@@ -71,6 +72,15 @@ bool CudaContext::capturing(uint64_t stream) const {
 void CudaContext::wait(uint64_t stream, uint64_t address, uint32_t value) const {
   check_address(address, false);
   within([&] { queue_wait(stream, address, value); });
+}
+
+void CudaContext::copy(uint64_t stream, const std::vector<CopyToDevice>& copies) const {
+  within([&] {
+    for (const auto& copy : copies)
+      check("cuMemcpyHtoDAsync",
+            driver_.copy_to_device(copy.to, reinterpret_cast<const void*>(copy.from), copy.bytes,
+                                   reinterpret_cast<void*>(stream)));
+  });
 }
 
 void CudaContext::check_address(uint64_t address, bool or_zero) {

@@ -2,8 +2,14 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace kt::sys {
+
+// Bytes in host memory, which the driver has access to, and their place on the device.
+struct CopyToDevice {
+  uint64_t to, from, bytes;
+};
 
 // The driver, and the context that was current on construction. All calls use this context,
 // whatever is current in the calling thread.
@@ -23,6 +29,10 @@ class CudaContext {
   // GPU can read equals `value`. Throws as above, also if the driver does not support it.
   void wait(uint64_t stream, uint64_t address, uint32_t value) const;
 
+  // Queues copies on a stream, in this order. Throws as above; those before the one that failed
+  // stay queued.
+  void copy(uint64_t stream, const std::vector<CopyToDevice>& copies) const;
+
   // Throws std::invalid_argument for an address that wait() cannot use.
   static void check_address(uint64_t address, bool or_zero);
 
@@ -37,6 +47,7 @@ class CudaContext {
                   void*, void**, void**);
     int (*is_capturing)(void*, int*);
     int (*wait_value)(void*, uint64_t, uint32_t, unsigned);
+    int (*copy_to_device)(uint64_t, const void*, size_t, void*);
     int (*get_context)(void**);
     int (*push_context)(void*);
     int (*pop_context)(void**);

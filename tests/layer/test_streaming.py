@@ -335,7 +335,7 @@ def test_why_nothing_is_streamed_by_default(monkeypatch) -> None:
     assert why(kept).startswith("it pays for no batch; an expert takes 1000000000000 us on")
     assert not devices[0].backend.pinned  # given back
     monkeypatch.setattr(streaming_start, "ExpertStreamer", full)
-    assert why() == "1024MB are not free on cpu"
+    assert why() == "2048MB are not free on cpu"
     monkeypatch.setenv("KT_KERNEL_KIND", "vector")
     assert why().startswith("with KT_KERNEL_KIND, results must not depend on the batch")
 

@@ -50,6 +50,21 @@ int cuStreamWaitValue32_v2(void *stream, unsigned long long address, unsigned va
   return result;
 }
 
+struct copy {
+  unsigned long long to, from, bytes, stream;
+};
+
+struct copy copied[4]; /* the last ones */
+int copies;
+
+int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t bytes, void *stream) {
+  launched_in = context;
+  if (result) return result;
+  copied[copies++ % 4] = (struct copy){to, (unsigned long long)from, bytes,
+                                       (unsigned long long)stream};
+  return 0;
+}
+
 int cuCtxGetCurrent(void **found) {
   *found = context;
   return 0;

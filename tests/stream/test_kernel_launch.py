@@ -207,6 +207,25 @@ def test_a_kernel_runs_in_its_own_context(fake: str) -> None:
     current.value = 0x77
 
 
+def test_copies_to_the_device(fake: str) -> None:
+    _, result = state(fake, "")
+    library = ctypes.CDLL(fake)
+    copied = (ctypes.c_uint64 * 4 * 4).in_dll(library, "copied")
+    count, ran_in = variables(fake, "copies", "launched_in")
+    context = _C.CudaContext(library=fake)
+    count.value = 0
+    context.copy(2**48, [])
+    assert count.value == 0
+    context.copy(2**48, [(2**47, 64, 2**40), (8, 2**46, 5)])
+    found = [list(copied[i]) for i in range(2)]
+    assert found == [[2**47, 64, 2**40, 2**48], [8, 2**46, 5, 2**48]]
+    assert (count.value, ran_in.value) == (2, 0x77)
+    result.value = 700
+    with pytest.raises(RuntimeError, match="^cuMemcpyHtoDAsync failed: CUDA_ERROR_FAKE"):
+        context.copy(0, [(1, 2, 3)])
+    result.value = 0
+
+
 @pytest.mark.parametrize(("status", "captured"), [(0, False), (1, True), (2, True)])
 def test_whether_a_stream_is_captured(fake: str, status: int, captured: bool) -> None:
     """2: it was until an error."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..device.streaming.experts import PackedExperts
@@ -218,13 +219,13 @@ class LayerStreaming:
         self, topk_ids: torch.Tensor, padding: torch.Tensor | None, cold: Sequence[int]
     ) -> list[int]:
         """How many tokens each cold expert has; 0 for the others. Waits for the device."""
-        ids = without_padding(topk_ids, padding)
-        ids = torch.where((ids >= 0) & (ids < self._experts), ids, self._experts)
         began = time.monotonic_ns()
-        counts = ids.flatten().bincount(minlength=self._experts + 1).tolist()
+        ids = (topk_ids if padding is None else without_padding(topk_ids, padding)).cpu().numpy()
         self.counters.split_wait_ns += time.monotonic_ns() - began
+        ids = ids[(ids >= 0) & (ids < self._experts)].astype(np.int64, copy=False)
+        counts = np.bincount(ids, minlength=self._experts).tolist()
         here = set(cold)
-        return [count if expert in here else 0 for expert, count in enumerate(counts[:-1])]
+        return [count if expert in here else 0 for expert, count in enumerate(counts)]
 
     def _places(self, streamed: list[int], device: torch.device) -> torch.Tensor:
         """int32 [E]: for each streamed expert its number among them, -1 for the others."""

@@ -26,7 +26,7 @@ from .options import KTOptions
 from .streaming import THRESHOLD_FLAG, LayerStreaming, ModelStreaming, Products
 
 MEMORY_FLAG = "--kt-gpu-prefill-memory"
-DEFAULT_MEMORY = 1 << 30
+DEFAULT_MEMORY = 2 << 30
 _TOKENS = 64  # of the batch by which the cost of streaming is measured
 _LARGEST = 8192  # tokens: without a gain up to there, nothing is streamed by default
 _PART_LEFT = 8  # without flags: at most this part of what the engine has not taken yet

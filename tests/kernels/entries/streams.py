@@ -117,6 +117,13 @@ def stream_cases(t: Things) -> dict[str, list[Case]]:
                 extra=[(dict(address=6), ValueError)],
             ),
         ],
+        "CudaContext.copy": [
+            Case(
+                t.context.copy,
+                stream=stream,
+                copies=[(Number(64, 0, (1 << 64) - 1, True),) * 3] * 2,
+            ),
+        ],
         "KernelLaunch()": [
             Case(
                 core.KernelLaunch,

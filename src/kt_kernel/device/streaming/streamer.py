@@ -56,14 +56,15 @@ class ExpertStreamer:
         self, lane: Any, memory: int, like: PackedExperts, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self._lane, self._dtype = lane, dtype
-        packed, values = like.expert_bytes, like.expert_values
+        packed, values, held = like.expert_bytes, like.expert_values, len(like.held)
         needed = _HALVES * packed + values * dtype.itemsize
-        experts = min(memory // needed, len(like.held))
         if memory < needed:
             raise ValueError(
                 f"{memory / 1e6:.0f} MB on {lane.device} are too little to stream experts; one "
                 f"expert of these layers needs {needed / 1e6:.0f} MB"
             )
+        groups = -(-held // min(memory // needed, held))
+        experts = -(-held // groups)  # no more than groups of equal size need
         self._halves = [
             _Half(lane, torch.empty(experts * packed, dtype=torch.uint8, device=lane.device))
             for _ in range(_HALVES)
@@ -137,9 +138,9 @@ class ExpertStreamer:
         lane.delay_copies(half.unpacked)
         begin = None if stamps is None else lane.stamp_copies()
         staged = self._staged(layer, half, len(slots))
-        for run in layer.runs(slots):
-            for part, to in zip(layer.parts, staged, strict=True):
-                lane.copy(to[run.to : run.to + run.count], part.memory[run.at : run.at + run.count])
+        runs = list(layer.runs(slots))
+        for part, to in zip(layer.parts, staged, strict=True):
+            lane.copy(to, part.memory, runs)
         lane.record_copies(half.arrived)
         if stamps is not None:
             nbytes = len(slots) * layer.expert_bytes

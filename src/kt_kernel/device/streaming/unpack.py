@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ...runtime.streams import handle_of
 from ...weights.formats import WeightForm
 
 _TILE_ROWS = 32
@@ -76,6 +77,9 @@ class PackedMatrix:
     columns: int
     begin: int
     tile_stride: int
+    _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def unpack(
         self, packed: torch.Tensor, out: torch.Tensor, *, parts: int = _PARTS, warps: int = _WARPS
@@ -86,12 +90,13 @@ class PackedMatrix:
         same device, bf16, fp16 or fp32, its last stride 1; each weight is rounded to it once from
         float32. parts, warps: how much a program of the kernel does, and with how many threads.
 
-        Returns a function that does the same again with less work on the host: to another ``out``
-        of the same shape, strides, type and alignment, on the stream with this handle. None if
-        there was nothing to do, and in Triton's interpreter.
-        """
-        from .unpack_kernel import unpack  # Triton may be missing
+        The kernel is compiled once for each kind of arguments; later launches cost the host
+        little.
 
+        Returns a function that does the same again with still less work on the host: to another
+        ``out`` of the same shape, strides, type and alignment, on the stream with this handle. None
+        if there was nothing to do, and in Triton's interpreter.
+        """
         experts = out.shape[0]
         assert out.shape == (experts, self.rows, self.columns) and out.stride(2) == 1
         assert packed.dtype == torch.uint8 and packed.is_contiguous() and len(packed) >= experts
@@ -104,13 +109,25 @@ class PackedMatrix:
         )
         place = packed[:, self.begin :]
         strides = self.tile_stride, packed.stride(0), out.stride(1), out.stride(0)
-        sizes = self.rows, self.columns, *strides
-        constants = kernel_constants(self.form, self.columns) | {"PARTS": parts}
-        kernel = unpack[grid](place, out, *sizes, **constants, num_warps=warps)
-        if kernel is None:
-            return None
-        run, offset = kernel[grid], out.data_ptr() % _ALIGNMENT
-        rest = *sizes, *(constants[name] for name in unpack.arg_names[2 + len(sizes) :])
+        offset = out.data_ptr() % _ALIGNMENT
+        # What the kernel is compiled for.
+        kind = out.device, out.dtype, strides, offset, place.data_ptr() % _ALIGNMENT, parts, warps
+        known = self._compiled.get(kind)
+        if known is not None:
+            kernel, rest = known
+            run = kernel[grid]
+            run(place, out, *rest, stream=handle_of(out.device, None))
+        else:
+            from .unpack_kernel import unpack  # Triton may be missing
+
+            sizes = self.rows, self.columns, *strides
+            constants = kernel_constants(self.form, self.columns) | {"PARTS": parts}
+            kernel = unpack[grid](place, out, *sizes, **constants, num_warps=warps)
+            if kernel is None:
+                return None
+            rest = *sizes, *(constants[name] for name in unpack.arg_names[2 + len(sizes) :])
+            self._compiled[kind] = kernel, rest
+            run = kernel[grid]
 
         def again(to: torch.Tensor, stream: int) -> None:
             assert to.data_ptr() % _ALIGNMENT == offset  # the kernel was compiled for it
