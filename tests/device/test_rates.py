@@ -41,6 +41,17 @@ def test_the_bus(clock) -> None:
     assert measure_bus(streamer, layer, wait) == pytest.approx(0.75)
 
 
+def test_the_host_is_timed_apart(clock) -> None:
+    """A call takes the host 3, 2 and 4 s, and the device 10, 30 and 20 s in all; the first call is
+    not counted."""
+    hosts, waits = iter((50.0, 3.0, 2.0, 4.0)), iter((50.0, 7.0, 28.0, 16.0))
+
+    def passes(seconds: Any) -> None:
+        clock.now += next(seconds)
+
+    assert rates.timed(lambda: passes(hosts), lambda: passes(waits)) == (2.0, 10.0)
+
+
 class Wrapper:
     """An expert takes 1 s, and 2 s with more than 10 tokens; each token of a batch 0.001 s."""
 
@@ -98,14 +109,14 @@ TIMES = st.floats(1e-6, 1e-2)
     bus=TIMES,
     expert=TIMES,
     token=TIMES,
-    sharing=TIMES,
+    host=TIMES,
     cold=st.integers(1, 64),
     k=st.sampled_from([1, 2, 8]),
 )
 def test_streaming_pays_from(
-    bus: float, expert: float, token: float, sharing: float, cold: int, k: int
+    bus: float, expert: float, token: float, host: float, cold: int, k: int
 ) -> None:
-    made = Rates(bus, ((1, expert), (2, expert + token)), 1e-6, 1e-4, sharing)
+    made = Rates(bus, ((1, expert), (2, expert + token)), 1e-6, 1e-4, host)
     routed = (cold + 1) // 2
     tokens = made.pays_from(cold, k)
     assert tokens is not None  # the CPU's time grows without bound
@@ -113,8 +124,8 @@ def test_streaming_pays_from(
     def saved(tokens: int) -> float:
         counts = [tokens * k // routed + (i < tokens * k % routed) for i in range(routed)]
         alone = sum(map(made.on_cpu, counts)) + 1e-6 * tokens
-        shared = made._split(counts, tokens)[1] + sharing
-        return 1 - min(shared, cold * bus + 1e-4) / alone
+        streamed = min(made._split(counts, tokens)[1], cold * bus + 1e-4)
+        return 1 - max(streamed, host) / alone
 
     assert saved(tokens) > 0.1
     assert tokens == 1 or saved(tokens - 1) <= 0.1
@@ -132,7 +143,8 @@ def test_when_all_experts_are_streamed() -> None:
     assert not made.whole(8, 8, 8)  # four on the CPU: half the time
     assert not made.whole(8, 16, 8)  # two on the CPU: 6 s
     assert not made.whole(8, 40, 8)  # one on the CPU saves 1 s of 8
-    assert Rates(1.0, ((1, 1.0), (2, 2.0)), sharing=1.0).whole(8, 40, 8)  # which sharing costs
+    assert Rates(1.0, ((1, 1.0), (2, 2.0)), ahead=1.0).whole(8, 40, 8)  # as do copies ahead
+    assert Rates(1.0, ((1, 1.0), (2, 2.0)), host=8.0).whole(8, 8, 8)  # the host takes as long
     assert made.whole(8, 80, 8)  # not even one is faster on the CPU
     slow = Rates(1.0, ((1, 1.0), (2, 2.0)), token_on_cpu=0.9)
     assert slow.whole(8, 8, 8)  # handing the batch over takes the CPU 7.2 s

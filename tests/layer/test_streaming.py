@@ -15,7 +15,7 @@ from simulated_gpu import ImmediateLane, Pins, products
 
 from kt_kernel.device.streaming import rates
 from kt_kernel.device.streaming.experts import PackedExperts
-from kt_kernel.device.streaming.rates import Rates
+from kt_kernel.device.streaming.rates import Rates, Timed
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.device.tracer import tracer_of
 from kt_kernel.moe.placement import COLD, Placement
@@ -205,8 +205,10 @@ def fixed_rates(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
     monkeypatch.setattr(streaming_start, "measure_bus", lambda *_: rates.expert_on_bus)
     on_cpu = rates.expert_on_cpu, rates.token_on_cpu
     monkeypatch.setattr(streaming_start, "measure_cpu", lambda *_: on_cpu)
-    once = rates.streaming + E * rates.expert_on_bus
+    once = Timed(rates.host, rates.streaming + E * rates.expert_on_bus)
     monkeypatch.setattr(streaming_start, "measure_streaming", lambda *_: once)
+    monkeypatch.setattr(streaming_start, "HOST_LAUNCHES", 0.0)
+    monkeypatch.setattr(streaming_start, "COPIES_AHEAD", rates.ahead)
     monkeypatch.setattr(streaming_start._Start, "_measured_from", lambda self, pays, *_: pays)
 
 
@@ -227,21 +229,21 @@ def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
 
 def test_the_threshold_is_measured(monkeypatch) -> None:
     """By their rates, 3 tokens would do. But a streamed layer takes a second whatever there is, and
-    the CPU a tenth of a second for each token: 3, 5 and 8 are too few. A layer that is shared takes
-    another half."""
+    the CPU a tenth of a second for each token: 3, 4, 5, 7 and 9 are too few. More tokens are needed
+    if the host takes longer, with what else it launches."""
     measured = streaming_start._Start._measured_from
     rates = Rates(0.001, PER_TOKEN)
     fixed_rates(monkeypatch, rates)
     monkeypatch.setattr(streaming_start._Start, "_measured_from", measured)
     monkeypatch.setattr(Rates, "pays_from", lambda *_: 3)
-    monkeypatch.setattr(streaming_start, "measure_streaming", lambda *_: 1.0)
+    monkeypatch.setattr(streaming_start, "measure_streaming", lambda *_: Timed(0.9, 1.0))
     monkeypatch.setattr(streaming_start, "timed_on_cpu", lambda _, ids, *__: 0.1 * len(ids))
     assert start(make(monkeypatch)).startswith("kt: batches of 12 tokens and more (measured;")
     assert "it pays for no batch" in start(make(monkeypatch), largest=11)
-    monkeypatch.setattr(streaming_start, "HOST_WAITS", 0.5)
+    monkeypatch.setattr(streaming_start, "HOST_LAUNCHES", 0.1)
     assert "batches of 12 tokens" in start(make(monkeypatch))
-    monkeypatch.setattr(Rates, "whole", lambda *_: False)
-    assert "batches of 18 tokens" in start(make(monkeypatch))
+    monkeypatch.setattr(streaming_start, "HOST_LAUNCHES", 0.6)
+    assert "batches of 19 tokens" in start(make(monkeypatch))
     monkeypatch.setattr(streaming_start, "timed_on_cpu", lambda *_: 1.0)
     assert "it pays for no batch" in start(make(monkeypatch))
 

@@ -11,11 +11,13 @@ import torch
 
 from ..device.streaming.experts import PackedExperts
 from ..device.streaming.rates import (
-    HOST_WAITS,
+    COPIES_AHEAD,
+    HOST_LAUNCHES,
     Rates,
-    fastest,
+    Timed,
     measure_bus,
     measure_cpu,
+    timed,
     timed_on_cpu,
 )
 from ..device.streaming.streamer import ExpertStreamer
@@ -195,10 +197,10 @@ class _Start:
     def _measured_from(
         self, pays: int, rates: Rates, streamer: ExpertStreamer, lane: Any
     ) -> int | None:
-        """The first of pays, 1.5 pays, 2.25 pays ... tokens with which a streamed batch of the
+        """The first of pays, 1.25 pays, 1.57 pays ... tokens with which a streamed batch of the
         first of the layers takes a tenth less than one on the CPU; None if none has up to
-        `_LARGEST` tokens, or as many as the engine's largest batch. What the host does for a
-        streamed layer is only in this measurement. See `Rates.pays_from` for what is streamed."""
+        `_LARGEST` tokens, or as many as the engine's largest batch. It never takes less than the
+        host. See `Rates.pays_from` for what is streamed."""
         first = self.layers[0]
         model = ModelStreaming(streamer, lane, rates, 1, self.engine.products, traced=False)
         streaming = LayerStreaming(model, first.wrapper, self.packed[0])
@@ -206,16 +208,13 @@ class _Start:
         here = set(cold)
         while pays <= min(_LARGEST, self.engine.largest or _LARGEST):
             routes = half_of(cold, spread_routes(pays, top_k, first.num_experts))
-            streamed = measure_streaming(
-                streaming, first, routes, self.dtype, self.device, lane.wait
-            )
-            if not model.whole(pays, top_k, len(cold), first.num_experts):
-                streamed += rates.sharing
+            taken = measure_streaming(streaming, first, routes, self.dtype, self.device, lane.wait)
+            streamed = max(taken.total, taken.host + HOST_LAUNCHES)
             routes.apply_(lambda expert: expert if expert in here else -1)
             alone = timed_on_cpu(first.wrapper, routes, self.device, lane.wait)
             if streamed < 0.9 * alone:
                 return pays
-            pays += -(-pays // 2)
+            pays += -(-pays // 4)
         return None
 
     def _within_memory(self, measure: Callable[[], Any]) -> Any:
@@ -237,7 +236,14 @@ class _Start:
         streaming = LayerStreaming(model, first.wrapper, packed)
         routes = spread_routes(_TOKENS, first.wrapper.num_experts_per_tok, first.num_experts)
         once = measure_streaming(streaming, first, routes, self.dtype, self.device, lane.wait)
-        return Rates(on_bus, on_cpu, token, max(0.0, once - on_bus * len(cold)), HOST_WAITS)
+        return Rates(
+            on_bus,
+            on_cpu,
+            token,
+            streaming=max(0.0, once.total - on_bus * len(cold)),
+            host=once.host + HOST_LAUNCHES,
+            ahead=COPIES_AHEAD,
+        )
 
     def _check(self) -> None:
         self._check_sizes()
@@ -315,7 +321,7 @@ def measure_streaming(
     dtype: torch.dtype,
     device: torch.device,
     wait: Callable[[], None],
-) -> float:
+) -> Timed:
     """Seconds of a streamed batch of a layer with routes [T, k], with everything that belongs to it
     on the host and the device."""
     x = torch.randn(len(routes), layer.hidden_size, dtype=torch.float32, device=device).to(dtype)
@@ -337,7 +343,7 @@ def measure_streaming(
         if batch.on_cpu:
             layer.wrapper.sync_and_add(x, None, hot=sum_, scale=1.0)
 
-    return fastest(compute, wait)
+    return timed(compute, wait)
 
 
 def spread_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:

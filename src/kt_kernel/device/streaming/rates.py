@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +21,14 @@ _TOKENS = (1, 4, 16, 64, 256)  # of each expert, in the batches that are timed o
 _LONGEST = 0.2  # seconds of a batch, after which no larger one is timed
 _LARGEST = 4096  # tokens of such a batch: pinned memory is kept for the largest that there was
 _ROWS = 1024  # tokens of the batch with a single route
-# Seconds that sharing costs a layer in an engine, besides what a layer alone takes: the host waits
-# for the routes, so it launches later what comes after. With Qwen3-30B-A3B's layers, vLLM 0.26.0
-# lost 2.5 ms a layer, SGLang 0.5.17 1.3 to 1.9.
-HOST_WAITS = 2.5e-3
+# Seconds in which an engine's host launches the rest of a layer: attention, the router. With layers
+# of Qwen3-30B-A3B, that and what streaming took made 5.2 to 5.8 ms a layer in vLLM 0.26.0, however
+# short the prompt was.
+HOST_LAUNCHES = 2.5e-3
+# Seconds that a layer gains if all of its experts are streamed: copies go on while the engine
+# computes attention. With these layers, sharing lost as much in vLLM 0.26.0, and 1.3 to 1.9 ms in
+# SGLang 0.5.17.
+COPIES_AHEAD = 2.5e-3
 # Copies take memory bandwidth, so the CPU was 1.04 to 1.16 times as slow beside a busy bus.
 _BESIDE_BUS = 1.1
 
@@ -40,14 +44,17 @@ class Rates:
         token_on_cpu: of each token of a batch, whatever its routes: its hidden states are handed
             over, and a sum comes back.
         streaming: what streaming costs a layer whatever is streamed.
-        sharing: what sharing costs besides, if an engine is to run ahead of the device.
+        host: what an engine's host takes to launch a streamed layer, which never takes less.
+        ahead: what is gained if all experts are streamed, because copies need not wait for the
+            routes.
     """
 
     expert_on_bus: float
     expert_on_cpu: tuple[tuple[int, float], ...]
     token_on_cpu: float = 0.0
     streaming: float = 0.0
-    sharing: float = 0.0
+    host: float = 0.0
+    ahead: float = 0.0
 
     def split(self, tokens: Sequence[int], batch: int) -> list[int]:
         """The experts to stream, so that the bus and the CPU finish together.
@@ -75,11 +82,11 @@ class Rates:
 
     def whole(self, batch: int, routes: float, cold: int) -> bool:
         """Whether all cold experts are to be streamed, because the CPU could save less than a tenth
-        of the time, or less than sharing costs; if the batch's routes to them are spread evenly.
-        Then nothing waits for the routes, and copies begin while the layer before is computed."""
-        everything = self.everything(cold)
-        shared = self._split(self.even(routes, cold), batch)[1]
-        return shared >= min(0.9 * everything, everything - self.sharing)
+        of the time, or less than `ahead`; if the batch's routes to them are spread evenly. Then
+        nothing waits for the routes, and copies begin while the layer before is computed."""
+        everything = max(self.everything(cold), self.host)
+        shared = max(self._split(self.even(routes, cold), batch)[1], self.host)
+        return shared >= min(0.9 * everything, everything - self.ahead)
 
     def everything(self, cold: int) -> float:
         """Seconds to stream all cold experts."""
@@ -97,8 +104,8 @@ class Rates:
         def pays(tokens: int) -> bool:
             counts = self.even(tokens * routes_per_token, -(-cold // 2))
             alone = sum(map(self.on_cpu, counts)) + tokens * self.token_on_cpu
-            shared = self._split(counts, tokens)[1] + self.sharing
-            return min(shared, self.everything(cold)) < 0.9 * alone
+            streamed = min(self._split(counts, tokens)[1], self.everything(cold))
+            return max(streamed, self.host) < 0.9 * alone
 
         if not cold or not pays(_MOST_TOKENS):
             return None
@@ -113,7 +120,8 @@ class Rates:
         return (
             f"an expert takes {self.expert_on_bus * 1e6:.0f} us on the bus, after "
             f"{self.streaming * 1e6:.0f} us; on the CPU {by_tokens} tokens, and "
-            f"{self.token_on_cpu * 1e6:.2f} us for each token of the batch"
+            f"{self.token_on_cpu * 1e6:.2f} us for each token of the batch; the host takes "
+            f"{self.host * 1e6:.0f} us a layer"
         )
 
     def _split(self, tokens: Sequence[int], batch: int) -> tuple[list[int], float]:
@@ -194,12 +202,25 @@ def timed_on_cpu(
 
 def fastest(call: Callable[[], Any], wait: Callable[[], None]) -> float:
     """The shortest of some times of a call, in seconds, until the device is idle."""
+    return timed(call, wait).total
+
+
+class Timed(NamedTuple):
+    """Seconds of a call. host: until it returned; total: until the device was idle."""
+
+    host: float
+    total: float
+
+
+def timed(call: Callable[[], Any], wait: Callable[[], None]) -> Timed:
+    """The shortest of some times of a call."""
     call()  # compiles and maps what it needs
     wait()
     taken = []
     for _ in range(_REPETITIONS):
         start = time.perf_counter()
         call()
+        returned = time.perf_counter()
         wait()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        taken.append((returned - start, time.perf_counter() - start))
+    return Timed(*map(min, zip(*taken, strict=True)))
