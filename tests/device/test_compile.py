@@ -76,10 +76,22 @@ for name in ("INT4_ZERO", "NVFP4", "Q5_K"):
     format = WeightFormat(name)
     form = WeightForm(format, 32 if format.grouped else 0)
     ptx = compile(unpack, ["*u8", "*bf16", *["i32"] * 6], warps=4,
-                  **kernel_constants(form, 2048), PARTS=4)
+                  **kernel_constants(form, 2048))
     # Codes come, and weights go, in the widest pieces.
     assert "ld.global.v4.b32" in ptx, name
     assert set(re.findall(r"st\\.global[.\\w]*", ptx)) == {"st.global.v4.b32"}, name
+"""
+
+DIVIDE = """
+from kt_kernel.device.streaming.routes_kernel import divide
+
+for ids, weights, padding, on_cpu in (
+    ("*i32", "*fp32", "*i64", "*i32"), ("*i64", "*bf16", "*u8", "*i64"),
+    ("*u8", "*fp32", None, "*i64")
+):
+    types = [ids, weights, padding or ids, "*i32", "*i32", ids, weights, on_cpu, "*i32", weights]
+    compile(divide, [*types, *["i32"] * 4], warps=4, unaligned=divide.arg_names[:14], TOP_K=8,
+            EXPERTS=128, PADDED=padding is not None, LIVE=padding is None, BLOCK=256)
 """
 
 COUNT_ROUTES = """
@@ -148,3 +160,8 @@ def test_the_cache_compiles(capability: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_unpacking_compiles(capability: int, tmp_path: Path) -> None:
     run(UNPACK, capability, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [75, 90])
+def test_dividing_routes_compiles(capability: int, tmp_path: Path) -> None:
+    run(DIVIDE, capability, tmp_path)

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 
 from ..device.streaming.experts import PackedExperts
+from ..device.streaming.prepared import PreparedKernel
 from ..device.streaming.rates import Rates
+from ..device.streaming.routes import divide_routes
 from ..device.streaming.streamer import ExpertStreamer, Group
 from ..device.streaming.timeline import LayerStamps, Timeline
 from ..device.tracer import tracer_of
-from ..moe.routing import hot_routes, without_padding
+from ..moe.routing import without_padding
 
 #: An engine's product of hidden states with some experts: (x [T, H], slots [T, k], weights [T, k],
 #: w13 [n, 2 I, H], w2 [n, H, I]) -> [T, H]. Routes with slot -1 have weight 0 and are skipped.
@@ -79,6 +81,7 @@ class ModelStreaming:
     ) -> None:
         self.streamer, self.rates, self.products = streamer, rates, products
         self.threshold = threshold
+        self.divide = PreparedKernel()  # of `divide_routes`
         self._lane = lane
         self._given = given
         self._whole: dict[tuple[int, int, int], bool] = {}
@@ -180,19 +183,23 @@ class LayerStreaming:
             on_cpu=left[0],
         )
         groups = model.streamer.stream(self._packed, streamed, stamps)
-        # A signed type, as -1 stands for no expert.
-        ids = topk_ids if topk_ids.dtype.is_signed else topk_ids.long()
-        places, weights = hot_routes(
-            ids, topk_weights, self._places(streamed, x.device), -1, padding
+        divided = divide_routes(
+            model.divide,
+            topk_ids,
+            topk_weights,
+            slot_map,
+            self._places(streamed, x.device),
+            streamed=len(streamed),
+            room=model.streamer.room(self._packed),
+            cold_slot=cold_slot,
+            padding=padding,
+            live=live,
         )
-        if live:
-            elsewhere = hot_routes(ids, topk_weights, slot_map, -1)[0] >= 0
-            places, weights = places.masked_fill(elsewhere, -1), weights.masked_fill(elsewhere, 0)
-        on_cpu = live or left[0] > 0
+        on_cpu, routes = live or left[0] > 0, divided.hot
         if on_cpu:
             slots, hot_weights = self._wrapper.submit_and_split(
                 x,
-                ids.masked_fill(places >= 0, -1),
+                divided.on_cpu,
                 topk_weights,
                 slot_map=slot_map,
                 cold_slot=cold_slot,
@@ -200,10 +207,8 @@ class LayerStreaming:
                 defer=False,
             )
             routes = slots.to(topk_ids.dtype), hot_weights
-        else:
-            routes = hot_routes(topk_ids, topk_weights, slot_map, cold_slot, padding)
         self._count(x.shape[0], len(streamed), *left)
-        return StreamedBatch(model, routes, on_cpu, groups, places, weights, stamps)
+        return StreamedBatch(model, routes, on_cpu, groups, divided.groups, stamps)
 
     def _count(self, tokens: int, streamed: int, experts_left: int, routes_left: int) -> None:
         counters = self.counters
@@ -256,30 +261,24 @@ class StreamedBatch:
         routes: tuple[torch.Tensor, torch.Tensor],
         on_cpu: bool,
         groups: Iterator[Group],
-        places: torch.Tensor,
-        weights: torch.Tensor,
+        group_routes: list[tuple[torch.Tensor, torch.Tensor]],
         stamps: LayerStamps | None,
     ) -> None:
-        """places: for each route, the number of its expert among the streamed ones, or -1."""
+        """group_routes: slots and weights [T, k] for each of the groups."""
         self.routes, self.on_cpu = routes, on_cpu
         self._model, self._groups, self._stamps = model, groups, stamps
-        self._places, self._weights = places, weights
+        self._group_routes = group_routes
 
     def add(self, x: torch.Tensor, hot: torch.Tensor | None) -> torch.Tensor | None:
         """hot plus the sum of the streamed experts [T, H], rounded once; None if both are empty."""
-        total = None if hot is None else hot.float()
-        begin = 0
-        for group in self._groups:
-            places = self._places - begin
-            begin += len(group.slots)
-            elsewhere = (places < 0) | (places >= len(group.slots))
-            part = self._model.products(
-                x,
-                places.masked_fill(elsewhere, -1),
-                self._weights.masked_fill(elsewhere, 0),
-                group.w13,
-                group.w2,
-            )
-            total = part.float() if total is None else total.add_(part)
+        total = hot
+        for group, routes in zip(self._groups, self._group_routes, strict=True):
+            part = self._model.products(x, *routes, group.w13, group.w2)
+            if total is None:
+                total = part
+            elif total.dtype == torch.float32 and total is not hot:
+                total.add_(part)
+            else:
+                total = total.float() + part
         self._model.ended(self._stamps)
         return None if total is None else total.to(x.dtype)

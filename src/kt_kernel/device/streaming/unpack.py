@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...runtime.streams import handle_of
 from ...weights.formats import WeightForm
+from .prepared import PreparedKernel
 
 _TILE_ROWS = 32
 _PART_COLUMNS = 32
@@ -21,7 +21,7 @@ _ALIGNMENT = 16  # bytes, for which Triton compiles
 
 
 @functools.cache
-def kernel_constants(form: WeightForm, columns: int) -> dict[str, Any]:
+def kernel_constants(form: WeightForm, columns: int, parts: int = _PARTS) -> dict[str, Any]:
     """The constants of `unpack_kernel.unpack` for matrices of a form with this many columns.
 
     They follow from the format's row in kernels/include/kt/format.h.
@@ -58,6 +58,7 @@ def kernel_constants(form: WeightForm, columns: int) -> dict[str, Any]:
         "BLOCK_PARTS": block_columns // _PART_COLUMNS,
         "BLOCK_BYTES": scale_bytes + block_columns // _PART_COLUMNS * f.bits * 128,
         "BLOCK_SCALE_BYTES": scale_bytes,
+        "PARTS": parts,
     }
 
 
@@ -77,8 +78,8 @@ class PackedMatrix:
     columns: int
     begin: int
     tile_stride: int
-    _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
+    _kernel: PreparedKernel = field(
+        default_factory=PreparedKernel, init=False, repr=False, compare=False
     )
 
     def unpack(
@@ -107,30 +108,26 @@ class PackedMatrix:
             -(-self.rows // _TILE_ROWS),
             experts,
         )
+        from .unpack_kernel import unpack  # Triton may be missing
+
         place = packed[:, self.begin :]
         strides = self.tile_stride, packed.stride(0), out.stride(1), out.stride(0)
+        sizes = self.rows, self.columns, *strides
         offset = out.data_ptr() % _ALIGNMENT
-        # What the kernel is compiled for.
-        kind = out.device, out.dtype, strides, offset, place.data_ptr() % _ALIGNMENT, parts, warps
-        known = self._compiled.get(kind)
-        if known is not None:
-            kernel, rest = known
-            run = kernel[grid]
-            run(place, out, *rest, stream=handle_of(out.device, None))
-        else:
-            from .unpack_kernel import unpack  # Triton may be missing
-
-            sizes = self.rows, self.columns, *strides
-            constants = kernel_constants(self.form, self.columns) | {"PARTS": parts}
-            kernel = unpack[grid](place, out, *sizes, **constants, num_warps=warps)
-            if kernel is None:
-                return None
-            rest = *sizes, *(constants[name] for name in unpack.arg_names[2 + len(sizes) :])
-            self._compiled[kind] = kernel, rest
-            run = kernel[grid]
+        run = self._kernel.launch(
+            unpack,
+            grid,
+            (place, out, *sizes),
+            lambda: kernel_constants(self.form, self.columns, parts),
+            kind=(out.dtype, strides, offset, place.data_ptr() % _ALIGNMENT, parts, warps),
+            device=out.device,
+            warps=warps,
+        )
+        if run is None:
+            return None
 
         def again(to: torch.Tensor, stream: int) -> None:
             assert to.data_ptr() % _ALIGNMENT == offset  # the kernel was compiled for it
-            run(place, to, *rest, stream=stream)
+            run(place, to, *sizes, stream=stream)
 
         return again
