@@ -62,10 +62,23 @@ def test_neighbours_are_one_copy() -> None:
     assert runs == [[(0, 0, 3)], [(0, 0, 1), (2, 1, 1)], [(1, 0, 1)], []]
 
 
+def test_groups_in_the_order_of_memory() -> None:
+    experts = layer("AMXINT8", 1).packed_experts()
+    for slots, room, want in (
+        ([4, 0, 2], 2, [([0, 2], 1), ([4], 1)]),
+        ([4, 0, 2], 1, [([0], 1), ([2], 1), ([4], 1)]),
+        ([4, 0], 2, [([0, 4], 2)]),
+        ([], 2, []),
+    ):
+        for _ in range(2):  # the second time from memory
+            found = experts.grouped(slots, room)
+            assert [(group.slots, len(group.runs)) for group in found] == want
+
+
 def test_experts_that_are_not_here() -> None:
     experts = layer("AMXINT8", 1).packed_experts()
     with pytest.raises(ValueError, match="expert 3 are not on the CPU"):
-        experts.sorted([0, 3])
+        experts.grouped([0, 3], 2)
 
 
 def test_registration() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kt_kernel.device.streaming.experts import Run
+from kt_kernel.device.streaming.experts import Run, SlotGroup
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 
 
@@ -101,12 +101,10 @@ class Layer:
         self.expert_bytes = sum(parts)
         self.held = list(range(experts))
 
-    def sorted(self, slots: list[int]) -> list[int]:
-        return sorted(slots)
-
-    def runs(self, slots: list[int]) -> Iterator[Run]:
-        for i, slot in enumerate(slots):
-            yield Run(slot, i, 1)
+    def grouped(self, slots: list[int], room: int) -> list[SlotGroup]:
+        slots = sorted(slots)
+        parts = [slots[i : i + room] for i in range(0, len(slots), room)]
+        return [SlotGroup(part, [Run(s, i, 1) for i, s in enumerate(part)]) for part in parts]
 
     def unpack(self, staged: list[torch.Tensor], w13: torch.Tensor, w2: torch.Tensor) -> None:
         def step() -> None:

@@ -172,7 +172,7 @@ class LayerStreaming:
             streamed = model.rates.split(tokens, x.shape[0])
             left = [sum(map(bool, tokens)) - len(streamed), sum(tokens)]
             left[1] -= sum(tokens[expert] for expert in streamed)
-        streamed = self._packed.sorted(streamed)
+        places = self._places(streamed, x.device)
         layer, position, chain = self._wrapper.place
         stamps = model.stamps(
             layer=layer,
@@ -188,7 +188,7 @@ class LayerStreaming:
             topk_ids,
             topk_weights,
             slot_map,
-            self._places(streamed, x.device),
+            places,
             streamed=len(streamed),
             room=model.streamer.room(self._packed),
             cold_slot=cold_slot,
@@ -233,10 +233,11 @@ class LayerStreaming:
         return [count if expert in here else 0 for expert, count in enumerate(counts)]
 
     def _places(self, streamed: list[int], device: torch.device) -> torch.Tensor:
-        """int32 [E]: for each streamed expert its number among them, -1 for the others."""
+        """int32 [E]: for each streamed expert its number in the order of memory, -1 for the
+        others."""
         if self._last[1] is None or self._last[0] != streamed:
             numbers = [-1] * self._experts
-            for place, expert in enumerate(streamed):
+            for place, expert in enumerate(self._packed.sorted(streamed)):
                 numbers[expert] = place
             # From pinned memory, or the host would wait for the device.
             places = torch.tensor(

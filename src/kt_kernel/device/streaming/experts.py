@@ -59,6 +59,14 @@ class Run:
     count: int
 
 
+@dataclass(frozen=True)
+class SlotGroup:
+    """Experts that are copied together. slots: in the order in which they lie in memory."""
+
+    slots: list[int]
+    runs: list[Run]
+
+
 class PackedExperts:
     """The packed experts of one layer on the CPU.
 
@@ -74,6 +82,7 @@ class PackedExperts:
         self._core = core
         self._positions: list[int] = core.positions
         self._registered: Any = None
+        self._grouped: tuple[list[int], int, list[SlotGroup]] | None = None
         self.hidden, self.inter = hidden, inter
         self.parts = tuple(_part(part, form, hidden) for part in core.packed_parts())
 
@@ -133,6 +142,17 @@ class PackedExperts:
             if i == len(slots) or self._positions[slots[i]] != at + i - begin:
                 yield Run(at, begin, i - begin)
                 begin = i
+
+    def grouped(self, slots: Sequence[int], room: int) -> list[SlotGroup]:
+        """Groups of at most ``room`` slots, in the order of memory. The last answer is kept: long
+        batches stream all cold experts again and again."""
+        asked = list(slots)
+        if self._grouped is None or self._grouped[:2] != (asked, room):
+            slots = self.sorted(asked)
+            parts = [slots[i : i + room] for i in range(0, len(slots), room)]
+            groups = [SlotGroup(part, list(self.runs(part))) for part in parts]
+            self._grouped = asked, room, groups
+        return self._grouped[2]
 
     def unpack(self, staged: Sequence[torch.Tensor], w13: torch.Tensor, w2: torch.Tensor) -> None:
         """Starts unpacking a group of n experts on the current stream.

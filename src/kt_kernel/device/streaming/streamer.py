@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .experts import PackedExperts
+from .experts import PackedExperts, SlotGroup
 from .timeline import GroupStamps, LayerStamps
 
 _HALVES = 2
@@ -104,8 +104,7 @@ class ExpertStreamer:
 
         Raises ValueError for experts that are not on the CPU, and if no expert of the layer fits.
         """
-        slots, room = layer.sorted(slots), self.need_room(layer)
-        groups = [slots[i : i + room] for i in range(0, len(slots), room)]
+        groups = layer.grouped(slots, self.need_room(layer))
         return self._groups(
             layer, groups, [self._copy(layer, g, stamps) for g in groups[:_HALVES]], stamps
         )
@@ -113,14 +112,14 @@ class ExpertStreamer:
     def _groups(
         self,
         layer: PackedExperts,
-        groups: list[list[int]],
+        groups: list[SlotGroup],
         halves: list[_Half],
         stamps: LayerStamps | None,
     ) -> Iterator[Group]:
         """Unpacks groups one by one. halves: where the first of them were copied to."""
-        for number, slots in enumerate(groups):
+        for number, wanted in enumerate(groups):
             times = None if stamps is None else stamps.groups[number]
-            group = self._unpacked(layer, slots, halves[number], times)
+            group = self._unpacked(layer, wanted.slots, halves[number], times)
             halves += [self._copy(layer, more, stamps) for more in groups[len(halves) :][:1]]
             try:
                 yield group
@@ -129,22 +128,20 @@ class ExpertStreamer:
                 if times is not None:
                     times.done = self._lane.stamp_compute()
 
-    def _copy(
-        self, layer: PackedExperts, slots: Sequence[int], stamps: LayerStamps | None
-    ) -> _Half:
+    def _copy(self, layer: PackedExperts, group: SlotGroup, stamps: LayerStamps | None) -> _Half:
         """Starts copying a group to the next half."""
         lane, half = self._lane, self._halves[self._turn]
         self._turn = (self._turn + 1) % _HALVES
         lane.delay_copies(half.unpacked)
         begin = None if stamps is None else lane.stamp_copies()
-        staged = self._staged(layer, half, len(slots))
-        runs = list(layer.runs(slots))
+        staged = self._staged(layer, half, len(group.slots))
         for part, to in zip(layer.parts, staged, strict=True):
-            lane.copy(to, part.memory, runs)
+            lane.copy(to, part.memory, group.runs)
         lane.record_copies(half.arrived)
         if stamps is not None:
-            nbytes = len(slots) * layer.expert_bytes
-            stamps.groups.append(GroupStamps(len(slots), nbytes, begin, lane.stamp_copies()))
+            count = len(group.slots)
+            nbytes = count * layer.expert_bytes
+            stamps.groups.append(GroupStamps(count, nbytes, begin, lane.stamp_copies()))
         return half
 
     def _unpacked(
