@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import random
 import time
@@ -51,7 +52,7 @@ def rates_of_model() -> dict[str, Any]:
     rates, packed = layer._streaming._model.rates, layer._streaming._packed
     cold = layer.placement.num_cold
     return {
-        **vars(rates),
+        **dataclasses.asdict(rates),
         "threshold": layer._streaming._model.threshold,
         "expert_bytes": packed.expert_bytes,
         "cold": cold,

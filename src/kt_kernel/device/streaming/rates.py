@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...runtime.variant import native
@@ -17,6 +17,7 @@ from .streamer import ExpertStreamer
 
 _REPETITIONS = 3
 _MOST_TOKENS = 1 << 20
+_FAR = 1 << 24  # tokens
 _TOKENS = (1, 4, 16, 64, 256)  # of each expert, in the batches that are timed on the CPU
 _LONGEST = 0.2  # seconds of a batch, after which no larger one is timed
 _LARGEST = 4096  # tokens of such a batch: pinned memory is kept for the largest that there was
@@ -63,17 +64,19 @@ class Rates:
         """
         return self._split(tokens, batch)[0]
 
-    def on_cpu(self, tokens: int) -> float:
-        """Seconds of the CPU for an expert with that many tokens."""
-        points = self.expert_on_cpu
-        if not tokens:
-            return 0.0
-        at = bisect_left(points, tokens, key=lambda point: point[0])
-        if at == 0 or len(points) == 1:
-            # Few tokens take as long as one: the weights are read.
-            return points[0][1] * max(1.0, tokens / points[0][0])
-        (low, before), (high, after) = points[min(at, len(points) - 1) - 1 :][:2]
-        return before + (after - before) * (tokens - low) / (high - low)
+    def on_cpu(self, tokens: Sequence[int]) -> np.ndarray:
+        """float64: seconds of the CPU for experts with so many tokens each."""
+        counts = np.asarray(tokens, dtype=np.float64)
+        # Few tokens take as long as one: the weights are read. Experts without tokens are not.
+        return np.where(counts > 0, np.interp(counts, *self._curve), 0.0)
+
+    @functools.cached_property
+    def _curve(self) -> tuple[list[float], list[float]]:
+        """`expert_on_cpu`, with a point far above the last."""
+        (low, before), (high, after) = ((0, 0.0), *self.expert_on_cpu)[-2:]
+        slope = (after - before) / (high - low)
+        points = *self.expert_on_cpu, (_FAR, after + slope * (_FAR - high))
+        return [tokens for tokens, _ in points], [seconds for _, seconds in points]
 
     def even(self, tokens: float, cold: int) -> list[int]:
         """Tokens of each cold expert, if so many routes to them are spread evenly."""
@@ -103,7 +106,7 @@ class Rates:
 
         def pays(tokens: int) -> bool:
             counts = self.even(tokens * routes_per_token, -(-cold // 2))
-            alone = sum(map(self.on_cpu, counts)) + tokens * self.token_on_cpu
+            alone = self.on_cpu(counts).sum() + tokens * self.token_on_cpu
             streamed = min(self._split(counts, tokens)[1], self.everything(cold))
             return max(streamed, self.host) < 0.9 * alone
 
@@ -126,7 +129,7 @@ class Rates:
 
     def _split(self, tokens: Sequence[int], batch: int) -> tuple[list[int], float]:
         return native().split_over_bus(
-            [_BESIDE_BUS * self.on_cpu(count) for count in tokens],
+            (_BESIDE_BUS * self.on_cpu(tokens)).tolist(),
             expert_on_bus=self.expert_on_bus,
             batch_on_cpu=batch * self.token_on_cpu,
             streaming=self.streaming,
