@@ -158,7 +158,10 @@ def serve(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> Non
         start = time.monotonic()
         mode = Path(os.environ[stream_modes.VARIABLE])
         mode.write_text(SHARED)
-        with generator[args.engine](str(model), ENGINES[args.engine] | args.arguments) as given:
+        arguments = ENGINES[args.engine] | args.arguments
+        if method == STOCK:
+            arguments |= args.stock
+        with generator[args.engine](str(model), arguments) as given:
             row["start_seconds"] = time.monotonic() - start
             bench = Bench(given[0], mode, args)
             if args.engine == "vllm" and method != STOCK:
@@ -225,6 +228,7 @@ def main() -> None:
     add("--threshold", type=int, help="tokens from which batches are streamed (default: measured)")
     add("--rounds", type=int, default=3)
     add("--arguments", default="{}", type=json.loads, help="more arguments of the engine, as JSON")
+    add("--stock", default="{}", type=json.loads, help="other arguments of the stock engine")
     add("--beside", action="store_true")
     add("--cancelled", action="store_true")
     add("--logprobs", action="store_true", help="of stock:1 and BF16:0")
