@@ -47,7 +47,7 @@ from prompts_more import (
     more,
     rates_of_model,
 )
-from stream_modes import CPU, MODES, NO_COPIES, SHARED
+from stream_modes import CPU, MODES, NO_COPIES, SHARED, STREAMED
 
 if stream_modes.VARIABLE in os.environ:  # also in the processes that an engine spawns
     stream_modes.install(Path(os.environ[stream_modes.VARIABLE]))
@@ -224,7 +224,7 @@ def main() -> None:
         default=[configuration("INT4_G32:0:512,1024,2048,8192,32768")],
         help="METHOD:HOT:TOKENS,TOKENS",
     )
-    add("--modes", nargs="+", choices=tuple(MODES), default=list(MODES))
+    add("--modes", nargs="+", choices=tuple(MODES), default=[CPU, STREAMED, SHARED, NO_COPIES])
     add("--threshold", type=int, help="tokens from which batches are streamed (default: measured)")
     add("--rounds", type=int, default=3)
     add("--arguments", default="{}", type=json.loads, help="more arguments of the engine, as JSON")

@@ -10,10 +10,12 @@ from typing import Any
 
 VARIABLE = "STREAM_MODE_FILE"
 CPU, STREAMED, SHARED, NO_COPIES = "cpu", "streamed", "shared", "no copies"
+DIVIDED = "divided"  # to see where kt-moe should share
 MODES = {
     CPU: "nothing is streamed",
     STREAMED: "all cold experts are streamed",
     SHARED: "the CPU and the bus share the experts, as kt-moe does by itself",
+    DIVIDED: "as shared, but all experts are never streamed just because that is simpler",
     NO_COPIES: "as streamed, without the copies: what the GPU takes. The results are wrong",
 }
 
@@ -28,9 +30,12 @@ def install(path: Path) -> None:
 
     wants, whole, copy = ModelStreaming.wants, ModelStreaming.whole, CopyLane.copy
     ModelStreaming.wants = lambda self, x: mode() != CPU and wants(self, x)
-    ModelStreaming.whole = lambda self, *batch: (
-        mode() in (STREAMED, NO_COPIES) or whole(self, *batch)
-    )
+
+    def all_of_them(self: Any, *batch: Any) -> bool:
+        now = mode()
+        return now in (STREAMED, NO_COPIES) or (now != DIVIDED and whole(self, *batch))
+
+    ModelStreaming.whole = all_of_them
 
     def maybe_copy(self: Any, *what: Any) -> None:
         if mode() != NO_COPIES:
