@@ -446,24 +446,19 @@ PARTS = (
     Part(
         "Prompts in vLLM 0.26.0, by where the cold experts are computed",
         "Made by `benchmarks/prompts.py`, one process, modes in turns. `GPU alone` leaves out the "
-        "copies, `bound` is the larger of that and the copies alone. First a version whose split "
-        "followed from two batches in the CPU's memory: it left too much to the CPU at 8,192 "
-        "tokens. The second one left too much at 2,048 tokens in INT4_G32, and streamed batches of "
-        "64 and 128 tokens, which the present one does not.",
-        ["2026-11-29-prompts-vllm-first-h200", "2026-11-29-prompts-vllm-h200"],
+        "copies, `bound` is the larger of that and the copies alone. The first run is of a version "
+        "with 1 GB on the GPU, and streamed from a given number of tokens on; it shared 2,048 "
+        "tokens in INT4_G32, and lost by that. The second one is of the same version with the "
+        "measured threshold: 449 (INT4_G32), 831 (BF16) and 800 tokens (FP8). The CPU computes "
+        "shorter prompts in all columns.",
+        ["2026-11-29-prompts-vllm-h200", "2026-11-29-prompts-auto-vllm-h200"],
         prompts,
     ),
     Part(
-        "Prompts with the measured threshold",
-        "As above, with `--kt-gpu-prefill-token-threshold auto`. The CPU computes shorter "
-        "prompts in all columns. The first two runs are of a version that streamed too short "
-        "batches: from 104 (INT4_G32) and 16 tokens on (BF16) in vLLM. In the third, "
-        "streaming begins at 449 (INT4_G32), 831 (BF16) and 800 tokens (FP8).",
-        [
-            "2026-11-29-prompts-auto-first-vllm-h200",
-            "2026-11-29-prompts-auto-first-sglang-h200",
-            "2026-11-29-prompts-auto-vllm-h200",
-        ],
+        "Prompts in SGLang 0.5.17, by where the cold experts are computed",
+        "As above, with the measured threshold, and with SGLang's CUDA graphs for prompts. Prompts "
+        "of 512 tokens were captured, so the CPU computes them in all columns.",
+        ["2026-11-29-prompts-sglang-h200"],
         prompts,
     ),
     Part(
