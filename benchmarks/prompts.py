@@ -8,7 +8,7 @@ is hot, and the lengths of prompts; "stock" has everything on the GPU. Each othe
 served with the modes of stream_modes.py in turn, prompt after prompt. The bound is the larger of
 the copies alone, at the speed measured at the start, and of the GPU alone (mode "no copies"). Also:
 
-- mean distance of prompts' log-probabilities from the stock engine (--logprobs)
+- mean distance of prompts' log-probabilities from the stock engine or the CPU (--logprobs)
 - memory before and after many long prompts (--many)
 - pauses between the tokens of requests that decode beside long prompts (--beside)
 - requests that are cancelled during their prompt (--cancelled)
@@ -170,9 +170,10 @@ def serve(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> Non
             row["prompts"] = bench.first_token(lengths, [SHARED] if method == STOCK else args.modes)
             bus = row.get("rates", {}).get("bus_seconds")
             print(f"{method} {hot:.0%} hot", *summary(row["prompts"], bus), sep="\n", flush=True)
-            if args.logprobs and method in (STOCK, "BF16") and hot in (0, 1):
+            if args.logprobs:
                 modes = [TOGETHER, APART] if method == STOCK else args.modes
-                spoken[method] = logprobs(args.engine, bench, given[2], modes)
+                name = f"{method} {hot:.0%}" if 0 < hot < 1 else method
+                spoken[name] = logprobs(args.engine, bench, given[2], modes)
                 row["distances"] = distances(spoken)
                 print("log-probabilities:", json.dumps(row["distances"]), flush=True)
             if method != STOCK and not any(r["method"] != STOCK for r in result["rows"]):
@@ -231,7 +232,7 @@ def main() -> None:
     add("--stock", default="{}", type=json.loads, help="other arguments of the stock engine")
     add("--beside", action="store_true")
     add("--cancelled", action="store_true")
-    add("--logprobs", action="store_true", help="of stock:1 and BF16:0")
+    add("--logprobs", action="store_true", help="from those of stock, or of the CPU")
     add("--profile", type=int, default=0, help="tokens of a prompt of which kernels are timed")
     add("--host", type=int, default=0, help="tokens of a prompt of which the host is measured")
     add("--many", type=int, default=0, help="how many long prompts")

@@ -215,14 +215,14 @@ def _vllm_logprobs(engine: Any, given: list[list[int]]) -> list[float]:
 
 
 def distances(found: dict[str, dict[str, list[float]]]) -> dict[str, float]:
-    """Mean distance of log-probabilities from the stock engine's first answer, by configuration
-    and mode. That of the stock engine itself is between its two ways to compute the prompts."""
-    if "stock" not in found:
-        return {}
-    base = found["stock"][TOGETHER]
-    return {
-        f"{name}: {mode}": sum(abs(a - b) for a, b in zip(base, values, strict=True)) / len(base)
-        for name, modes in found.items()
-        for mode, values in modes.items()
-        if values is not base
-    }
+    """Mean distance of log-probabilities by configuration and mode, from the stock engine's first
+    answer, or without a stock engine from those of the CPU alone. That of the stock engine itself
+    is between its two ways to compute the prompts."""
+    shown = {}
+    for name, modes in found.items():
+        base = found["stock"][TOGETHER] if "stock" in found else modes.get(CPU, [])
+        for mode, values in modes.items():
+            if base and values is not base:
+                apart = sum(abs(a - b) for a, b in zip(base, values, strict=True))
+                shown[f"{name}: {mode}"] = apart / len(base)
+    return shown

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+import divided_routes
 import pytest
 import torch
 from grid import grid
@@ -13,6 +15,7 @@ from kernels.unpacking import ALL, Shape, check, same_bits
 from kt_kernel import KTMoEWrapper
 from kt_kernel.device.backend import CudaBackend
 from kt_kernel.device.streaming.lane import CopyLane
+from kt_kernel.device.streaming.prepared import PreparedKernel
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 
 E, H, INNER, LAYERS = 24, 512, 256, 3
@@ -103,3 +106,22 @@ def test_memory_stays() -> None:
             before = torch.cuda.memory_reserved(CUDA), torch.cuda.mem_get_info(CUDA)[0]
     torch.cuda.synchronize()
     assert (torch.cuda.memory_reserved(CUDA), torch.cuda.mem_get_info(CUDA)[0]) == before
+
+
+def test_every_route_is_in_one_place() -> None:
+    """Launches of one kernel with arguments of every kind, in an order of chance: compiled at
+    first, and prepared afterwards."""
+    kernel = PreparedKernel()
+    kinds = list(
+        itertools.product(
+            (1, 100, 700),
+            (torch.int32, torch.int64, torch.uint8),
+            (None, torch.bool, torch.int64),
+            (-1, 0),
+            (False, True),
+            (2, 8),
+        )
+    )
+    random.Random(0).shuffle(kinds)
+    for kind in kinds[:60]:
+        divided_routes.check(kernel, *kind, "cuda")
