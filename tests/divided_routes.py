@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from typing import NamedTuple
+
 import torch
 
 from kt_kernel.device.streaming.prepared import PreparedKernel
@@ -10,17 +14,35 @@ from kt_kernel.device.streaming.routes import divide_routes
 E, K = 11, 3
 
 
-def check(
-    kernel: PreparedKernel,
-    tokens: int,
-    ids_dtype: torch.dtype,
-    padding_dtype: torch.dtype | None,
-    cold_slot: int,
-    live: bool,
-    room: int,
-    device: str,
-) -> None:
+class Kind(NamedTuple):
+    """A batch, and how it is divided."""
+
+    tokens: int
+    ids_dtype: torch.dtype
+    padding_dtype: torch.dtype | None
+    cold_slot: int
+    live: bool
+    room: int
+
+
+#: Of every kind, in an order of chance.
+KINDS = [
+    Kind(*values)
+    for values in itertools.product(
+        (0, 1, 100, 700),
+        (torch.int32, torch.int64, torch.uint8),
+        (None, torch.bool, torch.int64),
+        (-1, 0),
+        (False, True),
+        (2, 8),
+    )
+]
+random.Random(0).shuffle(KINDS)
+
+
+def check(kernel: PreparedKernel, kind: Kind, device: str) -> None:
     """Experts 1 and 8 are hot, 0, 3, 4, 7 and 9 are streamed, and so is 8 if experts are moving."""
+    tokens, ids_dtype, padding_dtype, cold_slot, live, room = kind
     g = torch.Generator().manual_seed(tokens)
     hot, streamed = [1, 8], [0, 3, 4, 7, 9, *[8] * live]
     slot_map, places = torch.full((2, E), -1, dtype=torch.int32)
