@@ -33,7 +33,7 @@ os.environ.update(
 
 
 @contextmanager
-def vllm_generator(model: str, arguments: dict):
+def vllm_generator(model: str, arguments: dict, temperature: float = 0):
     import torch
     from vllm import LLM, SamplingParams
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -42,7 +42,11 @@ def vllm_generator(model: str, arguments: dict):
 
     def generate(prompts: list[list[int]], steps: int) -> None:
         sampling = SamplingParams(
-            temperature=0, max_tokens=steps, min_tokens=steps, ignore_eos=True, detokenize=False
+            temperature=temperature,
+            max_tokens=steps,
+            min_tokens=steps,
+            ignore_eos=True,
+            detokenize=False,
         )
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         found = held[0].generate(inputs, sampling, use_tqdm=False)

@@ -70,6 +70,9 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         arguments.revision,
         arguments.download_dir,
         arguments.device,
+        arguments.tp_size,
+        model_config.dtype.itemsize,
+        arguments.enable_deterministic_inference,
     )
     config = language_model(model_config.hf_config)
     return decide_moving(

@@ -83,6 +83,8 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
         model.revision,
         config.load_config.download_dir,
         device,
+        ranks,
+        model.dtype.itemsize,
     )
     return decide_moving(
         prepare(options, model.hf_text_config, served),

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from . import bench, cache, model, quant, sft, version
+from . import bench, cache, model, quant, sft, tune, version
 from .running import run
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.add_typer(bench.app, name="bench")
 app.command("cache")(cache.cache)
 app.add_typer(model.app, name="model")
 app.add_typer(sft.app, name="sft")
+app.command("tune")(tune.tune)
 app.command("version")(version.version)
 
 

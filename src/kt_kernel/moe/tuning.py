@@ -246,11 +246,16 @@ class _Layer:
 
 
 def _random_expert(form: WeightForm) -> list[_Source]:
-    """gate, up and down: bf16 tensors where the core quantises, else with scales of one."""
-    shapes = matrix_shapes(*_sizes(form)).values()
+    """gate, up and down."""
+    return [random_source(form, *shape) for shape in matrix_shapes(*_sizes(form)).values()]
+
+
+def random_source(form: WeightForm, n: int, k: int) -> torch.Tensor | QuantisedMatrix:
+    """A random matrix [N, K] that packs to this form: bf16 where the core quantises, else with
+    scales of one."""
     if form.format.from_dense and form.scale_type == 0:
-        return [(torch.randn(shape) * shape[1] ** -0.5).bfloat16() for shape in shapes]
-    return [_random_matrix(form, *shape) for shape in shapes]
+        return (torch.randn(n, k) * k**-0.5).bfloat16()
+    return _random_matrix(form, n, k)
 
 
 def _random_matrix(form: WeightForm, n: int, k: int) -> QuantisedMatrix:

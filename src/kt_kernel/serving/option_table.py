@@ -67,6 +67,11 @@ OPTIONS: tuple[Option, ...] = (
         "hot experts as a fraction of all, from 0 to 1, instead of --kt-num-gpu-experts",
     ),
     Option(
+        "--kt-gpu-experts-memory",
+        "size",
+        "memory for hot experts on each GPU, such as 20GB, instead of a number or a ratio",
+    ),
+    Option(
         "--kt-hot-format",
         "hot format",
         f"weights of hot experts: {ENGINE}, as the engine loads them; {BF16}, quantised ones as "
@@ -149,6 +154,12 @@ OPTIONS: tuple[Option, ...] = (
         "size",
         "bytes per second that experts moving to the GPU may take of the bus, such as 8GB (default "
         "a quarter of what is measured)",
+    ),
+    Option(
+        "--kt-tuned",
+        "switch",
+        "whether options that are not given are those that kt tune saved for this model and "
+        f"machine: on, off, or {AUTO}: if there are any (default {AUTO})",
     ),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}

@@ -21,8 +21,9 @@ class KTOptions:
     """Checked options. None means not given: the layer selects a value and logs it.
 
     `kt_kernel.serving.preflight.prepare` replaces the method `AUTO` by the one that it selects
-    (``reason`` then states why), the hot format `AUTO` likewise if experts are hot, and
-    repositories in the paths by their local folders.
+    (``reason`` then states why), the hot format `AUTO` likewise if experts are hot, a memory for
+    hot experts by the ratio that fits into it, and repositories in the paths by their local
+    folders. ``from_tuned`` names the options that were taken from what `kt tune` saved.
     """
 
     method: str = AUTO
@@ -31,6 +32,7 @@ class KTOptions:
     threadpool_count: int | None = None
     num_gpu_experts: int | None = None
     gpu_experts_ratio: float | None = None
+    gpu_experts_memory: int | None = None  # bytes on each rank
     gpu_experts_mask: str | None = None
     hot_format: str = AUTO
     expert_placement_strategy: str | None = None
@@ -44,7 +46,9 @@ class KTOptions:
     gpu_prefill_memory: int | None = None  # bytes
     enable_dynamic_expert_update: str | None = None  # one of `SWITCH`
     expert_update_rate: int | None = None  # bytes per second
+    tuned: str | None = None  # one of `SWITCH`; None is `AUTO`
     allow_untested: bool = False
+    from_tuned: str = field(default="", compare=False)
     reason: str = field(default="", compare=False)
 
     @classmethod
@@ -71,8 +75,8 @@ class KTOptions:
         if options.hot_format != AUTO and options.hot_option is None:
             raise OptionError(
                 f"--kt-hot-format {options.hot_format}: no expert is hot; add "
-                "--kt-num-gpu-experts, --kt-gpu-experts-ratio or --kt-gpu-experts-mask, or remove "
-                "this"
+                "--kt-num-gpu-experts, --kt-gpu-experts-ratio, --kt-gpu-experts-memory or "
+                "--kt-gpu-experts-mask, or remove this"
             )
         if options.gpu_prefill_memory is not None and options.gpu_prefill_token_threshold == 0:
             raise OptionError(
@@ -99,12 +103,14 @@ class KTOptions:
     def _check_placement(self) -> None:
         """Raises OptionError if options of the placement or of recording contradict each other."""
         number, ratio, mask = self.num_gpu_experts, self.gpu_experts_ratio, self.gpu_experts_mask
+        memory = self.gpu_experts_memory
         strategy, stats = self.expert_placement_strategy, self.expert_stats
         given = [
             f"--kt-{name} {value}"
             for name, value in (
                 ("num-gpu-experts", number),
                 ("gpu-experts-ratio", ratio),
+                ("gpu-experts-memory", memory),
                 ("gpu-experts-mask", mask),
             )
             if value is not None
@@ -129,8 +135,8 @@ class KTOptions:
                 raise OptionError(f"{which} and {given[0]}: give only one of them")
             if not given:
                 raise OptionError(
-                    f"{which}: without --kt-num-gpu-experts or --kt-gpu-experts-ratio no expert "
-                    "is hot; add one of them"
+                    f"{which}: without --kt-num-gpu-experts, --kt-gpu-experts-ratio or "
+                    "--kt-gpu-experts-memory no expert is hot; add one of them"
                 )
         counts, routes = self.record_kt_gpu_expert_distribution, self.record_kt_expert_routes
         if counts and routes and os.path.realpath(counts) == os.path.realpath(routes):
@@ -156,8 +162,9 @@ class KTOptions:
         flag = f"--kt-enable-dynamic-expert-update {self.enable_dynamic_expert_update}"
         if not self.hot_option:
             raise OptionError(
-                f"{flag}: no expert is hot; add --kt-num-gpu-experts, --kt-gpu-experts-ratio or "
-                "--kt-gpu-experts-mask, which say how many slots there are"
+                f"{flag}: no expert is hot; add --kt-num-gpu-experts, --kt-gpu-experts-ratio, "
+                "--kt-gpu-experts-memory or --kt-gpu-experts-mask, which say how many slots there "
+                "are"
             )
         # `moving.decide_moving` turns `AUTO` off.
         if self.expert_lora_path is not None and self.enable_dynamic_expert_update != AUTO:
@@ -191,7 +198,12 @@ class KTOptions:
     @property
     def hot_option(self) -> str | None:
         """The option that asks for hot experts, with its value; None if none does."""
-        for name in ("num_gpu_experts", "gpu_experts_ratio", "gpu_experts_mask"):
+        for name in (
+            "num_gpu_experts",
+            "gpu_experts_ratio",
+            "gpu_experts_memory",
+            "gpu_experts_mask",
+        ):
             if value := getattr(self, name):
                 return f"--kt-{name.replace('_', '-')} {value}"
         return None
@@ -215,7 +227,10 @@ class KTOptions:
 
     def hot_count(self, num_experts: int) -> int:
         """Hot experts of a layer with num_experts, on average if layers may differ. Rounded down.
-        OptionError if the layer has fewer than requested."""
+        At least one stands for a memory, until `budget.with_ratio` has replaced it. OptionError if
+        the layer has fewer than requested."""
+        if self.gpu_experts_memory is not None:
+            return 1
         if self.gpu_experts_ratio is not None:
             return self.share_of(num_experts)
         hot = self.num_gpu_experts or 0
@@ -261,4 +276,5 @@ class KTOptions:
             f"{streamed}{moving}"
             f"cold weights from {self.weight_path or 'the served checkpoint'}"
             f"{'' if adapter is None else f', adapter {adapter}'}"
+            f"{f'; taken: {self.from_tuned}' if self.from_tuned else ''}"
         )

@@ -18,6 +18,7 @@ from ..moe.settings import check_settings, check_sizes
 from ..weights.methods import get_method
 from .adapter import FLAG as ADAPTER_FLAG
 from .adapter import MERGING_METHODS, open_adapter
+from .budget import with_ratio
 from .hot_format import decide_hot_format
 from .hub import Choose, choose_adapter, local_path
 from .model_config import described_layers, expert_sizes, moe_layers, num_experts, size_of
@@ -25,6 +26,7 @@ from .option_table import AUTO, OptionError
 from .options import KTOptions
 from .placement import plan_placement
 from .repository import Repository
+from .tuned import with_tuned
 
 _ANY_SIZE = 1024  # stands for a size that the configuration lacks: every method accepts it
 _ANY_METHOD = "BF16"  # stands for an undecided method: it accepts any size
@@ -51,6 +53,9 @@ class ServedModel:
         revision: of a repository; None: its main branch.
         cache_dir: where the engine keeps repositories; None: the hub's cache.
         device: the engine's type of device, "cuda" or "cpu".
+        ranks: of tensor parallelism; each holds a part of every hot expert.
+        value_bytes: of a value of the engine's dtype.
+        fixed_results: whether the user asked the engine for results that do not depend on batches.
     """
 
     path: str
@@ -58,11 +63,16 @@ class ServedModel:
     revision: str | None = None
     cache_dir: str | None = None
     device: str = "cuda"
+    ranks: int = 1
+    value_bytes: int = 2
+    fixed_results: bool = False
 
 
 def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     """Returns the options as the workers need them: with a method, with a format of hot experts,
     and with local files or folders as paths.
+
+    Options that were not given may come from what `kt tune` saved, see `tuned`.
 
     Without a weight path, the cold experts of a quantised model are read from the served model's
     files, because our readers cannot use the single tensors that engines deliver. Only file headers
@@ -76,7 +86,7 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
         OptionError: one line, if this model, its weights or this machine do not support the
             options.
     """
-    options = _absolute(options)
+    options = with_tuned(_absolute(options), config, served.device, served.fixed_results)
     plan_placement(options, config)
     _check_settings(options, config)
     if options.expert_lora_path is not None:
@@ -84,7 +94,8 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     given = options.weight_path
     if given is None and not served.quantisation:
         options = _prepared(options, config, QUANTISE)
-        return decide_hot_format(options, None, served.device, None)
+        options = decide_hot_format(options, None, served.device, None)
+        return with_ratio(options, config, None, served.ranks, served.value_bytes)
     place = f"--kt-weight-path {given}"
     if given is None:
         place = f"served model {served.path}, quantised with {served.quantisation}"
@@ -102,7 +113,8 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     _refuse_kept_values(options)
     with _naming(place):
         _check_weights(checkpoint, config, options)
-    return decide_hot_format(options, served.quantisation, served.device, checkpoint)
+    options = decide_hot_format(options, served.quantisation, served.device, checkpoint)
+    return with_ratio(options, config, checkpoint, served.ranks, served.value_bytes)
 
 
 def _absolute(options: KTOptions) -> KTOptions:

@@ -1,0 +1,101 @@
+"""``kt tune``: measures this machine for a model, and recommends how to serve it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+
+def tune(
+    model: Annotated[str, typer.Argument(help="model folder, or repository (org/name)")],
+    engine: Annotated[
+        str | None, typer.Option(help="vllm or sglang (default: the one that is installed)")
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
+    context: Annotated[int, typer.Option(min=16, help="most tokens of a request")] = 8192,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of a typical prompt")] = 2048,
+    answer: Annotated[int, typer.Option(min=1, help="tokens of a typical answer")] = 256,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="what the engine may take of the GPU, as 70GB (default: nine tenths)"),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="methods that may be chosen, as INT4_G32,AMXINT8 (default: as auto)"),
+    ] = None,
+    deferral: Annotated[
+        int, typer.Option(min=0, help="most deferred experts per token; changes the results")
+    ] = 0,
+    hot_format: Annotated[str, typer.Option(help="as --kt-hot-format")] = "auto",
+    kt_expert_stats: Annotated[
+        str | None,
+        typer.Option("--kt-expert-stats", help="statistics of the experts that tokens select"),
+    ] = None,
+    measure_engine: Annotated[
+        bool, typer.Option(help="start the engine with some layers to measure its own part")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option(help="serve the model with the recommended options and time it")
+    ] = True,
+    save: Annotated[bool, typer.Option(help="save the options for the next start")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Measure this machine for a model, and recommend how to serve it.
+
+    Run it in the engine's environment. It measures the CPU's kernels, the GPU, the bus and the
+    engine, predicts decoding and prompts for numbers of hot experts, threads and methods, and
+    prints the command for the fastest one. A start without these options then uses them.
+    """
+    from ..serving.option_table import find_option
+    from ..serving.option_values import checked_value
+    from ..serving.server_process import ServerFailed
+    from ..serving.tuned import save as save_tuned
+    from ..tuning.choice import Goal
+    from ..tuning.plan import find_model
+    from ..tuning.run import Wishes
+    from ..tuning.run import check as check_run
+    from ..tuning.run import tune as run_tune
+    from .tune_report import describe, text
+
+    if prompt + 2 > context:
+        raise ValueError(f"--prompt {prompt}: with --context {context}, at most {context - 2}")
+    size = None
+    if gpu_memory is not None:
+        try:
+            size = checked_value(find_option("gpu_experts_memory"), gpu_memory)
+        except ValueError:
+            raise ValueError(
+                f"--gpu-memory {gpu_memory}: expected a size in MB or GB, such as 70GB"
+            ) from None
+    hot_format = checked_value(find_option("hot_format"), hot_format)
+    wishes = Wishes(
+        Goal(prompt, answer, streams),
+        context,
+        engine,
+        size,
+        tuple(filter(None, (methods or "").split(","))),
+        deferral,
+        hot_format,
+        kt_expert_stats,
+        measure_engine,
+    )
+    tuned = find_model(model)
+    result = run_tune(tuned, wishes, _say)
+    checked = None
+    if check and result.installed and tuned.checkpoint is not None:
+        try:
+            checked = check_run(result, _say)
+        except ServerFailed as problem:
+            _say(f"the check failed: {problem}")
+    about = describe(result, checked)
+    print(json.dumps(about, indent=1) if as_json else text(result, checked))
+    if save and (checked is not None or not (check and result.installed)):
+        path = save_tuned(tuned.config, result.server.device, result.options, about)
+        _say(f"saved to {path}: the next start uses these options where none is given")
+
+
+def _say(line: str) -> None:
+    print(f"kt: {line}", file=sys.stderr, flush=True)

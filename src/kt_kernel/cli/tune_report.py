@@ -1,0 +1,122 @@
+"""What `kt tune` prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ..tuning.choice import Candidate
+from ..tuning.run import Check, Result
+
+_NEAR = 0.15  # of a prediction's error, above which the check says so
+
+
+def describe(result: Result, checked: Check | None) -> dict[str, Any]:
+    """What was assumed, measured and predicted, as JSON."""
+    one = result.chosen
+    return {
+        "command": result.server.shown(),
+        "why": _why(result),
+        "assumed": asdict(result.wishes),
+        "engine": asdict(result.model.engine),
+        "device_rates": asdict(result.model.device),
+        "cpu_rates": [asdict(cpu) for cpu in result.cpus],
+        "predicted": {
+            "decode_tokens_s": dict(one.decode),
+            "first_token_seconds": dict(one.prefill),
+        },
+        "checked": None if checked is None else asdict(checked),
+    }
+
+
+def text(result: Result, checked: Check | None) -> str:
+    lines = [
+        "",
+        "| method | threads | hot experts | deferred | decode, 1 | 4 | 16 | prompt of 2,048 "
+        "| 8,192 | GPU | CPU |",
+        "|" + " --- |" * 11,
+    ]
+    lines += [_row(one, one is result.chosen) for one in _shown(result)]
+    lines += [
+        "",
+        "Predicted: decode in tokens/s of all streams, prompts in seconds to the first token, "
+        "memory of the hot and the cold experts.",
+    ]
+    if result.room is not None:
+        lines.append(f"Memory: {result.room}.")
+    if not result.model.engine.measured:
+        lines.append(
+            f"The times of {result.model.engine.engine} itself are those of another machine."
+        )
+    lines += ["", f"Recommended: {_why(result)}", "", f"  {result.server.shown()}"]
+    if checked is not None:
+        lines += ["", _checked(result, checked)]
+    return "\n".join(lines)
+
+
+def _shown(result: Result) -> list[Candidate]:
+    """The chosen candidate, and those that differ from it in one choice."""
+    best = result.chosen
+
+    def differs(one: Candidate) -> int:
+        return (
+            ((one.cpu.method, one.cpu.threads) != (best.cpu.method, best.cpu.threads))
+            + (one.hot.count != best.hot.count)
+            + (one.deferred != best.deferred)
+        )
+
+    return [one for one in result.candidates if differs(one) <= 1]
+
+
+def _row(one: Candidate, chosen: bool) -> str:
+    cells = [
+        one.cpu.method,
+        "default" if one.cpu.threads is None else str(one.cpu.threads),
+        str(one.hot.count),
+        str(one.deferred),
+        *(f"{rate:.1f}" for rate in one.decode.values()),
+        *(f"{seconds:.2f}" for seconds in one.prefill.values()),
+        f"{one.hot.gpu_bytes / 1e9:.1f} GB",
+        f"{one.cpu_bytes / 1e9:.1f} GB",
+    ]
+    note = " ← recommended" if chosen else f" ({one.allowed})" if one.allowed else ""
+    return "| " + " | ".join(cells) + " |" + note
+
+
+def _why(result: Result) -> str:
+    """Why the recommended candidate was chosen, in words."""
+    one, goal = result.chosen, result.wishes.goal
+    parts = []
+    if result.room is None:
+        parts.append("there is no GPU, so all experts are cold")
+    elif one.hot.count == result.tuned.shape.experts:
+        parts.append("all experts fit on the GPU")
+    elif one.hot.count == 0:
+        parts.append("no hot expert fits on the GPU")
+    else:
+        parts.append(f"{one.hot.count} hot experts per layer fit on the GPU")
+    threads = one.cpu.threads
+    parts.append("kt-moe's own number of threads" if threads is None else f"{threads} threads")
+    if one.deferred:
+        parts.append(f"{one.deferred} deferred experts hide the CPU's time")
+    requests = "a request" if goal.streams == 1 else f"{goal.streams} requests"
+    return (
+        f"{'; '.join(parts)}. {requests} of {goal.prompt} tokens and an answer of {goal.answer} "
+        f"take {one.seconds:.2f} s, the least of what is compared"
+    )
+
+
+def _checked(result: Result, checked: Check) -> str:
+    goal = result.wishes.goal
+    step, first = checked.errors
+    line = (
+        f"Checked: {goal.streams / checked.decode:.1f} tokens/s with {goal.streams} "
+        f"stream{'s' * (goal.streams > 1)} ({goal.streams / checked.decode_predicted:.1f} "
+        f"predicted), {checked.prefill:.3f} s to the first token ({checked.prefill_predicted:.3f} "
+        "predicted)"
+    )
+    if max(abs(step), abs(first)) > _NEAR:
+        line += (
+            f". A prediction is more than {_NEAR:.0%} off, so the table is only a rough guide here"
+        )
+    return line

@@ -1,0 +1,104 @@
+"""Memory for hot experts: --kt-gpu-experts-memory, and how many bytes an expert takes there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..weights.formats import INT4_ZERO, INT8_ROW
+from ..weights.methods import get_method
+from .model_config import described_layers, expert_sizes, num_experts
+from .option_table import ENGINE, PACKED, OptionError
+from .options import KTOptions
+
+FLAG = "--kt-gpu-experts-memory"
+_MATRICES = 3  # gate, up, down
+_FP8_BLOCK = 128 * 128  # values that share a float32 scale
+_UNITS = 1 << 20, 1 << 30
+
+
+def hot_expert_bytes(
+    options: KTOptions, hidden: int, inter: int, value_bytes: int, checkpoint: Checkpoint | None
+) -> float:
+    """Bytes of one hot expert on all ranks together.
+
+    Args:
+        options: with the method and the format of hot experts.
+        hidden, inter: sizes of the expert.
+        value_bytes: of a 16- or 32-bit weight on the engine's device.
+        checkpoint: the files of the experts, if kt-moe reads them.
+    """
+    weights = _MATRICES * hidden * inter
+    if options.hot_format == PACKED:
+        method = get_method(options.method)
+        if method.format == INT8_ROW:
+            return weights + (2 * inter + hidden) * value_bytes
+        # A nibble per weight and a scale per group; unsigned codes have a zero point per group.
+        zeros = 0.5 if method.format == INT4_ZERO else 0
+        return weights * (0.5 + (value_bytes + zeros) / _group_size(options, checkpoint))
+    if options.hot_format == ENGINE and checkpoint is not None and _holds_fp8(checkpoint):
+        return weights * (1 + 4 / _FP8_BLOCK)
+    return weights * value_bytes
+
+
+def with_ratio(
+    options: KTOptions,
+    config: Any,
+    checkpoint: Checkpoint | None,
+    ranks: int,
+    value_bytes: int,
+) -> KTOptions:
+    """The options with the ratio of hot experts that fit into --kt-gpu-experts-memory, instead of
+    that memory: all pairs of layer and expert that fit, or with strategies that look at each layer
+    by itself, as many in each.
+
+    Raises:
+        OptionError: not one expert fits (of each layer, for those strategies), or the model's
+            configuration does not say how many layers have experts.
+    """
+    memory = options.gpu_experts_memory
+    if memory is None:
+        return options
+    hidden, inter = expert_sizes(config)
+    layers = described_layers(config)
+    if layers is None or not hidden or not inter:
+        raise OptionError(
+            f"{FLAG} {_shown(memory)}: the model's configuration does not say which layers have "
+            "experts of which sizes; accepted: --kt-num-gpu-experts, --kt-gpu-experts-ratio"
+        )
+    experts = num_experts(config)
+    each = hot_expert_bytes(options, hidden, inter, value_bytes, checkpoint) / ranks
+    pairs, everything = int(memory / each), len(layers) * experts
+    least = 1 if options.strategy in ("frequency", "front-loading") else len(layers)
+    if pairs < least:
+        raise OptionError(
+            f"{FLAG} {_shown(memory)}: a hot expert takes {_shown(each)} on each rank, so one in "
+            f"each of {len(layers)} layers takes {_shown(each * len(layers))}; give at least "
+            f"{_shown(each * least)}, or --kt-num-gpu-experts 0"
+        )
+    ratio = min(pairs, everything) / everything
+    return replace(options, gpu_experts_memory=None, gpu_experts_ratio=ratio)
+
+
+def _group_size(options: KTOptions, checkpoint: Checkpoint | None) -> int:
+    """Columns per scale of packed 4-bit experts."""
+    if size := get_method(options.method).group_size:
+        return size
+    assert checkpoint is not None  # the method keeps what files hold
+    layer = checkpoint.layers()[0]
+    with checkpoint.each_expert(layer, *checkpoint.sizes(layer), (), options.method) as stream:
+        assert stream.form is not None
+        return min(form.group_size for form in stream.form)
+
+
+def _holds_fp8(checkpoint: Checkpoint) -> bool:
+    return any(
+        not checkpoint.stored(layer).dense and "FP8" in checkpoint.stored(layer).method
+        for layer in checkpoint.layers()
+    )
+
+
+def _shown(size: float) -> str:
+    small, large = _UNITS
+    return f"{size / large:.2f}GB" if size >= large else f"{size / small:.1f}MB"

@@ -1,0 +1,205 @@
+"""Starts an engine's server and times it: its own part of a step, and whole configurations."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..serving.option_table import find_option
+from ..serving.server_process import (
+    ServerFailed,
+    free_port,
+    local_http,
+    process_group,
+    wait_until_healthy,
+)
+from .rates import EngineRates
+
+# Of vLLM 0.26.0 and SGLang 0.5.17 with 8 layers of Qwen3-30B-A3B's shape on one H200 with 16
+# virtual CPUs of a Xeon, all experts on the GPU
+# (benchmarks/results/2026-11-28-engine-*-h200.json).
+USUAL = {
+    "vllm": EngineRates("vllm", ((1, 1.7e-3), (16, 2.2e-3)), 8.5e-3, 1.0e-3, 0.25),
+    "sglang": EngineRates("sglang", ((1, 1.4e-3), (16, 2.0e-3)), 10e-3, 1.3e-3, 0.4),
+}
+_NAME = "tune"  # of the served model
+_START = 1800  # seconds for a server with large weights
+_LAYERS = 2  # with experts, of the model that measures the engine itself
+_LOG_LINES = 15
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """How a model is served.
+
+    Attributes:
+        engine: vllm or sglang.
+        model: folder or repository.
+        context: most tokens of a request.
+        streams: most requests at a time.
+        device: cuda or cpu.
+        options: kt options by name; None: without kt-moe.
+        layers: of the model with random weights, instead of the model itself; None: the model.
+    """
+
+    engine: str
+    model: str
+    context: int
+    streams: int
+    device: str = "cuda"
+    options: Mapping[str, Any] | None = None
+    layers: int | None = None
+
+    def shown(self) -> str:
+        """The command as a user would type it."""
+        program = ["vllm", "serve"]
+        if self.engine == "sglang":
+            program = ["python", "-m", "sglang.launch_server"]
+        return shlex.join([*program, *self._arguments()])
+
+    def command(self, port: int) -> list[str]:
+        """The command through this interpreter."""
+        serve = ["vllm.entrypoints.cli.main", "serve"]
+        if self.engine == "sglang":
+            serve = ["sglang.launch_server"]
+        place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", _NAME]
+        tokenizer = []
+        if self.layers is not None:
+            override = json.dumps({"num_hidden_layers": self.layers})
+            flag = "--hf-overrides" if self.engine == "vllm" else "--json-model-override-args"
+            tokenizer = ["--load-format", "dummy", flag, override]
+        if self.engine == "sglang" and self.device == "cpu":
+            tokenizer += ["--device", "cpu", "--attention-backend", "torch_native"]
+        return [sys.executable, "-m", *serve, *self._arguments(), *place, *tokenizer]
+
+    def _arguments(self) -> list[str]:
+        context, streams = str(self.context), str(self.streams)
+        if self.engine == "vllm":
+            found = [self.model, "--max-model-len", context, "--max-num-seqs", streams]
+        else:
+            found = ["--model-path", self.model, "--context-length", context]
+            found += ["--max-running-requests", streams]
+        for name, value in (self.options or {}).items():
+            found += [find_option(name).flag, str(value)]
+        return found
+
+
+class Server:
+    """A server that answers.
+
+    vocabulary: ids below it are tokens.
+    """
+
+    def __init__(self, url: str, vocabulary: int) -> None:
+        self._url, self._vocabulary = url, vocabulary
+        self._choose = random.Random(0)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds to the first token of a prompt."""
+        self._seconds(1, tokens, 1)
+        return min(self._seconds(1, tokens, 1) for _ in range(_ROUNDS))
+
+    def decode(self, streams: int, context: int, steps: int = 48) -> float:
+        """Seconds of a decode step."""
+        self._seconds(streams, context, 8)
+        times = []
+        for _ in range(_ROUNDS):
+            first = self._seconds(streams, context, 1)
+            times.append((self._seconds(streams, context, steps + 1) - first) / steps)
+        return sorted(times)[_ROUNDS // 2]
+
+    def _seconds(self, count: int, tokens: int, steps: int) -> float:
+        """Of so many requests at once. The prompts are new, so no prefix is cached."""
+        prompts = [
+            [self._choose.randrange(3, self._vocabulary) for _ in range(tokens)]
+            for _ in range(count)
+        ]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(count) as threads:
+            list(threads.map(lambda prompt: self._complete(prompt, steps), prompts))
+        return time.perf_counter() - begin
+
+    def _complete(self, prompt: Sequence[int], steps: int) -> None:
+        # Sampled tokens: greedy ones may repeat, and with them their experts.
+        body = {
+            "model": _NAME,
+            "prompt": list(prompt),
+            "max_tokens": steps,
+            "temperature": 1.0,
+            "ignore_eos": True,
+        }
+        request = urllib.request.Request(
+            f"{self._url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with local_http.open(request, timeout=600) as response:
+            json.load(response)
+
+
+@contextmanager
+def serving(
+    plan: ServerPlan,
+    vocabulary: int,
+    log: Path,
+    environment: Mapping[str, str],
+    waiting: Callable[[float], None] = lambda seconds: None,
+) -> Iterator[Server]:
+    """Starts a server; it runs while the block does.
+
+    Raises ServerFailed, with the end of its log, if it does not start.
+    """
+    port = free_port()
+    with process_group(plan.command(port), log, environment) as process:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_until_healthy(process, url, _START, waiting)
+        except ServerFailed as problem:
+            lines = log.read_text(errors="replace").splitlines()
+            raise ServerFailed(f"{problem}: {_reason(lines)}") from None
+        yield Server(url, vocabulary)
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """The line of a log that says why a server ended."""
+    errors = [line for line in lines if "kt: error" in line or "Error" in line]
+    return " ".join((errors or list(lines[-_LOG_LINES:]) or ["no output"])[-1].split())
+
+
+def measure_engine(
+    engine: str,
+    server: Server,
+    layers: int,
+    flops_of: Callable[[int], float],
+    gpu_flops: float,
+    longest: int,
+) -> EngineRates:
+    """The engine's own part, from a model with few layers and all experts on the GPU.
+
+    With so few layers, the host takes longer than the GPU, except for long prompts.
+
+    Args:
+        layers: of the served model.
+        flops_of: operations of a layer for a prompt of so many tokens.
+        gpu_flops: see `GpuRates`.
+        longest: tokens of the longest prompt to try.
+    """
+    usual = USUAL[engine]
+    step = tuple((n, server.decode(n, 32)) for n in (1, 4, 16))
+    short = server.prefill(min(128, longest))
+    long = server.prefill(longest)
+    # A short prompt is a matter of the host, a long one of the GPU.
+    fixed = max(short - layers * usual.launch, 0.1 * short)
+    share = layers * flops_of(longest) / long / gpu_flops
+    return EngineRates(engine, step, fixed, usual.launch, min(share, 1.0), measured=True)

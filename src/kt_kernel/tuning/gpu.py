@@ -1,0 +1,105 @@
+"""Measures what a GPU does beside the CPU. Needs torch with CUDA, and no engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from .rates import GpuRates
+from .shape import Shape
+
+_TOKENS = (1, 4, 16, 64)
+_LAYERS = 8  # whose weights do not fit into the GPU's cache
+_ROUNDS = 5
+_CHAIN = 200  # small kernels
+
+
+def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
+    """The rates of a GPU for a model's layers; takes some seconds and about 2 GB on it."""
+    bandwidth, bus = _copies(device)
+    left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    right = torch.randn(4096, 8192, device=device, dtype=torch.bfloat16)
+    product = _best(lambda: left @ right)
+    small = torch.zeros(16, shape.hidden, device=device, dtype=torch.bfloat16)
+
+    def chain() -> None:
+        for _ in range(_CHAIN):
+            small.add_(1)
+
+    return GpuRates(
+        name=torch.cuda.get_device_name(device),
+        total=torch.cuda.get_device_properties(device).total_memory,
+        rest=tuple((n, _rest(shape, n, device)) for n in _TOKENS),
+        kernel=_best(_captured(chain)) / _CHAIN,
+        bandwidth=bandwidth,
+        flops=2 * 4096 * 4096 * 8192 / product,
+        bus=bus,
+    )
+
+
+def _copies(device: torch.device) -> tuple[float, float]:
+    """Bytes per second of the GPU's memory, read and written, and of copies from pinned memory."""
+    size, part = 1 << 29, 1 << 28
+    one = torch.empty(size, dtype=torch.uint8, device=device)
+    other = torch.empty_like(one)
+    host = torch.empty(part, dtype=torch.uint8, pin_memory=True)
+    inside = _best(lambda: one.copy_(other))
+    over_bus = _best(lambda: one[:part].copy_(host, non_blocking=True))
+    return 2 * size / inside, part / over_bus
+
+
+def _rest(shape: Shape, tokens: int, device: torch.device) -> float:
+    """Seconds of a layer without its experts: projections with as many weights as the model's
+    layers have besides, attention to one token, norms and the router. In a CUDA graph."""
+    weights = shape.read_bytes // shape.value_bytes // shape.layers
+    columns = max(weights // (2 * shape.hidden) // 64 * 64, 64)
+    kind = torch.bfloat16
+    inside = [torch.randn(columns, shape.hidden, device=device, dtype=kind) for _ in range(_LAYERS)]
+    outside = [
+        torch.randn(shape.hidden, columns, device=device, dtype=kind) for _ in range(_LAYERS)
+    ]
+    routers = torch.randn(shape.experts, shape.hidden, device=device, dtype=kind)
+    scale = torch.ones(shape.hidden, device=device, dtype=kind)
+    x = torch.randn(tokens, shape.hidden, device=device, dtype=kind)
+    norm, linear = torch.nn.functional.rms_norm, torch.nn.functional.linear
+
+    def layers() -> None:
+        y = x
+        for first, second in zip(inside, outside, strict=True):
+            heads = linear(norm(y, scale.shape, scale), first)
+            # Norms and rotary embeddings of queries and keys, the cache, attention in two parts.
+            for _ in range(5):
+                heads = heads * 0.5
+            y = y + linear(heads, second)
+            chances = torch.softmax(linear(norm(y, scale.shape, scale), routers), -1)
+            torch.topk(chances, shape.top_k, -1)
+
+    return _best(_captured(layers)) / _LAYERS
+
+
+def _captured(call: Callable[[], None]) -> Callable[[], None]:
+    """A replay of the call's kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _best(call: Callable[[], object]) -> float:
+    """The shortest of some times, in seconds."""
+    call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times)

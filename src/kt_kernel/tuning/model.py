@@ -1,0 +1,284 @@
+"""The time model of `kt tune`: how long a decode step and a prompt take.
+
+A decode step of T streams takes the longer of what the host and the devices need:
+
+    step  = max(host(T), head + Σ layers (rest(T) + moe(T)))
+
+- host(T): the engine's Python code of a step. It runs ahead of the GPU.
+- head: the output matrix, read from the GPU's memory.
+- rest(T): attention, norms and router of a layer, measured in a CUDA graph, and the layer's part of
+  the KV cache, read from the GPU's memory.
+- moe(T): the hot experts on the GPU and the cold ones on the CPU, at the same time:
+
+    moe   = max(hot, hand-over + cold)
+    hot   = HOT_KERNELS kernels + bytes of the touched hot experts / the GPU's bandwidth
+    cold  = a pass with as many touched experts and routes, interpolated in measured passes. It is
+            about max(bytes / read bandwidth, operations / peak).
+
+An expert that a token selects with probability p is touched by a batch of T tokens with probability
+1 - (1 - p)^T. p follows from statistics; without them, it is k / E for each expert.
+
+With d deferred experts per token, an expert is computed at once if any token selects it among its
+first k - d. The others are computed while the GPU goes on, so they hide behind `rest` and `hot`:
+
+    layer = max(rest + max(hot, hand-over + at once), hand-over + cold)
+
+A prompt of T tokens:
+
+    prefill = max(fixed + layers · launch, Σ layers (rest(T) + moe(T)))
+
+where `rest` and `hot` are operations over the rate that the engine reaches on the GPU, and chunks
+of the CPU's passes add up. Streamed layers take the shorter of all cold experts on the bus and of
+those shared with the CPU, or the GPU's time if that is longer (`device.streaming.rates`).
+
+Without a GPU, everything is computed by the CPU, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..device.streaming.rates import HOST_WAITS, Rates
+from .rates import CpuRates, EngineRates, GpuRates, HostRates, at_least
+from .shape import Shape
+
+# Of a layer, in a CUDA graph: entries of a ring and two kernels. Measured on an H200
+# (benchmarks/results/2026-11-28-hand-over-h200.json).
+HAND_OVER = 7e-6
+# Of an engine's fused experts: sorting of the routes, two products, activation, sum.
+HOT_KERNELS = 7
+_UNPACKED = 1.0  # part of the bus's rate that streaming reaches, unpacking included
+_VALUE = 2  # bytes of a hidden state
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Which experts tokens select, and which are hot.
+
+    Attributes:
+        chance: float64 [R, E]: the probability that a token selects an expert.
+        hot: bool [R, E].
+        layers: how many layers each of the R rows stands for.
+    """
+
+    chance: np.ndarray
+    hot: np.ndarray
+    layers: np.ndarray
+
+    @classmethod
+    def uniform(cls, shape: Shape, hot: int) -> Load:
+        """Every expert is equally likely, and as many are hot in each layer."""
+        chance = np.full((1, shape.experts), shape.top_k / shape.experts)
+        mask = np.arange(shape.experts)[None] < hot
+        return cls(chance, mask, np.array([len(shape.moe_layers)]))
+
+    def batches(self, tokens: int) -> Iterator[tuple[int, Batch]]:
+        """For each row, how many layers it stands for, and what a batch of tokens touches there."""
+        touched = 1 - (1 - np.minimum(self.chance, 1.0)) ** tokens
+        routes = self.chance * tokens
+        for i, layers in enumerate(self.layers):
+            hot = self.hot[i]
+            yield (
+                int(layers),
+                Batch(
+                    tokens=tokens,
+                    hot=float(touched[i][hot].sum()),
+                    cold=float(touched[i][~hot].sum()),
+                    hot_routes=float(routes[i][hot].sum()),
+                    cold_routes=float(routes[i][~hot].sum()),
+                    held=int((~hot).sum()),
+                    chance=self.chance[i][~hot],
+                ),
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A batch of a layer. hot, cold: touched experts; *_routes: routes to them. held: all cold
+    experts. chance: float64 [held], the probability that a token selects one."""
+
+    tokens: int
+    hot: float
+    cold: float
+    hot_routes: float
+    cold_routes: float
+    held: int
+    chance: np.ndarray
+
+    def at_once(self, deferred: int, top_k: int) -> tuple[float, float]:
+        """(experts, routes) that are not deferred."""
+        if not deferred:
+            return self.cold, self.cold_routes
+        kept = max(top_k - deferred, 0) / top_k
+        protected = 1 - (1 - np.minimum(self.chance * kept, 1.0)) ** self.tokens
+        # All routes of a protected expert are computed at once.
+        routes = protected * self.chance * self.tokens
+        return float(protected.sum()), float(max(routes.sum(), protected.sum()))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Options whose speed is predicted.
+
+    Attributes:
+        hot_bytes: bytes of an expert on the GPU.
+        deferred: --kt-max-deferred-experts-per-token.
+        streaming: tokens of a batch from which experts are streamed; None: never.
+    """
+
+    load: Load
+    cpu: CpuRates
+    hot_bytes: float
+    deferred: int = 0
+    streaming: int | None = None
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Predicts times of a model, in seconds.
+
+    Attributes:
+        shape: of the model.
+        device: the GPU, or the CPU without one.
+        engine: what the engine adds.
+        context: tokens before those that are decoded.
+        batch_tokens: of the engine's largest batch; longer prompts are divided.
+    """
+
+    shape: Shape
+    device: GpuRates | HostRates
+    engine: EngineRates
+    context: int = 2048
+    batch_tokens: int = 8192
+
+    def decode(self, setting: Setting, streams: int) -> float:
+        """Seconds of a decode step of so many streams."""
+        rest = self._rest(streams)
+        dense = self.shape.layers - len(self.shape.moe_layers)
+        total = dense * rest + self._head()
+        for layers, batch in setting.load.batches(streams):
+            total += layers * self._decode_layer(setting, batch, rest)
+        return max(self.engine.host_step(streams), total)
+
+    def tokens_per_second(self, setting: Setting, streams: int) -> float:
+        """Of all streams together."""
+        return streams / self.decode(setting, streams)
+
+    def prefill(self, setting: Setting, tokens: int) -> float:
+        """Seconds to the first token of a prompt."""
+        full, last = divmod(tokens, self.batch_tokens)
+        parts = [self.batch_tokens] * full + [last] * bool(last)
+        return sum(self._prefill_batch(setting, part) for part in parts)
+
+    def _prefill_batch(self, setting: Setting, tokens: int) -> float:
+        rest = self._rest_operations(tokens) / self._flops()
+        dense = self.shape.layers - len(self.shape.moe_layers)
+        total = dense * rest + self._head()
+        for layers, batch in setting.load.batches(tokens):
+            total += layers * self._prefill_layer(setting, batch, rest)
+        host = self.engine.prompt + self.shape.layers * self.engine.launch
+        return max(host, total)
+
+    # ---- decode
+
+    def _rest(self, streams: int) -> float:
+        per_layer = self.shape.kv_bytes / self.shape.layers * self.context * streams
+        if isinstance(self.device, HostRates):
+            weights = self.shape.read_bytes / self.shape.layers
+            return (weights + per_layer) / self.device.bandwidth
+        return at_least(self.device.rest, streams) + per_layer / self.device.bandwidth
+
+    def _head(self) -> float:
+        """Seconds of the output matrix; `rest_bytes` less `read_bytes` has its size."""
+        if isinstance(self.device, HostRates):
+            return 0.0  # part of the bytes that layers read
+        return (self.shape.rest_bytes - self.shape.read_bytes) / self.device.bandwidth
+
+    def _decode_layer(self, setting: Setting, batch: Batch, rest: float) -> float:
+        cold = setting.cpu.seconds(batch.cold, batch.cold_routes)
+        if isinstance(self.device, HostRates):
+            return rest + cold
+        hot = self._hot(setting, batch)
+        if not cold:
+            return rest + hot
+        over = self._hand_over(batch.tokens)
+        now = setting.cpu.seconds(*batch.at_once(setting.deferred, self.shape.top_k))
+        return max(rest + max(hot, over + now), over + cold)
+
+    def _hot(self, setting: Setting, batch: Batch) -> float:
+        if not batch.hot or isinstance(self.device, HostRates):
+            return 0.0
+        read = batch.hot * setting.hot_bytes / self.device.bandwidth
+        return HOT_KERNELS * self.device.kernel + read
+
+    def _hand_over(self, tokens: int) -> float:
+        """Hidden states go to the CPU, and a sum comes back."""
+        assert isinstance(self.device, GpuRates)
+        return HAND_OVER + 2 * _VALUE * tokens * self.shape.hidden / self.device.bus
+
+    # ---- prompts
+
+    def _flops(self) -> float:
+        share = 1.0 if isinstance(self.device, HostRates) else self.engine.share
+        return share * self.device.flops
+
+    def layer_operations(self, tokens: int) -> float:
+        """Floating-point operations of a whole layer for a prompt."""
+        experts = 2.0 * self.shape.expert_weights * tokens * self.shape.top_k
+        return experts + self._rest_operations(tokens)
+
+    def _rest_operations(self, tokens: int) -> float:
+        """Operations of a layer's attention and projections for a prompt."""
+        weights = self.shape.read_bytes / self.shape.value_bytes / self.shape.layers
+        # Scores and their products with values, over the tokens before each one.
+        return 2 * weights * tokens + 2.0 * self.shape.attention * tokens**2
+
+    def _products(self, routes: float) -> float:
+        """Seconds of the GPU for experts with so many routes."""
+        return 2 * self.shape.expert_weights * routes / self._flops()
+
+    def _prefill_layer(self, setting: Setting, batch: Batch, rest: float) -> float:
+        cold = self._cold_chunks(setting, batch)
+        if isinstance(self.device, HostRates):
+            return rest + cold
+        hot = self._products(batch.hot_routes)
+        if not cold:
+            return rest + hot
+        alone = rest + max(hot, self._hand_over(batch.tokens) + cold)
+        if setting.streaming is None or batch.tokens < setting.streaming:
+            return alone
+        rates = streaming_rates(setting.cpu, self.device)
+        counts = rates.even(batch.cold_routes, batch.held)
+        gpu = rest + hot + self._products(batch.cold_routes)
+        if rates.whole(batch.tokens, batch.cold_routes, batch.held):
+            # Copies of a layer begin while the one before is computed.
+            return max(rates.everything(batch.held), gpu)
+        streamed = len(rates.split(counts, batch.tokens))
+        kept = sum(map(rates.on_cpu, sorted(counts)[: batch.held - streamed]))
+        shared = max(streamed * rates.expert_on_bus, kept) + rates.sharing
+        return rest + max(hot, shared)
+
+    def _cold_chunks(self, setting: Setting, batch: Batch) -> float:
+        """Seconds of the CPU: full passes, and one with the rest."""
+        cpu = setting.cpu
+        full, last = divmod(batch.tokens, cpu.chunk)
+        seconds = 0.0
+        for count, tokens in ((full, cpu.chunk), (1, last)):
+            if count and tokens:
+                touched = 1 - (1 - np.minimum(batch.chance, 1.0)) ** tokens
+                routes = float(batch.chance.sum()) * tokens
+                seconds += count * cpu.seconds(float(touched.sum()), routes)
+        return seconds
+
+
+def streaming_rates(cpu: CpuRates, gpu: GpuRates) -> Rates:
+    """The rates by which experts are streamed, as far as they are known before a start."""
+    each = [(int(rows), seconds) for rows, seconds in cpu.rows]
+    return Rates(
+        expert_on_bus=cpu.expert_bytes / (_UNPACKED * gpu.bus),
+        expert_on_cpu=tuple(each),
+        sharing=HOST_WAITS,
+    )

@@ -1,0 +1,220 @@
+"""What is tuned: the model, the memory that it may take, and the candidates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..checkpoint import Checkpoint, method_of, open_checkpoint
+from ..checkpoint.method import QUANTISE
+from ..moe.placement import generate_gpu_experts_masks
+from ..routes.statistics import ExpertStatistics
+from ..serving.budget import hot_expert_bytes
+from ..serving.class_check import read_config
+from ..serving.hot_format import decide_hot_format
+from ..serving.hub import local_path
+from ..serving.model_config import routed_model
+from ..serving.option_table import OptionError
+from ..serving.options import KTOptions
+from ..serving.repository import Repository
+from ..weights.formats import LayerForm
+from ..weights.methods import METHODS, get_method
+from .choice import HotChoice
+from .model import Load
+from .shape import Shape, as_config, shape_of
+
+_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
+# Bytes of a GPU that an engine takes besides weights and KV cache: the CUDA context, its kernels,
+# graphs and the activations of its largest batch; and kt-moe's memory for streamed experts.
+_ENGINE_TAKES = 2 << 30
+_STREAMING_TAKES = 1 << 30
+# Methods to compare for 16-bit weights, next to the one that `auto` selects.
+_COMPARED = ("INT4_G32", "AMXINT8", "BF16")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The model to be tuned.
+
+    Attributes:
+        path: local folder, or as given if the weights are not there.
+        config: see `shape.as_config`.
+        checkpoint: None if the weights are not there.
+        method: the one that `auto` selects.
+    """
+
+    model: str
+    path: str
+    config: Any
+    shape: Shape
+    checkpoint: Checkpoint | None
+    method: str
+    quantisation: str
+
+    def form(self, method: str) -> LayerForm:
+        """How experts are packed in a method.
+
+        Raises:
+            ValueError: the method keeps quantised weights, and the model's have another format.
+        """
+        form = get_method(method).layer_form
+        if form is not None and method != self.method:
+            return form
+        if self.checkpoint is not None and get_method(method).quantised:
+            layer = self.shape.moe_layers[0]
+            sizes = self.checkpoint.sizes(layer)
+            with self.checkpoint.each_expert(layer, *sizes, (), method) as stream:
+                if stream.form is not None:
+                    return stream.form
+        if form is None:
+            raise ValueError(f"method {method}: {self.model} has no weights in its format")
+        return form
+
+
+def find_model(model: str) -> Tuned:
+    """The model by a folder or a repository.
+
+    Raises:
+        ValueError, OSError: there is none, or it has no experts.
+    """
+    content = read_config(model)
+    config = as_config(content)
+    path, checkpoint = model, None
+    repository = None if Path(model).exists() else Repository.parse(model)
+    if repository is not None:
+        path = local_path(repository)
+    if Path(path).is_dir():
+        try:
+            checkpoint = open_checkpoint(path)
+        except FileNotFoundError:  # config.json alone
+            checkpoint = None
+    choice = QUANTISE
+    if checkpoint is not None:
+        layers = range(content.get("num_hidden_layers") or 1 << 20)
+        choice = method_of(checkpoint, layers)
+    quantised = getattr(config, "quantization_config", None) or {}
+    try:
+        shape = shape_of(model, config, checkpoint)
+    except OptionError as error:
+        raise ValueError(f"{model}: {error}") from error
+    return Tuned(
+        model,
+        path,
+        config,
+        shape,
+        checkpoint,
+        choice.method,
+        str(quantised.get("quant_method", "")),
+    )
+
+
+def methods_of(tuned: Tuned, wanted: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(methods to measure, methods that may be chosen). wanted: what the user accepts; none: the
+    method that `auto` selects.
+
+    Raises:
+        ValueError: a method is unknown, or keeps weights that the model does not have.
+    """
+    for method in wanted:
+        if method not in METHODS:
+            raise ValueError(f"--methods {method}: unknown method; accepted: {', '.join(METHODS)}")
+        if METHODS[method].quantised and method != tuned.method:
+            raise ValueError(
+                f"--methods {method}: it keeps quantised weights, and those of {tuned.model} are "
+                f"kept by {tuned.method}"
+            )
+    accepted = tuple(dict.fromkeys(wanted)) or (tuned.method,)
+    compared = _COMPARED if tuned.method == QUANTISE.method else ()
+    measured = tuple(dict.fromkeys((*accepted, tuned.method, *compared)))
+    return tuple(name for name in measured if _fits(tuned, name)), accepted
+
+
+def _fits(tuned: Tuned, method: str) -> bool:
+    unit = get_method(method).column_unit
+    return tuned.shape.hidden % unit == 0 and tuned.shape.inter % unit == 0
+
+
+@dataclass(frozen=True)
+class Room:
+    """The GPU's memory, in bytes. given: what the engine may take. cache: the KV cache that was
+    asked for. left: what hot experts may take."""
+
+    given: float
+    weights: float
+    cache: float
+    left: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.given / 1e9:.1f} GB of the GPU: {self.weights / 1e9:.1f} GB weights besides "
+            f"the experts, {self.cache / 1e9:.1f} GB KV cache, "
+            f"{(_ENGINE_TAKES + _STREAMING_TAKES) / 1e9:.1f} GB for the engine and for streaming, "
+            f"{max(self.left, 0) / 1e9:.1f} GB left for hot experts"
+        )
+
+
+def room_for(shape: Shape, memory: float, context: int, streams: int) -> Room:
+    """What a GPU has left for hot experts.
+
+    memory: bytes that the engine may take. context: tokens of each of `streams` requests whose KV
+    cache is to fit.
+
+    Raises:
+        ValueError: not even the rest fits.
+    """
+    cache = float(shape.kv_bytes) * context * streams
+    needed = shape.rest_bytes + cache + _ENGINE_TAKES
+    room = Room(memory, shape.rest_bytes, cache, memory - needed - _STREAMING_TAKES)
+    if needed > memory:
+        raise ValueError(
+            f"{shape.name} takes {needed / 1e9:.1f} GB of the GPU without any expert "
+            f"({shape.rest_bytes / 1e9:.1f} GB weights, {cache / 1e9:.1f} GB KV cache for "
+            f"{streams} times {context} tokens, {_ENGINE_TAKES / 1e9:.1f} GB for the engine), and "
+            f"it may take {memory / 1e9:.1f} GB; give a smaller --context or --streams, or more "
+            "with --gpu-memory"
+        )
+    return room
+
+
+def hot_choices(
+    tuned: Tuned, method: str, room: Room | None, hot_format: str, statistics: str | None
+) -> list[HotChoice]:
+    """Numbers of hot experts to compare, up to the largest that fits.
+
+    room: None without a GPU; then no expert is hot.
+
+    Raises:
+        ValueError: statistics of another model.
+    """
+    shape = tuned.shape
+    if room is None:
+        return [HotChoice(0, _load(tuned, 0, statistics), "auto", 0.0, 0.0)]
+    options = KTOptions(method=method, num_gpu_experts=1, hot_format=hot_format)
+    decided = decide_hot_format(options, tuned.quantisation, "cuda", tuned.checkpoint)
+    size = hot_expert_bytes(decided, shape.hidden, shape.inter, shape.value_bytes, tuned.checkpoint)
+    layers = len(shape.moe_layers)
+    most = min(shape.experts, max(0, math.floor(room.left / (layers * size))))
+    counts = {round(share * shape.experts) for share in _SHARES} | {most}
+    return [
+        HotChoice(count, _load(tuned, count, statistics), hot_format, size, count * layers * size)
+        for count in sorted(counts)
+        if count <= most
+    ]
+
+
+def _load(tuned: Tuned, hot: int, statistics: str | None) -> Load:
+    """Uniform routes and the first experts, or those of a file, placed by frequency."""
+    shape = tuned.shape
+    if statistics is None:
+        return Load.uniform(shape, hot)
+    found = ExpertStatistics.load(statistics)
+    found.model.need_same(routed_model(tuned.config), statistics)
+    chance = found.frequencies
+    masks = generate_gpu_experts_masks(torch.from_numpy(chance), hot * len(chance)).numpy()
+    return Load(chance, masks, np.ones(len(chance), np.int64))

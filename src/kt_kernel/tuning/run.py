@@ -1,0 +1,292 @@
+"""Measures, predicts, chooses, checks: what `kt tune` does, without printing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..runtime.machine import usable_cores
+from ..runtime.pools import plan_pools
+from ..serving.class_check import ENGINES
+from ..serving.server_process import ServerFailed
+from .choice import Candidate, Goal, Limits, choose, predict
+from .cpu import CpuBench, available_memory, host_rates
+from .engine import USUAL, ServerPlan, measure_engine, serving
+from .gpu import measure_gpu
+from .model import TimeModel
+from .plan import Room, Tuned, hot_choices, methods_of, room_for
+from .rates import CpuRates, EngineRates, GpuRates, HostRates
+
+_MEMORY_PART = 0.9  # of the GPU, by default
+_HOST_KEEPS = 2 << 30  # bytes of memory that the engine takes on the host
+_VOCABULARY = 256  # of prompts; every model has as many tokens
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asks for.
+
+    Attributes:
+        goal: what is to be fast.
+        context: most tokens of a request.
+        engine: vllm or sglang; None: the one that is installed, if any.
+        gpu_memory: bytes that the engine may take; None: nine tenths of the GPU.
+        methods: accepted methods; none: the one that `auto` selects.
+        deferral: most deferred experts per token.
+        hot_format: of --kt-hot-format.
+        statistics: a file of --record-kt-gpu-expert-distribution, or None.
+        measure_engine: whether the engine is started to measure its own part.
+    """
+
+    goal: Goal
+    context: int
+    engine: str | None = None
+    gpu_memory: int | None = None
+    methods: tuple[str, ...] = ()
+    deferral: int = 0
+    hot_format: str = "auto"
+    statistics: str | None = None
+    measure_engine: bool = True
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured and predicted.
+
+    model: with all measured rates. room: of the GPU; None without one. candidates: with their
+    predictions. chosen: the recommended one. server: how to start it.
+    """
+
+    tuned: Tuned
+    wishes: Wishes
+    model: TimeModel
+    cpus: tuple[CpuRates, ...]
+    room: Room | None
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate
+    server: ServerPlan
+    installed: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The recommended options by name: those that differ from what kt-moe does by itself."""
+        one = self.chosen
+        found: dict[str, Any] = {}
+        if self.room is not None:
+            found["num_gpu_experts"] = one.hot.count
+        if one.hot.format != "auto" and one.hot.count:
+            found["hot_format"] = one.hot.format
+        if one.cpu.method != self.tuned.method:
+            found["method"] = one.cpu.method
+        if one.cpu.threads is not None:
+            found["cpuinfer"] = one.cpu.threads
+        if one.deferred:
+            found["max_deferred_experts_per_token"] = one.deferred
+        return found
+
+
+def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
+    """Measures this machine for a model, and chooses options.
+
+    Raises:
+        ValueError: the model does not fit, or wishes contradict it.
+    """
+    measured, accepted = methods_of(tuned, wishes.methods)
+    shape, engine, installed = tuned.shape, *_engine_of(wishes)
+    say(
+        f"{tuned.model}: {len(shape.moe_layers)} layers with {shape.experts} experts of "
+        f"{shape.hidden} x {shape.inter}, {shape.top_k} per token; method {tuned.method}"
+    )
+    device: GpuRates | HostRates
+    room = None
+    if torch.cuda.is_available():
+        say("measuring the GPU and the bus")
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        device = measure_gpu(shape, gpu)
+        torch.cuda.empty_cache()
+        memory = wishes.gpu_memory or _MEMORY_PART * device.total
+        room = room_for(shape, min(memory, device.total), wishes.context, wishes.goal.streams)
+    else:
+        device = HostRates(*host_rates())
+    cpus = tuple(_cpus(tuned, measured, accepted, isinstance(device, GpuRates), say))
+    rates = _engine_rates(tuned, wishes, engine, installed, device, say)
+    model = TimeModel(shape, device, rates, wishes.context)
+    limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
+    candidates: list[Candidate] = []
+    for method in measured:
+        hots = hot_choices(tuned, method, room, wishes.hot_format, wishes.statistics)
+        candidates += predict(
+            model,
+            [cpu for cpu in cpus if cpu.method == method],
+            hots,
+            _deferrals(shape.top_k, wishes.deferral, room),
+            wishes.goal,
+            limits,
+        )
+    chosen = choose(candidates, limits)
+    result = Result(
+        tuned,
+        wishes,
+        model,
+        cpus,
+        room,
+        tuple(candidates),
+        chosen,
+        ServerPlan(
+            engine,
+            tuned.path,
+            wishes.context,
+            wishes.goal.streams,
+            "cpu" if room is None else "cuda",
+        ),
+        installed,
+    )
+    shown = result.options
+    if wishes.statistics is not None and chosen.hot.count:
+        shown = shown | {"expert_stats": wishes.statistics}
+    if not shown:  # the plugin is turned on by any option
+        shown = {"num_gpu_experts": 0}
+    return replace(result, server=replace(result.server, model=tuned.model, options=shown))
+
+
+@dataclass(frozen=True)
+class Check:
+    """The times of a server with the recommended options. decode: seconds of a step with the goal's
+    streams. prefill: seconds to the first token of the goal's prompt. *_predicted: the same."""
+
+    decode: float
+    prefill: float
+    decode_predicted: float
+    prefill_predicted: float
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Predicted times over measured ones, minus 1."""
+        return (
+            self.decode_predicted / self.decode - 1,
+            self.prefill_predicted / self.prefill - 1,
+        )
+
+
+def check(result: Result, say: Say) -> Check:
+    """Serves the model with the recommended options, and times it.
+
+    Raises:
+        ServerFailed: the server does not start; with the reason.
+    """
+    wishes, shape = result.wishes, result.tuned.shape
+    goal = wishes.goal
+    prompt = min(goal.prompt, wishes.context - 2)
+    context = min(128, wishes.context // 2)
+    setting = _setting_of(result)
+    with tempfile.TemporaryDirectory(prefix="kt-tune-") as folder:
+        say("checking it with a short run of the engine")
+        log = Path(folder) / "log"
+        with serving(result.server, _VOCABULARY, log, _environment()) as server:
+            first = server.prefill(prompt)
+            steps = max(8, min(48, wishes.context - context - 1))
+            step = server.decode(goal.streams, context, steps)
+    short = replace(result.model, context=context)
+    assert shape.layers == short.shape.layers
+    return Check(step, first, short.decode(setting, goal.streams), short.prefill(setting, prompt))
+
+
+def _setting_of(result: Result) -> Any:
+    from .model import Setting
+
+    one = result.chosen
+    return Setting(one.hot.load, one.cpu, one.hot.expert_bytes, one.deferred, one.streaming)
+
+
+def _engine_of(wishes: Wishes) -> tuple[str, bool]:
+    """The engine, and whether it is installed.
+
+    Raises ValueError if it is unknown.
+    """
+    if wishes.engine is not None and wishes.engine not in ENGINES:
+        raise ValueError(
+            f"--engine {wishes.engine}: unknown engine; accepted: {', '.join(ENGINES)}"
+        )
+    for engine in ENGINES if wishes.engine is None else (wishes.engine,):
+        if importlib.util.find_spec(engine) is not None:
+            return engine, True
+    return wishes.engine or ENGINES[0], False
+
+
+def _cpus(
+    tuned: Tuned, measured: Sequence[str], accepted: Sequence[str], gpu: bool, say: Say
+) -> list[CpuRates]:
+    """Every method with kt-moe's number of threads, and the accepted ones with others."""
+    found = []
+    for method in measured:
+        form = tuned.form(method)
+        default = plan_pools(None, None, None)
+        counts = _thread_counts(sum(default.threads), gpu) if method in accepted else []
+        for threads in (None, *counts):
+            plan = default if threads is None else plan_pools(threads, None, None)
+            say(f"measuring the CPU: {method}, threads {plan.describe()}")
+            found.append(CpuBench(tuned.shape, method, form, plan, threads).rates())
+    return found
+
+
+def _thread_counts(default: int, gpu: bool) -> list[int]:
+    """Others to try: half of the cores, and all that an engine leaves."""
+    cores = usable_cores()
+    most = max(1, cores - 1) if gpu else cores
+    return sorted({max(1, cores // 2), max(1, cores * 3 // 4), most} - {default})
+
+
+def _deferrals(top_k: int, most: int, room: Room | None) -> tuple[int, ...]:
+    if room is None:
+        return (0,)
+    return tuple(range(min(max(most, 2), top_k) + 1))
+
+
+def _engine_rates(
+    tuned: Tuned,
+    wishes: Wishes,
+    engine: str,
+    installed: bool,
+    device: GpuRates | HostRates,
+    say: Say,
+) -> EngineRates:
+    """Measured with a small model of the same layers and random weights, or the usual ones."""
+    usual, shape = USUAL[engine], tuned.shape
+    content = vars(tuned.config)
+    if not (installed and wishes.measure_engine and isinstance(device, GpuRates)):
+        return usual
+    if isinstance(content.get("text_config"), dict):
+        say(f"{engine} is not measured, because the model is multimodal; its usual times are taken")
+        return usual
+    layers = min(shape.moe_layers[0] + 2, shape.layers)
+    longest = min(8192, max(wishes.context, wishes.goal.prompt))
+    plan = ServerPlan(engine, tuned.path, longest + 64, 16, layers=layers)
+    model = TimeModel(shape, device, usual)
+    say(f"measuring {engine} with {layers} layers of the model, random weights")
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="kt-tune-") as folder,
+            serving(plan, _VOCABULARY, Path(folder) / "log", _environment()) as server,
+        ):
+            return measure_engine(
+                engine, server, layers, model.layer_operations, device.flops, longest
+            )
+    except ServerFailed as problem:
+        say(f"{engine} could not be measured ({problem}); its usual times are taken")
+        return usual
+
+
+def _environment() -> dict[str, str]:
+    """Of servers: only the options of their command count."""
+    ours = "KT_CONFIG", "KT_STATS_FILE", "KT_TRACE"
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept | {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

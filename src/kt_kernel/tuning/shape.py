@@ -1,0 +1,151 @@
+"""The sizes of a model that its speed depends on."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..serving.model_config import described_layers, expert_sizes, num_experts, size_of
+
+# Names of routed experts in checkpoints, not of shared ones.
+_ROUTED = re.compile(r"(^|\.)experts\.|_exps\.")
+_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model.
+
+    Attributes:
+        name: of the model, as given by the user.
+        layers: all decoder layers.
+        moe_layers: numbers of the layers with experts.
+        experts, top_k: per layer, and of each token.
+        hidden, inter: of an expert.
+        value_bytes: of a 16- or 32-bit weight.
+        rest_bytes: weights of everything but the routed experts.
+        read_bytes: of these, the ones that a decode step reads: without the embeddings of tokens.
+        attention: heads times the size of a head.
+        kv_bytes: of the KV cache, for each token of a context.
+    """
+
+    name: str
+    layers: int
+    moe_layers: tuple[int, ...]
+    experts: int
+    top_k: int
+    hidden: int
+    inter: int
+    value_bytes: int
+    rest_bytes: int
+    read_bytes: int
+    attention: int
+    kv_bytes: int
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one expert."""
+        return 3 * self.hidden * self.inter
+
+
+def as_config(content: dict[str, Any]) -> SimpleNamespace:
+    """The content of config.json as the object that readers of configurations expect: of a
+    multimodal model, its language model."""
+    text = content.get("text_config")
+    found = {**content, **text} if isinstance(text, dict) else content
+    return SimpleNamespace(**found)
+
+
+def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Shape:
+    """The sizes of a model.
+
+    Args:
+        config: see `as_config`.
+        checkpoint: its files, if they are there; otherwise the weights besides the experts are
+            estimated from the configuration.
+
+    Raises:
+        ValueError: the model has no experts, or the configuration lacks a size.
+    """
+    experts = num_experts(config)
+    hidden, inter = expert_sizes(config)
+    layers, top_k = size_of(config, "num_hidden_layers"), _top_k(config)
+    for what, value in (
+        ("num_hidden_layers", layers),
+        ("num_experts_per_tok", top_k),
+        ("hidden_size", hidden),
+        ("moe_intermediate_size", inter),
+    ):
+        if value is None:
+            raise ValueError(f"{name}: its configuration has no {what}")
+    assert layers and top_k and hidden and inter  # checked above
+    moe_layers = described_layers(config)
+    if moe_layers is None and checkpoint is not None:
+        moe_layers = [layer for layer in checkpoint.layers() if layer < layers]
+    moe_layers = list(range(layers)) if moe_layers is None else moe_layers
+    if not moe_layers:
+        raise ValueError(f"{name}: no layer has experts")
+    value_bytes = _TYPES.get(str(getattr(config, "dtype", None) or ""), 2)
+    heads = size_of(config, "num_attention_heads") or 1
+    width = size_of(config, "hidden_size") or hidden
+    head = size_of(config, "head_dim") or size_of(config, "v_head_dim") or width // heads
+    embedding = (size_of(config, "vocab_size") or 0) * width * value_bytes
+    if checkpoint is None:
+        rest = _estimated(config, layers - len(moe_layers), layers, heads * head, value_bytes)
+        rest += 2 * embedding
+    else:
+        rest = sum(
+            info.end - info.begin
+            for info in checkpoint.tensors.values()
+            if not _ROUTED.search(info.name)
+        )
+    return Shape(
+        name=name,
+        layers=layers,
+        moe_layers=tuple(moe_layers),
+        experts=experts,
+        top_k=min(top_k, experts),
+        hidden=hidden,
+        inter=inter,
+        value_bytes=value_bytes,
+        rest_bytes=rest,
+        read_bytes=max(rest - embedding, 0),
+        attention=heads * head,
+        kv_bytes=_kv_bytes(config, layers, heads, head, value_bytes),
+    )
+
+
+def _top_k(config: Any) -> int | None:
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"):
+        if count := size_of(config, name):
+            return count
+    return None
+
+
+def _kv_bytes(config: Any, layers: int, heads: int, head: int, value_bytes: int) -> int:
+    """Of multi-head latent attention, which keeps one compressed vector per token, or of heads of
+    keys and values."""
+    latent = size_of(config, "kv_lora_rank")
+    if latent:
+        return layers * (latent + (size_of(config, "qk_rope_head_dim") or 0)) * value_bytes
+    pairs = size_of(config, "num_key_value_heads") or heads
+    return layers * 2 * pairs * head * value_bytes
+
+
+def _estimated(config: Any, dense: int, layers: int, attention: int, value_bytes: int) -> int:
+    """Weights of attention, dense layers and shared experts."""
+    width = size_of(config, "hidden_size") or 0
+    pairs = size_of(config, "num_key_value_heads") or 1
+    heads = size_of(config, "num_attention_heads") or 1
+    own = 2 * width * attention + 2 * width * attention * pairs // heads
+    mlp = 3 * width * (size_of(config, "intermediate_size") or 4 * width)
+    shared = size_of(config, "shared_expert_intermediate_size") or 0
+    shared += (size_of(config, "n_shared_experts") or 0) * (
+        size_of(config, "moe_intermediate_size") or 0
+    )
+    values = layers * own + dense * mlp + (layers - dense) * 3 * width * shared
+    return math.ceil(values * value_bytes)
