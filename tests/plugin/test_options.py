@@ -21,6 +21,7 @@ SPECIFIED = [
     "--kt-numa-nodes",
     "--kt-num-gpu-experts",
     "--kt-gpu-experts-ratio",
+    "--kt-gpu-experts-memory",
     "--kt-gpu-experts-mask",
     "--kt-hot-format",
     "--kt-max-deferred-experts-per-token",
@@ -35,6 +36,7 @@ SPECIFIED = [
     "--kt-expert-update-rate",
     "--kt-expert-lora-path",
     "--kt-allow-untested",
+    "--kt-tuned",
 ]
 NOT_YET = [option for option in OPTIONS if not option.supported]
 

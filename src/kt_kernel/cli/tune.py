@@ -58,7 +58,7 @@ def tune(
     from ..tuning.run import Wishes
     from ..tuning.run import check as check_run
     from ..tuning.run import tune as run_tune
-    from .tune_report import describe, text
+    from .tune_report import describe, describe_all, text
 
     if prompt + 2 > context:
         raise ValueError(f"--prompt {prompt}: with --context {context}, at most {context - 2}")
@@ -90,9 +90,12 @@ def tune(
             checked = check_run(result, _say)
         except ServerFailed as problem:
             _say(f"the check failed: {problem}")
-    about = describe(result, checked)
-    print(json.dumps(about, indent=1) if as_json else text(result, checked))
+    if as_json:
+        print(json.dumps(describe_all(result, checked), indent=1))
+    else:
+        print(text(result, checked))
     if save and (checked is not None or not (check and result.installed)):
+        about = {key: value for key, value in describe(result, checked).items() if key != "options"}
         path = save_tuned(tuned.config, result.server.device, result.options, about)
         _say(f"saved to {path}: the next start uses these options where none is given")
 

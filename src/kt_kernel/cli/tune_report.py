@@ -12,20 +12,44 @@ _NEAR = 0.15  # of a prediction's error, above which the check says so
 
 
 def describe(result: Result, checked: Check | None) -> dict[str, Any]:
-    """What was assumed, measured and predicted, as JSON."""
+    """What was assumed, predicted and checked, as JSON."""
     one = result.chosen
     return {
+        "options": result.options,
         "command": result.server.shown(),
         "why": _why(result),
         "assumed": asdict(result.wishes),
-        "engine": asdict(result.model.engine),
-        "device_rates": asdict(result.model.device),
-        "cpu_rates": [asdict(cpu) for cpu in result.cpus],
         "predicted": {
             "decode_tokens_s": dict(one.decode),
             "first_token_seconds": dict(one.prefill),
+            "seconds": one.seconds,
         },
         "checked": None if checked is None else asdict(checked),
+    }
+
+
+def describe_all(result: Result, checked: Check | None) -> dict[str, Any]:
+    """The same, and everything that was measured and compared."""
+    return describe(result, checked) | {
+        "engine": asdict(result.model.engine),
+        "device_rates": asdict(result.model.device),
+        "cpu_rates": [asdict(cpu) for cpu in result.cpus],
+        "candidates": [
+            {
+                "method": one.cpu.method,
+                "threads": one.cpu.threads,
+                "num_gpu_experts": one.hot.count,
+                "deferred": one.deferred,
+                "streaming_from": one.streaming,
+                "decode_tokens_s": dict(one.decode),
+                "first_token_seconds": dict(one.prefill),
+                "seconds": one.seconds,
+                "gpu_bytes": one.hot.gpu_bytes,
+                "cpu_bytes": one.cpu_bytes,
+                "not_chosen_because": one.allowed,
+            }
+            for one in result.candidates
+        ],
     }
 
 

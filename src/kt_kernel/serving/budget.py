@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +22,11 @@ _UNITS = 1 << 20, 1 << 30
 def hot_expert_bytes(
     options: KTOptions, hidden: int, inter: int, value_bytes: int, checkpoint: Checkpoint | None
 ) -> float:
-    """Bytes of one hot expert on all ranks together.
+    """Bytes of one hot expert on a rank.
 
     Args:
         options: with the method and the format of hot experts.
-        hidden, inter: sizes of the expert.
+        hidden, inter: sizes of the rank's part of the expert.
         value_bytes: of a 16- or 32-bit weight on the engine's device.
         checkpoint: the files of the experts, if kt-moe reads them.
     """
@@ -33,7 +34,7 @@ def hot_expert_bytes(
     if options.hot_format == PACKED:
         method = get_method(options.method)
         if method.format == INT8_ROW:
-            return weights + (2 * inter + hidden) * value_bytes
+            return weights + (2 * inter + hidden) * 4  # float32 scales of rows
         # A nibble per weight and a scale per group; unsigned codes have a zero point per group.
         zeros = 0.5 if method.format == INT4_ZERO else 0
         return weights * (0.5 + (value_bytes + zeros) / _group_size(options, checkpoint))
@@ -68,7 +69,7 @@ def with_ratio(
             "experts of which sizes; accepted: --kt-num-gpu-experts, --kt-gpu-experts-ratio"
         )
     experts = num_experts(config)
-    each = hot_expert_bytes(options, hidden, inter, value_bytes, checkpoint) / ranks
+    each = hot_expert_bytes(options, hidden, inter // ranks, value_bytes, checkpoint)
     pairs, everything = int(memory / each), len(layers) * experts
     least = 1 if options.strategy in ("frequency", "front-loading") else len(layers)
     if pairs < least:
@@ -100,5 +101,7 @@ def _holds_fp8(checkpoint: Checkpoint) -> bool:
 
 
 def _shown(size: float) -> str:
+    """A size as the option accepts it, rounded up: what a message asks for must be enough."""
     small, large = _UNITS
-    return f"{size / large:.2f}GB" if size >= large else f"{size / small:.1f}MB"
+    unit, name = (large, "GB") if size >= large else (small, "MB")
+    return f"{math.ceil(100 * size / unit) / 100:g}{name}"

@@ -93,7 +93,7 @@ def predict(
             cold = float((~hot.load.hot).sum(1) @ hot.load.layers)
             size = cold * cpu.expert_bytes
             begin = _streaming_from(model, cpu, hot)
-            for d in deferred if cold and hot.count else deferred[:1]:
+            for d in deferred if cold else deferred[:1]:
                 setting = Setting(hot.load, cpu, hot.expert_bytes, d, begin)
                 step = model.decode(setting, goal.streams)
                 first = model.prefill(setting, goal.prompt)
@@ -122,8 +122,8 @@ def predict(
 
 
 def choose(candidates: Sequence[Candidate], limits: Limits, needed: str = "") -> Candidate:
-    """The one whose requests are served soonest. Of those that take at most 3% longer, the one with
-    kt-moe's own number of threads, without deferral.
+    """The one whose requests are served soonest. Of those that take at most 3% longer, one without
+    deferral, with kt-moe's own number of threads, and with the most hot experts.
 
     Raises:
         ValueError: none fits into memory.
@@ -141,7 +141,10 @@ def choose(candidates: Sequence[Candidate], limits: Limits, needed: str = "") ->
         )
     best = min(one.seconds for one in allowed)
     near = [one for one in allowed if one.seconds * _SAME <= best]
-    return min(near, key=lambda one: (one.deferred, one.cpu.threads is not None, one.seconds))
+    return min(
+        near,
+        key=lambda one: (one.deferred, one.cpu.threads is not None, -one.hot.count, one.seconds),
+    )
 
 
 def _streaming_from(model: TimeModel, cpu: CpuRates, hot: HotChoice) -> int | None:

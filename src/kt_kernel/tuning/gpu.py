@@ -16,6 +16,11 @@ _ROUNDS = 5
 _CHAIN = 200  # small kernels
 
 
+def gpu_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
     """The rates of a GPU for a model's layers; takes some seconds and about 2 GB on it."""
     bandwidth, bus = _copies(device)
@@ -30,7 +35,7 @@ def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
 
     return GpuRates(
         name=torch.cuda.get_device_name(device),
-        total=torch.cuda.get_device_properties(device).total_memory,
+        total=gpu_memory(device),
         rest=tuple((n, _rest(shape, n, device)) for n in _TOKENS),
         kernel=_best(_captured(chain)) / _CHAIN,
         bandwidth=bandwidth,

@@ -19,7 +19,7 @@ from ..serving.server_process import ServerFailed
 from .choice import Candidate, Goal, Limits, choose, predict
 from .cpu import CpuBench, available_memory, host_rates
 from .engine import USUAL, ServerPlan, measure_engine, serving
-from .gpu import measure_gpu
+from .gpu import gpu_memory, measure_gpu
 from .model import TimeModel
 from .plan import Room, Tuned, hot_choices, methods_of, room_for
 from .rates import CpuRates, EngineRates, GpuRates, HostRates
@@ -102,32 +102,36 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
     """
     measured, accepted = methods_of(tuned, wishes.methods)
     shape, engine, installed = tuned.shape, *_engine_of(wishes)
+    room = None
+    if torch.cuda.is_available():
+        total = gpu_memory(_device())
+        memory = min(wishes.gpu_memory or _MEMORY_PART * total, total)
+        room = room_for(shape, memory, wishes.context, wishes.goal.streams)
+    hots = {
+        method: hot_choices(tuned, method, room, wishes.hot_format, wishes.statistics)
+        for method in measured
+    }
     say(
         f"{tuned.model}: {len(shape.moe_layers)} layers with {shape.experts} experts of "
         f"{shape.hidden} x {shape.inter}, {shape.top_k} per token; method {tuned.method}"
     )
     device: GpuRates | HostRates
-    room = None
-    if torch.cuda.is_available():
-        say("measuring the GPU and the bus")
-        gpu = torch.device("cuda", torch.cuda.current_device())
-        device = measure_gpu(shape, gpu)
-        torch.cuda.empty_cache()
-        memory = wishes.gpu_memory or _MEMORY_PART * device.total
-        room = room_for(shape, min(memory, device.total), wishes.context, wishes.goal.streams)
-    else:
+    if room is None:
         device = HostRates(*host_rates())
+    else:
+        say("measuring the GPU and the bus")
+        device = measure_gpu(shape, _device())
+        torch.cuda.empty_cache()
     cpus = tuple(_cpus(tuned, measured, accepted, isinstance(device, GpuRates), say))
     rates = _engine_rates(tuned, wishes, engine, installed, device, say)
     model = TimeModel(shape, device, rates, wishes.context)
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
     candidates: list[Candidate] = []
     for method in measured:
-        hots = hot_choices(tuned, method, room, wishes.hot_format, wishes.statistics)
         candidates += predict(
             model,
             [cpu for cpu in cpus if cpu.method == method],
-            hots,
+            hots[method],
             _deferrals(shape.top_k, wishes.deferral, room),
             wishes.goal,
             limits,
@@ -205,6 +209,10 @@ def _setting_of(result: Result) -> Any:
 
     one = result.chosen
     return Setting(one.hot.load, one.cpu, one.hot.expert_bytes, one.deferred, one.streaming)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _engine_of(wishes: Wishes) -> tuple[str, bool]:

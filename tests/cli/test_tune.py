@@ -1,0 +1,137 @@
+"""kt tune on the CPU, with the demo model and without an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from outcome import failed
+
+import kt_kernel
+from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.preflight import ServedModel, prepare
+from kt_kernel.tuning import cpu, plan, run
+from kt_kernel.tuning.rates import GpuRates, HostRates
+from kt_kernel.tuning.shape import as_config, shape_of
+
+DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
+CONTENT = json.loads((DEMO_MODEL / "config.json").read_text())
+SMALL = "--context", 512, "--prompt", 128, "--answer", 64
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(cpu, "_SECONDS", 0.0)  # each point twice
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run, "host_rates", lambda: (20e9, 1e11))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose rates are known."""
+    rates = GpuRates("GPU", 20 << 30, ((1, 5e-5), (64, 6e-5)), 2e-6, 3e12, 5e14, 50e9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(run, "measure_gpu", lambda shape, device: rates)
+    monkeypatch.setattr(run, "gpu_memory", lambda device: rates.total)
+
+
+def test_on_the_cpu(kt: Any, tmp_path: Path) -> None:
+    code, out, err = kt("tune", DEMO_MODEL, *SMALL, "--methods", "BF16,AMXINT8")
+    assert code == 0, err
+    rows = [line for line in out.splitlines() if line.startswith("| ")][2:]
+    methods = {row.split(" | ")[0][2:] for row in rows}
+    assert methods == {"BF16", "AMXINT8", "INT4_G32"}
+    assert sum("recommended" in row for row in rows) == 1
+    assert all("--methods allows it" in row for row in rows if "INT4_G32" in row)
+    assert f"vllm serve {DEMO_MODEL} --max-model-len 512 --max-num-seqs 1 --kt-" in out
+    assert "there is no GPU" in out and "those of another machine" in out
+    (file,) = (tmp_path / "config" / "kt-moe" / "tuned").iterdir()
+    assert str(file) in err
+    saved = json.loads(file.read_text())
+    assert saved["device"] == "cpu" and saved["options"]["method"] in ("BF16", "AMXINT8")
+    served = ServedModel(str(DEMO_MODEL), device="cpu")
+    options = prepare(KTOptions(), SimpleNamespace(**CONTENT), served)
+    assert options.method == saved["options"]["method"]
+
+
+def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
+    given = "tune", DEMO_MODEL, *SMALL, "--json", "--engine", "sglang", "--methods", "INT4_G32"
+    code, out, err = kt(*given, "--gpu-memory", "4GB")
+    found = json.loads(out)
+    assert code == 0, err
+    assert found["command"].startswith("python -m sglang.launch_server --model-path ")
+    assert found["options"]["num_gpu_experts"] == CONTENT["num_experts"]
+    assert "all experts fit on the GPU" in found["why"]
+    # 3 GiB are the engine's. An expert of 8 layers takes 1.5 MiB, the rest about 10.
+    code, out, _ = kt(*given, "--gpu-memory", "3095MB", "--no-save")
+    some = json.loads(out)["options"]["num_gpu_experts"]
+    assert 0 < some < CONTENT["num_experts"]
+    code, out, _ = kt(*given, "--gpu-memory", "3076MB", "--no-save")
+    assert "no hot expert fits" in json.loads(out)["why"]
+    (file,) = (tmp_path / "config" / "kt-moe" / "tuned").iterdir()
+    assert json.loads(file.read_text())["options"] == found["options"]
+
+
+def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed(
+        kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "1GB"),
+        1,
+        "takes 2.2 GB of the GPU without any expert",
+        "it may take 1.1 GB",
+    )
+    monkeypatch.setattr(run, "available_memory", lambda: 1 << 20)
+    result = kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "3076MB")
+    assert result[0] == 1 and result[1] == ""
+    last = result[2].splitlines()[-1]
+    assert last.startswith("kt: error: the cold experts take 0.0 GB of memory in INT4_G32"), last
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["/no/such/model"], ["no such folder"]),
+        ([DEMO_MODEL, "--engine", "llama"], ["--engine llama: unknown engine; accepted: vllm"]),
+        ([DEMO_MODEL, "--methods", "INT3"], ["--methods INT3: unknown method; accepted: BF16"]),
+        ([DEMO_MODEL, "--methods", "FP8"], ["--methods FP8: it keeps quantised weights"]),
+        ([DEMO_MODEL, "--gpu-memory", "much"], ["--gpu-memory much: expected a size in MB or GB"]),
+        ([DEMO_MODEL, "--hot-format", "int3"], ["--kt-hot-format int3: unknown; accepted: auto"]),
+        ([DEMO_MODEL, "--prompt", 8192], ["--prompt 8192: with --context 8192, at most 8190"]),
+        ([DEMO_MODEL, "--kt-expert-stats", "/none"], ["/none: no such file"]),
+    ],
+)
+def test_bad_input(kt: Any, given: list[Any], words: list[str]) -> None:
+    failed(kt("tune", *given), 1, *words)
+
+
+def test_a_model_without_experts(kt: Any, tmp_path: Path) -> None:
+    dense = CONTENT | {"num_experts": None, "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    failed(kt("tune", tmp_path), 1, f"{tmp_path}: model class LlamaForCausalLM", "no number of")
+
+
+def test_sizes_of_a_model() -> None:
+    tuned = plan.find_model(str(DEMO_MODEL))
+    with_files, config = tuned.shape, as_config(CONTENT)
+    estimated = shape_of("demo", config)
+    assert with_files.kv_bytes == estimated.kv_bytes
+    assert estimated.rest_bytes == pytest.approx(with_files.rest_bytes, rel=0.05)
+    file_bytes = (DEMO_MODEL / "model.safetensors").stat().st_size
+    experts = with_files.expert_weights * CONTENT["num_experts"] * len(with_files.moe_layers) * 2
+    assert with_files.rest_bytes + experts == pytest.approx(file_bytes, rel=0.01)
+    latent = as_config(CONTENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    assert shape_of("demo", latent).kv_bytes == CONTENT["num_hidden_layers"] * 576 * 2
+    inside = as_config({"text_config": CONTENT, "model_type": "multimodal"})
+    assert shape_of("demo", inside) == shape_of("demo", config)
+
+
+def test_host_rates_are_plausible() -> None:
+    rates = HostRates(*cpu.host_rates())
+    assert 1e8 < rates.bandwidth < 1e13 and 1e7 < rates.flops < 1e15

@@ -1,0 +1,192 @@
+"""The time model of kt tune: closed cases, a simulation of batches, and limits that always hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kt_kernel.tuning.model import HAND_OVER, HOT_KERNELS, Load, Setting, TimeModel, streaming_rates
+from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates, HostRates, at_least, between
+from kt_kernel.tuning.shape import Shape
+
+E, K, H, INTER, LAYERS = 64, 8, 1024, 512, 6
+WEIGHTS = 3 * H * INTER
+SHAPE = Shape(
+    name="model",
+    layers=LAYERS,
+    moe_layers=tuple(range(1, LAYERS)),
+    experts=E,
+    top_k=K,
+    hidden=H,
+    inter=INTER,
+    value_bytes=2,
+    rest_bytes=100_000_000,
+    read_bytes=60_000_000,
+    attention=1024,
+    kv_bytes=LAYERS * 1000,
+)
+MOE = LAYERS - 1
+EACH, REST = 20e-6, 50e-6  # seconds of an expert with one row, and of a layer's rest
+GPU = GpuRates("GPU", 80 << 30, ((1, REST), (64, REST)), 2e-6, 2e12, 5e14, 50e9)
+ENGINE = EngineRates("vllm", ((1, 1e-4), (16, 2e-4)), 2e-3, 1e-4, 0.5)
+HEAD = 40_000_000 / GPU.bandwidth
+CACHE = 1000 / GPU.bandwidth  # of each token of a context and each layer
+
+
+def linear(method: str = "INT4_G32", each: float = EACH, threads: int | None = None) -> CpuRates:
+    """A CPU that takes as long for each expert, and for each row after the first sixteen."""
+    rows = ((1, each), (16, each), (1024, 64 * each))
+    return CpuRates(method, threads, WEIGHTS * 0.5625, ((1, each), (E, E * each)), rows)
+
+
+def setting(hot: int = 0, cpu: CpuRates | None = None, **more: Any) -> Setting:
+    return Setting(Load.uniform(SHAPE, hot), cpu or linear(), WEIGHTS * 2, **more)
+
+
+def model(context: int = 0, device: Any = GPU, engine: EngineRates = ENGINE) -> TimeModel:
+    return TimeModel(SHAPE, device, engine, context)
+
+
+def test_curves() -> None:
+    points = (2, 10.0), (4, 20.0), (8, 60.0)
+    assert [between(points, x) for x in (1, 2, 3, 4, 6, 8, 12)] == [5, 10, 15, 20, 40, 60, 100]
+    assert at_least(points, 1) == 10 and at_least(points, 3) == 15
+    assert between(((4, 1.0),), 2) == 0.5
+
+
+def test_one_token_without_hot_experts() -> None:
+    over = HAND_OVER + 2 * 2 * H / GPU.bus
+    wanted = HEAD + LAYERS * REST + MOE * (over + K * EACH)
+    assert math.isclose(model().decode(setting(), 1), wanted)
+    # The KV cache of each layer is read, too.
+    with_context = model(1000).decode(setting(), 1)
+    assert math.isclose(with_context, wanted + LAYERS * 1000 * CACHE)
+
+
+def test_all_experts_hot() -> None:
+    hot = HOT_KERNELS * GPU.kernel + K * WEIGHTS * 2 / GPU.bandwidth
+    wanted = HEAD + LAYERS * REST + MOE * hot
+    assert math.isclose(model().decode(setting(E), 1), wanted)
+
+
+def test_the_host_may_take_longer() -> None:
+    slow = replace(ENGINE, step=((1, 1.0), (16, 4.0)))
+    assert model(engine=slow).decode(setting(), 1) == 1.0
+    assert math.isclose(model(engine=slow).decode(setting(), 6), 2.0)
+
+
+def test_both_sides_work_at_the_same_time() -> None:
+    """With half of the experts hot, a layer takes as long as the slower side."""
+    for each, slower in ((EACH, "cpu"), (EACH / 1000, "gpu")):
+        found = model().decode(setting(E // 2, linear(each=each)), 1)
+        cold = HAND_OVER + 2 * 2 * H / GPU.bus + K / 2 * each
+        hot = HOT_KERNELS * GPU.kernel + K / 2 * WEIGHTS * 2 / GPU.bandwidth
+        assert (cold > hot) == (slower == "cpu")
+        assert math.isclose(found, HEAD + LAYERS * REST + MOE * max(cold, hot))
+
+
+def test_deferral_hides_the_shorter_side() -> None:
+    over = HAND_OVER + 2 * 2 * H / GPU.bus
+    for each in (EACH, 2e-6):
+        found = model().decode(setting(0, linear(each=each), deferred=4), 1)
+        layer = max(REST + over + 4 * each, over + 8 * each)
+        assert math.isclose(found, HEAD + REST + MOE * layer)
+    # What all tokens of a large batch need at once cannot be deferred.
+    many = [model().decode(setting(0, deferred=d), 512) for d in (0, 1)]
+    assert math.isclose(*many, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("hot", [0, 16, 48])
+@pytest.mark.parametrize("deferred", [0, 2])
+def test_batches_against_a_simulation(tokens: int, hot: int, deferred: int) -> None:
+    """Numbers of touched experts, with random routes as the oracle."""
+    random = np.random.default_rng(1)
+    runs = 400
+    touched = np.zeros(3)
+    for _ in range(runs):
+        routes = np.argsort(random.random((tokens, E)), 1)[:, :K]  # in the order of their weights
+        cold = set(routes[routes >= hot].tolist())
+        kept = routes[:, : K - deferred]
+        touched += len(cold), len(set(routes[routes < hot].tolist())), len(set(kept[kept >= hot]))
+    ((_, batch),) = Load.uniform(SHAPE, hot).batches(tokens)
+    found = batch.cold, batch.hot, batch.at_once(deferred, K)[0]
+    assert np.allclose(found, touched / runs, rtol=0.03, atol=0.1)
+
+
+def test_statistics_decide_what_is_touched() -> None:
+    """Two of the experts take all tokens, so with both hot nothing is left for the CPU."""
+    chance = np.zeros((1, E))
+    chance[0, [3, 5]] = 1
+    cold = Load(chance, np.zeros((1, E), bool), np.array([MOE]))
+    hot = Load(chance, chance > 0, np.array([MOE]))
+    ((layers, batch),) = cold.batches(16)
+    assert (layers, batch.cold, batch.cold_routes, batch.held) == (MOE, 2, 32, E)
+    ((_, batch),) = hot.batches(16)
+    assert (batch.cold, batch.hot, batch.hot_routes) == (0, 2, 32)
+    assert model().decode(replace(setting(), load=hot), 1) < model().decode(setting(E), 1)
+
+
+def test_prompts_on_the_cpu() -> None:
+    """A pass of 1,024 tokens has 128 rows of each expert; 4,096 tokens are four passes."""
+    tokens = 4096
+    one_pass = E * between(((16, EACH), (1024, 64 * EACH)), 128)
+    rest = (2 * 60_000_000 / 2 / LAYERS * tokens + 2 * 1024 * tokens**2) / (0.5 * GPU.flops)
+    over = HAND_OVER + 2 * 2 * H * tokens / GPU.bus
+    wanted = HEAD + LAYERS * rest + MOE * (over + 4 * one_pass)
+    assert math.isclose(model().prefill(setting(), tokens), wanted)
+    # Longer prompts are divided.
+    assert math.isclose(
+        replace(model(), batch_tokens=4096).prefill(setting(), 2 * tokens), 2 * wanted
+    )
+    assert model().prefill(setting(E), 16) == ENGINE.prompt + LAYERS * ENGINE.launch
+
+
+def test_streamed_prompts() -> None:
+    """With a slow CPU, all experts go over the bus, or the GPU's products take longer than that."""
+    slow = linear(each=1e-2)
+    streamed = setting(0, slow, streaming=100)
+    bus = E * slow.expert_bytes / GPU.bus
+    found = model().prefill(streamed, 1024)
+    assert math.isclose(found, HEAD + MOE * bus, rel_tol=0.03)  # and the layer without experts
+    products = MOE * 2 * WEIGHTS * K * 8192 / (0.5 * GPU.flops)
+    assert model().prefill(streamed, 8192) > products
+    # Shorter ones are not streamed.
+    alone = replace(streamed, streaming=None)
+    assert model().prefill(streamed, 99) == model().prefill(alone, 99)
+    assert streaming_rates(slow, GPU).pays_from(E, K) == 1
+
+
+def test_without_a_gpu_everything_adds_up() -> None:
+    host = HostRates(bandwidth=20e9, flops=1e11)
+    rest = 60_000_000 / LAYERS / host.bandwidth
+    found = model(device=host).decode(setting(), 1)
+    assert math.isclose(found, LAYERS * rest + MOE * K * EACH)
+
+
+@given(
+    each=st.floats(1e-6, 1e-3),
+    hot=st.integers(0, E),
+    streams=st.integers(1, 64),
+    context=st.integers(0, 10_000),
+)
+@settings(max_examples=60, deadline=None)
+def test_limits_that_always_hold(each: float, hot: int, streams: int, context: int) -> None:
+    one, cpu = model(context), linear(each=each)
+    cold = one.decode(setting(0, cpu), streams)
+    some = one.decode(setting(hot, cpu), streams)
+    both = cpu.seconds(E, 0) * 0 + one.decode(setting(E, cpu), streams)
+    # Hot experts add the GPU's part at most, and a longer context or more streams take longer.
+    assert some <= cold + both + 1e-12
+    assert one.decode(setting(hot, cpu), streams + 1) >= some - 1e-12
+    assert replace(one, context=context + 1).decode(setting(hot, cpu), streams) >= some
+    deferred = one.decode(setting(hot, cpu, deferred=K), streams)
+    assert deferred <= some + 1e-12
+    slower = linear(each=2 * each)
+    assert one.decode(setting(hot, slower), streams) >= some - 1e-12
