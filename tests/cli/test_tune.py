@@ -68,6 +68,7 @@ def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
     found = json.loads(out)
     assert code == 0, err
     assert found["command"].startswith("python -m sglang.launch_server --model-path ")
+    assert "--mem-fraction-static 0.100" in found["command"]  # 2 of 4 GB are SGLang's own
     assert found["options"]["num_gpu_experts"] == CONTENT["num_experts"]
     assert "all experts fit on the GPU" in found["why"]
     # 3 GiB are the engine's. An expert of 8 layers takes 1.5 MiB, the rest about 10.

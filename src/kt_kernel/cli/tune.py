@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import Annotated
 
@@ -34,6 +35,9 @@ def tune(
         str | None,
         typer.Option("--kt-expert-stats", help="statistics of the experts that tokens select"),
     ] = None,
+    engine_args: Annotated[
+        str, typer.Option(help="more arguments of the engine's server, such as --trust-remote-code")
+    ] = "",
     measure_engine: Annotated[
         bool, typer.Option(help="start the engine with some layers to measure its own part")
     ] = True,
@@ -81,6 +85,7 @@ def tune(
         hot_format,
         kt_expert_stats,
         measure_engine,
+        tuple(shlex.split(engine_args)),
     )
     tuned = find_model(model)
     result = run_tune(tuned, wishes, _say)

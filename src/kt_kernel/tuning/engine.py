@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 import shlex
+import shutil
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +39,7 @@ USUAL = {
 _NAME = "tune"  # of the served model
 _START = 1800  # seconds for a server with large weights
 _LAYERS = 2  # with experts, of the model that measures the engine itself
-_LOG_LINES = 15
+_ERROR = re.compile(r"kt: error: |\w+(Error|Exception): ")
 _ROUNDS = 3
 
 
@@ -50,6 +54,8 @@ class ServerPlan:
         streams: most requests at a time.
         device: cuda or cpu.
         options: kt options by name; None: without kt-moe.
+        memory: share of the GPU's memory that the engine may take; None: its own default.
+        more: further arguments of the engine.
         layers: of the model with random weights, instead of the model itself; None: the model.
     """
 
@@ -59,6 +65,8 @@ class ServerPlan:
     streams: int
     device: str = "cuda"
     options: Mapping[str, Any] | None = None
+    memory: float | None = None
+    more: tuple[str, ...] = ()
     layers: int | None = None
 
     def shown(self) -> str:
@@ -90,9 +98,12 @@ class ServerPlan:
         else:
             found = ["--model-path", self.model, "--context-length", context]
             found += ["--max-running-requests", streams]
+        if self.memory is not None:
+            flag = "--gpu-memory-utilization" if self.engine == "vllm" else "--mem-fraction-static"
+            found += [flag, f"{self.memory:.3f}"]
         for name, value in (self.options or {}).items():
             found += [find_option(name).flag, str(value)]
-        return found
+        return [*found, *self.more]
 
 
 class Server:
@@ -158,7 +169,7 @@ def serving(
 ) -> Iterator[Server]:
     """Starts a server; it runs while the block does.
 
-    Raises ServerFailed, with the end of its log, if it does not start.
+    Raises ServerFailed if it does not start. Its log is then kept, and the message names it.
     """
     port = free_port()
     with process_group(plan.command(port), log, environment) as process:
@@ -167,14 +178,17 @@ def serving(
             wait_until_healthy(process, url, _START, waiting)
         except ServerFailed as problem:
             lines = log.read_text(errors="replace").splitlines()
-            raise ServerFailed(f"{problem}: {_reason(lines)}") from None
+            kept = Path(tempfile.gettempdir()) / f"kt-tune-{plan.engine}-{os.getpid()}.log"
+            shutil.copyfile(log, kept)
+            raise ServerFailed(f"{problem}: {_reason(lines)}; its log is {kept}") from None
         yield Server(url, vocabulary)
 
 
 def _reason(lines: Sequence[str]) -> str:
-    """The line of a log that says why a server ended."""
-    errors = [line for line in lines if "kt: error" in line or "Error" in line]
-    return " ".join((errors or list(lines[-_LOG_LINES:]) or ["no output"])[-1].split())
+    """The line of a log that says why a server ended. Engines report the error of their first
+    process once more, without its text."""
+    errors = [line for line in lines if _ERROR.search(line) and "See root cause" not in line]
+    return " ".join((errors or list(lines) or ["no output"])[-1].split())
 
 
 def measure_engine(

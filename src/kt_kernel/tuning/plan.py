@@ -32,7 +32,7 @@ from .shape import Shape, as_config, shape_of
 _SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
 # Bytes of a GPU that an engine takes besides weights and KV cache: the CUDA context, its kernels,
 # graphs and the activations of its largest batch; and kt-moe's memory for streamed experts.
-_ENGINE_TAKES = 2 << 30
+ENGINE_TAKES = 2 << 30
 _STREAMING_TAKES = 1 << 30
 # Methods to compare for 16-bit weights, next to the one that `auto` selects.
 _COMPARED = ("INT4_G32", "AMXINT8", "BF16")
@@ -154,7 +154,7 @@ class Room:
         return (
             f"{self.given / 1e9:.1f} GB of the GPU: {self.weights / 1e9:.1f} GB weights besides "
             f"the experts, {self.cache / 1e9:.1f} GB KV cache, "
-            f"{(_ENGINE_TAKES + _STREAMING_TAKES) / 1e9:.1f} GB for the engine and for streaming, "
+            f"{(ENGINE_TAKES + _STREAMING_TAKES) / 1e9:.1f} GB for the engine and for streaming, "
             f"{max(self.left, 0) / 1e9:.1f} GB left for hot experts"
         )
 
@@ -169,13 +169,13 @@ def room_for(shape: Shape, memory: float, context: int, streams: int) -> Room:
         ValueError: not even the rest fits.
     """
     cache = float(shape.kv_bytes) * context * streams
-    needed = shape.rest_bytes + cache + _ENGINE_TAKES
+    needed = shape.rest_bytes + cache + ENGINE_TAKES
     room = Room(memory, shape.rest_bytes, cache, memory - needed - _STREAMING_TAKES)
     if needed > memory:
         raise ValueError(
             f"{shape.name} takes {needed / 1e9:.1f} GB of the GPU without any expert "
             f"({shape.rest_bytes / 1e9:.1f} GB weights, {cache / 1e9:.1f} GB KV cache for "
-            f"{streams} times {context} tokens, {_ENGINE_TAKES / 1e9:.1f} GB for the engine), and "
+            f"{streams} times {context} tokens, {ENGINE_TAKES / 1e9:.1f} GB for the engine), and "
             f"it may take {memory / 1e9:.1f} GB; give a smaller --context or --streams, or more "
             "with --gpu-memory"
         )

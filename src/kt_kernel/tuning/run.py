@@ -21,7 +21,7 @@ from .cpu import CpuBench, available_memory, host_rates
 from .engine import USUAL, ServerPlan, measure_engine, serving
 from .gpu import gpu_memory, measure_gpu
 from .model import TimeModel
-from .plan import Room, Tuned, hot_choices, methods_of, room_for
+from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
 from .rates import CpuRates, EngineRates, GpuRates, HostRates
 
 _MEMORY_PART = 0.9  # of the GPU, by default
@@ -45,6 +45,7 @@ class Wishes:
         hot_format: of --kt-hot-format.
         statistics: a file of --record-kt-gpu-expert-distribution, or None.
         measure_engine: whether the engine is started to measure its own part.
+        engine_arguments: of the engine's server, in addition.
     """
 
     goal: Goal
@@ -56,6 +57,7 @@ class Wishes:
     hot_format: str = "auto"
     statistics: str | None = None
     measure_engine: bool = True
+    engine_arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,8 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
             wishes.context,
             wishes.goal.streams,
             "cpu" if room is None else "cuda",
+            memory=_share(wishes, device, engine),
+            more=wishes.engine_arguments,
         ),
         installed,
     )
@@ -209,6 +213,15 @@ def _setting_of(result: Result) -> Any:
 
     one = result.chosen
     return Setting(one.hot.load, one.cpu, one.hot.expert_bytes, one.deferred, one.streaming)
+
+
+def _share(wishes: Wishes, device: GpuRates | HostRates, engine: str) -> float | None:
+    """The share of the GPU that the engine is told to take; None if the user did not say. SGLang's
+    does not include what it takes while computing."""
+    if wishes.gpu_memory is None or isinstance(device, HostRates):
+        return None
+    taken = min(wishes.gpu_memory, device.total)
+    return (taken - (ENGINE_TAKES if engine == "sglang" else 0)) / device.total
 
 
 def _device() -> torch.device:
@@ -277,7 +290,8 @@ def _engine_rates(
         return usual
     layers = min(shape.moe_layers[0] + 2, shape.layers)
     longest = min(8192, max(wishes.context, wishes.goal.prompt))
-    plan = ServerPlan(engine, tuned.path, longest + 64, 16, layers=layers)
+    more = wishes.engine_arguments
+    plan = ServerPlan(engine, tuned.path, longest + 64, 16, layers=layers, more=more)
     model = TimeModel(shape, device, usual)
     say(f"measuring {engine} with {layers} layers of the model, random weights")
     try:
