@@ -48,13 +48,15 @@ if "TRITON_INTERPRET" not in os.environ:
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Provides a cache that has the default number of threads. Tests keep the machine busy, so
-    every process that they start would measure that number and not keep it."""
+    every process that they start would measure that number and not keep it. And an empty folder
+    for what `kt tune` saves."""
     from kt_kernel.runtime.machine import machine_key, usable_cores
 
     folder = tmp_path_factory.mktemp("cache")
     (folder / "kt-moe").mkdir()
     (folder / "kt-moe" / "threads.json").write_text(json.dumps({machine_key(): usable_cores()}))
     os.environ["XDG_CACHE_HOME"] = str(folder)
+    os.environ["XDG_CONFIG_HOME"] = str(folder / "config")
 
 
 # ---- The order of the tests, and which run at the same time.

@@ -139,8 +139,8 @@ def test_layers_get_their_own_counts(stats: str) -> None:
             {"record_kt_gpu_expert_distribution": "a", "record_kt_expert_routes": "./a"},
             "routes ./a: give two different files",
         ),
-        ({"expert_placement_strategy": "random"}, "random: without --kt-num-gpu-experts or"),
-        ({"expert_stats": "STATS"}, "expert-stats .*: without --kt-num-gpu-experts or --kt-gpu"),
+        ({"expert_placement_strategy": "random"}, "random: without --kt-num-gpu-experts,"),
+        ({"expert_stats": "STATS"}, "expert-stats .*: without --kt-num-gpu-experts, --kt-gpu"),
         (
             {"expert_stats": "STATS", "expert_placement_strategy": "random", "num_gpu_experts": 1},
             "--kt-expert-stats .*: .* random does not use statistics; accepted: frequency",

@@ -37,8 +37,9 @@ def test_the_recommended_command_is_served_and_timed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert found["options"] == {"method": "AMXINT8"}, found
-    assert found["command"].endswith("--kt-method AMXINT8 --enforce-eager")
+    assert found["options"]["method"] == "AMXINT8", found
+    assert "--kt-method AMXINT8" in found["command"]
+    assert found["command"].endswith(" --enforce-eager")
     checked = found["checked"]
     assert 0 < checked["decode"] < 10 and 0 < checked["prefill"] < 60
     (saved,) = (tmp_path / "kt-moe" / "tuned").iterdir()

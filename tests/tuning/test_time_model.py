@@ -27,7 +27,8 @@ SHAPE = Shape(
     inter=INTER,
     value_bytes=2,
     rest_bytes=100_000_000,
-    read_bytes=60_000_000,
+    layer_bytes=60_000_000,
+    head_bytes=20_000_000,
     attention=1024,
     kv_bytes=LAYERS * 1000,
 )
@@ -35,7 +36,7 @@ MOE = LAYERS - 1
 EACH, REST = 20e-6, 50e-6  # seconds of an expert with one row, and of a layer's rest
 GPU = GpuRates("GPU", 80 << 30, ((1, REST), (64, REST)), 2e-6, 2e12, 5e14, 50e9)
 ENGINE = EngineRates("vllm", ((1, 1e-4), (16, 2e-4)), 2e-3, 1e-4, 0.5)
-HEAD = 40_000_000 / GPU.bandwidth
+HEAD = 20_000_000 / GPU.bandwidth
 CACHE = 1000 / GPU.bandwidth  # of each token of a context and each layer
 
 
@@ -167,7 +168,8 @@ def test_without_a_gpu_everything_adds_up() -> None:
     host = HostRates(bandwidth=20e9, flops=1e11)
     rest = 60_000_000 / LAYERS / host.bandwidth
     found = model(device=host).decode(setting(), 1)
-    assert math.isclose(found, LAYERS * rest + MOE * K * EACH)
+    head = 20_000_000 / host.bandwidth
+    assert math.isclose(found, head + LAYERS * rest + MOE * K * EACH)
 
 
 @given(

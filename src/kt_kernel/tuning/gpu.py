@@ -58,7 +58,7 @@ def _copies(device: torch.device) -> tuple[float, float]:
 def _rest(shape: Shape, tokens: int, device: torch.device) -> float:
     """Seconds of a layer without its experts: projections with as many weights as the model's
     layers have besides, attention to one token, norms and the router. In a CUDA graph."""
-    weights = shape.read_bytes // shape.value_bytes // shape.layers
+    weights = shape.layer_bytes // shape.value_bytes // shape.layers
     columns = max(weights // (2 * shape.hidden) // 64 * 64, 64)
     kind = torch.bfloat16
     inside = [torch.randn(columns, shape.hidden, device=device, dtype=kind) for _ in range(_LAYERS)]

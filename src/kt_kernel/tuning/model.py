@@ -187,15 +187,13 @@ class TimeModel:
     def _rest(self, streams: int) -> float:
         per_layer = self.shape.kv_bytes / self.shape.layers * self.context * streams
         if isinstance(self.device, HostRates):
-            weights = self.shape.read_bytes / self.shape.layers
+            weights = self.shape.layer_bytes / self.shape.layers
             return (weights + per_layer) / self.device.bandwidth
         return at_least(self.device.rest, streams) + per_layer / self.device.bandwidth
 
     def _head(self) -> float:
-        """Seconds of the output matrix; `rest_bytes` less `read_bytes` has its size."""
-        if isinstance(self.device, HostRates):
-            return 0.0  # part of the bytes that layers read
-        return (self.shape.rest_bytes - self.shape.read_bytes) / self.device.bandwidth
+        """Seconds of the output matrix."""
+        return self.shape.head_bytes / self.device.bandwidth
 
     def _decode_layer(self, setting: Setting, batch: Batch, rest: float) -> float:
         cold = setting.cpu.seconds(batch.cold, batch.cold_routes)
@@ -232,7 +230,7 @@ class TimeModel:
 
     def _rest_operations(self, tokens: int) -> float:
         """Operations of a layer's attention and projections for a prompt."""
-        weights = self.shape.read_bytes / self.shape.value_bytes / self.shape.layers
+        weights = self.shape.layer_bytes / self.shape.value_bytes / self.shape.layers
         # Scores and their products with values, over the tokens before each one.
         return 2 * weights * tokens + 2.0 * self.shape.attention * tokens**2
 

@@ -28,7 +28,8 @@ class Shape:
         hidden, inter: of an expert.
         value_bytes: of a 16- or 32-bit weight.
         rest_bytes: weights of everything but the routed experts.
-        read_bytes: of these, the ones that a decode step reads: without the embeddings of tokens.
+        layer_bytes: of these, the ones of all layers.
+        head_bytes: of these, the output matrix.
         attention: heads times the size of a head.
         kv_bytes: of the KV cache, for each token of a context.
     """
@@ -42,7 +43,8 @@ class Shape:
     inter: int
     value_bytes: int
     rest_bytes: int
-    read_bytes: int
+    layer_bytes: int
+    head_bytes: int
     attention: int
     kv_bytes: int
 
@@ -94,15 +96,17 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
     width = size_of(config, "hidden_size") or hidden
     head = size_of(config, "head_dim") or size_of(config, "v_head_dim") or width // heads
     embedding = (size_of(config, "vocab_size") or 0) * width * value_bytes
+    tied = bool(getattr(config, "tie_word_embeddings", False))
     if checkpoint is None:
-        rest = _estimated(config, layers - len(moe_layers), layers, heads * head, value_bytes)
-        rest += 2 * embedding
+        inside = _estimated(config, layers - len(moe_layers), layers, heads * head, value_bytes)
+        rest = inside + (1 if tied else 2) * embedding
     else:
         rest = sum(
             info.end - info.begin
             for info in checkpoint.tensors.values()
             if not _ROUTED.search(info.name)
         )
+        inside = max(rest - (1 if tied else 2) * embedding, 0)
     return Shape(
         name=name,
         layers=layers,
@@ -113,7 +117,8 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
         inter=inter,
         value_bytes=value_bytes,
         rest_bytes=rest,
-        read_bytes=max(rest - embedding, 0),
+        layer_bytes=inside,
+        head_bytes=embedding,
         attention=heads * head,
         kv_bytes=_kv_bytes(config, layers, heads, head, value_bytes),
     )
