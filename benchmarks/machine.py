@@ -14,31 +14,7 @@ import torch
 
 import kt_kernel
 from kt_kernel import _C
-from kt_kernel.runtime.machine import allowed_cpus
-
-CPU_FOLDER = Path("/sys/devices/system/cpu")
-
-
-def last_level_cache() -> int:
-    """Total bytes of the caches of the highest level that the allowed CPUs use; 0 if unknown."""
-    found: dict[tuple[int, str], int] = {}  # (level, CPUs that share it): bytes
-    for cpu in allowed_cpus():
-        for cache in CPU_FOLDER.glob(f"cpu{cpu}/cache/index*"):
-            try:
-                size = (cache / "size").read_text().strip()
-                key = int((cache / "level").read_text()), (cache / "shared_cpu_list").read_text()
-            except OSError:
-                continue
-            found[key] = int(size.rstrip("KM")) << (20 if size.endswith("M") else 10)
-    top = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == top)
-
-
-def available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise OSError("/proc/meminfo has no MemAvailable")
+from kt_kernel.runtime.machine import allowed_cpus, last_level_cache
 
 
 def anonymous_memory() -> int:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from .text import ranges
 from .variant import native
@@ -75,6 +76,32 @@ def _version() -> str:
         return metadata.version("kt-moe")
     except metadata.PackageNotFoundError:  # a source tree on the path, not installed
         return "uninstalled"
+
+
+def last_level_cache() -> int:
+    """Bytes of the caches of the highest level that the allowed CPUs use; 0 if unknown."""
+    found: dict[tuple[int, str], int] = {}  # (level, CPUs that share it): bytes
+    for cpu in allowed_cpus():
+        for cache in Path("/sys/devices/system/cpu").glob(f"cpu{cpu}/cache/index*"):
+            try:
+                size = (cache / "size").read_text().strip()
+                key = int((cache / "level").read_text()), (cache / "shared_cpu_list").read_text()
+                found[key] = int(size.rstrip("KM")) << (20 if size.endswith("M") else 10)
+            except (OSError, ValueError):
+                continue
+    top = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == top)
+
+
+def available_memory() -> int:
+    """Bytes of memory that are free or can be freed.
+
+    Raises OSError if the system does not tell.
+    """
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/meminfo: MemAvailable is missing")
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..moe.settings import MAX_CHUNK
 from ..moe.tuning import WORTH_BYTES, layer_tuning, random_source
-from ..runtime.machine import allowed_cpus
+from ..runtime.machine import allowed_cpus, available_memory, last_level_cache
 from ..runtime.pools import PoolPlan, get_team
 from ..runtime.variant import kernel_kind, kernel_table, native
 from ..weights.expert_tensors import matrix_shapes
@@ -27,32 +26,6 @@ _MOST_EXPERTS = 1024
 _MEMORY = 4  # at most this part of the free memory is taken
 _ROUNDS = 5
 _SECONDS = 0.15  # for the repetitions of one point
-
-
-def last_level_cache() -> int:
-    """Bytes of the caches of the highest level that the allowed CPUs use; 0 if unknown."""
-    found: dict[tuple[int, str], int] = {}  # (level, CPUs that share it): bytes
-    for cpu in allowed_cpus():
-        for cache in Path("/sys/devices/system/cpu").glob(f"cpu{cpu}/cache/index*"):
-            try:
-                size = (cache / "size").read_text().strip()
-                key = int((cache / "level").read_text()), (cache / "shared_cpu_list").read_text()
-                found[key] = int(size.rstrip("KM")) << (20 if size.endswith("M") else 10)
-            except (OSError, ValueError):
-                continue
-    top = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == top)
-
-
-def available_memory() -> int:
-    """Bytes of memory that are free or can be freed.
-
-    Raises OSError if the system does not tell.
-    """
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise OSError("/proc/meminfo: MemAvailable is missing")
 
 
 def measured_experts(shape: Shape, expert_bytes: float) -> int:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ..runtime.machine import usable_cores
+from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
 from ..serving.class_check import ENGINES
 from ..serving.server_process import ServerFailed
 from .choice import Candidate, Goal, Limits, choose, predict
-from .cpu import CpuBench, available_memory, host_rates
+from .cpu import CpuBench, host_rates
 from .engine import USUAL, ServerPlan, measure_engine, serving
 from .gpu import gpu_memory, measure_gpu
 from .model import TimeModel
