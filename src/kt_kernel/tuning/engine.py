@@ -41,6 +41,7 @@ _START = 1800  # seconds for a server with large weights
 _LAYERS = 2  # with experts, of the model that measures the engine itself
 _ERROR = re.compile(r"kt: error: |\w+(Error|Exception): ")
 _ROUNDS = 3
+_LONGER = 1.3  # times a short prompt: what a long one takes if the GPU is the limit
 
 
 @dataclass(frozen=True)
@@ -215,5 +216,7 @@ def measure_engine(
     long = server.prefill(longest)
     # A short prompt is a matter of the host, a long one of the GPU.
     fixed = max(short - layers * usual.launch, 0.1 * short)
-    share = layers * flops_of(longest) / long / gpu_flops
-    return EngineRates(engine, step, fixed, usual.launch, min(share, 1.0), measured=True)
+    share = usual.share
+    if long > _LONGER * short:
+        share = min(layers * flops_of(longest) / long / gpu_flops, 1.0)
+    return EngineRates(engine, step, fixed, usual.launch, share, measured=True)

@@ -1,0 +1,113 @@
+"""The servers that kt tune starts: their commands, their failures, and what their times say."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kt_kernel.serving.server_process import ServerFailed
+from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, serving
+
+
+def test_commands() -> None:
+    options = {"num_gpu_experts": 32, "method": "AMXINT8"}
+    plan = ServerPlan("vllm", "org/my model", 4096, 4, options=options, more=("--enforce-eager",))
+    assert plan.shown() == (
+        "vllm serve 'org/my model' --max-model-len 4096 --max-num-seqs 4 --kt-num-gpu-experts 32 "
+        "--kt-method AMXINT8 --enforce-eager"
+    )
+    shown = plan.command(8123)
+    assert shown[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    assert shown[shown.index("--port") + 1] == "8123" and "--load-format" not in shown
+    small = ServerPlan("sglang", "m", 4096, 16, "cpu", memory=0.5, layers=2).command(1)
+    assert small[small.index("--json-model-override-args") + 1] == '{"num_hidden_layers": 2}'
+    assert small[small.index("--load-format") + 1] == "dummy"
+    assert small[small.index("--mem-fraction-static") + 1] == "0.500"
+    assert small[small.index("--device") + 1] == "cpu"
+
+
+def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "print('ValueError: the reason');"
+        "print('RuntimeError: Engine core initialization failed. See root cause above.');"
+        "raise SystemExit(3)"
+    )
+    monkeypatch.setattr(ServerPlan, "command", lambda plan, port: [sys.executable, "-c", program])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    plan = ServerPlan("vllm", "m", 64, 1)
+    with (
+        pytest.raises(ServerFailed, match="exited with code 3: ValueError: the reason; its log is"),
+        serving(plan, 256, tmp_path / "log", {}),
+    ):
+        pass
+    (kept,) = tmp_path.glob("kt-tune-vllm-*.log")
+    assert "Engine core" in kept.read_text()
+
+
+@pytest.fixture
+def requests() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that answers, and what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            size = int(self.headers["Content-Length"])
+            asked.append(json.loads(self.rfile.read(size)) | {"path": self.path})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_requests(requests: tuple[str, list[dict[str, Any]]]) -> None:
+    url, asked = requests
+    server = Server(url, vocabulary=256)
+    assert server.prefill(20) > 0
+    assert {(len(one["prompt"]), one["max_tokens"]) for one in asked} == {(20, 1)}
+    prompts = [tuple(one["prompt"]) for one in asked]
+    assert len(set(prompts)) == len(prompts)  # none is in a prefix cache
+    assert all(3 <= token < 256 for prompt in prompts for token in prompt)
+    asked.clear()
+    server.decode(streams=3, context=5, steps=10)
+    assert [one["max_tokens"] for one in asked] == [8] * 3 + ([1] * 3 + [11] * 3) * 3
+    assert all(one["ignore_eos"] and one["path"] == "/v1/completions" for one in asked)
+
+
+def test_an_engine_measured_with_few_layers() -> None:
+    """A host that takes 1 ms for a step and 10 for a prompt, and a GPU at a fifth of its rate."""
+
+    class Known:
+        def decode(self, streams: int, context: int) -> float:
+            return 1e-3 + 1e-5 * streams
+
+        def prefill(self, tokens: int) -> float:
+            return max(10e-3, 2 * flops(tokens) / (0.2 * 5e14))
+
+    def flops(tokens: int) -> float:
+        return 1e9 * tokens
+
+    server: Any = Known()
+    # A long prompt that takes as long as a short one says nothing of the GPU.
+    assert measure_engine("vllm", server, 2, flops, 5e14, 400).share == USUAL["vllm"].share
+    found = measure_engine("vllm", server, 2, flops, 5e14, 8192)
+    assert found.measured and found.share == pytest.approx(0.2)
+    assert found.host_step(1) == pytest.approx(1.01e-3)
+    assert found.host_step(16) == pytest.approx(1.16e-3)
+    assert found.prompt + 2 * USUAL["vllm"].launch == pytest.approx(10e-3)
