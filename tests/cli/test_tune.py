@@ -72,11 +72,18 @@ def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
     assert found["options"]["num_gpu_experts"] == CONTENT["num_experts"]
     assert "all experts fit on the GPU" in found["why"]
     # 3 GiB are the engine's. An expert of 8 layers takes 1.5 MiB, the rest about 10.
-    code, out, _ = kt(*given, "--gpu-memory", "3095MB", "--no-save")
+    code, out, _ = kt(*given, "--gpu-memory", "3084MB", "--no-save")
     some = json.loads(out)["options"]["num_gpu_experts"]
     assert 0 < some < CONTENT["num_experts"]
     code, out, _ = kt(*given, "--gpu-memory", "3076MB", "--no-save")
     assert "no hot expert fits" in json.loads(out)["why"]
+    packed = json.loads(
+        kt(*given, "--gpu-memory", "3084MB", "--hot-format", "packed", "--no-save")[1]
+    )
+    assert packed["options"]["hot_format"] == "packed"
+    assert packed["options"]["num_gpu_experts"] > 3 * some
+    assert {one["method"] for one in packed["candidates"]} == {"INT4_G32", "AMXINT8"}
+    assert "--kt-hot-format packed" in packed["command"]
     (file,) = (tmp_path / "config" / "kt-moe" / "tuned").iterdir()
     assert json.loads(file.read_text())["options"] == found["options"]
 

@@ -15,8 +15,9 @@ import torch
 from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
 from ..serving.class_check import ENGINES
+from ..serving.option_table import OptionError
 from ..serving.server_process import ServerFailed
-from .choice import Candidate, Goal, Limits, choose, predict
+from .choice import Candidate, Goal, HotChoice, Limits, choose, predict
 from .cpu import CpuBench, host_rates
 from .engine import USUAL, ServerPlan, measure_engine, serving
 from .gpu import gpu_memory, measure_gpu
@@ -109,10 +110,13 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         total = gpu_memory(_device())
         memory = min(wishes.gpu_memory or _MEMORY_PART * total, total)
         room = room_for(shape, memory, wishes.context, wishes.goal.streams)
-    hots = {
-        method: hot_choices(tuned, method, room, wishes.hot_format, wishes.statistics)
-        for method in measured
-    }
+    hots: dict[str, list[HotChoice]] = {}
+    for method in measured:
+        try:
+            hots[method] = hot_choices(tuned, method, room, wishes.hot_format, wishes.statistics)
+        except OptionError:  # a method without such hot experts
+            if method in accepted:
+                raise
     say(
         f"{tuned.model}: {len(shape.moe_layers)} layers with {shape.experts} experts of "
         f"{shape.hidden} x {shape.inter}, {shape.top_k} per token; method {tuned.method}"
@@ -124,12 +128,12 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         say("measuring the GPU and the bus")
         device = measure_gpu(shape, _device())
         torch.cuda.empty_cache()
-    cpus = tuple(_cpus(tuned, measured, accepted, isinstance(device, GpuRates), say))
+    cpus = tuple(_cpus(tuned, tuple(hots), accepted, isinstance(device, GpuRates), say))
     rates = _engine_rates(tuned, wishes, engine, installed, device, say)
     model = TimeModel(shape, device, rates, wishes.context)
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
     candidates: list[Candidate] = []
-    for method in measured:
+    for method in hots:
         candidates += predict(
             model,
             [cpu for cpu in cpus if cpu.method == method],
