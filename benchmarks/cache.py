@@ -19,7 +19,6 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,76 +28,18 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import numpy as np
 import torch
 from cache_control import FIXED, MOVING, Control
+from in_memory import VOCABULARY, serve_experts_from_memory, weights_without_experts
 from machine import about
 from prompts import ENGINES
 from safetensors.torch import save_file
 from shapes import Shape, parse_shape
-from synthetic import SCALE, config
+from synthetic import config
 
 from kt_kernel.routes.simulator import as_streams
 from kt_kernel.routes.synthetic import NONE, QWEN3_30B, generate
 
-VOCABULARY = 4096
 ROUTES = 8192  # tokens of which routes are generated; then they begin again
 WARM = {FIXED: 16, MOVING: 400}  # tokens before those that are timed
-
-
-def weights_without_experts(shape: Shape, layers: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator("cuda").manual_seed(0)
-
-    def weight(*size: int) -> torch.Tensor:
-        values = torch.randn(size, generator=made, device="cuda", dtype=torch.bfloat16)
-        return (values * SCALE).cpu()
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    c, h = config(shape, layers, VOCABULARY), shape.hidden
-    heads, pairs = c["num_attention_heads"] * 128, c["num_key_value_heads"] * 128
-    tensors = {
-        "model.embed_tokens.weight": weight(VOCABULARY, h),
-        "lm_head.weight": weight(VOCABULARY, h),
-        "model.norm.weight": ones(h),
-    }
-    for layer in range(layers):
-        place = f"model.layers.{layer}"
-        tensors |= {
-            f"{place}.input_layernorm.weight": ones(h),
-            f"{place}.post_attention_layernorm.weight": ones(h),
-            f"{place}.self_attn.q_norm.weight": ones(128),
-            f"{place}.self_attn.k_norm.weight": ones(128),
-            f"{place}.self_attn.q_proj.weight": weight(heads, h),
-            f"{place}.self_attn.k_proj.weight": weight(pairs, h),
-            f"{place}.self_attn.v_proj.weight": weight(pairs, h),
-            f"{place}.self_attn.o_proj.weight": weight(h, heads),
-            f"{place}.mlp.gate.weight": weight(shape.experts, h),
-        }
-    return tensors
-
-
-def serve_experts_from_memory(shape: Shape, layers: int) -> None:
-    """vLLM's loader also delivers the experts, all with the same weights."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    made = torch.Generator().manual_seed(1)
-    sizes = {
-        "gate_proj": (shape.inter, shape.hidden),
-        "up_proj": (shape.inter, shape.hidden),
-        "down_proj": (shape.hidden, shape.inter),
-    }
-    matrices = {
-        name: (torch.randn(size, generator=made) * SCALE).bfloat16() for name, size in sizes.items()
-    }
-    original = DefaultModelLoader.get_all_weights
-
-    def get(loader: Any, *given: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from original(loader, *given)
-        for layer in range(layers):
-            for expert in range(shape.experts):
-                for name, matrix in matrices.items():
-                    yield f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", matrix
-
-    DefaultModelLoader.get_all_weights = get
 
 
 class Routes:

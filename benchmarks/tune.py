@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
-from cache import VOCABULARY, serve_experts_from_memory, weights_without_experts
 from engine_run import vllm_generator
+from in_memory import VOCABULARY, serve_experts_from_memory, weights_without_experts
 from machine import about
 from prompts import ENGINES
 from safetensors.torch import save_file
@@ -38,7 +38,7 @@ from synthetic import config
 from kt_kernel.runtime.pools import plan_pools
 from kt_kernel.tuning.choice import Candidate, Goal, HotChoice, Limits, predict
 from kt_kernel.tuning.cpu import CpuBench
-from kt_kernel.tuning.engine import measure_engine
+from kt_kernel.tuning.engine import USUAL, measure_engine
 from kt_kernel.tuning.gpu import measure_gpu
 from kt_kernel.tuning.model import Load, TimeModel
 from kt_kernel.tuning.rates import CpuRates
@@ -101,8 +101,6 @@ def arguments_of(**more: Any) -> dict[str, Any]:
 
 def measured_engine(shape: ModelShape, device: Any, folder: Path, bench: Shape) -> Any:
     """vLLM's own part, from a small model."""
-    from kt_kernel.tuning.engine import USUAL
-
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config(bench, LAYERS, VOCABULARY)))
     operations = TimeModel(shape, device, USUAL["vllm"]).layer_operations
@@ -186,6 +184,9 @@ def main() -> None:
             ).split()
         ],
     )
+    parser.add_argument(
+        "--usual", action="store_true", help="do not measure vLLM itself; its usual values count"
+    )
     parser.add_argument("--seconds", type=float, default=600, help="start nothing new after that")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
@@ -212,7 +213,9 @@ def main() -> None:
         "rows": [],
     }
     with tempfile.TemporaryDirectory() as place:
-        engine = measured_engine(shape, device, Path(place) / "small", bench)
+        engine = USUAL["vllm"]
+        if not args.usual:
+            engine = measured_engine(shape, device, Path(place) / "small", bench)
         result |= {"engine": asdict(engine), "engine_seconds": time.monotonic() - begin}
         print(json.dumps(result["engine"]), flush=True)
         args.json.write_text(json.dumps(result, indent=1))

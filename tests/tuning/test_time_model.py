@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kt_kernel.tuning.model import HAND_OVER, HOT_KERNELS, Load, Setting, TimeModel, streaming_rates
+from kt_kernel.tuning.model import (
+    COPIES_WAIT,
+    HAND_OVER,
+    HOT_KERNELS,
+    STREAMED_HOST,
+    Load,
+    Setting,
+    TimeModel,
+)
 from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates, HostRates, at_least, between
 from kt_kernel.tuning.shape import Shape
 
@@ -35,7 +43,8 @@ SHAPE = Shape(
 MOE = LAYERS - 1
 EACH, REST = 20e-6, 50e-6  # seconds of an expert with one row, and of a layer's rest
 GPU = GpuRates("GPU", 80 << 30, ((1, REST), (64, REST)), 2e-6, 2e12, 5e14, 50e9)
-ENGINE = EngineRates("vllm", ((1, 1e-4), (16, 2e-4)), 2e-3, 1e-4, 0.5)
+ENGINE = EngineRates("vllm", ((1, 1e-4), (16, 2e-4)), 1e-3, 0.5)
+STEP = 1e-4
 HEAD = 20_000_000 / GPU.bandwidth
 CACHE = 1000 / GPU.bandwidth  # of each token of a context and each layer
 
@@ -140,28 +149,61 @@ def test_prompts_on_the_cpu() -> None:
     one_pass = E * between(((16, EACH), (1024, 64 * EACH)), 128)
     rest = (2 * 60_000_000 / 2 / LAYERS * tokens + 2 * 1024 * tokens**2) / (0.5 * GPU.flops)
     over = HAND_OVER + 2 * 2 * H * tokens / GPU.bus
-    wanted = HEAD + LAYERS * rest + MOE * (over + 4 * one_pass)
+    wanted = STEP + HEAD + LAYERS * rest + MOE * (over + 4 * one_pass)
     assert math.isclose(model().prefill(setting(), tokens), wanted)
     # Longer prompts are divided.
     assert math.isclose(
         replace(model(), batch_tokens=4096).prefill(setting(), 2 * tokens), 2 * wanted
     )
-    assert model().prefill(setting(E), 16) == ENGINE.prompt + LAYERS * ENGINE.launch
+    assert model().prefill(setting(E), 16) == STEP + LAYERS * ENGINE.launch
 
 
 def test_streamed_prompts() -> None:
     """With a slow CPU, all experts go over the bus, or the GPU's products take longer than that."""
     slow = linear(each=1e-2)
+    one = replace(model(), device=replace(GPU, bus=5e9))
     streamed = setting(0, slow, streaming=100)
-    bus = E * slow.expert_bytes / GPU.bus
-    found = model().prefill(streamed, 1024)
-    assert math.isclose(found, HEAD + MOE * bus, rel_tol=0.03)  # and the layer without experts
+    rest = (2 * 10_000_000 / 2 * 1024 + 2 * 1024 * 1024**2) / (0.5 * GPU.flops)
+    bus = E * slow.expert_bytes / 5e9
+    found = one.prefill(streamed, 1024)
+    assert math.isclose(found, STEP + HEAD + rest + MOE * bus)
     products = MOE * 2 * WEIGHTS * K * 8192 / (0.5 * GPU.flops)
-    assert model().prefill(streamed, 8192) > products
+    assert one.prefill(streamed, 8192) > products
     # Shorter ones are not streamed.
     alone = replace(streamed, streaming=None)
-    assert model().prefill(streamed, 99) == model().prefill(alone, 99)
-    assert streaming_rates(slow, GPU).pays_from(E, K) == 1
+    assert one.prefill(streamed, 99) == one.prefill(alone, 99)
+
+
+def test_shared_prompts() -> None:
+    """Both sides finish together: what the CPU does takes as long as the copies."""
+    one = replace(model(), device=replace(GPU, bus=1e9))
+    cpu = linear(each=1e-3)
+    routes = 1024 * K / E  # of each expert
+    on_cpu = 1.1 * between(((16, 1e-3), (1024, 64e-3)), routes)
+    copy = cpu.expert_bytes / 1e9
+    share = on_cpu / (on_cpu + copy)  # over the bus
+    assert math.isclose(share * copy, (1 - share) * on_cpu)
+    layer = E * share * copy + COPIES_WAIT
+    assert STREAMED_HOST < layer < E * copy
+    found = one.prefill(setting(0, cpu, streaming=1), 1024)
+    rest = (2 * 10_000_000 / 2 * 1024 + 2 * 1024 * 1024**2) / (0.5 * GPU.flops)
+    assert math.isclose(found, STEP + HEAD + rest + MOE * layer)
+
+
+def test_from_how_many_tokens_experts_are_streamed() -> None:
+    begin = model().streaming_from(setting(0, linear(each=1e-4)))
+    assert begin is not None and 1 < begin < 8192
+    # A faster CPU, a slower bus, and fewer cold experts raise the number, or nothing is streamed.
+    slower_bus = replace(model(), device=replace(GPU, bus=10e9))
+    for other in (
+        model().streaming_from(setting(0, linear(each=5e-5))),
+        slower_bus.streaming_from(setting(0, linear(each=1e-4))),
+        model().streaming_from(setting(32, linear(each=1e-4))),
+    ):
+        assert other is None or other > begin
+    assert model().streaming_from(setting(0, linear(each=1e-9))) is None
+    assert model().streaming_from(setting(E)) is None
+    assert model(device=HostRates(1e10, 1e11)).streaming_from(setting()) is None
 
 
 def test_without_a_gpu_everything_adds_up() -> None:

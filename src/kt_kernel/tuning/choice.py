@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .model import Load, Setting, TimeModel, streaming_rates
-from .rates import CpuRates, GpuRates
+from .model import Load, Setting, TimeModel
+from .rates import CpuRates
 
 STREAMS = (1, 4, 16)
 PROMPTS = (2048, 8192)
@@ -92,7 +92,7 @@ def predict(
         for hot in hots:
             cold = float((~hot.load.hot).sum(1) @ hot.load.layers)
             size = cold * cpu.expert_bytes
-            begin = _streaming_from(model, cpu, hot)
+            begin = model.streaming_from(Setting(hot.load, cpu, hot.expert_bytes))
             for d in deferred if cold else deferred[:1]:
                 setting = Setting(hot.load, cpu, hot.expert_bytes, d, begin)
                 step = model.decode(setting, goal.streams)
@@ -145,16 +145,3 @@ def choose(candidates: Sequence[Candidate], limits: Limits, needed: str = "") ->
         near,
         key=lambda one: (one.deferred, one.cpu.threads is not None, -one.hot.count, one.seconds),
     )
-
-
-def _streaming_from(model: TimeModel, cpu: CpuRates, hot: HotChoice) -> int | None:
-    """The tokens from which the server will stream, on its layer with the most cold experts."""
-    if not isinstance(model.device, GpuRates):
-        return None
-    cold = (~hot.load.hot).sum(1)
-    at = int(cold.argmax())
-    if not cold[at]:
-        return None
-    routes = float(hot.load.chance[at][~hot.load.hot[at]].sum())
-    pays = streaming_rates(cpu, model.device).pays_from(int(cold[at]), routes)
-    return pays if pays is not None and pays <= model.batch_tokens else None

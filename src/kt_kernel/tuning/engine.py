@@ -33,8 +33,8 @@ from .rates import EngineRates
 # virtual CPUs of a Xeon, all experts on the GPU
 # (benchmarks/results/2026-11-28-engine-*-h200.json).
 USUAL = {
-    "vllm": EngineRates("vllm", ((1, 1.7e-3), (16, 2.2e-3)), 8.5e-3, 1.0e-3, 0.25),
-    "sglang": EngineRates("sglang", ((1, 1.4e-3), (16, 2.0e-3)), 10e-3, 1.3e-3, 0.4),
+    "vllm": EngineRates("vllm", ((1, 1.8e-3), (16, 2.2e-3)), 1.9e-3, 0.23),
+    "sglang": EngineRates("sglang", ((1, 1.4e-3), (16, 2.0e-3)), 2.4e-3, 0.4),
 }
 _NAME = "tune"  # of the served model
 _START = 1800  # seconds for a server with large weights
@@ -210,13 +210,11 @@ def measure_engine(
         gpu_flops: see `GpuRates`.
         longest: tokens of the longest prompt to try.
     """
-    usual = USUAL[engine]
     step = tuple((n, server.decode(n, 32)) for n in (1, 4, 16))
-    short = server.prefill(min(128, longest))
-    long = server.prefill(longest)
-    # A short prompt is a matter of the host, a long one of the GPU.
-    fixed = max(short - layers * usual.launch, 0.1 * short)
-    share = usual.share
+    # The host prepares a prompt as it prepares a step, and then launches its layers.
+    short = max(server.prefill(min(128, longest)) - step[0][1], 0.0)
+    long = server.prefill(longest) - step[0][1]
+    share = USUAL[engine].share
     if long > _LONGER * short:
         share = min(layers * flops_of(longest) / long / gpu_flops, 1.0)
-    return EngineRates(engine, step, fixed, usual.launch, share, measured=True)
+    return EngineRates(engine, step, short / layers, share, measured=True)

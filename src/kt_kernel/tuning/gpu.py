@@ -23,7 +23,7 @@ def gpu_memory(device: torch.device) -> int:
 
 def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
     """The rates of a GPU for a model's layers; takes some seconds and about 2 GB on it."""
-    bandwidth, bus = _copies(device)
+    bandwidth, bus = _copies(shape, device)
     left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     right = torch.randn(4096, 8192, device=device, dtype=torch.bfloat16)
     product = _best(lambda: left @ right)
@@ -44,15 +44,21 @@ def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
     )
 
 
-def _copies(device: torch.device) -> tuple[float, float]:
-    """Bytes per second of the GPU's memory, read and written, and of copies from pinned memory."""
+def _copies(shape: Shape, device: torch.device) -> tuple[float, float]:
+    """Bytes per second of the GPU's memory, read and written, and of copies from pinned memory that
+    are as large as an expert in 4 bits."""
     size, part = 1 << 29, 1 << 28
     one = torch.empty(size, dtype=torch.uint8, device=device)
     other = torch.empty_like(one)
     host = torch.empty(part, dtype=torch.uint8, pin_memory=True)
-    inside = _best(lambda: one.copy_(other))
-    over_bus = _best(lambda: one[:part].copy_(host, non_blocking=True))
-    return 2 * size / inside, part / over_bus
+    pieces = host.split(max(shape.expert_weights * 9 // 16, 1 << 16))
+    places = one[:part].split(len(pieces[0]))
+
+    def over_bus() -> None:
+        for place, piece in zip(places, pieces, strict=True):
+            place.copy_(piece, non_blocking=True)
+
+    return 2 * size / _best(lambda: one.copy_(other)), part / _best(over_bus)
 
 
 def _rest(shape: Shape, tokens: int, device: torch.device) -> float:

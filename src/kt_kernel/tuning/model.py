@@ -25,11 +25,15 @@ first k - d. The others are computed while the GPU goes on, so they hide behind 
 
 A prompt of T tokens:
 
-    prefill = max(fixed + layers · launch, Σ layers (rest(T) + moe(T)))
+    prefill = host(1) + max(layers · launch, head + Σ layers (rest(T) + moe(T)))
 
 where `rest` and `hot` are operations over the rate that the engine reaches on the GPU, and chunks
-of the CPU's passes add up. Streamed layers take the shorter of all cold experts on the bus and of
-those shared with the CPU, or the GPU's time if that is longer (`device.streaming.rates`).
+of the CPU's passes add up. The layers of a streamed batch take the longest of the copies, the GPU's
+products, and what the host needs to launch them:
+
+- All n cold experts go over the bus, in b seconds each, while the layer before is computed: n · b.
+- Or both sides share them. If an expert takes a seconds on the CPU, they finish together after
+  n · a · b / (a + b), and the copies wait for the routes.
 
 Without a GPU, everything is computed by the CPU, one after the other.
 """
@@ -41,7 +45,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..device.streaming.rates import HOST_WAITS, Rates
 from .rates import CpuRates, EngineRates, GpuRates, HostRates, at_least
 from .shape import Shape
 
@@ -50,7 +53,13 @@ from .shape import Shape
 HAND_OVER = 7e-6
 # Of an engine's fused experts: sorting of the routes, two products, activation, sum.
 HOT_KERNELS = 7
-_UNPACKED = 1.0  # part of the bus's rate that streaming reaches, unpacking included
+# Of a streamed layer with Qwen3-30B-A3B's shape in vLLM 0.26.0, in seconds: what the host takes to
+# launch it, and what it loses if copies wait for the routes
+# (benchmarks/results/2026-11-29-prompts-vllm-h200.json).
+STREAMED_HOST = 4e-3
+COPIES_WAIT = 2.5e-3
+_BESIDE_BUS = 1.1  # copies take memory bandwidth: the CPU is as much slower
+_GAIN = 0.9  # of the time on the CPU, that a server wants for streaming
 _VALUE = 2  # bytes of a hidden state
 
 
@@ -179,8 +188,33 @@ class TimeModel:
         total = dense * rest + self._head()
         for layers, batch in setting.load.batches(tokens):
             total += layers * self._prefill_layer(setting, batch, rest)
-        host = self.engine.prompt + self.shape.layers * self.engine.launch
-        return max(host, total)
+        launched = self.shape.layers * self.engine.launch
+        return self.engine.host_step(1) + max(launched, total)
+
+    def streaming_from(self, setting: Setting) -> int | None:
+        """The tokens of a batch from which a server will stream experts, as it decides itself: on
+        the layer with the most cold ones, if half of them have all routes. None: never."""
+        if not isinstance(self.device, GpuRates):
+            return None
+        load = setting.load
+        at = int((~load.hot).sum(1).argmax())
+        cold = int((~load.hot[at]).sum())
+        if not cold:
+            return None
+        routes = float(load.chance[at][~load.hot[at]].sum())
+        busy = -(-cold // 2)
+
+        def pays(tokens: int) -> bool:
+            each = self._expert(setting, tokens * routes / busy)
+            return self._streamed(setting, busy, each, cold) < _GAIN * busy * each
+
+        if not pays(self.batch_tokens):
+            return None
+        low, high = 0, self.batch_tokens  # it does not pay at low, it does at high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if pays(middle) else (middle, high)
+        return high
 
     # ---- decode
 
@@ -248,16 +282,25 @@ class TimeModel:
         alone = rest + max(hot, self._hand_over(batch.tokens) + cold)
         if setting.streaming is None or batch.tokens < setting.streaming:
             return alone
-        rates = streaming_rates(setting.cpu, self.device)
-        counts = rates.even(batch.cold_routes, batch.held)
-        gpu = rest + hot + self._products(batch.cold_routes)
-        if rates.whole(batch.tokens, batch.cold_routes, batch.held):
-            # Copies of a layer begin while the one before is computed.
-            return max(rates.everything(batch.held), gpu)
-        streamed = len(rates.split(counts, batch.tokens))
-        kept = sum(map(rates.on_cpu, sorted(counts)[: batch.held - streamed]))
-        shared = max(streamed * rates.expert_on_bus, kept) + rates.sharing
-        return rest + max(hot, shared)
+        each = self._expert(setting, batch.cold_routes / batch.held)
+        copies = self._streamed(setting, batch.held, each, batch.held)
+        return max(copies, rest + hot + self._products(batch.cold_routes))
+
+    def _expert(self, setting: Setting, rows: float) -> float:
+        """Seconds of the CPU for an expert with so many rows, beside copies."""
+        at_once = setting.cpu.chunk * self.shape.top_k / self.shape.experts
+        full, last = divmod(rows, at_once)
+        curve = setting.cpu.rows
+        seconds = full * at_least(curve, at_once) + (at_least(curve, last) if last else 0.0)
+        return _BESIDE_BUS * seconds
+
+    def _streamed(self, setting: Setting, busy: int, each: float, held: int) -> float:
+        """Seconds of a streamed layer besides the GPU's products: `busy` of `held` cold experts
+        have routes, and take `each` seconds on the CPU."""
+        assert isinstance(self.device, GpuRates)
+        copy = setting.cpu.expert_bytes / self.device.bus
+        shared = busy * each * copy / (each + copy) + COPIES_WAIT
+        return max(STREAMED_HOST, min(held * copy, shared))
 
     def _cold_chunks(self, setting: Setting, batch: Batch) -> float:
         """Seconds of the CPU: full passes, and one with the rest."""
@@ -270,13 +313,3 @@ class TimeModel:
                 routes = float(batch.chance.sum()) * tokens
                 seconds += count * cpu.seconds(float(touched.sum()), routes)
         return seconds
-
-
-def streaming_rates(cpu: CpuRates, gpu: GpuRates) -> Rates:
-    """The rates by which experts are streamed, as far as they are known before a start."""
-    each = [(int(rows), seconds) for rows, seconds in cpu.rows]
-    return Rates(
-        expert_on_bus=cpu.expert_bytes / (_UNPACKED * gpu.bus),
-        expert_on_cpu=tuple(each),
-        sharing=HOST_WAITS,
-    )

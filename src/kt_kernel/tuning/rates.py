@@ -64,7 +64,7 @@ class GpuRates:
         kernel: seconds that a small kernel takes in a CUDA graph.
         bandwidth: bytes per second of its memory.
         flops: floating-point operations per second of a large 16-bit product.
-        bus: bytes per second of copies from pinned host memory.
+        bus: bytes per second of copies from pinned host memory, as large as an expert.
     """
 
     name: str
@@ -97,7 +97,6 @@ class EngineRates:
         engine: its name.
         step: seconds of the host for a decode step, by streams. The GPU works meanwhile, so a step
             takes the longer of both.
-        prompt: seconds of the host for a prompt, besides its layers.
         launch: seconds of the host to launch a layer of a prompt.
         share: part of the GPU's `flops` that a prompt reaches.
         measured: whether this engine was measured here. Otherwise these are the values of one
@@ -106,7 +105,6 @@ class EngineRates:
 
     engine: str
     step: Points
-    prompt: float
     launch: float
     share: float
     measured: bool = False
