@@ -14,6 +14,7 @@ _TOKENS = (1, 4, 16, 64)
 _LAYERS = 8  # whose weights do not fit into the GPU's cache
 _ROUNDS = 5
 _CHAIN = 200  # small kernels
+_PRODUCT = 4096, 4096, 8192
 
 
 def gpu_memory(device: torch.device) -> int:
@@ -24,8 +25,9 @@ def gpu_memory(device: torch.device) -> int:
 def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
     """The rates of a GPU for a model's layers; takes some seconds and about 2 GB on it."""
     bandwidth, bus = _copies(shape, device)
-    left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
-    right = torch.randn(4096, 8192, device=device, dtype=torch.bfloat16)
+    m, k, n = _PRODUCT
+    left = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    right = torch.randn(k, n, device=device, dtype=torch.bfloat16)
     product = _best(lambda: left @ right)
     small = torch.zeros(16, shape.hidden, device=device, dtype=torch.bfloat16)
 
@@ -39,7 +41,7 @@ def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
         rest=tuple((n, _rest(shape, n, device)) for n in _TOKENS),
         kernel=_best(_captured(chain)) / _CHAIN,
         bandwidth=bandwidth,
-        flops=2 * 4096 * 4096 * 8192 / product,
+        flops=2 * m * k * n / product,
         bus=bus,
     )
 
