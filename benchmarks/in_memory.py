@@ -1,4 +1,4 @@
-"""A model with random weights whose experts are in no file: vLLM's loader takes them from memory."""
+"""A model with random weights; vLLM's loader takes its experts from memory, not from a file."""
 
 from __future__ import annotations
 
