@@ -91,7 +91,7 @@ class Bench:
         (folder / "config.json").write_text(json.dumps(config(shape, args.layers, VOCABULARY)))
         save_file(weights_without_experts(shape, args.layers), folder / "model.safetensors")
         serve_experts_from_memory(shape, args.layers)
-        self._routes, self._params = Routes(shape, args.layers), SamplingParams
+        self.routes, self._params = Routes(shape, args.layers), SamplingParams
         options = {
             "method": args.method,
             "num_gpu_experts": round(max(args.resident) * shape.experts),
@@ -103,12 +103,12 @@ class Bench:
         arguments |= {"gpu_memory_utilization": 0.6, "skip_tokenizer_init": True, "seed": 0}
         self._llm = LLM(str(folder), additional_config={"kt": options}, **arguments)
         self.cache = caches._caches[-1]
-        self._control = Control(self.cache)
+        self.control = Control(self.cache)
         self._args, self._choose, self._number = args, random.Random(0), 0
         for streams in (1, *args.streams):
-            self._times(8, streams)
+            self.times(8, streams)
 
-    def _times(self, steps: int, streams: int = 1) -> list[float]:
+    def times(self, steps: int, streams: int = 1) -> list[float]:
         """Seconds between the tokens, without the first of each request."""
         engine = self._llm.llm_engine
         params = self._params(
@@ -133,14 +133,14 @@ class Bench:
         given = self.cache.rate
         self.cache.rate = given if rate is None else rate
         slots = round(resident * self._args.shape.experts)
-        self._control.reset(slots, lambda: self._times(3))
-        self._routes.use(routes, streams)
-        self._control.mode = mode
-        self._times(WARM[mode], streams)
-        before = self._control.counters()
-        times = sorted(self._times(self._args.steps, streams))
-        after = self._control.counters()
-        self._control.mode = FIXED
+        self.control.reset(slots, lambda: self.times(3))
+        self.routes.use(routes, streams)
+        self.control.mode = mode
+        self.times(WARM[mode], streams)
+        before = self.control.counters()
+        times = sorted(self.times(self._args.steps, streams))
+        after = self.control.counters()
+        self.control.mode = FIXED
         count = {name: after[name] - before[name] for name in after}
         row = {
             "routes": routes,
@@ -159,19 +159,24 @@ class Bench:
         return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+def arguments(about: str, resident: list[float]) -> argparse.Namespace:
+    """The command's arguments. resident: the default."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--shape", type=parse_shape, default="deepseek-v3")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--method", default="INT4_G32")
-    parser.add_argument("--resident", type=float, nargs="+", default=[0.12, 0.25, 0.4])
+    parser.add_argument("--resident", type=float, nargs="+", default=resident)
     parser.add_argument("--streams", type=int, nargs="+", default=[1])
     parser.add_argument(
         "--rates", type=float, nargs="*", default=[], help="GB/s, tried in addition"
     )
     parser.add_argument("--steps", type=int, default=256, help="tokens of each stream")
     parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments((__doc__ or "").split("\n", maxsplit=1)[0], resident=[0.12, 0.25, 0.4])
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))
     rows: list[dict[str, Any]] = []

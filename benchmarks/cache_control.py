@@ -12,12 +12,12 @@ from kt_kernel.serving.cache import ModelCache
 from kt_kernel.serving.cache_policy import Gain
 from kt_kernel.serving.cache_slots import LayerSlots
 
-FIXED, MOVING, RESTLESS = "fixed", "moving", "restless"
+FIXED, MOVING, RESTLESS, STILL = "fixed", "moving", "restless", "still"
 
 
 class Control:
     """mode: `FIXED`: experts stay; `MOVING`: as the cache decides; `RESTLESS`: random experts move
-    in every layer at every look."""
+    in every layer at every look; `STILL`: experts stay, and nothing looks at the counters."""
 
     def __init__(self, cache: ModelCache) -> None:
         self.cache, self.mode = cache, FIXED
@@ -27,6 +27,8 @@ class Control:
         cache._wanted_moves = self._wanted  # type: ignore[method-assign]
 
     def _look(self) -> bool:
+        if self.mode == STILL:
+            return False
         if self.mode == FIXED:
             self.cache._last = self.cache._memory.totals()
             return False
@@ -55,6 +57,32 @@ class Control:
     def reset(self, resident: int, run: Callable[[], Any]) -> None:
         """The first ``resident`` experts get the first slots, and the other slots stay empty. run:
         computes a batch."""
+        self._empty(run)
+        cache = self.cache
+        with cache._lock:
+            for layer in cache.layers:
+                self._fill(layer, resident)
+            cache._uploads.wait()
+            self._publish()
+            cache._gain = Gain()
+        run()
+
+    def share(self, resident: int, run: Callable[[], Any]) -> None:
+        """As `reset`, where several experts may have the same slot, for experts that all have the
+        same weights. Nothing may move after it until the next `reset`."""
+        self._empty(run)
+        with self.cache._lock:
+            for layer in self.cache.layers:
+                experts = np.arange(len(layer.slots.wanted))
+                layer.slots.wanted[:] = np.where(
+                    experts < resident, experts % layer.slots.num_slots, -1
+                )
+                layer.slots.version += 1
+            self._publish()
+        run()
+
+    def _empty(self, run: Callable[[], Any]) -> None:
+        """Empties all slots."""
         self.mode = FIXED
         cache = self.cache
         with cache._lock:
@@ -65,13 +93,6 @@ class Control:
             self._publish()
         run()  # takes the map into use
         run()  # and this one is later than all batches with the old one
-        with cache._lock:
-            for layer in cache.layers:
-                self._fill(layer, resident)
-            cache._uploads.wait()
-            self._publish()
-            cache._gain = Gain()
-        run()
 
     def _fill(self, layer: Any, resident: int) -> None:
         old, experts = layer.slots, len(layer.slots.wanted)

@@ -3,8 +3,8 @@
     vllm_packed_products.py RESULT.json
 
 RESULT: {"errors": {case: the largest relative error of a row against float64}, "microseconds":
-{"packed" and "bfloat16": {tokens: of one call}}}. The bfloat16 experts take as much memory as the
-packed ones, so there are fewer of them, and fewer hot routes.
+{"packed" and "bfloat16": {model: {tokens: of one call}}}}. The bfloat16 experts take as much memory
+as the packed ones, so there are fewer of them, and fewer hot routes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,18 @@ from kt_kernel.testing import quantise, values_of
 from kt_kernel.weights.expert_tensors import matrix_shapes
 from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO, INT8_ROW, WeightForm, WeightFormat
 
-E, H, I, K = 8, 512, 256, 4  # noqa: E741
+K = 4  # routes of a token
 GPU, BF16 = torch.device("cuda"), torch.bfloat16
-CASES = [(INT4_GROUP, 32), (INT4_GROUP, 128), (INT4_ZERO, 32), (INT4_ZERO, 128), (INT8_ROW, 0)]
+SMALL, QWEN3_30B, DEEPSEEK_V3 = (
+    HotShape(8, 512, 256),
+    HotShape(4, 2048, 768),
+    HotShape(2, 7168, 2048),
+)
+FORMATS = [(INT4_GROUP, 32), (INT4_GROUP, 128), (INT4_ZERO, 32), (INT4_ZERO, 128), (INT8_ROW, 0)]
+CASES = [(form, SMALL, tokens) for form in FORMATS for tokens in (1, 5, 64, 300)]
+CASES += [(form, QWEN3_30B, tokens) for form in (FORMATS[0], FORMATS[-1]) for tokens in (1, 2, 64)]
+CASES += [(FORMATS[0], DEEPSEEK_V3, 1)]
+TIMED = {"qwen3-30b-a3b": (128, 113, 32, 2048, 768), "deepseek-v3": (256, 230, 64, 7168, 2048)}
 
 
 def method(hot: PackedHot) -> Any:
@@ -56,23 +65,23 @@ def routes(tokens: int, experts: int, hot: int, top_k: int) -> tuple[torch.Tenso
     return slots.masked_fill(cold, -1), weights.masked_fill(cold, 0)
 
 
-def error(format: WeightFormat, group: int, tokens: int) -> float:
+def error(format: WeightFormat, group: int, shape: HotShape, tokens: int) -> float:
     torch.manual_seed(tokens)
-    shape, form = HotShape(E, H, I), WeightForm(format, group, scale_type=1 if group else 0)
+    form = WeightForm(format, group, scale_type=1 if group else 0)
     hot: PackedHot = RowHot("layer 0", shape, GPU)
     if group:
         hot = GroupedHot("layer 0", shape, group, format == INT4_ZERO, BF16, GPU)
     exact = []
-    for slot in range(E):
+    for slot in range(shape.slots):
         values = {}
-        for name, size in matrix_shapes(H, I).items():
+        for name, size in matrix_shapes(shape.hidden, shape.inter).items():
             matrix = quantise(torch.randn(size) * size[1] ** -0.5, form)
             hot.put(slot, name, matrix)
             values[name] = values_of(matrix).to(GPU)
         exact.append(values)
-    x = torch.randn(tokens, H, device=GPU, dtype=BF16)
-    slots, weights = routes(tokens, E + 3, E, K)  # three cold experts
-    wanted = torch.zeros(tokens, H, device=GPU, dtype=torch.float64)
+    x = torch.randn(tokens, shape.hidden, device=GPU, dtype=BF16)
+    slots, weights = routes(tokens, shape.slots + 3, shape.slots, K)  # three cold experts
+    wanted = torch.zeros(tokens, shape.hidden, device=GPU, dtype=torch.float64)
     for slot, values in enumerate(exact):
         rows = x.double()
         h = torch.nn.functional.silu(rows @ values["gate"].T) * (rows @ values["up"].T)
@@ -102,23 +111,25 @@ def microseconds(call: Callable[[], Any]) -> float:
     return sorted(times)[2]
 
 
-def timed() -> dict[str, dict[int, float]]:
-    """Of a layer of Qwen3-30B-A3B: 113 of 128 experts packed, or 32 of them in bfloat16."""
-    experts, hidden, inter, top_k = 128, 2048, 768, 8
-    hot = GroupedHot("layer 0", HotShape(113, hidden, inter), 32, False, BF16, GPU)
+def timed(
+    experts: int, packed: int, dense: int, hidden: int, inter: int
+) -> dict[str, dict[int, float]]:
+    """Of a layer with so many experts, of which ``packed`` are hot in 4 bits, or ``dense`` in
+    bfloat16."""
+    hot = GroupedHot("layer 0", HotShape(packed, hidden, inter), 32, False, BF16, GPU)
     hot.w13.random_(0, 256)
     hot.w2.random_(0, 256)
     hot.s13.fill_(2**-9)
     hot.s2.fill_(2**-9)
     made = method(hot)
-    w13 = torch.randn(32, 2 * inter, hidden, device=GPU, dtype=BF16) * 0.02
-    w2 = torch.randn(32, hidden, inter, device=GPU, dtype=BF16) * 0.02
+    w13 = torch.randn(dense, 2 * inter, hidden, device=GPU, dtype=BF16) * 0.02
+    w2 = torch.randn(dense, hidden, inter, device=GPU, dtype=BF16) * 0.02
     found: dict[str, dict[int, float]] = {"packed": {}, "bfloat16": {}}
     for tokens in (1, 4, 16, 256):
         x = torch.randn(tokens, hidden, device=GPU, dtype=BF16)
-        slots, weights = routes(tokens, experts, 113, top_k)
+        slots, weights = routes(tokens, experts, packed, 8)
         found["packed"][tokens] = microseconds(lambda: packed_sum(made, x, slots, weights))  # noqa: B023
-        few, shares = routes(tokens, experts, 32, top_k)
+        few, shares = routes(tokens, experts, dense, 8)
         found["bfloat16"][tokens] = microseconds(lambda: products(x, few, shares, w13, w2))  # noqa: B023
     return found
 
@@ -126,14 +137,15 @@ def timed() -> dict[str, dict[int, float]]:
 def main() -> None:
     torch.set_grad_enabled(False)
     errors = {
-        f"{format.name} {group}, {tokens} tokens": error(format, group, tokens)
-        for format, group in CASES
-        for tokens in (1, 5, 64, 300)
+        f"{form.name} {group}, {shape.hidden} x {shape.inter}, {tokens} tokens": error(
+            form, group, shape, tokens
+        )
+        for (form, group), shape, tokens in CASES
     }
-    result: dict[str, Any] = {"errors": errors}
-    for part in (None, timed):
-        if part is not None:
-            result["microseconds"] = part()
+    result: dict[str, Any] = {"errors": errors, "microseconds": {}}
+    for model in (None, *TIMED):
+        if model is not None:
+            result["microseconds"][model] = timed(*TIMED[model])
         with open(sys.argv[1], "w") as file:
             json.dump(result, file, indent=1)
         print(json.dumps(result), flush=True)

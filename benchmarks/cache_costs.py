@@ -1,0 +1,237 @@
+"""Explains the speed of the live expert cache: what each of its parts costs per decode step.
+
+    ENV/bin/python benchmarks/cache_costs.py --json FILE --shape deepseek-v3 --layers 4
+
+Run it as cache.py, whose engine and routes it uses. All experts have the same weights, so that
+several can share a slot, and an upload can be left out without changing what the engine computes.
+
+- "curve": times of steps by the share of hot routes, without uploads and without looks. Their slope
+  is the CPU's time for an expert, and the last one is the bound for every cache.
+- "looks": the same with the cache's thread looking at its counters.
+- "beside": the same beside uploads at some rate that change nothing: of whole uploads, of their
+  copies alone, and of their unpacking alone.
+- "moving": the cache, with uploads at some rates, and with uploads that take no time.
+- "kernel": microseconds of the cache's kernel.
+- "kernels": the GPU's time by kernel, with everything hot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from cache import Bench, arguments
+from cache_control import FIXED, MOVING, STILL
+from machine import about
+
+from kt_kernel.device.cache import CudaCache, CudaUploads, Uploads, allow_captures_elsewhere
+from kt_kernel.serving.cache import ModelCache
+
+HITS = (0.0, 0.5, 0.75, 0.875, 0.95, 1.0)
+BESIDE = (0.75, 1.0)  # shares of hot routes
+RATES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the bus
+COPY, UNPACK, BOTH = "copy", "unpack", "both"
+
+
+class NoUploads(Uploads):
+    """Uploads that take no time."""
+
+    def start(self, *_: Any) -> Callable[[], bool]:
+        return lambda: True
+
+    def wait(self) -> None:
+        pass
+
+
+class Beside:
+    """Uploads from a thread of its own into a slot that no expert uses."""
+
+    def __init__(self, cache: ModelCache) -> None:
+        self._cache = cache
+        self._uploads = CudaUploads(cache._memory.device, [layer.packed for layer in cache.layers])
+        for layer in cache.layers:  # prepares the launches
+            self._uploads.start(layer.packed, 0, layer.w13[-1], layer.w2[-1])
+        self._uploads.wait()
+
+    @contextmanager
+    def running(self, what: str, rate: float) -> Iterator[None]:
+        """rate: bytes of packed experts per second."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._run, args=(what, rate, stop))
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _run(self, what: str, rate: float, stop: threading.Event) -> None:
+        layers = self._cache.layers
+        with torch.cuda.device(self._cache._memory.device):
+            allow_captures_elsewhere()
+            number, due = 0, time.perf_counter()
+            while not stop.is_set():
+                layer = layers[number % len(layers)]
+                expert = number // len(layers) % len(layer.slots.wanted)
+                self._one(what, layer, expert)
+                number += 1
+                due = max(due + layer.packed.expert_bytes / rate, time.perf_counter() - 0.005)
+                time.sleep(max(0.0, due - time.perf_counter()))
+
+    def _one(self, what: str, layer: Any, expert: int) -> None:
+        uploads, packed = self._uploads, layer.packed
+        places = packed.places(layer.w13[-1:], layer.w2[-1:])
+        stream = uploads._stream
+        staged, again = uploads._known[id(packed)]
+        with torch.cuda.stream(stream), torch.inference_mode():
+            if what != UNPACK:
+                (run,) = packed.runs([expert])
+                for part, there in zip(packed.parts, staged, strict=True):
+                    there.copy_(part.memory[run.at : run.at + 1], non_blocking=True)
+            if what != COPY:
+                for launch, place in zip(again, places, strict=True):
+                    launch(place, stream.cuda_stream)
+        stream.synchronize()
+
+
+def kernel_times(device: torch.device, experts: int, top_k: int) -> dict[int, float]:
+    """Microseconds of the cache's kernel by tokens, in a graph."""
+    memory, found = CudaCache(device, 1, experts), {}
+    for tokens in (1, 4, 16):
+        ids = torch.randint(experts, (tokens, top_k), device=device)
+        memory.begin_pass(0, ids, None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(50):
+                memory.begin_pass(0, ids, None)
+        times = []
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / 50)
+        found[tokens] = sorted(times)[2]
+    return found
+
+
+class Costs:
+    def __init__(self, bench: Bench, args: argparse.Namespace) -> None:
+        self.bench, self.cache, self.control = bench, bench.cache, bench.control
+        self.experts: int = args.shape.experts
+        self.beside, self.args = Beside(self.cache), args
+        self.bus = self._bus()
+
+    def _bus(self) -> float:
+        """Bytes per second of uploads one after the other."""
+        layer = self.cache.layers[0]
+        for timed in (False, True):
+            begin = time.perf_counter()
+            for expert in range(32):
+                self.beside._uploads.start(layer.packed, expert, layer.w13[-1], layer.w2[-1])
+            self.beside._uploads.wait()
+            if timed:
+                return 32 * layer.packed.expert_bytes / (time.perf_counter() - begin)
+        raise AssertionError
+
+    def steps(self, **about: Any) -> dict[str, Any]:
+        """Milliseconds of a step, with the placement and the mode of now."""
+        self.bench.times(16)
+        before = self.control.counters()
+        times = sorted(self.bench.times(self.args.steps))
+        after = self.control.counters()
+        count = {name: after[name] - before[name] for name in after}
+        return about | {
+            "mean_ms": 1e3 * sum(times) / len(times),
+            "p50_ms": 1e3 * times[len(times) // 2],
+            "p99_ms": 1e3 * times[int(len(times) * 0.99)],
+            "hit_rate": count["cache_hits"] / (count["cache_hits"] + count["cache_misses"]),
+            "uploads": count["cache_uploads"] / len(times) / len(self.cache.layers),
+        }
+
+    def hot(self, share: float, mode: str) -> None:
+        self.control.share(round(share * self.experts), lambda: self.bench.times(3))
+        self.bench.routes.use("none", 1)
+        self.control.mode = mode
+
+    def all(self) -> Iterator[tuple[str, Any]]:
+        for share in HITS:
+            self.hot(share, STILL)
+            yield "curve", self.steps()
+        for share in BESIDE:
+            self.hot(share, FIXED)
+            yield "looks", self.steps()
+        yield "kernel", kernel_times(self.cache._memory.device, self.experts, self.args.shape.top_k)
+        for share in BESIDE:
+            self.hot(share, STILL)
+            for what, rate in [(BOTH, rate) for rate in RATES] + [(COPY, 0.5), (UNPACK, 0.5)]:
+                if share == 1 and what == BOTH and rate != 0.5:
+                    continue
+                with self.beside.running(what, rate * self.bus):
+                    yield "beside", self.steps(what=what, share_of_bus=rate)
+        uploads, given = self.cache._uploads, self.cache.rate
+        for resident in self.args.resident:
+            yield "moving", self.moving(resident, FIXED, 0)
+            for rate in (None, *RATES):
+                self.cache._uploads = NoUploads() if rate is None else uploads
+                self.cache.rate = 1e12 if rate is None else rate * self.bus
+                yield "moving", self.moving(resident, MOVING, rate)
+            self.cache._uploads, self.cache.rate = uploads, given
+        yield "kernels", self.kernels()
+
+    def moving(self, resident: float, mode: str, rate: float | None) -> dict[str, Any]:
+        bench = self.bench
+        self.control.reset(round(resident * self.experts), lambda: bench.times(3))
+        bench.routes.use("local", 1)
+        self.control.mode = mode
+        bench.times(16 if mode == FIXED else 300)
+        found = self.steps(resident=resident, mode=mode, share_of_bus=rate)
+        self.control.mode = FIXED
+        return found
+
+    def kernels(self) -> dict[str, Any]:
+        """Microseconds of a step by kernel, with everything hot."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self.hot(1.0, STILL)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            steps = len(self.bench.times(20))
+        found: dict[str, float] = defaultdict(float)
+        for event in profiled.events():
+            found[event.name[:80]] += event.time_range.elapsed_us() / steps
+        most = sorted(found.items(), key=lambda item: -item[1])[:16]
+        return {"sum_us": sum(found.values()), "us": dict(most)}
+
+
+def main() -> None:
+    args = arguments((__doc__ or "").split("\n", maxsplit=1)[0], resident=[0.25, 0.4])
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(args, Path(folder))
+    costs = Costs(bench, args)
+    packed = costs.cache.layers[0].packed
+    result: dict[str, Any] = {"machine": about(), "shape": args.shape._asdict()}
+    result |= {"layers": args.layers, "method": args.method, "expert_bytes": packed.expert_bytes}
+    result |= {"bus": costs.bus}
+    print(json.dumps({"bus": costs.bus}), flush=True)
+    for name, row in costs.all():
+        result.setdefault(name, []).append(row)
+        print(name, json.dumps(row), flush=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # engines take long to end, and everything is saved
+
+
+if __name__ == "__main__":
+    main()
