@@ -96,6 +96,7 @@ class Bench:
             "method": args.method,
             "num_gpu_experts": round(max(args.resident) * shape.experts),
             "enable_dynamic_expert_update": "on",
+            "hot_format": args.hot_format,
         }
         arguments: dict[str, Any] = dict(ENGINES["vllm"])
         arguments["compilation_config"] |= {"cudagraph_capture_sizes": [1, 4, 16]}
@@ -165,6 +166,7 @@ def arguments(about: str, resident: list[float]) -> argparse.Namespace:
     parser.add_argument("--shape", type=parse_shape, default="deepseek-v3")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--method", default="INT4_G32")
+    parser.add_argument("--hot-format", default="engine", help="of hot experts: engine or packed")
     parser.add_argument("--resident", type=float, nargs="+", default=resident)
     parser.add_argument("--streams", type=int, nargs="+", default=[1])
     parser.add_argument(
@@ -184,6 +186,7 @@ def main() -> None:
         "machine": about(),
         "shape": args.shape._asdict(),
         "layers": args.layers,
+        "hot_format": args.hot_format,
         "rows": rows,
     }
     result |= {"method": args.method, "expert_bytes": bench.cache.layers[0].packed.expert_bytes}

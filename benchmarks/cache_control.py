@@ -97,8 +97,7 @@ class Control:
     def _fill(self, layer: Any, resident: int) -> None:
         old, experts = layer.slots, len(layer.slots.wanted)
         for expert in range(resident):
-            place = layer.w13[expert], layer.w2[expert]
-            self.cache._uploads.start(layer.packed, expert, *place)
+            self.cache._uploads.start(layer.packed, layer.weights, expert, expert)
         cold = [-1] * (experts - resident)
         slots = LayerSlots(Placement((*range(resident), *cold), old.num_slots), old.wanted)
         slots.free, slots.version = [], old.version + 1

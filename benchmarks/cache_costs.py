@@ -35,7 +35,8 @@ from cache import Bench, arguments
 from cache_control import FIXED, MOVING, STILL
 from machine import about
 
-from kt_kernel.device.cache import CudaCache, CudaUploads, Uploads, allow_captures_elsewhere
+from kt_kernel.device.cache import CudaCache, allow_captures_elsewhere
+from kt_kernel.device.uploads import CudaUploads, Uploads
 from kt_kernel.serving.cache import ModelCache
 
 HITS = (0.0, 0.5, 0.75, 0.875, 0.95, 1.0)
@@ -61,7 +62,7 @@ class Beside:
         self._cache = cache
         self._uploads = CudaUploads(cache._memory.device, [layer.packed for layer in cache.layers])
         for layer in cache.layers:  # prepares the launches
-            self._uploads.start(layer.packed, 0, layer.w13[-1], layer.w2[-1])
+            self._uploads.start(layer.packed, layer.weights, 0, layer.weights.num_slots - 1)
         self._uploads.wait()
 
     @contextmanager
@@ -91,17 +92,14 @@ class Beside:
 
     def _one(self, what: str, layer: Any, expert: int) -> None:
         uploads, packed = self._uploads, layer.packed
-        places = packed.places(layer.w13[-1:], layer.w2[-1:])
-        stream = uploads._stream
-        staged, again = uploads._known[id(packed)]
+        staged, stream = uploads._staged[id(packed)], uploads._stream
         with torch.cuda.stream(stream), torch.inference_mode():
             if what != UNPACK:
                 (run,) = packed.runs([expert])
                 for part, there in zip(packed.parts, staged, strict=True):
                     there.copy_(part.memory[run.at : run.at + 1], non_blocking=True)
             if what != COPY:
-                for launch, place in zip(again, places, strict=True):
-                    launch(place, stream.cuda_stream)
+                layer.weights.write(packed, staged, layer.weights.num_slots - 1, stream)
         stream.synchronize()
 
 
@@ -137,10 +135,11 @@ class Costs:
     def _bus(self) -> float:
         """Bytes per second of uploads one after the other."""
         layer = self.cache.layers[0]
+        last = layer.weights.num_slots - 1
         for timed in (False, True):
             begin = time.perf_counter()
             for expert in range(32):
-                self.beside._uploads.start(layer.packed, expert, layer.w13[-1], layer.w2[-1])
+                self.beside._uploads.start(layer.packed, layer.weights, expert, last)
             self.beside._uploads.wait()
             if timed:
                 return 32 * layer.packed.expert_bytes / (time.perf_counter() - begin)
@@ -223,7 +222,7 @@ def main() -> None:
     packed = costs.cache.layers[0].packed
     result: dict[str, Any] = {"machine": about(), "shape": args.shape._asdict()}
     result |= {"layers": args.layers, "method": args.method, "expert_bytes": packed.expert_bytes}
-    result |= {"bus": costs.bus}
+    result |= {"bus": costs.bus, "hot_format": args.hot_format}
     print(json.dumps({"bus": costs.bus}), flush=True)
     for name, row in costs.all():
         result.setdefault(name, []).append(row)

@@ -94,6 +94,20 @@ for ids, weights, padding, on_cpu in (
             EXPERTS=128, PADDED=padding is not None, LIVE=padding is None, BLOCK=256)
 """
 
+REPACK = """
+import re
+from kt_kernel.device.repack_kernel import repack
+from kt_kernel.device.slots import repack_constants
+from kt_kernel.weights.formats import INT4_GROUP, INT8_ROW, WeightForm
+
+for form, scales in ((WeightForm(INT4_GROUP, 32, 0), "*bf16"), (WeightForm(INT8_ROW), "*fp32")):
+    ptx = compile(repack, ["*u8", "*u8", scales, *["i32"] * 5], warps=4,
+                  **repack_constants(form, 2048))
+    assert "ld.global.v4.b32" in ptx, form
+    stores = set(re.findall(r"st\\.global[.\\w]*", ptx))
+    assert not any(store.endswith("b8") for store in stores), (form, stores)
+"""
+
 COUNT_ROUTES = """
 from kt_kernel.device.route_kernel import constants, count_routes
 
@@ -160,6 +174,7 @@ def test_the_cache_compiles(capability: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_unpacking_compiles(capability: int, tmp_path: Path) -> None:
     run(UNPACK, capability, tmp_path)
+    run(REPACK, capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", [75, 90])

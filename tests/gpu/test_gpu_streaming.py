@@ -9,6 +9,7 @@ import pytest
 import torch
 from grid import grid
 from kernels.core import Format
+from kernels.repacking import FORMS, check_repacked
 from kernels.unpacking import ALL, Shape, check, same_bits
 
 from kt_kernel import KTMoEWrapper
@@ -16,6 +17,7 @@ from kt_kernel.device.backend import CudaBackend
 from kt_kernel.device.streaming.lane import CopyLane
 from kt_kernel.device.streaming.prepared import PreparedKernel
 from kt_kernel.device.streaming.streamer import ExpertStreamer
+from kt_kernel.weights.formats import WeightForm
 
 E, H, INNER, LAYERS = 24, 512, 256, 3
 CUDA = torch.device("cuda", 0)
@@ -28,6 +30,12 @@ CUDA = torch.device("cuda", 0)
 )
 def test_same_bits_as_the_core(format: Format, shape: Shape, dtype: torch.dtype) -> None:
     check(format, shape, dtype, "cuda")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(33, 640), (256, 7168)])
+def test_the_same_codes_and_scales(form: WeightForm, rows: int, columns: int) -> None:
+    check_repacked(form, rows, columns, "cuda")
 
 
 def layers(method: str, pools: int) -> list:

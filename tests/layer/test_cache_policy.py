@@ -34,8 +34,7 @@ def made(experts: int, slots: int, rate: float | None = None) -> tuple[ModelCach
     layers = [
         CachedLayer(
             SimpleNamespace(expert_bytes=1),  # type: ignore[arg-type]
-            torch.empty(slots, 0),
-            torch.empty(slots, 0),
+            None,  # type: ignore[arg-type]
             LayerSlots(Placement.first(experts, slots), memory.wanted[number]),
         )
         for number in range(LAYERS)

@@ -35,9 +35,12 @@ def decide(switch: str, given: dict[str, Any], **engine: Any) -> KTOptions:
 CASES = [
     ({}, {"ranks": 2}, "tensor parallelism is not supported (2 ranks)"),
     ({}, {"device": "xpu"}, "the engine's device is xpu; accepted: cuda, cpu"),
-    ({}, {"quantisation": "fp8"}, "quantised with fp8, and they must have 16 bits"),
-    ({"hot_format": "packed"}, {}, "hot experts are packed, and must have 16 bits"),
-    ({"hot_format": "packed"}, {"quantisation": "awq"}, "hot experts are packed"),
+    ({}, {"quantisation": "fp8"}, "quantised with fp8 in a layout of its own; accepted: --kt-hot"),
+    (
+        {"hot_format": "packed", "method": "AWQ_INT4", "weight_path": "org/name"},
+        {"quantisation": "awq"},
+        "packed hot experts of method AWQ_INT4 have zero points",
+    ),
     (RATIO, {}, "no layer has both hot and cold experts with --kt-gpu-experts-ratio 1.0"),
     (RATIO | {"gpu_experts_ratio": 0.1}, {}, "no layer has both hot and cold experts"),
     ({"num_gpu_experts": E}, {}, "no layer has both hot and cold experts"),
@@ -84,10 +87,11 @@ def test_an_adapter(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("switch", ["on", "auto"])
 def test_possible(switch: str) -> None:
-    """A quantised model, too, if its hot experts have 16 bits."""
+    """Packed hot experts, and those of a quantised model, too, if kt-moe fills them in."""
     assert decide(switch, {}, device="cpu").enable_dynamic_expert_update == switch
-    options = decide(switch, {"hot_format": "bf16"}, quantisation="awq")
-    assert options.enable_dynamic_expert_update == switch
+    for given in ({"hot_format": "bf16"}, {"hot_format": "packed"}):
+        options = decide(switch, given, quantisation="compressed-tensors")
+        assert options.enable_dynamic_expert_update == switch
 
 
 def test_off_stays_off() -> None:

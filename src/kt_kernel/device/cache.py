@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..runtime.streams import on_stream
-from .streaming.experts import PackedExperts
 
 TOKENS, ROUTES, HITS, VERSION, NUMBERS = range(5)  # of a layer, after the values of its experts
 
@@ -219,92 +218,3 @@ def _on_host(
     found.tokens += len(given)
     found.routes += len(used)
     found.hits += int((live.numpy()[used] >= 0).sum())
-
-
-class Uploads:
-    """Copies experts from the CPU into slots of the engine's weights, in order."""
-
-    def start(
-        self, experts: PackedExperts, expert: int, w13: torch.Tensor, w2: torch.Tensor
-    ) -> Callable[[], bool]:
-        """Starts one upload. w13 [2 I, H] and w2 [H, I] are the slot. Returns a function that tells
-        whether the weights are complete."""
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        """Returns once all uploads are done."""
-        raise NotImplementedError
-
-
-class CudaUploads(Uploads):
-    """On a stream of their own, through memory for one packed expert."""
-
-    def __init__(self, device: torch.device, layers: Sequence[PackedExperts]) -> None:
-        size = max(layer.expert_bytes for layer in layers)
-        with torch.inference_mode(False):
-            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device)
-        # By layer: the bytes of each of its parts, and launches of the kernels.
-        self._known: dict[int, tuple[list[torch.Tensor], list[Any]]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self._memory.nbytes
-
-    def start(
-        self, experts: PackedExperts, expert: int, w13: torch.Tensor, w2: torch.Tensor
-    ) -> Callable[[], bool]:
-        event = torch.cuda.Event()
-        (run,) = experts.runs([expert])
-        known = self._known.get(id(experts))
-        with torch.cuda.stream(self._stream), torch.inference_mode():
-            staged = self._staged(experts) if known is None else known[0]
-            for part, there in zip(experts.parts, staged, strict=True):
-                there.copy_(part.memory[run.at : run.at + 1], non_blocking=True)
-            places = experts.places(w13[None], w2[None])
-            if known is None:
-                again = [
-                    experts.parts[i // 3].matrices[i % 3].unpack(staged[i // 3], place)
-                    for i, place in enumerate(places)
-                ]
-                if None not in again:
-                    self._known[id(experts)] = staged, again
-            else:
-                stream = self._stream.cuda_stream
-                for launch_again, place in zip(known[1], places, strict=True):
-                    launch_again(place, stream)
-            event.record(self._stream)
-        return event.query
-
-    def _staged(self, experts: PackedExperts) -> list[torch.Tensor]:
-        """For each part of a layer, memory on the device: uint8 [1, its bytes]."""
-        found, begin = [], 0
-        for part in experts.parts:
-            end = begin + part.expert_bytes
-            found.append(self._memory[begin:end].view(1, -1))
-            begin = end
-        return found
-
-    def wait(self) -> None:
-        self._stream.synchronize()
-
-
-class HostUploads(Uploads):
-    """Into weights in host memory, at once. values: (layer's experts, expert, matrix) -> float32,
-    the matrix's weights as the CPU's kernels use them."""
-
-    def __init__(self, values: Callable[[PackedExperts, int, str], torch.Tensor]) -> None:
-        self._values = values
-
-    def start(
-        self, experts: PackedExperts, expert: int, w13: torch.Tensor, w2: torch.Tensor
-    ) -> Callable[[], bool]:
-        with torch.inference_mode():
-            w13[: experts.inter] = self._values(experts, expert, "gate")
-            w13[experts.inter :] = self._values(experts, expert, "up")
-            w2[:] = self._values(experts, expert, "down")
-        return lambda: True
-
-    def wait(self) -> None:
-        pass

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..device.cache import CacheMemory, Totals, Uploads, allow_captures_elsewhere
+from ..device.cache import CacheMemory, Totals, allow_captures_elsewhere
+from ..device.slots import SlotWeights
 from ..device.streaming.experts import PackedExperts
+from ..device.uploads import Uploads
 from .cache_policy import Gain, Scores, make_policies
 from .cache_slots import LayerSlots
 
@@ -44,13 +46,12 @@ class CachedLayer:
 
     Attributes:
         packed: all of its experts.
-        w13, w2: the engine's weights, [slots, 2 I, H] and [slots, H, I].
+        weights: the engine's, of the experts with a slot.
         slots: which expert is where.
     """
 
     packed: PackedExperts
-    w13: torch.Tensor
-    w2: torch.Tensor
+    weights: SlotWeights
     slots: LayerSlots
     evicted: deque[int] = field(default_factory=lambda: deque(maxlen=64))
 
@@ -261,7 +262,7 @@ class ModelCache:
             if not slots.free or slots.resident[expert] or slots.wanted[expert] >= 0:
                 continue
             slot = slots.upload(expert)
-            done = self._uploads.start(layer.packed, expert, layer.w13[slot], layer.w2[slot])
+            done = self._uploads.start(layer.packed, layer.weights, expert, slot)
             self._under_way.append((number, slot, done))
             size = layer.packed.expert_bytes
             self._budget -= size

@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 
-from ..device.cache import CacheMemory, CudaCache, CudaUploads, HostCache, HostUploads, Uploads
+from ..device.cache import CacheMemory, CudaCache, HostCache
+from ..device.slots import DenseSlots, PackedSlots, SlotWeights, holds_scales
 from ..device.streaming.experts import PackedExperts
+from ..device.uploads import CudaUploads, HostUploads, Uploads
 from ..runtime.variant import kernel_kind
 from ..weights.expert_tensors import MATRICES
+from ..weights.formats import INT4_GROUP, INT8_ROW
 from .cache import CachedLayer, ModelCache
 from .cache_slots import LayerSlots
 from .cold_loading import WEIGHT_DTYPES
+from .hot_packed import PackedHot
 from .moving import CACHE_FLAG, KIND_RULES_IT_OUT, NO_SPLIT_LAYER
 
 RATE_FLAG = "--kt-expert-update-rate"
@@ -52,17 +56,18 @@ def start_cache(layers: Sequence[Any], device: torch.device, rate: int | None) -
         raise NoCache(f"the engine's device is {device}; accepted: a CUDA device or the CPU")
     packed = [_packed(layer) for layer in moving]
     try:
-        for layer, its_experts in zip(moving, packed, strict=True):
-            _check_slots(layer, its_experts, device)
+        weights = [
+            _slot_weights(layer, its_experts, device)
+            for layer, its_experts in zip(moving, packed, strict=True)
+        ]
         memory = _memory(device, len(moving), experts.pop())
         uploads = _uploads(device, moving, packed)
     except RuntimeError as error:  # torch.OutOfMemoryError, or memory that cannot be pinned
         raise NoCache(_reason(error, device)) from error
     cached = []
-    for number, (layer, its_experts) in enumerate(zip(moving, packed, strict=True)):
+    for number, layer in enumerate(moving):
         slots = LayerSlots(layer.placement, memory.wanted[number])
-        w13, w2 = (weight.detach() for weight in layer.slot_weights)
-        cached.append(CachedLayer(its_experts, w13, w2, slots))
+        cached.append(CachedLayer(packed[number], weights[number], slots))
     measured = _fill(cached, uploads)
     for layer, its_slots in zip(moving, cached, strict=True):
         _check_filled(layer, its_slots)
@@ -110,10 +115,45 @@ def _packed(layer: Any) -> PackedExperts:
     return packed
 
 
-def _check_slots(layer: Any, packed: PackedExperts, device: torch.device) -> None:
-    """Raises NoCache unless the engine's weights are plain matrices with the experts' values."""
-    place, slots = f"layer {layer.layer_idx}", layer.placement.num_slots
-    hidden, inter = packed.hidden, packed.inter
+def _slot_weights(layer: Any, packed: PackedExperts, device: torch.device) -> SlotWeights:
+    """The engine's weights of a layer. Raises NoCache unless they have the experts' values."""
+    place = f"layer {layer.layer_idx}"
+    hot = layer.hot
+    weights = (
+        _packed_slots(place, hot, packed)
+        if isinstance(hot, PackedHot)
+        else _dense_slots(place, layer, packed, device)
+    )
+    expert = layer.placement.hot_experts[0]
+    for name in MATRICES:
+        held = weights.values(layer.slot_of(expert), name)
+        want = _values(layer, expert, name).to(device)
+        if not (held - want).norm() <= _MOST_DIFFERENT * want.norm():
+            raise NoCache(f"{place}, expert {expert}: {_own_layout(name, device)}")
+    return weights
+
+
+def _packed_slots(place: str, hot: PackedHot, packed: PackedExperts) -> PackedSlots:
+    """Raises NoCache unless the codes and scales are those of the CPU."""
+    for part in packed.parts:
+        for name, matrix in zip(MATRICES, part.matrices, strict=True):
+            form = matrix.form
+            same = form.format == INT8_ROW
+            if hot.bits == 4:
+                same = form.format == INT4_GROUP and form.group_size == hot.group
+                same = same and hot.z13 is None and holds_scales(hot.s13.dtype, form)
+            if not same:
+                raise NoCache(
+                    f"{place}: the engine holds hot experts in {hot.title}, and the CPU holds "
+                    f"{name} as {form}, which cannot be copied to each other's place; accepted: "
+                    "--kt-hot-format bf16"
+                )
+    return PackedSlots(hot.bits, hot.w13, hot.w2, hot.s13, hot.s2)
+
+
+def _dense_slots(place: str, layer: Any, packed: PackedExperts, device: torch.device) -> DenseSlots:
+    """Raises NoCache unless the weights are plain matrices."""
+    slots, hidden, inter = layer.placement.num_slots, packed.hidden, packed.inter
     if layer.slot_weights is None:
         raise NoCache(f"{place}: the engine's weights of hot experts are not known")
     shapes = ((slots, 2 * inter, hidden), (slots, hidden, inter))
@@ -128,13 +168,8 @@ def _check_slots(layer: Any, packed: PackedExperts, device: torch.device) -> Non
                 f"{place}: the engine holds {name} of hot experts as {list(weight.shape)} on "
                 f"{weight.device}, expected {list(shape)}, contiguous, on {device}"
             )
-    expert = layer.placement.hot_experts[0]
-    w13, w2 = (weight[layer.slot_of(expert)] for weight in layer.slot_weights)
-    for name, held in zip(MATRICES, (w13[:inter], w13[inter:], w2), strict=True):
-        want = _values(layer, expert, name).to(device)
-        difference = (held.float() - want).norm()
-        if not difference <= _MOST_DIFFERENT * want.norm():
-            raise NoCache(f"{place}, expert {expert}: {_own_layout(name, device)}")
+    w13, w2 = (weight.detach() for weight in layer.slot_weights)
+    return DenseSlots(w13, w2)
 
 
 def _own_layout(name: str, device: torch.device) -> str:
@@ -189,20 +224,21 @@ def _fill(layers: Sequence[CachedLayer], uploads: Uploads) -> float:
         if number == 1:  # the first upload compiled the kernels, and is repeated
             uploads.wait()
             began = time.perf_counter()
-        uploads.start(layer.packed, expert, layer.w13[slot], layer.w2[slot])
+        uploads.start(layer.packed, layer.weights, expert, slot)
         moved += layer.packed.expert_bytes if number else 0
     uploads.wait()
     return moved / max(time.perf_counter() - began, 1e-9)
 
 
 def _check_filled(layer: Any, cached: CachedLayer) -> None:
-    """Raises RuntimeError unless the last hot expert of a layer has the CPU's weights, bit for bit:
-    the engine's own ones are lost."""
+    """Raises RuntimeError unless the last hot expert of a layer has the CPU's weights, apart from
+    what `SlotWeights.same` allows: the engine's own ones are lost."""
     expert = layer.placement.hot_experts[-1]
-    slot, inter = layer.slot_of(expert), cached.packed.inter
-    w13, w2 = cached.w13[slot], cached.w2[slot]
-    for name, held in zip(MATRICES, (w13[:inter], w13[inter:], w2), strict=True):
-        if not torch.equal(held, _values(layer, expert, name).to(held.device, held.dtype)):
+    slot = layer.slot_of(expert)
+    for name in MATRICES:
+        held = cached.weights.values(slot, name)
+        want = _values(layer, expert, name).to(held.device)
+        if not cached.weights.same(held, want):
             raise RuntimeError(
                 f"layer {layer.layer_idx}, expert {expert}: after its upload, {name} has other "
                 f"weights on {held.device} than on the CPU; remove {CACHE_FLAG}"

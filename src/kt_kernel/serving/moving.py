@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..runtime.variant import kernel_kind
+from ..weights.formats import INT4_ZERO
+from ..weights.methods import get_method
 from .option_table import AUTO, ENGINE, PACKED, OptionError
 from .options import KTOptions
 from .placement import plan_placement
@@ -68,11 +70,14 @@ def _why_not(
         return f"tensor parallelism is not supported ({ranks} ranks)"
     if device not in ("cuda", "cpu"):
         return f"the engine's device is {device}; accepted: cuda, cpu"
-    if options.hot_format == PACKED:
-        return "hot experts are packed, and must have 16 bits; accepted: --kt-hot-format bf16"
+    if options.hot_format == PACKED and get_method(options.method).format == INT4_ZERO:
+        return (
+            f"packed hot experts of method {options.method} have zero points, which are not copied "
+            "to a GPU; accepted: --kt-hot-format bf16"
+        )
     if options.hot_format == ENGINE and quantisation:
         return (
-            f"the engine holds hot experts quantised with {quantisation}, and they must have 16 "
-            "bits; accepted: --kt-hot-format bf16"
+            f"the engine holds hot experts quantised with {quantisation} in a layout of its own; "
+            "accepted: --kt-hot-format bf16"
         )
     return KIND_RULES_IT_OUT if kernel_kind() else ""
