@@ -25,12 +25,12 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import numpy as np
 import torch
 from cache_control import FIXED, MOVING, Control
 from in_memory import VOCABULARY, serve_experts_from_memory, weights_without_experts
 from machine import about
 from prompts import ENGINES
+from route_table import RouteTable
 from safetensors.torch import save_file
 from shapes import Shape, parse_shape
 from synthetic import config
@@ -43,40 +43,20 @@ WARM = {FIXED: 16, MOVING: 400}  # tokens before those that are timed
 
 
 class Routes:
-    """Replaces the choice of the routers, also in CUDA graphs."""
+    """Generated routes in place of the routers' choice."""
 
     def __init__(self, shape: Shape, layers: int) -> None:
-        import kt_kernel.plugin_entrypoints.vllm.layer as plugin
-
         sizes = {"experts": shape.experts, "per_token": shape.top_k}
         self._records = {
             name: generate(replace(locality, **sizes), ROUTES, layers)
             for name, locality in (("local", QWEN3_30B), ("none", NONE))
         }
-        self._at = torch.zeros(layers, 1, dtype=torch.int64, device="cuda")
-        shape_of_table = layers, ROUTES, shape.top_k
-        self._table = torch.zeros(shape_of_table, dtype=torch.int64, device="cuda")
-        numbers = torch.arange(ROUTES, device="cuda")
-        original = plugin.HybridExperts.forward_modular
-
-        def forward(
-            experts: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **shared: Any
-        ) -> torch.Tensor:
-            layer, tokens = experts.kt_layer.layer_idx, len(x)
-            rows = (self._at[layer] + numbers[:tokens]) % ROUTES
-            routes = self._table[layer].index_select(0, rows).to(ids.dtype)
-            self._at[layer].add_(tokens)
-            return original(experts, x, weights, routes, **shared)
-
-        plugin.HybridExperts.forward_modular = forward
+        self._table = RouteTable(self._records["none"])
+        self._table.install()
 
     def use(self, name: str, streams: int) -> None:
         """The next tokens have these routes."""
-        record = as_streams(self._records[name], streams)
-        routes = torch.from_numpy(record.routes.astype(np.int64)).transpose(0, 1)
-        self._table[:, : routes.shape[1]].copy_(routes)
-        self._at.zero_()
-        torch.cuda.synchronize()
+        self._table.use(as_streams(self._records[name], streams))
 
 
 class Bench:

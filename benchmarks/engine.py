@@ -20,6 +20,7 @@ import argparse
 import datetime
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -29,9 +30,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from machine import about
+from route_table import VARIABLE
 from shapes import Shape, parse_shape
 from synthetic import config, make
 
+from kt_kernel.routes.record import RouteRecord
 from kt_kernel.serving.server_process import process_group
 
 SCRIPT = Path(__file__).parent / "engine_run.py"
@@ -148,6 +151,8 @@ def run(
         job_file, results, log_file = (Path(folder) / n for n in ("job", "results", "log"))
         job_file.write_text(json.dumps(job))
         results.mkdir()
+        if args.routes is not None:
+            os.environ[VARIABLE] = str(args.routes.resolve())
         with process_group([args.python, SCRIPT, job_file, results], log_file) as process:
             for i in range(len(runs)):
                 path, end = results / str(i), time.monotonic() + args.limit
@@ -195,6 +200,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=[0],
         help="tokens from which cold experts are streamed to the GPU; 0: never",
     )
+    add(
+        "--routes",
+        type=Path,
+        metavar="FILE",
+        help="kt's layers get the routes of decoded tokens of this record "
+        "(--record-kt-expert-routes), in place of a random router's",
+    )
     add("--no-stock", action="store_true")
     add("--offload", nargs="*", type=float, help="the engine's own offload (default: as --hot)")
     add("--together", action="store_true", help="use one process, which starts sooner")
@@ -213,6 +225,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--limit", type=float, default=900, help="seconds for one configuration")
     add("--json", type=Path, help="save after each configuration")
     args = parser.parse_args(argv)
+    if args.routes is not None:
+        if not args.no_stock or args.offload:
+            parser.error("--routes: only kt's layers get them; add --no-stock --offload")
+        check_routes(parser, args)
     if args.offload is None:
         args.offload = [hot.part for hot in args.hot]
     for name, values, most in (
@@ -223,6 +239,23 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if not all(0 <= value <= most for value in values):
             parser.error(f"{name} {values}: 0 to {most}")
     return args
+
+
+def check_routes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """An error unless the record fits the model and has decoded tokens."""
+    try:
+        record = RouteRecord.load(args.routes)
+    except (OSError, ValueError) as error:
+        parser.error(f"--routes {args.routes}: {error}")
+    found = record.model.num_experts, record.routes.shape[2]
+    if found != (args.shape.experts, args.shape.top_k) or len(record.layers) < args.layers:
+        parser.error(
+            f"--routes {args.routes}: {found[1]} of {found[0]} experts in {len(record.layers)} "
+            f"layers; accepted: {args.shape.top_k} of {args.shape.experts} in at least "
+            f"{args.layers}"
+        )
+    if not len(record.decoded.passes):
+        parser.error(f"--routes {args.routes}: no token has a pass of its own")
 
 
 def line(name: str, row: dict[str, Any]) -> str:
@@ -252,6 +285,7 @@ def main() -> None:
         "settle": args.settle,
         "weight_path": args.weight_path,
         "arguments": args.arguments,
+        "routes": None if args.routes is None else args.routes.name,
         "model": config(args.shape, args.layers, args.vocabulary),
         "rows": [],
     }

@@ -31,6 +31,12 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
 )
 
+if "KT_BENCHMARK_ROUTES" in os.environ:
+    # Here, because SGLang's process for the model begins with importing this file, too.
+    from route_table import install_from_environment
+
+    install_from_environment()
+
 
 @contextmanager
 def vllm_generator(model: str, arguments: dict, temperature: float = 0):

@@ -7,14 +7,18 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from kt_kernel import _C
+from kt_kernel.routes.synthetic import NONE, generate
+from kt_kernel.serving.hybrid import HybridLayer
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 TINY = tuple("--shape 4,256,128,2 --seconds 0.01 --rounds 2 --ceiling-mib 16".split())
@@ -468,6 +472,39 @@ def test_engine_configurations(module: Any) -> None:
     for wrong in (["--hot", "2"], ["--offload", "-1"], ["--deferral", "5"]):
         with pytest.raises(SystemExit):
             engine.parse(["--engine", "vllm", "--shape", "16,1024,512,4", *wrong])
+
+
+def test_recorded_routes_replace_the_routers(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token in each layer, from the begin again after the last, without the prompts."""
+    routes = module("route_table")
+    record = generate(replace(NONE, experts=16, per_token=4), 7, 2)
+    prompt = replace(record, passes=np.array([0, 0, 1, 2, 3, 4, 5]))
+    prompt.save(tmp_path / "routes")
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(HybridLayer, "submit", lambda layer, x, ids, *rest: given.append(ids))
+    monkeypatch.setenv(routes.VARIABLE, str(tmp_path / "routes"))
+    routes.install_from_environment()
+    layers = [SimpleNamespace(layer_idx=number, num_experts=16) for number in (3, 5, 6)]
+    for tokens in (2, 2, 3):
+        ids = torch.zeros(tokens, 4, dtype=torch.int32)
+        for layer in layers[:2]:
+            HybridLayer.submit(layer, ids, ids, None)  # type: ignore[arg-type]
+    want = torch.from_numpy(record.routes[2:]).int()
+    for layer in range(2):
+        found = torch.cat(given[layer::2])
+        assert found.dtype == torch.int32
+        assert torch.equal(found, torch.cat([want, want[:2]])[:, layer])
+    with pytest.raises(ValueError, match="2 layers"):
+        HybridLayer.submit(layers[2], ids, ids)  # type: ignore[arg-type]
+    engine = module("engine")
+    alone = ["--engine", "vllm", "--no-stock", "--offload", "--layers", "2"]
+    alone += ["--routes", str(tmp_path / "routes")]
+    assert engine.parse([*alone, "--shape", "16,64,64,4"]).routes == tmp_path / "routes"
+    for wrong in ([*alone, "--shape", "16,64,64,2"], [*alone[:2], *alone[-2:]], alone):
+        with pytest.raises(SystemExit):
+            engine.parse(wrong)
 
 
 @pytest.mark.parametrize(("shard_bytes", "shards"), [(4 << 30, 3), (1, 9)])
