@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from kt_kernel.routes.costs import Costs, predict
 from kt_kernel.routes.locality import ages, reuse
 from kt_kernel.routes.policies import LFU, LRU, Belady, DecayedLFU, Mixture, Policy
 from kt_kernel.routes.record import RouteRecord
@@ -88,6 +89,31 @@ def test_a_bound_on_uploads(most: int) -> None:
     assert (found.hits, found.uploads) == (hits, uploads)
     with pytest.raises(ValueError, match="uploads_per_pass -1: expected at least 0"):
         Replay(RECORD).run(LRU(), slots, -1)
+
+
+def test_fractions_of_uploads_add_up() -> None:
+    """1.5 after each pass are one and two in turns."""
+    replay, passes = Replay(RECORD), len(RECORD.passes)
+    found = [replay.run(LRU(), 4, most).uploads for most in (0.0, 0.25, 1.0, 1.5, 2.0)]
+    assert found == sorted(found) and found[0] == 0 and found[2] < found[3] < found[4]
+    assert 0 < found[1] <= passes // 4 * len(RECORD.layers)
+
+
+def test_predicted_steps() -> None:
+    """By hand for fixed experts; a faster bus and a free one bound the cache's."""
+    replay = Replay(RECORD, len(RECORD.passes) // 2)
+    costs = Costs(step=2.0, miss=0.5, upload=1.0, beside=0.25)
+    fixed = predict(replay, None, 4, costs, 1.0)
+    missed = replay.first(4).missed / replay.counted_passes
+    assert fixed.seconds == pytest.approx(2 + missed * 0.5)
+    assert fixed.tokens_per_second == pytest.approx(1 / fixed.seconds)
+    slow, fast = (predict(replay, LRU, 4, costs, share) for share in (0.1, 0.5))
+    assert 0 < slow.result.uploads < fast.result.uploads
+    per_step = fast.result.uploads / replay.counted_passes
+    assert per_step <= 0.5 * fast.seconds / costs.upload * 1.1
+    assert predict(replay, LRU, 4, costs, 0.0).result.uploads == 0
+    free = predict(replay, LRU, 4, Costs(2.0, 0.5, 1e-9), 1.0)
+    assert free.result == replay.run(LRU(), 4) and free.seconds < fixed.seconds
 
 
 def test_belady_is_the_optimum() -> None:

@@ -72,6 +72,11 @@ class Replay:
             raise ValueError(f"counted_from {counted_from}: in the middle of a pass")
         self.passes = list(self._prepare(record))
 
+    @property
+    def counted_passes(self) -> int:
+        """The passes that results count."""
+        return len(self.passes) - self._from
+
     def _prepare(self, record: RouteRecord) -> Iterator[Uses]:
         width = record.routes.shape[2]
         base = np.arange(self.layers)[:, None] * self.experts
@@ -96,11 +101,12 @@ class Replay:
         for (at, counts, last), upcoming in zip(found, reversed(nexts), strict=True):
             yield Uses(at, counts, last, upcoming)
 
-    def run(self, policy: Policy, slots: int, uploads_per_pass: int | None = None) -> Result:
+    def run(self, policy: Policy, slots: int, uploads_per_pass: float | None = None) -> Result:
         """Simulates a cache that begins with the first experts of each layer.
 
         uploads_per_pass: how many experts a layer may upload after a pass, those with the highest
-        scores, because the bus has other work; None: all that the policy wants.
+        scores, because the bus has other work; 1.5: one and two in turns; None: all that the policy
+        wants.
 
         ValueError unless there is at least one slot and at most one per expert, or if
         ``uploads_per_pass`` is negative.
@@ -124,7 +130,8 @@ class Replay:
             scores = policy.see(uses, int(self._ends[number] - self._starts[number]))
             wanted = uses.at[~there]
             if uploads_per_pass is not None:
-                wanted = self._best(wanted, scores, uploads_per_pass)
+                most = int((number + 1) * uploads_per_pass) - int(number * uploads_per_pass)
+                wanted = self._best(wanted, scores, most)
             if not len(wanted):
                 continue
             candidates.fill(-np.inf)
