@@ -25,7 +25,7 @@ def test_maps_and_counts(
     host = HostCache(torch.device("cpu"), 2, experts)
     live = torch.full((experts,), -1, dtype=torch.int32)
     wanted, version = live.clone(), torch.zeros(1, dtype=torch.int32)
-    totals = torch.zeros(2 * experts + 4, dtype=torch.int64)
+    totals, passed = torch.zeros(2 * experts + 4, dtype=torch.int64), torch.zeros(1).long()
     uses, last, tokens, hits = [0] * experts, [0] * experts, 0, 0
     for number, count in enumerate((1, 1100 // k, 5, 3)):
         if number != 2:  # the map stays in one pass
@@ -40,7 +40,7 @@ def test_maps_and_counts(
             mask = torch.rand(count, generator=g) < 0.4
             skipped = mask.tolist()
             padding = mask if padding_dtype == torch.bool else torch.where(mask, -1, 12)
-        launch(ids, padding, live, wanted, version, totals)
+        launch(ids, padding, live, wanted, version, totals, passed)
         host.publish()
         host.begin_pass(1, ids, padding)
         for row, skip in zip(ids.tolist(), skipped, strict=True):
@@ -55,6 +55,7 @@ def test_maps_and_counts(
         assert totals.tolist() == [*last, *uses, *numbers]
         counted = host.totals()
         assert counted.last_use[1].tolist() == last and counted.uses[1].tolist() == uses
+        assert passed.tolist() == [tokens] and host.passed.tolist() == [0, tokens]
         assert counted.hits[1] == hits and counted.versions.tolist() == [0, int(version)]
     host.clear()
     assert not host.totals().uses.any() and host.totals().versions[1] == int(version)

@@ -135,8 +135,9 @@ for ids, padding, experts, k in (
     ("*i32", "*i64", 256, 8), ("*i64", "*u8", 512, 10), ("*i32", None, 6, 2)
 ):
     ptx = compile(
-        begin_pass, [ids, padding or ids, "*i32", "*i32", "*i32", "*i64", "i32"], warps=4,
-        unaligned=("ids", "padding", "live", "wanted", "version", "totals", "tokens"),
+        begin_pass, [ids, padding or ids, "*i32", "*i32", "*i32", "*i64", "*i64", "i32"],
+        warps=4,
+        unaligned=("ids", "padding", "live", "wanted", "version", "totals", "passed", "tokens"),
         PADDED=padding is not None, **constants(experts, k),
     )
     # The map is read after its number.

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -248,7 +249,8 @@ def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> Non
     """As with a GPU: at any moment of a batch. The sums stay the same, and the thread ends with the
     model."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(caches, "LOOK_SECONDS", 1e-4)
+    monkeypatch.setattr(caches, "TICK_SECONDS", 1e-4)
+    monkeypatch.setattr(caches, "_OFTEN_SECONDS", 1e-4)
     monkeypatch.setitem(globals(), "PAUSE", 2e-3)  # the thread has several looks meanwhile
     model, engine = make(weights, method="BF16")
     cold, _ = make(weights, method="BF16", num_gpu_experts=0, enable_dynamic_expert_update="off")
@@ -268,52 +270,62 @@ def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("pays", "busy", "took", "want"),
+    ("pays", "took", "step", "longest"),
     [
-        (True, True, 1e-5, 5e-4),
-        (True, True, 8e-3, 32e-3),
-        (True, False, 1e-5, 5e-3),
-        (False, True, 1e-5, 2e-2),
-        (False, True, 8e-3, 32e-3),
+        (True, 1e-4, 1e-3, 0.6e-3),  # seconds: of a look, of a step; from its end to a look
+        (True, 4e-4, 5e-3, 2.1e-3),
+        (True, 8e-3, 5e-3, 41e-3),
+        (False, 1e-4, 1e-3, 21e-3),
+        (True, 1e-4, None, None),
     ],
 )
 def test_looks_leave_time(
-    weights, monkeypatch, pays: bool, busy: bool, took: float, want: float
+    weights, monkeypatch, pays: bool, took: float, step: float | None, longest: float | None
 ) -> None:
-    """Looks take at most a fifth of the time, and there are few without batches or gain. Waiting
-    costs no budget."""
+    """A look follows soon after each step's end, and looks take at most a fifth of the time. There
+    are few without batches or gain. Waiting costs no budget."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     model, _ = make(weights)
     cache = started(model)
-    cache.rate, now, waits = 1e9, 0.0, []
+    cache.rate, now, looks, end = 1e9, 0.0, [], 2.0
+    cache._gain.mean = 1.0 if pays else 0.0
 
-    class Stop:
-        def wait(self, seconds: float) -> bool:
-            nonlocal now
-            now += seconds
-            waits.append(seconds)
-            return len(waits) > 250
-
-        def set(self) -> None:
-            pass
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if step is not None:
+            cache._memory.passed[-1] = int(now / step)
+        if now > end:
+            cache._stop.set()
 
     def look() -> bool:
         nonlocal now
         cache._fill_budget()
+        busy = cache._passed != cache._memory.passed[-1]
+        cache._passed = int(cache._memory.passed[-1])
+        looks.append(now)
         now += took
         return busy
 
-    monkeypatch.setattr(cache, "_stop", Stop())
     monkeypatch.setattr(cache, "step", look)
-    monkeypatch.setattr(caches.time, "perf_counter", lambda: now)
-    cache._gain.mean = 1.0 if pays else 0.0
+    clock = SimpleNamespace(sleep=sleep, perf_counter=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr(caches, "time", clock)
+    cache._filled = 0.0
     cache._run()
-    assert waits[-1] == pytest.approx(want, rel=1e-6)
-    assert busy == (waits[10] == pytest.approx(want, rel=1e-6))
-    rate = 1e9 * (1 if pays else 1 / 16)
-    cache._budget, cache._filled = 0.0, time.monotonic() - want
+    assert len(looks) * took <= end / 5 * 1.05
+    if step is None or longest is None:
+        assert len(looks[:-1]) < 0.1 / caches.TICK_SECONDS + end / 5e-3
+        return
+    gaps = np.diff(looks)
+    assert gaps.max() < longest + step and len(looks) > end / (longest + step)
+    if took < step / 10:
+        first = [next(t for t in looks if t >= n * step) - n * step for n in range(100, 200)]
+        assert max(first) < longest
+    wait = max(gaps[-1], caches.TICK_SECONDS)
+    cache._budget, cache._filled, now = 0.0, now, now + wait
     cache._fill_budget()
-    assert cache._budget == pytest.approx(want * rate, rel=0.5)
+    rate = 1e9 * (1 if pays else 1 / 16)
+    assert cache._budget == pytest.approx(wait * rate, rel=0.1)
 
 
 @pytest.mark.parametrize("all_streamed", [False, True])

@@ -49,6 +49,7 @@ class CacheMemory:
     Attributes:
         live: int32 [L, E] on the device, the maps that batches read.
         wanted, versions: int32 [L, E] and [L] on the host, what `publish` publishes.
+        passed: int64 [L] on the host: tokens of each layer's batches so far, or a moment ago.
     """
 
     def __init__(self, device: torch.device, layers: int, experts: int) -> None:
@@ -60,7 +61,9 @@ class CacheMemory:
             self._versions = torch.zeros(layers, dtype=torch.int32, pin_memory=pinned)
             size = 2 * experts + NUMBERS
             self._counted = torch.zeros(layers, size, dtype=torch.int64, pin_memory=pinned)
+            self._passed = torch.zeros(layers, dtype=torch.int64, pin_memory=pinned)
         self.wanted, self.versions = self._wanted.numpy(), self._versions.numpy()
+        self.passed = self._passed.numpy()
         with torch.inference_mode(False):
             self.live = torch.full((layers, experts), -1, dtype=torch.int32, device=device)
             self._totals = torch.zeros(layers, size, dtype=torch.int64, device=device)
@@ -107,6 +110,7 @@ class CudaCache(CacheMemory):
                 self._published[layer],
                 self._numbers[layer:],
                 self._totals[layer],
+                self._passed[layer:],
             )
 
     def publish(self) -> None:
@@ -142,6 +146,7 @@ class HostCache(CacheMemory):
             self._wanted[layer],
             self._versions[layer:],
             self._totals[layer],
+            self._passed[layer:],
             run=_on_host,
         )
 
@@ -170,13 +175,14 @@ def launch(
     wanted: torch.Tensor,
     version: torch.Tensor,
     totals: torch.Tensor,
+    passed: torch.Tensor,
     run: Callable[..., None] | None = None,
 ) -> None:
     """Starts `cache_kernel.begin_pass` on the current stream, or ``run`` in its place."""
     if padding is not None and padding.dtype == torch.bool:
         padding = padding.view(torch.uint8)
     if run is not None:
-        run(ids, padding, live, wanted, version, totals)
+        run(ids, padding, live, wanted, version, totals, passed)
         return
     from .cache_kernel import begin_pass, constants  # Triton may be missing
 
@@ -187,6 +193,7 @@ def launch(
         wanted,
         version,
         totals,
+        passed,
         ids.shape[0],
         **constants(len(live), ids.shape[1]),
         PADDED=padding is not None,
@@ -200,6 +207,7 @@ def _on_host(
     wanted: torch.Tensor,
     version: torch.Tensor,
     totals: torch.Tensor,
+    passed: torch.Tensor,
 ) -> None:
     """The kernel's work on the CPU."""
     found = Totals(totals.numpy()[None])
@@ -216,5 +224,6 @@ def _on_host(
     np.maximum.at(found.last_use[0], used, found.tokens[0] + row + 1)
     np.add.at(found.uses[0], used, 1)
     found.tokens += len(given)
+    passed[0] = int(found.tokens[0])
     found.routes += len(used)
     found.hits += int((live.numpy()[used] >= 0).sum())

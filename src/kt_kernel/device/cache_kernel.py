@@ -23,7 +23,15 @@ def constants(experts: int, top_k: int) -> dict[str, int]:
 
 @triton.jit(
     do_not_specialize=["tokens"],
-    do_not_specialize_on_alignment=["ids", "padding", "live", "wanted", "version", "totals"],
+    do_not_specialize_on_alignment=[
+        "ids",
+        "padding",
+        "live",
+        "wanted",
+        "version",
+        "totals",
+        "passed",
+    ],
 )
 def begin_pass(
     ids,
@@ -32,6 +40,7 @@ def begin_pass(
     wanted,
     version,
     totals,
+    passed,
     tokens,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -46,6 +55,7 @@ def begin_pass(
     that the host published, and its number, int32, written after the map. totals: int64
     [2 * EXPERTS + 4]: for each expert the number of the token that used it last, from 1; for each
     expert its uses; tokens, routes, routes to experts with a slot, and the number of `live`.
+    passed: int64 in pinned memory, receives the tokens.
 
     ids [tokens, TOP_K], contiguous, any integer type; with PADDED, rows are no tokens where padding
     [tokens] says so: an int64 below 0, a byte other than 0.
@@ -86,5 +96,6 @@ def begin_pass(
         routes += known.to(tl.int32)
         hits += (slot >= 0).to(tl.int32)
     tl.store(numbers, number + tokens)
+    tl.store(passed, number + tokens)
     tl.store(numbers + 1, tl.load(numbers + 1) + tl.sum(routes, axis=0))
     tl.store(numbers + 2, tl.load(numbers + 2) + tl.sum(hits, axis=0))

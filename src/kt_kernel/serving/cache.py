@@ -25,11 +25,12 @@ from ..device.uploads import Uploads
 from .cache_policy import Gain, Scores, make_policies
 from .cache_slots import LayerSlots
 
-LOOK_SECONDS = 0.0005  # between two looks at the counters while there are batches, at least
+TICK_SECONDS = 0.0002  # between two checks whether there is something to look at
 _PAUSE = 4  # times as long as a look took: its Python part keeps the engine's thread from launching
+_OFTEN_SECONDS = 0.002  # between looks during a step that takes longer
 _SELDOM_SECONDS = 0.02  # between looks while moves do not pay
 _IDLE_SECONDS = 0.005
-_IDLE_LOOKS = 200  # without a batch, after which it looks less often
+_IDLE_LOOKS = 50  # without a batch, after which it looks less often
 _MOVES = 4  # of a layer, at one look
 _MANY_SLOTS = 8  # for each of them, a layer may have one more slot that waits for an upload
 _IN_FLIGHT = 16  # uploads of all layers
@@ -86,7 +87,8 @@ class ModelCache:
         self._gain = Gain()
         self.rate = rate
         self._budget, self._filled = 0.0, time.monotonic()
-        self._wait = 0.0  # seconds between looks, at the moment
+        self._wait = 0.0  # seconds between looks, at least
+        self._passed = 0  # of the last layer, at the last look
         self._under_way: deque[tuple[int, int, Callable[[], bool]]] = deque()
         self.counters = CacheCounters()
         self._last: Totals | None = None
@@ -151,22 +153,33 @@ class ModelCache:
         try:
             with torch.cuda.device(self._memory.device):
                 allow_captures_elsewhere()
-                idle, self._wait = 0, LOOK_SECONDS
-                while not self._stop.wait(self._wait):
+                idle, tick, looked = 0, TICK_SECONDS, time.perf_counter()
+                while not self._stop.is_set():
+                    time.sleep(tick)
                     began = time.perf_counter()
+                    if not self._due(began - looked):
+                        continue
                     idle = 0 if self.step() else idle + 1
-                    self._wait = self._until_next(idle, time.perf_counter() - began)
+                    looked = time.perf_counter()
+                    self._wait = self._until_next(looked - began)
+                    tick = TICK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS
         except Exception:
             _logger.exception("kt: experts no longer move, because of an error; serving goes on")
 
-    def _until_next(self, idle: int, took: float) -> float:
-        """Seconds to wait after a look that took so many. idle: looks without a batch."""
-        least = LOOK_SECONDS
-        if idle >= _IDLE_LOOKS:
-            least = _IDLE_SECONDS
-        if self.rate is not None and not self._gain.pays:
-            least = _SELDOM_SECONDS
-        return max(least, _PAUSE * took)
+    def _due(self, since: float) -> bool:
+        """Whether to look now, so many seconds after the last look: at the end of a step, when the
+        engine's thread waits for the GPU and the CPU has no experts to compute; when an upload is
+        complete; and now and then during long steps."""
+        if since < self._wait:
+            return False
+        if since >= _OFTEN_SECONDS or self._memory.passed[-1] != self._passed:
+            return True
+        return bool(self._under_way) and self._under_way[0][2]()
+
+    def _until_next(self, took: float) -> float:
+        """Seconds to wait at least after a look that took so many."""
+        pays = self.rate is None or self._gain.pays
+        return max(0.0 if pays else _SELDOM_SECONDS, _PAUSE * took)
 
     # ---- one look ---------------------------------------------------------------------------
 
@@ -177,6 +190,7 @@ class ModelCache:
             return self._step()
 
     def _step(self) -> bool:
+        self._passed = int(self._memory.passed[-1])
         totals = self._last = self._memory.totals()
         new = self._scores.see(totals)
         if new:
@@ -278,7 +292,8 @@ class ModelCache:
             self._budget = float("inf")
             return
         rate = self.rate * (1 if self._gain.pays else _LITTLE)
-        self._budget = min(self._budget + passed * rate, rate * max(_BURST_SECONDS, self._wait))
+        longest = max(_BURST_SECONDS, 1.5 * self._wait)  # with the look itself
+        self._budget = min(self._budget + passed * rate, rate * longest)
 
     # ---- for operators ----------------------------------------------------------------------
 
