@@ -6,183 +6,49 @@ import contextlib
 import gc
 import json
 import threading
-import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from restless import VARIABLE
+from cached_model import (
+    CPU,
+    LAYERS,
+    SLOTS,
+    E,
+    K,
+    answer,
+    batch,
+    check_sums,
+    make,
+    random_weights,
+    started,
+)
 from simulated_gpu import ImmediateLane, products
 
 from kt_kernel import KTMoEWrapper
-from kt_kernel.device.cache import CudaCache
 from kt_kernel.device.slots import DenseSlots
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
-from kt_kernel.device.uploads import CudaUploads, Uploads
+from kt_kernel.device.uploads import Uploads
 from kt_kernel.moe.placement import Placement
 from kt_kernel.serving import cache as caches
 from kt_kernel.serving import cache_start
-from kt_kernel.serving.cache import ModelCache
 from kt_kernel.serving.cache_slots import LayerSlots
-from kt_kernel.serving.hot_packed import PackedHot, packed_hot
+from kt_kernel.serving.hot_packed import packed_hot
 from kt_kernel.serving.hot_weights import HotShape
 from kt_kernel.serving.hybrid import HybridLayer
-from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import AUTO, OptionError
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.streaming import ModelStreaming
 from kt_kernel.testing import row_error
 from kt_kernel.weights.expert_tensors import MATRICES
 
-E, K, H, INNER, SLOTS, LAYERS = 8, 2, 64, 96, 3, 2
-CPU = torch.device("cpu")
-PAUSE = 0.0  # seconds before the engine computes a batch's hot experts
-
 
 @pytest.fixture(scope="module")
 def weights() -> list[dict[str, torch.Tensor]]:
-    g = torch.Generator().manual_seed(0)
-    sizes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
-    return [
-        {name: (torch.randn(E, *size, generator=g) / 8).bfloat16() for name, size in sizes.items()}
-        for _ in range(LAYERS)
-    ]
-
-
-class PackedEngine:
-    """The weights [S, 2I, H] and [S, H, I] that packed hot experts stand for at the moment."""
-
-    def __init__(self, hot: PackedHot) -> None:
-        self._hot = hot
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        hot = self._hot
-        for codes, scales in ((hot.w13, hot.s13), (hot.w2, hot.s2)):
-            if hot.bits == 8:
-                yield codes * scales[..., None]
-                continue
-            numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(2).float() - 8
-            yield (numbers.unflatten(2, (-1, hot.group)) * scales.float()[..., None]).flatten(2)
-
-
-def make(weights: list[dict[str, torch.Tensor]], **options: Any) -> tuple[HybridModel, list[Any]]:
-    """A loaded model on the CPU, and the engine's weights of each layer."""
-    given = {"method": "INT4_G32", "cpuinfer": 2, "num_gpu_experts": SLOTS}
-    given["enable_dynamic_expert_update"] = "on"
-    model = HybridModel(KTOptions.from_mapping(given | options))
-    engine = []
-    for number, of_layer in enumerate(weights):
-        layer = model.add_layer(
-            layer_idx=number,
-            num_experts=E,
-            num_experts_per_tok=K,
-            hidden_size=H,
-            moe_intermediate_size=INNER,
-        )
-        if layer.options.hot_format == "packed":
-            packed = packed_hot(
-                layer.options, number, layer.placement, layer.hot_shape(0, 1), torch.bfloat16, CPU
-            )
-            layer.hot = packed
-            for expert in range(E):
-                give = layer.deliver_hot if layer.slot_of(expert) >= 0 else layer.add_weight
-                more = (torch.bfloat16,) if layer.slot_of(expert) >= 0 else ()
-                for which in MATRICES:
-                    give(expert, which, of_layer[which][expert], *more)
-            layer.finish_loading()
-            engine.append(PackedEngine(packed))
-            continue
-        hot = len(layer.placement.hot_experts)
-        w13 = torch.cat([of_layer["gate"], of_layer["up"]], 1)[:hot].clone()
-        w2 = of_layer["down"][:hot].clone()
-        for expert in range(E):
-            if expert >= hot or layer.keeps_hot:
-                for which in MATRICES:
-                    layer.add_weight(expert, which, of_layer[which][expert])
-        layer.finish_loading()
-        layer.slot_weights = w13, w2
-        engine.append((w13, w2))
-    return model, engine
-
-
-def answer(layer: HybridLayer, engine: Any, x: Any, ids: Any, router: Any, **more: Any) -> Any:
-    """A batch, with an engine that computes the hot experts."""
-    slots, weights = layer.submit(x, ids, router, cold_slot=-1, **more)
-    time.sleep(PAUSE)
-    return layer.collect(x, products(x, slots, weights, *engine))
-
-
-def check_sums(
-    model: HybridModel, cold: HybridModel, engine: Any, inputs: Any, most: float = 0.02
-) -> None:
-    """Each layer's sum is that of the same layer in a model with all experts cold."""
-    for layer, alone, held in zip(model.layers, cold.layers, engine, strict=True):
-        alone.submit(*inputs)
-        want = alone.collect(inputs[0]).double()
-        real = want.abs().sum(-1) > 0
-        found = answer(layer, held, *inputs)
-        assert row_error(found[real], want[real]).max() < most
-
-
-def batch(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    g = torch.Generator().manual_seed(number)
-    tokens = (1, 7, 40)[number % 3]
-    x = torch.randn(tokens, H, generator=g).bfloat16()
-    ids = torch.randint(0, E, (tokens, K), generator=g, dtype=torch.int32)
-    ids[-1, 0] = (-1, E)[number % 2]
-    return x, ids, torch.rand(tokens, K, generator=g)
-
-
-def started(model: HybridModel) -> ModelCache:
-    # As engines load models: a tensor whose device or dtype is not given would be wrong.
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            line = model.start_cache(CPU)
-    finally:
-        torch.set_default_dtype(before)
-    assert line is not None and "experts of 2 layers move" in line
-    assert model.cache is not None
-    model.cache.begin()
-    return model.cache
-
-
-@pytest.fixture
-def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
-
-
-class _Stream:
-    def __init__(self, device: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class _Event:
-    def record(self, stream: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes for a GPU, with Triton's interpreter and streams that compute at once."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(cache_start, "HostCache", CudaCache)
-    monkeypatch.setattr(cache_start, "_uploads", lambda device, _, packed: CudaUploads(CPU, packed))
+    return random_weights()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +117,6 @@ def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> Non
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(caches, "TICK_SECONDS", 1e-4)
     monkeypatch.setattr(caches, "_OFTEN_SECONDS", 1e-4)
-    monkeypatch.setitem(globals(), "PAUSE", 2e-3)  # the thread has several looks meanwhile
     model, engine = make(weights, method="BF16")
     cold, _ = make(weights, method="BF16", num_gpu_experts=0, enable_dynamic_expert_update="off")
     cache = started(model)
@@ -260,7 +125,8 @@ def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> Non
     try:
         for number in range(150):
             inputs = batch(number)
-            check_sums(model, cold, engine, inputs)
+            # The thread has several looks meanwhile.
+            check_sums(model, cold, engine, inputs, pause=2e-3)
         assert thread.is_alive() and cache.counters.cache_uploads > 100
     finally:
         del model
