@@ -21,7 +21,7 @@ def experts(
         int, typer.Option(min=1, help="simulate this many requests that are decoded in parallel")
     ] = 1,
     uploads: Annotated[
-        int | None,
+        float | None,
         typer.Option(min=0, help="experts that a layer may upload after a pass (default: all)"),
     ] = None,
     prompts: Annotated[

@@ -24,7 +24,7 @@ POLICIES: tuple[Callable[[], Policy], ...] = (
 
 
 def compare(
-    record: RouteRecord, slots: Sequence[int], uploads_per_pass: int | None = None
+    record: RouteRecord, slots: Sequence[int], uploads_per_pass: float | None = None
 ) -> list[Result]:
     """Every placement and policy with each number of slots per layer. uploads_per_pass: see
     `Replay.run`.
