@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,31 @@ from synthetic import config
 
 from kt_kernel.routes.simulator import as_streams
 from kt_kernel.routes.synthetic import NONE, QWEN3_30B, generate
+from kt_kernel.serving.hybrid import HybridLayer
+from kt_kernel.weights.expert_tensors import MATRICES
 
 ROUTES = 8192  # tokens of which routes are generated; then they begin again
 WARM = {FIXED: 16, MOVING: 400}  # tokens before those that are timed
+
+
+def serve_first_expert_from_memory(shape: Shape, layers: int) -> None:
+    """vLLM's loader also delivers the first expert of each layer, and the others get its packed
+    weights. Slots get theirs from the CPU when the cache starts."""
+    serve_experts_from_memory(shape, layers, experts=1)
+    HybridLayer.finish_loading = _finish_loading  # type: ignore[method-assign]
+
+
+def _finish_loading(layer: HybridLayer, original: Any = HybridLayer.finish_loading) -> None:
+    every = range(layer.num_experts)
+    assert layer._loading is not None
+    layer._loading._packed.update(every)
+    layer.wrapper._arrived.update(every)
+    if layer.hot is not None:
+        layer.hot._arrived.update((slot, which) for slot in every for which in MATRICES)
+    original(layer)
+    with ThreadPoolExecutor(8) as pool:
+        for part in layer.wrapper.packed_experts().parts:
+            list(pool.map(lambda row, first=part.memory[0]: row.copy_(first), part.memory[1:]))
 
 
 class Routes:
@@ -70,7 +93,7 @@ class Bench:
         shape: Shape = args.shape
         (folder / "config.json").write_text(json.dumps(config(shape, args.layers, VOCABULARY)))
         save_file(weights_without_experts(shape, args.layers), folder / "model.safetensors")
-        serve_experts_from_memory(shape, args.layers)
+        serve_first_expert_from_memory(shape, args.layers)
         self.routes, self._params = Routes(shape, args.layers), SamplingParams
         options = {
             "method": args.method,
@@ -81,7 +104,8 @@ class Bench:
         arguments: dict[str, Any] = dict(ENGINES["vllm"])
         arguments["compilation_config"] |= {"cudagraph_capture_sizes": [1, 4, 16]}
         arguments |= {"max_model_len": 4096, "max_num_batched_tokens": 2048}
-        arguments |= {"gpu_memory_utilization": 0.6, "skip_tokenizer_init": True, "seed": 0}
+        arguments |= {"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 2 << 30}
+        arguments |= {"skip_tokenizer_init": True, "seed": 0}
         self._llm = LLM(str(folder), additional_config={"kt": options}, **arguments)
         self.cache = caches._caches[-1]
         self.control = Control(self.cache)

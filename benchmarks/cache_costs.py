@@ -39,9 +39,9 @@ from kt_kernel.device.cache import CudaCache, allow_captures_elsewhere
 from kt_kernel.device.uploads import CudaUploads, Uploads
 from kt_kernel.serving.cache import ModelCache
 
-HITS = (0.0, 0.5, 0.75, 0.875, 0.95, 1.0)
+HITS = (1.0, 0.95, 0.875, 0.75, 0.5, 0.0)
 BESIDE = (0.75, 1.0)  # shares of hot routes
-RATES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the bus
+RATES = (1 / 4, 1 / 2, 1)  # of the bus
 COPY, UNPACK, BOTH = "copy", "unpack", "both"
 
 
@@ -166,29 +166,37 @@ class Costs:
         self.control.mode = mode
 
     def all(self) -> Iterator[tuple[str, Any]]:
+        """Every part, and its rows."""
         for share in HITS:
             self.hot(share, STILL)
             yield "curve", self.steps()
+        for resident in self.args.resident:
+            yield from self.rates(resident)
+        for share in BESIDE:
+            yield from self.uploads_beside(share)
         for share in BESIDE:
             self.hot(share, FIXED)
             yield "looks", self.steps()
         yield "kernel", kernel_times(self.cache._memory.device, self.experts, self.args.shape.top_k)
-        for share in BESIDE:
-            self.hot(share, STILL)
-            for what, rate in [(BOTH, rate) for rate in RATES] + [(COPY, 0.5), (UNPACK, 0.5)]:
-                if share == 1 and what == BOTH and rate != 0.5:
-                    continue
-                with self.beside.running(what, rate * self.bus):
-                    yield "beside", self.steps(what=what, share_of_bus=rate)
-        uploads, given = self.cache._uploads, self.cache.rate
-        for resident in self.args.resident:
-            yield "moving", self.moving(resident, FIXED, 0)
-            for rate in (None, *RATES):
-                self.cache._uploads = NoUploads() if rate is None else uploads
-                self.cache.rate = 1e12 if rate is None else rate * self.bus
-                yield "moving", self.moving(resident, MOVING, rate)
-            self.cache._uploads, self.cache.rate = uploads, given
         yield "kernels", self.kernels()
+
+    def uploads_beside(self, share: float) -> Iterator[tuple[str, Any]]:
+        self.hot(share, STILL)
+        for what, rate in [(BOTH, rate) for rate in RATES] + [(COPY, 0.5), (UNPACK, 0.5)]:
+            if share == 1 and what == BOTH and rate != 0.5:
+                continue
+            with self.beside.running(what, rate * self.bus):
+                yield "beside", self.steps(what=what, share_of_bus=rate)
+
+    def rates(self, resident: float) -> Iterator[tuple[str, Any]]:
+        """The first experts, and the cache with free uploads and at each rate."""
+        uploads, given = self.cache._uploads, self.cache.rate
+        yield "moving", self.moving(resident, FIXED, 0)
+        for rate in (None, *RATES):
+            self.cache._uploads = NoUploads() if rate is None else uploads
+            self.cache.rate = 1e12 if rate is None else rate * self.bus
+            yield "moving", self.moving(resident, MOVING, rate)
+        self.cache._uploads, self.cache.rate = uploads, given
 
     def moving(self, resident: float, mode: str, rate: float | None) -> dict[str, Any]:
         bench = self.bench

@@ -45,8 +45,9 @@ def weights_without_experts(shape: Shape, layers: int) -> dict[str, torch.Tensor
     return tensors
 
 
-def serve_experts_from_memory(shape: Shape, layers: int) -> None:
-    """vLLM's loader also delivers the experts, all with the same weights."""
+def serve_experts_from_memory(shape: Shape, layers: int, experts: int | None = None) -> None:
+    """vLLM's loader also delivers the first `experts` experts of each layer, or all, with the same
+    weights."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     made = torch.Generator().manual_seed(1)
@@ -63,7 +64,7 @@ def serve_experts_from_memory(shape: Shape, layers: int) -> None:
     def get(loader: Any, *given: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from original(loader, *given)
         for layer in range(layers):
-            for expert in range(shape.experts):
+            for expert in range(experts or shape.experts):
                 for name, matrix in matrices.items():
                     yield f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", matrix
 
