@@ -103,9 +103,29 @@ def test_bench_experts_with_a_bound_on_uploads(kt: Any, routes: Path) -> None:
     assert 0 < first < 80
 
 
+def test_bench_experts_predicts_speed(kt: Any, routes: Path) -> None:
+    given = "bench", "experts", routes, "--slots", "4", "--times", "1,0.5,0.25,0", "--bus-share", 1
+    code, out, _ = kt(*given)
+    rows = [line.split(" | ") for line in out.split("Predicted with 100%")[1].splitlines()][4:]
+    assert code == 0 and [row[1] for row in rows] == [
+        "first experts",
+        "LRU",
+        "decayed LFU, 64 tokens",
+    ]
+    assert rows[0][6] == "1.00 |" and float(rows[1][6].rstrip("| ")) > 1
+    found = json.loads(kt(*given, "--json")[1])
+    first = found["predicted"][0]
+    assert len(found["results"]) == 12 and first["result"] == found["results"][0]
+    assert first["seconds"] == pytest.approx(1e-3 + 0.5e-3 * first["result"]["missed"] / 20)
+
+
 def test_bench_experts_refuses(kt: Any, routes: Path, tmp_path: Path) -> None:
     failed(kt("bench", "experts", routes, "--slots", "many"), 1, "--slots many: expected numbers")
     failed(kt("bench", "experts", routes, "--slots", "17"), 1, "slots 17: expected 1 to 16")
+    for times in ("1,2,3", "1,2,0,4", "1,-2,3,4", "fast"):
+        failed(
+            kt("bench", "experts", routes, "--times", times), 1, f"--times {times}: expected four"
+        )
     STATISTICS.save(tmp_path / "stats")
     failed(kt("bench", "experts", tmp_path / "stats"), 1, "expected kt-expert-routes")
     record = RouteRecord.load(routes)

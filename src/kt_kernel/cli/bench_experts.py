@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,17 @@ def experts(
         float | None,
         typer.Option(min=0, help="experts that a layer may upload after a pass (default: all)"),
     ] = None,
+    times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP,MISS,UPLOAD,BESIDE",
+            help="also predict tokens/s, from milliseconds: of a step with every expert hot, that "
+            "a missed expert adds, of an upload, that an upload adds to the step beside it",
+        ),
+    ] = None,
+    bus_share: Annotated[
+        float, typer.Option(min=0, max=1, help="of the bus, that uploads may take, with --times")
+    ] = 0.25,
     prompts: Annotated[
         bool, typer.Option("--prompts", help="include tokens that shared a pass, such as prompts")
     ] = False,
@@ -33,6 +44,7 @@ def experts(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show which experts to keep on the GPU: how often fixed placements and caches would be hit."""
+    from ..routes import costs
     from ..routes.compare import compare, table
     from ..routes.locality import reuse
     from ..routes.plots import plot_policies
@@ -51,11 +63,18 @@ def experts(
     locality = {within: reuse(record.routes, within) for within in (1, 8)}
     if streams > 1:
         record = as_streams(record, streams)
-    results = compare(record, _numbers(slots, record.model.num_experts), uploads)
+    counts = _numbers(slots, record.model.num_experts)
+    results = compare(record, counts, uploads)
+    predicted = (
+        costs.predictions(record, counts, costs.Costs(*_seconds(times)), bus_share) if times else []
+    )
     if plot is not None:
         plot_policies({record.model.describe(): results}, plot)
     if as_json:
-        print(json.dumps([asdict(result) for result in results], indent=1))
+        found: Any = [asdict(result) for result in results]
+        if predicted:
+            found = {"results": found, "predicted": [asdict(each) for each in predicted]}
+        print(json.dumps(found, indent=1))
         return
     print(
         f"{record.model.describe()}: {len(record.passes)} tokens in {len(record.layers)} layers; "
@@ -63,6 +82,8 @@ def experts(
         f"{locality[8]:.0%} of the 8 before\n"
     )
     print(table(results))
+    if predicted:
+        print(f"\nPredicted with {bus_share:.0%} of the bus:\n\n{costs.table(predicted)}")
 
 
 def _numbers(text: str | None, experts: int) -> list[int]:
@@ -72,3 +93,16 @@ def _numbers(text: str | None, experts: int) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--slots {text}: expected numbers such as 16,32,64") from None
+
+
+def _seconds(text: str) -> list[float]:
+    try:
+        found = [float(part) / 1e3 for part in text.split(",")]
+        if len(found) == 4 and min(found) >= 0 and found[0] > 0 and found[2] > 0:
+            return found
+    except ValueError:
+        pass
+    raise ValueError(
+        f"--times {text}: expected four numbers of milliseconds such as 1.3,0.19,0.5,0.1; the "
+        "first and the third must be more than 0"
+    )

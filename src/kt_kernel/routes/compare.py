@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from .policies import LFU, LRU, Belady, DecayedLFU, Mixture, Policy
 from .record import RouteRecord
-from .simulator import Replay, Result
+from .simulator import Result, second_half
 
 POLICIES: tuple[Callable[[], Policy], ...] = (
     LRU,
@@ -35,10 +33,7 @@ def compare(
     ValueError if there are fewer than two passes, or for a number of slots that the simulator does
     not accept.
     """
-    starts = np.unique(record.passes, return_index=True)[1]
-    if len(starts) < 2:
-        raise ValueError(f"{len(starts)} passes: at least 2 are needed")
-    replay = Replay(record, int(starts[len(starts) // 2]))
+    replay = second_half(record)
     results = []
     for count in slots:
         results += [replay.first(count), replay.learned(count), replay.best_fixed(count)]

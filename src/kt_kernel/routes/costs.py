@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .policies import Policy
-from .simulator import Replay, Result
+from .policies import LRU, DecayedLFU, Policy
+from .record import RouteRecord
+from .simulator import Replay, Result, second_half
 
 _ROUNDS = 6
 
@@ -67,3 +68,32 @@ def predict(
     tokens = result.tokens / passes
     seconds = costs.of(result, passes)
     return Prediction(result, seconds, tokens / seconds)
+
+
+def predictions(
+    record: RouteRecord, slots: Sequence[int], costs: Costs, share: float
+) -> list[Prediction]:
+    """The first experts, and caches by recency and by frequency, with each number of slots per
+    layer. The second half of the record is counted."""
+    replay = second_half(record)
+    policies = (None, LRU, lambda: DecayedLFU(64))
+    return [predict(replay, policy, count, costs, share) for count in slots for policy in policies]
+
+
+def table(found: Sequence[Prediction]) -> str:
+    """A Markdown table. "uploads" are experts per token and layer, "faster" compares with the first
+    experts."""
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Sequence[Prediction]) -> Iterator[str]:
+    yield "| slots | placement or policy | hits | uploads | ms per step | tokens/s | faster |"
+    yield "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"
+    fixed: dict[int, float] = {}
+    for one in found:
+        r = one.result
+        first = fixed.setdefault(r.slots, one.seconds)
+        yield (
+            f"| {r.slots} | {r.policy} | {r.hit_rate:.1%} | {r.uploads_per_token:.2f} | "
+            f"{1e3 * one.seconds:.2f} | {one.tokens_per_second:.1f} | {first / one.seconds:.2f} |"
+        )

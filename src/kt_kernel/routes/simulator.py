@@ -198,6 +198,14 @@ class Replay:
         return Result(name, slots, self.tokens, self.layers, uses, hits, missed, uploads)
 
 
+def second_half(record: RouteRecord) -> Replay:
+    """Counts the second half of a record's passes. ValueError if there are fewer than two."""
+    starts = np.unique(record.passes, return_index=True)[1]
+    if len(starts) < 2:
+        raise ValueError(f"{len(starts)} passes: at least 2 are needed")
+    return Replay(record, int(starts[len(starts) // 2]))
+
+
 def as_streams(record: RouteRecord, streams: int) -> RouteRecord:
     """The record as if it were decoded in parallel: it is cut into ``streams`` parts of equal
     length, whose tokens share passes. A rest is left out.
