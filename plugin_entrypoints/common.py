@@ -30,6 +30,7 @@ ALSO_TESTED = {
     "vLLM": (
         "Cohere2MoeForCausalLM",
         "ExaoneMoeForCausalLM",
+        "GptOssForCausalLM",  # quantised: test_quantised_models.py
         "GraniteMoeSharedForCausalLM",
         "Llama4ForCausalLM",
     ),

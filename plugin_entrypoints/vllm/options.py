@@ -13,7 +13,7 @@ from kt_kernel.serving.options import KTOptions
 
 from ..common import choose, refuse_class, refuse_streaming
 from .contract import CONTRACT
-from .settings_contract import REFUSED_SPECULATION, UNTESTED_SPECULATION
+from .settings_contract import REFUSED_SPECULATION
 
 CONFIG_KEY = "kt"
 
@@ -72,8 +72,6 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     CONTRACT.refuse(config)
     if config.speculative_config is not None:
         CONTRACT.refuse(config, REFUSED_SPECULATION)
-        if not options.allow_untested:
-            CONTRACT.refuse(config, UNTESTED_SPECULATION)
     device = config.device_config.device_type
     refuse_streaming(device, options)
     ranks = config.parallel_config.tensor_parallel_size

@@ -1,6 +1,6 @@
 """The settings of vLLM that kt options do not go with. A part of the contract, see `contract`."""
 
-from ..common import ALLOW_UNTESTED, LOAD_FORMATS, NO_EXCHANGE, NO_LORA_OPTION, SINGLE_RANK
+from ..common import LOAD_FORMATS, NO_EXCHANGE, NO_LORA_OPTION, SINGLE_RANK
 from ..contract import Refusal
 
 _TOGETHER = "not supported with kt options yet"
@@ -31,20 +31,12 @@ REFUSED = (
     Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
     Refusal("load_config.load_format", LOAD_FORMATS, "cold experts need their weights one by one"),
 )
-# Checked with --speculative-config. A draft model's experts are those of `kt_kernel.serving.draft`.
+# Checked with --speculative-config. `kt_kernel.serving.draft` places the experts of a draft model.
 REFUSED_SPECULATION = (
     Refusal(
         "speculative_config.method",
         ("ngram", "eagle", "eagle3", "mtp"),
         "this method of speculative decoding is not supported with kt options",
-        "--speculative-config",
-    ),
-)
-UNTESTED_SPECULATION = (  # unless --kt-allow-untested is given
-    Refusal(
-        "speculative_config.method",
-        ("ngram", "mtp"),
-        f"this method of speculative decoding was not tested with kt options; {ALLOW_UNTESTED}",
         "--speculative-config",
     ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import tiny_model
+from eagle_model import METHODS, make_draft
 from engines import HOT, Answers
 from family_models import PROMPTS
 from mtp_model import make_mtp
@@ -22,6 +24,20 @@ NGRAM = {
         "prompt_lookup_max": 3,
     }
 }
+
+
+def eagle(method: str, draft: Path) -> dict[str, Any]:
+    """Arguments of vLLM for a draft of `eagle_model`."""
+    return {
+        "speculative_config": {
+            "method": method,
+            "model": str(draft),
+            "num_speculative_tokens": 2,
+        },
+        "disable_log_stats": False,
+    }
+
+
 _REPEATED = [[3 + (5 * j) % 11 for j in range(24)], [10, 11, 12, 13] * 6, [20, 30, 40] * 7]
 
 
@@ -43,9 +59,41 @@ def runs(folder: Path, qwen: Path) -> list[dict[str, Any]]:
             "kt": options,
             "engine": MTP,
         },
+        *_eagle_runs(folder / "eagle", options),
         ngram | {"name": "without n-grams"},
         ngram | {"name": "n-grams", "engine": NGRAM},
     ]
+
+
+def _eagle_runs(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    target = tiny_model.make(folder / "target")
+    reference = tiny_model.Reference(target)
+    prompts = tiny_model.clear_prompts(reference, count=3, tries=32)
+    same = {"model": str(target), "steps": tiny_model.STEPS, "prompts": prompts}
+    runs = []
+    for method in METHODS:
+        for name, kt, shift in (
+            (f"stock {method}", None, 0),
+            (method, options, 0),
+            (f"{method} that is wrong", options, 1),
+        ):
+            draft = folder / name
+            make_draft(draft, "vllm", method, reference, prompts, tiny_model.STEPS, shift)
+            runs.append(same | {"name": name, "kt": kt, "engine": eagle(method, draft)})
+    return [same | {"name": "without eagle", "kt": options}, *runs]
+
+
+def check_eagle(answers: Answers) -> None:
+    """The text is that without a draft, and as many tokens are accepted as in the stock engine: the
+    draft gets the hidden states that it was fitted to. Of a draft that is always wrong, none is."""
+    tokens = answers["without eagle"]["tokens"]
+    for method in METHODS:
+        names = (f"stock {method}", method, f"{method} that is wrong")
+        for name in names:
+            assert answers[name]["tokens"] == tokens, answers[name]
+        stock, ours, wrong = (answers[name]["accepted"] for name in names)
+        print(f"accepted tokens: stock {stock}, with cold experts {ours}, control {wrong}")
+        assert ours == stock > len(tokens) * tiny_model.STEPS / 4 and wrong == 0
 
 
 def check_mtp(answers: Answers) -> None:

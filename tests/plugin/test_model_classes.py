@@ -47,7 +47,7 @@ VARIABLES = {
     "vllm": {"TORCHDYNAMO_DISABLE": "1"},
     "sglang": {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"},
 }
-# Served by the engine, but with experts that the hybrid layer does not compute.
+# On the tested list for its quantised models, see test_quantised_models.py.
 REFUSED = {
     ("vllm", "GptOssForCausalLM"): "this model's experts have their own loading; kt-moe serves",
 }
@@ -66,9 +66,8 @@ def models(folder: Path) -> Callable[[str], Path]:
     return of
 
 
-def _options(engine: str, name: str, hot: int) -> dict[str, Any]:
-    untested = {"allow_untested": True} if (engine, name) in REFUSED else {}
-    return {"method": "BF16", "num_gpu_experts": hot, **untested}
+def _options(hot: int) -> dict[str, Any]:
+    return {"method": "BF16", "num_gpu_experts": hot}
 
 
 def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, 
     wanted += [(name, HOT) for of, name in REFUSED if of == engine]
     runs = []
     for name, hot in wanted:
-        options = _options(engine, name, hot)
+        options = _options(hot)
         one = {"name": f"{name} {hot}", "model": str(models(name))}
         family = FAMILIES[name]
         if engine == "vllm":
@@ -87,8 +86,8 @@ def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, 
     if engine == "vllm":
         for name in BY_TRANSFORMERS:
             one = {"name": f"{name} transformers", "model": str(models(name))}
-            kt = _options(engine, name, HOT)
-            runs.append(one | {"kt": kt, "engine": {"model_impl": "transformers"}})
+            engine_options = {"model_impl": "transformers"}
+            runs.append(one | {"kt": _options(HOT), "engine": engine_options})
         runs += speculative.runs(folder, models("Qwen2MoeForCausalLM"))
     job = {"model": runs[0]["model"], "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     return job | ({"inspect_here": True} if engine == "vllm" else {"fork": True})
@@ -166,7 +165,9 @@ def test_refused(engine: str, name: str, answers: Callable[[str], Answers]) -> N
     check_refused(answers(engine)[f"{name} {HOT}"], REFUSED[engine, name])
 
 
-@pytest.mark.parametrize("check", [speculative.check_mtp, speculative.check_ngrams])
+@pytest.mark.parametrize(
+    "check", [speculative.check_mtp, speculative.check_eagle, speculative.check_ngrams]
+)
 def test_speculative_decoding(
     check: Callable[[Answers], None], answers: Callable[[str], Answers]
 ) -> None:
@@ -175,6 +176,7 @@ def test_speculative_decoding(
 
 @pytest.mark.parametrize("engine", CLASSES)
 def test_the_list_is_those_classes(engine: str) -> None:
-    published = {FAMILIES[name].published or name for name in CLASSES[engine]}
+    quantised = {name for of, name in REFUSED if of == engine}
+    published = {FAMILIES[name].published or name for name in CLASSES[engine]} | quantised
     name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
     assert models_tested_in(name) == sorted({"Qwen3MoeForCausalLM", *published})

@@ -79,8 +79,7 @@ def reference(folder: Path) -> Reference:
 
 
 def _options(one: Served) -> dict[str, Any]:
-    more = {"allow_untested": True} if one.model == GPT_OSS else {}
-    return one.options | {"cpuinfer": 1} | more
+    return one.options | {"cpuinfer": 1}
 
 
 def _run_all(engine: str, folder: Path, runs: list[dict[str, Any]], **job: Any) -> Answers:

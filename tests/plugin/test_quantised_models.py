@@ -110,7 +110,7 @@ def _job(
             more = {"config": json.dumps(options)}
         runs.append({"name": one.name, "model": path} | more)
     for hot in GPT_OSS_HOT if engine == "vllm" else ():
-        kt = {"num_gpu_experts": hot, "allow_untested": True}
+        kt = {"num_gpu_experts": hot}
         runs.append({"name": f"{GPT_OSS}, {hot} hot", "model": str(gpt_oss), "kt": kt})
     job = {"model": "", "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     job["modules"] = ["emulated_packed"]
