@@ -13,7 +13,7 @@ from kt_kernel.serving.options import KTOptions
 
 from ..common import choose, refuse_class, refuse_streaming
 from .contract import CONTRACT
-from .settings_contract import REFUSED_SPECULATION
+from .settings_contract import REFUSED_SPECULATION, REFUSED_WITH_RANKS
 
 CONFIG_KEY = "kt"
 
@@ -70,11 +70,13 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     model = config.model_config
     refuse_class(list(model.architectures or []), options, CONTRACT.engine)
     CONTRACT.refuse(config)
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks > 1:
+        CONTRACT.refuse(config, REFUSED_WITH_RANKS)
     if config.speculative_config is not None:
         CONTRACT.refuse(config, REFUSED_SPECULATION)
     device = config.device_config.device_type
     refuse_streaming(device, options)
-    ranks = config.parallel_config.tensor_parallel_size
     served = ServedModel(
         model.model,
         model.quantization,

@@ -12,7 +12,6 @@ REFUSED = (
     Refusal("parallel_config.pipeline_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.data_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.prefill_context_parallel_size", (1,), SINGLE_RANK),
-    Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),
     Refusal("parallel_config.use_sequence_parallel_moe", (False,), _TOGETHER),
     Refusal("parallel_config.enable_elastic_ep", (False,), _TOGETHER),
     Refusal("parallel_config.enable_eplb", (False,), _TOGETHER),
@@ -31,6 +30,8 @@ REFUSED = (
     Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
     Refusal("load_config.load_format", LOAD_FORMATS, "cold experts need their weights one by one"),
 )
+# Checked with more than one rank. With one, vLLM ignores the flag, which published commands have.
+REFUSED_WITH_RANKS = (Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),)
 # Checked with --speculative-config. `kt_kernel.serving.draft` places the experts of a draft model.
 REFUSED_SPECULATION = (
     Refusal(

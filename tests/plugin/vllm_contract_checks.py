@@ -132,6 +132,9 @@ def check_configurations() -> None:
         assert error_of(refuse, made, KTOptions(**given)).startswith(line)
         tried = refuse(made, KTOptions(**given | {"enable_dynamic_expert_update": "auto"}))
         assert tried.enable_dynamic_expert_update == "off"
+        with changed(made, "parallel_config.enable_expert_parallel", True):
+            line = "--enable-expert-parallel: not supported with"
+            assert error_of(refuse, made, some).startswith(line)
     for method in ("ngram", "mtp", "eagle", "eagle3"):
         with changed(made, "speculative_config", SimpleNamespace(method=method)):
             assert error_of(refuse, made, some) == ""
