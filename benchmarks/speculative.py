@@ -16,12 +16,14 @@ more tokens than that from a pass.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import engine_run
+from machine import about
 from shapes import parse_shape
 from synthetic import make
 
@@ -133,8 +136,11 @@ def main() -> None:
     args = parser.parse_args()
     generators = {"vllm": engine_run.vllm_generator, "sglang": engine_run.sglang_generator}
     result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **about(),
         "engine": args.engine,
-        "shape": args.shape.name,
+        "engine_version": version(args.engine),
+        "shape": args.shape._asdict(),
         "layers": args.layers,
     }
     result["rows"] = rows = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import expert_weights  # noqa: F401 - finds test_mxfp4
 import torch
@@ -55,6 +55,13 @@ def make_gpt_oss(path: Path) -> Stacks:
     return values
 
 
+class Placed(Protocol):
+    """A reference that puts each expert in the place so many behind its own."""
+
+    def put(self, offset: int = 0) -> None: ...
+    def logprobs(self, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor: ...
+
+
 class GptOssReference(FamilyReference):
     """transformers in float32, with these weights of experts; ``offset``: each expert has those of
     the expert so many places before it."""
@@ -72,8 +79,8 @@ class GptOssReference(FamilyReference):
             down.copy_(wanted_down.roll(offset, 0).transpose(1, 2))
 
 
-def check_gpt_oss(
-    name: str, answer: dict[str, Any], reference: GptOssReference, prompts: list[list[int]]
+def check_experts(
+    name: str, answer: dict[str, Any], reference: Placed, prompts: list[list[int]]
 ) -> None:
     """The log-probabilities are close to the reference's, and far from those with the weights of
     another expert in each."""

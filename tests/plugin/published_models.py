@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 import expert_weights  # noqa: F401 - finds the makers of weights
 import test_gptq
-import test_int4
 import torch
-from family_models import FAMILIES
 from gpt_oss_model import make_gpt_oss
+from kimi_model import make_kimi
 from quantised_files import Tensors
-from quantised_models import SETTINGS
 from safetensors.torch import save_file
 from test_mxfp4 import matrix as mxfp4_matrix
 from tokenizers import Tokenizer, models
@@ -96,20 +94,8 @@ _WORDS = {"vocab_size": 256, "max_position_embeddings": 262144, "num_attention_h
 
 
 def _kimi(path: Path, classes: tuple[str, ...]) -> None:
-    """INT4 in groups of 32, as compressed-tensors; the first layer is dense."""
-    settings = FAMILIES["DeepseekV3ForCausalLM"].config | _SIZES | _WORDS
-    config = _config("deepseek_v3", classes, **settings) | {
-        "model_type": "kimi_k2",
-        "quantization_config": SETTINGS["RAWINT4"],
-    }
-    _write(
-        path,
-        config,
-        range(1, 4),
-        "model.layers.{layer}.mlp.experts",
-        PROJECTIONS,
-        test_int4.make_with(),
-    )
+    make_kimi(path)
+    _write_tokenizer(path)
 
 
 def _gpt_oss(path: Path, classes: tuple[str, ...]) -> None:

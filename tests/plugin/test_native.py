@@ -26,7 +26,7 @@ from engines import (
     run,
 )
 from expert_weights import Weights
-from gpt_oss_model import GptOssReference, Stacks, check_gpt_oss, make_gpt_oss
+from gpt_oss_model import GptOssReference, Stacks, check_experts, make_gpt_oss
 from quantised_models import PLAIN, SETTINGS, SIZES, Served, make_quantised, put
 from tiny_model import EXPERTS, Reference, make, spread_prompts
 
@@ -139,7 +139,7 @@ def test_vllm(
     their = GptOssReference(folder / "gpt-oss plain", gpt_oss[1])
     for one in VLLM:
         if one.model == GPT_OSS:
-            check_gpt_oss(one.name, answers[one.name], their, PROMPTS)
+            check_experts(one.name, answers[one.name], their, PROMPTS)
 
 
 def test_sglang(

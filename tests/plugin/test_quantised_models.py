@@ -20,7 +20,9 @@ import test_vllm
 import torch
 from engines import TIMEOUT, Answers, check_refused
 from expert_weights import Weights
-from gpt_oss_model import GptOssReference, Stacks, check_gpt_oss, make_gpt_oss
+from family_models import CPU_MLA
+from gpt_oss_model import GptOssReference, Stacks, check_experts, make_gpt_oss
+from kimi_model import KimiReference, make_kimi
 from quantised_models import PLAIN, SETTINGS, SIZES, Served, make_quantised, pack, put
 from repositories import keep
 from tiny_model import EXPERTS, LAYERS, TOP_K, Reference, computed_tokens, make, spread_prompts
@@ -50,6 +52,7 @@ RUNS = {
 }
 REFUSED = Served("AWQ_INT4", 1, "engine")
 GPT_OSS, GPT_OSS_HOT = "gpt-oss", (0, 2)
+KIMI = "Kimi-K2"
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
@@ -73,10 +76,16 @@ def gpt_oss(folder: Path) -> tuple[Path, Stacks]:
 
 
 @pytest.fixture(scope="module")
+def kimi(folder: Path) -> tuple[Path, Stacks]:
+    return folder / KIMI, make_kimi(folder / KIMI)
+
+
+@pytest.fixture(scope="module")
 def answers(
     folder: Path,
     models: Callable[[str], tuple[Path, Weights]],
     gpt_oss: tuple[Path, Stacks],
+    kimi: tuple[Path, Stacks],
 ) -> Callable[[str], Answers]:
     """Of an engine; it runs when it is first asked for."""
     found: dict[str, Answers] = {}
@@ -89,14 +98,16 @@ def answers(
         if engine not in found:
             module = {"vllm": test_vllm, "sglang": test_sglang}[engine]
             env = module.environment(HF_HUB_CACHE=str(cache), TORCHDYNAMO_DISABLE="1")
-            found[engine] = module.run(folder / engine, env, **_job(engine, models, gpt_oss[0]))
+            found[engine] = module.run(
+                folder / engine, env, **_job(engine, models, gpt_oss[0], kimi[0])
+            )
         return found[engine]
 
     return of
 
 
 def _job(
-    engine: str, models: Callable[[str], tuple[Path, Weights]], gpt_oss: Path
+    engine: str, models: Callable[[str], tuple[Path, Weights]], gpt_oss: Path, kimi: Path
 ) -> dict[str, Any]:
     runs = []
     for one in (*RUNS[engine], REFUSED):
@@ -109,6 +120,9 @@ def _job(
         else:
             more = {"config": json.dumps(options)}
         runs.append({"name": one.name, "model": path} | more)
+    if engine == "vllm":
+        exact = {"engine": CPU_MLA | {"dtype": "float32"}, "kt": {"num_gpu_experts": 2}}
+        runs.append({"name": KIMI, "model": str(kimi)} | exact)
     for hot in GPT_OSS_HOT if engine == "vllm" else ():
         kt = {"num_gpu_experts": hot}
         runs.append({"name": f"{GPT_OSS}, {hot} hot", "model": str(gpt_oss), "kt": kt})
@@ -175,5 +189,14 @@ def test_gpt_oss(
     """MXFP4 with biases, a SwiGLU limit and an alpha."""
     answer = answers("vllm")[f"{GPT_OSS}, {hot} hot"]
     reference = GptOssReference(folder / f"gpt-oss {hot}", gpt_oss[1])
-    check_gpt_oss(f"{GPT_OSS}, {hot} hot", answer, reference, PROMPTS)
+    check_experts(f"{GPT_OSS}, {hot} hot", answer, reference, PROMPTS)
     assert " MXFP4, " in answer["describe"][0]
+
+
+def test_kimi_k2(
+    folder: Path, answers: Callable[[str], Answers], kimi: tuple[Path, Stacks]
+) -> None:
+    """INT4 in DeepSeek-V3's class, some experts hot, in float32."""
+    answer = answers("vllm")[KIMI]
+    check_experts(KIMI, answer, KimiReference(folder / f"{KIMI} plain", kimi[1]), PROMPTS)
+    assert " RAWINT4, " in answer["describe"][0]

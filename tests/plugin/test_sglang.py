@@ -496,6 +496,9 @@ def test_server(folder: Path, model: Path, prompts: list[list[int]], greedy: Gre
     requests that the hybrid layer cannot do."""
     port, stats, log = free_port(), folder / "stats.json", folder / "server.log"
     flags = ("--kt-method", "BF16", "--kt-num-gpu-experts", str(HOT), "--port", str(port))
+    # As in the published commands of large models, for one rank.
+    flags += ("--tp", "1", "--dp-size", "1", "--ep-size", "1", "--trust-remote-code")
+    flags += ("--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi_k2")
     env = environment(KT_STATS_FILE=str(stats))
     with serving(serve(model, *flags), env, port, log) as url:
         sampling = {"temperature": 0, "max_new_tokens": STEPS, "ignore_eos": True}

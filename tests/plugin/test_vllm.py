@@ -502,6 +502,10 @@ def test_server(folder: Path, model: Path, prompts: list[list[int]], greedy: Gre
     """It answers, counts, refuses what it cannot do, and answers the same afterwards."""
     port, stats, log = free_port(), folder / "stats.json", folder / "server.log"
     flags = ("--kt-method", "BF16", "--kt-num-gpu-experts", str(HOT), "--port", str(port))
+    # As in the published commands of large models, for one rank.
+    flags += ("--tensor-parallel-size", "1", "--data-parallel-size", "1", "--async-scheduling")
+    flags += ("--enable-expert-parallel", "--trust-remote-code", "--enable-auto-tool-choice")
+    flags += ("--tool-call-parser", "hermes")
     env = environment(
         KT_STATS_FILE=str(stats), VLLM_SERVER_DEV_MODE="1", VLLM_ALLOW_RUNTIME_LORA_UPDATING="1"
     )
