@@ -10,31 +10,8 @@ from kt_kernel.serving.flags import ENVIRONMENT_VARIABLE, exit_with, from_enviro
 from kt_kernel.serving.option_table import ENGINE, OptionError
 from kt_kernel.serving.options import KTOptions
 
-# Model classes tested in both engines: by tests/plugin/test_model_classes.py on the CPU or
-# test_gpu_classes.py on a GPU; Qwen3-MoE by the tests of each engine.
-TESTED_MODELS = (
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Ernie4_5_MoeForCausalLM",
-    "Glm4MoeForCausalLM",
-    "GraniteMoeForCausalLM",
-    "MixtralForCausalLM",
-    "OlmoeForCausalLM",
-    "PhiMoEForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-)
-# And those tested in one engine only.
-ALSO_TESTED = {
-    "vLLM": (
-        "Cohere2MoeForCausalLM",
-        "ExaoneMoeForCausalLM",
-        "GptOssForCausalLM",  # quantised: test_quantised_models.py
-        "GraniteMoeSharedForCausalLM",
-        "Llama4ForCausalLM",
-    ),
-}
+from .tested_models import TESTED_MODELS
+
 # Load formats that pass weights to our loaders one by one, as tested.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
 # The engines' names of an expert's matrices, by whether it has a gate. Without a gate, the first of
@@ -170,4 +147,4 @@ def refuse_class(classes: list[str], options: KTOptions, engine: str) -> None:
 
 def models_tested_in(engine: str) -> list[str]:
     """The model classes that were tested in an engine, sorted."""
-    return sorted((*TESTED_MODELS, *ALSO_TESTED.get(engine, ())))
+    return sorted(TESTED_MODELS[engine])

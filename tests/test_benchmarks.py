@@ -343,6 +343,41 @@ def test_the_appendix_is_up_to_date(module: Any) -> None:
     assert {name for name in saved if f"`{name}`" not in found} == set()
 
 
+def test_the_support_table_is_up_to_date(module: Any) -> None:
+    support, page = module("support"), FOLDER.parent / "docs/support-table.md"
+    rows, refused = support.read(support.KEPT), support.read(support.REFUSED)
+    wanted = support.page(rows, refused)
+    assert page.read_text() == wanted, f"run python benchmarks/support.py > {page}"
+    assert rows == support.add(rows, []), "run python benchmarks/support.py --add"
+    assert all(row["control"] > 3 * row["mean"] for row in rows)
+
+
+def test_results_of_a_run_replace_those_before(module: Any) -> None:
+    support = module("support")
+    row = {
+        "class": "A",
+        "engine": "vLLM 1",
+        "device": "CPU",
+        "experts": "16 bits",
+        "hot": 3,
+        "of": 8,
+        "hot format": "engine",
+        "graphs": False,
+        "mean": 0.01,
+        "stock": 0.0,
+        "control": 1.5,
+        "reference": "transformers",
+    }
+    other = row | {"engine": "SGLang 1", "device": "NVIDIA H200", "graphs": True, "stock": 0.02}
+    stock = other | {"class": "B", "reference": "stock", "mean": 0.00001}
+    rows = support.add([row, other], [row | {"mean": 0.25}, stock])
+    assert len(rows) == 3
+    text = support.page(rows, [])
+    assert "| class | vLLM 1, CPU | SGLang 1, H200 |" in text
+    assert "| `A` | 0.25 (0) / 1.5 | 0.01† (0.02) / 1.5 |" in text
+    assert "| `B` |  | 0\\*† (0.02) / 1.5 |" in text
+
+
 def test_quoted_figures_are_up_to_date(module: Any) -> None:
     tables = module("readme_tables")
     for page in tables.PAGES:

@@ -11,7 +11,7 @@ import transformers
 
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.serving.class_check import _compare, _distance, installed_engine, read_config
-from kt_kernel.serving.small_model import small_config, write_small_model
+from kt_kernel.serving.small_model import small_config, text_layers, write_small_model
 
 
 def published(name: str, **settings: Any) -> dict[str, Any]:
@@ -50,9 +50,42 @@ def test_a_small_model(name: str, settings: dict[str, Any], layers: int, tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("Qwen3VLMoe", ["text_config"]),
+        ("Qwen3OmniMoe", ["thinker_config", "text_config"]),
+        ("Glm4vMoe", ["text_config"]),
+        ("Llama4", ["text_config"]),
+    ],
+)
+def test_a_small_multimodal_model(name: str, path: list[str], tmp_path: Path) -> None:
+    """With the layers of the text model, and its experts in the form of published checkpoints."""
+    config = published(name) | {"architectures": [f"{name}ForConditionalGeneration"]}
+    small = small_config(config)
+    write_small_model(small, tmp_path)
+    written = json.loads((tmp_path / "model/config.json").read_text())
+    assert written["architectures"] == small["architectures"] == config["architectures"]
+    assert sum(file.stat().st_size for file in (tmp_path / "model").iterdir()) < 50e6
+    text = written
+    for inner in path:
+        text = text[inner]
+    assert text["num_hidden_layers"] == text_layers(small) and text["vocab_size"] == 544
+    tokens = {key: value for key, value in written.items() if key.endswith("_token_id")}
+    assert all(512 <= value < 544 for key, value in tokens.items() if key[:3] not in ("bos", "eos"))
+    model, control = (open_checkpoint(tmp_path / part) for part in ("model", "control"))
+    layer = model.layers()[-1]
+    sizes = model.sizes(layer)
+    assert sizes == (8, 256, 128)
+    right, wrong = (one.read_experts(layer, *sizes) for one in (model, control))
+    for matrix in ("gate", "up", "down"):
+        kept, moved = getattr(right, matrix), getattr(wrong, matrix)
+        assert all(moved[e].equal(kept[e - 1]) and not moved[e].equal(kept[e]) for e in range(8))
+
+
+@pytest.mark.parametrize(
     ("config", "line"),
     [
-        ({"text_config": {"num_hidden_layers": 2}}, "only text models can be checked"),
+        ({"text_config": {"hidden_size": 2}}, "has no number of layers"),
         ({"num_hidden_layers": 2, "model_type": "unknown_moe"}, "model_type 'unknown_moe'"),
         (published("Llama") | {"num_key_value_heads": 8}, "has no experts"),
     ],

@@ -173,6 +173,37 @@ def logprob_distances(
     return near, far
 
 
+def distances_from_stock(
+    name: str,
+    stock: dict[str, Any],
+    answer: dict[str, Any],
+    reference: Reference,
+    prompts: list[list[int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances of log-probabilities to the stock engine's while the texts are the same; and, of
+    the reference, with and without the cold experts. Also prints them."""
+    assert "error" not in stock and "error" not in answer, (stock, answer)
+    near = []
+    for mine, theirs, a, b in zip(
+        answer["logprobs"], stock["logprobs"], answer["tokens"], stock["tokens"], strict=True
+    ):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+        near += [abs(x - y) for x, y in zip(mine[:same], theirs[:same], strict=True)]
+
+    def zero(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        down.zero_()
+
+    plain = reference.logprobs(prompts, stock["tokens"])
+    with reference.changed(zero, COLD):
+        far = (reference.logprobs(prompts, stock["tokens"]) - plain).abs()
+    assert len(near) > len(plain) / 2, "the texts differ too early"
+    distances = torch.tensor(near)
+    print(
+        f"{name}: median {distances.median():.4f} mean {distances.mean():.4f} far {far.mean():.3f}"
+    )
+    return distances, far
+
+
 def check_logprobs(
     name: str,
     answer: dict[str, Any],

@@ -81,9 +81,9 @@ class GptOssReference(FamilyReference):
 
 def check_experts(
     name: str, answer: dict[str, Any], reference: Placed, prompts: list[list[int]]
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probabilities are close to the reference's, and far from those with the weights of
-    another expert in each."""
+    another expert in each. Returns both distances."""
     assert "error" not in answer, answer
     found = torch.tensor(answer["logprobs"]).flatten()
     distances = []
@@ -94,3 +94,4 @@ def check_experts(
     print(f"{name}: median {near.median():.4f} mean {near.mean():.4f} far {far.mean():.3f}")
     assert near.median() < 0.05 and near.mean() < 0.1, (near.median(), near.mean())
     assert far.mean() > 10 * near.mean(), (far.mean(), near.mean())
+    return near, far

@@ -2,6 +2,9 @@
 
 Log-probabilities are those of transformers in float32 on the engine's own text, and far from those
 of transformers without the cold experts. One process of an engine serves all of its models.
+
+The usual tests run some of the classes, KT_FULL=1 all. With KT_RESULTS, the stock engine serves
+each, too, and the results are kept (see class_results.py).
 """
 
 from __future__ import annotations
@@ -16,20 +19,46 @@ import pytest
 import speculative
 import test_sglang
 import test_vllm
-from engines import HOT, TIMEOUT, Answers, check_logprobs, check_refused
+import torch
+from class_results import KEPT, PLAIN_EXPERTS, RESULTS, keep
+from engines import (
+    HOT,
+    TIMEOUT,
+    Answers,
+    check_logprobs,
+    check_refused,
+    distances_from_stock,
+    logprob_distances,
+)
 from family_models import EXPERTS, FAMILIES, PROMPTS, STEPS, FamilyReference, make
+from grid import FULL
 from tiny_model import computed_tokens
 
 from kt_kernel.plugin_entrypoints.common import models_tested_in
 
+USUAL = (
+    "DeepseekV3ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "FlexOlmoForCausalLM",
+    "Gemma4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "HYV3ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Llama4ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 MODELS = {
-    "vllm": [name for name, family in FAMILIES.items() if family.vllm is not None],
-    "sglang": [name for name, family in FAMILIES.items() if family.sglang is not None],
-}
-# And those that are served with a GPU only, see test_gpu_classes.py.
-CLASSES = {
-    engine: [*names, *(name for name in FAMILIES if engine in FAMILIES[name].gpu)]
-    for engine, names in MODELS.items()
+    engine: [
+        name
+        for name, family in FAMILIES.items()
+        if family.on_cpu(engine) is not None and (name in USUAL or FULL or RESULTS)
+    ]
+    for engine in ("vllm", "sglang")
 }
 # In it none, some and all experts are hot; in the others some. SGLang starts too slowly for more.
 THOROUGH = ("vllm", "DeepseekV3ForCausalLM")
@@ -66,8 +95,19 @@ def models(folder: Path) -> Callable[[str], Path]:
     return of
 
 
+def stocks(engine: str, name: str, hot: int) -> bool:
+    """Whether the stock engine serves the model beside this run."""
+    return (
+        hot == HOT
+        and (engine, name) not in REFUSED
+        and bool(RESULTS or engine in FAMILIES[name].by_stock)
+    )
+
+
 def _options(hot: int) -> dict[str, Any]:
-    return {"method": "BF16", "num_gpu_experts": hot}
+    """KT_RESULTS is for classes that are not listed yet, too."""
+    untested = {"allow_untested": True} if RESULTS else {}
+    return {"method": "BF16", "num_gpu_experts": hot, **untested}
 
 
 def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
@@ -76,13 +116,15 @@ def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, 
     runs = []
     for name, hot in wanted:
         options = _options(hot)
-        one = {"name": f"{name} {hot}", "model": str(models(name))}
-        family = FAMILIES[name]
+        given, arguments = {"model": str(models(name))}, FAMILIES[name].on_cpu(engine) or {}
+        one = given | {"name": f"{name} {hot}"}
         if engine == "vllm":
-            one |= {"kt": options, "engine": family.vllm or {}}
+            runs.append(one | {"kt": options, "engine": arguments})
         else:
-            one |= {"config": json.dumps(options), "arguments": family.sglang or {}}
-        runs.append(one)
+            runs.append(one | {"config": json.dumps(options), "arguments": arguments})
+        if stocks(engine, name, hot):
+            key = "engine" if engine == "vllm" else "arguments"
+            runs.append(given | {"name": f"{name} stock", "kt": None, key: arguments})
     if engine == "vllm":
         for name in BY_TRANSFORMERS:
             one = {"name": f"{name} transformers", "model": str(models(name))}
@@ -129,12 +171,15 @@ def test_logprobs_are_those_of_transformers(
     references: Callable[[str], FamilyReference],
 ) -> None:
     """In float32 but for the activations of cold experts, and for what a class says of itself."""
-    answer, reference, family = answers(engine)[f"{name} {hot}"], references(name), FAMILIES[name]
-    check_logprobs(
-        f"{engine} {name} {hot} hot", answer, reference, PROMPTS, family.median, family.mean
-    )
-    stats = answer["stats"]
-    calls = sum(layer.get("expert_calls", 0) for layer in _layers(engine, stats))
+    found, reference, family = answers(engine), references(name), FAMILIES[name]
+    answer, title = found[f"{name} {hot}"], f"{engine} {name} {hot} hot"
+    if engine in family.by_stock:
+        near, far = distances_from_stock(title, found[f"{name} stock"], answer, reference, PROMPTS)
+    else:
+        near, far = logprob_distances(title, answer, reference, PROMPTS)
+    assert near.median() < family.median and near.mean() < family.mean
+    assert far.mean() > 10 * near.mean()
+    calls = sum(layer.get("expert_calls", 0) for layer in _layers(engine, answer["stats"]))
     tokens = computed_tokens(PROMPTS, STEPS)
     routes = reference.moe_layers * family.top_k * tokens
     if hot == EXPERTS:
@@ -143,6 +188,35 @@ def test_logprobs_are_those_of_transformers(
         assert calls >= routes
     else:
         assert calls > routes / 4
+    if RESULTS:
+        _keep(engine, name, hot, near, far, found, reference)
+
+
+def _keep(
+    engine: str,
+    name: str,
+    hot: int,
+    near: torch.Tensor,
+    far: torch.Tensor,
+    found: Answers,
+    reference: FamilyReference,
+) -> None:
+    """Also that the stock engine serves the class as transformers does, or how far off it is."""
+    family, stock = FAMILIES[name], None
+    if f"{name} stock" in found:
+        title = f"{engine} {name} stock"
+        stock = logprob_distances(title, found[f"{name} stock"], reference, PROMPTS)[0]
+    keep(
+        engine,
+        os.environ[f"KT_{engine.upper()}_PYTHON"],
+        family.published or name,
+        near,
+        far,
+        stock,
+        hot=hot,
+        of=EXPERTS,
+        reference="stock" if engine in family.by_stock else "transformers",
+    )
 
 
 def _layers(engine: str, stats: Any) -> list[dict[str, Any]]:
@@ -174,9 +248,21 @@ def test_speculative_decoding(
     check(answers("vllm"))
 
 
-@pytest.mark.parametrize("engine", CLASSES)
-def test_the_list_is_those_classes(engine: str) -> None:
-    quantised = {name for of, name in REFUSED if of == engine}
-    published = {FAMILIES[name].published or name for name in CLASSES[engine]} | quantised
+@pytest.mark.parametrize("engine", MODELS)
+def test_the_list_is_those_that_passed(engine: str) -> None:
+    """Of the kept results, in any version of the engine and on any device."""
     name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
-    assert models_tested_in(name) == sorted({"Qwen3MoeForCausalLM", *published})
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    passed = {
+        row["class"]
+        for row in rows
+        if row["engine"].startswith(f"{name} ")
+        and (row["experts"] == PLAIN_EXPERTS or (engine, row["class"]) in REFUSED)
+    }
+    assert models_tested_in(name) == sorted(passed)
+    served = {
+        family.published or title
+        for title, family in FAMILIES.items()
+        if family.on_cpu(engine) is not None
+    }
+    assert served <= passed

@@ -18,6 +18,8 @@ import pytest
 import test_sglang
 import test_vllm
 import torch
+from class_results import OTHER_PLACES, PLAIN_EXPERTS
+from class_results import keep as keep_result
 from engines import TIMEOUT, Answers, check_refused
 from expert_weights import Weights
 from family_models import CPU_MLA
@@ -171,8 +173,25 @@ def test_logprobs_are_those_of_transformers(
         assert calls >= routes
     else:
         assert (calls > 0) == (served.hot < EXPERTS) and calls < 0.9 * routes
+    if not served.cold_packed:  # a run of its own in the results has them cold from the model
+        _keep(engine, served, near, far)
     described = answer["describe"][0] if engine == "vllm" else stats[0]["description"]
     assert f" {served.method}, " in described
+
+
+def _keep(engine: str, served: Served, near: torch.Tensor, far: torch.Tensor) -> None:
+    keep_result(
+        engine,
+        os.environ[f"KT_{engine.upper()}_PYTHON"],
+        "GptOssForCausalLM" if served.model == GPT_OSS else "Qwen3MoeForCausalLM",
+        near,
+        far,
+        experts={PLAIN: PLAIN_EXPERTS, GPT_OSS: "MXFP4 of gpt-oss"}.get(served.model, served.model),
+        hot=served.hot,
+        of=EXPERTS,
+        hot_format="bf16" if served.form == "auto" else served.form,  # what auto is without a GPU
+        control=OTHER_PLACES,
+    )
 
 
 @pytest.mark.parametrize("engine", RUNS)
@@ -189,7 +208,8 @@ def test_gpt_oss(
     """MXFP4 with biases, a SwiGLU limit and an alpha."""
     answer = answers("vllm")[f"{GPT_OSS}, {hot} hot"]
     reference = GptOssReference(folder / f"gpt-oss {hot}", gpt_oss[1])
-    check_experts(f"{GPT_OSS}, {hot} hot", answer, reference, PROMPTS)
+    near, far = check_experts(f"{GPT_OSS}, {hot} hot", answer, reference, PROMPTS)
+    _keep("vllm", Served(GPT_OSS, hot), near, far)
     assert " MXFP4, " in answer["describe"][0]
 
 

@@ -23,13 +23,19 @@ from typing import Any
 from .hub import local_path
 from .repository import Repository
 from .server_process import process_group
-from .small_model import VOCABULARY, small_config, write_small_model
+from .small_model import VOCABULARY, small_config, text_layers, write_small_model
+from .small_multimodal import text_path
 
 ENGINES = ("vllm", "sglang")
 _STEPS = 8
 # The mean distance of log-probabilities, and how much further those of the control must be.
 _NEAR, _CONTROL = {"float32": 0.03, "bfloat16": 0.1}, 5
 _PATIENCE = 900  # seconds for all runs of an engine
+# Arguments with which an engine needs no processor of images.
+_ONLY_TEXT: dict[str, dict[str, Any]] = {
+    "vllm": {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}},
+    "sglang": {"enable_multimodal": False},
+}
 
 
 @dataclass(frozen=True)
@@ -121,21 +127,25 @@ def check_class(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     classes = ", ".join(config.get("architectures") or ["unknown"])
     small = small_config(config)
-    with tempfile.TemporaryDirectory(prefix="kt-check-") as folder:
-        say(f"making a small random model of {classes}: {small['num_hidden_layers']} layers")
-        write_small_model(small, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="kt-check-") as name:
+        folder = Path(name)
+        say(f"making a small random model of {classes}: {text_layers(small)} layers")
+        write_small_model(small, folder)
         say(f"serving it with {engine} on {device}, stock and with kt options")
-        dtype = "float32" if device == "cpu" else "bfloat16"
-        runs = _runs(Path(folder))
+        runs = _runs(folder)
         job = {
             "runs": runs,
             "prompts": _prompts(),
             "steps": _STEPS,
-            "dtype": dtype,
             "device": device,
-            "arguments": arguments or {},
+            "arguments": (_ONLY_TEXT[engine] if text_path(config) else {}) | (arguments or {}),
         }
-        answers, log = _serve(engine, job, Path(folder))
+        # Some layers of the engines exist in bfloat16 only, like linear attention on the CPU.
+        for dtype in ("float32", "bfloat16") if device == "cpu" else ("bfloat16",):
+            answers, log = _serve(engine, job | {"dtype": dtype}, folder)
+            if "stock" in answers:
+                break
+            say(f"the stock engine does not serve it in {dtype}")
     if "stock" not in answers:
         raise RuntimeError(
             f"{engine} itself does not serve a small model of {classes} on {device}, so nothing "
@@ -177,6 +187,7 @@ def _prompts() -> list[list[int]]:
 def _serve(engine: str, job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
     """The answers of all runs before the first one that failed, and the end of the log."""
     job_file, result, log = folder / "job.json", folder / "result.json", folder / "log"
+    result.unlink(missing_ok=True)
     job_file.write_text(json.dumps(job))
     module = f"kt_kernel.plugin_entrypoints.{engine}.probe"
     command = [sys.executable, "-m", module, str(job_file), str(result)]

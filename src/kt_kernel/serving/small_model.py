@@ -1,19 +1,24 @@
 """Makes a small random model of the class of another model, from that model's config.json.
 
 The class, its routing and its kinds of layers stay; sizes and the number of layers shrink. Needs
-transformers, which every engine installs.
+transformers, which every engine installs. Of a multimodal model, `small_multimodal` has the parts
+other than the text model.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .small_multimodal import around, at, text_path
+
 VOCABULARY = 512
+_SPECIAL = 32  # more tokens of multimodal models, for images and the like
 _LAYERS = 12  # at most
 # Sizes that shrink to at most these values, by their names in config.json.
 _AT_MOST = {
@@ -62,13 +67,28 @@ def small_config(config: dict[str, Any]) -> dict[str, Any]:
     """The content of config.json for a small model of the same class.
 
     Raises:
-        ValueError: the configuration has no number of layers, or is that of a multimodal model.
+        ValueError: the configuration of the text model has no number of layers.
     """
+    path = text_path(config)
+    text = _small_text(at(config, path))
+    if not path:
+        return text
+    text["vocab_size"] = VOCABULARY + _SPECIAL
+    return around(config, path, text, VOCABULARY)
+
+
+def text_layers(small: dict[str, Any]) -> int:
+    """The number of layers of the text model."""
+    layers: int = at(small, text_path(small))["num_hidden_layers"]
+    return layers
+
+
+def _small_text(config: dict[str, Any]) -> dict[str, Any]:
     count = config.get("num_hidden_layers")
-    if not isinstance(count, int) or "text_config" in config or "thinker_config" in config:
+    if not isinstance(count, int):
         raise ValueError(
-            "its configuration is not that of a text model (num_hidden_layers); only text models "
-            "can be checked"
+            "its configuration has no number of layers (num_hidden_layers), neither for itself nor "
+            "for a text model inside it (text_config)"
         )
     layers = _layer_count(config, count)
     small: dict[str, Any] = {}
@@ -122,13 +142,12 @@ def write_small_model(config: dict[str, Any], folder: Path) -> None:
         ValueError: transformers does not know the class, or the class keeps its experts in a way
             that is not known here.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers import __version__ as version
 
     torch.manual_seed(0)
     kind = config.get("model_type")
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model = _model_of(config)
     except Exception as error:  # transformers raises many types
         lines = str(error).splitlines() or [""]
         raise ValueError(
@@ -139,14 +158,31 @@ def write_small_model(config: dict[str, Any], folder: Path) -> None:
         # Zeros would select the same experts for all tokens.
         if tensor.is_floating_point() and ("bias" in name or not tensor.any()):
             tensor.normal_(std=0.15)
+    path = text_path(config)
+    if path:  # what stands for images and the like must not follow in a text
+        text = getattr(model, "thinker", model)
+        text.get_output_embeddings().weight.data[VOCABULARY:] = 0
     model.to(torch.bfloat16)
     _save(model, config, folder / "model")
-    stacks = list(_stacks(model, config))
+    stacks = list(_stacks(model, at(config, path)))
     if not stacks:
         raise ValueError(f"model class {type(model).__name__} of transformers has no experts")
     for stack in stacks:
         stack.data = stack.data.roll(1, 0)
     _save(model, config, folder / "control")
+
+
+def _model_of(config: dict[str, Any]) -> Any:
+    """A model of the class that the configuration names, or of the one that transformers has for
+    its model type."""
+    import transformers
+
+    settings = transformers.AutoConfig.for_model(**config)
+    for name in config.get("architectures") or []:
+        if isinstance(made := getattr(transformers, name, None), type):
+            return made(settings)
+    kind = "ImageTextToText" if text_path(config) else "CausalLM"
+    return getattr(transformers, f"AutoModelFor{kind}").from_config(settings)
 
 
 def _stacks(model: Any, config: dict[str, Any]) -> Iterator[torch.nn.Parameter]:
@@ -164,9 +200,46 @@ def _stacks(model: Any, config: dict[str, Any]) -> Iterator[torch.nn.Parameter]:
 
 def _save(model: Any, config: dict[str, Any], path: Path) -> None:
     model.save_pretrained(path)
+    for turned in _turned(config):
+        _transpose(path / "model.safetensors", turned)
     file = path / "config.json"
     saved = json.loads(file.read_text())
     # Engines may read what transformers does not keep, and the name of the class in published
     # checkpoints may differ from transformers'.
     names = {"architectures": config.get("architectures")}
-    file.write_text(json.dumps(config | saved | names, indent=2))
+    file.write_text(json.dumps(_merged(config, saved) | names, indent=2))
+
+
+def _merged(config: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """saved, with what it lacks of config, also in nested configurations."""
+    both = config | saved
+    for name, value in saved.items():
+        if name.endswith("_config") and isinstance(value, dict):
+            inner = config.get(name)
+            both[name] = _merged(inner, value) if isinstance(inner, dict) else value
+    return both
+
+
+def _turned(config: dict[str, Any]) -> list[str]:
+    """Patterns of the stacks whose matrices published checkpoints have transposed. transformers
+    knows them, and transposes when it reads, but not when it writes a new model."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:  # versions before 5, which keep the published form
+        return []
+    found = []
+    for converter in get_checkpoint_conversion_mapping(config.get("model_type", "")) or []:
+        steps = [type(step).__name__ for step in getattr(converter, "operations", None) or []]
+        if steps == ["Transpose"]:
+            found += [str(pattern) for pattern in converter.source_patterns]
+    return found
+
+
+def _transpose(file: Path, pattern: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if re.search(pattern, name):
+            tensors[name] = tensor.transpose(-1, -2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})

@@ -1,0 +1,152 @@
+"""Generates docs/support-table.md from the results of served models.
+
+    python benchmarks/support.py > docs/support-table.md
+    python benchmarks/support.py --add NEW.jsonl      adds results, replacing those of the same runs
+
+Tests write NEW.jsonl if KT_RESULTS names it: test_model_classes.py and test_quantised_models.py of
+tests/plugin on the CPU, test_gpu_classes.py and test_native.py on a GPU. `REFUSED` lists what a
+stock engine said of a model that it does not serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from saved import RESULTS
+from table import grid
+
+KEPT = RESULTS / "served-models.jsonl"
+REFUSED = RESULTS / "unserved-models.jsonl"
+PLAIN = "16 bits"
+
+Row = dict[str, Any]
+
+HEAD = """\
+# Support table
+
+`python benchmarks/support.py` generates this page from `benchmarks/results/served-models.jsonl`,
+which the tests write; do not edit it. [support.md](support.md) says what is supported.
+
+Each model is tiny and random. It was served with kt options, and its log-probabilities were
+compared with those of transformers in float32, on the engine's own text. A cell has the mean
+distance, then that of the stock engine in brackets, then the control: the distance with wrong
+experts, which must be far larger. The engines computed in float32 on the CPU and in bfloat16 on the
+GPU; the cold experts of kt-moe round their inputs to bfloat16 on both. `0` is a distance below
+0.00005.
+"""
+
+CLASSES = """\
+Some experts hot, the rest cold, in 16 bits. The control lacks the cold experts. \\* compared with
+the stock engine, which does not compute what transformers does. † in CUDA graphs.
+"""
+
+QUANTISED = """\
+Qwen3-MoE, and gpt-oss where it says so, with experts in the named format and all else in 16 bits.
+The control has each expert in the place of another one. † in CUDA graphs.
+"""
+
+UNSERVED = """\
+The stock engine does not serve a tiny model of these classes there, so nothing could be compared.
+With `--kt-allow-untested` they may work where the engine serves them.
+"""
+
+
+def read(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def add(kept: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """All rows, sorted; new ones replace those of the same run."""
+    found = {_run(row): row for row in (*kept, *new)}
+    return [found[key] for key in sorted(found)]
+
+
+def _run(row: Row) -> tuple[str, ...]:
+    names = ("class", "experts", "engine", "device", "hot", "hot format", "graphs")
+    return tuple(str(row.get(name)) for name in names)
+
+
+def page(rows: list[Row], refused: list[Row]) -> str:
+    classes = [row for row in rows if row["experts"] == PLAIN and row["hot format"] == "engine"]
+    quantised = [row for row in rows if row not in classes and row["experts"] != PLAIN]
+    packed = [row for row in rows if row["hot format"] == "packed" and row["experts"] == PLAIN]
+    parts = [
+        HEAD,
+        "## Model classes\n",
+        CLASSES,
+        _by_engine("class", classes, lambda row: f"`{row['class']}`", hot=False),
+        "\n## Quantised experts\n",
+        QUANTISED,
+        _by_engine("experts", [*quantised, *packed], lambda row: row["experts"], hot=True),
+        "\n## Classes that the engines do not serve\n",
+        UNSERVED,
+        grid(
+            "class",
+            ["engine", "device", "what the engine said"],
+            [
+                (f"`{row['class']}`", [row["engine"], row["device"], _code(row["said"])])
+                for row in refused
+            ],
+        ),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _by_engine(corner: str, rows: list[Row], name: Any, hot: bool) -> str:
+    """One line per name, one column per engine and device."""
+    columns = sorted({(row["device"] != "CPU", row["engine"], row["device"]) for row in rows})
+    lines = []
+    for title in sorted({name(row) for row in rows}):
+        cells = []
+        for _, engine, device in columns:
+            found = [
+                row
+                for row in rows
+                if (name(row), row["engine"], row["device"]) == (title, engine, device)
+            ]
+            cells.append("<br>".join(_cell(row, hot) for row in found))
+        lines.append((title, cells))
+    heads = [f"{engine}, {_short(device)}" for _, engine, device in columns]
+    return grid(corner, heads, lines)
+
+
+def _cell(row: Row, hot: bool) -> str:
+    title = ""
+    if hot:
+        count = "none" if row["hot"] == 0 else "all" if row["hot"] == row["of"] else "some"
+        title = f"{count} hot" + (f" ({row['hot format']})" if row["hot"] else "") + ": "
+    marks = ("\\*" if row["reference"] == "stock" else "") + ("†" if row["graphs"] else "")
+    stock = "" if row["stock"] is None else f" ({_figure(row['stock'])})"
+    return f"{title}{_figure(row['mean'])}{marks}{stock} / {_figure(row['control'])}"
+
+
+def _figure(value: float) -> str:
+    return "0" if value < 5e-5 else f"{value:.2g}" if value < 1 else f"{value:.1f}"
+
+
+def _short(device: str) -> str:
+    return device.removeprefix("NVIDIA ")
+
+
+def _code(said: str) -> str:
+    return "`" + textwrap.shorten(said, 140, placeholder=" …").replace("|", "\\|") + "`"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--add", type=Path, help="results to add; prints no page")
+    given = parser.parse_args()
+    if given.add is None:
+        print(page(read(KEPT), read(REFUSED)), end="")
+        return
+    rows = add(read(KEPT) if KEPT.exists() else [], read(given.add))
+    KEPT.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Tiny models of the classes that the engines serve; those of 2025 and 2026 in families_2026."""
+
+from __future__ import annotations
+
+from families_2026 import CPU_MLA, FAMILIES_2026, SEEING
+from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, MAMBA, MLA, SHARED, TOP_K, Family
+
+FAMILIES = {
+    **FAMILIES_2026,
+    **SEEING,
+    "DeepseekV2ForCausalLM": Family(
+        MLA
+        | GROUPS
+        | dict(topk_method="group_limited_greedy", norm_topk_prob=False, scoring_func="softmax"),
+        CPU_MLA,
+        gpu=("sglang",),
+    ),
+    "DeepseekV3ForCausalLM": Family(  # Kimi-K2's class, too
+        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+        CPU_MLA,
+        gpu=("sglang",),
+    ),
+    "Cohere2MoeForCausalLM": Family(
+        dict(layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=True), {}, {}
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        dict(
+            moe_num_experts=EXPERTS, moe_k=TOP_K, moe_layer_start_index=1, moe_num_shared_experts=1
+        ),
+        {},
+        {},
+        unset="moe_statics",
+    ),
+    "ExaoneMoeForCausalLM": Family(
+        GROUPS | dict(layer_types=["sliding_attention", "full_attention"], num_shared_experts=1),
+        {},
+        untried=("sglang",),
+    ),
+    "Glm4MoeForCausalLM": Family(GROUPS, {}, {}),
+    "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),
+    "GraniteMoeForCausalLM": Family({}, {}, {}),
+    "GraniteMoeSharedForCausalLM": Family(dict(shared_intermediate_size=64), {}, {}),
+    "Llama4ForCausalLM": Family(
+        dict(
+            intermediate_size_mlp=64,
+            attention_chunk_size=128,
+            layer_types=["chunked_attention", "full_attention"],
+        ),
+        {},
+        settings="Llama4TextConfig",
+        top_k=1,
+    ),
+    "MixtralForCausalLM": Family({}, {}, {}),
+    "NemotronHForCausalLM": Family(
+        MAMBA
+        | dict(
+            layers_block_type=["mamba", "attention", "moe"],
+            num_hidden_layers=3,
+            mlp_hidden_act="relu2",
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=1,
+            moe_shared_expert_intermediate_size=64,
+            routed_scaling_factor=2.5,
+        ),
+        untried=("vllm", "sglang"),
+        replaced=dict(
+            hybrid_override_pattern="M*E",
+            num_hidden_layers=3,
+            layers_block_type=None,
+            mtp_layers_block_type=None,
+        ),
+    ),
+    "OlmoeForCausalLM": Family(dict(num_key_value_heads=4, norm_topk_prob=False), {}, {}),
+    "PhimoeForCausalLM": Family(
+        dict(lm_head_bias=True, attention_bias=True),
+        {},
+        {},
+        published="PhiMoEForCausalLM",
+        unset="lm_head.bias",
+    ),
+    "Qwen2MoeForCausalLM": Family(SHARED, {}, {}),
+    "Qwen3MoeForCausalLM": Family({}, {}, {}),
+    # vLLM's linear attention on the CPU supports only BF16.
+    "Qwen3NextForCausalLM": Family(
+        SHARED | LINEAR_ATTENTION, {"dtype": "bfloat16"}, gpu=("sglang",), median=0.03, mean=0.06
+    ),
+}
