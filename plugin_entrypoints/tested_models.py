@@ -19,7 +19,7 @@ TESTED_MODELS = {
         "Glm4MoeForCausalLM",
         "Glm4MoeLiteForCausalLM",
         "Glm4vMoeForConditionalGeneration",
-        "GptOssForCausalLM",  # quantised: test_quantised_models.py
+        "GptOssForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeSWAForCausalLM",
         "GraniteMoeSharedForCausalLM",
@@ -40,6 +40,7 @@ TESTED_MODELS = {
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
+        "SolarOpenForCausalLM",
     ),
     "SGLang": (
         "Cohere2MoeForCausalLM",

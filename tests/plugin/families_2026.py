@@ -83,6 +83,35 @@ FAMILIES_2026: dict[str, Family] = {
             ),
         ),
     ),
+    "DeepseekV4ForCausalLM": Family(
+        dict(
+            num_key_value_heads=1,
+            head_dim=512,
+            q_lora_rank=32,
+            qk_rope_head_dim=64,
+            n_shared_experts=1,
+            scoring_func="sqrtsoftplus",
+            routed_scaling_factor=1.5,
+            layer_types=["sliding_attention", "sliding_attention"],
+            mlp_layer_types=["hash_moe", "moe"],
+            hc_mult=4,
+            hc_sinkhorn_iters=4,
+            sliding_window=64,
+            o_groups=2,
+            o_lora_rank=32,
+            index_n_heads=4,
+            index_head_dim=128,
+            index_topk=16,
+            num_nextn_predict_layers=0,
+            swiglu_limit=10.0,
+        ),
+        {},
+        replaced=dict(
+            compress_ratios=[0, 0],
+            num_hash_layers=1,
+            topk_method="noaux_tc",
+        ),
+    ),
     "Dots1ForCausalLM": Family(
         ONE_GROUP | dict(first_k_dense_replace=1, layer_types=["full_attention"] * 2), {}, {}
     ),
@@ -166,6 +195,7 @@ FAMILIES_2026: dict[str, Family] = {
             rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
         untried=("vllm", "sglang"),
+        renamed=("layers.0.block_sparse_moe.", "layers.0.mlp."),
         replaced=dict(
             linear_attn_config=dict(
                 full_attn_layers=[2],
