@@ -5,7 +5,8 @@
 
 Tests write NEW.jsonl if KT_RESULTS names it: test_model_classes.py and test_quantised_models.py of
 tests/plugin on the CPU, test_gpu_classes.py and test_native.py on a GPU. `REFUSED` lists what a
-stock engine said of a model that it does not serve.
+stock engine said of a model that it does not serve, and `REGISTRIES`, by registry.py, what classes
+the engines know.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from table import grid
 
 KEPT = RESULTS / "served-models.jsonl"
 REFUSED = RESULTS / "unserved-models.jsonl"
+REGISTRIES = RESULTS / "registry-classes.json"
 PLAIN = "16 bits"
 
 Row = dict[str, Any]
@@ -55,6 +57,12 @@ The stock engine does not serve a tiny model of these classes there, so nothing 
 With `--kt-allow-untested` they may work where the engine serves them.
 """
 
+UNTRIED = """\
+Classes of the engines' registries whose code can build fused experts, of which no model was made
+here. `kt model check` checks those that transformers knows. Some are dense classes that share code
+with others.
+"""
+
 
 def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -71,7 +79,7 @@ def _run(row: Row) -> tuple[str, ...]:
     return tuple(str(row.get(name)) for name in names)
 
 
-def page(rows: list[Row], refused: list[Row]) -> str:
+def page(rows: list[Row], refused: list[Row], registries: dict[str, list[str]]) -> str:
     classes = [row for row in rows if row["experts"] == PLAIN and row["hot format"] == "engine"]
     quantised = [row for row in rows if row not in classes and row["experts"] != PLAIN]
     packed = [row for row in rows if row["hot format"] == "packed" and row["experts"] == PLAIN]
@@ -93,8 +101,21 @@ def page(rows: list[Row], refused: list[Row]) -> str:
                 for row in refused
             ],
         ),
+        "\n## Classes that were not tried\n",
+        UNTRIED,
+        grid("engine", ["classes"], _untried([*rows, *refused], registries)),
     ]
     return "\n".join(parts) + "\n"
+
+
+def _untried(rows: list[Row], registries: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
+    """For each version of an engine, the classes that were tried with no version of it."""
+    lines = []
+    for engine, names in registries.items():
+        tried = {row["class"] for row in rows if row["engine"].split()[0] == engine.split()[0]}
+        left = [f"`{name}`" for name in names if name not in tried]
+        lines.append((engine, [", ".join(left)]))
+    return lines
 
 
 def _by_engine(corner: str, rows: list[Row], name: Any, hot: bool) -> str:
@@ -142,7 +163,7 @@ def main() -> None:
     parser.add_argument("--add", type=Path, help="results to add; prints no page")
     given = parser.parse_args()
     if given.add is None:
-        print(page(read(KEPT), read(REFUSED)), end="")
+        print(page(read(KEPT), read(REFUSED), json.loads(REGISTRIES.read_text())), end="")
         return
     rows = add(read(KEPT) if KEPT.exists() else [], read(given.add))
     KEPT.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
