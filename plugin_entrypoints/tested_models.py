@@ -46,6 +46,7 @@ TESTED_MODELS = {
         "Cohere2MoeForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "Dots1ForCausalLM",
         "Ernie4_5_MoeForCausalLM",
         "Glm4MoeForCausalLM",
         "Glm4vMoeForConditionalGeneration",
@@ -62,5 +63,6 @@ TESTED_MODELS = {
         "Qwen3NextForCausalLM",
         "Qwen3OmniMoeForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
+        "SolarOpenForCausalLM",
     ),
 }
