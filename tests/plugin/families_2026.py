@@ -110,6 +110,8 @@ FAMILIES_2026: dict[str, Family] = {
             compress_ratios=[0, 0],
             num_hash_layers=1,
             topk_method="noaux_tc",
+            layer_types=None,
+            mlp_layer_types=None,
         ),
     ),
     "Dots1ForCausalLM": Family(
