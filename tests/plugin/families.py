@@ -1,13 +1,14 @@
-"""Tiny models of the classes that the engines serve; those of 2025 and 2026 in families_2026."""
+"""Tiny models of the classes that the engines serve; newer ones in families_2026."""
 
 from __future__ import annotations
 
-from families_2026 import CPU_MLA, FAMILIES_2026, SEEING
+from families_2026 import CPU_MLA, FAMILIES_2026
+from families_multimodal import MULTIMODAL
 from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, MAMBA, MLA, SHARED, TOP_K, Family
 
 FAMILIES = {
     **FAMILIES_2026,
-    **SEEING,
+    **MULTIMODAL,
     "DeepseekV2ForCausalLM": Family(
         MLA
         | GROUPS

@@ -1,0 +1,241 @@
+"""Tiny models of multimodal classes. Their prompts are text."""
+
+from __future__ import annotations
+
+from families_2026 import DENSE_FIRST, SLIDING
+from family_settings import (
+    EXPERTS,
+    GROUPS,
+    LINEAR_ATTENTION,
+    MLA,
+    SHARED,
+    TOP_K,
+    VOCABULARY,
+    Family,
+)
+
+MROPE = dict(
+    rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, mrope_section=[8, 4, 4], mrope_interleaved=True
+    )
+)
+WIDE_MROPE = dict(
+    rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, mrope_section=[24, 20, 20], mrope_interleaved=True
+    )
+)
+# Of images, for classes of Qwen's kind.
+PATCHES = dict(
+    vision_config=dict(
+        depth=2,
+        hidden_size=64,
+        intermediate_size=64,
+        num_heads=2,
+        patch_size=16,
+        out_hidden_size=128,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[0],
+        image_size=64,
+        apply_vit_abs_pos_embed=True,
+    ),
+    image_token_id=130,
+    video_token_id=131,
+    vision_start_token_id=132,
+    vision_end_token_id=133,
+)
+TEXT = ("text_config",)
+
+MULTIMODAL: dict[str, Family] = {
+    "Ernie4_5_VLMoeForConditionalGeneration": Family(
+        dict(
+            moe_intermediate_size=[32, 32],
+            moe_num_experts=EXPERTS,
+            moe_k=TOP_K,
+            moe_num_shared_experts=1,
+            use_bias=False,
+            rope_parameters=dict(rope_type="default", rope_theta=500000.0, mrope_section=[6, 6, 4]),
+        )
+        | DENSE_FIRST,
+        untried=("vllm", "sglang"),
+        inside=TEXT,
+        around=dict(
+            vision_config=dict(
+                depth=1,
+                hidden_size=64,
+                embed_dim=64,
+                intermediate_size=64,
+                mlp_ratio=1,
+                num_heads=2,
+                patch_size=14,
+            ),
+            image_token_id=130,
+            video_token_id=131,
+            image_start_token_id=132,
+            image_end_token_id=133,
+            video_start_token_id=134,
+            video_end_token_id=135,
+        ),
+    ),
+    "Gemma4ForConditionalGeneration": Family(
+        SLIDING
+        | dict(
+            enable_moe_block=True,
+            top_k_experts=TOP_K,
+            hidden_size_per_layer_input=0,
+            vocab_size_per_layer_input=VOCABULARY,
+            global_head_dim=32,
+            per_layer_config={},
+        ),
+        {},
+        inside=TEXT,
+        around=dict(
+            vision_config=dict(
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                head_dim=32,
+                global_head_dim=32,
+            ),
+            audio_config=None,
+            image_token_id=130,
+            video_token_id=131,
+            audio_token_id=132,
+            boi_token_id=133,
+            eoi_token_id=134,
+            boa_token_id=135,
+            eoa_token_index=136,
+        ),
+    ),
+    "Glm4vMoeForConditionalGeneration": Family(
+        GROUPS
+        | dict(
+            n_group=1,
+            topk_group=1,
+            partial_rotary_factor=0.5,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=10000.0,
+                partial_rotary_factor=0.5,
+                mrope_section=[2, 3, 3],
+            ),
+        ),
+        {},
+        {},
+        replaced=dict(use_qk_norm=False),
+        wide=dict(
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=10000.0,
+                partial_rotary_factor=0.5,
+                mrope_section=[8, 12, 12],
+            )
+        ),
+        inside=TEXT,
+        around=dict(
+            vision_config=dict(
+                depth=1,
+                hidden_size=64,
+                intermediate_size=64,
+                num_heads=2,
+                patch_size=14,
+                image_size=56,
+                out_hidden_size=128,
+            ),
+            image_token_id=130,
+            video_token_id=131,
+            image_start_token_id=132,
+            image_end_token_id=133,
+            video_start_token_id=134,
+            video_end_token_id=135,
+        ),
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        dict(
+            intermediate_size_mlp=64,
+            attention_chunk_size=128,
+            layer_types=["chunked_attention", "full_attention"],
+        ),
+        {},
+        untried=("sglang",),
+        inside=TEXT,
+        around=dict(
+            vision_config=dict(
+                hidden_size=64,
+                intermediate_size=256,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                image_size=56,
+                patch_size=14,
+                vision_output_dim=128,
+                projector_input_dim=128,
+                projector_output_dim=128,
+            ),
+            boi_token_index=132,
+            eoi_token_index=133,
+            image_token_index=130,
+        ),
+        top_k=1,
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        SHARED | LINEAR_ATTENTION,
+        {"dtype": "bfloat16"},
+        untried=("sglang",),
+        inside=TEXT,
+        around=PATCHES,
+        median=0.03,
+        mean=0.1,
+    ),
+    "Qwen3OmniMoeForConditionalGeneration": Family(
+        MROPE,
+        {},
+        {},
+        inside=("thinker_config", "text_config"),
+        wide=WIDE_MROPE,
+        around=dict(
+            enable_audio_output=False,
+            thinker_config=PATCHES
+            | dict(
+                audio_config=dict(
+                    encoder_layers=1,
+                    encoder_attention_heads=2,
+                    encoder_ffn_dim=64,
+                    d_model=64,
+                    output_dim=128,
+                    downsample_hidden_size=32,
+                ),
+                audio_token_id=139,
+                audio_start_token_id=138,
+                user_token_id=137,
+            ),
+        ),
+    ),
+    "Kimi_K25ForConditionalGeneration": Family(
+        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+        untried=("vllm", "sglang"),
+        published="KimiK25ForConditionalGeneration",
+        settings="Kimi_K25Config",
+        renamed=("language_model.model.blocks.", "language_model.model.layers."),
+        inside=TEXT,
+        around=dict(
+            vision_config=dict(
+                patch_size=14,
+                pos_emb_height=8,
+                pos_emb_width=8,
+                num_attention_heads=2,
+                num_hidden_layers=1,
+                hidden_size=64,
+                intermediate_size=64,
+            ),
+            projection_hidden_size=64,
+            image_token_id=130,
+            video_token_id=131,
+            vision_start_token_id=132,
+            vision_end_token_id=133,
+        ),
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        MROPE, {}, {}, inside=TEXT, around=PATCHES, wide=WIDE_MROPE, transposed=True
+    ),
+}
