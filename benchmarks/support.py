@@ -53,8 +53,10 @@ The control has each expert in the place of another one. † in CUDA graphs.
 """
 
 UNSERVED = """\
-The stock engine does not serve a tiny model of these classes there, so nothing could be compared.
-With `--kt-allow-untested` they may work where the engine serves them.
+The stock engine does not serve a tiny model of these classes there that transformers wrote, so
+nothing could be compared. With `--kt-allow-untested` they may work where the engine serves them. A
+message about the configuration may come from a version of transformers that writes another one than
+the engine reads.
 """
 
 UNTRIED = """\
