@@ -82,6 +82,7 @@ FAMILIES_2026: dict[str, Family] = {
             layer_types=None,
             mlp_layer_types=None,
         ),
+        renamed={"model.hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."},
     ),
     "Dots1ForCausalLM": Family(
         ONE_GROUP | dict(first_k_dense_replace=1, layer_types=["full_attention"] * 2), {}, {}
@@ -166,7 +167,7 @@ FAMILIES_2026: dict[str, Family] = {
             rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
         untried=("vllm", "sglang"),
-        renamed=("layers.0.block_sparse_moe.", "layers.0.mlp."),
+        renamed={"layers.0.block_sparse_moe.": "layers.0.mlp."},
         replaced=dict(
             linear_attn_config=dict(
                 full_attn_layers=[2],

@@ -64,17 +64,18 @@ def _as_published(name: str, family: Family, path: Path) -> None:
         for key in [key for key, value in family.replaced.items() if value is None]:
             del part[key]
         file.write_text(json.dumps(written))
-    if family.dropped:
+    if family.dropped or family.renamed:
         shutil.copytree(path, path / "whole")
     if family.dropped or family.transposed or family.renamed:
-        file, (old, new) = path / "model.safetensors", family.renamed or ("", "")
-        kept = {}
+        file, kept = path / "model.safetensors", {}
         for key, tensor in load_file(file).items():
             if family.dropped and re.search(family.dropped, key):
                 continue
             if family.transposed and re.search(r"experts\.(gate_up|down)_proj$", key):
                 tensor = tensor.transpose(1, 2).contiguous()
-            kept[key.replace(old, new)] = tensor
+            for old, new in family.renamed.items():
+                key = key.replace(old, new)
+            kept[key] = tensor
         save_file(kept, file, metadata={"format": "pt"})
 
 

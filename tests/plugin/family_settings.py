@@ -96,7 +96,7 @@ class Family:
     CPU; they are left at zero. replaced: settings of the text model in the written config.json,
     None for those that published ones lack. dropped: a pattern of the tensors that published
     checkpoints lack. transposed: whether published stacks of experts are [E, H, 2 I] and [E, I, H].
-    renamed: a part of the tensors' names, and what published checkpoints have instead. median,
+    renamed: parts of the tensors' names, and what published checkpoints have instead. median,
     mean: how far log-probabilities may be from the reference's. by_stock: engines that do not
     compute what transformers does, so they are compared with themselves.
     """
@@ -116,7 +116,7 @@ class Family:
     replaced: dict[str, Any] = field(default_factory=dict)
     dropped: str | None = None
     transposed: bool = False
-    renamed: tuple[str, str] | None = None
+    renamed: dict[str, str] = field(default_factory=dict)
     median: float = 0.005
     mean: float = 0.01
     by_stock: tuple[str, ...] = ()

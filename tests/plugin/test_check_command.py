@@ -14,6 +14,16 @@ from engines import TIMEOUT
 
 PYTHON = os.environ.get("KT_VLLM_PYTHON")
 CLASS = "Qwen3VLMoeForConditionalGeneration"
+# What vLLM reads and transformers does not write by itself.
+AS_PUBLISHED = {
+    "norm_topk_prob": True,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000000.0,
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    },
+}
 
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="KT_VLLM_PYTHON is not set (make test sets it)"),
@@ -23,6 +33,7 @@ pytestmark = [
 
 def test_a_class_that_is_safe(tmp_path: Path) -> None:
     config = transformers.Qwen3VLMoeConfig().to_dict() | {"architectures": [CLASS]}
+    config["text_config"] |= AS_PUBLISHED
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = "import sys; from kt_kernel.cli.main import main; sys.argv[0] = 'kt'; main()"
     done = subprocess.run(
