@@ -74,7 +74,7 @@ FAMILIES_2026: dict[str, Family] = {
             num_nextn_predict_layers=0,
             swiglu_limit=10.0,
         ),
-        {},
+        untried=("vllm",),
         replaced=dict(
             compress_ratios=[0, 0],
             num_hash_layers=1,
