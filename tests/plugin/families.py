@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from families_2026 import CPU_MLA, FAMILIES_2026
 from families_multimodal import MULTIMODAL
-from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, MAMBA, MLA, SHARED, TOP_K, Family
+from family_settings import (
+    EXPERTS,
+    GROUPS,
+    LINEAR_ATTENTION,
+    LLAMA4,
+    MAMBA,
+    MLA,
+    SHARED,
+    TOP_K,
+    Family,
+)
 
 FAMILIES = {
     **FAMILIES_2026,
@@ -42,11 +52,7 @@ FAMILIES = {
     "GraniteMoeForCausalLM": Family({}, {}, {}),
     "GraniteMoeSharedForCausalLM": Family(dict(shared_intermediate_size=64), {}, {}),
     "Llama4ForCausalLM": Family(
-        dict(
-            intermediate_size_mlp=64,
-            attention_chunk_size=128,
-            layer_types=["chunked_attention", "full_attention"],
-        ),
+        LLAMA4,
         {},
         settings="Llama4TextConfig",
         top_k=1,

@@ -17,6 +17,14 @@ from family_settings import (
 CPU_MLA = {"attention_backend": "CPU_MLA"}
 DENSE_FIRST = dict(mlp_layer_types=["dense", "sparse"])
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+GEMMA4 = SLIDING | dict(
+    enable_moe_block=True,
+    top_k_experts=TOP_K,
+    hidden_size_per_layer_input=0,
+    vocab_size_per_layer_input=VOCABULARY,
+    global_head_dim=32,
+    per_layer_config={},
+)
 ONE_GROUP = dict(n_group=1, topk_group=1, n_shared_experts=1, routed_scaling_factor=2.5)
 ROPE_BY_KIND = dict(
     rope_parameters={
@@ -89,15 +97,7 @@ FAMILIES_2026: dict[str, Family] = {
     ),
     "FlexOlmoForCausalLM": Family({}, {}),
     "Gemma4ForCausalLM": Family(
-        SLIDING
-        | dict(
-            enable_moe_block=True,
-            top_k_experts=TOP_K,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=VOCABULARY,
-            global_head_dim=32,
-            per_layer_config={},
-        ),
+        GEMMA4,
         {},
         settings="Gemma4TextConfig",
     ),

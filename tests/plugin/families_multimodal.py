@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from families_2026 import DENSE_FIRST, SLIDING
-from family_settings import (
-    EXPERTS,
-    GROUPS,
-    LINEAR_ATTENTION,
-    MLA,
-    SHARED,
-    TOP_K,
-    VOCABULARY,
-    Family,
-)
+from families_2026 import DENSE_FIRST, GEMMA4
+from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, LLAMA4, MLA, SHARED, TOP_K, Family
 
 MROPE = dict(
     rope_parameters=dict(
@@ -24,8 +15,20 @@ WIDE_MROPE = dict(
         rope_type="default", rope_theta=10000.0, mrope_section=[24, 20, 20], mrope_interleaved=True
     )
 )
+# Tokens that stand for images and videos, and for their beginnings and ends.
+VISION_TOKENS = dict(
+    image_token_id=130, video_token_id=131, vision_start_token_id=132, vision_end_token_id=133
+)
+SPANS = dict(
+    image_token_id=130,
+    video_token_id=131,
+    image_start_token_id=132,
+    image_end_token_id=133,
+    video_start_token_id=134,
+    video_end_token_id=135,
+)
 # Of images, for classes of Qwen's kind.
-PATCHES = dict(
+PATCHES = VISION_TOKENS | dict(
     vision_config=dict(
         depth=2,
         hidden_size=64,
@@ -38,10 +41,6 @@ PATCHES = dict(
         image_size=64,
         apply_vit_abs_pos_embed=True,
     ),
-    image_token_id=130,
-    video_token_id=131,
-    vision_start_token_id=132,
-    vision_end_token_id=133,
 )
 TEXT = ("text_config",)
 
@@ -58,7 +57,8 @@ MULTIMODAL: dict[str, Family] = {
         | DENSE_FIRST,
         untried=("vllm", "sglang"),
         inside=TEXT,
-        around=dict(
+        around=SPANS
+        | dict(
             vision_config=dict(
                 depth=1,
                 hidden_size=64,
@@ -68,24 +68,10 @@ MULTIMODAL: dict[str, Family] = {
                 num_heads=2,
                 patch_size=14,
             ),
-            image_token_id=130,
-            video_token_id=131,
-            image_start_token_id=132,
-            image_end_token_id=133,
-            video_start_token_id=134,
-            video_end_token_id=135,
         ),
     ),
     "Gemma4ForConditionalGeneration": Family(
-        SLIDING
-        | dict(
-            enable_moe_block=True,
-            top_k_experts=TOP_K,
-            hidden_size_per_layer_input=0,
-            vocab_size_per_layer_input=VOCABULARY,
-            global_head_dim=32,
-            per_layer_config={},
-        ),
+        GEMMA4,
         {},
         inside=TEXT,
         around=dict(
@@ -133,7 +119,8 @@ MULTIMODAL: dict[str, Family] = {
             )
         ),
         inside=TEXT,
-        around=dict(
+        around=SPANS
+        | dict(
             vision_config=dict(
                 depth=1,
                 hidden_size=64,
@@ -143,20 +130,10 @@ MULTIMODAL: dict[str, Family] = {
                 image_size=56,
                 out_hidden_size=128,
             ),
-            image_token_id=130,
-            video_token_id=131,
-            image_start_token_id=132,
-            image_end_token_id=133,
-            video_start_token_id=134,
-            video_end_token_id=135,
         ),
     ),
     "Llama4ForConditionalGeneration": Family(
-        dict(
-            intermediate_size_mlp=64,
-            attention_chunk_size=128,
-            layer_types=["chunked_attention", "full_attention"],
-        ),
+        LLAMA4,
         {},
         untried=("sglang",),
         inside=TEXT,
@@ -218,7 +195,8 @@ MULTIMODAL: dict[str, Family] = {
         settings="Kimi_K25Config",
         renamed={"language_model.model.blocks.": "language_model.model.layers."},
         inside=TEXT,
-        around=dict(
+        around=VISION_TOKENS
+        | dict(
             vision_config=dict(
                 patch_size=14,
                 pos_emb_height=8,
@@ -229,10 +207,6 @@ MULTIMODAL: dict[str, Family] = {
                 intermediate_size=64,
             ),
             projection_hidden_size=64,
-            image_token_id=130,
-            video_token_id=131,
-            vision_start_token_id=132,
-            vision_end_token_id=133,
         ),
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(

@@ -63,6 +63,11 @@ MLA = dict(
     ),
 )
 SHARED = dict(shared_expert_intermediate_size=64)
+LLAMA4 = dict(
+    intermediate_size_mlp=64,
+    attention_chunk_size=128,
+    layer_types=["chunked_attention", "full_attention"],
+)
 MAMBA = dict(
     mamba_num_heads=8,
     mamba_head_dim=64,
