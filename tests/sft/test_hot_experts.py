@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kt_kernel import generate_gpu_experts_masks
+from kt_kernel.sft import hot as hot_module
 from kt_kernel.sft import load_adapter, save_adapter, wrap_experts
 from kt_kernel.sft.families import open_fused
 from kt_kernel.sft.hot import HotExperts
@@ -68,6 +69,42 @@ def test_masks_and_ids_outside():
         assert (found - wanted).norm() < 0.02 * wanted.norm()
         assert not found[2].any()
         assert module(x[:0], ids[:0], scores[:0]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("spare", [0, 1024])
+@pytest.mark.parametrize("counts", [[1, 1, 40, 0, 3], [0, 0, 0], [0, 7, 7, 7], [64, 0, 0, 0, 1]])
+def test_runs(monkeypatch, counts, spare):
+    """Every expert with rows is in one run, and runs are not much larger than their rows."""
+    monkeypatch.setattr(hot_module, "_SPARE_ROWS", spare)
+    runs = hot_module._runs(counts)
+    held = [e for run in runs for e in range(len(counts))[run.experts]]
+    assert held == sorted(set(held)) and {e for e, n in enumerate(counts) if n} <= set(held)
+    for run in runs:
+        assert run.counts == counts[run.experts]
+        assert run.begin == sum(counts[: run.experts.start])
+        assert run.end == sum(counts[: run.experts.stop])
+        assert len(run.counts) * run.most <= 2 * sum(run.counts) + spare
+        places = run.places("cpu").split(run.counts)
+        for n, place in enumerate(places):
+            assert place.tolist() == list(range(n * run.most, n * run.most + run.counts[n]))
+
+
+def test_experts_in_several_runs(monkeypatch):
+    """The same outputs and gradients as in one run, with experts of very different loads."""
+    ids = torch.tensor([[0, 3]] * 11 + [[1, 3]] * 2 + [[3, 9]])
+    x, scores = torch.randn(len(ids), 32), torch.rand(len(ids), 2)
+    found = []
+    for spare in (0, 1024):
+        monkeypatch.setattr(hot_module, "_SPARE_ROWS", spare)
+        assert len(hot_module._runs([11, 2, 0, 14])) == (2 if spare == 0 else 1)
+        _, modules = wrapped(num_gpu_experts=4)
+        (module,) = modules.values()
+        out = module(x.requires_grad_(), ids, scores)
+        given = [x, *module.lora_parameters().values()]
+        found.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for one, other in zip(*found, strict=True):
+        assert one.any()
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -77,13 +78,11 @@ class HotExperts(nn.Module):
         counts = position.bincount(minlength=count + 1)[:count].tolist()
         routes = position.argsort(stable=True)[: sum(counts)]
         tokens = routes // expert_ids.shape[1]
-        adapters = zip(*(t.to(base.dtype).unbind(0) for t in lora), strict=True)
+        adapters = [t.to(base.dtype) for t in lora]
+        rows = _rows(x, tokens).to(base.dtype)
         parts = [
-            self._expert(expert, rows, adapter)
-            for expert, (rows, adapter) in enumerate(
-                zip(_rows(x, tokens).to(base.dtype).split(counts), adapters, strict=True)
-            )
-            if len(rows)
+            self._run(run, rows[run.begin : run.end], [t[run.experts] for t in adapters])
+            for run in _runs(counts)
         ]
         out = x.new_zeros(x.shape, dtype=torch.float32)
         if not parts:
@@ -102,29 +101,90 @@ class HotExperts(nn.Module):
         device = self.gate_proj.device
         return tuple(t.index_select(0, self.slots_on(t.device)).to(device) for t in lora)
 
-    def _expert(
-        self, expert: int, rows: torch.Tensor, lora: Sequence[torch.Tensor]
+    def _run(
+        self, run: _Run, rows: torch.Tensor, lora: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The expert's output for its rows: the part of down's base weights, and that of LoRA."""
-        gate, up = (torch.add(*self._project(which, expert, rows, lora)) for which in (0, 1))
+        """The outputs of a run of experts for its rows: the part of down's base weights, and that
+        of LoRA."""
+        places = run.places(rows.device)
+        padded = rows.new_zeros(len(run.counts) * run.most, rows.shape[1])
+        x = padded.index_copy(0, places, rows).view(len(run.counts), run.most, -1)
+        gate, up = (torch.add(*self._project(which, run, x, lora)) for which in (0, 1))
         if self._limit > 0:
             gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
         if self._alpha != 0:
             h = gate * torch.sigmoid(self._alpha * gate) * (up + 1)
         else:
             h = functional.silu(gate) * up
-        return self._project(2, expert, h, lora)
+        plain, low = self._project(2, run, h, lora)
+        return (
+            plain.flatten(0, 1).index_select(0, places),
+            low.flatten(0, 1).index_select(0, places),
+        )
 
     def _project(
-        self, which: int, expert: int, rows: torch.Tensor, lora: Sequence[torch.Tensor]
+        self, which: int, run: _Run, x: torch.Tensor, lora: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x [experts of the run, rows, in]: the products with base weights, and LoRA's."""
         bias = getattr(self, BIASES[which], None)
-        weight = getattr(self, f"{MATRICES[which]}_proj")[expert]
-        out = functional.linear(rows, weight, None if bias is None else bias[expert])
+        weight = getattr(self, f"{MATRICES[which]}_proj")[run.experts]
+        out = torch.bmm(x, weight.mT)
+        if bias is not None:
+            out = out + bias[run.experts, None]
         a, b = lora[2 * which], lora[2 * which + 1]
-        dropped = functional.dropout(rows, self._dropout, self.training)
-        term = self._scaling * functional.linear(functional.linear(dropped, a), b)
+        dropped = functional.dropout(x, self._dropout, self.training)
+        term = self._scaling * torch.bmm(torch.bmm(dropped, a.mT), b.mT)
         return out, term.detach() if self._skip else term
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Successive hot experts that are computed by one batched product, each with as many rows as
+    the one with most.
+
+    experts: their positions among the hot ones. counts: their rows. begin: the first of these in
+    the rows of all hot experts.
+    """
+
+    experts: slice
+    counts: list[int]
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + sum(self.counts)
+
+    @property
+    def most(self) -> int:
+        return max(self.counts)
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """Where each row lies among the padded ones."""
+        counts = torch.tensor(self.counts)
+        shift = torch.arange(len(counts)) * self.most - (counts.cumsum(0) - counts)
+        places = torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
+        return places.to(device, non_blocking=True)
+
+
+# A run has at most twice the rows that its experts have, and so many more.
+_SPARE_ROWS = 1024
+
+
+def _runs(counts: Sequence[int]) -> list[_Run]:
+    """All experts with rows, in as few runs as is possible from left to right. One launch of a
+    kernel for many experts instead of one for each is what counts: a GPU computes an expert faster
+    than Python launches its kernels."""
+    runs: list[_Run] = []
+    first = begin = 0
+    for expert in range(len(counts) + 1):
+        taken = counts[first : expert + 1]
+        if expert < len(counts) and len(taken) * max(taken) <= 2 * sum(taken) + _SPARE_ROWS:
+            continue
+        run = _Run(slice(first, expert), list(counts[first:expert]), begin)
+        if any(run.counts):
+            runs.append(run)
+        first, begin = expert, run.end
+    return runs
 
 
 # Sums of rows, forward and in the gradient of `_rows`, have a fixed order, so that a run gives the
