@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,6 +58,8 @@ def to_device(model: nn.Module, device: str) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 values = torch.randn(parameter.shape, device=device, dtype=torch.bfloat16) * 0.02
+                if isinstance(module, nn.Embedding):
+                    values *= 50  # tokens so different that each expert has its share of them
                 if parameter.dim() == 1:  # of a norm
                     values = torch.ones_like(values)
                 setattr(module, name, nn.Parameter(values, requires_grad=False))
@@ -111,7 +114,27 @@ def gpu_busy(step: Any) -> tuple[float, float]:
     return seconds, busy * 1e-6
 
 
-def measure(model: nn.Module, tokens: int, steps: int, device: str) -> dict[str, Any]:
+def hot_share(model: nn.Module, modules: Sequence[nn.Module], ids: torch.Tensor) -> float:
+    """The share of the routes that go to experts on the GPU."""
+    routes, hot = 0, 0
+
+    def count(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        nonlocal routes, hot
+        routes += given[1].numel()
+        if module.hot is not None:
+            hot += int(torch.isin(given[1].cpu(), torch.tensor(module.hot.slots)).sum())
+
+    hooks = [module.register_forward_pre_hook(count) for module in modules]
+    with torch.no_grad():
+        model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    return hot / routes
+
+
+def measure(
+    model: nn.Module, modules: Sequence[nn.Module], tokens: int, steps: int, device: str
+) -> dict[str, Any]:
     random = torch.Generator().manual_seed(tokens)
     ids = torch.randint(4096, (1, tokens), generator=random).to(device)
     trained = optimizer([p for p in model.parameters() if p.requires_grad])
@@ -136,6 +159,7 @@ def measure(model: nn.Module, tokens: int, steps: int, device: str) -> dict[str,
         "best_us": min(times) * 1e6,
         "tokens_s": tokens / median(times),
         "losses": losses[:2],
+        "hot_share": hot_share(model, modules, ids),
     }
     if device == "cuda":
         seconds, busy = gpu_busy(step)
@@ -188,12 +212,13 @@ def main() -> None:
             row = {
                 "method": method,
                 "hot": hot,
-                **measure(model.train(), tokens, args.steps, args.device),
+                **measure(model.train(), list(modules.values()), tokens, args.steps, args.device),
             }
             content["rows"].append(row)
+            share = f", {row['hot_share']:.0%} of the routes" if hot else ""
             waits = f", the GPU waits {row['gpu_waits']:.0%} of it" if "gpu_waits" in row else ""
             print(
-                f"{method}, {hot} hot, T={tokens}: {row['tokens_s']:.0f} tokens/s{waits}",
+                f"{method}, {hot} hot{share}, T={tokens}: {row['tokens_s']:.0f} tokens/s{waits}",
                 flush=True,
             )
             if args.json:

@@ -21,8 +21,9 @@ class HotPass:
     first what was created last: `join`, which starts to copy the gradient to the host; the hot
     experts; then the CPU's experts, which wait for that copy and not for the GPU's kernels.
 
-    Nothing before that waits for the GPU: the LoRA gradients of the hot experts stay on the device
-    until `add_gradients` puts them into those of all experts, and are checked at the end.
+    Nothing before that waits for the GPU: the LoRA gradients of the hot experts go to the host
+    while the CPU computes. At the end, `add_gradients` checks them and adds them to those of all
+    experts.
 
     Args:
         wrapper: the layer's other experts.
@@ -48,7 +49,9 @@ class HotPass:
         self._lora = lora
         self._out: torch.Tensor | None = None
         self._grad_input: torch.Tensor | None = None
+        # On the host, once `_arrived` has happened.
         self._grad_lora: Sequence[torch.Tensor | None] = ()
+        self._arrived: torch.cuda.Event | None = None
         self._added = False
         self._copy: _Copy | None = None
 
@@ -84,7 +87,8 @@ class HotPass:
         if that was called already: they would be lost."""
         if self._added:
             raise RuntimeError("autograd ran the experts on the GPU after those on the CPU")
-        self._grad_lora = gradients
+        self._grad_lora = [None if g is None else _to_host(g) for g in gradients]
+        self._arrived = _recorded(self.hot.gate_proj.device)
 
     def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
         """Adds the LoRA gradients of the hot experts to those of all experts, by `GRAD_NAMES`.
@@ -95,18 +99,20 @@ class HotPass:
         self._added = True
         if self._checks and self._grad_input is not None:
             self._need_finite("grad_input", self._grad_input)
+        if self._arrived is not None:
+            self._arrived.synchronize()
         for name, gradient in zip(GRAD_NAMES, self._grad_lora, strict=False):
             if gradient is None:
                 continue
             if self._checks:
                 self._need_finite(name, gradient)
-            total = gradients[name]
-            total.index_add_(0, self.hot.slots_on(total.device), gradient.to(total))
+            for slot, one in zip(self.hot.slots, gradient, strict=True):
+                gradients[name][slot] += one
 
     def end_backward(self) -> None:
         """Lets go of what backward needed."""
         copy, self._copy = self._copy, None
-        self._grad_input, self._grad_lora = None, ()
+        self._grad_input, self._grad_lora, self._arrived = None, (), None
         if copy is not None:
             copy.release()
 
@@ -152,6 +158,23 @@ class _Join(torch.autograd.Function):
         return None, gradient, gradient
 
 
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU, complete once an event that is recorded after this has happened."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return room.copy_(tensor, non_blocking=True)
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event | None:
+    """An event after all that the device's current stream has been given; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class _Copy:
     """A gradient on its way to the host."""
 
@@ -161,9 +184,7 @@ class _Copy:
         self._buffer: KExpertsSFTBuffer = wrapper._take_buffer(len(rows))
         room = self._buffer.grad_output_cpu
         self._values = on_host(rows, tuple(rows.shape), torch.bfloat16, room)
-        self._event = torch.cuda.Event() if gradient.device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(gradient.device))
+        self._event = _recorded(gradient.device)
 
     def wait(self, gradient: torch.Tensor) -> torch.Tensor | None:
         if gradient.data_ptr() != self._address:
