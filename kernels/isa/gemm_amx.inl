@@ -2,8 +2,8 @@
 // in L1 while all m rows are multiplied with it. (A step of the packed layout is one row of both B
 // tiles.) A streams from L2; its loads carry a non-temporal hint, because in L1 it would evict B.
 // Between the products, the vector unit prepares the next stretch of B. Rows come in blocks of 32
-// or 16, with 2x2 or 1x2 accumulators (tiles 0-3), A in tiles 4 and 5, and B in tiles 6 and 7. Rows
-// past m are computed on the buffers' extra rows and not used.
+// or 16, with 2x2 or 1x2 accumulators (tiles 0-3), A in tile 4 and B in tile 5. Rows past m are
+// computed on the buffers' extra rows and not used.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -102,73 +102,87 @@ struct Accumulators {
   else                        \
     _tile_dpbf16ps(tile, a, b)
 
-// Loads the A and B tiles of a product of 32 or 16 rows.
-inline void load_operands(const uint8_t* a, int64_t stride, const uint8_t* b, bool two) {
-  _tile_stream_loadd(4, a, kChunkBytes);
-  _tile_loadd(6, b, kStepBytes);
-  _tile_loadd(7, b + 64, kStepBytes);
-  if (two) _tile_stream_loadd(5, a + kBlockRows * stride, kChunkBytes);
+// The operands of a product of 16 or 32 rows: a, of 16 rows, and `below`, of the next 16; both
+// column tiles of b.
+struct Operands {
+  const uint8_t *a, *below, *b;
+};
+
+// A and B have one tile each, which is loaded again before each product. With two of each, there
+// would be one load less. But two threads of a core share the registers that tiles are renamed to,
+// and eight tiles in use leave too few of them: a product then takes 34 ns instead of 24 on such a
+// core, and 11 on a core of its own in either way (docs/performance.md).
+inline void load_a(const uint8_t* a) { _tile_stream_loadd(4, a, kChunkBytes); }
+inline void load_b(const uint8_t* b) { _tile_loadd(5, b, kStepBytes); }
+inline void load(const Operands& o) {
+  load_a(o.a);
+  load_b(o.b);
 }
 
-// Multiplies the loaded operands. In the first product of a block, the accumulators are switched
-// one by one, so that the tile unit always has one to work on.
-template <bool integer, bool two, bool first> inline void multiply(const Accumulators& acc) {
+// Multiplies; `load` was called before. In the first product of a block, the accumulators are
+// switched one by one, so that the tile unit always has one to work on.
+template <bool integer, bool two, bool first>
+inline void multiply(const Operands& o, const Accumulators& acc) {
   if constexpr (first) {
     KT_BEGIN(0);
   }
-  KT_DOT(0, 4, 6);
+  KT_DOT(0, 4, 5);
+  load_b(o.b + 64);
   if constexpr (first) {
     KT_BEGIN(1);
   }
-  KT_DOT(1, 4, 7);
+  KT_DOT(1, 4, 5);
   if constexpr (two) {
-    if constexpr (first) {
-      KT_BEGIN(2);
-    }
-    KT_DOT(2, 5, 6);
+    load_a(o.below);
     if constexpr (first) {
       KT_BEGIN(3);
     }
-    KT_DOT(3, 5, 7);
+    KT_DOT(3, 4, 5);
+    load_b(o.b);
+    if constexpr (first) {
+      KT_BEGIN(2);
+    }
+    KT_DOT(2, 4, 5);
   }
 }
 
-inline void store_16(uint8_t* c) {
+// Stores the accumulators of 16 or 32 rows.
+inline void store_block(uint8_t* c, bool two) {
   _tile_stored(0, accumulator(c, 0), kStepBytes);
   _tile_stored(1, accumulator(c, 1), kStepBytes);
-}
-inline void store_32(uint8_t* c) {
-  store_16(c);
+  if (!two) return;
   _tile_stored(2, accumulator(c, 2), kStepBytes);
   _tile_stored(3, accumulator(c, 3), kStepBytes);
 }
 #undef KT_BEGIN
 #undef KT_DOT
 
-// The addresses of a product's operands.
-struct Operands {
+// One block of rows and the units that it is multiplied with.
+struct Block {
   const uint8_t* a;  // of unit 0; null if there is no product
-  int64_t unit;
-  bool two;
+  int64_t unit;      // the first one
+  bool two;          // 32 rows
 };
-template <class B> inline void load(B& b, const Operands& o, int64_t stride) {
-  load_operands(o.a + o.unit * kBlockBytes, stride, b.unit(o.unit), o.two);
+template <class B> inline Operands operands(B& b, const Block& block, int64_t stride) {
+  const uint8_t* a = block.a + block.unit * kBlockBytes;
+  return {a, a + kBlockRows * stride, b.unit(block.unit)};
 }
 
-// Multiplies units from o on, up to `end`, of one block of rows. The operands of a product are
-// loaded before the vector work that precedes it, so that they arrive during it. The caller has
-// loaded the first ones; this loads those of `next`.
+// Multiplies a block with units up to `end`. The operands of a product are loaded before the vector
+// work that precedes it, so that they arrive during it. The caller has loaded the first ones; this
+// loads those of `next`.
 template <bool two, class B>
-inline void multiply_block(B& b, Pace<B>& pace, Operands o, int64_t end, const Operands& next,
+inline void multiply_block(B& b, Pace<B>& pace, Block block, int64_t end, const Block& next,
                            int64_t stride, const Accumulators& acc) {
   constexpr bool integer = B::kInteger;
-  multiply<integer, two, true>(acc);
-  while (++o.unit < end) {
-    load(b, o, stride);
+  multiply<integer, two, true>(operands(b, block, stride), acc);
+  while (++block.unit < end) {
+    const Operands o = operands(b, block, stride);
+    load(o);
     pace.step();
-    multiply<integer, two, false>(acc);
+    multiply<integer, two, false>(o, acc);
   }
-  if (next.a) load(b, next, stride);
+  if (next.a) load(operands(b, next, stride));
   pace.step();
 }
 
@@ -182,11 +196,12 @@ void multiply_rows(B& b, int64_t units, const ActRows& a, int64_t m, float* out)
   };
   pace.stretch(stretch_end(0) * kUnitPieces, 1);
   pace.step();
-  const auto operands = [&](int64_t row, int64_t unit) {
-    return Operands{unit < units ? a.data + row * a.stride : nullptr, unit, m - row > 16};
+  const auto block = [&](int64_t row, int64_t unit) {
+    return Block{unit < units ? a.data + row * a.stride : nullptr, unit, m - row > 16};
   };
-  load(b, operands(0, 0), a.stride);
-  uint8_t* pending = nullptr;  // where to store the accumulators of 32 rows
+  load(operands(b, block(0, 0), a.stride));
+  uint8_t* pending = nullptr;  // where to store the accumulators of the last block
+  bool pending_two = false;
   for (int64_t first = 0; first < units; first = stretch_end(first)) {
     const int64_t end = stretch_end(first);
     // Must be ready before the last step, which loads the first operands of the next stretch. A
@@ -195,24 +210,23 @@ void multiply_rows(B& b, int64_t units, const ActRows& a, int64_t m, float* out)
     pace.stretch(stretch_end(end) * kUnitPieces, products > 1 ? products - 1 : 1);
     for (int64_t r = 0; r < m; r += 32) {
       auto* c = reinterpret_cast<uint8_t*>(out + r * kTileRows);
-      const Operands now = operands(r, first),
-                     next = r + 32 < m ? operands(r + 32, first) : operands(0, end);
+      const Block now = block(r, first), next = r + 32 < m ? block(r + 32, first) : block(0, end);
       // A single block keeps its accumulators in the tiles.
-      const bool alone = blocks == 1, zero = first == 0;
-      if (now.two) {
-        multiply_block<true>(b, pace, now, end, next, a.stride,
-                             {alone ? nullptr : pending, alone ? nullptr : c, zero});
-        pending = c;
-      } else {
-        if (pending) store_32(pending);
-        multiply_block<false>(b, pace, now, end, next, a.stride,
-                              {nullptr, alone ? nullptr : c, zero});
-        if (!alone || end == units) store_16(c);
+      const bool alone = blocks == 1;
+      if (pending && pending_two != now.two) {
+        store_block(pending, pending_two);
         pending = nullptr;
       }
+      const Accumulators acc{alone ? nullptr : pending, alone ? nullptr : c, first == 0};
+      if (now.two)
+        multiply_block<true>(b, pace, now, end, next, a.stride, acc);
+      else
+        multiply_block<false>(b, pace, now, end, next, a.stride, acc);
+      pending = c;
+      pending_two = now.two;
     }
   }
-  if (pending) store_32(pending);
+  if (pending) store_block(pending, pending_two);
   stores_before_tile_loads();
   b.finish(a, m, out);
 }
