@@ -9,6 +9,7 @@ inline F f_zero() { return _mm256_setzero_ps(); }
 inline F f_set(float x) { return _mm256_set1_ps(x); }
 inline F f_load(const float* p) { return _mm256_loadu_ps(p); }
 inline void f_store(float* p, F x) { _mm256_storeu_ps(p, x); }
+inline void f_stream(float* p, F x) { _mm256_stream_ps(p, x); }  // to an aligned p, past the caches
 inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F f_fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
 inline F f_add(F a, F b) { return _mm256_add_ps(a, b); }

@@ -9,6 +9,9 @@ inline F f_zero() { return _mm512_setzero_ps(); }
 inline F f_set(float x) { return _mm512_set1_ps(x); }
 inline F f_load(const float* p) { return _mm512_loadu_ps(p); }
 inline void f_store(float* p, F x) { _mm512_storeu_ps(p, x); }
+inline void f_stream(float* p, F x) {  // to an aligned p, past the caches
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), _mm512_castps_si512(x));
+}
 inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F f_fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }

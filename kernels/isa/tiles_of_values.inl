@@ -11,6 +11,16 @@ void gather_columns(const uint16_t* rows, int64_t stride, const int32_t* index, 
   }
 }
 
+void keep_tile(const float* values, const float* more, int64_t m, float* to, int64_t stride) {
+  for (int64_t r = 0; r < m; ++r)
+    for (int n = 0; n < kTileRows; n += kLanes) {
+      F x = f_load(values + r * kTileRows + n);
+      if (more) x = f_add(x, f_load(more + r * kTileRows + n));
+      f_stream(to + r * stride + n, x);
+    }
+  _mm_sfence();  // before a barrier lets others read them
+}
+
 void add_tile(float* to, const float* from, const float* bias, int64_t m) {
   for (int64_t r = 0; r < m; ++r)
     for (int n = 0; n < kTileRows; n += kLanes) {

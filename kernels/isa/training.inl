@@ -58,6 +58,6 @@ constexpr decltype(TrainingKernels::turn_rows) kTurnRows = nullptr;
 #endif
 
 constexpr TrainingKernels kTraining = {
-    kTransposed,    kTurnRows, swiglu_backward_tile, outer_product,
-    gather_columns, add_tile,  drop_columns,
+    kTransposed, kTurnRows, swiglu_backward_tile, outer_product, gather_columns,
+    add_tile,    keep_tile, drop_columns,
 };

@@ -50,26 +50,30 @@ void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t gro
       const int64_t tile = first_tile + t, pair = e.first + r;
       float *gate = mine_.tile[t], *up = mine_.tile[2 + t];
       if (layer_.order.any) {
-        keep_input(kGate, pair, m, tile, gate);
-        keep_input(kUp, pair, m, tile, up);
+        keep_input(kGate, pair, m, tile, gate, nullptr);
+        keep_input(kUp, pair, m, tile, up, nullptr);
         continue;
       }
-      training_.add(gate, up, nullptr, m);
-      if (adapters_ && first_part()) input_adapters(e, tile, r, m, gate);
-      if (keeps_input())
-        keep_input(kGate, pair, m, tile, gate);
-      else
-        table_.merge(gate, nullptr, space_.ones.data(), plan().tokens() + pair, m,
-                     sum_of(worker_.pool, group, tile));
+      const float* more = up;
+      if (adapters_ && first_part()) {
+        training_.add(gate, up, nullptr, m);
+        more = input_adapters(e, tile, r, m, gate);
+      }
+      if (keeps_input()) {
+        keep_input(kGate, pair, m, tile, gate, more);
+        continue;
+      }
+      training_.add(gate, more, nullptr, m);
+      table_.merge(gate, nullptr, space_.ones.data(), plan().tokens() + pair, m,
+                   sum_of(worker_.pool, group, tile));
     }
   });
 }
 
 void BackwardPass::keep_input(Matrix matrix, int64_t pair, int64_t m, int64_t tile,
-                              const float* values) const {
-  float* to = grad_x(worker_.pool, matrix, pair) + tile * kTileRows;
-  const int64_t stride = round_up(config_.hidden_size, kTileRows);
-  for (int64_t i = 0; i < m; ++i) std::copy_n(values + i * kTileRows, kTileRows, to + i * stride);
+                              const float* values, const float* more) const {
+  training_.keep(values, more, m, grad_x(worker_.pool, matrix, pair) + tile * kTileRows,
+                 round_up(config_.hidden_size, kTileRows));
 }
 
 // The sum over a token's routes and the pools, in this order.
@@ -89,16 +93,17 @@ void BackwardPass::add_pairs() {
   });
 }
 
-// Adds the adapters' part of a tile of the gradient of x.
-void BackwardPass::input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m,
-                                  float* to) {
+// Adds the adapters' part of a tile of the gradient of x, except for the values that it returns.
+const float* BackwardPass::input_adapters(const ExpertRows& e, int64_t tile, int64_t first,
+                                          int64_t m, float* to) {
   float* adapter = mine_.tile[4];
   for (Matrix matrix : {kGate, kUp}) {
     adapter_product(matrix, kLoraAt, e.slot, tile, rank_rows(matrix).from(row(e) + first), m,
                     adapter);
     drop_tile(matrix, e, first, m, tile * kTileRows, adapter);
-    training_.add(to, adapter, nullptr, m);
+    if (matrix == kGate) training_.add(to, adapter, nullptr, m);
   }
+  return adapter;
 }
 
 // The sums over the experts of a group, from what was kept by pair.
@@ -124,7 +129,8 @@ void BackwardPass::ordered_input() {
             for (int64_t c = 0; c < valid; ++c) values[row * kTileRows + c] += kept[from[c]];
           }
         }
-        if (adapters_ && first_part()) input_adapters(e, tile, r, m, values);
+        if (adapters_ && first_part())
+          training_.add(values, input_adapters(e, tile, r, m, values), nullptr, m);
         table_.merge(values, nullptr, space_.ones.data(), plan().tokens() + e.first + r, m, sum);
       });
     }

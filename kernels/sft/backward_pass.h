@@ -44,9 +44,11 @@ class BackwardPass : TrainingPass {
   // backward_hidden.cpp
   void input();
   void input_columns(const ExpertRows& e, int64_t block, int64_t group);
-  void input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* to);
+  const float* input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m,
+                              float* to);
   bool keeps_input() const { return training_.turn_rows || layer_.order.any; }
-  void keep_input(Matrix matrix, int64_t pair, int64_t m, int64_t tile, const float* values) const;
+  void keep_input(Matrix matrix, int64_t pair, int64_t m, int64_t tile, const float* values,
+                  const float* more) const;
   void add_pairs();
   void ordered_input();
   void hidden();

@@ -71,6 +71,10 @@ struct TrainingKernels {
   // to += from, then += bias: tiles of m rows, 32 values of bias. Either may be null.
   void (*add)(float* to, const float* from, const float* bias, int64_t m);
 
+  // Row r of m rows that lie `stride` floats apart, aligned to 64 bytes: to = values + more, or
+  // values if more is null. They go past the caches: nobody reads them soon.
+  void (*keep)(const float* values, const float* more, int64_t m, float* to, int64_t stride);
+
   // Dropout of columns [column, column + n) of a token's row; column is a multiple of 4, and x has
   // room for n rounded up to 32.
   void (*drop)(const DropKey& key, uint32_t token, int64_t column, int64_t n, float* x);
