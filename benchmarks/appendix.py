@@ -522,6 +522,13 @@ PARTS = (
         training_phases,
     ),
     Part(
+        "Fine-tuning: one tile of each operand on AMX instead of two",
+        "Medians in milliseconds, from one build that has both orders of loads and products, in "
+        "turns.",
+        ["2026-11-29-sft-amx-tiles"],
+        training_phases,
+    ),
+    Part(
         "Fine-tuning: attention on the GPU",
         "Made by `benchmarks/training_hybrid.py`, in two runs of different versions, so their "
         "times cannot be compared closely. In the second one the LoRA gradients of experts on the "
