@@ -26,7 +26,6 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-import torch
 from cache_control import FIXED, MOVING, Control
 from in_memory import VOCABULARY, serve_experts_from_memory, weights_without_experts
 from machine import about
