@@ -20,7 +20,15 @@ from kt_kernel.tuning.model import (
     Setting,
     TimeModel,
 )
-from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates, HostRates, at_least, between
+from kt_kernel.tuning.rates import (
+    CpuRates,
+    EngineRates,
+    GpuRates,
+    HostRates,
+    at_least,
+    between,
+    rising,
+)
 from kt_kernel.tuning.shape import Shape
 
 E, K, H, INTER, LAYERS = 64, 8, 1024, 512, 6
@@ -68,6 +76,7 @@ def test_curves() -> None:
     assert [between(points, x) for x in (1, 2, 3, 4, 6, 8, 12)] == [5, 10, 15, 20, 40, 60, 100]
     assert at_least(points, 1) == 10 and at_least(points, 3) == 15
     assert between(((4, 1.0),), 2) == 0.5
+    assert rising(((1, 2.0), (2, 1.0), (4, 3.0))) == ((1, 2.0), (2, 2.0), (4, 3.0))
 
 
 def test_one_token_without_hot_experts() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..runtime.variant import kernel_kind, kernel_table, native
 from ..weights.expert_tensors import matrix_shapes
 from ..weights.formats import LayerForm
 from ..weights.quantised import CoreSource
-from .rates import CpuRates
+from .rates import CpuRates, rising
 from .shape import Shape
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)  # of each expert
@@ -114,7 +114,7 @@ class CpuBench:
             self.method,
             self.threads,
             self._core.packed_bytes / self._count,
-            _rising(experts),
+            rising(experts),
             tuple(rows),
             MAX_CHUNK,
         )
@@ -164,14 +164,6 @@ class CpuBench:
 
 def _doubling(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
-
-
-def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """More experts never take less time."""
-    found: list[tuple[float, float]] = []
-    for size, seconds in points:
-        found.append((size, max(seconds, found[-1][1]) if found else seconds))
-    return tuple(found)
 
 
 def host_rates() -> tuple[float, float]:

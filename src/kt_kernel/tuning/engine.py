@@ -27,7 +27,7 @@ from ..serving.server_process import (
     process_group,
     wait_until_healthy,
 )
-from .rates import EngineRates
+from .rates import EngineRates, rising
 
 # Of vLLM 0.26.0 and SGLang 0.5.17 with 8 layers of Qwen3-30B-A3B's shape on one H200 with 16
 # virtual CPUs of a Xeon, all experts on the GPU
@@ -210,7 +210,7 @@ def measure_engine(
         gpu_flops: see `GpuRates`.
         longest: tokens of the longest prompt to try.
     """
-    step = tuple((n, server.decode(n, 32)) for n in (1, 4, 16))
+    step = rising([(n, server.decode(n, 32)) for n in (1, 4, 16)])
     # The host prepares a prompt as it prepares a step, and then launches its layers.
     short = max(server.prefill(min(128, longest)) - step[0][1], 0.0)
     long = server.prefill(longest) - step[0][1]

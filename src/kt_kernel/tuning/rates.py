@@ -24,6 +24,14 @@ def at_least(points: Sequence[tuple[float, float]], size: float) -> float:
     return between(points, max(size, points[0][0]))
 
 
+def rising(points: Sequence[tuple[float, float]]) -> Points:
+    """The points without the noise by which a larger size takes less time."""
+    found: list[tuple[float, float]] = []
+    for size, seconds in points:
+        found.append((size, max(seconds, found[-1][1]) if found else seconds))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class CpuRates:
     """How fast one number of threads computes experts in one method.
