@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from kt_kernel.device.streaming.experts import Run
+from kt_kernel.device.streaming.routes import DividedRoutes
 from kt_kernel.device.streaming.timeline import Stamp
+from kt_kernel.moe.routing import hot_routes
 
 SKEW = 5_000_000_000  # of this device's clock, in nanoseconds
 
@@ -87,3 +89,30 @@ def products(
         factor = torch.where(slots == slot, weights.float(), 0).sum(1, keepdim=True)
         total += factor * (h @ w2[slot].float().T)
     return total.to(x.dtype)
+
+
+def divide_routes(
+    kernel: Any,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    slot_map: torch.Tensor,
+    places: torch.Tensor,
+    *,
+    streamed: int,
+    room: int,
+    cold_slot: int,
+    padding: torch.Tensor | None = None,
+    live: bool = False,
+) -> DividedRoutes:
+    """`kt_kernel.device.streaming.routes.divide_routes` where Triton cannot run."""
+    signed = ids if ids.dtype.is_signed else ids.long()
+    if live:
+        places = places.masked_fill(slot_map >= 0, -1)
+    of_all, shares = hot_routes(signed, weights, places, -1, padding)
+    groups = []
+    for begin in range(0, streamed, room):
+        slots = of_all - begin
+        elsewhere = (of_all < 0) | (slots < 0) | (slots >= room)
+        groups.append((slots.masked_fill(elsewhere, -1).int(), shares.masked_fill(elsewhere, 0)))
+    hot = hot_routes(ids, weights, slot_map, cold_slot, padding)
+    return DividedRoutes(hot, signed.masked_fill(of_all >= 0, -1), groups)

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_gpu import ImmediateLane, Pins, products
+from simulated_gpu import ImmediateLane, Pins, divide_routes, products
 
 from kt_kernel.device.streaming import rates
 from kt_kernel.device.streaming.experts import PackedExperts
 from kt_kernel.device.streaming.rates import Rates, Timed
-from kt_kernel.device.streaming.routes import DividedRoutes
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.device.tracer import tracer_of
 from kt_kernel.moe.placement import COLD, Placement
@@ -479,12 +478,6 @@ def test_a_batch_that_was_cancelled(monkeypatch, where: str) -> None:
         assert row_error(answers(layer, batch(tokens))[1], want.double()).max() < 0.01
 
 
-def divided_by_nobody(kernel: Any, ids: Any, weights: Any, *_: Any, **more: Any) -> DividedRoutes:
-    """In place of the kernel, which takes long in Triton's interpreter."""
-    groups = -(-more["streamed"] // more["room"])
-    return DividedRoutes((ids.clone(), weights.clone()), ids.clone(), [(ids, weights)] * groups)
-
-
 def test_nothing_grows(monkeypatch) -> None:
     """Over a thousand prompts of different lengths, shared and whole."""
     monkeypatch.setattr(PackedExperts, "unpack", lambda *_: None)
@@ -492,7 +485,7 @@ def test_nothing_grows(monkeypatch) -> None:
     stream(layer, BOTH)
     monkeypatch.setattr(layer._streaming._model, "products", lambda x, *_: torch.zeros_like(x))
     monkeypatch.setattr(streaming, "_KEPT", 64)
-    monkeypatch.setattr(streaming, "divide_routes", divided_by_nobody)
+    monkeypatch.setattr(streaming, "divide_routes", divide_routes)  # faster
 
     def prompts(count: int) -> None:
         for i in range(count):

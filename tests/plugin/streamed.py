@@ -16,12 +16,12 @@ import torch
 
 from kt_kernel.device.streaming.experts import PackedExperts
 from kt_kernel.plugin_entrypoints import common
-from kt_kernel.serving import hybrid_model
+from kt_kernel.serving import hybrid_model, streaming
 from kt_kernel.serving.streaming import ModelStreaming
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from simulated_gpu import ImmediateLane, Pins, products
+from simulated_gpu import ImmediateLane, Pins, divide_routes, products
 
 VARIABLE = "STREAMED"
 ALL, ON_CPU = "all", "on the CPU"
@@ -84,7 +84,12 @@ def _is(experts: PackedExperts, slot: int, copied: Sequence[torch.Tensor]) -> bo
     )
 
 
+def _divide(*given: Any, original: Any = streaming.divide_routes, **more: Any) -> Any:
+    return (divide_routes if _on_cpu() else original)(*given, **more)
+
+
 ModelStreaming.whole = _whole  # type: ignore[method-assign]
 common.refuse_streaming = _refuse
 hybrid_model.start_streaming = _start
+streaming.divide_routes = _divide
 PackedExperts.unpack = _unpack  # type: ignore[method-assign]
