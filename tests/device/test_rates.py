@@ -117,18 +117,25 @@ def test_streaming_pays_from(
     bus: float, expert: float, token: float, host: float, cold: int, k: int
 ) -> None:
     made = Rates(bus, ((1, expert), (2, expert + token)), 1e-6, 1e-4, host)
-    routed = (cold + 1) // 2
     tokens = made.pays_from(cold, k)
     assert tokens is not None  # the CPU's time grows without bound
 
     def saved(tokens: int) -> float:
-        counts = [tokens * k // routed + (i < tokens * k % routed) for i in range(routed)]
+        used = rates.routed(tokens, cold)
+        counts = [tokens * k // used + (i < tokens * k % used) for i in range(used)]
         alone = made.on_cpu(counts).sum() + 1e-6 * tokens
         streamed = min(made._split(counts, tokens)[1], cold * bus + 1e-4)
         return 1 - max(streamed, host) / alone
 
     assert saved(tokens) > 0.1
     assert tokens == 1 or saved(tokens - 1) <= 0.1
+
+
+def test_short_prompts_use_few_experts() -> None:
+    """Rounded, half of 128 experts: a half with 64 tokens, two thirds with 128, all in the end."""
+    found = [rates.routed(tokens, 128) for tokens in (1, 64, 128, 2048, 1 << 20)]
+    assert found == [1, 32, 43, 62, 64]
+    assert rates.routed(1, 1) == rates.routed(1 << 20, 1) == 1
 
 
 def test_streaming_never_pays() -> None:

@@ -213,8 +213,8 @@ def fixed_rates(monkeypatch: pytest.MonkeyPatch, rates: Rates) -> None:
 
 
 def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
-    """Six experts take 0.6 s on the bus. The three that have routes take 0.06 s + 0.1 s per token
-    on the CPU, which computes some meanwhile: streaming is a tenth faster from a few tokens on."""
+    """Six experts take 0.6 s on the bus. The few that have routes take 0.06 s + 0.1 s per token on
+    the CPU, which computes some meanwhile: streaming is a tenth faster from a few tokens on."""
     rates = Rates(0.1, PER_TOKEN, 0.0, 0.1)
     fixed_rates(monkeypatch, rates)
     layer = make(monkeypatch)
@@ -225,6 +225,14 @@ def test_the_threshold_follows_from_the_rates(monkeypatch) -> None:
     for tokens, streamed in ((pays - 1, 0), (pays, 1)):
         answers(layer, batch(tokens))
         assert layer.stats()["streamed_batches"] == streamed
+
+
+def test_routes_to_some_of_the_cold_experts() -> None:
+    """Experts 1 and 4 are hot, and keep their routes; two others have those of all four."""
+    routes = streaming_start.spread_routes(12, 2, E)
+    found = streaming_start.routes_to(2, [0, 2, 3, 5], routes)
+    assert found.flatten().bincount(minlength=E).tolist() == [8, 4, 0, 8, 4, 0]
+    assert torch.equal(found == 1, routes == 1) and torch.equal(found == 4, routes == 4)
 
 
 def test_the_threshold_is_measured(monkeypatch) -> None:

@@ -17,6 +17,7 @@ from ..device.streaming.rates import (
     Timed,
     measure_bus,
     measure_cpu,
+    routed,
     timed,
     timed_on_cpu,
 )
@@ -207,7 +208,8 @@ class _Start:
         cold, top_k = first.placement.cold_experts, first.wrapper.num_experts_per_tok
         here = set(cold)
         while pays <= min(_LARGEST, self.engine.largest or _LARGEST):
-            routes = half_of(cold, spread_routes(pays, top_k, first.num_experts))
+            routes = spread_routes(pays, top_k, first.num_experts)
+            routes = routes_to(routed(pays, len(cold)), cold, routes)
             taken = measure_streaming(streaming, first, routes, self.dtype, self.device, lane.wait)
             streamed = max(taken.total, taken.host + HOST_LAUNCHES)
             routes.apply_(lambda expert: expert if expert in here else -1)
@@ -352,10 +354,10 @@ def spread_routes(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     return routes.remainder(experts).view(tokens, top_k)
 
 
-def half_of(cold: Sequence[int], routes: torch.Tensor) -> torch.Tensor:
-    """Routes like these, in which every other cold expert has those of two."""
-    some = cold[::2]
-    instead = {expert: some[i % len(some)] for i, expert in enumerate(cold)}
+def routes_to(count: int, cold: Sequence[int], routes: torch.Tensor) -> torch.Tensor:
+    """Routes like these, in which some of the cold experts, evenly chosen, have those of all."""
+    some = [cold[i * len(cold) // count] for i in range(count)]
+    instead = {expert: some[i % count] for i, expert in enumerate(cold)}
     return routes.clone().apply_(lambda expert: instead.get(expert, expert))
 
 

@@ -18,6 +18,7 @@ from .streamer import ExpertStreamer
 _REPETITIONS = 3
 _MOST_TOKENS = 1 << 20
 _FAR = 1 << 24  # tokens
+_HALF_USED = 64  # tokens of a prompt that uses half as many experts as a long one, see `routed`
 _TOKENS = (1, 4, 16, 64, 256)  # of each expert, in the batches that are timed on the CPU
 _LONGEST = 0.2  # seconds of a batch, after which no larger one is timed
 _LARGEST = 4096  # tokens of such a batch: pinned memory is kept for the largest that there was
@@ -97,15 +98,13 @@ class Rates:
 
     def pays_from(self, cold: int, routes_per_token: float) -> int | None:
         """The smallest number of tokens for which streaming makes a layer at least a tenth
-        faster, if half of its cold experts have routes, equally many; None if none does. (The
-        tokens of a prompt resemble each other, so short ones leave out many experts. The CPU does
-        not read these.)
+        faster, if `routed` experts have equally many routes; None if none does.
 
         cold: experts on the CPU. routes_per_token: to these experts.
         """
 
         def pays(tokens: int) -> bool:
-            counts = self.even(tokens * routes_per_token, -(-cold // 2))
+            counts = self.even(tokens * routes_per_token, routed(tokens, cold))
             alone = self.on_cpu(counts).sum() + tokens * self.token_on_cpu
             streamed = min(self._split(counts, tokens)[1], self.everything(cold))
             return max(streamed, self.host) < 0.9 * alone
@@ -134,6 +133,14 @@ class Rates:
             batch_on_cpu=batch * self.token_on_cpu,
             streaming=self.streaming,
         )
+
+
+def routed(tokens: int, cold: int) -> int:
+    """How many cold experts a batch uses, which is rather too small than too large: half of them at
+    most, and fewer in short prompts, whose tokens resemble each other. (Of 128 experts, prompts of
+    128 tokens used 46 in a layer, and of 2,048 tokens 54, with random weights.) The CPU does not
+    read the others."""
+    return max(1, round(cold / 2 * tokens / (tokens + _HALF_USED)))
 
 
 def measure_bus(streamer: ExpertStreamer, layer: PackedExperts, wait: Callable[[], None]) -> float:
