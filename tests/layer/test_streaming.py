@@ -499,11 +499,11 @@ def test_nothing_grows(monkeypatch) -> None:
         for i in range(count):
             answers(layer, batch(THRESHOLD + i % 200))
 
-    prompts(300)
+    prompts(400)  # of as many lengths each time, as some are remembered
     gc.collect()
     tracemalloc.start()
     try:
-        prompts(100)
+        prompts(200)
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
         prompts(1000)
@@ -511,5 +511,5 @@ def test_nothing_grows(monkeypatch) -> None:
         assert tracemalloc.get_traced_memory()[0] < before + 20_000
     finally:
         tracemalloc.stop()
-    assert layer.stats()["streamed_batches"] == 1400
-    assert 0 < layer.stats()["shared_batches"] <= 1400
+    assert layer.stats()["streamed_batches"] == 1600
+    assert 0 < layer.stats()["shared_batches"] <= 1600
