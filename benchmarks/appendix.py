@@ -434,8 +434,8 @@ PARTS = (
         "with 1 GB on the GPU, and streamed from a given number of tokens on; it shared 2,048 "
         "tokens in INT4_G32, and lost by that. The second one is of the same version with the "
         "measured threshold: 449 (INT4_G32), 831 (BF16) and 800 tokens (FP8). The CPU computes "
-        "shorter prompts in all columns. The third one is of the present version: its thresholds "
-        "are 157 (INT4_G32) and 338 tokens (BF16, half of the experts hot).",
+        "shorter prompts in all columns. The third one is of a later version with "
+        "fewer groups: 157 (INT4_G32) and 338 tokens (BF16, half of the experts hot).",
         [
             "2026-11-29-prompts-vllm-h200",
             "2026-11-29-prompts-auto-vllm-h200",
