@@ -37,7 +37,13 @@ from speculative import MTP, NGRAM, STEPS, eagle
 from test_gpu import CPU_THREADS
 from test_gpu_classes import HEADS, SIZES
 
-KT = {"method": "BF16", "num_gpu_experts": HOT, "cpuinfer": CPU_THREADS, "allow_untested": True}
+KT = {
+    "method": "BF16",
+    "num_gpu_experts": HOT,
+    "cpuinfer": CPU_THREADS,
+    "gpu_prefill_token_threshold": 0,  # measuring one takes long
+    "allow_untested": True,
+}
 # The runs of each method. Each method has a process: SGLang's ends with an engine that fails.
 RUNS = {
     "mtp": {"stock mtp": None, "mtp": KT, "mtp with other experts": KT},
@@ -155,7 +161,10 @@ def _settings(engine: str, method: str, served: Served, folder: Path) -> dict[st
     draft = folder / f"{engine} {method} draft"
     make_draft(draft, engine, method, served.reference, served.prompts, STEPS)
     if engine == "vllm":
-        return eagle(method, draft)
+        settings = eagle(method, draft)
+        # vLLM selects a backend for the draft by itself.
+        settings["speculative_config"]["attention_backend"] = GPU_VLLM["attention_backend"]
+        return settings
     return SGLANG_DRAFT | {
         "speculative_algorithm": method.upper(),
         "speculative_draft_model_path": str(draft),
