@@ -92,27 +92,18 @@ def products(
 
 
 def divide_routes(
-    kernel: Any,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    slot_map: torch.Tensor,
-    places: torch.Tensor,
-    *,
-    streamed: int,
-    room: int,
-    cold_slot: int,
-    padding: torch.Tensor | None = None,
-    live: bool = False,
+    _: Any, ids: Any, weights: Any, slot_map: Any, places: Any, **given: Any
 ) -> DividedRoutes:
     """`kt_kernel.device.streaming.routes.divide_routes` where Triton cannot run."""
     signed = ids if ids.dtype.is_signed else ids.long()
-    if live:
+    padding, room = given["padding"], given["room"]
+    if given["live"]:
         places = places.masked_fill(slot_map >= 0, -1)
     of_all, shares = hot_routes(signed, weights, places, -1, padding)
     groups = []
-    for begin in range(0, streamed, room):
+    for begin in range(0, given["streamed"], room):
         slots = of_all - begin
         elsewhere = (of_all < 0) | (slots < 0) | (slots >= room)
         groups.append((slots.masked_fill(elsewhere, -1).int(), shares.masked_fill(elsewhere, 0)))
-    hot = hot_routes(ids, weights, slot_map, cold_slot, padding)
+    hot = hot_routes(ids, weights, slot_map, given["cold_slot"], padding)
     return DividedRoutes(hot, signed.masked_fill(of_all >= 0, -1), groups)
