@@ -153,16 +153,17 @@ class ModelCache:
         try:
             with torch.cuda.device(self._memory.device):
                 allow_captures_elsewhere()
-                idle, tick, looked = 0, TICK_SECONDS, time.perf_counter()
+                idle, nap, looked = 0, TICK_SECONDS, time.perf_counter()
                 while not self._stop.is_set():
-                    time.sleep(tick)
+                    time.sleep(nap)
+                    nap = TICK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS
                     began = time.perf_counter()
                     if not self._due(began - looked):
                         continue
                     idle = 0 if self.step() else idle + 1
                     looked = time.perf_counter()
                     self._wait = self._until_next(looked - began)
-                    tick = TICK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS
+                    nap = max(nap, self._wait)
         except Exception:
             _logger.exception("kt: experts no longer move, because of an error; serving goes on")
 
