@@ -58,6 +58,14 @@ FULL = dict(layer_types=["full_attention"] * 2)
 SPARSE = dict(mlp_layer_types=["sparse"] * 2)
 NO_ROPE = dict(qk_rope_head_dim=0)
 INDEXER = dict(index_n_heads=2, index_head_dim=8)
+GEMMA4 = dict(
+    enable_moe_block=True,
+    top_k_experts=TOP_K,
+    hidden_size_per_layer_input=0,
+    per_layer_config={},
+    global_head_dim=8,
+    **FULL,
+)
 
 # model_type: (class prefix, config arguments beyond COMMON)
 MODELS = {
@@ -74,6 +82,7 @@ MODELS = {
     "ernie4_5_moe": ("Ernie4_5_Moe", dict(moe_num_experts=E, moe_k=2, moe_layer_start_index=0)),
     "exaone_moe": ("ExaoneMoe", dict(is_moe_layer=[True] * 2, **FULL, **SPARSE)),
     "flex_olmo": ("FlexOlmo", {}),
+    "gemma4_text": ("Gemma4", GEMMA4),
     "glm4_moe": ("Glm4Moe", GROUPS),
     "glm4_moe_lite": ("Glm4MoeLite", MLA | GROUPS | SPARSE),
     "glm4v_moe_text": ("Glm4vMoe", GROUPS),
@@ -128,11 +137,16 @@ MODELS = {
     "qwen3_vl_moe_text": ("Qwen3VLMoe", {}),
     "qwen4_exp_text": ("Qwen4Exp", LINEAR_ATTENTION),
     "solar_open": ("SolarOpen", GROUPS),
+    "zaya": (
+        "Zaya",
+        dict(layer_types=["hybrid"] * 2, router_hidden_size=8, num_experts_per_tok=1),
+    ),
 }
 # Inside a multimodal model: class prefix and arguments of the text part.
 MULTIMODAL = {
     "aria": ("Aria", dict(moe_num_experts=E, moe_topk=TOP_K, moe_num_shared_experts=1)),
     "deepseek_ocr2": ("DeepseekOcr2", dict(n_shared_experts=1) | SPARSE),
+    "gemma4": ("Gemma4", GEMMA4),
     "glm4v_moe": ("Glm4vMoe", GROUPS),
     "glm5_next": ("Glm5Next", MLA | GROUPS | SPARSE | NO_ROPE),
     "inkling_mm_model": ("Inkling", {}),

@@ -51,6 +51,11 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
     return path
 
 
+def _whole(path: Path) -> Path:
+    """The checkpoint as transformers wrote it, if the published form lacks something."""
+    return path.with_name(f"{path.name} whole")
+
+
 def _as_published(name: str, family: Family, path: Path) -> None:
     file = path / "config.json"
     if family.published:
@@ -65,7 +70,7 @@ def _as_published(name: str, family: Family, path: Path) -> None:
             del part[key]
         file.write_text(json.dumps(written))
     if family.dropped or family.renamed:
-        shutil.copytree(path, path / "whole")
+        shutil.copytree(path, _whole(path))
     if family.dropped or family.transposed or family.renamed:
         file, kept = path / "model.safetensors", {}
         for key, tensor in load_file(file).items():
@@ -101,7 +106,7 @@ class FamilyReference(Reference):
     """transformers in float32, for any class."""
 
     def __init__(self, name: str, path: Path) -> None:
-        whole = path / "whole"
+        whole = _whole(path)
         self.model = getattr(transformers, name).from_pretrained(
             whole if whole.exists() else path,
             dtype=torch.float32,

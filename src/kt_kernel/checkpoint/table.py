@@ -139,7 +139,7 @@ def _families() -> str:
         (
             ", ".join(f"`{t}`" for t in types),
             ", ".join(f"`{a}`" for a, t in ARCHITECTURES.items() if t in types),
-            f"`{family.block}.experts.{{e}}`",
+            f"`{family.experts}.{{e}}`",
             "; ".join(_stack(stacked) for stacked in family.stacked),
         )
         for family, types in members.items()

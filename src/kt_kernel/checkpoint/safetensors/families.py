@@ -63,7 +63,8 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Family:
-    """block: the module between "layers.{L}." and "experts.{e}." in per-expert names.
+    """block: the module between "layers.{L}." and "experts.{e}." in per-expert names; "" if there
+    is none.
 
     gated: whether experts have a gate. stacked: all stacked arrangements of the family. Two of them
     may share names and differ in orientation; the shapes of gate_up and down tell them apart,
@@ -73,6 +74,11 @@ class Family:
     block: str
     stacked: tuple[Stacked, ...] = ()
     gated: bool = True
+
+    @property
+    def experts(self) -> str:
+        """The module with the experts, after "layers.{L}."."""
+        return f"{self.block}.experts" if self.block else "experts"
 
 
 def _module(block: str, **kwargs: Any) -> Stacked:
@@ -104,6 +110,7 @@ _INKLING = Family(
         _module("mlp"),
     ),
 )
+_GEMMA4 = Family("", (Stacked("experts.gate_up_proj", "experts.down_proj"),))
 _FEED_FORWARD = Family("feed_forward", (_module("feed_forward"),))
 _LLAMA4 = Family("feed_forward", (_module("feed_forward", columns=True),))
 _NEMOTRON_H = Family(
@@ -157,6 +164,8 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": _MLP,
     "exaone_moe": _MLP,
     "flex_olmo": _MLP,
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
     "glm4_moe": _MLP,
     "glm4_moe_lite": _MLP,
     "glm4v_moe": _MLP,
@@ -205,6 +214,7 @@ FAMILIES: dict[str, Family] = {
     "qwen4_exp_text": _MLP,
     "solar_open": _MLP,
     "step3p7": _STEP,
+    "zaya": _MLP,
 }
 
 

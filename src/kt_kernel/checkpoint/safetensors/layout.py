@@ -149,7 +149,7 @@ def find_layout(
             where = f"{prefix}layers.{layer_idx}.{block + '.' if block else ''}experts"
             groups.setdefault(where, []).append((digits, part, info))
     if family:
-        expected = [f"{p}layers.{layer_idx}.{family.block}.experts" for p in PREFIXES]
+        expected = [f"{p}layers.{layer_idx}.{family.experts}" for p in PREFIXES]
         elsewhere = {where: groups.pop(where) for where in sorted(set(groups) - set(expected))}
         if elsewhere and not groups and not stacked:
             raise ValueError(

@@ -1,0 +1,34 @@
+"""Our readers find the experts of the tiny models whose published form is not what transformers
+writes, and of Gemma 4, whose experts are not inside an MLP module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_models import EXPERTS, FAMILIES, FamilyReference, make
+
+from kt_kernel.checkpoint import open_checkpoint
+
+NAMES = [
+    name
+    for name, family in FAMILIES.items()
+    if family.dropped or family.renamed or family.transposed or name.startswith("Gemma4")
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    path = make(name, tmp_path / name)
+    stacks = FamilyReference(name, path).stacks()
+    checkpoint = open_checkpoint(path)
+    layers = checkpoint.layers()
+    assert len(layers) == len(stacks)
+    for layer, (gate_up, down) in zip(layers, stacks, strict=True):
+        sizes = checkpoint.sizes(layer)
+        assert sizes[0] == EXPERTS
+        found = checkpoint.read_experts(layer, *sizes)
+        for e in range(EXPERTS):
+            assert torch.cat([found.gate[e], found.up[e]]).float().equal(gate_up[e])
+            assert found.down[e].float().equal(down[e])
