@@ -94,7 +94,7 @@ class Timed:
 
 def arguments_of(**more: Any) -> dict[str, Any]:
     """Arguments of vLLM."""
-    found = dict(ENGINES["vllm"]) | {"max_model_len": 8300, "seed": 0, **more}
+    found = dict(ENGINES["vllm"]) | {"max_model_len": 8300, **more}
     sizes = {"cudagraph_capture_sizes": list(STREAMS)}
     return found | {"compilation_config": found["compilation_config"] | sizes}
 
