@@ -13,14 +13,7 @@ from typing import Any
 import pytest
 
 from kt_kernel.serving.server_process import ServerFailed
-from kt_kernel.tuning.engine import (
-    USUAL,
-    Server,
-    ServerPlan,
-    for_streaming,
-    measure_engine,
-    serving,
-)
+from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, serving
 
 
 def test_commands() -> None:
@@ -38,13 +31,6 @@ def test_commands() -> None:
     assert small[small.index("--load-format") + 1] == "dummy"
     assert small[small.index("--mem-fraction-static") + 1] == "0.500"
     assert small[small.index("--device") + 1] == "cpu"
-
-
-def test_arguments_for_streaming() -> None:
-    assert for_streaming("vllm", ["-x"]) == ("-x",)
-    assert for_streaming("sglang", ["-x"]) == ("-x", "--disable-prefill-cuda-graph")
-    for given in ("--disable-prefill-cuda-graph", "--cuda-graph-max-bs-prefill"):
-        assert for_streaming("sglang", [given, "64"]) == (given, "64")
 
 
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

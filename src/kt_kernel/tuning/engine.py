@@ -39,18 +39,9 @@ USUAL = {
 _NAME = "tune"  # of the served model
 _START = 1800  # seconds for a server with large weights
 _LAYERS = 2  # with experts, of the model that measures the engine itself
-_PREFILL_GRAPHS = re.compile(r"^--(disable-prefill-cuda-graph|cuda-graph-\S*prefill)")
 _ERROR = re.compile(r"kt: error: |\w+(Error|Exception): ")
 _ROUNDS = 3
 _LONGER = 1.3  # times a short prompt: what a long one takes if the GPU is the limit
-
-
-def for_streaming(engine: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Further arguments of an engine, with those that let it stream experts: SGLang captures
-    prompts in CUDA graphs by default, and captured batches cannot be streamed."""
-    if engine != "sglang" or any(_PREFILL_GRAPHS.search(argument) for argument in given):
-        return tuple(given)
-    return (*given, "--disable-prefill-cuda-graph")
 
 
 @dataclass(frozen=True)

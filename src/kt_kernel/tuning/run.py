@@ -19,7 +19,7 @@ from ..serving.option_table import OptionError
 from ..serving.server_process import ServerFailed
 from .choice import Candidate, Goal, HotChoice, Limits, choose, predict
 from .cpu import CpuBench, host_rates
-from .engine import USUAL, ServerPlan, for_streaming, measure_engine, serving
+from .engine import USUAL, ServerPlan, measure_engine, serving
 from .gpu import gpu_memory, measure_gpu
 from .model import TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
@@ -158,9 +158,7 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
             wishes.goal.streams,
             "cpu" if room is None else "cuda",
             memory=_share(wishes, device, engine),
-            more=for_streaming(engine, wishes.engine_arguments)
-            if chosen.streaming is not None
-            else wishes.engine_arguments,
+            more=wishes.engine_arguments,
         ),
         installed,
     )
