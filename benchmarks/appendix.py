@@ -530,18 +530,11 @@ PARTS = (
     ),
     Part(
         "Fine-tuning: where a step's time goes on AMX",
-        "Medians in milliseconds, from builds that mark the phases, before and after the "
-        "transposed products were rewritten, in turns. After includes chunks of 2,048 tokens. In "
-        "parentheses is the share of the rate at which the tile unit multiplies with one tile load "
-        "for each product.",
-        ["2026-11-29-sft-amx-phases"],
-        training_phases,
-    ),
-    Part(
-        "Fine-tuning: one tile of each operand on AMX instead of two",
-        "Medians in milliseconds, from one build that has both orders of loads and products, in "
-        "turns.",
-        ["2026-11-29-sft-amx-tiles"],
+        "Medians in milliseconds with marked phases, in turns: before and after the transposed "
+        "products were rewritten (with chunks of 2,048 tokens), and before and after one tile of "
+        "each operand instead of two. In parentheses is the share of the rate at which the tile "
+        "unit multiplies with one tile load for each product.",
+        ["2026-11-29-sft-amx-phases", "2026-11-29-sft-amx-tiles"],
         training_phases,
     ),
     Part(
