@@ -24,6 +24,11 @@ _LARGEST = 256
 _GIVEN = "_cuda_graph_config_locked"
 
 
+def largest_captured(phase: Any) -> int:
+    """Tokens of the largest batch that SGLang captures in a phase; 0 if it captures none."""
+    return 0 if phase.backend == "disabled" else max(phase.bs or [phase.max_bs or 0])
+
+
 def leave_long_prompts(
     server_args: Any, arguments: Any, options: KTOptions, logger: logging.Logger
 ) -> None:
@@ -43,6 +48,8 @@ def leave_long_prompts(
     if given is None or not given.isdisjoint((("prefill", "bs"), ("prefill", "max_bs"))):
         return
     limit = _LARGEST if threshold is None else threshold - 1
+    # Batches up to the largest captured one that decodes are never streamed, see `EngineSide`.
+    limit = max(limit, largest_captured(graphs.decode))
     sizes = list(prefill.bs or ())
     captured = [size for size in sizes if size <= limit]
     if captured == sizes:

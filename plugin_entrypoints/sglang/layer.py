@@ -31,6 +31,7 @@ from ..common import MATRIX, slot_weights
 from . import padding, requests
 from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
+from .graphs import largest_captured
 from .hooks import Hook, verify
 from .hot import PackedHotMethod, hold_dense, refuse_activation
 from .options import language_model, options_of, resolved, text_config
@@ -373,18 +374,20 @@ def engine_side(arguments: Any) -> EngineSide:
         return int((free + ours) * arguments.mem_fraction_static) - ours
 
     graphs = arguments.cuda_graph_config
-    captured = [
-        max(phase.bs or [phase.max_bs or 0])  # of prefill: tokens
-        for phase in (graphs.decode, graphs.prefill)
-        if phase.backend != "disabled"
-    ]
+    of_phases = {
+        "--cuda-graph-max-bs-prefill N or --disable-prefill-cuda-graph": graphs.prefill,
+        "--cuda-graph-max-bs-decode N": graphs.decode,
+    }
+    captured = max(map(largest_captured, of_phases.values()))
     chunk = arguments.chunked_prefill_size or 0  # not above 0: prompts are computed whole
     return EngineSide(
         products,
         memory_left,
-        max(captured, default=0),
+        captured,
         chunk if chunk > 0 else None,
-        "--cuda-graph-max-bs-prefill N or --disable-prefill-cuda-graph",
+        ", together with ".join(
+            flag for flag, phase in of_phases.items() if largest_captured(phase) == captured
+        ),
     )
 
 

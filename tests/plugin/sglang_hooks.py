@@ -247,14 +247,22 @@ def check_arguments_that_need_more() -> None:
             assert (line == "") == (backend != "tc_piecewise")
             assert not line or line.startswith(f"--cuda-graph-backend-{phase} tc_piecewise: ")
     decode = dataclasses.replace(graphs.decode, backend="full", bs=[1, 8])
-    for backend, captured in (("breakable", 2048), ("disabled", 8)):
-        prefill = dataclasses.replace(graphs.prefill, backend=backend, bs=[512, 2048])
+    flags = "--cuda-graph-max-bs-prefill N or --disable-prefill-cuda-graph"
+    of_decode = "--cuda-graph-max-bs-decode N"
+    for backend, sizes, captured, option in (
+        ("breakable", [512, 2048], 2048, flags),
+        ("breakable", [4, 8], 8, f"{flags}, together with {of_decode}"),
+        ("breakable", [4], 8, of_decode),
+        ("disabled", [512, 2048], 8, of_decode),
+    ):
+        prefill = dataclasses.replace(graphs.prefill, backend=backend, bs=sizes)
         changed = dataclasses.replace(graphs, decode=decode, prefill=prefill)
         for chunk, largest in ((4096, 4096), (-1, None)):
             fields = {"cuda_graph_config": changed, "chunked_prefill_size": chunk}
             with decided(server_args, **fields) as arguments:
                 side = layer.engine_side(arguments)
             assert (side.captured, side.largest) == (captured, largest)
+            assert side.graph_option == option
     line = refusal(resolving_view(server_args), gpu_prefill_token_threshold=512)
     assert "512: experts can only be streamed to a CUDA device" in line
     with decided(server_args, enable_deterministic_inference=True) as arguments:
@@ -357,10 +365,13 @@ def check_shared_experts_stay_apart() -> None:
 
 def check_long_prompts_are_not_captured() -> None:
     """SGLang captures short prompts only, or those below a given threshold, and the log says so,
-    unless the user chose which ones are captured, nothing is streamed, or no expert is cold."""
+    unless the user chose which ones are captured, nothing is streamed, or no expert is cold.
+    Batches as long as those that are captured for decoding are not streamed, and stay captured."""
     sizes = [16, 256, 512, 2048, 8192]
 
-    def outcome(flags: str = "", hot: int = 3, device: str = "cuda", **given: Any) -> Any:
+    def outcome(
+        flags: str = "", hot: int = 3, device: str = "cuda", decoding: int = 4, **given: Any
+    ) -> Any:
         """Sizes that the worker captures, and the lines of the log about it."""
         LOG.clear()
         parser = ArgumentParser()
@@ -369,11 +380,12 @@ def check_long_prompts_are_not_captured() -> None:
         server_args.resolve_once()
         graphs = resolving_view(server_args).cuda_graph_config
         prefill = dataclasses.replace(graphs.prefill, backend="breakable", bs=sizes, max_bs=8192)
+        decode = dataclasses.replace(graphs.decode, backend="full", bs=[1, decoding])
         declare_resolution(
             server_args,
             "test",
             device=device,
-            cuda_graph_config=dataclasses.replace(graphs, prefill=prefill),
+            cuda_graph_config=dataclasses.replace(graphs, decode=decode, prefill=prefill),
         )
         checked = KTOptions.from_mapping({"num_gpu_experts": hot} | given)
         setattr(server_args, options.OPTIONS_KEY, checked.to_mapping())
@@ -388,6 +400,8 @@ def check_long_prompts_are_not_captured() -> None:
     assert outcome(gpu_prefill_token_threshold=512) == ([16, 256], 1)
     assert outcome(gpu_prefill_token_threshold=4000) == ([16, 256, 512, 2048], 1)
     assert outcome(gpu_prefill_token_threshold=5) == (None, 1)
+    assert outcome(decoding=512) == ([16, 256, 512], 1)
+    assert outcome(decoding=256, gpu_prefill_token_threshold=5) == ([16, 256], 1)
     for unchanged in (
         outcome("--cuda-graph-max-bs-prefill 8192"),
         outcome("--cuda-graph-bs-prefill 16 8192"),
