@@ -123,6 +123,21 @@ def test_the_same_as_on_the_cpu(monkeypatch, rates, hot, ids_dtype) -> None:
             assert bool(calls) == (rates is CPU_ONLY) and bool(copied) == (rates is BUS_ONLY)
 
 
+@pytest.mark.parametrize("rates", [BUS_ONLY, BOTH], ids=["bus", "both"])
+@pytest.mark.parametrize(
+    "padding", [torch.zeros(39, dtype=torch.bool), torch.zeros(40, dtype=torch.int32)]
+)
+def test_a_mask_of_another_kind(monkeypatch, rates, padding) -> None:
+    """Nothing is copied for it, and the next batch is right."""
+    layer, alone = make(monkeypatch), make(monkeypatch)
+    lane = stream(layer, rates)
+    with pytest.raises(ValueError, match=r"layer 3: padding is \[(39|40)\] torch\.\w+ of"):
+        layer.submit(*batch(40), cold_slot=-1, padding=padding)
+    assert not lane.copied
+    found, want = answers(layer, batch(40))[1], answers(alone, batch(40))[1]
+    assert row_error(found, want.double()).max() < 0.01
+
+
 def test_a_streamed_layer_defers_nothing(monkeypatch) -> None:
     """Without streaming, this layer would leave its lowest experts to the next one."""
     layer = make(monkeypatch, max_deferred_experts_per_token=2)

@@ -24,7 +24,7 @@ from ..device.streaming.routes import divide_routes
 from ..device.streaming.streamer import ExpertStreamer, Group
 from ..device.streaming.timeline import LayerStamps, Timeline
 from ..device.tracer import tracer_of
-from ..moe.routing import without_padding
+from ..moe.routing import need_padding, without_padding
 
 #: An engine's product of hidden states with some experts: (x [T, H], slots [T, k], weights [T, k],
 #: w13 [n, 2 I, H], w2 [n, H, I]) -> [T, H]. Routes with slot -1 have weight 0 and are skipped.
@@ -164,6 +164,9 @@ class LayerStreaming:
         `HybridLayer.submit`.
         """
         model, top_k = self._model, topk_ids.shape[1]
+        layer, position, chain = self._wrapper.place
+        if padding is not None:  # a kernel reads it by these numbers
+            need_padding(layer, padding, x.shape[0], x.device)
         left = [0, 0]  # to the CPU: experts, and pairs of token and expert
         if model.whole(x.shape[0], top_k, len(cold), self._experts):
             streamed = list(cold)
@@ -173,7 +176,6 @@ class LayerStreaming:
             left = [sum(map(bool, tokens)) - len(streamed), sum(tokens)]
             left[1] -= sum(tokens[expert] for expert in streamed)
         places = self._places(streamed, x.device)
-        layer, position, chain = self._wrapper.place
         stamps = model.stamps(
             layer=layer,
             position=position,
