@@ -175,16 +175,14 @@ def _runs(counts: Sequence[int]) -> list[_Run]:
     kernel for many experts instead of one for each is what counts: a GPU computes an expert faster
     than Python launches its kernels."""
     runs: list[_Run] = []
-    first = begin = 0
-    for expert in range(len(counts) + 1):
-        taken = counts[first : expert + 1]
-        if expert < len(counts) and len(taken) * max(taken) <= 2 * sum(taken) + _SPARE_ROWS:
-            continue
-        run = _Run(slice(first, expert), list(counts[first:expert]), begin)
-        if any(run.counts):
-            runs.append(run)
-        first, begin = expert, run.end
-    return runs
+    first = begin = end = most = 0  # of the run so far: its experts, and its rows
+    for expert, count in enumerate(counts):
+        if (expert + 1 - first) * max(most, count) > 2 * (end + count - begin) + _SPARE_ROWS:
+            runs.append(_Run(slice(first, expert), list(counts[first:expert]), begin))
+            first, begin, most = expert, end, 0
+        most, end = max(most, count), end + count
+    runs.append(_Run(slice(first, len(counts)), list(counts[first:]), begin))
+    return [run for run in runs if any(run.counts)]
 
 
 # Sums of rows, forward and in the gradient of `_rows`, have a fixed order, so that a run gives the
