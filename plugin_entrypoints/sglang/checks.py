@@ -32,7 +32,8 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
         if cold or options.converts_hot:
             _separate_shared_experts(server_args, arguments)
         if cold:
-            leave_long_prompts(server_args, arguments, options, _logger)
+            config = language_model(model_config.hf_config)
+            leave_long_prompts(server_args, arguments, config, options, _logger)
         setattr(server_args, _CHECKED_KEY, True)
         _logger.info(options.describe())
         warn_of_trace(arguments.device, _logger)

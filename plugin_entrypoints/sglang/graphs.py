@@ -30,19 +30,20 @@ def largest_captured(phase: Any) -> int:
 
 
 def leave_long_prompts(
-    server_args: Any, arguments: Any, options: KTOptions, logger: logging.Logger
+    server_args: Any, arguments: Any, config: Any, options: KTOptions, logger: logging.Logger
 ) -> None:
     """Lets SGLang capture only prompts that are shorter than those that may be streamed.
 
     Does nothing if experts are not streamed, or if the user chose which prompts are captured.
 
-    server_args, arguments: SGLang's, as given and resolved; some experts are cold.
+    server_args, arguments: SGLang's, as given and resolved; some experts are cold. config: that of
+    the language model.
     """
     graphs = arguments.cuda_graph_config
     prefill, threshold = graphs.prefill, options.given_threshold
     if arguments.device != "cuda" or prefill.backend == "disabled" or threshold == 0:
         return
-    if threshold is None and kernel_kind():  # streaming is off then
+    if kernel_kind() and threshold is None or not _plain_silu(config):  # streaming is off then
         return
     given = getattr(server_args, _GIVEN, None)
     if given is None or not given.isdisjoint((("prefill", "bs"), ("prefill", "max_bs"))):
@@ -64,3 +65,10 @@ def leave_long_prompts(
         max(captured, default=0),
         max(sizes),
     )
+
+
+def _plain_silu(config: Any) -> bool:
+    """Whether a model's experts can be streamed, by its activation. If its configuration does not
+    tell, the start of streaming finds out when the layers are there."""
+    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    return name in (None, "silu", "swish") and not getattr(config, "swiglu_limit", None)

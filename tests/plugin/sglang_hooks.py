@@ -13,10 +13,10 @@ import pickle
 import pkgutil
 import textwrap
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import sglang_layer_checks as layers
@@ -365,12 +365,17 @@ def check_shared_experts_stay_apart() -> None:
 
 def check_long_prompts_are_not_captured() -> None:
     """SGLang captures short prompts only, or those below a given threshold, and the log says so,
-    unless the user chose which ones are captured, nothing is streamed, or no expert is cold.
+    unless the user chose which ones are captured, nothing can be streamed, or no expert is cold.
     Batches as long as those that are captured for decoding are not streamed, and stay captured."""
     sizes = [16, 256, 512, 2048, 8192]
 
     def outcome(
-        flags: str = "", hot: int = 3, device: str = "cuda", decoding: int = 4, **given: Any
+        flags: str = "",
+        hot: int = 3,
+        device: str = "cuda",
+        decoding: int = 4,
+        config: Mapping[str, Any] = MappingProxyType({}),
+        **given: Any,
     ) -> Any:
         """Sizes that the worker captures, and the lines of the log about it."""
         LOG.clear()
@@ -389,6 +394,7 @@ def check_long_prompts_are_not_captured() -> None:
         )
         checked = KTOptions.from_mapping({"num_gpu_experts": hot} | given)
         setattr(server_args, options.OPTIONS_KEY, checked.to_mapping())
+        options.language_model(model_config_of(server_args).hf_config).update(config)
         checks.checked_options_of(server_args)
         publish(pickle.loads(pickle.dumps(server_args)), role="scheduler")
         prefill = get_exec().graph.cuda_graph_config.prefill
@@ -409,6 +415,8 @@ def check_long_prompts_are_not_captured() -> None:
         outcome(device="cpu"),
         outcome(gpu_prefill_token_threshold=0),
         outcome(gpu_prefill_token_threshold=8193),
+        outcome(config={"swiglu_limit": 7.0}),
+        outcome(config={"hidden_act": "gelu"}),
     ):
         assert unchanged == (sizes, 0)
     os.environ["KT_KERNEL_KIND"] = "vector"
