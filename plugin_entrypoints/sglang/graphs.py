@@ -24,9 +24,18 @@ _LARGEST = 256
 _GIVEN = "_cuda_graph_config_locked"
 
 
-def largest_captured(phase: Any) -> int:
-    """Tokens of the largest batch that SGLang captures in a phase; 0 if it captures none."""
-    return 0 if phase.backend == "disabled" else max(phase.bs or [phase.max_bs or 0])
+def largest_captured(arguments: Any, phase: str) -> int:
+    """Tokens of the largest batch that SGLang captures in a phase; 0 if it captures none.
+
+    arguments: the resolved ones. phase: "decode" or "prefill".
+    """
+    settings = getattr(arguments.cuda_graph_config, phase)
+    if settings.backend == "disabled":
+        return 0
+    tokens: int = max(settings.bs or [settings.max_bs or 0])  # of decode: requests
+    if phase == "decode" and arguments.speculative_algorithm is not None:
+        tokens *= arguments.speculative_num_draft_tokens or 1
+    return tokens
 
 
 def leave_long_prompts(
@@ -50,7 +59,7 @@ def leave_long_prompts(
         return
     limit = _LARGEST if threshold is None else threshold - 1
     # Batches up to the largest captured one that decodes are never streamed, see `EngineSide`.
-    limit = max(limit, largest_captured(graphs.decode))
+    limit = max(limit, largest_captured(arguments, "decode"))
     sizes = list(prefill.bs or ())
     captured = [size for size in sizes if size <= limit]
     if captured == sizes:

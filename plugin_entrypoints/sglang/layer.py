@@ -373,21 +373,19 @@ def engine_side(arguments: Any) -> EngineSide:
         ours = torch.cuda.memory_reserved(device)
         return int((free + ours) * arguments.mem_fraction_static) - ours
 
-    graphs = arguments.cuda_graph_config
-    of_phases = {
-        "--cuda-graph-max-bs-prefill N or --disable-prefill-cuda-graph": graphs.prefill,
-        "--cuda-graph-max-bs-decode N": graphs.decode,
+    of_flags = {
+        "--cuda-graph-max-bs-prefill N or --disable-prefill-cuda-graph": "prefill",
+        "--cuda-graph-max-bs-decode N": "decode",
     }
-    captured = max(map(largest_captured, of_phases.values()))
+    sizes = {flag: largest_captured(arguments, phase) for flag, phase in of_flags.items()}
+    captured = max(sizes.values())
     chunk = arguments.chunked_prefill_size or 0  # not above 0: prompts are computed whole
     return EngineSide(
         products,
         memory_left,
         captured,
         chunk if chunk > 0 else None,
-        ", together with ".join(
-            flag for flag, phase in of_phases.items() if largest_captured(phase) == captured
-        ),
+        ", together with ".join(flag for flag, size in sizes.items() if size == captured),
     )
 
 

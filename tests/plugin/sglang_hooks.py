@@ -263,6 +263,9 @@ def check_arguments_that_need_more() -> None:
                 side = layer.engine_side(arguments)
             assert (side.captured, side.largest) == (captured, largest)
             assert side.graph_option == option
+    speculative = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4}
+    with decided(server_args, cuda_graph_config=changed, **speculative) as arguments:
+        assert layer.engine_side(arguments).captured == 32  # eight requests
     line = refusal(resolving_view(server_args), gpu_prefill_token_threshold=512)
     assert "512: experts can only be streamed to a CUDA device" in line
     with decided(server_args, enable_deterministic_inference=True) as arguments:
