@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import Ceilings, about, available_memory, busy_note
+from machine import Ceilings, about, busy_note
 from methods import METHODS, SOURCES, USUAL_METHODS
 from report import add_fair_shares, add_ratios, print_beside, print_ceilings, print_rows, row_of
 from rounds import Line, end_foreign, run_rounds
@@ -38,7 +38,7 @@ from training import add_training_ratios
 from training_layers import SFT_METHODS, TORCH_LAYERS
 
 from kt_kernel import _C
-from kt_kernel.runtime.machine import allowed_cpus
+from kt_kernel.runtime.machine import allowed_cpus, available_memory
 
 ROUTINES = ("layer", "gemv", "gemm", "pack", "load", "sft")
 

@@ -22,7 +22,7 @@ from class_results import OTHER_PLACES, PLAIN_EXPERTS
 from class_results import keep as keep_result
 from engines import TIMEOUT, Answers, check_refused
 from expert_weights import Weights
-from family_models import CPU_MLA
+from families_2026 import CPU_MLA
 from gpt_oss_model import GptOssReference, Stacks, check_experts, make_gpt_oss
 from kimi_model import KimiReference, make_kimi
 from quantised_models import PLAIN, SETTINGS, SIZES, Served, make_quantised, pack, put

@@ -153,7 +153,6 @@ def answers(
         {"name": "environment", "kt": None, "environment": {"KT_CONFIG": json.dumps(some)}},
         {"name": "too many", "kt": {"num_gpu_experts": EXPERTS + 1}},
         {"name": "unknown", "kt": {"gpu_experts": 1}},
-        {"name": "parallel", "kt": some, "engine": {"enable_expert_parallel": True}},
         {"name": "lora", "kt": some, "engine": {"enable_lora": True}},
         {"name": "dummy", "kt": some, "engine": {"load_format": "dummy"}},
         {"name": "offload", "kt": some, "engine": {"cpu_offload_gb": 1}},
@@ -348,7 +347,6 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
     [
         ("too many", "--kt-num-gpu-experts 9: the model has 8 experts per layer; accepted: 0 to 8"),
         ("unknown", "unknown kt option 'gpu_experts'"),
-        ("parallel", "--enable-expert-parallel: not supported with kt options"),
         ("lora", "--enable-lora: not supported with kt options"),
         ("dummy", "--load-format dummy: cold experts need their weights one by one"),
         (
