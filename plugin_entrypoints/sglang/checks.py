@@ -6,6 +6,7 @@ from typing import Any
 from kt_kernel.runtime.variant import kernel_kind
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.tuned import Start
 
 from ..common import refuse_class, refuse_streaming, warn_of_trace
 from .contract import BESIDE_COLD, CONTRACT, REFUSED_SPECULATION, UNTESTED
@@ -74,6 +75,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         arguments.tp_size,
         model_config.dtype.itemsize,
         arguments.enable_deterministic_inference,
+        _start(arguments, model_config),
     )
     config = language_model(model_config.hf_config)
     return decide_moving(
@@ -83,6 +85,17 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         ranks=arguments.tp_size,
         quantisation=quantisation,
         logger=_logger,
+    )
+
+
+def _start(arguments: Any, model_config: Any) -> Start:
+    """What decides whether saved hot experts fit."""
+    algorithm = arguments.speculative_algorithm
+    return Start(
+        "sglang",
+        model_config.context_len,
+        arguments.mem_fraction_static,
+        "" if algorithm in (None, "NGRAM") else "--speculative-algorithm",
     )
 
 

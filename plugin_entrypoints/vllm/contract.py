@@ -263,7 +263,7 @@ ATTRIBUTES = (
     ),
     Attributes(
         "vllm.config:ModelConfig",
-        ("architectures", "hf_text_config", "model", "quantization", "revision"),
+        ("architectures", "hf_text_config", "max_model_len", "model", "quantization", "revision"),
         "the model that the options are checked against",
     ),
     Attributes(

@@ -10,6 +10,7 @@ from typing import Any
 
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.tuned import Start
 
 from ..common import choose, refuse_class, refuse_streaming
 from .contract import CONTRACT
@@ -85,6 +86,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
         device,
         ranks,
         model.dtype.itemsize,
+        start=_start(config),
     )
     return decide_moving(
         prepare(options, model.hf_text_config, served),
@@ -94,3 +96,14 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
         quantisation=model.quantization,
         logger=logger,
     )
+
+
+def _start(config: Any) -> Start:
+    """What decides whether saved hot experts fit."""
+    speculative, cache = config.speculative_config, config.cache_config
+    beside = ""
+    if speculative is not None and speculative.method != "ngram":
+        beside = "--speculative-config"
+    elif cache.kv_cache_memory_bytes is not None:
+        beside = "--kv-cache-memory-bytes"
+    return Start("vllm", config.model_config.max_model_len, cache.gpu_memory_utilization, beside)

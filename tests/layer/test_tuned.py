@@ -14,6 +14,7 @@ from kt_kernel.serving import tuned
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
+from kt_kernel.serving.tuned import Need, Start
 
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 CONFIG = SimpleNamespace(**json.loads((DEMO_MODEL / "config.json").read_text()))
@@ -31,12 +32,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kt-moe" / "tuned"
 
 
-def save(**options: Any) -> Path:
-    return tuned.save(CONFIG, "cuda", options or OPTIONS, {"predicted": {"decode": 1.0}})
+GIB = 1 << 30
+NEED = Need("vllm", "INT4_G32", total=80 * GIB, fixed=60 * GIB, token=1 << 20, context=8192)
 
 
-def start(device: str = "cuda", config: Any = CONFIG, **given: Any) -> KTOptions:
-    return prepare(KTOptions.from_mapping(given), config, ServedModel("org/copy", device=device))
+def save(need: Need = NEED, **options: Any) -> Path:
+    return tuned.save(CONFIG, "cuda", options or OPTIONS, {"predicted": {"decode": 1.0}}, need)
+
+
+def start(
+    device: str = "cuda", config: Any = CONFIG, start: Start | None = None, **given: Any
+) -> KTOptions:
+    served = ServedModel("org/copy", device=device, start=start)
+    return prepare(KTOptions.from_mapping(given), config, served)
 
 
 def used(options: KTOptions) -> dict[str, Any]:
@@ -98,7 +106,73 @@ def test_another_model_machine_or_device(monkeypatch: pytest.MonkeyPatch, folder
 
 def test_what_contradicts_given_options_is_left_out() -> None:
     save(cpuinfer=1)
-    assert start(threadpool_count=2, tuned="auto").cpuinfer is None
+    options = start(threadpool_count=2, tuned="auto")
+    assert options.cpuinfer is None and "fewer threads than pools" in options.describe()
+    with pytest.raises(OptionError, match="on: the saved options cannot be used: .*fewer threads"):
+        start(threadpool_count=2, tuned="on")
+
+
+def test_what_the_model_refuses_is_left_out() -> None:
+    path = save()
+    path.write_text(path.read_text().replace('"num_gpu_experts": 5', '"num_gpu_experts": 500'))
+    options = start()
+    assert used(options) == {"method": "INT4_G32"}
+    assert "nothing taken of kt tune, because of" in options.describe()
+    assert "500" in options.describe()
+    with pytest.raises(OptionError, match="on: the saved options cannot be used: .*500"):
+        start(tuned="on")
+    with pytest.raises(OptionError, match="--kt-num-gpu-experts 600"):  # that of the user
+        start(num_gpu_experts=600)
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        (Start("vllm", 8192, 0.9), ""),
+        (Start("vllm", 12 * 1024, 0.9), ""),  # 12 GiB are free beside 60
+        (Start("vllm", 8192, None), ""),
+        (Start("vllm", 12 * 1024 + 1, 0.9), "room for 8192 tokens of context, and not 12289"),
+        (Start("vllm", 1024, 0.75), "more than 75.0% of the GPU"),
+        (Start("vllm", 9000, None), ""),
+        (Start("sglang", 8192, 0.9), "tuned for vllm"),
+        (Start("vllm", 8192, 0.9, "--speculative-config"), "--speculative-config takes memory"),
+    ],
+)
+def test_hot_experts_that_might_not_fit_are_left_out(seen: Start, why: str) -> None:
+    save(**OPTIONS | {"hot_format": "packed"})
+    options = start(start=seen)
+    assert (options.num_gpu_experts is None) == bool(why) and options.cpuinfer == 1
+    assert (options.hot_format == "packed") == (not why)
+    if why:
+        assert why in options.describe() and "cpuinfer 1" in options.describe()
+        with pytest.raises(OptionError, match=f"on: the saved hot experts .*{why}"):
+            start(start=seen, tuned="on")
+
+
+def test_other_cold_experts_change_the_size_of_packed_hot_ones() -> None:
+    save(**OPTIONS | {"hot_format": "packed", "method": "INT4_G32"})
+    assert start(method="INT4_G32").num_gpu_experts == 5
+    options = start(method="AMXINT8")
+    assert options.num_gpu_experts is None and options.max_deferred_experts_per_token == 1
+    assert "tuned with --kt-method INT4_G32" in options.describe()
+    assert start(weight_path=str(DEMO_MODEL)).num_gpu_experts is None
+
+
+def test_a_given_weight_path_has_its_own_method() -> None:
+    save(method="AMXINT8")
+    assert start(weight_path=str(DEMO_MODEL)).method == "INT4_G32"
+
+
+def test_nothing_to_save_is_saved_too() -> None:
+    tuned.save(CONFIG, "cuda", {}, {})
+    assert used(start(tuned="on")) == {"method": "INT4_G32"}
+
+
+@pytest.mark.parametrize("damaged", ['"total": "x"', '"totals": 1'])
+def test_a_damaged_need(damaged: str) -> None:
+    path = save()
+    path.write_text(path.read_text().replace(f'"total": {80 * GIB}', damaged))
+    assert used(start()) == {k: v for k, v in OPTIONS.items() if k != "num_gpu_experts"}
 
 
 def test_quantised_models_have_their_own_file() -> None:

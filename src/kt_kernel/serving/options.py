@@ -23,7 +23,8 @@ class KTOptions:
     `kt_kernel.serving.preflight.prepare` replaces the method `AUTO` by the one that it selects
     (``reason`` then states why), the hot format `AUTO` likewise if experts are hot, a memory for
     hot experts by the ratio that fits into it, and repositories in the paths by their local
-    folders. ``from_tuned`` names the options that were taken from what `kt tune` saved.
+    folders. ``from_tuned`` says which options were taken from what `kt tune` saved, and why others
+    were not.
     """
 
     method: str = AUTO
@@ -276,5 +277,5 @@ class KTOptions:
             f"{streamed}{moving}"
             f"cold weights from {self.weight_path or 'the served checkpoint'}"
             f"{'' if adapter is None else f', adapter {adapter}'}"
-            f"{f'; taken: {self.from_tuned}' if self.from_tuned else ''}"
+            f"{f'; {self.from_tuned}' if self.from_tuned else ''}"
         )

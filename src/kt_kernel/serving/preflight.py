@@ -26,7 +26,7 @@ from .option_table import AUTO, OptionError
 from .options import KTOptions
 from .placement import plan_placement
 from .repository import Repository
-from .tuned import with_tuned
+from .tuned import Start, with_tuned, without_tuned
 
 _ANY_SIZE = 1024  # stands for a size that the configuration lacks: every method accepts it
 _ANY_METHOD = "BF16"  # stands for an undecided method: it accepts any size
@@ -56,6 +56,7 @@ class ServedModel:
         ranks: of tensor parallelism; each holds a part of every hot expert.
         value_bytes: of a value of the engine's dtype.
         fixed_results: whether the user asked the engine for results that do not depend on batches.
+        start: what decides whether hot experts that `kt tune` saved fit; None: unknown.
     """
 
     path: str
@@ -66,13 +67,15 @@ class ServedModel:
     ranks: int = 1
     value_bytes: int = 2
     fixed_results: bool = False
+    start: Start | None = None
 
 
 def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     """Returns the options as the workers need them: with a method, with a format of hot experts,
     and with local files or folders as paths.
 
-    Options that were not given may come from what `kt tune` saved, see `tuned`.
+    Options that were not given may come from what `kt tune` saved, see `tuned`. If they do not suit
+    the model and the given ones, they are left out.
 
     Without a weight path, the cold experts of a quantised model are read from the served model's
     files, because our readers cannot use the single tensors that engines deliver. Only file headers
@@ -86,7 +89,18 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
         OptionError: one line, if this model, its weights or this machine do not support the
             options.
     """
-    options = with_tuned(_absolute(options), config, served.device, served.fixed_results)
+    options = _absolute(options)
+    tuned = with_tuned(options, config, served.device, served.fixed_results, served.start)
+    try:
+        return _checked(tuned, config, served)
+    except OptionError as problem:
+        if tuned == options:  # nothing was taken
+            raise
+        return _checked(without_tuned(options, problem), config, served)
+
+
+def _checked(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
+    """See `prepare`."""
     plan_placement(options, config)
     _check_settings(options, config)
     if options.expert_lora_path is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..runtime.machine import machine_key
 from ..runtime.machine_cache import read_cache
 from ..runtime.variant import kernel_kind
 from .model_config import routed_model
-from .option_table import OptionError
+from .option_table import AUTO, PACKED, OptionError
 from .options import KTOptions
 
 FLAG = "--kt-tuned"
@@ -30,6 +31,58 @@ _SAVED = (
     "max_deferred_experts_per_token",
 )
 _HOT = ("num_gpu_experts", "gpu_experts_ratio", "gpu_experts_mask", "gpu_experts_memory")
+_NUMBER = "num_gpu_experts", "hot_format"  # of hot experts; the format belongs to the number
+
+
+@dataclass(frozen=True)
+class Need:
+    """What saved hot experts need of a GPU.
+
+    Attributes:
+        engine: which was tuned; engines divide the memory differently.
+        method: of the cold experts; the size of packed hot ones depends on it.
+        total: bytes of the GPU's memory.
+        fixed: bytes of hot experts and everything else of fixed size, in the engine's share.
+        token: bytes of the KV cache for each token of a context.
+        context: tokens of a request that were asked for.
+    """
+
+    engine: str
+    method: str
+    total: int
+    fixed: int
+    token: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the start of an engine says of the memory that saved hot experts need.
+
+    Attributes:
+        engine: vllm or sglang.
+        context: most tokens of a request.
+        share: of the GPU that the engine may take; None: its own choice.
+        beside: a setting that takes memory which was not tuned, such as a draft model; or "".
+    """
+
+    engine: str
+    context: int
+    share: float | None = None
+    beside: str = ""
+
+    def why_not(self, need: Need) -> str:
+        """Why hot experts might not fit; "" if they do."""
+        if self.engine != need.engine:
+            return f"they were tuned for {need.engine}"
+        if self.beside:
+            return f"{self.beside} takes memory, too"
+        free = math.inf if self.share is None else self.share * need.total - need.fixed
+        if self.context > need.context and need.token * self.context > free:
+            return f"they leave room for {need.context} tokens of context, and not {self.context}"
+        if need.token * self.context > free:
+            return f"they need more than {self.share:.1%} of the GPU"
+        return ""
 
 
 def config_folder() -> Path:
@@ -77,7 +130,13 @@ def path_of(config: Any) -> Path:
     return config_folder() / "tuned" / f"{kind}-{digest}.json"
 
 
-def save(config: Any, device: str, options: Mapping[str, Any], about: Mapping[str, Any]) -> Path:
+def save(
+    config: Any,
+    device: str,
+    options: Mapping[str, Any],
+    about: Mapping[str, Any],
+    need: Need | None = None,
+) -> Path:
     """Saves recommended options.
 
     Args:
@@ -85,6 +144,7 @@ def save(config: Any, device: str, options: Mapping[str, Any], about: Mapping[st
         device: the engine's type of device, cuda or cpu.
         options: by name, such as {"num_gpu_experts": 32}.
         about: what was assumed, predicted and measured, for readers of the file.
+        need: of hot experts; None: there are none.
 
     Raises:
         OSError, RuntimeError: the file cannot be written.
@@ -101,6 +161,7 @@ def save(config: Any, device: str, options: Mapping[str, Any], about: Mapping[st
         "machine": machine_fingerprint(),
         "device": device,
         "options": dict(options),
+        "need": None if need is None else asdict(need),
         **about,
     }
     replace_file(path, json.dumps(content, indent=1) + "\n")
@@ -108,16 +169,26 @@ def save(config: Any, device: str, options: Mapping[str, Any], about: Mapping[st
 
 
 def with_tuned(
-    options: KTOptions, config: Any, device: str, fixed_results: bool = False
+    options: KTOptions,
+    config: Any,
+    device: str,
+    fixed_results: bool = False,
+    start: Start | None = None,
 ) -> KTOptions:
     """The options, and those saved for this model and machine that were not given.
+
+    Left out is what could make a start fail that succeeds without it: hot experts that might not
+    fit on the GPU of this start, and what contradicts given options. ``from_tuned`` then says why.
 
     With KT_KERNEL_KIND, or if the user asked the engine for the same (fixed_results), results must
     not depend on the machine: only the number of threads is used, which does not change them.
 
+    Args:
+        start: None: hot experts are not checked.
+
     Raises:
         OptionError: the option --kt-tuned is "on", and nothing is saved for this model, machine,
-            device and version.
+            device and version, or what is saved cannot be used.
     """
     if options.tuned == "off":
         return options
@@ -125,34 +196,73 @@ def with_tuned(
         path = path_of(config)
     except RuntimeError:
         path = None
-    saved = {} if path is None else _saved(path, config, device)
-    if not saved:
+    found = None if path is None else _saved(path, config, device)
+    if found is None:
         if options.tuned == "on":
             raise OptionError(
                 f"{FLAG} on: nothing is saved for this model and machine"
                 f"{'' if path is None else f' ({path})'}; run kt tune MODEL, or remove the flag"
             )
         return options
-    if kernel_kind() or fixed_results:
-        saved = {name: value for name, value in saved.items() if name == "cpuinfer"}
+    saved, need = found
     given = options.to_mapping()
-    asks_for_hot = any(getattr(options, name) is not None for name in _HOT)
-    if asks_for_hot:  # the format of hot experts belongs to their number
-        belongs = "num_gpu_experts", "hot_format"
-        saved = {name: value for name, value in saved.items() if name not in belongs}
-    taken = {name: value for name, value in saved.items() if name not in given}
-    if not taken:
-        return options
+    left, why = _left_out(options, saved, need, model_key(config)["quantisation"], start)
+    if kernel_kind() or fixed_results:
+        left, why = {*_SAVED[1:]}, ""
+    if why and options.tuned == "on":
+        raise OptionError(f"{FLAG} on: the saved hot experts ({path}) are not used: {why}")
+    taken = {k: value for k, value in saved.items() if k not in given and k not in left}
     try:
         merged = KTOptions.from_mapping(given | taken)
-    except OptionError:  # contradicts options that were given
-        return options
-    shown = ", ".join(f"{name} {value}" for name, value in taken.items())
-    return replace(merged, from_tuned=f"{shown} (kt tune, {path})")
+    except OptionError as problem:
+        return without_tuned(options, problem)
+    said = [f"no saved hot experts: {why}"] if why else []
+    if taken:
+        said.insert(0, "taken: " + ", ".join(f"{k} {value}" for k, value in taken.items()))
+    return replace(merged, from_tuned=f"{'; '.join(said)} (kt tune, {path})" if said else "")
 
 
-def _saved(path: Path, config: Any, device: str) -> dict[str, Any]:
-    """The options in a file; none if it is missing, damaged, or of another model or machine."""
+def without_tuned(options: KTOptions, problem: OptionError) -> KTOptions:
+    """The given options, as what is saved cannot be used with them. Raises OptionError if the user
+    requires that it is."""
+    if options.tuned == "on":
+        raise OptionError(f"{FLAG} on: the saved options cannot be used: {problem}") from problem
+    return replace(options, from_tuned=f"nothing taken of kt tune, because of {problem}")
+
+
+def _left_out(
+    options: KTOptions,
+    saved: Mapping[str, Any],
+    need: Need | None,
+    quantisation: str,
+    start: Start | None,
+) -> tuple[set[str], str]:
+    """The saved options that are not used, and why hot experts are not, unless given options say
+    how many are hot."""
+    left: set[str] = set()
+    if options.weight_path is not None:  # other files, which the saved method may not suit
+        left = {"method"}
+    if any(getattr(options, name) is not None for name in _HOT):
+        return left | {*_NUMBER}, ""
+    if not saved.get("num_gpu_experts"):
+        return left, ""
+    why = ""
+    if need is None:
+        why = "the file does not say how much memory they need"
+    elif quantisation or saved.get("hot_format") == PACKED:
+        # The method and the files decide how large a hot expert is.
+        if options.weight_path is not None:
+            why = "--kt-weight-path is given"
+        elif options.method not in (AUTO, need.method):
+            why = f"they were tuned with --kt-method {need.method}"
+    if not why and need is not None and start is not None:
+        why = start.why_not(need)
+    return (left | {*_NUMBER} if why else left), why
+
+
+def _saved(path: Path, config: Any, device: str) -> tuple[dict[str, Any], Need | None] | None:
+    """The options in a file, and what their hot experts need. None if it is missing, damaged, or of
+    another model or machine."""
     content = read_cache(path)
     wanted = {
         "version": _VERSION,
@@ -162,7 +272,15 @@ def _saved(path: Path, config: Any, device: str) -> dict[str, Any]:
     }
     options = content.get("options")
     if any(content.get(name) != value for name, value in wanted.items()):
-        return {}
+        return None
     if not isinstance(options, dict) or not set(options) <= set(_SAVED):
-        return {}
-    return options
+        return None
+    return options, _need(content.get("need"))
+
+
+def _need(found: Any) -> Need | None:
+    """None if the file has none, or it is damaged."""
+    kinds = {"engine": str, "method": str, "total": int, "fixed": int, "token": int, "context": int}
+    if not isinstance(found, dict) or found.keys() != kinds.keys():
+        return None
+    return Need(**found) if all(isinstance(found[k], kinds[k]) for k in kinds) else None
