@@ -14,6 +14,8 @@ from outcome import failed
 import kt_kernel
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
+from kt_kernel.serving.server_process import ServerFailed
+from kt_kernel.serving.tuned import Start
 from kt_kernel.tuning import cpu, plan, run
 from kt_kernel.tuning.rates import GpuRates, HostRates
 from kt_kernel.tuning.shape import as_config, shape_of
@@ -64,21 +66,21 @@ def test_on_the_cpu(kt: Any, tmp_path: Path) -> None:
 
 def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
     given = "tune", DEMO_MODEL, *SMALL, "--json", "--engine", "sglang", "--methods", "INT4_G32"
-    code, out, err = kt(*given, "--gpu-memory", "4GB")
+    code, out, err = kt(*given, "--gpu-memory", "5GB")
     found = json.loads(out)
     assert code == 0, err
     assert found["command"].startswith("python -m sglang.launch_server --model-path ")
-    assert "--mem-fraction-static 0.100" in found["command"]  # 2 of 4 GB are SGLang's own
+    assert "--mem-fraction-static 0.150" in found["command"]  # 2 of 5 GB are SGLang's own
     assert found["options"]["num_gpu_experts"] == CONTENT["num_experts"]
     assert "all experts fit on the GPU" in found["why"]
-    # 3 GiB are the engine's. An expert of 8 layers takes 1.5 MiB, the rest about 10.
-    code, out, _ = kt(*given, "--gpu-memory", "3084MB", "--no-save")
+    # The engine and streaming take 4 GiB, an expert of 8 layers 1.5 MiB, the rest about 10.
+    code, out, _ = kt(*given, "--gpu-memory", "4108MB", "--no-save")
     some = json.loads(out)["options"]["num_gpu_experts"]
     assert 0 < some < CONTENT["num_experts"]
-    code, out, _ = kt(*given, "--gpu-memory", "3076MB", "--no-save")
+    code, out, _ = kt(*given, "--gpu-memory", "4100MB", "--no-save")
     assert "no hot expert fits" in json.loads(out)["why"]
     packed = json.loads(
-        kt(*given, "--gpu-memory", "3084MB", "--hot-format", "packed", "--no-save")[1]
+        kt(*given, "--gpu-memory", "4108MB", "--hot-format", "packed", "--no-save")[1]
     )
     assert packed["options"]["hot_format"] == "packed"
     assert packed["options"]["num_gpu_experts"] > 3 * some
@@ -86,20 +88,25 @@ def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
     assert "--kt-hot-format packed" in packed["command"]
     (file,) = (tmp_path / "config" / "kt-moe" / "tuned").iterdir()
     assert json.loads(file.read_text())["options"] == found["options"]
+    # A start with the same context has as many hot experts, and one with less memory has none.
+    for share, count in ((None, 16), (0.15, 16), (0.001, None)):
+        served = ServedModel(str(DEMO_MODEL), start=Start("sglang", 512, share))
+        options = prepare(KTOptions(), SimpleNamespace(**CONTENT), served)
+        assert options.num_gpu_experts == count, share
 
 
 def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     failed(
         kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "1GB"),
         1,
-        "takes 2.2 GB of the GPU without any expert",
-        "it may take 1.1 GB",
+        "takes 2.01GB of the GPU without any expert",
+        "it may take 1GB;",
     )
     monkeypatch.setattr(run, "available_memory", lambda: 1 << 20)
-    result = kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "3076MB")
+    result = kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "4100MB")
     assert result[0] == 1 and result[1] == ""
     last = result[2].splitlines()[-1]
-    assert last.startswith("kt: error: the cold experts take 0.0 GB of memory in INT4_G32"), last
+    assert last.startswith("kt: error: the cold experts take 6.75MB of memory in INT4_G32"), last
 
 
 @pytest.mark.parametrize(
@@ -113,10 +120,53 @@ def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) 
         ([DEMO_MODEL, "--hot-format", "int3"], ["--kt-hot-format int3: unknown; accepted: auto"]),
         ([DEMO_MODEL, "--prompt", 8192], ["--prompt 8192: with --context 8192, at most 8190"]),
         ([DEMO_MODEL, "--kt-expert-stats", "/none"], ["/none: no such file"]),
+        ([DEMO_MODEL, "--engine-args", "'x"], ["--engine-args 'x: No closing quotation"]),
     ],
 )
 def test_bad_input(kt: Any, given: list[Any], words: list[str]) -> None:
     failed(kt("tune", *given), 1, *words)
+
+
+def test_more_memory_than_the_gpu_has(kt: Any, gpu: None) -> None:
+    given = "tune", DEMO_MODEL, *SMALL, "--gpu-memory", "21GB"
+    failed(kt(*given), 1, "--gpu-memory 21GB: the GPU has 20GB")
+
+
+def test_a_full_gpu(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure_gpu(*given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(run, "measure_gpu", measure_gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 20 << 30))
+    code, _, err = kt("tune", DEMO_MODEL, *SMALL)
+    assert code == 1 and "kt: error: the GPU has 1GB of 20GB free" in err
+
+
+def test_a_method_that_does_not_fit_the_model(kt: Any, tmp_path: Path) -> None:
+    narrow = CONTENT | {"moe_intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(narrow))
+    failed(
+        kt("tune", tmp_path, "--methods", "INT4_G128"),
+        1,
+        "--methods INT4_G128: experts of 256 x 96 are not multiples of 128",
+    )
+
+
+def test_a_failed_check_saves_nothing(
+    kt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(*given: Any) -> None:
+        raise ServerFailed("the server exited")
+
+    monkeypatch.setattr(run, "_engine_of", lambda wishes: ("vllm", True))
+    monkeypatch.setattr(run, "check", check)
+    given = "tune", DEMO_MODEL, *SMALL
+    code, out, err = kt(*given)
+    assert code == 0 and "Recommended" in out
+    assert "the check failed: the server exited" in err
+    assert "not saved, because the check failed; --no-check saves them" in err
+    assert not (tmp_path / "config").exists()
+    assert "saved to" in kt(*given, "--no-check")[2]
 
 
 def test_a_model_without_experts(kt: Any, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kt_kernel.serving import server_process
 from kt_kernel.serving.server_process import ServerFailed
 from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, serving
 
@@ -26,11 +29,13 @@ def test_commands() -> None:
     shown = plan.command(8123)
     assert shown[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
     assert shown[shown.index("--port") + 1] == "8123" and "--load-format" not in shown
+    # What an earlier run saved must not change what is measured.
+    assert shown[shown.index("--kt-tuned") + 1] == "off" and "--kt-tuned" not in plan.shown()
     small = ServerPlan("sglang", "m", 4096, 16, "cpu", memory=0.5, layers=2).command(1)
     assert small[small.index("--json-model-override-args") + 1] == '{"num_hidden_layers": 2}'
     assert small[small.index("--load-format") + 1] == "dummy"
     assert small[small.index("--mem-fraction-static") + 1] == "0.500"
-    assert small[small.index("--device") + 1] == "cpu"
+    assert small[small.index("--device") + 1] == "cpu" and "--kt-tuned" not in small
 
 
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +93,73 @@ def test_requests(requests: tuple[str, list[dict[str, Any]]]) -> None:
     server.decode(streams=3, context=5, steps=10)
     assert [one["max_tokens"] for one in asked] == [8] * 3 + ([1] * 3 + [11] * 3) * 3
     assert all(one["ignore_eos"] and one["path"] == "/v1/completions" for one in asked)
+
+
+_ENGINE = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        print("ValueError: out of luck", flush=True)
+        {then}
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """An engine that answers /health, and does something else with requests."""
+    started: list[int] = []
+
+    def ready(then: str) -> ServerPlan:
+        program = _ENGINE.format(then=then)
+        monkeypatch.setattr(
+            ServerPlan, "command", lambda plan, port: [sys.executable, "-c", program, str(port)]
+        )
+        return ServerPlan("vllm", "m", 64, 1)
+
+    popen = server_process.subprocess.Popen
+
+    def watched(*given: Any, **named: Any) -> Any:
+        process = popen(*given, **named)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(server_process.subprocess, "Popen", watched)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield ready
+    assert len(started) == 1 and not Path(f"/proc/{started[0]}").exists()
+
+
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("os._exit(1)", "Remote end closed connection"),
+        ("self.send_error(400)", "HTTP Error 400"),
+    ],
+)
+def test_an_engine_that_fails_while_it_is_timed(
+    engine: Any, then: str, said: str, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(ServerFailed, match=f"{said}.*: ValueError: out of luck; its log is"),
+        serving(engine(then), 256, tmp_path / "log", {}) as server,
+    ):
+        server.prefill(4)
+
+
+def test_an_interrupt_does_not_wait_for_requests(engine: Any, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        serving(engine("__import__('time').sleep(60)"), 256, tmp_path / "log", {}) as server,
+    ):
+        main = threading.main_thread().ident
+        threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start()
+        server.decode(2, 4)
+    assert time.monotonic() - begin < 30
 
 
 def test_an_engine_measured_with_few_layers() -> None:

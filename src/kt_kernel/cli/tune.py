@@ -75,6 +75,10 @@ def tune(
                 f"--gpu-memory {gpu_memory}: expected a size in MB or GB, such as 70GB"
             ) from None
     hot_format = checked_value(find_option("hot_format"), hot_format)
+    try:
+        more = tuple(shlex.split(engine_args))
+    except ValueError as error:
+        raise ValueError(f"--engine-args {engine_args}: {error}") from None
     wishes = Wishes(
         Goal(prompt, answer, streams),
         context,
@@ -85,23 +89,26 @@ def tune(
         hot_format,
         kt_expert_stats,
         measure_engine,
-        tuple(shlex.split(engine_args)),
+        more,
     )
     tuned = find_model(model)
     result = run_tune(tuned, wishes, _say)
-    checked = None
+    checked, failed = None, False
     if check and result.installed and tuned.checkpoint is not None:
         try:
             checked = check_run(result, _say)
         except ServerFailed as problem:
+            failed = True
             _say(f"the check failed: {problem}")
     if as_json:
         print(json.dumps(describe_all(result, checked), indent=1))
     else:
         print(text(result, checked))
-    if save and (checked is not None or not (check and result.installed)):
+    if save and failed:
+        _say("the options are not saved, because the check failed; --no-check saves them")
+    elif save:
         about = {key: value for key, value in describe(result, checked).items() if key != "options"}
-        path = save_tuned(tuned.config, result.server.device, result.options, about)
+        path = save_tuned(tuned.config, result.server.device, result.options, about, result.need)
         _say(f"saved to {path}: the next start uses these options where none is given")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from ..serving.budget import shown_size
 from ..tuning.choice import Candidate
 from ..tuning.run import Check, Result
 
@@ -100,8 +101,8 @@ def _row(one: Candidate, chosen: bool) -> str:
         str(one.deferred),
         *(f"{rate:.1f}" for rate in one.decode.values()),
         *(f"{seconds:.2f}" for seconds in one.prefill.values()),
-        f"{one.hot.gpu_bytes / 1e9:.1f} GB",
-        f"{one.cpu_bytes / 1e9:.1f} GB",
+        f"{shown_size(one.hot.gpu_bytes)}",
+        f"{shown_size(one.cpu_bytes)}",
     ]
     note = " ← recommended" if chosen else f" ({one.allowed})" if one.allowed else ""
     return "| " + " | ".join(cells) + " |" + note

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -94,14 +94,49 @@ def last_level_cache() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of memory that are free or can be freed.
+    """Bytes of memory that are free or can be freed, within the limits of this process's control
+    groups, such as a container's.
 
     Raises OSError if the system does not tell.
     """
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
+            return min(int(line.split()[1]) << 10, *_left_in_groups())
     raise OSError("/proc/meminfo: MemAvailable is missing")
+
+
+def _left_in_groups(root: Path = Path("/")) -> Iterator[int]:
+    """Bytes that each control group leaves, of version 2 or 1; unlimited groups leave 2^63."""
+    yield 1 << 63
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        mounted, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        if "memory" in controllers.split(","):
+            mounted /= "memory"
+            files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        elif controllers:
+            continue
+        # A container's own group is mounted at the top, whatever path it has outside.
+        inner = mounted / group.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if not folder.is_relative_to(mounted):
+                break
+            with contextlib.suppress(OSError, ValueError):
+                limit, used = (int((folder / name).read_text()) for name in files[:2])
+                yield max(limit - used + _counted(folder / "memory.stat", files[2]), 0)
+
+
+def _counted(statistics: Path, name: str) -> int:
+    """A value of a control group's memory.stat; 0 if it is missing."""
+    with contextlib.suppress(OSError):
+        for line in statistics.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
 
 
 @dataclass(frozen=True)

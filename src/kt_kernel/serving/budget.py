@@ -65,8 +65,8 @@ def with_ratio(
     layers = described_layers(config)
     if layers is None or not hidden or not inter:
         raise OptionError(
-            f"{FLAG} {_shown(memory)}: the model's configuration does not say which layers have "
-            "experts of which sizes; accepted: --kt-num-gpu-experts, --kt-gpu-experts-ratio"
+            f"{FLAG} {shown_size(memory)}: the model's configuration does not say which layers "
+            "have experts of which sizes; accepted: --kt-num-gpu-experts, --kt-gpu-experts-ratio"
         )
     experts = num_experts(config)
     each = hot_expert_bytes(options, hidden, inter // ranks, value_bytes, checkpoint)
@@ -74,9 +74,9 @@ def with_ratio(
     least = 1 if options.strategy in ("frequency", "front-loading") else len(layers)
     if pairs < least:
         raise OptionError(
-            f"{FLAG} {_shown(memory)}: a hot expert takes {_shown(each)} on each rank, so one in "
-            f"each of {len(layers)} layers takes {_shown(each * len(layers))}; give at least "
-            f"{_shown(each * least)}, or --kt-num-gpu-experts 0"
+            f"{FLAG} {shown_size(memory)}: a hot expert takes {shown_size(each)} on each rank, so "
+            f"one in each of {len(layers)} layers takes {shown_size(each * len(layers))}; give at "
+            f"least {shown_size(each * least)}, or --kt-num-gpu-experts 0"
         )
     ratio = min(pairs, everything) / everything
     return replace(options, gpu_experts_memory=None, gpu_experts_ratio=ratio)
@@ -100,8 +100,8 @@ def _holds_fp8(checkpoint: Checkpoint) -> bool:
     )
 
 
-def _shown(size: float) -> str:
-    """A size as the option accepts it, rounded up: what a message asks for must be enough."""
+def shown_size(size: float) -> str:
+    """A size as options accept it, rounded up: what a message asks for must be enough."""
     small, large = _UNITS
     unit, name = (large, "GB") if size >= large else (small, "MB")
     return f"{math.ceil(100 * size / unit) / 100:g}{name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..serving.budget import shown_size
 from .model import Load, Setting, TimeModel
 from .rates import CpuRates
 
@@ -135,9 +136,9 @@ def choose(candidates: Sequence[Candidate], limits: Limits, needed: str = "") ->
             key=lambda one: one.cpu_bytes,
         )
         raise ValueError(
-            f"the cold experts take {least.cpu_bytes / 1e9:.1f} GB of memory in "
+            f"the cold experts take {shown_size(least.cpu_bytes)} of memory in "
             f"{least.cpu.method} with {least.hot.count} hot experts per layer, and "
-            f"{limits.memory / 1e9:.1f} GB are available{needed}"
+            f"{shown_size(limits.memory)} are available{needed}"
         )
     best = min(one.seconds for one in allowed)
     near = [one for one in allowed if one.seconds * _SAME <= best]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ _START = 1800  # seconds for a server with large weights
 _LAYERS = 2  # with experts, of the model that measures the engine itself
 _ERROR = re.compile(r"kt: error: |\w+(Error|Exception): ")
 _ROUNDS = 3
+LEAST_CONTEXT = 256  # tokens, with which `measure_engine` can be used
 _LONGER = 1.3  # times a short prompt: what a long one takes if the GPU is the limit
 
 
@@ -82,6 +84,8 @@ class ServerPlan:
         serve = ["vllm.entrypoints.cli.main", "serve"]
         if self.engine == "sglang":
             serve = ["sglang.launch_server"]
+        # What an earlier kt tune saved is not what is measured.
+        own = [] if self.options is None else [find_option("tuned").flag, "off"]
         place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", _NAME]
         tokenizer = []
         if self.layers is not None:
@@ -90,7 +94,7 @@ class ServerPlan:
             tokenizer = ["--load-format", "dummy", flag, override]
         if self.engine == "sglang" and self.device == "cpu":
             tokenizer += ["--device", "cpu", "--attention-backend", "torch_native"]
-        return [sys.executable, "-m", *serve, *self._arguments(), *place, *tokenizer]
+        return [sys.executable, "-m", *serve, *self._arguments(), *own, *place, *tokenizer]
 
     def _arguments(self) -> list[str]:
         context, streams = str(self.context), str(self.streams)
@@ -124,7 +128,7 @@ class Server:
 
     def decode(self, streams: int, context: int, steps: int = 48) -> float:
         """Seconds of a decode step."""
-        self._seconds(streams, context, 8)
+        self._seconds(streams, context, min(8, steps))
         times = []
         for _ in range(_ROUNDS):
             first = self._seconds(streams, context, 1)
@@ -138,8 +142,11 @@ class Server:
             for _ in range(count)
         ]
         begin = time.perf_counter()
-        with ThreadPoolExecutor(count) as threads:
+        threads = ThreadPoolExecutor(count)
+        try:
             list(threads.map(lambda prompt: self._complete(prompt, steps), prompts))
+        finally:  # without waiting: an interrupt ends the server, and with it the requests
+            threads.shutdown(wait=False, cancel_futures=True)
         return time.perf_counter() - begin
 
     def _complete(self, prompt: Sequence[int], steps: int) -> None:
@@ -170,19 +177,20 @@ def serving(
 ) -> Iterator[Server]:
     """Starts a server; it runs while the block does.
 
-    Raises ServerFailed if it does not start. Its log is then kept, and the message names it.
+    Raises ServerFailed if it does not start, or if a request fails. Its log is then kept, and the
+    message names it.
     """
     port = free_port()
     with process_group(plan.command(port), log, environment) as process:
         url = f"http://127.0.0.1:{port}"
         try:
             wait_until_healthy(process, url, _START, waiting)
-        except ServerFailed as problem:
+            yield Server(url, vocabulary)
+        except (ServerFailed, OSError, HTTPException) as problem:  # the latter ones of requests
             lines = log.read_text(errors="replace").splitlines()
             kept = Path(tempfile.gettempdir()) / f"kt-tune-{plan.engine}-{os.getpid()}.log"
             shutil.copyfile(log, kept)
             raise ServerFailed(f"{problem}: {_reason(lines)}; its log is {kept}") from None
-        yield Server(url, vocabulary)
 
 
 def _reason(lines: Sequence[str]) -> str:
@@ -208,7 +216,7 @@ def measure_engine(
         layers: of the served model.
         flops_of: operations of a layer for a prompt of so many tokens.
         gpu_flops: see `GpuRates`.
-        longest: tokens of the longest prompt to try.
+        longest: tokens of the longest prompt to try; the server's context is larger.
     """
     step = rising([(n, server.decode(n, 32)) for n in (1, 4, 16)])
     # The host prepares a prompt as it prepares a step, and then launches its layers.

@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint, method_of, open_checkpoint
 from ..checkpoint.method import QUANTISE
 from ..moe.placement import generate_gpu_experts_masks
 from ..routes.statistics import ExpertStatistics
-from ..serving.budget import hot_expert_bytes
+from ..serving.budget import hot_expert_bytes, shown_size
 from ..serving.class_check import read_config
 from ..serving.hot_format import decide_hot_format
 from ..serving.hub import local_path
@@ -23,6 +23,7 @@ from ..serving.model_config import routed_model
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
 from ..serving.repository import Repository
+from ..serving.streaming_start import DEFAULT_MEMORY
 from ..weights.formats import LayerForm
 from ..weights.methods import METHODS, get_method
 from .choice import HotChoice
@@ -33,7 +34,7 @@ _SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
 # Bytes of a GPU that an engine takes besides weights and KV cache: the CUDA context, its kernels,
 # graphs and the activations of its largest batch; and kt-moe's memory for streamed experts.
 ENGINE_TAKES = 2 << 30
-_STREAMING_TAKES = 1 << 30
+_STREAMING_TAKES = DEFAULT_MEMORY
 # Methods to compare for 16-bit weights, next to the one that `auto` selects.
 _COMPARED = ("INT4_G32", "AMXINT8", "BF16")
 
@@ -129,6 +130,12 @@ def methods_of(tuned: Tuned, wanted: Sequence[str]) -> tuple[tuple[str, ...], tu
                 f"--methods {method}: it keeps quantised weights, and those of {tuned.model} are "
                 f"kept by {tuned.method}"
             )
+        if not _fits(tuned, method):
+            shape = tuned.shape
+            raise ValueError(
+                f"--methods {method}: experts of {shape.hidden} x {shape.inter} are not multiples "
+                f"of {METHODS[method].column_unit}, which it needs"
+            )
     accepted = tuple(dict.fromkeys(wanted)) or (tuned.method,)
     compared = _COMPARED if tuned.method == QUANTISE.method else ()
     measured = tuple(dict.fromkeys((*accepted, tuned.method, *compared)))
@@ -152,10 +159,10 @@ class Room:
 
     def __str__(self) -> str:
         return (
-            f"{self.given / 1e9:.1f} GB of the GPU: {self.weights / 1e9:.1f} GB weights besides "
-            f"the experts, {self.cache / 1e9:.1f} GB KV cache, "
-            f"{(ENGINE_TAKES + _STREAMING_TAKES) / 1e9:.1f} GB for the engine and for streaming, "
-            f"{max(self.left, 0) / 1e9:.1f} GB left for hot experts"
+            f"{shown_size(self.given)} of the GPU: {shown_size(self.weights)} weights besides "
+            f"the experts, {shown_size(self.cache)} KV cache, "
+            f"{shown_size(ENGINE_TAKES + _STREAMING_TAKES)} for the engine and for streaming, "
+            f"{shown_size(max(self.left, 0))} left for hot experts"
         )
 
 
@@ -173,10 +180,10 @@ def room_for(shape: Shape, memory: float, context: int, streams: int) -> Room:
     room = Room(memory, shape.rest_bytes, cache, memory - needed - _STREAMING_TAKES)
     if needed > memory:
         raise ValueError(
-            f"{shape.name} takes {needed / 1e9:.1f} GB of the GPU without any expert "
-            f"({shape.rest_bytes / 1e9:.1f} GB weights, {cache / 1e9:.1f} GB KV cache for "
-            f"{streams} times {context} tokens, {ENGINE_TAKES / 1e9:.1f} GB for the engine), and "
-            f"it may take {memory / 1e9:.1f} GB; give a smaller --context or --streams, or more "
+            f"{shape.name} takes {shown_size(needed)} of the GPU without any expert "
+            f"({shown_size(shape.rest_bytes)} weights, {shown_size(cache)} KV cache for "
+            f"{streams} times {context} tokens, {shown_size(ENGINE_TAKES)} for the engine), and "
+            f"it may take {shown_size(memory)}; give a smaller --context or --streams, or more "
             "with --gpu-memory"
         )
     return room

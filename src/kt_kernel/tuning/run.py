@@ -14,18 +14,21 @@ import torch
 
 from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
+from ..serving.budget import shown_size
 from ..serving.class_check import ENGINES
 from ..serving.option_table import OptionError
 from ..serving.server_process import ServerFailed
+from ..serving.tuned import Need
 from .choice import Candidate, Goal, HotChoice, Limits, choose, predict
 from .cpu import CpuBench, host_rates
-from .engine import USUAL, ServerPlan, measure_engine, serving
+from .engine import LEAST_CONTEXT, USUAL, ServerPlan, measure_engine, serving
 from .gpu import gpu_memory, measure_gpu
 from .model import TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
 from .rates import CpuRates, EngineRates, GpuRates, HostRates
 
 _MEMORY_PART = 0.9  # of the GPU, by default
+_LONGEST = 8192  # tokens of the context by which an engine is measured
 _HOST_KEEPS = 2 << 30  # bytes of memory that the engine takes on the host
 _VOCABULARY = 256  # of prompts; every model has as many tokens
 
@@ -96,6 +99,24 @@ class Result:
             found["max_deferred_experts_per_token"] = one.deferred
         return found
 
+    @property
+    def need(self) -> Need | None:
+        """Of the hot experts; None if there are none."""
+        device = self.model.device
+        if self.room is None or not self.chosen.hot.count or isinstance(device, HostRates):
+            return None
+        fixed = self.room.weights + self.chosen.hot.gpu_bytes
+        if self.server.engine == "vllm":  # SGLang's share does not include it
+            fixed += ENGINE_TAKES
+        return Need(
+            self.server.engine,
+            self.chosen.cpu.method,
+            device.total,
+            int(fixed),
+            self.tuned.shape.kv_bytes,
+            self.wishes.context,
+        )
+
 
 def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
     """Measures this machine for a model, and chooses options.
@@ -108,7 +129,9 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
     room = None
     if torch.cuda.is_available():
         total = gpu_memory(_device())
-        memory = min(wishes.gpu_memory or _MEMORY_PART * total, total)
+        memory = wishes.gpu_memory or _MEMORY_PART * total
+        if memory > total:
+            raise ValueError(f"--gpu-memory {shown_size(memory)}: the GPU has {shown_size(total)}")
         room = room_for(shape, memory, wishes.context, wishes.goal.streams)
     hots: dict[str, list[HotChoice]] = {}
     for method in measured:
@@ -126,7 +149,14 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         device = HostRates(*host_rates())
     else:
         say("measuring the GPU and the bus")
-        device = measure_gpu(shape, _device())
+        try:
+            device = measure_gpu(shape, _device())
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(_device())
+            raise ValueError(
+                f"the GPU has {shown_size(free)} of {shown_size(total)} free, too little to "
+                "measure it; end what else uses it"
+            ) from error
         torch.cuda.empty_cache()
     cpus = tuple(_cpus(tuned, tuple(hots), accepted, isinstance(device, GpuRates), say))
     rates = _engine_rates(tuned, wishes, engine, installed, device, say)
@@ -205,7 +235,7 @@ def check(result: Result, say: Say) -> Check:
         log = Path(folder) / "log"
         with serving(result.server, _VOCABULARY, log, _environment()) as server:
             first = server.prefill(prompt)
-            steps = max(8, min(48, wishes.context - context - 1))
+            steps = max(1, min(48, wishes.context - context - 1))
             step = server.decode(goal.streams, context, steps)
     short = replace(result.model, context=context)
     assert shape.layers == short.shape.layers
@@ -224,8 +254,7 @@ def _share(wishes: Wishes, device: GpuRates | HostRates, engine: str) -> float |
     does not include what it takes while computing."""
     if wishes.gpu_memory is None or isinstance(device, HostRates):
         return None
-    taken = min(wishes.gpu_memory, device.total)
-    return (taken - (ENGINE_TAKES if engine == "sglang" else 0)) / device.total
+    return (wishes.gpu_memory - (ENGINE_TAKES if engine == "sglang" else 0)) / device.total
 
 
 def _device() -> torch.device:
@@ -293,9 +322,12 @@ def _engine_rates(
         say(f"{engine} is not measured, because the model is multimodal; its usual times are taken")
         return usual
     layers = min(shape.moe_layers[0] + 2, shape.layers)
-    longest = min(8192, max(wishes.context, wishes.goal.prompt))
+    context = min(_LONGEST, wishes.context)
+    if context < LEAST_CONTEXT:
+        say(f"{engine} is not measured with so short a context; its usual times are taken")
+        return usual
     more = wishes.engine_arguments
-    plan = ServerPlan(engine, tuned.path, longest + 64, 16, layers=layers, more=more)
+    plan = ServerPlan(engine, tuned.path, context, 16, layers=layers, more=more)
     model = TimeModel(shape, device, usual)
     say(f"measuring {engine} with {layers} layers of the model, random weights")
     try:
@@ -304,7 +336,7 @@ def _engine_rates(
             serving(plan, _VOCABULARY, Path(folder) / "log", _environment()) as server,
         ):
             return measure_engine(
-                engine, server, layers, model.layer_operations, device.flops, longest
+                engine, server, layers, model.layer_operations, device.flops, context - 2
             )
     except ServerFailed as problem:
         say(f"{engine} could not be measured ({problem}); its usual times are taken")
