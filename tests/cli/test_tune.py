@@ -12,11 +12,12 @@ import torch
 from outcome import failed
 
 import kt_kernel
+from kt_kernel.checkpoint.safetensors.families import FAMILIES
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.serving.server_process import ServerFailed
 from kt_kernel.serving.tuned import Start
-from kt_kernel.tuning import cpu, plan, run
+from kt_kernel.tuning import cpu, plan, run, shape
 from kt_kernel.tuning.rates import GpuRates, HostRates
 from kt_kernel.tuning.shape import as_config, shape_of
 
@@ -186,8 +187,20 @@ def test_sizes_of_a_model() -> None:
     assert with_files.rest_bytes + experts == pytest.approx(file_bytes, rel=0.01)
     latent = as_config(CONTENT | {"kv_lora_rank": 512, "qk_rope_head_dim": 64})
     assert shape_of("demo", latent).kv_bytes == CONTENT["num_hidden_layers"] * 576 * 2
-    inside = as_config({"text_config": CONTENT, "model_type": "multimodal"})
-    assert shape_of("demo", inside) == shape_of("demo", config)
+    text = {"text_config": CONTENT, "model_type": "multimodal"}
+    for content in (text, {"thinker_config": text}):
+        assert shape_of("demo", as_config(content)) == shape_of("demo", config)
+
+
+def test_names_of_routed_experts() -> None:
+    """No expert counts as a weight besides the experts."""
+    named = [f"{family.experts}.0.up_proj.weight" for family in FAMILIES.values()]
+    for family in FAMILIES.values():
+        named += [name for stack in family.stacked for name in stack.names().values()]
+    for name in named:
+        assert shape._ROUTED.search(f"model.layers.0.{name}"), name
+    for name in ("mlp.shared_experts.up_proj", "mlp.gate", "block_sparse_moe.router.layer"):
+        assert not shape._ROUTED.search(f"model.layers.0.{name}.weight"), name
 
 
 def test_host_rates_are_plausible() -> None:

@@ -97,7 +97,7 @@ def find_model(model: str) -> Tuned:
             checkpoint = None
     choice = QUANTISE
     if checkpoint is not None:
-        layers = range(content.get("num_hidden_layers") or 1 << 20)
+        layers = range(getattr(config, "num_hidden_layers", None) or 1 << 20)
         choice = method_of(checkpoint, layers)
     quantised = getattr(config, "quantization_config", None) or {}
     try:

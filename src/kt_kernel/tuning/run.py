@@ -18,6 +18,7 @@ from ..serving.budget import shown_size
 from ..serving.class_check import ENGINES
 from ..serving.option_table import OptionError
 from ..serving.server_process import ServerFailed
+from ..serving.small_multimodal import text_path
 from ..serving.tuned import Need
 from .choice import Candidate, Goal, HotChoice, Limits, choose, predict
 from .cpu import CpuBench, host_rates
@@ -315,10 +316,9 @@ def _engine_rates(
 ) -> EngineRates:
     """Measured with a small model of the same layers and random weights, or the usual ones."""
     usual, shape = USUAL[engine], tuned.shape
-    content = vars(tuned.config)
     if not (installed and wishes.measure_engine and isinstance(device, GpuRates)):
         return usual
-    if isinstance(content.get("text_config"), dict):
+    if text_path(vars(tuned.config)):
         say(f"{engine} is not measured, because the model is multimodal; its usual times are taken")
         return usual
     layers = min(shape.moe_layers[0] + 2, shape.layers)

@@ -10,9 +10,13 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..serving.model_config import described_layers, expert_sizes, num_experts, size_of
+from ..serving.small_multimodal import at, text_path
 
 # Names of routed experts in checkpoints, not of shared ones.
-_ROUTED = re.compile(r"(^|\.)experts\.|_exps\.")
+_ROUTED = re.compile(
+    r"(^|\.)experts\.|_exps\.|\.block_sparse_moe\.(input|output)_linear\."
+    r"|\.moe\.(gate|up|down)_proj\."
+)
 _TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -57,9 +61,7 @@ class Shape:
 def as_config(content: dict[str, Any]) -> SimpleNamespace:
     """The content of config.json as the object that readers of configurations expect: of a
     multimodal model, its language model."""
-    text = content.get("text_config")
-    found = {**content, **text} if isinstance(text, dict) else content
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**content | at(content, text_path(content)))
 
 
 def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Shape:
