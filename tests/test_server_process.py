@@ -79,13 +79,23 @@ def test_a_group_ends_with_an_exception(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_a_closed_terminal_is_ignored_with_nohup(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with process_group(SLEEP, tmp_path / "log"):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 PARENT = """
 import signal, sys, time
 from pathlib import Path
 from kt_kernel.serving.server_process import process_group
 
-# A shell's background jobs, and what they start, ignore it.
+# A shell's background jobs, and what they start, ignore it; and nohup's the other one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 with process_group([sys.executable, "-c", sys.argv[1], "waits"], Path(sys.argv[2]), patience=1):
     time.sleep(600)
@@ -93,7 +103,12 @@ with process_group([sys.executable, "-c", sys.argv[1], "waits"], Path(sys.argv[2
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 128 + signal.SIGTERM),
+        (signal.SIGHUP, 128 + signal.SIGHUP),
+        (signal.SIGINT, -signal.SIGINT),
+    ],
 )
 def test_a_group_ends_with_its_parent(number: signal.Signals, code: int, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -34,11 +34,16 @@ def process_group(
     runs.
 
     Engines start processes that may outlive the first one, so the whole group is ended: by SIGTERM,
-    and by SIGKILL after ``patience`` seconds. In the main thread, SIGTERM to this process leaves
-    the block with SystemExit, and SIGINT does not interrupt ending the group.
+    and by SIGKILL after ``patience`` seconds. In the main thread, SIGTERM to this process, or the
+    SIGHUP of a terminal that is closed, leaves the block with SystemExit, and SIGINT does not
+    interrupt ending the group.
     """
     catches = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, _exit) if catches else None
+    previous = {}
+    for number in (signal.SIGTERM, signal.SIGHUP) if catches else ():
+        # nohup ignores SIGHUP, so that commands survive the terminal.
+        if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+            previous[number] = signal.signal(number, _exit)
     try:
         with open(log, "wb") as output:
             process = subprocess.Popen(
@@ -58,8 +63,8 @@ def process_group(
             if catches:
                 signal.signal(signal.SIGINT, interrupt)
     finally:
-        if catches:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _exit(number: int, frame: object) -> None:
