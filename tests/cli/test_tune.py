@@ -206,3 +206,26 @@ def test_names_of_routed_experts() -> None:
 def test_host_rates_are_plausible() -> None:
     rates = HostRates(*cpu.host_rates())
     assert 1e8 < rates.bandwidth < 1e13 and 1e7 < rates.flops < 1e15
+
+
+def test_an_engine_is_measured_within_what_was_asked_for(
+    kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a longer context nor more of the GPU than the user gave."""
+    plans = []
+
+    def serving(plan: Any, *given: Any) -> Any:
+        plans.append(plan)
+        raise ServerFailed("the server exited")
+
+    monkeypatch.setattr(run, "_engine_of", lambda wishes: ("vllm", True))
+    monkeypatch.setattr(run, "serving", serving)
+    given = "tune", DEMO_MODEL, *SMALL, "--gpu-memory", "10GB"
+    code, out, err = kt(*given)
+    assert code == 0 and "its usual times are taken" in err and "the check failed" in err
+    measured, checked = plans
+    assert (measured.context, measured.memory, measured.layers) == (512, 0.5, 2)
+    assert (checked.context, checked.memory, checked.layers) == (512, 0.5, None)
+    assert measured.options is None and "num_gpu_experts" in checked.options
+    kt(*given, "--context", 140)
+    assert len(plans) == 3  # too short to measure the engine

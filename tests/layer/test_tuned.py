@@ -117,7 +117,7 @@ def test_what_the_model_refuses_is_left_out() -> None:
     path.write_text(path.read_text().replace('"num_gpu_experts": 5', '"num_gpu_experts": 500'))
     options = start()
     assert used(options) == {"method": "INT4_G32"}
-    assert "nothing taken of kt tune, because of" in options.describe()
+    assert "nothing taken of what kt tune saved, because of" in options.describe()
     assert "500" in options.describe()
     with pytest.raises(OptionError, match="on: the saved options cannot be used: .*500"):
         start(tuned="on")

@@ -101,8 +101,8 @@ def _row(one: Candidate, chosen: bool) -> str:
         str(one.deferred),
         *(f"{rate:.1f}" for rate in one.decode.values()),
         *(f"{seconds:.2f}" for seconds in one.prefill.values()),
-        f"{shown_size(one.hot.gpu_bytes)}",
-        f"{shown_size(one.cpu_bytes)}",
+        shown_size(one.hot.gpu_bytes),
+        shown_size(one.cpu_bytes),
     ]
     note = " ← recommended" if chosen else f" ({one.allowed})" if one.allowed else ""
     return "| " + " | ".join(cells) + " |" + note
@@ -121,13 +121,16 @@ def _why(result: Result) -> str:
     else:
         parts.append(f"{one.hot.count} hot experts per layer fit on the GPU")
     threads = one.cpu.threads
-    parts.append("kt-moe's own number of threads" if threads is None else f"{threads} threads")
+    if threads is None:
+        parts.append("kt-moe's own number of threads")
+    else:
+        parts.append(f"{threads} thread{'s' * (threads > 1)}")
     if one.deferred:
         parts.append(f"{one.deferred} deferred experts hide the CPU's time")
-    requests = "a request" if goal.streams == 1 else f"{goal.streams} requests"
+    requests = "A request" if goal.streams == 1 else f"{goal.streams} requests"
     return (
         f"{'; '.join(parts)}. {requests} of {goal.prompt} tokens and an answer of {goal.answer} "
-        f"take {one.seconds:.2f} s, the least of what is compared"
+        f"take{'s' * (goal.streams == 1)} {one.seconds:.2f} s, the least of what is compared"
     )
 
 

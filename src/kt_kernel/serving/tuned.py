@@ -227,7 +227,7 @@ def without_tuned(options: KTOptions, problem: OptionError) -> KTOptions:
     requires that it is."""
     if options.tuned == "on":
         raise OptionError(f"{FLAG} on: the saved options cannot be used: {problem}") from problem
-    return replace(options, from_tuned=f"nothing taken of kt tune, because of {problem}")
+    return replace(options, from_tuned=f"nothing taken of what kt tune saved, because of {problem}")
 
 
 def _left_out(

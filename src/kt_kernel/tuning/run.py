@@ -327,7 +327,8 @@ def _engine_rates(
         say(f"{engine} is not measured with so short a context; its usual times are taken")
         return usual
     more = wishes.engine_arguments
-    plan = ServerPlan(engine, tuned.path, context, 16, layers=layers, more=more)
+    memory = _share(wishes, device, engine)
+    plan = ServerPlan(engine, tuned.path, context, 16, memory=memory, layers=layers, more=more)
     model = TimeModel(shape, device, usual)
     say(f"measuring {engine} with {layers} layers of the model, random weights")
     try:
