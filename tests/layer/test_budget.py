@@ -155,7 +155,7 @@ def test_layers_that_are_not_known() -> None:
 
 @pytest.mark.parametrize("other", ["num_gpu_experts", "gpu_experts_ratio"])
 def test_one_budget_only(other: str) -> None:
-    with pytest.raises(OptionError, match="give only one of them"):
+    with pytest.raises(OptionError, match="--kt-gpu-experts-memory 1GB: give only one of them"):
         KTOptions.from_mapping({other: 1, "gpu_experts_memory": "1GB"})
     with pytest.raises(OptionError, match="expected a size in MB or GB"):
         KTOptions.from_mapping({"gpu_experts_memory": "1TB"})
@@ -169,5 +169,5 @@ def test_it_counts_as_hot_experts() -> None:
             "enable_dynamic_expert_update": "auto",
         }
     )
-    assert options.hot_option == "--kt-gpu-experts-memory 1073741824"
+    assert options.hot_option == "--kt-gpu-experts-memory 1GB"
     assert replace(options, gpu_experts_memory=None).hot_option is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,12 @@ from ..weights.formats import INT4_ZERO, INT8_ROW
 from ..weights.methods import get_method
 from .model_config import described_layers, expert_sizes, num_experts
 from .option_table import ENGINE, PACKED, OptionError
+from .option_values import shown_size
 from .options import KTOptions
 
 FLAG = "--kt-gpu-experts-memory"
 _MATRICES = 3  # gate, up, down
 _FP8_BLOCK = 128 * 128  # values that share a float32 scale
-_UNITS = 1 << 20, 1 << 30
 
 
 def hot_expert_bytes(
@@ -98,10 +97,3 @@ def _holds_fp8(checkpoint: Checkpoint) -> bool:
         not checkpoint.stored(layer).dense and "FP8" in checkpoint.stored(layer).method
         for layer in checkpoint.layers()
     )
-
-
-def shown_size(size: float) -> str:
-    """A size as options accept it, rounded up: what a message asks for must be enough."""
-    small, large = _UNITS
-    unit, name = (large, "GB") if size >= large else (small, "MB")
-    return f"{math.ceil(100 * size / unit) / 100:g}{name}"

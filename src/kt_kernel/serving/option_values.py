@@ -110,3 +110,9 @@ def _check_exists(flag: str, text: str) -> None:
         raise OptionError(
             f"{flag} {text}: no such file or folder, and not a repository name (org/name)"
         )
+
+
+def shown_size(size: float) -> str:
+    """A size as options accept it, rounded up: what a message asks for must be enough."""
+    name = "GB" if size >= _UNITS["GB"] else "MB"
+    return f"{math.ceil(100 * size / _UNITS[name]) / 100:g}{name}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .option_table import AUTO, BF16, PACKED, OptionError, find_option
-from .option_values import checked_value
+from .option_values import checked_value, shown_size
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class KTOptions:
             for name, value in (
                 ("num-gpu-experts", number),
                 ("gpu-experts-ratio", ratio),
-                ("gpu-experts-memory", memory),
+                ("gpu-experts-memory", memory and shown_size(memory)),
                 ("gpu-experts-mask", mask),
             )
             if value is not None
@@ -206,7 +206,8 @@ class KTOptions:
             "gpu_experts_mask",
         ):
             if value := getattr(self, name):
-                return f"--kt-{name.replace('_', '-')} {value}"
+                shown = shown_size(value) if name == "gpu_experts_memory" else value
+                return f"--kt-{name.replace('_', '-')} {shown}"
         return None
 
     @property

@@ -14,9 +14,9 @@ import torch
 
 from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
-from ..serving.budget import shown_size
 from ..serving.class_check import ENGINES
 from ..serving.option_table import OptionError
+from ..serving.option_values import shown_size
 from ..serving.server_process import ServerFailed
 from ..serving.small_multimodal import text_path
 from ..serving.tuned import Need
