@@ -505,6 +505,7 @@ ATTRIBUTES = (
             "cuda_graph_config",
             "chunked_prefill_size",
             "mem_fraction_static",
+            "speculative_num_draft_tokens",
             "tp_size",
         ),
         "read from the resolved arguments",

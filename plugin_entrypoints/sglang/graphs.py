@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from kt_kernel.runtime.variant import kernel_kind
+from kt_kernel.serving.model_config import has_plain_silu
 from kt_kernel.serving.options import KTOptions
 
 from .options import decide
@@ -52,7 +53,7 @@ def leave_long_prompts(
     prefill, threshold = graphs.prefill, options.given_threshold
     if arguments.device != "cuda" or prefill.backend == "disabled" or threshold == 0:
         return
-    if kernel_kind() and threshold is None or not _plain_silu(config):  # streaming is off then
+    if kernel_kind() and threshold is None or not has_plain_silu(config):  # streaming is off then
         return
     given = getattr(server_args, _GIVEN, None)
     if given is None or not given.isdisjoint((("prefill", "bs"), ("prefill", "max_bs"))):
@@ -74,10 +75,3 @@ def leave_long_prompts(
         max(captured, default=0),
         max(sizes),
     )
-
-
-def _plain_silu(config: Any) -> bool:
-    """Whether a model's experts can be streamed, by its activation. If its configuration does not
-    tell, the start of streaming finds out when the layers are there."""
-    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-    return name in (None, "silu", "swish") and not getattr(config, "swiglu_limit", None)
