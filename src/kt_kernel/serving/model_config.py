@@ -81,8 +81,9 @@ def expert_sizes(config: Any) -> tuple[int | None, int | None]:
 
 def has_plain_silu(config: Any) -> bool:
     """Whether the experts' activation is SiLU without a limit, the only one that can be streamed.
-    True if the configuration does not tell: layers that cannot be streamed are found at the start of
-    streaming."""
+
+    True if the configuration does not tell. The start of streaming checks the layers themselves.
+    """
     name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     return name in (None, "silu", "swish") and not getattr(config, "swiglu_limit", None)
 
