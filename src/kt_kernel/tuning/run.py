@@ -24,7 +24,7 @@ from .choice import Candidate, Goal, HotChoice, Limits, choose, predict
 from .cpu import CpuBench, host_rates
 from .engine import LEAST_CONTEXT, USUAL, ServerPlan, measure_engine, serving
 from .gpu import gpu_memory, measure_gpu
-from .model import TimeModel
+from .model import Setting, TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
 from .rates import CpuRates, EngineRates, GpuRates, HostRates
 
@@ -226,8 +226,7 @@ def check(result: Result, say: Say) -> Check:
     Raises:
         ServerFailed: the server does not start; with the reason.
     """
-    wishes, shape = result.wishes, result.tuned.shape
-    goal = wishes.goal
+    wishes, goal = result.wishes, result.wishes.goal
     prompt = min(goal.prompt, wishes.context - 2)
     context = min(128, wishes.context // 2)
     setting = _setting_of(result)
@@ -239,13 +238,10 @@ def check(result: Result, say: Say) -> Check:
             steps = max(1, min(48, wishes.context - context - 1))
             step = server.decode(goal.streams, context, steps)
     short = replace(result.model, context=context)
-    assert shape.layers == short.shape.layers
     return Check(step, first, short.decode(setting, goal.streams), short.prefill(setting, prompt))
 
 
-def _setting_of(result: Result) -> Any:
-    from .model import Setting
-
+def _setting_of(result: Result) -> Setting:
     one = result.chosen
     return Setting(one.hot.load, one.cpu, one.hot.expert_bytes, one.deferred, one.streaming)
 
