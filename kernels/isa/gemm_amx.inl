@@ -146,6 +146,20 @@ inline void multiply(const Operands& o, const Accumulators& acc) {
   }
 }
 
+// The same for 32 rows and the first column tile of b.
+template <bool first> inline void multiply_narrow(const Operands& o, const Accumulators& acc) {
+  constexpr bool integer = false;
+  if constexpr (first) {
+    KT_BEGIN(0);
+  }
+  KT_DOT(0, 4, 5);
+  load_a(o.below);
+  if constexpr (first) {
+    KT_BEGIN(2);
+  }
+  KT_DOT(2, 4, 5);
+}
+
 // Stores the accumulators of 16 or 32 rows.
 inline void store_block(uint8_t* c, bool two) {
   _tile_stored(0, accumulator(c, 0), kStepBytes);
@@ -153,6 +167,10 @@ inline void store_block(uint8_t* c, bool two) {
   if (!two) return;
   _tile_stored(2, accumulator(c, 2), kStepBytes);
   _tile_stored(3, accumulator(c, 3), kStepBytes);
+}
+inline void store_narrow(uint8_t* c) {
+  _tile_stored(0, accumulator(c, 0), kStepBytes);
+  _tile_stored(2, accumulator(c, 2), kStepBytes);
 }
 #undef KT_BEGIN
 #undef KT_DOT

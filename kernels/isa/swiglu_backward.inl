@@ -35,30 +35,36 @@ inline Gated gated_with_gradient(F gate, F up, const Activation& act) {
   return result;
 }
 
-inline float sum_of_lanes(F x) {  // in ascending order of the lanes
-  alignas(64) float lanes[kLanes];
-  f_store(lanes, x);
-  float sum = lanes[0];
-  for (int i = 1; i < kLanes; ++i) sum += lanes[i];
+// The sums of each vector's lanes, in ascending order.
+inline F sums_of_lanes(F (&x)[kLanes]) {
+  transpose(x);
+  F sum = x[0];
+  for (int i = 1; i < kLanes; ++i) sum = f_add(sum, x[i]);
   return sum;
 }
 
 void swiglu_backward_tile(const uint16_t* gate, const uint16_t* up, const float* v,
                           const float* weight, const Activation& act, int64_t m,
                           const SwigluGradients& out) {
-  for (int64_t r = 0; r < m; ++r) {
-    const F w = f_set(weight[r]);
-    F dot = f_zero();
-    for (int64_t i = r * kTileRows; i < (r + 1) * kTileRows; i += kLanes) {
-      const F of_h = f_load(v + i);
-      const Gated at = gated_with_gradient(load_as_float(gate + i, DType::kBF16),
-                                           load_as_float(up + i, DType::kBF16), act);
-      const F weighted = f_mul(w, of_h);
-      f_store(out.h + i, at.h);
-      f_store(out.gate + i, f_mul(weighted, at.by_gate));
-      f_store(out.up + i, f_mul(weighted, at.by_up));
-      dot = f_fma(of_h, at.h, dot);
+  for (int64_t first = 0; first < m; first += kLanes) {
+    const int64_t rows = m - first < kLanes ? m - first : kLanes;
+    F dot[kLanes];
+    for (int64_t r = first; r < first + rows; ++r) {
+      const F w = f_set(weight[r]);
+      F sum = f_zero();
+      for (int64_t i = r * kTileRows; i < (r + 1) * kTileRows; i += kLanes) {
+        const F of_h = f_load(v + i);
+        const Gated at = gated_with_gradient(load_as_float(gate + i, DType::kBF16),
+                                             load_as_float(up + i, DType::kBF16), act);
+        const F weighted = f_mul(w, of_h);
+        f_store(out.h + i, at.h);
+        f_store(out.gate + i, f_mul(weighted, at.by_gate));
+        f_store(out.up + i, f_mul(weighted, at.by_up));
+        sum = f_fma(of_h, at.h, sum);
+      }
+      dot[r - first] = sum;
     }
-    out.dot[r] = sum_of_lanes(dot);
+    for (int64_t r = rows; r < kLanes; ++r) dot[r] = f_zero();
+    store_some(out.dot + first, DType::kFP32, sums_of_lanes(dot), rows);
   }
 }

@@ -14,50 +14,47 @@
 #include "tiles_of_values.inl"
 #include "transposed.inl"
 
-// The kernel for weights that are integers times a scale. With tiles bf16 is as fast as two digits
-// of int8 would be.
 #ifdef KT_AMX
 #include "unpack_int_float.inl"
-#define KT_INTEGERS(Columns, Codes) transposed_product<Columns>
 #else
 #include "transposed_int.inl"
-#define KT_INTEGERS(Columns, Codes) transposed_integers<Codes>
 #endif
 
-// By WeightFormat.
-constexpr TransposedProduct kTransposed[] = {
-    transposed_product<Bf16Columns>,
-    KT_INTEGERS(Int8RowColumns, Int8RowCodes),
-    KT_INTEGERS(Int4RowColumns, Int4RowCodes),
-    KT_INTEGERS(GroupColumns<false>, GroupCodes<false>),
-    KT_INTEGERS(GroupColumns<true>, GroupCodes<true>),
-    transposed_product<Fp8BlockColumns>,
-    transposed_product<Fp8RowColumns>,
-    transposed_product<MxFp8Columns>,
-    KT_INTEGERS(MxFp4Columns, MxFp4Codes),
-    transposed_product<NvFp4Columns>,
-    transposed_product<GgmlColumns<WeightFormat::kQ4_1>>,
-    transposed_product<GgmlColumns<WeightFormat::kQ5_0>>,
-    transposed_product<GgmlColumns<WeightFormat::kQ5_1>>,
-    transposed_product<GgmlColumns<WeightFormat::kQ8_0>>,
-    transposed_product<GgmlColumns<WeightFormat::kQ2K>>,
-    transposed_product<GgmlColumns<WeightFormat::kQ3K>>,
-    transposed_product<GgmlColumns<WeightFormat::kQ4K>>,
-    transposed_product<GgmlColumns<WeightFormat::kQ5K>>,
-    transposed_product<GgmlColumns<WeightFormat::kQ6K>>,
-    transposed_product<GgmlColumns<WeightFormat::kIQ4NL>>,
-    transposed_product<GgmlColumns<WeightFormat::kIQ4XS>>,
-};
+// By WeightFormat: C(columns), or N(columns, codes) for integers times a scale.
+#define KT_EACH_FORMAT(C, N) \
+  C(Bf16Columns), N(Int8RowColumns, Int8RowCodes), N(Int4RowColumns, Int4RowCodes), \
+  N(GroupColumns<false>, GroupCodes<false>), N(GroupColumns<true>, GroupCodes<true>), \
+  C(Fp8BlockColumns), C(Fp8RowColumns), C(MxFp8Columns), N(MxFp4Columns, MxFp4Codes), \
+  C(NvFp4Columns), C(GgmlColumns<WeightFormat::kQ4_1>), \
+  C(GgmlColumns<WeightFormat::kQ5_0>), C(GgmlColumns<WeightFormat::kQ5_1>), \
+  C(GgmlColumns<WeightFormat::kQ8_0>), C(GgmlColumns<WeightFormat::kQ2K>), \
+  C(GgmlColumns<WeightFormat::kQ3K>), C(GgmlColumns<WeightFormat::kQ4K>), \
+  C(GgmlColumns<WeightFormat::kQ5K>), C(GgmlColumns<WeightFormat::kQ6K>), \
+  C(GgmlColumns<WeightFormat::kIQ4NL>), C(GgmlColumns<WeightFormat::kIQ4XS>)
+
+#define KT_TRANSPOSED(Columns) transposed_product<Columns>
+#ifdef KT_AMX
+// With tiles, bf16 is as fast as two digits of int8 would be.
+#define KT_TRANSPOSED_INTEGERS(Columns, Codes) transposed_product<Columns>
+#else
+#define KT_TRANSPOSED_INTEGERS(Columns, Codes) transposed_integers<Codes>
+#endif
+constexpr TransposedProduct kTransposed[] = {KT_EACH_FORMAT(KT_TRANSPOSED, KT_TRANSPOSED_INTEGERS)};
 static_assert(sizeof kTransposed / sizeof *kTransposed == kFormatCount,
               "a transposed product for each format");
 
 #ifdef KT_AMX
-constexpr auto kTurnRows = turn_rows;
+#define KT_TURN(Columns) turn_weights<Columns>
+#define KT_TURN_INTEGERS(Columns, Codes) turn_weights<Columns>
+constexpr decltype(&turn_weights<Bf16Columns>) kTurnWeights[] = {
+    KT_EACH_FORMAT(KT_TURN, KT_TURN_INTEGERS)};
+constexpr TurnedKernels kTurnedKernels = {kTurnWeights, turn_rows, turned_sum};
+constexpr const TurnedKernels* kTurned = &kTurnedKernels;
 #else
-constexpr decltype(TrainingKernels::turn_rows) kTurnRows = nullptr;
+constexpr const TurnedKernels* kTurned = nullptr;
 #endif
 
 constexpr TrainingKernels kTraining = {
-    kTransposed, kTurnRows, swiglu_backward_tile, outer_product, gather_columns,
+    kTransposed, kTurned, swiglu_backward_tile, outer_product, gather_columns,
     add_tile,    keep_tile, drop_columns,
 };

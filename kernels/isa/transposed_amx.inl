@@ -34,30 +34,11 @@ template <> struct TurnedTile<Bf16Columns> {
   }
 };
 
-// A^T for 32 rows of A is what the tile unit takes.
-struct TurnedUnits : PackedUnits<false> {
-  void prepare(int64_t) const {}
-  void finish(const ActRows&, int64_t, float*) const {}
-};
-
-// 32 columns of the result, [column][32 rows], to m rows of 32.
-inline void turn_back(const float* columns, int64_t m, float* out) {
-  for (int64_t r = 0; r < m; r += kLanes)
-    for (int64_t c = 0; c < kTileRows; c += kLanes) {
-      F x[kLanes];
-      for (int i = 0; i < kLanes; ++i) x[i] = f_load(columns + (c + i) * kTileRows + r);
-      transpose(x);
-      for (int i = 0; i < kLanes; ++i) f_store(out + (r + i) * kTileRows + c, x[i]);
-    }
-}
-
 template <class Columns>
-void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
-                        int64_t column, const ActRows& a, int64_t m, uint8_t* scratch, float* out,
-                        int64_t out_stride) {
+void turn_weights(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
+                  int64_t column, uint8_t* out) {
   constexpr int64_t kAhead = 2;  // tiles whose weights are on their way
   const int64_t columns = transposed_columns(layout, column), n = layout.tiles();
-  const int64_t stride = n * kBlockBytes;  // from 16 rows of W^T to the next
   const auto fetch = [&](int64_t first, int64_t count) {
     tiles_ahead(tiles, tile_stride, layout, column, columns, first, count).fetch(0, 1);
   };
@@ -65,18 +46,107 @@ void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixL
   for (int64_t t = 0; t < n; ++t) {
     fetch(t + kAhead, 1);
     TurnedTile<Columns>::unpack(tiles + t * tile_stride, layout, column, columns,
-                                scratch + t * kBlockBytes, stride);
+                                out + t * kBlockBytes, n * kBlockBytes);
   }
   stores_before_tile_loads();
-  const ActRows weights{scratch, stride / kBlockRows, nullptr, nullptr, 0, 0, nullptr};
-  alignas(64) float result[(kTransposedColumns + kTileRows) * kTileRows];
-  for (int64_t r = 0; r < m; r += kTileRows) {
-    TurnedUnits units{{a.data + r * a.stride}};
-    multiply_rows(units, n, weights, columns, result);
-    for (int64_t c = 0; c < columns; c += kTileRows)
-      turn_back(result + c * kTileRows, m - r < kTileRows ? m - r : kTileRows,
-                out + c / kTileRows * out_stride + r * kTileRows);
+}
+
+// A block of the result, 32 columns of up to 32 rows, on its way from the tiles to `out`. The
+// vector unit turns its quarters while the tile unit multiplies for the next block.
+struct TurningBlock {
+  alignas(64) float columns[kTileRows * kTileRows];  // [column][row]
+  float* out = nullptr;                              // [row][32 columns]
+  int rows = 0;
+  int left = 0;  // quarters
+
+  uint8_t* memory() { return reinterpret_cast<uint8_t*>(columns); }
+  void turn_quarter() {
+    if (!left) return;
+    --left;
+    const int64_t r = left / 2 * kLanes, c = left % 2 * kLanes;
+    if (r >= rows) return;
+    F x[kLanes];
+    for (int i = 0; i < kLanes; ++i) x[i] = f_load(columns + (c + i) * kTileRows + r);
+    transpose(x);
+    for (int i = 0; i < kLanes; ++i) f_store(out + (r + i) * kTileRows + c, x[i]);
   }
+  void turn() {
+    while (left) turn_quarter();
+  }
+};
+
+// All products of a block; its accumulators stay in the tiles. Those of the block before go to
+// `before`, unless that is null.
+template <bool narrow>
+inline void turned_products(const TurnedTerm* terms, int count, int64_t column, int64_t row,
+                            TurningBlock* before) {
+  bool first = true;
+  for (const TurnedTerm* term = terms; term < terms + count; ++term) {
+    const int64_t stride = term->tiles * kBlockBytes;
+    const uint8_t* a = term->weights + column / kBlockRows * stride;
+    const uint8_t* b = term->rows + row / kTileRows * term->tiles * kUnitBytes;
+    for (int64_t t = 0; t < term->tiles; ++t, a += kBlockBytes, b += kUnitBytes) {
+      const Operands o{a, a + stride, b};
+      load(o);
+      if (first) {
+        const Accumulators acc{before ? before->memory() : nullptr, nullptr, true};
+        if constexpr (narrow)
+          multiply_narrow<true>(o, acc);
+        else
+          multiply<false, true, true>(o, acc);
+        stores_before_tile_loads();
+        first = false;
+        continue;
+      }
+      if (before) before->turn_quarter();
+      if constexpr (narrow)
+        multiply_narrow<false>(o, {});
+      else
+        multiply<false, true, false>(o, {});
+    }
+  }
+  if (before) before->turn();
+}
+
+void turned_sum(const TurnedTerm* terms, int count, int64_t columns, int64_t first, int64_t m,
+                float* out, int64_t out_stride) {
+  TurningBlock block;
+  bool wide = false;  // whether the tiles have a block of more than 16 rows
+  for (int64_t r = 0; r < m; r += kTileRows)
+    for (int64_t c = 0; c < columns; c += kTileRows) {
+      const bool narrow = m - r <= kBlockRows;
+      if (narrow && wide) {
+        store_block(block.memory(), true);
+        stores_before_tile_loads();
+        block.turn();
+        wide = false;
+        block.out = nullptr;
+      }
+      TurningBlock* before = block.out ? &block : nullptr;
+      if (narrow)
+        turned_products<true>(terms, count, c, first + r, before);
+      else
+        turned_products<false>(terms, count, c, first + r, before);
+      wide = !narrow;
+      block.out = out + c / kTileRows * out_stride + r * kTileRows;
+      block.rows = int(narrow ? kBlockRows : kTileRows);
+      block.left = 4;
+    }
+  if (wide)
+    store_block(block.memory(), true);
+  else
+    store_narrow(block.memory());
+  stores_before_tile_loads();
+  block.turn();
+}
+
+template <class Columns>
+void transposed_product(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
+                        int64_t column, const ActRows& a, int64_t m, uint8_t* scratch, float* out,
+                        int64_t out_stride) {
+  turn_weights<Columns>(tiles, tile_stride, layout, column, scratch);
+  const TurnedTerm term{scratch, a.data, layout.tiles()};
+  turned_sum(&term, 1, transposed_columns(layout, column), 0, m, out, out_stride);
 }
 
 // The second operand of a transposed product from rows of A (kt/training.h).

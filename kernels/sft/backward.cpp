@@ -56,31 +56,22 @@ void BackwardPass::clear_gradients() {
 
 void BackwardPass::take_grad_out() {
   const int64_t h = config_.hidden_size;
-  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
-  constexpr int64_t kParts = 8;  // of an item
-  team_phase(plan().items(), kParts, cost, [&](int64_t number, int64_t part) {
-    const WorkItem& item = plan().item(number);
-    const ExpertRows& e = plan().expert(item.expert);
-    const int64_t each = round_up(ceil_div(item.rows(), kParts), kTileRows);
-    const int64_t begin = item.first + part * each, end = std::min(begin + each, item.last);
-    for (int64_t first = begin; first < end; first += kTileRows) {
-      const int64_t m = std::min(kTileRows, end - first);
-      for (int64_t r = first; r < first + m; ++r) {
-        const int64_t token = first_ + plan().tokens()[e.first + r];
-        if (!training_.turn_rows)
-          grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
-        space_.pair[size_t(plan().routes()[e.first + r])] = int32_t(e.first + r);
-        for (Matrix matrix : {kGate, kUp}) {
-          if (!adapters_ || state_.config.recompute) continue;
-          std::copy_n(kept_ranks(as<float>(saved_.ranks), e, r, matrix), lora_.rank(),
-                      rank_values(matrix, e) + r * lora_.rank_padded());
-        }
+  each_rows([&](const ExpertRows& e, int64_t first, int64_t m) {
+    for (int64_t r = first; r < first + m; ++r) {
+      const int64_t token = first_ + plan().tokens()[e.first + r];
+      if (!training_.turned)
+        grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
+      space_.pair[size_t(plan().routes()[e.first + r])] = int32_t(e.first + r);
+      for (Matrix matrix : {kGate, kUp}) {
+        if (!adapters_ || state_.config.recompute) continue;
+        std::copy_n(kept_ranks(as<float>(saved_.ranks), e, r, matrix), lora_.rank(),
+                    rank_values(matrix, e) + r * lora_.rank_padded());
       }
-      if (training_.turn_rows) {
-        const int64_t bytes = grad_out_rows().columns * 2;
-        training_.turn_rows(args_.grad_out + first_ * h, h, plan().tokens() + e.first + first, m, h,
-                            space_.turned_out.data() + (turned_row(e) + first) * bytes);
-      }
+    }
+    if (training_.turned) {
+      const int64_t bytes = grad_out_rows().columns * 2;
+      training_.turned->rows(args_.grad_out + first_ * h, h, plan().tokens() + e.first + first, m,
+                             h, space_.turned_out.data() + (turned_row(e) + first) * bytes);
     }
   });
 }
@@ -102,14 +93,55 @@ void BackwardPass::take_rows() {
       for (int64_t i = 0; i < m; ++i) {
         float* one = values + i * kTileRows;
         for (int64_t n = 0; n < kTileRows; ++n) one[n] *= state_.config.scaling;
-        rank_rows(kDown).put(table_, row(e) + r + i, tile, one, DType::kFP32, kTileRows);
+        if (!sums_terms())
+          rank_rows(kDown).put(table_, row(e) + r + i, tile, one, DType::kFP32, kTileRows);
         const float weight = plan().weights()[e.first + r + i];
         float* weighted = rank_values(kDown, e) + (r + i) * padded + tile * kTileRows;
         for (int64_t n = 0; n < kTileRows; ++n) weighted[n] = weight * one[n];
       }
+      if (sums_terms())
+        keep_operand(rank_rows(kDown), space_.turned_ranks[kDown], e, tile, r, m, values,
+                     kTileRows);
     };
     b_products(e, kDown, block, item.first, item.last, rows, keep);
   });
+}
+
+void BackwardPass::keep_operand(const BF16Rows& to, const sys::Mapping& memory, const ExpertRows& e,
+                                int64_t tile, int64_t first, int64_t m, const float* values,
+                                int64_t valid) const {
+  if (!training_.turned) return to.put_tile(table_, row(e) + first, tile, values, m, valid);
+  alignas(64) uint16_t rounded[kTileRows * kTileRows];
+  const int64_t bytes = to.columns * 2;
+  uint8_t* turned = memory.data() + (turned_row(e) + first) * bytes + tile * sizeof rounded;
+  for (int64_t r = 0; r < m; r += kTileRows, values += kTileRows * kTileRows) {
+    const int64_t n = std::min(kTileRows, m - r);
+    table_.quantise[int(ActKind::kBF16)](values, DType::kFP32, n * kTileRows, n * kTileRows, -1,
+                                         reinterpret_cast<uint8_t*>(rounded), nullptr, nullptr);
+    training_.turned->rows(rounded, kTileRows, nullptr, n, valid, turned + r * bytes);
+  }
+}
+
+TurnedTerm BackwardPass::base_term(const ExpertRows& e, Matrix m, int64_t block,
+                                   const ActRows& rows, uint8_t*& scratch) const {
+  const MatrixLayout& layout = part().layout[m];
+  const uint8_t* tiles = layer_.expert(worker_.pool, e.slot) + part().begin_of(m);
+  uint8_t* to = scratch;
+  training_.turned->weights[int(layout.format)](tiles, part().stride_of(m), layout,
+                                                block * kTransposedColumns, to);
+  scratch += transposed_scratch(layout.rows);
+  return {to, rows.data, layout.tiles()};
+}
+
+TurnedTerm BackwardPass::adapter_term(const ExpertRows& e, Matrix m, int64_t block,
+                                      uint8_t*& scratch) const {
+  const MatrixLayout& layout = lora_.layout(m, kLoraA, worker_.pool);
+  uint8_t* to = scratch;
+  training_.turned->weights[int(WeightFormat::kBF16)](
+      lora_.tiles(m, kLoraA, worker_.pool, e.slot), layout.tile_bytes(), layout,
+      block * kTransposedColumns, to);
+  scratch += transposed_scratch(layout.rows);
+  return {to, operand(rank_rows(m), space_.turned_ranks[m], e, 0).data, layout.tiles()};
 }
 
 void BackwardPass::gate_up_again() {

@@ -35,6 +35,7 @@ void BackwardPass::input() {
 // 64 columns of W^T d of gate and up, with the adapters' part: added to the group's sums, or kept
 // by pair. Where columns have orders, each matrix is kept by itself, without adapters.
 void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t group) {
+  if (sums_terms()) return input_sum(e, block);
   const uint8_t* weights = layer_.expert(worker_.pool, e.slot);
   const int64_t first_tile = 2 * block, tiles = std::min<int64_t>(hidden_tiles() - first_tile, 2);
   const int64_t tile_floats = mine_.tile[1] - mine_.tile[0];
@@ -67,6 +68,24 @@ void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t gro
       table_.merge(gate, nullptr, space_.ones.data(), plan().tokens() + pair, m,
                    sum_of(worker_.pool, group, tile));
     }
+  });
+}
+
+// The same as one sum of products, kept by pair.
+void BackwardPass::input_sum(const ExpertRows& e, int64_t block) {
+  const int64_t first_tile = 2 * block, tiles = std::min<int64_t>(hidden_tiles() - first_tile, 2);
+  uint8_t* scratch = mine_.transposed;
+  TurnedTerm terms[4];
+  int count = 0;
+  for (Matrix matrix : {kGate, kUp})
+    terms[count++] = base_term(e, matrix, block, grad_operand(e, matrix, 0), scratch);
+  for (Matrix matrix : {kGate, kUp})
+    if (adapters_ && first_part()) terms[count++] = adapter_term(e, matrix, block, scratch);
+  row_blocks(0, e.count, [&](int64_t r, int64_t m) {
+    training_.turned->sum(terms, count, tiles * kTileRows, r, m, mine_.tile[0],
+                          mine_.tile[1] - mine_.tile[0]);
+    for (int64_t t = 0; t < tiles; ++t)
+      keep_input(kGate, e.first + r, m, first_tile + t, mine_.tile[t], nullptr);
   });
 }
 

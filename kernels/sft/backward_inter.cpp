@@ -21,18 +21,32 @@ void BackwardPass::inter() {
 // All rows of an expert, 64 columns of I.
 void BackwardPass::inter_columns(const ExpertRows& e, int64_t block) {
   const int64_t first_tile = 2 * block, tiles = std::min<int64_t>(inter_tiles() - first_tile, 2);
-  const MatrixLayout& layout = part().layout[kDown];
-  const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + part().begin_of(kDown);
   const int64_t sums = kSums * lora_.rank_padded() * kTileRows;
   std::fill_n(mine_.sums, tiles * sums, 0.0f);
-  row_blocks(0, e.count, [&](int64_t r, int64_t m) {
-    float* v = mine_.tile[0];  // and tile[1]
-    training_.transposed[int(layout.format)](weights, layout.tile_bytes(), layout,
-                                             block * kTransposedColumns, grad_out_operand(e, r), m,
-                                             mine_.transposed, v, mine_.tile[1] - v);
+  float* v = mine_.tile[0];  // and tile[1]
+  const auto rest = [&](int64_t r, int64_t m) {
     for (int64_t t = 0; t < tiles; ++t)
       inter_tile(e, first_tile + t, r, m, mine_.tile[t], mine_.sums + t * sums);
-  });
+  };
+  if (training_.turned) {
+    uint8_t* scratch = mine_.transposed;
+    TurnedTerm terms[2] = {base_term(e, kDown, block, grad_out_operand(e, 0), scratch)};
+    const bool both = adapters_ && sums_terms();
+    if (both) terms[1] = adapter_term(e, kDown, block, scratch);
+    row_blocks(0, e.count, [&](int64_t r, int64_t m) {
+      training_.turned->sum(terms, both ? 2 : 1, tiles * kTileRows, r, m, v, mine_.tile[1] - v);
+      rest(r, m);
+    });
+  } else {
+    const MatrixLayout& layout = part().layout[kDown];
+    const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + part().begin_of(kDown);
+    row_blocks(0, e.count, [&](int64_t r, int64_t m) {
+      training_.transposed[int(layout.format)](weights, layout.tile_bytes(), layout,
+                                               block * kTransposedColumns, grad_out_operand(e, r),
+                                               m, mine_.transposed, v, mine_.tile[1] - v);
+      rest(r, m);
+    });
+  }
   for (int64_t t = 0; t < tiles && adapters_; ++t)
     inter_sums(e, first_tile + t, mine_.sums + t * sums);
 }
@@ -43,7 +57,7 @@ void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, 
   float *adapter = mine_.tile[2], *h = mine_.tile[3];
   ByMatrix<float*> d{mine_.tile[4], mine_.tile[5], h};
   const int64_t at = row(e) + first, column = part().begin + tile * kTileRows;
-  if (adapters_) {
+  if (adapters_ && !sums_terms()) {
     adapter_product(kDown, kLoraAt, e.slot, tile, rank_rows(kDown).from(at), m, adapter);
     drop_tile(kDown, e, first, m, column, adapter);
     training_.add(v, adapter, nullptr, m);
@@ -55,7 +69,9 @@ void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, 
   training_.swiglu_backward(kept(0), kept(1), v, plan().weights() + e.first + first,
                             config_.activation, m,
                             {h, d[kGate], d[kUp], dots(worker_.pool, tile) + e.first + first});
-  for (Matrix matrix : {kGate, kUp}) keep_gradient(e, matrix, tile, first, m, d[matrix]);
+  for (Matrix matrix : {kGate, kUp})
+    keep_operand(grad_rows(matrix), pool_space().turned[matrix], e, tile, first, m, d[matrix],
+                 valid_inter(tile));
   for (int matrix = 0; full_ && matrix < kMatrices; ++matrix)
     std::copy_n(
         d[matrix], m * kTileRows,
@@ -70,23 +86,6 @@ void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, 
   for (Matrix matrix : {kGate, kUp})
     training_.outer(ranks(matrix), padded, lora_.rank(), d[matrix], kTileRows, m,
                     sums + (1 + matrix) * size);
-}
-
-void BackwardPass::keep_gradient(const ExpertRows& e, Matrix m, int64_t tile, int64_t first,
-                                 int64_t rows, const float* values) const {
-  const BF16Rows to = grad_rows(m);
-  const int64_t valid = valid_inter(tile);
-  if (!training_.turn_rows) return to.put_tile(table_, row(e) + first, tile, values, rows, valid);
-  alignas(64) uint16_t rounded[kTileRows * kTileRows];
-  const int64_t bytes = to.columns * 2;
-  uint8_t* turned =
-      pool_space().turned[m].data() + (turned_row(e) + first) * bytes + tile * sizeof rounded;
-  for (int64_t r = 0; r < rows; r += kTileRows, values += kTileRows * kTileRows) {
-    const int64_t n = std::min(kTileRows, rows - r);
-    table_.quantise[int(ActKind::kBF16)](values, DType::kFP32, n * kTileRows, n * kTileRows, -1,
-                                         reinterpret_cast<uint8_t*>(rounded), nullptr, nullptr);
-    training_.turn_rows(rounded, kTileRows, nullptr, n, valid, turned + r * bytes);
-  }
 }
 
 // Adds the sums of a tile of I to the gradients.
@@ -118,18 +117,35 @@ void BackwardPass::ranks() {
           keep_rank_part(e, m, r, n, tile, values);
         });
   });
-  each_pair([&](const ExpertRows& e, int64_t r) {
-    for (Matrix m : {kGate, kUp, kDown}) {
-      float* sum = rank_values(m, e) + r * padded;
-      sum_rank_parts(m, e, r, sum);
-      if (m != kDown) {
-        rank_rows(m).put_row(table_, row(e) + r, sum, DType::kFP32, padded);
-        continue;
+  if (!sums_terms())
+    return each_pair([&](const ExpertRows& e, int64_t r) {
+      sum_ranks(e, r);
+      for (Matrix m : {kGate, kUp})
+        rank_rows(m).put_row(table_, row(e) + r, rank_values(m, e) + r * padded, DType::kFP32,
+                             padded);
+    });
+  each_rows([&](const ExpertRows& e, int64_t first, int64_t rows) {
+    for (int64_t r = first; r < first + rows; ++r) sum_ranks(e, r);
+    for (Matrix m : {kGate, kUp})
+      for (int64_t tile = 0; tile < rank_tiles(); ++tile) {
+        float* values = mine_.tile[0];
+        for (int64_t i = 0; i < rows; ++i)
+          std::copy_n(rank_values(m, e) + (first + i) * padded + tile * kTileRows, kTileRows,
+                      values + i * kTileRows);
+        keep_operand(rank_rows(m), space_.turned_ranks[m], e, tile, first, rows, values, kTileRows);
       }
-      const float weight = plan().weights()[e.first + r];
-      for (int64_t i = 0; i < padded; ++i) sum[i] *= weight;
-    }
   });
+}
+
+// The sums over pools of one row.
+void BackwardPass::sum_ranks(const ExpertRows& e, int64_t row) {
+  const int64_t padded = lora_.rank_padded();
+  const float weight = plan().weights()[e.first + row];
+  for (Matrix m : {kGate, kUp, kDown}) {
+    float* sum = rank_values(m, e) + row * padded;
+    sum_rank_parts(m, e, row, sum);
+    for (int64_t i = 0; m == kDown && i < padded; ++i) sum[i] *= weight;
+  }
 }
 
 // Of the router weights.

@@ -44,9 +44,10 @@ class BackwardPass : TrainingPass {
   // backward_hidden.cpp
   void input();
   void input_columns(const ExpertRows& e, int64_t block, int64_t group);
+  void input_sum(const ExpertRows& e, int64_t block);
   const float* input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m,
                               float* to);
-  bool keeps_input() const { return training_.turn_rows || layer_.order.any; }
+  bool keeps_input() const { return training_.turned || layer_.order.any; }
   void keep_input(Matrix matrix, int64_t pair, int64_t m, int64_t tile, const float* values,
                   const float* more) const;
   void add_pairs();
@@ -78,10 +79,10 @@ class BackwardPass : TrainingPass {
   BF16Rows grad_out_rows() const { return rows_in(space_.grad_out, config_.hidden_size); }
   BF16Rows grad_rows(Matrix m) const { return rows_in(pool_space().grad[m], part().size); }
   // A of the transposed products with rows from `first` on, a multiple of 32: `rows`, or what
-  // turn_rows made of them in `turned`.
+  // TurnedKernels::rows made of them in `turned`.
   ActRows operand(const BF16Rows& rows, const sys::Mapping& turned, const ExpertRows& e,
                   int64_t first) const {
-    if (!training_.turn_rows) return rows.from(row(e) + first);
+    if (!training_.turned) return rows.from(row(e) + first);
     return rows_in(turned, rows.columns).from(turned_row(e) + first);
   }
   ActRows grad_out_operand(const ExpertRows& e, int64_t first) const {
@@ -90,9 +91,21 @@ class BackwardPass : TrainingPass {
   ActRows grad_operand(const ExpertRows& e, Matrix m, int64_t first) const {
     return operand(grad_rows(m), pool_space().turned[m], e, first);
   }
-  // Makes a tile of gate's or up's gradients such an operand.
-  void keep_gradient(const ExpertRows& e, Matrix m, int64_t tile, int64_t first, int64_t rows,
-                     const float* values) const;
+  // Makes a tile of values of rows [first, first + m) such an operand: `valid` of 32 columns.
+  void keep_operand(const BF16Rows& rows, const sys::Mapping& turned, const ExpertRows& e,
+                    int64_t tile, int64_t first, int64_t m, const float* values,
+                    int64_t valid) const;
+  // Whether a transposed product with base weights and those of the adapters are one sum.
+  // Otherwise dropout, or the order of columns, comes between them.
+  bool sums_terms() const { return training_.turned && !in_.dropout && !layer_.order.any; }
+  // A term for TurnedKernels::sum with 64 columns of a matrix, or of an adapter's A, whose
+  // transpose goes to `scratch` and moves it on.
+  TurnedTerm base_term(const ExpertRows& e, Matrix m, int64_t block, const ActRows& rows,
+                       uint8_t*& scratch) const;
+  TurnedTerm adapter_term(const ExpertRows& e, Matrix m, int64_t block, uint8_t*& scratch) const;
+  // f(expert, first, m) for all rows by up to 32, from a multiple of 32 on, as a phase of the team.
+  template <class F> void each_rows(F f);
+  void sum_ranks(const ExpertRows& e, int64_t row);
   // f(first, rows, tile, values) with tiles of values of rows [begin, end) times B of an adapter,
   // for the block of 64 numbers of the rank; rows_of(first) are those rows.
   template <class R, class F>
@@ -106,19 +119,31 @@ class BackwardPass : TrainingPass {
   const bool full_;      // whether the gradients of the weights are
 };
 
+template <class F> void BackwardPass::each_rows(F f) {
+  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
+  constexpr int64_t kParts = 8;  // of an item
+  team_phase(plan().items(), kParts, cost, [&](int64_t number, int64_t part) {
+    const WorkItem& item = plan().item(number);
+    const int64_t each = round_up(ceil_div(item.rows(), kParts), kTileRows);
+    const int64_t begin = item.first + part * each, end = std::min(begin + each, item.last);
+    for (int64_t first = begin; first < end; first += kTileRows)
+      f(plan().expert(item.expert), first, std::min(kTileRows, end - first));
+  });
+}
+
 template <class R, class F>
 void BackwardPass::b_products(const ExpertRows& e, Matrix m, int64_t block, int64_t begin,
                               int64_t end, R rows_of, F f) const {
   float* values = mine_.tile[0];  // and tile[1]
   const MatrixLayout& layout = lora_.layout(m, kLoraB, worker_.pool);
   row_blocks(begin, end, [&](int64_t r, int64_t n) {
-    if (training_.turn_rows)
+    if (training_.turned)
       training_.transposed[int(WeightFormat::kBF16)](
           lora_.tiles(m, kLoraB, worker_.pool, e.slot), layout.tile_bytes(), layout,
           block * kTransposedColumns, rows_of(r), n, mine_.transposed, values,
           mine_.tile[1] - values);
     for (int64_t tile = 2 * block; tile < std::min(2 * block + 2, rank_tiles()); ++tile) {
-      if (!training_.turn_rows)
+      if (!training_.turned)
         adapter_product(m, kLoraBt, e.slot, tile, rows_of(r), n, mine_.tile[tile % 2]);
       f(r, n, tile, mine_.tile[tile % 2]);
     }

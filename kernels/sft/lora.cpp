@@ -61,7 +61,7 @@ LoraWeights::LoraWeights(std::shared_ptr<LayerState> layer, const sys::Team& tea
 LoraWeights::Part LoraWeights::make_part(bool inter, int64_t columns, int node) const {
   Part part;
   // Products with B's transpose are then transposed products with B.
-  const bool turns = layer_->config.table->training->turn_rows;
+  const bool turns = layer_->config.table->training->turned;
   for (int m = 0; m < kMatrices; ++m)
     for (int f = 0; f < kLoraFactors; ++f) {
       if (!columns || of_inter(Matrix(m), LoraFactor(f)) != inter) continue;

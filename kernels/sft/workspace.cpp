@@ -37,7 +37,8 @@ TrainingSpace thread_space(const TrainingSize& s) {
     for (float*& columns : t.columns) place(columns, times({s.pairs, kTileRows, 4}));
     place(t.row, widest * 4);
     place(t.parts, times({s.top_k, kMaxPools, int64_t(sizeof(float*))}));
-    place(t.transposed, transposed_scratch(widest));
+    const int64_t inter = round_up(s.intermediate, kTileRows), rank = s.rank_padded();
+    place(t.transposed, transposed_scratch(std::max(widest + rank, 2 * (inter + rank))));
     if (counting) t.memory = sys::Mapping(size_t(total));
   }
   return t;
@@ -73,6 +74,7 @@ TrainingWorkspace::TrainingWorkspace(const TrainingSize& s, int pools, int threa
   for (int m = 0; m < kMatrices; ++m) {
     rank_rows[m] = floats({rows, rank});
     rank_values[m] = floats({rows, rank});
+    turned_ranks[m] = floats({turned, rank});
   }
   for (int p = 0; p < pools; ++p) {
     Pool& part = pool.emplace_back();

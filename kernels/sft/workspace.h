@@ -33,7 +33,7 @@ struct TrainingSpace {
   float* columns[2];    // 32 columns of all rows of an expert
   float* row;           // of H or I
   const float** parts;  // of a sum over a token's pairs and the pools
-  uint8_t* transposed;  // transposed_scratch()
+  uint8_t* transposed;  // transposed_scratch() of all terms of a sum
   sys::Mapping memory;
 };
 
@@ -46,8 +46,8 @@ struct TrainingWorkspace {
   // Rows by expert (TrainingPass::row): of H columns the adapters' x of gate and up, and the
   // gradient of the output; of the rank's columns one for each matrix.
   sys::Mapping x[2], grad_out, rank_rows[kMatrices];
-  // What TrainingKernels::turn_rows makes of grad_out, by TrainingPass::turned_row.
-  sys::Mapping turned_out;
+  // What TurnedKernels::rows makes of grad_out and rank_rows, by TrainingPass::turned_row.
+  sys::Mapping turned_out, turned_ranks[kMatrices];
   sys::Mapping rank_values[kMatrices];  // float32 [rows][rank_padded]
   struct Pool {
     sys::Mapping grad[2], h;       // rows of I: gradients of gate and up, the adapter's h

@@ -17,7 +17,7 @@ constexpr int64_t kTransposedColumns = 64;
 // out[r * 32 + c] = sum_n A[r,n] * W[n, column + c] for 32 columns, and out[out_stride + ...] for
 // the next 32 if the matrix has them. `tiles` is the first packed tile of W (not transposed), and
 // tile_stride is the bytes from one tile to the next. A has 32 columns for each tile, zeros past
-// the rows of W; if the table has turn_rows, `a` is what that made of A. `out` needs
+// the rows of W; if the table has turned kernels, `a` is what their `rows` made of A. `out` needs
 // the extra room of a TileProduct; `scratch` has transposed_scratch() bytes, aligned to 64.
 using TransposedProduct = void (*)(const uint8_t* tiles, int64_t tile_stride,
                                    const MatrixLayout& layout, int64_t column, const ActRows& a,
@@ -26,6 +26,34 @@ using TransposedProduct = void (*)(const uint8_t* tiles, int64_t tile_stride,
 KT_INLINE int64_t transposed_scratch(int64_t rows) {
   return round_up(rows, kTileRows) * kTransposedColumns * 2;
 }
+
+// One of the products whose sum TurnedKernels::sum computes: of rows of A and 64 columns of W.
+struct TurnedTerm {
+  const uint8_t* weights;  // what TurnedKernels::weights made of W
+  const uint8_t* rows;     // what TurnedKernels::rows made of A, from row 0 on
+  int64_t tiles;           // of W, and as many times 32 columns of A
+};
+
+// Transposed products in parts, for tables whose unit multiplies with the transposes of W and A.
+// Several products are added up in the unit, and W is turned once for all rows.
+struct TurnedKernels {
+  // By WeightFormat. The transpose of 64 columns of W, or as many as the matrix has from `column`
+  // on, as in TransposedProduct. `out` gets transposed_scratch(layout.rows) bytes, aligned to 64.
+  void (*const* weights)(const uint8_t* tiles, int64_t tile_stride, const MatrixLayout& layout,
+                         int64_t column, uint8_t* out);
+
+  // From up to 32 rows of bf16 values: row index[r], or r if index is null, of rows that lie
+  // `stride` values apart. Columns past `columns` and rows past m become zeros. `out` gets 2 KB for
+  // each 32 columns.
+  void (*rows)(const uint16_t* rows, int64_t stride, const int32_t* index, int64_t m,
+               int64_t columns, uint8_t* out);
+
+  // out[r * 32 + c] = the sum over the terms of the products of row first + r with column c of the
+  // first 32, and out[out_stride + ...] with those of the next 32 if columns is 64. r < m; `first`
+  // is a multiple of 32. `out` needs the extra room of a TileProduct.
+  void (*sum)(const TurnedTerm* terms, int count, int64_t columns, int64_t first, int64_t m,
+              float* out, int64_t out_stride);
+};
 
 // Selects the random numbers of dropout, which are Philox 4x32-10 (Salmon et al., "Parallel random
 // numbers: as easy as 1, 2, 3", SC 2011). The number of column c is word c % 4 of the counter
@@ -46,11 +74,8 @@ struct SwigluGradients {
 struct TrainingKernels {
   const TransposedProduct* transposed;  // by WeightFormat
 
-  // Null, or makes the operand of a transposed product from up to 32 rows of bf16 values: row
-  // index[r], or r if index is null, of rows that lie `stride` values apart. Columns past `columns`
-  // and rows past m become zeros. `out` gets 2 KB for each 32 columns.
-  void (*turn_rows)(const uint16_t* rows, int64_t stride, const int32_t* index, int64_t m,
-                    int64_t columns, uint8_t* out);
+  // Null for tables whose transposed products take rows of A as they are.
+  const TurnedKernels* turned;
 
   // For one tile: h = act(gate) * up (Activation), the gradients of gate and up for a gradient
   // weight[r] * v of h, and dot[r] = sum_n v * h. gate and up are bf16 and include their biases.
