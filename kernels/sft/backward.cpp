@@ -93,15 +93,11 @@ void BackwardPass::take_rows() {
       for (int64_t i = 0; i < m; ++i) {
         float* one = values + i * kTileRows;
         for (int64_t n = 0; n < kTileRows; ++n) one[n] *= state_.config.scaling;
-        if (!sums_terms())
-          rank_rows(kDown).put(table_, row(e) + r + i, tile, one, DType::kFP32, kTileRows);
         const float weight = plan().weights()[e.first + r + i];
         float* weighted = rank_values(kDown, e) + (r + i) * padded + tile * kTileRows;
         for (int64_t n = 0; n < kTileRows; ++n) weighted[n] = weight * one[n];
       }
-      if (sums_terms())
-        keep_operand(rank_rows(kDown), space_.turned_ranks[kDown], e, tile, r, m, values,
-                     kTileRows);
+      keep_operand(rank_rows(kDown), space_.turned_ranks[kDown], e, tile, r, m, values, kTileRows);
     };
     b_products(e, kDown, block, item.first, item.last, rows, keep);
   });
@@ -142,6 +138,26 @@ TurnedTerm BackwardPass::adapter_term(const ExpertRows& e, Matrix m, int64_t blo
       block * kTransposedColumns, to);
   scratch += transposed_scratch(layout.rows);
   return {to, operand(rank_rows(m), space_.turned_ranks[m], e, 0).data, layout.tiles()};
+}
+
+// A tile of the rank's values times A of an adapter, with the forward pass's dropout.
+const float* BackwardPass::a_product(const ExpertRows& e, Matrix m, int64_t tile, int64_t first,
+                                     int64_t rows, float* to) {
+  if (training_.turned) {
+    // After what the caller may have there, the transpose of 64 columns of down.
+    uint8_t* scratch = mine_.transposed + transposed_scratch(config_.hidden_size);
+    const TurnedTerm term = adapter_term(e, m, tile / 2, scratch);
+    const int64_t columns = std::min(lora_.layout(m, kLoraA, worker_.pool).cols_padded() -
+                                         tile / 2 * kTransposedColumns,
+                                     kTransposedColumns);
+    float* values = mine_.tile[6];  // and tile[7]
+    training_.turned->sum(&term, 1, columns, first, rows, values, mine_.tile[7] - values);
+    to = mine_.tile[6 + tile % 2];
+  } else {
+    adapter_product(m, kLoraAt, e.slot, tile, rank_rows(m).from(row(e) + first), rows, to);
+  }
+  drop_tile(m, e, first, rows, (m == kDown ? part().begin : 0) + tile * kTileRows, to);
+  return to;
 }
 
 void BackwardPass::gate_up_again() {

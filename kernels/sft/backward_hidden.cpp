@@ -115,14 +115,8 @@ void BackwardPass::add_pairs() {
 // Adds the adapters' part of a tile of the gradient of x, except for the values that it returns.
 const float* BackwardPass::input_adapters(const ExpertRows& e, int64_t tile, int64_t first,
                                           int64_t m, float* to) {
-  float* adapter = mine_.tile[4];
-  for (Matrix matrix : {kGate, kUp}) {
-    adapter_product(matrix, kLoraAt, e.slot, tile, rank_rows(matrix).from(row(e) + first), m,
-                    adapter);
-    drop_tile(matrix, e, first, m, tile * kTileRows, adapter);
-    if (matrix == kGate) training_.add(to, adapter, nullptr, m);
-  }
-  return adapter;
+  training_.add(to, a_product(e, kGate, tile, first, m, mine_.tile[4]), nullptr, m);
+  return a_product(e, kUp, tile, first, m, mine_.tile[4]);
 }
 
 // The sums over the experts of a group, from what was kept by pair.

@@ -54,14 +54,11 @@ void BackwardPass::inter_columns(const ExpertRows& e, int64_t block) {
 // Rows [first, first + m) of the expert; v: W_down^T dO.
 void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* v,
                               float* sums) {
-  float *adapter = mine_.tile[2], *h = mine_.tile[3];
+  float* h = mine_.tile[3];
   ByMatrix<float*> d{mine_.tile[4], mine_.tile[5], h};
   const int64_t at = row(e) + first, column = part().begin + tile * kTileRows;
-  if (adapters_ && !sums_terms()) {
-    adapter_product(kDown, kLoraAt, e.slot, tile, rank_rows(kDown).from(at), m, adapter);
-    drop_tile(kDown, e, first, m, column, adapter);
-    training_.add(v, adapter, nullptr, m);
-  }
+  if (adapters_ && !sums_terms())
+    training_.add(v, a_product(e, kDown, tile, first, m, mine_.tile[2]), nullptr, m);
   const auto kept = [&](int half) {
     return gate_up_memory() + saved_tile(pairs_before(), e, inter_tiles(), tile, half) +
            first * kTileRows;
@@ -117,13 +114,6 @@ void BackwardPass::ranks() {
           keep_rank_part(e, m, r, n, tile, values);
         });
   });
-  if (!sums_terms())
-    return each_pair([&](const ExpertRows& e, int64_t r) {
-      sum_ranks(e, r);
-      for (Matrix m : {kGate, kUp})
-        rank_rows(m).put_row(table_, row(e) + r, rank_values(m, e) + r * padded, DType::kFP32,
-                             padded);
-    });
   each_rows([&](const ExpertRows& e, int64_t first, int64_t rows) {
     for (int64_t r = first; r < first + rows; ++r) sum_ranks(e, r);
     for (Matrix m : {kGate, kUp})

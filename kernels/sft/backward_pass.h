@@ -103,6 +103,8 @@ class BackwardPass : TrainingPass {
   TurnedTerm base_term(const ExpertRows& e, Matrix m, int64_t block, const ActRows& rows,
                        uint8_t*& scratch) const;
   TurnedTerm adapter_term(const ExpertRows& e, Matrix m, int64_t block, uint8_t*& scratch) const;
+  const float* a_product(const ExpertRows& e, Matrix m, int64_t tile, int64_t first, int64_t rows,
+                         float* to);
   // f(expert, first, m) for all rows by up to 32, from a multiple of 32 on, as a phase of the team.
   template <class F> void each_rows(F f);
   void sum_ranks(const ExpertRows& e, int64_t row);

@@ -60,12 +60,12 @@ LoraWeights::LoraWeights(std::shared_ptr<LayerState> layer, const sys::Team& tea
 
 LoraWeights::Part LoraWeights::make_part(bool inter, int64_t columns, int node) const {
   Part part;
-  // Products with B's transpose are then transposed products with B.
+  // Products with a transpose are then transposed products with the factor itself.
   const bool turns = layer_->config.table->training->turned;
   for (int m = 0; m < kMatrices; ++m)
     for (int f = 0; f < kLoraFactors; ++f) {
       if (!columns || of_inter(Matrix(m), LoraFactor(f)) != inter) continue;
-      if (f == kLoraBt && turns) continue;
+      if (is_transposed(LoraFactor(f)) && turns) continue;
       // A and Bt have a row for each number of the rank.
       const bool wide = f == kLoraA || f == kLoraBt;
       Place& place = part.place[size_t(m)][size_t(f)];

@@ -1,5 +1,5 @@
 // The packed adapters of a layer's experts, in the forms that products with them want: A, B and
-// their transposes, without that of B where the table has turned kernels.
+// their transposes, which exist only where the table has no turned kernels.
 #pragma once
 #include <array>
 #include <cstdint>
