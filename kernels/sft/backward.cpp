@@ -28,7 +28,7 @@ void BackwardPass::chunk() {
   if (state_.config.recompute) gate_up_again();
   inter();
   if (adapters_) ranks();
-  route_gradients();
+  by_row();
   input();
   if (adapters_ || full_) hidden();
 }
@@ -54,40 +54,32 @@ void BackwardPass::clear_gradients() {
   worker_.team_barrier();
 }
 
-void BackwardPass::take_grad_out() {
+void BackwardPass::take_grad_out(const ExpertRows& e, int64_t begin, int64_t end) {
   const int64_t h = config_.hidden_size;
-  each_rows([&](const ExpertRows& e, int64_t first, int64_t m) {
-    for (int64_t r = first; r < first + m; ++r) {
-      const int64_t token = first_ + plan().tokens()[e.first + r];
-      if (!training_.turned)
-        grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
-      space_.pair[size_t(plan().routes()[e.first + r])] = int32_t(e.first + r);
-      for (Matrix matrix : {kGate, kUp}) {
-        if (!adapters_ || state_.config.recompute) continue;
-        std::copy_n(kept_ranks(as<float>(saved_.ranks), e, r, matrix), lora_.rank(),
-                    rank_values(matrix, e) + r * lora_.rank_padded());
-      }
+  for (int64_t r = begin; r < end; ++r) {
+    const int64_t token = first_ + plan().tokens()[e.first + r];
+    if (!training_.turned)
+      grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
+    space_.pair[size_t(plan().routes()[e.first + r])] = int32_t(e.first + r);
+    for (Matrix matrix : {kGate, kUp}) {
+      if (!adapters_ || state_.config.recompute) continue;
+      std::copy_n(kept_ranks(as<float>(saved_.ranks), e, r, matrix), lora_.rank(),
+                  rank_values(matrix, e) + r * lora_.rank_padded());
     }
-    if (training_.turned) {
-      const int64_t bytes = grad_out_rows().columns * 2;
-      training_.turned->rows(args_.grad_out + first_ * h, h, plan().tokens() + e.first + first, m,
-                             h, space_.turned_out.data() + (turned_row(e) + first) * bytes);
-    }
-  });
+  }
+  const int64_t bytes = grad_out_rows().columns * 2;
+  for (int64_t r = begin; training_.turned && r < end; r += kTileRows)
+    training_.turned->rows(args_.grad_out + first_ * h, h, plan().tokens() + e.first + r,
+                           std::min(kTileRows, end - r), h,
+                           space_.turned_out.data() + (turned_row(e) + r) * bytes);
 }
 
 void BackwardPass::take_rows() {
-  take_grad_out();
-  if (state_.config.recompute) {
-    take_x();
-    adapters_of_x(nullptr);
-  }
-  if (!adapters_) return;
+  if (state_.config.recompute) take_x(nullptr);
   const int64_t padded = lora_.rank_padded();
-  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
-  team_phase(plan().items(), rank_blocks(), cost, [&](int64_t number, int64_t block) {
-    const WorkItem& item = plan().item(number);
-    const ExpertRows& e = plan().expert(item.expert);
+  each_part([&](const ExpertRows& e, int64_t begin, int64_t end) {
+    take_grad_out(e, begin, end);
+    if (!adapters_) return;
     const auto rows = [&](int64_t r) { return grad_out_operand(e, r); };
     const auto keep = [&](int64_t r, int64_t m, int64_t tile, float* values) {
       for (int64_t i = 0; i < m; ++i) {
@@ -99,7 +91,8 @@ void BackwardPass::take_rows() {
       }
       keep_operand(rank_rows(kDown), space_.turned_ranks[kDown], e, tile, r, m, values, kTileRows);
     };
-    b_products(e, kDown, block, item.first, item.last, rows, keep);
+    for (int64_t block = 0; block < rank_blocks(); ++block)
+      b_products(e, kDown, block, begin, end, rows, keep);
   });
 }
 

@@ -98,7 +98,6 @@ void BackwardPass::inter_sums(const ExpertRows& e, int64_t tile, const float* su
 
 // s * B^T d of gate and up, and w * s * (mask * h) A_down^T.
 void BackwardPass::ranks() {
-  const int64_t padded = lora_.rank_padded();
   const int64_t tiles = rank_tiles(), each = part().size ? tiles + 2 * rank_blocks() : 0;
   const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
   pool_phase(plan().items(), each, cost, [&](int64_t number, int64_t task) {
@@ -114,20 +113,28 @@ void BackwardPass::ranks() {
           keep_rank_part(e, m, r, n, tile, values);
         });
   });
-  each_rows([&](const ExpertRows& e, int64_t first, int64_t rows) {
-    for (int64_t r = first; r < first + rows; ++r) sum_ranks(e, r);
+}
+
+// What comes of the sums over I.
+void BackwardPass::by_row() {
+  each_part([&](const ExpertRows& e, int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      if (adapters_) sum_ranks(e, r);
+      route_gradient(e, r);
+    }
     for (Matrix m : {kGate, kUp})
-      for (int64_t tile = 0; tile < rank_tiles(); ++tile) {
+      for (int64_t tile = 0; adapters_ && tile < rank_tiles(); ++tile) {
+        const float* from = rank_values(m, e) + begin * lora_.rank_padded() + tile * kTileRows;
         float* values = mine_.tile[0];
-        for (int64_t i = 0; i < rows; ++i)
-          std::copy_n(rank_values(m, e) + (first + i) * padded + tile * kTileRows, kTileRows,
-                      values + i * kTileRows);
-        keep_operand(rank_rows(m), space_.turned_ranks[m], e, tile, first, rows, values, kTileRows);
+        for (int64_t i = 0; i < end - begin; ++i, from += lora_.rank_padded())
+          std::copy_n(from, kTileRows, values + i * kTileRows);
+        keep_operand(rank_rows(m), space_.turned_ranks[m], e, tile, begin, end - begin, values,
+                     kTileRows);
       }
   });
 }
 
-// The sums over pools of one row.
+// Sums over the pools.
 void BackwardPass::sum_ranks(const ExpertRows& e, int64_t row) {
   const int64_t padded = lora_.rank_padded();
   const float weight = plan().weights()[e.first + row];
@@ -138,24 +145,21 @@ void BackwardPass::sum_ranks(const ExpertRows& e, int64_t row) {
   }
 }
 
-// Of the router weights.
-void BackwardPass::route_gradients() {
-  const int64_t h = config_.hidden_size;
-  each_pair([&](const ExpertRows& e, int64_t r) {
-    const int64_t pair = e.first + r;
-    float sum = 0;
-    for (int p = 0; p < int(layer_.pools.size()); ++p) {
-      const PoolPart& part = layer_.pools[size_t(p)];
-      for (int64_t t = 0; part.size && t < part.layout[kUp].tiles(); ++t) sum += dots(p, t)[pair];
-    }
-    if (const float* bias = layer_.bias_of(kDown, e.slot)) {
-      table_.quantise[int(ActKind::kFloat)](
-          args_.grad_out + (first_ + plan().tokens()[pair]) * h, DType::kBF16, h,
-          round_up(h, kTileRows), -1, reinterpret_cast<uint8_t*>(mine_.row), nullptr, nullptr);
-      for (int64_t i = 0; i < h; ++i) sum += mine_.row[i] * bias[i];
-    }
-    args_.grad_weights[first_ * config_.top_k + plan().routes()[pair]] = sum;
-  });
+// Of a router weight.
+void BackwardPass::route_gradient(const ExpertRows& e, int64_t row) {
+  const int64_t h = config_.hidden_size, pair = e.first + row;
+  float sum = 0;
+  for (int p = 0; p < int(layer_.pools.size()); ++p) {
+    const PoolPart& part = layer_.pools[size_t(p)];
+    for (int64_t t = 0; part.size && t < part.layout[kUp].tiles(); ++t) sum += dots(p, t)[pair];
+  }
+  if (const float* bias = layer_.bias_of(kDown, e.slot)) {
+    table_.quantise[int(ActKind::kFloat)](
+        args_.grad_out + (first_ + plan().tokens()[pair]) * h, DType::kBF16, h,
+        round_up(h, kTileRows), -1, reinterpret_cast<uint8_t*>(mine_.row), nullptr, nullptr);
+    for (int64_t i = 0; i < h; ++i) sum += mine_.row[i] * bias[i];
+  }
+  args_.grad_weights[first_ * config_.top_k + plan().routes()[pair]] = sum;
 }
 
 }  // namespace kt

@@ -16,7 +16,8 @@ namespace kt {
 //   rows      dO as rows; s * B_down^T dO
 //   again     s * (mask * x) A^T of gate and up, then gate and up, unless forward kept them
 //   inter     by columns of I: v, h, dg, du; gradients of A_down, B_gate and B_up
-//   ranks     s * B^T d of gate and up, s * (mask * h) A_down^T, by pool, then summed over pools
+//   ranks     s * B^T d of gate and up, s * (mask * h) A_down^T, by pool
+//   by row    the same summed over pools; gradients of router weights
 //   input     by columns of H: dx, summed over the experts of a group, then over groups and pools
 //   hidden    by columns of H: gradients of A_gate, A_up and B_down, and of the weights
 // A gradient is the sum over the rows of an expert in ascending order, by one thread, then over
@@ -31,7 +32,7 @@ class BackwardPass : TrainingPass {
   void chunk();
   void clear_gradients();
   void take_rows();
-  void take_grad_out();
+  void take_grad_out(const ExpertRows& e, int64_t begin, int64_t end);
   void gate_up_again();
   // backward_inter.cpp
   void inter();
@@ -40,7 +41,9 @@ class BackwardPass : TrainingPass {
                   float* sums);
   void inter_sums(const ExpertRows& e, int64_t tile, const float* sums);
   void ranks();
-  void route_gradients();
+  void by_row();
+  void sum_ranks(const ExpertRows& e, int64_t row);
+  void route_gradient(const ExpertRows& e, int64_t row);
   // backward_hidden.cpp
   void input();
   void input_columns(const ExpertRows& e, int64_t block, int64_t group);
@@ -105,9 +108,6 @@ class BackwardPass : TrainingPass {
   TurnedTerm adapter_term(const ExpertRows& e, Matrix m, int64_t block, uint8_t*& scratch) const;
   const float* a_product(const ExpertRows& e, Matrix m, int64_t tile, int64_t first, int64_t rows,
                          float* to);
-  // f(expert, first, m) for all rows by up to 32, from a multiple of 32 on, as a phase of the team.
-  template <class F> void each_rows(F f);
-  void sum_ranks(const ExpertRows& e, int64_t row);
   // f(first, rows, tile, values) with tiles of values of rows [begin, end) times B of an adapter,
   // for the block of 64 numbers of the rank; rows_of(first) are those rows.
   template <class R, class F>
@@ -120,18 +120,6 @@ class BackwardPass : TrainingPass {
   const bool adapters_;  // whether their terms and gradients are wanted
   const bool full_;      // whether the gradients of the weights are
 };
-
-template <class F> void BackwardPass::each_rows(F f) {
-  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
-  constexpr int64_t kParts = 8;  // of an item
-  team_phase(plan().items(), kParts, cost, [&](int64_t number, int64_t part) {
-    const WorkItem& item = plan().item(number);
-    const int64_t each = round_up(ceil_div(item.rows(), kParts), kTileRows);
-    const int64_t begin = item.first + part * each, end = std::min(begin + each, item.last);
-    for (int64_t first = begin; first < end; first += kTileRows)
-      f(plan().expert(item.expert), first, std::min(kTileRows, end - first));
-  });
-}
 
 template <class R, class F>
 void BackwardPass::b_products(const ExpertRows& e, Matrix m, int64_t block, int64_t begin,

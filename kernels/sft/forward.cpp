@@ -10,8 +10,7 @@ namespace {
 
 // The results are those of the inference pass (moe/prefill.h), plus the adapters'. Phases of a
 // chunk:
-//   x         A rows of the base products, rows of x for the adapters
-//   adapters  scaling * x A^T of gate and up
+//   x         A rows of the base products, scaling * x A^T of gate and up
 //   gate_up   gate and up, which are kept; activation; h to A rows, and to rows for down's adapter
 //   quantise  h with one scale per row, once the whole row is there
 //   adapter   scaling * h A^T of down, by pool, then summed over the pools
@@ -36,8 +35,7 @@ class TrainingForward : TrainingPass {
  private:
   void chunk() {
     if (saved_) keep_x();
-    take_x();
-    adapters_of_x(saved_ && state_.config.keeps_ranks() ? as<float>(saved_->ranks) : nullptr);
+    take_x(saved_ && state_.config.keeps_ranks() ? as<float>(saved_->ranks) : nullptr);
     gate_up([this](const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* gate,
                    float* up) {
       if (saved_ && !state_.config.recompute)

@@ -20,13 +20,16 @@ TrainingPass::TrainingPass(TrainingState& state, sys::Worker& worker, const Trai
       in_(in),
       batch_{in.x, DType::kBF16, in.tokens, in.ids, in.weights, nullptr, nullptr, nullptr} {}
 
-void TrainingPass::take_x() {
+void TrainingPass::take_x(float* kept) {
   const bool gathers = in_.base && x_->gathers(plan());
-  each_pair([&](const ExpertRows& e, int64_t r) {
-    if (gathers) x_->gather(plan(), e, e.first + r, e.first + r + 1);
-    // Without dropout gate and up have the same rows.
-    if (!shares_rows(e, kGate) || !shares_rows(e, kUp)) put_adapter_x(e, kGate, r);
-    if (in_.dropout) put_adapter_x(e, kUp, r);
+  each_part([&](const ExpertRows& e, int64_t begin, int64_t end) {
+    if (gathers) x_->gather(plan(), e, e.first + begin, e.first + end);
+    for (int64_t r = begin; r < end; ++r) {
+      // Without dropout gate and up have the same rows.
+      if (!shares_rows(e, kGate) || !shares_rows(e, kUp)) put_adapter_x(e, kGate, r);
+      if (in_.dropout) put_adapter_x(e, kUp, r);
+    }
+    for (Matrix m : {kGate, kUp}) a_of_x(e, m, begin, end, kept);
   });
 }
 
@@ -56,16 +59,11 @@ void TrainingPass::drop_tile(Matrix m, const ExpertRows& e, int64_t first, int64
                    values + r * kTileRows);
 }
 
-void TrainingPass::adapters_of_x(float* kept) {
-  const int64_t tiles = rank_tiles(), padded = lora_.rank_padded();
-  const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
-  team_phase(plan().items(), 2 * tiles, cost, [&](int64_t number, int64_t task) {
-    const WorkItem& item = plan().item(number);
-    const ExpertRows& e = plan().expert(item.expert);
-    const auto m = Matrix(task / tiles);
-    const int64_t tile = task % tiles;
-    const ActRows x = adapter_x(e, m);
-    row_blocks(item.first, item.last, [&](int64_t r, int64_t count) {
+void TrainingPass::a_of_x(const ExpertRows& e, Matrix m, int64_t begin, int64_t end, float* kept) {
+  const int64_t padded = lora_.rank_padded();
+  const ActRows x = adapter_x(e, m);
+  for (int64_t tile = 0; tile < rank_tiles(); ++tile)
+    row_blocks(begin, end, [&](int64_t r, int64_t count) {
       float* values = mine_.tile[0];
       adapter_product(m, kLoraA, e.slot, tile, x.from(r), count, values);
       for (int64_t i = 0; i < count; ++i) {
@@ -77,7 +75,6 @@ void TrainingPass::adapters_of_x(float* kept) {
         rank_rows(m).put(table_, row(e) + r + i, tile, one, DType::kFP32, kTileRows);
       }
     });
-  });
 }
 
 void TrainingPass::keep_gate_up(uint16_t* memory, int64_t pairs_before, const ExpertRows& e,

@@ -81,11 +81,9 @@ class TrainingPass {
 
   // Forward, up to the activation.
   //
-  // A rows of the base products, and rows of x for the adapters.
-  void take_x();
-  // The adapters' scaling * x A^T of gate and up, as rows and in float32; the latter also by pair
-  // in `kept` unless null (SavedForward::ranks).
-  void adapters_of_x(float* kept);
+  // A rows of the base products; the adapters' scaling * x A^T of gate and up, as rows and in
+  // float32, the latter also by pair in `kept` unless null (SavedForward::ranks).
+  void take_x(float* kept);
   float* kept_ranks(float* kept, const ExpertRows& e, int64_t row, Matrix m) const {
     return kept + ((first_ * config_.top_k + e.first + row) * 2 + m) * lora_.rank();
   }
@@ -106,6 +104,18 @@ class TrainingPass {
                          [&](const ExpertRows& e, int64_t first, int64_t last) {
                            for (int64_t i = first; i < last; ++i) f(e, i - e.first);
                          });
+    });
+  }
+  // f(expert, begin, end) for parts of the rows of all experts, as a phase of the team. A part
+  // begins at a multiple of 32. Its rows stay in a near cache.
+  template <class F> void each_part(F f) {
+    constexpr int64_t kParts = 4;  // of an item
+    const auto cost = [&](int64_t item) { return plan().item(item).rows(); };
+    team_phase(plan().items(), kParts, cost, [&](int64_t number, int64_t part) {
+      const WorkItem& item = plan().item(number);
+      const int64_t each = round_up(ceil_div(item.rows(), kParts), kTileRows);
+      const int64_t begin = item.first + part * each, end = std::min(begin + each, item.last);
+      if (begin < end) f(plan().expert(item.expert), begin, end);
     });
   }
   // Keeps a tile of such products of rows [first, first + m) of an expert.
@@ -176,12 +186,14 @@ class TrainingPass {
   float* sum_of(int pool, int64_t group, int64_t tile) const {
     return kt::sum_of(layer_, plan(), *chunk_, pool, group, tile);
   }
-  // Writes zeros to an array of n values, each thread to a contiguous part, so that each new page
-  // has its page fault in one thread. finish_sums works by columns: without this, all threads would
-  // fault on the same page at the same time.
+  // Writes to every page of an array of n values, each thread to a contiguous part, so that each new
+  // page has its page fault in one thread. finish_sums works by columns: without this, all threads
+  // would fault on the same page at the same time.
   void map_pages(uint16_t* values, int64_t n) const {
-    std::fill(values + n * worker_.rank / worker_.team_threads,
-              values + n * (worker_.rank + 1) / worker_.team_threads, uint16_t{0});
+    constexpr int64_t kPage = 4096 / sizeof(uint16_t);
+    const int64_t begin = n * worker_.rank / worker_.team_threads;
+    for (int64_t i = begin; i < n * (worker_.rank + 1) / worker_.team_threads; i += kPage)
+      values[i] = 0;
   }
   // Rounds all pools' and groups' sums of every tile of H to bf16 rows of `out`.
   void finish_sums(uint16_t* out);
@@ -222,6 +234,7 @@ class TrainingPass {
     return round_up(e.first, unit) + unit * (&e - &plan().expert(0));
   }
   void put_adapter_x(const ExpertRows& e, Matrix m, int64_t row);
+  void a_of_x(const ExpertRows& e, Matrix m, int64_t begin, int64_t end, float* kept);
 };
 
 template <class F> void TrainingPass::gate_up(F keep) {
