@@ -21,16 +21,16 @@
 #endif
 
 // By WeightFormat: C(columns), or N(columns, codes) for integers times a scale.
-#define KT_EACH_FORMAT(C, N) \
-  C(Bf16Columns), N(Int8RowColumns, Int8RowCodes), N(Int4RowColumns, Int4RowCodes), \
-  N(GroupColumns<false>, GroupCodes<false>), N(GroupColumns<true>, GroupCodes<true>), \
-  C(Fp8BlockColumns), C(Fp8RowColumns), C(MxFp8Columns), N(MxFp4Columns, MxFp4Codes), \
-  C(NvFp4Columns), C(GgmlColumns<WeightFormat::kQ4_1>), \
-  C(GgmlColumns<WeightFormat::kQ5_0>), C(GgmlColumns<WeightFormat::kQ5_1>), \
-  C(GgmlColumns<WeightFormat::kQ8_0>), C(GgmlColumns<WeightFormat::kQ2K>), \
-  C(GgmlColumns<WeightFormat::kQ3K>), C(GgmlColumns<WeightFormat::kQ4K>), \
-  C(GgmlColumns<WeightFormat::kQ5K>), C(GgmlColumns<WeightFormat::kQ6K>), \
-  C(GgmlColumns<WeightFormat::kIQ4NL>), C(GgmlColumns<WeightFormat::kIQ4XS>)
+#define KT_EACH_FORMAT(C, N)                                                                     \
+  C(Bf16Columns), N(Int8RowColumns, Int8RowCodes), N(Int4RowColumns, Int4RowCodes),              \
+      N(GroupColumns<false>, GroupCodes<false>), N(GroupColumns<true>, GroupCodes<true>),        \
+      C(Fp8BlockColumns), C(Fp8RowColumns), C(MxFp8Columns), N(MxFp4Columns, MxFp4Codes),        \
+      C(NvFp4Columns), C(GgmlColumns<WeightFormat::kQ4_1>), C(GgmlColumns<WeightFormat::kQ5_0>), \
+      C(GgmlColumns<WeightFormat::kQ5_1>), C(GgmlColumns<WeightFormat::kQ8_0>),                  \
+      C(GgmlColumns<WeightFormat::kQ2K>), C(GgmlColumns<WeightFormat::kQ3K>),                    \
+      C(GgmlColumns<WeightFormat::kQ4K>), C(GgmlColumns<WeightFormat::kQ5K>),                    \
+      C(GgmlColumns<WeightFormat::kQ6K>), C(GgmlColumns<WeightFormat::kIQ4NL>),                  \
+      C(GgmlColumns<WeightFormat::kIQ4XS>)
 
 #define KT_TRANSPOSED(Columns) transposed_product<Columns>
 #ifdef KT_AMX
@@ -55,6 +55,6 @@ constexpr const TurnedKernels* kTurned = nullptr;
 #endif
 
 constexpr TrainingKernels kTraining = {
-    kTransposed, kTurned, swiglu_backward_tile, outer_product, gather_columns,
+    kTransposed, kTurned,   swiglu_backward_tile, outer_product, gather_columns,
     add_tile,    keep_tile, drop_columns,
 };

@@ -126,9 +126,9 @@ TurnedTerm BackwardPass::adapter_term(const ExpertRows& e, Matrix m, int64_t blo
                                       uint8_t*& scratch) const {
   const MatrixLayout& layout = lora_.layout(m, kLoraA, worker_.pool);
   uint8_t* to = scratch;
-  training_.turned->weights[int(WeightFormat::kBF16)](
-      lora_.tiles(m, kLoraA, worker_.pool, e.slot), layout.tile_bytes(), layout,
-      block * kTransposedColumns, to);
+  training_.turned->weights[int(WeightFormat::kBF16)](lora_.tiles(m, kLoraA, worker_.pool, e.slot),
+                                                      layout.tile_bytes(), layout,
+                                                      block * kTransposedColumns, to);
   scratch += transposed_scratch(layout.rows);
   return {to, operand(rank_rows(m), space_.turned_ranks[m], e, 0).data, layout.tiles()};
 }
@@ -140,9 +140,9 @@ const float* BackwardPass::a_product(const ExpertRows& e, Matrix m, int64_t tile
     // After what the caller may have there, the transpose of 64 columns of down.
     uint8_t* scratch = mine_.transposed + transposed_scratch(config_.hidden_size);
     const TurnedTerm term = adapter_term(e, m, tile / 2, scratch);
-    const int64_t columns = std::min(lora_.layout(m, kLoraA, worker_.pool).cols_padded() -
-                                         tile / 2 * kTransposedColumns,
-                                     kTransposedColumns);
+    const int64_t columns = std::min(
+        lora_.layout(m, kLoraA, worker_.pool).cols_padded() - tile / 2 * kTransposedColumns,
+        kTransposedColumns);
     float* values = mine_.tile[6];  // and tile[7]
     training_.turned->sum(&term, 1, columns, first, rows, values, mine_.tile[7] - values);
     to = mine_.tile[6 + tile % 2];

@@ -154,9 +154,9 @@ void BackwardPass::route_gradient(const ExpertRows& e, int64_t row) {
     for (int64_t t = 0; part.size && t < part.layout[kUp].tiles(); ++t) sum += dots(p, t)[pair];
   }
   if (const float* bias = layer_.bias_of(kDown, e.slot)) {
-    table_.quantise[int(ActKind::kFloat)](
-        args_.grad_out + (first_ + plan().tokens()[pair]) * h, DType::kBF16, h,
-        round_up(h, kTileRows), -1, reinterpret_cast<uint8_t*>(mine_.row), nullptr, nullptr);
+    table_.quantise[int(ActKind::kFloat)](args_.grad_out + (first_ + plan().tokens()[pair]) * h,
+                                          DType::kBF16, h, round_up(h, kTileRows), -1,
+                                          reinterpret_cast<uint8_t*>(mine_.row), nullptr, nullptr);
     for (int64_t i = 0; i < h; ++i) sum += mine_.row[i] * bias[i];
   }
   args_.grad_weights[first_ * config_.top_k + plan().routes()[pair]] = sum;

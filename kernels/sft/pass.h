@@ -186,9 +186,9 @@ class TrainingPass {
   float* sum_of(int pool, int64_t group, int64_t tile) const {
     return kt::sum_of(layer_, plan(), *chunk_, pool, group, tile);
   }
-  // Writes to every page of an array of n values, each thread to a contiguous part, so that each new
-  // page has its page fault in one thread. finish_sums works by columns: without this, all threads
-  // would fault on the same page at the same time.
+  // Writes to every page of an array of n values, each thread to a contiguous part, so that each
+  // new page has its page fault in one thread. finish_sums works by columns: without this, all
+  // threads would fault on the same page at the same time.
   void map_pages(uint16_t* values, int64_t n) const {
     constexpr int64_t kPage = 4096 / sizeof(uint16_t);
     const int64_t begin = n * worker_.rank / worker_.team_threads;

@@ -115,9 +115,7 @@ def test_gradients(
 @grid(variant=[v for v in VARIANTS if v.table in ("avx2", "amx")], dropout=[0.0, 0.2])
 def test_more_rows_and_ranks_than_a_kernel_call(variant: Variant, dropout: float) -> None:
     training = {"dropout": dropout}
-    made = trained(
-        variant, Format(BF16), (2, 96, 40, 70, 0, 300), threads=(3,), training=training
-    )
+    made = trained(variant, Format(BF16), (2, 96, 40, 70, 0, 300), threads=(3,), training=training)
     batch = made.batch(280)
     ids = batch.ids.copy()
     ids[:, 0] = 0
