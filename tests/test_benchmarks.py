@@ -198,6 +198,32 @@ def test_training(tmp_path: Path, module: Any) -> None:
     assert "| AMXINT8_SFT, T=512 |" in text and "| PEFT, float32, T=8 |" in text
 
 
+def test_versions_in_training(tmp_path: Path) -> None:
+    import kt_kernel
+
+    out, package = tmp_path / "result.json", str(Path(kt_kernel.__file__).parents[1])
+    args = "--table avx2 --methods AMXINT8_SFT --shape 4,64,32,2 --tokens 8 16 --rounds 1"
+    done = subprocess.run(
+        [
+            *(sys.executable, FOLDER / "training_versions.py", package, package, "--json", out),
+            *args.split(),
+            *("--threads", "1"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["tokens"], r["version"]) for r in rows] == [
+        (tokens, version) for tokens in (8, 16) for version in ("before", "after")
+    ]
+    assert all(r["ms"]["step"] >= r["ms"]["forward"] + r["ms"]["backward"] * 0.5 for r in rows)
+    of = {r["version"]: r["ms"]["step"] for r in rows if r["tokens"] == 16}
+    line = next(line for line in done.stdout.splitlines() if "AMXINT8_SFT, T=16" in line)
+    assert f"| {of['before']:.1f} | {of['after']:.1f} |" in line
+
+
 def test_hybrid_training(tmp_path: Path) -> None:
     """On the CPU, where what it says of the GPU is left out."""
     out = tmp_path / "result.json"
