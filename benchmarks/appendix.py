@@ -14,6 +14,7 @@ from saved import Content, load
 from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
 from table import grid, markdown
 from training_phases import training_phases
+from training_versions import versions_table
 
 PROMPT_MODES = (CPU, STREAMED, SHARED, NO_COPIES)
 
@@ -524,9 +525,19 @@ PARTS = (
     ),
     Part(
         "Fine-tuning: one layer, next to kt-kernel 0.7.2",
-        "AMX kernels. kt-kernel's LoRA weights and their gradients are bf16.",
+        "AMX kernels, before the tile kernels used six tiles. kt-kernel's LoRA weights and their "
+        "gradients are bf16.",
         ["2026-11-29-sft-amx"],
         markdown,
+    ),
+    Part(
+        "Fine-tuning: two versions and kt-kernel 0.7.2 in turns",
+        "Made by `training_versions.py`, before and after transposed products became one sum for "
+        "each block. Phases at 2,048 tokens are those of a build with marks: their milliseconds, and "
+        "in parentheses how long threads worked on average. On AVX2, rows are also taken in one "
+        "phase; that machine was busy.",
+        ["2026-11-30-sft-amx", "2026-11-30-sft-avx2-versions"],
+        versions_table,
     ),
     Part(
         "Fine-tuning: where a step's time goes on AMX",

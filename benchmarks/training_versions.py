@@ -51,7 +51,24 @@ def versions_table(content: Content) -> str:
         f"{content['rank']}, E={shape['experts']} H={shape['hidden']} I={shape['inter']} "
         f"k={shape['top_k']}. {content['date'][:10]}."
     )
-    return f"{head}\n\n" + grid("ms of a step", columns, lines)
+    tables = [head, grid("ms of a step", columns, lines)]
+    for direction in ("forward", "backward"):
+        if "phases" in content:
+            tables.append(_phases({m: of[direction] for m, of in content["phases"].items()}))
+    return "\n\n".join(tables)
+
+
+def _phases(of: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Phases of a pass by methods: milliseconds, and in parentheses what threads worked of them on
+    average."""
+    names = list(max(of.values(), key=len))  # the other methods have some of these
+    lines = []
+    for method, phases in of.items():
+        cells = [
+            "" if n not in phases else "{ms:.1f} ({work_ms:.1f})".format(**phases[n]) for n in names
+        ]
+        lines.append((method, cells))
+    return grid("ms of a phase", names, lines)
 
 
 def _start(key: tuple[str, str], folder: str, args: argparse.Namespace) -> Helper:
