@@ -533,9 +533,9 @@ PARTS = (
     Part(
         "Fine-tuning: two versions and kt-kernel 0.7.2 in turns",
         "Made by `training_versions.py`, before and after transposed products became one sum for "
-        "each block. Phases at 2,048 tokens are those of a build with marks: their milliseconds, and "
-        "in parentheses how long threads worked on average. On AVX2, rows are also taken in one "
-        "phase; that machine was busy.",
+        "each block. Phases at 2,048 tokens are those of a build with marks: their milliseconds, "
+        "and in parentheses how long threads worked on average. On AVX2, rows are also taken in "
+        "one phase; that machine was busy.",
         ["2026-11-30-sft-amx", "2026-11-30-sft-avx2-versions"],
         versions_table,
     ),
