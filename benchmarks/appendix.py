@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from saved import Content, load
 from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
 from table import grid, markdown
-from training_phases import training_phases
+from training_phases import training_hybrid, training_phases
 from training_versions import versions_table
 
 PROMPT_MODES = (CPU, STREAMED, SHARED, NO_COPIES)
@@ -245,33 +245,6 @@ def steady(content: Content) -> str:
         f"{options['num_gpu_experts']} hot experts, {content['steps']} tokens per round, "
         f"tokens/s{' (prompts: time to the first token)' if lengths else ''}. "
         f"{content['date']}.\n\n" + grid("version", columns, lines)
-    )
-
-
-def training_hybrid(content: Content) -> str:
-    """Training steps with attention on a GPU and the experts' LoRA on the CPU."""
-
-    def name(row: dict[str, Any]) -> str:
-        hot = f", {row['hot']} experts on the GPU" if row.get("hot") else ""
-        return f"{row['method']}{hot}, T={row['tokens']}"
-
-    lines = [
-        (
-            name(row),
-            [
-                f"{row['tokens_s']:.0f}",
-                f"{row['median_us'] / 1e3:.0f} ms",
-                f"{row['gpu_waits']:.0%}",
-            ],
-        )
-        for row in content["rows"]
-    ]
-    shape = content["shape"]
-    return (
-        f"{content['gpu']}, {content['cpus']} virtual CPUs ({content['cpu']}), "
-        f"{content['layers']} layers with E={shape['experts']} H={shape['hidden']} "
-        f"I={shape['inter']} k={shape['top_k']}, rank {content['rank']}. {content['date'][:10]}."
-        "\n\n" + grid("step", ["tokens/s", "median", "GPU idle"], lines)
     )
 
 

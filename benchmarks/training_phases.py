@@ -1,4 +1,4 @@
-"""The table of where a training step's time goes, from saved medians of marked builds.
+"""Tables of training steps from saved results: where the time goes, and with attention on a GPU.
 
 The share of a phase of products is that of the tile unit's rate with one tile load from the
 first-level cache for each product (``amx_bf16_fed`` or ``amx_int8_fed`` of roofline.cpp), scaled to
@@ -6,6 +6,8 @@ the layer's threads.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from saved import Content
 from table import grid
@@ -52,3 +54,30 @@ def training_phases(content: Content) -> str:
         f"k={shape['top_k']}. {content['date'][:10]}."
     )
     return f"{head}\n\n" + grid("ms", columns, lines)
+
+
+def training_hybrid(content: Content) -> str:
+    """Training steps with attention on a GPU and the experts' LoRA on the CPU."""
+
+    def name(row: dict[str, Any]) -> str:
+        hot = f", {row['hot']} experts on the GPU" if row.get("hot") else ""
+        return f"{row['method']}{hot}, T={row['tokens']}"
+
+    lines = [
+        (
+            name(row),
+            [
+                f"{row['tokens_s']:.0f}",
+                f"{row['median_us'] / 1e3:.0f} ms",
+                f"{row['gpu_waits']:.0%}",
+            ],
+        )
+        for row in content["rows"]
+    ]
+    shape = content["shape"]
+    return (
+        f"{content['gpu']}, {content['cpus']} virtual CPUs ({content['cpu']}), "
+        f"{content['layers']} layers with E={shape['experts']} H={shape['hidden']} "
+        f"I={shape['inter']} k={shape['top_k']}, rank {content['rank']}. {content['date'][:10]}."
+        "\n\n" + grid("step", ["tokens/s", "median", "GPU idle"], lines)
+    )

@@ -1,7 +1,8 @@
 """Training steps of one layer in turns: two versions of the package, and kt-kernel.
 
     python benchmarks/training_versions.py BEFORE AFTER --json FILE [--peer FOLDER] [--threads 15]
-        [--tokens 512 2048 4096] [--methods AMXBF16_SFT] [--rounds 7] [--shape E,H,I,k] [--table amx]
+        [--tokens 512 2048 4096] [--methods AMXBF16_SFT] [--rounds 7] [--shape E,H,I,k]
+        [--table amx]
 
 BEFORE and AFTER are folders into which a wheel of each version was unpacked, FOLDER is one for
 kt-kernel's. Every method has a process for each of the three, which stands still while another one
