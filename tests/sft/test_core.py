@@ -14,6 +14,7 @@ from kernels.core import (
     INT4_GROUP,
     KINDS,
     ONE_OF_EACH,
+    TILE,
     VARIANTS,
     Format,
     Kind,
@@ -120,6 +121,18 @@ def test_more_rows_and_ranks_than_a_kernel_call(variant: Variant, dropout: float
     ids = batch.ids.copy()
     ids[:, 0] = 0
     check(made, replace(batch, ids=ids))
+
+
+@grid(variant=[v for v in VARIANTS if v.table in ("avx2", "amx")], dropout=[0.0, 0.2])
+def test_rows_around_the_size_of_a_block(variant: Variant, dropout: float) -> None:
+    """Tiles compute 16 or 32 rows at a time."""
+    training = {"dropout": dropout}
+    made = trained(variant, Format(BF16), (2, 96, 72, 6, 0, 64), kind=TILE, training=training)
+    for tokens in (1, 15, 16, 17, 31, 32, 33, 49):
+        batch = made.batch(tokens, seed=tokens)
+        ids = batch.ids.copy()
+        ids[:, 0] = 0
+        check(made, replace(batch, ids=ids))
 
 
 def same(a: Gradients, b: Gradients) -> None:
