@@ -507,9 +507,9 @@ PARTS = (
         "Fine-tuning: two versions and kt-kernel 0.7.2 in turns",
         "Made by `training_versions.py`, before and after transposed products became one sum for "
         "each block. Phases at 2,048 tokens are those of a build with marks: their milliseconds, "
-        "and in parentheses how long threads worked on average. On AVX2, rows are also taken in "
-        "one phase; that machine was busy.",
-        ["2026-11-30-sft-amx", "2026-11-30-sft-avx2-versions"],
+        "and in parentheses how long threads worked on average. In the second and third result, "
+        "rows are also taken in one phase; these machines were busy.",
+        ["2026-11-30-sft-amx", "2026-11-30-sft-amx-rows", "2026-11-30-sft-avx2-versions"],
         versions_table,
     ),
     Part(
