@@ -86,8 +86,8 @@ ENGINES = {
 class Bench:
     """An engine that serves one configuration."""
 
-    def __init__(self, generate: Callable[..., None], mode: Path, args: argparse.Namespace) -> None:
-        self._generate, self._mode, self._args = generate, mode, args
+    def __init__(self, generate: Callable[..., None], mode: Path) -> None:
+        self._generate, self._mode = generate, mode
         self._choose = random.Random(0)
 
     def set(self, mode: str) -> None:
@@ -103,15 +103,20 @@ class Bench:
         self._generate([prompt], 1)
         return time.monotonic() - begin
 
-    def first_token(self, lengths: list[int], modes: list[str]) -> dict[str, dict[str, Any]]:
-        """Seconds to the first token, by length and mode, and what was streamed in vLLM."""
-        found: dict[str, dict[str, Any]] = {}
+    def warm(self, lengths: list[int], modes: list[str]) -> None:
+        """Compiles what the first use of a size compiles."""
         for tokens in lengths:
-            for mode in modes:  # compile what the first use of a size compiles
+            for mode in modes:
                 self.set(mode)
                 if mode != CPU or tokens <= 2048:
                     self.seconds(tokens)
-        for number in range(self._args.rounds):
+
+    def first_token(
+        self, lengths: list[int], modes: list[str], rounds: int
+    ) -> dict[str, dict[str, Any]]:
+        """Seconds to the first token, by length and mode, and what was streamed in vLLM."""
+        found: dict[str, dict[str, Any]] = {}
+        for number in range(rounds):
             for tokens in lengths:
                 for mode in modes:
                     if number and mode == CPU and tokens > 8192:
@@ -163,11 +168,13 @@ def serve(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> Non
             arguments |= args.stock
         with generator[args.engine](str(model), arguments) as given:
             row["start_seconds"] = time.monotonic() - start
-            bench = Bench(given[0], mode, args)
+            bench = Bench(given[0], mode)
             if args.engine == "vllm" and method != STOCK:
                 row["rates"] = rates_of_model()
             print(json.dumps(row), flush=True)
-            row["prompts"] = bench.first_token(lengths, [SHARED] if method == STOCK else args.modes)
+            modes = [SHARED] if method == STOCK else args.modes
+            bench.warm(lengths, modes)
+            row["prompts"] = bench.first_token(lengths, modes, args.rounds)
             bus = row.get("rates", {}).get("bus_seconds")
             print(f"{method} {hot:.0%} hot", *summary(row["prompts"], bus), sep="\n", flush=True)
             if args.logprobs:

@@ -44,9 +44,14 @@ def newest() -> Any:
 
 
 def rates_of_model() -> dict[str, Any]:
-    """What was measured at the start, and the size of the experts. Empty if nothing is streamed."""
-    model = newest()
-    layer = model.layers[0]
+    """`rates_of` the model that is served now."""
+    return rates_of(newest().layers)
+
+
+def rates_of(layers: list[Any]) -> dict[str, Any]:
+    """What was measured at the start, and the size of the experts. Empty if nothing is streamed.
+    layers: those of a model with experts on this process's CPU."""
+    layer = layers[0]
     if layer._streaming is None:
         return {}
     rates, packed = layer._streaming._model.rates, layer._streaming._packed
@@ -59,7 +64,7 @@ def rates_of_model() -> dict[str, Any]:
         "pays_from": rates.pays_from(
             cold, layer.wrapper.num_experts_per_tok * cold / layer.num_experts
         ),
-        "bus_seconds": rates.expert_on_bus * cold * len(model.layers),
+        "bus_seconds": rates.expert_on_bus * cold * len(layers),
     }
 
 
@@ -223,6 +228,10 @@ def distances(found: dict[str, dict[str, list[float]]]) -> dict[str, float]:
         base = found["stock"][TOGETHER] if "stock" in found else modes.get(CPU, [])
         for mode, values in modes.items():
             if base and values is not base:
-                apart = sum(abs(a - b) for a, b in zip(base, values, strict=True))
-                shown[f"{name}: {mode}"] = apart / len(base)
+                shown[f"{name}: {mode}"] = distance(base, values)
     return shown
+
+
+def distance(base: list[float], values: list[float]) -> float:
+    """Their mean distance."""
+    return sum(abs(a - b) for a, b in zip(base, values, strict=True)) / len(base)

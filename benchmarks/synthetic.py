@@ -48,14 +48,53 @@ def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Path:
+_INT4_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": None,
+        }
+    },
+}
+
+
+def _int4_matrix(rows: int, columns: int, random: torch.Generator) -> dict[str, torch.Tensor]:
+    """The tensors of a matrix with 4 bits, whose weights are evenly distributed."""
+    words = torch.randint(-(1 << 31), 1 << 31, (rows, columns // 8), generator=random)
+    evenly = ((16**2 - 1) / 12) ** 0.5  # standard deviation of the integers
+    return {
+        "weight_packed": words.to(torch.int32),
+        "weight_scale": torch.full((rows, columns // 32), SCALE / evenly, dtype=torch.bfloat16),
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+
+
+def make(
+    folder: Path, shape: Shape, layers: int, vocabulary: int = 32768, *, int4: bool = False
+) -> Path:
     """Writes config.json and the shards of each layer. Does nothing if they exist.
 
     Every expert has the weights of the first one, rotated: random numbers for hundreds of gigabytes
-    would take longer than the whole measurement.
+    would take longer than the whole measurement. int4: the experts, and nothing else, have 4 bits
+    with a scale per 32 columns, as compressed-tensors packs them.
     """
     done = folder / "config.json"
-    wanted = json.dumps(config(shape, layers, vocabulary), indent=1)
+    about = config(shape, layers, vocabulary)
+    if int4:
+        about["quantization_config"] = _INT4_CONFIG
+    wanted = json.dumps(about, indent=1)
     if done.exists() and done.read_text() == wanted:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,15 +135,22 @@ def make(folder: Path, shape: Shape, layers: int, vocabulary: int = 32768) -> Pa
             f"{place}.self_attn.o_proj.weight": weight(h, heads),
             f"{place}.mlp.gate.weight": weight(shape.experts, h),
         }
+        matrices = {
+            "gate_proj": (shape.inter, h),
+            "up_proj": (shape.inter, h),
+            "down_proj": (h, shape.inter),
+        }
         first = {
-            "gate_proj": weight(shape.inter, h),
-            "up_proj": weight(shape.inter, h),
-            "down_proj": weight(h, shape.inter),
+            f"{matrix}.{name}": tensor
+            for matrix, size in matrices.items()
+            for name, tensor in (
+                _int4_matrix(*size, random) if int4 else {"weight": weight(*size)}
+            ).items()
         }
         for expert in range(shape.experts):
-            for name, matrix in first.items():
-                turned = matrix.roll((expert, 7 * expert), (0, 1))
-                tensors[f"{place}.mlp.experts.{expert}.{name}.weight"] = turned
+            for name, tensor in first.items():
+                turned = tensor.roll((expert, 7 * expert), (0, 1)) if tensor.ndim > 1 else tensor
+                tensors[f"{place}.mlp.experts.{expert}.{name}"] = turned.clone()
             if expert + 1 == shape.experts or _bytes(tensors) > SHARD_BYTES:
                 save(f"layer-{layer:03}-{expert:04}.safetensors", tensors)
                 tensors = {}
