@@ -9,7 +9,7 @@ PLAN is {"groups": [group]}, and a group {"name", "engines": [engine], "turns": 
 - "tokens": lengths of prompts; "modes": of stream_modes.py; "rounds": in each turn
 - "logprobs": whether log-probabilities of two prompts are computed in each mode; their mean
   distances are from those of the first mode of the engines whose names "beside" gives
-- "environment": variables of its process; "python"
+- "environment": variables of its process; "python"; "limit": seconds for an answer
 
 Starting takes an engine much longer than its prompts. So those of a group are started side by side.
 But they measure their rates one at a time, and serve one at a time (stream_gates.py), while all
@@ -19,6 +19,7 @@ others are stopped. OUT gets rows as those of prompts.py, after each turn.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -42,7 +43,7 @@ from stream_modes import VARIABLE as MODES
 
 WORKER = Path(__file__).with_name("prompts_worker.py")
 _REST = 0.5  # seconds after which an engine's last step is over: a kernel of a stopped engine spins
-_ANSWER = 120  # seconds
+_ANSWER = 100  # seconds
 _LEAST = 20  # seconds that a group takes at least, once its engines serve
 
 
@@ -90,10 +91,8 @@ class Engine:
 
     def signal(self, number: int) -> None:
         for process in self._all():
-            try:
+            with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
-            except psutil.Error:
-                pass
 
     def go(self) -> None:
         self.signal(signal.SIGCONT)
@@ -104,6 +103,11 @@ class Engine:
     def end(self) -> None:
         self.signal(signal.SIGKILL)
         self.process.wait()
+
+    def fail(self, error: Exception) -> None:
+        self.row["error"] = str(error)
+        print(f"{self.row['name']} failed: {str(error).strip().splitlines()[-1][:150]}", flush=True)
+        self.end()
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
         """What it writes; None if that takes longer."""
@@ -121,9 +125,10 @@ class Engine:
     def ask(self, **job: Any) -> Any:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job) + "\n")
-        found = self.answer(_ANSWER)
+        limit = self.spec.get("limit", _ANSWER)
+        found = self.answer(limit)
         if found is None:
-            raise Ended(f"no answer in {_ANSWER} s: {self.log()}")
+            raise Ended(f"no answer in {limit} s: {self.log()}")
         return found["found"]
 
     def log(self, size: int = 3000) -> str:
@@ -131,14 +136,14 @@ class Engine:
 
     def gpu_bytes(self) -> int | None:
         """What its processes use on all GPUs, by the driver."""
-        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        query = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader,nounits"
         try:
-            rows = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
+            rows = subprocess.run(query.split(), capture_output=True, text=True, timeout=20).stdout
+            used = [row.split(", ") for row in rows.splitlines()]
+            mine = {process.pid for process in self._all()}
+            return sum(int(size) << 20 for pid, size in used if int(pid) in mine) or None
+        except (OSError, subprocess.TimeoutExpired, ValueError):  # some drivers do not tell
             return None
-        mine = {process.pid for process in self._all()}
-        used = [row.split(", ") for row in rows.splitlines()]
-        return sum(int(size) << 20 for pid, size in used if int(pid) in mine) or None
 
 
 class Group:
@@ -161,10 +166,8 @@ class Group:
             engine.go()
             try:
                 work(engine)
-            except (Ended, OSError) as error:
-                engine.row["error"] = str(error)
-                print(f"{engine.row['name']}: {str(error)[:200]}", flush=True)
-                engine.end()
+            except (Ended, OSError, ValueError) as error:
+                engine.fail(error)
                 continue
             time.sleep(_REST)
             engine.stop()
@@ -189,9 +192,7 @@ class Group:
                     if time.monotonic() > until:
                         raise Ended(f"not ready in time: {engine.log()}")
                 except Ended as error:
-                    engine.row["error"] = str(error)
-                    print(f"{engine.row['name']}: {str(error)[-300:]}", flush=True)
-                    engine.end()
+                    engine.fail(error)
                     waiting.remove(engine)
                     continue
                 if found is not None:
@@ -288,6 +289,10 @@ def main() -> None:
         **{key: value for key, value in plan.items() if key != "groups"},
         "rows": [],
     }
+
+    def save() -> None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as temporary:
         for content in plan["groups"]:
             left = end - time.monotonic()
@@ -297,15 +302,11 @@ def main() -> None:
             begin = time.monotonic()
             group = Group(content, (args.logs or Path(temporary)) / content["name"])
             result["rows"] += [engine.row for engine in group.engines]
-
-            def save() -> None:
-                args.out.write_text(json.dumps(result, indent=1) + "\n")
-
             try:
                 if "cpu" not in result:  # while the first engines start: it imports much
                     from machine import about
 
-                    result |= about()
+                    result.update(about())
                 group.start(min(begin + args.start, end - _LEAST))
                 print(f"{content['name']}: started in {time.monotonic() - begin:.0f} s", flush=True)
                 serve(group, end, save)

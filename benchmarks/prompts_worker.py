@@ -3,8 +3,8 @@
     prompts_worker.py SPEC.json
 
 SPEC: a JSON object with "engine", "model", "arguments" besides those of prompts.py (null removes
-one), "config" of kt-moe (or null), and "folder", which gets the engine's log. First {"ready": seconds} is written, then an answer to
-each request:
+one), "config" of kt-moe (or null), and "folder", which gets the engine's log. First {"ready":
+seconds} is written, then an answer to each request:
 
 - {"do": "warm", "tokens": [n], "modes": [name]}
 - {"do": "prompts", "tokens": [n], "modes": [name], "rounds": n}: as `Bench.first_token`

@@ -18,8 +18,9 @@ def install(folder: Path) -> None:
     """From now on, a model whose weights are loaded writes the file LOADED, and waits for MEASURE.
     When its rates are known, it writes them to MEASURED, and waits for SERVE. Nothing is under way
     while it waits."""
-    from kt_kernel.serving import hybrid_model
     from prompts_more import rates_of
+
+    from kt_kernel.serving import hybrid_model
 
     start = hybrid_model.start_streaming
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import subprocess
@@ -452,33 +451,6 @@ def test_engine_plot(tmp_path: Path, module: Any) -> None:
     (tmp_path / "failed.json").write_text('{"rows": [{"name": "stock", "error": "why"}]}')
     with pytest.raises(SystemExit, match="nothing to plot"):
         module("engine_plot").main([str(picture), str(tmp_path / "failed.json")])
-
-
-def test_prompts_plot(tmp_path: Path, module: Any) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    saved = sorted((Path(__file__).parents[1] / "benchmarks/results").glob("*-prompts-*.json"))
-    assert saved
-    picture = tmp_path / "prompts.png"
-    module("prompts_plot").main([str(picture), *map(str, saved)])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_prompts_served_in_every_mode(tmp_path: Path, module: Any) -> None:
-    """Each length in each mode, in turns; the bound is the slower of bus and GPU."""
-    prompts = module("prompts")
-    asked: list[tuple[str, int]] = []
-    mode = tmp_path / "mode"
-    args = argparse.Namespace(rounds=2)
-    bench = prompts.Bench(
-        lambda given, steps: asked.append((mode.read_text(), len(given[0]))), mode, args
-    )
-    found = bench.first_token([16, 4096], ["cpu", "shared"])
-    assert asked[:3] == [("cpu", 16), ("shared", 16), ("shared", 4096)]  # warm-up
-    assert asked[3:7] == [("cpu", 16), ("shared", 16), ("cpu", 4096), ("shared", 4096)]
-    assert [len(row["seconds"]) for modes in found.values() for row in modes.values()] == [2] * 4
-    rows = {"10000": {"shared": {"seconds": [0.5]}, "no copies": {"seconds": [0.3]}}}
-    [line] = prompts.summary(rows, 0.2)  # two chunks
-    assert line == "10000 tokens, ms: shared 500.0, no copies 300.0, bound 400.0, share 80%"
 
 
 def test_engine_configurations(module: Any) -> None:
