@@ -336,6 +336,27 @@ def test_an_eighth_of_the_memory_that_is_left(monkeypatch) -> None:
         assert "streamed_batches" not in layer.stats()
 
 
+def test_half_of_the_memory_that_is_left_with_a_threshold(monkeypatch) -> None:
+    """2 GB at most, as by default."""
+    fixed_rates(monkeypatch, BUS_ONLY)
+    taken: list[int] = []
+
+    class Noted(streaming_start.ExpertStreamer):
+        def __init__(self, lane: Any, memory: int, *given: Any) -> None:
+            taken.append(memory)
+            super().__init__(lane, memory, *given)
+
+    monkeypatch.setattr(streaming_start, "ExpertStreamer", Noted)
+    for left in (1 << 20, 5 << 30):
+        start(make(monkeypatch, gpu_prefill_token_threshold=THRESHOLD), left=left)
+    start(make(monkeypatch, gpu_prefill_memory=3 << 20), left=1 << 20)
+    assert taken == [1 << 19, 2 << 30, 3 << 20]
+    layer = make(monkeypatch, gpu_prefill_token_threshold=THRESHOLD)
+    message = r"threshold 8: 0 MB .* takes half of the 0MB that .*; give more by --kt-gpu-prefill-m"
+    with pytest.raises(OptionError, match=message):
+        start(layer, left=2000)
+
+
 def test_why_nothing_is_streamed_by_default(monkeypatch) -> None:
     """One line in the log, and the CPU computes all batches."""
 

@@ -140,8 +140,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "--kt-gpu-prefill-memory",
         "size",
-        "memory on the GPU for experts that are copied there, such as 1536MB or 2GB (default: 1GB, "
-        "or an eighth of what the engine has left)",
+        "memory on the GPU for experts that are copied there, such as 1536MB or 2GB (default: 2GB, "
+        "or an eighth of what the engine has left, if that is less)",
     ),
     Option(
         "--kt-enable-dynamic-expert-update",

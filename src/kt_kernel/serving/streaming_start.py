@@ -32,7 +32,9 @@ MEMORY_FLAG = "--kt-gpu-prefill-memory"
 DEFAULT_MEMORY = 2 << 30
 _TOKENS = 64  # of the batch by which the cost of streaming is measured
 _LARGEST = 8192  # tokens: without a gain up to there, nothing is streamed by default
-_PART_LEFT = 8  # without flags: at most this part of what the engine has not taken yet
+# Without --kt-gpu-prefill-memory, at most this part of what the engine has not taken yet: without
+# flags, and with a threshold, which asks for streaming.
+_PART_LEFT, _PART_LEFT_IF_ASKED = (8, "an eighth"), (2, "half")
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ def start_streaming(
         if not start.asked or isinstance(why, _NeverPays):
             return f"kt: no experts are streamed to the GPU: {why}"
         flag = f"{THRESHOLD_FLAG} {threshold}"
-        if threshold is None or why.of_memory:
-            flag = f"{MEMORY_FLAG} {_megabytes(memory or DEFAULT_MEMORY)}"
+        if memory is not None and (threshold is None or why.of_memory):
+            flag = f"{MEMORY_FLAG} {_megabytes(memory)}"
         raise OptionError(f"{flag}: {why}; {why.advice}") from why
     finally:
         layers[0].forget_counters()  # of the batches that were timed
@@ -224,7 +226,11 @@ class _Start:
             return measure()
         except torch.OutOfMemoryError as error:
             reason = f"the memory of {self.device} is used up while times are measured"
-            raise _NotStreamed(reason, "give less", of_memory=True) from error
+            raise _NotStreamed(reason, self._give("less"), of_memory=True) from error
+
+    def _give(self, amount: str) -> str:
+        """Advice about the memory on the device."""
+        return f"give {amount}" if self.memory is not None else f"give {amount} by {MEMORY_FLAG}"
 
     def _rates(self, streamer: ExpertStreamer, lane: Any) -> Rates:
         """Measured on the first of the layers, with hidden states on the device."""
@@ -296,12 +302,13 @@ class _Start:
     def _streamer(self, lane: Any) -> ExpertStreamer:
         """Takes the memory on the device."""
         size, part = self.memory or DEFAULT_MEMORY, ""
-        if not self.asked:
+        if self.memory is None:
             left = max(self.engine.memory_left(self.device), 0)
-            if left // _PART_LEFT < size:
-                size = left // _PART_LEFT
+            divisor, name = _PART_LEFT_IF_ASKED if self.asked else _PART_LEFT
+            if left // divisor < size:
+                size = left // divisor
                 part = (
-                    f"; by default, streaming takes an eighth of the {_megabytes(left)} that the "
+                    f"; by default, streaming takes {name} of the {_megabytes(left)} that the "
                     f"engine has left, and {MEMORY_FLAG} gives it more"
                 )
         try:
@@ -309,10 +316,10 @@ class _Start:
             for experts in self.packed:
                 streamer.need_room(experts)
         except ValueError as error:
-            raise _NotStreamed(f"{error}{part}", "give more", of_memory=True) from error
+            raise _NotStreamed(f"{error}{part}", self._give("more"), of_memory=True) from error
         except torch.OutOfMemoryError as error:
             reason = f"{_megabytes(size)} are not free on {self.device}"
-            raise _NotStreamed(reason, "give less", of_memory=True) from error
+            raise _NotStreamed(reason, self._give("less"), of_memory=True) from error
         return streamer
 
 
