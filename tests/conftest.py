@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,6 +45,17 @@ if "TRITON_INTERPRET" not in os.environ:
     import torch
 
     os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of the benchmarks."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "benchmarks")
+
+    def load(name: str) -> ModuleType:
+        return __import__(name)
+
+    return load
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -66,17 +65,6 @@ for line in sys.stdin:
         } if job["do"] == "prompts" else None
     print(json.dumps({"found": found}), flush=True)
 """
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of the benchmarks."""
-    monkeypatch.syspath_prepend(FOLDER)
-
-    def load(name: str) -> ModuleType:
-        return __import__(name)
-
-    return load
 
 
 def test_prompts_plot(tmp_path: Path, module: Any) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,17 +61,6 @@ def check(result: dict[str, Any], without: str = "") -> list[dict[str, Any]]:
         assert 0 < row["best_us"] <= row["p10_us"] <= row["median_us"] <= row["p90_us"]
         assert row["share"] == pytest.approx(row["t_min_us"] / row["median_us"])
     return result["rows"]
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a module of the benchmarks."""
-    monkeypatch.syspath_prepend(FOLDER)
-
-    def load(name: str) -> ModuleType:
-        return __import__(name)
-
-    return load
 
 
 def test_layer_of_every_method(tmp_path: Path, module: Any) -> None:
