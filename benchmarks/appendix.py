@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from prompts_tables import beside_peer, prompts
 from saved import Content, load
-from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
-from table import grid, markdown
+from table import engine_name, grid, markdown, sentence
 from training_phases import training_hybrid, training_phases
 from training_versions import versions_table
-
-PROMPT_MODES = (CPU, STREAMED, SHARED, NO_COPIES)
 
 HEAD = """\
 # Performance tables
@@ -57,12 +55,12 @@ def served(content: Content, first_round: int = 0) -> str:
     shape = content["shape"]
     version = content.get("engine_version", "")
     head = (
-        f"{_engine(content['engine'])} {version}".strip()
+        f"{engine_name(content['engine'])} {version}".strip()
         + f", {content['layers']} layers of {shape['name']}'s shape (E={shape['experts']} "
         f"H={shape['hidden']} I={shape['inter']} k={shape['top_k']}), {content['method']}. "
         f"One H200, {content['cpus']} virtual CPUs ({content['cpu']}). {content['date'][:10]}."
     )
-    note = f" {_sentence(content['note'])}" if "note" in content else ""
+    note = f" {sentence(content['note'])}" if "note" in content else ""
     return f"{head}{note}\n\n{grid('configuration', columns, lines)}"
 
 
@@ -88,9 +86,9 @@ def peer(content: Content) -> str:
     table = grid("engine", ["GPU memory", *_streams(["1", "4", "16"]), *prompts], lines)
     versions = "; ".join(f"{name}: {version}" for name, version in content["versions"].items())
     return (
-        f"{_sentence(content['model'])} {content['gpu']}, {content['cpu']}. {_sentence(versions)} "
-        f"{content['date']}.\n\n{table}\n\n- {_sentence(content['what'])}\n"
-        f"- {_sentence(content['unsteady'])}"
+        f"{sentence(content['model'])} {content['gpu']}, {content['cpu']}. {sentence(versions)} "
+        f"{content['date']}.\n\n{table}\n\n- {sentence(content['what'])}\n"
+        f"- {sentence(content['unsteady'])}"
     )
 
 
@@ -159,64 +157,6 @@ def streaming(content: Content) -> str:
     )
 
 
-def prompts(content: Content) -> str:
-    """Time to the first token by where cold experts are computed, from prompts.py."""
-    lines = []
-    for row in content["rows"]:
-        bus = row.get("rates", {}).get("bus_seconds")
-        for tokens, modes in row["prompts"].items():
-            times = {mode: median(found["seconds"]) for mode, found in modes.items()}
-            cells = [_milliseconds(times.get(mode)) for mode in PROMPT_MODES]
-            if bus is None or NO_COPIES not in times:
-                cells += ["", ""]
-            else:
-                # An engine reads a layer's experts once for each of its chunks.
-                bound = max(bus * -(-int(tokens) // 8192), times[NO_COPIES])
-                cells += [_milliseconds(bound), f"{bound / times[SHARED]:.0%}"]
-            name = row["method"] if row["method"] == "stock" else _hot(row)
-            lines.append((f"{name}, {int(tokens):,} tokens", cells))
-    shape = content["shape"]
-    columns = ["CPU alone", "streamed", "shared", "GPU alone", "bound", "bound / shared"]
-    return (
-        f"{_engine(content['engine'])}, {content['layers']} layers of {shape['name']}'s shape. One "
-        f"H200, {content['cpus']} virtual CPUs ({content['cpu']}). {content['date'][:10]}. Medians "
-        f"of {content['rounds']}, ms.\n\n" + grid("", columns, lines)
-    )
-
-
-def beside_peer(content: Content) -> str:
-    """Time to the first token next to kt-kernel, with all rounds."""
-    lines = [
-        (
-            row["name"],
-            [
-                f"{row['gpu_gb']} GB",
-                *(
-                    f"{1e3 * median(times):.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})"
-                    for times in row["first_token_seconds"].values()
-                ),
-            ],
-        )
-        for row in content["rows"]
-    ]
-    columns = [f"{int(n):,} tokens, ms" for n in content["rows"][0]["first_token_seconds"]]
-    versions = "; ".join(f"{name}: {version}" for name, version in content["versions"].items())
-    return (
-        f"{_sentence(content['model'])} {content['gpu']}, {content['cpus']} virtual CPUs "
-        f"({content['cpu']}). {_sentence(versions)} {content['date']}. Medians, and ranges.\n\n"
-        + grid("engine", ["GPU memory", *columns], lines)
-        + f"\n\n- {_sentence(content['what'])}"
-    )
-
-
-def _hot(row: dict[str, Any]) -> str:
-    return f"{row['method']}, {row['hot']:.0%} hot"
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.0f}"
-
-
 def steady(content: Content) -> str:
     """Single rounds of a served engine, several versions or settings in turns."""
     prompts = content.get("first_token_ms") or {}
@@ -241,7 +181,7 @@ def steady(content: Content) -> str:
         name.removeprefix("kt_"): value for name, value in given.items()
     }
     return (
-        f"{_engine(content['engine'])}, {options['method']}, "
+        f"{engine_name(content['engine'])}, {options['method']}, "
         f"{options['num_gpu_experts']} hot experts, {content['steps']} tokens per round, "
         f"tokens/s{' (prompts: time to the first token)' if lengths else ''}. "
         f"{content['date']}.\n\n" + grid("version", columns, lines)
@@ -314,14 +254,6 @@ def early(content: Content) -> str:
 
 def _streams(counts: Sequence[str]) -> list[str]:
     return [f"{n} stream{'s' if n != '1' else ''}, tokens/s" for n in counts]
-
-
-def _engine(name: str) -> str:
-    return {"vllm": "vLLM", "sglang": "SGLang"}[name]
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
 
 
 PARTS = (

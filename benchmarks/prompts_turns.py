@@ -54,13 +54,13 @@ class Ended(Exception):
 class Engine:
     """A process of prompts_worker.py, and the result's row."""
 
-    def __init__(self, spec: dict[str, Any], folder: Path) -> None:
+    def __init__(self, spec: dict[str, Any], group: str, folder: Path) -> None:
         self.spec, self.folder = spec, folder
         self.gated = spec.get("method") is not None and spec.get("gates", True)
         self.told: dict[str, list[float]] = {}  # log-probabilities, by mode
         self.row: dict[str, Any] = {
             key: spec.get(key) for key in ("name", "engine", "method", "hot", "arguments")
-        } | {"prompts": {}}
+        } | {"group": group, "prompts": {}}
         (folder / "mode").write_text(SHARED)
         config = None
         if spec.get("method") is not None:
@@ -154,7 +154,7 @@ class Group:
         for number, spec in enumerate(content["engines"]):
             place = folder / f"{number}"
             place.mkdir(parents=True)
-            self.engines.append(Engine(spec, place))
+            self.engines.append(Engine(spec, content["name"], place))
 
     @property
     def alive(self) -> list[Engine]:

@@ -48,6 +48,15 @@ def _heading(content: dict[str, Any]) -> str:
     )
 
 
+def engine_name(name: str) -> str:
+    """As an engine's authors write it."""
+    return {"vllm": "vLLM", "sglang": "SGLang"}[name]
+
+
+def sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
 def grid(corner: str, columns: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
     """A Markdown table. Each line is the name of a row and its cells."""
     head = [f"| {corner} | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]

@@ -173,3 +173,40 @@ def test_a_synthetic_model_with_int4_experts(tmp_path: Path, module: Any) -> Non
     assert weights.std() == pytest.approx(module("synthetic").SCALE, rel=0.05)
     other = tensors["model.layers.1.mlp.experts.3.down_proj.weight_packed"]
     assert not torch.equal(packed, other)
+
+
+def test_a_table_of_engines_in_turns(module: Any) -> None:
+    def row(name: str, method: str | None, **more: Any) -> dict[str, Any]:
+        about = {"name": name, "engine": "sglang", "method": method, "hot": 0.5, "group": "A"}
+        return about | {"prompts": {}} | more
+
+    ours = {"cpu": {"seconds": [0.5, 0.3, 0.4]}, "shared": {"seconds": [0.2]}}
+    ours["no copies"] = {"seconds": [0.1]}
+    content = {
+        "layers": 4,
+        "shape": {"name": "narrow"},
+        "cpus": 16,
+        "cpu": "Xeon",
+        "date": "2026-11-30T00",
+        "rows": [
+            row(
+                "ours",
+                "BF16",
+                prompts={"2048": ours},
+                rates={"threshold": 300, "bus_seconds": 0.15},
+                distances={"stock": {"cpu": 0.01, "no copies": 0.5}},
+            ),
+            row("peer", None, prompts={"8192": {"its own": {"seconds": [0.6, 0.7, 0.9]}}}),
+            row("broken", "FP8", error="Traceback:\n  cannot load\n"),
+        ],
+    }
+    lines = module("prompts_tables").in_turns(content).splitlines()
+    for line in (
+        "4 layers of narrow's shape. One H200, 16 virtual CPUs (Xeon). 2026-11-30. Medians, ms.",
+        "| BF16, 50% hot, 2,048 tokens | 300 | 400 |  | 200 | 100 | 150 | 75% |",
+        "| ours | 200 (200 to 200) |  |",
+        "| peer |  | 700 (600 to 900) |",
+        "| ours, from stock | 0.0100 |  |  | 0.5000 |",
+        "- broken: cannot load",
+    ):
+        assert line in lines, lines
