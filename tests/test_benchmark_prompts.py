@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,43 @@ def test_prompts_served_in_every_mode(tmp_path: Path, module: Any) -> None:
     rows = {"10000": {"shared": {"seconds": [0.5]}, "no copies": {"seconds": [0.3]}}}
     [line] = prompts.summary(rows, 0.2)  # two chunks
     assert line == "10000 tokens, ms: shared 500.0, no copies 300.0, bound 400.0, share 80%"
+
+
+def test_without_copies_nothing_right_lies_there(tmp_path: Path) -> None:
+    """Zeros in the place of each copy, once after each change of the mode."""
+    code = """
+import sys
+from pathlib import Path
+
+import stream_modes
+import torch
+
+from kt_kernel.device.streaming.lane import CopyLane
+
+done = []
+CopyLane.copy = lambda self, to, source, runs: done.append(to.fill_(source))
+mode = Path(sys.argv[1])
+stream_modes.install(mode)
+lane = CopyLane.__new__(CopyLane)  # without a device, and with the default stream
+lane._stream = None
+one, other = torch.ones(2, 8, dtype=torch.uint8)
+for now, to, value in (
+    ("no copies", one, 0), ("no copies", other, 0), ("streamed", one, 7), ("no copies", one, 0)
+):
+    mode.write_text(now)
+    lane.copy(to, 7, [])
+    assert to.tolist() == [value] * 8, (now, to)
+one.fill_(3)
+lane.copy(one, 7, [])
+assert one.tolist() == [3] * 8 and len(done) == 1
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "mode"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(FOLDER)},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def engine(name: str, method: str | None, **more: Any) -> dict[str, Any]:
