@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from prompts_tables import beside_peer, prompts
+from prompts_tables import beside_peer, in_turns, prompts
 from saved import Content, load
 from table import engine_name, grid, markdown, sentence
 from training_phases import training_hybrid, training_phases
@@ -371,6 +371,14 @@ PARTS = (
         "of 512 tokens were captured, so the CPU computes them in all columns.",
         ["2026-11-29-prompts-sglang-h200"],
         prompts,
+    ),
+    Part(
+        "Prompts under tensor parallelism",
+        "Made by `benchmarks/prompts_turns.py`: two ranks, half of the experts hot. The engines "
+        "were started side by side and served in turns. Streaming began at a given number of 1,024 "
+        "tokens.",
+        ["2026-11-30-turns-two-gpus-h200"],
+        in_turns,
     ),
     Part(
         "Prompts beside kt-kernel's GPU prefill",

@@ -46,8 +46,8 @@ def in_turns(content: Content) -> str:
         for other, found in row.get("distances", {}).items()
     ]
     if apart:
-        parts.append("Mean distances of log-probabilities.\n")
-        parts.append(grid("", COLUMNS[:4], apart))
+        columns = [*COLUMNS[:3], "without copies"]
+        parts.append(grid("mean distance of log-probabilities", columns, apart))
     failed = [f"- {row['name']}: {_last_line(row)}" for row in content["rows"] if "error" in row]
     return "\n\n".join([*parts, "\n".join(failed)])
 
@@ -109,8 +109,9 @@ def _begin(row: dict[str, Any]) -> str:
 
 
 def _machine(content: Content) -> str:
+    gpus = "Two H200" if content.get("gpus") == 2 else "One H200"
     return (
-        f"{content['layers']} layers of {content['shape']['name']}'s shape. One H200, "
+        f"{content['layers']} layers of {content['shape']['name']}'s shape. {gpus}, "
         f"{content['cpus']} virtual CPUs ({content['cpu']}). {content['date'][:10]}"
     )
 
