@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import random
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -19,10 +20,9 @@ TOGETHER, APART = "together", "apart"
 
 
 def models() -> list[Any]:
-    """The hybrid models of this process: none with SGLang."""
-    from kt_kernel.serving import report
-
-    return list(report._models)
+    """The hybrid models of this process: none with SGLang, and without kt-moe."""
+    report = sys.modules.get("kt_kernel.serving.report")
+    return [] if report is None else list(report._models)
 
 
 def counters() -> dict[str, int]:

@@ -41,13 +41,28 @@ def in_turns(content: Content) -> str:
         lines = [(row["name"], [_range(row, n) for n in lengths]) for row in inside]
         parts.append(grid("side by side", [f"{int(n):,} tokens" for n in lengths], lines))
     apart = [
-        (f"{row['name']}, from {other}", [f"{found[m]:.4f}" if m in found else "" for m in MODES])
-        for row in served
+        (f"{row['name']}: {mode}, from {other}", [f"{value:.4f}"])
+        for row in content["rows"]
         for other, found in row.get("distances", {}).items()
+        for mode, value in found.items()
     ]
     if apart:
-        columns = [*COLUMNS[:3], "without copies"]
-        parts.append(grid("mean distance of log-probabilities", columns, apart))
+        parts.append(grid("log-probabilities", ["mean distance"], apart))
+    logged = [
+        (
+            f"{row['name']}, {int(tokens):,} tokens",
+            [" + ".join(f"{ms:.0f}" for ms in one) for one in layers],
+        )
+        for row in content["rows"]
+        for tokens, layers in row.get("layers_ms", {}).items()
+    ]
+    if logged:
+        columns = [f"layer {number}" for number in range(content["layers"])]
+        parts.append(
+            "By its own log, what kt-kernel's GPU prefill takes for a layer's experts: the "
+            "weights, and the products. The first prompts compile kernels in layer 0."
+        )
+        parts.append(grid("ms", columns, logged))
     failed = [f"- {row['name']}: {_last_line(row)}" for row in content["rows"] if "error" in row]
     return "\n\n".join([*parts, "\n".join(failed)])
 

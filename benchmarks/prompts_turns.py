@@ -25,6 +25,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,7 @@ class Ended(Exception):
 class Engine:
     """A process of prompts_worker.py, and the result's row."""
 
-    def __init__(self, spec: dict[str, Any], group: str, folder: Path) -> None:
+    def __init__(self, spec: dict[str, Any], group: str, folder: Path, port: int) -> None:
         self.spec, self.folder = spec, folder
         self.gated = spec.get("method") is not None and spec.get("gates", True)
         self.told: dict[str, list[float]] = {}  # log-probabilities, by mode
@@ -71,6 +72,8 @@ class Engine:
         if self.gated:
             environment[GATES] = str(folder)
         given = {key: spec[key] for key in ("engine", "model", "arguments")}
+        if spec["engine"] == "sglang":  # engines that start together may choose the same one
+            given["arguments"] = {"nccl_port": port} | given["arguments"]
         (folder / "spec").write_text(json.dumps(given | {"config": config, "folder": str(folder)}))
         self.process = subprocess.Popen(
             [spec.get("python", sys.executable), WORKER, folder / "spec"],
@@ -151,10 +154,11 @@ class Group:
 
     def __init__(self, content: dict[str, Any], folder: Path) -> None:
         self.content, self.engines = content, []
-        for number, spec in enumerate(content["engines"]):
+        ports = _free_ports(len(content["engines"]))
+        for number, (spec, port) in enumerate(zip(content["engines"], ports, strict=True)):
             place = folder / f"{number}"
             place.mkdir(parents=True)
-            self.engines.append(Engine(spec, content["name"], place))
+            self.engines.append(Engine(spec, content["name"], place, port))
 
     @property
     def alive(self) -> list[Engine]:
@@ -203,6 +207,15 @@ class Group:
                 engine.stop()
                 waiting.remove(engine)
             time.sleep(0.05)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different ports that nobody uses now."""
+    with contextlib.ExitStack() as held:
+        made = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in made:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in made]
 
 
 def _measure(engine: Engine) -> None:

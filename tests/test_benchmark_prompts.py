@@ -149,11 +149,11 @@ def test_engines_serve_in_turns(
     monkeypatch.setattr(turns, "WORKER", worker)
     monkeypatch.setattr(turns, "_REST", 0.05)
     engines = [
-        engine("stock", None, modes=["shared"], logprobs=True),
+        engine("stock", None, modes=["shared"], logprobs=True, engine="sglang"),
         engine("ours", "BF16", logprobs=True, beside=["stock", "ours"]),
         engine("more", "INT4_G32"),
         engine("broken", "BF16"),
-        engine("lost", None),
+        engine("lost", None, engine="sglang"),
     ]
     plan = {"layers": 4, "groups": [{"name": "A", "engines": engines, "turns": 2}]}
     (tmp_path / "plan").write_text(json.dumps(plan))
@@ -180,6 +180,9 @@ def test_engines_serve_in_turns(
         *([name, "prompts"] for name in ("more", "ours", "stock")),
     ]
     assert all(states == ["T"] for *_, states in noted)
+    given = [json.loads(spec.read_text())["arguments"] for spec in (tmp_path / "A").glob("*/spec")]
+    ports = [one["nccl_port"] for one in given if one]
+    assert len(ports) == 2 and ports[0] != ports[1]  # of SGLang's engines
     assert "from ours: shared 0.5000" in capsys.readouterr().out
 
 
@@ -222,7 +225,7 @@ def test_a_table_of_engines_in_turns(module: Any) -> None:
     ours = {"cpu": {"seconds": [0.5, 0.3, 0.4]}, "shared": {"seconds": [0.2]}}
     ours["no copies"] = {"seconds": [0.1]}
     content = {
-        "layers": 4,
+        "layers": 2,
         "shape": {"name": "narrow"},
         "cpus": 16,
         "cpu": "Xeon",
@@ -235,17 +238,24 @@ def test_a_table_of_engines_in_turns(module: Any) -> None:
                 rates={"threshold": 300, "bus_seconds": 0.15},
                 distances={"stock": {"cpu": 0.01, "no copies": 0.5}},
             ),
-            row("peer", None, prompts={"8192": {"its own": {"seconds": [0.6, 0.7, 0.9]}}}),
+            row(
+                "peer",
+                None,
+                prompts={"8192": {"its own": {"seconds": [0.6, 0.7, 0.9]}}},
+                layers_ms={"8192": [[40.4, 2.0], [41.0, 1.6]]},
+            ),
             row("broken", "FP8", error="Traceback:\n  cannot load\n"),
         ],
     }
     lines = module("prompts_tables").in_turns(content).splitlines()
     for line in (
-        "4 layers of narrow's shape. One H200, 16 virtual CPUs (Xeon). 2026-11-30. Medians, ms.",
+        "2 layers of narrow's shape. One H200, 16 virtual CPUs (Xeon). 2026-11-30. Medians, ms.",
         "| BF16, 50% hot, 2,048 tokens | 300 | 400 |  | 200 | 100 | 150 | 75% |",
         "| ours | 200 (200 to 200) |  |",
         "| peer |  | 700 (600 to 900) |",
-        "| ours, from stock | 0.0100 |  |  | 0.5000 |",
+        "| ours: cpu, from stock | 0.0100 |",
+        "| ours: no copies, from stock | 0.5000 |",
+        "| peer, 8,192 tokens | 40 + 2 | 41 + 2 |",
         "- broken: cannot load",
     ):
         assert line in lines, lines
