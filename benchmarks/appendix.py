@@ -374,8 +374,8 @@ PARTS = (
     ),
     Part(
         "Prompts in both engines, by format and experts hot",
-        "Made by `benchmarks/prompts_turns.py`, with the measured threshold. The engines of a group "
-        "were started side by side, measured their rates one at a time, and served in turns. "
+        "Made by `benchmarks/prompts_turns.py`, with the measured threshold. The engines of a "
+        "group were started side by side, measured their rates one at a time, and served in turns. "
         "RAWINT4 is a checkpoint of that format. Hot experts have 16 bits in all formats.",
         ["2026-11-30-turns-h200"],
         in_turns,
