@@ -12,12 +12,17 @@ from synthetic import SCALE, config
 VOCABULARY = 4096
 
 
-def weights_without_experts(shape: Shape, layers: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator("cuda").manual_seed(0)
+def weights_without_experts(
+    shape: Shape, layers: int, attention: float = SCALE
+) -> dict[str, torch.Tensor]:
+    """attention: scale of what a layer's attention adds; with 0, a token's experts depend on the
+    token alone."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = torch.Generator(device).manual_seed(0)
 
-    def weight(*size: int) -> torch.Tensor:
-        values = torch.randn(size, generator=made, device="cuda", dtype=torch.bfloat16)
-        return (values * SCALE).cpu()
+    def weight(*size: int, scale: float = SCALE) -> torch.Tensor:
+        values = torch.randn(size, generator=made, device=device, dtype=torch.bfloat16)
+        return (values * scale).cpu()
 
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16)
@@ -39,7 +44,7 @@ def weights_without_experts(shape: Shape, layers: int) -> dict[str, torch.Tensor
             f"{place}.self_attn.q_proj.weight": weight(heads, h),
             f"{place}.self_attn.k_proj.weight": weight(pairs, h),
             f"{place}.self_attn.v_proj.weight": weight(pairs, h),
-            f"{place}.self_attn.o_proj.weight": weight(h, heads),
+            f"{place}.self_attn.o_proj.weight": weight(h, heads, scale=attention),
             f"{place}.mlp.gate.weight": weight(shape.experts, h),
         }
     return tensors

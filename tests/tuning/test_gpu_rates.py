@@ -35,4 +35,6 @@ def test_rates_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.bandwidth == 2 * (1 << 29) / 1e-3 and found.bus == (1 << 28) / 1e-3
     assert found.flops == 2 * 64 * 32 * 128 / 1e-3
     assert found.kernel == 1e-3 / 200
-    assert len(calls) == 8
+    assert [tokens for tokens, _ in found.head] == [1, 4, 16, 64]
+    assert {seconds for _, seconds in found.head} == {1e-3}
+    assert len(calls) == 12

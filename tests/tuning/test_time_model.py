@@ -15,6 +15,7 @@ from kt_kernel.tuning.model import (
     COPIES_WAIT,
     HAND_OVER,
     HOT_KERNELS,
+    STEP_KERNELS,
     STREAMED_HOST,
     Load,
     Setting,
@@ -50,10 +51,10 @@ SHAPE = Shape(
 )
 MOE = LAYERS - 1
 EACH, REST = 20e-6, 50e-6  # seconds of an expert with one row, and of a layer's rest
-GPU = GpuRates("GPU", 80 << 30, ((1, REST), (64, REST)), 2e-6, 2e12, 5e14, 50e9)
+GPU = GpuRates("GPU", 80 << 30, ((1, REST), (64, REST)), 2e-6, 2e12, 5e14, 50e9, ((1, 6e-5),))
 ENGINE = EngineRates("vllm", ((1, 1e-4), (16, 2e-4)), 1e-3, 0.5)
 STEP = 1e-4
-HEAD = 20_000_000 / GPU.bandwidth
+HEAD = 6e-5 + STEP_KERNELS * GPU.kernel
 CACHE = 1000 / GPU.bandwidth  # of each token of a context and each layer
 
 

@@ -99,6 +99,9 @@ class CpuBench:
         active = min(self._count, shape.experts)
         sizes = sorted({*_doubling(active), k, active})
         experts = tuple((n, self._pass(n)) for n in sizes if n <= active)
+        held = last_level_cache() / 2
+        size = self._core.packed_bytes / self._count
+        cached = [(n, self._pass(n, again=True)) for n in sizes if n * size <= held]
         rows: list[tuple[float, float]] = [(1, experts[-1][1] / active)]
         for each in _ROWS[1:]:
             tokens = each * active // k
@@ -117,17 +120,19 @@ class CpuBench:
             rising(experts),
             tuple(rows),
             MAX_CHUNK,
+            rising(cached),
         )
 
-    def _pass(self, experts: int) -> float:
-        """Seconds of a pass over as many experts with one row each; each time, other ones."""
+    def _pass(self, experts: int, again: bool = False) -> float:
+        """Seconds of a pass over as many experts with one row each; each time other ones, or
+        again the same ones."""
         k = self.shape.top_k
         tokens = -(-experts // k)
         times = []
         for _ in self._repeat():
             ids = torch.full((tokens * k,), -1, dtype=torch.int64)
             ids[:experts] = (torch.arange(experts) + self._next) % self._count
-            self._next = (self._next + experts) % self._count
+            self._next = (self._next + (0 if again else experts)) % self._count
             times.append(self._run(ids.view(tokens, k)))
         return sorted(times)[len(times) // 2]
 

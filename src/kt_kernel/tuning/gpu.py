@@ -43,6 +43,7 @@ def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
         bandwidth=bandwidth,
         flops=2 * m * k * n / product,
         bus=bus,
+        head=tuple((n, _head(shape, n, device)) for n in _TOKENS),
     )
 
 
@@ -90,6 +91,23 @@ def _rest(shape: Shape, tokens: int, device: torch.device) -> float:
             torch.topk(chances, shape.top_k, -1)
 
     return _best(_captured(layers)) / _LAYERS
+
+
+def _head(shape: Shape, tokens: int, device: torch.device) -> float:
+    """Seconds of what follows the layers: the output matrix, and a sampled token of each request.
+    In a CUDA graph."""
+    kind = torch.bfloat16
+    vocabulary = max(shape.head_bytes // shape.value_bytes // shape.hidden, 64)
+    matrix = torch.randn(vocabulary, shape.hidden, device=device, dtype=kind)
+    x = torch.randn(tokens, shape.hidden, device=device, dtype=kind)
+    random = torch.ones(tokens, vocabulary, device=device)
+
+    def sample() -> None:
+        logits = torch.nn.functional.linear(x, matrix).float()
+        chances = torch.softmax(logits / 1.1, -1)
+        torch.argmax(chances / random, -1)
+
+    return _best(_captured(sample))
 
 
 def _captured(call: Callable[[], None]) -> Callable[[], None]:

@@ -2,10 +2,10 @@
 
 A decode step of T streams takes the longer of what the host and the devices need:
 
-    step  = max(host(T), head + Σ layers (rest(T) + moe(T)))
+    step  = max(host(T), head(T) + Σ layers (rest(T) + moe(T)))
 
 - host(T): the engine's Python code of a step. It runs ahead of the GPU.
-- head: the output matrix, read from the GPU's memory.
+- head(T): the output matrix, sampling, and the small kernels that prepare a step.
 - rest(T): attention, norms and router of a layer, measured in a CUDA graph, and the layer's part of
   the KV cache, read from the GPU's memory.
 - moe(T): the hot experts on the GPU and the cold ones on the CPU, at the same time:
@@ -13,7 +13,8 @@ A decode step of T streams takes the longer of what the host and the devices nee
     moe   = max(hot, hand-over + cold)
     hot   = HOT_KERNELS kernels + bytes of the touched hot experts / the GPU's bandwidth
     cold  = a pass with as many touched experts and routes, interpolated in measured passes. It is
-            about max(bytes / read bandwidth, operations / peak).
+            about max(bytes / read bandwidth, operations / peak). The CPU's caches hold a part of
+            the cold experts, which is 1 if they are few; such experts are read faster.
 
 An expert that a token selects with probability p is touched by a batch of T tokens with probability
 1 - (1 - p)^T. p follows from statistics; without them, it is k / E for each expert.
@@ -53,6 +54,8 @@ from .shape import Shape
 HAND_OVER = 7e-6
 # Of an engine's fused experts: sorting of the routes, two products, activation, sum.
 HOT_KERNELS = 7
+# By which an engine copies and computes the positions, slots and tokens of a step.
+STEP_KERNELS = 30
 # Of a streamed layer with Qwen3-30B-A3B's shape in vLLM 0.26.0, in seconds: what the host takes to
 # launch it, and what it loses if copies wait for the routes
 # (benchmarks/results/2026-11-29-prompts-vllm-h200.json).
@@ -155,6 +158,7 @@ class TimeModel:
         engine: what the engine adds.
         context: tokens before those that are decoded.
         batch_tokens: of the engine's largest batch; longer prompts are divided.
+        caches: bytes of the CPU's caches.
     """
 
     shape: Shape
@@ -162,14 +166,16 @@ class TimeModel:
     engine: EngineRates
     context: int = 2048
     batch_tokens: int = 8192
+    caches: float = 0.0
 
     def decode(self, setting: Setting, streams: int) -> float:
         """Seconds of a decode step of so many streams."""
         rest = self._rest(streams)
         dense = self.shape.layers - len(self.shape.moe_layers)
-        total = dense * rest + self._head()
+        total = dense * rest + self._head(streams)
+        cached = self._cached(setting)
         for layers, batch in setting.load.batches(streams):
-            total += layers * self._decode_layer(setting, batch, rest)
+            total += layers * self._decode_layer(setting, batch, rest, cached)
         return max(self.engine.host_step(streams), total)
 
     def tokens_per_second(self, setting: Setting, streams: int) -> float:
@@ -185,7 +191,7 @@ class TimeModel:
     def _prefill_batch(self, setting: Setting, tokens: int) -> float:
         rest = self._rest_operations(tokens) / self._flops()
         dense = self.shape.layers - len(self.shape.moe_layers)
-        total = dense * rest + self._head()
+        total = dense * rest + self._head(1)
         for layers, batch in setting.load.batches(tokens):
             total += layers * self._prefill_layer(setting, batch, rest)
         launched = self.shape.layers * self.engine.launch
@@ -225,19 +231,31 @@ class TimeModel:
             return (weights + per_layer) / self.device.bandwidth
         return at_least(self.device.rest, streams) + per_layer / self.device.bandwidth
 
-    def _head(self) -> float:
-        """Seconds of the output matrix."""
-        return self.shape.head_bytes / self.device.bandwidth
+    def _head(self, tokens: int) -> float:
+        """Seconds of what a step computes besides its layers."""
+        if isinstance(self.device, HostRates):
+            return self.shape.head_bytes / self.device.bandwidth
+        return at_least(self.device.head, tokens) + STEP_KERNELS * self.device.kernel
 
-    def _decode_layer(self, setting: Setting, batch: Batch, rest: float) -> float:
-        cold = setting.cpu.seconds(batch.cold, batch.cold_routes)
+    def _cached(self, setting: Setting) -> float:
+        """The part of the cold experts that the CPU's caches hold. Without a GPU, what else the CPU
+        computes of a step takes them."""
+        if isinstance(self.device, HostRates) or not setting.cpu.cached:
+            return 0.0
+        cold = float((~setting.load.hot).sum(1) @ setting.load.layers) * setting.cpu.expert_bytes
+        return min(self.caches / cold, 1.0) if cold else 0.0
+
+    def _decode_layer(
+        self, setting: Setting, batch: Batch, rest: float, cached: float
+    ) -> float:
+        cold = setting.cpu.seconds(batch.cold, batch.cold_routes, cached)
         if isinstance(self.device, HostRates):
             return rest + cold
         hot = self._hot(setting, batch)
         if not cold:
             return rest + hot
         over = self._hand_over(batch.tokens)
-        now = setting.cpu.seconds(*batch.at_once(setting.deferred, self.shape.top_k))
+        now = setting.cpu.seconds(*batch.at_once(setting.deferred, self.shape.top_k), cached)
         return max(rest + max(hot, over + now), over + cold)
 
     def _hot(self, setting: Setting, batch: Batch) -> float:

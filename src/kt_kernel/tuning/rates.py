@@ -44,6 +44,7 @@ class CpuRates:
         rows: seconds per expert of a pass in which each expert has so many rows, by numbers that
             begin with 1.
         chunk: tokens of a pass; more are computed one pass after the other.
+        cached: the same as `experts`, of experts that the CPU's caches hold.
     """
 
     method: str
@@ -52,13 +53,20 @@ class CpuRates:
     experts: Points
     rows: Points
     chunk: int = 1024
+    cached: Points = ()
 
-    def seconds(self, experts: float, routes: float) -> float:
-        """Of a pass in which so many experts have so many routes together."""
+    def seconds(self, experts: float, routes: float, cached: float = 0.0) -> float:
+        """Of a pass in which so many experts have so many routes together.
+
+        cached: the part of the experts that the caches hold.
+        """
         if experts <= 0 or routes <= 0:
             return 0.0
         rows = max(1.0, routes / experts)
-        return between(self.experts, experts) * between(self.rows, rows) / self.rows[0][1]
+        one_row = (1 - cached) * between(self.experts, experts)
+        if cached:
+            one_row += cached * between(self.cached, experts)
+        return one_row * between(self.rows, rows) / self.rows[0][1]
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class GpuRates:
         bandwidth: bytes per second of its memory.
         flops: floating-point operations per second of a large 16-bit product.
         bus: bytes per second of copies from pinned host memory, as large as an expert.
+        head: seconds of the output matrix and of sampling, in a CUDA graph, by tokens.
     """
 
     name: str
@@ -82,6 +91,7 @@ class GpuRates:
     bandwidth: float
     flops: float
     bus: float
+    head: Points
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.machine import available_memory, usable_cores
+from ..runtime.machine import available_memory, last_level_cache, usable_cores
 from ..runtime.pools import plan_pools
 from ..serving.class_check import ENGINES
 from ..serving.option_table import OptionError
@@ -161,7 +161,7 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         torch.cuda.empty_cache()
     cpus = tuple(_cpus(tuned, tuple(hots), accepted, isinstance(device, GpuRates), say))
     rates = _engine_rates(tuned, wishes, engine, installed, device, say)
-    model = TimeModel(shape, device, rates, wishes.context)
+    model = TimeModel(shape, device, rates, wishes.context, caches=last_level_cache())
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
     candidates: list[Candidate] = []
     for method in hots:
@@ -290,10 +290,11 @@ def _cpus(
 
 
 def _thread_counts(default: int, gpu: bool) -> list[int]:
-    """Others to try: half of the cores, and all that an engine leaves."""
+    """Others to try: half and three quarters of the cores, and without a GPU all of them. Beside a
+    GPU, the engine and the hand-over need the cores that the default leaves."""
     cores = usable_cores()
-    most = max(1, cores - 1) if gpu else cores
-    return sorted({max(1, cores // 2), max(1, cores * 3 // 4), most} - {default})
+    counts = {max(1, cores // 2), max(1, cores * 3 // 4)} | (set() if gpu else {cores})
+    return sorted(count for count in counts - {default} if not gpu or count < default)
 
 
 def _deferrals(top_k: int, most: int, room: Room | None) -> tuple[int, ...]:
