@@ -381,7 +381,7 @@ def test_why_nothing_is_streamed_by_default(monkeypatch) -> None:
     assert why(kept).startswith("it pays for no batch; an expert takes 1000000000000 us on")
     assert not devices[0].backend.pinned  # given back
     monkeypatch.setattr(streaming_start, "ExpertStreamer", full)
-    assert why() == "2048MB are not free on cpu"
+    assert why() == "2GB are not free on cpu"
     monkeypatch.setenv("KT_KERNEL_KIND", "vector")
     assert why().startswith("with KT_KERNEL_KIND, results must not depend on the batch")
 
@@ -416,12 +416,12 @@ def test_no_threshold(monkeypatch) -> None:
 
 def test_refusals(monkeypatch) -> None:
     layer = make(monkeypatch, gpu_prefill_token_threshold=8, gpu_prefill_memory=20_000)
-    with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0MB: .* too little .* needs"):
+    with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0.02MB: .* too little .* needs"):
         start(layer)
     layer = make(monkeypatch, gpu_prefill_memory=20_000)
-    with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0MB: .*; give more$"):
+    with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0.02MB: .*; give more$"):
         start(layer)
-    with monkeypatch.context() as patched, pytest.raises(OptionError, match="0MB are not free on"):
+    with monkeypatch.context() as patched, pytest.raises(OptionError, match=r"0\.02MB are not free on"):
         patched.setattr(streaming_start, "ExpertStreamer", full)
         start(layer)
     layer = make(monkeypatch, gpu_prefill_token_threshold=8)

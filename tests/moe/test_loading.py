@@ -266,9 +266,9 @@ def test_what_loading_took(tmp_path, quantised):
         arrived.load_expert(slot, *[matrices[slot] for matrices in case.sources])
     arrived.finish_loading()
     assert arrived.load_record.source_bytes == record.source_bytes
-    sizes = r"[\d.]+ MB packed from [\d.]+ MB"
+    sizes = r"[\d.]+MB packed from [\d.]+MB"
     text = (record + record).describe(" of packing")
-    assert re.fullmatch(sizes + r" in \S+ s of packing \([\d.]+ [MG]B/s\)", text)
+    assert re.fullmatch(sizes + r" in \S+ s of packing \([\d.]+[MG]B/s\)", text)
 
 
 def test_of_files_what_is_stored_counts(tmp_path):

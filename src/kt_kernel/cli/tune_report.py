@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ..serving.option_values import shown_size
+from ..runtime.text import shown_size
 from ..tuning.choice import Candidate
 from ..tuning.run import Check, Result
 

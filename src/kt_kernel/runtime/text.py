@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+
+SIZES = {"MB": 1 << 20, "GB": 1 << 30}  # bytes, as options accept them
 
 
 def ranges(ascending: Iterable[int], separator: str = ",") -> str:
@@ -19,3 +22,10 @@ def ranges(ascending: Iterable[int], separator: str = ",") -> str:
 def bracketed(ascending: Sequence[int]) -> str:
     """[0, 1, 5] as " [0-1,5]", and no numbers as an empty text."""
     return f" [{ranges(ascending)}]" if ascending else ""
+
+
+def shown_size(size: float) -> str:
+    """A number of bytes as options accept it, rounded up: what a message asks for must be
+    enough."""
+    name = "GB" if size >= SIZES["GB"] else "MB"
+    return f"{math.ceil(100 * size / SIZES[name]) / 100:g}{name}"

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..checkpoint import Checkpoint
+from ..runtime.text import shown_size
 from ..weights.formats import INT4_ZERO, INT8_ROW
 from ..weights.methods import get_method
 from .model_config import described_layers, expert_sizes, num_experts
 from .option_table import ENGINE, PACKED, OptionError
-from .option_values import shown_size
 from .options import KTOptions
 
 FLAG = "--kt-gpu-experts-memory"

@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..runtime.text import SIZES
 from ..weights.methods import METHODS
 from .option_table import AUTO, HOT_FORMATS, STRATEGIES, SWITCH, Option, OptionError
 from .repository import Repository
-
-_UNITS = {"MB": 1 << 20, "GB": 1 << 30}
 
 
 def checked_value(option: Option, value: Any) -> Any:
@@ -75,7 +74,7 @@ def _bytes_of(flag: str, value: Any) -> int:
     found = (
         re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", value.strip()) if isinstance(value, str) else None
     )
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    size = int(float(found[1]) * SIZES[found[2]]) if found else 0
     if not 0 < size < 2**50:
         raise OptionError(f"{flag} {value}: expected a size in MB or GB, such as 1536MB or 2GB")
     return size
@@ -110,9 +109,3 @@ def _check_exists(flag: str, text: str) -> None:
         raise OptionError(
             f"{flag} {text}: no such file or folder, and not a repository name (org/name)"
         )
-
-
-def shown_size(size: float) -> str:
-    """A size as options accept it, rounded up: what a message asks for must be enough."""
-    name = "GB" if size >= _UNITS["GB"] else "MB"
-    return f"{math.ceil(100 * size / _UNITS[name]) / 100:g}{name}"

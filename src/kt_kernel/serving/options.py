@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ..runtime.text import shown_size
 from .option_table import AUTO, BF16, PACKED, OptionError, find_option
-from .option_values import checked_value, shown_size
+from .option_values import checked_value
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ..device.streaming.rates import (
     timed_on_cpu,
 )
 from ..device.streaming.streamer import ExpertStreamer
+from ..runtime.text import shown_size
 from ..runtime.variant import kernel_kind
 from .activations import SILU
 from .option_table import OptionError
@@ -110,7 +111,7 @@ def start_streaming(
             return f"kt: no experts are streamed to the GPU: {why}"
         flag = f"{THRESHOLD_FLAG} {threshold}"
         if memory is not None and (threshold is None or why.of_memory):
-            flag = f"{MEMORY_FLAG} {_megabytes(memory)}"
+            flag = f"{MEMORY_FLAG} {shown_size(memory)}"
         raise OptionError(f"{flag}: {why}; {why.advice}") from why
     finally:
         layers[0].forget_counters()  # of the batches that were timed
@@ -308,7 +309,7 @@ class _Start:
             if left // divisor < size:
                 size = left // divisor
                 part = (
-                    f"; by default, streaming takes {name} of the {_megabytes(left)} that the "
+                    f"; by default, streaming takes {name} of the {shown_size(left)} that the "
                     f"engine has left, and {MEMORY_FLAG} gives it more"
                 )
         try:
@@ -318,7 +319,7 @@ class _Start:
         except ValueError as error:
             raise _NotStreamed(f"{error}{part}", self._give("more"), of_memory=True) from error
         except torch.OutOfMemoryError as error:
-            reason = f"{_megabytes(size)} are not free on {self.device}"
+            reason = f"{shown_size(size)} are not free on {self.device}"
             raise _NotStreamed(reason, self._give("less"), of_memory=True) from error
         return streamer
 
@@ -366,7 +367,3 @@ def routes_to(count: int, cold: Sequence[int], routes: torch.Tensor) -> torch.Te
     some = [cold[i * len(cold) // count] for i in range(count)]
     instead = {expert: some[i % count] for i, expert in enumerate(cold)}
     return routes.clone().apply_(lambda expert: instead.get(expert, expert))
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / (1 << 20):.0f}MB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..serving.option_values import shown_size
+from ..runtime.text import shown_size
 from .model import Load, Setting, TimeModel
 from .rates import CpuRates
 

@@ -15,13 +15,13 @@ from ..checkpoint import Checkpoint, method_of, open_checkpoint
 from ..checkpoint.method import QUANTISE
 from ..moe.placement import generate_gpu_experts_masks
 from ..routes.statistics import ExpertStatistics
+from ..runtime.text import shown_size
 from ..serving.budget import hot_expert_bytes
 from ..serving.class_check import read_config
 from ..serving.hot_format import decide_hot_format
 from ..serving.hub import local_path
 from ..serving.model_config import routed_model
 from ..serving.option_table import OptionError
-from ..serving.option_values import shown_size
 from ..serving.options import KTOptions
 from ..serving.repository import Repository
 from ..serving.streaming_start import DEFAULT_MEMORY

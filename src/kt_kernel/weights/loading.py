@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ..runtime.text import shown_size
+
 #: The matrices and biases of one expert by their names.
 Expert = dict[str, Any]
 
@@ -63,12 +65,8 @@ class LoadRecord:
 
     def describe(self, part: str = "") -> str:
         """Sizes, seconds and rate. `part` describes what the seconds cover."""
-        rate = f" ({_size(self.source_bytes / self.seconds)}/s)" if self.seconds else ""
+        rate = f" ({shown_size(self.source_bytes / self.seconds)}/s)" if self.seconds else ""
         return (
-            f"{_size(self.packed_bytes)} packed from {_size(self.source_bytes)} in "
+            f"{shown_size(self.packed_bytes)} packed from {shown_size(self.source_bytes)} in "
             f"{self.seconds:.3g} s{part}{rate}"
         )
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
