@@ -76,6 +76,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         model_config.dtype.itemsize,
         arguments.enable_deterministic_inference,
         _start(arguments, model_config),
+        model_config.hf_config,
     )
     config = language_model(model_config.hf_config)
     return decide_moving(

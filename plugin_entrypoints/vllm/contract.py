@@ -263,7 +263,15 @@ ATTRIBUTES = (
     ),
     Attributes(
         "vllm.config:ModelConfig",
-        ("architectures", "hf_text_config", "max_model_len", "model", "quantization", "revision"),
+        (
+            "architectures",
+            "hf_config",
+            "hf_text_config",
+            "max_model_len",
+            "model",
+            "quantization",
+            "revision",
+        ),
         "the model that the options are checked against",
     ),
     Attributes(

@@ -87,6 +87,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
         ranks,
         model.dtype.itemsize,
         start=_start(config),
+        whole=model.hf_config,
     )
     return decide_moving(
         prepare(options, model.hf_text_config, served),

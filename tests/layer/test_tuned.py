@@ -15,6 +15,7 @@ from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.serving.tuned import Need, Start
+from kt_kernel.tuning.shape import as_config
 
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 CONFIG = SimpleNamespace(**json.loads((DEMO_MODEL / "config.json").read_text()))
@@ -41,9 +42,13 @@ def save(need: Need = NEED, **options: Any) -> Path:
 
 
 def start(
-    device: str = "cuda", config: Any = CONFIG, start: Start | None = None, **given: Any
+    device: str = "cuda",
+    config: Any = CONFIG,
+    start: Start | None = None,
+    whole: Any = None,
+    **given: Any,
 ) -> KTOptions:
-    served = ServedModel("org/copy", device=device, start=start)
+    served = ServedModel("org/copy", device=device, start=start, whole=whole)
     return prepare(KTOptions.from_mapping(given), config, served)
 
 
@@ -102,6 +107,20 @@ def test_another_model_machine_or_device(monkeypatch: pytest.MonkeyPatch, folder
     for damaged in ("", "[]", path.read_text().replace('"cpuinfer"', '"allow_untested"')):
         path.write_text(damaged)
         assert used(start()) == none
+
+
+def test_a_quantised_multimodal_model() -> None:
+    """Its quantisation is beside the configuration of its language model, or in it; `kt tune` reads
+    the whole file, and engines give both parts."""
+    text, beside = vars(CONFIG), {"quantization_config": {"quant_method": "fp8"}}
+    for content in ({"text_config": text, **beside}, {"text_config": text | beside}):
+        tuned.save(as_config(content), "cuda", {"cpuinfer": 1}, {})
+        language, whole = SimpleNamespace(**content["text_config"]), SimpleNamespace(**content)
+        assert start(config=language, whole=whole, tuned="on").cpuinfer == 1
+        other = SimpleNamespace(quantization_config={"quant_method": "awq"})
+        text_alone = SimpleNamespace(**text)
+        assert start(config=text_alone, whole=other).cpuinfer is None
+        assert start(config=text_alone).cpuinfer is None
 
 
 def test_what_contradicts_given_options_is_left_out() -> None:
@@ -177,11 +196,12 @@ def test_a_damaged_need(damaged: str) -> None:
 
 def test_quantised_models_have_their_own_file() -> None:
     quantised = SimpleNamespace(**vars(CONFIG) | {"quantization_config": {"quant_method": "fp8"}})
-    assert tuned.path_of(CONFIG) != tuned.path_of(quantised)
+    key = tuned.model_key(quantised)
+    assert tuned.path_of(key) != tuned.path_of(tuned.model_key(CONFIG))
     as_object = SimpleNamespace(
         **vars(CONFIG) | {"quantization_config": SimpleNamespace(quant_method="fp8")}
     )
-    assert tuned.path_of(as_object) == tuned.path_of(quantised)
+    assert tuned.model_key(as_object) == key
 
 
 def test_only_known_options_are_saved() -> None:

@@ -57,6 +57,8 @@ class ServedModel:
         value_bytes: of a value of the engine's dtype.
         fixed_results: whether the user asked the engine for results that do not depend on batches.
         start: what decides whether hot experts that `kt tune` saved fit; None: unknown.
+        whole: a multimodal model's configuration, of which the language model's is a part; None: it
+            is no part.
     """
 
     path: str
@@ -68,6 +70,7 @@ class ServedModel:
     value_bytes: int = 2
     fixed_results: bool = False
     start: Start | None = None
+    whole: Any = None
 
 
 def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
@@ -90,7 +93,9 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
             options.
     """
     options = _absolute(options)
-    tuned = with_tuned(options, config, served.device, served.fixed_results, served.start)
+    tuned = with_tuned(
+        options, config, served.device, served.fixed_results, served.start, served.whole
+    )
     try:
         return _checked(tuned, config, served)
     except OptionError as problem:

@@ -94,15 +94,23 @@ def config_folder() -> Path:
     return Path.home() / ".config" / "kt-moe"
 
 
-def model_key(config: Any) -> dict[str, Any]:
+def model_key(config: Any, whole: Any = None) -> dict[str, Any]:
     """What identifies a model: its sizes and quantisation, not its name, because engines may serve
-    a local copy."""
+    a local copy.
+
+    whole: a multimodal model's configuration, of which `config` is a part; None: it is no part. Its
+    quantisation is in either of them.
+    """
     key = asdict(routed_model(config))
     key.pop("name")
-    quantised = getattr(config, "quantization_config", None)
-    if not isinstance(quantised, Mapping):
-        quantised = getattr(quantised, "__dict__", {})
-    return key | {"quantisation": str(quantised.get("quant_method", ""))}
+    return key | {"quantisation": _quantisation(config) or _quantisation(whole)}
+
+
+def _quantisation(config: Any) -> str:
+    found = getattr(config, "quantization_config", None)
+    if not isinstance(found, Mapping):
+        found = getattr(found, "__dict__", {})
+    return str(found.get("quant_method", ""))
 
 
 def machine_fingerprint() -> str:
@@ -122,9 +130,8 @@ def machine_fingerprint() -> str:
     return f"{machine_key()}, GPUs {shown}"
 
 
-def path_of(config: Any) -> Path:
+def path_of(key: Mapping[str, Any]) -> Path:
     """The file for a model. Raises RuntimeError if there is no home folder."""
-    key = model_key(config)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     kind = key["model_type"] or "model"
     return config_folder() / "tuned" / f"{kind}-{digest}.json"
@@ -153,11 +160,12 @@ def save(
     if unknown:
         raise ValueError(f"{', '.join(sorted(unknown))}: not among the options that are saved")
     KTOptions.from_mapping(options)
-    path = path_of(config)
+    key = model_key(config)
+    path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "version": _VERSION,
-        "model": model_key(config),
+        "model": key,
         "machine": machine_fingerprint(),
         "device": device,
         "options": dict(options),
@@ -174,6 +182,7 @@ def with_tuned(
     device: str,
     fixed_results: bool = False,
     start: Start | None = None,
+    whole: Any = None,
 ) -> KTOptions:
     """The options, and those saved for this model and machine that were not given.
 
@@ -185,6 +194,7 @@ def with_tuned(
 
     Args:
         start: None: hot experts are not checked.
+        whole: see `model_key`.
 
     Raises:
         OptionError: the option --kt-tuned is "on", and nothing is saved for this model, machine,
@@ -192,11 +202,12 @@ def with_tuned(
     """
     if options.tuned == "off":
         return options
+    key = model_key(config, whole)
     try:
-        path = path_of(config)
+        path = path_of(key)
     except RuntimeError:
         path = None
-    found = None if path is None else _saved(path, config, device)
+    found = None if path is None else _saved(path, key, device)
     if found is None:
         if options.tuned == "on":
             raise OptionError(
@@ -206,7 +217,7 @@ def with_tuned(
         return options
     saved, need = found
     given = options.to_mapping()
-    left, why = _left_out(options, saved, need, model_key(config)["quantisation"], start)
+    left, why = _left_out(options, saved, need, key["quantisation"], start)
     if kernel_kind() or fixed_results:
         left, why = {*_SAVED[1:]}, ""
     if why and options.tuned == "on":
@@ -260,13 +271,15 @@ def _left_out(
     return (left | {*_NUMBER} if why else left), why
 
 
-def _saved(path: Path, config: Any, device: str) -> tuple[dict[str, Any], Need | None] | None:
+def _saved(
+    path: Path, key: Mapping[str, Any], device: str
+) -> tuple[dict[str, Any], Need | None] | None:
     """The options in a file, and what their hot experts need. None if it is missing, damaged, or of
     another model or machine."""
     content = read_cache(path)
     wanted = {
         "version": _VERSION,
-        "model": model_key(config),
+        "model": key,
         "machine": machine_fingerprint(),
         "device": device,
     }
