@@ -38,12 +38,12 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose rates are known."""
-    rates = GpuRates("GPU", 20 << 30, ((1, 5e-5), (64, 6e-5)), 2e-6, 3e12, 5e14, 50e9)
+    rates = GpuRates("GPU", 20 << 30, ((1, 5e-5), (64, 6e-5)), 2e-6, 3e12, 5e14, 50e9, ((1, 6e-5),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(run, "measure_gpu", lambda shape, device: rates)
-    monkeypatch.setattr(run, "gpu_memory", lambda device: rates.total)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (rates.total, rates.total))
 
 
 def test_on_the_cpu(kt: Any, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) 
         ([DEMO_MODEL, "--methods", "FP8"], ["--methods FP8: it keeps quantised weights"]),
         ([DEMO_MODEL, "--gpu-memory", "much"], ["--gpu-memory much: expected a size in MB or GB"]),
         ([DEMO_MODEL, "--hot-format", "int3"], ["--kt-hot-format int3: unknown; accepted: auto"]),
-        ([DEMO_MODEL, "--prompt", 8192], ["--prompt 8192: with --context 8192, at most 8190"]),
+        ([DEMO_MODEL, "--prompt", 2048], ["--prompt 2048: with --context 2048, at most 2046"]),
         ([DEMO_MODEL, "--kt-expert-stats", "/none"], ["/none: no such file"]),
         ([DEMO_MODEL, "--engine-args", "'x"], ["--engine-args 'x: No closing quotation"]),
     ],
@@ -138,9 +138,64 @@ def test_a_full_gpu(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(run, "measure_gpu", measure_gpu)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 20 << 30))
     code, _, err = kt("tune", DEMO_MODEL, *SMALL)
-    assert code == 1 and "kt: error: the GPU has 1GB of 20GB free" in err
+    assert code == 1 and "kt: error: the GPU has 20GB of 20GB free" in err
+
+
+def test_other_programs_use_the_gpu(
+    kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is told to take what they leave."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 << 30, 20 << 30))
+    given = "tune", DEMO_MODEL, *SMALL, "--methods", "INT4_G32", "--no-save"
+    code, out, err = kt(*given, "--json")
+    assert code == 0 and "the GPU has 20GB, of which 6GB are free" in err
+    assert "--gpu-memory-utilization 0.285" in json.loads(out)["command"]
+    failed(kt(*given, "--gpu-memory", "7GB"), 1, "7GB: the GPU has 20GB, of which 6GB are free")
+
+
+def test_a_context_above_the_models_own(kt: Any, tmp_path: Path) -> None:
+    most = CONTENT["max_position_embeddings"]
+    failed(
+        kt("tune", DEMO_MODEL, "--context", most + 1),
+        1,
+        f"--context {most + 1}: {DEMO_MODEL} has been made for at most {most} tokens",
+    )
+    # The engine's own arguments may change the limit.
+    (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
+    for given in ("--hf-overrides '{\"a\": 1}'", "--json-model-override-args={}"):
+        result = kt("tune", tmp_path, "--context", most + 1, "--engine-args", given, "--no-save")
+        assert result[0] == 0, result
+    # By default, requests are as long as the model can have them.
+    _, out, _ = kt("tune", DEMO_MODEL, "--no-save", "--json")
+    assumed = json.loads(out)["assumed"]
+    assert (assumed["context"], assumed["goal"]["prompt"]) == (most, most - 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "limit"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4}}, 16384),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 9, "rope_scaling": {"rope_type": "llama3", "factor": 8}}, 9),
+        ({"max_position_embeddings": 9, "rope_scaling": {"rope_type": "default"}}, 9),
+        ({"text_config": {"max_position_embeddings": 7}}, 7),
+    ],
+)
+def test_the_models_own_limit(content: dict[str, Any], limit: int | None) -> None:
+    assert shape.context_limit(as_config(content)) == limit
 
 
 def test_a_method_that_does_not_fit_the_model(kt: Any, tmp_path: Path) -> None:

@@ -16,8 +16,14 @@ def tune(
         str | None, typer.Option(help="vllm or sglang (default: the one that is installed)")
     ] = None,
     streams: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
-    context: Annotated[int, typer.Option(min=16, help="most tokens of a request")] = 8192,
-    prompt: Annotated[int, typer.Option(min=1, help="tokens of a typical prompt")] = 2048,
+    context: Annotated[
+        int | None,
+        typer.Option(min=16, help="most tokens of a request (default: 8192, or the model's limit)"),
+    ] = None,
+    prompt: Annotated[
+        int | None,
+        typer.Option(min=1, help="tokens of a typical prompt (default: 2048, or what fits)"),
+    ] = None,
     answer: Annotated[int, typer.Option(min=1, help="tokens of a typical answer")] = 256,
     gpu_memory: Annotated[
         str | None,
@@ -62,10 +68,9 @@ def tune(
     from ..tuning.run import Wishes
     from ..tuning.run import check as check_run
     from ..tuning.run import tune as run_tune
+    from ..tuning.run import with_lengths
     from .tune_report import describe, describe_all, text
 
-    if prompt + 2 > context:
-        raise ValueError(f"--prompt {prompt}: with --context {context}, at most {context - 2}")
     size = None
     if gpu_memory is not None:
         try:
@@ -80,18 +85,18 @@ def tune(
     except ValueError as error:
         raise ValueError(f"--engine-args {engine_args}: {error}") from None
     wishes = Wishes(
-        Goal(prompt, answer, streams),
-        context,
-        engine,
-        size,
-        tuple(filter(None, (methods or "").split(","))),
-        deferral,
-        hot_format,
-        kt_expert_stats,
-        measure_engine,
-        more,
+        Goal(answer=answer, streams=streams),
+        engine=engine,
+        gpu_memory=size,
+        methods=tuple(filter(None, (methods or "").split(","))),
+        deferral=deferral,
+        hot_format=hot_format,
+        statistics=kt_expert_stats,
+        measure_engine=measure_engine,
+        engine_arguments=more,
     )
     tuned = find_model(model)
+    wishes = with_lengths(wishes, tuned, context, prompt)
     result = run_tune(tuned, wishes, _say)
     checked, failed = None, False
     if check and result.installed and tuned.checkpoint is not None:

@@ -14,21 +14,25 @@ import torch
 
 from ..runtime.machine import available_memory, last_level_cache, usable_cores
 from ..runtime.pools import plan_pools
+from ..runtime.text import shown_size
 from ..serving.class_check import ENGINES
 from ..serving.option_table import OptionError
-from ..serving.option_values import shown_size
 from ..serving.server_process import ServerFailed
 from ..serving.small_multimodal import text_path
 from ..serving.tuned import Need
 from .choice import Candidate, Goal, HotChoice, Limits, choose, predict
 from .cpu import CpuBench, host_rates
 from .engine import LEAST_CONTEXT, USUAL, ServerPlan, measure_engine, serving
-from .gpu import gpu_memory, measure_gpu
+from .gpu import measure_gpu
 from .model import Setting, TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
 from .rates import CpuRates, EngineRates, GpuRates, HostRates
+from .shape import context_limit
 
 _MEMORY_PART = 0.9  # of the GPU, by default
+_FREE_PART = 0.95  # of what other programs leave of it
+# Arguments of engines that may change how long a context the model can have.
+_CHANGES_LIMIT = "--hf-overrides", "--json-model-override-args"
 _LONGEST = 8192  # tokens of the context by which an engine is measured
 _HOST_KEEPS = 2 << 30  # bytes of memory that the engine takes on the host
 _VOCABULARY = 256  # of prompts; every model has as many tokens
@@ -54,7 +58,7 @@ class Wishes:
     """
 
     goal: Goal
-    context: int
+    context: int = 8192
     engine: str | None = None
     gpu_memory: int | None = None
     methods: tuple[str, ...] = ()
@@ -119,6 +123,48 @@ class Result:
         )
 
 
+def with_lengths(
+    wishes: Wishes, tuned: Tuned, context: int | None, prompt: int | None
+) -> Wishes:
+    """The wishes with a context and a prompt: the given ones, or those that suit the model.
+
+    Raises:
+        ValueError: the model is not made for so long a context, or the prompt is longer than it.
+    """
+    most = context_limit(tuned.config)
+    changed = any(word.startswith(_CHANGES_LIMIT) for word in wishes.engine_arguments)
+    if context is None:
+        context = _LONGEST if most is None else min(_LONGEST, most)
+    elif most is not None and context > most and not changed:
+        raise ValueError(
+            f"--context {context}: {tuned.model} has been made for at most {most} tokens; give "
+            f"fewer, or change that with --engine-args \"{' or '.join(_CHANGES_LIMIT)} ...\""
+        )
+    if prompt is None:
+        prompt = min(wishes.goal.prompt, context - 2)
+    if prompt + 2 > context:
+        raise ValueError(f"--prompt {prompt}: with --context {context}, at most {context - 2}")
+    return replace(wishes, context=context, goal=replace(wishes.goal, prompt=prompt))
+
+
+def _with_memory(wishes: Wishes, say: Say) -> Wishes:
+    """The wishes with as much of the GPU as other programs leave, if that is less than the engine
+    would take.
+
+    Raises:
+        ValueError: the user wants more.
+    """
+    free, total = torch.cuda.mem_get_info(_device())
+    left = f"the GPU has {shown_size(total)}, of which {shown_size(free)} are free"
+    if wishes.gpu_memory is not None and wishes.gpu_memory > free:
+        raise ValueError(f"--gpu-memory {shown_size(wishes.gpu_memory)}: {left}")
+    if wishes.gpu_memory is not None or free >= _MEMORY_PART * total:
+        return wishes
+    say(f"{left}: other programs use it, and the engine is to take what they leave")
+    # What is free may become a little less until the engine starts.
+    return replace(wishes, gpu_memory=int(_FREE_PART * free))
+
+
 def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
     """Measures this machine for a model, and chooses options.
 
@@ -129,10 +175,9 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
     shape, engine, installed = tuned.shape, *_engine_of(wishes)
     room = None
     if torch.cuda.is_available():
-        total = gpu_memory(_device())
+        wishes = _with_memory(wishes, say)
+        total = torch.cuda.mem_get_info(_device())[1]
         memory = wishes.gpu_memory or _MEMORY_PART * total
-        if memory > total:
-            raise ValueError(f"--gpu-memory {shown_size(memory)}: the GPU has {shown_size(total)}")
         room = room_for(shape, memory, wishes.context, wishes.goal.streams)
     hots: dict[str, list[HotChoice]] = {}
     for method in measured:
