@@ -48,20 +48,21 @@ from waves import Quiet, Wave
 from kt_kernel.runtime.pools import plan_pools
 from kt_kernel.tuning.choice import Candidate, Goal, HotChoice, Limits, predict
 from kt_kernel.tuning.cpu import CpuBench, host_rates
-from kt_kernel.tuning.engine import USUAL, measure_engine
+from kt_kernel.tuning.engine import USUAL
 from kt_kernel.tuning.gpu import measure_gpu
 from kt_kernel.tuning.model import Load, TimeModel
 from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates, HostRates
+from kt_kernel.tuning.run import measure_small, small_shape
 from kt_kernel.tuning.shape import Shape as ModelShape
 from kt_kernel.tuning.shape import as_config, shape_of
 from kt_kernel.weights.methods import get_method
 
 STREAMS, PROMPTS = (1, 4, 16), (2048, 8192)
-CONTEXT, STEPS = 32, 48
-LAYERS = 2  # of the model that measures vLLM itself
+CONTEXT, STEPS, ROUNDS = 32, 32, 5
 SMALL, STOCK = "small", "stock"
 GOALS = (Goal(2048, 256, 1), Goal(2048, 256, 4), Goal(8192, 64, 1), Goal(2048, 256, 16))
-SETTLE = 1.0  # seconds of decoding before an engine is timed
+GPU_PART = 60 << 30  # bytes of the GPU, half of which the small model may take
+SETTLE = 0.5  # seconds of decoding before an engine is timed
 # Of vLLM, before processes are forked.
 IMPORTED = (
     "vllm.entrypoints.llm",
@@ -117,7 +118,7 @@ class Timed:
         return self._median(f"{streams} streams", step)
 
     def _median(self, name: str, timed: Callable[[], float]) -> float:
-        times = [timed() for _ in range(3)]
+        times = [timed() for _ in range(ROUNDS)]
         self.all[name] = times
         return median(times)
 
@@ -152,12 +153,15 @@ def served(
     """Of `Wave`: the times of a configuration."""
     serve_experts_from_memory(bench, layers)
     if one.method != STOCK:
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
         from kt_kernel.serving import streaming_start
 
         options = {"method": one.method, "num_gpu_experts": round(one.hot * bench.experts)}
         options |= {"cpuinfer": one.threads} if one.threads is not None else {}
         os.environ["KT_CONFIG"] = json.dumps({**options, "tuned": "off"})
-        # Experts are streamed as was measured at the start.
+        # A team packs much slower beside others. Experts are streamed as measured at the start.
+        DefaultModelLoader.load_weights = quiet.alone(DefaultModelLoader.load_weights)
         streaming_start._Start.run = quiet(streaming_start._Start.run)  # type: ignore[method-assign]
     with vllm_generator(str(folder), arguments_of(given), 1.0) as (generate, *_):
         yield
@@ -171,16 +175,15 @@ def served(
 
 
 def small(
-    shape: ModelShape, flops: float, folder: Path, given: dict[str, Any], quiet: Quiet
+    part: ModelShape, device: GpuRates, folder: Path, given: dict[str, Any], quiet: Quiet
 ) -> Iterator[Any]:
     """Of `Wave`: vLLM's own part, from a small model."""
-    operations = TimeModel(shape, HostRates(1, 1), USUAL["vllm"]).layer_operations
     more = arguments_of(given, load_format="dummy")
     with vllm_generator(str(folder), more, 1.0) as (generate, *_):
         yield
         engine: Any = Timed(generate)
         engine.settle()
-        found = measure_engine("vllm", engine, LAYERS, operations, flops, PROMPTS[-1])
+        found = measure_small("vllm", engine, part, device, PROMPTS[-1])
         yield asdict(found) | {"all": engine.all}
 
 
@@ -247,16 +250,19 @@ def predicted(
     return steps, {str(n): seconds for n, seconds in found[0].prefill.items()}, found[0].streaming
 
 
+def device_kind(result: dict[str, Any]) -> type:
+    """GpuRates, or HostRates on a machine without a GPU."""
+    return GpuRates if "bus" in result["device"] else HostRates
+
+
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
     """The result with the predictions of each row, their errors, and a summary."""
-    kind = GpuRates if "bus" in result["device"] else HostRates
     bench = Shape(**result["shape"])
     model = TimeModel(
         model_shape(bench, result["layers"]),
-        from_json(kind, result["device"]),
+        from_json(device_kind(result), result["device"]),
         from_json(EngineRates, result["engine"]),
         CONTEXT + STEPS // 2,
-        caches=result["machine"]["last_level_cache"],
     )
     cpus = [from_json(CpuRates, cpu) for cpu in result["cpus"]]
     rows = []
@@ -329,7 +335,9 @@ class Run:
 
     def run(self) -> None:
         model, few = self._place / "model", self._place / "small"
-        for folder, layers in ((model, self._args.layers), (few, LAYERS)):
+        shape = model_shape(self._bench, self._args.layers)
+        part = small_shape(shape, GPU_PART)
+        for folder, layers in ((model, shape.layers), (few, part.layers)):
             folder.mkdir()
             content = config(self._bench, layers, VOCABULARY)
             (folder / "config.json").write_text(json.dumps(content))
@@ -353,9 +361,8 @@ class Run:
         if self._args.usual:
             self._result["engine"] = asdict(USUAL["vllm"])
         else:
-            flops = self._result["device"]["flops"]
-            shape = model_shape(self._bench, self._args.layers)
-            tasks.append((SMALL, small, (shape, flops, few, more)))
+            device = from_json(device_kind(self._result), self._result["device"])
+            tasks.append((SMALL, small, (part, device, few, more)))
         while left or tasks:
             if time.monotonic() - self._begin > self._args.seconds:
                 self._say(f"no time left for {' '.join(map(str, left))}")

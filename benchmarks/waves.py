@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import BrokenBarrierError
 from typing import Any
 
-_PATIENCE = 45  # seconds that a process waits for the others
+_PATIENCE = 60  # seconds that a process waits for the others
 
 
 class Wave:
@@ -69,18 +69,26 @@ class Quiet:
     def __init__(self, together: Any, lock: Any) -> None:
         self._together, self._lock = together, lock
 
+    def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, but one process at a time."""
+
+        def locked(*given: Any) -> Any:
+            with self._lock:
+                return call(*given)
+
+        return locked
+
     def __call__(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same call, but it begins once every process has come so far, and one at a time. They
         go on together."""
 
-        def alone(*given: Any) -> Any:
+        def waiting(*given: Any) -> Any:
             self._wait()
-            with self._lock:
-                found = call(*given)
+            found = self.alone(call)(*given)
             self._wait()
             return found
 
-        return alone
+        return waiting
 
     def _wait(self) -> None:
         try:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kt_kernel.device.streaming.rates import COPIES_AHEAD
 from kt_kernel.tuning.model import (
-    COPIES_WAIT,
     HAND_OVER,
     HOT_KERNELS,
     STEP_KERNELS,
@@ -161,10 +161,6 @@ def test_prompts_on_the_cpu() -> None:
     over = HAND_OVER + 2 * 2 * H * tokens / GPU.bus
     wanted = STEP + HEAD + LAYERS * rest + MOE * (over + 4 * one_pass)
     assert math.isclose(model().prefill(setting(), tokens), wanted)
-    # Longer prompts are divided.
-    assert math.isclose(
-        replace(model(), batch_tokens=4096).prefill(setting(), 2 * tokens), 2 * wanted
-    )
     assert model().prefill(setting(E), 16) == STEP + LAYERS * ENGINE.launch
 
 
@@ -175,8 +171,11 @@ def test_streamed_prompts() -> None:
     streamed = setting(0, slow, streaming=100)
     rest = (2 * 10_000_000 / 2 * 1024 + 2 * 1024 * 1024**2) / (0.5 * GPU.flops)
     bus = E * slow.expert_bytes / 5e9
+    # After the last copy, the last layer is unpacked and multiplied.
+    unpack = E * (slow.expert_bytes + 2 * WEIGHTS) / GPU.bandwidth
+    after = unpack + 2 * WEIGHTS * K * 1024 / (0.5 * GPU.flops)
     found = one.prefill(streamed, 1024)
-    assert math.isclose(found, STEP + HEAD + rest + MOE * bus)
+    assert math.isclose(found, STEP + HEAD + rest + MOE * bus + after)
     products = MOE * 2 * WEIGHTS * K * 8192 / (0.5 * GPU.flops)
     assert one.prefill(streamed, 8192) > products
     # Shorter ones are not streamed.
@@ -186,29 +185,43 @@ def test_streamed_prompts() -> None:
 
 def test_shared_prompts() -> None:
     """Both sides finish together: what the CPU does takes as long as the copies."""
-    one = replace(model(), device=replace(GPU, bus=1e9))
+    one = replace(model(), device=replace(GPU, bus=3e8))
     cpu = linear(each=1e-3)
     routes = 1024 * K / E  # of each expert
     on_cpu = 1.1 * between(((16, 1e-3), (1024, 64e-3)), routes)
-    copy = cpu.expert_bytes / 1e9
+    copy = cpu.expert_bytes / 3e8
     share = on_cpu / (on_cpu + copy)  # over the bus
     assert math.isclose(share * copy, (1 - share) * on_cpu)
-    layer = E * share * copy + COPIES_WAIT
-    assert STREAMED_HOST < layer < E * copy
+    layer = E * share * copy + COPIES_AHEAD
+    assert ENGINE.launch + STREAMED_HOST < layer < E * copy
     found = one.prefill(setting(0, cpu, streaming=1), 1024)
     rest = (2 * 10_000_000 / 2 * 1024 + 2 * 1024 * 1024**2) / (0.5 * GPU.flops)
-    assert math.isclose(found, STEP + HEAD + rest + MOE * layer)
+    unpack = E * (cpu.expert_bytes + 2 * WEIGHTS) / GPU.bandwidth
+    after = unpack + 2 * WEIGHTS * K * 1024 / (0.5 * GPU.flops)
+    assert math.isclose(found, STEP + HEAD + rest + MOE * layer + after)
+    # Where sharing gains too little, as the server decides, everything goes over the bus.
+    slower = replace(cpu, token=1.0)
+    found = one.prefill(setting(0, slower, streaming=1), 1024)
+    assert math.isclose(found, STEP + HEAD + rest + MOE * E * copy + after)
+
+
+def test_a_prompt_of_several_batches() -> None:
+    """The second batch attends to the first one, too."""
+    one = replace(model(), batch_tokens=1024, engine=replace(ENGINE, launch=0.0))
+    first, both = one.prefill(setting(E), 1024), one.prefill(setting(E), 2048)
+    attention = 4 * 1024 * 1024**2 / (0.5 * GPU.flops)  # of each token to 1,024 before
+    assert math.isclose(both, 2 * first + LAYERS * attention)
 
 
 def test_from_how_many_tokens_experts_are_streamed() -> None:
-    begin = model().streaming_from(setting(0, linear(each=1e-4)))
+    begin = model().streaming_from(setting(0, linear(each=6e-5)))
     assert begin is not None and 1 < begin < 8192
     # A faster CPU, a slower bus, and fewer cold experts raise the number, or nothing is streamed.
     slower_bus = replace(model(), device=replace(GPU, bus=10e9))
     for other in (
-        model().streaming_from(setting(0, linear(each=5e-5))),
-        slower_bus.streaming_from(setting(0, linear(each=1e-4))),
-        model().streaming_from(setting(32, linear(each=1e-4))),
+        model().streaming_from(setting(0, linear(each=3e-5))),
+        slower_bus.streaming_from(setting(0, linear(each=6e-5))),
+        model().streaming_from(setting(32, linear(each=6e-5))),
     ):
         assert other is None or other > begin
     assert model().streaming_from(setting(0, linear(each=1e-9))) is None

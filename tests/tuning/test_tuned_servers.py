@@ -177,8 +177,11 @@ def test_an_engine_measured_with_few_layers() -> None:
 
     server: Any = Known()
     # A long prompt that takes as long as a short one says nothing of the GPU.
-    assert measure_engine("vllm", server, 2, flops, 5e14, 400).share == USUAL["vllm"].share
-    found = measure_engine("vllm", server, 2, flops, 5e14, 8192)
+    found = measure_engine("vllm", server, 2, flops, 5e14, lambda n: 1e-4 * n, 400)
+    assert found.share == USUAL["vllm"].share
+    # With 16 streams the GPU takes longer, and nothing is known of the host.
+    assert [n for n, _ in found.step] == [1, 4]
+    found = measure_engine("vllm", server, 2, flops, 5e14, lambda n: 0.0, 8192)
     assert found.measured and found.share == pytest.approx(0.2)
     assert found.host_step(1) == pytest.approx(1.01e-3)
     assert found.host_step(16) == pytest.approx(1.16e-3)

@@ -21,11 +21,11 @@ from .rates import CpuRates, rising
 from .shape import Shape
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)  # of each expert
-_CACHES = 2.2  # bytes of the measured experts, in sizes of the last-level cache
+_CACHES = 4.4  # bytes of the measured experts, in sizes of the last-level cache
 _MOST_EXPERTS = 1024
 _MEMORY = 4  # at most this part of the free memory is taken
 _ROUNDS = 5
-_SECONDS = 0.15  # for the repetitions of one point
+_SECONDS = 0.1  # for the repetitions of one point
 
 
 def measured_experts(shape: Shape, expert_bytes: float) -> int:
@@ -98,11 +98,9 @@ class CpuBench:
         shape, k = self.shape, self.shape.top_k
         active = min(self._count, shape.experts)
         sizes = sorted({*_doubling(active), k, active})
-        experts = tuple((n, self._pass(n)) for n in sizes if n <= active)
-        held = last_level_cache() / 2
-        size = self._core.packed_bytes / self._count
-        cached = [(n, self._pass(n, again=True)) for n in sizes if n * size <= held]
-        rows: list[tuple[float, float]] = [(1, experts[-1][1] / active)]
+        sizes = [n for n in sizes if n <= active]
+        first = [self._pass(n) for n in sizes]
+        rows: list[tuple[float, float]] = [(1, first[-1] / active)]
         for each in _ROWS[1:]:
             tokens = each * active // k
             if tokens > self._chunk:
@@ -113,6 +111,9 @@ class CpuBench:
         if at_most > 1.5 * rows[-1][0]:
             tokens = self._chunk
             rows.append((at_most, max(rows[-1][1], self._batch(tokens, active) / active)))
+        # Neighbours on a shared machine take more or less of the memory's bandwidth from second to
+        # second, so passes are timed before and after the batches.
+        experts = [(n, (a + self._pass(n)) / 2) for n, a in zip(sizes, first, strict=True)]
         return CpuRates(
             self.method,
             self.threads,
@@ -120,19 +121,27 @@ class CpuBench:
             rising(experts),
             tuple(rows),
             MAX_CHUNK,
-            rising(cached),
+            self._token(),
         )
 
-    def _pass(self, experts: int, again: bool = False) -> float:
-        """Seconds of a pass over as many experts with one row each; each time other ones, or
-        again the same ones."""
+    def _token(self) -> float:
+        """Seconds of a token in a batch with a single route, less one token."""
+        times = []
+        for tokens in (1, self._chunk):
+            ids = torch.full((tokens, self.shape.top_k), -1, dtype=torch.int64)
+            ids[0, 0] = 0
+            times.append(min(self._run(ids) for _ in self._repeat()))
+        return max(times[1] - times[0], 0.0) / max(self._chunk - 1, 1)
+
+    def _pass(self, experts: int) -> float:
+        """Seconds of a pass over as many experts with one row each; each time, other ones."""
         k = self.shape.top_k
         tokens = -(-experts // k)
         times = []
         for _ in self._repeat():
             ids = torch.full((tokens * k,), -1, dtype=torch.int64)
             ids[:experts] = (torch.arange(experts) + self._next) % self._count
-            self._next = (self._next + (0 if again else experts)) % self._count
+            self._next = (self._next + experts) % self._count
             times.append(self._run(ids.view(tokens, k)))
         return sorted(times)[len(times) // 2]
 

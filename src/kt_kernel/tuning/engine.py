@@ -39,10 +39,10 @@ USUAL = {
 }
 _NAME = "tune"  # of the served model
 _START = 1800  # seconds for a server with large weights
-_LAYERS = 2  # with experts, of the model that measures the engine itself
 _ERROR = re.compile(r"kt: error: |\w+(Error|Exception): ")
 _ROUNDS = 3
 LEAST_CONTEXT = 256  # tokens, with which `measure_engine` can be used
+_HIDES = 0.8  # of a step: where the GPU takes so much, the host may take less
 _LONGER = 1.3  # times a short prompt: what a long one takes if the GPU is the limit
 
 
@@ -206,19 +206,24 @@ def measure_engine(
     layers: int,
     flops_of: Callable[[int], float],
     gpu_flops: float,
+    gpu_step: Callable[[int], float],
     longest: int,
 ) -> EngineRates:
     """The engine's own part, from a model with few layers and all experts on the GPU.
 
-    With so few layers, the host takes longer than the GPU, except for long prompts.
+    With so few layers, the host takes longer than the GPU, except for long prompts and for many
+    streams of large experts.
 
     Args:
         layers: of the served model.
         flops_of: operations of a layer for a prompt of so many tokens.
         gpu_flops: see `GpuRates`.
+        gpu_step: seconds of the GPU for a decode step of so many streams.
         longest: tokens of the longest prompt to try; the server's context is larger.
     """
-    step = rising([(n, server.decode(n, 32)) for n in (1, 4, 16)])
+    times = [(n, server.decode(n, 32)) for n in (1, 4, 16)]
+    # What the host takes does not show where the GPU takes about as long.
+    step = rising([(n, t) for n, t in times if gpu_step(n) < _HIDES * t] or times[:1])
     # The host prepares a prompt as it prepares a step, and then launches its layers.
     short = max(server.prefill(min(128, longest)) - step[0][1], 0.0)
     long = server.prefill(longest) - step[0][1]

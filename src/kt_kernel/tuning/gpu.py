@@ -76,6 +76,7 @@ def _rest(shape: Shape, tokens: int, device: torch.device) -> float:
     ]
     routers = torch.randn(shape.experts, shape.hidden, device=device, dtype=kind)
     scale = torch.ones(shape.hidden, device=device, dtype=kind)
+    across = torch.ones(columns, device=device, dtype=kind)
     x = torch.randn(tokens, shape.hidden, device=device, dtype=kind)
     norm, linear = torch.nn.functional.rms_norm, torch.nn.functional.linear
 
@@ -83,9 +84,9 @@ def _rest(shape: Shape, tokens: int, device: torch.device) -> float:
         y = x
         for first, second in zip(inside, outside, strict=True):
             heads = linear(norm(y, scale.shape, scale), first)
-            # Norms and rotary embeddings of queries and keys, the cache, attention in two parts.
-            for _ in range(5):
-                heads = heads * 0.5
+            # Norms of queries and keys, rotary embeddings, the cache, attention in two parts.
+            for _ in range(6):
+                heads = norm(heads, across.shape, across)
             y = y + linear(heads, second)
             chances = torch.softmax(linear(norm(y, scale.shape, scale), routers), -1)
             torch.topk(chances, shape.top_k, -1)

@@ -13,8 +13,7 @@ A decode step of T streams takes the longer of what the host and the devices nee
     moe   = max(hot, hand-over + cold)
     hot   = HOT_KERNELS kernels + bytes of the touched hot experts / the GPU's bandwidth
     cold  = a pass with as many touched experts and routes, interpolated in measured passes. It is
-            about max(bytes / read bandwidth, operations / peak). The CPU's caches hold a part of
-            the cold experts, which is 1 if they are few; such experts are read faster.
+            about max(bytes / read bandwidth, operations / peak).
 
 An expert that a token selects with probability p is touched by a batch of T tokens with probability
 1 - (1 - p)^T. p follows from statistics; without them, it is k / E for each expert.
@@ -36,6 +35,8 @@ products, and what the host needs to launch them:
 - Or both sides share them. If an expert takes a seconds on the CPU, they finish together after
   n · a · b / (a + b), and the copies wait for the routes.
 
+If the copies take longest, the GPU unpacks and multiplies once more after the last of them.
+
 Without a GPU, everything is computed by the CPU, one after the other.
 """
 
@@ -46,21 +47,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..device.streaming.rates import COPIES_AHEAD
 from .rates import CpuRates, EngineRates, GpuRates, HostRates, at_least
 from .shape import Shape
 
 # Of a layer, in a CUDA graph: entries of a ring and two kernels. Measured on an H200
 # (benchmarks/results/2026-11-28-hand-over-h200.json).
 HAND_OVER = 7e-6
-# Of an engine's fused experts: sorting of the routes, two products, activation, sum.
-HOT_KERNELS = 7
+# Of an engine's fused experts: sorting of the routes, activation, sum, and two products, each of
+# which takes as long as five kernels besides reading its weights.
+HOT_KERNELS = 15
 # By which an engine copies and computes the positions, slots and tokens of a step.
 STEP_KERNELS = 30
-# Of a streamed layer with Qwen3-30B-A3B's shape in vLLM 0.26.0, in seconds: what the host takes to
-# launch it, and what it loses if copies wait for the routes
-# (benchmarks/results/2026-11-29-prompts-vllm-h200.json).
-STREAMED_HOST = 4e-3
-COPIES_WAIT = 2.5e-3
+# Of a streamed layer in vLLM 0.26.0, in seconds: what the host takes to launch it, besides what it
+# takes without streaming (benchmarks/results/2026-11-29-prompts-vllm-h200.json).
+STREAMED_HOST = 2e-3
 _BESIDE_BUS = 1.1  # copies take memory bandwidth: the CPU is as much slower
 _GAIN = 0.9  # of the time on the CPU, that a server wants for streaming
 _VALUE = 2  # bytes of a hidden state
@@ -158,7 +159,6 @@ class TimeModel:
         engine: what the engine adds.
         context: tokens before those that are decoded.
         batch_tokens: of the engine's largest batch; longer prompts are divided.
-        caches: bytes of the CPU's caches.
     """
 
     shape: Shape
@@ -166,17 +166,19 @@ class TimeModel:
     engine: EngineRates
     context: int = 2048
     batch_tokens: int = 8192
-    caches: float = 0.0
 
     def decode(self, setting: Setting, streams: int) -> float:
         """Seconds of a decode step of so many streams."""
+        return max(self.engine.host_step(streams), self.device_step(setting, streams))
+
+    def device_step(self, setting: Setting, streams: int) -> float:
+        """Seconds of the devices for a decode step."""
         rest = self._rest(streams)
         dense = self.shape.layers - len(self.shape.moe_layers)
         total = dense * rest + self._head(streams)
-        cached = self._cached(setting)
         for layers, batch in setting.load.batches(streams):
-            total += layers * self._decode_layer(setting, batch, rest, cached)
-        return max(self.engine.host_step(streams), total)
+            total += layers * self._decode_layer(setting, batch, rest)
+        return total
 
     def tokens_per_second(self, setting: Setting, streams: int) -> float:
         """Of all streams together."""
@@ -184,16 +186,24 @@ class TimeModel:
 
     def prefill(self, setting: Setting, tokens: int) -> float:
         """Seconds to the first token of a prompt."""
-        full, last = divmod(tokens, self.batch_tokens)
-        parts = [self.batch_tokens] * full + [last] * bool(last)
-        return sum(self._prefill_batch(setting, part) for part in parts)
+        size = self.batch_tokens
+        return sum(
+            self._prefill_batch(setting, min(size, tokens - before), before)
+            for before in range(0, tokens, size)
+        )
 
-    def _prefill_batch(self, setting: Setting, tokens: int) -> float:
-        rest = self._rest_operations(tokens) / self._flops()
+    def _prefill_batch(self, setting: Setting, tokens: int, before: int) -> float:
+        rest = self._rest_operations(tokens, before) / self._flops()
         dense = self.shape.layers - len(self.shape.moe_layers)
         total = dense * rest + self._head(1)
+        after = 0.0
         for layers, batch in setting.load.batches(tokens):
-            total += layers * self._prefill_layer(setting, batch, rest)
+            if self._streams(setting, batch):
+                seconds, after = self._streamed_layer(setting, batch, rest)
+            else:
+                seconds = self._prefill_layer(setting, batch, rest)
+            total += layers * seconds
+        total += after
         launched = self.shape.layers * self.engine.launch
         return self.engine.host_step(1) + max(launched, total)
 
@@ -212,7 +222,8 @@ class TimeModel:
 
         def pays(tokens: int) -> bool:
             each = self._expert(setting, tokens * routes / busy)
-            return self._streamed(setting, busy, each, cold) < _GAIN * busy * each
+            alone = busy * each / _BESIDE_BUS + tokens * setting.cpu.token
+            return self._streamed(setting, tokens, busy, each, cold) < _GAIN * alone
 
         if not pays(self.batch_tokens):
             return None
@@ -237,25 +248,15 @@ class TimeModel:
             return self.shape.head_bytes / self.device.bandwidth
         return at_least(self.device.head, tokens) + STEP_KERNELS * self.device.kernel
 
-    def _cached(self, setting: Setting) -> float:
-        """The part of the cold experts that the CPU's caches hold. Without a GPU, what else the CPU
-        computes of a step takes them."""
-        if isinstance(self.device, HostRates) or not setting.cpu.cached:
-            return 0.0
-        cold = float((~setting.load.hot).sum(1) @ setting.load.layers) * setting.cpu.expert_bytes
-        return min(self.caches / cold, 1.0) if cold else 0.0
-
-    def _decode_layer(
-        self, setting: Setting, batch: Batch, rest: float, cached: float
-    ) -> float:
-        cold = setting.cpu.seconds(batch.cold, batch.cold_routes, cached)
+    def _decode_layer(self, setting: Setting, batch: Batch, rest: float) -> float:
+        cold = setting.cpu.seconds(batch.cold, batch.cold_routes)
         if isinstance(self.device, HostRates):
             return rest + cold
         hot = self._hot(setting, batch)
         if not cold:
             return rest + hot
         over = self._hand_over(batch.tokens)
-        now = setting.cpu.seconds(*batch.at_once(setting.deferred, self.shape.top_k), cached)
+        now = setting.cpu.seconds(*batch.at_once(setting.deferred, self.shape.top_k))
         return max(rest + max(hot, over + now), over + cold)
 
     def _hot(self, setting: Setting, batch: Batch) -> float:
@@ -280,11 +281,12 @@ class TimeModel:
         experts = 2.0 * self.shape.expert_weights * tokens * self.shape.top_k
         return experts + self._rest_operations(tokens)
 
-    def _rest_operations(self, tokens: int) -> float:
-        """Operations of a layer's attention and projections for a prompt."""
+    def _rest_operations(self, tokens: int, before: int = 0) -> float:
+        """Operations of a layer's attention and projections for tokens that follow others."""
         weights = self.shape.layer_bytes / self.shape.value_bytes / self.shape.layers
         # Scores and their products with values, over the tokens before each one.
-        return 2 * weights * tokens + 2.0 * self.shape.attention * tokens**2
+        pairs = tokens * (tokens / 2 + before)
+        return 2 * weights * tokens + 4.0 * self.shape.attention * pairs
 
     def _products(self, routes: float) -> float:
         """Seconds of the GPU for experts with so many routes."""
@@ -297,12 +299,27 @@ class TimeModel:
         hot = self._products(batch.hot_routes)
         if not cold:
             return rest + hot
-        alone = rest + max(hot, self._hand_over(batch.tokens) + cold)
-        if setting.streaming is None or batch.tokens < setting.streaming:
-            return alone
+        return rest + max(hot, self._hand_over(batch.tokens) + cold)
+
+    def _streamed_layer(
+        self, setting: Setting, batch: Batch, rest: float
+    ) -> tuple[float, float]:
+        """(seconds of the layer, seconds that the GPU needs after the last copy of a prompt)."""
         each = self._expert(setting, batch.cold_routes / batch.held)
-        copies = self._streamed(setting, batch.held, each, batch.held)
-        return max(copies, rest + hot + self._products(batch.cold_routes))
+        copies = self._streamed(setting, batch.tokens, batch.held, each, batch.held)
+        after = self._unpacking(setting, batch.held) + self._products(batch.cold_routes)
+        gpu = rest + self._products(batch.hot_routes) + after
+        return max(copies, gpu), after if copies > gpu else 0.0
+
+    def _streams(self, setting: Setting, batch: Batch) -> bool:
+        """Whether experts of a batch are streamed."""
+        begin = setting.streaming
+        return begin is not None and batch.tokens >= begin and bool(batch.held)
+
+    def _unpacking(self, setting: Setting, experts: int) -> float:
+        """Seconds of the GPU to unpack so many experts."""
+        written = _VALUE * self.shape.expert_weights
+        return experts * (setting.cpu.expert_bytes + written) / self.device.bandwidth
 
     def _expert(self, setting: Setting, rows: float) -> float:
         """Seconds of the CPU for an expert with so many rows, beside copies."""
@@ -312,13 +329,18 @@ class TimeModel:
         seconds = full * at_least(curve, at_once) + (at_least(curve, last) if last else 0.0)
         return _BESIDE_BUS * seconds
 
-    def _streamed(self, setting: Setting, busy: int, each: float, held: int) -> float:
+    def _streamed(
+        self, setting: Setting, tokens: int, busy: int, each: float, held: int
+    ) -> float:
         """Seconds of a streamed layer besides the GPU's products: `busy` of `held` cold experts
-        have routes, and take `each` seconds on the CPU."""
+        have routes, and take `each` seconds on the CPU. The server shares by the same rule."""
         assert isinstance(self.device, GpuRates)
         copy = setting.cpu.expert_bytes / self.device.bus
-        shared = busy * each * copy / (each + copy) + COPIES_WAIT
-        return max(STREAMED_HOST, min(held * copy, shared))
+        whole = held * copy
+        shared = busy * each * copy / (each + copy) + tokens * setting.cpu.token
+        if shared < min(_GAIN * whole, whole - COPIES_AHEAD):
+            whole = shared + COPIES_AHEAD
+        return max(self.engine.launch + STREAMED_HOST, whole)
 
     def _cold_chunks(self, setting: Setting, batch: Batch) -> float:
         """Seconds of the CPU: full passes, and one with the rest."""

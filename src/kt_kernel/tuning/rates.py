@@ -44,7 +44,7 @@ class CpuRates:
         rows: seconds per expert of a pass in which each expert has so many rows, by numbers that
             begin with 1.
         chunk: tokens of a pass; more are computed one pass after the other.
-        cached: the same as `experts`, of experts that the CPU's caches hold.
+        token: seconds of each token of a batch, whatever its routes.
     """
 
     method: str
@@ -53,20 +53,14 @@ class CpuRates:
     experts: Points
     rows: Points
     chunk: int = 1024
-    cached: Points = ()
+    token: float = 0.0
 
-    def seconds(self, experts: float, routes: float, cached: float = 0.0) -> float:
-        """Of a pass in which so many experts have so many routes together.
-
-        cached: the part of the experts that the caches hold.
-        """
+    def seconds(self, experts: float, routes: float) -> float:
+        """Of a pass in which so many experts have so many routes together."""
         if experts <= 0 or routes <= 0:
             return 0.0
         rows = max(1.0, routes / experts)
-        one_row = (1 - cached) * between(self.experts, experts)
-        if cached:
-            one_row += cached * between(self.cached, experts)
-        return one_row * between(self.rows, rows) / self.rows[0][1]
+        return between(self.experts, experts) * between(self.rows, rows) / self.rows[0][1]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.machine import available_memory, last_level_cache, usable_cores
+from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
 from ..runtime.text import shown_size
 from ..serving.class_check import ENGINES
@@ -24,16 +24,17 @@ from .choice import Candidate, Goal, HotChoice, Limits, choose, predict
 from .cpu import CpuBench, host_rates
 from .engine import LEAST_CONTEXT, USUAL, ServerPlan, measure_engine, serving
 from .gpu import measure_gpu
-from .model import Setting, TimeModel
+from .model import Load, Setting, TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
 from .rates import CpuRates, EngineRates, GpuRates, HostRates
-from .shape import context_limit
+from .shape import Shape, context_limit
 
 _MEMORY_PART = 0.9  # of the GPU, by default
 _FREE_PART = 0.95  # of what other programs leave of it
 # Arguments of engines that may change how long a context the model can have.
 _CHANGES_LIMIT = "--hf-overrides", "--json-model-override-args"
 _LONGEST = 8192  # tokens of the context by which an engine is measured
+_LAYERS = 8  # with experts, by which an engine is measured
 _HOST_KEEPS = 2 << 30  # bytes of memory that the engine takes on the host
 _VOCABULARY = 256  # of prompts; every model has as many tokens
 
@@ -206,7 +207,7 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         torch.cuda.empty_cache()
     cpus = tuple(_cpus(tuned, tuple(hots), accepted, isinstance(device, GpuRates), say))
     rates = _engine_rates(tuned, wishes, engine, installed, device, say)
-    model = TimeModel(shape, device, rates, wishes.context, caches=last_level_cache())
+    model = TimeModel(shape, device, rates, wishes.context)
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
     candidates: list[Candidate] = []
     for method in hots:
@@ -363,27 +364,59 @@ def _engine_rates(
     if text_path(vars(tuned.config)):
         say(f"{engine} is not measured, because the model is multimodal; its usual times are taken")
         return usual
-    layers = min(shape.moe_layers[0] + 2, shape.layers)
+    part = small_shape(shape, wishes.gpu_memory or _MEMORY_PART * device.total)
     context = min(_LONGEST, wishes.context)
     if context < LEAST_CONTEXT:
         say(f"{engine} is not measured with so short a context; its usual times are taken")
         return usual
     more = wishes.engine_arguments
     memory = _share(wishes, device, engine)
-    plan = ServerPlan(engine, tuned.path, context, 16, memory=memory, layers=layers, more=more)
-    model = TimeModel(shape, device, usual)
-    say(f"measuring {engine} with {layers} layers of the model, random weights")
+    plan = ServerPlan(engine, tuned.path, context, 16, memory=memory, layers=part.layers, more=more)
+    say(f"measuring {engine} with {part.layers} layers of the model, random weights")
     try:
         with (
             tempfile.TemporaryDirectory(prefix="kt-tune-") as folder,
             serving(plan, _VOCABULARY, Path(folder) / "log", _environment()) as server,
         ):
-            return measure_engine(
-                engine, server, layers, model.layer_operations, device.flops, context - 2
-            )
+            return measure_small(engine, server, part, device, context - 2)
     except ServerFailed as problem:
         say(f"{engine} could not be measured ({problem}); its usual times are taken")
         return usual
+
+
+def small_shape(shape: Shape, memory: float) -> Shape:
+    """The first layers of a model: those without experts, and as many with experts as fit into half
+    of the memory, but at least two and at most eight."""
+    expert = shape.expert_weights * shape.value_bytes * shape.experts
+    count = min(max(int(memory / 2 / expert), 2), _LAYERS)
+    layers = min(shape.moe_layers[0] + count, shape.layers)
+    return replace(
+        shape,
+        layers=layers,
+        moe_layers=tuple(layer for layer in shape.moe_layers if layer < layers),
+        layer_bytes=shape.layer_bytes * layers // shape.layers,
+        kv_bytes=shape.kv_bytes * layers // shape.layers,
+    )
+
+
+def measure_small(
+    engine: str, server: Server, part: Shape, device: GpuRates, longest: int
+) -> EngineRates:
+    """See `measure_engine`. part: of the served model, all of whose experts are on the GPU."""
+    model = TimeModel(part, device, USUAL[engine], context=64)
+    nothing = CpuRates("", None, 0, ((1, 0.0),), ((1, 0.0),))
+    hot = Setting(
+        Load.uniform(part, part.experts), nothing, part.expert_weights * part.value_bytes
+    )
+    return measure_engine(
+        engine,
+        server,
+        part.layers,
+        model.layer_operations,
+        device.flops,
+        lambda streams: model.device_step(hot, streams),
+        longest,
+    )
 
 
 def _environment() -> dict[str, str]:
