@@ -142,9 +142,7 @@ def test_a_full_gpu(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None
     assert code == 1 and "kt: error: the GPU has 20GB of 20GB free" in err
 
 
-def test_other_programs_use_the_gpu(
-    kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_programs_use_the_gpu(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is told to take what they leave."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 << 30, 20 << 30))
     given = "tune", DEMO_MODEL, *SMALL, "--methods", "INT4_G32", "--no-save"

@@ -416,12 +416,17 @@ def test_no_threshold(monkeypatch) -> None:
 
 def test_refusals(monkeypatch) -> None:
     layer = make(monkeypatch, gpu_prefill_token_threshold=8, gpu_prefill_memory=20_000)
-    with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0.02MB: .* too little .* needs"):
+    with pytest.raises(
+        OptionError, match=r"^--kt-gpu-prefill-memory 0.02MB: .* too little .* needs"
+    ):
         start(layer)
     layer = make(monkeypatch, gpu_prefill_memory=20_000)
     with pytest.raises(OptionError, match=r"^--kt-gpu-prefill-memory 0.02MB: .*; give more$"):
         start(layer)
-    with monkeypatch.context() as patched, pytest.raises(OptionError, match=r"0\.02MB are not free on"):
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(OptionError, match=r"0\.02MB are not free on"),
+    ):
         patched.setattr(streaming_start, "ExpertStreamer", full)
         start(layer)
     layer = make(monkeypatch, gpu_prefill_token_threshold=8)

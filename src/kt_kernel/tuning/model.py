@@ -301,9 +301,7 @@ class TimeModel:
             return rest + hot
         return rest + max(hot, self._hand_over(batch.tokens) + cold)
 
-    def _streamed_layer(
-        self, setting: Setting, batch: Batch, rest: float
-    ) -> tuple[float, float]:
+    def _streamed_layer(self, setting: Setting, batch: Batch, rest: float) -> tuple[float, float]:
         """(seconds of the layer, seconds that the GPU needs after the last copy of a prompt)."""
         each = self._expert(setting, batch.cold_routes / batch.held)
         copies = self._streamed(setting, batch.tokens, batch.held, each, batch.held)
@@ -329,9 +327,7 @@ class TimeModel:
         seconds = full * at_least(curve, at_once) + (at_least(curve, last) if last else 0.0)
         return _BESIDE_BUS * seconds
 
-    def _streamed(
-        self, setting: Setting, tokens: int, busy: int, each: float, held: int
-    ) -> float:
+    def _streamed(self, setting: Setting, tokens: int, busy: int, each: float, held: int) -> float:
         """Seconds of a streamed layer besides the GPU's products: `busy` of `held` cold experts
         have routes, and take `each` seconds on the CPU. The server shares by the same rule."""
         assert isinstance(self.device, GpuRates)

@@ -22,7 +22,7 @@ from ..serving.small_multimodal import text_path
 from ..serving.tuned import Need
 from .choice import Candidate, Goal, HotChoice, Limits, choose, predict
 from .cpu import CpuBench, host_rates
-from .engine import LEAST_CONTEXT, USUAL, ServerPlan, measure_engine, serving
+from .engine import LEAST_CONTEXT, USUAL, Server, ServerPlan, measure_engine, serving
 from .gpu import measure_gpu
 from .model import Load, Setting, TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
@@ -124,9 +124,7 @@ class Result:
         )
 
 
-def with_lengths(
-    wishes: Wishes, tuned: Tuned, context: int | None, prompt: int | None
-) -> Wishes:
+def with_lengths(wishes: Wishes, tuned: Tuned, context: int | None, prompt: int | None) -> Wishes:
     """The wishes with a context and a prompt: the given ones, or those that suit the model.
 
     Raises:
@@ -139,7 +137,7 @@ def with_lengths(
     elif most is not None and context > most and not changed:
         raise ValueError(
             f"--context {context}: {tuned.model} has been made for at most {most} tokens; give "
-            f"fewer, or change that with --engine-args \"{' or '.join(_CHANGES_LIMIT)} ...\""
+            f'fewer, or change that with --engine-args "{" or ".join(_CHANGES_LIMIT)} ..."'
         )
     if prompt is None:
         prompt = min(wishes.goal.prompt, context - 2)
@@ -405,9 +403,7 @@ def measure_small(
     """See `measure_engine`. part: of the served model, all of whose experts are on the GPU."""
     model = TimeModel(part, device, USUAL[engine], context=64)
     nothing = CpuRates("", None, 0, ((1, 0.0),), ((1, 0.0),))
-    hot = Setting(
-        Load.uniform(part, part.experts), nothing, part.expert_weights * part.value_bytes
-    )
+    hot = Setting(Load.uniform(part, part.experts), nothing, part.expert_weights * part.value_bytes)
     return measure_engine(
         engine,
         server,
