@@ -52,9 +52,9 @@ from kt_kernel.tuning.engine import USUAL
 from kt_kernel.tuning.gpu import measure_gpu
 from kt_kernel.tuning.model import Load, TimeModel
 from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates, HostRates
-from kt_kernel.tuning.run import measure_small, small_shape
 from kt_kernel.tuning.shape import Shape as ModelShape
 from kt_kernel.tuning.shape import as_config, shape_of
+from kt_kernel.tuning.small_engine import measure_small, small_shape
 from kt_kernel.weights.methods import get_method
 
 STREAMS, PROMPTS = (1, 4, 16), (2048, 8192)

@@ -17,7 +17,7 @@ from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.serving.server_process import ServerFailed
 from kt_kernel.serving.tuned import Start
-from kt_kernel.tuning import cpu, plan, run, shape
+from kt_kernel.tuning import cpu, plan, run, shape, small_engine
 from kt_kernel.tuning.rates import GpuRates, HostRates
 from kt_kernel.tuning.shape import as_config, shape_of
 
@@ -272,12 +272,13 @@ def test_an_engine_is_measured_within_what_was_asked_for(
         raise ServerFailed("the server exited")
 
     monkeypatch.setattr(run, "_engine_of", lambda wishes: ("vllm", True))
+    monkeypatch.setattr(small_engine, "serving", serving)
     monkeypatch.setattr(run, "serving", serving)
     given = "tune", DEMO_MODEL, *SMALL, "--gpu-memory", "10GB"
     code, out, err = kt(*given)
     assert code == 0 and "its usual times are taken" in err and "the check failed" in err
     measured, checked = plans
-    assert (measured.context, measured.memory, measured.layers) == (512, 0.5, 2)
+    assert (measured.context, measured.memory, measured.layers) == (512, 0.5, 8)
     assert (checked.context, checked.memory, checked.layers) == (512, 0.5, None)
     assert measured.options is None and "num_gpu_experts" in checked.options
     kt(*given, "--context", 140)

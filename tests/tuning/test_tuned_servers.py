@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
+from test_time_model import SHAPE
+
 from kt_kernel.serving import server_process
 from kt_kernel.serving.server_process import ServerFailed
 from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, serving
+from kt_kernel.tuning.small_engine import small_shape
 
 
 def test_commands() -> None:
@@ -186,3 +189,14 @@ def test_an_engine_measured_with_few_layers() -> None:
     assert found.host_step(1) == pytest.approx(1.01e-3)
     assert found.host_step(16) == pytest.approx(1.16e-3)
     assert found.launch == pytest.approx(4.5e-3)
+
+
+@pytest.mark.parametrize(("layers_that_fit", "with_experts"), [(0, 2), (4.5, 4), (100, 5)])
+def test_layers_of_the_measured_engine(layers_that_fit: float, with_experts: int) -> None:
+    """As many as fit into half of the memory: two to eight, or all that the model has."""
+    layer = 2 * SHAPE.expert_weights * SHAPE.experts
+    part = small_shape(SHAPE, 2 * layers_that_fit * layer)
+    dense = SHAPE.layers - len(SHAPE.moe_layers)
+    assert part.layers == dense + with_experts
+    assert part.moe_layers == SHAPE.moe_layers[:with_experts]
+    assert part.layer_bytes / part.layers == SHAPE.layer_bytes / SHAPE.layers

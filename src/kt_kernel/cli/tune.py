@@ -65,9 +65,9 @@ def tune(
     from ..serving.tuned import save as save_tuned
     from ..tuning.choice import Goal
     from ..tuning.plan import find_model
-    from ..tuning.run import Wishes, with_lengths
     from ..tuning.run import check as check_run
     from ..tuning.run import tune as run_tune
+    from ..tuning.wishes import Wishes, with_lengths
     from .tune_report import describe, describe_all, text
 
     size = None

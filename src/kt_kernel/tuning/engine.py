@@ -38,6 +38,7 @@ USUAL = {
     "sglang": EngineRates("sglang", ((1, 1.4e-3), (16, 2.0e-3)), 2.4e-3, 0.4),
 }
 _NAME = "tune"  # of the served model
+VOCABULARY = 256  # of prompts; every model has as many tokens
 _START = 1800  # seconds for a server with large weights
 _ERROR = re.compile(r"kt: error: |\w+(Error|Exception): ")
 _ROUNDS = 3

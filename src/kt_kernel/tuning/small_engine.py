@@ -1,0 +1,94 @@
+"""Measures an engine's own part of a step and of a prompt, with some layers of the model."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from ..serving.server_process import ServerFailed
+from ..serving.small_multimodal import text_path
+from .engine import LEAST_CONTEXT, USUAL, VOCABULARY, Server, ServerPlan, measure_engine, serving
+from .model import Load, Setting, TimeModel
+from .plan import Tuned
+from .rates import CpuRates, EngineRates, GpuRates, HostRates
+from .shape import Shape
+from .wishes import LONGEST, MEMORY_PART, Say, Wishes, share_of
+
+_LAYERS = 8  # with experts, at most
+
+
+def engine_rates(
+    tuned: Tuned,
+    wishes: Wishes,
+    engine: str,
+    installed: bool,
+    device: GpuRates | HostRates,
+    say: Say,
+) -> EngineRates:
+    """Measured with a small model of the same layers and random weights, or the usual ones."""
+    usual, shape = USUAL[engine], tuned.shape
+    if not (installed and wishes.measure_engine and isinstance(device, GpuRates)):
+        return usual
+    if text_path(vars(tuned.config)):
+        say(f"{engine} is not measured, because the model is multimodal; its usual times are taken")
+        return usual
+    part = small_shape(shape, wishes.gpu_memory or MEMORY_PART * device.total)
+    context = min(LONGEST, wishes.context)
+    if context < LEAST_CONTEXT:
+        say(f"{engine} is not measured with so short a context; its usual times are taken")
+        return usual
+    more = wishes.engine_arguments
+    memory = share_of(wishes, device, engine)
+    plan = ServerPlan(engine, tuned.path, context, 16, memory=memory, layers=part.layers, more=more)
+    say(f"measuring {engine} with {part.layers} layers of the model, random weights")
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="kt-tune-") as folder,
+            serving(plan, VOCABULARY, Path(folder) / "log", server_environment()) as server,
+        ):
+            return measure_small(engine, server, part, device, context - 2)
+    except ServerFailed as problem:
+        say(f"{engine} could not be measured ({problem}); its usual times are taken")
+        return usual
+
+
+def small_shape(shape: Shape, memory: float) -> Shape:
+    """The first layers of a model: those without experts, and as many with experts as fit into half
+    of the memory, but at least two and at most eight."""
+    expert = shape.expert_weights * shape.value_bytes * shape.experts
+    count = min(max(int(memory / 2 / expert), 2), _LAYERS)
+    layers = min(shape.moe_layers[0] + count, shape.layers)
+    return replace(
+        shape,
+        layers=layers,
+        moe_layers=tuple(layer for layer in shape.moe_layers if layer < layers),
+        layer_bytes=shape.layer_bytes * layers // shape.layers,
+        kv_bytes=shape.kv_bytes * layers // shape.layers,
+    )
+
+
+def measure_small(
+    engine: str, server: Server, part: Shape, device: GpuRates, longest: int
+) -> EngineRates:
+    """See `measure_engine`. part: of the served model, all of whose experts are on the GPU."""
+    model = TimeModel(part, device, USUAL[engine], context=64)
+    nothing = CpuRates("", None, 0, ((1, 0.0),), ((1, 0.0),))
+    hot = Setting(Load.uniform(part, part.experts), nothing, part.expert_weights * part.value_bytes)
+    return measure_engine(
+        engine,
+        server,
+        part.layers,
+        model.layer_operations,
+        device.flops,
+        lambda streams: model.device_step(hot, streams),
+        longest,
+    )
+
+
+def server_environment() -> dict[str, str]:
+    """Of servers: only the options of their command count."""
+    ours = "KT_CONFIG", "KT_STATS_FILE", "KT_TRACE"
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept | {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
