@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from test_time_model import SHAPE
 
 from kt_kernel.serving import server_process
@@ -57,6 +56,22 @@ def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monkey
         pass
     (kept,) = tmp_path.glob("kt-tune-vllm-*.log")
     assert "Engine core" in kept.read_text()
+
+
+def test_arguments_that_an_engine_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parser's line says why, and not what follows it."""
+    program = (
+        "print('main.py serve: error: argument --number: invalid value');"
+        "print('    For further information, see the manual');"
+        "raise SystemExit(2)"
+    )
+    monkeypatch.setattr(ServerPlan, "command", lambda plan, port: [sys.executable, "-c", program])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with (
+        pytest.raises(ServerFailed, match="code 2: main.py serve: error: argument --number: inv"),
+        serving(ServerPlan("vllm", "m", 64, 1), 256, tmp_path / "log", {}),
+    ):
+        pass
 
 
 @pytest.fixture
