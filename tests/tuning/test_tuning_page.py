@@ -1,5 +1,5 @@
-"""docs/tuning.md has what saved runs of benchmarks/tune.py measured, and what the model now predicts
-from their rates."""
+"""docs/tuning.md: what saved runs of benchmarks/tune.py measured, and what is now predicted from
+their rates."""
 
 from __future__ import annotations
 
