@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ def test_commands() -> None:
         "vllm serve 'org/my model' --max-model-len 4096 --max-num-seqs 4 --kt-num-gpu-experts 32 "
         "--kt-method AMXINT8 --enforce-eager"
     )
+    setting = ("--compilation-config", '{"mode": 0, "sizes": [1, 4]}')  # keeps its quotes
+    assert shlex.split(replace(plan, more=setting).shown())[-2:] == list(setting)
     shown = plan.command(8123)
     assert shown[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
     assert shown[shown.index("--port") + 1] == "8123" and "--load-format" not in shown
