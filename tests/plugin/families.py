@@ -46,6 +46,8 @@ FAMILIES = {
         GROUPS | dict(layer_types=["sliding_attention", "full_attention"], num_shared_experts=1),
         {},
         untried=("sglang",),
+        published="ExaoneMoEForCausalLM",
+        replaced=dict(is_moe_layer=[False, True]),
     ),
     "Glm4MoeForCausalLM": Family(GROUPS, {}, {}),
     "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),
@@ -54,6 +56,7 @@ FAMILIES = {
     "Llama4ForCausalLM": Family(
         LLAMA4,
         {},
+        untried=("sglang",),
         settings="Llama4TextConfig",
         top_k=1,
     ),

@@ -39,6 +39,7 @@ FAMILIES_2026: dict[str, Family] = {
             num_dense_layers=1, num_shared_experts=1, route_scale=2.5, global_attn_every_n_layers=2
         ),
         {},
+        untried=("sglang",),
         replaced=dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
     ),
     "AXK1ForCausalLM": Family(
@@ -122,12 +123,14 @@ FAMILIES_2026: dict[str, Family] = {
         ),
         wide=dict(mamba_n_heads=16),
         untried=("vllm", "sglang"),
+        replaced=dict(layer_types=["mamba", "attention"]),
     ),
     "HYV3ForCausalLM": Family(
         dict(num_shared_experts=1, router_scaling_factor=2.5) | DENSE_FIRST,
         {},
         {},
-        replaced=dict(expert_hidden_dim=32, first_k_dense_replace=1, route_norm=True, qk_norm=True),
+        replaced=dict(first_k_dense_replace=1, route_norm=True, qk_norm=True),
+        repeated=dict(expert_hidden_dim="moe_intermediate_size"),
     ),
     "HunYuanMoEV1ForCausalLM": Family(
         dict(moe_topk=TOP_K, num_shared_expert=1, use_mixed_mlp_moe=True),
@@ -139,6 +142,10 @@ FAMILIES_2026: dict[str, Family] = {
         SHARED | SLIDING | DENSE_FIRST | ROPE_BY_KIND | dict(num_attention_heads_per_layer=[4, 4]),
         sglang={},
         untried=("vllm",),
+        replaced=dict(
+            rope_parameters=dict(rope_type="default", rope_theta=500000.0),
+            swa_rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        ),
     ),
     "JambaForCausalLM": Family(
         dict(
@@ -199,6 +206,7 @@ FAMILIES_2026: dict[str, Family] = {
             expert_ffn_hidden_size=32,
             ffn_hidden_size=64,
             routed_scaling_factor=2.5,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
         untried=("vllm", "sglang"),
         replaced=dict(
@@ -206,6 +214,8 @@ FAMILIES_2026: dict[str, Family] = {
             mla_scale_kv_lora=True,
             zero_expert_type="identity",
             max_position_embeddings=512,
+            rope_parameters=None,
+            rope_theta=10000.0,
         ),
         dropped=r"experts\.(8|9|10|11)\.",
     ),

@@ -73,6 +73,7 @@ MULTIMODAL: dict[str, Family] = {
     "Gemma4ForConditionalGeneration": Family(
         GEMMA4,
         {},
+        untried=("sglang",),
         inside=TEXT,
         around=dict(
             vision_config=dict(
@@ -193,6 +194,7 @@ MULTIMODAL: dict[str, Family] = {
         untried=("vllm", "sglang"),
         published="KimiK25ForConditionalGeneration",
         settings="Kimi_K25Config",
+        replaced=dict(architectures=["DeepseekV3ForCausalLM"]),
         renamed={"language_model.model.blocks.": "language_model.model.layers."},
         inside=TEXT,
         around=VISION_TOKENS
@@ -205,6 +207,9 @@ MULTIMODAL: dict[str, Family] = {
                 num_hidden_layers=1,
                 hidden_size=64,
                 intermediate_size=64,
+                # As SGLang reads them, which builds this part for text, too.
+                vt_hidden_size=64,
+                text_hidden_size=512,
             ),
             projection_hidden_size=64,
         ),

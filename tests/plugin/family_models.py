@@ -52,25 +52,25 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
 
 
 def _whole(path: Path) -> Path:
-    """The checkpoint as transformers wrote it, if the published form lacks something."""
+    """The checkpoint as transformers wrote it, if the published form is another one."""
     return path.with_name(f"{path.name} whole")
 
 
 def _as_published(name: str, family: Family, path: Path) -> None:
+    if family.replaced or family.repeated or family.dropped or family.renamed:
+        shutil.copytree(path, _whole(path))
     file = path / "config.json"
     if family.published:
         file.write_text(file.read_text().replace(name, family.published))
-    if family.replaced:
+    if family.replaced or family.repeated:
         written = json.loads(file.read_text())
         part = written
         for inner in family.inside:
             part = part[inner]
-        part |= family.replaced
+        part |= family.replaced | {key: part[same] for key, same in family.repeated.items()}
         for key in [key for key, value in family.replaced.items() if value is None]:
             del part[key]
         file.write_text(json.dumps(written))
-    if family.dropped or family.renamed:
-        shutil.copytree(path, _whole(path))
     if family.dropped or family.transposed or family.renamed:
         file, kept = path / "model.safetensors", {}
         for key, tensor in load_file(file).items():

@@ -99,7 +99,8 @@ class Family:
     that lead to that of the text model. around: settings of the other parts. wide: further ones at
     the sizes that GPUs need. top_k: experts per token. unset: biases that an engine ignores on the
     CPU; they are left at zero. replaced: settings of the text model in the written config.json,
-    None for those that published ones lack. dropped: a pattern of the tensors that published
+    None for those that published ones lack. repeated: further ones, and those whose values they
+    have. dropped: a pattern of the tensors that published
     checkpoints lack. transposed: whether published stacks of experts are [E, H, 2 I] and [E, I, H].
     renamed: parts of the tensors' names, and what published checkpoints have instead. median,
     mean: how far log-probabilities may be from the reference's. by_stock: engines that do not
@@ -119,6 +120,7 @@ class Family:
     top_k: int = TOP_K
     unset: str = "-"
     replaced: dict[str, Any] = field(default_factory=dict)
+    repeated: dict[str, str] = field(default_factory=dict)
     dropped: str | None = None
     transposed: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
