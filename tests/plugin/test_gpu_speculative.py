@@ -174,9 +174,7 @@ def make_job(engine: str, method: str, served: Served, folder: Path) -> dict[str
     return job | ({"device": GPU_SGLANG} if engine == "sglang" else {})
 
 
-def _settings(
-    engine: str, method: str, name: str, served: Served, folder: Path
-) -> dict[str, Any]:
+def _settings(engine: str, method: str, name: str, served: Served, folder: Path) -> dict[str, Any]:
     """The engine's arguments for a run. Writes its draft."""
     if method == "n-grams":
         return NGRAM | {"disable_log_stats": False} if engine == "vllm" else SGLANG_NGRAM
