@@ -142,10 +142,6 @@ FAMILIES_2026: dict[str, Family] = {
         SHARED | SLIDING | DENSE_FIRST | ROPE_BY_KIND | dict(num_attention_heads_per_layer=[4, 4]),
         sglang={},
         untried=("vllm",),
-        replaced=dict(
-            rope_parameters=dict(rope_type="default", rope_theta=500000.0),
-            swa_rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-        ),
     ),
     "JambaForCausalLM": Family(
         dict(
