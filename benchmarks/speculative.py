@@ -2,13 +2,13 @@
 
     ENV/bin/python benchmarks/speculative.py --engine vllm --json FILE
 
-Run it in the engine's environment. Each configuration is a process: they start side by side, and
-are timed one after the other. The share "all" is the stock engine, without kt options. The model
-has random experts, and predicts from each token the next number of a cycle, so that its text is
-known. Two prompts of one request: in "accepted", the n-grams of the prompt (in SGLang, of the same
-text generated before) continue like the text; in "rejected", they continue in another way (in
-SGLang, there are none). Real texts are between the two. Each pass of the model computes the drafted
-tokens, too, and their experts: with three, up to four times as many as for one token.
+Run it in the engine's environment. Each configuration is a process: all are started before the
+first one is timed, one after the other. The share "all" is the stock engine, without kt options.
+The model has random experts, and predicts from each token the next number of a cycle, so that its
+text is known. Two prompts of one request: in "accepted", the n-grams of the prompt (in SGLang, of
+the same text generated before) continue like the text; in "rejected", they continue in another way
+(in SGLang, there are none). Real texts are between the two. Each pass of the model computes the
+drafted tokens, too, and their experts: with three, up to four times as many as for one token.
 
 For each share of hot experts, "break_even" is the time of a pass with drafted tokens, all of them
 rejected, relative to that of a token without speculation: speculation is faster if the model gets
@@ -20,6 +20,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fcntl
+import importlib
 import json
 import os
 import queue
@@ -29,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -48,11 +51,13 @@ from kt_kernel.serving.server_process import end_group
 CYCLE, VOCABULARY = 64, 8192
 STEPS, ROUNDS = 56, 3  # the text must not repeat itself
 SECONDS = 4  # that a configuration is timed at most, on a GPU
-READY, ROW = "BENCHMARK READY", "BENCHMARK ROW "  # lines of a configuration's process
+# Lines of a configuration's process.
+IMPORTED, READY, ROW = "BENCHMARK IMPORTED", "BENCHMARK READY", "BENCHMARK ROW "
 PROMPTS = {
     "accepted": [CYCLE + i % CYCLE for i in range(3 * CYCLE)],
     "rejected": [CYCLE + 5 * i % CYCLE for i in range(3 * CYCLE)],
 }
+MODULES = {"vllm": "vllm.entrypoints.llm", "sglang": "sglang.srt.entrypoints.engine"}
 ENGINES: dict[str, dict[str, Any]] = {
     "vllm": {
         "attention_backend": "TRITON_ATTN",
@@ -136,7 +141,11 @@ def seconds(generate: Any, forget: Callable[[], Any], prompt: list[int]) -> floa
 
 
 def time_one(args: argparse.Namespace, hot: float | None, drafted: int) -> None:
-    """The process of a configuration: starts the engine, waits for a line, and times it."""
+    """The process of a configuration. It waits for a line before it starts the engine, and for
+    another one before it times it."""
+    importlib.import_module(MODULES[args.engine])
+    print(IMPORTED, flush=True)
+    sys.stdin.readline()
     if hot is not None:
         kt = {"method": args.method, "num_gpu_experts": round(hot * args.shape.experts)}
         os.environ["KT_CONFIG"] = json.dumps(kt | {"allow_untested": True})
@@ -167,7 +176,7 @@ def time_one(args: argparse.Namespace, hot: float | None, drafted: int) -> None:
 
 
 class Process:
-    """Of a configuration. Its output goes to a file; ``heard`` gets its READY and ROW."""
+    """Of a configuration. Its output goes to a file; ``heard`` gets its other lines."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self.heard: queue.Queue[str | None] = queue.Queue()
@@ -187,7 +196,7 @@ class Process:
         assert self._process.stdout is not None
         with open(self._log, "w") as file:
             for line in self._process.stdout:
-                if line.startswith((READY, ROW)):
+                if line.startswith((IMPORTED, READY, ROW)):
                     self.heard.put(line.strip())
                 else:
                     file.write(line)
@@ -202,8 +211,9 @@ class Process:
 
     def go(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which wait tells
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
 
     def said(self) -> str:
         """The end of its output."""
@@ -215,7 +225,8 @@ class Process:
 
 
 def measured(args: argparse.Namespace, logs: Path) -> Iterator[dict[str, Any]]:
-    """The row of each configuration, or what a process said that ended too early."""
+    """The row of each configuration, or what a process said that was not in time. Also makes the
+    model, while the processes import the engine."""
     begun = time.monotonic()
 
     def left() -> float:
@@ -235,22 +246,42 @@ def measured(args: argparse.Namespace, logs: Path) -> Iterator[dict[str, Any]]:
             one,
         ]
         processes[hot, drafted] = Process(command, logs / f"{hot} {drafted}.log")
-    try:
-        # All have started before the first one is timed.
-        timing = SECONDS * len(runs)
-        ready = {run: process.wait(left() - timing) for run, process in processes.items()}
-        for (hot, drafted), process in processes.items():
-            line = None
-            if ready[hot, drafted] == READY:
-                process.go()
-                line = process.wait(min(left(), 60))
-            if line is not None and line.startswith(ROW):
-                yield json.loads(line.removeprefix(ROW))
-            else:
-                yield {"hot": hot, "drafted": drafted, "error": process.said()}
-    finally:
-        for process in processes.values():
-            process.end()
+    with open(args.lock or logs / "lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        try:
+            with open(f"{args.model}.lock", "a") as making:  # two benchmarks may share it
+                fcntl.flock(making, fcntl.LOCK_EX)
+                make_predictable(args.model, args.shape, args.layers)
+            print(f"model written after {time.monotonic() - begun:.0f} s", flush=True)
+            timing = SECONDS * len(runs) * (2 if args.lock else 1)
+            ready = _started(list(processes.values()), args.starts, lambda: left() - timing)
+            print(f"started after {time.monotonic() - begun:.0f} s", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for ((hot, drafted), process), is_ready in zip(processes.items(), ready, strict=True):
+                line = None
+                if is_ready:
+                    process.go()
+                    line = process.wait(min(left(), 60))
+                if line is not None and line.startswith(ROW):
+                    yield json.loads(line.removeprefix(ROW))
+                else:
+                    yield {"hot": hot, "drafted": drafted, "error": process.said()}
+        finally:
+            for process in processes.values():
+                process.end()
+
+
+def _started(processes: list[Process], count: int, left: Callable[[], float]) -> list[bool]:
+    """Starts their engines, ``count`` at a time. Returns which are ready in time."""
+    with ThreadPoolExecutor(count) as pool:
+
+        def start(process: Process) -> bool:
+            if process.wait(left()) != IMPORTED:
+                return False
+            process.go()
+            return process.wait(left()) == READY
+
+        return list(pool.map(start, processes))
 
 
 def share(text: str) -> float | None:
@@ -270,6 +301,10 @@ def main() -> None:
     parser.add_argument("--arguments", type=json.loads, default={}, help="of the engine")
     parser.add_argument("--method", default="AMXINT8", help="of kt-moe")
     parser.add_argument("--model", type=Path, help="folder; made if it is empty")
+    parser.add_argument("--starts", type=int, default=2, help="engines that start at a time")
+    parser.add_argument(
+        "--lock", type=Path, help="a file: of two benchmarks with it, one is timed at a time"
+    )
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -287,9 +322,6 @@ def main() -> None:
     result["rows"] = rows = []
     with tempfile.TemporaryDirectory() as folder:
         args.model = args.model or Path(folder) / "model"
-        begun = time.monotonic()
-        make_predictable(args.model, args.shape, args.layers)
-        print(f"model written after {time.monotonic() - begun:.0f} s", flush=True)
         for row in measured(args, Path(folder)):
             plain = [
                 one

@@ -243,9 +243,8 @@ FAMILIES_2026: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         {},
         untried=("vllm", "sglang"),
-        replaced=dict(
-            rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True
-        ),
+        replaced=dict(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True),
+        repeated=dict(rotary_dim="head_dim"),
     ),
     "Mistral4ForCausalLM": Family(
         MLA

@@ -161,8 +161,9 @@ def job_of(engine: str, names: list[str], folder: Path) -> dict[str, Any]:
     job = {"model": "", "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS}
     if engine == "sglang":
         job["device"] = GPU_SGLANG
-    elif any(map(_is_latent, names)):
-        job["modules"] = ["vllm_torch_prefill"]
+    else:
+        job["inspect_here"] = True
+        job["modules"] = ["vllm_torch_prefill"] if any(map(_is_latent, names)) else []
     return job | {"runs": [one for name in names for one in _runs(engine, name, folder / name)]}
 
 
