@@ -56,7 +56,6 @@ FAMILIES = {
     "Llama4ForCausalLM": Family(
         LLAMA4,
         {},
-        untried=("sglang",),
         settings="Llama4TextConfig",
         top_k=1,
     ),

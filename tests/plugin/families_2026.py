@@ -39,7 +39,6 @@ FAMILIES_2026: dict[str, Family] = {
             num_dense_layers=1, num_shared_experts=1, route_scale=2.5, global_attn_every_n_layers=2
         ),
         {},
-        untried=("sglang",),
         replaced=dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
     ),
     "AXK1ForCausalLM": Family(
@@ -105,7 +104,7 @@ FAMILIES_2026: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": Family(
         MLA | ONE_GROUP | DENSE_FIRST,
         CPU_MLA,
-        untried=("sglang",),
+        gpu=("sglang",),
         replaced=dict(first_k_dense_replace=1),
     ),
     "GraniteMoeSWAForCausalLM": Family(
@@ -122,7 +121,8 @@ FAMILIES_2026: dict[str, Family] = {
             position_embedding_type="rope",
         ),
         wide=dict(mamba_n_heads=16),
-        untried=("vllm", "sglang"),
+        gpu=("vllm",),
+        untried=("sglang",),
         replaced=dict(layer_types=["mamba", "attention"]),
     ),
     "HYV3ForCausalLM": Family(
@@ -152,7 +152,7 @@ FAMILIES_2026: dict[str, Family] = {
             mamba_dt_rank=8,
             use_mamba_kernels=False,
         ),
-        untried=("vllm",),
+        gpu=("vllm",),
     ),
     "KimiLinearForCausalLM": Family(
         MLA
@@ -169,7 +169,9 @@ FAMILIES_2026: dict[str, Family] = {
             linear_head_dim=128,
             rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
-        untried=("vllm", "sglang"),
+        gpu=("sglang",),
+        untried=("vllm",),
+        by_stock=("sglang",),
         renamed={"layers.0.block_sparse_moe.": "layers.0.mlp."},
         replaced=dict(
             linear_attn_config=dict(
@@ -242,7 +244,7 @@ FAMILIES_2026: dict[str, Family] = {
     ),
     "MiniMaxM2ForCausalLM": Family(
         {},
-        untried=("vllm", "sglang"),
+        gpu=("vllm", "sglang"),
         replaced=dict(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True),
         repeated=dict(rotary_dim="head_dim"),
     ),
@@ -259,7 +261,7 @@ FAMILIES_2026: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": Family(
         SHARED | LINEAR_ATTENTION,
         {"dtype": "bfloat16"},
-        untried=("sglang",),
+        gpu=("sglang",),
         settings="Qwen3_5MoeTextConfig",
         median=0.03,
         mean=0.1,

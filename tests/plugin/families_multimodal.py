@@ -136,7 +136,7 @@ MULTIMODAL: dict[str, Family] = {
     "Llama4ForConditionalGeneration": Family(
         LLAMA4,
         {},
-        untried=("sglang",),
+        gpu=("sglang",),
         inside=TEXT,
         around=dict(
             vision_config=dict(
@@ -159,7 +159,7 @@ MULTIMODAL: dict[str, Family] = {
     "Qwen3_5MoeForConditionalGeneration": Family(
         SHARED | LINEAR_ATTENTION,
         {"dtype": "bfloat16"},
-        untried=("sglang",),
+        gpu=("sglang",),
         inside=TEXT,
         around=PATCHES,
         median=0.03,
