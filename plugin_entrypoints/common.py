@@ -33,7 +33,6 @@ NO_LORA_OPTION = (
     "not supported with kt options; use --kt-expert-lora-path (adapters of experts), or merge the "
     "adapter into the checkpoint"
 )
-ALLOW_UNTESTED = "add --kt-allow-untested to use it anyway"
 NO_SCALING = "the number of ranks cannot change with kt options; restart the engine"
 HOLDS_A_PART = (
     "the engine holds only the hot experts, and would write a checkpoint without the others"

@@ -9,7 +9,7 @@ from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.tuned import Start
 
 from ..common import refuse_class, refuse_streaming, warn_of_trace
-from .contract import BESIDE_COLD, CONTRACT, REFUSED_SPECULATION, UNTESTED
+from .contract import BESIDE_COLD, CONTRACT, REFUSED_SPECULATION
 from .graphs import leave_long_prompts
 from .options import OPTIONS_KEY, decide, language_model, model_config_of, options_of, resolved
 
@@ -57,8 +57,6 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     CONTRACT.refuse(arguments)
     if arguments.speculative_algorithm is not None:
         CONTRACT.refuse(arguments, REFUSED_SPECULATION)
-    if not options.allow_untested:
-        CONTRACT.refuse(arguments, UNTESTED)
     refuse_streaming(arguments.device, options)
     cold = _some_are_cold(model_config, options)
     if cold:

@@ -4,7 +4,6 @@ This is the file to read, and to change, for a new release of SGLang.
 """
 
 from ..common import (
-    ALLOW_UNTESTED,
     HOLDS_A_PART,
     KEEPS_MEMORY,
     KEEPS_WEIGHTS,
@@ -219,14 +218,6 @@ REFUSED_SPECULATION = (
         "speculative_moe_a2a_backend",
         ("none", None),
         "expert-parallel dispatch does not support CPU experts",
-    ),
-)
-# Checked unless --kt-allow-untested is given.
-UNTESTED = (
-    Refusal(
-        "speculative_algorithm",
-        (None,),
-        f"speculative decoding was not tested with kt options; {ALLOW_UNTESTED}",
     ),
 )
 # Checked if some experts are cold.

@@ -211,8 +211,7 @@ def check_refused_arguments() -> None:
     server_args = ServerArgs(DEMO_MODEL, device="cpu")
     server_args.resolve_once()
     contract.CONTRACT.refuse(resolving_view(server_args))
-    entries = (*contract.REFUSED, *contract.REFUSED_SPECULATION, *contract.UNTESTED)
-    for entry in (*entries, *contract.BESIDE_COLD):
+    for entry in (*contract.REFUSED, *contract.REFUSED_SPECULATION, *contract.BESIDE_COLD):
         if not contract.CONTRACT.holds(entry.versions):
             continue
         for value in entry.accepted:
@@ -294,9 +293,7 @@ def check_arguments_that_need_more() -> None:
             assert refusal(arguments).startswith(line), refusal(arguments)
     for algorithm in ("NGRAM", "EAGLE"):
         with decided(server_args, speculative_algorithm=algorithm) as arguments:
-            line = f"--speculative-algorithm {algorithm}: speculative decoding was not tested with"
-            assert refusal(arguments).startswith(line), refusal(arguments)
-            assert refusal(arguments, allow_untested=True) == ""
+            assert refusal(arguments) == ""
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     for flag, reason in (("--encoder-only", "a server without"), ("--use-ray", "Ray's workers")):

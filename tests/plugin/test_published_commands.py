@@ -34,8 +34,7 @@ def _arguments(engine: str, name: str, number: int, path: Path) -> list[str]:
     model = MODELS[name]
     flags = model.flags[engine][number]
     found = ["--model" if engine == "vllm" else "--model-path", str(path), *flags]
-    speculative = engine == "sglang" and "--speculative-algo" in flags
-    if speculative or not {*model.classes} <= {*models_tested_in(ENGINES[engine][1])}:
+    if not {*model.classes} <= {*models_tested_in(ENGINES[engine][1])}:
         found.append("--kt-allow-untested")
     return [*found, "--kt-num-gpu-experts", "2"]
 
