@@ -295,7 +295,7 @@ def main() -> None:
         "--shape", type=parse_shape, default="qwen3-30b-a3b", help="name or E,H,I,k"
     )
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--hot", type=share, nargs="+", default=[0.0, 0.5, None], help="or all")
     parser.add_argument("--drafted", type=int, nargs="+", default=[0, 3], help="tokens; 0: none")
     parser.add_argument("--arguments", type=json.loads, default={}, help="of the engine")
