@@ -148,7 +148,7 @@ def time_one(args: argparse.Namespace, hot: float | None, drafted: int) -> None:
     sys.stdin.readline()
     if hot is not None:
         kt = {"method": args.method, "num_gpu_experts": round(hot * args.shape.experts)}
-        os.environ["KT_CONFIG"] = json.dumps(kt | {"allow_untested": True})
+        os.environ["KT_CONFIG"] = json.dumps(kt)
     given = ENGINES[args.engine] | args.arguments | ngrams(args.engine, drafted)
     generator = {"vllm": engine_run.vllm_generator, "sglang": engine_run.sglang_generator}
     start = time.monotonic()

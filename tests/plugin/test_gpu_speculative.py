@@ -44,7 +44,6 @@ KT = {
     "num_gpu_experts": HOT,
     "cpuinfer": CPU_THREADS,
     "gpu_prefill_token_threshold": 0,  # measuring one takes long
-    "allow_untested": True,
 }
 # The runs of each method. Each method has a process: SGLang's ends with an engine that fails.
 RUNS = {
