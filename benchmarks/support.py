@@ -48,8 +48,8 @@ the stock engine, which does not compute what transformers does. † in CUDA gra
 """
 
 QUANTISED = """\
-Qwen3-MoE, and gpt-oss where it says so, with experts in the named format and all else in 16 bits.
-The control has each expert in the place of another one. † in CUDA graphs.
+Qwen3-MoE, and gpt-oss or DeepSeek-V4 where it says so, with experts in the named format and all
+else in 16 bits. The control has each expert in the place of another one. † in CUDA graphs.
 """
 
 UNSERVED = """\

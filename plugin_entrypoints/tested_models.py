@@ -10,6 +10,7 @@ TESTED_MODELS = {
         "Cohere2MoeForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "DeepseekV4ForCausalLM",
         "Dots1ForCausalLM",
         "Ernie4_5_MoeForCausalLM",
         "ExaoneMoeForCausalLM",

@@ -31,6 +31,7 @@ __all__ = [
     "TOP_K",
     "FamilyReference",
     "make",
+    "whole_of",
 ]
 
 
@@ -51,7 +52,7 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
     return path
 
 
-def _whole(path: Path) -> Path:
+def whole_of(path: Path) -> Path:
     """The checkpoint as transformers wrote it, if the published form lacks something."""
     return path.with_name(f"{path.name} whole")
 
@@ -70,7 +71,7 @@ def _as_published(name: str, family: Family, path: Path) -> None:
             del part[key]
         file.write_text(json.dumps(written))
     if family.dropped or family.renamed:
-        shutil.copytree(path, _whole(path))
+        shutil.copytree(path, whole_of(path))
     if family.dropped or family.transposed or family.renamed:
         file, kept = path / "model.safetensors", {}
         for key, tensor in load_file(file).items():
@@ -106,7 +107,7 @@ class FamilyReference(Reference):
     """transformers in float32, for any class."""
 
     def __init__(self, name: str, path: Path) -> None:
-        whole = _whole(path)
+        whole = whole_of(path)
         self.model = getattr(transformers, name).from_pretrained(
             whole if whole.exists() else path,
             dtype=torch.float32,
