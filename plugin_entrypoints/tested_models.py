@@ -26,11 +26,15 @@ TESTED_MODELS = {
         "GraniteMoeSharedForCausalLM",
         "HYV3ForCausalLM",
         "HunYuanMoEV1ForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "LagunaForCausalLM",
         "Lfm2MoeForCausalLM",
         "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration",
+        "LongcatFlashForCausalLM",
         "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",
+        "MiniMaxM2ForCausalLM",
         "MixtralForCausalLM",
         "OlmoeForCausalLM",
         "PhiMoEForCausalLM",
@@ -65,5 +69,26 @@ TESTED_MODELS = {
         "Qwen3OmniMoeForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
         "SolarOpenForCausalLM",
+    ),
+}
+
+# Those whose MoE layers alone were compared, by `tests/plugin/test_moe_layers.py`.
+TESTED_LAYERS = {
+    "vLLM": (
+        "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
+        "Mistral4ForCausalLM",
+        "NemotronHForCausalLM",
+    ),
+    "SGLang": (
+        "ExaoneMoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "KimiLinearForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
     ),
 }

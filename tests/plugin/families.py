@@ -46,6 +46,7 @@ FAMILIES = {
         GROUPS | dict(layer_types=["sliding_attention", "full_attention"], num_shared_experts=1),
         {},
         untried=("sglang",),
+        replaced=dict(is_moe_layer=[False, True]),
     ),
     "Glm4MoeForCausalLM": Family(GROUPS, {}, {}),
     "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),

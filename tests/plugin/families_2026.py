@@ -137,8 +137,9 @@ FAMILIES_2026: dict[str, Family] = {
     ),
     "LagunaForCausalLM": Family(
         SHARED | SLIDING | DENSE_FIRST | ROPE_BY_KIND | dict(num_attention_heads_per_layer=[4, 4]),
-        sglang={},
-        untried=("vllm",),
+        {},
+        {},
+        unset="e_score_correction_bias",
     ),
     "JambaForCausalLM": Family(
         dict(
@@ -179,6 +180,7 @@ FAMILIES_2026: dict[str, Family] = {
             first_k_dense_replace=1,
             moe_layer_freq=1,
             moe_router_activation_func="sigmoid",
+            moe_renormalize=True,
             use_grouped_topk=True,
             mla_use_nope=True,
         ),
@@ -200,7 +202,8 @@ FAMILIES_2026: dict[str, Family] = {
             ffn_hidden_size=64,
             routed_scaling_factor=2.5,
         ),
-        untried=("vllm", "sglang"),
+        CPU_MLA,
+        untried=("sglang",),
         replaced=dict(
             mla_scale_q_lora=True,
             mla_scale_kv_lora=True,
@@ -236,7 +239,8 @@ FAMILIES_2026: dict[str, Family] = {
     ),
     "MiniMaxM2ForCausalLM": Family(
         {},
-        untried=("vllm", "sglang"),
+        {},
+        untried=("sglang",),
         replaced=dict(
             rotary_dim=32, scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True
         ),

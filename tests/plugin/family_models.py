@@ -128,6 +128,10 @@ class FamilyReference(Reference):
         self._experts = [both for both in weights if _stacked(both[0]) and _stacked(both[1])]
         self.moe_layers = len(self._experts)
 
+    def parameters(self) -> list[list[torch.Tensor]]:
+        """The parameters of each MoE layer's experts, the first matrices and the last ones."""
+        return self._experts
+
     def stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(gate_up.data, down.data) for gate_up, down in self._experts]
 

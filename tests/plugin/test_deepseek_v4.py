@@ -19,6 +19,7 @@ from engines import TIMEOUT, Answers
 from tiny_model import computed_tokens, spread_prompts
 
 HOT, STEPS = 20, 8
+STAND_IN = "descriptions of batches"  # vllm_deepseek_v4.py has it
 PROMPTS = spread_prompts(4, vocabulary=128)
 # Of the publisher's command, and what the CPU needs. The model has no other cache.
 ENGINE = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
@@ -74,7 +75,7 @@ def test_16_bits(answers: Answers, reference: DeepseekV4Reference) -> None:
     stock, _ = _distances("stock", answers, reference, without_cold=True)
     assert near.mean() < 1.5 * stock.mean()
     _check_calls(answers["some hot"], HOT)
-    keep("vllm", test_vllm.PYTHON, NAME, near, far, stock, hot=HOT, of=EXPERTS)
+    keep("vllm", test_vllm.PYTHON, NAME, near, far, stock, hot=HOT, of=EXPERTS, stand_in=STAND_IN)
 
 
 def test_the_stock_engine_does_not_serve_mxfp4_on_the_cpu(answers: Answers) -> None:
@@ -98,6 +99,7 @@ def test_mxfp4(name: str, answers: Answers, reference: DeepseekV4Reference) -> N
         of=EXPERTS,
         hot_format="bf16",
         control=OTHER_PLACES,
+        stand_in=STAND_IN,
     )
 
 
