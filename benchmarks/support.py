@@ -71,8 +71,8 @@ the engine reads.
 
 UNTRIED = """\
 Classes of the engines' registries whose code can build fused experts, of which no model was made
-here. `kt model check` checks those that transformers knows. Some are dense classes that share code
-with others.
+here. `kt model check` checks them where the engine serves them. Some are dense classes that share
+code with others.
 """
 
 
