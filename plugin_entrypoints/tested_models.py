@@ -81,6 +81,7 @@ TESTED_LAYERS = {
         "NemotronHForCausalLM",
     ),
     "SGLang": (
+        "DeepseekV4ForCausalLM",
         "ExaoneMoeForCausalLM",
         "Glm4MoeLiteForCausalLM",
         "GraniteMoeHybridForCausalLM",

@@ -59,11 +59,8 @@ def make_deepseek_v4(values: Path, published: Path) -> None:
     whole = whole_of(values) / "model.safetensors"
     plain, quantised = load_file(whole), {}
     for name, tensor in plain.items():
-        if name.endswith("tid2eid"):
-            rows = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in tensor])
-            plain[name] = rows.to(tensor.dtype)
         if not _EXPERT.search(name):
-            quantised[_published(name)] = plain[name]
+            quantised[_published(name)] = tensor
             continue
         rows, columns = tensor.shape
         weight = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)

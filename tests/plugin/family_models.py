@@ -45,6 +45,9 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
         gate = key.endswith(".gate.weight") and not tensor.any()  # zeros would tie all experts
         if gate or ("bias" in key and family.unset not in key):
             tensor.normal_(std=0.15)
+        if key.endswith("tid2eid"):  # distinct experts for each token
+            scores = torch.rand(len(tensor), model.config.n_routed_experts)
+            tensor.copy_(scores.topk(tensor.shape[1]).indices)
     if family.inside:  # what stands for images and the like never follows in a text
         getattr(model, "thinker", model).get_output_embeddings().weight.data[VOCABULARY:] = 0
     model.to(torch.bfloat16).save_pretrained(path)

@@ -35,8 +35,8 @@ def compute_all(
     for number, block in enumerate(blocks(model, experts)):
         _, *others = inspect.signature(block.forward).parameters.values()
         more = {one.name: None for one in others if one.default is one.empty}
-        if "input_ids" in [one.name for one in others]:
-            more["input_ids"] = given["tokens"]
+        takes = {one.name for one in others} & {"input_ids", "input_ids_global"}
+        more |= dict.fromkeys(takes, given["tokens"])
         out = compute(block, given["x"].clone(), **more)
         out = out[0] if isinstance(out, tuple) else out
         found[str(number)] = out.float().reshape(given["x"].shape).clone()

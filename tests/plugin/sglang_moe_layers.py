@@ -15,6 +15,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import moe_layers_run
 import sglang_run
@@ -41,10 +42,17 @@ def define_operators() -> tuple[torch.library.Library, ...]:
     return aten, kernels
 
 
+def clamped_swiglu(gate_up: torch.Tensor, out: torch.Tensor, limit: float) -> None:
+    gate, up = gate_up.chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
+
+
 def hook(one: dict) -> None:
     """Makes a model runner, once it has loaded its model, compute the MoE layers and end the
     process."""
+    from sglang.kernels.ops.activation import silu_and_mul_clamp
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models import deepseek_v4
 
     initialize = ModelRunner.initialize
 
@@ -63,6 +71,10 @@ def hook(one: dict) -> None:
             _error(one).write_text(f"{type(error).__name__}: {error}")
             raise
 
+    # DeepSeek-V4 compiles kernels for GPUs, one of them for its shared expert.
+    deepseek_v4.DeepseekV4ForCausalLM._prewarm_mhc_kernels = lambda self: None
+    kernel = SimpleNamespace(run=clamped_swiglu)
+    silu_and_mul_clamp._jit_silu_and_mul_clamp_module = lambda dtype: kernel
     ModelRunner.maybe_init_dwdp = compute  # the first step after the model is complete
     ModelRunner.initialize = tell
 

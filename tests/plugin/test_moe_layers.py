@@ -35,17 +35,30 @@ from kt_kernel.plugin_entrypoints.common import layers_tested_in
 @dataclass(frozen=True)
 class Alone:
     """usual: whether the usual tests run it. arguments: of the engine. changed: settings of the
-    model. hot: experts; none where the engine's kernels for the CPU cannot compute any."""
+    model. hot: experts; none where the engine's kernels for the CPU cannot compute any. written:
+    settings in config.json alone, for parts that are not computed."""
 
     usual: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
     changed: dict[str, Any] = field(default_factory=dict)
     hot: int = HOT
+    written: dict[str, Any] = field(default_factory=dict)
 
 
 LINEAR = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
 # SGLang leaves this factor to its kernels for GPUs.
 UNSCALED = {"routed_scaling_factor": 1.0}
+# SGLang's code for the CPU knows no attention of DeepSeek-V4 without these.
+COMPRESSED = {
+    "compress_ratios": [4, 128],
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
 CLASSES: dict[str, dict[str, Alone]] = {
     "vllm": {
         "GraniteMoeHybridForCausalLM": Alone(),
@@ -54,6 +67,7 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "NemotronHForCausalLM": Alone(True, hot=0),
     },
     "sglang": {
+        "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, written=COMPRESSED),
         "ExaoneMoeForCausalLM": Alone(arguments={"attention_backend": "triton"}),
         "Glm4MoeLiteForCausalLM": Alone(),
         "GraniteMoeHybridForCausalLM": Alone(arguments=LINEAR),
@@ -73,6 +87,12 @@ RUNS = [
     for name, alone in classes.items()
     if alone.usual or FULL or RESULTS
 ]
+# The last one: a kernel for GPUs.
+VARIABLES = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "TRITON_INTERPRET": "1",
+    "SGLANG_OPT_USE_FUSED_HASH_TOPK": "0",
+}
 TOKENS = 40
 NEAR = 0.005  # of a token's output; rounding inputs to bfloat16 gives up to 0.002
 
@@ -94,8 +114,11 @@ def models(folder: Path) -> Callable[[str, str], Path]:
     """Checkpoint of a class for an engine, written when it is first asked for."""
 
     def of(engine: str, name: str) -> Path:
-        path = folder / f"{engine} {name}"
-        return path if path.exists() else make(name, path, **CLASSES[engine][name].changed)
+        path, alone = folder / f"{engine} {name}", CLASSES[engine][name]
+        if not path.exists():
+            config = make(name, path, **alone.changed) / "config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | alone.written))
+        return path
 
     return of
 
@@ -133,7 +156,7 @@ def answers(
                         }
                     )
             module = {"vllm": test_vllm, "sglang": test_sglang}[engine]
-            env = module.environment(TORCHDYNAMO_DISABLE="1", TRITON_INTERPRET="1")
+            env = module.environment(**VARIABLES)
             script = f"{engine}_moe_layers.py"
             found[engine] = run(python, script, folder / engine, env, runs=runs)
         return found[engine]
