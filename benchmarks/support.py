@@ -25,6 +25,7 @@ KEPT = RESULTS / "served-models.jsonl"
 REFUSED = RESULTS / "unserved-models.jsonl"
 REGISTRIES = RESULTS / "registry-classes.json"
 PLAIN = "16 bits"
+MODEL, LAYER = "model", "MoE layer"  # parts that were compared
 
 Row = dict[str, Any]
 
@@ -44,12 +45,21 @@ GPU; the cold experts of kt-moe round their inputs to bfloat16 on both. `0` is a
 
 CLASSES = """\
 Some experts hot, the rest cold, in 16 bits. The control lacks the cold experts. \\* compared with
-the stock engine, which does not compute what transformers does. † in CUDA graphs.
+the stock engine, which does not compute what transformers does. † in CUDA graphs. ‡ with routing or
+descriptions of batches by the test, because the engine has them on GPUs only
+([details](support.md#classes)).
+"""
+
+LAYERS = """\
+The engine does not serve these classes on the CPU. Their MoE layers were computed there alone: the
+engine's own modules with gate, routing, shared and routed experts, on random inputs. Distances are
+those of a token's output from that of transformers, relative to it. The control lacks the cold
+experts. A start with such a class logs a warning.
 """
 
 QUANTISED = """\
-Qwen3-MoE, and gpt-oss where it says so, with experts in the named format and all else in 16 bits.
-The control has each expert in the place of another one. † in CUDA graphs.
+Qwen3-MoE, and gpt-oss or DeepSeek-V4 where it says so, with experts in the named format and all
+else in 16 bits. The control has each expert in the place of another one. † in CUDA graphs.
 """
 
 UNSERVED = """\
@@ -61,8 +71,8 @@ the engine reads.
 
 UNTRIED = """\
 Classes of the engines' registries whose code can build fused experts, of which no model was made
-here. `kt model check` checks those that transformers knows. Some are dense classes that share code
-with others.
+here. `kt model check` checks them where the engine serves them. Some are dense classes that share
+code with others.
 """
 
 
@@ -77,11 +87,13 @@ def add(kept: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 
 def _run(row: Row) -> tuple[str, ...]:
-    names = ("class", "experts", "engine", "device", "hot", "hot format", "graphs")
-    return tuple(str(row.get(name)) for name in names)
+    names = ("class", "experts", "engine", "device", "hot", "hot format", "graphs", "part")
+    return tuple(str(row.get(name, MODEL if name == "part" else None)) for name in names)
 
 
 def page(rows: list[Row], refused: list[Row], registries: dict[str, list[str]]) -> str:
+    layers = [row for row in rows if row.get("part") == LAYER]
+    rows = [row for row in rows if row not in layers]
     classes = [row for row in rows if row["experts"] == PLAIN and row["hot format"] == "engine"]
     quantised = [row for row in rows if row not in classes and row["experts"] != PLAIN]
     packed = [row for row in rows if row["hot format"] == "packed" and row["experts"] == PLAIN]
@@ -90,6 +102,9 @@ def page(rows: list[Row], refused: list[Row], registries: dict[str, list[str]]) 
         "## Model classes\n",
         CLASSES,
         _by_engine("class", classes, lambda row: f"`{row['class']}`", hot=False),
+        "\n## MoE layers alone\n",
+        LAYERS,
+        _by_engine("class", layers, lambda row: f"`{row['class']}`", hot=True),
         "\n## Quantised experts\n",
         QUANTISED,
         _by_engine("experts", [*quantised, *packed], lambda row: row["experts"], hot=True),
@@ -105,7 +120,7 @@ def page(rows: list[Row], refused: list[Row], registries: dict[str, list[str]]) 
         ),
         "\n## Classes that were not tried\n",
         UNTRIED,
-        grid("engine", ["classes"], _untried([*rows, *refused], registries)),
+        grid("engine", ["classes"], _untried([*rows, *layers, *refused], registries)),
     ]
     return "\n".join(parts) + "\n"
 
@@ -144,6 +159,7 @@ def _cell(row: Row, hot: bool) -> str:
         count = "none" if row["hot"] == 0 else "all" if row["hot"] == row["of"] else "some"
         title = f"{count} hot" + (f" ({row['hot format']})" if row["hot"] else "") + ": "
     marks = ("\\*" if row["reference"] == "stock" else "") + ("†" if row["graphs"] else "")
+    marks += "‡" if row.get("stand-in") else ""
     stock = "" if row["stock"] is None else f" ({_figure(row['stock'])})"
     return f"{title}{_figure(row['mean'])}{marks}{stock} / {_figure(row['control'])}"
 

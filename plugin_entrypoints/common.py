@@ -10,7 +10,7 @@ from kt_kernel.serving.flags import ENVIRONMENT_VARIABLE, exit_with, from_enviro
 from kt_kernel.serving.option_table import ENGINE, OptionError
 from kt_kernel.serving.options import KTOptions
 
-from .tested_models import TESTED_MODELS
+from .tested_models import TESTED_LAYERS, TESTED_MODELS
 
 # Load formats that pass weights to our loaders one by one, as tested.
 LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
@@ -130,12 +130,23 @@ def slot_weights(layer: Any) -> tuple[Any, Any] | None:
     return (found[names[0]], found[names[1]]) if found.keys() >= {*names} else None
 
 
-def refuse_class(classes: list[str], options: KTOptions, engine: str) -> None:
-    """OptionError if a model class is not tested, unless --kt-allow-untested is given.
+def refuse_class(
+    classes: list[str], options: KTOptions, engine: str, logger: logging.Logger
+) -> None:
+    """OptionError if a model class is not tested, unless --kt-allow-untested is given. Warns if its
+    MoE layers alone are.
 
     engine: its name, as its users write it.
     """
-    tested = models_tested_in(engine)
+    served, layers = models_tested_in(engine), layers_tested_in(engine)
+    tested = sorted({*served, *layers})
+    if alone := [name for name in classes if name in layers and name not in served]:
+        logger.warning(
+            "kt: %s was tested in %s by its MoE layers alone; kt model check MODEL compares a "
+            "whole small model",
+            ", ".join(alone),
+            engine,
+        )
     if not options.allow_untested and not set(classes) <= set(tested):
         raise OptionError(
             f"model class {', '.join(classes)} was not tested with kt-moe in {engine}; tested: "
@@ -147,3 +158,8 @@ def refuse_class(classes: list[str], options: KTOptions, engine: str) -> None:
 def models_tested_in(engine: str) -> list[str]:
     """The model classes that were tested in an engine, sorted."""
     return sorted(TESTED_MODELS[engine])
+
+
+def layers_tested_in(engine: str) -> list[str]:
+    """The model classes whose MoE layers alone were tested in an engine, sorted."""
+    return sorted(TESTED_LAYERS[engine])

@@ -10,6 +10,7 @@ TESTED_MODELS = {
         "Cohere2MoeForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "DeepseekV4ForCausalLM",
         "Dots1ForCausalLM",
         "Ernie4_5_MoeForCausalLM",
         "ExaoneMoEForCausalLM",
@@ -28,9 +29,12 @@ TESTED_MODELS = {
         "HYV3ForCausalLM",
         "HunYuanMoEV1ForCausalLM",
         "JambaForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "LagunaForCausalLM",
         "Lfm2MoeForCausalLM",
         "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration",
+        "LongcatFlashForCausalLM",
         "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",
         "MiniMaxM2ForCausalLM",
@@ -74,5 +78,28 @@ TESTED_MODELS = {
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
         "SolarOpenForCausalLM",
+    ),
+}
+
+# Those whose MoE layers were compared by themselves (`tests/plugin/test_moe_layers.py`). They need no
+# `--kt-allow-untested`; a warning names those that are not above as well.
+TESTED_LAYERS = {
+    "vLLM": (
+        "GraniteMoeHybridForCausalLM",
+        "JambaForCausalLM",
+        "Mistral4ForCausalLM",
+        "NemotronHForCausalLM",
+    ),
+    "SGLang": (
+        "DeepseekV4ForCausalLM",
+        "ExaoneMoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "HunYuanMoEV1ForCausalLM",
+        "KimiLinearForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "MiniMaxM2ForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
     ),
 }

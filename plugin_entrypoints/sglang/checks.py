@@ -52,7 +52,8 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     from kt_kernel.serving.moving import decide_moving
     from kt_kernel.serving.preflight import ServedModel, prepare
 
-    refuse_class(list(model_config.hf_config.architectures or []), options, CONTRACT.engine)
+    classes = list(model_config.hf_config.architectures or [])
+    refuse_class(classes, options, CONTRACT.engine, _logger)
     quantisation = model_config.quantization or arguments.quantization
     CONTRACT.refuse(arguments)
     if arguments.speculative_algorithm is not None:

@@ -15,7 +15,7 @@ from ..common import (
     SINGLE_RANK,
 )
 from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
-from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, FUSED_MOE, KT_WRAPPER, SRT
+from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, FUSED_MOE, KT_WRAPPER, LOADING, SRT
 
 _ARGUMENTS = f"{SRT}.server_args:ServerArgs"
 _OVERRIDES = f"{SRT}.arg_groups.overrides"
@@ -583,7 +583,7 @@ CONTRACT = Contract(
     package="sglang",
     supported=">=0.5.17,<0.5.24",
     tested={"0.5.17": "on a GPU", "0.5.23": "on the CPU"},
-    names=NAMES,
+    names=(*NAMES, *LOADING),
     attributes=ATTRIBUTES,
     refusals=REFUSED,
     arguments=(EXPERT_ARGUMENTS, EXPERT_CONFIG),

@@ -1,9 +1,10 @@
-"""The part of SGLang's contract about its expert layers: what models request of their experts.
+"""The part of SGLang's contract about its expert layers: what models request of their experts, and
+how ``kt model check`` gives them weights.
 
 See ``contract.py``, which includes this part.
 """
 
-from ..contract import Arguments, Refusal
+from ..contract import Arguments, Name, Refusal
 
 SRT = "sglang.srt"
 FUSED_MOE = f"{SRT}.layers.moe.fused_moe_triton.layer"
@@ -64,6 +65,14 @@ EXPERT_CONFIG = Arguments(
         "layer",
         "num_local_experts",
         "runner_backend",
+    ),
+)
+LOADING = (
+    Name(
+        f"{SRT}.model_loader.loader:DefaultModelLoader.load_weights_and_postprocess",
+        "replaced",
+        "sets random weights of a class that transformers does not know",
+        without="kt model check does not work for such classes",
     ),
 )
 # What the layer passes to the creation of its weights.

@@ -228,8 +228,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
         On CUDA, SGLang leaves the factor to the expert kernel. Here that kernel sees only the hot
         experts, so `apply` multiplies instead. Models that find KTEPWrapperMethod multiply, too
-        (GLM-4 MoE on only one of two code paths), so no model may find it. On the CPU, models
-        always multiply.
+        (GLM-4 MoE on only one of two code paths), so no model may find it. On the CPU, the factor
+        is left to the model, as in stock SGLang, where some models lack it.
         """
         for part in type(caller).__mro__:
             module = sys.modules[part.__module__]

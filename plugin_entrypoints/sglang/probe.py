@@ -10,13 +10,20 @@ import os
 from typing import Any
 
 from kt_kernel.serving.class_check import run_job
+from kt_kernel.serving.random_weights import fill
+
+# By how many places experts are moved; set if the scheduler's process is to set random weights.
+_MOVED = "KT_CHECK_MOVED"
 
 
 def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """Log-probabilities of the prompts' tokens, and of `steps` greedy tokens after each."""
     from sglang.srt.entrypoints.engine import Engine
 
-    os.environ.pop("KT_CONFIG", None)
+    for name in ("KT_CONFIG", _MOVED):
+        os.environ.pop(name, None)
+    if "moved" in run:
+        os.environ[_MOVED] = str(run["moved"])
     if run["kt"] is not None:
         os.environ["KT_CONFIG"] = json.dumps(run["kt"])
     device: dict[str, Any] = {"device": job["device"]}
@@ -54,5 +61,20 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         engine.shutdown()
 
 
+def _set_weights(moved: int) -> None:
+    """Makes SGLang's loader set random weights instead of reading a checkpoint."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    original = DefaultModelLoader.load_weights_and_postprocess
+
+    def load(model: Any, weights: Any, target_device: Any) -> None:
+        model.load_weights = lambda weights: fill(model, lambda layer: layer.num_experts, moved)
+        original(model, weights, target_device)
+
+    DefaultModelLoader.load_weights_and_postprocess = staticmethod(load)
+
+
 if __name__ == "__main__":
     run_job(serve)
+elif __name__ == "__mp_main__" and _MOVED in os.environ:  # a process that SGLang has started
+    _set_weights(int(os.environ[_MOVED]))

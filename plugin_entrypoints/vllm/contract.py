@@ -206,6 +206,12 @@ NAMES = (
     Name("vllm.model_executor.models.utils:extract_layer_index", "called", "a layer's number"),
     # kt model check.
     Name("vllm.entrypoints.llm:LLM.generate", "called", _PROBES, without=_NO_PROBE),
+    Name(
+        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.load_weights",
+        "replaced",
+        "sets random weights of a class that transformers does not know",
+        without=_NO_PROBE,
+    ),
     Name("vllm.sampling_params:SamplingParams", "called", _PROBES, without=_NO_PROBE),
     Name(
         "vllm.distributed.parallel_state:cleanup_dist_env_and_memory",

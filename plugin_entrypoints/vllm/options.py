@@ -69,7 +69,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     model = config.model_config
-    refuse_class(list(model.architectures or []), options, CONTRACT.engine)
+    refuse_class(list(model.architectures or []), options, CONTRACT.engine, logger)
     CONTRACT.refuse(config)
     ranks = config.parallel_config.tensor_parallel_size
     if ranks > 1:

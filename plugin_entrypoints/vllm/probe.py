@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from kt_kernel.serving.class_check import run_job
+from kt_kernel.serving.random_weights import fill
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -22,6 +23,8 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     from vllm.entrypoints.llm import LLM
     from vllm.sampling_params import SamplingParams
 
+    if "moved" in run:
+        _set_weights(run["moved"])
     prompts, steps = job["prompts"], job["steps"]
     llm = LLM(
         run["model"],
@@ -64,6 +67,16 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     cleanup_dist_env_and_memory()
     return answer
+
+
+def _set_weights(moved: int) -> None:
+    """Makes vLLM's loader set random weights instead of reading a checkpoint."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        fill(model, lambda layer: layer.moe_config.num_experts, moved)
+
+    DefaultModelLoader.load_weights = load_weights
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import transformers
 RESULTS = os.environ.get("KT_RESULTS")
 KEPT = Path(__file__).parents[2] / "benchmarks/results/served-models.jsonl"
 PLAIN_EXPERTS = "16 bits"
+MODEL, MOE_LAYER = "model", "MoE layer"  # parts that are compared
 MISSING, OTHER_PLACES = "without the cold experts", "experts in other places"  # controls
 _VERSIONS = """
 import importlib.metadata as m, json
@@ -57,12 +58,16 @@ def keep(
     graphs: bool = False,
     control: str = MISSING,
     reference: str = "transformers",
+    part: str = MODEL,
+    stand_in: str | None = None,
 ) -> None:
     """Writes a line for a run that passed; nothing without KT_RESULTS.
 
     model: the class. near, far, stock: distances of log-probabilities from the reference's: ours,
     those of the control, and the stock engine's. experts: their format. control: what the control
     changes in the reference. reference: "transformers", in float32, or "stock", the stock engine.
+    part: of a layer, distances are those of its outputs, relative to them. stand_in: what the test
+    replaces in the engine.
     """
     if RESULTS is None:
         return
@@ -82,6 +87,8 @@ def keep(
         "control": _figure(far.mean()),
         "changed in the control": control,
         "reference": reference,
+        "part": part,
+        "stand-in": stand_in,
         "torch": found["torch"],
         "transformers": transformers.__version__,
         "date": datetime.date.today().isoformat(),

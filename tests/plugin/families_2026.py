@@ -140,8 +140,9 @@ FAMILIES_2026: dict[str, Family] = {
     ),
     "LagunaForCausalLM": Family(
         SHARED | SLIDING | DENSE_FIRST | ROPE_BY_KIND | dict(num_attention_heads_per_layer=[4, 4]),
-        sglang={},
-        untried=("vllm",),
+        {},
+        {},
+        unset="e_score_correction_bias",
     ),
     "JambaForCausalLM": Family(
         dict(
@@ -184,6 +185,7 @@ FAMILIES_2026: dict[str, Family] = {
             first_k_dense_replace=1,
             moe_layer_freq=1,
             moe_router_activation_func="sigmoid",
+            moe_renormalize=True,
             use_grouped_topk=True,
             mla_use_nope=True,
         ),
@@ -206,7 +208,8 @@ FAMILIES_2026: dict[str, Family] = {
             routed_scaling_factor=2.5,
             rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
-        untried=("vllm", "sglang"),
+        CPU_MLA,
+        untried=("sglang",),
         replaced=dict(
             mla_scale_q_lora=True,
             mla_scale_kv_lora=True,
@@ -244,7 +247,8 @@ FAMILIES_2026: dict[str, Family] = {
     ),
     "MiniMaxM2ForCausalLM": Family(
         {},
-        gpu=("vllm", "sglang"),
+        {},
+        gpu=("sglang",),
         replaced=dict(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True),
         repeated=dict(rotary_dim="head_dim"),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from families_2026 import DENSE_FIRST, GEMMA4
+from families_2026 import CPU_MLA, DENSE_FIRST, GEMMA4
 from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, LLAMA4, MLA, SHARED, TOP_K, Family
 
 MROPE = dict(
@@ -191,11 +191,16 @@ MULTIMODAL: dict[str, Family] = {
     ),
     "Kimi_K25ForConditionalGeneration": Family(
         MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
-        untried=("vllm", "sglang"),
+        CPU_MLA,
+        untried=("sglang",),
         published="KimiK25ForConditionalGeneration",
         settings="Kimi_K25Config",
         replaced=dict(architectures=["DeepseekV3ForCausalLM"]),
-        renamed={"language_model.model.blocks.": "language_model.model.layers."},
+        renamed={
+            "language_model.model.blocks.": "language_model.model.layers.",
+            "model.mm_projector.": "mm_projector.",
+            "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        },
         inside=TEXT,
         around=VISION_TOKENS
         | dict(

@@ -31,6 +31,7 @@ __all__ = [
     "TOP_K",
     "FamilyReference",
     "make",
+    "whole_of",
 ]
 
 
@@ -44,6 +45,9 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
         gate = key.endswith(".gate.weight") and not tensor.any()  # zeros would tie all experts
         if gate or ("bias" in key and family.unset not in key):
             tensor.normal_(std=0.15)
+        if key.endswith("tid2eid"):  # distinct experts for each token
+            scores = torch.rand(len(tensor), model.config.n_routed_experts)
+            tensor.copy_(scores.topk(tensor.shape[1]).indices)
     if family.inside:  # what stands for images and the like never follows in a text
         getattr(model, "thinker", model).get_output_embeddings().weight.data[VOCABULARY:] = 0
     model.to(torch.bfloat16).save_pretrained(path)
@@ -51,14 +55,14 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
     return path
 
 
-def _whole(path: Path) -> Path:
+def whole_of(path: Path) -> Path:
     """The checkpoint as transformers wrote it, if the published form is another one."""
     return path.with_name(f"{path.name} whole")
 
 
 def _as_published(name: str, family: Family, path: Path) -> None:
     if family.replaced or family.repeated or family.dropped or family.renamed:
-        shutil.copytree(path, _whole(path))
+        shutil.copytree(path, whole_of(path))
     file = path / "config.json"
     if family.published:
         file.write_text(file.read_text().replace(name, family.published))
@@ -106,7 +110,7 @@ class FamilyReference(Reference):
     """transformers in float32, for any class."""
 
     def __init__(self, name: str, path: Path) -> None:
-        whole = _whole(path)
+        whole = whole_of(path)
         self.model = getattr(transformers, name).from_pretrained(
             whole if whole.exists() else path,
             dtype=torch.float32,
@@ -126,6 +130,10 @@ class FamilyReference(Reference):
         weights = [[getattr(one, "weight", one) for one in both] for both in pairs]
         self._experts = [both for both in weights if _stacked(both[0]) and _stacked(both[1])]
         self.moe_layers = len(self._experts)
+
+    def parameters(self) -> list[list[torch.Tensor]]:
+        """The parameters of each MoE layer's experts, the first matrices and the last ones."""
+        return self._experts
 
     def stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(gate_up.data, down.data) for gate_up, down in self._experts]

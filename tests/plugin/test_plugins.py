@@ -210,13 +210,16 @@ def test_environment_reaches_the_engine(text: str, monkeypatch: pytest.MonkeyPat
     assert vllm_options.options_of(arguments) == KTOptions.from_mapping(json.loads(text))
 
 
-def test_untested_classes() -> None:
+def test_untested_classes(caplog: pytest.LogCaptureFixture) -> None:
     options, untested = KTOptions(), KTOptions(allow_untested=True)
-    common.refuse_class(["AfmoeForCausalLM"], options, "vLLM")
+    common.refuse_class(["AfmoeForCausalLM"], options, "vLLM", _log)
+    assert caplog.text == ""
+    common.refuse_class(["JambaForCausalLM"], options, "vLLM", _log)
+    assert "JambaForCausalLM was tested in vLLM by its MoE layers alone" in caplog.text
     for engine, name in (("SGLang", "AfmoeForCausalLM"), ("vLLM", "OtherForCausalLM")):
-        common.refuse_class([name], untested, engine)
+        common.refuse_class([name], untested, engine, _log)
         with pytest.raises(OptionError) as caught:
-            common.refuse_class([name], options, engine)
+            common.refuse_class([name], options, engine, _log)
         line = f"model class {name} was not tested with kt-moe in {engine}; tested: "
         assert str(caught.value).startswith(line + common.models_tested_in(engine)[0])
         assert "kt model check" in str(caught.value)

@@ -12,6 +12,7 @@ JOB: {"model": folder, "dtype": "float32", "prompts": [[ids]], "steps": n or [fo
                 "environment": {variables}, "model", "prompts", "steps": other ones,
                 "before": prompts served first, of 1, 2, 3 and more steps; not in the result,
                 "requests": "some" or "all": further requests to the engine, see vllm_requests.py,
+                "images": for each prompt, the file of the image in it,
                 "leave": whether to end the process with it}]}
 RESULT: [{"name", "tokens": [[ids]], "logprobs": [[of these tokens]], "seconds", "stats",
           "expert_calls", "forwards": of each layer, for the prompts alone,
@@ -66,7 +67,7 @@ def run(job: dict, one: dict) -> dict:
     prompts, steps = one.get("prompts", job["prompts"]), one.get("steps", job["steps"])
     started = time.monotonic()
     counts = steps if isinstance(steps, list) else [steps] * len(prompts)
-    results = _generate(llm, prompts, counts)
+    results = _generate(llm, prompts, counts, one.get("images"))
     outputs = [result.outputs[0] for result in results]
     found = llm.apply_model(inspect_model)[0]
     asked = {}
@@ -116,11 +117,19 @@ def accepted_tokens(llm) -> int | None:
     return next((metric.value for metric in metrics if metric.name == name), None)
 
 
-def _generate(llm, prompts: list[list[int]], steps: list[int]) -> list:
+def _generate(
+    llm, prompts: list[list[int]], steps: list[int], images: list[str] | None = None
+) -> list:
     from vllm import SamplingParams
 
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if images is not None:
+        from PIL import Image
+
+        for one, path in zip(given, images, strict=True):
+            one["multi_modal_data"] = {"image": Image.open(path).convert("RGB")}
     return llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
+        given,
         [
             SamplingParams(
                 temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=1

@@ -23,7 +23,13 @@ from typing import Any
 from .hub import local_path
 from .repository import Repository
 from .server_process import process_group
-from .small_model import VOCABULARY, small_config, text_layers, write_small_model
+from .small_model import (
+    VOCABULARY,
+    UnknownToTransformers,
+    small_config,
+    text_layers,
+    write_small_model,
+)
 from .small_multimodal import text_path
 
 ENGINES = ("vllm", "sglang")
@@ -130,9 +136,13 @@ def check_class(
     with tempfile.TemporaryDirectory(prefix="kt-check-") as name:
         folder = Path(name)
         say(f"making a small random model of {classes}: {text_layers(small)} layers")
-        write_small_model(small, folder)
+        try:
+            write_small_model(small, folder)
+            runs = _runs(folder)
+        except UnknownToTransformers as error:
+            say(f"{error}; the engine's own class gets random weights")
+            runs = _runs_without_files(folder, small)
         say(f"serving it with {engine} on {device}, stock and with kt options")
-        runs = _runs(folder)
         job = {
             "runs": runs,
             "prompts": _prompts(),
@@ -174,6 +184,20 @@ def _runs(folder: Path) -> list[dict[str, Any]]:
         {"name": "2 hot experts", "model": model, "kt": half},
         {"name": "control", "model": model, "kt": half | {"weight_path": str(folder / "control")}},
     ]
+
+
+def _runs_without_files(folder: Path, small: dict[str, Any]) -> list[dict[str, Any]]:
+    """The engine sets the weights (see `random_weights`); "moved": those of experts, by so many
+    places."""
+    model = folder / "random"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(small))
+    runs = _runs(folder)
+    for run in runs:
+        run |= {"model": str(model), "moved": 1 if run["name"] == "control" else 0}
+        if run["kt"] is not None:
+            run["kt"] = {name: v for name, v in run["kt"].items() if name != "weight_path"}
+    return runs
 
 
 def _prompts() -> list[list[int]]:

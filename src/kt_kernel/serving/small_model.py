@@ -30,7 +30,9 @@ _AT_MOST = {
     "shared_expert_intermediate_size": 128,
     "moe_shared_expert_intermediate_size": 128,
     "shared_intermediate_size": 128,
+    "share_expert_dim": 128,
     "num_attention_heads": 4,
+    "num_attention_groups": 2,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -39,6 +41,7 @@ _AT_MOST = {
     "num_experts_per_token": 2,
     "moe_k": 2,
     "moe_topk": 2,
+    "moe_top_k": 2,
     "top_k_experts": 2,
     "n_group": 2,
     "topk_group": 1,
@@ -61,6 +64,10 @@ _STEPS = (
     "moe_layer_interval",
     "sliding_window_pattern",
 )
+
+
+class UnknownToTransformers(ValueError):
+    """transformers cannot make a model of this configuration."""
 
 
 def small_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -124,6 +131,8 @@ def _layer_count(config: dict[str, Any], count: int) -> int:
     needed = 1 + min(config.get("first_k_dense_replace") or 1, 1) + 1
     steps = [config.get(name) for name in _STEPS]
     needed = max(needed, *(step for step in steps if isinstance(step, int)), 0)
+    listed = re.findall(r"\d+", str(config.get("moe_layers_enum") or ""))  # those with experts
+    needed = max(needed, *(int(number) + 1 for number in listed[:2]), 0)
     for value in config.values():
         if isinstance(value, list) and len(value) == count:
             kinds = {str(kind) for kind in value}
@@ -139,8 +148,8 @@ def write_small_model(config: dict[str, Any], folder: Path) -> None:
     config: what `small_config` returns.
 
     Raises:
-        ValueError: transformers does not know the class, or the class keeps its experts in a way
-            that is not known here.
+        UnknownToTransformers: transformers does not know the class.
+        ValueError: the class keeps its experts in a way that is not known here.
     """
     from transformers import __version__ as version
 
@@ -150,7 +159,7 @@ def write_small_model(config: dict[str, Any], folder: Path) -> None:
         model = _model_of(config)
     except Exception as error:  # transformers raises many types
         lines = str(error).splitlines() or [""]
-        raise ValueError(
+        raise UnknownToTransformers(
             f"transformers {version} cannot make a small model of model_type {kind!r}: "
             f"{type(error).__name__}: {lines[0]}"
         ) from error

@@ -1,0 +1,107 @@
+"""A tiny DeepSeek-V4: with its experts in MXFP4, as published, and the same values in 16 bits.
+
+All else has 16 bits, because vLLM's kernels for FP8 in blocks need a CPU with AMX. The layers have
+the three kinds of attention, and the first one routes by the numbers of the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import expert_weights  # noqa: F401 - finds test_mxfp4
+import torch
+from family_models import FAMILIES, FamilyReference, make, whole_of
+from safetensors.torch import load_file, save_file
+from test_mxfp4 import dequantise
+
+NAME = "DeepseekV4ForCausalLM"
+# Numbers of experts and of experts per token for which vLLM's CPU has routing kernels, as has the
+# published model.
+EXPERTS, TOP_K = 64, 6
+RATIOS = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+LAYERS = len(RATIOS)
+HASHED = 1  # layers that route by the numbers of tokens
+SIZES: dict[str, Any] = dict(
+    num_experts=EXPERTS,
+    num_local_experts=EXPERTS,
+    n_routed_experts=EXPERTS,
+    num_experts_per_tok=TOP_K,
+    num_hidden_layers=LAYERS,
+    hidden_size=256,
+    moe_intermediate_size=128,
+    intermediate_size=128,
+    q_lora_rank=128,
+    o_lora_rank=128,
+    initializer_range=0.1,
+    layer_types=[*RATIOS],
+    mlp_layer_types=["hash_moe"] * HASHED + ["moe"] * (LAYERS - HASHED),
+)
+QUANTISATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+_EXPERT = re.compile(r"\.ffn\.experts\.\d+\.w[123]\.weight$")
+
+
+def make_deepseek_v4(values: Path, published: Path) -> None:
+    """Writes the model to two new folders, in 16 bits and with quantised experts."""
+    make(NAME, values, **SIZES)
+    whole = whole_of(values) / "model.safetensors"
+    plain, quantised = load_file(whole), {}
+    for name, tensor in plain.items():
+        if not _EXPERT.search(name):
+            quantised[_published(name)] = tensor
+            continue
+        rows, columns = tensor.shape
+        weight = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        scale = torch.randint(121, 124, (rows, columns // 32), dtype=torch.uint8)
+        plain[name] = dequantise(weight, scale).bfloat16().contiguous()
+        stem = _published(name).removesuffix("weight")
+        quantised[f"{stem}weight"] = weight.view(torch.int8)
+        quantised[f"{stem}scale"] = scale.view(torch.float8_e8m0fnu)
+    save_file(plain, whole, {"format": "pt"})
+    renamed = {_renamed(name): tensor for name, tensor in plain.items()}
+    save_file(renamed, values / "model.safetensors", {"format": "pt"})
+    published.mkdir()
+    save_file(quantised, published / "model.safetensors", {"format": "pt"})
+    config = json.loads((values / "config.json").read_text())
+    config |= {"compress_ratios": [*RATIOS.values()], "num_hash_layers": HASHED}
+    for folder in (values, whole_of(values)):
+        (folder / "config.json").write_text(json.dumps(config))
+    dense = [name.removesuffix(".weight") for name in quantised if ".experts." not in name]
+    config |= {"quantization_config": QUANTISATION | {"ignored_layers": dense}}
+    (published / "config.json").write_text(json.dumps(config | {"expert_dtype": "fp4"}))
+
+
+def _renamed(name: str) -> str:
+    for old, new in FAMILIES[NAME].renamed.items():
+        name = name.replace(old, new)
+    return name
+
+
+def _published(name: str) -> str:
+    return _renamed(name).removeprefix("model.").replace("embed_tokens.", "embed.")
+
+
+class DeepseekV4Reference(FamilyReference):
+    """transformers in float32; ``put(offset)`` gives each expert the weights of the expert so many
+    places before it."""
+
+    def __init__(self, values: Path) -> None:
+        super().__init__(NAME, values)
+        self._own = [[stack.clone() for stack in stacks] for stacks in self.stacks()]
+
+    def put(self, offset: int = 0) -> None:
+        for stacks, own in zip(self.stacks(), self._own, strict=True):
+            for stack, values in zip(stacks, own, strict=True):
+                stack.copy_(values.roll(offset, 0))

@@ -1,0 +1,43 @@
+"""Computes the MoE layers of a loaded model on given inputs, in the process of either engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def blocks(model: torch.nn.Module, experts: str) -> Iterator[torch.nn.Module]:
+    """The modules around expert layers, in order: with gate, routing and shared experts.
+
+    experts: the attribute that marks an expert layer.
+    """
+    for module in model.modules():
+        if hasattr(module, experts):
+            continue
+        if any(hasattr(child, experts) for child in module.children()):
+            yield module
+
+
+def compute_all(
+    model: torch.nn.Module, experts: str, compute: Callable[..., Any], one: dict[str, Any]
+) -> None:
+    """Writes the outputs [T, H] of all blocks, by number. one: a run of the job.
+
+    compute: calls a block with x [T, H], with the numbers of tokens [T] if it takes them, and with
+    None for what else it needs.
+    """
+    given = load_file(one["inputs"])
+    found = {}
+    for number, block in enumerate(blocks(model, experts)):
+        _, *others = inspect.signature(block.forward).parameters.values()
+        more = {one.name: None for one in others if one.default is one.empty}
+        takes = {one.name for one in others} & {"input_ids", "input_ids_global"}
+        more |= dict.fromkeys(takes, given["tokens"])
+        out = compute(block, given["x"].clone(), **more)
+        out = out[0] if isinstance(out, tuple) else out
+        found[str(number)] = out.float().reshape(given["x"].shape).clone()
+    save_file(found, one["outputs"])

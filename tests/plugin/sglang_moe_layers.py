@@ -1,0 +1,136 @@
+"""Runs in the SGLang environment: loads models, and computes only their MoE layers.
+
+    sglang_moe_layers.py JOB.json RESULT.json
+
+JOB: {"runs": [{"name", "model", "kt", "engine": arguments of SGLang, "inputs": file, "outputs":
+      file to write}]}; the files have safetensors, see test_moe_layers.py.
+RESULT: [{"name"}, or {"name", "error"} for a run that raised].
+
+A run's scheduler ends once its model has computed.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+
+import moe_layers_run
+import sglang_run
+import torch
+
+# What model files name when they are imported, and MoE layers do not call.
+ABSENT = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_qkvzba_split_reshape_cat_cpu",
+)
+
+
+def define_operators() -> tuple[torch.library.Library, ...]:
+    """Operators that SGLang uses on the CPU and that are missing there. They last as long as what
+    is returned."""
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
+    kernels = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in ABSENT:
+        kernels.define(f"{name}() -> ()")
+    return aten, kernels
+
+
+def clamped_swiglu(gate_up: torch.Tensor, out: torch.Tensor, limit: float) -> None:
+    gate, up = gate_up.chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
+
+
+def hook(one: dict) -> None:
+    """Makes a model runner, once it has loaded its model, compute the MoE layers and end the
+    process."""
+    from sglang.kernels.ops.activation import silu_and_mul_clamp
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models import deepseek_v4
+
+    initialize = ModelRunner.initialize
+
+    def compute(self: ModelRunner) -> None:
+        with torch.inference_mode():
+            moe_layers_run.compute_all(
+                self.model, "moe_runner_config", lambda block, x, **given: block(x, **given), one
+            )
+        sys.stdout.flush()
+        os._exit(0)
+
+    def tell(self: ModelRunner) -> None:
+        try:
+            initialize(self)
+        except Exception as error:
+            _error(one).write_text(f"{type(error).__name__}: {error}")
+            raise
+
+    # DeepSeek-V4 compiles kernels for GPUs, one of them for its shared expert.
+    deepseek_v4.DeepseekV4ForCausalLM._prewarm_mhc_kernels = lambda self: None
+    kernel = SimpleNamespace(run=clamped_swiglu)
+    silu_and_mul_clamp._jit_silu_and_mul_clamp_module = lambda dtype: kernel
+    ModelRunner.maybe_init_dwdp = compute  # the first step after the model is complete
+    ModelRunner.initialize = tell
+
+
+def _error(one: dict) -> Path:
+    return Path(one["outputs"] + ".error")
+
+
+def run(one: dict) -> None:
+    import sglang
+
+    hook(one)
+    os.environ.pop("KT_CONFIG", None)
+    if one["kt"] is not None:
+        os.environ["KT_CONFIG"] = json.dumps(one["kt"])
+    arguments = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "grammar_backend": "none",
+        "max_total_tokens": 1024,
+        "mem_fraction_static": 0.6,
+        "random_seed": 0,
+        "log_level": "info",
+        **sglang_run.CPU,
+    }
+    try:
+        sglang.Engine(model_path=one["model"], **arguments | one["engine"])
+    except BaseException as error:
+        # The scheduler's end is an error to the engine. Its own came first.
+        if not _error(one).exists():
+            _error(one).write_text(f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def main() -> None:
+    job_path, result_path = sys.argv[1:]
+    with open(job_path) as file:
+        job = json.load(file)
+    operators = define_operators()
+    sglang_run.import_all()
+    answers = []
+    assert operators
+    for one in job["runs"]:
+        process = multiprocessing.Process(target=run, args=(one,))
+        process.start()
+        process.join()
+        answers.append({"name": one["name"]})
+        if not os.path.exists(one["outputs"]):
+            error = _error(one)
+            answers[-1]["error"] = error.read_text() if error.exists() else "no outputs"
+        print("RUN", one["name"], answers[-1].get("error", "ok"), flush=True)
+        with open(result_path, "w") as file:
+            json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    main()

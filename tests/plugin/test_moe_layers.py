@@ -1,0 +1,246 @@
+"""MoE layers alone, of classes that an engine does not serve on the CPU: the engine's own modules
+with gate, routing, shared and routed experts, on random inputs.
+
+Their outputs are those of transformers' modules in float32, and far from those without the cold
+experts. One process of an engine loads all of its models.
+
+The usual tests run some of the classes, KT_FULL=1 all. With KT_RESULTS, the stock engine computes
+each, too, and the results are kept (see class_results.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_sglang
+import test_vllm
+import torch
+from class_results import KEPT, MOE_LAYER, RESULTS, keep
+from engines import HOT, TIMEOUT, Answers, run
+from family_models import EXPERTS, FAMILIES, FamilyReference, make
+from family_settings import COMMON, VOCABULARY
+from grid import FULL
+from safetensors.torch import load_file, save_file
+
+from kt_kernel.plugin_entrypoints.common import layers_tested_in
+
+
+@dataclass(frozen=True)
+class Alone:
+    """usual: whether the usual tests run it. arguments: of the engine. changed: settings of the
+    model. hot: experts; none where the engine's kernels for the CPU cannot compute any. written:
+    settings in config.json alone, for parts that are not computed."""
+
+    usual: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, Any] = field(default_factory=dict)
+    hot: int = HOT
+    written: dict[str, Any] = field(default_factory=dict)
+
+
+LINEAR = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+# SGLang leaves this factor to its kernels for GPUs.
+UNSCALED = {"routed_scaling_factor": 1.0}
+# SGLang's code for the CPU knows no attention of DeepSeek-V4 without these.
+COMPRESSED = {
+    "compress_ratios": [4, 128],
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+CLASSES: dict[str, dict[str, Alone]] = {
+    "vllm": {
+        "GraniteMoeHybridForCausalLM": Alone(),
+        "JambaForCausalLM": Alone(),
+        "Mistral4ForCausalLM": Alone(),
+        "NemotronHForCausalLM": Alone(True, hot=0),
+    },
+    "sglang": {
+        "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, written=COMPRESSED),
+        "ExaoneMoeForCausalLM": Alone(arguments={"attention_backend": "triton"}),
+        "Glm4MoeLiteForCausalLM": Alone(),
+        "GraniteMoeHybridForCausalLM": Alone(arguments=LINEAR),
+        "HunYuanMoEV1ForCausalLM": Alone(),
+        "KimiLinearForCausalLM": Alone(arguments=LINEAR, changed=UNSCALED),
+        "Lfm2MoeForCausalLM": Alone(arguments=LINEAR),
+        "MiniMaxM2ForCausalLM": Alone(True),
+        "NemotronHForCausalLM": Alone(
+            True, LINEAR | {"moe_runner_backend": "triton"}, UNSCALED, hot=0
+        ),
+        "Qwen3_5MoeForConditionalGeneration": Alone(True, LINEAR | {"enable_multimodal": False}),
+    },
+}
+RUNS = [
+    (engine, name)
+    for engine, classes in CLASSES.items()
+    for name, alone in classes.items()
+    if alone.usual or FULL or RESULTS
+]
+# The last one: a kernel for GPUs.
+VARIABLES = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "TRITON_INTERPRET": "1",
+    "SGLANG_OPT_USE_FUSED_HASH_TOPK": "0",
+}
+TOKENS = 40
+NEAR = 0.005  # of a token's output; rounding inputs to bfloat16 gives up to 0.002
+
+pytestmark = pytest.mark.timeout(TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def inputs(folder: Path) -> Path:
+    """x [T, H] and the numbers of the tokens [T]."""
+    torch.manual_seed(5)
+    x = torch.randn(TOKENS, COMMON["hidden_size"]).bfloat16().float()
+    tokens = torch.randint(VOCABULARY, (TOKENS,))
+    save_file({"x": x, "tokens": tokens}, folder / "inputs")
+    return folder / "inputs"
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> Callable[[str, str], Path]:
+    """Checkpoint of a class for an engine, written when it is first asked for."""
+
+    def of(engine: str, name: str) -> Path:
+        path, alone = folder / f"{engine} {name}", CLASSES[engine][name]
+        if not path.exists():
+            config = make(name, path, **alone.changed) / "config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | alone.written))
+        return path
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def answers(
+    folder: Path, inputs: Path, models: Callable[[str, str], Path]
+) -> Callable[[str], Answers]:
+    """Of an engine; it runs when it is first asked for."""
+    found: dict[str, Answers] = {}
+
+    def of(engine: str) -> Answers:
+        python = os.environ.get(f"KT_{engine.upper()}_PYTHON")
+        if python is None:
+            pytest.skip(f"KT_{engine.upper()}_PYTHON is not set (make test sets it)")
+        if engine not in found:
+            runs = []
+            for name in (name for of, name in RUNS if of == engine):
+                alone, model = CLASSES[engine][name], str(models(engine, name))
+                options = {"method": "BF16", "num_gpu_experts": alone.hot, "allow_untested": True}
+                if alone.hot == 0:  # needs no kernel of the engine
+                    options["weight_path"] = model
+                given = (FAMILIES[name].on_cpu(engine) or {}) | alone.arguments
+                for kind, kt in (("ours", options), ("stock", None)):
+                    if kt is None and not (RESULTS and alone.hot):
+                        continue
+                    runs.append(
+                        {
+                            "name": f"{name} {kind}",
+                            "model": model,
+                            "kt": kt,
+                            "engine": given,
+                            "inputs": str(inputs),
+                            "outputs": str(_outputs(folder, engine, name, kind)),
+                        }
+                    )
+            module = {"vllm": test_vllm, "sglang": test_sglang}[engine]
+            env = module.environment(**VARIABLES)
+            script = f"{engine}_moe_layers.py"
+            found[engine] = run(python, script, folder / engine, env, runs=runs)
+        return found[engine]
+
+    return of
+
+
+def _outputs(folder: Path, engine: str, name: str, kind: str) -> Path:
+    return folder / f"{engine} {name} {kind}"
+
+
+@pytest.mark.parametrize(("engine", "name"), RUNS)
+def test_outputs_are_those_of_transformers(
+    engine: str,
+    name: str,
+    folder: Path,
+    inputs: Path,
+    models: Callable[[str, str], Path],
+    answers: Callable[[str], Answers],
+) -> None:
+    """Also the stock engine's, if it computed them."""
+    alone, found = CLASSES[engine][name], answers(engine)
+    reference = FamilyReference(name, models(engine, name))
+    wanted = outputs(reference, inputs)
+
+    def zero(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        down.zero_()
+
+    with reference.changed(zero, range(alone.hot, EXPERTS)):
+        wrong = outputs(reference, inputs)
+
+    def distances(kind: str, to: torch.Tensor) -> torch.Tensor:
+        assert "error" not in found[f"{name} {kind}"], found[f"{name} {kind}"]
+        written = load_file(_outputs(folder, engine, name, kind))
+        own = torch.stack([written[str(number)] for number in range(len(written))])
+        assert own.shape == to.shape == (reference.moe_layers, *own.shape[1:])
+        return ((own - to).norm(dim=-1) / wanted.norm(dim=-1)).flatten()
+
+    near, far = distances("ours", wanted), distances("ours", wrong)
+    print(f"{engine} {name}: max {near.max():.4f} mean {near.mean():.4f} far {far.mean():.3f}")
+    assert near.max() < NEAR
+    assert far.mean() > 20 * near.mean()
+    stock = None
+    if f"{name} stock" in found:
+        stock = distances("stock", wanted)
+        assert stock.max() < NEAR
+    keep(
+        engine,
+        os.environ[f"KT_{engine.upper()}_PYTHON"],
+        FAMILIES[name].published or name,
+        near,
+        far,
+        stock,
+        hot=alone.hot,
+        of=EXPERTS,
+        part=MOE_LAYER,
+    )
+
+
+@torch.no_grad()
+def outputs(reference: FamilyReference, inputs: Path) -> torch.Tensor:
+    """Those of the modules around transformers' experts, [layers, T, H]."""
+    given, found = load_file(inputs), []
+    experts = {id(stacks[0]) for stacks in reference.parameters()}
+    modules = dict(reference.model.named_modules())
+    for place, module in modules.items():
+        if not any(id(one) in experts for one in module.parameters(recurse=False)):
+            continue
+        block = modules[place.rpartition(".")[0]]
+        takes_tokens = "input_ids" in inspect.signature(block.forward).parameters
+        more = {"input_ids": given["tokens"][None]} if takes_tokens else {}
+        out = block(given["x"][None], **more)
+        found.append((out[0] if isinstance(out, tuple) else out).reshape(given["x"].shape))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("engine", CLASSES)
+def test_the_list_is_those_that_passed(engine: str) -> None:
+    name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    passed = {
+        row["class"]
+        for row in rows
+        if row["engine"].startswith(f"{name} ") and row.get("part") == MOE_LAYER
+    }
+    assert layers_tested_in(name) == sorted(passed)
+    assert {FAMILIES[one].published or one for one in CLASSES[engine]} <= passed

@@ -1,0 +1,83 @@
+"""Runs in the vLLM environment: loads models, and computes only their MoE layers.
+
+    vllm_moe_layers.py JOB.json RESULT.json
+
+JOB: {"runs": [{"name", "model", "kt", "engine": arguments of vLLM, "inputs": file, "outputs": file
+      to write}]}; the files have safetensors, see test_moe_layers.py.
+RESULT: [{"name"}, or {"name", "error"} for a run that raised].
+"""
+
+import gc
+import json
+import os
+import sys
+import traceback
+
+import moe_layers_run
+import torch
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+)
+
+
+def run(one: dict) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.forward_context import set_forward_context
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    arguments = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 256,
+        "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
+    }
+    config = EngineArgs(one["model"], **arguments | one["engine"]).create_engine_config()
+    executor = UniProcExecutor(config)
+    try:
+        model = executor.driver_worker.worker.get_model()
+
+        def compute(block: torch.nn.Module, x: torch.Tensor, **given: torch.Tensor) -> object:
+            context = set_forward_context(None, config, num_tokens=len(x))
+            with set_current_vllm_config(config), context:
+                return block(x, **given)
+
+        moe_layers_run.compute_all(model, "routed_experts", compute, one)
+    finally:
+        executor.shutdown()
+        del executor
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    import vllm_stand_ins  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()  # vLLM starts one for each class: 10 s
+    job_path, result_path = sys.argv[1:]
+    with open(job_path) as file:
+        job = json.load(file)
+    answers = []
+    for one in job["runs"]:
+        answers.append({"name": one["name"]})
+        try:
+            with torch.inference_mode():
+                run(one)
+        except Exception as error:
+            traceback.print_exc()
+            answers[-1]["error"] = f"{type(error).__name__}: {error}"
+        print("RUN", one["name"], answers[-1].get("error", "ok"), flush=True)
+        with open(result_path, "w") as file:
+            json.dump(answers, file)
+
+
+if __name__ == "__main__":
+    main()

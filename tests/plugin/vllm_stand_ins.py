@@ -1,0 +1,89 @@
+"""Stand-ins for routing that vLLM has on GPUs only. Imported first in vLLM's process on the CPU.
+
+vLLM 0.32 routes on the CPU by softmax, by groups, or as DeepSeek-V4 does; experts without a gate
+are refused there, and zero experts need Triton. With this module, MoE layers that need these can be
+built and routed, so that kt-moe's part can be compared. Attention is untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import config
+from vllm.model_executor.layers.fused_moe.router import (
+    cpu_router,
+    fused_topk_bias_router,
+    zero_expert_router,
+)
+from vllm.platforms import current_platform
+
+compute_routing = cpu_router.CPURouter._compute_routing
+post_init = config.FusedMoEConfig.__post_init__
+
+
+@functools.wraps(compute_routing)
+def with_sigmoid(self: Any, x: torch.Tensor, logits: torch.Tensor, *given: Any, **more: Any) -> Any:
+    """Routing by sigmoid without groups: vLLM's own function for groups, with one group."""
+    plain = not self.use_grouped_topk and self.custom_routing_function is None
+    if not plain or self.scoring_func != "sigmoid":
+        return compute_routing(self, x, logits, *given, **more)
+    return cpu_router._grouped_topk(
+        gating_output=logits,
+        topk=self.top_k,
+        renormalize=self.renormalize,
+        num_expert_group=1,
+        topk_group=1,
+        scoring_func=self.scoring_func,
+        routed_scaling_factor=self.routed_scaling_factor,
+        e_score_correction_bias=self.e_score_correction_bias,
+    )
+
+
+def biased_softmax(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    unused: torch.Tensor,
+    logits: torch.Tensor,
+    renormalize: bool = False,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router weights and experts [T, k]: the bias [E] takes part in the choice alone."""
+    scores = logits.float().softmax(-1)
+    chosen = (scores if bias is None else scores + bias).topk(ids.shape[1]).indices
+    weights.copy_(scores.gather(1, chosen))
+    if renormalize:
+        weights /= weights.sum(1, keepdim=True)
+    return weights, ids.copy_(chosen)
+
+
+def identities(
+    expert_indices: torch.Tensor,
+    expert_scales: torch.Tensor,
+    num_experts: int,
+    zero_expert_type: str,
+    hidden_states: torch.Tensor,
+) -> torch.Tensor:
+    """What experts from num_experts on give [T, H]: their inputs, weighted."""
+    assert zero_expert_type == "identity"
+    own = torch.where(expert_indices >= num_experts, expert_scales, 0)
+    return hidden_states * own.sum(1, keepdim=True).to(hidden_states.dtype)
+
+
+@functools.wraps(post_init)
+def without_gate(self: Any) -> None:
+    try:
+        post_init(self)  # its last check refuses experts without a gate on the CPU
+    except NotImplementedError as error:
+        if "is_act_and_mul=False" not in str(error):
+            raise
+
+
+cpu_router.CPURouter._compute_routing = with_sigmoid
+fused_topk_bias_router.vllm_topk_softmax = biased_softmax
+zero_expert_router.zero_experts_compute_triton = identities
+config.FusedMoEConfig.__post_init__ = without_gate
+# For each model, vLLM looks through all modules, and fails at some that models may have imported.
+current_platform.register_triton_kernel_overrides()
+type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
