@@ -81,8 +81,8 @@ TESTED_MODELS = {
     ),
 }
 
-# Those whose MoE layers were compared by themselves, by `tests/plugin/test_moe_layers.py`. A warning
-# names those that are not above as well.
+# Those whose MoE layers were compared by themselves, by `tests/plugin/test_moe_layers.py`. A
+# warning names those that are not above as well.
 TESTED_LAYERS = {
     "vLLM": (
         "GraniteMoeHybridForCausalLM",
