@@ -4,8 +4,8 @@
 
 Run it in vLLM's environment, on a machine with a GPU. The model has random weights, and every
 expert has the same ones. Its router's choice is replaced by generated routes: "local" has the
-locality that was published for Qwen3-30B-A3B, "none" has none (kt_kernel.routes.synthetic). One
-engine serves everything: it has slots for the largest share of --resident, and for smaller shares
+locality that was published for Qwen3-30B-A3B, "shifted" too, with other experts, and "none" has
+none (kt_kernel.routes.synthetic). One engine serves everything: it has slots for the largest share of --resident, and for smaller shares
 some stay empty. The fixed placement is the first experts of each layer; it runs the cache's kernel,
 too, and moves nothing. Each row has the times between tokens, and the hit rate.
 """
@@ -70,8 +70,12 @@ class Routes:
     def __init__(self, shape: Shape, layers: int) -> None:
         sizes = {"experts": shape.experts, "per_token": shape.top_k}
         self._records = {
-            name: generate(replace(locality, **sizes), ROUTES, layers)
-            for name, locality in (("local", QWEN3_30B), ("none", NONE))
+            name: generate(replace(locality, **sizes), ROUTES, layers, seed)
+            for name, locality, seed in (
+                ("local", QWEN3_30B, 0),
+                ("shifted", QWEN3_30B, 1),
+                ("none", NONE, 0),
+            )
         }
         self._table = RouteTable(self._records["none"])
         self._table.install()

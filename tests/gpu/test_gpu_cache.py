@@ -1,0 +1,103 @@
+"""The live expert cache on a real GPU: its kernel in CUDA graphs, and uploads into slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.repacking import FORMS, check_repacked
+
+from kt_kernel import KTMoEWrapper
+from kt_kernel.device.backend import CudaBackend
+from kt_kernel.device.cache import CudaCache, HostCache
+from kt_kernel.device.slots import DenseSlots, PackedSlots, SlotWeights
+from kt_kernel.device.uploads import CudaUploads
+from kt_kernel.moe.placement import Placement
+from kt_kernel.serving.hot_packed import packed_hot
+from kt_kernel.serving.hot_weights import HotShape
+from kt_kernel.serving.options import KTOptions
+from kt_kernel.weights.expert_tensors import MATRICES
+from kt_kernel.weights.formats import WeightForm
+
+CUDA = torch.device("cuda", 0)
+E, K, H, INNER, SLOTS = 8, 2, 256, 384, 3
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_same_codes_and_scales(form: WeightForm) -> None:
+    check_repacked(form, 33, 640, "cuda")
+    check_repacked(form, 64, 640, "cuda", None if form.format.bits == 8 else torch.bfloat16)
+
+
+@pytest.mark.parametrize(("experts", "k"), [(256, 8), (130, 3)])
+def test_maps_and_counts_in_a_graph(experts: int, k: int) -> None:
+    """Maps are published between replays, and the counts are those of the host's counterpart."""
+    g, layers, tokens = torch.Generator().manual_seed(0), 3, 5
+    gpu, host = CudaCache(CUDA, layers, experts), HostCache(torch.device("cpu"), layers, experts)
+    ids = torch.zeros(tokens, k, dtype=torch.int32, device=CUDA)
+    padding = torch.zeros(tokens, dtype=torch.bool, device=CUDA)
+    gpu.begin_pass(0, ids, padding)  # compiles
+    gpu.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for layer in range(layers):
+            gpu.begin_pass(layer, ids, padding)
+    gpu.clear()
+    for step in range(40):
+        if step % 3 == 0:
+            for memory in (gpu, host):
+                made = torch.Generator().manual_seed(step)
+                maps = torch.randint(-1, 9, (layers, experts), generator=made, dtype=torch.int32)
+                memory.wanted[:], memory.versions[:] = maps.numpy(), step + 1
+                memory.publish()
+        of_batch = torch.randint(-1, experts + 1, (tokens, k), generator=g, dtype=torch.int32)
+        pads = torch.rand(tokens, generator=g) < 0.3
+        ids.copy_(of_batch)
+        padding.copy_(pads)
+        graph.replay()
+        for layer in range(layers):
+            host.begin_pass(layer, of_batch, pads)
+        torch.cuda.synchronize()
+        assert torch.equal(gpu.live.cpu(), host.live)
+        found, want = gpu.totals(), host.totals()
+        for name in ("last_use", "uses", "tokens", "routes", "hits", "versions"):
+            assert (getattr(found, name) == getattr(want, name)).all(), name
+        assert gpu.passed.tolist() == host.passed.tolist()
+
+
+@pytest.mark.parametrize(
+    ("method", "hot_format"),
+    [("INT4_G32", "engine"), ("BF16", "engine"), ("INT4_G32", "packed"), ("MOE_INT8", "packed")],
+)
+def test_uploads_into_slots(method: str, hot_format: str) -> None:
+    """Each slot gets the weights that the CPU has, several times, and the other slots keep
+    theirs."""
+    g = torch.Generator().manual_seed(0)
+    wrapper = KTMoEWrapper(0, E, K, H, INNER, cpuinfer_threads=2, method=method)
+    sizes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
+    every = [torch.randn(E, *sizes[which], generator=g) / 8 for which in MATRICES]
+    wrapper.load_weights_from_tensors(*every, torch.arange(E))
+    packed = wrapper.packed_experts()
+    packed.register(CudaBackend(CUDA))
+    slots: SlotWeights
+    if hot_format == "packed":
+        options = KTOptions.from_mapping({"method": method, "num_gpu_experts": SLOTS})
+        placement, shape = Placement.first(E, SLOTS), HotShape(SLOTS, H, INNER)
+        hot = packed_hot(options, 0, placement, shape, torch.bfloat16, CUDA)
+        slots = PackedSlots(hot.bits, hot.w13, hot.w2, hot.s13, hot.s2)
+    else:
+        made = {"dtype": torch.bfloat16, "device": CUDA}
+        w13, w2 = torch.zeros(SLOTS, 2 * INNER, H, **made), torch.zeros(SLOTS, H, INNER, **made)
+        slots = DenseSlots(w13, w2)
+    uploads, held = CudaUploads(CUDA, [packed]), [-1] * SLOTS
+    for number in range(12):
+        expert, slot = number * 3 % E, number * 2 % SLOTS
+        done = uploads.start(packed, slots, expert, slot)
+        uploads.wait()
+        assert done()
+        held[slot] = expert
+        for at, there in enumerate(held):
+            for which in MATRICES if there >= 0 else ():
+                want = wrapper.unpacked(there, which).to(CUDA)
+                assert slots.same(slots.values(at, which), want), (number, at, which)
+    assert all(expert >= 0 for expert in held)
+    packed.release()
