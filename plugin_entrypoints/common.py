@@ -122,12 +122,21 @@ def instead_of_converting(options: KTOptions) -> str:
     return none if options.reads_hot else f"--kt-hot-format {ENGINE} or {none}"
 
 
-def slot_weights(layer: Any) -> tuple[Any, Any] | None:
+def slot_weights(layer: Any) -> tuple[Any, ...] | None:
     """An engine's weights of the hot experts of a layer: gate and up [slots, 2 I, H], and down
-    [slots, H, I]. None if it has none of these names."""
+    [slots, H, I]; then, of FP8 in blocks, the scales of both. None if it has none of these
+    names."""
     found = dict(layer.named_parameters(recurse=False))
-    names = ("w13_weight", "w2_weight")
-    return (found[names[0]], found[names[1]]) if found.keys() >= {*names} else None
+    weights, scales = (
+        [found[name] for name in names if name in found]
+        for names in (
+            ("w13_weight", "w2_weight"),
+            ("w13_weight_scale_inv", "w2_weight_scale_inv"),
+        )
+    )
+    if len(weights) < 2:
+        return None
+    return (*weights, *scales) if len(scales) == 2 else tuple(weights)
 
 
 def refuse_class(

@@ -25,7 +25,7 @@ E, K, H, INNER, SLOTS = 8, 2, 256, 384, 3
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_same_codes_and_scales(form: WeightForm) -> None:
     check_repacked(form, 33, 640, "cuda")
-    check_repacked(form, 64, 640, "cuda", None if form.format.bits == 8 else torch.bfloat16)
+    check_repacked(form, 288, 640, "cuda", None if form.format.bits == 8 else torch.bfloat16)
 
 
 @pytest.mark.parametrize(("experts", "k"), [(256, 8), (130, 3)])
@@ -83,7 +83,7 @@ def test_uploads_into_slots(method: str, hot_format: str) -> None:
         options = KTOptions.from_mapping({"method": method, "num_gpu_experts": SLOTS})
         placement, shape = Placement.first(E, SLOTS), HotShape(SLOTS, H, INNER)
         hot = packed_hot(options, 0, placement, shape, torch.bfloat16, CUDA)
-        slots = PackedSlots(hot.bits, hot.w13, hot.w2, hot.s13, hot.s2)
+        slots = PackedSlots(hot.w13, hot.w2, hot.s13, hot.s2)
     else:
         made = {"dtype": torch.bfloat16, "device": CUDA}
         w13, w2 = torch.zeros(SLOTS, 2 * INNER, H, **made), torch.zeros(SLOTS, H, INNER, **made)

@@ -1,4 +1,4 @@
-"""The check that packed integers become the codes and scales that an engine's kernels read."""
+"""The check that packed weights become the codes and scales that an engine's kernels read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from kt_kernel import _C
 from kt_kernel.device.slots import repack
 from kt_kernel.device.streaming.unpack import PackedMatrix
 from kt_kernel.testing import quantise
-from kt_kernel.weights.formats import INT4_GROUP, INT8_ROW, WeightForm
+from kt_kernel.weights.formats import FP8_BLOCK, INT4_GROUP, INT8_ROW, WeightForm
 from kt_kernel.weights.quantised import CoreSource
 
 _SCALES = ((32, 0), (32, 1), (64, 2), (128, 1))  # group size, number of the scales' type
-FORMS = [*(WeightForm(INT4_GROUP, *each) for each in _SCALES), WeightForm(INT8_ROW)]
+FORMS = [WeightForm(INT4_GROUP, *each) for each in _SCALES]
+FORMS += [WeightForm(INT8_ROW), WeightForm(FP8_BLOCK)]
 _BEGIN, _GAP = 128, 64  # bytes before a matrix's first tile, and between its tiles
 
 
@@ -33,10 +34,11 @@ def check_repacked(
     held = [torch.full((rows + 2, t.shape[1] + 16), 7, dtype=t.dtype) for t in (codes, scale)]
     want = [t.clone() for t in held]
     for whole, part in zip(want, (codes, scale), strict=True):
-        whole[1 : rows + 1, : part.shape[1]] = part
+        whole[1 : len(part) + 1, : part.shape[1]] = part
     on_device = [t.to(device) for t in held]
     places = [
-        t[1 : rows + 1, : part.shape[1]] for t, part in zip(on_device, (codes, scale), strict=True)
+        t[1 : len(part) + 1, : part.shape[1]]
+        for t, part in zip(on_device, (codes, scale), strict=True)
     ]
     packed = PackedMatrix(form, rows, columns, _BEGIN, stride)
     again = repack(packed, memory.to(device), places[0], places[1])

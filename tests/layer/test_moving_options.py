@@ -35,7 +35,7 @@ def decide(switch: str, given: dict[str, Any], **engine: Any) -> KTOptions:
 CASES = [
     ({}, {"ranks": 2}, "tensor parallelism is not supported (2 ranks)"),
     ({}, {"device": "xpu"}, "the engine's device is xpu; accepted: cuda, cpu"),
-    ({}, {"quantisation": "fp8"}, "quantised with fp8 in a layout of its own; accepted: --kt-hot"),
+    ({}, {"quantisation": "fp8"}, "quantised with fp8, and the CPU those of method INT4_G32, which"),
     (
         {"hot_format": "packed", "method": "AWQ_INT4", "weight_path": "org/name"},
         {"quantisation": "awq"},
@@ -89,6 +89,8 @@ def test_an_adapter(caplog: pytest.LogCaptureFixture) -> None:
 def test_possible(switch: str) -> None:
     """Packed hot experts, and those of a quantised model, too, if kt-moe fills them in."""
     assert decide(switch, {}, device="cpu").enable_dynamic_expert_update == switch
+    of_blocks = {"method": "FP8", "weight_path": "org/name"}
+    assert decide(switch, of_blocks, quantisation="fp8").enable_dynamic_expert_update == switch
     for given in ({"hot_format": "bf16"}, {"hot_format": "packed"}):
         options = decide(switch, given, quantisation="compressed-tensors")
         assert options.enable_dynamic_expert_update == switch

@@ -8,6 +8,8 @@ import triton.language as tl
 
 from .streaming.unpack_kernel import COLUMNS, ROWS, _halves, _plane, _to_bf16, _words
 
+_BLOCK_ROWS = tl.constexpr(128)  # of a scale of "block"
+
 
 @triton.jit
 def repack(
@@ -26,16 +28,17 @@ def repack(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_BYTES: tl.constexpr,
     BLOCK_SCALE_BYTES: tl.constexpr,
-    GROUPS: tl.constexpr,
+    SCALE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Repacks one matrix of integers of 4 or 8 BITS; the constants are those of
+    """Repacks one matrix of codes of 4 or 8 BITS; the constants are those of
     `streaming.unpack.kernel_constants`.
 
     packed: uint8, the first tile of the matrix. codes: uint8 [rows, columns * BITS / 8], of 4 bits
-    the even column of two in the low half. scales: with GROUPS [rows, groups of columns], of the
-    packed type or rounded to bfloat16; without, float32, one per row. The strides are in elements.
-    Grid: (parts / PARTS, tiles).
+    the even column of two in the low half. scales: with SCALE "group" [rows, groups of columns], of
+    the packed type or rounded to bfloat16; with "block" float32 [blocks of 128 rows, blocks of 128
+    columns], with "row" float32, one per row. The strides are in elements.
+    Grid: (parts / PARTS, tiles). PARTS * COLUMNS is 128.
     """
     tile = tl.program_id(1)
     base = packed + tl.cast(tile, tl.int64) * tile_stride
@@ -58,7 +61,7 @@ def repack(
     stored = there & (column < columns // in_byte)
     tl.store(codes + row * code_stride + column, byte.to(tl.uint8), mask=stored)
 
-    if GROUPS:
+    if SCALE == "group":
         first = there & inside[None, :] & (part % BLOCK_PARTS == 0)[None, :]
         to = scales + row * scale_stride + block[None, :]
         if SCALE_TYPE == 1:
@@ -74,6 +77,11 @@ def repack(
                 tl.store(to, _to_bf16(scale), mask=first)
             else:
                 tl.store(to, scale.to(scales.dtype.element_ty), mask=first)
+    elif SCALE == "block":
+        if tile % (_BLOCK_ROWS // ROWS) == 0:
+            block_column = tl.program_id(0)
+            scale = tl.load(base.to(tl.pointer_type(tl.float32)) + block_column)
+            tl.store(scales + tile // (_BLOCK_ROWS // ROWS) * scale_stride + block_column, scale)
     elif tl.program_id(0) == 0:
         of_tile = base.to(tl.pointer_type(tl.float32)) + tl.arange(0, ROWS)
         tl.store(scales + number * scale_stride, tl.load(of_tile), mask=number < rows)

@@ -14,6 +14,7 @@ from .streaming.experts import PackedExperts
 from .streaming.unpack import PackedMatrix, kernel_constants
 
 _TILE_ROWS = 32
+FP8_BLOCK_SIZE = 128  # rows and columns of a scale of FP8
 _PART_COLUMNS = 32
 _PARTS = 4  # of 32 columns, that a program of the kernel repacks
 _WARPS = 4
@@ -83,22 +84,20 @@ class DenseSlots(SlotWeights):
 
 
 class PackedSlots(SlotWeights):
-    """Integers of 4 bits with a scale per group, or of 8 bits with a scale per row.
+    """Integers of 4 bits with a scale per group, or of 8 bits with a scale per row, or FP8 with a
+    scale per block of 128 x 128.
 
-    bits: 4 or 8. w13, w2: codes [S, 2 I, H * bits / 8] and [S, H, I * bits / 8], uint8 or int8.
-    s13, s2: scales [S, 2 I, groups] and [S, H, groups], or float32 [S, 2 I] and [S, H]. Codes of 4
-    bits stand for code - 8.
+    w13, w2: codes [S, 2 I, H * bits / 8] and [S, H, I * bits / 8], uint8, int8 or float8_e4m3fn.
+    s13, s2: scales [S, 2 I, groups] and [S, H, groups], or float32 [S, 2 I] and [S, H], or float32
+    [S, 2 I / 128, H / 128] and [S, H / 128, I / 128]. Codes of 4 bits stand for code - 8.
     """
 
     def __init__(
-        self,
-        bits: int,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        s13: torch.Tensor,
-        s2: torch.Tensor,
+        self, w13: torch.Tensor, w2: torch.Tensor, s13: torch.Tensor, s2: torch.Tensor
     ) -> None:
-        self.bits, self.num_slots, self.inter = bits, len(w13), w13.shape[1] // 2
+        self.num_slots, self.inter = len(w13), w13.shape[1] // 2
+        self._code = w13.dtype
+        self._block = FP8_BLOCK_SIZE if w13.dtype == torch.float8_e4m3fn else 1  # rows of a scale
         self._w13, self._w2 = w13.view(torch.uint8), w2.view(torch.uint8)
         # Rows of 8 bits have one scale: [S, rows, 1].
         self._s13, self._s2 = (s if s.dim() == 3 else s[..., None] for s in (s13, s2))
@@ -122,16 +121,16 @@ class PackedSlots(SlotWeights):
     def _places(self, experts: PackedExperts, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Codes and scales of gate, up and down of each part."""
         w13, w2, s13, s2 = (t[slot] for t in (self._w13, self._w2, self._s13, self._s2))
-        found = []
+        bits, found = 4 if self._code == torch.uint8 else 8, []
         for part in experts.parts:
             begin, end = part.begin, part.begin + part.size
             for first in (0, self.inter):
                 rows = slice(first + begin, first + end)
-                found.append((w13[rows], s13[rows]))
-            group = part.down.form.group_size
-            groups = slice(begin // group, end // group) if group else slice(0, 1)
-            codes = slice(begin * self.bits // 8, end * self.bits // 8)
-            found.append((w2[:, codes], s2[:, groups]))
+                found.append((w13[rows], s13[_units(rows, self._block)]))
+            columns = slice(begin, end)
+            group = part.down.form.group_size or (self._block if self._block > 1 else 0)
+            groups = _units(columns, group) if group else slice(0, 1)
+            found.append((w2[:, begin * bits // 8 : end * bits // 8], s2[:, groups]))
         return found
 
     def values(self, slot: int, matrix: str) -> torch.Tensor:
@@ -139,11 +138,14 @@ class PackedSlots(SlotWeights):
         if matrix != "down":
             begin = self.inter * MATRICES.index(matrix)
             rows = slice(begin, begin + self.inter)
-            codes, scales = self._w13[slot, rows], self._s13[slot, rows]
-        if self.bits == 4:
+            codes, scales = self._w13[slot, rows], self._s13[slot, _units(rows, self._block)]
+        if self._code == torch.uint8:
             numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(1).float() - 8
         else:
-            numbers = codes.view(torch.int8).float()
+            numbers = codes.view(self._code).float()
+        if self._block > 1:
+            scales = scales.repeat_interleave(self._block, 0)[: len(numbers)]
+            return numbers * scales.repeat_interleave(self._block, 1)[:, : numbers.shape[1]]
         groups = numbers.unflatten(1, (scales.shape[1], -1))
         return (groups * scales.float()[..., None]).flatten(1)
 
@@ -151,6 +153,11 @@ class PackedSlots(SlotWeights):
         """Scales may have been rounded."""
         error = 0.0 if self._s13.dtype == torch.float32 else torch.finfo(self._s13.dtype).eps / 2
         return bool(((held - want).abs() <= error * want.abs()).all())
+
+
+def _units(rows: slice, size: int) -> slice:
+    """The blocks, groups or rows of this size that cover some rows or columns."""
+    return slice(rows.start // size, -(-rows.stop // size))
 
 
 def _aligned_alike(*tensors: torch.Tensor) -> bool:
@@ -164,11 +171,11 @@ def holds_scales(dtype: torch.dtype, form: WeightForm) -> bool:
 
 
 def repack_constants(form: WeightForm, columns: int) -> dict[str, Any]:
-    """The constants of `repack_kernel.repack`, in its order."""
+    """The constants of `repack_kernel.repack`."""
     known = kernel_constants(form, columns)
     names = ("BITS", "ORDER", "SCALE_TYPE", "HEAD_BYTES", "BLOCK_PARTS", "BLOCK_BYTES")
     found = {name: known[name] for name in (*names, "BLOCK_SCALE_BYTES")}
-    return found | {"GROUPS": bool(form.format.grouped), "PARTS": _PARTS}
+    return found | {"SCALE": form.format.scale_kind, "PARTS": _PARTS}
 
 
 def repack(
@@ -176,9 +183,10 @@ def repack(
 ) -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
     """Starts repacking one matrix on the current stream.
 
-    matrix: INT4_GROUP or INT8_ROW. packed: uint8, an expert on the device. codes: uint8 [rows,
-    columns * bits / 8]; scales: [rows, groups], for INT4_GROUP of a type that `holds_scales` of
-    this form, for INT8_ROW float32 [rows, 1]. The last strides are 1.
+    matrix: INT4_GROUP, INT8_ROW or FP8_BLOCK. packed: uint8, an expert on the device. codes: uint8
+    [rows, columns * bits / 8]; scales: for INT4_GROUP [rows, groups], of a type that `holds_scales`
+    of this form, for INT8_ROW float32 [rows, 1], for FP8_BLOCK float32 [rows / 128, columns / 128].
+    The last strides are 1.
 
     Returns a function that does the same again with less work on the host: to other codes and
     scales with the same shapes, strides and alignment, on the stream with this handle. None in
@@ -188,19 +196,28 @@ def repack(
 
     form = matrix.form
     assert not form.format.grouped or holds_scales(scales.dtype, form)
-    grid = -(-matrix.columns // (_PARTS * _PART_COLUMNS)), -(-matrix.rows // _TILE_ROWS), 1
     place = packed[matrix.begin :]
-    sizes = matrix.rows, matrix.columns, matrix.tile_stride, codes.stride(0), scales.stride(0)
-    constants = repack_constants(form, matrix.columns)
-    compiled = kernel[grid](place, codes, scales, *sizes, **constants, num_warps=_WARPS)
-    if compiled is None:
+    strides = matrix.tile_stride, codes.stride(0), scales.stride(0)
+    sizes = matrix.rows, matrix.columns, *strides
+    offsets = _offsets(codes, scales)
+    run = matrix.prepared.launch(
+        kernel,
+        (-(-matrix.columns // (_PARTS * _PART_COLUMNS)), -(-matrix.rows // _TILE_ROWS), 1),
+        (place, codes, scales, *sizes),
+        lambda: repack_constants(form, matrix.columns),
+        kind=(kernel, scales.dtype, strides, offsets, _offsets(place)),
+        device=codes.device,
+        warps=_WARPS,
+    )
+    if run is None:
         return None
-    run, values = compiled[grid], tuple(constants.values())
-    offsets = [t.data_ptr() % _ALIGNMENT for t in (codes, scales)]
 
     def again(to: torch.Tensor, scales_to: torch.Tensor, stream: int) -> None:
-        # The kernel was compiled for these alignments.
-        assert [t.data_ptr() % _ALIGNMENT for t in (to, scales_to)] == offsets
-        run(place, to, scales_to, *sizes, *values, stream=stream)
+        assert _offsets(to, scales_to) == offsets  # the kernel was compiled for them
+        run(place, to, scales_to, *sizes, stream=stream)
 
     return again
+
+
+def _offsets(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() % _ALIGNMENT for tensor in tensors)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..device.cache import CacheMemory, CudaCache, HostCache
-from ..device.slots import DenseSlots, PackedSlots, SlotWeights, holds_scales
+from ..device.slots import FP8_BLOCK_SIZE, DenseSlots, PackedSlots, SlotWeights, holds_scales
 from ..device.streaming.experts import PackedExperts
 from ..device.uploads import CudaUploads, HostUploads, Uploads
 from ..runtime.variant import kernel_kind
 from ..weights.expert_tensors import MATRICES
-from ..weights.formats import INT4_GROUP, INT8_ROW
+from ..weights.formats import FP8_BLOCK, INT4_GROUP, INT8_ROW
 from .cache import CachedLayer, ModelCache
 from .cache_slots import LayerSlots
 from .cold_loading import WEIGHT_DTYPES
@@ -119,11 +119,12 @@ def _slot_weights(layer: Any, packed: PackedExperts, device: torch.device) -> Sl
     """The engine's weights of a layer. Raises NoCache unless they have the experts' values."""
     place = f"layer {layer.layer_idx}"
     hot = layer.hot
-    weights = (
-        _packed_slots(place, hot, packed)
-        if isinstance(hot, PackedHot)
-        else _dense_slots(place, layer, packed, device)
-    )
+    weights: SlotWeights
+    if isinstance(hot, PackedHot):
+        weights = _packed_slots(place, hot, packed)
+    else:
+        w13, w2, *scales = _own_weights(place, layer, packed, device)
+        weights = _block_slots(place, packed, w13, w2, *scales) if scales else DenseSlots(w13, w2)
     expert = layer.placement.hot_experts[0]
     for name in MATRICES:
         held = weights.values(layer.slot_of(expert), name)
@@ -148,28 +149,60 @@ def _packed_slots(place: str, hot: PackedHot, packed: PackedExperts) -> PackedSl
                     f"{name} as {form}, which cannot be copied to each other's place; accepted: "
                     "--kt-hot-format bf16"
                 )
-    return PackedSlots(hot.bits, hot.w13, hot.w2, hot.s13, hot.s2)
+    return PackedSlots(hot.w13, hot.w2, hot.s13, hot.s2)
 
 
-def _dense_slots(place: str, layer: Any, packed: PackedExperts, device: torch.device) -> DenseSlots:
-    """Raises NoCache unless the weights are plain matrices."""
+def _own_weights(
+    place: str, layer: Any, packed: PackedExperts, device: torch.device
+) -> list[torch.Tensor]:
+    """The engine's own w13 and w2, and of FP8 their scales. Raises NoCache unless they are plain
+    matrices."""
     slots, hidden, inter = layer.placement.num_slots, packed.hidden, packed.inter
     if layer.slot_weights is None:
         raise NoCache(f"{place}: the engine's weights of hot experts are not known")
-    shapes = ((slots, 2 * inter, hidden), (slots, hidden, inter))
-    for name, weight, shape in zip(("w13", "w2"), layer.slot_weights, shapes, strict=True):
-        if weight.dtype not in WEIGHT_DTYPES:
+    found = [weight.detach() for weight in layer.slot_weights]
+    shapes = [(slots, 2 * inter, hidden), (slots, hidden, inter)]
+    in_blocks = found[0].dtype == torch.float8_e4m3fn and len(found) == 4
+    if in_blocks:
+        shapes += [(n, *(-(-size // FP8_BLOCK_SIZE) for size in sizes)) for n, *sizes in shapes]
+    else:
+        del found[2:]
+    for name, weight, shape in zip(("w13", "w2", "scales", "scales"), found, shapes, strict=False):
+        if weight.dtype not in (*WEIGHT_DTYPES, *(found[0].dtype,) * in_blocks):
             raise NoCache(
                 f"{place}: the engine holds hot experts in {weight.dtype}; accepted: "
-                + ", ".join(map(str, WEIGHT_DTYPES))
+                + ", ".join(map(str, (*WEIGHT_DTYPES, "FP8 with scales of 128 x 128 blocks")))
             )
         if tuple(weight.shape) != shape or not weight.is_contiguous() or weight.device != device:
             raise NoCache(
                 f"{place}: the engine holds {name} of hot experts as {list(weight.shape)} on "
                 f"{weight.device}, expected {list(shape)}, contiguous, on {device}"
             )
-    w13, w2 = (weight.detach() for weight in layer.slot_weights)
-    return DenseSlots(w13, w2)
+    return found
+
+
+def _block_slots(
+    place: str,
+    packed: PackedExperts,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    s13: torch.Tensor,
+    s2: torch.Tensor,
+) -> PackedSlots:
+    """Raises NoCache unless the codes and scales are those of the CPU."""
+    forms = {matrix.form for part in packed.parts for matrix in part.matrices}
+    if {form.format for form in forms} != {FP8_BLOCK} or {s13.dtype, s2.dtype} != {torch.float32}:
+        raise NoCache(
+            f"{place}: the engine holds hot experts in FP8 with {s13.dtype} scales, and the CPU "
+            f"holds {', '.join(map(str, forms))}, which cannot be copied to each other's place; "
+            "accepted: --kt-method FP8, or --kt-hot-format bf16"
+        )
+    if packed.inter % FP8_BLOCK_SIZE:
+        raise NoCache(
+            f"{place}: blocks of {FP8_BLOCK_SIZE} rows lie across gate and up of {packed.inter} "
+            "rows; accepted: --kt-hot-format bf16"
+        )
+    return PackedSlots(w13, w2, s13, s2)
 
 
 def _own_layout(name: str, device: torch.device) -> str:

@@ -126,7 +126,8 @@ class HybridLayer:
         self._not_counted: dict[str, int] = {}  # what the CPU's counters had at first
         self._recording: LayerRecording | None = None
         self._cache: tuple[ModelCache, int] | None = None  # and the number of this layer in it
-        self.slot_weights: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Set by a plugin: the engine's w13 and w2, and of FP8 in blocks the scales of both.
+        self.slot_weights: tuple[torch.Tensor, ...] | None = None
         self._wrapper: InferenceMoEWrapper | None = None
         if has_cpu_part and not self._placement.all_hot:
             self._wrapper = KTMoEWrapper(

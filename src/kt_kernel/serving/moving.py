@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..runtime.variant import kernel_kind
-from ..weights.formats import INT4_ZERO
+from ..weights.formats import FP8_BLOCK, INT4_ZERO
 from ..weights.methods import get_method
 from .option_table import AUTO, ENGINE, PACKED, OptionError
 from .options import KTOptions
@@ -70,14 +70,16 @@ def _why_not(
         return f"tensor parallelism is not supported ({ranks} ranks)"
     if device not in ("cuda", "cpu"):
         return f"the engine's device is {device}; accepted: cuda, cpu"
-    if options.hot_format == PACKED and get_method(options.method).format == INT4_ZERO:
+    method = get_method(options.method).format
+    if options.hot_format == PACKED and method == INT4_ZERO:
         return (
             f"packed hot experts of method {options.method} have zero points, which are not copied "
             "to a GPU; accepted: --kt-hot-format bf16"
         )
-    if options.hot_format == ENGINE and quantisation:
+    if options.hot_format == ENGINE and quantisation and method != FP8_BLOCK:
         return (
-            f"the engine holds hot experts quantised with {quantisation} in a layout of its own; "
-            "accepted: --kt-hot-format bf16"
+            f"the engine holds hot experts quantised with {quantisation}, and the CPU those of "
+            f"method {options.method}, which cannot be copied to each other's place; accepted: "
+            "--kt-hot-format bf16"
         )
     return KIND_RULES_IT_OUT if kernel_kind() else ""

@@ -71,6 +71,7 @@ class PackedMatrix:
         rows, columns: of the matrix, or of the part of it that a pool holds.
         begin: bytes from the begin of an expert to the matrix's first tile.
         tile_stride: bytes from tile to tile.
+        prepared: launches of kernels that read it.
     """
 
     form: WeightForm
@@ -78,7 +79,7 @@ class PackedMatrix:
     columns: int
     begin: int
     tile_stride: int
-    _kernel: PreparedKernel = field(
+    prepared: PreparedKernel = field(
         default_factory=PreparedKernel, init=False, repr=False, compare=False
     )
 
@@ -114,12 +115,12 @@ class PackedMatrix:
         strides = self.tile_stride, packed.stride(0), out.stride(1), out.stride(0)
         sizes = self.rows, self.columns, *strides
         offset = out.data_ptr() % _ALIGNMENT
-        run = self._kernel.launch(
+        run = self.prepared.launch(
             unpack,
             grid,
             (place, out, *sizes),
             lambda: kernel_constants(self.form, self.columns, parts),
-            kind=(out.dtype, strides, offset, place.data_ptr() % _ALIGNMENT, parts, warps),
+            kind=(unpack, out.dtype, strides, offset, place.data_ptr() % _ALIGNMENT, parts, warps),
             device=out.device,
             warps=warps,
         )

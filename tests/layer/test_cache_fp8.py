@@ -1,0 +1,149 @@
+"""The live expert cache with the engine's own FP8 weights: codes and scales are copied."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cached_model import CPU, answer, check_sums, started
+from safetensors.torch import save_file
+
+from kt_kernel.serving.hybrid_model import HybridModel
+from kt_kernel.serving.option_table import OptionError
+from kt_kernel.serving.options import KTOptions
+from kt_kernel.testing import quantise, row_error
+from kt_kernel.weights.formats import FP8_BLOCK, WeightForm
+
+E, K, H, INNER, SLOTS, LAYERS = 6, 2, 256, 128, 2, 2
+SIZES = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
+CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+class Engine:
+    """Codes and scales of the slots, and the weights that they stand for."""
+
+    def __init__(self, experts: list[dict[str, tuple[torch.Tensor, torch.Tensor]]]) -> None:
+        self.tensors = tuple(
+            torch.stack([torch.cat([expert[name][part] for name in names]) for expert in experts])
+            for part in range(2)
+            for names in (("gate", "up"), ("down",))
+        )
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        w13, w2, s13, s2 = self.tensors
+        for codes, scales in ((w13, s13), (w2, s2)):
+            blocks = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            yield codes.float() * blocks
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint in FP8."""
+    g, tensors = torch.Generator().manual_seed(0), {}
+    for layer in range(LAYERS):
+        for expert in range(E):
+            for name, size in SIZES.items():
+                found = quantise(torch.randn(size, generator=g) / 8, WeightForm(FP8_BLOCK))
+                place = f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+                assert found.scale is not None
+                tensors[place] = found.codes.view(torch.float8_e4m3fn)
+                tensors[f"{place}_scale_inv"] = found.scale
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"model_type": "qwen3_moe", "quantization_config": CONFIG, "num_experts": E}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def make(folder: Path, hot: int, moving: str) -> tuple[HybridModel, list[Engine]]:
+    from safetensors.torch import load_file
+
+    given = {"method": "FP8", "cpuinfer": 2, "num_gpu_experts": hot, "weight_path": str(folder)}
+    given |= {"enable_dynamic_expert_update": moving}
+    if hot:
+        given["hot_format"] = "engine"
+    model, engines = HybridModel(KTOptions.from_mapping(given)), []
+    tensors = load_file(folder / "model.safetensors")
+    for number in range(LAYERS):
+        layer = model.add_layer(
+            layer_idx=number,
+            num_experts=E,
+            num_experts_per_tok=K,
+            hidden_size=H,
+            moe_intermediate_size=INNER,
+        )
+        layer.finish_loading()
+        if not hot:
+            continue
+        place = f"model.layers.{number}.mlp.experts"
+        held = Engine(
+            [
+                {
+                    name: (
+                        tensors[f"{place}.{expert}.{name}_proj.weight"],
+                        tensors[f"{place}.{expert}.{name}_proj.weight_scale_inv"],
+                    )
+                    for name in SIZES
+                }
+                for expert in range(hot)
+            ]
+        )
+        layer.slot_weights = held.tensors
+        engines.append(held)
+    return model, engines
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(number)
+    tokens = (1, 5)[number % 2]
+    ids = torch.randint(0, E, (tokens, K), generator=g, dtype=torch.int32)
+    return torch.randn(tokens, H, generator=g).bfloat16(), ids, torch.rand(tokens, K, generator=g)
+
+
+def test_experts_move_and_nothing_changes(
+    folder: Path, restless: None, simulated_gpu: None
+) -> None:
+    """The same sums as with all experts cold; a lost or a doubled expert would be seen."""
+    model, engines = make(folder, SLOTS, "on")
+    cold, _ = make(folder, 0, "off")
+    cache, placements = started(model), set()
+    for number in range(16):
+        check_sums(model, cold, engines, batch(number))
+        placements.add(model.layers[0].current_placement)
+    assert len(placements) > 5 and cache.counters.cache_uploads > 10
+    x, ids, router = batch(1)
+    want = answer(model.layers[0], engines[0], x, ids, router)[0].double()
+    for factor in (0, 2):
+        wrong = router.clone()
+        wrong[0, 0] *= factor
+        found = answer(model.layers[0], engines[0], x, ids, wrong)[0].double()
+        assert row_error(found, want).max() > 0.1
+
+
+def _changed(number: int, change: Any) -> Any:
+    def apply(layer: Any) -> None:
+        tensors = list(layer.slot_weights)
+        tensors[number] = change(tensors[number])
+        layer.slot_weights = tuple(tensors)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_changed(2, lambda s: s[:, :1]), r"holds scales of hot experts as \[2, 1, 2\] .* \[2, 2, 2"),
+        (_changed(2, lambda s: s.double()), "hot experts in torch.float64; accepted: .* 128 blocks"),
+        (_changed(3, lambda s: s.bfloat16()), "FP8 with .* scales, and the CPU holds"),
+        (_changed(0, lambda w: w.flip(1).contiguous()), "in a layout of its own"),
+        (lambda layer: setattr(layer, "slot_weights", layer.slot_weights[:2]), "float8_e4m3fn; acc"),
+    ],
+)
+def test_weights_that_cannot_be_replaced(folder: Path, change: Any, message: str) -> None:
+    model, _ = make(folder, SLOTS, "on")
+    change(model.layers[1])
+    with pytest.raises(OptionError, match=f"dynamic-expert-update on: layer 1.*{message}"):
+        model.start_cache(CPU)
