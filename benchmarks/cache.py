@@ -5,9 +5,10 @@
 Run it in vLLM's environment, on a machine with a GPU. The model has random weights, and every
 expert has the same ones. Its router's choice is replaced by generated routes: "local" has the
 locality that was published for Qwen3-30B-A3B, "shifted" too, with other experts, and "none" has
-none (kt_kernel.routes.synthetic). One engine serves everything: it has slots for the largest share of --resident, and for smaller shares
-some stay empty. The fixed placement is the first experts of each layer; it runs the cache's kernel,
-too, and moves nothing. Each row has the times between tokens, and the hit rate.
+none (kt_kernel.routes.synthetic). One engine serves everything: it has slots for the largest share
+of --resident, and for smaller shares some stay empty. The fixed placement is the first experts of
+each layer; it runs the cache's kernel, too, and moves nothing. Each row has the times between
+tokens, and the hit rate.
 """
 
 from __future__ import annotations

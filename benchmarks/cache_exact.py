@@ -1,6 +1,6 @@
 """Compares log-probabilities in vLLM while experts move with those of placements that stay.
 
-    ENV/bin/python benchmarks/cache_exact.py --json FILE [--hot-format packed]
+    ENV/bin/python benchmarks/cache_exact.py --json FILE [--hot-format packed|fp8]
 
 Run it in vLLM's environment, on a machine with a GPU. A small model with random experts decodes a
 given text, some requests side by side, in CUDA graphs: with all experts cold, with all but one of
@@ -33,15 +33,40 @@ from shapes import Shape
 from synthetic import SCALE, config
 
 from kt_kernel.device.slots import DenseSlots, PackedSlots
+from kt_kernel.testing import quantise
+from kt_kernel.weights.formats import FP8_BLOCK, WeightForm
 
 SHAPE, LAYERS, HOT = Shape("small", 32, 1024, 512, 4), 4, 12
 STREAMS, MOST = 4, 8  # most probable tokens that are compared
-METHODS = {"engine": "BF16", "packed": "INT4_G32"}
+# Of cold experts, by what hot ones are: 16 bits, 4 bits, or the engine's own FP8.
+METHODS = {"engine": "BF16", "packed": "INT4_G32", "fp8": "FP8"}
+_NOT_FP8 = (
+    "self_attn.qkv_proj",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+)
 
 
-def make(folder: Path, device: str) -> None:
-    """A checkpoint in which every expert has its own weights."""
-    (folder / "config.json").write_text(json.dumps(config(SHAPE, LAYERS, VOCABULARY)))
+def make(folder: Path, device: str, fp8: bool) -> None:
+    """A checkpoint in which every expert has its own weights, in BF16 or FP8."""
+    about_model = config(SHAPE, LAYERS, VOCABULARY)
+    if fp8:
+        about_model["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": [
+                "lm_head",
+                *(
+                    f"model.layers.{n}.{part}"
+                    for n in range(LAYERS)
+                    for part in (*_NOT_FP8, "mlp.gate")
+                ),
+            ],
+        }
+    (folder / "config.json").write_text(json.dumps(about_model))
     tensors, made = weights_without_experts(SHAPE, LAYERS), torch.Generator(device).manual_seed(2)
     sizes = {"gate_proj": (SHAPE.inter, SHAPE.hidden), "up_proj": (SHAPE.inter, SHAPE.hidden)}
     sizes["down_proj"] = SHAPE.hidden, SHAPE.inter
@@ -50,7 +75,13 @@ def make(folder: Path, device: str) -> None:
             for name, size in sizes.items():
                 values = torch.randn(size, generator=made, device=device) * SCALE
                 place = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
-                tensors[place] = values.bfloat16().cpu()
+                if fp8:
+                    quantised = quantise(values, WeightForm(FP8_BLOCK))
+                    assert quantised.scale is not None
+                    tensors[place] = quantised.codes.view(torch.float8_e4m3fn)
+                    tensors[f"{place}_scale_inv"] = quantised.scale
+                else:
+                    tensors[place] = values.bfloat16().cpu()
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -82,8 +113,10 @@ class Engine:
 
         from kt_kernel.serving import cache as caches
 
-        options = {"method": METHODS[hot_format], "num_gpu_experts": SHAPE.experts - 1}
-        options |= {"enable_dynamic_expert_update": "on", "hot_format": hot_format}
+        options: dict[str, Any] = {"method": METHODS[hot_format], "cpuinfer": 4}
+        options["num_gpu_experts"] = SHAPE.experts - 1
+        options |= {"enable_dynamic_expert_update": "on"}
+        options["hot_format"] = "packed" if hot_format == "packed" else "engine"
         arguments: dict[str, Any] = ENGINES["vllm"] | more
         self._llm = LLM(
             str(folder),
@@ -151,13 +184,14 @@ class Engine:
     def with_wrong_experts(self, factor: float) -> torch.Tensor:
         """The log-probabilities with one of the first experts of each layer multiplied."""
         self.control.reset(HOT, self.short)
-        for layer in self.cache.layers:
-            weights = layer.weights
-            if isinstance(weights, PackedSlots):
-                weights._s2[0] *= factor
-            else:
-                assert isinstance(weights, DenseSlots)
-                weights.w2[0] *= factor
+        with torch.inference_mode():
+            for layer in self.cache.layers:
+                weights = layer.weights
+                if isinstance(weights, PackedSlots):
+                    weights._s2[0] *= factor
+                else:
+                    assert isinstance(weights, DenseSlots)
+                    weights.w2[0] *= factor
         return self.logprobs()
 
 
@@ -213,7 +247,7 @@ def main() -> None:
         "cudagraph_capture_sizes": [1, 4, 8]
     }
     with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder), "cuda" if torch.cuda.is_available() else "cpu")
+        make(Path(folder), "cuda" if torch.cuda.is_available() else "cpu", args.hot_format == "fp8")
         engine = Engine(Path(folder), args.hot_format, args.steps, more | args.engine)
     result = {"machine": about(), "shape": SHAPE._asdict(), "layers": LAYERS, "hot": HOT}
     result |= {"hot_format": args.hot_format, "method": METHODS[args.hot_format]}

@@ -135,11 +135,20 @@ def _changed(number: int, change: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_changed(2, lambda s: s[:, :1]), r"holds scales of hot experts as \[2, 1, 2\] .* \[2, 2, 2"),
-        (_changed(2, lambda s: s.double()), "hot experts in torch.float64; accepted: .* 128 blocks"),
+        (
+            _changed(2, lambda s: s[:, :1]),
+            r"holds scales of hot experts as \[2, 1, 2\] .* \[2, 2, 2",
+        ),
+        (
+            _changed(2, lambda s: s.double()),
+            "hot experts in torch.float64; accepted: .* 128 blocks",
+        ),
         (_changed(3, lambda s: s.bfloat16()), "FP8 with .* scales, and the CPU holds"),
         (_changed(0, lambda w: w.flip(1).contiguous()), "in a layout of its own"),
-        (lambda layer: setattr(layer, "slot_weights", layer.slot_weights[:2]), "float8_e4m3fn; acc"),
+        (
+            lambda layer: setattr(layer, "slot_weights", layer.slot_weights[:2]),
+            "float8_e4m3fn; acc",
+        ),
     ],
 )
 def test_weights_that_cannot_be_replaced(folder: Path, change: Any, message: str) -> None:

@@ -35,7 +35,7 @@ def decide(switch: str, given: dict[str, Any], **engine: Any) -> KTOptions:
 CASES = [
     ({}, {"ranks": 2}, "tensor parallelism is not supported (2 ranks)"),
     ({}, {"device": "xpu"}, "the engine's device is xpu; accepted: cuda, cpu"),
-    ({}, {"quantisation": "fp8"}, "quantised with fp8, and the CPU those of method INT4_G32, which"),
+    ({}, {"quantisation": "fp8"}, "with fp8, and the CPU those of method INT4_G32, which"),
     (
         {"hot_format": "packed", "method": "AWQ_INT4", "weight_path": "org/name"},
         {"quantisation": "awq"},
