@@ -6,6 +6,8 @@ One launch without host synchronisation, so it can be captured in a CUDA graph.
 import triton
 import triton.language as tl
 
+from .route_kernel import without_padding
+
 _ROUTES = 1024  # that the program looks at in one step
 
 
@@ -80,13 +82,7 @@ def begin_pass(
         # int64 first, since an unsigned type cannot hold -1.
         given = tl.load(ids + tl.cast(row, tl.int64) * TOP_K + column, mask=inside, other=0)
         given = tl.cast(given, tl.int64)
-        known = inside & (given >= 0) & (given < EXPERTS)
-        if PADDED:
-            pads = tl.load(padding + row, mask=inside, other=0)
-            if padding.dtype.element_ty == tl.int64:
-                known = known & (pads >= 0)
-            else:
-                known = known & (pads == 0)
+        known = without_padding(inside, padding, row, PADDED) & (given >= 0) & (given < EXPERTS)
         expert = tl.where(known, given, 0)
         slot = tl.load(live + expert, mask=known, other=-1)
         time = number + row + 1

@@ -25,6 +25,19 @@ def constants(experts: int, top_k: int) -> dict[str, int]:
     }
 
 
+@triton.jit
+def without_padding(inside, padding, row, PADDED: tl.constexpr):
+    """``inside`` without rows that are padding: with PADDED, an int64 below 0, a byte other than
+    0."""
+    if PADDED:
+        pads = tl.load(padding + row, mask=inside, other=0)
+        if padding.dtype.element_ty == tl.int64:
+            inside = inside & (pads >= 0)
+        else:
+            inside = inside & (pads == 0)
+    return inside
+
+
 @triton.jit(
     do_not_specialize=["tokens", "capacity"],
     do_not_specialize_on_alignment=["ids", "padding", "totals", "host_totals", "routes", "passes"],
@@ -61,13 +74,7 @@ def count_routes(
     column = tl.arange(0, COLUMNS)[None, :]
     for first in range(0, tokens, ROWS):
         row = first + tl.arange(0, ROWS)
-        real = row < tokens
-        if PADDED:
-            pads = tl.load(padding + row, mask=real, other=0)
-            if padding.dtype.element_ty == tl.int64:
-                real = real & (pads >= 0)
-            else:
-                real = real & (pads == 0)
+        real = without_padding(row < tokens, padding, row, PADDED)
         at = tl.cast(row, tl.int64)[:, None] * TOP_K + column
         inside = real[:, None] & (column < TOP_K)
         # int64 first, since an unsigned type cannot hold -1.
