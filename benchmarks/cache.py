@@ -20,6 +20,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from kt_kernel.weights.expert_tensors import MATRICES
 
 ROUTES = 8192  # tokens of which routes are generated; then they begin again
 WARM = {FIXED: 16, MOVING: 400}  # tokens before those that are timed
+SHIFTED = (32, 32, 64, 128)  # tokens of each row after the load has shifted
 
 
 def serve_first_expert_from_memory(shape: Shape, layers: int) -> None:
@@ -141,22 +143,27 @@ class Bench:
         """A row of the result. rate: of uploads; None: the cache's own."""
         given = self.cache.rate
         self.cache.rate = given if rate is None else rate
+        self._begin(routes, resident, mode, streams)
+        row = {"routes": routes, "resident": resident, "mode": mode, "streams": streams}
+        row |= {"rate": self.cache.rate} | self._timed(self._args.steps, streams)
+        self.control.mode = FIXED
+        self.cache.rate = given
+        return row
+
+    def _begin(self, routes: str, resident: float, mode: str, streams: int) -> None:
+        """Decodes some tokens that are not timed."""
         slots = round(resident * self._args.shape.experts)
         self.control.reset(slots, lambda: self.times(3))
         self.routes.use(routes, streams)
         self.control.mode = mode
         self.times(WARM[mode], streams)
+
+    def _timed(self, steps: int, streams: int = 1) -> dict[str, Any]:
         before = self.control.counters()
-        times = sorted(self.times(self._args.steps, streams))
+        times = sorted(self.times(steps, streams))
         after = self.control.counters()
-        self.control.mode = FIXED
         count = {name: after[name] - before[name] for name in after}
-        row = {
-            "routes": routes,
-            "resident": resident,
-            "mode": mode,
-            "streams": streams,
-            "rate": self.cache.rate,
+        return {
             "tokens_s": streams * len(times) / sum(times),
             "p50_ms": 1e3 * times[len(times) // 2],
             "p99_ms": 1e3 * times[int(len(times) * 0.99)],
@@ -164,8 +171,15 @@ class Bench:
             "uploads": count["cache_uploads"] / (len(times) * self._args.layers),
             "gain": self.cache._gain.mean,
         }
-        self.cache.rate = given
-        return row
+
+    def shift(self, resident: float) -> Iterator[dict[str, Any]]:
+        """Rows of the cache after the load has shifted to other experts, in the order of time."""
+        self._begin("local", resident, MOVING, 1)
+        self.routes.use("shifted", 1)
+        for steps in SHIFTED:
+            row = {"routes": "shifted", "resident": resident, "mode": MOVING, "streams": 1}
+            yield row | {"rate": self.cache.rate, "steps": steps} | self._timed(steps)
+        self.control.mode = FIXED
 
 
 def arguments(about: str, resident: list[float]) -> argparse.Namespace:
@@ -207,6 +221,10 @@ def main() -> None:
                     rows.append(bench.measure(routes, resident, mode, streams, rate))
                     print(json.dumps(rows[-1]), flush=True)
                     args.json.write_text(json.dumps(result, indent=1))
+    for row in bench.shift(args.resident[len(args.resident) // 2]):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        args.json.write_text(json.dumps(result, indent=1))
     sys.stdout.flush()
     os._exit(0)  # engines take long to end, and everything is saved
 
