@@ -12,7 +12,7 @@ import torch
 
 from kt_kernel.device.cache import HostCache
 from kt_kernel.moe.placement import Placement
-from kt_kernel.routes.policies import LRU, DecayedLFU
+from kt_kernel.routes.policies import DecayedLFU
 from kt_kernel.routes.simulator import Replay
 from kt_kernel.routes.synthetic import NONE, QWEN3_30B, WEAK, Locality, generate
 from kt_kernel.serving.cache import CachedLayer, ModelCache
@@ -61,7 +61,8 @@ def replayed(cache: ModelCache, memory: HostCache, routes: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("locality", "policy"), [(QWEN3_30B, LRU()), (WEAK, DecayedLFU(64, margin=1.0))]
+    ("locality", "policy"),
+    [(QWEN3_30B, DecayedLFU(8, margin=0.2)), (WEAK, DecayedLFU(64, margin=1.0))],
 )
 def test_the_policy_that_the_routes_reward(locality: Locality, policy: Any) -> None:
     record = generate(replace(locality, **SMALL), TOKENS, LAYERS)
