@@ -21,13 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+import numpy as np
 from cache_control import FIXED, MOVING, Control
 from in_memory import VOCABULARY, serve_experts_from_memory, weights_without_experts
 from machine import about
@@ -41,6 +41,7 @@ from kt_kernel.routes.simulator import as_streams
 from kt_kernel.routes.synthetic import NONE, QWEN3_30B, generate
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.weights.expert_tensors import MATRICES
+from kt_kernel.weights.packed import packed_shape
 
 ROUTES = 8192  # tokens of which routes are generated; then they begin again
 WARM = {FIXED: 16, MOVING: 400}  # tokens before those that are timed
@@ -57,14 +58,25 @@ def serve_first_expert_from_memory(shape: Shape, layers: int) -> None:
 def _finish_loading(layer: HybridLayer, original: Any = HybridLayer.finish_loading) -> None:
     every = range(layer.num_experts)
     assert layer._loading is not None
+    _copy_first_expert(layer)
     layer._loading._packed.update(every)
     layer.wrapper._arrived.update(every)
     if layer.hot is not None:
         layer.hot._arrived.update((slot, which) for slot in every for which in MATRICES)
     original(layer)
-    with ThreadPoolExecutor(8) as pool:
-        for part in layer.wrapper.packed_experts().parts:
-            list(pool.map(lambda row, first=part.memory[0]: row.copy_(first), part.memory[1:]))
+
+
+def _copy_first_expert(layer: HybridLayer) -> None:
+    """Every other expert gets the packed weights of the first one."""
+    core, forms = layer.wrapper._core, layer.wrapper._form
+    hidden, inter = layer.hidden_size, layer.moe_intermediate_size
+    shapes = (inter, hidden), (inter, hidden), (hidden, inter)
+    matrices = []
+    for number, (form, shape) in enumerate(zip(forms, shapes, strict=True)):
+        matrices.append(np.empty(packed_shape(form, *shape), np.uint8))
+        core.save_packed(0, number, matrices[-1])
+    for expert in range(1, layer.num_experts):
+        core.load_packed(expert, *matrices)
 
 
 class Routes:
@@ -106,6 +118,7 @@ class Bench:
             "num_gpu_experts": round(max(args.resident) * shape.experts),
             "enable_dynamic_expert_update": "on",
             "hot_format": args.hot_format,
+            "gpu_prefill_token_threshold": 0,  # prompts are short
         }
         arguments: dict[str, Any] = dict(ENGINES["vllm"])
         arguments["compilation_config"] |= {"cudagraph_capture_sizes": [1, 4, 16]}

@@ -62,7 +62,7 @@ def replayed(cache: ModelCache, memory: HostCache, routes: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("locality", "policy"),
-    [(QWEN3_30B, DecayedLFU(8, margin=0.2)), (WEAK, DecayedLFU(64, margin=1.0))],
+    [(QWEN3_30B, DecayedLFU(3, margin=0.1)), (WEAK, DecayedLFU(64, margin=1.0))],
 )
 def test_the_policy_that_the_routes_reward(locality: Locality, policy: Any) -> None:
     record = generate(replace(locality, **SMALL), TOKENS, LAYERS)

@@ -11,7 +11,7 @@ import numpy as np
 from ..device.cache import Totals
 from ..routes.policies import DecayedLFU, Policy, Uses
 
-_SHORT, _LONG = 8, 64  # tokens after which a use counts half: of recency, and of frequency
+_SHORT, _LONG = 3, 64  # tokens after which a use counts half: of recency, and of frequency
 _LOOKS = 4  # of which one compares the policies
 _AVERAGED = 32  # comparisons
 _BETTER = 0.02  # share of the uses by which another policy must be better to be used
@@ -28,10 +28,10 @@ def make_policies() -> list[Policy]:
 
     Recency is a count that fades within some tokens rather than the time of the last use. Of the
     experts that were just used, the bus can often take only a part, and those that were used more
-    than once lately are worth more: at a quarter of an upload per layer and token, that makes up to
-    a sixth more hits than LRU.
+    than once lately are worth more: with a quarter of an upload per layer and token, there are 2 to
+    8% more hits of all uses than with LRU, and without a bound about as many.
     """
-    return [DecayedLFU(_SHORT, margin=0.2), DecayedLFU(_LONG, margin=1.0)]
+    return [DecayedLFU(_SHORT, margin=0.1), DecayedLFU(_LONG, margin=1.0)]
 
 
 class Scores:
