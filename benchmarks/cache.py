@@ -28,9 +28,8 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import numpy as np
-from cache_control import FIXED, MOVING, Control
+from cache_control import FIXED, MOVING, Control, about_engine
 from in_memory import VOCABULARY, serve_experts_from_memory, weights_without_experts
-from machine import about
 from prompts import ENGINES
 from route_table import RouteTable
 from safetensors.torch import save_file
@@ -218,7 +217,7 @@ def main() -> None:
         bench = Bench(args, Path(folder))
     rows: list[dict[str, Any]] = []
     result = {
-        "machine": about(),
+        **about_engine(),
         "shape": args.shape._asdict(),
         "layers": args.layers,
         "hot_format": args.hot_format,

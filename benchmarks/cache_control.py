@@ -1,11 +1,14 @@
-"""Controls the live expert cache of a model in this process, for cache.py."""
+"""Controls the live expert cache of a model in this process, for cache.py and cache_exact.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import torch
+from machine import about
 
 from kt_kernel.moe.placement import Placement
 from kt_kernel.serving.cache import ModelCache
@@ -13,6 +16,12 @@ from kt_kernel.serving.cache_policy import Gain
 from kt_kernel.serving.cache_slots import LayerSlots
 
 FIXED, MOVING, RESTLESS, STILL = "fixed", "moving", "restless", "still"
+
+
+def about_engine() -> dict[str, Any]:
+    """What a result says of the machine and of vLLM."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"machine": about(), "gpu": gpu, "engine": "vllm", "engine_version": version("vllm")}
 
 
 class Control:

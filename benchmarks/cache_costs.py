@@ -32,8 +32,7 @@ from typing import Any
 
 import torch
 from cache import Bench, arguments
-from cache_control import FIXED, MOVING, STILL
-from machine import about
+from cache_control import FIXED, MOVING, STILL, about_engine
 
 from kt_kernel.device.cache import CudaCache, allow_captures_elsewhere
 from kt_kernel.device.uploads import CudaUploads, Uploads
@@ -228,7 +227,7 @@ def main() -> None:
         bench = Bench(args, Path(folder))
     costs = Costs(bench, args)
     packed = costs.cache.layers[0].packed
-    result: dict[str, Any] = {"machine": about(), "shape": args.shape._asdict()}
+    result: dict[str, Any] = about_engine() | {"shape": args.shape._asdict()}
     result |= {"layers": args.layers, "method": args.method, "expert_bytes": packed.expert_bytes}
     result |= {"bus": costs.bus, "hot_format": args.hot_format}
     print(json.dumps({"bus": costs.bus}), flush=True)

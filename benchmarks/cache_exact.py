@@ -24,9 +24,9 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
-from cache_control import FIXED, RESTLESS, Control
+from cache_control import FIXED, RESTLESS, Control, about_engine
 from in_memory import VOCABULARY, weights_without_experts
-from machine import about, anonymous_memory
+from machine import anonymous_memory
 from prompts import ENGINES
 from safetensors.torch import save_file
 from shapes import Shape
@@ -249,7 +249,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder), "cuda" if torch.cuda.is_available() else "cpu", args.hot_format == "fp8")
         engine = Engine(Path(folder), args.hot_format, args.steps, more | args.engine)
-    result = {"machine": about(), "shape": SHAPE._asdict(), "layers": LAYERS, "hot": HOT}
+    result = about_engine() | {"shape": SHAPE._asdict(), "layers": LAYERS, "hot": HOT}
     result |= {"hot_format": args.hot_format, "method": METHODS[args.hot_format]}
 
     def say(name: str, found: Any) -> None:
