@@ -110,6 +110,7 @@ def test_bench_experts_predicts_speed(kt: Any, routes: Path) -> None:
     assert code == 0 and [row[1] for row in rows] == [
         "first experts",
         "LRU",
+        "decayed LFU, 3 tokens",
         "decayed LFU, 64 tokens",
     ]
     assert rows[0][6] == "1.00 |" and float(rows[1][6].rstrip("| ")) > 1
@@ -124,7 +125,9 @@ def test_bench_experts_refuses(kt: Any, routes: Path, tmp_path: Path) -> None:
     failed(kt("bench", "experts", routes, "--slots", "17"), 1, "slots 17: expected 1 to 16")
     for times in ("1,2,3", "1,2,0,4", "1,-2,3,4", "fast"):
         failed(
-            kt("bench", "experts", routes, "--times", times), 1, f"--times {times}: expected four"
+            kt("bench", "experts", routes, "--times", times),
+            1,
+            f"--times {times}: expected four or",
         )
     STATISTICS.save(tmp_path / "stats")
     failed(kt("bench", "experts", tmp_path / "stats"), 1, "expected kt-expert-routes")

@@ -107,6 +107,13 @@ def test_predicted_steps() -> None:
     missed = replay.first(4).missed / replay.counted_passes
     assert fixed.seconds == pytest.approx(2 + missed * 0.5)
     assert fixed.tokens_per_second == pytest.approx(1 / fixed.seconds)
+    missing = replay.first(4).missing
+    assert sum(missing) == replay.counted_passes * len(RECORD.layers)
+    assert sum(number * count for number, count in enumerate(missing)) == replay.first(4).missed
+    behind = replace(costs, hidden=0.6)  # one expert, and a part of the second
+    longer = sum(count * (number * 0.5 - 0.6) for number, count in enumerate(missing) if number > 1)
+    hidden = predict(replay, None, 4, behind, 1.0)
+    assert hidden.seconds == pytest.approx(2 + longer / replay.counted_passes)
     slow, fast = (predict(replay, LRU, 4, costs, share) for share in (0.1, 0.5))
     assert 0 < slow.result.uploads < fast.result.uploads
     per_step = fast.result.uploads / replay.counted_passes

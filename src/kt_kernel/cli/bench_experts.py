@@ -27,9 +27,10 @@ def experts(
     times: Annotated[
         str | None,
         typer.Option(
-            metavar="STEP,MISS,UPLOAD,BESIDE",
-            help="also predict tokens/s, from milliseconds: of a step with every expert hot, that "
-            "a missed expert adds, of an upload, that an upload adds to the step beside it",
+            metavar="STEP,MISS,UPLOAD,BESIDE[,HIDDEN]",
+            help="also predict tokens/s, from milliseconds: of a step with every expert hot, of a "
+            "missed expert, of an upload, that an upload adds to the step beside it, and that "
+            "missed experts of a layer are hidden behind the GPU's (default: 0)",
         ),
     ] = None,
     bus_share: Annotated[
@@ -98,11 +99,11 @@ def _numbers(text: str | None, experts: int) -> list[int]:
 def _seconds(text: str) -> list[float]:
     try:
         found = [float(part) / 1e3 for part in text.split(",")]
-        if len(found) == 4 and min(found) >= 0 and found[0] > 0 and found[2] > 0:
+        if len(found) in (4, 5) and min(found) >= 0 and found[0] > 0 and found[2] > 0:
             return found
     except ValueError:
         pass
     raise ValueError(
-        f"--times {text}: expected four numbers of milliseconds such as 1.3,0.19,0.5,0.1; the "
-        "first and the third must be more than 0"
+        f"--times {text}: expected four or five numbers of milliseconds such as 1.3,0.19,0.5,0.1; "
+        "the first and the third must be more than 0"
     )

@@ -21,16 +21,23 @@ class Costs:
         miss: that an expert without a slot adds to a step: the CPU's time for it.
         upload: that the bus needs for an expert.
         beside: that an upload adds to a step, because it reads the memory that the CPU reads.
+        hidden: of missed experts in each layer, while the GPU computes those with a slot. A layer
+            takes the longer of both.
     """
 
     step: float
     miss: float
     upload: float
     beside: float = 0.0
+    hidden: float = 0.0
 
     def of(self, result: Result, passes: int) -> float:
         """Seconds of a step with a result of so many passes."""
-        return self.step + (result.missed * self.miss + result.uploads * self.beside) / passes
+        longer = sum(
+            count * max(0.0, missed * self.miss - self.hidden)
+            for missed, count in enumerate(result.missing)
+        )
+        return self.step + (longer + result.uploads * self.beside) / passes
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ def predictions(
     """The first experts, and caches by recency and by frequency, with each number of slots per
     layer. The second half of the record is counted."""
     replay = second_half(record)
-    policies = (None, LRU, lambda: DecayedLFU(64))
+    policies = (None, LRU, lambda: DecayedLFU(3), lambda: DecayedLFU(64))
     return [predict(replay, policy, count, costs, share) for count in slots for policy in policies]
 
 

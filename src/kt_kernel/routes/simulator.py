@@ -28,6 +28,7 @@ class Result:
         hits: routes to experts that were in a slot.
         missed: experts that the CPU had to read: for each pass and layer, those without a slot.
         uploads: experts that were copied into a slot.
+        missing: in how many passes of a layer 0, 1, 2, ... experts were missed.
     """
 
     policy: str
@@ -38,6 +39,7 @@ class Result:
     hits: int
     missed: int
     uploads: int
+    missing: tuple[int, ...]
 
     @property
     def hit_rate(self) -> float:
@@ -119,14 +121,15 @@ class Replay:
         held[:, :slots] = True
         flat = held.reshape(-1)  # a view
         policy.start(self._first_use)
-        hits = missed = uploads = 0
+        hits = uploads = 0
+        missing = np.zeros(self.experts + 1, np.int64)
         candidates = np.empty(flat.size)
         for number, uses in enumerate(self.passes):
             there = flat[uses.at]
             counted = number >= self._from
             if counted:
                 hits += int(uses.counts[there].sum())
-                missed += len(there) - int(there.sum())
+                self._count_missing(missing, uses.at[~there])
             scores = policy.see(uses, int(self._ends[number] - self._starts[number]))
             wanted = uses.at[~there]
             if uploads_per_pass is not None:
@@ -144,7 +147,12 @@ class Replay:
             held[changed[:, None], best] = True
             if counted:
                 uploads += int(flat[wanted].sum())
-        return self._result(policy.name, slots, hits, missed, uploads)
+        return self._result(policy.name, slots, hits, missing, uploads)
+
+    def _count_missing(self, missing: np.ndarray, at: np.ndarray) -> None:
+        """Adds a pass to the numbers of `Result.missing`. at: the experts that it missed."""
+        of_layers = np.bincount(at // self.experts, minlength=self.layers)
+        missing += np.bincount(of_layers, minlength=len(missing))
 
     def _best(self, wanted: np.ndarray, scores: np.ndarray, count: int) -> np.ndarray:
         """Of each layer, the ``count`` experts with the highest scores."""
@@ -157,12 +165,12 @@ class Replay:
     def fixed(self, name: str, masks: np.ndarray) -> Result:
         """A placement that never changes. masks: bool [L, E], True = hot."""
         flat = masks.reshape(-1)
-        hits = missed = 0
+        hits, missing = 0, np.zeros(self.experts + 1, np.int64)
         for uses in self.passes[self._from :]:
             there = flat[uses.at]
             hits += int(uses.counts[there].sum())
-            missed += len(there) - int(there.sum())
-        return self._result(name, int(masks.sum()) // self.layers, hits, missed, 0)
+            self._count_missing(missing, uses.at[~there])
+        return self._result(name, int(masks.sum()) // self.layers, hits, missing, 0)
 
     def first(self, slots: int) -> Result:
         """The first experts of each layer."""
@@ -193,9 +201,13 @@ class Replay:
             raise ValueError(f"slots {slots}: expected 1 to {self.experts}")
         return slots
 
-    def _result(self, name: str, slots: int, hits: int, missed: int, uploads: int) -> Result:
+    def _result(
+        self, name: str, slots: int, hits: int, missing: np.ndarray, uploads: int
+    ) -> Result:
         uses = sum(int(uses.counts.sum()) for uses in self.passes[self._from :])
-        return Result(name, slots, self.tokens, self.layers, uses, hits, missed, uploads)
+        missed = int((missing * np.arange(len(missing))).sum())
+        counted = tuple(np.trim_zeros(missing, "b").tolist())
+        return Result(name, slots, self.tokens, self.layers, uses, hits, missed, uploads, counted)
 
 
 def second_half(record: RouteRecord) -> Replay:
