@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -31,9 +32,16 @@ class Control:
     def __init__(self, cache: ModelCache) -> None:
         self.cache, self.mode = cache, FIXED
         self._step, self._moves = cache._step, cache._wanted_moves
+        self._look_at_all, self._changing = cache.step, False
         self._random = np.random.default_rng(0)
         cache._step = self._look  # type: ignore[method-assign]
         cache._wanted_moves = self._wanted  # type: ignore[method-assign]
+        cache.step = self._unless_changing  # type: ignore[method-assign]
+
+    def _unless_changing(self) -> bool:
+        """A look that waits for a change of the placement would count as a long one, and the
+        thread would pause for a multiple of it."""
+        return False if self._changing else self._look_at_all()
 
     def _look(self) -> bool:
         if self.mode == STILL:
@@ -68,7 +76,7 @@ class Control:
         computes a batch."""
         self._empty(run)
         cache = self.cache
-        with cache._lock:
+        with self._change():
             for layer in cache.layers:
                 self._fill(layer, resident)
             cache._uploads.wait()
@@ -80,7 +88,7 @@ class Control:
         """As `reset`, where several experts may have the same slot, for experts that all have the
         same weights. Nothing may move after it until the next `reset`."""
         self._empty(run)
-        with self.cache._lock:
+        with self._change():
             for layer in self.cache.layers:
                 experts = np.arange(len(layer.slots.wanted))
                 layer.slots.wanted[:] = np.where(
@@ -90,13 +98,21 @@ class Control:
             self._publish()
         run()
 
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        self._changing = True
+        try:
+            with self.cache._lock:
+                yield
+        finally:
+            self._changing = False
+
     def _empty(self, run: Callable[[], Any]) -> None:
         """Empties all slots."""
         self.mode = FIXED
-        cache = self.cache
-        with cache._lock:
+        with self._change():
             self._finish_uploads()
-            for layer in cache.layers:
+            for layer in self.cache.layers:
                 layer.slots.wanted[:] = -1
                 layer.slots.version += 1
             self._publish()
