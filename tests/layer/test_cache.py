@@ -194,6 +194,53 @@ def test_looks_leave_time(
     assert cache._budget == pytest.approx(wait * rate, rel=0.1)
 
 
+def test_uploads_are_published_between_looks(weights, restless, monkeypatch) -> None:
+    """Soon after they are complete, while the next look has to wait."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    model, _ = make(weights)
+    cache, now = started(model), 0.0
+    look, publish = cache.step, cache._memory.publish
+    looks: list[float] = []
+    ends: list[float] = []
+    published: list[float] = []
+
+    def upload(*given: Any) -> Any:
+        end = now + 3e-3
+        ends.append(end)
+        return lambda: now >= end
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        for number in range(LAYERS):
+            cache._memory.begin_pass(number, torch.tensor([[0, 5]]), None)
+        if now > 0.5:
+            cache._stop.set()
+
+    def slow_look() -> bool:
+        nonlocal now
+        looks.append(now)
+        found = look()
+        now += 2e-3
+        return found
+
+    def publishing() -> None:
+        published.append(now)
+        publish()
+
+    monkeypatch.setattr(cache._uploads, "start", upload)
+    monkeypatch.setattr(cache, "step", slow_look)
+    monkeypatch.setattr(cache._memory, "publish", publishing)
+    clock = SimpleNamespace(sleep=sleep, perf_counter=lambda: now, monotonic=lambda: now)
+    monkeypatch.setattr(caches, "time", clock)
+    cache._run()
+    between = sorted({*published} - {*looks})
+    assert len(looks) > 20 and len(between) > 10
+    for time in between:
+        assert min(abs(time - end) for end in ends) < 3 * caches.TICK_SECONDS, time
+    assert np.diff(looks).min() > 5 * 2e-3 * 0.99
+
+
 @pytest.mark.parametrize("all_streamed", [False, True])
 def test_beside_streaming(weights, restless, monkeypatch, all_streamed: bool) -> None:
     """Long batches are streamed while experts move; what the host believes to be cold may be out of

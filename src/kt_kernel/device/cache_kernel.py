@@ -98,9 +98,7 @@ def begin_pass(
 
 
 @triton.jit
-def publish_maps(
-    wanted, versions, published, numbers, EXPERTS: tl.constexpr, BINS: tl.constexpr
-):
+def publish_maps(wanted, versions, published, numbers, EXPERTS: tl.constexpr, BINS: tl.constexpr):
     """Copies maps and their numbers from pinned memory to the device; one program for each layer.
 
     wanted, published: int32 [layers, EXPERTS]; versions, numbers: int32 [layers]. A map's number

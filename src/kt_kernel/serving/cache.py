@@ -155,16 +155,22 @@ class ModelCache:
             with torch.cuda.device(self._memory.device):
                 allow_captures_elsewhere()
                 idle, nap, looked = 0, TICK_SECONDS, time.perf_counter()
+                published, publishing = looked, 0.0
                 while not self._stop.is_set():
                     time.sleep(nap)
                     nap = TICK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS
                     began = time.perf_counter()
                     if not self._due(began - looked):
+                        if self._arrived() and began >= published + _PAUSE * publishing:
+                            self._publish_arrived()
+                            published = time.perf_counter()
+                            publishing = published - began
                         continue
                     idle = 0 if self.step() else idle + 1
                     looked = time.perf_counter()
                     self._wait = self._until_next(looked - began)
-                    nap = max(nap, self._wait)
+                    if not self._under_way:
+                        nap = max(nap, self._wait)
         except Exception:
             _logger.exception("kt: experts no longer move, because of an error; serving goes on")
 
@@ -176,7 +182,17 @@ class ModelCache:
             return False
         if since >= _OFTEN_SECONDS or self._memory.passed[self._watched] != self._passed:
             return True
+        return self._arrived()
+
+    def _arrived(self) -> bool:
+        """Whether an upload is complete."""
         return bool(self._under_way) and self._under_way[0][2]()
+
+    def _publish_arrived(self) -> None:
+        """Publishes complete uploads, without a look, so that the next batches use them."""
+        with self._lock:
+            self._take_arrived()
+            self._publish()
 
     def _until_next(self, took: float) -> float:
         """Seconds to wait at least after a look that took so many."""
@@ -200,9 +216,7 @@ class ModelCache:
         versions = totals.versions.tolist()
         more = new or self._waits or versions != self._versions
         self._versions = versions
-        while self._under_way and self._under_way[0][2]():
-            layer, slot, _ = self._under_way.popleft()
-            self.layers[layer].slots.uploaded(slot)
+        if self._take_arrived():
             more = True
         if not more:
             return bool(self._under_way)
@@ -210,15 +224,28 @@ class ModelCache:
         self._fill_budget()
         if self._budget > 0:  # otherwise slots would only stay empty
             self._evict(moves)
+        self._publish()
+        self._upload(moves, totals)
+        return new or bool(self._under_way)
+
+    def _take_arrived(self) -> bool:
+        """Takes note of complete uploads. Returns whether there were any."""
+        found = False
+        while self._arrived():
+            layer, slot, _ = self._under_way.popleft()
+            self.layers[layer].slots.uploaded(slot)
+            found = True
+        return found
+
+    def _publish(self) -> None:
+        """Publishes the maps if they have changed."""
         changed = [
             layer.slots.next_map(version)
-            for layer, version in zip(self.layers, versions, strict=True)
+            for layer, version in zip(self.layers, self._versions, strict=True)
         ]
         if any(changed):
             self._write_versions()
             self._memory.publish()
-        self._upload(moves, totals)
-        return new or bool(self._under_way)
 
     def _write_versions(self) -> None:
         self._memory.versions[:] = [layer.slots.version for layer in self.layers]
