@@ -40,7 +40,8 @@ class Times:
         hot: of its experts with a slot, at the same time as the missed ones.
         miss: of a missed expert on the CPU.
         upload: of an expert on the bus.
-        look, start: that the cache's thread needs for a look, and for starting an upload.
+        look, start: that the cache's thread computes in a look, and for starting an upload.
+        waits: how many times as long both take, because the engine's thread runs, too.
     """
 
     rest: float
@@ -50,6 +51,7 @@ class Times:
     upload: float
     look: float
     start: float
+    waits: float
 
 
 class Timeline:
@@ -108,7 +110,7 @@ class Timeline:
 
     def run(self, counted_from: int) -> dict[str, float]:
         """Figures of the tokens from this one on."""
-        look, begin = self.cache.step, []
+        look, begin, computed = self.cache.step, [], [0.0]
 
         def mark() -> tuple[int, int, int, int, float]:
             found = self._memory.totals()
@@ -125,12 +127,16 @@ class Timeline:
             found = look()
             took = self._times.look + self._times.start * (self.uploads - before)
             self.looks += 1
-            self._advance(self.now + took)
+            computed[0] += took
+            self._advance(self.now + took * self._times.waits)
             return found
 
         self.cache.step = timed_look  # type: ignore[method-assign]
         clock = SimpleNamespace(
-            sleep=sleep, perf_counter=lambda: self.now / 1e3, monotonic=lambda: self.now / 1e3
+            sleep=sleep,
+            perf_counter=lambda: self.now / 1e3,
+            thread_time=lambda: computed[0] / 1e3,
+            monotonic=lambda: self.now / 1e3,
         )
         with _replaced(caches, "time", clock), _replaced(torch.cuda, "device", _no_device):
             self.cache._filled = 0.0
@@ -171,7 +177,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=600)
     for name, default in (("rest", 0.3), ("layer", 0.25), ("hot", 0.2), ("miss", 0.21)):
         parser.add_argument(f"--{name}", type=float, default=default)
-    for name, default in (("upload", 0.5), ("look", 0.4), ("start", 0.08)):
+    for name, default in (("upload", 0.5), ("look", 0.4), ("start", 0.08), ("waits", 3)):
         parser.add_argument(f"--{name}", type=float, default=default)
     args = parser.parse_args()
     times = Times(**{name: getattr(args, name) for name in Times.__dataclass_fields__})

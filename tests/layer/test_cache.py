@@ -174,7 +174,9 @@ def test_looks_leave_time(
         return busy
 
     monkeypatch.setattr(cache, "step", look)
-    clock = SimpleNamespace(sleep=sleep, perf_counter=lambda: now, monotonic=lambda: now)
+    clock = SimpleNamespace(
+        sleep=sleep, **dict.fromkeys(("perf_counter", "thread_time", "monotonic"), lambda: now)
+    )
     monkeypatch.setattr(caches, "time", clock)
     cache._filled = 0.0
     cache._run()
@@ -231,7 +233,9 @@ def test_uploads_are_published_between_looks(weights, restless, monkeypatch) -> 
     monkeypatch.setattr(cache._uploads, "start", upload)
     monkeypatch.setattr(cache, "step", slow_look)
     monkeypatch.setattr(cache._memory, "publish", publishing)
-    clock = SimpleNamespace(sleep=sleep, perf_counter=lambda: now, monotonic=lambda: now)
+    clock = SimpleNamespace(
+        sleep=sleep, **dict.fromkeys(("perf_counter", "thread_time", "monotonic"), lambda: now)
+    )
     monkeypatch.setattr(caches, "time", clock)
     cache._run()
     between = sorted({*published} - {*looks})

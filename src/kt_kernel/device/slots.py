@@ -33,8 +33,8 @@ class SlotWeights(ABC):
     ) -> None:
         """Starts writing an expert to a slot, on the stream, which is the current one.
 
-        experts: those of the layer. staged: for each part, the expert's bytes on the device, uint8
-        [1, expert_bytes]; the same tensors in all calls.
+        experts: those of the layer, the same in all calls. staged: for each part, the expert's
+        bytes on the device, uint8 [1, expert_bytes]; the same tensors in all calls.
         """
 
     @abstractmethod
@@ -52,12 +52,16 @@ class DenseSlots(SlotWeights):
     def __init__(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
         self.w13, self.w2 = w13, w2
         self.num_slots, self.inter = len(w13), w2.shape[2]
+        self._places: dict[int, list[torch.Tensor]] = {}  # by slot
         self._again: list[Callable[[torch.Tensor, int], None]] = []
 
     def write(
         self, experts: PackedExperts, staged: Sequence[torch.Tensor], slot: int, stream: Any
     ) -> None:
-        places = experts.places(self.w13[slot : slot + 1], self.w2[slot : slot + 1])
+        places = self._places.get(slot)
+        if places is None:
+            places = experts.places(self.w13[slot : slot + 1], self.w2[slot : slot + 1])
+            self._places[slot] = places
         if self._again:
             for launch, place in zip(self._again, places, strict=True):
                 launch(place, stream.cuda_stream)
@@ -101,12 +105,15 @@ class PackedSlots(SlotWeights):
         self._w13, self._w2 = w13.view(torch.uint8), w2.view(torch.uint8)
         # Rows of 8 bits have one scale: [S, rows, 1].
         self._s13, self._s2 = (s if s.dim() == 3 else s[..., None] for s in (s13, s2))
+        self._places: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by slot
         self._again: list[Callable[[torch.Tensor, torch.Tensor, int], None]] = []
 
     def write(
         self, experts: PackedExperts, staged: Sequence[torch.Tensor], slot: int, stream: Any
     ) -> None:
-        places = self._places(experts, slot)
+        places = self._places.get(slot)
+        if places is None:
+            places = self._places[slot] = self._places_of(experts, slot)
         if self._again:
             for launch, (codes, scales) in zip(self._again, places, strict=True):
                 launch(codes, scales, stream.cuda_stream)
@@ -118,7 +125,9 @@ class PackedSlots(SlotWeights):
         if _aligned_alike(self._w13, self._w2, self._s13, self._s2):
             self._again = [launch for launch in found if launch is not None]
 
-    def _places(self, experts: PackedExperts, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _places_of(
+        self, experts: PackedExperts, slot: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Codes and scales of gate, up and down of each part."""
         w13, w2, s13, s2 = (t[slot] for t in (self._w13, self._w2, self._s13, self._s2))
         bits, found = 4 if self._code == torch.uint8 else 8, []

@@ -35,7 +35,10 @@ class CudaUploads(Uploads):
         with torch.inference_mode(False):
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
-        self._staged: dict[int, list[torch.Tensor]] = {}  # by layer
+        # Of each layer, where its experts' parts go on the device, and where they come from. Slices
+        # are kept: each operation on tensors lets the engine's thread run first.
+        self._staged: dict[int, list[torch.Tensor]] = {}
+        self._sources: dict[tuple[int, int], list[torch.Tensor]] = {}  # by layer and expert
 
     @property
     def nbytes(self) -> int:
@@ -46,13 +49,17 @@ class CudaUploads(Uploads):
         self, experts: PackedExperts, weights: SlotWeights, expert: int, slot: int
     ) -> Callable[[], bool]:
         event = torch.cuda.Event()
-        (run,) = experts.runs([expert])
         staged = self._staged.get(id(experts))
         if staged is None:
             staged = self._staged[id(experts)] = self._stage(experts)
+        sources = self._sources.get((id(experts), expert))
+        if sources is None:
+            (run,) = experts.runs([expert])
+            sources = [part.memory[run.at : run.at + 1] for part in experts.parts]
+            self._sources[id(experts), expert] = sources
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            for part, there in zip(experts.parts, staged, strict=True):
-                there.copy_(part.memory[run.at : run.at + 1], non_blocking=True)
+            for source, there in zip(sources, staged, strict=True):
+                there.copy_(source, non_blocking=True)
             weights.write(experts, staged, slot, self._stream)
             event.record(self._stream)
         return event.query

@@ -26,7 +26,9 @@ from .cache_policy import Gain, Scores, make_policies
 from .cache_slots import LayerSlots
 
 TICK_SECONDS = 0.0002  # between two checks whether there is something to look at
-_PAUSE = 4  # times as long as a look took: its Python part keeps the engine's thread from launching
+# Times as long as a look computed: meanwhile, the engine's thread cannot launch. A look also waits
+# for that thread, and then takes several times as long as it computes.
+_PAUSE = 4
 _OFTEN_SECONDS = 0.002  # between looks during a step that takes longer
 _SELDOM_SECONDS = 0.02  # between looks while moves do not pay
 _IDLE_SECONDS = 0.005
@@ -159,16 +161,16 @@ class ModelCache:
                 while not self._stop.is_set():
                     time.sleep(nap)
                     nap = TICK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS
-                    began = time.perf_counter()
-                    if not self._due(began - looked):
-                        if self._arrived() and began >= published + _PAUSE * publishing:
+                    now, computed = time.perf_counter(), time.thread_time()
+                    if not self._due(now - looked):
+                        if self._arrived() and now >= published + _PAUSE * publishing:
                             self._publish_arrived()
                             published = time.perf_counter()
-                            publishing = published - began
+                            publishing = time.thread_time() - computed
                         continue
                     idle = 0 if self.step() else idle + 1
                     looked = time.perf_counter()
-                    self._wait = self._until_next(looked - began)
+                    self._wait = self._until_next(time.thread_time() - computed)
                     if not self._under_way:
                         nap = max(nap, self._wait)
         except Exception:
@@ -195,7 +197,7 @@ class ModelCache:
             self._publish()
 
     def _until_next(self, took: float) -> float:
-        """Seconds to wait at least after a look that took so many."""
+        """Seconds to wait at least after a look that computed for so many."""
         pays = self.rate is None or self._gain.pays
         return max(0.0 if pays else _SELDOM_SECONDS, _PAUSE * took)
 
