@@ -31,12 +31,12 @@ def test_a_fixed_placement() -> None:
 
 
 def test_more_of_the_bus_makes_more_hits() -> None:
-    fixed, little, whole = rows("--share", "0.05", "1")
+    fixed, little, whole = rows("--share", "0.02", "1", "--beside", "0")
     assert fixed[2] < little[2] < whole[2] and fixed[4] > little[4] > whole[4]
     assert 1 < little[6] < whole[6] and 0 < little[3] < whole[3]
 
 
 def test_hot_experts_hide_missed_ones() -> None:
     """With as much time for hot experts as all eight would take on the CPU, hits gain nothing."""
-    fixed, moving = rows("--share", "0.5", "--hot", "2", "--miss", "0.25")
+    fixed, moving = rows("--share", "0.5", "--hot", "2", "--miss", "0.25", "--beside", "0")
     assert fixed[4] == moving[4] and fixed[2] < moving[2]
