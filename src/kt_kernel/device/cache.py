@@ -221,9 +221,10 @@ def _on_host(
 ) -> None:
     """The kernel's work on the CPU."""
     found = Totals(totals.numpy()[None])
-    if found.versions[0] != version[0]:
+    published = int(version[0])  # read once, and before the map: the host may publish meanwhile
+    if found.versions[0] != published:
         live.copy_(wanted)
-        found.versions[0] = int(version[0])
+        found.versions[0] = published
     given = ids.numpy().astype(np.int64)
     known = (given >= 0) & (given < len(live))
     if padding is not None:
