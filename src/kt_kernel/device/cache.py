@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from ..runtime.streams import on_stream
-from .streaming.prepared import PreparedKernel
 
 TOKENS, ROUTES, HITS, VERSION, NUMBERS = range(5)  # of a layer, after the values of its experts
 
@@ -97,7 +96,6 @@ class CudaCache(CacheMemory):
         with torch.inference_mode(False):
             self._published = torch.full_like(self.live, -1)
             self._numbers = torch.zeros(layers, dtype=torch.int32, device=device)
-        self._publishing = PreparedKernel()
         self._stream = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
 
@@ -116,18 +114,10 @@ class CudaCache(CacheMemory):
             )
 
     def publish(self) -> None:
-        from .cache_kernel import publish_maps  # Triton may be missing
-
-        layers, experts = self.live.shape
-        with torch.cuda.stream(self._stream):
-            self._publishing.launch(
-                publish_maps,
-                (layers, 1, 1),
-                (self._wanted, self._versions, self._published, self._numbers),
-                lambda: {"EXPERTS": experts, "BINS": 1 << (experts - 1).bit_length()},
-                kind=publish_maps,
-                device=self.device,
-            )
+        with torch.cuda.stream(self._stream), torch.inference_mode(False):
+            self._published.copy_(self._wanted, non_blocking=True)
+            # A copy of its own: in the order of the stream, it is later than the maps.
+            self._numbers.copy_(self._versions, non_blocking=True)
         self._stream.synchronize()  # the host may change them again
 
     def totals(self) -> Totals:

@@ -95,20 +95,3 @@ def begin_pass(
     tl.store(passed, number + tokens)
     tl.store(numbers + 1, tl.load(numbers + 1) + tl.sum(routes, axis=0))
     tl.store(numbers + 2, tl.load(numbers + 2) + tl.sum(hits, axis=0))
-
-
-@triton.jit
-def publish_maps(wanted, versions, published, numbers, EXPERTS: tl.constexpr, BINS: tl.constexpr):
-    """Copies maps and their numbers from pinned memory to the device; one program for each layer.
-
-    wanted, published: int32 [layers, EXPERTS]; versions, numbers: int32 [layers]. A map's number
-    can be seen after the map. This is a kernel, because a copy would wait for copies of experts
-    that were started before.
-    """
-    layer = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    slots = tl.load(wanted + layer * EXPERTS + bins, mask=bins < EXPERTS, volatile=True)
-    number = tl.load(versions + layer, volatile=True)
-    tl.store(published + layer * EXPERTS + bins, slots, mask=bins < EXPERTS)
-    tl.debug_barrier()
-    tl.atomic_xchg(numbers + layer, number, sem="release", scope="gpu")
