@@ -206,7 +206,6 @@ FAMILIES_2026: dict[str, Family] = {
             expert_ffn_hidden_size=32,
             ffn_hidden_size=64,
             routed_scaling_factor=2.5,
-            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
         CPU_MLA,
         untried=("sglang",),

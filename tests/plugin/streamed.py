@@ -55,7 +55,8 @@ def _start(
 ) -> str | None:
     if not _on_cpu():
         return original(layers, options, device, dtype, engine)
-    return original(layers, options, device, dtype, replace(engine, products=products), Device)
+    simulated = replace(engine, products=products, memory_left=lambda device: 1 << 34)
+    return original(layers, options, device, dtype, simulated, Device)
 
 
 def _unpack(
