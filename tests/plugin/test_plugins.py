@@ -210,12 +210,15 @@ def test_environment_reaches_the_engine(text: str, monkeypatch: pytest.MonkeyPat
     assert vllm_options.options_of(arguments) == KTOptions.from_mapping(json.loads(text))
 
 
-def test_untested_classes(caplog: pytest.LogCaptureFixture) -> None:
+def test_untested_classes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     options, untested = KTOptions(), KTOptions(allow_untested=True)
+    monkeypatch.setitem(common.TESTED_LAYERS, "vLLM", ("AfmoeForCausalLM", "PartForCausalLM"))
     common.refuse_class(["AfmoeForCausalLM"], options, "vLLM", _log)
     assert caplog.text == ""
-    common.refuse_class(["JambaForCausalLM"], options, "vLLM", _log)
-    assert "JambaForCausalLM was tested in vLLM by its MoE layers alone" in caplog.text
+    common.refuse_class(["PartForCausalLM"], options, "vLLM", _log)
+    assert "PartForCausalLM was tested in vLLM by its MoE layers alone" in caplog.text
     for engine, name in (("SGLang", "AfmoeForCausalLM"), ("vLLM", "OtherForCausalLM")):
         common.refuse_class([name], untested, engine, _log)
         with pytest.raises(OptionError) as caught:
