@@ -210,6 +210,17 @@ def test_environment_reaches_the_engine(text: str, monkeypatch: pytest.MonkeyPat
     assert vllm_options.options_of(arguments) == KTOptions.from_mapping(json.loads(text))
 
 
+def test_streaming_needs_a_gpu() -> None:
+    common.refuse_streaming("cuda", KTOptions(gpu_prefill_memory=3 << 29))
+    common.refuse_streaming("cpu", KTOptions(gpu_prefill_token_threshold=0))
+    for given, flag in (
+        ({"gpu_prefill_memory": 3 << 29}, "--kt-gpu-prefill-memory 1.5GB"),
+        ({"gpu_prefill_token_threshold": 512}, "--kt-gpu-prefill-token-threshold 512"),
+    ):
+        with pytest.raises(OptionError, match=f"^{flag}: .* the engine's device is cpu"):
+            common.refuse_streaming("cpu", KTOptions(**given))
+
+
 def test_untested_classes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
