@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kt_kernel import _conflict
+from kt_kernel.runtime.text import shown_size
 from kt_kernel.serving.flags import ENVIRONMENT_VARIABLE, exit_with, from_environment
 from kt_kernel.serving.option_table import ENGINE, OptionError
 from kt_kernel.serving.options import KTOptions
@@ -107,8 +108,8 @@ def refuse_streaming(device: str, options: KTOptions) -> None:
     if device == "cuda" or not (tokens or memory):
         return
     flag = f"--kt-gpu-prefill-token-threshold {tokens}"
-    if not tokens:
-        flag = f"--kt-gpu-prefill-memory {memory}"
+    if memory and not tokens:
+        flag = f"--kt-gpu-prefill-memory {shown_size(memory)}"
     raise OptionError(
         f"{flag}: experts can only be streamed to a CUDA device, and the engine's device is "
         f"{device}; remove it"

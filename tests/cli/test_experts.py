@@ -123,7 +123,7 @@ def test_bench_experts_predicts_speed(kt: Any, routes: Path) -> None:
 def test_bench_experts_refuses(kt: Any, routes: Path, tmp_path: Path) -> None:
     failed(kt("bench", "experts", routes, "--slots", "many"), 1, "--slots many: expected numbers")
     failed(kt("bench", "experts", routes, "--slots", "17"), 1, "slots 17: expected 1 to 16")
-    for times in ("1,2,3", "1,2,0,4", "1,-2,3,4", "fast"):
+    for times in ("1,2,3", "1,2,0,4", "1,-2,3,4", "1,nan,3,4", "1,2,inf,4", "fast"):
         failed(
             kt("bench", "experts", routes, "--times", times),
             1,

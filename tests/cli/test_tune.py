@@ -150,6 +150,10 @@ def test_other_programs_use_the_gpu(kt: Any, gpu: None, monkeypatch: pytest.Monk
     assert code == 0 and "the GPU has 20GB, of which 6GB are free" in err
     assert "--gpu-memory-utilization 0.285" in json.loads(out)["command"]
     failed(kt(*given, "--gpu-memory", "7GB"), 1, "7GB: the GPU has 20GB, of which 6GB are free")
+    # What is said to be free is accepted.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((6 << 30) + 1, 20 << 30))
+    failed(kt(*given, "--gpu-memory", "7GB"), 1, "of which 6GB are free")
+    assert kt(*given, "--gpu-memory", "6GB")[0] == 0
 
 
 def test_a_context_above_the_models_own(kt: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import quantise, row_error
 from kt_kernel.weights.formats import FP8_BLOCK, WeightForm
 
-E, K, H, INNER, SLOTS, LAYERS = 6, 2, 256, 128, 2, 2
+E, K, H, INNER, SLOTS, LAYERS = 6, 2, 256, 256, 2, 2
 SIZES = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
 CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -58,11 +58,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make(folder: Path, hot: int, moving: str) -> tuple[HybridModel, list[Engine]]:
+def make(folder: Path, hot: int, moving: str, pools: int = 1) -> tuple[HybridModel, list[Engine]]:
     from safetensors.torch import load_file
 
     given = {"method": "FP8", "cpuinfer": 2, "num_gpu_experts": hot, "weight_path": str(folder)}
-    given |= {"enable_dynamic_expert_update": moving}
+    given |= {"enable_dynamic_expert_update": moving, "threadpool_count": pools}
     if hot:
         given["hot_format"] = "engine"
     model, engines = HybridModel(KTOptions.from_mapping(given)), []
@@ -103,11 +103,14 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, H, generator=g).bfloat16(), ids, torch.rand(tokens, K, generator=g)
 
 
+@pytest.mark.parametrize("pools", [1, 2])
 def test_experts_move_and_nothing_changes(
-    folder: Path, restless: None, simulated_gpu: None
+    folder: Path, restless: None, simulated_gpu: None, pools: int
 ) -> None:
-    """The same sums as with all experts cold; a lost or a doubled expert would be seen."""
-    model, engines = make(folder, SLOTS, "on")
+    """The same sums as with all experts cold; a lost or a doubled expert would be seen. Each pool
+    has its part of an expert, in blocks of 128."""
+    model, engines = make(folder, SLOTS, "on", pools)
+    assert len(model.layers[0].wrapper.packed_experts().parts) == pools
     cold, _ = make(folder, 0, "off")
     cache, placements = started(model), set()
     for number in range(16):
@@ -137,7 +140,7 @@ def _changed(number: int, change: Any) -> Any:
     [
         (
             _changed(2, lambda s: s[:, :1]),
-            r"holds scales of hot experts as \[2, 1, 2\] .* \[2, 2, 2",
+            r"holds scales of hot experts as \[2, 1, 2\] .* \[2, 4, 2",
         ),
         (
             _changed(2, lambda s: s.double()),

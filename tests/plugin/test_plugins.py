@@ -210,12 +210,26 @@ def test_environment_reaches_the_engine(text: str, monkeypatch: pytest.MonkeyPat
     assert vllm_options.options_of(arguments) == KTOptions.from_mapping(json.loads(text))
 
 
-def test_untested_classes(caplog: pytest.LogCaptureFixture) -> None:
+def test_streaming_needs_a_gpu() -> None:
+    common.refuse_streaming("cuda", KTOptions(gpu_prefill_memory=3 << 29))
+    common.refuse_streaming("cpu", KTOptions(gpu_prefill_token_threshold=0))
+    for given, flag in (
+        ({"gpu_prefill_memory": 3 << 29}, "--kt-gpu-prefill-memory 1.5GB"),
+        ({"gpu_prefill_token_threshold": 512}, "--kt-gpu-prefill-token-threshold 512"),
+    ):
+        with pytest.raises(OptionError, match=f"^{flag}: .* the engine's device is cpu"):
+            common.refuse_streaming("cpu", KTOptions(**given))
+
+
+def test_untested_classes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     options, untested = KTOptions(), KTOptions(allow_untested=True)
+    monkeypatch.setitem(common.TESTED_LAYERS, "vLLM", ("AfmoeForCausalLM", "PartForCausalLM"))
     common.refuse_class(["AfmoeForCausalLM"], options, "vLLM", _log)
     assert caplog.text == ""
-    common.refuse_class(["JambaForCausalLM"], options, "vLLM", _log)
-    assert "JambaForCausalLM was tested in vLLM by its MoE layers alone" in caplog.text
+    common.refuse_class(["PartForCausalLM"], options, "vLLM", _log)
+    assert "PartForCausalLM was tested in vLLM by its MoE layers alone" in caplog.text
     for engine, name in (("SGLang", "AfmoeForCausalLM"), ("vLLM", "OtherForCausalLM")):
         common.refuse_class([name], untested, engine, _log)
         with pytest.raises(OptionError) as caught:

@@ -110,7 +110,7 @@ def check_configurations() -> None:
     some = KTOptions(weight_path=str(MODEL), num_gpu_experts=4)
     assert error_of(refuse, made, some) == ""
     memory = KTOptions(num_gpu_experts=4, gpu_prefill_memory=1 << 30)
-    assert "--kt-gpu-prefill-memory 1073741824: experts can" in error_of(refuse, made, memory)
+    assert "--kt-gpu-prefill-memory 1GB: experts can" in error_of(refuse, made, memory)
     streamed = KTOptions(num_gpu_experts=4, gpu_prefill_token_threshold=512)
     assert "512: experts can only be streamed to a CUDA" in error_of(refuse, made, streamed)
     with changed(made, "device_config.device_type", "cuda"):

@@ -44,6 +44,21 @@ def test_commands() -> None:
     assert small[small.index("--device") + 1] == "cpu" and "--kt-tuned" not in small
 
 
+@pytest.mark.parametrize(
+    ("engine", "flag"), [("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")]
+)
+def test_the_users_changes_of_a_model_stay_with_fewer_layers(engine: str, flag: str) -> None:
+    changes = {"max_position_embeddings": 1 << 20, "num_hidden_layers": 9}
+    text = json.dumps(changes)
+    for more in ([flag, text], [f"{flag}={text}"], [flag, "{}", "--other", flag, text]):
+        command = ServerPlan(engine, "m", 64, 1, layers=3, more=tuple(more)).command(1)
+        assert json.loads(command[-1]) == changes | {"num_hidden_layers": 3}
+        assert command[-2] == flag
+    for more in ([], [flag], [flag, "{"], [flag, "[1]"]):
+        command = ServerPlan(engine, "m", 64, 1, layers=3, more=tuple(more)).command(1)
+        assert json.loads(command[-1]) == {"num_hidden_layers": 3}
+
+
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "print('ValueError: the reason');"

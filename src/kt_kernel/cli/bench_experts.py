@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -99,7 +100,8 @@ def _numbers(text: str | None, experts: int) -> list[int]:
 def _seconds(text: str) -> list[float]:
     try:
         found = [float(part) / 1e3 for part in text.split(",")]
-        if len(found) in (4, 5) and min(found) >= 0 and found[0] > 0 and found[2] > 0:
+        known = all(0 <= seconds < math.inf for seconds in found)
+        if len(found) in (4, 5) and known and found[0] > 0 and found[2] > 0:
             return found
     except ValueError:
         pass

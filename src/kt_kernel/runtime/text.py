@@ -24,8 +24,10 @@ def bracketed(ascending: Sequence[int]) -> str:
     return f" [{ranges(ascending)}]" if ascending else ""
 
 
-def shown_size(size: float) -> str:
-    """A number of bytes as options accept it, rounded up: what a message asks for must be
-    enough."""
+def shown_size(size: float, *, down: bool = False) -> str:
+    """A number of bytes as options accept it. Rounded up, because what a message asks for must be
+    enough, or ``down``: what it says is there must be there."""
     name = "GB" if size >= SIZES["GB"] else "MB"
-    return f"{math.ceil(100 * size / SIZES[name]) / 100:g}{name}"
+    # An option's value has lost up to a byte, and is still shown as it was given.
+    hundredths = math.floor(100 * (size + 1) / SIZES[name]) if down else 100 * size / SIZES[name]
+    return f"{math.ceil(hundredths) / 100:g}{name}"

@@ -90,8 +90,7 @@ class ModelCache:
         self.rate = rate
         self._budget, self._filled = 0.0, time.monotonic()
         self._wait = 0.0  # seconds between looks, at least
-        self._watched = -1  # the layer whose batches are followed by a look
-        self._passed = 0  # tokens of that layer, at the last look
+        self._passed = 0  # tokens of the last layer, at the last look
         self._under_way: deque[tuple[int, int, Callable[[], bool]]] = deque()
         self.counters = CacheCounters()
         self._last: Totals | None = None
@@ -182,7 +181,7 @@ class ModelCache:
         complete; and now and then during long steps."""
         if since < self._wait:
             return False
-        if since >= _OFTEN_SECONDS or self._memory.passed[self._watched] != self._passed:
+        if since >= _OFTEN_SECONDS or self._memory.passed[-1] != self._passed:
             return True
         return self._arrived()
 
@@ -210,7 +209,7 @@ class ModelCache:
             return self._step()
 
     def _step(self) -> bool:
-        self._passed = int(self._memory.passed[self._watched])
+        self._passed = int(self._memory.passed[-1])
         totals = self._last = self._memory.totals()
         new = self._scores.see(totals)
         if new:

@@ -12,6 +12,7 @@ from ..device.cache import CacheMemory, CudaCache, HostCache
 from ..device.slots import FP8_BLOCK_SIZE, DenseSlots, PackedSlots, SlotWeights, holds_scales
 from ..device.streaming.experts import PackedExperts
 from ..device.uploads import CudaUploads, HostUploads, Uploads
+from ..runtime.text import shown_size
 from ..runtime.variant import kernel_kind
 from ..weights.expert_tensors import MATRICES
 from ..weights.formats import FP8_BLOCK, INT4_GROUP, INT8_ROW
@@ -101,7 +102,7 @@ def describe(cache: ModelCache, rate: int | None) -> str:
     return (
         f"kt: experts of {len(cache.layers)} layers move while serving ({CACHE_FLAG}): "
         f"{min(slots)} to {max(slots)} slots per layer, policy {cache.policy} at first, uploads of "
-        f"{first.packed.expert_bytes / 1e6:.1f} MB {limit}; the CPU keeps all experts"
+        f"{shown_size(first.packed.expert_bytes)} {limit}; the CPU keeps all experts"
     )
 
 

@@ -18,7 +18,7 @@ from ..moe.inference import InferenceMoEWrapper
 from ..moe.placement import Placement
 from ..moe.routing import hot_routes, need_padding
 from ..runtime.streams import on_stream
-from ..runtime.text import bracketed, ranges
+from ..runtime.text import bracketed, ranges, shown_size
 from ..weights.expert_tensors import matrix_shapes
 from ..weights.loading import LoadRecord
 from .activations import SILU
@@ -568,12 +568,12 @@ class HybridLayer:
         return self._wrapper.load_record if self._wrapper is not None else LoadRecord()
 
     def describe(self) -> str:
-        """One line: the placement, the format and the packed megabytes."""
+        """One line: the placement, the format and the packed size."""
         p = self._placement
         return (
             f"layer {self.layer_idx}: {p.num_hot} hot experts{bracketed(p.hot_experts)} on "
             f"the device, {p.num_cold} cold on the CPU, {self.options.method}, "
-            f"{self.packed_bytes / 1e6:.1f} MB packed"
+            f"{shown_size(self.packed_bytes)} packed"
         )
 
     def describe_cpu(self) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from ..moe.chain import model_scope
 from ..moe.placement import Placement
-from ..runtime.text import bracketed
+from ..runtime.text import bracketed, shown_size
 from ..weights.loading import LoadRecord
 from .adapter import open_adapter
 from .cache import ModelCache
@@ -153,9 +153,10 @@ class HybridModel:
     def describe(self) -> str:
         """One line for the log, once loaded: hot and cold experts, memory, method, threads."""
         cold_layers = [layer for layer in self.layers if not layer.placement.all_hot]
-        packed = sum(layer.packed_bytes for layer in self.layers) / 1e6
+        packed = sum(layer.packed_bytes for layer in self.layers)
         where = (
-            f"{packed:.1f} MB packed from {self.options.weight_path or 'the served checkpoint'}; "
+            f"{shown_size(packed)} packed from "
+            f"{self.options.weight_path or 'the served checkpoint'}; "
             f"{cold_layers[0].describe_cpu()}"
             if cold_layers
             else "no work for the CPU"
@@ -178,7 +179,7 @@ class HybridModel:
         if not held:
             return ""
         titles = ", ".join(sorted({hot.title for hot in held}))
-        return f"; hot experts in {titles}, {sum(hot.nbytes for hot in held) / 1e6:.1f} MB"
+        return f"; hot experts in {titles}, {shown_size(sum(hot.nbytes for hot in held))}"
 
     def _selected(self) -> str:
         plan = self.plan

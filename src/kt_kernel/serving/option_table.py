@@ -141,7 +141,8 @@ OPTIONS: tuple[Option, ...] = (
         "--kt-gpu-prefill-memory",
         "size",
         "memory on the GPU for experts that are copied there, such as 1536MB or 2GB (default: 2GB, "
-        "or an eighth of what the engine has left, if that is less)",
+        "or an eighth of what the engine has left if that is less, or half of it with "
+        "--kt-gpu-prefill-token-threshold)",
     ),
     Option(
         "--kt-enable-dynamic-expert-update",

@@ -193,8 +193,8 @@ class _Start:
         total = sum(layer.packed_bytes for layer in self.layers)
         return (
             f"kt: batches of {begin} tokens and more ({why}{graphs}) stream cold experts to "
-            f"{self.device}: {total / 1e6:.0f} MB registered in {registered:.1f} s, "
-            f"{streamer.nbytes / 1e6:.0f} MB on the device for {streamer.room(self.packed[0])} "
+            f"{self.device}: {shown_size(total)} registered in {registered:.1f} s, "
+            f"{shown_size(streamer.nbytes)} on the device for {streamer.room(self.packed[0])} "
             f"experts at a time; {rates}"
         )
 
@@ -309,8 +309,8 @@ class _Start:
             if left // divisor < size:
                 size = left // divisor
                 part = (
-                    f"; by default, streaming takes {name} of the {shown_size(left)} that the "
-                    f"engine has left, and {MEMORY_FLAG} gives it more"
+                    f"; by default, streaming takes {name} of the {shown_size(left, down=True)} "
+                    f"that the engine has left, and {MEMORY_FLAG} gives it more"
                 )
         try:
             streamer = ExpertStreamer(lane, size, self.packed[0], self.dtype)

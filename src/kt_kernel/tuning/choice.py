@@ -138,7 +138,7 @@ def choose(candidates: Sequence[Candidate], limits: Limits, needed: str = "") ->
         raise ValueError(
             f"the cold experts take {shown_size(least.cpu_bytes)} of memory in "
             f"{least.cpu.method} with {least.hot.count} hot experts per layer, and "
-            f"{shown_size(limits.memory)} are available{needed}"
+            f"{shown_size(limits.memory, down=True)} are available{needed}"
         )
     best = min(one.seconds for one in allowed)
     near = [one for one in allowed if one.seconds * _SAME <= best]

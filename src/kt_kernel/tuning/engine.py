@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -90,9 +91,10 @@ class ServerPlan:
         place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", _NAME]
         tokenizer = []
         if self.layers is not None:
-            override = json.dumps({"num_hidden_layers": self.layers})
             flag = "--hf-overrides" if self.engine == "vllm" else "--json-model-override-args"
-            tokenizer = ["--load-format", "dummy", flag, override]
+            # The last such argument counts, and the user's may be what makes the context possible.
+            changes = _changes(self.more, flag) | {"num_hidden_layers": self.layers}
+            tokenizer = ["--load-format", "dummy", flag, json.dumps(changes)]
         if self.engine == "sglang" and self.device == "cpu":
             tokenizer += ["--device", "cpu", "--attention-backend", "torch_native"]
         return [sys.executable, "-m", *serve, *self._arguments(), *own, *place, *tokenizer]
@@ -110,6 +112,21 @@ class ServerPlan:
         for name, value in (self.options or {}).items():
             found += [find_option(name).flag, str(value)]
         return [*found, *self.more]
+
+
+def _changes(arguments: Sequence[str], flag: str) -> dict[str, Any]:
+    """The JSON object of an argument. Empty if there is none, or none that the engine accepts."""
+    found = ""
+    for word, following in itertools.pairwise([*arguments, ""]):
+        if word == flag:
+            found = following
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    try:
+        changes = json.loads(found or "{}")
+    except json.JSONDecodeError:
+        return {}
+    return changes if isinstance(changes, dict) else {}
 
 
 class Server:

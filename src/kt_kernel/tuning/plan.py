@@ -184,8 +184,8 @@ def room_for(shape: Shape, memory: float, context: int, streams: int) -> Room:
             f"{shape.name} takes {shown_size(needed)} of the GPU without any expert "
             f"({shown_size(shape.rest_bytes)} weights, {shown_size(cache)} KV cache for "
             f"{streams} times {context} tokens, {shown_size(ENGINE_TAKES)} for the engine), and "
-            f"it may take {shown_size(memory)}; give a smaller --context or --streams, or more "
-            "with --gpu-memory"
+            f"it may take {shown_size(memory, down=True)}; give a smaller --context or --streams, "
+            "or more with --gpu-memory"
         )
     return room
 

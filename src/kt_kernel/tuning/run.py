@@ -119,8 +119,8 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(gpu_device())
             raise ValueError(
-                f"the GPU has {shown_size(free)} of {shown_size(total)} free, too little to "
-                "measure it; end what else uses it"
+                f"the GPU has {shown_size(free, down=True)} of {shown_size(total)} free, too "
+                "little to measure it; end what else uses it"
             ) from error
         torch.cuda.empty_cache()
     cpus = tuple(_cpus(tuned, tuple(hots), accepted, isinstance(device, GpuRates), say))

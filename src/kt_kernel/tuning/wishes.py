@@ -81,7 +81,8 @@ def with_memory(wishes: Wishes, say: Say) -> Wishes:
         ValueError: the user wants more.
     """
     free, total = torch.cuda.mem_get_info(gpu_device())
-    left = f"the GPU has {shown_size(total)}, of which {shown_size(free)} are free"
+    has, left = (shown_size(size, down=True) for size in (total, free))
+    left = f"the GPU has {has}, of which {left} are free"
     if wishes.gpu_memory is not None and wishes.gpu_memory > free:
         raise ValueError(f"--gpu-memory {shown_size(wishes.gpu_memory)}: {left}")
     if wishes.gpu_memory is not None or free >= MEMORY_PART * total:

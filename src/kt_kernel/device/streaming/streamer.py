@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...runtime.text import shown_size
 from .experts import PackedExperts, SlotGroup
 from .timeline import GroupStamps, LayerStamps
 
@@ -60,8 +61,8 @@ class ExpertStreamer:
         needed = _HALVES * packed + values * dtype.itemsize
         if memory < needed:
             raise ValueError(
-                f"{memory / 1e6:.0f} MB on {lane.device} are too little to stream experts; one "
-                f"expert of these layers needs {needed / 1e6:.0f} MB"
+                f"{shown_size(memory, down=True)} on {lane.device} are too little to stream "
+                f"experts; one expert of these layers needs {shown_size(needed)}"
             )
         groups = -(-held // min(memory // needed, held))
         experts = -(-held // groups)  # no more than groups of equal size need
@@ -88,7 +89,7 @@ class ExpertStreamer:
         room = self.room(layer)
         if room < 1:
             raise ValueError(
-                f"an expert of {layer.expert_bytes / 1e6:.1f} MB does not fit into the memory for "
+                f"an expert of {shown_size(layer.expert_bytes)} does not fit into the memory for "
                 f"streamed experts on {self._lane.device}"
             )
         return room
