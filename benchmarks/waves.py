@@ -56,7 +56,7 @@ class Wave:
             for name, _, pipe in self._running:
                 found = loaded[name]
                 if "error" not in found:
-                    with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer says
+                    with contextlib.suppress(BrokenPipeError):  # it has ended, as the answer says
                         pipe.send("time")
                     found |= _answer(pipe, time.monotonic() + self._limit)
                 yield name, found
