@@ -39,12 +39,15 @@ import psutil
 from prompts_more import distance
 from stream_gates import LOADED, MEASURE, MEASURED, SERVE
 from stream_gates import VARIABLE as GATES
+from stream_modes import MODES as MODE_NAMES
 from stream_modes import SHARED
 from stream_modes import VARIABLE as MODES
 
 WORKER = Path(__file__).with_name("prompts_worker.py")
 _REST = 0.5  # seconds after which an engine's last step is over: a kernel of a stopped engine spins
+_STOPS = 2  # seconds in which a process stops at the latest
 _ANSWER = 100  # seconds
+_NEEDED = "name", "engine", "model", "arguments", "tokens", "modes", "rounds"
 _LEAST = 20  # seconds that a group takes at least, once its engines serve
 
 
@@ -101,10 +104,16 @@ class Engine:
         self.signal(signal.SIGCONT)
 
     def stop(self) -> None:
+        """Returns once its processes have stopped, which takes a while on a busy machine."""
         self.signal(signal.SIGSTOP)
+        end = time.monotonic() + _STOPS
+        while time.monotonic() < end and not all(map(_has_stopped, self._all())):
+            time.sleep(0.002)
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # those whose parent has ended
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def fail(self, error: Exception) -> None:
@@ -135,7 +144,10 @@ class Engine:
         return found["found"]
 
     def log(self, size: int = 3000) -> str:
-        return (self.folder / "log").read_text(errors="replace")[-size:]
+        file = self.folder / "log"
+        if not file.exists():
+            return "it wrote no log; see the output of this command"
+        return file.read_text(errors="replace")[-size:]
 
     def gpu_bytes(self) -> int | None:
         """What its processes use on all GPUs, by the driver."""
@@ -149,16 +161,31 @@ class Engine:
             return None
 
 
+def _has_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.Error:  # it has ended
+        return True
+
+
 class Group:
     """Engines that are started together."""
 
     def __init__(self, content: dict[str, Any], folder: Path) -> None:
         self.content, self.engines = content, []
         ports = _free_ports(len(content["engines"]))
-        for number, (spec, port) in enumerate(zip(content["engines"], ports, strict=True)):
-            place = folder / f"{number}"
-            place.mkdir(parents=True)
-            self.engines.append(Engine(spec, content["name"], place, port))
+        try:
+            for number, (spec, port) in enumerate(zip(content["engines"], ports, strict=True)):
+                place = folder / f"{number}"
+                place.mkdir(parents=True)
+                self.engines.append(Engine(spec, content["name"], place, port))
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        for engine in self.alive:
+            engine.end()
 
     @property
     def alive(self) -> list[Engine]:
@@ -207,6 +234,19 @@ class Group:
                 engine.stop()
                 waiting.remove(engine)
             time.sleep(0.05)
+
+
+def _check(plan: dict[str, Any]) -> None:
+    """Ends the command if an engine of a plan lacks something, before any engine starts."""
+    for group in plan["groups"]:
+        for spec in group["engines"]:
+            place = f"engine {spec.get('name')!r} of group {group['name']!r}"
+            if missing := [key for key in _NEEDED if key not in spec]:
+                sys.exit(f"{place} lacks {', '.join(missing)}")
+            unknown = [mode for mode in spec["modes"] if mode not in MODE_NAMES]
+            if unknown and spec.get("method") is not None:
+                accepted = ", ".join(MODE_NAMES)
+                sys.exit(f"{place}: unknown modes {', '.join(unknown)}; accepted: {accepted}")
 
 
 def _free_ports(count: int) -> list[int]:
@@ -297,6 +337,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # with its engines
     end = time.monotonic() + args.seconds
     plan = json.loads(args.plan.read_text())
+    _check(plan)
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **{key: value for key, value in plan.items() if key != "groups"},
@@ -324,8 +365,7 @@ def main() -> None:
                 print(f"{content['name']}: started in {time.monotonic() - begin:.0f} s", flush=True)
                 serve(group, end, save)
             finally:
-                for engine in group.alive:
-                    engine.end()
+                group.end()
             print(*(line(e.row) for e in group.alive), sep="\n", flush=True)
             print(f"{content['name']}: {time.monotonic() - begin:.0f} s", flush=True)
             save()

@@ -54,7 +54,7 @@ LAYERS = """\
 The engine does not serve these classes on the CPU. Their MoE layers were computed there alone: the
 engine's own modules with gate, routing, shared and routed experts, on random inputs. Distances are
 those of a token's output from that of transformers, relative to it. The control lacks the cold
-experts. A start with such a class logs a warning.
+experts. A start logs a warning if no whole model of the class was compared on a GPU either.
 """
 
 QUANTISED = """\

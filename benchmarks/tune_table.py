@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -37,11 +38,11 @@ def name(configuration: str) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    errors = sorted(abs(error) for row in rows for error in row["errors"].values())
+    errors = [abs(error) for row in rows for error in row["errors"].values()]
     within = sum(error <= 0.15 for error in errors)
     return (
         f"{within} of {len(errors)} predictions are within 15%; "
-        f"the median error is {errors[len(errors) // 2]:.0%}, the largest {errors[-1]:.0%}."
+        f"the median error is {median(errors):.0%}, the largest {max(errors):.0%}."
     )
 
 

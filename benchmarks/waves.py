@@ -7,6 +7,7 @@ has imported the engine, they need not import it again.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
@@ -50,17 +51,20 @@ class Wave:
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         end = time.monotonic() + self._limit
-        loaded = {name: _answer(pipe, end) for name, _, pipe in self._running}
-        for name, _, pipe in self._running:
-            found = loaded[name]
-            if "error" not in found:
-                pipe.send("time")
-                found |= _answer(pipe, time.monotonic() + self._limit)
-            yield name, found
-        for _, process, _ in self._running:
-            process.kill()  # engines take long to end
-        for _, process, _ in self._running:
-            process.join()
+        try:
+            loaded = {name: _answer(pipe, end) for name, _, pipe in self._running}
+            for name, _, pipe in self._running:
+                found = loaded[name]
+                if "error" not in found:
+                    with contextlib.suppress(BrokenPipeError):  # it has ended, as the answer says
+                        pipe.send("time")
+                    found |= _answer(pipe, time.monotonic() + self._limit)
+                yield name, found
+        finally:  # or else this process would wait for them when it ends
+            for _, process, _ in self._running:
+                process.kill()  # engines take long to end
+            for _, process, _ in self._running:
+                process.join()
 
 
 class Quiet:

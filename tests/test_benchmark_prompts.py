@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ folder, name = Path(spec["folder"]), spec["model"]
 (folder / "pid").write_text(str(os.getpid()))
 (folder / "log").write_text("this is its log")
 if name == "broken":
+    (folder / "log").unlink()
     sys.exit(1)
 
 def note(what):
@@ -164,8 +166,8 @@ def test_engines_serve_in_turns(
     result = json.loads((tmp_path / "out").read_text())
     rows = {row["name"]: row for row in result["rows"]}
     assert result["layers"] == 4 and list(rows) == [one["name"] for one in engines]
-    for name in ("broken", "lost"):
-        assert "this is its log" in rows[name]["error"] and not rows[name]["prompts"]
+    for name, log in (("broken", "it wrote no log"), ("lost", "this is its log")):
+        assert log in rows[name]["error"] and not rows[name]["prompts"]
     assert rows["ours"]["prompts"]["32"]["cpu"] == {"seconds": [1, 1, 2, 2]}
     assert rows["more"]["rates"] == {"threshold": 7} and rows["more"]["start_seconds"] == 0.5
     assert rows["ours"]["distances"] == {
@@ -196,6 +198,55 @@ def test_a_group_for_which_no_time_is_left(
     )
     module("prompts_turns").main()
     assert capsys.readouterr().out == "no time left for A\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"rounds": None}, "engine 'ours' of group 'A' lacks rounds"),
+        (
+            {"modes": ["cpu", "fast"]},
+            "engine 'ours' of group 'A': unknown modes fast; accepted: cpu, streamed",
+        ),
+    ],
+)
+def test_a_wrong_plan_starts_nothing(
+    changed: dict[str, Any],
+    line: str,
+    tmp_path: Path,
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = engine("ours", "BF16", **changed)
+    wrong = {key: value for key, value in wrong.items() if value is not None}
+    groups = [{"name": "A", "engines": [engine("stock", None), wrong]}]
+    (tmp_path / "plan").write_text(json.dumps({"groups": groups}))
+    turns = module("prompts_turns")
+    monkeypatch.setattr(turns, "Group", None)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "plan"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=line):
+        turns.main()
+
+
+def test_engines_of_a_group_that_cannot_start(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that has started is ended."""
+    turns = module("prompts_turns")
+    worker, started = tmp_path / "worker.py", []
+    worker.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(turns, "WORKER", worker)
+
+    class Kept(turns.Engine):  # type: ignore[name-defined,misc]
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            started.append(self)
+
+    monkeypatch.setattr(turns, "Engine", Kept)
+    engines = [engine("one", None), engine("other", None, python="/nowhere/python")]
+    with pytest.raises(FileNotFoundError, match="/nowhere/python"):
+        turns.Group({"name": "A", "engines": engines}, tmp_path / "A")
+    assert [one.process.returncode for one in started] == [-signal.SIGKILL]
 
 
 def test_a_synthetic_model_with_int4_experts(tmp_path: Path, module: Any) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,3 +89,23 @@ def test_a_process_that_takes_too_long(waves: Any, tmp_path: Path) -> None:
         ("slow", {"error": "it took too long"})
     ]
     assert time.monotonic() - begin < 30
+
+
+def test_a_process_that_ends_before_it_is_timed(waves: Any, tmp_path: Path) -> None:
+    def ends(quiet: Any) -> Iterator[Any]:
+        threading.Timer(0.3, os._exit, (1,)).start()
+        yield
+
+    tasks = [("ends", ends, ()), ("task 0", task, (0, tmp_path))]
+    wave = waves.Wave(tasks, "fork", 60, measured=1)
+    wave._running[0][1].join(20)
+    found = dict(wave)
+    assert found["ends"]["error"] == "its process ended" and found["task 0"]["number"] == 0
+
+
+def test_a_wave_that_is_not_timed_to_its_end(waves: Any, tmp_path: Path) -> None:
+    """Nothing is left behind if what handles a result fails."""
+    wave = waves.Wave([(f"task {n}", task, (n, tmp_path)) for n in (0, 1)], "fork", 60, measured=2)
+    with contextlib.closing(iter(wave)) as results:
+        assert next(results)[0] == "task 0"
+    assert [process.exitcode for _, process, _ in wave._running] == [-signal.SIGKILL] * 2

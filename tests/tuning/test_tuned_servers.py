@@ -234,3 +234,10 @@ def test_layers_of_the_measured_engine(layers_that_fit: float, with_experts: int
     assert part.layers == dense + with_experts
     assert part.moe_layers == SHAPE.moe_layers[:with_experts]
     assert part.layer_bytes / part.layers == SHAPE.layer_bytes / SHAPE.layers
+
+
+def test_layers_with_experts_between_others() -> None:
+    every_other = replace(SHAPE, layers=20, moe_layers=tuple(range(1, 20, 2)))
+    layer = 2 * SHAPE.expert_weights * SHAPE.experts
+    part = small_shape(every_other, 6 * layer)
+    assert (part.layers, part.moe_layers) == (6, (1, 3, 5))

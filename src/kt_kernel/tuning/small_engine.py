@@ -55,15 +55,16 @@ def engine_rates(
 
 
 def small_shape(shape: Shape, memory: float) -> Shape:
-    """The first layers of a model: those without experts, and as many with experts as fit into half
-    of the memory, but at least two and at most eight."""
+    """The first layers of a model: as many with experts as fit into half of the memory, but at
+    least two and at most eight, and those without experts before them."""
     expert = shape.expert_weights * shape.value_bytes * shape.experts
     count = min(max(int(memory / 2 / expert), 2), _LAYERS)
-    layers = min(shape.moe_layers[0] + count, shape.layers)
+    moe_layers = shape.moe_layers[:count]
+    layers = moe_layers[-1] + 1
     return replace(
         shape,
         layers=layers,
-        moe_layers=tuple(layer for layer in shape.moe_layers if layer < layers),
+        moe_layers=moe_layers,
         layer_bytes=shape.layer_bytes * layers // shape.layers,
         kv_bytes=shape.kv_bytes * layers // shape.layers,
     )
