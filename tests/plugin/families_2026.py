@@ -214,8 +214,6 @@ FAMILIES_2026: dict[str, Family] = {
             mla_scale_kv_lora=True,
             zero_expert_type="identity",
             max_position_embeddings=512,
-            rope_parameters=None,
-            rope_theta=10000.0,
         ),
         dropped=r"experts\.(8|9|10|11)\.",
     ),
