@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from ..weights.expert_tensors import MATRICES
-from ..weights.formats import SCALE_TYPE_NAMES, WeightForm
+from ..weights.formats import BLOCK_SIZE, SCALE_TYPE_NAMES, WeightForm
 from .streaming.experts import PackedExperts
 from .streaming.unpack import PackedMatrix, kernel_constants
 
 _TILE_ROWS = 32
-FP8_BLOCK_SIZE = 128  # rows and columns of a scale of FP8
 _PART_COLUMNS = 32
 _PARTS = 4  # of 32 columns, that a program of the kernel repacks
 _WARPS = 4
@@ -101,7 +100,7 @@ class PackedSlots(SlotWeights):
     ) -> None:
         self.num_slots, self.inter = len(w13), w13.shape[1] // 2
         self._code = w13.dtype
-        self._block = FP8_BLOCK_SIZE if w13.dtype == torch.float8_e4m3fn else 1  # rows of a scale
+        self._block = BLOCK_SIZE if w13.dtype == torch.float8_e4m3fn else 1  # rows of a scale
         self._w13, self._w2 = w13.view(torch.uint8), w2.view(torch.uint8)
         # Rows of 8 bits have one scale: [S, rows, 1].
         self._s13, self._s2 = (s if s.dim() == 3 else s[..., None] for s in (s13, s2))

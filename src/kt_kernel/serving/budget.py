@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..runtime.text import shown_size
-from ..weights.formats import INT4_ZERO, INT8_ROW
+from ..weights.formats import BLOCK_SIZE, INT4_ZERO, INT8_ROW
 from ..weights.methods import get_method
 from .model_config import described_layers, expert_sizes, num_experts
 from .option_table import ENGINE, PACKED, OptionError
@@ -15,7 +15,6 @@ from .options import KTOptions
 
 FLAG = "--kt-gpu-experts-memory"
 _MATRICES = 3  # gate, up, down
-_FP8_BLOCK = 128 * 128  # values that share a float32 scale
 
 
 def hot_expert_bytes(
@@ -38,7 +37,7 @@ def hot_expert_bytes(
         zeros = 0.5 if method.format == INT4_ZERO else 0
         return weights * (0.5 + (value_bytes + zeros) / _group_size(options, checkpoint))
     if options.hot_format == ENGINE and checkpoint is not None and _holds_fp8(checkpoint):
-        return weights * (1 + 4 / _FP8_BLOCK)
+        return weights * (1 + 4 / BLOCK_SIZE**2)
     return weights * value_bytes
 
 

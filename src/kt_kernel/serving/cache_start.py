@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..device.cache import CacheMemory, CudaCache, HostCache
-from ..device.slots import FP8_BLOCK_SIZE, DenseSlots, PackedSlots, SlotWeights, holds_scales
+from ..device.slots import DenseSlots, PackedSlots, SlotWeights, holds_scales
 from ..device.streaming.experts import PackedExperts
 from ..device.uploads import CudaUploads, HostUploads, Uploads
 from ..runtime.text import shown_size
 from ..runtime.variant import kernel_kind
 from ..weights.expert_tensors import MATRICES
-from ..weights.formats import FP8_BLOCK, INT4_GROUP, INT8_ROW
+from ..weights.formats import BLOCK_SIZE, FP8_BLOCK, INT4_GROUP, INT8_ROW
 from .cache import CachedLayer, ModelCache
 from .cache_slots import LayerSlots
 from .cold_loading import WEIGHT_DTYPES
@@ -161,15 +161,20 @@ def _own_weights(
     slots, hidden, inter = layer.placement.num_slots, packed.hidden, packed.inter
     if layer.slot_weights is None:
         raise NoCache(f"{place}: the engine's weights of hot experts are not known")
-    found = [weight.detach() for weight in layer.slot_weights]
-    shapes = [(slots, 2 * inter, hidden), (slots, hidden, inter)]
-    in_blocks = found[0].dtype == torch.float8_e4m3fn and len(found) == 4
-    if in_blocks:
-        shapes += [(n, *(-(-size // FP8_BLOCK_SIZE) for size in sizes)) for n, *sizes in shapes]
-    else:
-        del found[2:]
-    for name, weight, shape in zip(("w13", "w2", "scales", "scales"), found, shapes, strict=False):
-        if weight.dtype not in (*WEIGHT_DTYPES, *(found[0].dtype,) * in_blocks):
+    w13, w2, *scales = (weight.detach() for weight in layer.slot_weights)
+    found = [
+        ("w13", w13, (slots, 2 * inter, hidden)),
+        ("w2", w2, (slots, hidden, inter)),
+    ]
+    accepted: tuple[torch.dtype, ...] = WEIGHT_DTYPES
+    if w13.dtype == torch.float8_e4m3fn and len(scales) == 2:
+        accepted += (w13.dtype,)
+        found += [
+            ("scales", scale, (n, -(-rows // BLOCK_SIZE), -(-columns // BLOCK_SIZE)))
+            for scale, (_, _, (n, rows, columns)) in zip(scales, found, strict=True)
+        ]
+    for name, weight, shape in found:
+        if weight.dtype not in accepted:
             raise NoCache(
                 f"{place}: the engine holds hot experts in {weight.dtype}; accepted: "
                 + ", ".join(map(str, (*WEIGHT_DTYPES, "FP8 with scales of 128 x 128 blocks")))
@@ -179,7 +184,7 @@ def _own_weights(
                 f"{place}: the engine holds {name} of hot experts as {list(weight.shape)} on "
                 f"{weight.device}, expected {list(shape)}, contiguous, on {device}"
             )
-    return found
+    return [weight for _, weight, _ in found]
 
 
 def _block_slots(
@@ -198,9 +203,9 @@ def _block_slots(
             f"holds {', '.join(map(str, forms))}, which cannot be copied to each other's place; "
             "accepted: --kt-method FP8, or --kt-hot-format bf16"
         )
-    if packed.inter % FP8_BLOCK_SIZE:
+    if packed.inter % BLOCK_SIZE:
         raise NoCache(
-            f"{place}: blocks of {FP8_BLOCK_SIZE} rows lie across gate and up of {packed.inter} "
+            f"{place}: blocks of {BLOCK_SIZE} rows lie across gate and up of {packed.inter} "
             "rows; accepted: --kt-hot-format bf16"
         )
     return PackedSlots(w13, w2, s13, s2)

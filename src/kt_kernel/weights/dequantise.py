@@ -10,10 +10,19 @@ import functools
 import numpy as np
 import torch
 
-from .formats import FP8_BLOCK, FP8_ROW, INT4_ROW, INT8_ROW, MXFP4, MXFP8, NVFP4, Q8_0
+from .formats import (
+    BLOCK_SIZE,
+    FP8_BLOCK,
+    FP8_ROW,
+    INT4_ROW,
+    INT8_ROW,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    Q8_0,
+)
 from .quantised import QuantisedMatrix
 
-_BLOCK = 128
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -72,7 +81,7 @@ def _scales(matrix: QuantisedMatrix) -> np.ndarray:
 
 def _scaled_blocks(weights: np.ndarray, scale: np.ndarray) -> np.ndarray:
     for i, row in enumerate(scale):
-        weights[i * _BLOCK : (i + 1) * _BLOCK] *= row.repeat(_BLOCK)[: weights.shape[1]]
+        weights[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE] *= row.repeat(BLOCK_SIZE)[: weights.shape[1]]
     return weights
 
 

@@ -17,6 +17,8 @@ from ..runtime.variant import native
 #: Types of group scales, in the order of their numbers (``ScaleType`` of kt/format.h).
 SCALE_TYPE_NAMES = ("float16", "bfloat16", "float32")
 
+BLOCK_SIZE = 128  # rows and columns that share a scale of kind "block"
+
 
 @dataclass(frozen=True)
 class WeightFormat:

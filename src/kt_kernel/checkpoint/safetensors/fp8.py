@@ -11,14 +11,13 @@ from typing import Self
 
 import torch
 
-from ...weights.formats import FP8_BLOCK, FP8_ROW
+from ...weights.formats import BLOCK_SIZE, FP8_BLOCK, FP8_ROW
 from ...weights.quantised import QuantisedMatrix
 from ..quantization import Quantization
 from .codes import E4m3Codes, scale_of
 from .layout import Parts
 from .parts import FLOATS, UE8M0, Read, check_tensor, float_scales, ue8m0_scales
 
-_BLOCK = 128
 _SINGLE = ((), (1,), (1, 1))
 
 
@@ -35,14 +34,14 @@ class Fp8Block(E4m3Codes):
 
     @classmethod
     def open(cls, parts: Parts, rows: int, columns: int, quantization: Quantization) -> Self:
-        info, block = scale_of(parts), [_BLOCK, _BLOCK]
+        info, block = scale_of(parts), [BLOCK_SIZE, BLOCK_SIZE]
         if info.shape not in _SINGLE:
             quantization.expect_value(info, ("weight_block_size",), block)
         return super().open(parts, rows, columns, quantization)
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         super().check(parts, rows, columns)
-        blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
+        blocks = -(-rows // BLOCK_SIZE), -(-columns // BLOCK_SIZE)
         # transformers drops dimensions of 1 when it splits a stack.
         line = ((max(blocks),),) if 1 in blocks else ()
         check_tensor(scale_of(parts), FLOATS + UE8M0, blocks, *line, *_SINGLE)
@@ -53,7 +52,7 @@ class Fp8Block(E4m3Codes):
         if info.dtype in UE8M0:
             scale = ue8m0_scales(info, scale).view(torch.float8_e8m0fnu)
         scale = float_scales(info, scale.float())
-        blocks = -(-rows // _BLOCK), -(-columns // _BLOCK)
+        blocks = -(-rows // BLOCK_SIZE), -(-columns // BLOCK_SIZE)
         scale = scale.reshape(1, 1).expand(blocks) if scale.numel() == 1 else scale.reshape(blocks)
         return QuantisedMatrix(FP8_BLOCK, self.read_codes(parts, read), scale.contiguous())
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from ...weights.expert_tensors import MATRICES
+from ...weights.formats import BLOCK_SIZE
 from ..header import TensorInfo
 from .arrangement import codes_per_element, halves, infer_arrangement, stacked_shapes
 from .families import Stacked
 from .layout import Parts, PerExpert, StackedExperts
 from .parts import Read
-
-_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,20 +174,22 @@ class _Stack:
             return Part.of(info, (), None)
         shape, transposed = self._one(info)
         _, hidden, inter = self.sizes
-        blocks = len(shape) == 2 and shape[1] == -(-hidden // _BLOCK)
+        blocks = len(shape) == 2 and shape[1] == -(-hidden // BLOCK_SIZE)
         rows = shape[0] if shape else 1
-        one = math.prod(shape) == 1 or (blocks and rows == 1 and 2 * inter <= _BLOCK)
+        one = math.prod(shape) == 1 or (blocks and rows == 1 and 2 * inter <= BLOCK_SIZE)
         if self.half is None or one:  # gate and up share it
             return Part.of(info, shape, expert, transposed)
         if rows == 2 * inter:
             return self._part(info, expert)
         # A block must not have rows of both, and such a number of rows would be ambiguous.
-        if blocks and inter % _BLOCK and rows == -(-2 * inter // _BLOCK):
+        if blocks and inter % BLOCK_SIZE and rows == -(-2 * inter // BLOCK_SIZE):
             raise ValueError(
-                f"{info}: scales per block of {_BLOCK} rows need an intermediate size that is a"
-                f" multiple of {_BLOCK} where gate and up are one tensor; got {inter}"
+                f"{info}: scales per block of {BLOCK_SIZE} rows need an intermediate size that is a"
+                f" multiple of {BLOCK_SIZE} where gate and up are one tensor; got {inter}"
             )
-        per_half = rows == 2 * -(-inter // _BLOCK) and blocks and not self.arrangement.interleaved
+        per_half = (
+            rows == 2 * -(-inter // BLOCK_SIZE) and blocks and not self.arrangement.interleaved
+        )
         if rows == 2 or per_half:
             return self._part(info, expert, interleaved=False)
         raise ValueError(

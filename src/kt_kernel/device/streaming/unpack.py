@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ...weights.formats import WeightForm
+from ...weights.formats import BLOCK_SIZE, WeightForm
 from .prepared import PreparedKernel
 
 _TILE_ROWS = 32
 _PART_COLUMNS = 32
-_BLOCK_SIZE = 128  # rows and columns of a scale of "block"
 _PARTS = 4  # of 32 columns, that a program unpacks
 _WARPS = 4
 _ALIGNMENT = 16  # bytes, for which Triton compiles
@@ -32,7 +31,7 @@ def kernel_constants(form: WeightForm, columns: int, parts: int = _PARTS) -> dic
     block_columns = f.block_columns or form.group_size
     head = f.head_bytes
     if f.scale_kind == "block":
-        head = -(-columns // _BLOCK_SIZE) * 4
+        head = -(-columns // BLOCK_SIZE) * 4
         head = -(-head // 64) * 64
     sub_bytes = 0
     if f.ggml and f.scale_columns:
