@@ -36,6 +36,19 @@ print("FOUND" + json.dumps(found))
 _NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
+def classes_that_passed(engine: str, part: str) -> list[str]:
+    """Those with a kept result of this part, in any version of the engine and on any device."""
+    rows = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    name = f"{_NAMES[engine]} "
+    return sorted(
+        {
+            row["class"]
+            for row in rows
+            if row["engine"].startswith(name) and row.get("part", MODEL) == part
+        }
+    )
+
+
 @functools.cache
 def _versions(python: str) -> dict[str, str]:
     done = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True)

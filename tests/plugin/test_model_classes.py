@@ -20,7 +20,7 @@ import speculative
 import test_sglang
 import test_vllm
 import torch
-from class_results import KEPT, MODEL, RESULTS, keep
+from class_results import MODEL, RESULTS, classes_that_passed, keep
 from engines import (
     HOT,
     TIMEOUT,
@@ -259,17 +259,11 @@ def test_speculative_decoding(
 @pytest.mark.parametrize("engine", MODELS)
 def test_the_list_is_those_that_passed(engine: str) -> None:
     """Of the kept results, in any version of the engine and on any device."""
-    name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
-    rows = [json.loads(line) for line in KEPT.read_text().splitlines()]
-    passed = {
-        row["class"]
-        for row in rows
-        if row["engine"].startswith(f"{name} ") and row.get("part", MODEL) == MODEL
-    }
-    assert models_tested_in(name) == sorted(passed)
+    passed = classes_that_passed(engine, MODEL)
+    assert models_tested_in({"vllm": "vLLM", "sglang": "SGLang"}[engine]) == passed
     served = {
         family.published or title
         for title, family in FAMILIES.items()
         if family.on_cpu(engine) is not None
     }
-    assert served <= passed
+    assert served <= {*passed}

@@ -22,7 +22,7 @@ import pytest
 import test_sglang
 import test_vllm
 import torch
-from class_results import KEPT, MOE_LAYER, RESULTS, keep
+from class_results import MOE_LAYER, RESULTS, classes_that_passed, keep
 from engines import HOT, TIMEOUT, Answers, run
 from family_models import EXPERTS, FAMILIES, FamilyReference, make
 from family_settings import COMMON, VOCABULARY
@@ -235,13 +235,7 @@ def outputs(reference: FamilyReference, inputs: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("engine", CLASSES)
 def test_the_list_is_those_that_passed(engine: str) -> None:
-    name = {"vllm": "vLLM", "sglang": "SGLang"}[engine]
-    rows = [json.loads(line) for line in KEPT.read_text().splitlines()]
-    passed = {
-        row["class"]
-        for row in rows
-        if row["engine"].startswith(f"{name} ") and row.get("part") == MOE_LAYER
-    }
-    assert layers_tested_in(name) == sorted(passed)
+    passed = classes_that_passed(engine, MOE_LAYER)
+    assert layers_tested_in({"vllm": "vLLM", "sglang": "SGLang"}[engine]) == passed
     for one in CLASSES[engine]:  # under one of its names
-        assert {one, FAMILIES[one].published} & passed, one
+        assert {one, FAMILIES[one].published} & {*passed}, one
