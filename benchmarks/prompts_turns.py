@@ -334,7 +334,6 @@ def main() -> None:
     parser.add_argument("--start", type=float, default=150, help="seconds for a group to start")
     parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # with its engines
     end = time.monotonic() + args.seconds
     plan = json.loads(args.plan.read_text())
     _check(plan)
@@ -372,4 +371,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # with its engines
     main()

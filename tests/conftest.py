@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,6 +57,15 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
         return __import__(name)
 
     return load
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Fails tests that leave a signal's handler behind, which others would run with."""
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in watched]
+    yield
+    assert [signal.getsignal(number) for number in watched] == before, watched
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -70,13 +70,14 @@ def test_nothing_of_a_group_is_left(leader: str, tmp_path: Path) -> None:
 
 
 def test_a_group_ends_with_an_exception(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     with (
         pytest.raises(ZeroDivisionError),
         process_group(SLEEP, tmp_path / "log") as process,
     ):
         _ = 1 / 0
     assert process.returncode == -signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_closed_terminal_is_ignored_with_nohup(tmp_path: Path) -> None:
