@@ -22,16 +22,17 @@ def test_limits_of_control_groups(tmp_path: Path, inside: bool) -> None:
     stat = "anon 5\ninactive_file 20\n"
     write(top if inside else top / "user", memory__max=100, memory__current=70, memory__stat=stat)
     write(top / "user" / "session", memory__max="max", memory__current=70)
-    assert min(machine._left_in_groups(tmp_path)) == 50
+    assert min(machine._groups(tmp_path)) == (100, 50)
 
 
 def test_version_1(tmp_path: Path) -> None:
     write(tmp_path / "proc" / "self", cgroup="3:cpu,cpuacct:/a\n2:memory:/a\n0::/a")
     group = tmp_path / "sys" / "fs" / "cgroup" / "memory" / "a"
     write(group, memory__limit_in_bytes=100, memory__usage_in_bytes=130)
-    assert min(machine._left_in_groups(tmp_path)) == 0
+    assert min(machine._groups(tmp_path)) == (100, 0)
 
 
 def test_without_limits(tmp_path: Path) -> None:
-    assert min(machine._left_in_groups(tmp_path)) > 1 << 60
-    assert 1 << 20 < machine.available_memory() < 1 << 60
+    (unlimited,) = machine._groups(tmp_path)
+    assert min(unlimited) > 1 << 60
+    assert 1 << 20 < machine.available_memory() < machine.most_memory() < 1 << 60

@@ -42,14 +42,12 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
 
 
 def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions:
-    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare` and
-    `kt_kernel.serving.moving.decide_moving`.
+    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare`.
 
     Raises OptionError, one line, if the engine's configuration is not supported.
 
     arguments: resolved server arguments; model_config: SGLang's ModelConfig.
     """
-    from kt_kernel.serving.moving import decide_moving
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     classes = list(model_config.hf_config.architectures or [])
@@ -77,15 +75,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         _start(arguments, model_config),
         model_config.hf_config,
     )
-    config = language_model(model_config.hf_config)
-    return decide_moving(
-        prepare(options, config, served),
-        config,
-        device=arguments.device,
-        ranks=arguments.tp_size,
-        quantisation=quantisation,
-        logger=_logger,
-    )
+    return prepare(options, language_model(model_config.hf_config), served, _logger)
 
 
 def _start(arguments: Any, model_config: Any) -> Start:

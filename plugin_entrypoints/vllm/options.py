@@ -60,12 +60,10 @@ def merge(engine_args: Any, given: dict[str, Any] | None) -> None:
 
 
 def prepared(config: Any, options: KTOptions) -> KTOptions:
-    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare` and
-    `kt_kernel.serving.moving.decide_moving`.
+    """The options as the workers need them: see `kt_kernel.serving.preflight.prepare`.
 
     Raises OptionError, one line, if the engine's configuration is not supported.
     """
-    from kt_kernel.serving.moving import decide_moving
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     model = config.model_config
@@ -89,14 +87,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
         start=_start(config),
         whole=model.hf_config,
     )
-    return decide_moving(
-        prepare(options, model.hf_text_config, served),
-        model.hf_text_config,
-        device=device,
-        ranks=ranks,
-        quantisation=model.quantization,
-        logger=logger,
-    )
+    return prepare(options, model.hf_text_config, served, logger)
 
 
 def _start(config: Any) -> Start:

@@ -42,7 +42,6 @@ CASES = [
         "packed hot experts of method AWQ_INT4 have zero points",
     ),
     (RATIO, {}, "no layer has both hot and cold experts with --kt-gpu-experts-ratio 1.0"),
-    (RATIO | {"gpu_experts_ratio": 0.1}, {}, "no layer has both hot and cold experts"),
     ({"num_gpu_experts": E}, {}, "no layer has both hot and cold experts"),
 ]
 

@@ -38,6 +38,9 @@ def test_accepted() -> None:
     assert check({}) == ""
     assert check({"weight_path": str(DEMO_MODEL), "num_gpu_experts": 4, "cpuinfer": 1}) == ""
     assert check({"weight_path": str(DEMO_MODEL)}, num_hidden_layers=4) == ""
+    assert check({"gpu_experts_ratio": 0}) == check({"gpu_experts_ratio": 0.0625}) == ""
+    total = {"gpu_experts_ratio": 0.0079, "expert_placement_strategy": "front-loading"}
+    assert check(total) == ""
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,18 @@ def test_accepted() -> None:
             {"method": "INT4_G128"},
             {"moe_intermediate_size": 96},
             "--kt-method INT4_G128: moe_intermediate_size=96 is not divisible",
+        ),
+        (
+            {"gpu_experts_ratio": 0.06},
+            {},
+            "--kt-gpu-experts-ratio 0.06: of 16 experts per layer, that is none; accepted: 0, or "
+            "at least 0.0625",
+        ),
+        (
+            {"gpu_experts_ratio": 0.007, "expert_placement_strategy": "front-loading"},
+            {},
+            "--kt-gpu-experts-ratio 0.007: of 128 experts of all layers, that is none; accepted: "
+            "0, or at least 0.0079",
         ),
         ({}, {"num_experts": 70000}, "num_experts=70000; accepted"),
         ({}, {"num_experts": None}, "model class Qwen3MoeForCausalLM: its configuration has no"),
@@ -82,8 +97,10 @@ def test_folder_without_weights(tmp_path: Path) -> None:
     assert error.startswith(f"--kt-weight-path {tmp_path}: ") and "safetensors" in error
 
 
-@pytest.mark.parametrize("variable", ["KT_KERNEL_CPU_VARIANT", "KT_KERNEL_KIND"])
-def test_kernel_switches(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "variable", ["KT_KERNEL_CPU_VARIANT", "KT_KERNEL_KIND", "KT_WATCHDOG_SECONDS"]
+)
+def test_environment_variables(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "bogus")
     assert check({}).startswith(f"{variable}=bogus")
 

@@ -99,15 +99,30 @@ def available_memory() -> int:
 
     Raises OSError if the system does not tell.
     """
+    return min(_meminfo("MemAvailable"), *(left for _, left in _groups()))
+
+
+def most_memory() -> int:
+    """Bytes of memory and swap that this process can have at most, whatever else runs.
+
+    Raises OSError if the system does not tell.
+    """
+    swap = _meminfo("SwapTotal")
+    return min(_meminfo("MemTotal"), *(limit for limit, _ in _groups())) + swap
+
+
+def _meminfo(name: str) -> int:
+    """Bytes, from a line of /proc/meminfo. OSError if it is missing."""
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) << 10, *_left_in_groups())
-    raise OSError("/proc/meminfo: MemAvailable is missing")
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"/proc/meminfo: {name} is missing")
 
 
-def _left_in_groups(root: Path = Path("/")) -> Iterator[int]:
-    """Bytes that each control group leaves, of version 2 or 1; unlimited groups leave 2^63."""
-    yield 1 << 63
+def _groups(root: Path = Path("/")) -> Iterator[tuple[int, int]]:
+    """The limit of each control group, of version 2 or 1, and what it leaves, in bytes; at first
+    2^63 for both, as unlimited groups have none."""
+    yield 1 << 63, 1 << 63
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -127,7 +142,8 @@ def _left_in_groups(root: Path = Path("/")) -> Iterator[int]:
                 break
             with contextlib.suppress(OSError, ValueError):
                 limit, used = (int((folder / name).read_text()) for name in files[:2])
-                yield max(limit - used + _counted(folder / "memory.stat", files[2]), 0)
+                left = limit - used + _counted(folder / "memory.stat", files[2])
+                yield limit, max(left, 0)
 
 
 def _counted(statistics: Path, name: str) -> int:

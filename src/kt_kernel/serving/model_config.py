@@ -79,6 +79,11 @@ def expert_sizes(config: Any) -> tuple[int | None, int | None]:
     return hidden, inter
 
 
+def has_gate(config: Any) -> bool:
+    """Whether experts have a gate, as far as the configuration tells."""
+    return getattr(config, "mlp_hidden_act", None) != "relu2"  # of Nemotron-H
+
+
 def has_plain_silu(config: Any) -> bool:
     """Whether the experts' activation is SiLU without a limit, the only one that can be streamed.
 

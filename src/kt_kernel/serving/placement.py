@@ -5,6 +5,7 @@ Every rank computes the same plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def plan_placement(options: KTOptions, config: Any) -> PlacementPlan:
         masks.reshape(-1)[: _total(options, len(layers), experts)] = True
         return _plan(options, "front-loading", layers, masks)
     reason = "the first of each layer" if options.strategy == "uniform" else "random"
-    options.hot_count(experts)  # raises OptionError
+    _refuse_none(options, options.hot_count(experts), experts, "experts per layer")
     return PlacementPlan(options, experts, reason)
 
 
@@ -157,9 +158,22 @@ def _need_layers(layers: tuple[int, ...], config: Any) -> None:
 
 def _total(options: KTOptions, layers: int, experts: int) -> int:
     """Hot experts of all layers."""
-    if options.gpu_experts_ratio is not None:
-        return options.share_of(layers * experts)
-    return options.hot_count(experts) * layers
+    if options.gpu_experts_ratio is None:
+        return options.hot_count(experts) * layers
+    every = layers * experts
+    total = options.share_of(every)
+    _refuse_none(options, total, every, "experts of all layers")
+    return total
+
+
+def _refuse_none(options: KTOptions, hot: int, of: int, what: str) -> None:
+    """OptionError if a ratio above 0 makes no expert hot."""
+    if options.gpu_experts_ratio and not hot:
+        least = math.ceil(10000 / of) / 10000
+        raise OptionError(
+            f"--kt-gpu-experts-ratio {options.gpu_experts_ratio:g}: of {of} {what}, that is none; "
+            f"accepted: 0, or at least {least:g}"
+        )
 
 
 def _plan(

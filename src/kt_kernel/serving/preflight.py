@@ -5,6 +5,7 @@ line that names the option. Independent of the engines: the configuration is any
 attributes of a Hugging Face ``config.json``.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -15,19 +16,24 @@ from typing import Any
 from ..checkpoint import Checkpoint, method_of, open_checkpoint
 from ..checkpoint.method import QUANTISE, Choice
 from ..moe.settings import check_settings, check_sizes
+from ..moe.weight_checks import DENSE_FORM
+from ..weights.formats import LayerForm
 from ..weights.methods import get_method
 from .adapter import FLAG as ADAPTER_FLAG
 from .adapter import MERGING_METHODS, open_adapter
 from .budget import with_ratio
 from .hot_format import decide_hot_format
 from .hub import Choose, choose_adapter, local_path
+from .memory import check_memory, expert_bytes
 from .model_config import described_layers, expert_sizes, moe_layers, num_experts, size_of
+from .moving import decide_moving
 from .option_table import AUTO, OptionError
 from .options import KTOptions
 from .placement import plan_placement
 from .repository import Repository
 from .tuned import Start, with_tuned, without_tuned
 
+_logger = logging.getLogger(__name__)
 _ANY_SIZE = 1024  # stands for a size that the configuration lacks: every method accepts it
 _ANY_METHOD = "BF16"  # stands for an undecided method: it accepts any size
 # The checks' name of a value, and the option that it came from.
@@ -73,9 +79,12 @@ class ServedModel:
     whole: Any = None
 
 
-def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
+def prepare(
+    options: KTOptions, config: Any, served: ServedModel, logger: logging.Logger = _logger
+) -> KTOptions:
     """Returns the options as the workers need them: with a method, with a format of hot experts,
-    and with local files or folders as paths.
+    with local files or folders as paths, and as `moving.decide_moving` and `memory.check_memory`
+    accept them.
 
     Options that were not given may come from what `kt tune` saved, see `tuned`. If they do not suit
     the model and the given ones, they are left out.
@@ -87,6 +96,7 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     Args:
         config: the language model's configuration. It must have the number of experts. If it has
             another size under an unusual name, the layers check what depends on that size.
+        logger: gets what the user should know, such as that memory is scarce.
 
     Raises:
         OptionError: one line, if this model, its weights or this machine do not support the
@@ -97,24 +107,45 @@ def prepare(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
         options, config, served.device, served.fixed_results, served.start, served.whole
     )
     try:
-        return _checked(tuned, config, served)
+        return _checked(tuned, config, served, logger)
     except OptionError as problem:
         if tuned == options:  # nothing was taken
             raise
-        return _checked(without_tuned(options, problem), config, served)
+        return _checked(without_tuned(options, problem), config, served, logger)
 
 
-def _checked(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
+def _checked(
+    options: KTOptions, config: Any, served: ServedModel, logger: logging.Logger
+) -> KTOptions:
     """See `prepare`."""
+    options, checkpoint, sizes = _with_weights(options, config, served)
+    options = decide_hot_format(options, served.quantisation, served.device, checkpoint)
+    options = with_ratio(options, config, checkpoint, served.ranks, served.value_bytes)
+    options = decide_moving(
+        options,
+        config,
+        device=served.device,
+        ranks=served.ranks,
+        quantisation=served.quantisation,
+        logger=logger,
+    )
+    layers = [] if checkpoint is None else checkpoint.layers()
+    check_memory(options, config, sizes, layers, logger)
+    return options
+
+
+def _with_weights(
+    options: KTOptions, config: Any, served: ServedModel
+) -> tuple[KTOptions, Checkpoint | None, dict[int, int]]:
+    """The options with a method and local paths; the files that kt-moe reads, if it does; and the
+    packed bytes of an expert of each layer that was checked there."""
     plan_placement(options, config)
     _check_settings(options, config)
     if options.expert_lora_path is not None:
         options = _with_adapter(options, config, served)
     given = options.weight_path
     if given is None and not served.quantisation:
-        options = _prepared(options, config, QUANTISE)
-        options = decide_hot_format(options, None, served.device, None)
-        return with_ratio(options, config, None, served.ranks, served.value_bytes)
+        return _prepared(options, config, QUANTISE), None, {}
     place = f"--kt-weight-path {given}"
     if given is None:
         place = f"served model {served.path}, quantised with {served.quantisation}"
@@ -131,9 +162,7 @@ def _checked(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     options = _prepared(replace(options, weight_path=path), config, choice)
     _refuse_kept_values(options)
     with _naming(place):
-        _check_weights(checkpoint, config, options)
-    options = decide_hot_format(options, served.quantisation, served.device, checkpoint)
-    return with_ratio(options, config, checkpoint, served.ranks, served.value_bytes)
+        return options, checkpoint, _check_weights(checkpoint, config, options)
 
 
 def _absolute(options: KTOptions) -> KTOptions:
@@ -241,9 +270,12 @@ def _local(text: str, served: ServedModel, choose: Choose | None = None) -> str:
 def _check_settings(options: KTOptions, config: Any) -> None:
     """Raises OptionError, one line, for values that this model or this machine does not support.
     Checks that depend on the method are skipped for `AUTO`."""
+    from ..device.engine import watchdog_seconds  # the first batch on a GPU reads it
+
     experts = num_experts(config)
     hidden, inter = expert_sizes(config)
     try:
+        watchdog_seconds()
         check_settings(
             layer_idx=0,
             num_experts=experts,
@@ -274,11 +306,15 @@ def _naming(place: str) -> Iterator[None]:
         raise OptionError(f"{place}: {error}") from error
 
 
-def _check_weights(checkpoint: Checkpoint, config: Any, options: KTOptions) -> None:
+def _check_weights(checkpoint: Checkpoint, config: Any, options: KTOptions) -> dict[int, int]:
     """Checks names, shapes and dtypes of all experts of the model's layers, whether the method
-    reads them, and whether an adapter can be merged. Raises what the readers raise."""
+    reads them, and whether an adapter can be merged. Raises what the readers raise.
+
+    Returns the packed bytes of an expert, by layer.
+    """
     experts = num_experts(config)
     hidden, inter = expert_sizes(config)
+    packed = {}
     for layer in moe_layers(config):
         _, found_hidden, found_inter = checkpoint.sizes(layer)
         sizes = experts, hidden or found_hidden, inter or found_inter
@@ -289,3 +325,8 @@ def _check_weights(checkpoint: Checkpoint, config: Any, options: KTOptions) -> N
                     "16-bit, 32-bit and FP8 weights only; merge it before they are converted, with "
                     "kt_kernel.sft.merge_adapter"
                 )
+            form = stream.form or get_method(options.method).layer_form
+            packed[layer] = expert_bytes(
+                form or LayerForm.same(DENSE_FORM), *sizes[1:], "gate" in stream.fields
+            )
+    return packed

@@ -19,6 +19,9 @@ SCALE_TYPE_NAMES = ("float16", "bfloat16", "float32")
 
 BLOCK_SIZE = 128  # rows and columns that share a scale of kind "block"
 
+_TILE_ROWS = 32
+_ALIGNMENT = 64  # bytes, of tiles and of their heads
+
 
 @dataclass(frozen=True)
 class WeightFormat:
@@ -95,6 +98,10 @@ def ggml_formats() -> tuple[WeightFormat, ...]:
     return tuple(format for format in all_formats() if format.ggml)
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 @dataclass(frozen=True)
 class WeightForm:
     """How the weights of a matrix are stored, for the compiled core.
@@ -118,6 +125,35 @@ class WeightForm:
     def column_unit(self) -> int:
         """K must be a multiple of this."""
         return self.group_size or self.format.column_unit
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a block of the packed layout, see kernels/include/kt/format.h."""
+        return self.format.block_columns or self.group_size
+
+    @property
+    def block_scale_bytes(self) -> int:
+        """Bytes of the scales of such a block, for the rows of a tile."""
+        scale = (4 if self.scale_type == 2 else 2) if self.format.grouped else 0
+        return int(self.format.block_scale_bytes) + _TILE_ROWS * scale
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of such a block, for the rows of a tile."""
+        return self.block_scale_bytes + _TILE_ROWS * self.block_columns * self.format.bits // 8
+
+    def head_bytes(self, columns: int) -> int:
+        """Bytes of the head of a tile."""
+        if self.format.scale_kind != "block":
+            return int(self.format.head_bytes)
+        return _aligned(-(-columns // BLOCK_SIZE) * 4)
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a packed matrix [rows, columns] that is not divided over pools."""
+        blocks = -(-columns // self.block_columns)
+        return -(-rows // _TILE_ROWS) * _aligned(
+            self.head_bytes(columns) + blocks * self.block_bytes
+        )
 
     def __str__(self) -> str:
         if not self.format.grouped:

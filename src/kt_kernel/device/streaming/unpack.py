@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...weights.formats import BLOCK_SIZE, WeightForm
+from ...weights.formats import WeightForm
 from .prepared import PreparedKernel
 
 _TILE_ROWS = 32
@@ -26,13 +26,6 @@ def kernel_constants(form: WeightForm, columns: int, parts: int = _PARTS) -> dic
     They follow from the format's row in kernels/include/kt/format.h.
     """
     f = form.format
-    group_scale = 32 * (4 if form.scale_type == 2 else 2) if f.grouped else 0
-    scale_bytes = f.block_scale_bytes + group_scale
-    block_columns = f.block_columns or form.group_size
-    head = f.head_bytes
-    if f.scale_kind == "block":
-        head = -(-columns // BLOCK_SIZE) * 4
-        head = -(-head // 64) * 64
     sub_bytes = 0
     if f.ggml and f.scale_columns:
         sub_bytes = 2 if f.minimum and f.scale_bits > 4 else 1
@@ -53,10 +46,10 @@ def kernel_constants(form: WeightForm, columns: int, parts: int = _PARTS) -> dic
         "SUB_BYTES": sub_bytes,
         "ZERO": f.zero_points,
         "MINIMUM": f.minimum,
-        "HEAD_BYTES": head,
-        "BLOCK_PARTS": block_columns // _PART_COLUMNS,
-        "BLOCK_BYTES": scale_bytes + block_columns // _PART_COLUMNS * f.bits * 128,
-        "BLOCK_SCALE_BYTES": scale_bytes,
+        "HEAD_BYTES": form.head_bytes(columns),
+        "BLOCK_PARTS": form.block_columns // _PART_COLUMNS,
+        "BLOCK_BYTES": form.block_bytes,
+        "BLOCK_SCALE_BYTES": form.block_scale_bytes,
         "PARTS": parts,
     }
 
