@@ -80,7 +80,8 @@ class Refusal:
         path: attributes from the configuration object on, separated by dots.
         accepted: the values that are supported. An enumeration's member counts as its value.
         reason: why others are not, as a clause.
-        flag: the command-line flag, if it is not named after the last attribute.
+        flag: the command-line flag, if it is not named after the last attribute; or, if there is
+            none, what users call the setting.
         versions: as in `Name`.
     """
 
@@ -89,6 +90,11 @@ class Refusal:
     reason: str
     flag: str = ""
     versions: str = ""
+
+    @property
+    def named(self) -> str:
+        """The flag, for messages."""
+        return self.flag or "--" + self.path.rpartition(".")[2].replace("_", "-")
 
     def accepts(self, value: Any) -> bool:
         return value in self.accepted or getattr(value, "value", _ABSENT) in self.accepted
@@ -105,7 +111,7 @@ class Refusal:
                 )
         if self.accepts(value):
             return
-        flag = self.flag or "--" + self.path.rpartition(".")[2].replace("_", "-")
+        flag = self.named
         if isinstance(value, (int, float, str)) and value is not True:
             flag += f" {value}"
         choices = [str(choice) for choice in self.accepted if type(choice) in (int, str)]

@@ -130,10 +130,11 @@ BEFORE_LAUNCH = (
 REFUSED = (
     *BEFORE_LAUNCH,
     Refusal("pp_size", (1,), SINGLE_RANK),
+    # Before the sizes that SGLang derives from it.
+    Refusal("enable_dp_attention", (False,), SINGLE_RANK),
     Refusal("dp_size", (1,), SINGLE_RANK),
     Refusal("ep_size", (1,), SINGLE_RANK),
     Refusal("attn_dp_size", (1, None), SINGLE_RANK, versions=">=0.5.22"),
-    Refusal("enable_dp_attention", (False,), SINGLE_RANK),
     # With context parallelism, a layer does not see all rows of the batch.
     Refusal("attn_cp_size", (1, None), SINGLE_RANK),
     Refusal("dcp_size", (1, None), SINGLE_RANK),
@@ -153,7 +154,7 @@ REFUSED = (
     Refusal("ep_num_redundant_experts", (0,), _MOVES),
     Refusal("init_expert_location", ("trivial",), "experts must be in the model's own order"),
     Refusal("elastic_ep_backend", (None, "none"), _MOVES),
-    Refusal("ep_join_mode", (None,), _MOVES),
+    Refusal("ep_join_mode", (None,), _MOVES, "the argument ep_join_mode"),
     Refusal("enable_elastic_expert_backup", (False,), _MOVES),
     Refusal("enable_paged_experts", (False,), _PLACES, versions=">=0.5.23"),
     Refusal("cpu_offload_gb", (0,), _PLACES),

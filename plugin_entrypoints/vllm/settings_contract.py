@@ -8,11 +8,21 @@ _PLACES = "both settings decide where weights are kept"
 
 # Checked on the finished configuration.
 REFUSED = (
-    Refusal("device_config.device_type", ("cuda", "cpu"), "kt-moe supports CUDA devices and CPUs"),
+    Refusal(
+        "device_config.device_type",
+        ("cuda", "cpu"),
+        "kt-moe supports CUDA devices and CPUs",
+        "vLLM's device",
+    ),
     Refusal("parallel_config.pipeline_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.data_parallel_size", (1,), SINGLE_RANK),
     Refusal("parallel_config.prefill_context_parallel_size", (1,), SINGLE_RANK),
-    Refusal("parallel_config.use_sequence_parallel_moe", (False,), _TOGETHER),
+    Refusal(
+        "parallel_config.use_sequence_parallel_moe",
+        (False,),
+        _TOGETHER,
+        "--enable-expert-parallel with --all2all-backend",
+    ),
     Refusal("parallel_config.enable_elastic_ep", (False,), _TOGETHER),
     Refusal("parallel_config.enable_eplb", (False,), _TOGETHER),
     Refusal("parallel_config.enable_dbo", (False,), _TOGETHER),

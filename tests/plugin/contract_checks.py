@@ -4,6 +4,7 @@ by vllm_hooks.py and sglang_hooks.py."""
 from __future__ import annotations
 
 import inspect
+from argparse import ArgumentParser
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,20 +31,24 @@ def check_table(contract: Contract) -> None:
         assert found <= known, found - known
 
 
-def check_refusals(
-    contract: Contract, configuration: Any, refusals: Iterable[Refusal] | None = None
-) -> None:
+def check_flags(contract: Contract, parser: ArgumentParser, refusals: Iterable[Refusal]) -> None:
+    """The engine's parser has the flags that refusals name."""
+    for entry in refusals:
+        for word in entry.named.split() if contract.holds(entry.versions) else ():
+            assert not word.startswith("--") or word in parser._option_string_actions, entry
+
+
+def check_refusals(contract: Contract, configuration: Any) -> None:
     """Every refusal reads an attribute that a real configuration has, and accepts its value. It
     refuses another value, and a configuration without the attribute."""
-    for entry in contract.refusals if refusals is None else refusals:
+    for entry in contract.refusals:
         if not contract.holds(entry.versions):
             continue
         entry.check(configuration, contract.engine)
-        name = entry.path.rpartition(".")[2]
-        flag = entry.flag or "--" + name.replace("_", "-")
         with changed(configuration, entry.path, _OTHER) as possible:
             if possible:
-                assert error_of(entry, configuration).startswith(f"{flag} {_OTHER}: "), entry
+                line = error_of(entry, configuration)
+                assert line.startswith(f"{entry.named} {_OTHER}: "), entry
         renamed = replace(entry, path=f"{entry.path}_of_another_version")
         assert f"has no {renamed.path}" in error_of(renamed, configuration)
 

@@ -20,7 +20,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import sglang_layer_checks as layers
-from contract_checks import check_table
+from contract_checks import check_flags, check_table
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.layers.moe import kt_ep_wrapper
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
@@ -211,7 +211,11 @@ def check_refused_arguments() -> None:
     server_args = ServerArgs(DEMO_MODEL, device="cpu")
     server_args.resolve_once()
     contract.CONTRACT.refuse(resolving_view(server_args))
-    for entry in (*contract.REFUSED, *contract.REFUSED_SPECULATION, *contract.BESIDE_COLD):
+    refusals = (*contract.REFUSED, *contract.REFUSED_SPECULATION, *contract.BESIDE_COLD)
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    check_flags(contract.CONTRACT, parser, refusals)
+    for entry in refusals:
         if not contract.CONTRACT.holds(entry.versions):
             continue
         for value in entry.accepted:
@@ -219,8 +223,7 @@ def check_refused_arguments() -> None:
                 entry.check(arguments, "SGLang")
         with decided(server_args, **{entry.path: other_than(entry)}) as arguments:
             line = error_of(entry.check, arguments, "SGLang")
-            flag = "--" + entry.path.replace("_", "-")
-            assert line.startswith(flag) and entry.reason in line, (entry, line)
+            assert line.startswith(entry.named) and entry.reason in line, (entry, line)
             renamed = dataclasses.replace(entry, path=f"{entry.path}_of_tomorrow")
             assert f"SGLang has no {renamed.path}" in error_of(renamed.check, arguments, "SGLang")
 

@@ -198,7 +198,11 @@ def test_flags_without_value() -> None:
 
 @pytest.mark.parametrize("make", [parser_of_an_engine, lambda: _own_parser()])
 @pytest.mark.parametrize(
-    ("values", "want"), [([], "on"), (["on"], "on"), (["auto"], "auto"), (["off"], "off")]
+    ("values", "want"),
+    [
+        *(([], "on"), (["on"], "on"), (["auto"], "auto"), (["off"], "off")),
+        *((["true"], "on"), (["false"], "off")),  # as SGLang passes YAML's on and off
+    ],
 )
 def test_a_switch(make: Any, values: list[str], want: str) -> None:
     """Bare it means on, also where an engine has a flag of this name without a value."""

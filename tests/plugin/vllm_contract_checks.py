@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from contract_checks import changed, check_refusals, check_table
+from contract_checks import changed, check_flags, check_refusals, check_table
 
 # First, because vLLM's modules import each other in a circle.
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -47,6 +47,12 @@ from kt_kernel.plugin_entrypoints.vllm.contract import (
     EXPERT_RANKS,
     WORKER_OPERATIONS,
 )
+from kt_kernel.plugin_entrypoints.vllm.settings_contract import (
+    REFUSED,
+    REFUSED_SPECULATION,
+    REFUSED_WITH_RANKS,
+)
+from kt_kernel.serving.flags import collect
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
@@ -94,7 +100,7 @@ LINES = {
         "--offload-backend prefetch: both settings",
     ),
     "load_config.load_format": ("sharded_state", "--load-format sharded_state: cold experts"),
-    "device_config.device_type": ("xpu", "--device-type xpu: kt-moe supports CUDA"),
+    "device_config.device_type": ("xpu", "vLLM's device xpu: kt-moe supports CUDA"),
     "model_config.hf_text_config": (
         SimpleNamespace(architectures=["Dense"], hidden_size=8),
         "model class Dense: its configuration has no number of experts",
@@ -106,6 +112,8 @@ def check_configurations() -> None:
     """Checks refusals on the attributes of a real configuration."""
     made = engine_config()
     check_refusals(CONTRACT, made)
+    refusals = (*REFUSED, *REFUSED_WITH_RANKS, *REFUSED_SPECULATION)
+    check_flags(CONTRACT, AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()), refusals)
     refuse = options.prepared
     some = KTOptions(weight_path=str(MODEL), num_gpu_experts=4)
     assert error_of(refuse, made, some) == ""
@@ -150,7 +158,7 @@ def check_configurations() -> None:
     object.__setattr__(parallel, "tensor_parallel_size", 2)
     object.__setattr__(parallel, "data_parallel_size", 2)
     (entry,) = (one for one in CONTRACT.refusals if "use_sequence_parallel_moe" in one.path)
-    assert "--use-sequence-parallel-moe: " in error_of(entry.check, made, "vLLM")
+    assert f"{entry.named}: " in error_of(entry.check, made, "vLLM")
 
 
 def check_an_empty_quantization_config() -> None:
@@ -370,6 +378,12 @@ def check_a_renamed_function_stops_a_start() -> None:
 def check_a_wrong_value_ends_the_command_line() -> None:
     """It ends with one line, when vLLM's parser reads the value."""
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    for switch in ("on", "off"):  # from a file, for which YAML makes them booleans
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "vllm.yaml"
+            path.write_text(f"kt-tuned: {switch}\nkt-num-gpu-experts: 3\n")
+            parsed = parser.parse_args(["--config", str(path)])
+        assert collect(parsed) == {"tuned": switch, "num_gpu_experts": 3}, parsed
     try:
         parser.parse_args(["--kt-method", "AMXINT9"])
     except SystemExit as stopped:

@@ -43,6 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
             )
         else:
             switch = option.kind == "switch"
+            if switch:  # vLLM needs it for YAML's off
+                group.add_argument(
+                    option.flag.replace("--", "--no-", 1),
+                    dest=option.dest,
+                    action="store_const",
+                    const="off",
+                    default=None,
+                    help=f"the same as {option.flag} off",
+                )
             group.add_argument(
                 option.flag,
                 dest=option.dest,

@@ -60,6 +60,8 @@ def checked_value(option: Option, value: Any) -> Any:
 
 
 def _switch(flag: str, value: Any) -> str:
+    if isinstance(value, str):  # SGLang passes YAML's on and off as these
+        value = {"true": True, "false": False}.get(value, value)
     if isinstance(value, bool):
         return "on" if value else "off"
     if value not in SWITCH:
