@@ -8,6 +8,8 @@ STRATEGIES = ("uniform", "frequency", "front-loading", "random")
 ROUTES_TOKENS = 16384  # default of --kt-expert-routes-tokens
 AUTO = "auto"  # as a method: chosen by the format of the stored weights
 SWITCH = (AUTO, "on", "off")
+# Names of the options that say how many experts are hot. Only one of them can be given.
+HOT_OPTIONS = ("num_gpu_experts", "gpu_experts_ratio", "gpu_experts_memory", "gpu_experts_mask")
 ENGINE, BF16, PACKED = HOT_FORMATS = ("engine", "bf16", "packed")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..runtime.text import shown_size
-from .option_table import AUTO, BF16, PACKED, OptionError, find_option
+from .option_table import AUTO, BF16, HOT_OPTIONS, PACKED, OptionError, find_option
 from .option_values import checked_value
 
 
@@ -104,19 +104,8 @@ class KTOptions:
 
     def _check_placement(self) -> None:
         """Raises OptionError if options of the placement or of recording contradict each other."""
-        number, ratio, mask = self.num_gpu_experts, self.gpu_experts_ratio, self.gpu_experts_mask
-        memory = self.gpu_experts_memory
         strategy, stats = self.expert_placement_strategy, self.expert_stats
-        given = [
-            f"--kt-{name} {value}"
-            for name, value in (
-                ("num-gpu-experts", number),
-                ("gpu-experts-ratio", ratio),
-                ("gpu-experts-memory", memory and shown_size(memory)),
-                ("gpu-experts-mask", mask),
-            )
-            if value is not None
-        ]
+        given = [self._shown(name) for name in HOT_OPTIONS if getattr(self, name) is not None]
         if len(given) > 1:
             raise OptionError(f"{given[0]} and {given[1]}: give only one of them")
         if stats is not None and self.strategy != "frequency":
@@ -133,7 +122,7 @@ class KTOptions:
             which = f"--kt-expert-placement-strategy {strategy}"
             if strategy is None:
                 which = f"--kt-expert-stats {stats}"
-            if mask is not None:
+            if self.gpu_experts_mask is not None:
                 raise OptionError(f"{which} and {given[0]}: give only one of them")
             if not given:
                 raise OptionError(
@@ -200,16 +189,13 @@ class KTOptions:
     @property
     def hot_option(self) -> str | None:
         """The option that asks for hot experts, with its value; None if none does."""
-        for name in (
-            "num_gpu_experts",
-            "gpu_experts_ratio",
-            "gpu_experts_memory",
-            "gpu_experts_mask",
-        ):
-            if value := getattr(self, name):
-                shown = shown_size(value) if name == "gpu_experts_memory" else value
-                return f"--kt-{name.replace('_', '-')} {shown}"
-        return None
+        return next((self._shown(name) for name in HOT_OPTIONS if getattr(self, name)), None)
+
+    def _shown(self, name: str) -> str:
+        """An option of `HOT_OPTIONS` as it was given."""
+        value = getattr(self, name)
+        shown = shown_size(value) if name == "gpu_experts_memory" else value
+        return f"{find_option(name).flag} {shown}"
 
     @property
     def converts_hot(self) -> bool:

@@ -16,7 +16,7 @@ from ..runtime.machine import machine_key
 from ..runtime.machine_cache import read_cache
 from ..runtime.variant import kernel_kind
 from .model_config import routed_model
-from .option_table import AUTO, PACKED, OptionError
+from .option_table import AUTO, HOT_OPTIONS, PACKED, OptionError
 from .options import KTOptions
 
 FLAG = "--kt-tuned"
@@ -30,7 +30,6 @@ _SAVED = (
     "hot_format",
     "max_deferred_experts_per_token",
 )
-_HOT = ("num_gpu_experts", "gpu_experts_ratio", "gpu_experts_mask", "gpu_experts_memory")
 _NUMBER = "num_gpu_experts", "hot_format"  # of hot experts; the format belongs to the number
 
 
@@ -253,7 +252,7 @@ def _left_out(
     left: set[str] = set()
     if options.weight_path is not None:  # other files, which the saved method may not suit
         left = {"method"}
-    if any(getattr(options, name) is not None for name in _HOT):
+    if any(getattr(options, name) is not None for name in HOT_OPTIONS):
         return left | {*_NUMBER}, ""
     if not saved.get("num_gpu_experts"):
         return left, ""
