@@ -6,10 +6,9 @@ import threading
 import time
 
 import pytest
-import torch
 
 from kt_kernel.checkpoint import ahead
-from kt_kernel.checkpoint.ahead import read_ahead, will_need
+from kt_kernel.checkpoint.ahead import read_ahead
 
 
 def readers() -> int:
@@ -114,9 +113,3 @@ def test_closing_waits_for_the_read_under_way(monkeypatch, taken):
 
 def test_nothing_to_read():
     assert list(read_ahead((), lambda key: key, lambda _: 1)) == []
-
-
-@pytest.mark.parametrize("shape", [(0,), (1,), (3, 1000)])
-def test_advice_is_harmless_for_any_memory(shape):
-    tensor = torch.ones(shape)
-    assert will_need(tensor) is tensor and bool((tensor == 1).all())

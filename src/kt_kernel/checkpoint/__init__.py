@@ -12,7 +12,7 @@ method.py        selects the method for a checkpoint (``--kt-method auto``)
 quantization.py  the quantisation settings of config.json
 index.py         the files of a checkpoint and the tensors in each
 header.py        reads and checks the header of one safetensors file
-open_files.py    files held open during a call
+open_files.py    files open during a call, and reading from them
 ahead.py         reads experts ahead of packing
 fingerprint.py   identifies a checkpoint without reading all of it
 paths.py         checks paths from users

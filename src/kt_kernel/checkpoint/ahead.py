@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-import torch
-
 #: Bytes that may wait for packing, in addition to one expert being read and one being packed. A
 #: larger expert may wait alone. This is more than enough to keep a disk busy.
 AHEAD_BYTES = 64 << 20
 
-_MADVISE = ctypes.CDLL(None).madvise
-_MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
 T = TypeVar("T")
 _END: Any = object()
-
-
-def will_need(tensor: torch.Tensor) -> torch.Tensor:
-    """Starts reading the memory of a tensor in a mapped file in one go, instead of page by page on
-    access. Returns the tensor without waiting."""
-    will_need_bytes(tensor.data_ptr(), tensor.nbytes)
-    return tensor
-
-
-def will_need_bytes(address: int, size: int) -> None:
-    """Starts reading a range of memory in a mapped file; see `will_need`."""
-    begin = address - address % mmap.PAGESIZE
-    # This is only advice: if it fails, only time is lost.
-    _MADVISE(begin, address + size - begin, mmap.MADV_WILLNEED)
 
 
 def read_ahead(

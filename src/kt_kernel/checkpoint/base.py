@@ -20,6 +20,7 @@ from .ahead import read_ahead
 from .fingerprint import fingerprint
 from .header import TensorInfo
 from .index import Index
+from .open_files import Pieces
 from .quantization import Quantization
 from .reader import LayerReader
 from .stored import Stored
@@ -121,8 +122,9 @@ class Checkpoint(ABC):
     @abstractmethod
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
-    ) -> AbstractContextManager[LayerReader]:
-        """The reader of a layer that passed all checks; see `read_experts`."""
+    ) -> AbstractContextManager[tuple[LayerReader, Pieces]]:
+        """The reader of a layer that passed all checks, see `read_experts`, and where the files
+        have each expert."""
 
     def read_experts(
         self,
@@ -140,17 +142,17 @@ class Checkpoint(ABC):
         method: return the weights in the form that this method accepts. For FP8 checkpoints and
         quantising methods this is float32. None: return them as they are stored.
 
-        Returns contiguous CPU tensors that stay valid after the call; see `ExpertTensors` for
-        shapes.
+        Returns contiguous CPU tensors in memory of their own; see `ExpertTensors` for shapes.
 
         Raises ValueError naming file and tensor if experts are missing, if there are too many, if
         their shape, dtype or layout is wrong, if the method does not accept them, or if a scale is
-        not finite, or negative in a format whose scales are not.
+        not finite, or negative in a format whose scales are not; and OSError naming the file if it
+        cannot be read.
         """
         layer_idx, sizes, wanted = _request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
         )
-        with self._open_layer(layer_idx, sizes, method) as reader:
+        with self._open_layer(layer_idx, sizes, method) as (reader, _):
             return reader.read_all(sizes[0], wanted)
 
     @contextmanager
@@ -172,14 +174,15 @@ class Checkpoint(ABC):
         Yields the logical id, ascending, and a dict of the fields of `ExpertTensors`. On entry, the
         whole layer has been checked and no data has been read.
 
-        Raises what `read_experts` raises, on entry unless the fault is in the values of scales.
+        Raises what `read_experts` raises, on entry unless the fault is in the values of scales or
+        in reading.
         """
         layer_idx, sizes, wanted = _request(
             layer_idx, num_experts, hidden_size, moe_intermediate_size, experts
         )
         with (
-            self._open_layer(layer_idx, sizes, method) as reader,
-            closing(ExpertStream(reader, wanted)) as stream,
+            self._open_layer(layer_idx, sizes, method) as (reader, pieces),
+            closing(ExpertStream(reader, pieces, wanted)) as stream,
         ):
             yield stream
 
@@ -197,21 +200,27 @@ class ExpertStream:
     stored_bytes: bytes in the files of the experts read so far.
     """
 
-    def __init__(self, reader: LayerReader, wanted: list[int]) -> None:
+    def __init__(self, reader: LayerReader, pieces: Pieces, wanted: list[int]) -> None:
         self.form: LayerForm | None = reader.form
         self.fields = reader.fields
         self.stored_bytes = 0
-        self._reader, self._wanted = reader, wanted
+        self._reader, self._pieces, self._wanted = reader, pieces, wanted
         self._running = read_ahead((), reader.read, bytes_of)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Matrix]]]:
-        self._running = read_ahead(self._wanted, self._read, bytes_of)
+        self._running = read_ahead(self._announced(), self._read, bytes_of)
         return self._running
+
+    def _announced(self) -> Iterator[int]:
+        """The experts, each while the system already reads the one after it."""
+        for place, expert in enumerate(self._wanted):
+            for near in self._wanted[0 if place == 0 else place + 1 : place + 2]:
+                self._pieces.expect(near)
+            yield expert
 
     def _read(self, expert: int) -> dict[str, Matrix]:
         tensors = self._reader.read(expert)
-        size = self._reader.size
-        self.stored_bytes += bytes_of(tensors) if size is None else size(expert)
+        self.stored_bytes += self._pieces.bytes_of(expert)
         return tensors
 
     def close(self) -> None:

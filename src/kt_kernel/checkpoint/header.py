@@ -6,8 +6,8 @@ to the data, which the tensors must fill without holes or overlaps.
 (https://huggingface.co/docs/safetensors/index#format)
 
 This module does its own checks instead of using the library's. Every problem is a ValueError that
-names the file and the tensor, before anything is mapped: touching a page beyond the end of a
-truncated file would kill the process.
+names the file and the tensor, before any data is read. The library refuses a whole file for one
+tensor of a type that it does not know.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ DTYPE_BITS = {name: bits for bits, names in _BITS.items() for name in names.spli
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor is stored. `file` is a path. begin and end are byte offsets relative to the
-    data, in GGUF files relative to the file."""
+    """Where a tensor is stored. `file` is a path. begin and end are byte offsets in the file."""
 
     name: str
     file: str
@@ -77,8 +76,9 @@ def read_header(path: str) -> dict[str, TensorInfo]:
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(f"{path}: __metadata__ is not a map of strings")
-    tensors = {name: _tensor(path, name, entry) for name, entry in entries.items()}
-    _check_data(path, tensors, size - 8 - length)
+    start_of_data = 8 + length
+    tensors = {name: _tensor(path, name, entry, start_of_data) for name, entry in entries.items()}
+    _check_data(path, tensors, start_of_data, size)
     return tensors
 
 
@@ -96,8 +96,11 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _tensor(path: str, name: str, entry: Any) -> TensorInfo:
+def _tensor(path: str, name: str, entry: Any, start: int) -> TensorInfo:
+    """start: where the data begin in the file."""
     where = f"{path}: tensor {name!r}"
+    if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+        raise ValueError(f"{where}: half of a surrogate pair; expected Unicode")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{where}: expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -115,20 +118,27 @@ def _tensor(path: str, name: str, entry: Any) -> TensorInfo:
             f"{where}: {dtype} {shape} takes {bits / 8:g} bytes, but data_offsets {offsets} span"
             f" {end - begin}"
         )
-    return TensorInfo(name, path, dtype, tuple(shape), begin, end)
+    return TensorInfo(name, path, dtype, tuple(shape), start + begin, start + end)
 
 
-def _check_data(path: str, tensors: dict[str, TensorInfo], size: int) -> None:
-    position = 0
+def _check_data(path: str, tensors: dict[str, TensorInfo], start: int, size: int) -> None:
+    """start, size: where the data begin and end in the file."""
+    position = start
     for info in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
         if info.begin != position:
             problem = "overlaps the tensor before it" if info.begin < position else "leaves a hole"
-            raise ValueError(f"{info} {problem}: it begins at byte {info.begin}, not {position}")
+            raise ValueError(
+                f"{info} {problem}: it begins at byte {info.begin - start} of the data, not"
+                f" {position - start}"
+            )
         if info.end > size:
             raise ValueError(
-                f"{info} ends at byte {info.end} of the data, but the file has only {size}"
+                f"{info} ends at byte {info.end - start} of the data, but the file has only"
+                f" {size - start}"
                 " (truncated file)"
             )
         position = info.end
     if position != size:
-        raise ValueError(f"{path}: {size} bytes of data, but the header describes {position}")
+        raise ValueError(
+            f"{path}: {size - start} bytes of data, but the header describes {position - start}"
+        )

@@ -1,19 +1,17 @@
-"""Reads packed directories: maps each layer's file and returns its tiles unchanged.
+"""Reads packed directories: returns the tiles of each layer's file unchanged.
 
 The manifest is compared with each file's size when the directory is opened, and with each file's
-header before it is mapped. Only `kt model verify` compares checksums, because that reads every
-weight once more.
+header before its tiles are read. Only `kt model verify` compares checksums, because that reads
+every weight once more.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from ..weights.expert_tensors import MATRICES, Matrix
@@ -22,12 +20,12 @@ from ..weights.methods import Method, get_method
 from ..weights.packed import PackedMatrix
 from ..weights.store.layer_file import LayerSpec, layer_of_tensor
 from ..weights.store.manifest import MANIFEST, LayerEntry, Manifest, read_manifest
-from .ahead import will_need_bytes
 from .base import Checkpoint, Sizes
 from .header import TensorInfo, read_header
 from .index import Index, stamp
-from .open_files import OpenFiles
+from .open_files import OpenFiles, Piece, Pieces
 from .reader import LayerReader, in_words
+from .safetensors.files import Files
 from .stored import Stored
 
 
@@ -48,9 +46,11 @@ class PackedCheckpoint(Checkpoint):
             except FileNotFoundError:
                 raise ValueError(f"{file}: missing, but {manifest_path} names it") from None
             check_size(file, entry)
+            start = entry.bytes - entry.spec.data_bytes
             for name, info in entry.spec.tensors.items():
+                begin, end = (start + offset for offset in info["data_offsets"])
                 self._index.tensors[name] = TensorInfo(
-                    name, file, info["dtype"], tuple(info["shape"]), *info["data_offsets"]
+                    name, file, info["dtype"], tuple(info["shape"]), begin, end
                 )
 
     @property
@@ -82,14 +82,14 @@ class PackedCheckpoint(Checkpoint):
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
         layer_idx = layer_of_tensor(info.name)
         assert layer_idx is not None  # the names are from the manifest
-        with _LayerFile(self, self._entry(layer_idx)) as file:
-            file.map()
-            return torch.from_numpy(file.tensor(info.name).copy())
+        with Files(self._index) as files:
+            self._check_header(self._entry(layer_idx).spec, files)
+            return files.read(info)
 
     @contextmanager
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
-    ) -> Iterator[LayerReader]:
+    ) -> Iterator[tuple[LayerReader, Pieces]]:
         entry = self._entry(layer_idx)
         spec = entry.spec
         form = self._check_method(spec, method)
@@ -98,9 +98,32 @@ class PackedCheckpoint(Checkpoint):
                 f"{os.path.join(self.path, spec.file)}: layer {layer_idx} has"
                 f" {in_words(_sizes(spec))}; expected {in_words(sizes)}"
             )
-        with _LayerFile(self, entry) as file:
-            file.map()
-            yield LayerReader((*MATRICES, *spec.biases), form, file.expert)
+        with Files(self._index) as files:
+            self._check_header(spec, files)
+            fields = (*MATRICES, *spec.biases)
+            infos = {field: self._index.tensors[spec.tensor(field)] for field in fields}
+
+            def pieces(expert: int) -> list[Piece]:
+                return [(info, expert, spec.num_experts) for info in infos.values()]
+
+            def read(expert: int) -> dict[str, Matrix]:
+                found: dict[str, Matrix] = {}
+                for field, info in infos.items():
+                    data = files.read(info, expert)
+                    found[field] = data
+                    if field in MATRICES:
+                        shape = spec.matrix_shape(MATRICES.index(field))
+                        found[field] = PackedMatrix(getattr(form, field), shape, data.numpy())
+                return found
+
+            yield LayerReader(fields, form, read), Pieces(files, pieces)
+
+    def _check_header(self, spec: LayerSpec, files: OpenFiles) -> None:
+        """Raises ValueError if a layer's file has changed, or has another header than the manifest
+        implies."""
+        path = os.path.join(self.path, spec.file)
+        files.check(path)
+        check_header(path, self._manifest.header(spec))
 
     def _entry(self, layer_idx: int) -> LayerEntry:
         entry = self._manifest.layers.get(layer_idx)
@@ -133,49 +156,6 @@ class PackedCheckpoint(Checkpoint):
                 f"method {packed} does not produce"
             )
         return spec.form
-
-
-class _LayerFile(OpenFiles):
-    """A layer's file. Returned arrays stay valid: the mapping is closed with the last array that
-    refers to it."""
-
-    def __init__(self, checkpoint: PackedCheckpoint, entry: LayerEntry) -> None:
-        super().__init__(checkpoint._index)
-        self._spec = entry.spec
-        self._path = os.path.join(checkpoint.path, entry.spec.file)
-        self._header = checkpoint.manifest.header(entry.spec)
-
-    def map(self) -> None:
-        """Maps the file after comparing its header. Must be called first."""
-        descriptor = self.descriptor(self._path)
-        check_header(self._path, self._header)
-        self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-
-    def tensor(self, name: str, expert: int | None = None) -> np.ndarray:
-        """A tensor, or one expert's part of it, as stored."""
-        info = self._spec.tensors[name]
-        dtype = np.float32 if info["dtype"] == "F32" else np.uint8
-        shape = info["shape"] if expert is None else info["shape"][1:]
-        begin, end = (len(self._header) + offset for offset in info["data_offsets"])
-        if expert is not None:
-            size = (end - begin) // info["shape"][0]
-            begin, end = begin + expert * size, begin + (expert + 1) * size
-        return np.frombuffer(memoryview(self._map)[begin:end], dtype).reshape(shape)
-
-    def expert(self, number: int) -> dict[str, Matrix]:
-        """Reads the fields of one expert in one go, instead of page by page while they are
-        copied."""
-        spec = self._spec
-        self.descriptor(self._path)  # raises if the file has changed
-        fields: dict[str, Matrix] = {}
-        for matrix, name in enumerate(MATRICES):
-            tiles = self.tensor(spec.tensor(name), number)
-            will_need_bytes(tiles.ctypes.data, tiles.nbytes)
-            form = getattr(spec.form, name)
-            fields[name] = PackedMatrix(form, spec.matrix_shape(matrix), tiles)
-        for name in spec.biases:
-            fields[name] = torch.from_numpy(self.tensor(spec.tensor(name), number).copy())
-        return fields
 
 
 def is_packed(path: str) -> bool:

@@ -29,14 +29,12 @@ class LayerReader:
 
     fields: the fields of ExpertTensors that the layer has. form: the form of the weights, or None
     if all are dense and the method quantises them; dense weights are BF16 together with quantised
-    ones, and for methods that keep weights. read: returns the fields of one expert. size: returns
-    the bytes of one expert in the files; None if they are as many as in memory.
+    ones, and for methods that keep weights. read: returns the fields of one expert.
     """
 
     fields: tuple[str, ...]
     form: LayerForm | None
     read: Callable[[int], dict[str, Matrix]]
-    size: Callable[[int], int] | None = None
 
     def read_all(self, num_experts: int, wanted: Sequence[int]) -> ExpertTensors:
         parts = {e: self.read(e) for e in wanted}

@@ -32,8 +32,7 @@ class ExpertTensors:
     None if the experts have none. Biases are float32, [I], [I] and [H]; the lists are None for
     models without biases.
 
-    Entries may be views into a memory-mapped file: treat them as read-only, and expect pages to be
-    read on first use.
+    Entries may share memory with other tensors: treat them as read-only.
     """
 
     gate: list[Matrix | None]

@@ -65,7 +65,7 @@ def to_matrix(info: TensorInfo, data: torch.Tensor, place: str) -> Matrix:
         scale = blocks[..., 0].contiguous()
         _refuse(place, scale == 255, "ue8m0 scale 255, NaN")
         return QuantisedMatrix(MXFP4, _neighbours(blocks[..., 1:]), scale)
-    halves = _aligned(blocks, 2).view(torch.float16)
+    halves = blocks.view(torch.float16)
     for offset in kind.scales:
         numbers = halves[..., offset // 2]
         _refuse(place, ~numbers.isfinite(), f"number at byte {offset} of a block is not finite")
@@ -77,14 +77,7 @@ def to_matrix(info: TensorInfo, data: torch.Tensor, place: str) -> Matrix:
 
 def to_dense(info: TensorInfo, data: torch.Tensor) -> torch.Tensor:
     """The values of a dense tensor, from its bytes [..., bytes]."""
-    dtype = DENSE[info.dtype]
-    return _aligned(data, dtype.itemsize).view(dtype)
-
-
-def _aligned(data: torch.Tensor, size: int) -> torch.Tensor:
-    """Copies data if it is not aligned to its elements, as code that takes the pointer expects. The
-    format may align data to single bytes."""
-    return data.clone() if data.data_ptr() % size else data
+    return data.view(DENSE[info.dtype])
 
 
 def _neighbours(codes: torch.Tensor) -> torch.Tensor:

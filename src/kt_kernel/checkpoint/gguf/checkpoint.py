@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,17 +10,15 @@ import torch
 from ...weights.expert_tensors import BIASES, MATRICES, Matrix
 from ...weights.formats import BF16, LayerForm
 from ...weights.methods import GGUF_METHOD, Method, get_method
-from ..ahead import will_need
 from ..base import Checkpoint, Sizes
 from ..header import TensorInfo
-from ..index import Index
-from ..open_files import OpenFiles
+from ..open_files import OpenFiles, Pieces
 from ..reader import LayerReader, other_model
 from ..stored import Stored, dense_weights
 from .architectures import ARCHITECTURES, REFUSED
 from .blocks import DENSE, form_of, forms, row_bytes, to_dense, to_matrix
 from .files import GgufIndex
-from .layout import GgufLayer, Source, check_metadata, find_layer, layer_tensors
+from .layout import GgufLayer, check_metadata, find_layer, layer_tensors
 from .types import BY_NAME
 
 ANY_TYPE = GGUF_METHOD  # the method that accepts all types
@@ -65,8 +62,8 @@ class GgufCheckpoint(Checkpoint):
         """
         if info.dtype not in BY_NAME:
             raise ValueError(f"{info} is of ggml type {info.dtype}; known: {', '.join(BY_NAME)}")
-        with _Data(self._index) as files:
-            data = files.read(info)
+        with OpenFiles(self._index) as files:
+            data = files.read_part(info)
         if info.dtype in DENSE:
             return to_dense(info, data).view(info.shape)
         return data.view(*info.shape[:-1], row_bytes(info))
@@ -74,7 +71,7 @@ class GgufCheckpoint(Checkpoint):
     @contextmanager
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
-    ) -> Iterator[LayerReader]:
+    ) -> Iterator[tuple[LayerReader, Pieces]]:
         layer = self._layer(layer_idx)
         chosen = None if method is None else get_method(method)
         try:
@@ -84,8 +81,9 @@ class GgufCheckpoint(Checkpoint):
         check_metadata(self._index.header, sizes)
         form = _form(layer, chosen)
         fields = MATRICES + BIASES if layer.biases else MATRICES
-        with _Data(self._index) as data:
-            yield LayerReader(fields, form, lambda expert: _read(layer, sizes[0], expert, data))
+        with OpenFiles(self._index) as files:
+            reader = LayerReader(fields, form, lambda e: _read(layer, sizes[0], e, files))
+            yield reader, Pieces(files, lambda e: layer.pieces(e, sizes[0]))
 
     def _layer(self, layer_idx: int) -> GgufLayer:
         reason = REFUSED.get(self.architecture or "")
@@ -129,50 +127,14 @@ def _check_method(layer: GgufLayer, method: Method) -> None:
             )
 
 
-def _read(layer: GgufLayer, experts: int, expert: int, data: _Data) -> dict[str, Matrix]:
+def _read(layer: GgufLayer, experts: int, expert: int, files: OpenFiles) -> dict[str, Matrix]:
     """Reads the fields of one expert."""
     result: dict[str, Matrix] = {}
     for matrix, source in layer.matrices.items():
-        info, part = _part(source, experts, expert, data)
-        rows = part.view(-1, row_bytes(info))
+        info, *part = source.piece(expert, experts)
+        rows = files.read_part(info, *part).view(-1, row_bytes(info))
         result[matrix] = to_matrix(info, rows, f"{info}: expert {expert}, {matrix}")
     for matrix, source in layer.biases.items():
-        info, part = _part(source, experts, expert, data)
-        result[f"{matrix}_bias"] = to_dense(info, part).float()
+        info, *part = source.piece(expert, experts)
+        result[f"{matrix}_bias"] = to_dense(info, files.read_part(info, *part)).float()
     return result
-
-
-def _part(
-    source: Source, experts: int, expert: int, data: _Data
-) -> tuple[TensorInfo, torch.Tensor]:
-    """The tensor that holds an expert's matrix or bias, and the bytes of this part."""
-    info = source.tensors[0 if source.stacked else expert]
-    part = data.read(info)
-    if source.stacked:
-        part = part.view(experts, -1)[expert]
-    return info, will_need(part if source.half is None else part.view(2, -1)[source.half])
-
-
-class _Data(OpenFiles):
-    """Maps each tensor at most once during a call. Returned tensors keep their mapping alive.
-    Private mappings count fully against the memory limit, so each tensor is mapped by itself: the
-    file may be larger than the memory."""
-
-    def __init__(self, index: Index) -> None:
-        super().__init__(index)
-        self._mapped: dict[str, torch.Tensor] = {}
-
-    def read(self, info: TensorInfo) -> torch.Tensor:
-        """All bytes of a tensor, uint8. Raises ValueError if the file has changed."""
-        if info.begin == info.end:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        file = self.descriptor(info.file)
-        if info.name not in self._mapped:
-            self._mapped[info.name] = self._map(info, file)
-        return self._mapped[info.name]
-
-    def _map(self, info: TensorInfo, file: int) -> torch.Tensor:
-        size = info.end - info.begin
-        before = info.begin % mmap.ALLOCATIONGRANULARITY
-        memory = mmap.mmap(file, before + size, access=mmap.ACCESS_COPY, offset=info.begin - before)
-        return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=before)

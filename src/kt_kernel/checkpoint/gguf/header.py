@@ -13,7 +13,7 @@ A string is a uint64 length and UTF-8. An array is a uint32 type, a uint64 lengt
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)
 
 This module does its own checks instead of using a library. Every problem is a ValueError that names
-the file and the key or tensor, before anything is mapped or allocated, and in little time. Only the
+the file and the key or tensor, before any data is read or allocated, and in little time. Only the
 keys that are used are kept; all others, such as vocabularies, are skipped. A header with more parts
 than any model needs is refused before they are read.
 """

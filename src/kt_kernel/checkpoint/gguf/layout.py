@@ -14,10 +14,12 @@ Any other part of an expert is refused, because ignoring a scale would give wron
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...weights.expert_tensors import MATRICES, matrix_shapes
 from ..header import TensorInfo
+from ..open_files import Piece
 from .header import SIZES, GgufHeader
 
 Sizes = tuple[int, int, int]
@@ -50,6 +52,14 @@ class Source:
     def dtype(self) -> str:
         return self.some.dtype
 
+    def piece(self, expert: int, experts: int) -> Piece:
+        """Where the files have this matrix or bias of one of `experts` experts."""
+        if not self.stacked:
+            return self.tensors[expert], 0, 1
+        if self.half is None:
+            return self.some, expert, experts
+        return self.some, 2 * expert + self.half, 2 * experts
+
     def shape(self, rank: int) -> tuple[int, ...]:
         """The shape [E, ...] with `rank` dimensions. Counts the rows of the whole tensor, even if
         only half of them belong to this matrix. Raises ValueError for another rank."""
@@ -76,6 +86,11 @@ class GgufLayer:
     where: str
     matrices: dict[str, Source]
     biases: dict[str, Source]
+
+    def pieces(self, expert: int, experts: int) -> Iterator[Piece]:
+        """Where the files have one of `experts` experts."""
+        for source in (*self.matrices.values(), *self.biases.values()):
+            yield source.piece(expert, experts)
 
     def sizes(self) -> Sizes:
         """(num_experts, hidden_size, moe_intermediate_size) according to the shapes. Raises

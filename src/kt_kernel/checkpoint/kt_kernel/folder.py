@@ -11,12 +11,8 @@ from __future__ import annotations
 import os
 import re
 
-import numpy as np
-import torch
-
 from ..header import TensorInfo
 from ..index import INDEX_SUFFIX, Index, read_config, stamp
-from ..safetensors.checkpoint import Files
 
 _LAYER = re.compile(r"_layer_(0|[1-9][0-9]{0,8})")
 _PART = re.compile(r"_numa_(0|[1-9][0-9]{0,8})")
@@ -79,16 +75,3 @@ def _read_part(index: Index, folder: str, layer: str, part: str) -> None:
         first = index.tensors.setdefault(tensor, info)
         if first is not info:
             raise ValueError(f"{path}: the same tensor as {first.file}; expected it once")
-
-
-class KtFiles(Files):
-    """The files of an index that may include .kt files."""
-
-    def read(self, info: TensorInfo, first: int | None = None) -> torch.Tensor:
-        if not info.file.endswith(".kt"):
-            return super().read(info, first)
-        self.check(info.file)
-        values = np.fromfile(info.file, np.int8 if info.dtype == "I8" else "<f4")
-        if values.shape != info.shape:
-            raise ValueError(f"{info}: changed since the checkpoint was opened")
-        return torch.from_numpy(values)

@@ -23,6 +23,7 @@ here.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,11 +38,12 @@ from ...weights.quantised import SCALE_TYPES, QuantisedMatrix
 from ..base import Checkpoint, Sizes
 from ..header import TensorInfo
 from ..index import Index
+from ..open_files import Piece, Pieces
 from ..reader import LayerReader, in_words
 from ..safetensors.families import model_type
+from ..safetensors.files import Files
 from ..safetensors.parts import Read, check_tensor, float_scales
 from ..stored import Stored
-from .folder import KtFiles
 from .tiles import COLUMN_UNIT, row_major
 
 # Experts with such names were packed by a program; Hugging Face's models use other names.
@@ -115,13 +117,13 @@ class KtPackedCheckpoint(Checkpoint):
         return Stored(f"kt-kernel's int{bits}", METHODS[bits][0])
 
     def _read_tensor(self, info: TensorInfo) -> torch.Tensor:
-        with KtFiles(self._index) as files:
+        with Files(self._index) as files:
             return files.read(info, None)
 
     def raw_parts(self, layer_idx: int, matrix: str, kind: str) -> list[list[torch.Tensor]]:
         """A layer's stored tensors: for each part, one per expert. kind: "weight" or "scale"."""
         layer = self._layer(layer_idx)
-        with KtFiles(self._index) as files:
+        with Files(self._index) as files:
             return [
                 [files.read(layer.members[e, matrix, p, kind], None) for e in range(layer.sizes[0])]
                 for p in range(layer.parts)
@@ -130,7 +132,7 @@ class KtPackedCheckpoint(Checkpoint):
     @contextmanager
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
-    ) -> Iterator[LayerReader]:
+    ) -> Iterator[tuple[LayerReader, Pieces]]:
         layer = self._layer(layer_idx)
         if layer.sizes != sizes:
             raise ValueError(
@@ -144,8 +146,9 @@ class KtPackedCheckpoint(Checkpoint):
                 f"{some}: the experts are kt-kernel's int{layer.bits}, which method"
                 f" {' or '.join(accepted)} reads; method {method} was requested"
             )
-        with KtFiles(self._index) as files:
-            yield LayerReader(MATRICES, layer.form, lambda expert: layer.read(expert, files.read))
+        with Files(self._index) as files:
+            reader = LayerReader(MATRICES, layer.form, lambda e: layer.read(e, files.read))
+            yield reader, Pieces(files, layer.pieces)
 
     def _layer(self, layer_idx: int) -> SplitLayer:
         members = self._members.get(layer_idx)
@@ -171,6 +174,11 @@ class SplitLayer:
     @property
     def _grouped_down(self) -> bool:
         return self.bits == 4 and self.parts > 1
+
+    def pieces(self, expert: int) -> Iterator[Piece]:
+        """Where the files have an expert."""
+        for matrix, part, kind in itertools.product(MATRICES, range(self.parts), _KINDS):
+            yield self.members[expert, matrix, part, kind], 0, 1
 
     def read(self, expert: int, read: Read) -> dict[str, Matrix]:
         """Reads gate, up and down of an expert. Raises ValueError for a scale that is negative or

@@ -1,8 +1,7 @@
 """Reads unquantised experts (BF16, FP16, FP32) of one layer into ExpertTensors.
 
 Shapes and dtypes of the whole layer are checked from the headers. Data is read only for the
-requested experts. Tensors that need no conversion are views of the mapped file; the others are
-transposed into their own memory, expert by expert.
+requested experts, and stacks are transposed expert by expert.
 """
 
 from __future__ import annotations

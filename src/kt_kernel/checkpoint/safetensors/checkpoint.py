@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ...weights.methods import GGUF_METHOD, get_method
-from ..ahead import will_need
 from ..base import Checkpoint, Sizes
 from ..header import TensorInfo
 from ..index import Index
-from ..open_files import OpenFiles
+from ..open_files import Piece, Pieces
 from ..quantization import Quantization, read_quantization
 from ..reader import LayerReader, Wanted, infer_sizes, open_layer
 from ..stored import Stored, stored_in
 from .families import model_type
+from .files import Files
 from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors, tensors_of
-from .mapped import MappedFile, has_unknown_types
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -60,7 +56,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     @contextmanager
     def _open_layer(
         self, layer_idx: int, sizes: Sizes, method: str | None
-    ) -> Iterator[LayerReader]:
+    ) -> Iterator[tuple[LayerReader, Pieces]]:
         chosen = None if method is None else get_method(method)
         if chosen is not None and chosen.name == GGUF_METHOD:
             raise ValueError(
@@ -71,7 +67,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         with Files(self._index) as files:
             wanted = Wanted(chosen, lambda: self._keeps_a_layer(method))
             reader = open_layer(layout, sizes, files.read, self._quantization, wanted)
-            yield replace(reader, size=lambda expert: _stored_bytes(layout, sizes[0], expert))
+            yield reader, Pieces(files, lambda expert: _pieces(layout, sizes[0], expert))
 
     def _keeps_a_layer(self, method: str | None) -> bool:
         """Whether the method keeps quantised weights of any layer. Layers that cannot be read are
@@ -102,43 +98,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         return layout
 
 
-def _stored_bytes(layout: Layout, experts: int, expert: int) -> int:
-    """Bytes of one expert in the files."""
+def _pieces(layout: Layout, experts: int, expert: int) -> Iterator[Piece]:
+    """Where the files have one expert."""
     if isinstance(layout, PerExpert):
-        return sum(info.end - info.begin for info in tensors_of(layout, expert))
-    return sum(info.end - info.begin for info in layout.tensors.values()) // experts
-
-
-class Files(OpenFiles):
-    """Maps each file at most once during a call.
-
-    The safetensors library refuses a whole file for one tensor of a type that it does not know.
-    Such files are mapped without it.
-    """
-
-    def __init__(self, index: Index) -> None:
-        super().__init__(index)
-        self._maps: dict[str, Any] = {}
-
-    def read(self, info: TensorInfo, first: int | None = None) -> torch.Tensor:
-        try:
-            file = self._file(info.file)
-            tensor = (
-                file.get_tensor(info.name) if first is None else file.get_slice(info.name)[first]
-            )
-        except SafetensorError as error:
-            raise ValueError(f"{info}: {error}") from error
-        will_need(tensor)
-        # The format does not align data, but code that takes the pointer expects aligned elements.
-        return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
-
-    def _file(self, path: str) -> Any:
-        self.descriptor(path)
-        if path not in self._maps:
-            try:
-                self._maps[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except SafetensorError:
-                if not has_unknown_types(path):
-                    raise
-                self._maps[path] = MappedFile(path, self._descriptors[path])
-        return self._maps[path]
+        yield from ((info, 0, 1) for info in tensors_of(layout, expert))
+        return
+    for info in tensors_of(layout):
+        if info.shape[:1] == (experts,):  # not one number for all
+            yield info, expert, experts

@@ -17,7 +17,7 @@ from ..packed import packed_shape
 MAX_LAYER = 99999  # so that file names sort by layer
 METADATA_KEY = "kt_packed"
 _TENSOR = re.compile(rf"layers\.([0-9]{{1,5}})\.experts\.({'|'.join(MATRICES + BIASES)})")
-_ALIGNMENT = 64  # of the data, so that packed tiles can be copied from the mapped file
+_ALIGNMENT = 64  # of the data, so that the tiles of a mapped file can be copied
 
 
 @dataclass(frozen=True)
