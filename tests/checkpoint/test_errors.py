@@ -172,7 +172,7 @@ def test_only_scales_of_activations(tmp_path):
 
 
 def test_unknown_part_of_an_expert(tmp_path):
-    name = f"{MOE}.0.up_proj.lora_a"
+    name = f"{MOE}.0.up_proj.strange"
     fails(save(tmp_path, per_expert() | {name: torch.ones(1)}), name, "unknown name")
 
 
@@ -225,8 +225,8 @@ def test_per_expert_names_need_no_known_model(tmp_path, model_type, where):
 
 
 def test_ambiguous_place(tmp_path):
-    tensors = per_expert() | per_expert("mtp.layers.0.mlp.experts")
-    fails(save(tmp_path / "a", tensors, model_type=None), "several places", "mtp.layers.0")
+    tensors = per_expert() | per_expert("draft.layers.0.mlp.experts")
+    fails(save(tmp_path / "a", tensors, model_type=None), "several places", "draft.layers.0")
     found = read_experts(save(tmp_path / "b", tensors), 0, *SIZES)  # the family says which
     assert torch.equal(found.up[1], tensors[f"{MOE}.1.up_proj.weight"])
 

@@ -74,7 +74,8 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def layers(self) -> list[int]:
-        """Numbers of the layers that have expert tensors, ascending."""
+        """Numbers of the layers that have expert tensors, ascending. Raises ValueError naming a
+        tensor if all are of a format that is known and not read."""
 
     @abstractmethod
     def where(self, layer_idx: int) -> str:

@@ -16,6 +16,7 @@ from .quantization import Quantization
 from .safetensors import bf16, gpt_oss
 from .safetensors.arrangement import infer_arrangement
 from .safetensors.formats import identify, is_dense
+from .safetensors.gptq import Gptq
 from .safetensors.layout import Layout, Parts, PerExpert, StackedExperts, has_blocks
 from .safetensors.matrix import MatrixFormat
 from .safetensors.mx import MxFp4
@@ -185,8 +186,10 @@ def _open_quantised(
 ) -> LayerReader:
     num_experts, hidden, inter = sizes
     shapes = matrix_shapes(hidden, inter)
-    first = layout.experts[0]
     bf16.check_count(layout, num_experts)
+    if any(identify(parts, quantization) is Gptq for parts in layout.experts[0].values()):
+        layout = _without_zero_biases(layout, read)
+    first = layout.experts[0]
     opened = open_matrices(first, shapes, quantization)
     wanted.check(opened, {matrix: next(iter(parts.values())) for matrix, parts in first.items()})
     convert = {matrix: wanted.converts(kind.form) for matrix, kind in opened.items()}
@@ -217,6 +220,20 @@ def _open_quantised(
         dense = all(convert[matrix] or kind.dense for matrix, kind in opened.items())
         form = None if dense else wanted.method.layer_form
     return LayerReader(fields, form, read_expert)
+
+
+def _without_zero_biases(layout: PerExpert, read: Read) -> PerExpert:
+    """The layout without its biases if all of them are zeros: AutoGPTQ used to add such biases to
+    every matrix, and engines skip them."""
+    for expert in layout.experts:
+        for parts in expert.values():
+            if "bias" in parts and bool(read(parts["bias"], None).any()):
+                return layout
+    experts = [
+        {matrix: {n: i for n, i in parts.items() if n != "bias"} for matrix, parts in e.items()}
+        for e in layout.experts
+    ]
+    return PerExpert(layout.where, experts)
 
 
 def _check_same(

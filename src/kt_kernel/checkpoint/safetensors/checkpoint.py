@@ -17,6 +17,7 @@ from ..reader import LayerReader, Wanted, infer_sizes, open_layer
 from ..stored import Stored, stored_in
 from .families import model_type
 from .files import Files
+from .foreign import refuse_mlx
 from .layout import Layout, PerExpert, find_layout, holds_experts, layer_tensors, tensors_of
 
 
@@ -38,7 +39,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         return self._quantization
 
     def layers(self) -> list[int]:
-        return sorted(n for n, tensors in self._layers.items() if holds_experts(tensors))
+        found = sorted(n for n, tensors in self._layers.items() if holds_experts(tensors))
+        if not found:
+            refuse_mlx(self._index.tensors.values())
+        return found
 
     def where(self, layer_idx: int) -> str:
         return self._layout(layer_idx).where

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ...weights.expert_tensors import MATRICES
 from ..header import TensorInfo
 from .families import FAMILIES, PREFIXES, Family, Stacked
+from .foreign import foreign_part, not_read, refuse_mlx
 
 # The projection in "experts.{e}.{projection}.weight" to the field of ExpertTensors.
 _NAMINGS = (
@@ -21,7 +22,9 @@ _NAMINGS = (
     {"w1": "gate", "w3": "up", "w2": "down"},
 )
 
-_LAYER = re.compile(r"(?:^|(?<=\.))layers\.([0-9]{1,9})\.")
+# Not those of multi-token prediction, which count from 0 again.
+_LAYER = re.compile(r"(?<!mtp\.)(?:^|(?<=\.))layers\.([0-9]{1,9})\.")
+_IN_MODULE = re.compile(r"(?:^|\.)experts\.")  # not "shared_experts."
 _EXPERT = re.compile(r"(?:(.+)\.)?experts\.([0-9]{1,9})\.(.+)", re.DOTALL)
 # Names with the projection first, as ModelOpt writes the experts of some models.
 _PROJECTION_FIRST = re.compile(
@@ -120,7 +123,7 @@ def layer_tensors(tensors: dict[str, TensorInfo]) -> dict[int, dict[str, TensorI
 def holds_experts(tensors: dict[str, TensorInfo]) -> bool:
     """Whether a layer's tensors (`layer_tensors`) include experts."""
     return any(
-        "experts." in name or _stack_elsewhere(_split(name, info)[1], info)
+        _IN_MODULE.search(name) or _stack_elsewhere(_split(name, info)[1], info)
         for name, info in tensors.items()
     )
 
@@ -168,7 +171,21 @@ def find_layout(
         return stacked[0]
     for where, members in groups.items():
         return _per_expert(path, where, members, family is None or family.gated)
+    refuse_mlx(tensors.values())
+    for _, rest, info in split:
+        if _IN_MODULE.search(rest):
+            raise ValueError(
+                f"{info}: not a name of experts of a {kind} model; accepted:"
+                f" {', '.join(_names(family))}"
+            )
     return None
+
+
+def _names(family: Family | None) -> Iterator[str]:
+    """Names of experts' weights, after "layers.{L}."."""
+    yield f"{family.experts if family else '…experts'}.<number>.<projection>.<part>"
+    for stacked in family.stacked if family else ():
+        yield from stacked.names().values()
 
 
 def _expert(rest: str) -> tuple[str | None, str, str] | None:
@@ -191,7 +208,7 @@ def _refuse_stacked(
     path: str, split: Iterable[tuple[str, str, TensorInfo]], kind: str | None, has_config: bool
 ) -> None:
     for _, rest, info in split:
-        in_module = "experts." in rest and _LOOKS_STACKED.fullmatch(rest)
+        in_module = _IN_MODULE.search(rest) and _LOOKS_STACKED.fullmatch(rest)
         if in_module or _stack_elsewhere(rest, info):
             if not has_config:
                 raise ValueError(
@@ -276,6 +293,8 @@ def _per_expert(
         number = int(digits)
         projection, _, part = rest.partition(".")
         found = [(i, n[projection]) for i, n in enumerate(_NAMINGS) if projection in n]
+        if known := foreign_part(part):
+            raise not_read(info, known)
         if digits != str(number) or not found or part not in _PARTS + _UNUSED_PARTS:
             raise ValueError(
                 f"{info}: unknown name; expected {where}.<number>.<gate_proj, up_proj, down_proj"
