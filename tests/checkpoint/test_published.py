@@ -1,6 +1,7 @@
 """Checkpoints as they are published: formats that are not read, and tensors beside the experts."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -114,3 +115,16 @@ def test_zero_biases_of_gptq(tmp_path, bias):
         assert found.down_bias[1][-1] == torch.tensor(bias)
     else:
         assert found.down_bias is None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_download_that_lacks_a_shard(tmp_path, first):
+    """Without an index. A conversion would otherwise leave out layers without a word."""
+    for layer in range(3):
+        tensors = experts("weight", where=f"model.layers.{layer}.mlp.experts")
+        save_file(tensors, tmp_path / f"model-{layer + first:05}-of-00003.safetensors")
+    assert open_checkpoint(tmp_path).layers() == [0, 1, 2]
+    os.unlink(tmp_path / f"model-{1 + first:05}-of-00003.safetensors")
+    with pytest.raises(ValueError, match=rf"2 are there and number {1 + first} is missing"):
+        open_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path / f"model-{first:05}-of-00003.safetensors").layers() == [0]

@@ -25,7 +25,7 @@ MAIN_INDEX = "model" + INDEX_SUFFIX
 
 _logger = logging.getLogger("kt_kernel.checkpoint")
 
-_SHARD = re.compile(r"(.*)-[0-9]{1,9}-of-([0-9]{1,9})\.safetensors", re.DOTALL)
+_SHARD = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors", re.DOTALL)
 
 Stamp = tuple[int, int, int, int]
 
@@ -83,7 +83,7 @@ def read_index(path: str) -> Index:
 
     Raises FileNotFoundError if there is nothing to read, PermissionError naming the file if it is
     not readable, and ValueError naming file and tensor for a fault in a header, shards of two
-    models without an index, or an index that names a missing file.
+    models or missing shards without an index, or an index that names a missing file.
 
     A tensor in two files, and one that an index lists but no file has, are `faults`. Where an index
     and the files that it lists disagree, the files count, as in the engines, and a warning is
@@ -153,18 +153,29 @@ def folders(root: str) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def _check_shards(folder: str, files: list[str]) -> None:
-    """Raises ValueError if a folder has shards of two models and no index."""
+    """Raises ValueError if a folder without an index has shards of two models, or lacks some."""
     first: dict[str, tuple[str, str]] = {}
+    numbers: dict[str, set[int]] = {}
     for name in files:
         match = _SHARD.fullmatch(name)
         if match:
-            stem, count = match.groups()
+            stem, number, count = match.groups()
             other, expected = first.setdefault(stem, (name, count))
             if count != expected:
                 raise ValueError(
                     f"{os.path.join(folder, name)}: one of {int(count)} shards, but {other} is one"
                     f" of {int(expected)}: two models in one folder, without an index"
                 )
+            numbers.setdefault(stem, set()).add(int(number))
+    for stem, found in numbers.items():
+        name, count = first[stem]
+        if len(found) < int(count):  # they count from 0 or 1
+            missing = next(n for n in range(min(found | {1}), int(count) + 1) if n not in found)
+            raise ValueError(
+                f"{os.path.join(folder, name)}: one of {int(count)} shards, but {len(found)} are"
+                f" there and number {missing} is missing, without an index; name single files to"
+                " read them alone"
+            )
 
 
 def _choose_index(folder: str, files: list[str]) -> str | None:
