@@ -144,3 +144,27 @@ def test_more_files_than_may_be_open(tmp_path):
 def open_descriptors():
     """Those that are still open when they are looked at."""
     return [n for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model.safetensors.index.json", "config.json", "kt_manifest.json", "m"],
+)
+def test_headers_that_cannot_be_read(tmp_path, name):
+    """The first page of this process's memory is a file whose bytes are an I/O error."""
+    if name == "config.json":
+        save_file({f"{MOE}.0.up_proj.weight": torch.zeros(8, 8)}, tmp_path / "model.safetensors")
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        open_checkpoint(tmp_path / name if name == "m" else tmp_path)
+    assert caught.value.filename == str(tmp_path / name)
+
+
+def test_a_fingerprint_that_cannot_be_read(source, monkeypatch):
+    def pread(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        _ = source.fingerprint
+    assert caught.value.filename in {info.file for info in source.tensors.values()}

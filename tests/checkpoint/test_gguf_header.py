@@ -17,6 +17,7 @@ from kt_kernel.checkpoint.gguf.header import (
     read_gguf_header,
 )
 from kt_kernel.checkpoint.gguf.types import NOT_STORED, TYPES
+from kt_kernel.runtime import files
 
 HUGE = 2**64 - 1
 
@@ -226,7 +227,7 @@ def cost(monkeypatch):
             def __exit__(self, *error):
                 self._file.close()
 
-        monkeypatch.setattr(gguf_header, "open", Counting, raising=False)
+        monkeypatch.setattr(files, "open", Counting, raising=False)
         tracemalloc.start()
         try:
             result = read_gguf_header(str(path))

@@ -7,6 +7,8 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+from ..runtime.files import reading
+
 if TYPE_CHECKING:
     from .base import Checkpoint
 
@@ -27,7 +29,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     tensors = sorted((i.name, i.dtype, i.shape) for i in checkpoint.tensors.values())
     digest.update(json.dumps([checkpoint.model_type, tensors]).encode())
     for path in sorted({info.file for info in checkpoint.tensors.values()}):
-        with open(path, "rb") as file:
+        with reading(path) as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(json.dumps([os.path.relpath(path, root), size]).encode())
             for sample in range(_SAMPLES):

@@ -17,7 +17,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ..runtime.files import need_file, parse_object
+from ..runtime.files import need_file, parse_object, reading
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
@@ -54,7 +54,7 @@ def read_header(path: str) -> dict[str, TensorInfo]:
     if the file cannot be read.
     """
     need_file(path, "a safetensors file")
-    with open(path, "rb") as file:
+    with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         if len(start) < 8:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..runtime.files import need_file, parse_object
+from ..runtime.files import need_file, parse_object, reading
 from ..weights.store.manifest import PACKED_COPY
 from .header import TensorInfo, read_header
 
@@ -287,5 +287,5 @@ def read_config(index: Index) -> None:
 def read_json(path: str) -> dict[str, Any]:
     """Returns the JSON object in a file. Raises ValueError naming the file if it is not one."""
     need_file(path, "a JSON object")
-    with open(path, "rb") as file:
+    with reading(path) as file:
         return parse_object(file.read(), f"{path}: ")

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from ..runtime.files import reading
 from ..weights.expert_tensors import MATRICES, Matrix
 from ..weights.formats import BF16, INT4_GROUP, INT4_ROW, LayerForm
 from ..weights.methods import Method, get_method
@@ -183,7 +184,7 @@ def check_size(path: str, entry: LayerEntry) -> None:
 
 def check_header(path: str, expected: bytes) -> None:
     """Raises ValueError unless a layer's file begins with the header that the manifest implies."""
-    with open(path, "rb") as file:
+    with reading(path) as file:
         found = file.read(len(expected))
     if found != expected:
         read_header(path)  # raises if this is not a safetensors file

@@ -10,7 +10,7 @@ import secrets
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
 
@@ -125,6 +125,13 @@ def named(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise type(error)(error.errno, error.strerror, path) from error
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[BinaryIO]:
+    """Opens a file to read it. Every OSError inside names it."""
+    with named(path), open(path, "rb") as file:
+        yield file
 
 
 def _permissions(path: str) -> int | None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ...runtime.files import reading
 from ..index import Index, folders, stamp
 from .header import MAGIC, SPLIT, TYPE, GgufHeader, read_gguf_header
 
@@ -37,7 +38,7 @@ def is_gguf(path: str) -> bool:
             return True
         if not os.path.isfile(path):
             return False
-        with open(path, "rb") as file:
+        with reading(path) as file:
             return file.read(len(MAGIC)) == MAGIC
     files = [name for _, _, names in folders(path) for name in names]
     gguf = [name for name in files if name.endswith(SUFFIX)]

@@ -27,7 +27,7 @@ import struct
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ...runtime.files import need_file
+from ...runtime.files import need_file, reading
 from ..header import TensorInfo, explain_other_formats
 from .types import NOT_STORED, TYPES, GgmlType
 
@@ -101,7 +101,7 @@ def read_gguf_header(path: str) -> GgufHeader:
     the path) if the file cannot be read.
     """
     need_file(path, "a GGUF file")
-    with open(path, "rb") as file:
+    with reading(path) as file:
         cursor = _Cursor(path, file)
         _check_start(path, cursor)
         tensors = cursor.u64("number of tensors")

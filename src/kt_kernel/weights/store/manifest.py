@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...runtime.files import need_file, parse_object
+from ...runtime.files import need_file, parse_object, reading
 from ...runtime.variant import native
 from ..expert_tensors import BIASES, MATRICES
 from ..formats import SCALE_TYPE_NAMES, LayerForm, WeightForm, all_formats
@@ -134,7 +134,7 @@ def read_manifest(folder: str) -> Manifest:
     """
     path = os.path.join(folder, MANIFEST)
     need_file(path, "a manifest")
-    with open(path, "rb") as file:
+    with reading(path) as file:
         text = file.read(_MAX_BYTES + 1)
     if len(text) > _MAX_BYTES:
         raise ValueError(f"{path}: more than {_MAX_BYTES} bytes; not a manifest")
