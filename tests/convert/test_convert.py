@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from kt_kernel import _C, KTMoEWrapper
 from kt_kernel.checkpoint import open_checkpoint
+from kt_kernel.checkpoint.open_files import OpenFiles
 from kt_kernel.checkpoint.safetensors import checkpoint as hugging_face
 from kt_kernel.conversion import Progress, Request, make_plan, run
 from kt_kernel.conversion.run import check_space
@@ -113,21 +114,20 @@ def test_other_names_of_the_same_weights(source, int8):
 
 
 def test_experts_on_the_gpu_are_not_read(int8, monkeypatch):
-    from kt_kernel.checkpoint import packed
+    read, real = set(), OpenFiles.read_part
 
-    read = []
-    expert = packed._LayerFile.expert
-    monkeypatch.setattr(
-        packed._LayerFile,
-        "expert",
-        lambda self, number: read.append(number) or expert(self, number),
-    )
+    def read_part(self, info, part=0, parts=1):
+        read.add((part, parts))
+        return real(self, info, part, parts)
+
+    monkeypatch.setattr(OpenFiles, "read_part", read_part)
     loaded(1, "AMXINT8", int8, [1, 2, 0], num_gpu_experts=2)
-    assert read == [0]
+    assert read == {(0, E)}
 
 
 _WRITE_ALL = """
 import sys
+from kt_kernel.checkpoint.open_files import OpenFiles
 from kt_kernel.conversion import Request, convert, make_plan
 for method in ("AMXINT8", "INT4_G32"):
     convert(make_plan(Request(sys.argv[1], sys.argv[2] + method, method, threads=int(sys.argv[3]))))
