@@ -128,3 +128,28 @@ def test_a_download_that_lacks_a_shard(tmp_path, first):
     with pytest.raises(ValueError, match=rf"2 are there and number {1 + first} is missing"):
         open_checkpoint(tmp_path)
     assert open_checkpoint(tmp_path / f"model-{first:05}-of-00003.safetensors").layers() == [0]
+
+
+@pytest.mark.parametrize("symmetric", [[True], [False], [False, True]])
+def test_asymmetric_weights_without_zero_points(tmp_path, symmetric):
+    """With several groups of settings, nothing says which one is of the experts."""
+    tensors = {}
+    for e in range(E):
+        for name, (rows, columns) in SHAPES.items():
+            tensors |= {
+                f"{MOE}.{e}.{name}.weight_packed": torch.zeros(
+                    rows, columns // 8, dtype=torch.int32
+                ),
+                f"{MOE}.{e}.{name}.weight_scale": torch.ones(rows, columns // 32).half(),
+            }
+    groups = {
+        f"group_{i}": {"weights": {"num_bits": 4, "group_size": 32, "symmetric": value}}
+        for i, value in enumerate(symmetric)
+    }
+    settings = {"quant_method": "compressed-tensors", "config_groups": groups}
+    checkpoint = save(tmp_path, tensors, quantization=settings)
+    if symmetric == [False]:
+        with pytest.raises(ValueError, match="no weight_zero_point .* has symmetric false"):
+            checkpoint.stored(1)
+    else:
+        assert checkpoint.stored(1).method == "RAWINT4"

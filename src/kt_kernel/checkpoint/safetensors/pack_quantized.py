@@ -82,6 +82,11 @@ class PackQuantized(MatrixFormat):
             )
         symmetric = bool(weights) and all(group.get("symmetric") is True for group in weights)
         zero = "weight_zero_point" in parts and not symmetric
+        if not zero and weights and all(group.get("symmetric") is False for group in weights):
+            raise ValueError(
+                f"{info} has no weight_zero_point beside it, but {quantization.file} has symmetric"
+                " false; accepted: both or neither"
+            )
         if bits == 8 and zero:
             raise ValueError(
                 f"{parts['weight_zero_point']}: 8-bit weights with zero points are not supported;"
