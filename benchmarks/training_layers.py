@@ -119,7 +119,7 @@ class Ours:
 
     def __init__(self, shape: Shape, rank: int, method: str, threads: int | None) -> None:
         from kt_kernel import KTMoEWrapper
-        from kt_kernel.sft.modules import module_class
+        from kt_kernel.sft.peft_layer import module_class
 
         wrapper = KTMoEWrapper(
             layer_idx=0,

@@ -280,6 +280,19 @@ def test_autocast_and_dtypes():
         assert torch.equal(parameter.grad, gradient.bfloat16())
 
 
+def test_compiled_models():
+    """torch.compile leaves the experts as they are, and compiles what is around them."""
+    module, batch = make_module(), Batch(5)
+    wanted = plain_step(module, batch)
+
+    def twice(*given: torch.Tensor) -> torch.Tensor:
+        return module(*given) * 2
+
+    x, ids, scores = leaves(batch)
+    torch.compile(twice, backend="eager")(x, ids, scores).backward(batch.grad / 2)
+    assert_same(grads_of(module, x, scores), wanted)
+
+
 def test_leading_dimensions_and_no_tokens():
     module, batch = make_module(), Batch(6)
     x = batch.x.view(2, 3, H)

@@ -84,7 +84,7 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     need_file(path, "a PEFT adapter's configuration")
     with open(path, "rb") as file:
         config = parse_object(file.read(), f"{path}: ")
-    _check_config(path, config)
+    check_config(path, config)
     need_file(weights, "a PEFT adapter's tensors")
     try:
         tensors = load_file(weights)
@@ -93,8 +93,8 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
     return Adapter(folder, config, tensors)
 
 
-def _check_config(path: str, config: Mapping[str, Any]) -> None:
-    """Raises ValueError for settings that are not supported."""
+def check_config(path: str, config: Mapping[str, Any]) -> None:
+    """Raises ValueError, which begins with ``path``, for settings that are not supported."""
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type is {config.get('peft_type')!r}; supported: 'LORA'")
     for name, off in _OFF.items():

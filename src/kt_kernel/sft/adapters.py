@@ -14,6 +14,7 @@ from ..adapter.files import PREFIX, Adapter, read_adapter, write_adapter
 from .lora import LORA_NAMES
 from .modules import LoraExperts
 from .peft_format import from_fused, from_single, to_fused, to_single
+from .peft_layer import need_adapter
 from .wrap import wrapped_experts
 
 FUSED, PER_EXPERT = "fused", "per_expert"
@@ -142,7 +143,7 @@ def _others(
 
     adapter = next(iter(modules.values())).adapter_name
     configs = cast(dict[str, Any], model.peft_config)
-    _need_adapter(configs, adapter)
+    need_adapter(configs, adapter)
     config = configs[adapter].to_dict() | {"inference_mode": True}
     ours = tuple(f"{PREFIX}{path}." for path in modules)
     state = get_peft_model_state_dict(model, adapter_name=adapter)
@@ -269,7 +270,7 @@ def _check_remaining(
             f"{adapter.folder}: the model has no place for {some}; call peft.get_peft_model before "
             "wrap_experts"
         )
-    _need_adapter(cast(dict[str, Any], configs), adapter_name)
+    need_adapter(cast(dict[str, Any], configs), adapter_name)
     named = {name.removeprefix(PREFIX) for name, _ in model.named_modules()}
     lost = [
         name for name in remaining if name.removeprefix(PREFIX).rpartition(".lora_")[0] not in named
@@ -278,14 +279,6 @@ def _check_remaining(
         raise ValueError(
             f"{adapter.folder}: the model has no module for {len(lost)} tensors, such as "
             f"{min(lost)}; the adapter belongs to another model"
-        )
-
-
-def _need_adapter(configs: dict[str, Any], name: str) -> None:
-    if name not in configs:
-        raise ValueError(
-            f"the experts use adapter {name!r}, but the PeftModel has {sorted(configs)}; pass the "
-            "adapter's name to wrap_experts as adapter_name"
         )
 
 

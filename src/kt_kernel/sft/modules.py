@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, cast
@@ -89,7 +88,7 @@ class LoraExperts(nn.Module):
         )
         for name, shape in shapes.items():
             parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), trained)
-            self.register_module(_holder(name), nn.ParameterDict({adapter_name: parameter}))
+            self.register_module(holder(name), nn.ParameterDict({adapter_name: parameter}))
         self.reset_lora_parameters()
         self.hot = hot
         self._base = base and self._adopt(base)
@@ -107,7 +106,7 @@ class LoraExperts(nn.Module):
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
         """The six parameters by the wrapper's names, ``gate_lora_a`` to ``down_lora_b``."""
-        return {name: getattr(self, _holder(name))[self.adapter_name] for name in LORA_NAMES}
+        return {name: getattr(self, holder(name))[self.adapter_name] for name in LORA_NAMES}
 
     def update_lora_weights(self) -> None:
         """Reads all parameters again, whether or not a change was seen."""
@@ -121,6 +120,8 @@ class LoraExperts(nn.Module):
         """Whether the base weights are parameters of this module."""
         return self._base is not None
 
+    # torch.compile cannot look into it: the rest of the model is compiled around it.
+    @torch.compiler.disable
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -165,6 +166,12 @@ class LoraExperts(nn.Module):
         """Whether the LoRA terms are added."""
         return True
 
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether every B is zero."""
+        lora = self.lora_parameters()
+        return not any(bool(tensor.any()) for name, tensor in lora.items() if name.endswith("_b"))
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def in_place(tensor: torch.Tensor) -> torch.Tensor:
             # Nothing travels to a device only to learn the dtype.
@@ -201,7 +208,8 @@ class LoraExperts(nn.Module):
         lora: tuple[torch.Tensor, ...] = tuple(self.lora_parameters().values())
         if not self.adapter_is_on:
             if self._zeros is None:
-                self._zeros = tuple(p.new_zeros(()).expand(p.shape) for p in lora)
+                with torch.inference_mode(False):  # autograd may have to save them later
+                    self._zeros = tuple(p.new_zeros(()).expand(p.shape) for p in lora)
             lora = self._zeros
         # `module.to()` may replace the parameters.
         if not self.wrapper.holds_lora(lora):
@@ -229,51 +237,22 @@ def check_nonfinite(value: Any) -> None:
         raise ValueError(f"nonfinite={value!r}; accepted: 'error', 'propagate'")
 
 
-def module_class() -> type[LoraExperts]:
-    """`LoraExperts`; where PEFT is installed, one that PEFT knows as an adapter's layer: it then
-    saves and loads the parameters, counts them as trainable, and switches the adapter on and off.
-    """
-    try:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError:
-        return LoraExperts
-    return _peft_class(BaseTunerLayer)
-
-
-@functools.cache
-def _peft_class(layer: type) -> type[LoraExperts]:
-    class PeftLoraExperts(LoraExperts, layer):
-        adapter_layer_names = tuple(map(_holder, LORA_NAMES))
-
-        def __init__(self, wrapper: BaseSFTMoEWrapper, **arguments: Any) -> None:
-            super().__init__(wrapper, **arguments)
-            self._active_adapter = [self.adapter_name]
-            self._disable_adapters = False
-
-        @property
-        def adapter_is_on(self) -> bool:
-            active = cast(list[str], self.active_adapters)
-            return not self.disable_adapters and self.adapter_name in active
-
-    return PeftLoraExperts
-
-
 def _leave_out_lora(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Of a layer whose LoRA is not trained and adds nothing."""
-    lora = module.lora_parameters()
-    if not any(bool(tensor.any()) for name, tensor in lora.items() if name.endswith("_b")):
-        for name in lora:
-            state.pop(f"{prefix}{_holder(name)}.{module.adapter_name}", None)
+    if module.adds_nothing:
+        for name in LORA_NAMES:
+            state.pop(f"{prefix}{holder(name)}.{module.adapter_name}", None)
 
 
 def _miss_no_lora(module: Any, incompatible: Any) -> None:
     """A state without these parameters is complete."""
-    ends = tuple(f"{_holder(name)}.{module.adapter_name}" for name in LORA_NAMES)
+    ends = tuple(f"{holder(name)}.{module.adapter_name}" for name in LORA_NAMES)
     missing = incompatible.missing_keys
     missing[:] = [key for key in missing if not key.endswith(ends)]
 
 
-def _holder(name: str) -> str:
-    """gate_lora_a → lora_gate_A: PEFT takes parameters with "lora_" in their names for its own."""
+def holder(name: str) -> str:
+    """The name of the dictionary that has a LoRA tensor by adapters: gate_lora_a → lora_gate_A.
+    PEFT takes parameters with "lora_" in their names for its own."""
     matrix, _, side = name.split("_")
     return f"lora_{matrix}_{side.upper()}"

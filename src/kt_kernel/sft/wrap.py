@@ -19,7 +19,8 @@ from .config import KTConfig, Path, get_sft_weight_path
 from .families import Fused, is_fused, open_fused
 from .hot import HotExperts
 from .lora import need_float_dtype
-from .modules import LoraExperts, check_adapter_name, check_nonfinite, module_class
+from .modules import LoraExperts, check_adapter_name, check_nonfinite
+from .peft_layer import check_peft_model, module_class, refuse_merging
 from .settings import need_bool
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -107,6 +108,7 @@ def wrap_experts(
             f"{type(model).__name__}: no module with experts in 3-D parameters gate_up_proj and "
             "down_proj, as transformers 5 has them"
         )
+    check_peft_model(model, adapter_name, found)
     top_k = _experts_per_token(model)
     opened = {path: open_fused(path, module, allow_untested) for path, module in found.items()}
     del found
@@ -153,6 +155,7 @@ def wrap_experts(
         _freeze(model, modules)
         undo.pop_all()
     _keep_from_broadcasts(model, modules)
+    refuse_merging(model)
     if config.full_weight_grad:
         model.register_load_state_dict_pre_hook(functools.partial(_stack_experts, modules))
     return modules
