@@ -1,6 +1,7 @@
 """kt sft train: what it refuses, and where it says so."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -9,6 +10,9 @@ import pytest
 from outcome import failed
 
 from kt_kernel.cli import main
+from kt_kernel.cli.sft_progress import summary
+from kt_kernel.training.results import Metrics
+from kt_kernel.training.run import Result
 
 MINIMUM = {
     "model": {"path": "model"},
@@ -159,6 +163,15 @@ def test_progress_in_a_log(capsys, monkeypatch):
         "kt: step 5 of 40: loss 2.500, held out 3.250, 1,234 tokens/s, 7 min left",
         "kt: step 20 of 40: loss 2.500, held out 3.250, 1,234 tokens/s, 2 min left",
     ]
+
+
+def test_a_loss_whose_perplexity_is_beyond_float64():
+    """Training that diverged ends with its results, not with an OverflowError."""
+    losses = [(0, 5.0), (3, 800.0)]
+    metrics = Metrics(3, [(3, 800.0)], losses, 64, 8, 1.0, 64.0)
+    content = json.loads(json.dumps(metrics.to_json({}), allow_nan=False))
+    assert content["held_out_perplexity"] == {"before": math.exp(5), "after": None}
+    assert "-> inf, in 3 steps" in summary(Result(metrics, "adapter", "metrics.json", None))
 
 
 def test_help(kt):

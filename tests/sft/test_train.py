@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -151,6 +152,32 @@ def test_interrupted_and_resumed(folder, whole):
     assert result.metrics.train == whole.metrics.train
     assert [step for step, _ in result.metrics.held_out] == [0, 4, 6, STEPS]
     assert result.plot is None
+
+
+class FullDisk(Progress):
+    """After a step, files can have so many bytes only. Python ignores the signal that comes of it,
+    and writing fails as on a full disk."""
+
+    def __init__(self, after: int, room: int) -> None:
+        self._after, self._room = after, room
+
+    def step(self, step: int, loss: float, rate: float) -> None:
+        if step == self._after:
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self._room, most))
+
+
+@pytest.mark.parametrize("room", [10_000, 40_000], ids=["weights", "optimizer"])
+def test_a_full_disk(folder, room):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    given = settings(folder, f"full-{room}")
+    try:
+        with pytest.raises(OSError, match="the checkpoint of step 6 cannot be written: .*--resume"):
+            train(given, progress=FullDisk(4, room))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    found = folder / f"full-{room}" / "checkpoints"
+    assert checkpoints.last_whole(str(found)) == (3, str(found / "checkpoint-3"))
 
 
 def test_a_finished_run_resumed_writes_its_results_again(folder, whole):

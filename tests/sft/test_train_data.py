@@ -149,6 +149,17 @@ def test_blocks(tokenizer, tmp_path):
     assert short.digest != data.digest
 
 
+def test_blocks_without_answers(tokenizer, tmp_path):
+    """Their loss would be 0 / 0, and they cost a forward and a backward pass."""
+    path = tmp_path / "a.jsonl"
+    talk = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "yes"}]
+    path.write_text("\n".join([json.dumps({"messages": talk})] * 3))
+    data = make_data(Encoder(tokenizer, True), [str(path)], [str(path)], 0.5, 8)
+    assert data.train.available == 3 * 66  # "<user>", 40 x, "</>", "<assistant>", "yes", "</>"
+    assert len(data.train) == 4  # two answers, each in two blocks; the third one is in none
+    assert data.train.labels[data.train.labels != IGNORED].tolist() == [*b"yes</>"] * 2
+
+
 def test_a_part_is_held_out(tokenizer, tmp_path):
     """The end of each file: of a text, or whole lines."""
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"

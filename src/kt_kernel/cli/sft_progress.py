@@ -9,6 +9,7 @@ import time
 from rich.progress import TaskID
 
 from ..training.progress import Progress
+from ..training.results import perplexity
 from ..training.run import Result
 from .progress import steps_bar
 
@@ -81,7 +82,7 @@ def summary(result: Result) -> str:
     metrics = result.metrics
     lines = [
         f"held-out loss {metrics.before:.4f} -> {metrics.after:.4f} nats per token, perplexity"
-        f" {math.exp(metrics.before):.3f} -> {math.exp(metrics.after):.3f},"
+        f" {perplexity(metrics.before):.3f} -> {perplexity(metrics.after):.3f},"
         f" in {metrics.steps} steps",
         f"adapter: {result.adapter}",
         f"metrics: {result.metrics_file}",

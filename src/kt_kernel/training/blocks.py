@@ -15,7 +15,8 @@ from .encoding import IGNORED, Encoded, Encoder
 
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """Blocks of tokens, int32 [n, length] inside.
+    """Blocks of tokens, int32 [n, length] inside. Those without a token whose loss counts, such as
+    the middle of a long question, are left out.
 
     Args:
         documents: joined in this order. Tokens at the end that do not fill a block are left out.
@@ -33,6 +34,9 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
             for empty in [np.empty(0, np.int32)]
             for parts in (zip(*documents, strict=True) if documents else ((), ()))
         )
+        counts = (self.labels[:, 1:] != IGNORED).any(1)
+        if not counts.all():
+            self.ids, self.labels = self.ids[counts], self.labels[counts]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -98,7 +102,7 @@ def make_data(
     for path in held_out:
         kept += [encoder.encode(document) for document in read_documents(path)]
     result = Data(Blocks(training, length), Blocks(kept, length, short=True))
-    if not len(result.train):
+    if result.train.available < length:
         raise ValueError(
             f"{', '.join(train)}: {result.train.available} tokens to train on, fewer than a block; "
             f"use a smaller [data] sequence_length, or more text"

@@ -11,7 +11,7 @@ from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -60,6 +60,17 @@ class LoraTrainer(Trainer):
         os.makedirs(folder, exist_ok=True)
         found = {name: p.detach().cpu().contiguous() for name, p in trainable(self._model).items()}
         save_file(found, os.path.join(folder, WEIGHTS), metadata={"format": "pt"})
+
+    def _save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        """Trainer's own. The libraries that write its files have errors of their own for a disk
+        that is full, which do not name the place."""
+        try:
+            super()._save_checkpoint(*arguments, **named)
+        except (SafetensorError, RuntimeError) as error:
+            raise OSError(
+                f"{self.args.output_dir}: the checkpoint of step {self.state.global_step} cannot "
+                f"be written: {error}; whole checkpoints stay, and --resume continues from them"
+            ) from error
 
     def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
         """The held-out loss: the mean over all tokens whose loss counts."""

@@ -40,13 +40,22 @@ class Metrics:
         return self.held_out[-1][1]
 
     def to_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of metrics.json."""
+        """The content of metrics.json. A perplexity that is beyond float64 is null there."""
         values = {"before": self.before, "after": self.after}
+        found = {name: perplexity(loss) for name, loss in values.items()}
         return asdict(self) | {
             "held_out_loss": values,
-            "held_out_perplexity": {name: math.exp(loss) for name, loss in values.items()},
+            "held_out_perplexity": {n: v if math.isfinite(v) else None for n, v in found.items()},
             "settings": settings,
         }
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is beyond float64, as after a training that diverged."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def curves(history: Sequence[Mapping[str, Any]]) -> tuple[Curve, Curve]:
