@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -215,6 +216,21 @@ def test_a_reference_pass_between_forward_and_backward(depth):
     for first, second, twice in zip(*gradients, strict=True):
         assert torch.equal(first, second)
         close(twice, first)
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_trained_parameters_that_are_not_in_the_adapter(tmp_path, peft):
+    model = tiny("qwen3_moe", **ONE)
+    if peft:
+        config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = get_peft_model(model, config)
+    wrap_experts(model, **SETTINGS)
+    with warnings.catch_warnings(action="error"):
+        save_adapter(model, tmp_path)
+    router = next(p for n, p in model.named_parameters() if n.endswith("mlp.gate.weight"))
+    router.requires_grad_(True)
+    with pytest.warns(RuntimeWarning, match="not contain 1 trained parameters, .*mlp.gate.weight"):
+        save_adapter(model, tmp_path)
 
 
 def tiny_wrapped_logits() -> torch.Tensor:

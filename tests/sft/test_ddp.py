@@ -1,13 +1,17 @@
-"""DistributedDataParallel: the gradients of two processes are those of the whole batch."""
+"""Several processes: DistributedDataParallel has the gradients of the whole batch; FSDP is refused."""
 
 from __future__ import annotations
 
 import os
 import socket
 
+import pytest
 import torch
 import torch.multiprocessing
 from torch import nn
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from kt_kernel.sft import wrap_experts
 
@@ -50,3 +54,24 @@ def test_two_processes(tmp_path):
     for a, b, wanted in zip(*found, gradients(wrapped(), tokens(4)), strict=True):
         assert torch.equal(a, b)
         assert (a - wanted).norm() < 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("shard", "arguments"),
+    [
+        (FullyShardedDataParallel, {"device_id": torch.device("cpu"), "use_orig_params": True}),
+        (fully_shard, {}),
+    ],
+)
+def test_sharded_parameters_are_refused(shard, arguments):
+    """They would change unseen."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny("qwen3_moe", torch.float32, num_hidden_layers=1)
+        wrap_experts(model, lora_rank=4, cpuinfer_threads=2)
+        if shard is fully_shard:
+            arguments = {"mesh": init_device_mesh("cpu", (1,))}
+        with pytest.raises(RuntimeError, match="layer 0: FSDP shards the parameters of experts"):
+            shard(model, **arguments)(tokens())
+    finally:
+        torch.distributed.destroy_process_group()

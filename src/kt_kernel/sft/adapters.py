@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,8 @@ def save_adapter(
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors, which PEFT loads.
 
-    The configuration sets dropout to 0, because PEFT has no dropout for 3-D parameters.
+    The configuration sets dropout to 0, because PEFT has no dropout for 3-D parameters. A
+    RuntimeWarning names trained parameters that are not in the files, such as those of a router.
 
     Args:
         model: A model with wrapped experts. If it is a ``PeftModel``, its other LoRA tensors are
@@ -68,6 +70,7 @@ def save_adapter(
                 "save the whole model with save_pretrained"
             )
     config, tensors = _others(model, modules)
+    _warn_of_left_out(model, tensors)
     if base_model is not None:
         config["base_model_name_or_path"] = os.fspath(base_model)
     config["lora_dropout"] = 0.0
@@ -80,7 +83,9 @@ def save_adapter(
         else:
             found, path = to_single(lora, module.layout), module.layout.single_path(path)
         tensors |= {f"{PREFIX}{path}.{name}": tensor for name, tensor in found.items()}
-    write_adapter(folder, config, {name: t.contiguous() for name, t in tensors.items()})
+    write_adapter(
+        folder, config, {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    )
 
 
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -147,9 +152,26 @@ def _others(
     config = configs[adapter].to_dict() | {"inference_mode": True}
     ours = tuple(f"{PREFIX}{path}." for path in modules)
     state = get_peft_model_state_dict(model, adapter_name=adapter)
-    return config, {
-        name: tensor.detach().cpu() for name, tensor in state.items() if not name.startswith(ours)
-    }
+    return config, {name: tensor for name, tensor in state.items() if not name.startswith(ours)}
+
+
+def _warn_of_left_out(model: nn.Module, others: dict[str, torch.Tensor]) -> None:
+    """Warns of parameters that are trained and are neither LoRA of experts nor among ``others``."""
+    kept = {tensor.data_ptr() for tensor in others.values()}
+    for module in wrapped_experts(model).values():
+        kept |= {parameter.data_ptr() for parameter in module.parameters()}
+    left_out = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.data_ptr() not in kept
+    ]
+    if left_out:
+        warnings.warn(
+            f"the adapter does not contain {len(left_out)} trained parameters, such as "
+            f"{left_out[0]}; keep their values yourself, with model.state_dict()",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _describe_fused(

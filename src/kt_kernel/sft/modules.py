@@ -127,6 +127,7 @@ class LoraExperts(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [T, H] (or with more leading dimensions), expert ids and router weights
         [T, k]; returns the weighted sum of the experts, shaped as ``hidden_states``."""
+        self._need_whole_parameters()
         lora = self._bind()
         if self.wrapper.lora_changed:
             self.wrapper.update_lora_weights()
@@ -202,6 +203,15 @@ class LoraExperts(nn.Module):
         state = state_of(self._base_tensors())
         self.wrapper.update_base_weights(*(part.detach() for part in self._base.projections()))
         self._packed = state
+
+    def _need_whole_parameters(self) -> None:
+        """Raises RuntimeError under FSDP: its parameters lie here only during the pass, and change
+        in a way that cannot be seen."""
+        if getattr(self, "_is_fsdp_managed_module", False):  # so that Dynamo knows, too
+            raise RuntimeError(
+                f"layer {self.wrapper.layer_idx}: FSDP shards the parameters of experts on the "
+                "CPU; accepted: one process, or DistributedDataParallel"
+            )
 
     def _bind(self) -> tuple[torch.Tensor, ...]:
         """The LoRA tensors, which the wrapper has by reference."""
