@@ -192,8 +192,9 @@ class TrainingPass {
   void map_pages(uint16_t* values, int64_t n) const {
     constexpr int64_t kPage = 4096 / sizeof(uint16_t);
     const int64_t begin = n * worker_.rank / worker_.team_threads;
-    for (int64_t i = begin; i < n * (worker_.rank + 1) / worker_.team_threads; i += kPage)
-      values[i] = 0;
+    const int64_t end = n * (worker_.rank + 1) / worker_.team_threads;
+    for (int64_t i = begin; i < end; i += kPage) values[i] = 0;
+    if (begin < end) values[end - 1] = 0;  // the part need not begin with a page
   }
   // Rounds all pools' and groups' sums of every tile of H to bf16 rows of `out`.
   void finish_sums(uint16_t* out);
