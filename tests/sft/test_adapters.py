@@ -141,6 +141,19 @@ def test_a_peft_adapter_of_parameters_is_loaded(tmp_path):
         load_adapter(twice, tmp_path)
 
 
+def test_patterns_of_peft_that_match_experts(tmp_path):
+    """PEFT writes one for them into its configuration, though it does not adapt them."""
+    model = tiny("qwen3_moe", torch.float32, **ONE)
+    fill_lora(wrap_experts(model, **SETTINGS))
+    model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear")).eval()
+    assert model.peft_config["default"].rank_pattern
+    save_adapter(model, tmp_path)
+    loaded = PeftModel.from_pretrained(tiny("qwen3_moe", torch.float32, **ONE), tmp_path)
+    with torch.no_grad():
+        close(loaded(tokens()).logits, model(tokens()).logits)
+    load_adapter(model, tmp_path)
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_beside_adapters_of_peft(tmp_path, before):
     """Attention's adapter is PEFT's own; one directory has both, in whichever order they came."""

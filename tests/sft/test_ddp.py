@@ -1,4 +1,4 @@
-"""Several processes: DistributedDataParallel has the gradients of the whole batch; FSDP is refused."""
+"""Several processes: DDP has the gradients of the whole batch; FSDP is refused."""
 
 from __future__ import annotations
 

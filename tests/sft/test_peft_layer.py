@@ -111,8 +111,9 @@ def test_merging_is_refused(call, wrapped_first):
         (dict(target_modules="all-linear"), "experts.base_layer.* adapts these experts already"),
         (
             dict(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
-            "experts.base_layer: PEFT adapts these experts already; accepted: target_modules that",
+            "experts.base_layer: PEFT adapts these experts already; accepted: target_modules",
         ),
+        (dict(target_modules=["down_proj"]), "nor names such as 'down_proj' do"),
         (dict(target_modules=["q_proj"], use_dora=True), "use_dora is true, which is not supp"),
         (dict(target_modules=["q_proj"], lora_bias=True), "lora_bias is true, which is not sup"),
         (dict(target_modules=["q_proj"], bias="all"), 'bias is "all", which is not supported'),

@@ -142,7 +142,8 @@ def write_adapter(
 ) -> None:
     """Writes both files, the tensors first; each is there whole or as it was. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
-    text = json.dumps({k: _plain(v) for k, v in config.items()}, indent=2, sort_keys=True)
+    # The order of patterns counts, so it stays.
+    text = json.dumps({k: _plain(config[k]) for k in sorted(config)}, indent=2)
     replace_file(os.path.join(folder, WEIGHTS), save(tensors, metadata={"format": "pt"}))
     replace_file(os.path.join(folder, CONFIG), text)
 

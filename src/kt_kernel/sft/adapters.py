@@ -185,9 +185,11 @@ def _describe_fused(
     if "r" not in config:
         config |= {"r": rank, "lora_alpha": _alpha(config, rank, scaling)}
     config["target_parameters"] = sorted({*(config.get("target_parameters") or ()), *ranks})
-    config["rank_pattern"] = ranks | (config.get("rank_pattern") or {})
     alphas = {name: _alpha(config, each, scaling) for name, each in ranks.items()}
-    config["alpha_pattern"] = alphas | (config.get("alpha_pattern") or {})
+    for key, ours in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        others = config.get(key) or {}
+        # The first pattern that matches counts, and others may match experts, too.
+        config[key] = ours | {name: value for name, value in others.items() if name not in ours}
 
 
 def _describe_single(

@@ -93,8 +93,9 @@ def check_peft_model(model: nn.Module, adapter_name: str, paths: Iterable[str]) 
     for path in paths:
         if path.endswith(".base_layer"):
             raise ValueError(
-                f"{path}: PEFT adapts these experts already; accepted: target_modules that names "
-                "other modules (not 'all-linear'), and no experts in target_parameters"
+                f"{path}: PEFT adapts these experts already; accepted: target_modules that leaves "
+                "them out, which neither 'all-linear' nor names such as 'down_proj' do, and no "
+                "experts in target_parameters"
             )
     configs: Any = getattr(model, "peft_config", None)
     if configs is None:
