@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from machine import about
 
+from kt_kernel.device.uploads import Upload
 from kt_kernel.moe.placement import Placement
 from kt_kernel.serving.cache import ModelCache
 from kt_kernel.serving.cache_policy import Gain
@@ -31,11 +32,11 @@ class Control:
 
     def __init__(self, cache: ModelCache) -> None:
         self.cache, self.mode = cache, FIXED
-        self._step, self._moves = cache._step, cache._wanted_moves
+        self._step, self._scored = cache._step, cache._look
         self._look_at_all, self._changing = cache.step, False
         self._random = np.random.default_rng(0)
         cache._step = self._look  # type: ignore[method-assign]
-        cache._wanted_moves = self._wanted  # type: ignore[method-assign]
+        cache._look = self._wanted  # type: ignore[method-assign]
         cache.step = self._unless_changing  # type: ignore[method-assign]
 
     def _unless_changing(self) -> bool:
@@ -53,9 +54,10 @@ class Control:
             self.cache._waits = True
         return self._step()
 
-    def _wanted(self) -> list[tuple[int, int, int]]:
+    def _wanted(self) -> tuple[bool, list[tuple[int, int, int]]]:
+        new, moves = self._scored()
         if self.mode != RESTLESS:
-            return self._moves()
+            return new, moves
         found = []
         for number, layer in enumerate(self.cache.layers):
             away = np.flatnonzero(~layer.slots.resident & (layer.slots.wanted < 0))
@@ -63,7 +65,7 @@ class Control:
             if len(away) and len(here):
                 pair = self._random.choice(away), self._random.choice(here)
                 found.append((number, int(pair[0]), int(pair[1])))
-        return found
+        return new, found
 
     def counters(self) -> dict[str, int]:
         """As `ModelCache.stats`, at this moment."""
@@ -77,8 +79,8 @@ class Control:
         self._empty(run)
         cache = self.cache
         with self._change():
-            for layer in cache.layers:
-                self._fill(layer, resident)
+            for number in range(len(cache.layers)):
+                self._fill(number, resident)
             cache._uploads.wait()
             self._publish()
             cache._gain = Gain()
@@ -119,14 +121,16 @@ class Control:
         run()  # takes the map into use
         run()  # and this one is later than all batches with the old one
 
-    def _fill(self, layer: Any, resident: int) -> None:
+    def _fill(self, number: int, resident: int) -> None:
+        layer = self.cache.layers[number]
         old, experts = layer.slots, len(layer.slots.wanted)
-        for expert in range(resident):
-            self.cache._uploads.start(layer.packed, layer.weights, expert, expert)
+        self.cache._uploads.start(
+            [Upload(layer.packed, layer.weights, expert, expert) for expert in range(resident)]
+        )
         cold = [-1] * (experts - resident)
         slots = LayerSlots(Placement((*range(resident), *cold), old.num_slots), old.wanted)
         slots.free, slots.version = [], old.version + 1
-        layer.slots = slots
+        self.cache.set_slots(number, slots)
         layer.evicted.clear()
 
     def _finish_uploads(self) -> None:

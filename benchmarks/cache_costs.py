@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from cache import Bench, arguments
 from cache_control import FIXED, MOVING, STILL, about_engine
 
 from kt_kernel.device.cache import CudaCache, allow_captures_elsewhere
-from kt_kernel.device.uploads import CudaUploads, Uploads
+from kt_kernel.device.uploads import CudaUploads, Upload, Uploads
 from kt_kernel.serving.cache import ModelCache
 
 HITS = (1.0, 0.95, 0.875, 0.75, 0.5, 0.0)
@@ -47,8 +47,15 @@ COPY, UNPACK, BOTH = "copy", "unpack", "both"
 class NoUploads(Uploads):
     """Uploads that take no time."""
 
-    def start(self, *_: Any) -> Callable[[], bool]:
-        return lambda: True
+    def __init__(self) -> None:
+        self._started = 0
+
+    def start(self, uploads: Sequence[Upload]) -> int:
+        self._started += len(uploads)
+        return self._started
+
+    def completed(self) -> int:
+        return self._started
 
     def wait(self) -> None:
         pass
@@ -60,9 +67,18 @@ class Beside:
     def __init__(self, cache: ModelCache) -> None:
         self._cache = cache
         self._uploads = CudaUploads(cache._memory.device, [layer.packed for layer in cache.layers])
-        for layer in cache.layers:  # prepares the launches
-            self._uploads.start(layer.packed, layer.weights, 0, layer.weights.num_slots - 1)
+        self._uploads.start([self._upload(layer, 0) for layer in cache.layers])  # prepares them
         self._uploads.wait()
+
+    def _upload(self, layer: Any, expert: int) -> Upload:
+        return Upload(layer.packed, layer.weights, expert, layer.weights.num_slots - 1)
+
+    def seconds(self, layer: Any, experts: int) -> float:
+        """Of uploads one after the other."""
+        begin = time.perf_counter()
+        self._uploads.start([self._upload(layer, expert) for expert in range(experts)])
+        self._uploads.wait()
+        return time.perf_counter() - begin
 
     @contextmanager
     def running(self, what: str, rate: float) -> Iterator[None]:
@@ -90,16 +106,12 @@ class Beside:
                 time.sleep(max(0.0, due - time.perf_counter()))
 
     def _one(self, what: str, layer: Any, expert: int) -> None:
-        uploads, packed = self._uploads, layer.packed
-        staged, stream = uploads._staged[id(packed)], uploads._stream
-        with torch.cuda.stream(stream), torch.inference_mode():
-            if what != UNPACK:
-                (run,) = packed.runs([expert])
-                for part, there in zip(packed.parts, staged, strict=True):
-                    there.copy_(part.memory[run.at : run.at + 1], non_blocking=True)
-            if what != COPY:
-                layer.weights.write(packed, staged, layer.weights.num_slots - 1, stream)
-        stream.synchronize()
+        upload, uploads = self._upload(layer, expert), self._uploads
+        copies = uploads.copies(upload.experts, upload.expert)
+        launches = uploads.launches(upload.weights, upload.slot)
+        assert launches is not None
+        uploads._queue.start([(copies * (what != UNPACK), launches * (what != COPY))])
+        uploads.wait()
 
 
 def kernel_times(device: torch.device, experts: int, top_k: int) -> dict[int, float]:
@@ -134,15 +146,8 @@ class Costs:
     def _bus(self) -> float:
         """Bytes per second of uploads one after the other."""
         layer = self.cache.layers[0]
-        last = layer.weights.num_slots - 1
-        for timed in (False, True):
-            begin = time.perf_counter()
-            for expert in range(32):
-                self.beside._uploads.start(layer.packed, layer.weights, expert, last)
-            self.beside._uploads.wait()
-            if timed:
-                return 32 * layer.packed.expert_bytes / (time.perf_counter() - begin)
-        raise AssertionError
+        self.beside.seconds(layer, 32)
+        return 32 * layer.packed.expert_bytes / self.beside.seconds(layer, 32)
 
     def steps(self, **about: Any) -> dict[str, Any]:
         """Milliseconds of a step, with the placement and the mode of now."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,7 @@ class Timeline:
         self.now = self._free = self._next = 0.0  # of the thread, of the bus, of the next layer
         self.tokens = self.uploads = self.looks = self._layer = 0
         self._routes, self._times = routes, times
+        self._ends: deque[float] = deque()  # of uploads under way
         layers = routes.shape[1]
         self._memory = HostCache(torch.device("cpu"), layers, experts)
         self.cache = caches.ModelCache(
@@ -83,12 +85,19 @@ class Timeline:
         )
         self.cache.start(self._memory)
 
-    def start(self, *_: Any) -> Callable[[], bool]:
-        """An upload, after those before it."""
-        end = self._free = max(self.now, self._free) + self._times.upload
-        self.uploads += 1
-        self._next += self._times.beside
-        return lambda: self.now >= end
+    def start(self, uploads: Sequence[Any]) -> int:
+        """Each upload is after those before it."""
+        for _ in uploads:
+            self._free = max(self.now, self._free) + self._times.upload
+            self._ends.append(self._free)
+            self._next += self._times.beside
+        self.uploads += len(uploads)
+        return self.uploads
+
+    def completed(self) -> int:
+        while self._ends and self._ends[0] <= self.now:
+            self._ends.popleft()
+        return self.uploads - len(self._ends)
 
     def wait(self) -> None:
         """Of `Uploads`; not called while serving."""

@@ -1,4 +1,4 @@
-"""A policy of the live cache that wants other experts at each look, to move them all the time.
+"""Scores of the live cache that want other experts at each look, to move them all the time.
 
 Imported inside an engine's process, it is used where MOVING is set.
 """
@@ -10,26 +10,35 @@ from typing import Any
 
 import numpy as np
 
-from kt_kernel.routes.policies import Policy
 from kt_kernel.serving import cache
+from kt_kernel.serving.cache_policy import MOVES
 
 VARIABLE = "MOVING"
 
 
-class Restless(Policy):
-    """Random scores."""
+class RestlessScores(cache.Scores):
+    """Random scores, if the variable is set when the object is made. Every expert is to move."""
 
-    name, margin = "restless", -10.0
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._values: Any = None
+        self._random = np.random.default_rng(0) if VARIABLE in os.environ else None
 
-    def start(self, first_use: np.ndarray) -> None:
-        self._shape, self._rng = first_use.size, np.random.default_rng(0)
+    def look(self, memory: Any, resident: Any, evictable: Any, free: Any) -> Any:
+        new, moves = super().look(memory, resident, evictable, free)
+        if self._random is None:
+            return new, moves
+        if new or self._values is None:
+            self._values = self._random.random(resident.shape)
+        found = []
+        for layer, room in enumerate(free):
+            order = np.argsort(self._values[layer])
+            away = order[~resident[layer, order]][::-1]
+            here = order[evictable[layer, order]]
+            pairs = zip(away, [*here[:1]] * room + [*here], strict=False)
+            moved = list(enumerate(pairs))[:MOVES]
+            found += [(rank, (layer, int(one), int(other))) for rank, (one, other) in moved]
+        return new, [move for _, move in sorted(found)]
 
-    def see(self, uses: Any, tokens: int) -> np.ndarray:
-        return self._rng.random(self._shape)
 
-
-def _make(original: Any = cache.make_policies) -> list[Policy]:
-    return [Restless()] if VARIABLE in os.environ else original()
-
-
-cache.make_policies = _make
+cache.Scores = RestlessScores  # type: ignore[misc]

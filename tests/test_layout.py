@@ -22,13 +22,14 @@ MAY_INCLUDE = {
     "include": set(),
     "isa": {"include", "sys"},  # plain headers only, see ISA_HEADERS
     "sys": set(),
+    "cache": {"sys"},
     "ref": set(),
     "pack": {"include"},
     "moe": {"include", "sys", "pack"},
     "sft": {"include", "sys", "pack", "moe"},
     "stream": {"include", "sys", "moe"},
     "testing": {"include", "sys", "pack", "moe"},
-    "bind": {"include", "sys", "pack", "ref", "moe", "sft", "stream", "testing"},
+    "bind": {"include", "sys", "pack", "ref", "moe", "sft", "stream", "cache", "testing"},
 }
 # The files of kernels/moe, from the bottom to the top: each may include what is below it.
 MOE_LAYERS = (

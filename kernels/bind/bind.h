@@ -31,4 +31,5 @@ void bind_layer(nb::module_& m);
 void bind_sft(nb::module_& m);
 void bind_stream(nb::module_& m);
 void bind_cuda(nb::module_& m);
+void bind_cache(nb::module_& m);
 void bind_testing(nb::module_& m);

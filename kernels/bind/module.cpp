@@ -17,5 +17,6 @@ NB_MODULE(KT_MODULE_NAME, m) {
   bind_sft(m);
   bind_stream(m);
   bind_cuda(m);
+  bind_cache(m);
   bind_testing(m);
 }

@@ -10,7 +10,7 @@ from kt_kernel import KTMoEWrapper
 from kt_kernel.device.backend import CudaBackend
 from kt_kernel.device.cache import CudaCache, HostCache
 from kt_kernel.device.slots import DenseSlots, PackedSlots, SlotWeights
-from kt_kernel.device.uploads import CudaUploads
+from kt_kernel.device.uploads import CudaUploads, Upload
 from kt_kernel.moe.placement import Placement
 from kt_kernel.serving.hot_packed import packed_hot
 from kt_kernel.serving.hot_weights import HotShape
@@ -89,15 +89,23 @@ def test_uploads_into_slots(method: str, hot_format: str) -> None:
         w13, w2 = torch.zeros(SLOTS, 2 * INNER, H, **made), torch.zeros(SLOTS, H, INNER, **made)
         slots = DenseSlots(w13, w2)
     uploads, held = CudaUploads(CUDA, [packed]), [-1] * SLOTS
-    for number in range(12):
+    for number in range(12):  # each slot through Triton first, and then by the compiled core
         expert, slot = number * 3 % E, number * 2 % SLOTS
-        done = uploads.start(packed, slots, expert, slot)
+        assert (uploads.launches(slots, slot) is None) == (number < SLOTS)
+        assert uploads.start([Upload(packed, slots, expert, slot)]) == number + 1
         uploads.wait()
-        assert done()
+        assert uploads.completed() == number + 1
         held[slot] = expert
         for at, there in enumerate(held):
             for which in MATRICES if there >= 0 else ():
                 want = wrapper.unpacked(there, which).to(CUDA)
                 assert slots.same(slots.values(at, which), want), (number, at, which)
     assert all(expert >= 0 for expert in held)
+    many = [Upload(packed, slots, (slot + 5) % E, slot) for slot in range(SLOTS)]
+    assert uploads.start(many) == 12 + SLOTS
+    uploads.wait()
+    for upload in many:
+        for which in MATRICES:
+            want = wrapper.unpacked(upload.expert, which).to(CUDA)
+            assert slots.same(slots.values(upload.slot, which), want), (upload.slot, which)
     packed.release()

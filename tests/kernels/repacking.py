@@ -47,6 +47,6 @@ def check_repacked(
     if again is not None:
         for found, whole in zip(on_device, held, strict=True):
             found.copy_(whole)
-        again(places[0], places[1], torch.cuda.current_stream().cuda_stream)
+        again().run(torch.cuda.current_stream().cuda_stream)
         for found, whole in zip(on_device, want, strict=True):
             assert torch.equal(found.cpu(), whole)

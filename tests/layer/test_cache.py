@@ -17,6 +17,7 @@ from cached_model import (
     LAYERS,
     SLOTS,
     E,
+    InstantUploads,
     K,
     answer,
     batch,
@@ -31,7 +32,6 @@ from kt_kernel import KTMoEWrapper
 from kt_kernel.device.slots import DenseSlots
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
-from kt_kernel.device.uploads import Uploads
 from kt_kernel.moe.placement import Placement
 from kt_kernel.serving import cache as caches
 from kt_kernel.serving import cache_start
@@ -206,10 +206,9 @@ def test_uploads_are_published_between_looks(weights, restless, monkeypatch) -> 
     ends: list[float] = []
     published: list[float] = []
 
-    def upload(*given: Any) -> Any:
-        end = now + 3e-3
-        ends.append(end)
-        return lambda: now >= end
+    def upload(given: Any) -> int:
+        ends.extend([now + 3e-3] * len(given))
+        return len(ends)
 
     def sleep(seconds: float) -> None:
         nonlocal now
@@ -231,6 +230,7 @@ def test_uploads_are_published_between_looks(weights, restless, monkeypatch) -> 
         publish()
 
     monkeypatch.setattr(cache._uploads, "start", upload)
+    monkeypatch.setattr(cache._uploads, "completed", lambda: sum(end <= now for end in ends))
     monkeypatch.setattr(cache, "step", slow_look)
     monkeypatch.setattr(cache._memory, "publish", publishing)
     clock = SimpleNamespace(
@@ -313,7 +313,7 @@ def test_padding_is_not_counted(weights) -> None:
 def test_ten_thousand_moves_without_growth(weights, restless, monkeypatch) -> None:
     model, _ = make(weights)
     cache = started(model)
-    monkeypatch.setattr(cache._uploads, "start", lambda *given: lambda: True)
+    cache._uploads = InstantUploads()
     ids = torch.tensor([[0, 5]])
 
     def rounds(count: int) -> None:
@@ -416,14 +416,12 @@ def test_the_measured_rate(weights, monkeypatch, slots: int) -> None:
     """The first upload compiles, so neither its time nor its bytes count."""
     now, seen = 0.0, []
 
-    class Slow(Uploads):
-        def start(self, experts: Any, weights: Any, expert: int, slot: int) -> Any:
+    class Slow(InstantUploads):
+        def start(self, uploads: Any) -> int:
             nonlocal now
-            now += 1.0 if seen else 100.0
-            seen.append(expert)
-
-        def wait(self) -> None:
-            pass
+            now += len(uploads) if seen else 100.0
+            seen.extend(upload.expert for upload in uploads)
+            return super().start(uploads)
 
     model, _ = make(weights[:1], num_gpu_experts=slots)
     layer = model.layers[0]

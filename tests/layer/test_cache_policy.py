@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cached_model import InstantUploads
 
 from kt_kernel.device.cache import HostCache
 from kt_kernel.moe.placement import Placement
@@ -22,13 +23,6 @@ LAYERS, TOKENS = 2, 800
 SMALL = {"experts": 64, "per_token": 4}
 
 
-class AtTheNextLook:
-    """Uploads that are complete when they are asked about."""
-
-    def start(self, *given: Any) -> Any:
-        return lambda: True
-
-
 def made(experts: int, slots: int, rate: float | None = None) -> tuple[ModelCache, HostCache]:
     memory = HostCache(torch.device("cpu"), LAYERS, experts)
     layers = [
@@ -39,7 +33,7 @@ def made(experts: int, slots: int, rate: float | None = None) -> tuple[ModelCach
         )
         for number in range(LAYERS)
     ]
-    cache = ModelCache(layers, memory, AtTheNextLook(), rate)  # type: ignore[arg-type]
+    cache = ModelCache(layers, memory, InstantUploads(), rate)
     cache.start(memory)
     return cache, memory
 

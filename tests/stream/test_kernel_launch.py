@@ -7,23 +7,10 @@ import gc
 from typing import Any
 
 import pytest
+from fake_driver import Last
 from kernels.compiling import build_fake_driver
 
 from kt_kernel import _C
-
-UINT3 = ctypes.c_uint * 3
-
-
-class Last(ctypes.Structure):
-    _fields_ = [
-        ("function", ctypes.c_uint64),
-        ("stream", ctypes.c_uint64),
-        ("grid", UINT3),
-        ("block", UINT3),
-        ("shared", ctypes.c_uint),
-        ("has_extra", ctypes.c_int),
-        ("values", ctypes.c_uint64 * 32),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +66,7 @@ def test_bound_arguments_arrive(fake: str) -> None:
         ((1, 1), ValueError, "1 arguments for 2 parameters"),
         ((1, None, 2**31), ValueError, "parameter 1 is 2147483648; accepted: an int32"),
         ((1, 1.5, None), TypeError, "parameter 0 is 1.5; accepted: an address"),
-        ((0, 1, 1), ValueError, "a grid of 0 blocks; accepted: 1 to 2147483647"),
+        ((0, 1, 1), ValueError, "a grid of 0 x 1 x 1 blocks; accepted: 1 to 2147483647 x"),
     ],
 )
 def test_bound_arguments_that_make_no_sense(fake: str, given: Any, error: Any, match: str) -> None:
@@ -154,7 +141,7 @@ def test_a_missing_driver(fake: str) -> None:
         ((1, 0, 0, ""), "threads 0; accepted: 1 to 1024"),
         ((1, 1025, 0, ""), "threads 1025; accepted: 1 to 1024"),
         ((1, 32, -1, ""), "shared_bytes -1; accepted: 0 to"),
-        ((1, 32, 0, "pf"), 'kinds "pf"; accepted: p and i'),
+        ((1, 32, 0, "pf"), 'kinds "pf"; accepted: p, i and l'),
         ((1, 32, 0, "p" * 33), "33 parameters; at most 32"),
     ],
 )
@@ -168,8 +155,8 @@ def test_kernels_that_make_no_sense(fake: str, given: Any, match: str) -> None:
     [
         ((1, 0, 1), ValueError, "1 arguments for 2 parameters"),
         ((1, 0, 1, 2, 3), ValueError, "3 arguments for 2 parameters"),
-        ((0, 0, 1, 2), ValueError, "a grid of 0 blocks"),
-        ((2**31, 0, 1, 2), ValueError, "a grid of 2147483648 blocks"),
+        ((0, 0, 1, 2), ValueError, "a grid of 0 x 1 x 1 blocks"),
+        ((2**31, 0, 1, 2), ValueError, "a grid of 2147483648 x 1 x 1 blocks"),
         ((1, 0, 1, 2**31), ValueError, "parameter 1 is 2147483648; accepted: an int32"),
         ((1, 0, 1, 2**63), ValueError, f"parameter 1 is {2**63}; accepted: an int32"),
         ((1, 0, -1, 2), ValueError, "parameter 0 is -1; accepted: an address, 0 to"),

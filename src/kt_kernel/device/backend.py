@@ -11,7 +11,29 @@ from ..runtime.streams import handle_of
 from ..runtime.variant import native
 
 _PORTABLE_AND_MAPPED = 0x1 | 0x2  # flags of cudaHostRegister
-_SCRATCH = 2  # pointers that Triton's kernels take after their own arguments; ours need no memory
+# Addresses that Triton's kernels take after their own arguments; ours need no memory.
+NO_SCRATCH = 0, 0
+_KINDS = {"i32": "i", "i64": "l"}  # letters of the compiled core
+
+
+def kernel_launch(kernel: Any, types: Sequence[str]) -> Any:
+    """A KernelLaunch of a kernel that Triton has compiled and loaded, in the current context.
+
+    types: of its parameters by Triton's names, without constants; the addresses of `NO_SCRATCH`
+    follow them.
+    """
+    kinds = "".join("p" if type_.startswith("*") else _KINDS[type_] for type_ in types)
+    threads = 32 * kernel.metadata.num_warps
+    return native().KernelLaunch(
+        kernel.function, threads, kernel.metadata.shared, kinds + "p" * len(NO_SCRATCH)
+    )
+
+
+def cuda_context(device: torch.device) -> Any:
+    """The compiled core's CudaContext of a device."""
+    with torch.cuda.device(device):
+        torch.cuda.is_current_stream_capturing()  # makes a context current in this thread
+        return native().CudaContext()
 
 
 class CudaBackend:
@@ -44,8 +66,8 @@ class CudaBackend:
     def compile(
         self, function: Any, arguments: Sequence[torch.dtype | int], warps: int, **constants: Any
     ) -> Any:
-        """A KernelLaunch of a Triton kernel: its parameters are addresses and int32s, and _SCRATCH
-        addresses of 0.
+        """A KernelLaunch of a Triton kernel: its parameters are addresses and int32s, and those of
+        `NO_SCRATCH`.
 
         arguments: for each non-constant parameter, the dtype that it points to, or 0 for an int32.
         Every address must be a multiple of 16, except for parameters that the kernel exempts.
@@ -55,10 +77,7 @@ class CudaBackend:
                 *(argument or 1 for argument in arguments), grid=(1,), num_warps=warps, **constants
             )
             kernel._init_handles()  # loads the kernel, impossible while a graph is captured
-            kinds = "".join("p" if argument else "i" for argument in arguments) + "p" * _SCRATCH
-            return native().KernelLaunch(  # launches in the context that is current here
-                kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared, kinds
-            )
+            return kernel_launch(kernel, ["*" if argument else "i32" for argument in arguments])
 
     def capturing(self, stream: int | None = None) -> bool:
         """Whether a graph is captured on a stream (a handle; None: the current stream)."""
@@ -73,9 +92,7 @@ class CudaBackend:
 
     def _own_context(self) -> Any:
         if self._context is None:
-            with torch.cuda.device(self.device):
-                torch.cuda.is_current_stream_capturing()  # makes a context current in this thread
-                self._context = native().CudaContext()
+            self._context = cuda_context(self.device)
         return self._context
 
     def idle(self) -> bool:

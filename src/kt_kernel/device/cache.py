@@ -27,6 +27,8 @@ import numpy as np
 import torch
 
 from ..runtime.streams import on_stream
+from ..runtime.variant import native
+from .backend import cuda_context
 
 TOKENS, ROUTES, HITS, VERSION, NUMBERS = range(5)  # of a layer, after the values of its experts
 
@@ -35,7 +37,7 @@ class Totals:
     """What `begin_pass` has counted in each layer. values: int64 [L, 2 E + 4]."""
 
     def __init__(self, values: np.ndarray) -> None:
-        experts = (values.shape[1] - NUMBERS) // 2
+        self.values, experts = values, (values.shape[1] - NUMBERS) // 2
         self.last_use = values[:, :experts]  # number of the token, from 1; 0: never
         self.uses = values[:, experts : 2 * experts]
         numbers = values[:, 2 * experts :]
@@ -50,7 +52,12 @@ class CacheMemory:
         live: int32 [L, E] on the device, the maps that batches read.
         wanted, versions: int32 [L, E] and [L] on the host, what `publish` publishes.
         passed: int64 [L] on the host: tokens of each layer's batches so far, or a moment ago.
+        counted: on the host, what the device had counted when ``fetch`` ran last, or has.
+        fetch: the compiled core's SyncedCopies of the counters, if they are on a device.
     """
+
+    counted: Totals
+    fetch: Any = None
 
     def __init__(self, device: torch.device, layers: int, experts: int) -> None:
         pinned = device.type == "cuda"
@@ -60,7 +67,6 @@ class CacheMemory:
             self._wanted = torch.full((layers, experts), -1, dtype=torch.int32, pin_memory=pinned)
             self._versions = torch.zeros(layers, dtype=torch.int32, pin_memory=pinned)
             size = 2 * experts + NUMBERS
-            self._counted = torch.zeros(layers, size, dtype=torch.int64, pin_memory=pinned)
             self._passed = torch.zeros(layers, dtype=torch.int64, pin_memory=pinned)
         self.wanted, self.versions = self._wanted.numpy(), self._versions.numpy()
         self.passed = self._passed.numpy()
@@ -81,7 +87,9 @@ class CacheMemory:
 
     def totals(self) -> Totals:
         """What the device has counted so far; valid until the next call."""
-        raise NotImplementedError
+        if self.fetch is not None:
+            self.fetch.run()
+        return self.counted
 
     def clear(self) -> None:
         """Sets the counts to 0, after all batches so far; the maps stay."""
@@ -96,7 +104,25 @@ class CudaCache(CacheMemory):
         with torch.inference_mode(False):
             self._published = torch.full_like(self.live, -1)
             self._numbers = torch.zeros(layers, dtype=torch.int32, device=device)
+            # Tensors of inference mode could not be changed outside of it.
+            with torch.device("cpu"):
+                self._counted = torch.zeros_like(
+                    self._totals, device="cpu", pin_memory=device.type == "cuda"
+                )
+        self.counted = Totals(self._counted.numpy())
         self._stream = torch.cuda.Stream(device)
+        context = cuda_context(device)
+
+        def copies(*pairs: tuple[torch.Tensor, torch.Tensor]) -> list[tuple[int, int, int]]:
+            return [(to.data_ptr(), source.data_ptr(), source.nbytes) for to, source in pairs]
+
+        made, stream = native().SyncedCopies, self._stream.cuda_stream
+        back = copies((self._counted, self._totals))
+        self.fetch = made(context, stream, to_device=[], to_host=back)
+        # The numbers have a copy of their own: in the order of the stream, it is later than the
+        # maps.
+        there = copies((self._published, self._wanted), (self._numbers, self._versions))
+        self._publish = made(context, stream, to_device=there, to_host=[])
         torch.cuda.synchronize(device)
 
     def begin_pass(
@@ -114,17 +140,7 @@ class CudaCache(CacheMemory):
             )
 
     def publish(self) -> None:
-        with torch.cuda.stream(self._stream), torch.inference_mode(False):
-            self._published.copy_(self._wanted, non_blocking=True)
-            # A copy of its own: in the order of the stream, it is later than the maps.
-            self._numbers.copy_(self._versions, non_blocking=True)
-        self._stream.synchronize()  # the host may change them again
-
-    def totals(self) -> Totals:
-        with torch.cuda.stream(self._stream), torch.inference_mode(False):
-            self._counted.copy_(self._totals, non_blocking=True)
-        self._stream.synchronize()
-        return Totals(self._counted.numpy())
+        self._publish.run()  # until then, the host must not change them
 
     def clear(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -135,6 +151,10 @@ class CudaCache(CacheMemory):
 
 class HostCache(CacheMemory):
     """For an engine on the CPU, where every call computes at once."""
+
+    def __init__(self, device: torch.device, layers: int, experts: int) -> None:
+        super().__init__(device, layers, experts)
+        self.counted = Totals(self._totals.numpy())
 
     def begin_pass(
         self, layer: int, ids: torch.Tensor, padding: torch.Tensor | None, stream: Any = None
@@ -152,9 +172,6 @@ class HostCache(CacheMemory):
 
     def publish(self) -> None:
         """The device reads the host's memory."""
-
-    def totals(self) -> Totals:
-        return Totals(self._totals.numpy())
 
     def clear(self) -> None:
         self._totals[:, : -(NUMBERS - VERSION)] = 0

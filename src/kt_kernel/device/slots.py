@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,15 @@ class SlotWeights(ABC):
 
     @abstractmethod
     def write(
-        self, experts: PackedExperts, staged: Sequence[torch.Tensor], slot: int, stream: Any
-    ) -> None:
-        """Starts writing an expert to a slot, on the stream, which is the current one.
+        self, experts: PackedExperts, staged: Sequence[torch.Tensor], slot: int
+    ) -> list[Any] | None:
+        """Starts writing an expert to a slot, on the current stream.
 
-        experts: those of the layer, the same in all calls. staged: for each part, the expert's
-        bytes on the device, uint8 [1, expert_bytes]; the same tensors in all calls.
+        experts: those of the layer. staged: for each part, the expert's bytes on the device, uint8
+        [1, expert_bytes].
+
+        Returns the compiled core's BoundLaunches that write what lies in ``staged`` to this slot
+        once more; None in Triton's interpreter.
         """
 
     @abstractmethod
@@ -51,26 +54,15 @@ class DenseSlots(SlotWeights):
     def __init__(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
         self.w13, self.w2 = w13, w2
         self.num_slots, self.inter = len(w13), w2.shape[2]
-        self._places: dict[int, list[torch.Tensor]] = {}  # by slot
-        self._again: list[Callable[[torch.Tensor, int], None]] = []
 
     def write(
-        self, experts: PackedExperts, staged: Sequence[torch.Tensor], slot: int, stream: Any
-    ) -> None:
-        places = self._places.get(slot)
-        if places is None:
-            places = experts.places(self.w13[slot : slot + 1], self.w2[slot : slot + 1])
-            self._places[slot] = places
-        if self._again:
-            for launch, place in zip(self._again, places, strict=True):
-                launch(place, stream.cuda_stream)
-            return
-        found = [
+        self, experts: PackedExperts, staged: Sequence[torch.Tensor], slot: int
+    ) -> list[Any] | None:
+        places = experts.places(self.w13[slot : slot + 1], self.w2[slot : slot + 1])
+        return _bound(
             experts.parts[i // 3].matrices[i % 3].unpack(staged[i // 3], place)
             for i, place in enumerate(places)
-        ]
-        if _aligned_alike(self.w13, self.w2):
-            self._again = [launch for launch in found if launch is not None]
+        )
 
     def matrix(self, slot: int, matrix: str) -> torch.Tensor:
         """The engine's own tensor, to be changed in place."""
@@ -104,29 +96,16 @@ class PackedSlots(SlotWeights):
         self._w13, self._w2 = w13.view(torch.uint8), w2.view(torch.uint8)
         # Rows of 8 bits have one scale: [S, rows, 1].
         self._s13, self._s2 = (s if s.dim() == 3 else s[..., None] for s in (s13, s2))
-        self._places: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by slot
-        self._again: list[Callable[[torch.Tensor, torch.Tensor, int], None]] = []
 
     def write(
-        self, experts: PackedExperts, staged: Sequence[torch.Tensor], slot: int, stream: Any
-    ) -> None:
-        places = self._places.get(slot)
-        if places is None:
-            places = self._places[slot] = self._places_of(experts, slot)
-        if self._again:
-            for launch, (codes, scales) in zip(self._again, places, strict=True):
-                launch(codes, scales, stream.cuda_stream)
-            return
-        found = [
+        self, experts: PackedExperts, staged: Sequence[torch.Tensor], slot: int
+    ) -> list[Any] | None:
+        return _bound(
             repack(experts.parts[i // 3].matrices[i % 3], staged[i // 3][0], *place)
-            for i, place in enumerate(places)
-        ]
-        if _aligned_alike(self._w13, self._w2, self._s13, self._s2):
-            self._again = [launch for launch in found if launch is not None]
+            for i, place in enumerate(self._places(experts, slot))
+        )
 
-    def _places_of(
-        self, experts: PackedExperts, slot: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _places(self, experts: PackedExperts, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Codes and scales of gate, up and down of each part."""
         w13, w2, s13, s2 = (t[slot] for t in (self._w13, self._w2, self._s13, self._s2))
         bits, found = 4 if self._code == torch.uint8 else 8, []
@@ -168,9 +147,10 @@ def _units(rows: slice, size: int) -> slice:
     return slice(rows.start // size, -(-rows.stop // size))
 
 
-def _aligned_alike(*tensors: torch.Tensor) -> bool:
-    """Whether all slots are aligned as the first one is, for which launches were prepared."""
-    return all(tensor[0].nbytes % _ALIGNMENT == 0 for tensor in tensors)
+def _bound(launched: Iterable[Callable[[], Any] | None]) -> list[Any] | None:
+    """BoundLaunches, from what `PreparedKernel.launch` returned."""
+    found = [make() for make in launched if make is not None]
+    return found or None
 
 
 def holds_scales(dtype: torch.dtype, form: WeightForm) -> bool:
@@ -188,7 +168,7 @@ def repack_constants(form: WeightForm, columns: int) -> dict[str, Any]:
 
 def repack(
     matrix: PackedMatrix, packed: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
+) -> Callable[[], Any] | None:
     """Starts repacking one matrix on the current stream.
 
     matrix: INT4_GROUP, INT8_ROW or FP8_BLOCK. packed: uint8, an expert on the device. codes: uint8
@@ -196,9 +176,7 @@ def repack(
     of this form, for INT8_ROW float32 [rows, 1], for FP8_BLOCK float32 [rows / 128, columns / 128].
     The last strides are 1.
 
-    Returns a function that does the same again with less work on the host: to other codes and
-    scales with the same shapes, strides and alignment, on the stream with this handle. None in
-    Triton's interpreter.
+    Returns what `PreparedKernel.launch` returns.
     """
     from .repack_kernel import repack as kernel  # Triton may be missing
 
@@ -207,25 +185,13 @@ def repack(
     place = packed[matrix.begin :]
     strides = matrix.tile_stride, codes.stride(0), scales.stride(0)
     sizes = matrix.rows, matrix.columns, *strides
-    offsets = _offsets(codes, scales)
-    run = matrix.prepared.launch(
+    offsets = tuple(tensor.data_ptr() % _ALIGNMENT for tensor in (place, codes, scales))
+    return matrix.prepared.launch(
         kernel,
         (-(-matrix.columns // (_PARTS * _PART_COLUMNS)), -(-matrix.rows // _TILE_ROWS), 1),
         (place, codes, scales, *sizes),
         lambda: repack_constants(form, matrix.columns),
-        kind=(kernel, scales.dtype, strides, offsets, _offsets(place)),
+        kind=(kernel, scales.dtype, strides, offsets),
         device=codes.device,
         warps=_WARPS,
     )
-    if run is None:
-        return None
-
-    def again(to: torch.Tensor, scales_to: torch.Tensor, stream: int) -> None:
-        assert _offsets(to, scales_to) == offsets  # the kernel was compiled for them
-        run(place, to, scales_to, *sizes, stream=stream)
-
-    return again
-
-
-def _offsets(*tensors: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() % _ALIGNMENT for tensor in tensors)

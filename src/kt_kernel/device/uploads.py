@@ -4,23 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from ..runtime.variant import native
 from ..weights.expert_tensors import MATRICES
+from .backend import cuda_context
 from .slots import DenseSlots, SlotWeights
 from .streaming.experts import PackedExperts
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An expert of a layer, and the slot of the same layer that it is copied to."""
+
+    experts: PackedExperts
+    weights: SlotWeights
+    expert: int
+    slot: int
 
 
 class Uploads(ABC):
     """One upload after the other."""
 
     @abstractmethod
-    def start(
-        self, experts: PackedExperts, weights: SlotWeights, expert: int, slot: int
-    ) -> Callable[[], bool]:
-        """Starts copying an expert of a layer to a slot of the same layer. Returns a function that
-        tells whether the weights are complete."""
+    def start(self, uploads: Sequence[Upload]) -> int:
+        """Starts uploads, in this order. Returns how many were started so far."""
+
+    @abstractmethod
+    def completed(self) -> int:
+        """How many uploads are complete: the first ones."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -28,53 +43,71 @@ class Uploads(ABC):
 
 
 class CudaUploads(Uploads):
-    """On a stream of their own, through memory for one packed expert."""
+    """On a stream of their own, through memory for one packed expert.
+
+    The compiled core starts any number of uploads at a time without Python's lock: to take the lock
+    again for each of their parts would cost as much as the engine's thread does meanwhile.
+    """
 
     def __init__(self, device: torch.device, layers: Sequence[PackedExperts]) -> None:
         size = max(layer.expert_bytes for layer in layers)
         with torch.inference_mode(False):
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
-        # Of each layer, where its experts' parts go on the device, and where they come from. Slices
-        # are kept: each operation on tensors lets the engine's thread run first.
-        self._staged: dict[int, list[torch.Tensor]] = {}
-        self._sources: dict[tuple[int, int], list[torch.Tensor]] = {}  # by layer and expert
+        self._context = cuda_context(device)
+        self._queue = native().UploadQueue(self._context, self._stream.cuda_stream)
+        # What writes an expert from the memory to a slot. The keys keep its addresses valid.
+        self._launches: dict[tuple[SlotWeights, int], list[Any]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._memory.nbytes
 
-    def start(
-        self, experts: PackedExperts, weights: SlotWeights, expert: int, slot: int
-    ) -> Callable[[], bool]:
-        event = torch.cuda.Event()
-        staged = self._staged.get(id(experts))
-        if staged is None:
-            staged = self._staged[id(experts)] = self._stage(experts)
-        sources = self._sources.get((id(experts), expert))
-        if sources is None:
-            (run,) = experts.runs([expert])
-            sources = [part.memory[run.at : run.at + 1] for part in experts.parts]
-            self._sources[id(experts), expert] = sources
-        with torch.cuda.stream(self._stream), torch.inference_mode():
-            for source, there in zip(sources, staged, strict=True):
-                there.copy_(source, non_blocking=True)
-            weights.write(experts, staged, slot, self._stream)
-            event.record(self._stream)
-        return event.query
+    def start(self, uploads: Sequence[Upload]) -> int:
+        """The first upload to a slot goes through Triton, which compiles what it needs."""
+        ready: list[Any] = []
+        for upload in uploads:
+            copies = self.copies(upload.experts, upload.expert)
+            launches = self.launches(upload.weights, upload.slot)
+            if launches is not None:
+                ready.append((copies, launches))
+                continue
+            self._queue.start(ready)
+            self._write(upload, copies)
+            ready = [([], [])]  # which is complete once what was written is
+        started: int = self._queue.start(ready)
+        return started
 
-    def _stage(self, experts: PackedExperts) -> list[torch.Tensor]:
-        """For each part of a layer, memory on the device: uint8 [1, its bytes]."""
-        found, begin = [], 0
+    def copies(self, experts: PackedExperts, expert: int) -> list[tuple[int, int, int]]:
+        """Copies of an expert to the device, as the compiled core's CudaContext takes them."""
+        (run,) = experts.runs([expert])
+        found, to = [], self._memory.data_ptr()
         for part in experts.parts:
-            end = begin + part.expert_bytes
-            found.append(self._memory[begin:end].view(1, -1))
-            begin = end
+            size = part.expert_bytes
+            found.append((to, part.address + run.at * size, size))
+            to += size
+        return found
+
+    def launches(self, weights: SlotWeights, slot: int) -> list[Any] | None:
+        """The launches that write what was copied to a slot; None before the first upload to it."""
+        return self._launches.get((weights, slot))
+
+    def _write(self, upload: Upload, copies: list[tuple[int, int, int]]) -> None:
+        self._context.copy(self._stream.cuda_stream, copies)
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            sizes = [part.expert_bytes for part in upload.experts.parts]
+            staged = [part[None] for part in self._memory[: sum(sizes)].split(sizes)]
+            launches = upload.weights.write(upload.experts, staged, upload.slot)
+        if launches is not None:
+            self._launches[upload.weights, upload.slot] = launches
+
+    def completed(self) -> int:
+        found: int = self._queue.completed()
         return found
 
     def wait(self) -> None:
-        self._stream.synchronize()
+        self._queue.wait()
 
 
 class HostUploads(Uploads):
@@ -83,15 +116,20 @@ class HostUploads(Uploads):
 
     def __init__(self, values: Callable[[PackedExperts, int, str], torch.Tensor]) -> None:
         self._values = values
+        self._completed = 0
 
-    def start(
-        self, experts: PackedExperts, weights: SlotWeights, expert: int, slot: int
-    ) -> Callable[[], bool]:
-        assert isinstance(weights, DenseSlots)  # engines on the CPU have no packed ones
+    def start(self, uploads: Sequence[Upload]) -> int:
         with torch.inference_mode():
-            for matrix in MATRICES:
-                weights.matrix(slot, matrix).copy_(self._values(experts, expert, matrix))
-        return lambda: True
+            for upload in uploads:
+                assert isinstance(upload.weights, DenseSlots)  # engines on the CPU have no others
+                for matrix in MATRICES:
+                    values = self._values(upload.experts, upload.expert, matrix)
+                    upload.weights.matrix(upload.slot, matrix).copy_(values)
+                self._completed += 1
+        return self._completed
+
+    def completed(self) -> int:
+        return self._completed
 
     def wait(self) -> None:
         pass

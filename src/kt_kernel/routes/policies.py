@@ -92,7 +92,7 @@ class DecayedLFU(Policy):
 
     def __init__(self, half_life: float, margin: float = 0.0) -> None:
         self.name = f"decayed LFU, {half_life:g} tokens" + (f", margin {margin:g}" * bool(margin))
-        self.margin = margin
+        self.half_life, self.margin = half_life, margin
         self._factor = 0.5 ** (1 / half_life)
 
     def start(self, first_use: np.ndarray) -> None:

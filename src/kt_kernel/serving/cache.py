@@ -11,7 +11,7 @@ import multiprocessing.util
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ import torch
 from ..device.cache import CacheMemory, Totals, allow_captures_elsewhere
 from ..device.slots import SlotWeights
 from ..device.streaming.experts import PackedExperts
-from ..device.uploads import Uploads
-from .cache_policy import Gain, Scores, make_policies
+from ..device.uploads import Upload, Uploads
+from .cache_policy import MOVES, Gain, Scores, make_policies
 from .cache_slots import LayerSlots
 
 TICK_SECONDS = 0.0002  # between two checks whether there is something to look at
@@ -33,7 +33,6 @@ _OFTEN_SECONDS = 0.002  # between looks during a step that takes longer
 _SELDOM_SECONDS = 0.02  # between looks while moves do not pay
 _IDLE_SECONDS = 0.005
 _IDLE_LOOKS = 50  # without a batch, after which it looks less often
-_MOVES = 4  # of a layer, at one look
 _MANY_SLOTS = 16  # for each of them, a layer may have one more slot that waits for an upload
 _IN_FLIGHT = 16  # uploads of all layers
 _LITTLE = 1 / 16  # of the rate, while moves do not pay, to notice when they do
@@ -83,15 +82,19 @@ class ModelCache:
         rate: float | None,
     ) -> None:
         self.layers, self._memory, self._uploads = list(layers), memory, uploads
-        experts = memory.wanted.shape[1]
-        self._num_slots = np.array([layer.slots.num_slots for layer in self.layers])
-        self._scores = Scores(make_policies(), self._num_slots, experts)
+        shape = memory.wanted.shape
+        self._resident, self._evictable = np.zeros(shape, bool), np.zeros(shape, bool)
+        for number, layer in enumerate(self.layers):
+            self.set_slots(number, layer.slots)
+        slots = [layer.slots.num_slots for layer in self.layers]
+        self._scores = Scores(make_policies(), slots, shape[1])
         self._gain = Gain()
         self.rate = rate
         self._budget, self._filled = 0.0, time.monotonic()
         self._wait = 0.0  # seconds between looks, at least
         self._passed = 0  # tokens of the last layer, at the last look
-        self._under_way: deque[tuple[int, int, Callable[[], bool]]] = deque()
+        # Uploads: layer, slot, and its number among all uploads.
+        self._under_way: deque[tuple[int, int, int]] = deque()
         self.counters = CacheCounters()
         self._last: Totals | None = None
         self._versions: list[int] = []  # that the device used at the last look
@@ -100,6 +103,11 @@ class ModelCache:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+
+    def set_slots(self, number: int, slots: LayerSlots) -> None:
+        """Gives a layer other slots. Nothing may be under way."""
+        slots.share(self._resident[number], self._evictable[number])
+        self.layers[number].slots = slots
 
     # ---- batches ----------------------------------------------------------------------------
 
@@ -183,11 +191,14 @@ class ModelCache:
             return False
         if since >= _OFTEN_SECONDS or self._memory.passed[-1] != self._passed:
             return True
-        return self._arrived()
+        return self._arrived() > 0
 
-    def _arrived(self) -> bool:
-        """Whether an upload is complete."""
-        return bool(self._under_way) and self._under_way[0][2]()
+    def _arrived(self) -> int:
+        """How many uploads are complete that were not taken note of."""
+        if not self._under_way:
+            return 0
+        completed = self._uploads.completed()
+        return sum(number <= completed for _, _, number in self._under_way)
 
     def _publish_arrived(self) -> None:
         """Publishes complete uploads, without a look, so that the next batches use them."""
@@ -210,18 +221,16 @@ class ModelCache:
 
     def _step(self) -> bool:
         self._passed = int(self._memory.passed[-1])
-        totals = self._last = self._memory.totals()
-        new = self._scores.see(totals)
+        arrived = self._take_arrived()
+        new, moves = self._look()
+        totals = self._last = self._memory.counted
         if new:
             self._gain.judge(totals)
         versions = totals.versions.tolist()
-        more = new or self._waits or versions != self._versions
+        more = new or arrived or self._waits or versions != self._versions
         self._versions = versions
-        if self._take_arrived():
-            more = True
         if not more:
             return bool(self._under_way)
-        moves = self._wanted_moves()
         self._fill_budget()
         if self._budget > 0:  # otherwise slots would only stay empty
             self._evict(moves)
@@ -229,10 +238,15 @@ class ModelCache:
         self._upload(moves, totals)
         return new or bool(self._under_way)
 
+    def _look(self) -> tuple[bool, list[tuple[int, int, int]]]:
+        """`Scores.look`."""
+        free = [len(layer.slots.free) for layer in self.layers]
+        return self._scores.look(self._memory, self._resident, self._evictable, free)
+
     def _take_arrived(self) -> bool:
         """Takes note of complete uploads. Returns whether there were any."""
         found = False
-        while self._arrived():
+        for _ in range(self._arrived()):
             layer, slot, _ = self._under_way.popleft()
             self.layers[layer].slots.uploaded(slot)
             found = True
@@ -251,37 +265,6 @@ class ModelCache:
     def _write_versions(self) -> None:
         self._memory.versions[:] = [layer.slots.version for layer in self.layers]
 
-    def _wanted_moves(self) -> list[tuple[int, int, int]]:
-        """(layer, expert that should get a slot, expert that should lose its own), the most
-        valuable first; some for each layer. Experts for free slots come first in their layer, and
-        nothing is to be lost for them."""
-        scores = self._scores.values
-        resident = np.stack([layer.slots.resident for layer in self.layers])
-        evictable = np.stack([layer.slots.evictable for layer in self.layers])
-        free = np.array([len(layer.slots.free) for layer in self.layers])[:, None]
-        best = np.where(resident, -np.inf, scores)
-        worst = np.where(evictable, scores, np.inf)
-        count = min(_MOVES, best.shape[1])
-        rows = np.arange(len(self.layers))[:, None]
-        wanted = np.argpartition(-best, count - 1, axis=1)[:, :count]
-        wanted = wanted[rows, np.argsort(-best[rows, wanted], axis=1)]
-        given_up = np.argpartition(worst, count - 1, axis=1)[:, :count]
-        given_up = given_up[rows, np.argsort(worst[rows, given_up], axis=1)]
-        ranks = np.arange(count)
-        needs_none = ranks < free  # another expert's slot
-        given_up = given_up[rows, np.maximum(ranks - free, 0)]
-        value = best[rows, wanted]
-        gain = value - worst[rows, given_up]
-        margin = self._scores.policy.margin
-        layer, rank = np.nonzero(np.where(needs_none, value > -np.inf, gain >= margin))
-        taken = ~needs_none[layer, rank]
-        order = np.where(taken, gain[layer, rank], value[layer, rank])
-        order = np.lexsort((-order, taken, rank))  # each layer's first move first
-        order = order[: 4 * _IN_FLIGHT]
-        layer, rank = layer[order], rank[order]
-        moves = zip(layer, wanted[layer, rank], given_up[layer, rank], strict=True)
-        return [(int(number), int(expert), int(other)) for number, expert, other in moves]
-
     def _evict(self, moves: Sequence[tuple[int, int, int]]) -> None:
         for number, _, expert in moves:
             layer = self.layers[number]
@@ -289,7 +272,7 @@ class ModelCache:
                 return
             if layer.slots.free:
                 continue
-            spare = min(1 + layer.slots.num_slots // _MANY_SLOTS, _MOVES)
+            spare = min(1 + layer.slots.num_slots // _MANY_SLOTS, MOVES)
             if layer.slots.coming_free < spare and layer.slots.evictable[expert]:
                 layer.slots.evict(expert)
                 layer.evicted.append(expert)
@@ -297,23 +280,27 @@ class ModelCache:
 
     def _upload(self, moves: Sequence[tuple[int, int, int]], totals: Totals) -> None:
         self._waits = False
+        starting: list[tuple[int, Upload]] = []
         for number, expert, other in moves:
             layer = self.layers[number]
             slots = layer.slots
-            if self._budget <= 0 or len(self._under_way) >= _IN_FLIGHT:
+            if self._budget <= 0 or len(self._under_way) + len(starting) >= _IN_FLIGHT:
                 self._waits = True
-                return
+                break
             if not slots.free or slots.resident[expert] or slots.wanted[expert] >= 0:
                 continue
             slot = slots.upload(expert)
-            done = self._uploads.start(layer.packed, layer.weights, expert, slot)
-            self._under_way.append((number, slot, done))
+            starting.append((number, Upload(layer.packed, layer.weights, expert, slot)))
             size = layer.packed.expert_bytes
             self._budget -= size
             self.counters.cache_uploads += 1
             self.counters.cache_uploaded_bytes += size
             instead_of = layer.evicted.popleft() if layer.evicted else other
             self._gain.moved(totals, number, expert, instead_of)
+        if starting:
+            last = self._uploads.start([upload for _, upload in starting])
+            for at, (number, upload) in enumerate(starting, last - len(starting) + 1):
+                self._under_way.append((number, upload.slot, at))
 
     def _fill_budget(self) -> None:
         now = time.monotonic()

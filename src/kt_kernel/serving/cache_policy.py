@@ -8,21 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..device.cache import Totals
-from ..routes.policies import DecayedLFU, Policy, Uses
+from ..device.cache import CacheMemory, Totals
+from ..routes.policies import DecayedLFU
+from ..runtime.variant import native
 
 _SHORT, _LONG = 3, 64  # tokens after which a use counts half: of recency, and of frequency
-_LOOKS = 4  # of which one compares the policies
-_AVERAGED = 32  # comparisons
-_BETTER = 0.02  # share of the uses by which another policy must be better to be used
-_NEVER = np.iinfo(np.int64).max
+MOVES = 4  # of a layer, at one look
+_MOST = 64  # of all layers: what is not moved now is wanted again at the next look
 _WINDOW = 64  # tokens after which a move is judged
 _MEMORY = 128  # moves over which their gain is averaged
 _WORTH = 0.5  # uses per move, below which moving does not pay
 _JUDGED_AT_ONCE = 4096  # moves that wait for their judgement
 
 
-def make_policies() -> list[Policy]:
+def make_policies() -> list[DecayedLFU]:
     """The policies to choose from, by what the model's routes reward: recency, and frequency, which
     is better where uses do not repeat soon or slots are few.
 
@@ -37,59 +36,40 @@ def make_policies() -> list[Policy]:
 class Scores:
     """Scores of all experts of L layers, from what the device has counted.
 
-    slots: [L]. All policies see all uses. For each, the share of uses is averaged that the experts
-    with the highest scores had, as many as there are slots; the best policy is the one in use.
+    slots: those of each layer. All policies see all uses. For each, the share of uses is averaged
+    that the experts with the highest scores had, as many as there are slots; the best policy is the
+    one in use. The compiled core computes it all without Python's lock (kernels/cache/scores.h).
     """
 
-    def __init__(self, policies: Sequence[Policy], slots: np.ndarray, experts: int) -> None:
-        self._policies, self._slots, shape = policies, slots, (len(slots), experts)
-        for policy in policies:
-            policy.start(np.full(shape, _NEVER))
-        self._uses = np.zeros(shape, np.int64)
-        self._tokens = self._looks = self._used = 0
-        self._values: list[np.ndarray] = [np.zeros(shape) for _ in policies]
-        self._hits = np.zeros(len(policies))
+    def __init__(self, policies: Sequence[DecayedLFU], slots: Sequence[int], experts: int) -> None:
+        self._policies = policies
+        given = [(policy.half_life, policy.margin) for policy in policies]
+        self._core = native().CacheScores(given, list(slots), experts)
 
-    def see(self, totals: Totals) -> bool:
-        """Takes new batches into account. Returns whether there were any."""
-        tokens = int(totals.tokens.max())
-        if tokens == self._tokens:
-            return False
-        uses = totals.uses.copy()
-        new = uses - self._uses
-        if len(self._policies) > 1 and self._looks % _LOOKS == 0:
-            self._compare(new)
-        self._looks += 1
-        at = np.flatnonzero(new)
-        times = totals.last_use.reshape(-1)[at].astype(np.float64)
-        seen = Uses(at, new.reshape(-1)[at], times, np.full(len(at), _NEVER))
-        passed = max(0, tokens - self._tokens)
-        self._values = [policy.see(seen, passed).reshape(uses.shape) for policy in self._policies]
-        self._uses, self._tokens = uses, tokens
-        return True
+    def look(
+        self,
+        memory: CacheMemory,
+        resident: np.ndarray,
+        evictable: np.ndarray,
+        free: Sequence[int],
+    ) -> tuple[bool, list[tuple[int, int, int]]]:
+        """Takes new batches into account. Returns whether there were any, and moves: (layer, expert
+        that should get a slot, expert that should lose its own), the most valuable first; some for
+        each layer. Experts for free slots come first in their layer, and nothing is to be lost for
+        them.
 
-    def _compare(self, new: np.ndarray) -> None:
-        total = new.sum()
-        if not total:
-            return
-        rows = np.arange(len(self._slots))
-        for number, values in enumerate(self._values):
-            lowest = np.sort(values, axis=1)[rows, -self._slots]
-            share = new[values >= lowest[:, None]].sum() / total
-            self._hits[number] += (share - self._hits[number]) / _AVERAGED
-        best = int(self._hits.argmax())
-        if self._hits[best] > self._hits[self._used] + _BETTER:
-            self._used = best
+        memory: its ``counted`` is brought up to date first. resident, evictable: bool [L, E], see
+        `LayerSlots`; free: slots of each layer that wait for an expert.
+        """
+        found: tuple[bool, list[tuple[int, int, int]]] = self._core.look(
+            memory.counted.values, resident, evictable, free, MOVES, _MOST, memory.fetch
+        )
+        return found
 
     @property
-    def values(self) -> np.ndarray:
-        """[L, E], by the policy in use; not to be changed."""
-        return self._values[self._used]
-
-    @property
-    def policy(self) -> Policy:
+    def policy(self) -> DecayedLFU:
         """The policy in use. An expert must score its margin more to replace another."""
-        return self._policies[self._used]
+        return self._policies[self._core.policy]
 
 
 @dataclass(frozen=True)

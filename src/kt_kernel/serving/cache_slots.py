@@ -42,6 +42,11 @@ class LayerSlots:
         self.resident: np.ndarray = wanted != COLD
         self.evictable = self.resident.copy()
 
+    def share(self, resident: np.ndarray, evictable: np.ndarray) -> None:
+        """Keeps the attributes of these names in the given memory from now on: bool [E]."""
+        resident[:], evictable[:] = self.resident, self.evictable
+        self.resident, self.evictable = resident, evictable
+
     @property
     def coming_free(self) -> int:
         """Slots that are free, or will be without a further eviction."""

@@ -11,7 +11,7 @@ import torch
 from ..device.cache import CacheMemory, CudaCache, HostCache
 from ..device.slots import DenseSlots, PackedSlots, SlotWeights, holds_scales
 from ..device.streaming.experts import PackedExperts
-from ..device.uploads import CudaUploads, HostUploads, Uploads
+from ..device.uploads import CudaUploads, HostUploads, Upload, Uploads
 from ..runtime.text import shown_size
 from ..runtime.variant import kernel_kind
 from ..weights.expert_tensors import MATRICES
@@ -253,19 +253,17 @@ def _uploads(
 def _fill(layers: Sequence[CachedLayer], uploads: Uploads) -> float:
     """Uploads all hot experts; returns the bytes per second of that."""
     every = [
-        (layer, expert, slot)
+        Upload(layer.packed, layer.weights, expert, slot)
         for layer in layers
         for expert, slot in enumerate(layer.slots.wanted.tolist())
         if slot >= 0
     ]
-    moved, began = 0, 0.0
-    for number, (layer, expert, slot) in enumerate(every[:1] + every):
-        if number == 1:  # the first upload compiled the kernels, and is repeated
-            uploads.wait()
-            began = time.perf_counter()
-        uploads.start(layer.packed, layer.weights, expert, slot)
-        moved += layer.packed.expert_bytes if number else 0
+    uploads.start(every[:1])  # compiles the kernels, and is repeated
     uploads.wait()
+    began = time.perf_counter()
+    uploads.start(every)
+    uploads.wait()
+    moved = sum(upload.experts.expert_bytes for upload in every)
     return moved / max(time.perf_counter() - began, 1e-9)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from .cache import cache_cases
 from .case import Case
 from .functions import function_cases
 from .layers import layer_cases
@@ -29,6 +30,7 @@ def entries(core: ModuleType) -> list[str]:
 def cases(core: ModuleType, library: str) -> dict[str, list[Case]]:
     things = Things(core, library)
     return {
+        **cache_cases(things),
         **function_cases(things),
         **layer_cases(things),
         **stream_cases(things),

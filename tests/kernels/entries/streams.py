@@ -23,6 +23,7 @@ def stream_cases(t: Things) -> dict[str, list[Case]]:
     slot = Number(0, 0, 0)
     bound = t.kernel.bind(1, None, None)
     pointer, int32 = Number(0, 0, (1 << 64) - 1, True), Number(0, -1 << 31, (1 << 31) - 1, True)
+    copies = [(pointer,) * 3] * 2
     stream, grid = Number(0, 0, (1 << 64) - 1, True), Number(1, 1, (1 << 31) - 1, True)
 
     def properties(name: str, of: Any, *names: str) -> dict[str, list[Case]]:
@@ -121,7 +122,7 @@ def stream_cases(t: Things) -> dict[str, list[Case]]:
             Case(
                 t.context.copy,
                 stream=stream,
-                copies=[(Number(64, 0, (1 << 64) - 1, True),) * 3] * 2,
+                copies=copies,
             ),
         ],
         "KernelLaunch()": [
@@ -153,7 +154,33 @@ def stream_cases(t: Things) -> dict[str, list[Case]]:
                 i=replace(int32, none=True),
                 wait=Number(0, 0, (1 << 64) - 4, True),
             ),
+            Case(
+                lambda x, y, z: t.kernel.bind((x, y, z), 0, 0),
+                x=grid,
+                y=Number(1, 1, 65535, True),
+                z=Number(1, 1, 65535, True),
+            ),
         ],
+        "SyncedCopies()": [
+            Case(
+                core.SyncedCopies,
+                context=Some(t.context),
+                stream=stream,
+                to_device=copies,
+                to_host=copies,
+            ),
+        ],
+        "SyncedCopies.run": [Case(core.SyncedCopies(t.context, 0, to_device=[], to_host=[]).run)],
+        "UploadQueue()": [Case(core.UploadQueue, context=Some(t.context), stream=stream)],
+        "UploadQueue.start": [
+            Case(
+                t.uploads.start,
+                uploads=[(copies, [Some(t.kernel.bind(1, 0, 0))])] * 2,
+                extra=[(dict(uploads=[([], [bound])]), ValueError)],  # with open parameters
+            ),
+        ],
+        "UploadQueue.completed": [Case(t.uploads.completed)],
+        "UploadQueue.wait": [Case(t.uploads.wait)],
         "BoundLaunch()": [NoConstructor(core.BoundLaunch)],
         "BoundLaunch.run": [
             Case(lambda stream, p, i: bound.run(stream, p, i), stream=stream, p=pointer, i=int32),

@@ -60,6 +60,7 @@ class Things:
         self.side = core.StreamSide(TOKENS, HIDDEN, TOP_K, 2, True)
         self.kernel = core.KernelLaunch(1, 32, 0, "pi", library=library)
         self.context = core.CudaContext(library)
+        self.uploads = core.UploadQueue(self.context, 0)
 
     def new_layer(self) -> Any:
         return self.core.MoeLayer(**{name: good(spec) for name, spec in self.layer_specs().items()})

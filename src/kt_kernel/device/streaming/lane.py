@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.variant import native
+from ..backend import cuda_context
 from .experts import Run
 from .timeline import Stamp
 
@@ -24,8 +24,7 @@ class CopyLane:
         self.device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
-            torch.cuda.is_current_stream_capturing()  # makes a context current in this thread
-            self._context = native().CudaContext()
+        self._context = cuda_context(device)
 
     def capturing(self) -> bool:
         """Whether what is computed goes into a CUDA graph."""

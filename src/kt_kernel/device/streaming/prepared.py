@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...runtime.streams import handle_of
+from ..backend import NO_SCRATCH, kernel_launch
 
 
 class PreparedKernel:
@@ -19,6 +20,7 @@ class PreparedKernel:
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._launches: dict[Any, Any] = {}  # the compiled core's
 
     def launch(
         self,
@@ -30,15 +32,15 @@ class PreparedKernel:
         kind: Any,
         device: torch.device,
         warps: int = 4,
-    ) -> Callable[..., None] | None:
+    ) -> Callable[[], Any] | None:
         """Launches a kernel on the current stream.
 
         arguments: its first ones; constants: returns the others. kind: equal for launches for which
         Triton would compile the same code: dtypes, and which numbers and addresses are multiples of
         16.
 
-        Returns a function that launches it with other arguments and ``stream``, a handle; None in
-        the interpreter.
+        Returns a function that makes a BoundLaunch of the compiled core, which does the same again;
+        None in the interpreter. The memory of the arguments must outlive it.
         """
         known = self._known.get(kind)
         if known is None:
@@ -48,9 +50,17 @@ class PreparedKernel:
                 return None
             rest = tuple(given[name] for name in function.arg_names[len(arguments) :])
             self._known[kind] = kernel, rest
-            run = kernel[grid]
         else:
             kernel, rest = known
-            run = kernel[grid]
-            run(*arguments, *rest, stream=handle_of(device, None))
-        return lambda *given, stream: run(*given, *rest, stream=stream)
+            kernel[grid](*arguments, *rest, stream=handle_of(device, None))
+        return lambda: self._bound(kind, kernel, grid, arguments)
+
+    def _bound(self, kind: Any, kernel: Any, grid: tuple[int, int, int], given: Any) -> Any:
+        # Triton drops the parameters that it compiled as constants: also numbers that are 1.
+        types = zip(given, kernel.src.signature.values(), strict=False)
+        kept = [(value, type_) for value, type_ in types if type_ != "constexpr"]
+        launch = self._launches.get(kind)
+        if launch is None:
+            launch = self._launches[kind] = kernel_launch(kernel, [type_ for _, type_ in kept])
+        values = [value if isinstance(value, int) else value.data_ptr() for value, _ in kept]
+        return launch.bind(grid, *values, *NO_SCRATCH)

@@ -77,7 +77,7 @@ class PackedMatrix:
 
     def unpack(
         self, packed: torch.Tensor, out: torch.Tensor, *, parts: int = _PARTS, warps: int = _WARPS
-    ) -> Callable[[torch.Tensor, int], None] | None:
+    ) -> Callable[[], Any] | None:
         """Starts unpacking on the current stream.
 
         packed: uint8 [n, expert bytes], contiguous, on the device. out: [n, rows, columns] of the
@@ -85,11 +85,7 @@ class PackedMatrix:
         float32. parts, warps: how much a program of the kernel does, and with how many threads.
 
         The kernel is compiled once for each kind of arguments; later launches cost the host
-        little.
-
-        Returns a function that does the same again with still less work on the host: to another
-        ``out`` of the same shape, strides, type and alignment, on the stream with this handle. None
-        if there was nothing to do, and in Triton's interpreter.
+        little. Returns what `PreparedKernel.launch` returns; None if there was nothing to do, too.
         """
         experts = out.shape[0]
         assert out.shape == (experts, self.rows, self.columns) and out.stride(2) == 1
@@ -106,21 +102,13 @@ class PackedMatrix:
         place = packed[:, self.begin :]
         strides = self.tile_stride, packed.stride(0), out.stride(1), out.stride(0)
         sizes = self.rows, self.columns, *strides
-        offset = out.data_ptr() % _ALIGNMENT
-        run = self.prepared.launch(
+        offsets = out.data_ptr() % _ALIGNMENT, place.data_ptr() % _ALIGNMENT
+        return self.prepared.launch(
             unpack,
             grid,
             (place, out, *sizes),
             lambda: kernel_constants(self.form, self.columns, parts),
-            kind=(unpack, out.dtype, strides, offset, place.data_ptr() % _ALIGNMENT, parts, warps),
+            kind=(unpack, out.dtype, strides, offsets, parts, warps),
             device=out.device,
             warps=warps,
         )
-        if run is None:
-            return None
-
-        def again(to: torch.Tensor, stream: int) -> None:
-            assert to.data_ptr() % _ALIGNMENT == offset  # the kernel was compiled for it
-            run(place, to, *sizes, stream=stream)
-
-        return again
