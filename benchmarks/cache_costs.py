@@ -110,7 +110,7 @@ class Beside:
         copies = uploads.copies(upload.experts, upload.expert)
         launches = uploads.launches(upload.weights, upload.slot)
         assert launches is not None
-        uploads._queue.start([(copies * (what != UNPACK), launches * (what != COPY))])
+        uploads.queue.start([(copies * (what != UNPACK), launches * (what != COPY))])
         uploads.wait()
 
 

@@ -130,7 +130,7 @@ class Timeline:
             hits, routes = int(found.hits.sum()), int(found.routes.sum())
             return hits, routes, self.uploads, self.looks, self._next
 
-        def sleep(seconds: float) -> None:
+        def sleep(seconds: float, _: float) -> None:
             self._advance(self.now + seconds * 1e3 + TICK)
             if self.tokens >= counted_from and not begin:
                 begin.append((self.tokens, *mark()))
@@ -145,8 +145,8 @@ class Timeline:
             return found
 
         self.cache.step = timed_look  # type: ignore[method-assign]
+        self.cache._sleep = sleep  # type: ignore[method-assign]
         clock = SimpleNamespace(
-            sleep=sleep,
             perf_counter=lambda: self.now / 1e3,
             thread_time=lambda: computed[0] / 1e3,
             monotonic=lambda: self.now / 1e3,

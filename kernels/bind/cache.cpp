@@ -1,4 +1,5 @@
 // The decisions of the live expert cache (kernels/cache).
+#include "../cache/news.h"
 #include "../cache/scores.h"
 
 #include <nanobind/ndarray.h>
@@ -55,6 +56,13 @@ const std::vector<double>& values(const CacheScores& scores, size_t policy) {
   return scores.values(policy);
 }
 
+void wait(double tick, double least, double most, const Array<const int64_t, 1>& passed,
+          int64_t known, kt::sys::UploadQueue* queue, int64_t completed) {
+  need_shape("passed", passed, {1});
+  const nb::gil_scoped_release unlocked;
+  kt::wait_for_news({passed.data(), known, queue, completed}, tick, least, most);
+}
+
 }  // namespace
 
 void bind_cache(nb::module_& m) {
@@ -80,4 +88,9 @@ void bind_cache(nb::module_& m) {
           "brings the counters, run first.")
       .def_prop_ro("policy", &CacheScores::policy)
       .def("values", values, "policy"_a, "The scores of all layers, L * E, by a policy.");
+
+  m.def("wait_for_news", wait, "tick"_a, "least"_a, "most"_a, "passed"_a, "known"_a,
+        "queue"_a.none(), "completed"_a,
+        "Sleeps for ticks until `most` seconds have passed, more than `completed` uploads of the "
+        "queue are complete, or, after `least` seconds, passed [1] is not `known` any more.");
 }

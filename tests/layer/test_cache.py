@@ -156,7 +156,7 @@ def test_looks_leave_time(
     cache.rate, now, looks, end = 1e9, 0.0, [], 2.0
     cache._gain.mean = 1.0 if pays else 0.0
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds: float, _: float) -> None:
         nonlocal now
         now += seconds
         if step is not None:
@@ -174,9 +174,9 @@ def test_looks_leave_time(
         return busy
 
     monkeypatch.setattr(cache, "step", look)
-    clock = SimpleNamespace(
-        sleep=sleep, **dict.fromkeys(("perf_counter", "thread_time", "monotonic"), lambda: now)
-    )
+    monkeypatch.setattr(cache, "_sleep", sleep)
+    names = ("perf_counter", "thread_time", "monotonic")
+    clock = SimpleNamespace(**dict.fromkeys(names, lambda: now))
     monkeypatch.setattr(caches, "time", clock)
     cache._filled = 0.0
     cache._run()
@@ -210,7 +210,7 @@ def test_uploads_are_published_between_looks(weights, restless, monkeypatch) -> 
         ends.extend([now + 3e-3] * len(given))
         return len(ends)
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds: float, _: float) -> None:
         nonlocal now
         now += seconds
         for number in range(LAYERS):
@@ -233,9 +233,9 @@ def test_uploads_are_published_between_looks(weights, restless, monkeypatch) -> 
     monkeypatch.setattr(cache._uploads, "completed", lambda: sum(end <= now for end in ends))
     monkeypatch.setattr(cache, "step", slow_look)
     monkeypatch.setattr(cache._memory, "publish", publishing)
-    clock = SimpleNamespace(
-        sleep=sleep, **dict.fromkeys(("perf_counter", "thread_time", "monotonic"), lambda: now)
-    )
+    monkeypatch.setattr(cache, "_sleep", sleep)
+    names = ("perf_counter", "thread_time", "monotonic")
+    clock = SimpleNamespace(**dict.fromkeys(names, lambda: now))
     monkeypatch.setattr(caches, "time", clock)
     cache._run()
     between = sorted({*published} - {*looks})

@@ -27,7 +27,13 @@ class Upload:
 
 
 class Uploads(ABC):
-    """One upload after the other."""
+    """One upload after the other.
+
+    Attributes:
+        queue: the compiled core's UploadQueue; None if uploads are complete at once.
+    """
+
+    queue: Any = None
 
     @abstractmethod
     def start(self, uploads: Sequence[Upload]) -> int:
@@ -55,7 +61,7 @@ class CudaUploads(Uploads):
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
         self._context = cuda_context(device)
-        self._queue = native().UploadQueue(self._context, self._stream.cuda_stream)
+        self.queue = native().UploadQueue(self._context, self._stream.cuda_stream)
         # What writes an expert from the memory to a slot. The keys keep its addresses valid.
         self._launches: dict[tuple[SlotWeights, int], list[Any]] = {}
 
@@ -73,10 +79,10 @@ class CudaUploads(Uploads):
             if launches is not None:
                 ready.append((copies, launches))
                 continue
-            self._queue.start(ready)
+            self.queue.start(ready)
             self._write(upload, copies)
             ready = [([], [])]  # which is complete once what was written is
-        started: int = self._queue.start(ready)
+        started: int = self.queue.start(ready)
         return started
 
     def copies(self, experts: PackedExperts, expert: int) -> list[tuple[int, int, int]]:
@@ -103,11 +109,11 @@ class CudaUploads(Uploads):
             self._launches[upload.weights, upload.slot] = launches
 
     def completed(self) -> int:
-        found: int = self._queue.completed()
+        found: int = self.queue.completed()
         return found
 
     def wait(self) -> None:
-        self._queue.wait()
+        self.queue.wait()
 
 
 class HostUploads(Uploads):

@@ -22,6 +22,7 @@ from ..device.cache import CacheMemory, Totals, allow_captures_elsewhere
 from ..device.slots import SlotWeights
 from ..device.streaming.experts import PackedExperts
 from ..device.uploads import Upload, Uploads
+from ..runtime.variant import native
 from .cache_policy import MOVES, Gain, Scores, make_policies
 from .cache_slots import LayerSlots
 
@@ -166,7 +167,7 @@ class ModelCache:
                 idle, nap, looked = 0, TICK_SECONDS, time.perf_counter()
                 published, publishing = looked, 0.0
                 while not self._stop.is_set():
-                    time.sleep(nap)
+                    self._sleep(nap, time.perf_counter() - looked)
                     nap = TICK_SECONDS if idle < _IDLE_LOOKS else _IDLE_SECONDS
                     now, computed = time.perf_counter(), time.thread_time()
                     if not self._due(now - looked):
@@ -182,6 +183,19 @@ class ModelCache:
                         nap = max(nap, self._wait)
         except Exception:
             _logger.exception("kt: experts no longer move, because of an error; serving goes on")
+
+    def _sleep(self, tick: float, since: float) -> None:
+        """Sleeps for some ticks until there may be something to do. since: seconds after the last
+        look. Each time that this thread takes Python's lock, the engine's thread has to wait."""
+        queue, completed = None, 0
+        if self._under_way:
+            queue, completed = self._uploads.queue, self._under_way[0][2] - 1
+            if queue is None:  # they are complete by now
+                time.sleep(tick)
+                return
+        least, most = self._wait - since, max(self._wait, _OFTEN_SECONDS) - since
+        passed = self._memory.passed[-1:]
+        native().wait_for_news(tick, least, most, passed, self._passed, queue, completed)
 
     def _due(self, since: float) -> bool:
         """Whether to look now, so many seconds after the last look: at the end of a step, when the

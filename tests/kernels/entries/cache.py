@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from .case import Case
@@ -34,6 +36,17 @@ def cache_cases(t: Things) -> dict[str, list[Case]]:
                 per_layer=count,
                 most=count,
                 extra=[(dict(free=[1]), ValueError), (dict(free=[1] * 3), ValueError)],
+            ),
+        ],
+        "wait_for_news": [
+            Case(
+                partial(core.wait_for_news, queue=t.uploads),
+                tick=Real(1e-4, (0.0, -1.0, 2.0)),
+                least=Real(0.0, ()),
+                most=Real(1e-4, ()),
+                passed=Array(np.zeros(1, np.int64)),
+                known=Number(0, -MAX - 1, MAX, True),
+                completed=Number(0, -MAX - 1, MAX, True),
             ),
         ],
         "CacheScores.policy": [Case(lambda: scores.policy)],
