@@ -1,5 +1,5 @@
-"""The C++ tests of threads: kernels/sys, plain and with sanitizers; passes over a layer, training
-and kernels/stream with ThreadSanitizer.
+"""The C++ tests of threads: kernels/sys and kernels/cache, plain and with sanitizers; passes over a
+layer, training and kernels/stream with ThreadSanitizer.
 
 What the tests write is deliberately not atomic, so that a missing synchronisation is a data race. A
 sleep on a futex is no synchronisation to the sanitizer, nor to the code: the atomic words are.
@@ -17,6 +17,8 @@ from .compiling import CPP, KERNELS, WARNINGS, build, build_objects
 
 # No -m flags: nothing of kernels/sys may need more than plain x86-64.
 SYS = [KERNELS / "sys" / f"{name}.cpp" for name in ("fork", "sysfs", "team", "topology")]
+CACHE = [KERNELS / "sys" / f"cuda_{name}.cpp" for name in ("driver", "work")]
+CACHE += (KERNELS / "cache").glob("*.cpp")
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 BUILDS = {
     "plain": ["-O2"],  # the others are at the level that compiles fast
@@ -46,6 +48,7 @@ def test_threads(tmp_path: Path, kind: str) -> None:
     flags = [*BUILDS[kind], *WARNINGS]
     shared = build_objects(tmp_path, [(source, flags) for source in SYS])
     linked = dict.fromkeys(PROGRAMS, shared)
+    linked["cache_test"] = [*shared, *build_objects(tmp_path, [(path, flags) for path in CACHE])]
     if kind == "thread":
         linked["layer_test"] = [*shared, *build_objects(tmp_path, core())]
         linked["stream_test"] = linked["training_test"] = linked["layer_test"]
@@ -56,7 +59,8 @@ def test_threads(tmp_path: Path, kind: str) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1",
     }
     for name, objects in linked.items():
-        program = build(tmp_path / name, [CPP / f"{name}.cpp", *objects], flags)
+        # -rdynamic: cache_test.cpp has the CUDA driver's entry points.
+        program = build(tmp_path / name, [CPP / f"{name}.cpp", *objects], [*flags, "-rdynamic"])
         result = subprocess.run([program], capture_output=True, text=True, timeout=300, env=env)
         print(result.stdout)
         assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"

@@ -7,7 +7,7 @@ import gc
 from typing import Any
 
 import pytest
-from fake_driver import Last
+from fake_driver import state
 from kernels.compiling import build_fake_driver
 
 from kt_kernel import _C
@@ -16,16 +16,6 @@ from kt_kernel import _C
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build_fake_driver(tmp_path_factory.mktemp("cuda"))
-
-
-def state(fake: str, kinds: str) -> tuple[Last, Any]:
-    library = ctypes.CDLL(fake)
-    sizes = (ctypes.c_int * 32).in_dll(library, "sizes")
-    for i in range(32):
-        sizes[i] = {"i": 4}.get(kinds[i], 8) if i < len(kinds) else 0
-    result = ctypes.c_int.in_dll(library, "result")
-    result.value = 0
-    return Last.in_dll(library, "last"), result
 
 
 def test_arguments_arrive(fake: str) -> None:

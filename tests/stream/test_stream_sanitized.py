@@ -10,5 +10,5 @@ HERE = Path(__file__).parent
 
 
 def test_streams_under_sanitizers() -> None:
-    names = ("test_stream.py", "test_stream_faults.py", "test_stream_trace.py")
+    names = ("test_stream.py", "test_stream_faults.py", "test_stream_trace.py", "test_cuda_work.py")
     run_sanitized(*(HERE / name for name in names))
