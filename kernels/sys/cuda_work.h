@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "cuda_driver.h"
+#include "sys/cuda_driver.h"
 
 namespace kt::sys {
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import threading
@@ -33,6 +34,7 @@ from kt_kernel.device.slots import DenseSlots
 from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.moe.placement import Placement
+from kt_kernel.runtime.text import shown_size
 from kt_kernel.serving import cache as caches
 from kt_kernel.serving import cache_start
 from kt_kernel.serving.cache_slots import LayerSlots
@@ -133,6 +135,36 @@ def test_a_thread_moves_experts_meanwhile(weights, restless, monkeypatch) -> Non
         gc.collect()
         thread.join(5)
     assert not thread.is_alive() and cache not in caches._caches
+
+
+@pytest.mark.parametrize("failing", [0, 6])
+def test_an_error_of_the_driver(
+    weights, restless, simulated_gpu, driver: str, monkeypatch, caplog, failing: int
+) -> None:
+    """Experts no longer move, and what is served stays right, at whatever call it comes."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    model, engine = make(weights, method="BF16")
+    cold, _ = make(weights, method="BF16", num_gpu_experts=0, enable_dynamic_expert_update="off")
+    cache, state = started(model), ctypes.CDLL(driver)
+    cache._began = False  # batches do not look
+    called, at = (ctypes.c_int.in_dll(state, name) for name in ("called", "failing"))
+    called.value, at.value = 0, failing
+    try:
+        for number in range(8):  # a look each, until the error comes
+            check_sums(model, cold, engine, batch(number))
+            monkeypatch.setattr(cache, "_sleep", lambda *given: cache._stop.set())
+            cache._stop.clear()
+            cache._passed, cache._wait = -1, 0.0
+            cache._run()
+            if "experts no longer move" in caplog.text:
+                break
+    finally:
+        at.value = -1
+    assert "failed: CUDA_ERROR_FAKE" in caplog.text
+    placement = model.layers[0].current_placement
+    for number in range(8, 12):
+        check_sums(model, cold, engine, batch(number))
+    assert model.layers[0].current_placement == placement
 
 
 @pytest.mark.parametrize(
@@ -433,6 +465,16 @@ def test_the_measured_rate(weights, monkeypatch, slots: int) -> None:
     monkeypatch.setattr(cache_start.time, "perf_counter", lambda: now)
     assert cache_start._fill([held], Slow()) == held.packed.expert_bytes
     assert seen == [0, *range(slots)]
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(20 << 30, "20GB"), (300 << 20, "300MB")])
+def test_the_log_shows_a_rate_as_it_is_given(weights, rate: int, shown: str) -> None:
+    model, _ = make(weights)
+    cache = started(model)
+    cache.rate = float(rate)
+    line = cache_start.describe(cache, rate)
+    assert f" at up to {shown} per second (given); " in line
+    assert f"uploads of {shown_size(cache.layers[0].packed.expert_bytes)} at" in line
 
 
 def test_advice_where_it_can_help() -> None:

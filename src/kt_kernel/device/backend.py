@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..runtime.streams import handle_of
+from ..runtime.text import shown_size
 from ..runtime.variant import native
 
 _PORTABLE_AND_MAPPED = 0x1 | 0x2  # flags of cudaHostRegister
@@ -54,7 +55,7 @@ class CudaBackend:
             )
         if status != 0:
             raise RuntimeError(
-                f"{self.device}: {buffer.nbytes / 1e6:.1f} MB of host memory cannot be pinned: "
+                f"{self.device}: {shown_size(buffer.nbytes)} of host memory cannot be pinned: "
                 f"{torch.cuda.cudart().cudaGetErrorString(status)} (see ulimit -l, and the memory "
                 "limit of the container)"
             )

@@ -98,7 +98,7 @@ def describe(cache: ModelCache, rate: int | None) -> str:
             if rate is not None
             else f"a quarter of what was measured; {RATE_FLAG} changes it"
         )
-        limit = f"at up to {bound / 1e9:.1f} GB/s ({why})"
+        limit = f"at up to {shown_size(bound)} per second ({why})"
     return (
         f"kt: experts of {len(cache.layers)} layers move while serving ({CACHE_FLAG}): "
         f"{min(slots)} to {max(slots)} slots per layer, policy {cache.policy} at first, uploads of "
