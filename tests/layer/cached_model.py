@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from simulated_gpu import products
 
-from kt_kernel.device.uploads import Uploads
+from kt_kernel.device.uploads import HostUploads, Upload
 from kt_kernel.serving.cache import ModelCache
 from kt_kernel.serving.hot_packed import PackedHot, packed_hot
 from kt_kernel.serving.hybrid import HybridLayer
@@ -48,20 +48,13 @@ class PackedEngine:
             yield (numbers.unflatten(2, (-1, hot.group)) * scales.float()[..., None]).flatten(2)
 
 
-class InstantUploads(Uploads):
-    """Uploads that are complete when they are asked about, and copy nothing."""
+class InstantUploads(HostUploads):
+    """Uploads that copy nothing."""
 
     def __init__(self) -> None:
-        self._started = 0
+        super().__init__(lambda *given: torch.empty(0))
 
-    def start(self, uploads: Sequence[Any]) -> int:
-        self._started += len(uploads)
-        return self._started
-
-    def completed(self) -> int:
-        return self._started
-
-    def wait(self) -> None:
+    def _copy(self, upload: Upload) -> None:
         pass
 
 

@@ -127,12 +127,15 @@ class HostUploads(Uploads):
     def start(self, uploads: Sequence[Upload]) -> int:
         with torch.inference_mode():
             for upload in uploads:
-                assert isinstance(upload.weights, DenseSlots)  # engines on the CPU have no others
-                for matrix in MATRICES:
-                    values = self._values(upload.experts, upload.expert, matrix)
-                    upload.weights.matrix(upload.slot, matrix).copy_(values)
+                self._copy(upload)
                 self._completed += 1
         return self._completed
+
+    def _copy(self, upload: Upload) -> None:
+        assert isinstance(upload.weights, DenseSlots)  # engines on the CPU have no others
+        for matrix in MATRICES:
+            values = self._values(upload.experts, upload.expert, matrix)
+            upload.weights.matrix(upload.slot, matrix).copy_(values)
 
     def completed(self) -> int:
         return self._completed
