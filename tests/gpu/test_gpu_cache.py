@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.repacking import FORMS, check_repacked
+from restless import VARIABLE
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.device.backend import CudaBackend
@@ -12,6 +13,9 @@ from kt_kernel.device.cache import CudaCache, HostCache
 from kt_kernel.device.slots import DenseSlots, PackedSlots, SlotWeights
 from kt_kernel.device.uploads import CudaUploads, Upload
 from kt_kernel.moe.placement import Placement
+from kt_kernel.serving import cache_start
+from kt_kernel.serving.cache import CachedLayer, ModelCache
+from kt_kernel.serving.cache_slots import LayerSlots
 from kt_kernel.serving.hot_packed import packed_hot
 from kt_kernel.serving.hot_weights import HotShape
 from kt_kernel.serving.options import KTOptions
@@ -64,30 +68,36 @@ def test_maps_and_counts_in_a_graph(experts: int, k: int) -> None:
         assert gpu.passed.tolist() == host.passed.tolist()
 
 
-@pytest.mark.parametrize(
+METHODS = pytest.mark.parametrize(
     ("method", "hot_format"),
     [("INT4_G32", "engine"), ("BF16", "engine"), ("INT4_G32", "packed"), ("MOE_INT8", "packed")],
 )
-def test_uploads_into_slots(method: str, hot_format: str) -> None:
-    """Each slot gets the weights that the CPU has, several times, and the other slots keep
-    theirs."""
+
+
+def layer_of(method: str, hot_format: str) -> tuple[KTMoEWrapper, SlotWeights]:
+    """A layer of random experts, and an engine's weights for some of them."""
     g = torch.Generator().manual_seed(0)
     wrapper = KTMoEWrapper(0, E, K, H, INNER, cpuinfer_threads=2, method=method)
     sizes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
     every = [torch.randn(E, *sizes[which], generator=g) / 8 for which in MATRICES]
     wrapper.load_weights_from_tensors(*every, torch.arange(E))
-    packed = wrapper.packed_experts()
-    packed.register(CudaBackend(CUDA))
-    slots: SlotWeights
     if hot_format == "packed":
         options = KTOptions.from_mapping({"method": method, "num_gpu_experts": SLOTS})
         placement, shape = Placement.first(E, SLOTS), HotShape(SLOTS, H, INNER)
         hot = packed_hot(options, 0, placement, shape, torch.bfloat16, CUDA)
-        slots = PackedSlots(hot.w13, hot.w2, hot.s13, hot.s2)
-    else:
-        made = {"dtype": torch.bfloat16, "device": CUDA}
-        w13, w2 = torch.zeros(SLOTS, 2 * INNER, H, **made), torch.zeros(SLOTS, H, INNER, **made)
-        slots = DenseSlots(w13, w2)
+        return wrapper, PackedSlots(hot.w13, hot.w2, hot.s13, hot.s2)
+    made = {"dtype": torch.bfloat16, "device": CUDA}
+    w13, w2 = torch.zeros(SLOTS, 2 * INNER, H, **made), torch.zeros(SLOTS, H, INNER, **made)
+    return wrapper, DenseSlots(w13, w2)
+
+
+@METHODS
+def test_uploads_into_slots(method: str, hot_format: str) -> None:
+    """Each slot gets the weights that the CPU has, several times, and the other slots keep
+    theirs."""
+    wrapper, slots = layer_of(method, hot_format)
+    packed = wrapper.packed_experts()
+    packed.register(CudaBackend(CUDA))
     uploads, held = CudaUploads(CUDA, [packed]), [-1] * SLOTS
     for number in range(12):  # each slot through Triton first, and then by the compiled core
         expert, slot = number * 3 % E, number * 2 % SLOTS
@@ -108,4 +118,37 @@ def test_uploads_into_slots(method: str, hot_format: str) -> None:
         for which in MATRICES:
             want = wrapper.unpacked(upload.expert, which).to(CUDA)
             assert slots.same(slots.values(upload.slot, which), want), (upload.slot, which)
+    packed.release()
+
+
+@METHODS
+def test_forced_moves(monkeypatch: pytest.MonkeyPatch, method: str, hot_format: str) -> None:
+    """The cache's thread moves experts all the time. What a batch reads on its stream after its map
+    was taken into use are the weights of the experts that the map names."""
+    monkeypatch.setenv(VARIABLE, "1")
+    wrapper, slots = layer_of(method, hot_format)
+    packed, memory = wrapper.packed_experts(), CudaCache(CUDA, 1, E)
+    packed.register(CudaBackend(CUDA))
+    uploads = CudaUploads(CUDA, [packed])
+    first = LayerSlots(Placement.first(E, SLOTS), memory.wanted[0])
+    layer = CachedLayer(packed, slots, first)
+    cache_start._fill([layer], uploads)
+    cache = ModelCache([layer], memory, uploads, None)
+    cache.start(wrapper)
+    cache.begin()
+    want = [{m: wrapper.unpacked(e, m).to(CUDA) for m in MATRICES} for e in range(E)]
+    placements = set()
+    for number in range(400):
+        cache.begin_pass(0, torch.tensor([[number % E, (number + 3) % E]], device=CUDA), None, None)
+        live = cache.live_map(0).clone()
+        held = [{m: slots.values(s, m).clone() for m in MATRICES} for s in range(SLOTS)]
+        torch.cuda.synchronize()
+        for expert, slot in enumerate(live.tolist()):
+            for which in MATRICES if slot >= 0 else ():
+                assert slots.same(held[slot][which], want[expert][which]), (number, expert, which)
+        placements.add(tuple(live.tolist()))
+    assert cache._thread is not None and cache._thread.is_alive()
+    cache.close()
+    assert cache.counters.cache_uploads > 20 and len(placements) > 10
+    uploads.wait()
     packed.release()

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grid import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,7 +84,7 @@ def looks(draw: Any) -> Any:
 
 
 @given(looks())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, full=3000), deadline=None)
 def test_looks(case: Any) -> None:
     """Scores are sums over the history; shares and moves follow from the scores, ties included."""
     policies, slots, experts, steps = case
