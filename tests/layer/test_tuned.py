@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,15 @@ def test_a_quantised_multimodal_model() -> None:
         assert start(config=text_alone).cpuinfer is None
 
 
+def test_a_language_model_without_a_type_of_its_own() -> None:
+    """Engines give its part the type of its class, "..._text"."""
+    text = {name: value for name, value in vars(CONFIG).items() if name != "model_type"}
+    content = {"model_type": "qwen3_vl_moe", "text_config": text}
+    tuned.save(as_config(content), "cuda", {"cpuinfer": 1}, {})
+    language = SimpleNamespace(**text, model_type="qwen3_vl_moe_text")
+    assert start(config=language, whole=SimpleNamespace(**content), tuned="on").cpuinfer == 1
+
+
 def test_what_contradicts_given_options_is_left_out() -> None:
     save(cpuinfer=1)
     options = start(threadpool_count=2, tuned="auto")
@@ -198,10 +208,10 @@ def test_quantised_models_have_their_own_file() -> None:
     quantised = SimpleNamespace(**vars(CONFIG) | {"quantization_config": {"quant_method": "fp8"}})
     key = tuned.model_key(quantised)
     assert tuned.path_of(key) != tuned.path_of(tuned.model_key(CONFIG))
-    as_object = SimpleNamespace(
-        **vars(CONFIG) | {"quantization_config": SimpleNamespace(quant_method="fp8")}
-    )
-    assert tuned.model_key(as_object) == key
+    for method in ("fp8", Enum("Method", {"FP8": "fp8"}, type=str).FP8):
+        config = SimpleNamespace(quant_method=method)
+        as_object = SimpleNamespace(**vars(CONFIG) | {"quantization_config": config})
+        assert tuned.model_key(as_object) == key
 
 
 def test_only_known_options_are_saved() -> None:

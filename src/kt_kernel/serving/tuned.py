@@ -102,6 +102,9 @@ def model_key(config: Any, whole: Any = None) -> dict[str, Any]:
     """
     key = asdict(routed_model(config))
     key.pop("name")
+    # Where the language model's part of config.json has no type, kt tune sees the whole model's,
+    # and engines see that of the part's class, which has this suffix.
+    key["model_type"] = key["model_type"].removesuffix("_text")
     return key | {"quantisation": _quantisation(config) or _quantisation(whole)}
 
 
@@ -109,7 +112,8 @@ def _quantisation(config: Any) -> str:
     found = getattr(config, "quantization_config", None)
     if not isinstance(found, Mapping):
         found = getattr(found, "__dict__", {})
-    return str(found.get("quant_method", ""))
+    method = found.get("quant_method", "")
+    return str(getattr(method, "value", method))  # transformers' objects have an Enum
 
 
 def machine_fingerprint() -> str:
