@@ -17,6 +17,7 @@ from rounds import Line
 from shapes import Shape
 
 from kt_kernel import KTMoEWrapper
+from kt_kernel.testing import int4_settings
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 DTYPE_NAMES = {
@@ -68,21 +69,7 @@ def config(method: Method) -> dict[str, Any]:
         "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "FP8_PERCHANNEL": {"quant_method": "compressed-tensors", "format": "float-quantized"},
         "MXFP8": {"quant_method": "mxfp8"},
-        "RAWINT4": {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {
-                "group_0": {
-                    "weights": {
-                        "num_bits": 4,
-                        "group_size": 32,
-                        "type": "int",
-                        "symmetric": True,
-                        "strategy": "group",
-                    }
-                }
-            },
-        },
+        "RAWINT4": int4_settings(["lm_head"]),
         "GPTQ_INT4": {
             "quant_method": "gptq",
             "bits": 4,

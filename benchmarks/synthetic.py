@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from shapes import Shape
 
+from kt_kernel.testing import int4_settings
+
 SCALE = 0.02  # standard deviation of all weights except the norms
 SEED = 0
 SHARD_BYTES = 4 << 30  # approximate; writing a shard takes twice its size in memory
@@ -48,28 +50,6 @@ def config(shape: Shape, layers: int, vocabulary: int) -> dict[str, Any]:
     }
 
 
-_INT4_CONFIG = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "strategy": "group",
-                "group_size": 32,
-                "symmetric": True,
-                "dynamic": False,
-            },
-            "input_activations": None,
-        }
-    },
-}
-
-
 def _int4_matrix(rows: int, columns: int, random: torch.Generator) -> dict[str, torch.Tensor]:
     """The tensors of a matrix with 4 bits, whose weights are evenly distributed."""
     words = torch.randint(-(1 << 31), 1 << 31, (rows, columns // 8), generator=random)
@@ -93,7 +73,9 @@ def make(
     done = folder / "config.json"
     about = config(shape, layers, vocabulary)
     if int4:
-        about["quantization_config"] = _INT4_CONFIG
+        about["quantization_config"] = int4_settings(
+            ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+        )
     wanted = json.dumps(about, indent=1)
     if done.exists() and done.read_text() == wanted:
         return folder

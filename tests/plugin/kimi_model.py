@@ -12,33 +12,18 @@ from gpt_oss_model import Stacks
 from safetensors.torch import load_file, save_file
 from safetensors_files import FORMATS
 
+from kt_kernel.testing import int4_settings
+
 NAME = "DeepseekV3ForCausalLM"
 SIZES = dict(hidden_size=256, moe_intermediate_size=64, num_hidden_layers=3)
-QUANTISATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "ignore": [
+QUANTISATION = int4_settings(
+    [
         "lm_head",
         "re:.*self_attn.*",
         "re:.*shared_experts.*",
         r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-    ],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "input_activations": None,
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "strategy": "group",
-                "group_size": 32,
-                "symmetric": True,
-                "dynamic": False,
-            },
-        }
-    },
-}
+    ]
+)
 
 
 def make_kimi(path: Path) -> Stacks:

@@ -18,7 +18,7 @@ from safetensors_files import FORMATS, SYMMETRIC_GPTQ, Format, expert_tensors
 from tiny_model import LAYERS, Reference, make
 
 from kt_kernel.conversion import Request, convert, make_plan
-from kt_kernel.testing import quantise_weights
+from kt_kernel.testing import int4_settings, quantise_weights
 
 SIZES = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "head_dim": 64}  # 64: for SGLang's kernels
 _DENSE = ["lm_head"] + [
@@ -43,7 +43,6 @@ def _compressed_tensors(form: str, inputs: dict[str, Any] | None, **weights: Any
     }
 
 
-_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "dynamic": False}
 _GPTQ_DENSE = {f"-:.*{name}.*": {} for name in ("self_attn", r"mlp\.gate$")}
 # By name in `SERVED`, more than the readers need.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -53,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True},
         **{"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
     ),
-    "RAWINT4": _compressed_tensors("pack-quantized", None, **_INT4, symmetric=True),
+    "RAWINT4": int4_settings(_DENSE),
     "GPTQ_INT4": {"dynamic": _GPTQ_DENSE},
     "AWQ_INT4": {"modules_to_not_convert": ["lm_head", "self_attn", "mlp.gate"]},
     "NVFP4": {"quant_algo": "NVFP4", "group_size": 16, "ignore": _DENSE},

@@ -6,12 +6,13 @@ layer.py     the layer, and how far correct kernels may be from it
 """
 
 from .layer import moe_reference, moe_reference_with_noise, row_error
-from .quantised import quantise, values_of
+from .quantised import int4_settings, quantise, values_of
 from .rounding import folds_scales, form_of, quantise_weights, round_activations
 
 __all__ = [
     "folds_scales",
     "form_of",
+    "int4_settings",
     "moe_reference",
     "moe_reference_with_noise",
     "quantise",

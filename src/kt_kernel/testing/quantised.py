@@ -6,6 +6,9 @@ OCP Microscaling Formats 1.0 (e2m1, ue8m0), OFP8 1.0 (e4m3).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from ..weights.formats import (
@@ -23,6 +26,31 @@ from ..weights.formats import (
 from ..weights.quantised import SCALE_TYPES, QuantisedMatrix
 
 _E2M1_LARGEST, _E4M3_LARGEST = 6.0, 448.0
+
+
+def int4_settings(ignore: Sequence[str]) -> dict[str, Any]:
+    """The quantization_config that compressed-tensors writes for 4-bit integers with a scale for
+    each 32 columns. ignore: modules in 16 bits, by name or as "re:" and an expression."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": list(ignore),
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "strategy": "group",
+                    "group_size": 32,
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+                "input_activations": None,
+            }
+        },
+    }
 
 
 def _minifloat(bits: int, exponent_bits: int, bias: int) -> torch.Tensor:
