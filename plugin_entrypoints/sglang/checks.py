@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from kt_kernel.runtime.gpu import gpu_memory_from_outside
 from kt_kernel.runtime.variant import kernel_kind
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
@@ -86,6 +87,7 @@ def _start(arguments: Any, model_config: Any) -> Start:
         model_config.context_len,
         arguments.mem_fraction_static,
         "" if algorithm in (None, "NGRAM") else "--speculative-algorithm",
+        gpu_memory_from_outside,
     )
 
 

@@ -8,6 +8,7 @@ counts as given: all options have their defaults. Without options, vLLM runs unc
 import logging
 from typing import Any
 
+from kt_kernel.runtime.gpu import gpu_memory_from_outside
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.tuned import Start
@@ -98,4 +99,10 @@ def _start(config: Any) -> Start:
         beside = "--speculative-config"
     elif cache.kv_cache_memory_bytes is not None:
         beside = "--kv-cache-memory-bytes"
-    return Start("vllm", config.model_config.max_model_len, cache.gpu_memory_utilization, beside)
+    return Start(
+        "vllm",
+        config.model_config.max_model_len,
+        cache.gpu_memory_utilization,
+        beside,
+        gpu_memory_from_outside,
+    )

@@ -20,6 +20,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import sglang_layer_checks as layers
+from context_checks import check_context
 from contract_checks import check_flags, check_table
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.layers.moe import kt_ep_wrapper
@@ -35,6 +36,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_exec, get_server_args, publish
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_transformers_utils import get_context_length
 
 import kt_kernel
 from kt_kernel.plugin_entrypoints import common, failure
@@ -522,6 +524,7 @@ if __name__ == "__main__":
     load_plugins()
     check_nothing_is_hooked_without_options()
     check_table(contract.CONTRACT)
+    check_context("sglang", get_context_length)
     check_refused_arguments()
     check_arguments_that_need_more()
     check_every_request_is_known()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from context_checks import check_context
 from contract_checks import changed, check_flags, check_refusals, check_table
 
 # First, because vLLM's modules import each other in a circle.
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 # isort: split
 from vllm.config import VllmConfig
+from vllm.config.model import _get_and_verify_max_len
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -29,6 +31,8 @@ from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+from vllm.transformers_utils.config import patch_rope_parameters
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import utils
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -474,3 +478,13 @@ def check_requests() -> None:
             assert call(engine, name) == "called"
     assert call(plain, "swap_weights").startswith("kt: swap_weights: this is not a known")
     assert call(extended, "swap_weights") == "called"
+
+
+def check_the_longest_context() -> None:
+    def derived(config: Any) -> int:
+        patch_rope_parameters(config)
+        found = ModelArchConfigConvertorBase(config, config).derive_max_model_len_and_key()
+        sizes = SimpleNamespace(derived_max_model_len_and_key=found)
+        return _get_and_verify_max_len(config, sizes, None, None, False, None)
+
+    check_context("vllm", derived)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_time_model import SHAPE
 
+from kt_kernel.runtime.gpu import GpuMemory
 from kt_kernel.tuning import gpu
 
 
@@ -22,7 +23,7 @@ def test_rates_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     monkeypatch.setattr(gpu, "_best", best)
     monkeypatch.setattr(gpu, "_captured", lambda call: call)
-    monkeypatch.setattr(gpu, "gpu_memory", lambda device: 80 << 30)
+    monkeypatch.setattr(gpu, "gpu_memory", lambda device: GpuMemory(70 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(
         torch, "empty", lambda *size, pin_memory=False, **given: empty(*size, **given)
@@ -38,3 +39,13 @@ def test_rates_follow_from_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tokens for tokens, _ in found.head] == [1, 4, 16, 64]
     assert {seconds for _, seconds in found.head} == {1e-3}
     assert len(calls) == 12
+
+
+def test_a_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu, "_measured", full)
+    monkeypatch.setattr(gpu, "gpu_memory", lambda device: GpuMemory(1 << 30, 20 << 30))
+    with pytest.raises(ValueError, match="the GPU has 1GB of 20GB free, too little"):
+        gpu.measure_gpu(SHAPE, torch.device("cuda", 0))

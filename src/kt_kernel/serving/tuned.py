@@ -6,20 +6,23 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..runtime.files import replace_file
+from ..runtime.gpu import GpuMemory
 from ..runtime.machine import machine_key
 from ..runtime.machine_cache import read_cache
+from ..runtime.text import shown_size
 from ..runtime.variant import kernel_kind
 from .model_config import routed_model
 from .option_table import AUTO, HOT_OPTIONS, PACKED, OptionError
 from .options import KTOptions
 
 FLAG = "--kt-tuned"
+ENGINES_PART = 0.9  # of a GPU's memory: what an engine takes if it is not told otherwise
 _VERSION = 1
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # The options that are saved. Only the first one leaves results as they are.
@@ -63,12 +66,15 @@ class Start:
         context: most tokens of a request.
         share: of the GPU that the engine may take; None: its own choice.
         beside: a setting that takes memory which was not tuned, such as a draft model; or "".
+        look: what the GPU has now; None: unknown. It takes seconds, and is only asked where the
+            answer counts.
     """
 
     engine: str
     context: int
     share: float | None = None
     beside: str = ""
+    look: Callable[[], GpuMemory | None] = lambda: None
 
     def why_not(self, need: Need) -> str:
         """Why hot experts might not fit; "" if they do."""
@@ -76,11 +82,27 @@ class Start:
             return f"they were tuned for {need.engine}"
         if self.beside:
             return f"{self.beside} takes memory, too"
-        free = math.inf if self.share is None else self.share * need.total - need.fixed
-        if self.context > need.context and need.token * self.context > free:
+        wanted = need.fixed + need.token * self.context
+        gpu = self.look() or GpuMemory(need.total, need.total)
+        share = self.share
+        if share is None and gpu.total < need.total:
+            share = ENGINES_PART
+        given = math.inf if share is None else share * gpu.total
+        if self.context > need.context and wanted > given:
             return f"they leave room for {need.context} tokens of context, and not {self.context}"
-        if need.token * self.context > free:
-            return f"they need more than {self.share:.1%} of the GPU"
+        if gpu.total < need.total and wanted > given:
+            return (
+                f"they need {shown_size(wanted)}, and the engine may take {share:.1%} of "
+                f"{shown_size(gpu.total, down=True)}; they were tuned for a GPU of "
+                f"{shown_size(need.total, down=True)}"
+            )
+        if wanted > given:
+            return f"they need more than {share:.1%} of the GPU"
+        if wanted > gpu.free:
+            return (
+                f"they need {shown_size(wanted)} of the GPU, and "
+                f"{shown_size(gpu.free, down=True)} are free"
+            )
         return ""
 
 

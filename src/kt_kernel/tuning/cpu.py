@@ -176,6 +176,13 @@ class CpuBench:
         return time.perf_counter() - begin
 
 
+def cpu_rates(
+    shape: Shape, method: str, form: LayerForm, plan: PoolPlan, threads: int | None
+) -> CpuRates:
+    """See `CpuBench`."""
+    return CpuBench(shape, method, form, plan, threads).rates()
+
+
 def _doubling(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length())]
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..runtime.gpu import gpu_memory
+from ..runtime.text import shown_size
 from .rates import GpuRates
 from .shape import Shape
 
@@ -17,13 +19,23 @@ _CHAIN = 200  # small kernels
 _PRODUCT = 4096, 4096, 8192
 
 
-def gpu_memory(device: torch.device) -> int:
-    """Bytes of a GPU's memory."""
-    return torch.cuda.get_device_properties(device).total_memory
-
-
 def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
-    """The rates of a GPU for a model's layers; takes some seconds and about 2 GB on it."""
+    """The rates of a GPU for a model's layers; takes some seconds and about 2 GB on it.
+
+    Raises:
+        ValueError: it has not so much memory free.
+    """
+    try:
+        return _measured(shape, device)
+    except torch.OutOfMemoryError as error:
+        memory = gpu_memory(device)
+        raise ValueError(
+            f"the GPU has {shown_size(memory.free, down=True)} of {shown_size(memory.total)} free, "
+            "too little to measure it; end what else uses it"
+        ) from error
+
+
+def _measured(shape: Shape, device: torch.device) -> GpuRates:
     bandwidth, bus = _copies(shape, device)
     m, k, n = _PRODUCT
     left = torch.randn(m, k, device=device, dtype=torch.bfloat16)
@@ -37,7 +49,7 @@ def measure_gpu(shape: Shape, device: torch.device) -> GpuRates:
 
     return GpuRates(
         name=torch.cuda.get_device_name(device),
-        total=gpu_memory(device),
+        total=gpu_memory(device).total,
         rest=tuple((n, _rest(shape, n, device)) for n in _TOKENS),
         kernel=_best(_captured(chain)) / _CHAIN,
         bandwidth=bandwidth,

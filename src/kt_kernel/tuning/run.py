@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,21 +10,21 @@ from typing import Any
 
 import torch
 
+from ..runtime.gpu import gpu_memory
 from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
-from ..runtime.text import shown_size
-from ..serving.class_check import ENGINES
 from ..serving.option_table import OptionError
-from ..serving.tuned import Need
+from ..serving.tuned import ENGINES_PART, Need
+from .apart import Apart
 from .choice import Candidate, HotChoice, Limits, choose, predict
-from .cpu import CpuBench, host_rates
+from .cpu import cpu_rates, host_rates
 from .engine import VOCABULARY, ServerPlan, serving
 from .gpu import measure_gpu
 from .model import Setting, TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
 from .rates import CpuRates, GpuRates, HostRates
 from .small_engine import engine_rates, server_environment
-from .wishes import MEMORY_PART, Say, Wishes, gpu_device, share_of, with_memory
+from .wishes import Say, Wishes, engine_of, share_of, with_memory
 
 _HOST_KEEPS = 2 << 30  # bytes of memory that the engine takes on the host
 
@@ -91,39 +90,34 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         ValueError: the model does not fit, or wishes contradict it.
     """
     measured, accepted = methods_of(tuned, wishes.methods)
-    shape, engine, installed = tuned.shape, *_engine_of(wishes)
+    shape, engine, installed = tuned.shape, *engine_of(wishes)
     room = None
-    if torch.cuda.is_available():
-        wishes = with_memory(wishes, say)
-        total = torch.cuda.mem_get_info(gpu_device())[1]
-        memory = wishes.gpu_memory or MEMORY_PART * total
-        room = room_for(shape, memory, wishes.context, wishes.goal.streams)
-    hots: dict[str, list[HotChoice]] = {}
-    for method in measured:
-        try:
-            hots[method] = hot_choices(tuned, method, room, wishes.hot_format, wishes.statistics)
-        except OptionError:  # a method without such hot experts
-            if method in accepted:
-                raise
-    say(
-        f"{tuned.model}: {len(shape.moe_layers)} layers with {shape.experts} experts of "
-        f"{shape.hidden} x {shape.inter}, {shape.top_k} per token; method {tuned.method}"
-    )
-    device: GpuRates | HostRates
-    if room is None:
-        device = HostRates(*host_rates())
-    else:
-        say("measuring the GPU and the bus")
-        try:
-            device = measure_gpu(shape, gpu_device())
-        except torch.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(gpu_device())
-            raise ValueError(
-                f"the GPU has {shown_size(free, down=True)} of {shown_size(total)} free, too "
-                "little to measure it; end what else uses it"
-            ) from error
-        torch.cuda.empty_cache()
-    cpus = tuple(_cpus(tuned, tuple(hots), accepted, isinstance(device, GpuRates), say))
+    with Apart() as apart:
+        if torch.cuda.is_available():
+            gpu = apart(gpu_memory)
+            wishes = with_memory(wishes, gpu, say)
+            memory = wishes.gpu_memory or ENGINES_PART * gpu.total
+            room = room_for(shape, memory, wishes.context, wishes.goal.streams)
+        hots: dict[str, list[HotChoice]] = {}
+        for method in measured:
+            try:
+                hots[method] = hot_choices(
+                    tuned, method, room, wishes.hot_format, wishes.statistics
+                )
+            except OptionError:  # a method without such hot experts
+                if method in accepted:
+                    raise
+        say(
+            f"{tuned.model}: {len(shape.moe_layers)} layers with {shape.experts} experts of "
+            f"{shape.hidden} x {shape.inter}, {shape.top_k} per token; method {tuned.method}"
+        )
+        device: GpuRates | HostRates
+        if room is None:
+            device = HostRates(*apart(host_rates))
+        else:
+            say("measuring the GPU and the bus")
+            device = apart(measure_gpu, shape, torch.device("cuda", 0))
+        cpus = tuple(_cpus(tuned, tuple(hots), accepted, room is not None, apart, say))
     rates = engine_rates(tuned, wishes, engine, installed, device, say)
     model = TimeModel(shape, device, rates, wishes.context)
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
@@ -210,23 +204,13 @@ def _setting_of(result: Result) -> Setting:
     return Setting(one.hot.load, one.cpu, one.hot.expert_bytes, one.deferred, one.streaming)
 
 
-def _engine_of(wishes: Wishes) -> tuple[str, bool]:
-    """The engine, and whether it is installed.
-
-    Raises ValueError if it is unknown.
-    """
-    if wishes.engine is not None and wishes.engine not in ENGINES:
-        raise ValueError(
-            f"--engine {wishes.engine}: unknown engine; accepted: {', '.join(ENGINES)}"
-        )
-    for engine in ENGINES if wishes.engine is None else (wishes.engine,):
-        if importlib.util.find_spec(engine) is not None:
-            return engine, True
-    return wishes.engine or ENGINES[0], False
-
-
 def _cpus(
-    tuned: Tuned, measured: Sequence[str], accepted: Sequence[str], gpu: bool, say: Say
+    tuned: Tuned,
+    measured: Sequence[str],
+    accepted: Sequence[str],
+    gpu: bool,
+    apart: Apart,
+    say: Say,
 ) -> list[CpuRates]:
     """Every method with kt-moe's number of threads, and the accepted ones with others."""
     found = []
@@ -237,7 +221,7 @@ def _cpus(
         for threads in (None, *counts):
             plan = default if threads is None else plan_pools(threads, None, None)
             say(f"measuring the CPU: {method}, threads {plan.describe()}")
-            found.append(CpuBench(tuned.shape, method, form, plan, threads).rates())
+            found.append(apart(cpu_rates, tuned.shape, method, form, plan, threads))
     return found
 
 

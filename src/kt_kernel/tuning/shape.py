@@ -17,17 +17,6 @@ _ROUTED = re.compile(
     r"(^|\.)experts\.|_exps\.|\.block_sparse_moe\.(input|output)_linear\."
     r"|\.moe\.(gate|up|down)_proj\."
 )
-# Names of the most tokens in a configuration.
-_LIMITS = (
-    "max_position_embeddings",
-    "max_sequence_length",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "n_positions",
-)
-# Kinds of rotary embeddings with which this number is the scaled one, or nothing is scaled.
-_SCALED_ALREADY = ("default", "su", "longrope", "llama3", "mrope")
 _TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -135,20 +124,6 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
         attention=heads * head,
         kv_bytes=_kv_bytes(config, layers, heads, head, value_bytes),
     )
-
-
-def context_limit(config: Any) -> int | None:
-    """Most tokens of a request for which a model was made, as engines see it. None: its
-    configuration does not say."""
-    most = next((n for name in _LIMITS if (n := size_of(config, name))), None)
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    if most is None or not isinstance(scaling, dict):
-        return most
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in _SCALED_ALREADY:
-        return most
-    original = scaling.get("original_max_position_embeddings") if kind == "yarn" else None
-    return int((original or most) * (scaling.get("factor") or 1))
 
 
 def _top_k(config: Any) -> int | None:

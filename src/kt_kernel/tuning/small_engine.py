@@ -9,12 +9,13 @@ from pathlib import Path
 
 from ..serving.server_process import ServerFailed
 from ..serving.small_multimodal import text_path
+from ..serving.tuned import ENGINES_PART
 from .engine import LEAST_CONTEXT, USUAL, VOCABULARY, Server, ServerPlan, measure_engine, serving
 from .model import Load, Setting, TimeModel
 from .plan import Tuned
 from .rates import CpuRates, EngineRates, GpuRates, HostRates
 from .shape import Shape
-from .wishes import LONGEST, MEMORY_PART, Say, Wishes, share_of
+from .wishes import LONGEST, Say, Wishes, share_of
 
 _LAYERS = 8  # with experts, at most
 
@@ -34,7 +35,7 @@ def engine_rates(
     if text_path(vars(tuned.config)):
         say(f"{engine} is not measured, because the model is multimodal; its usual times are taken")
         return usual
-    part = small_shape(shape, wishes.gpu_memory or MEMORY_PART * device.total)
+    part = small_shape(shape, wishes.gpu_memory or ENGINES_PART * device.total)
     context = min(LONGEST, wishes.context)
     if context < LEAST_CONTEXT:
         say(f"{engine} is not measured with so short a context; its usual times are taken")

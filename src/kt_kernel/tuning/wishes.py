@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
+from ..runtime.gpu import GpuMemory
 from ..runtime.text import shown_size
+from ..serving.class_check import ENGINES
+from ..serving.tuned import ENGINES_PART
 from .choice import Goal
+from .context import changed_by, context_limit, how_to_allow
 from .plan import ENGINE_TAKES, Tuned
 from .rates import GpuRates, HostRates
-from .shape import context_limit
 
-MEMORY_PART = 0.9  # of the GPU, by default
 LONGEST = 8192  # tokens of a context, by default
 _FREE_PART = 0.95  # of what other programs leave of the GPU
-# Arguments of engines that may change how long a context the model can have.
-_CHANGES_LIMIT = "--hf-overrides", "--json-model-override-args"
 
 Say = Callable[[str], None]
 
@@ -51,20 +50,38 @@ class Wishes:
     engine_arguments: tuple[str, ...] = ()
 
 
+def engine_of(wishes: Wishes) -> tuple[str, bool]:
+    """The engine, and whether it is installed.
+
+    Raises ValueError if it is unknown.
+    """
+    if wishes.engine is not None and wishes.engine not in ENGINES:
+        raise ValueError(
+            f"--engine {wishes.engine}: unknown engine; accepted: {', '.join(ENGINES)}"
+        )
+    for engine in ENGINES if wishes.engine is None else (wishes.engine,):
+        if importlib.util.find_spec(engine) is not None:
+            return engine, True
+    return wishes.engine or ENGINES[0], False
+
+
 def with_lengths(wishes: Wishes, tuned: Tuned, context: int | None, prompt: int | None) -> Wishes:
     """The wishes with a context and a prompt: the given ones, or those that suit the model.
 
     Raises:
-        ValueError: the model is not made for so long a context, or the prompt is longer than it.
+        ValueError: the engine is unknown, it refuses so long a context, or the prompt is longer
+            than the context.
     """
-    most = context_limit(tuned.config)
-    changed = any(word.startswith(_CHANGES_LIMIT) for word in wishes.engine_arguments)
+    engine, _ = engine_of(wishes)
+    limit = context_limit(tuned.config, engine)
+    if limit is not None and changed_by(engine, wishes.engine_arguments):
+        limit = None
     if context is None:
-        context = LONGEST if most is None else min(LONGEST, most)
-    elif most is not None and context > most and not changed:
+        context = LONGEST if limit is None else min(LONGEST, limit[0])
+    elif limit is not None and context > limit[0]:
         raise ValueError(
-            f"--context {context}: {tuned.model} has been made for at most {most} tokens; give "
-            f'fewer, or change that with --engine-args "{" or ".join(_CHANGES_LIMIT)} ..."'
+            f"--context {context}: {engine} serves {tuned.model} with at most {limit[0]} tokens "
+            f"(its configuration: {limit[1]}); {how_to_allow(engine)}"
         )
     if prompt is None:
         prompt = min(wishes.goal.prompt, context - 2)
@@ -73,23 +90,22 @@ def with_lengths(wishes: Wishes, tuned: Tuned, context: int | None, prompt: int 
     return replace(wishes, context=context, goal=replace(wishes.goal, prompt=prompt))
 
 
-def with_memory(wishes: Wishes, say: Say) -> Wishes:
+def with_memory(wishes: Wishes, memory: GpuMemory, say: Say) -> Wishes:
     """The wishes with as much of the GPU as other programs leave, if that is less than the engine
     would take.
 
     Raises:
         ValueError: the user wants more.
     """
-    free, total = torch.cuda.mem_get_info(gpu_device())
-    has, left = (shown_size(size, down=True) for size in (total, free))
+    has, left = (shown_size(size, down=True) for size in (memory.total, memory.free))
     left = f"the GPU has {has}, of which {left} are free"
-    if wishes.gpu_memory is not None and wishes.gpu_memory > free:
+    if wishes.gpu_memory is not None and wishes.gpu_memory > memory.free:
         raise ValueError(f"--gpu-memory {shown_size(wishes.gpu_memory)}: {left}")
-    if wishes.gpu_memory is not None or free >= MEMORY_PART * total:
+    if wishes.gpu_memory is not None or memory.free >= ENGINES_PART * memory.total:
         return wishes
     say(f"{left}: other programs use it, and the engine is to take what they leave")
     # What is free may become a little less until the engine starts.
-    return replace(wishes, gpu_memory=int(_FREE_PART * free))
+    return replace(wishes, gpu_memory=int(_FREE_PART * memory.free))
 
 
 def share_of(wishes: Wishes, rates: GpuRates | HostRates, engine: str) -> float | None:
@@ -98,7 +114,3 @@ def share_of(wishes: Wishes, rates: GpuRates | HostRates, engine: str) -> float 
     if wishes.gpu_memory is None or isinstance(rates, HostRates):
         return None
     return (wishes.gpu_memory - (ENGINE_TAKES if engine == "sglang" else 0)) / rates.total
-
-
-def gpu_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
