@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,6 +241,35 @@ def test_sizes_of_a_model() -> None:
         assert shape_of("demo", as_config(content)) == shape_of("demo", config)
 
 
+@pytest.mark.parametrize(
+    ("more", "reach"),
+    [
+        ({}, "FFFF"),
+        ({"full_attention_interval": 4}, "000F"),
+        ({"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 5}, "000F"),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 9}, "9F9F"),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "FFFF"),
+        ({"layers_block_type": ["mamba", "attention", "moe", "mamba"]}, "0F00"),
+        ({"layer_types": ["full_attention"]}, "FFFF"),  # too short
+    ],
+)
+def test_how_far_layers_attend(more: dict[str, Any], reach: str) -> None:
+    content = CONTENT | {"num_hidden_layers": 4} | more
+    if "layers_block_type" in more:
+        content.pop("decoder_sparse_step")
+    found = shape_of("demo", as_config(content))
+    assert found.reach == tuple(math.inf if c == "F" else float(c) for c in reach)
+    cache = shape_of("demo", as_config(CONTENT | {"num_hidden_layers": 4})).kv_bytes
+    assert found.kv_bytes * 4 == cache * sum(map(bool, found.reach))
+
+
+def test_keys_with_two_parts() -> None:
+    """Multi-head latent attention: a head's keys have 128 + 64 values, its values 128."""
+    parts = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": None}
+    found = shape_of("demo", as_config(CONTENT | parts | {"num_attention_heads": 16}))
+    assert found.attention == 16 * (192 + 128) / 2
+
+
 def test_names_of_routed_experts() -> None:
     """No expert counts as a weight besides the experts."""
     named = [f"{family.experts}.0.up_proj.weight" for family in FAMILIES.values()]
@@ -278,3 +308,8 @@ def test_an_engine_is_measured_within_what_was_asked_for(
     assert measured.options is None and "num_gpu_experts" in checked.options
     kt(*given, "--context", 140)
     assert len(plans) == 3  # too short to measure the engine
+    # With long prompts, attention's own rate is measured, too.
+    longer = "--engine-args", "--hf-overrides={}", "--no-check"
+    for context, prompt, measured_context in ((16384, 8192, 8192), (65536, 9000, 32768)):
+        kt("tune", DEMO_MODEL, *longer, "--context", context, "--prompt", prompt)
+        assert plans[-1].context == measured_context

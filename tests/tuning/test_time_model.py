@@ -20,6 +20,7 @@ from kt_kernel.tuning.model import (
     Load,
     Setting,
     TimeModel,
+    _pairs,
 )
 from kt_kernel.tuning.rates import (
     CpuRates,
@@ -47,6 +48,7 @@ SHAPE = Shape(
     layer_bytes=60_000_000,
     head_bytes=20_000_000,
     attention=1024,
+    reach=(math.inf,) * LAYERS,
     kv_bytes=LAYERS * 1000,
 )
 MOE = LAYERS - 1
@@ -211,6 +213,25 @@ def test_a_prompt_of_several_batches() -> None:
     first, both = one.prefill(setting(E), 1024), one.prefill(setting(E), 2048)
     attention = 4 * 1024 * 1024**2 / (0.5 * GPU.flops)  # of each token to 1,024 before
     assert math.isclose(both, 2 * first + LAYERS * attention)
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(1, 0), (100, 0), (100, 70), (300, 50), (7, 900)])
+@pytest.mark.parametrize("reach", [0, 1, 64, 120, 128, math.inf])
+def test_pairs_of_attention(tokens: int, before: int, reach: float) -> None:
+    """Counted for each token, in the middle of which it sees half of itself."""
+    counted = sum(min(reach, before + token + 0.5) for token in range(tokens))
+    assert _pairs(tokens, before, reach) == pytest.approx(counted, abs=0.13)
+
+
+def test_layers_that_do_not_attend_to_everything() -> None:
+    """A quarter of the layers attends to everything, a half to 128 tokens."""
+    reach = (math.inf, 128.0, 128.0, 0.0)
+    shape = replace(SHAPE, layers=4, moe_layers=(), layer_bytes=0, reach=reach)
+    engine = replace(ENGINE, launch=0.0, step=((1, 0.0),))
+    none = Load(np.ones((1, 1)), np.ones((1, 1), bool), np.array([0]))  # no layer has experts
+    found = replace(model(engine=engine), shape=shape).prefill(replace(setting(), load=none), 8192)
+    windows = 128 * (8192 - 128) + 128**2 / 2
+    assert found == pytest.approx(HEAD + 4 * 1024 * (8192**2 / 2 + 2 * windows) / (0.5 * GPU.flops))
 
 
 def test_from_how_many_tokens_experts_are_streamed() -> None:

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_time_model import SHAPE
+from test_time_model import LAYERS, SHAPE
 
 from kt_kernel.serving import server_process
 from kt_kernel.serving.server_process import ServerFailed
 from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, serving
+from kt_kernel.tuning.model import Load, Setting, TimeModel
+from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates
+from kt_kernel.tuning.shape import as_config, shape_of
 from kt_kernel.tuning.small_engine import small_shape
 
 
@@ -207,10 +210,10 @@ def test_an_engine_measured_with_few_layers() -> None:
             return 1e-3 + 1e-5 * streams
 
         def prefill(self, tokens: int) -> float:
-            return self.decode(1, 32) + max(9e-3, 2 * flops(tokens) / (0.2 * 5e14))
+            return self.decode(1, 32) + max(9e-3, 2 * sum(flops(tokens)) / (0.2 * 5e14))
 
-    def flops(tokens: int) -> float:
-        return 1e9 * tokens
+    def flops(tokens: int) -> tuple[float, float]:
+        return 0.7e9 * tokens, 0.3e9 * tokens
 
     server: Any = Known()
     # A long prompt that takes as long as a short one says nothing of the GPU.
@@ -223,6 +226,84 @@ def test_an_engine_measured_with_few_layers() -> None:
     assert found.host_step(1) == pytest.approx(1.01e-3)
     assert found.host_step(16) == pytest.approx(1.16e-3)
     assert found.launch == pytest.approx(4.5e-3)
+
+
+def test_attention_has_a_rate_of_its_own() -> None:
+    """A GPU that reaches 40% of its rate, and 10% in attention: what is predicted for other lengths
+    is what such a GPU takes, added up batch by batch and token by token."""
+    gpu = GpuRates("GPU", 80 << 30, ((1, 0.0),), 0.0, 2e12, 5e14, 50e9, ((1, 0.0),))
+    shape = replace(SHAPE, moe_layers=tuple(range(LAYERS)), attention=4096.0)
+    weights = shape.layer_bytes / 2 / LAYERS + shape.top_k * shape.expert_weights
+    step, launch = 1e-3, 1e-5
+
+    def taken(tokens: int) -> float:
+        seconds = 0.0
+        for begin in range(0, tokens, 8192):
+            batch = range(begin, min(begin + 8192, tokens))
+            attention = 4 * 4096 * sum(before + 0.5 for before in batch) / (0.1 * 5e14)
+            products = 2 * weights * len(batch) / (0.4 * 5e14)
+            seconds += step + LAYERS * max(launch, products + attention)
+        return seconds
+
+    class Known:
+        def decode(self, streams: int, context: int) -> float:
+            return step
+
+        prefill = staticmethod(taken)
+
+    def measured(longest: int) -> EngineRates:
+        server: Any = Known()
+        model = TimeModel(shape, gpu, USUAL["vllm"], 0)
+        return measure_engine(
+            "vllm", server, LAYERS, model.operations, gpu.flops, lambda n: 0.0, longest
+        )
+
+    found = measured(32768)
+    assert found.attention is not None
+    assert (found.share, found.attention) == pytest.approx((0.4, 0.1), rel=1e-3)
+    nothing = CpuRates("", None, 0, ((1, 0.0),), ((1, 0.0),))
+    hot = Setting(Load.uniform(shape, shape.experts), nothing, 0.0)
+    for tokens in (2048, 8192, 20000, 32768, 131072):
+        predicted = TimeModel(shape, gpu, found, 0).prefill(hot, tokens)
+        assert predicted == pytest.approx(taken(tokens), rel=1e-3), tokens
+    # One rate for both says too little of a long prompt, and is right where it was measured.
+    one = measured(8192)
+    assert one.attention is None
+    single = TimeModel(shape, gpu, one, 0)
+    assert single.prefill(hot, 8192) == pytest.approx(taken(8192), rel=1e-3)
+    assert single.prefill(hot, 131072) < 0.8 * taken(131072)
+
+
+def test_usual_times_of_a_long_prompt() -> None:
+    """vLLM with all experts on an H200, as it was timed."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    saved = json.loads((results / "tune" / "2026-11-30-vllm-h200.json").read_text())
+    rates = {
+        name: tuple(map(tuple, value)) if isinstance(value, list) else value
+        for name, value in saved["device"].items()
+    }
+    rows = json.loads((results / "2026-11-29-prompts-vllm-h200.json").read_text())["rows"]
+    (stock,) = (row for row in rows if row["method"] == "stock")
+    content = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 8,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32768,
+        "decoder_sparse_step": 1,
+    }
+    shape = shape_of("model", as_config(content))
+    model = TimeModel(shape, GpuRates(**rates), USUAL["vllm"])
+    nothing = CpuRates("", None, 0, ((1, 0.0),), ((1, 0.0),))
+    hot = Setting(Load.uniform(shape, 128), nothing, 0.0)
+    for tokens in (8192, 32768):
+        took = sorted(stock["prompts"][str(tokens)]["shared"]["seconds"])[1]
+        assert model.prefill(hot, tokens) == pytest.approx(took, rel=0.05), tokens
 
 
 @pytest.mark.parametrize(("layers_that_fit", "with_experts"), [(0, 2), (4.5, 4), (100, 5)])

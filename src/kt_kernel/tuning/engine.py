@@ -16,10 +16,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..serving.option_table import find_option
 from ..serving.server_process import (
@@ -29,13 +31,14 @@ from ..serving.server_process import (
     process_group,
     wait_until_healthy,
 )
-from .rates import EngineRates, rising
+from .rates import BATCH, EngineRates, rising
 
 # Of vLLM 0.26.0 and SGLang 0.5.17 with 8 layers of Qwen3-30B-A3B's shape on one H200 with 16
 # virtual CPUs of a Xeon, all experts on the GPU
-# (benchmarks/results/2026-11-28-engine-*-h200.json).
+# (benchmarks/results/2026-11-28-engine-*-h200.json). vLLM's prompts: those of 8,192 and of 32,768
+# tokens in 2026-11-29-prompts-vllm-h200.json. SGLang's attention was not timed there.
 USUAL = {
-    "vllm": EngineRates("vllm", ((1, 1.8e-3), (16, 2.2e-3)), 1.9e-3, 0.23),
+    "vllm": EngineRates("vllm", ((1, 1.8e-3), (16, 2.2e-3)), 1.9e-3, 0.43, attention=0.109),
     "sglang": EngineRates("sglang", ((1, 1.4e-3), (16, 2.0e-3)), 2.4e-3, 0.4),
 }
 _NAME = "tune"  # of the served model
@@ -46,6 +49,7 @@ _ROUNDS = 3
 LEAST_CONTEXT = 256  # tokens, with which `measure_engine` can be used
 _HIDES = 0.8  # of a step: where the GPU takes so much, the host may take less
 _LONGER = 1.3  # times a short prompt: what a long one takes if the GPU is the limit
+_TWICE = 2  # times a prompt: a longer one that tells attention's part from the rest
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ def measure_engine(
     engine: str,
     server: Server,
     layers: int,
-    flops_of: Callable[[int], float],
+    operations: Callable[[int], tuple[float, float]],
     gpu_flops: float,
     gpu_step: Callable[[int], float],
     longest: int,
@@ -234,7 +238,7 @@ def measure_engine(
 
     Args:
         layers: of the served model.
-        flops_of: operations of a layer for a prompt of so many tokens.
+        operations: of a layer for a prompt of so many tokens: without attention's, and attention's.
         gpu_flops: see `GpuRates`.
         gpu_step: seconds of the GPU for a decode step of so many streams.
         longest: tokens of the longest prompt to try; the server's context is larger.
@@ -242,10 +246,24 @@ def measure_engine(
     times = [(n, server.decode(n, 32)) for n in (1, 4, 16)]
     # What the host takes does not show where the GPU takes about as long.
     step = rising([(n, t) for n, t in times if gpu_step(n) < _HIDES * t] or times[:1])
+    host = step[0][1]
     # The host prepares a prompt as it prepares a step, and then launches its layers.
-    short = max(server.prefill(min(128, longest)) - step[0][1], 0.0)
-    long = server.prefill(longest) - step[0][1]
-    share = USUAL[engine].share
-    if long > _LONGER * short:
-        share = min(layers * flops_of(longest) / long / gpu_flops, 1.0)
-    return EngineRates(engine, step, short / layers, share, measured=True)
+    short = max(server.prefill(min(128, longest)) - host, 0.0)
+    usual = EngineRates(engine, step, short / layers, USUAL[engine].share, measured=True)
+    first = min(longest, BATCH)
+    long = server.prefill(first) - host
+    if long <= _LONGER * short:
+        return usual
+    work = layers * np.array(operations(first)) / gpu_flops
+    whole = replace(usual, share=min(float(work.sum()) / long, 1.0))
+    if longest < _TWICE * first:
+        return whole
+    # Two prompts tell what everything else and what attention takes, because the latter grows with
+    # the square.
+    batches = -(-longest // BATCH)
+    more = layers * np.array(operations(longest)) / gpu_flops
+    longer = server.prefill(longest) - batches * host
+    others, attention = np.linalg.solve(np.array([work, more]), np.array([long, longer]))
+    if min(others, attention) < 1:  # faster than the GPU: the times contradict each other
+        return whole
+    return replace(whole, share=1 / float(others), attention=1 / float(attention))

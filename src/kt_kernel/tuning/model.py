@@ -27,9 +27,10 @@ A prompt of T tokens:
 
     prefill = host(1) + max(layers · launch, head + Σ layers (rest(T) + moe(T)))
 
-where `rest` and `hot` are operations over the rate that the engine reaches on the GPU, and chunks
-of the CPU's passes add up. The layers of a streamed batch take the longest of the copies, the GPU's
-products, and what the host needs to launch them:
+where `rest` and `hot` are operations over the rate that the engine reaches on the GPU. Attention
+has a rate of its own, if it was measured. Chunks of the CPU's passes add up. The layers of a
+streamed batch take the longest of the copies, the GPU's products, and what the host needs to launch
+them:
 
 - All n cold experts go over the bus, in b seconds each, while the layer before is computed: n · b.
 - Or both sides share them. If an expert takes a seconds on the CPU, they finish together after
@@ -48,7 +49,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..device.streaming.rates import COPIES_AHEAD
-from .rates import CpuRates, EngineRates, GpuRates, HostRates, at_least
+from .rates import BATCH, CpuRates, EngineRates, GpuRates, HostRates, at_least
 from .shape import Shape
 
 # Of a layer, in a CUDA graph: entries of a ring and two kernels. Measured on an H200
@@ -165,7 +166,7 @@ class TimeModel:
     device: GpuRates | HostRates
     engine: EngineRates
     context: int = 2048
-    batch_tokens: int = 8192
+    batch_tokens: int = BATCH
 
     def decode(self, setting: Setting, streams: int) -> float:
         """Seconds of a decode step of so many streams."""
@@ -193,7 +194,7 @@ class TimeModel:
         )
 
     def _prefill_batch(self, setting: Setting, tokens: int, before: int) -> float:
-        rest = self._rest_operations(tokens, before) / self._flops()
+        rest = self._rest_of_prompt(tokens, before)
         dense = self.shape.layers - len(self.shape.moe_layers)
         total = dense * rest + self._head(1)
         after = 0.0
@@ -276,17 +277,29 @@ class TimeModel:
         share = 1.0 if isinstance(self.device, HostRates) else self.engine.share
         return share * self.device.flops
 
-    def layer_operations(self, tokens: int) -> float:
-        """Floating-point operations of a whole layer for a prompt."""
+    def operations(self, tokens: int) -> tuple[float, float]:
+        """(floating-point operations of a layer for a prompt without attention's, those of
+        attention)."""
         experts = 2.0 * self.shape.expert_weights * tokens * self.shape.top_k
-        return experts + self._rest_operations(tokens)
+        return experts + self._projections(tokens), self._attention(tokens, 0)
 
-    def _rest_operations(self, tokens: int, before: int = 0) -> float:
-        """Operations of a layer's attention and projections for tokens that follow others."""
+    def _rest_of_prompt(self, tokens: int, before: int) -> float:
+        """Seconds of a layer without its experts, for tokens that follow others."""
+        own = None if isinstance(self.device, HostRates) else self.engine.attention
+        attention = self._flops() if own is None else own * self.device.flops
+        return (
+            self._projections(tokens) / self._flops() + self._attention(tokens, before) / attention
+        )
+
+    def _projections(self, tokens: int) -> float:
         weights = self.shape.layer_bytes / self.shape.value_bytes / self.shape.layers
-        # Scores and their products with values, over the tokens before each one.
-        pairs = tokens * (tokens / 2 + before)
-        return 2 * weights * tokens + 4.0 * self.shape.attention * pairs
+        return 2 * weights * tokens
+
+    def _attention(self, tokens: int, before: int) -> float:
+        """Scores and their products with values, over the tokens before each one; the mean of all
+        layers."""
+        pairs = sum(_pairs(tokens, before, reach) for reach in self.shape.reach)
+        return 4.0 * self.shape.attention * pairs / self.shape.layers
 
     def _products(self, routes: float) -> float:
         """Seconds of the GPU for experts with so many routes."""
@@ -349,3 +362,10 @@ class TimeModel:
                 routes = float(batch.chance.sum()) * tokens
                 seconds += count * cpu.seconds(float(touched.sum()), routes)
         return seconds
+
+
+def _pairs(tokens: int, before: int, reach: float) -> float:
+    """How many pairs of tokens attention computes, if tokens follow others and see `reach` ones."""
+    # The first of them see fewer.
+    growing = min(max(reach - before, 0.0), tokens)
+    return growing * (before + growing / 2) + (tokens - growing) * min(reach, before + tokens)

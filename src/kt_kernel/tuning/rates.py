@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+BATCH = 8192  # tokens of an engine's largest batch; longer prompts are divided
 Points = tuple[tuple[float, float], ...]  # (size, seconds), by increasing size
 
 
@@ -111,6 +112,8 @@ class EngineRates:
             takes the longer of both.
         launch: seconds of the host to launch a layer of a prompt.
         share: part of the GPU's `flops` that a prompt reaches.
+        attention: the same of the scores and their products with values alone; then `share` is of
+            everything else. None: it was not measured by itself, and `share` is of everything.
         measured: whether this engine was measured here. Otherwise these are the values of one
             machine, see `engine.USUAL`.
     """
@@ -120,6 +123,7 @@ class EngineRates:
     launch: float
     share: float
     measured: bool = False
+    attention: float | None = None
 
     def host_step(self, streams: int) -> float:
         """Seconds of the host for a decode step."""

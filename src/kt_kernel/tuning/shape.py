@@ -17,6 +17,9 @@ _ROUTED = re.compile(
     r"(^|\.)experts\.|_exps\.|\.block_sparse_moe\.(input|output)_linear\."
     r"|\.moe\.(gate|up|down)_proj\."
 )
+# Kinds of layers, in configurations. Others have no attention, or linear attention.
+_TO_EVERYTHING = "full_attention", "attention"
+_WITHIN_A_WINDOW = "sliding_attention", "chunked_attention"
 _TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -34,7 +37,9 @@ class Shape:
         rest_bytes: weights of everything but the routed experts.
         layer_bytes: of these, the ones of all layers.
         head_bytes: of these, the output matrix.
-        attention: heads times the size of a head.
+        attention: of a layer: heads times the mean size of their keys and values.
+        reach: for each layer, to how many tokens before it a token attends: infinity, those of a
+            sliding window, or 0 in layers with linear attention or none.
         kv_bytes: of the KV cache, for each token of a context.
     """
 
@@ -49,7 +54,8 @@ class Shape:
     rest_bytes: int
     layer_bytes: int
     head_bytes: int
-    attention: int
+    attention: float
+    reach: tuple[float, ...]
     kv_bytes: int
 
     @property
@@ -97,6 +103,7 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
     heads = size_of(config, "num_attention_heads") or 1
     width = size_of(config, "hidden_size") or hidden
     head = size_of(config, "head_dim") or size_of(config, "v_head_dim") or width // heads
+    reach = _reach(config, layers)
     embedding = (size_of(config, "vocab_size") or 0) * width * value_bytes
     tied = bool(getattr(config, "tie_word_embeddings", False))
     if checkpoint is None:
@@ -121,8 +128,9 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
         rest_bytes=rest,
         layer_bytes=inside,
         head_bytes=embedding,
-        attention=heads * head,
-        kv_bytes=_kv_bytes(config, layers, heads, head, value_bytes),
+        attention=heads * (_key_size(config, head) + head) / 2,
+        reach=reach,
+        kv_bytes=_kv_bytes(config, sum(map(bool, reach)), heads, head, value_bytes),
     )
 
 
@@ -131,6 +139,24 @@ def _top_k(config: Any) -> int | None:
         if count := size_of(config, name):
             return count
     return None
+
+
+def _reach(config: Any, layers: int) -> tuple[float, ...]:
+    """See `Shape`. A configuration that does not say has full attention."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if isinstance(kinds, list) and len(kinds) >= layers:
+        window = size_of(config, "sliding_window") or size_of(config, "attention_chunk_size")
+        reach = dict.fromkeys(_TO_EVERYTHING, math.inf)
+        reach |= dict.fromkeys(_WITHIN_A_WINDOW, float(window or math.inf))
+        return tuple(reach.get(kind, 0.0) for kind in kinds[:layers])
+    every = size_of(config, "full_attention_interval") or 1
+    return tuple(0.0 if (layer + 1) % every else math.inf for layer in range(layers))
+
+
+def _key_size(config: Any, head: int) -> int:
+    """Of a head's keys. Those of multi-head latent attention have two parts."""
+    parts = size_of(config, "qk_nope_head_dim"), size_of(config, "qk_rope_head_dim")
+    return sum(parts) if all(parts) else head  # type: ignore[arg-type]
 
 
 def _kv_bytes(config: Any, layers: int, heads: int, head: int, value_bytes: int) -> int:

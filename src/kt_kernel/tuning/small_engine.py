@@ -18,6 +18,9 @@ from .shape import Shape
 from .wishes import LONGEST, Say, Wishes, share_of
 
 _LAYERS = 8  # with experts, at most
+# Tokens of a context in which attention's own rate is measured, for requests with longer prompts
+# than usual: four batches, in which it takes most of the time.
+_LONGEST = 4 * LONGEST
 
 
 def engine_rates(
@@ -36,7 +39,8 @@ def engine_rates(
         say(f"{engine} is not measured, because the model is multimodal; its usual times are taken")
         return usual
     part = small_shape(shape, wishes.gpu_memory or ENGINES_PART * device.total)
-    context = min(LONGEST, wishes.context)
+    longest = LONGEST if wishes.goal.prompt <= LONGEST else _LONGEST
+    context = min(longest, wishes.context)
     if context < LEAST_CONTEXT:
         say(f"{engine} is not measured with so short a context; its usual times are taken")
         return usual
@@ -67,6 +71,7 @@ def small_shape(shape: Shape, memory: float) -> Shape:
         layers=layers,
         moe_layers=moe_layers,
         layer_bytes=shape.layer_bytes * layers // shape.layers,
+        reach=shape.reach[:layers],
         kv_bytes=shape.kv_bytes * layers // shape.layers,
     )
 
@@ -82,7 +87,7 @@ def measure_small(
         engine,
         server,
         part.layers,
-        model.layer_operations,
+        model.operations,
         device.flops,
         lambda streams: model.device_step(hot, streams),
         longest,
