@@ -50,7 +50,7 @@ def served(content: Content, first_round: int = 0) -> str:
             f"{1e3 * median(row['prefill'][n][first_round:]):.0f} ms" if n in row["prefill"] else ""
             for n in prompts
         ]
-        gigabytes = f"{row['gpu_bytes'] / 1e9:.1f} GB"
+        gigabytes = f"{row['gpu_bytes'] / 2**30:.1f} GB"
         lines.append((row["name"], [gigabytes, *(f"{rate:.0f}" for rate in rates), *times]))
     columns = ["GPU memory", *_streams(streams), *(f"{n} tokens" for n in prompts)]
     shape = content["shape"]
@@ -76,7 +76,7 @@ def peer(content: Content) -> str:
         (
             row["name"],
             [
-                f"{row['gpu_gb']} GB",
+                f"{row['gpu_gb'] * 1e9 / 2**30:.1f} GB",
                 *map(str, row["decode_tokens_s"]),
                 *(f"{time} ms" for time in row["first_token_ms"]),
             ],
@@ -133,7 +133,7 @@ def streaming(content: Content) -> str:
         (
             row["form"],
             [
-                f"{row['layer MB']:.0f} MB",
+                f"{row['layer MB'] * 1e6 / 2**20:.0f} MB",
                 f"{row['registered GB/s']:.0f} GB/s",
                 f"{row['copy ms']:.2f} ms, {row['bus GB/s']:.1f} GB/s",
                 f"{row['stream ms']:.2f} ms",

@@ -264,7 +264,7 @@ def line(name: str, row: dict[str, Any]) -> str:
         return (
             f"| {name} | failed: {(row['error'].strip() or 'no output').splitlines()[-1][:100]} |"
         )
-    gigabytes = "" if row["gpu_bytes"] is None else f"{row['gpu_bytes'] / 1e9:.1f}"
+    gigabytes = "" if row["gpu_bytes"] is None else f"{row['gpu_bytes'] / 2**30:.1f}"
     cells = [f"{rate:.1f}" for rate in row["decode_tokens_s"].values()]
     cells += [f"{1e3 * time:.0f}" for time in row["first_token_seconds"].values()]
     return f"| {name} | {gigabytes} | " + " | ".join(cells) + " |"

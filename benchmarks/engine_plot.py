@@ -57,7 +57,7 @@ def _speeds(axes: Axes, rows: list[Row], key: str, unit: str) -> None:
         for row in (row for row in rows if name in row[key]):  # others were not timed
             kind = row["name"].split()[0]
             axes.plot(
-                row["gpu_bytes"] / 1e9,
+                row["gpu_bytes"] / 2**30,
                 row[key][name],
                 MARKERS[kind],
                 color=colour,
@@ -66,13 +66,13 @@ def _speeds(axes: Axes, rows: list[Row], key: str, unit: str) -> None:
     for row in rows:
         axes.annotate(
             row["name"],
-            (row["gpu_bytes"] / 1e9, max(row[key].values())),
+            (row["gpu_bytes"] / 2**30, max(row[key].values())),
             fontsize=7,
             xytext=(4, 4 + 9 * bool(row.get("deferred"))),
             textcoords="offset points",
         )
     axes.set_yscale("log")
-    axes.set_xlim(0, 1.15 * max(row["gpu_bytes"] for row in rows) / 1e9)
+    axes.set_xlim(0, 1.15 * max(row["gpu_bytes"] for row in rows) / 2**30)
     axes.set_xlabel("GPU memory, GB")
     axes.set_ylabel("tokens/s")
     axes.grid(True, which="both", alpha=0.25)

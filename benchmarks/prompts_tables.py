@@ -73,7 +73,7 @@ def beside_peer(content: Content) -> str:
         (
             row["name"],
             [
-                f"{row['gpu_gb']} GB",
+                f"{row['gpu_gb'] * 1e9 / 2**30:.1f} GB",
                 *(
                     f"{1e3 * median(times):.0f} ({1e3 * min(times):.0f} to {1e3 * max(times):.0f})"
                     for times in row["first_token_seconds"].values()

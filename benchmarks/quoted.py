@@ -222,7 +222,7 @@ def _accuracy_and_memory() -> Iterator[Quote]:
     yield Quote(README, "`AMXINT4` is {:.0%} smaller than `INT4_G32`", [smaller])
     yield Quote(PERFORMANCE, "AMXINT4 reads {:.0%} less", [smaller])
     hot = [
-        model.layers * expert_bytes("BF16", model.shape) / 1e9
+        model.layers * expert_bytes("BF16", model.shape) / 2**30
         for model in (MODELS["Qwen3-30B-A3B"], MODELS["DeepSeek-V3"])
     ]
     text = "one hot expert per layer is {:.2f} GB for Qwen3-30B-A3B and {:.1f} GB for DeepSeek-V3"

@@ -53,13 +53,13 @@ def served() -> str:
         row = rows(PEER)[name]
         times = [f"{time} ms".replace("at most", "≤") for time in row["first_token_ms"]]
         rates = [f"{row['decode_tokens_s'][i]:.0f}" for i in (0, 2)]
-        lines.append((engine, [experts, f"{row['gpu_gb']} GB", *rates, *times]))
+        lines.append((engine, [experts, f"{row['gpu_gb'] * 1e9 / 2**30:.1f} GB", *rates, *times]))
     for engine, experts, name in VLLMS:
         row = rows(VLLM)[name]
         seconds = row["first_token_seconds"]
         times = [f"{1e3 * seconds[n]:.0f} ms" if n in seconds else "" for n in PROMPTS]
         rates = [f"{row['decode_tokens_s'][n]:.0f}" for n in ("1", "16")]
-        lines.append((engine, [experts, f"{row['gpu_bytes'] / 1e9:.1f} GB", *rates, *times]))
+        lines.append((engine, [experts, f"{row['gpu_bytes'] / 2**30:.1f} GB", *rates, *times]))
     columns = ["experts", "GPU memory", "decode, 1", "decode, 16"]
     return grid("engine", [*columns, "prompt of 128", "2,048", "8,192"], lines)
 
@@ -75,7 +75,7 @@ def memory() -> str:
     lines = []
     for name, (layers, shape) in MODELS.items():
         experts = layers * shape.experts
-        sizes = [experts * expert_bytes(method, shape) / 1e9 for method in columns.values()]
+        sizes = [experts * expert_bytes(method, shape) / 2**30 for method in columns.values()]
         lines.append((name, [f"{size:.0f}" for size in sizes]))
     return grid("model", list(columns), lines)
 

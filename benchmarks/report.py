@@ -159,7 +159,7 @@ def _print_training(rows: Iterable[Row]) -> None:
             f"{row['package']:9} {row['method']:19} {row['table']:12} {row['rank']:4} "
             f"{row['tokens']:5} {row['part']:8} {row['median_us'] / 1e3:10.1f} "
             f"{row['p90_us'] / 1e3:9.1f} {row['tokens_s']:9.0f} {row['tera_ops_s']:6.3f} "
-            f"{row['share']:6.1%} {row['peak_bytes'] / 1e9:8.2f}"
+            f"{row['share']:6.1%} {row['peak_bytes'] / 2**30:8.2f}"
         )
         for name, (goal, met) in training_goals(row).items():
             text += (

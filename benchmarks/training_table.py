@@ -33,7 +33,7 @@ def training_tables(
                 _figure(row, "times_faster_than_peft"),
                 _figure(row, "times_faster_than_peer"),
                 _figure(backward, "times_forward"),
-                f"{row['peak_bytes'] / 1e9:.2f}",
+                f"{row['peak_bytes'] / 2**30:.2f}",
                 _figure(row, "memory_over_peft"),
             ]
             package = {"kt_moe": "", "peft": "PEFT, "}.get(row["package"], f"{row['package']}, ")

@@ -56,13 +56,13 @@ def test_progress_in_a_log(capsys, monkeypatch):
     clock = iter([0.0, 20.0, 40.0, 100.0])
     monkeypatch.setattr(quant_progress.time, "monotonic", lambda: next(clock))
     with quant_progress.Shown() as shown:
-        shown.begin(8, 4, 10_000_000_000)
+        shown.begin(8, 4, 10 << 30)
         for layer in (4, 5, 6):
-            shown.wrote(1_000_000_000)
+            shown.wrote(1 << 30)
             shown.packing(layer)
     assert capsys.readouterr().err.splitlines() == [
-        "kt: layer 5 (6 of 8): 2.0 of 10.0 GB written, 0.05 GB/s, 3 min left",
-        "kt: layer 6 (7 of 8): 3.0 of 10.0 GB written, 0.03 GB/s, 4 min left",
+        "kt: layer 5 (6 of 8): 2GB of 10GB written, 0.05 GB/s, 3 min left",
+        "kt: layer 6 (7 of 8): 3GB of 10GB written, 0.03 GB/s, 4 min left",
     ]
 
 

@@ -26,6 +26,7 @@ def verify(
     """
     from ..conversion.verify import Watcher
     from ..conversion.verify import verify as check
+    from ..runtime.text import shown_size
     from .progress import bytes_bar
 
     with bytes_bar() as bar:
@@ -45,7 +46,7 @@ def verify(
     if verdict.problems:
         raise typer.Exit(1)
     print(
-        f"kt: {path}: {verdict.files} files, {verdict.bytes / 1e9:.2f} GB, match {verdict.against}"
+        f"kt: {path}: {verdict.files} files, {shown_size(verdict.bytes)}, match {verdict.against}"
     )
 
 

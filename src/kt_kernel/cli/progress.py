@@ -18,7 +18,7 @@ from rich.progress import (
 
 def bytes_bar() -> Progress:
     """A progress bar in bytes on stderr; draws nothing if stderr is not a terminal."""
-    return _bar(DownloadColumn(), TransferSpeedColumn())
+    return _bar(DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
 def steps_bar() -> Progress:

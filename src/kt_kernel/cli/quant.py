@@ -86,6 +86,7 @@ def quant(
     if quant_method is None and from_kt is None:
         raise typer.BadParameter("required unless --from-kt is given", param_hint="--quant-method")
     from ..conversion import Request, convert, make_plan
+    from ..runtime.text import shown_size
     from .quant_progress import Shown
     from .quant_report import Report
 
@@ -109,7 +110,7 @@ def quant(
         raise Interrupted("interrupted; run the same command with --resume to continue") from None
     seconds, total = time.monotonic() - started, plan.bytes_of(plan.specs)
     print(
-        f"kt: {folder}: {len(plan.specs)} layers for method {plan.method}, {total / 1e9:.2f} GB, "
+        f"kt: {folder}: {len(plan.specs)} layers for method {plan.method}, {shown_size(total)}, "
         f"in {seconds:.0f} s"
     )
     after.make(plan.method)

@@ -6,6 +6,7 @@ import sys
 import time
 
 from ..conversion import Progress
+from ..runtime.text import shown_size
 from .progress import bytes_bar
 
 TELL_SECONDS = 30.0  # between log lines, if there is no terminal for a bar
@@ -44,7 +45,7 @@ class Shown(Progress):
             self._told = now
             rate = self._wrote / (now - self._began)
             print(
-                f"kt: {where}: {self._wrote / 1e9:.1f} of {self._total / 1e9:.1f} GB written, "
+                f"kt: {where}: {shown_size(self._wrote)} of {shown_size(self._total)} written, "
                 f"{rate / 1e9:.2f} GB/s, {(self._total - self._wrote) / rate / 60:.0f} min left",
                 file=sys.stderr,
                 flush=True,

@@ -12,6 +12,7 @@ from ..moe.settings import LayerSettings, check_settings
 from ..moe.whole import WholeLayer
 from ..runtime.files import nearest_existing
 from ..runtime.machine import usable_cores
+from ..runtime.text import shown_size
 from ..runtime.variant import KINDS
 from ..weights.store.atomic import sha256_of, until_left
 from ..weights.store.layer_file import LayerSpec
@@ -66,9 +67,8 @@ def check_space(folder: str, needed: int) -> None:
     status = os.statvfs(nearest_existing(folder))
     free = status.f_bavail * status.f_frsize
     if free < needed:
-        raise OSError(
-            f"{folder}: {needed / 1e9:.1f} GB are needed, but only {free / 1e9:.1f} GB are free"
-        )
+        left = shown_size(free, down=True)
+        raise OSError(f"{folder}: {shown_size(needed)} are needed, but only {left} are free")
 
 
 def _damaged(folder: str, manifest: Manifest, progress: Progress) -> set[int]:

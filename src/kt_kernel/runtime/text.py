@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-SIZES = {"MB": 1 << 20, "GB": 1 << 30}  # bytes, as options accept them
+# Bytes, as options accept them: the units of all sizes of memory and files. What is moved, and
+# rates such as GB/s, have decimal units.
+SIZES = {"MB": 1 << 20, "GB": 1 << 30}
 
 
 def ranges(ascending: Iterable[int], separator: str = ",") -> str:
@@ -30,4 +32,5 @@ def shown_size(size: float, *, down: bool = False) -> str:
     name = "GB" if size >= SIZES["GB"] else "MB"
     # An option's value has lost up to a byte, and is still shown as it was given.
     hundredths = math.floor(100 * (size + 1) / SIZES[name]) if down else 100 * size / SIZES[name]
-    return f"{math.ceil(hundredths) / 100:g}{name}"
+    text = f"{math.ceil(hundredths) / 100:.2f}"
+    return text.rstrip("0").rstrip(".") + name
