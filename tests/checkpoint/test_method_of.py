@@ -17,7 +17,8 @@ from test_methods import CHECKPOINTS
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.checkpoint.method import Choice, method_of
 from kt_kernel.conversion import Request, convert, make_plan
-from kt_kernel.weights.store.manifest import MANIFEST, QUANT_METHODS
+from kt_kernel.weights.store.manifest import MANIFEST
+from kt_kernel.weights.store.quant_methods import QUANT_METHODS
 
 SAMPLES = samples()
 DATA = Path(__file__).parent / "data"

@@ -115,6 +115,12 @@ def test_help(kt):
         assert word in stdout
 
 
+def test_the_command_line_does_not_need_torch():
+    """Help, wrong usage and completion come before torch's import, which takes seconds."""
+    code = "import sys, kt_kernel.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_verify(kt, source, tmp_path):
     out = tmp_path / "out"
     kt("quant", source, out, "--quant-method", "int8")
@@ -146,6 +152,11 @@ def test_version(kt):
     ("error", "code", "line"),
     [
         (OSError(28, "No space left on device", "a/b"), 1, "a/b: No space left on device"),
+        (
+            FileNotFoundError(2, "No such file or directory", ""),
+            1,
+            "an empty path: No such file or directory",
+        ),
         (ValueError("two\nlines"), 1, "two lines"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 1, "MemoryError"),
@@ -269,7 +280,12 @@ def test_report_that_cannot_be_made(kt, source, tmp_path):
     failed(kt(*command, "--report-json", text), 2, "--report-json", "needs --report")
     failed(kt(*command, "--report", "--text", tmp_path / "none"), 1, tmp_path / "none", "no such")
     failed(kt(*command, "--report", "--text", text), 1, text, "UTF-8")
-    failed(kt(*command, "--report", "--report-json", tmp_path / "a" / "b"), 1, "a/b", "no such")
+    failed(kt(*command, "--report", "--report-json", tmp_path / "a" / "b"), 1, "a/b: no such")
+    report = kt(
+        *command, "--report", "--report-json", tmp_path / "report", "--text", tmp_path / "n"
+    )
+    failed(report, 1, "no such")
+    assert not (tmp_path / "report").exists()
     failed(kt("quant", "--from-kt", source, "-o", out, "--report"), 2, "--report", "converted")
     failed(kt("quant", KT_FOLDER, out, "--quant-method", "int8", "--report"), 2, "kt-kernel")
     for file in (source / "config.json", out / "report.json"):

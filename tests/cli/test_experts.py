@@ -40,6 +40,21 @@ def test_info_as_a_picture(kt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_that_cannot_be_written_is_named_before_others_are_read(
+    kt: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    nowhere, none = tmp_path / "none" / "file", tmp_path / "not read"
+    for given in (
+        ("model", "info", "--experts", none, "--plot", nowhere),
+        ("bench", "experts", none, "--plot", nowhere),
+        ("model", "stats", "merge", none, "-o", nowhere),
+    ):
+        failed(kt(*given), 1, f"{nowhere}: No such file or directory")
+    failed(kt("model", "stats", "merge", none, "-o", tmp_path), 1, "not a regular file")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_merge(kt: Any, tmp_path: Path) -> None:
     for name in "ab":
         STATISTICS.save(tmp_path / name)
@@ -58,7 +73,6 @@ def test_merge_of_different_models(kt: Any, tmp_path: Path) -> None:
     result = kt("model", "stats", "merge", a, b, "-o", c)
     failed(result, 1, f"{b} is of org/other", "not of org/model", "model_type olmoe instead")
     assert not c.exists()
-    failed(kt("model", "stats", "merge", a, "-o", tmp_path / "no" / "c"), 1, "does not exist")
     failed(kt("model", "stats", "merge", a, tmp_path / "none", "-o", c), 1, "none: No such file")
 
 
@@ -129,6 +143,10 @@ def test_bench_experts_refuses(kt: Any, routes: Path, tmp_path: Path) -> None:
             1,
             f"--times {times}: expected four or",
         )
+    failed(kt("bench", "experts", routes, "--times", ""), 1, "--times : expected four or")
+    failed(
+        kt("bench", "experts", routes, "--uploads", "inf"), 1, "--uploads inf: expected a number"
+    )
     STATISTICS.save(tmp_path / "stats")
     failed(kt("bench", "experts", tmp_path / "stats"), 1, "expected kt-expert-routes")
     record = RouteRecord.load(routes)

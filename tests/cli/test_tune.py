@@ -135,6 +135,10 @@ def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) 
         ([DEMO_MODEL, "--hot-format", "int3"], ["--kt-hot-format int3: unknown; accepted: auto"]),
         ([DEMO_MODEL, "--prompt", 2048], ["--prompt 2048: with --context 2048, at most 2046"]),
         ([DEMO_MODEL, "--kt-expert-stats", "/none"], ["/none: no such file"]),
+        ([DEMO_MODEL, "--methods", ","], ["--methods ,: expected names such as INT4_G32"]),
+        ([DEMO_MODEL, "--answer", 2048], ["--answer 2048: with --context 2048, at most 2047"]),
+        ([""], ["the model's name is empty; expected a folder or a repository"]),
+        ([DEMO_MODEL / "config.json"], ["config.json: a file; expected the model's folder"]),
         ([DEMO_MODEL, "--engine-args", "'x"], ["--engine-args 'x: No closing quotation"]),
     ],
 )
@@ -217,6 +221,37 @@ def test_a_failed_check_saves_nothing(
     assert "not saved, because the check failed; --no-check saves them" in err
     assert not (tmp_path / "config").exists()
     assert "saved to" in kt(*given, "--no-check")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", ["config.json: not valid JSON"]),
+        ("[1]", ["config.json: list, expected a JSON object"]),
+        ("{}", ["class SimpleNamespace: its configuration has no number of experts (num_experts"]),
+        ({"num_experts": 10**9}, ["number of experts 1000000000; accepted: 1 to 65536"]),
+        ({"num_hidden_layers": 10**7}, ["num_hidden_layers 10000000; accepted: 1 to 10000"]),
+        ({"num_experts_per_tok": 17}, ["num_experts_per_tok 17; accepted: 1 to 16"]),
+        ({"hidden_size": 1 << 20}, ["hidden_size 1048576; accepted: 1 to 65536"]),
+        (
+            {"hidden_size": 1 << 16, "moe_intermediate_size": 1 << 16, "num_hidden_layers": 1},
+            ["measuring the CPU takes ", "of memory for 8 experts, and 1GB are available"],
+        ),
+    ],
+)
+def test_bad_configurations(
+    kt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: Any, words: list[str]
+) -> None:
+    """Each is refused before it takes memory."""
+    monkeypatch.setattr(cpu, "available_memory", lambda: 1 << 30)
+    content = text if isinstance(text, str) else json.dumps(CONTENT | text)
+    (tmp_path / "config.json").write_text(content)
+    code, out, err = kt("tune", tmp_path, "--no-save")
+    assert (code, out) == (1, "")
+    last = err.splitlines()[-1]
+    assert last.startswith(f"kt: error: {tmp_path}"), last
+    for word in words:
+        assert word in last, last
 
 
 def test_a_model_without_experts(kt: Any, tmp_path: Path) -> None:

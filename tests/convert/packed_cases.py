@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.conversion import Progress, Request, convert, make_plan
-from kt_kernel.weights.store.manifest import QUANT_METHODS
+from kt_kernel.weights.store.quant_methods import QUANT_METHODS
 
 E, H, I, K = 3, 128, 256, 2  # noqa: E741
 LAYERS = (1, 2)

@@ -138,5 +138,5 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder, and not a repository name"):
         read_config(str(tmp_path / "none"))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json: expected a JSON object"):
+    with pytest.raises(ValueError, match=r"config\.json: list, expected a JSON object"):
         read_config(str(tmp_path))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .. import _C
 from ..weights.formats import INT4_GROUP, WeightFormat, all_formats, ggml_formats
 from ..weights.methods import METHODS, MIXED, get_method
-from ..weights.store.manifest import QUANT_METHODS
+from ..weights.store.quant_methods import QUANT_METHODS
 from .gguf.architectures import ARCHITECTURES
 from .gguf.blocks import DENSE as GGUF_DENSE
 from .gguf.blocks import forms as gguf_forms

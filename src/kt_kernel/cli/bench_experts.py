@@ -49,10 +49,15 @@ def experts(
     from ..routes import costs
     from ..routes.compare import compare, table
     from ..routes.locality import reuse
-    from ..routes.plots import plot_policies
+    from ..routes.plots import check_plot, plot_policies
     from ..routes.record import RouteRecord
     from ..routes.simulator import as_streams
 
+    if uploads == math.inf:
+        raise ValueError("--uploads inf: expected a number; without the option, all are uploaded")
+    seconds = None if times is None else _seconds(times)
+    if plot is not None:
+        check_plot(plot)
     record = RouteRecord.load(file)
     seen = len(record.passes)
     if not prompts:
@@ -68,7 +73,7 @@ def experts(
     counts = _numbers(slots, record.model.num_experts)
     results = compare(record, counts, uploads)
     predicted = (
-        costs.predictions(record, counts, costs.Costs(*_seconds(times)), bus_share) if times else []
+        costs.predictions(record, counts, costs.Costs(*seconds), bus_share) if seconds else []
     )
     if plot is not None:
         plot_policies({record.model.describe(): results}, plot)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
@@ -26,8 +25,10 @@ def info(
     """Show how often each expert was selected, as a heat map of layers and experts."""
     from ..routes.heat_map import heat_map
     from ..routes.load import statistics_of
-    from ..routes.plots import plot_heat_map
+    from ..routes.plots import check_plot, plot_heat_map
 
+    if plot is not None:
+        check_plot(plot)
     statistics = statistics_of(experts)
     if plot is not None:
         plot_heat_map(statistics, plot)
@@ -49,11 +50,10 @@ def merge(
     """
     from ..routes.load import statistics_of
     from ..routes.statistics import merge as merged
+    from ..runtime.files import need_writable
 
+    need_writable(output)
     result = merged([statistics_of(file) for file in files], files, decay)
-    folder = os.path.dirname(os.path.abspath(output))
-    if not os.path.isdir(folder):
-        raise ValueError(f"{output}: its folder does not exist")
     result.save(output)
     print(
         f"kt: {output}: {len(files)} files, {len(result.layers)} layers, "

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..weights.store.manifest import QUANT_METHODS
+from ..weights.store.quant_methods import QUANT_METHODS
 from .running import Interrupted
 
 app = typer.Typer(add_completion=False)

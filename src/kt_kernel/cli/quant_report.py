@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from ..runtime.files import is_inside
+from ..runtime.files import is_inside, need_writable, replace_file
 
 _OPTION = "--report"
 
@@ -45,12 +45,15 @@ class Report:
         if json_path is not None:
             for folder in (source, packed):
                 _refuse_inside(folder, json_path)
-            open(json_path, "a").close()  # fails now if it cannot be written
+            need_writable(json_path)
         if text_path is not None:
             from ..accuracy.loss import WINDOW, windows_of
 
             self._text = _read(text_path)
-            windows_of(source, self._text, WINDOW)
+            try:
+                windows_of(source, self._text, WINDOW)
+            except ValueError as error:
+                raise ValueError(f"{text_path}: {error}") from None
 
     def make(self, method: str) -> None:
         """Prints the table and the loss, and writes the JSON file."""
@@ -62,8 +65,7 @@ class Report:
         print("relative error of the weights, and of the worst row")
         print(table(errors))
         if self._json is not None:
-            with open(self._json, "w") as file:
-                file.write(to_json(errors) + "\n")
+            replace_file(self._json, to_json(errors) + "\n")
         if self._text is not None:
             from ..accuracy.loss import loss_report
 

@@ -31,8 +31,11 @@ def run(application: typer.Typer, arguments: Sequence[str] | None = None) -> int
             return _say(message, USAGE) if message else USAGE
         if type(error).__name__ == "Abort":
             return _say("interrupted", INTERRUPTED)
-        if isinstance(error, OSError) and error.strerror and error.filename:
-            return _say(f"{os.fsdecode(error.filename)}: {error.strerror}", 1)
+        if isinstance(error, OSError) and error.strerror and error.filename is not None:
+            name = (
+                error.filename if isinstance(error.filename, int) else os.fsdecode(error.filename)
+            )
+            return _say(f"{'an empty path' if name == '' else name}: {error.strerror}", 1)
         if isinstance(error, OSError | ValueError | ImportError | MemoryError | KeyError):
             return _say(str(error) or type(error).__name__, 1)
         raise

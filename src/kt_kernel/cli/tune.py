@@ -9,13 +9,15 @@ from typing import Annotated
 
 import typer
 
+_MOST_STREAMS = 4096  # each is a thread while the engine is timed
+
 
 def tune(
     model: Annotated[str, typer.Argument(help="model folder, or repository (org/name)")],
     engine: Annotated[
         str | None, typer.Option(help="vllm or sglang (default: the one that is installed)")
     ] = None,
-    streams: Annotated[int, typer.Option(min=1, help="requests at a time")] = 1,
+    streams: Annotated[int, typer.Option(min=1, max=_MOST_STREAMS, help="requests at a time")] = 1,
     context: Annotated[
         int | None,
         typer.Option(min=16, help="most tokens of a request (default: 8192, or the model's limit)"),
@@ -87,7 +89,7 @@ def tune(
         Goal(answer=answer, streams=streams),
         engine=engine,
         gpu_memory=size,
-        methods=tuple(filter(None, (methods or "").split(","))),
+        methods=_names(methods),
         deferral=deferral,
         hot_format=hot_format,
         statistics=kt_expert_stats,
@@ -114,6 +116,15 @@ def tune(
         about = {key: value for key, value in describe(result, checked).items() if key != "options"}
         path = save_tuned(tuned.config, result.server.device, result.options, about, result.need)
         _say(f"saved to {path}: the next start uses these options where none is given")
+
+
+def _names(methods: str | None) -> tuple[str, ...]:
+    if methods is None:
+        return ()
+    names = tuple(name.strip() for name in methods.split(","))
+    if not all(names):
+        raise ValueError(f"--methods {methods}: expected names such as INT4_G32,AMXINT8")
+    return names
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime.files import replace_file
+from ..runtime.files import need_writable, replace_file
 from .simulator import Result
 from .statistics import ExpertStatistics
 
@@ -58,6 +58,13 @@ def plot_policies(results: Mapping[str, Sequence[Result]], path: str | os.PathLi
     panels[0].set_ylabel("hit rate (%)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     _write(figure, path)
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Raises what drawing to this file would raise, before anything is computed for it: ImportError
+    without matplotlib, OSError if the file cannot be written."""
+    _figure_class()
+    need_writable(path)
 
 
 def _figure_class() -> Any:

@@ -81,7 +81,8 @@ class Replacement:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._partial)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(self._partial, flags, 0o666)
+        with named(self.path):
+            self._fd = os.open(self._partial, flags, 0o666)
         if mode is not None:
             with contextlib.suppress(OSError):  # a file system without permissions
                 os.fchmod(self._fd, mode)
@@ -116,6 +117,13 @@ def replace_file(
     with Replacement(os.fspath(path), durable=durable) as new:
         new.write(content.encode() if isinstance(content, str) else content)
         new.commit()
+
+
+def need_writable(path: str | os.PathLike[str]) -> None:
+    """Raises the OSError that `replace_file` would raise before it writes, for a check before what
+    is to be written is computed. Nothing is left behind."""
+    with Replacement(os.fspath(path)):
+        pass
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..runtime.files import need_file, parse_object
 from .hub import local_path
 from .repository import Repository
 from .server_process import process_group
@@ -79,9 +80,9 @@ def installed_engine(name: str | None = None) -> str:
     for engine in ENGINES if name is None else (name,):
         if importlib.util.find_spec(engine) is not None:
             return engine
+    missing = "neither vLLM nor SGLang is" if name is None else f"{name} is not"
     raise ValueError(
-        f"{name or 'neither vLLM nor SGLang'} is not installed for {sys.executable}; run kt in the "
-        "engine's environment"
+        f"{missing} installed for {sys.executable}; run kt in the engine's environment"
     )
 
 
@@ -91,6 +92,8 @@ def read_config(model: str) -> dict[str, Any]:
     Raises:
         ValueError, OSError: there is none, or it is not a JSON object.
     """
+    if not model:
+        raise ValueError("the model's name is empty; expected a folder or a repository (org/name)")
     path = Path(model)
     if not path.exists():
         repository = Repository.parse(model)
@@ -99,10 +102,8 @@ def read_config(model: str) -> dict[str, Any]:
         found = local_path(repository, None, lambda repository, files, folder: ["config.json"])
         path = Path(found)
     file = path / "config.json" if path.is_dir() else path
-    config = json.loads(file.read_text())
-    if not isinstance(config, dict):
-        raise ValueError(f"{file}: expected a JSON object")
-    return config
+    need_file(str(file), "the configuration of a model, config.json")
+    return parse_object(file.read_bytes(), f"{file}: ")
 
 
 def check_class(

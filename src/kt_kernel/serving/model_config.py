@@ -25,10 +25,12 @@ def num_experts(config: Any) -> int:
     for name in _EXPERTS:
         if count := size_of(config, name):
             return count
-    classes = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
+    classes = getattr(config, "architectures", None)
+    if not isinstance(classes, list) or not classes:
+        classes = [str(getattr(config, "model_type", None) or type(config).__name__)]
     raise OptionError(
-        f"model class {classes}: its configuration has no number of experts "
-        f"({', '.join(_EXPERTS)}); remove the kt options"
+        f"model class {', '.join(classes)}: its configuration has no number of experts "
+        f"({', '.join(_EXPERTS)}); kt-moe is for Mixture-of-Experts models"
     )
 
 

@@ -127,10 +127,11 @@ def model_key(config: Any, whole: Any = None) -> dict[str, Any]:
     # Where the language model's part of config.json has no type, kt tune sees the whole model's,
     # and engines see that of the part's class, which has this suffix.
     key["model_type"] = key["model_type"].removesuffix("_text")
-    return key | {"quantisation": _quantisation(config) or _quantisation(whole)}
+    return key | {"quantisation": quantisation_of(config) or quantisation_of(whole)}
 
 
-def _quantisation(config: Any) -> str:
+def quantisation_of(config: Any) -> str:
+    """The name of a model's quantisation in its configuration; "" for 16- and 32-bit weights."""
     found = getattr(config, "quantization_config", None)
     if not isinstance(found, Mapping):
         found = getattr(found, "__dict__", {})

@@ -13,6 +13,7 @@ from ..moe.settings import MAX_CHUNK
 from ..moe.tuning import WORTH_BYTES, layer_tuning, random_source
 from ..runtime.machine import allowed_cpus, available_memory, last_level_cache
 from ..runtime.pools import PoolPlan, get_team
+from ..runtime.text import shown_size
 from ..runtime.variant import kernel_kind, kernel_table, native
 from ..weights.expert_tensors import matrix_shapes
 from ..weights.formats import LayerForm
@@ -30,12 +31,25 @@ _SECONDS = 0.1  # for the repetitions of one point
 
 def measured_experts(shape: Shape, expert_bytes: float) -> int:
     """How many experts to measure with: more bytes than the caches hold, if the model has as many,
-    so that passes read memory as they do while serving. At least those of two tokens."""
+    so that passes read memory as they do while serving. At least those of two tokens.
+
+    Raises:
+        ValueError: these do not fit into memory.
+    """
     of_model = shape.experts * len(shape.moe_layers)
     beyond_cache = int(_CACHES * last_level_cache() / expert_bytes) + 1
-    room = int(available_memory() / _MEMORY / expert_bytes)
+    free = available_memory()
+    room = int(free / _MEMORY / expert_bytes)
     most = min(max(beyond_cache, shape.experts), of_model, room, _MOST_EXPERTS)
-    return max(most, min(2 * shape.top_k, shape.experts))
+    least = min(2 * shape.top_k, shape.experts)
+    # A matrix in float32, from which an expert is made, is there, too.
+    needed = least * expert_bytes + 4 * shape.expert_weights
+    if needed > free:
+        raise ValueError(
+            f"{shape.name}: measuring the CPU takes {shown_size(needed)} of memory for {least} "
+            f"experts, and {shown_size(free, down=True)} are available"
+        )
+    return max(most, least)
 
 
 @dataclass

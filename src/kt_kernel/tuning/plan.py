@@ -20,11 +20,12 @@ from ..serving.budget import hot_expert_bytes
 from ..serving.class_check import read_config
 from ..serving.hot_format import decide_hot_format
 from ..serving.hub import local_path
-from ..serving.model_config import routed_model
+from ..serving.model_config import routed_model, size_of
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
 from ..serving.repository import Repository
 from ..serving.streaming_start import DEFAULT_MEMORY
+from ..serving.tuned import quantisation_of
 from ..weights.formats import LayerForm
 from ..weights.methods import METHODS, get_method
 from .choice import HotChoice
@@ -85,6 +86,10 @@ def find_model(model: str) -> Tuned:
     Raises:
         ValueError, OSError: there is none, or it has no experts.
     """
+    if Path(model).is_file():
+        raise ValueError(
+            f"{model}: a file; expected the model's folder, or a repository (org/name)"
+        )
     content = read_config(model)
     config = as_config(content)
     path, checkpoint = model, None
@@ -98,9 +103,8 @@ def find_model(model: str) -> Tuned:
             checkpoint = None
     choice = QUANTISE
     if checkpoint is not None:
-        layers = range(getattr(config, "num_hidden_layers", None) or 1 << 20)
-        choice = method_of(checkpoint, layers)
-    quantised = getattr(config, "quantization_config", None) or {}
+        count = size_of(config, "num_hidden_layers")
+        choice = method_of(checkpoint, None if count is None else range(count))
     try:
         shape = shape_of(model, config, checkpoint)
     except OptionError as error:
@@ -112,7 +116,7 @@ def find_model(model: str) -> Tuned:
         shape,
         checkpoint,
         choice.method,
-        str(quantised.get("quant_method", "")),
+        quantisation_of(config),
     )
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..checkpoint import Checkpoint
+from ..moe.settings import MAX_DIMENSION, MAX_EXPERTS
 from ..serving.model_config import described_layers, expert_sizes, num_experts, size_of
 from ..serving.small_multimodal import at, text_path
 
@@ -20,6 +21,7 @@ _ROUTED = re.compile(
 # Kinds of layers, in configurations. Others have no attention, or linear attention.
 _TO_EVERYTHING = "full_attention", "attention"
 _WITHIN_A_WINDOW = "sliding_attention", "chunked_attention"
+_MOST_LAYERS = 10_000  # far above any model's; a damaged configuration may have more
 _TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -84,14 +86,17 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
     experts = num_experts(config)
     hidden, inter = expert_sizes(config)
     layers, top_k = size_of(config, "num_hidden_layers"), _top_k(config)
-    for what, value in (
-        ("num_hidden_layers", layers),
-        ("num_experts_per_tok", top_k),
-        ("hidden_size", hidden),
-        ("moe_intermediate_size", inter),
+    for what, value, most in (
+        ("num_hidden_layers", layers, _MOST_LAYERS),
+        ("number of experts", experts, MAX_EXPERTS),
+        ("num_experts_per_tok", top_k, experts),
+        ("hidden_size", hidden, MAX_DIMENSION),
+        ("moe_intermediate_size", inter, MAX_DIMENSION),
     ):
         if value is None:
             raise ValueError(f"{name}: its configuration has no {what}")
+        if value > most:
+            raise ValueError(f"{name}: its configuration has {what} {value}; accepted: 1 to {most}")
     assert layers and top_k and hidden and inter  # checked above
     moe_layers = described_layers(config)
     if moe_layers is None and checkpoint is not None:
@@ -121,7 +126,7 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
         layers=layers,
         moe_layers=tuple(moe_layers),
         experts=experts,
-        top_k=min(top_k, experts),
+        top_k=top_k,
         hidden=hidden,
         inter=inter,
         value_bytes=value_bytes,

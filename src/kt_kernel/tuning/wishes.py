@@ -69,8 +69,8 @@ def with_lengths(wishes: Wishes, tuned: Tuned, context: int | None, prompt: int 
     """The wishes with a context and a prompt: the given ones, or those that suit the model.
 
     Raises:
-        ValueError: the engine is unknown, it refuses so long a context, or the prompt is longer
-            than the context.
+        ValueError: the engine is unknown, it refuses so long a context, or the prompt or the answer
+            is longer than the context.
     """
     engine, _ = engine_of(wishes)
     limit = context_limit(tuned.config, engine)
@@ -87,6 +87,10 @@ def with_lengths(wishes: Wishes, tuned: Tuned, context: int | None, prompt: int 
         prompt = min(wishes.goal.prompt, context - 2)
     if prompt + 2 > context:
         raise ValueError(f"--prompt {prompt}: with --context {context}, at most {context - 2}")
+    if wishes.goal.answer >= context:
+        raise ValueError(
+            f"--answer {wishes.goal.answer}: with --context {context}, at most {context - 1}"
+        )
     return replace(wishes, context=context, goal=replace(wishes.goal, prompt=prompt))
 
 

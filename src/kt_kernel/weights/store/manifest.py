@@ -18,6 +18,7 @@ from ...runtime.variant import native
 from ..expert_tensors import BIASES, MATRICES
 from ..formats import SCALE_TYPE_NAMES, LayerForm, WeightForm, all_formats
 from .layer_file import MAX_LAYER, LayerSpec, form_entries
+from .quant_methods import QUANT_METHODS
 
 MANIFEST = "kt_manifest.json"
 PACKED_COPY = "kt-packed"  # subfolder that ``cpu_save`` writes to; not part of the checkpoint
@@ -25,16 +26,6 @@ VERSION = 1  # of the directory's format; that of the packed bytes is the compil
 _MAX_BYTES = 64 << 20  # of the file; no model has that many layers
 _MAX_SIZE = 65536  # of a dimension, and experts
 _NUMBER = re.compile("0|[1-9][0-9]{0,4}")  # of a layer
-
-# Methods by their names in `kt quant`.
-QUANT_METHODS = {
-    "int8": "AMXINT8",
-    "int4": "AMXINT4",
-    "int4_g32": "INT4_G32",
-    "int4_g128": "INT4_G128",
-    "moe_int8": "MOE_INT8",
-    "moe_int4": "MOE_INT4",
-}
 
 
 @dataclass(frozen=True)
