@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -31,6 +30,7 @@ from ..serving.server_process import (
     process_group,
     wait_until_healthy,
 )
+from .arguments import value_of
 from .rates import BATCH, EngineRates, rising
 
 # Of vLLM 0.26.0 and SGLang 0.5.17 with 8 layers of Qwen3-30B-A3B's shape on one H200 with 16
@@ -120,14 +120,8 @@ class ServerPlan:
 
 def _changes(arguments: Sequence[str], flag: str) -> dict[str, Any]:
     """The JSON object of an argument. Empty if there is none, or none that the engine accepts."""
-    found = ""
-    for word, following in itertools.pairwise([*arguments, ""]):
-        if word == flag:
-            found = following
-        elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
     try:
-        changes = json.loads(found or "{}")
+        changes = json.loads(value_of(arguments, flag) or "{}")
     except json.JSONDecodeError:
         return {}
     return changes if isinstance(changes, dict) else {}
@@ -230,6 +224,7 @@ def measure_engine(
     gpu_flops: float,
     gpu_step: Callable[[int], float],
     longest: int,
+    batch: int = BATCH,
 ) -> EngineRates:
     """The engine's own part, from a model with few layers and all experts on the GPU.
 
@@ -242,17 +237,19 @@ def measure_engine(
         gpu_flops: see `GpuRates`.
         gpu_step: seconds of the GPU for a decode step of so many streams.
         longest: tokens of the longest prompt to try; the server's context is larger.
+        batch: tokens of the engine's largest batch. The host prepares each batch of a prompt.
     """
     times = [(n, server.decode(n, 32)) for n in (1, 4, 16)]
     # What the host takes does not show where the GPU takes about as long.
     step = rising([(n, t) for n, t in times if gpu_step(n) < _HIDES * t] or times[:1])
     host = step[0][1]
     # The host prepares a prompt as it prepares a step, and then launches its layers.
-    short = max(server.prefill(min(128, longest)) - host, 0.0)
+    short = max(server.prefill(min(128, longest, batch)) - host, 0.0)
     usual = EngineRates(engine, step, short / layers, USUAL[engine].share, measured=True)
     first = min(longest, BATCH)
-    long = server.prefill(first) - host
-    if long <= _LONGER * short:
+    batches = -(-first // batch)
+    long = server.prefill(first) - batches * host
+    if long <= _LONGER * batches * short:
         return usual
     work = layers * np.array(operations(first)) / gpu_flops
     whole = replace(usual, share=min(float(work.sum()) / long, 1.0))
@@ -260,7 +257,7 @@ def measure_engine(
         return whole
     # Two prompts tell what everything else and what attention takes, because the latter grows with
     # the square.
-    batches = -(-longest // BATCH)
+    batches = -(-longest // batch)
     more = layers * np.array(operations(longest)) / gpu_flops
     longer = server.prefill(longest) - batches * host
     others, attention = np.linalg.solve(np.array([work, more]), np.array([long, longer]))

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BATCH = 8192  # tokens of an engine's largest batch; longer prompts are divided
+BATCH = 8192  # tokens of an engine's largest batch on a GPU of 80 to 141 GB, see `batches`
 Points = tuple[tuple[float, float], ...]  # (size, seconds), by increasing size
 
 

@@ -16,6 +16,7 @@ from ..runtime.pools import plan_pools
 from ..serving.option_table import OptionError
 from ..serving.tuned import ENGINES_PART, Need
 from .apart import Apart
+from .batches import batch_tokens
 from .choice import Candidate, HotChoice, Limits, choose, predict
 from .cpu import cpu_rates, host_rates
 from .engine import VOCABULARY, ServerPlan, serving
@@ -119,7 +120,8 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
             device = apart(measure_gpu, shape, torch.device("cuda", 0))
         cpus = tuple(_cpus(tuned, tuple(hots), accepted, room is not None, apart, say))
     rates = engine_rates(tuned, wishes, engine, installed, device, say)
-    model = TimeModel(shape, device, rates, wishes.context)
+    batch = batch_tokens(engine, device, wishes.engine_arguments)
+    model = TimeModel(shape, device, rates, wishes.context, batch)
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
     candidates: list[Candidate] = []
     for method in hots:

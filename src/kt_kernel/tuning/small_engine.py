@@ -10,10 +10,11 @@ from pathlib import Path
 from ..serving.server_process import ServerFailed
 from ..serving.small_multimodal import text_path
 from ..serving.tuned import ENGINES_PART
+from .batches import batch_tokens
 from .engine import LEAST_CONTEXT, USUAL, VOCABULARY, Server, ServerPlan, measure_engine, serving
 from .model import Load, Setting, TimeModel
 from .plan import Tuned
-from .rates import CpuRates, EngineRates, GpuRates, HostRates
+from .rates import BATCH, CpuRates, EngineRates, GpuRates, HostRates
 from .shape import Shape
 from .wishes import LONGEST, Say, Wishes, share_of
 
@@ -47,13 +48,14 @@ def engine_rates(
     more = wishes.engine_arguments
     memory = share_of(wishes, device, engine)
     plan = ServerPlan(engine, tuned.path, context, 16, memory=memory, layers=part.layers, more=more)
+    batch = batch_tokens(engine, device, more)
     say(f"measuring {engine} with {part.layers} layers of the model, random weights")
     try:
         with (
             tempfile.TemporaryDirectory(prefix="kt-tune-") as folder,
             serving(plan, VOCABULARY, Path(folder) / "log", server_environment()) as server,
         ):
-            return measure_small(engine, server, part, device, context - 2)
+            return measure_small(engine, server, part, device, context - 2, batch)
     except ServerFailed as problem:
         say(f"{engine} could not be measured ({problem}); its usual times are taken")
         return usual
@@ -77,7 +79,12 @@ def small_shape(shape: Shape, memory: float) -> Shape:
 
 
 def measure_small(
-    engine: str, server: Server, part: Shape, device: GpuRates, longest: int
+    engine: str,
+    server: Server,
+    part: Shape,
+    device: GpuRates,
+    longest: int,
+    batch: int = BATCH,
 ) -> EngineRates:
     """See `measure_engine`. part: of the served model, all of whose experts are on the GPU."""
     model = TimeModel(part, device, USUAL[engine], context=64)
@@ -91,6 +98,7 @@ def measure_small(
         device.flops,
         lambda streams: model.device_step(hot, streams),
         longest,
+        batch,
     )
 
 
