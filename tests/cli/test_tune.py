@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,6 +253,28 @@ def test_bad_configurations(
     assert last.startswith(f"kt: error: {tmp_path}"), last
     for word in words:
         assert word in last, last
+
+
+def test_a_folder_that_cannot_be_written_is_said_first(
+    kt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    failed(kt("tune", DEMO_MODEL, *SMALL), 1, f"{tmp_path / 'file'}: Not a directory")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    failed(kt("tune", DEMO_MODEL, *SMALL), 1, f"{tmp_path}: Permission denied")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    failed(
+        kt("tune", DEMO_MODEL, *SMALL), 1, "home directory. Set XDG_CONFIG_HOME, or give --no-save"
+    )
+    assert kt("tune", DEMO_MODEL, *SMALL, "--no-save")[0] == 0
 
 
 def test_a_model_without_experts(kt: Any, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def tune(
     from ..serving.option_table import find_option
     from ..serving.option_values import checked_value
     from ..serving.server_process import ServerFailed
+    from ..serving.tuned import check_place
     from ..serving.tuned import save as save_tuned
     from ..tuning.choice import Goal
     from ..tuning.plan import find_model
@@ -98,6 +99,11 @@ def tune(
     )
     tuned = find_model(model)
     wishes = with_lengths(wishes, tuned, context, prompt)
+    if save:
+        try:
+            check_place(tuned.config)
+        except RuntimeError as error:  # no home folder
+            raise ValueError(f"{error} Set XDG_CONFIG_HOME, or give --no-save") from None
     result = run_tune(tuned, wishes, _say)
     checked, failed = None, False
     if check and result.installed and tuned.checkpoint is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..runtime.files import replace_file
+from ..runtime.files import nearest_existing, need_writable, replace_file
 from ..runtime.gpu import GpuMemory
 from ..runtime.machine import machine_key
 from ..runtime.machine_cache import read_cache
@@ -161,6 +162,19 @@ def path_of(key: Mapping[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     kind = key["model_type"] or "model"
     return config_folder() / "tuned" / f"{kind}-{digest}.json"
+
+
+def check_place(config: Any) -> None:
+    """Raises what `save` would raise because of its folder, before anything is measured for it.
+    Nothing is created."""
+    path = path_of(model_key(config))
+    folder = nearest_existing(str(path.parent))
+    if folder == str(path.parent):
+        need_writable(path)
+    elif not os.path.isdir(folder):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+    elif not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
 
 
 def save(
