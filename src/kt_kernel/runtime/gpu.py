@@ -1,12 +1,15 @@
-"""How much memory a GPU has."""
+"""How much memory a GPU has. torch is imported when a function is called: the plugins import this
+module before they know whether the package is whole."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _PATIENCE = 120  # seconds for a process that imports torch on a busy machine
 _PROGRAM = "import torch; print(*torch.cuda.mem_get_info(0))"
@@ -27,6 +30,8 @@ def gpu_memory(device: torch.device | int = 0) -> GpuMemory:
     Raises:
         RuntimeError: CUDA cannot use the GPU.
     """
+    import torch
+
     return GpuMemory(*torch.cuda.mem_get_info(device))
 
 
