@@ -378,6 +378,11 @@ NAMES = (
         until="MoeRunnerConfig holds everything that affects a layer's result",
     ),
     Name(
+        f"{FUSED_MOE}:FusedMoE.weight_loader",
+        "replaced",
+        "takes the weights of cold experts from models that call it, in place of the parameter's",
+    ),
+    Name(
         f"{FUSED_MOE}:FusedMoE._weight_loader_impl",
         "called",
         "loads one matrix of a hot expert into a given slot",

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from .hooks import Hook, verify
 from .hot import PackedHotMethod, hold_dense, refuse_activation
 from .options import language_model, options_of, resolved, text_config
 from .products import products
+from .stacks import with_stacks
 
 _logger = logging.getLogger("sglang.kt")
 _SITU_BETA = 4.0  # SGLang's kernels use it if a model gives none
@@ -75,6 +76,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.gpu_method = gpu_method
         self.config = config
         self.scaling = 1.0
+        self.delivered: set[tuple[int, str]] = set()  # matrices of hot experts that SGLang holds
         # All experts of a quantised draft model are hot.
         if not config.model.draft and not isinstance(
             gpu_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)
@@ -137,6 +139,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             self.num_gpu_experts = num_experts = placement.num_slots
         if not placement.all_hot or self.hybrid.adapted or packed:
             extra["weight_loader"] = self._make_loader(layer, extra["weight_loader"])
+            layer.weight_loader = extra["weight_loader"]  # which Zaya's loader calls
         if packed:
             self.gpu_method = PackedHotMethod(self.hybrid)
         self.gpu_method.create_weights(
@@ -178,6 +181,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             given = hybrid.deliver_hot(expert_id, which, loaded_weight, param.dtype)
             if given is None:
                 return
+            self.delivered.add((expert_id, which))
             if all_hot:
                 original(param, given, weight_name, shard_id, expert_id)
                 return
@@ -196,6 +200,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         options, slots = self.config.model.options, self.hybrid.placement.num_slots
         if slots and options.reads_hot and self.hybrid.hot is None:
             hold_dense(layer, self.hybrid)
+        self._check_delivered()
         self.hybrid.finish_loading()
         if self.hybrid.placement.num_slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)
@@ -208,6 +213,21 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 _logger.info(line)
             failure.confirm()
             watch(model, _logger)
+
+    def _check_delivered(self) -> None:
+        """ValueError if the model's loader left out hot experts, which SGLang would serve
+        uninitialised. If all are hot and unchanged, they do not come through our loader."""
+        own = self.hybrid
+        if own.hot is not None or (own.placement.all_hot and not own.adapted):
+            return
+        for expert in own.placement.hot_experts:
+            for which in own.activation.matrices:
+                if (expert, which) not in self.delivered:
+                    raise ValueError(
+                        f"layer {own.layer_idx}: SGLang's loader of this model class did not "
+                        f"deliver hot expert {expert} ({which}); accepted: --kt-weight-path with "
+                        "--kt-hot-format bf16 or packed, or --kt-num-gpu-experts 0"
+                    )
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Creates the runner of the hot experts, with the number of slots. It skips ids of -1."""
@@ -430,14 +450,14 @@ def _reads_all(model: HybridModel, layer_idx: int, num_experts: int) -> bool:
 
 def _around_get_all_weights(
     original: Callable[..., Any], loader: Any, model_config: Any, model: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterable[tuple[str, torch.Tensor]]:
     """Around the reading of a checkpoint: the model does not get the weights of experts that kt-moe
     reads itself."""
     weights = original(loader, model_config, model)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, KTEPWrapperMethod):
-            return method.config.model.names_read_here.without(weights)
+            return with_stacks(model, method.config.model.names_read_here.without(weights))
     return weights
 
 

@@ -172,6 +172,22 @@ def check_what_a_layer_may_be() -> None:
         ({"activation": "situ"}, ExpertActivation("situ", situ_beta=4.0)),
     ):
         assert create(8, **given).hybrid.activation == expected, given
+    # Some models call the layer's own loader. One that leaves out a hot expert is refused.
+    method, layer = create(3, num_fused_shared_experts=0), made["layer"]
+    assert layer.weight_loader is made["weight_loader"] is not create
+    layer._weight_loader_impl = lambda **given: None
+    param = torch.zeros(1)
+    for expert in range(3):
+        for shard, size in (("w1", (32, 64)), ("w3", (32, 64)), ("w2", (64, 32))):
+            try:
+                method._check_delivered()
+            except ValueError as error:
+                what = {"w1": "gate", "w3": "up", "w2": "down"}[shard]
+                assert f"did not deliver hot expert {expert} ({what})" in str(error), error
+            else:
+                raise AssertionError(f"expert {expert} without {shard} was accepted")
+            layer.weight_loader(param, torch.zeros(size), "w", shard, expert)
+    method._check_delivered()
     new = refusal(8, {"sparsity": 0.5})
     assert new.startswith("layer 0: KTEPWrapperMethod has sparsity=0.5, which kt-moe"), new
     # SGLang can keep the weights that it delivers, and has none that kt-moe reads.

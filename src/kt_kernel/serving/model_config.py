@@ -18,6 +18,18 @@ _EVERY_LAYER = (
     "olmoe",
     "phimoe",
 )
+# Names of the experts' activation, in some configurations beside that of the other layers.
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+# Settings that make an activation another one than its name says.
+_NOT_PLAIN = (
+    "swiglu_limit",
+    "swiglu_limits",
+    "swiglu_alpha",
+    "expert_swiglu_limit_list",
+    "moe_apply_router_weight_on_input",
+)
+# Model types whose router weights multiply the experts' input, without a setting for it.
+_ON_INPUT = ("llama4_text",)
 
 
 def num_experts(config: Any) -> int:
@@ -91,8 +103,14 @@ def has_plain_silu(config: Any) -> bool:
 
     True if the configuration does not tell. The start of streaming checks the layers themselves.
     """
-    name = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-    return name in (None, "silu", "swish") and not getattr(config, "swiglu_limit", None)
+    if getattr(config, "model_type", None) in _ON_INPUT:
+        return False
+    names = {getattr(config, name, None) for name in _ACTIVATIONS}
+    given = [getattr(config, name, None) for name in _NOT_PLAIN]
+    # Of some settings, a list has a value for each layer.
+    return names <= {None, "silu", "swish"} and not any(
+        any(value) if isinstance(value, list) else value for value in given
+    )
 
 
 def routed_model(config: Any) -> RoutedModel:
