@@ -76,7 +76,6 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.gpu_method = gpu_method
         self.config = config
         self.scaling = 1.0
-        self.delivered: set[tuple[int, str]] = set()  # matrices of hot experts that SGLang holds
         # All experts of a quantised draft model are hot.
         if not config.model.draft and not isinstance(
             gpu_method, (UnquantizedFusedMoEMethod, Fp8MoEMethod)
@@ -131,6 +130,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             has_cpu_part=layer.moe_tp_rank == 0,
         )
         self.dtype = params_dtype
+        self.delivered: set[tuple[int, str]] = set()  # matrices of hot experts that SGLang holds
         packed = converted and options.hot_format == PACKED
         if converted:
             refuse_activation(self.hybrid, extra.get("with_bias", False))

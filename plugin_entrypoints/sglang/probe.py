@@ -68,7 +68,13 @@ def _set_weights(moved: int) -> None:
     original = DefaultModelLoader.load_weights_and_postprocess
 
     def load(model: Any, weights: Any, target_device: Any) -> None:
-        model.load_weights = lambda weights: fill(model, lambda layer: layer.num_experts, moved)
+        def set_all(weights: Any) -> None:
+            fill(model, lambda layer: layer.num_experts, moved)
+            # Loading ends with it in classes that derive matrices from others, as MLA does.
+            if hasattr(model, "post_load_weights"):
+                model.post_load_weights()
+
+        model.load_weights = set_all
         original(model, weights, target_device)
 
     DefaultModelLoader.load_weights_and_postprocess = staticmethod(load)

@@ -540,6 +540,7 @@ if __name__ == "__main__":
     layers.check_no_mask_that_nobody_fills()
     layers.check_hot_routes_are_int32()
     layers.check_what_a_layer_may_be()
+    layers.check_random_weights()
     layers.check_other_experts()
     layers.check_what_models_ask()
     layers.check_scaling_is_applied_once()

@@ -20,6 +20,7 @@ from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import hot as kt_hot
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
+from kt_kernel.plugin_entrypoints.sglang import probe as kt_probe
 from kt_kernel.serving.activations import SILU
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import OptionError
@@ -201,6 +202,49 @@ def check_what_a_layer_may_be() -> None:
             assert str(error).endswith(f"; accepted: {accepted}--kt-num-gpu-experts 0"), error
         else:
             raise AssertionError("experts with GELU were accepted")
+
+
+def check_random_weights() -> None:
+    """kt model check sets them in place of loading: experts by the layer's loader, moved on as
+    asked, and what a class derives from its weights afterwards."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.Module()
+            self.experts.num_experts, self.got = 3, {}
+            for name, shape in (("w13_weight", (3, 8, 6)), ("w2_weight", (3, 6, 4))):
+                parameter = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+                parameter.weight_loader = self.take
+                self.experts.register_parameter(name, parameter)
+            self.absorb = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+            self.derived = None
+
+        def take(
+            self, param: Any, matrix: torch.Tensor, name: str, shard_id: str, expert_id: int
+        ) -> None:
+            self.got[shard_id, expert_id] = matrix
+
+        def load_weights(self, weights: Any) -> None:
+            raise AssertionError("a checkpoint is read")
+
+        def post_load_weights(self) -> None:
+            self.derived = self.absorb.clone()
+
+    original, found = DefaultModelLoader.load_weights_and_postprocess, []
+    for moved in (0, 1):
+        kt_probe._set_weights(moved)
+        model = Model()
+        DefaultModelLoader.load_weights_and_postprocess(model, iter(()), torch.device("cpu"))
+        DefaultModelLoader.load_weights_and_postprocess = staticmethod(original)
+        assert model.derived is not None and model.derived.any()
+        found.append(model.got)
+    plain, after = found
+    assert len(plain) == len(after) == 9
+    for (shard, expert), matrix in plain.items():
+        assert matrix.any() and torch.equal(after[shard, (expert + 1) % 3], matrix), shard
+        assert not torch.equal(after[shard, expert], matrix), shard
 
 
 def check_other_experts() -> None:
