@@ -12,7 +12,7 @@ from kt_kernel.serving.tuned import Start
 from ..common import refuse_class, refuse_streaming, warn_of_trace
 from .contract import BESIDE_COLD, CONTRACT, REFUSED_SPECULATION
 from .graphs import leave_long_prompts
-from .options import OPTIONS_KEY, decide, language_model, model_config_of, options_of, resolved
+from .options import OPTIONS_KEY, decide, model_config_of, options_of, resolved
 
 _GRAPHS = ("full", "breakable", "disabled")  # ways to make CUDA graphs
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
@@ -34,7 +34,7 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
         if cold or options.converts_hot:
             _separate_shared_experts(server_args, arguments)
         if cold:
-            config = language_model(model_config.hf_config)
+            config = model_config.hf_text_config
             leave_long_prompts(server_args, arguments, config, options, _logger)
         setattr(server_args, _CHECKED_KEY, True)
         _logger.info(options.describe())
@@ -76,7 +76,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         _start(arguments, model_config),
         model_config.hf_config,
     )
-    return prepare(options, language_model(model_config.hf_config), served, _logger)
+    return prepare(options, model_config.hf_text_config, served, _logger)
 
 
 def _start(arguments: Any, model_config: Any) -> Start:
@@ -140,7 +140,7 @@ def _refuse_dependence_on_the_batch(arguments: Any, options: KTOptions) -> None:
 def _some_are_cold(model_config: Any, options: KTOptions) -> bool:
     from kt_kernel.serving.placement import plan_placement
 
-    return not plan_placement(options, language_model(model_config.hf_config)).all_hot
+    return not plan_placement(options, model_config.hf_text_config).all_hot
 
 
 def _separate_shared_experts(server_args: Any, arguments: Any) -> None:

@@ -519,7 +519,7 @@ ATTRIBUTES = (
     ),
     Attributes(
         f"{SRT}.configs.model_config:ModelConfig",
-        ("context_len", "hf_config", "is_draft_model", "quantization"),
+        ("context_len", "hf_config", "hf_text_config", "is_draft_model", "quantization"),
         "the served model, and a draft model",
     ),
     Attributes(

@@ -34,7 +34,7 @@ from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
 from .graphs import largest_captured
 from .hooks import Hook, verify
 from .hot import PackedHotMethod, hold_dense, refuse_activation
-from .options import language_model, options_of, resolved, text_config
+from .options import options_of, resolved, text_config
 from .products import products
 from .stacks import with_stacks
 
@@ -361,7 +361,7 @@ def _around_initialize_model(
     if options is None:
         return original(model_config, *args, **kwargs)
     verify_hooks()
-    config = language_model(model_config.hf_config)
+    config = model_config.hf_text_config
     if model_config.is_draft_model:
         hybrid = HybridModel(draft_options(options, model_config.quantization), draft=True)
     else:

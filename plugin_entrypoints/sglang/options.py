@@ -75,12 +75,7 @@ def model_config_of(server_args: Any) -> Any:
 
 def text_config(server_args: Any) -> Any:
     """The Hugging Face configuration of the language model."""
-    return language_model(model_config_of(server_args).hf_config)
-
-
-def language_model(hf_config: Any) -> Any:
-    """The part of a model's configuration that describes its language model."""
-    return getattr(hf_config, "text_config", None) or hf_config
+    return model_config_of(server_args).hf_text_config
 
 
 def decide(server_args: Any, **fields: Any) -> None:

@@ -399,7 +399,7 @@ def check_long_prompts_are_not_captured() -> None:
         )
         checked = KTOptions.from_mapping({"num_gpu_experts": hot} | given)
         setattr(server_args, options.OPTIONS_KEY, checked.to_mapping())
-        options.language_model(model_config_of(server_args).hf_config).update(config)
+        model_config_of(server_args).hf_text_config.update(config)
         checks.checked_options_of(server_args)
         publish(pickle.loads(pickle.dumps(server_args)), role="scheduler")
         prefill = get_exec().graph.cuda_graph_config.prefill

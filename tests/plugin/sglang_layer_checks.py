@@ -351,7 +351,8 @@ def check_what_models_ask() -> None:
 def check_draft_models() -> None:
     """A draft model has its own options and layers. It may have no experts, and has no masks."""
     options = KTOptions(method="RAWINT4", weight_path="/model", num_gpu_experts=2)
-    config = SimpleNamespace(num_experts=8, text_config=None)
+    # A multimodal model has its language model's configuration under one of several names.
+    whole, config = SimpleNamespace(), SimpleNamespace(num_experts=8)
     built: list[HybridModel] = []
 
     def build(model_config: Any) -> torch.nn.Module:
@@ -369,7 +370,10 @@ def check_draft_models() -> None:
             setattr(kt_layer, name, function)
         for draft, quantisation, hot in ((False, None, 2), (True, None, 2), (True, "awq", 8)):
             served = SimpleNamespace(
-                hf_config=config, is_draft_model=draft, quantization=quantisation
+                hf_config=whole,
+                hf_text_config=config,
+                is_draft_model=draft,
+                quantization=quantisation,
             )
             try:
                 kt_layer._around_initialize_model(build, served)
