@@ -17,7 +17,9 @@ import re
 from pathlib import Path
 
 KEPT = Path(__file__).parent / "results/registry-classes.json"
-_EXPERTS = re.compile(r"\b(FusedMoE|SharedFusedMoE|FusedMoEFactory|get_moe_impl_class\(\w+\))\(")
+_EXPERTS = re.compile(
+    r"\b(FusedMoE|SharedFusedMoE|FusedMoEFactory)\(|(?<!import )get_moe_impl_class\("
+)
 _IMPORT = re.compile(
     r"from (?:\.|sglang\.srt\.models\.|vllm\.model_executor\.models\.)(\w+) import"
 )

@@ -44,7 +44,8 @@ GPU; the cold experts of kt-moe round their inputs to bfloat16 on both. `0` is a
 """
 
 CLASSES = """\
-Some experts hot, the rest cold, in 16 bits. The control lacks the cold experts. \\* compared with
+Some experts hot, the rest cold, in 16 bits; or none hot, where the engine's kernels for the CPU
+compute no experts of the class. The control lacks the cold experts. \\* compared with
 the stock engine, which does not compute what transformers does. † in CUDA graphs. ‡ with routing or
 descriptions of batches by the test, because the engine has them on GPUs only
 ([details](support.md#classes)).
@@ -94,7 +95,7 @@ def _run(row: Row) -> tuple[str, ...]:
 def page(rows: list[Row], refused: list[Row], registries: dict[str, list[str]]) -> str:
     layers = [row for row in rows if row.get("part") == LAYER]
     rows = [row for row in rows if row not in layers]
-    classes = [row for row in rows if row["experts"] == PLAIN and row["hot format"] == "engine"]
+    classes = _one_a_class([row for row in rows if row["experts"] == PLAIN])
     quantised = [row for row in rows if row not in classes and row["experts"] != PLAIN]
     packed = [row for row in rows if row["hot format"] == "packed" and row["experts"] == PLAIN]
     parts = [
@@ -123,6 +124,17 @@ def page(rows: list[Row], refused: list[Row], registries: dict[str, list[str]]) 
         grid("engine", ["classes"], _untried([*rows, *layers, *refused], registries)),
     ]
     return "\n".join(parts) + "\n"
+
+
+def _one_a_class(rows: list[Row]) -> list[Row]:
+    """Rows with hot experts in the engine's format, and with none where an engine has no others."""
+    hot = [row for row in rows if row["hot format"] == "engine"]
+    places = {_place(row) for row in hot}
+    return hot + [row for row in rows if not row["hot"] and _place(row) not in places]
+
+
+def _place(row: Row) -> tuple[str, str, str]:
+    return row["class"], row["engine"], row["device"]
 
 
 def _untried(rows: list[Row], registries: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
@@ -155,7 +167,7 @@ def _by_engine(corner: str, rows: list[Row], name: Any, hot: bool) -> str:
 
 def _cell(row: Row, hot: bool) -> str:
     title = ""
-    if hot:
+    if hot or not row["hot"]:
         count = "none" if row["hot"] == 0 else "all" if row["hot"] == row["of"] else "some"
         title = f"{count} hot" + (f" ({row['hot format']})" if row["hot"] else "") + ": "
     marks = ("\\*" if row["reference"] == "stock" else "") + ("†" if row["graphs"] else "")

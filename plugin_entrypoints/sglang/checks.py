@@ -15,6 +15,14 @@ from .graphs import leave_long_prompts
 from .options import OPTIONS_KEY, decide, model_config_of, options_of, resolved
 
 _GRAPHS = ("full", "breakable", "disabled")  # ways to make CUDA graphs
+# Model classes of which SGLang does not load a published checkpoint, and what serves it.
+_LOADED_WRONGLY = {
+    "Llama4ForCausalLM": (
+        "SGLang loads it as a dense Llama, without its experts and with queries and keys in "
+        "another order; serve the text-only model with --json-model-override-args "
+        """'{"architectures": ["Llama4ForConditionalGeneration"]}'"""
+    )
+}
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
 
 _logger = logging.getLogger("sglang.kt")
@@ -52,6 +60,9 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     classes = list(model_config.hf_config.architectures or [])
+    for name in classes:
+        if name in _LOADED_WRONGLY:
+            raise OptionError(f"model class {name}: {_LOADED_WRONGLY[name]}")
     refuse_class(classes, options, CONTRACT.engine, _logger)
     quantisation = model_config.quantization or arguments.quantization
     CONTRACT.refuse(arguments)

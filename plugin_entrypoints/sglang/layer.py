@@ -3,7 +3,7 @@
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,6 @@ from .hooks import Hook, verify
 from .hot import PackedHotMethod, hold_dense, refuse_activation
 from .options import options_of, resolved, text_config
 from .products import products
-from .stacks import with_stacks
 
 _logger = logging.getLogger("sglang.kt")
 _SITU_BETA = 4.0  # SGLang's kernels use it if a model gives none
@@ -450,14 +449,14 @@ def _reads_all(model: HybridModel, layer_idx: int, num_experts: int) -> bool:
 
 def _around_get_all_weights(
     original: Callable[..., Any], loader: Any, model_config: Any, model: Any
-) -> Iterable[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Around the reading of a checkpoint: the model does not get the weights of experts that kt-moe
     reads itself."""
     weights = original(loader, model_config, model)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, KTEPWrapperMethod):
-            return with_stacks(model, method.config.model.names_read_here.without(weights))
+            return method.config.model.names_read_here.without(weights)
     return weights
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from families_2026 import CPU_MLA, FAMILIES_2026
+from families_2026 import BFLOAT16, CPU_MLA, FAMILIES_2026, RECURRENT, TRITON, overriding
 from families_multimodal import MULTIMODAL
 from family_settings import (
     EXPERTS,
     GROUPS,
+    LAYERS,
     LINEAR_ATTENTION,
     LLAMA4,
     MAMBA,
@@ -29,7 +30,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": Family(  # Kimi-K2's class, too
         MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
         CPU_MLA,
-        gpu=("sglang",),
+        TRITON,
     ),
     "Cohere2MoeForCausalLM": Family(
         dict(layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=True), {}, {}
@@ -45,7 +46,9 @@ FAMILIES = {
     "ExaoneMoeForCausalLM": Family(
         GROUPS | dict(layer_types=["sliding_attention", "full_attention"], num_shared_experts=1),
         {},
-        untried=("sglang",),
+        # SGLang's attention in Triton fails at sliding layers of this class.
+        TRITON | overriding(layer_types=["full_attention"] * LAYERS),
+        by_stock=("sglang",),
         published="ExaoneMoEForCausalLM",
         replaced=dict(is_moe_layer=[False, True]),
     ),
@@ -66,13 +69,17 @@ FAMILIES = {
             layers_block_type=["mamba", "attention", "moe"],
             num_hidden_layers=3,
             mlp_hidden_act="relu2",
+            n_groups=8,  # SGLang's code for the CPU makes one for each head
             n_group=1,
             topk_group=1,
             n_shared_experts=1,
             moe_shared_expert_intermediate_size=64,
-            routed_scaling_factor=2.5,
+            routed_scaling_factor=1.0,  # which SGLang leaves to its kernels for GPUs
         ),
-        untried=("vllm", "sglang"),
+        {},
+        RECURRENT | {"moe_runner_backend": "triton"},
+        cold_only=("vllm", "sglang"),
+        mean=0.03,  # for SGLang, whose median is 0.002
         replaced=dict(
             hybrid_override_pattern="M*E",
             num_hidden_layers=3,
@@ -92,6 +99,6 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Family({}, {}, {}),
     # vLLM's linear attention on the CPU supports only BF16.
     "Qwen3NextForCausalLM": Family(
-        SHARED | LINEAR_ATTENTION, {"dtype": "bfloat16"}, gpu=("sglang",), median=0.03, mean=0.06
+        SHARED | LINEAR_ATTENTION, BFLOAT16, gpu=("sglang",), median=0.03, mean=0.06
     ),
 }

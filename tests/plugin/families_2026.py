@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from family_settings import (
     EXPERTS,
     GROUPS,
@@ -15,6 +18,13 @@ from family_settings import (
 
 # On CPUs with AMX, vLLM would select an attention backend without float32.
 CPU_MLA = {"attention_backend": "CPU_MLA"}
+# SGLang's attention in torch has neither MLA nor sinks. Triton's interpreter runs this one.
+TRITON = {"attention_backend": "triton"}
+# SGLang's own choice needs a GPU.
+RECURRENT = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+BFLOAT16 = {"dtype": "bfloat16"}
+# What SGLang reads, and transformers does not write.
+SLIDING_HEADS = {"swa_num_key_value_heads": 2}
 DENSE_FIRST = dict(mlp_layer_types=["dense", "sparse"])
 SLIDING = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=64)
 GEMMA4 = SLIDING | dict(
@@ -26,12 +36,20 @@ GEMMA4 = SLIDING | dict(
     per_layer_config={},
 )
 ONE_GROUP = dict(n_group=1, topk_group=1, n_shared_experts=1, routed_scaling_factor=2.5)
+ROPE = dict(rope_type="default", rope_theta=10000.0)
 ROPE_BY_KIND = dict(
     rope_parameters={
         kind: dict(rope_type="default", rope_theta=theta)
         for kind, theta in (("full_attention", 500000.0), ("sliding_attention", 10000.0))
     }
 )
+
+
+def overriding(**settings: Any) -> dict[str, str]:
+    """SGLang's argument that changes config.json."""
+    return {"json_model_override_args": json.dumps(settings)}
+
+
 FAMILIES_2026: dict[str, Family] = {
     "AfmoeForCausalLM": Family(
         SLIDING
@@ -99,16 +117,18 @@ FAMILIES_2026: dict[str, Family] = {
     "Gemma4ForCausalLM": Family(
         GEMMA4,
         {},
+        TRITON | overriding(**SLIDING_HEADS),
+        by_stock=("sglang",),
         settings="Gemma4TextConfig",
     ),
     "Glm4MoeLiteForCausalLM": Family(
         MLA | ONE_GROUP | DENSE_FIRST,
         CPU_MLA,
-        gpu=("sglang",),
+        TRITON,
         replaced=dict(first_k_dense_replace=1),
     ),
     "GraniteMoeSWAForCausalLM": Family(
-        SLIDING | dict(shared_intermediate_size=64, layer_rope_theta=[10000.0, 10000.0]), {}
+        SLIDING | dict(shared_intermediate_size=64, layer_rope_theta=[10000.0, 10000.0]), {}, TRITON
     ),
     "GraniteMoeHybridForCausalLM": Family(
         dict(
@@ -120,9 +140,10 @@ FAMILIES_2026: dict[str, Family] = {
             mamba_d_state=64,
             position_embedding_type="rope",
         ),
+        {},
+        RECURRENT,
         wide=dict(mamba_n_heads=16),
-        gpu=("vllm",),
-        untried=("sglang",),
+        mean=0.02,
         replaced=dict(layer_types=["mamba", "attention"]),
     ),
     "HYV3ForCausalLM": Family(
@@ -168,7 +189,7 @@ FAMILIES_2026: dict[str, Family] = {
             layer_types=["linear_attention", "full_attention"],
             linear_num_heads=4,
             linear_head_dim=128,
-            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+            rope_parameters=ROPE,
         ),
         gpu=("sglang",),
         untried=("vllm",),
@@ -193,7 +214,7 @@ FAMILIES_2026: dict[str, Family] = {
     "Lfm2MoeForCausalLM": Family(
         dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
         {},
-        untried=("sglang",),
+        RECURRENT,
         by_stock=("vllm",),
     ),
     "LongcatFlashForCausalLM": Family(
@@ -223,8 +244,8 @@ FAMILIES_2026: dict[str, Family] = {
     "MiMoV2FlashForCausalLM": Family(
         SLIDING | DENSE_FIRST | ROPE_BY_KIND | dict(n_group=1, topk_group=1, v_head_dim=32),
         {},
-        untried=("sglang",),
-        by_stock=("vllm",),
+        TRITON | overriding(rope_parameters=ROPE),
+        by_stock=("vllm", "sglang"),
         replaced=dict(
             hybrid_layer_pattern=[1, 0],
             moe_layer_freq=[0, 1],
@@ -245,7 +266,7 @@ FAMILIES_2026: dict[str, Family] = {
     "MiniMaxM2ForCausalLM": Family(
         {},
         {},
-        gpu=("sglang",),
+        {},
         replaced=dict(scoring_func="sigmoid", use_routing_bias=True, use_qk_norm=True),
         repeated=dict(rotary_dim="head_dim"),
     ),
@@ -261,7 +282,7 @@ FAMILIES_2026: dict[str, Family] = {
     ),
     "Qwen3_5MoeForCausalLM": Family(
         SHARED | LINEAR_ATTENTION,
-        {"dtype": "bfloat16"},
+        BFLOAT16,
         gpu=("sglang",),
         settings="Qwen3_5MoeTextConfig",
         median=0.03,

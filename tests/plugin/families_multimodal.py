@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from families_2026 import CPU_MLA, DENSE_FIRST, GEMMA4
+from families_2026 import (
+    BFLOAT16,
+    CPU_MLA,
+    DENSE_FIRST,
+    GEMMA4,
+    RECURRENT,
+    SLIDING_HEADS,
+    TRITON,
+    overriding,
+)
 from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, LLAMA4, MLA, SHARED, TOP_K, Family
 
 MROPE = dict(
@@ -42,6 +51,19 @@ PATCHES = VISION_TOKENS | dict(
         apply_vit_abs_pos_embed=True,
     ),
 )
+KIMI_VISION = dict(
+    patch_size=14,
+    pos_emb_height=8,
+    pos_emb_width=8,
+    num_attention_heads=2,
+    num_hidden_layers=1,
+    hidden_size=64,
+    intermediate_size=64,
+    # As SGLang reads them, and the text model's size, because it builds this part for text, too.
+    vt_hidden_size=64,
+    init_pos_emb_height=8,
+    init_pos_emb_width=8,
+)
 TEXT = ("text_config",)
 
 MULTIMODAL: dict[str, Family] = {
@@ -73,7 +95,8 @@ MULTIMODAL: dict[str, Family] = {
     "Gemma4ForConditionalGeneration": Family(
         GEMMA4,
         {},
-        untried=("sglang",),
+        TRITON | overriding(text_config=SLIDING_HEADS),
+        by_stock=("sglang",),
         inside=TEXT,
         around=dict(
             vision_config=dict(
@@ -136,7 +159,7 @@ MULTIMODAL: dict[str, Family] = {
     "Llama4ForConditionalGeneration": Family(
         LLAMA4,
         {},
-        gpu=("sglang",),
+        BFLOAT16,
         inside=TEXT,
         around=dict(
             vision_config=dict(
@@ -158,7 +181,7 @@ MULTIMODAL: dict[str, Family] = {
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
         SHARED | LINEAR_ATTENTION,
-        {"dtype": "bfloat16"},
+        BFLOAT16,
         gpu=("sglang",),
         inside=TEXT,
         around=PATCHES,
@@ -192,7 +215,7 @@ MULTIMODAL: dict[str, Family] = {
     "Kimi_K25ForConditionalGeneration": Family(
         MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
         CPU_MLA,
-        untried=("sglang",),
+        TRITON | overriding(vision_config=KIMI_VISION | dict(text_hidden_size=128)),
         published="KimiK25ForConditionalGeneration",
         settings="Kimi_K25Config",
         replaced=dict(architectures=["DeepseekV3ForCausalLM"]),
@@ -204,18 +227,7 @@ MULTIMODAL: dict[str, Family] = {
         inside=TEXT,
         around=VISION_TOKENS
         | dict(
-            vision_config=dict(
-                patch_size=14,
-                pos_emb_height=8,
-                pos_emb_width=8,
-                num_attention_heads=2,
-                num_hidden_layers=1,
-                hidden_size=64,
-                intermediate_size=64,
-                # As SGLang reads them, which builds this part for text, too.
-                vt_hidden_size=64,
-                text_hidden_size=512,
-            ),
+            vision_config=KIMI_VISION | dict(text_hidden_size=512),
             projection_hidden_size=64,
         ),
     ),

@@ -104,7 +104,8 @@ class Family:
     checkpoints lack. transposed: whether published stacks of experts are [E, H, 2 I] and [E, I, H].
     renamed: parts of the tensors' names, and what published checkpoints have instead. median,
     mean: how far log-probabilities may be from the reference's. by_stock: engines that do not
-    compute what transformers does, so they are compared with themselves.
+    compute what transformers does, so they are compared with themselves. cold_only: engines whose
+    kernels for the CPU cannot compute any of its experts, so none is hot.
     """
 
     config: dict[str, Any]
@@ -127,6 +128,7 @@ class Family:
     median: float = 0.005
     mean: float = 0.01
     by_stock: tuple[str, ...] = ()
+    cold_only: tuple[str, ...] = ()
 
     def on_cpu(self, engine: str) -> dict[str, Any] | None:
         """The engine's arguments; None if it does not serve the class on the CPU."""

@@ -40,20 +40,19 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
     import sglang
 
     def begin(**arguments: object) -> sglang.Engine:
-        return sglang.Engine(
-            model_path=one.get("model", job["model"]),
-            dtype=job.get("dtype", "float32"),
-            skip_tokenizer_init=True,
-            sleep_on_idle=True,
-            grammar_backend="none",
-            max_total_tokens=1024,
-            max_running_requests=16,
-            mem_fraction_static=0.6,  # of all memory, of which other processes may take some
-            random_seed=0,
-            log_level="info",
+        given = {
+            "dtype": job.get("dtype", "float32"),
+            "skip_tokenizer_init": True,
+            "sleep_on_idle": True,
+            "grammar_backend": "none",
+            "max_total_tokens": 1024,
+            "max_running_requests": 16,
+            "mem_fraction_static": 0.6,  # of all memory, of which other processes may take some
+            "random_seed": 0,
+            "log_level": "info",
             **job.get("device", CPU),
-            **arguments,
-        )
+        }
+        return sglang.Engine(model_path=one.get("model", job["model"]), **given | arguments)
 
     failed = None
     if "fails_first" in one:

@@ -20,7 +20,7 @@ import speculative
 import test_sglang
 import test_vllm
 import torch
-from class_results import MODEL, RESULTS, classes_that_passed, keep
+from class_results import KEPT, MODEL, RESULTS, classes_that_passed, keep
 from engines import (
     HOT,
     TIMEOUT,
@@ -30,11 +30,12 @@ from engines import (
     distances_from_stock,
     logprob_distances,
 )
+from families_2026 import BFLOAT16, overriding
 from family_models import EXPERTS, FAMILIES, PROMPTS, STEPS, FamilyReference, make
 from grid import FULL
 from tiny_model import computed_tokens
 
-from kt_kernel.plugin_entrypoints.common import models_tested_in
+from kt_kernel.plugin_entrypoints.common import layers_tested_in, models_tested_in
 
 USUAL = (
     "DeepseekV3ForCausalLM",
@@ -55,21 +56,38 @@ USUAL = (
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+# Triton's interpreter takes half a minute for what these compute in SGLang.
+INTERPRETED = ("attention_backend", "mamba_radix_cache_strategy")
+
+
+def _is_usual(engine: str, name: str) -> bool:
+    given = FAMILIES[name].on_cpu(engine) or {}
+    return name in USUAL and not (engine == "sglang" and any(one in given for one in INTERPRETED))
+
+
 MODELS = {
     engine: [
         name
         for name, family in FAMILIES.items()
-        if family.on_cpu(engine) is not None and (name in USUAL or FULL or RESULTS)
+        if family.on_cpu(engine) is not None and (_is_usual(engine, name) or FULL or RESULTS)
     ]
     for engine in ("vllm", "sglang")
 }
 # In it none, some and all experts are hot; in the others some. SGLang starts too slowly for more.
 THOROUGH = ("vllm", "DeepseekV3ForCausalLM")
+
+
+def _hot(engine: str, name: str) -> list[int]:
+    if engine in FAMILIES[name].cold_only:
+        return [0]
+    return [0, HOT, EXPERTS] if (engine, name) == THOROUGH else [HOT]
+
+
 RUNS = [
     (engine, name, hot)
     for engine, names in MODELS.items()
     for name in names
-    for hot in ([0, HOT, EXPERTS] if (engine, name) == THOROUGH else [HOT])
+    for hot in _hot(engine, name)
 ]
 # Also served by vLLM with transformers' code for everything but the experts.
 BY_TRANSFORMERS = ("Glm4MoeForCausalLM", "MixtralForCausalLM")
@@ -79,12 +97,23 @@ VARIABLES = {
     "vllm": {"TORCHDYNAMO_DISABLE": "1"},
     "sglang": {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"},
 }
-# Classes that are routed by vllm_stand_ins.py, because vLLM does not route so on the CPU.
-STAND_INS = ("LagunaForCausalLM", "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM")
-# On the tested list for its quantised models, see test_quantised_models.py.
+# Steps of vllm_stand_ins.py or sglang_stand_ins.py, because the engine has them on GPUs only.
+STAND_INS = {
+    ("vllm", "LagunaForCausalLM"): "routing",
+    ("vllm", "LongcatFlashForCausalLM"): "routing",
+    ("vllm", "MiniMaxM2ForCausalLM"): "routing",
+    ("vllm", "NemotronHForCausalLM"): "experts without a gate",
+    ("sglang", "Llama4ForConditionalGeneration"): "rotary embeddings",
+    ("sglang", "MiniMaxM2ForCausalLM"): "norm of queries and keys",
+}
+# On the tested list for its quantised models, see test_quantised_models.py; and a class that SGLang
+# loads wrongly, whose checkpoints its multimodal class serves.
+TEXT_ONLY = "Llama4ForCausalLM"
 REFUSED = {
     ("vllm", "GptOssForCausalLM"): "this model's experts have their own loading; kt-moe serves",
+    ("sglang", TEXT_ONLY): "serve the text-only model with --json-model-override-args",
 }
+AS_MULTIMODAL = BFLOAT16 | overriding(architectures=["Llama4ForConditionalGeneration"])
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
 
@@ -109,10 +138,12 @@ def stocks(engine: str, name: str, hot: int) -> bool:
     )
 
 
-def _options(hot: int) -> dict[str, Any]:
+def _options(engine: str, name: str, hot: int, model: Path) -> dict[str, Any]:
     """KT_RESULTS is for classes that are not listed yet, too."""
-    untested = {"allow_untested": True} if RESULTS else {}
-    return {"method": "BF16", "num_gpu_experts": hot, **untested}
+    options = {"method": "BF16", "num_gpu_experts": hot}
+    if engine in FAMILIES[name].cold_only:  # the engine is not to make a layer of its own
+        options["weight_path"] = str(model)
+    return options | ({"allow_untested": True} if RESULTS else {})
 
 
 def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, Any]:
@@ -120,7 +151,7 @@ def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, 
     wanted += [(name, HOT) for of, name in REFUSED if of == engine]
     runs = []
     for name, hot in wanted:
-        options = _options(hot)
+        options = _options(engine, name, hot, models(name))
         given, arguments = {"model": str(models(name))}, FAMILIES[name].on_cpu(engine) or {}
         one = given | {"name": f"{name} {hot}"}
         if engine == "vllm":
@@ -134,11 +165,16 @@ def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, 
         for name in BY_TRANSFORMERS:
             one = {"name": f"{name} transformers", "model": str(models(name))}
             engine_options = {"model_impl": "transformers"}
-            runs.append(one | {"kt": _options(HOT), "engine": engine_options})
+            kt = _options(engine, name, HOT, models(name))
+            runs.append(one | {"kt": kt, "engine": engine_options})
         runs += speculative.runs(folder, models("Qwen2MoeForCausalLM"))
+    else:
+        one = {"name": f"{TEXT_ONLY} as multimodal", "model": str(models(TEXT_ONLY))}
+        config = json.dumps(_options(engine, TEXT_ONLY, HOT, models(TEXT_ONLY)))
+        runs.append(one | {"config": config, "arguments": AS_MULTIMODAL})
     job = {"model": runs[0]["model"], "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     if engine == "sglang":
-        return job | {"fork": True}
+        return job | {"fork": True, "modules": ["sglang_stand_ins"]}
     return job | {"inspect_here": True, "modules": ["vllm_stand_ins"]}
 
 
@@ -184,7 +220,9 @@ def test_logprobs_are_those_of_transformers(
         near, far = distances_from_stock(title, found[f"{name} stock"], answer, reference, PROMPTS)
     else:
         near, far = logprob_distances(title, answer, reference, PROMPTS)
-    assert near.median() < family.median and near.mean() < family.mean
+    rounds = "dtype" in (family.on_cpu(engine) or {})  # the whole engine computes in bfloat16
+    median, mean = max(family.median, 0.03 * rounds), max(family.mean, 0.06 * rounds)
+    assert near.median() < median and near.mean() < mean
     assert far.mean() > 10 * near.mean()
     calls = sum(layer.get("expert_calls", 0) for layer in _layers(engine, answer["stats"]))
     tokens = computed_tokens(PROMPTS, STEPS)
@@ -208,9 +246,10 @@ def _keep(
     found: Answers,
     reference: FamilyReference,
 ) -> None:
-    """Also that the stock engine serves the class as transformers does, or how far off it is."""
+    """Also that the stock engine serves the class as transformers does, or how far off it is, if it
+    serves it. Some steps around experts exist on GPUs only, and kt-moe has its own."""
     family, stock = FAMILIES[name], None
-    if f"{name} stock" in found:
+    if "error" not in found.get(f"{name} stock", {"error": "not served"}):
         title = f"{engine} {name} stock"
         stock = logprob_distances(title, found[f"{name} stock"], reference, PROMPTS)[0]
     keep(
@@ -223,7 +262,7 @@ def _keep(
         hot=hot,
         of=EXPERTS,
         reference="stock" if engine in family.by_stock else "transformers",
-        stand_in="routing" if engine == "vllm" and name in STAND_INS else None,
+        stand_in=STAND_INS.get((engine, name)),
     )
 
 
@@ -240,6 +279,14 @@ def test_models_in_the_code_of_transformers(
     answer, family = answers("vllm")[f"{name} transformers"], FAMILIES[name]
     check_logprobs(name, answer, references(name), PROMPTS, family.median, family.mean)
     assert answer["hybrid"] == "HybridTransformersRoutedExperts"
+
+
+def test_a_text_only_llama_4(
+    answers: Callable[[str], Answers], references: Callable[[str], FamilyReference]
+) -> None:
+    """SGLang serves it as the argument says that its refusal names."""
+    answer = answers("sglang")[f"{TEXT_ONLY} as multimodal"]
+    check_logprobs(TEXT_ONLY, answer, references(TEXT_ONLY), PROMPTS, 0.03, 0.06)
 
 
 @pytest.mark.parametrize(("engine", "name"), REFUSED)
@@ -267,3 +314,19 @@ def test_the_list_is_those_that_passed(engine: str) -> None:
         if family.on_cpu(engine) is not None
     }
     assert served <= {*passed}
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_other_spellings_of_listed_classes_are_listed(engine: str) -> None:
+    """Registries have some classes under a publisher's and under transformers' spelling."""
+    listed = {*models_tested_in(engine), *layers_tested_in(engine)}
+
+    def folded(name: str) -> str:
+        return name.lower().replace("_", "")
+
+    known = {folded(name) for name in listed}
+    registries = json.loads((KEPT.parent / "registry-classes.json").read_text())
+    for version, names in registries.items():
+        if version.startswith(engine):
+            missing = {name for name in names if folded(name) in known} - listed
+            assert not missing, (version, missing)

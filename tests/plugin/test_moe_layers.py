@@ -64,7 +64,7 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "GraniteMoeHybridForCausalLM": Alone(),
         "JambaForCausalLM": Alone(),
         "Mistral4ForCausalLM": Alone(),
-        "NemotronHForCausalLM": Alone(True, hot=0),
+        "NemotronHForCausalLM": Alone(True, changed={"routed_scaling_factor": 2.5}, hot=0),
     },
     "sglang": {
         "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, written=COMPRESSED),

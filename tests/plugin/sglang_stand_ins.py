@@ -1,0 +1,67 @@
+"""Stand-ins for steps that SGLang has on GPUs only. Imported first in SGLang's process on the CPU.
+
+With TRITON_INTERPRET=1, Triton's interpreter runs SGLang's portable kernels. Here, the modules that
+would choose compiled kernels of AMX CPUs instead, or none at all, take the portable ones; two steps
+are written in torch. MoE layers are untouched.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import sglang.srt.utils as utils
+import torch
+import triton.runtime.autotuner as autotuner
+from sglang.kernels.ops.mamba import causal_conv1d_triton
+from sglang.srt.layers.attention.mamba import mamba
+from sglang.srt.models import llama4, minimax_m2, qwen3_next, qwen3_vl_moe  # noqa: F401
+
+# These modules choose their kernels when they are imported, after all that they import themselves.
+is_cpu = utils.is_cpu
+utils.is_cpu = lambda: False
+from sglang.srt.layers.attention.linear import gdn_backend, kda_backend  # noqa: E402, F401
+from sglang.srt.models import qwen3_5  # noqa: E402, F401
+
+utils.is_cpu = is_cpu
+# It would time its kernels on a GPU.
+autotuner.Autotuner._bench = lambda self, *given, config, **more: [1.0, 1.0, 1.0]
+torch.cpu.device = lambda device: nullcontext()  # as a context, which other devices have
+
+# A product with another result type: MLA's gates and mHC.
+aten = torch.library.Library("aten", "IMPL")
+aten.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
+
+
+def squares(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The sums of squares of the rows of q, then of k, float32 [2 T], padded to fours."""
+    rows = len(q)
+    sums = torch.zeros((2 * rows + 3) // 4 * 4)
+    sums[:rows], sums[rows : 2 * rows] = (x.float().square().sum(1) for x in (q, k))
+    return sums
+
+
+def normed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    sums: torch.Tensor,
+    ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm of the rows of q and k, by what `squares` returned, of all ranks."""
+
+    def one(x: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(own / (x.shape[1] * ranks) + eps)
+        return (x.float() * scale[:, None] * weight.float()).to(x.dtype)
+
+    rows = len(q)
+    return one(q, q_weight, sums[:rows]), one(k, k_weight, sums[rows : 2 * rows])
+
+
+minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = squares, normed
+# Elsewhere it expects rotary embeddings in place, and those for the CPU are not.
+llama4._is_npu = True
+for name in ("causal_conv1d_fn", "causal_conv1d_update"):
+    for ending in ("", "_triton"):
+        setattr(mamba, name + ending, getattr(causal_conv1d_triton, name))
