@@ -7,7 +7,6 @@ from families_2026 import (
     CPU_MLA,
     DENSE_FIRST,
     GEMMA4,
-    RECURRENT,
     SLIDING_HEADS,
     TRITON,
     overriding,
