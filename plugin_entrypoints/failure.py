@@ -2,15 +2,16 @@
 
 An engine runs in several processes. If a worker fails to load a model, its log gets a traceback,
 and the process that the user started only learns that a child has died. That process therefore
-creates a small file in memory and names it in the environment of its children (`listen`). A worker
-writes one line to the file before it ends (`end`), and the first process ends with that line
-(`repeat`). A worker that has loaded a model with our layers confirms it in the same way
-(`confirm`).
+creates a small file and names it in the environment of its children (`listen`). A worker writes one
+line to the file before it ends (`end`), and the first process ends with that line (`repeat`). A
+worker that has loaded a model with our layers confirms it in the same way (`confirm`).
 """
 
+import atexit
 import contextlib
 import logging
 import os
+import tempfile
 import time
 from multiprocessing import resource_tracker
 from types import TracebackType
@@ -20,7 +21,6 @@ from kt_kernel.serving.flags import exit_with
 
 # PID:FILE, set by the first process of an engine for its children. Not for users.
 VARIABLE = "KT_FAILURE_FILE"
-_NAME = "kt-moe-failure"  # of the file, which goes with its process, however that ends
 _PREFIX = "kt: error: "
 _CONFIRMATION = "loaded"
 _PATIENCE = 3.0  # seconds for a helper process to end
@@ -34,13 +34,16 @@ def listen() -> None:
     """Called before an engine starts its processes: creates the file, or empties that of an earlier
     engine. If it cannot be created, errors stay in the log of the process that raised them.
     """
-    if _started_here():
-        with contextlib.suppress(OSError):  # the program has closed it
-            os.close(_opened(os.O_WRONLY | os.O_TRUNC))
+    path = _file()
+    if path is not None and _started_here():
+        with contextlib.suppress(OSError):  # the temporary folder was cleared
+            os.truncate(path, 0)
             return
     with contextlib.suppress(OSError):
-        descriptor, pid = os.memfd_create(_NAME), os.getpid()
-        os.environ[VARIABLE] = f"{pid}:/proc/{pid}/fd/{descriptor}"
+        descriptor, path = tempfile.mkstemp(prefix="kt-moe-")
+        os.close(descriptor)
+        os.environ[VARIABLE] = f"{os.getpid()}:{path}"
+        atexit.register(_remove, path, os.getpid())
 
 
 def end(error: Exception, engine: str, *, exits: bool = True) -> None:
@@ -128,28 +131,24 @@ def _line(error: BaseException) -> str:
 
 
 def _write(line: str) -> None:
-    with (
-        contextlib.suppress(OSError),
-        open(_opened(os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8") as file,
-    ):
-        file.write(line + "\n")
+    path = _file()
+    if path is None:
+        return
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def _lines() -> list[str]:
+    path = _file()
+    if path is None:
+        return []
     try:
-        with open(_opened(os.O_RDONLY), encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().splitlines()
     except OSError:
         return []
-
-
-def _opened(flags: int) -> int:
-    """A descriptor of the file. OSError if there is none, or the first process has another file
-    under its number."""
-    path = _file()
-    if path is None or not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise FileNotFoundError(path)
-    return os.open(path, flags | os.O_CLOEXEC)
 
 
 def _of_ours(error: BaseException, engine: str) -> BaseException | None:
@@ -188,3 +187,9 @@ def _started_here() -> bool:
 
 def _in_child() -> bool:
     return VARIABLE in os.environ and not _started_here()
+
+
+def _remove(path: str, pid: int) -> None:
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
