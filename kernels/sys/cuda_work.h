@@ -31,8 +31,9 @@ struct Upload {
   std::vector<const BoundLaunch*> launches;  // without open parameters
 };
 
-// Uploads on a stream, one after the other. Any thread may call its functions. In a child made by
-// fork, they throw std::runtime_error: CUDA does not exist there.
+// Uploads on a stream, one after the other. Any thread may call its functions, but not while it
+// holds a lock that start() waits for, such as Python's. In a child made by fork, they throw
+// std::runtime_error: CUDA does not exist there.
 class UploadQueue {
  public:
   UploadQueue(const CudaContext& context, uint64_t stream);

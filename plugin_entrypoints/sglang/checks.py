@@ -1,6 +1,7 @@
 """SGLang plugin: checks SGLang's arguments against the options, before anything is loaded."""
 
 import logging
+from functools import partial
 from typing import Any
 
 from kt_kernel.runtime.gpu import gpu_memory_from_outside
@@ -98,7 +99,7 @@ def _start(arguments: Any, model_config: Any) -> Start:
         model_config.context_len,
         arguments.mem_fraction_static,
         "" if algorithm in (None, "NGRAM") else "--speculative-algorithm",
-        gpu_memory_from_outside,
+        partial(gpu_memory_from_outside, arguments.base_gpu_id),
     )
 
 

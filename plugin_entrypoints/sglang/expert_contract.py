@@ -74,12 +74,6 @@ LOADING = (
         "sets random weights of a class that transformers does not know",
         without="kt model check does not work for such classes",
     ),
-    Name(
-        f"{SRT}.model_loader.loader:post_load_weights",
-        "called",
-        "ends the loading of such a class with random weights",
-        without="kt model check does not work for such classes",
-    ),
 )
 # What the layer passes to the creation of its weights.
 EXPERT_WEIGHTS = Arguments(

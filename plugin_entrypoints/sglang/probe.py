@@ -63,14 +63,16 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 
 def _set_weights(moved: int) -> None:
     """Makes SGLang's loader set random weights instead of reading a checkpoint."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
+    from sglang.srt.model_loader.loader import DefaultModelLoader
 
     original = DefaultModelLoader.load_weights_and_postprocess
 
     def load(model: Any, weights: Any, target_device: Any) -> None:
         def set_all(weights: Any) -> None:
             fill(model, lambda layer: layer.num_experts, moved)
-            post_load_weights(model)  # what a class derives from its weights, as MLA does
+            # What a class derives from its weights, as MLA does.
+            if hasattr(model, "post_load_weights"):
+                model.post_load_weights()
 
         model.load_weights = set_all
         original(model, weights, target_device)

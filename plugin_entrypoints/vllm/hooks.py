@@ -46,7 +46,7 @@ def _hook_arguments(engine_args: Any) -> None:
     @functools.wraps(add_cli_args)
     def add_cli_args_with_kt(parser: Any) -> Any:
         parser = add_cli_args(parser)
-        add_arguments(parser)
+        add_arguments(parser, negated=True)
         return parser
 
     @functools.wraps(from_cli_args)

@@ -250,6 +250,16 @@ def test_report(kt, source, tmp_path):
     assert printed.endswith(table(wanted) + "\n") and file.read_text() == to_json(wanted) + "\n"
     again = kt("quant", source, out, *options, "--resume")
     assert again[0] == 0 and table(wanted) in again[1]
+    # A link stays, and what cannot be replaced, such as /dev/stdout in a pipe, is written to.
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(file)
+    file.write_text("old")
+    assert kt("quant", source, out, *options[:-1], link, "--resume")[0] == 0
+    assert link.is_symlink() and file.read_text() == to_json(wanted) + "\n"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True) as reader:
+        assert kt("quant", source, out, *options[:-1], pipe, "--resume")[0] == 0
+        assert reader.communicate()[0] == file.read_text()
 
 
 def test_plain_scales(kt, source, tmp_path):

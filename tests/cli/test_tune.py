@@ -191,6 +191,8 @@ def test_a_context_above_the_models_own(kt: Any, tmp_path: Path) -> None:
     ):
         result = kt(*longer, engine, "--engine-args", given)
         assert result[0] == 0, result
+    _, out, _ = kt("tune", DEMO_MODEL, "--no-save", "--json", "--context", 128)
+    assert json.loads(out)["assumed"]["goal"]["answer"] == 127
     # By default, requests are as long as the model can have them.
     _, out, _ = kt("tune", DEMO_MODEL, "--no-save", "--json")
     assumed = json.loads(out)["assumed"]

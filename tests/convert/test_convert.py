@@ -432,7 +432,7 @@ def test_no_permission(source, tmp_path, monkeypatch, name):
         return real(path, *arguments)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(PermissionError, match=name):
+    with pytest.raises(PermissionError, match=name.removesuffix(".partial")):
         run_convert(source, tmp_path / "out")
 
 

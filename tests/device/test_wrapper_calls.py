@@ -50,10 +50,10 @@ def test_kinds_that_change(engine: DeviceEngine, d: int) -> None:
         (5, torch.int32, torch.float32),
         (5, torch.int64, torch.float32),
         (5, torch.int64, torch.bfloat16),
-        (20, torch.int32, torch.float32),
+        (9, torch.int32, torch.float32),
         (1, torch.int32, torch.float32),
     ]
-    for number, (tokens, ids_dtype, weights_dtype) in enumerate(kinds * 2):
+    for number, (tokens, ids_dtype, weights_dtype) in enumerate((*kinds, *kinds[1:3])):
         for again in range(3):
             for i in range(LAYERS):
                 x, ids, weights = batch(tokens, 100 * number + 10 * again + i)

@@ -90,6 +90,23 @@ def test_too_little(
     assert line.startswith("kt: ") and "are free now" in line
 
 
+def test_layers_that_nobody_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last layer was, which has 16 bits where the others have 4: nothing that fits is
+    refused."""
+    config = SimpleNamespace(**CONFIG)
+    monkeypatch.setattr(memory, "described_layers", lambda config: None)
+    monkeypatch.setattr(memory, "available_memory", lambda: GB)
+    options = KTOptions.from_mapping({"method": "BF16"})
+
+    def checked(in_files: dict[int, int], most: int) -> None:
+        monkeypatch.setattr(memory, "most_memory", lambda: most)
+        memory.check_memory(options, config, in_files, list(range(LAYERS)), logging.getLogger())
+
+    checked({0: 100, LAYERS - 1: 400}, EXPERTS * (100 * (LAYERS - 1) + 400))
+    with pytest.raises(OptionError, match=f"{LAYERS * EXPERTS} experts on the CPU"):
+        checked({0: 100, LAYERS - 1: 400}, EXPERTS * (100 * (LAYERS - 1) + 400) - 1)
+
+
 def test_all_hot(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, 0, 0, num_gpu_experts=EXPERTS)
 

@@ -216,6 +216,16 @@ def test_a_switch(make: Any, values: list[str], want: str) -> None:
         make()[0].parse_args([flag, "maybe"])
 
 
+@pytest.mark.parametrize("negated", [True, False])
+def test_negated_switches(negated: bool) -> None:
+    """SGLang before 0.5.23 refuses a YAML file with a switch that has two flags."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, negated=negated)
+    for option in OPTIONS:
+        flags = [action for action in parser._actions if action.dest == option.dest]
+        assert len(flags) == (2 if negated and option.kind == "switch" else 1), option
+
+
 def _own_parser() -> tuple[argparse.ArgumentParser, dict[str, Any]]:
     parser = argparse.ArgumentParser()
     return parser, add_arguments(parser)

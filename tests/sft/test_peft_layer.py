@@ -7,8 +7,10 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.helpers import rescale_adapter_scale
 
 from kt_kernel.sft import wrap_experts
+from kt_kernel.sft.wrap import wrapped_experts
 
 from .models import fill_lora, tiny, tokens
 
@@ -53,6 +55,16 @@ def test_another_adapter_switches_that_of_the_experts_off():
     assert trained(model) == wanted
     model.delete_adapter("default")
     assert torch.equal(logits(model), base)
+    assert not any("experts" in name for name in trained(model))
+    assert all(not module.active_adapters for module in wrapped_experts(model).values())
+
+
+def test_what_peft_cannot_do_with_experts():
+    model = peft_model()
+    with pytest.raises(NotImplementedError, match="adapter_names: the experts have one adapter"):
+        model(tokens(), adapter_names=["__base__"] * len(tokens()))
+    with pytest.raises(NotImplementedError, match="scaling: the experts have one adapter"):
+        rescale_adapter_scale(model, 0.5).__enter__()
 
 
 def test_a_reference_of_a_new_adapter_needs_no_warning():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from kt_kernel.cli.main import app
 from kt_kernel.cli.running import run as command
@@ -165,6 +166,17 @@ class FullDisk(Progress):
         if step == self._after:
             _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (self._room, most))
+
+
+def test_a_disk_that_is_full_for_a_small_file(folder, monkeypatch):
+    """Python's own error names no file."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
+    with pytest.raises(OSError, match="full-small.*: the checkpoint of step 3 cannot be written"):
+        train(settings(folder, "full-small"))
 
 
 @pytest.mark.parametrize("room", [10_000, 40_000], ids=["weights", "optimizer"])

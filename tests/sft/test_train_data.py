@@ -160,6 +160,13 @@ def test_blocks_without_answers(tokenizer, tmp_path):
     assert data.train.labels[data.train.labels != IGNORED].tolist() == [*b"yes</>"] * 2
 
 
+def test_data_without_any_answer(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps({"messages": [{"role": "user", "content": "x"}]})] * 9))
+    with pytest.raises(ValueError, match="a.jsonl: no token's loss counts; nothing can be learned"):
+        make_data(Encoder(tokenizer, True), [str(path)], [], 0.5, 8)
+
+
 def test_a_part_is_held_out(tokenizer, tmp_path):
     """The end of each file: of a text, or whole lines."""
     text, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"

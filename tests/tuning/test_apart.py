@@ -75,8 +75,9 @@ def fail_with(first: int, second: int) -> None:
 
 
 def test_memory_of_a_gpu_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_PROGRAM", "print(7, 9)")
+    monkeypatch.setattr(gpu, "_PROGRAM", "import sys; print(7, 9 + int(sys.argv[1]))")
     assert gpu.gpu_memory_from_outside() == gpu.GpuMemory(7, 9)
+    assert gpu.gpu_memory_from_outside(4) == gpu.GpuMemory(7, 13)
     for program in ("raise SystemExit(1)", "print('none')"):
         monkeypatch.setattr(gpu, "_PROGRAM", program)
         assert gpu.gpu_memory_from_outside() is None

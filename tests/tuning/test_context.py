@@ -17,13 +17,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("content", "vllm", "sglang"),
     [
-        ({}, None, 2048),
+        ({}, None, None),
         ({POSITIONS: 4096}, 4096, 4096),
         ({"text_config": {POSITIONS: 7}}, 7, 7),
         # Of several numbers, vLLM takes the smallest, or model_max_length; SGLang the first.
         ({POSITIONS: 4096, "seq_length": 9000}, 4096, 9000),
         ({POSITIONS: 4096, "seq_length": 9000, "model_max_length": 5000}, 5000, 9000),
-        ({"n_positions": 512}, 512, 2048),
+        ({"n_positions": 512}, 512, None),
         # Scaling.
         ({POSITIONS: 4096, "rope_scaling": {"type": "linear", "factor": 4}}, 16384, 16384),
         ({POSITIONS: 4096, "rope_scaling": {"rope_type": "dynamic", "factor": 2.5}}, 10240, 10240),
@@ -65,7 +65,7 @@ def test_limits(content: dict[str, Any], vllm: int | None, sglang: int) -> None:
     found = context_limit(config, "vllm")
     assert (found and found[0]) == vllm
     limit = context_limit(config, "sglang")
-    assert limit is not None and limit[0] == sglang
+    assert (limit and limit[0]) == sglang
 
 
 def test_the_place_is_named() -> None:

@@ -31,7 +31,7 @@ from kt_kernel.tuning.rates import (
     between,
     rising,
 )
-from kt_kernel.tuning.shape import Shape
+from kt_kernel.tuning.shape import Shape, as_config, shape_of
 
 E, K, H, INTER, LAYERS = 64, 8, 1024, 512, 6
 WEIGHTS = 3 * H * INTER
@@ -232,6 +232,26 @@ def test_layers_that_do_not_attend_to_everything() -> None:
     found = replace(model(engine=engine), shape=shape).prefill(replace(setting(), load=none), 8192)
     windows = 128 * (8192 - 128) + 128**2 / 2
     assert found == pytest.approx(HEAD + 4 * 1024 * (8192**2 / 2 + 2 * windows) / (0.5 * GPU.flops))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "reach"),
+    [
+        (["full_attention", "sliding_attention", "linear_attention"], (math.inf, 64.0, 0.0)),
+        (["mamba", "attention", "moe"], (0.0, math.inf, 0.0)),
+        # What is not known has a KV cache, for which the GPU must have room.
+        (["indexed_attention", "compressed_sparse_attention", "new"], (math.inf,) * 3),
+        (["full_attention"], (math.inf,) * 3),
+        (None, (math.inf,) * 3),
+    ],
+)
+def test_how_far_layers_attend(kinds: list[str] | None, reach: tuple[float, ...]) -> None:
+    content = {"num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2}
+    content |= {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}
+    content |= {"sliding_window": 64, "layer_types": kinds}
+    shape = shape_of("m", as_config(content))
+    assert shape.reach == reach
+    assert shape.kv_bytes == sum(map(bool, reach)) * 2 * 64 * 2
 
 
 def test_from_how_many_tokens_experts_are_streamed() -> None:

@@ -223,6 +223,13 @@ def test_an_engine_measured_with_few_layers() -> None:
     assert [n for n, _ in found.step] == [1, 4]
     found = measure_engine("vllm", server, 2, flops, 5e14, lambda n: 0.0, 8192)
     assert found.measured and found.share == pytest.approx(0.2)
+    # Attention that grows as the rest does, or that there is none of, has no rate of its own.
+    found = measure_engine("vllm", server, 2, flops, 5e14, lambda n: 0.0, 32768)
+    assert found.share == pytest.approx(0.2) and found.attention is None
+    alone = measure_engine(
+        "vllm", server, 2, lambda n: (sum(flops(n)), 0.0), 5e14, lambda n: 0.0, 32768
+    )
+    assert alone == found
     assert found.host_step(1) == pytest.approx(1.01e-3)
     assert found.host_step(16) == pytest.approx(1.16e-3)
     assert found.launch == pytest.approx(4.5e-3)

@@ -173,7 +173,7 @@ class Checkpoint(ABC):
                 for expert, tensors in experts: ...
 
         Yields the logical id, ascending, and a dict of the fields of `ExpertTensors`. On entry, the
-        whole layer has been checked and no data has been read.
+        whole layer has been checked and no weights have been read.
 
         Raises what `read_experts` raises, on entry unless the fault is in the values of scales or
         in reading.

@@ -26,7 +26,10 @@ def tune(
         int | None,
         typer.Option(min=1, help="tokens of a typical prompt (default: 2048, or what fits)"),
     ] = None,
-    answer: Annotated[int, typer.Option(min=1, help="tokens of a typical answer")] = 256,
+    answer: Annotated[
+        int | None,
+        typer.Option(min=1, help="tokens of a typical answer (default: 256, or what fits)"),
+    ] = None,
     gpu_memory: Annotated[
         str | None,
         typer.Option(help="what the engine may take of the GPU, as 70GB (default: nine tenths)"),
@@ -87,7 +90,7 @@ def tune(
     except ValueError as error:
         raise ValueError(f"--engine-args {engine_args}: {error}") from None
     wishes = Wishes(
-        Goal(answer=answer, streams=streams),
+        Goal(streams=streams),
         engine=engine,
         gpu_memory=size,
         methods=_names(methods),
@@ -98,7 +101,7 @@ def tune(
         engine_arguments=more,
     )
     tuned = find_model(model)
-    wishes = with_lengths(wishes, tuned, context, prompt)
+    wishes = with_lengths(wishes, tuned, context, prompt, answer)
     if save:
         try:
             check_place(tuned.config)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _PATIENCE = 120  # seconds for a process that imports torch on a busy machine
-_PROGRAM = "import torch; print(*torch.cuda.mem_get_info(0))"
+_PROGRAM = "import sys, torch; print(*torch.cuda.mem_get_info(int(sys.argv[1])))"
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ def gpu_memory(device: torch.device | int = 0) -> GpuMemory:
     return GpuMemory(*torch.cuda.mem_get_info(device))
 
 
-def gpu_memory_from_outside() -> GpuMemory | None:
-    """Of the first GPU, without CUDA in this process: another one looks, and ends. None if there is
-    no GPU, or the other process fails."""
+def gpu_memory_from_outside(device: int = 0) -> GpuMemory | None:
+    """Of a GPU, without CUDA in this process: another one looks, and ends. None if there is no such
+    GPU, or the other process fails."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
+            [sys.executable, "-c", _PROGRAM, str(device)],
             capture_output=True,
             text=True,
             timeout=_PATIENCE,

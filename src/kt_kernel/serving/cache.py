@@ -33,6 +33,7 @@ _PAUSE = 4
 _OFTEN_SECONDS = 0.002  # between looks during a step that takes longer
 _SELDOM_SECONDS = 0.02  # between looks while moves do not pay
 _IDLE_SECONDS = 0.005
+_LONGEST_NAP = 1.0  # seconds, after which the thread sees that it has to end
 _IDLE_LOOKS = 50  # without a batch, after which it looks less often
 _MANY_SLOTS = 16  # for each of them, a layer may have one more slot that waits for an upload
 _IN_FLIGHT = 16  # uploads of all layers
@@ -180,7 +181,7 @@ class ModelCache:
                     looked = time.perf_counter()
                     self._wait = self._until_next(time.thread_time() - computed)
                     if not self._under_way:
-                        nap = max(nap, self._wait)
+                        nap = min(max(nap, self._wait), _LONGEST_NAP)
         except Exception:
             _logger.exception("kt: experts no longer move, because of an error; serving goes on")
 

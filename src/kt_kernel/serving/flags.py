@@ -12,7 +12,7 @@ from .option_values import checked_value
 ENVIRONMENT_VARIABLE = "KT_CONFIG"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
+def add_arguments(parser: argparse.ArgumentParser, *, negated: bool = False) -> dict[str, Any]:
     """Adds the options to an engine's parser.
 
     A flag that the parser already has is taken over: its default becomes None, so that a value
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
             )
         else:
             switch = option.kind == "switch"
-            if switch:  # vLLM needs it for YAML's off
+            if switch and negated:
                 group.add_argument(
                     option.flag.replace("--", "--no-", 1),
                     dest=option.dest,

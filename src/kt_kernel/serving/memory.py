@@ -36,7 +36,8 @@ def check_memory(
     """Compares what the experts on the CPU need with the memory of the machine, within the limits
     of its control groups.
 
-    Does nothing if the configuration does not say which layers have experts of which sizes.
+    Layers that were not looked at count as the smallest one that was. Does nothing if neither the
+    configuration nor the files say which layers have experts of which sizes.
 
     Args:
         options: as the workers get them.
@@ -79,7 +80,8 @@ def _needed(
     """Bytes of the experts on the CPU, and their number."""
     hidden, inter = expert_sizes(config)
     form = get_method(options.method).layer_form
-    other = max(in_files.values(), default=0)  # of layers that were not looked at
+    # Of layers that were not looked at: the smallest, so that nothing that fits is refused.
+    other = min(in_files.values(), default=0)
     if not in_files and form is not None and hidden and inter:
         other = expert_bytes(form, hidden, inter, has_gate(config))
     plan = plan_placement(options, config)

@@ -7,12 +7,15 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import nn
 
 from ..adapter.files import check_config
 from .base import BaseSFTMoEWrapper
 from .lora import LORA_NAMES
 from .modules import LoraExperts, holder
+
+_ONE = "the experts have one adapter, with one scaling for all sequences"
 
 
 def module_class() -> type[LoraExperts]:
@@ -68,10 +71,29 @@ def _peft_class(layer: type) -> type[LoraExperts]:
                     stacklevel=2,
                 )
 
+        @property
+        def scaling(self) -> NoReturn:
+            """PEFT's, by adapter."""
+            raise NotImplementedError(f"scaling: {_ONE}")
+
+        def forward(
+            self, *arguments: torch.Tensor, adapter_names: Sequence[str] | None = None
+        ) -> torch.Tensor:
+            """As `LoraExperts.forward`. adapter_names: PEFT's, of each sequence."""
+            if adapter_names is not None:
+                raise NotImplementedError(f"adapter_names: {_ONE}")
+            return super().forward(*arguments)
+
         def delete_adapter(self, adapter_name: str) -> None:
-            """The parameters stay, as those of an adapter that adds nothing."""
-            if adapter_name == self.adapter_name:
-                self.reset_lora_parameters()
+            """The parameters stay, as those of an adapter that adds nothing and is not active."""
+            if adapter_name != self.adapter_name:
+                return
+            self.reset_lora_parameters()
+            for parameter in self.lora_parameters().values():
+                parameter.requires_grad_(False)
+            active = cast(list[str], self.active_adapters)
+            # PEFT makes the adapter active that its first layer has left, and these have no other.
+            self._active_adapter = [name for name in active if name != adapter_name]
 
         def merge(self, *_: Any, **__: Any) -> NoReturn:
             _refuse("merge_adapter")

@@ -107,13 +107,13 @@ def make_data(
             f"{', '.join(train)}: {result.train.available} tokens to train on, fewer than a block; "
             f"use a smaller [data] sequence_length, or more text"
         )
+    if not result.train.counted:
+        raise ValueError(f"{', '.join(train)}: no token's loss counts; nothing can be learned")
     if not result.held_out.counted:
         raise ValueError(
             f"{', '.join(held_out or train)}: the held-out part has {result.held_out.available} "
             "tokens, and no loss to measure; hold out more ([data] held_out, held_out_fraction)"
         )
-    if not result.train.counted:
-        raise ValueError(f"{', '.join(train)}: no token's loss counts; nothing can be learned")
     return result
 
 

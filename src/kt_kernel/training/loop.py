@@ -66,7 +66,7 @@ class LoraTrainer(Trainer):
         that is full, which do not name the place."""
         try:
             super()._save_checkpoint(*arguments, **named)
-        except (SafetensorError, RuntimeError) as error:
+        except (SafetensorError, RuntimeError, OSError) as error:
             raise OSError(
                 f"{self.args.output_dir}: the checkpoint of step {self.state.global_step} cannot "
                 f"be written: {error}; whole checkpoints stay, and --resume continues from them"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -25,7 +26,15 @@ class Apart:
         context = multiprocessing.get_context("spawn")  # a fork would share this process's memory
         self._connection, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other,), daemon=True)
-        self._process.start()
+        # An interrupt of the terminal reaches both processes. It ends this one, which then ends the
+        # other one; that one ignores it from its first moment on.
+        catches = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if catches else None
+        try:
+            self._process.start()
+        finally:
+            if catches:
+                signal.signal(signal.SIGINT, before)
         other.close()
         return self
 
@@ -60,16 +69,20 @@ class Apart:
 
 
 def _serve(connection: Connection) -> None:
-    # An interrupt of the terminal reaches both processes, and the other one then ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:
             function, arguments = connection.recv()
         except EOFError:
             return
         try:
-            connection.send((True, function(*arguments)))
+            result = True, function(*arguments)
         except Exception as error:
+            result = False, _picklable(error)
+        try:
+            connection.send(result)
+        except OSError:  # the other process is gone
+            return
+        except Exception as error:  # pickle refuses it
             connection.send((False, _picklable(error)))
 
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 def value_of(arguments: Sequence[str], flag: str) -> str:
     """The value of an argument, given as two words or with "="; the last one counts. "" if it is
-    not given."""
+    not given. vLLM takes _ for -."""
     found = ""
     for word, following in itertools.pairwise([*arguments, ""]):
-        if word == flag:
-            found = following
-        elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
+        name, sign, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value if sign else following
     return found

@@ -7,6 +7,7 @@ Engines choose the number by the GPU, unless an argument gives it: as vLLM 0.32.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from .arguments import value_of
@@ -20,6 +21,8 @@ _BY_MEMORY = {
     "sglang": ((20 * _GIB, 2048), (60 * _GIB, 4096), (160 * _GIB, BATCH)),
 }
 _LARGEST = 16384
+_UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
+_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _ON_CPU = {"vllm": 2048, "sglang": 4096}
 
 
@@ -28,8 +31,12 @@ def batch_tokens(engine: str, device: GpuRates | HostRates, arguments: Sequence[
 
     arguments: of the engine. One that is no number counts as not given: the engine refuses it, or,
     as SGLang with -1, does not divide prompts, which are then as long as the usual batches here.
+    vLLM takes 16k for 16,000 and 16K for 16,384.
     """
     given = value_of(arguments, _FLAGS[engine])
+    unit = _UNITS.get(given[-1:], 0) if engine == "vllm" else 0
+    if unit and _NUMBER.fullmatch(given[:-1]):
+        return int(float(given[:-1]) * unit)
     if given.isdecimal() and int(given):
         return int(given)
     if isinstance(device, HostRates):

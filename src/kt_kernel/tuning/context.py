@@ -32,7 +32,6 @@ _OF_SGLANG = (
     "model_max_length",
     "max_position_embeddings",
 )
-_SGLANG_DEFAULT = 2048  # without any of them; vLLM then accepts any context
 # Kinds of rotary embeddings whose factor vLLM does not apply to the number of a configuration.
 _SCALED_ALREADY = (
     "su",
@@ -93,7 +92,7 @@ def _vllm(config: Any) -> tuple[int, str] | None:
     return _scaled(found[name], name, factor)
 
 
-def _sglang(config: Any) -> tuple[int, str]:
+def _sglang(config: Any) -> tuple[int, str] | None:
     rope: Mapping[str, Any] = next(iter(_ropes(config, nested=False)), {})
     factor = rope.get("factor", 1)
     if "original_max_position_embeddings" in rope or _kind(rope) in _WITH_ORIGINAL:
@@ -101,7 +100,7 @@ def _sglang(config: Any) -> tuple[int, str]:
     for name in _OF_SGLANG:
         if most := size_of(config, name):
             return _scaled(most, name, factor)
-    return _SGLANG_DEFAULT, "it does not say"
+    return None  # the class of the configuration has a number, or SGLang takes 2048
 
 
 def _scaled(most: int, name: str, factor: Any) -> tuple[int, str]:

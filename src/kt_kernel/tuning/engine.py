@@ -50,6 +50,7 @@ LEAST_CONTEXT = 256  # tokens, with which `measure_engine` can be used
 _HIDES = 0.8  # of a step: where the GPU takes so much, the host may take less
 _LONGER = 1.3  # times a short prompt: what a long one takes if the GPU is the limit
 _TWICE = 2  # times a prompt: a longer one that tells attention's part from the rest
+_FASTER = 1.5  # times as much as the rest, that attention's part has to grow for that
 
 
 @dataclass(frozen=True)
@@ -253,12 +254,12 @@ def measure_engine(
         return usual
     work = layers * np.array(operations(first)) / gpu_flops
     whole = replace(usual, share=min(float(work.sum()) / long, 1.0))
-    if longest < _TWICE * first:
-        return whole
-    # Two prompts tell what everything else and what attention takes, because the latter grows with
-    # the square.
-    batches = -(-longest // batch)
     more = layers * np.array(operations(longest)) / gpu_flops
+    # Two prompts tell what everything else and what attention takes, if the latter grows faster:
+    # full attention does, with the square. Otherwise small errors of the times would decide.
+    if longest < _TWICE * first or more[1] * work[0] < _FASTER * work[1] * more[0] or not work[1]:
+        return whole
+    batches = -(-longest // batch)
     longer = server.prefill(longest) - batches * host
     others, attention = np.linalg.solve(np.array([work, more]), np.array([long, longer]))
     if min(others, attention) < 1:  # faster than the GPU: the times contradict each other

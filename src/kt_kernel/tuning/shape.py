@@ -18,9 +18,10 @@ _ROUTED = re.compile(
     r"(^|\.)experts\.|_exps\.|\.block_sparse_moe\.(input|output)_linear\."
     r"|\.moe\.(gate|up|down)_proj\."
 )
-# Kinds of layers, in configurations. Others have no attention, or linear attention.
-_TO_EVERYTHING = "full_attention", "attention"
-_WITHIN_A_WINDOW = "sliding_attention", "chunked_attention"
+# Kinds of layers, in configurations. Layers of kinds that are not known count as full attention: to
+# take too much of the GPU for their KV cache is safer than to take none.
+_WITHIN_A_WINDOW = "sliding_attention", "chunked_attention", "hybrid_sliding"
+_WITHOUT_KV_CACHE = "linear_attention", "mamba", "mamba2", "conv", "moe", "mlp"
 _MOST_LAYERS = 10_000  # far above any model's; a damaged configuration may have more
 _TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -151,9 +152,9 @@ def _reach(config: Any, layers: int) -> tuple[float, ...]:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if isinstance(kinds, list) and len(kinds) >= layers:
         window = size_of(config, "sliding_window") or size_of(config, "attention_chunk_size")
-        reach = dict.fromkeys(_TO_EVERYTHING, math.inf)
+        reach = dict.fromkeys(_WITHOUT_KV_CACHE, 0.0)
         reach |= dict.fromkeys(_WITHIN_A_WINDOW, float(window or math.inf))
-        return tuple(reach.get(kind, 0.0) for kind in kinds[:layers])
+        return tuple(reach.get(kind, math.inf) for kind in kinds[:layers])
     every = size_of(config, "full_attention_interval") or 1
     return tuple(0.0 if (layer + 1) % every else math.inf for layer in range(layers))
 

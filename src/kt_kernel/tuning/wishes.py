@@ -65,8 +65,11 @@ def engine_of(wishes: Wishes) -> tuple[str, bool]:
     return wishes.engine or ENGINES[0], False
 
 
-def with_lengths(wishes: Wishes, tuned: Tuned, context: int | None, prompt: int | None) -> Wishes:
-    """The wishes with a context and a prompt: the given ones, or those that suit the model.
+def with_lengths(
+    wishes: Wishes, tuned: Tuned, context: int | None, prompt: int | None, answer: int | None
+) -> Wishes:
+    """The wishes with a context, a prompt and an answer: the given ones, or those that suit the
+    model.
 
     Raises:
         ValueError: the engine is unknown, it refuses so long a context, or the prompt or the answer
@@ -87,11 +90,12 @@ def with_lengths(wishes: Wishes, tuned: Tuned, context: int | None, prompt: int 
         prompt = min(wishes.goal.prompt, context - 2)
     if prompt + 2 > context:
         raise ValueError(f"--prompt {prompt}: with --context {context}, at most {context - 2}")
-    if wishes.goal.answer >= context:
-        raise ValueError(
-            f"--answer {wishes.goal.answer}: with --context {context}, at most {context - 1}"
-        )
-    return replace(wishes, context=context, goal=replace(wishes.goal, prompt=prompt))
+    if answer is None:
+        answer = min(wishes.goal.answer, context - 1)
+    if answer >= context:
+        raise ValueError(f"--answer {answer}: with --context {context}, at most {context - 1}")
+    goal = replace(wishes.goal, prompt=prompt, answer=answer)
+    return replace(wishes, context=context, goal=goal)
 
 
 def with_memory(wishes: Wishes, memory: GpuMemory, say: Say) -> Wishes:
