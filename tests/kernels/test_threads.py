@@ -1,5 +1,5 @@
-"""The C++ tests of threads: kernels/sys and kernels/cache, plain and with sanitizers; passes over a
-layer, training and kernels/stream with ThreadSanitizer.
+"""The C++ tests of threads: kernels/sys and kernels/cache with sanitizers, and plain in full runs;
+passes over a layer, training and kernels/stream with ThreadSanitizer.
 
 What the tests write is deliberately not atomic, so that a missing synchronisation is a data race. A
 sleep on a futex is no synchronisation to the sanitizer, nor to the code: the atomic words are.
@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from grid import FULL
 
 from .compiling import CPP, KERNELS, WARNINGS, build, build_objects
 
@@ -43,7 +44,7 @@ def core() -> list[tuple[Path, list[str]]]:
     return [(path, slow) for path in reversed(packing)] + found
 
 
-@pytest.mark.parametrize("kind", BUILDS)
+@pytest.mark.parametrize("kind", [kind for kind in BUILDS if FULL or kind != "plain"])
 def test_threads(tmp_path: Path, kind: str) -> None:
     flags = [*BUILDS[kind], *WARNINGS]
     shared = build_objects(tmp_path, [(source, flags) for source in SYS])
