@@ -59,6 +59,15 @@ def test_another_adapter_switches_that_of_the_experts_off():
     assert all(not module.active_adapters for module in wrapped_experts(model).values())
 
 
+def test_arguments_by_name():
+    model = tiny("qwen3_moe", torch.float32, num_hidden_layers=1)
+    (module,) = wrap_experts(model, **SETTINGS).values()
+    width = module.wrapper.hidden_size
+    x, ids, weights = torch.ones(2, width), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
+    given = {"hidden_states": x, "top_k_index": ids, "top_k_weights": weights}
+    assert torch.equal(module(**given), module(x, ids, weights))
+
+
 def test_what_peft_cannot_do_with_experts():
     model = peft_model()
     with pytest.raises(NotImplementedError, match="adapter_names: the experts have one adapter"):

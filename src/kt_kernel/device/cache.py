@@ -104,11 +104,9 @@ class CudaCache(CacheMemory):
         with torch.inference_mode(False):
             self._published = torch.full_like(self.live, -1)
             self._numbers = torch.zeros(layers, dtype=torch.int32, device=device)
-            # Tensors of inference mode could not be changed outside of it.
-            with torch.device("cpu"):
-                self._counted = torch.zeros_like(
-                    self._totals, device="cpu", pin_memory=device.type == "cuda"
-                )
+            self._counted = torch.zeros_like(
+                self._totals, device="cpu", pin_memory=device.type == "cuda"
+            )
         self.counted = Totals(self._counted.numpy())
         self._stream = torch.cuda.Stream(device)
         context = cuda_context(device)

@@ -55,8 +55,7 @@ def _peft_class(layer: type) -> type[LoraExperts]:
             without LoRA; a warning says so if theirs was not zero at that time."""
             super().set_adapter(adapter_names, *args, **named)
             if self.wrapper._sft.method.skip_lora_grads:
-                for parameter in self.lora_parameters().values():
-                    parameter.requires_grad_(False)
+                self._freeze()
             names = tuple(cast(list[str], self.active_adapters))
             if self.adapter_name in names or names in self._others:
                 return
@@ -77,23 +76,30 @@ def _peft_class(layer: type) -> type[LoraExperts]:
             raise NotImplementedError(f"scaling: {_ONE}")
 
         def forward(
-            self, *arguments: torch.Tensor, adapter_names: Sequence[str] | None = None
+            self,
+            *arguments: torch.Tensor,
+            adapter_names: Sequence[str] | None = None,
+            **named: torch.Tensor,
         ) -> torch.Tensor:
             """As `LoraExperts.forward`. adapter_names: PEFT's, of each sequence."""
             if adapter_names is not None:
                 raise NotImplementedError(f"adapter_names: {_ONE}")
-            return super().forward(*arguments)
+            return super().forward(*arguments, **named)
 
         def delete_adapter(self, adapter_name: str) -> None:
             """The parameters stay, as those of an adapter that adds nothing and is not active."""
             if adapter_name != self.adapter_name:
                 return
             self.reset_lora_parameters()
+            self._freeze()
+            active = cast(list[str], self.active_adapters)
+            # PEFT asks its first layer which adapter is active afterwards. The experts have no
+            # other, so they name only those that were active beside it.
+            self._active_adapter = [name for name in active if name != adapter_name]
+
+        def _freeze(self) -> None:
             for parameter in self.lora_parameters().values():
                 parameter.requires_grad_(False)
-            active = cast(list[str], self.active_adapters)
-            # PEFT makes the adapter active that its first layer has left, and these have no other.
-            self._active_adapter = [name for name in active if name != adapter_name]
 
         def merge(self, *_: Any, **__: Any) -> NoReturn:
             _refuse("merge_adapter")

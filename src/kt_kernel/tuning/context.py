@@ -56,7 +56,7 @@ _ALLOW = {
 
 def context_limit(config: Any, engine: str) -> tuple[int, str] | None:
     """(Most tokens of a request, where the configuration says so); None: the engine accepts any
-    number.
+    number, or the configuration leaves it to the engine.
 
     Args:
         config: see `shape.as_config`.
