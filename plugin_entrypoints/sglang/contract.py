@@ -502,6 +502,7 @@ ATTRIBUTES = (
             "cuda_graph_config",
             "chunked_prefill_size",
             "mem_fraction_static",
+            "base_gpu_id",
             "speculative_num_draft_tokens",
             "tp_size",
         ),

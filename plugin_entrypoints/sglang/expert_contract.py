@@ -74,6 +74,19 @@ LOADING = (
         "sets random weights of a class that transformers does not know",
         without="kt model check does not work for such classes",
     ),
+    *(
+        Name(
+            f"{SRT}.model_loader.loader:{name}",
+            "called",
+            "computes what a class derives from its weights, as MLA does",
+            versions,
+            without="kt model check does not work for such classes",
+        )
+        for name, versions in (
+            ("post_load_weights", ">=0.5.21"),
+            ("_post_load_weights", "<0.5.21"),
+        )
+    ),
 )
 # What the layer passes to the creation of its weights.
 EXPERT_WEIGHTS = Arguments(

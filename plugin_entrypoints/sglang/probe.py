@@ -63,16 +63,19 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
 
 def _set_weights(moved: int) -> None:
     """Makes SGLang's loader set random weights instead of reading a checkpoint."""
+    from sglang.srt.model_loader import loader
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
+    if hasattr(loader, "post_load_weights"):
+        derive = loader.post_load_weights
+    else:  # SGLang < 0.5.21
+        derive = loader._post_load_weights
     original = DefaultModelLoader.load_weights_and_postprocess
 
     def load(model: Any, weights: Any, target_device: Any) -> None:
         def set_all(weights: Any) -> None:
             fill(model, lambda layer: layer.num_experts, moved)
-            # What a class derives from its weights, as MLA does.
-            if hasattr(model, "post_load_weights"):
-                model.post_load_weights()
+            derive(model)
 
         model.load_weights = set_all
         original(model, weights, target_device)

@@ -242,9 +242,12 @@ def test_sleeping_and_waking() -> None:
     asleep = gpu.engine.stats()["sleeps"]
     assert asleep > 20
     time.sleep(1.2)
-    before = gpu.engine.stats()["sleeps"]
+    before, started = gpu.engine.stats()["sleeps"], time.perf_counter()
     time.sleep(0.2)
-    assert gpu.engine.stats()["sleeps"] - before < 420, "sleeps of half a millisecond by now"
+    sleeps = gpu.engine.stats()["sleeps"] - before
+    # A busy machine may return late from either sleep.
+    halves = (time.perf_counter() - started) / 0.0005
+    assert 0 < sleeps <= halves + 20, "sleeps of half a millisecond by now"
     gpu.engine.wake()
     gpu.call(slot, side, batch)
 
