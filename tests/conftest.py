@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from lanes import engine_of
 
 for _name in (
     "KT_KERNEL_CPU_VARIANT",
@@ -84,7 +85,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 # ---- The order of the tests, and which run at the same time.
 
-ENGINES = ("vllm", "sglang")
 LONGEST = (
     "test_benchmarks.py",
     "test_sanitized.py",
@@ -92,15 +92,6 @@ LONGEST = (
     "test_sys.py",
     "test_threads.py",
 )
-
-
-def engine_of(nodeid: str) -> str | None:
-    """The engine that a test starts, according to the test's name."""
-    if "tests/plugin/" in nodeid:
-        for engine in ENGINES:
-            if f"test_{engine}" in nodeid or f"[{engine}-" in nodeid:
-                return engine
-    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

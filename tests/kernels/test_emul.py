@@ -28,7 +28,8 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def build(command: list[str]) -> None:
-    done = run(command)
+    launcher = os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER")
+    done = run([launcher, *command] if launcher else command)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
 
 

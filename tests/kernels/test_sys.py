@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .compiling import CPP, KERNELS, WARNINGS, build
+from .compiling import CPP, KERNELS, WARNINGS, build, build_objects
 
 SYS = KERNELS / "sys"
 
@@ -16,7 +16,9 @@ SYS = KERNELS / "sys"
 def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sys") / "sys_probe"
     sources = sorted(p for p in SYS.glob("*.cpp") if not p.name.startswith("cuda"))
-    return build(out, [CPP / "sys_probe.cpp", *sources], ["-O0", "-fsanitize=undefined", *WARNINGS])
+    flags = ["-O0", "-fsanitize=undefined", *WARNINGS]
+    compiled = [(path, flags) for path in (CPP / "sys_probe.cpp", *sources)]
+    return build(out, build_objects(out.parent, compiled), flags)
 
 
 def ask(probe: Path, *args: object, topology: str | None = None) -> str:

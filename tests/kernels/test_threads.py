@@ -61,7 +61,8 @@ def test_threads(tmp_path: Path, kind: str) -> None:
     }
     for name, objects in linked.items():
         # -rdynamic: cache_test.cpp has the CUDA driver's entry points.
-        program = build(tmp_path / name, [CPP / f"{name}.cpp", *objects], [*flags, "-rdynamic"])
+        test = build(tmp_path / f"{name}.o", [CPP / f"{name}.cpp"], flags)
+        program = build(tmp_path / name, [test, *objects], [*flags, "-rdynamic"])
         result = subprocess.run([program], capture_output=True, text=True, timeout=300, env=env)
         print(result.stdout)
         assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"

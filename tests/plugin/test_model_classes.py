@@ -33,6 +33,7 @@ from engines import (
 from families_2026 import BFLOAT16, overriding
 from family_models import EXPERTS, FAMILIES, PROMPTS, STEPS, FamilyReference, make
 from grid import FULL
+from lanes import engine_of
 from tiny_model import computed_tokens
 
 from kt_kernel.plugin_entrypoints.common import layers_tested_in, models_tested_in
@@ -184,6 +185,8 @@ def answers(folder: Path, models: Callable[[str], Path]) -> Callable[[str], Answ
     found: dict[str, Answers] = {}
 
     def of(engine: str) -> Answers:
+        # Tests without an engine in their name run in another process, which would serve all again.
+        assert engine_of(os.environ["PYTEST_CURRENT_TEST"]) == engine
         if os.environ.get(f"KT_{engine.upper()}_PYTHON") is None:
             pytest.skip(f"KT_{engine.upper()}_PYTHON is not set (make test sets it)")
         if engine not in found:
@@ -271,7 +274,7 @@ def _layers(engine: str, stats: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", BY_TRANSFORMERS)
-def test_models_in_the_code_of_transformers(
+def test_vllm_with_models_in_the_code_of_transformers(
     name: str,
     answers: Callable[[str], Answers],
     references: Callable[[str], FamilyReference],
@@ -281,7 +284,7 @@ def test_models_in_the_code_of_transformers(
     assert answer["hybrid"] == "HybridTransformersRoutedExperts"
 
 
-def test_a_text_only_llama_4(
+def test_sglang_reads_a_text_only_llama_4(
     answers: Callable[[str], Answers], references: Callable[[str], FamilyReference]
 ) -> None:
     """SGLang serves it as the argument says that its refusal names."""
@@ -297,7 +300,7 @@ def test_refused(engine: str, name: str, answers: Callable[[str], Answers]) -> N
 @pytest.mark.parametrize(
     "check", [speculative.check_mtp, speculative.check_eagle, speculative.check_ngrams]
 )
-def test_speculative_decoding(
+def test_vllm_decodes_speculatively(
     check: Callable[[Answers], None], answers: Callable[[str], Answers]
 ) -> None:
     check(answers("vllm"))

@@ -43,6 +43,7 @@ from engines import (
 )
 from engines import environment as shared_environment
 from engines import run as shared_run
+from grid import FULL
 from lora_files import write
 from overflow import HOT as OVERFLOWING_HOT
 from overflow import Overflowing, overflowing
@@ -369,7 +370,8 @@ def test_refused_from_python(name: str, line: str, answers: Answers, broken: dic
 def test_two_ranks(folder: Path, prompts: list[list[int]], broken: dict[str, str]) -> None:
     """Tensor parallel: each rank has its part of the hot experts, the first one all of the cold,
     all with an adapter.
-    What a rank finds while it loads comes out of vLLM's processes as an exception."""
+    What a rank finds while it loads comes out of vLLM's processes as an exception (in full runs; usual
+    ones have it with SGLang)."""
     path = make(folder / "wide", intermediate=128)  # vLLM's kernels want 32s in each half
     make(folder / "narrow")
     lora = folder / "lora"
@@ -392,11 +394,14 @@ def test_two_ranks(folder: Path, prompts: list[list[int]], broken: dict[str, str
             "model": str(path.parent / "narrow"),
         },
     ]
+    if not FULL:
+        del runs[1:]
     answers = run(
         folder / "ranks", model=str(path), prompts=prompts, steps=STEPS, runs=runs, processes=True
     )
-    check_refused(answers["broken"], f"StartError: kt: error: {broken['weight_path']}")
-    assert answers["broken"]["error"].count("kt: error") == 1
+    if FULL:
+        check_refused(answers["broken"], f"StartError: kt: error: {broken['weight_path']}")
+        assert answers["broken"]["error"].count("kt: error") == 1
     answer, reference = answers["some hot"], Reference(path)
     with adapted(reference, deltas):
         near = check_logprobs("two ranks", answer, reference, prompts, median=0.02, mean=0.05)

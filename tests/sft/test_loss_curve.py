@@ -1,4 +1,7 @@
-"""The same training, step by step, as PEFT's on the same model with its experts written out."""
+"""The same training, step by step, as PEFT's on the same model with its experts written out.
+
+PEFT takes most of the time, so usual tests make the first 60 of the 200 steps.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grid import examples
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,7 +19,7 @@ from kt_kernel.sft import load_adapter, wrap_experts
 from .written_out import write_out
 
 DEMO = Path(kt_kernel.__file__).parent / "demo_model"
-STEPS, BATCH, LENGTH, RANK = 200, 2, 48, 4
+STEPS, BATCH, LENGTH, RANK = examples(60, full=200), 2, 48, 4
 
 
 def demo(dtype: torch.dtype = torch.bfloat16):
@@ -59,4 +63,5 @@ def test_losses_are_those_of_peft(tmp_path):
     wanted, found = train(peft), train(model)
     worst = max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
     assert worst < 1e-2, (wanted, found)
-    assert sum(wanted[-20:]) < sum(wanted[:20]) - 20 * 0.3  # it learns something
+    less = 0.3 if STEPS == 200 else 0.1
+    assert sum(wanted[-20:]) < sum(wanted[:20]) - 20 * less  # it learns something

@@ -79,6 +79,5 @@ def test_users_may_allow_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "0")
     assert context_limit(config, "vllm") is None
     assert context_limit(config, "sglang") is not None
-    assert changed_by("vllm", ["--hf-overrides={}"]) and not changed_by(
-        "sglang", ["--hf-overrides"]
-    )
+    for given in ("--hf-overrides={}", "--hf_overrides={}", "--hf-overrides.rope_scaling"):
+        assert changed_by("vllm", [given]) and not changed_by("sglang", [given])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from test_time_model import LAYERS, SHAPE
+from transformers import AutoConfig
 
 from kt_kernel.serving import server_process
 from kt_kernel.serving.server_process import ServerFailed
@@ -23,7 +24,7 @@ from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, s
 from kt_kernel.tuning.model import Load, Setting, TimeModel
 from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates
 from kt_kernel.tuning.shape import as_config, shape_of
-from kt_kernel.tuning.small_engine import small_shape
+from kt_kernel.tuning.small_engine import first_layers, small_shape
 
 
 def test_commands() -> None:
@@ -40,7 +41,9 @@ def test_commands() -> None:
     assert shown[shown.index("--port") + 1] == "8123" and "--load-format" not in shown
     # What an earlier run saved must not change what is measured.
     assert shown[shown.index("--kt-tuned") + 1] == "off" and "--kt-tuned" not in plan.shown()
-    small = ServerPlan("sglang", "m", 4096, 16, "cpu", memory=0.5, layers=2).command(1)
+    small = ServerPlan(
+        "sglang", "m", 4096, 16, "cpu", memory=0.5, part={"num_hidden_layers": 2}
+    ).command(1)
     assert small[small.index("--json-model-override-args") + 1] == '{"num_hidden_layers": 2}'
     assert small[small.index("--load-format") + 1] == "dummy"
     assert small[small.index("--mem-fraction-static") + 1] == "0.500"
@@ -52,14 +55,27 @@ def test_commands() -> None:
 )
 def test_the_users_changes_of_a_model_stay_with_fewer_layers(engine: str, flag: str) -> None:
     changes = {"max_position_embeddings": 1 << 20, "num_hidden_layers": 9}
-    text = json.dumps(changes)
+    text, part = json.dumps(changes), {"num_hidden_layers": 3}
     for more in ([flag, text], [f"{flag}={text}"], [flag, "{}", "--other", flag, text]):
-        command = ServerPlan(engine, "m", 64, 1, layers=3, more=tuple(more)).command(1)
-        assert json.loads(command[-1]) == changes | {"num_hidden_layers": 3}
+        command = ServerPlan(engine, "m", 64, 1, part=part, more=tuple(more)).command(1)
+        assert json.loads(command[-1]) == changes | part
         assert command[-2] == flag
     for more in ([], [flag], [flag, "{"], [flag, "[1]"]):
-        command = ServerPlan(engine, "m", 64, 1, layers=3, more=tuple(more)).command(1)
-        assert json.loads(command[-1]) == {"num_hidden_layers": 3}
+        command = ServerPlan(engine, "m", 64, 1, part=part, more=tuple(more)).command(1)
+        assert json.loads(command[-1]) == part
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_oss", "qwen3_moe"])
+def test_the_first_layers_of_a_model(model_type: str) -> None:
+    """transformers accepts the configuration with fewer layers, also when it is read again."""
+    config = AutoConfig.for_model(model_type)
+    changes = first_layers(config.to_dict(), 3)
+    config.update(changes)
+    again = type(config).from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again.num_hidden_layers == 3
+    types = getattr(again, "layer_types", None)
+    assert types is None or types == type(config)().layer_types[:3]
+    assert set(changes) <= {"num_hidden_layers", "layer_types", "mlp_only_layers"}
 
 
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
