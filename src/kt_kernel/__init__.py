@@ -84,13 +84,15 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("kt_kernel.runtime.variant").cpu_variant()
     if name == "__cpu_kernel__":
         return importlib.import_module("kt_kernel.runtime.variant").kernel_table()
-    if name == "__version__":
+    if name == "__version__":  # of what was loaded, also if another version is installed later
         from importlib import metadata
 
         try:
-            return metadata.version("kt-moe")
+            found = metadata.version("kt-moe")
         except metadata.PackageNotFoundError:  # a source tree on the path, not installed
-            return "0+uninstalled"
+            found = "0+uninstalled"
+        globals()[name] = found
+        return found
     raise AttributeError(f"module 'kt_kernel' has no attribute {name!r}")
 
 

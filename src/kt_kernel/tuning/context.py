@@ -74,7 +74,8 @@ def how_to_allow(engine: str) -> str:
 
 def changed_by(engine: str, arguments: Sequence[str]) -> bool:
     """Whether an engine's arguments may change what its limit is derived from."""
-    return any(word.startswith(_CHANGES[engine]) for word in arguments)
+    names = (word.partition("=")[0].replace("_", "-") for word in arguments)  # vLLM takes _ for -
+    return any(name.startswith(_CHANGES[engine]) for name in names)
 
 
 def _vllm(config: Any) -> tuple[int, str] | None:

@@ -66,7 +66,8 @@ class ServerPlan:
         options: kt options by name; None: without kt-moe.
         memory: share of the GPU's memory that the engine may take; None: its own default.
         more: further arguments of the engine.
-        layers: of the model with random weights, instead of the model itself; None: the model.
+        part: what in the configuration makes a small model of it, served with random weights; None:
+            the model itself is served.
     """
 
     engine: str
@@ -77,7 +78,7 @@ class ServerPlan:
     options: Mapping[str, Any] | None = None
     memory: float | None = None
     more: tuple[str, ...] = ()
-    layers: int | None = None
+    part: Mapping[str, Any] | None = None
 
     def shown(self) -> str:
         """The command as a user would type it."""
@@ -95,10 +96,10 @@ class ServerPlan:
         own = [] if self.options is None else [find_option("tuned").flag, "off"]
         place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", _NAME]
         tokenizer = []
-        if self.layers is not None:
+        if self.part is not None:
             flag = "--hf-overrides" if self.engine == "vllm" else "--json-model-override-args"
             # The last such argument counts, and the user's may be what makes the context possible.
-            changes = _changes(self.more, flag) | {"num_hidden_layers": self.layers}
+            changes = _changes(self.more, flag) | dict(self.part)
             tokenizer = ["--load-format", "dummy", flag, json.dumps(changes)]
         if self.engine == "sglang" and self.device == "cpu":
             tokenizer += ["--device", "cpu", "--attention-backend", "torch_native"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..serving.server_process import ServerFailed
 from ..serving.small_multimodal import text_path
@@ -47,7 +49,8 @@ def engine_rates(
         return usual
     more = wishes.engine_arguments
     memory = share_of(wishes, device, engine)
-    plan = ServerPlan(engine, tuned.path, context, 16, memory=memory, layers=part.layers, more=more)
+    first = first_layers(vars(tuned.config), part.layers)
+    plan = ServerPlan(engine, tuned.path, context, 16, memory=memory, part=first, more=more)
     batch = batch_tokens(engine, device, more)
     say(f"measuring {engine} with {part.layers} layers of the model, random weights")
     try:
@@ -76,6 +79,18 @@ def small_shape(shape: Shape, memory: float) -> Shape:
         reach=shape.reach[:layers],
         kv_bytes=shape.kv_bytes * layers // shape.layers,
     )
+
+
+def first_layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """What in a configuration has to change for a model of the first layers: their number, and the
+    lists with an entry for each, which transformers requires to be as long."""
+    layers = config.get("num_hidden_layers")
+    lists = {
+        name: value[:count]
+        for name, value in config.items()
+        if "layer" in name and isinstance(value, list) and len(value) == layers
+    }
+    return lists | {"num_hidden_layers": count}
 
 
 def measure_small(
