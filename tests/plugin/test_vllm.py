@@ -370,8 +370,8 @@ def test_refused_from_python(name: str, line: str, answers: Answers, broken: dic
 def test_two_ranks(folder: Path, prompts: list[list[int]], broken: dict[str, str]) -> None:
     """Tensor parallel: each rank has its part of the hot experts, the first one all of the cold,
     all with an adapter.
-    What a rank finds while it loads comes out of vLLM's processes as an exception (in full runs; usual
-    ones have it with SGLang)."""
+    In full runs, what a rank finds while it loads comes out of vLLM's processes as an exception;
+    usual runs have that with SGLang."""
     path = make(folder / "wide", intermediate=128)  # vLLM's kernels want 32s in each half
     make(folder / "narrow")
     lora = folder / "lora"
