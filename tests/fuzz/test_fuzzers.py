@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 from grid import examples
+from kernels.compiling import WARNINGS, build, build_objects
 
 HERE = Path(__file__).parent
-KERNELS = HERE.parents[1] / "kernels"
-FLAGS = [
-    *(
-        "-std=c++20 -O1 -Wall -Wextra -Wshadow -Werror -pthread"
-        " -fsanitize=address,undefined -fno-sanitize-recover=undefined"
-    ).split(),
-    f"-I{KERNELS}",
-    f"-I{KERNELS / 'include'}",
-]
+FLAGS = [*WARNINGS, "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 def objects() -> list[Path]:
@@ -46,9 +39,8 @@ def objects() -> list[Path]:
 def test_corpus_and_random_inputs(tmp_path: Path, target: str, inputs: int) -> None:
     program = tmp_path / target
     sources = [HERE / f"fuzz_{target}.cpp", HERE / "run_corpus.cpp", HERE / "exact_memory.cpp"]
-    command = [os.environ.get("CXX", "g++"), *FLAGS, *sources, *objects(), "-o", program]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr[-4000:]
+    compiled = build_objects(tmp_path, [(source, FLAGS) for source in sources])
+    build(program, [*compiled, *objects()], FLAGS)
     files = sorted((HERE / "corpus" / target).iterdir())
     assert files
     done = subprocess.run(

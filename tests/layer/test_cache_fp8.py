@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cached_model import CPU, answer, check_sums, started
+from grid import FULL
 from safetensors.torch import save_file
 
 from kt_kernel.serving.hybrid_model import HybridModel
@@ -114,7 +115,7 @@ def batch(number: int, hidden: int = H) -> tuple[torch.Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize("pools", [1, 2])
+@pytest.mark.parametrize("pools", [1, 2] if FULL else [2])
 def test_experts_move_and_nothing_changes(
     folder: Path, restless: None, simulated_gpu: None, pools: int
 ) -> None:

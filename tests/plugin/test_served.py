@@ -12,13 +12,14 @@ import pytest
 import test_sglang
 import test_vllm
 from engines import HERE
+from grid import FULL
 from quantised_models import make_quantised
 from repositories import keep
 
 REPOSITORY = "kt-moe/served"
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"] if FULL else ["vllm"])
 def test_an_fp8_repository(engine: str, tmp_path: Path) -> None:
     """Workers get the method and the folder; neither was given."""
     python = os.environ.get(f"KT_{engine.upper()}_PYTHON")
