@@ -66,10 +66,8 @@ def _set_weights(moved: int) -> None:
     from sglang.srt.model_loader import loader
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    if hasattr(loader, "post_load_weights"):
-        derive = loader.post_load_weights
-    else:  # SGLang < 0.5.21
-        derive = loader._post_load_weights
+    # Named with _ before SGLang 0.5.21.
+    derive = getattr(loader, "post_load_weights", None) or loader._post_load_weights
     original = DefaultModelLoader.load_weights_and_postprocess
 
     def load(model: Any, weights: Any, target_device: Any) -> None:

@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("kt_kernel.runtime.variant").cpu_variant()
     if name == "__cpu_kernel__":
         return importlib.import_module("kt_kernel.runtime.variant").kernel_table()
-    if name == "__version__":  # of what was loaded, also if another version is installed later
+    if name == "__version__":  # kept: another version may be installed while this process runs
         from importlib import metadata
 
         try:

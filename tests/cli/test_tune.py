@@ -364,8 +364,8 @@ def test_an_engine_is_measured_within_what_was_asked_for(
     assert code == 0 and "its usual times are taken" in err and "the check failed" in err
     measured, checked = plans
     assert (measured.context, measured.memory) == (512, 0.5)
-    assert measured.part is not None and measured.part["num_hidden_layers"] == 8
-    assert (checked.context, checked.memory, checked.part) == (512, 0.5, None)
+    assert measured.overrides is not None and measured.overrides["num_hidden_layers"] == 8
+    assert (checked.context, checked.memory, checked.overrides) == (512, 0.5, None)
     assert measured.options is None and "num_gpu_experts" in checked.options
     kt(*given, "--context", 140)
     assert len(plans) == 3  # too short to measure the engine

@@ -42,7 +42,7 @@ def test_commands() -> None:
     # What an earlier run saved must not change what is measured.
     assert shown[shown.index("--kt-tuned") + 1] == "off" and "--kt-tuned" not in plan.shown()
     small = ServerPlan(
-        "sglang", "m", 4096, 16, "cpu", memory=0.5, part={"num_hidden_layers": 2}
+        "sglang", "m", 4096, 16, "cpu", memory=0.5, overrides={"num_hidden_layers": 2}
     ).command(1)
     assert small[small.index("--json-model-override-args") + 1] == '{"num_hidden_layers": 2}'
     assert small[small.index("--load-format") + 1] == "dummy"
@@ -55,14 +55,14 @@ def test_commands() -> None:
 )
 def test_the_users_changes_of_a_model_stay_with_fewer_layers(engine: str, flag: str) -> None:
     changes = {"max_position_embeddings": 1 << 20, "num_hidden_layers": 9}
-    text, part = json.dumps(changes), {"num_hidden_layers": 3}
+    text, first = json.dumps(changes), {"num_hidden_layers": 3}
     for more in ([flag, text], [f"{flag}={text}"], [flag, "{}", "--other", flag, text]):
-        command = ServerPlan(engine, "m", 64, 1, part=part, more=tuple(more)).command(1)
-        assert json.loads(command[-1]) == changes | part
+        command = ServerPlan(engine, "m", 64, 1, overrides=first, more=tuple(more)).command(1)
+        assert json.loads(command[-1]) == changes | first
         assert command[-2] == flag
     for more in ([], [flag], [flag, "{"], [flag, "[1]"]):
-        command = ServerPlan(engine, "m", 64, 1, part=part, more=tuple(more)).command(1)
-        assert json.loads(command[-1]) == part
+        command = ServerPlan(engine, "m", 64, 1, overrides=first, more=tuple(more)).command(1)
+        assert json.loads(command[-1]) == first
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_oss", "qwen3_moe"])

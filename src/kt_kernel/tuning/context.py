@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..serving.model_config import size_of
+from .arguments import OVERRIDES_FLAG, name_of
 
 # Names of the most tokens in a configuration. vLLM takes the smallest number, SGLang the first.
 _OF_VLLM = (
@@ -45,8 +46,6 @@ _SCALED_ALREADY = (
 # With these, transformers adds the original number to the parameters, and SGLang takes it for a
 # sign that the configuration's number is the scaled one.
 _WITH_ORIGINAL = "llama3", "yarn", "longrope"
-# Arguments that change a model's configuration.
-_CHANGES = {"vllm": "--hf-overrides", "sglang": "--json-model-override-args"}
 # Variables with which engines accept more, with a warning.
 _ALLOW = {
     "vllm": "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
@@ -69,13 +68,13 @@ def context_limit(config: Any, engine: str) -> tuple[int, str] | None:
 
 def how_to_allow(engine: str) -> str:
     """What makes an engine accept a longer context, in words."""
-    return f'--engine-args "{_CHANGES[engine]} ..." changes that, and {_ALLOW[engine]}=1 ignores it'
+    changes = f'--engine-args "{OVERRIDES_FLAG[engine]} ..." changes that'
+    return f"{changes}, and {_ALLOW[engine]}=1 ignores it"
 
 
 def changed_by(engine: str, arguments: Sequence[str]) -> bool:
     """Whether an engine's arguments may change what its limit is derived from."""
-    names = (word.partition("=")[0].replace("_", "-") for word in arguments)  # vLLM takes _ for -
-    return any(name.startswith(_CHANGES[engine]) for name in names)
+    return any(name_of(word).startswith(OVERRIDES_FLAG[engine]) for word in arguments)
 
 
 def _vllm(config: Any) -> tuple[int, str] | None:

@@ -30,7 +30,7 @@ from ..serving.server_process import (
     process_group,
     wait_until_healthy,
 )
-from .arguments import value_of
+from .arguments import OVERRIDES_FLAG, value_of
 from .rates import BATCH, EngineRates, rising
 
 # Of vLLM 0.26.0 and SGLang 0.5.17 with 8 layers of Qwen3-30B-A3B's shape on one H200 with 16
@@ -66,8 +66,8 @@ class ServerPlan:
         options: kt options by name; None: without kt-moe.
         memory: share of the GPU's memory that the engine may take; None: its own default.
         more: further arguments of the engine.
-        part: what in the configuration makes a small model of it, served with random weights; None:
-            the model itself is served.
+        overrides: changes of the configuration that make a small model of it, which gets random
+            weights; None: the model itself.
     """
 
     engine: str
@@ -78,7 +78,7 @@ class ServerPlan:
     options: Mapping[str, Any] | None = None
     memory: float | None = None
     more: tuple[str, ...] = ()
-    part: Mapping[str, Any] | None = None
+    overrides: Mapping[str, Any] | None = None
 
     def shown(self) -> str:
         """The command as a user would type it."""
@@ -96,10 +96,10 @@ class ServerPlan:
         own = [] if self.options is None else [find_option("tuned").flag, "off"]
         place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", _NAME]
         tokenizer = []
-        if self.part is not None:
-            flag = "--hf-overrides" if self.engine == "vllm" else "--json-model-override-args"
+        if self.overrides is not None:
+            flag = OVERRIDES_FLAG[self.engine]
             # The last such argument counts, and the user's may be what makes the context possible.
-            changes = _changes(self.more, flag) | dict(self.part)
+            changes = {**_changes(self.more, flag), **self.overrides}
             tokenizer = ["--load-format", "dummy", flag, json.dumps(changes)]
         if self.engine == "sglang" and self.device == "cpu":
             tokenizer += ["--device", "cpu", "--attention-backend", "torch_native"]

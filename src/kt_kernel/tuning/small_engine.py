@@ -49,8 +49,15 @@ def engine_rates(
         return usual
     more = wishes.engine_arguments
     memory = share_of(wishes, device, engine)
-    first = first_layers(vars(tuned.config), part.layers)
-    plan = ServerPlan(engine, tuned.path, context, 16, memory=memory, part=first, more=more)
+    plan = ServerPlan(
+        engine,
+        tuned.path,
+        context,
+        16,
+        memory=memory,
+        more=more,
+        overrides=first_layers(vars(tuned.config), part.layers),
+    )
     batch = batch_tokens(engine, device, more)
     say(f"measuring {engine} with {part.layers} layers of the model, random weights")
     try:
@@ -82,8 +89,8 @@ def small_shape(shape: Shape, memory: float) -> Shape:
 
 
 def first_layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """What in a configuration has to change for a model of the first layers: their number, and the
-    lists with an entry for each, which transformers requires to be as long."""
+    """The changes of a configuration that leave the first layers of its model: their number, and
+    lists with an entry for each layer, which transformers requires to be as long."""
     layers = config.get("num_hidden_layers")
     lists = {
         name: value[:count]
