@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 FULL = os.environ.get("KT_FULL", "0") not in ("", "0")
+only_full = pytest.mark.skipif(not FULL, reason="KT_FULL is not set (make test-full sets it)")
 
 Axes = Mapping[str, Sequence[Any]]
 Case = tuple[Any, ...]

@@ -17,6 +17,7 @@ REPO = Path(__file__).resolve().parents[2]
 KERNELS = REPO / "kernels"
 CPP = Path(__file__).resolve().parent / "cpp"
 
+COMPILER = os.environ.get("CXX", "g++")  # as CMake
 FLAGS = ["-std=c++20", "-pthread", f"-I{KERNELS}", f"-I{KERNELS}/include"]
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
 
@@ -30,9 +31,9 @@ def missing(what: str) -> NoReturn:
 
 def build(out: Path, sources: Sequence[Path], flags: Sequence[str]) -> Path:
     """Builds a program or, if ``out`` is an object file, the object of one source."""
-    compiler = shutil.which("g++")
+    compiler = shutil.which(COMPILER)
     if compiler is None:
-        missing("no g++ to build the test programs")
+        missing(f"no {COMPILER} to build the test programs")
     launcher = os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER")
     kind = ["-c"] if out.suffix == ".o" else []
     command = [*filter(None, [launcher]), compiler, *FLAGS, *flags, *kind, *sources, "-o", out]

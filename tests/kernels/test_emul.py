@@ -3,7 +3,6 @@ against scalar definitions. The comparisons are in cpp/emul_test.cpp and cpp/emu
 unit; this compiles it once per side, links both and runs the program.
 """
 
-import os
 import shutil
 import signal
 import subprocess
@@ -13,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from .compiling import COMPILER, build
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "tests" / "kernels" / "cpp" / "emul_test.cpp"
 EMUL = ROOT / "kernels" / "isa" / "emul"
-COMPILER = os.environ.get("CXX", "g++")
-COMMON = ["-std=c++20", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
+COMMON = ["-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
 EMULATED = ["-DKT_EMULATE", "-mavx2", "-mfma", "-mf16c", "-mbmi2", f"-I{EMUL}"]
 # GCC 12's own AVX-512 headers warn at -O2.
 REAL = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
@@ -25,12 +25,6 @@ REAL = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-
-
-def build(command: list[str]) -> None:
-    launcher = os.environ.get("CMAKE_CXX_COMPILER_LAUNCHER")
-    done = run([launcher, *command] if launcher else command)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +46,13 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def emulated_object(folder: Path) -> Path:
-    path = folder / "emulated.o"
-    build([COMPILER, *COMMON, *EMULATED, "-c", str(SOURCE), "-o", str(path)])
-    return path
+    return build(folder / "emulated.o", [SOURCE], [*COMMON, *EMULATED])
 
 
 @pytest.fixture(scope="module")
 def program(folder: Path, emulated_object: Path) -> Path:
-    real, path = folder / "real.o", folder / "emul_test"
-    build([COMPILER, *COMMON, *REAL, "-c", str(SOURCE), "-o", str(real)])
-    build([COMPILER, str(emulated_object), str(real), "-o", str(path)])
-    return path
+    real = build(folder / "real.o", [SOURCE], [*COMMON, *REAL])
+    return build(folder / "emul_test", [emulated_object, real], [])
 
 
 def test_emulated_equals_real_and_defined(

@@ -12,7 +12,7 @@ import pytest
 import test_vllm
 import transformers
 from engines import TIMEOUT
-from grid import FULL
+from grid import only_full
 
 PYTHON = os.environ.get("KT_VLLM_PYTHON")
 CLASS = "Qwen3VLMoeForConditionalGeneration"
@@ -50,7 +50,7 @@ def test_a_class_that_is_safe(tmp_path: Path) -> None:
     _check_safe(CLASS, config, tmp_path, 0.02)
 
 
-@pytest.mark.skipif(not FULL, reason="KT_FULL is not set (make test-full sets it)")
+@only_full
 def test_a_class_that_transformers_does_not_know(tmp_path: Path) -> None:
     """The engine's own class gets the same random weights in all runs."""
     name = "Qwen2MoeForCausalLM"

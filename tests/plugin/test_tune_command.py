@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import test_vllm
 from engines import DEMO_MODEL, TIMEOUT
-from grid import FULL
+from grid import only_full
 
 PYTHON = os.environ.get("KT_VLLM_PYTHON")
 
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="KT_VLLM_PYTHON is not set (make test sets it)"),
-    pytest.mark.skipif(not FULL, reason="KT_FULL is not set (make test-full sets it)"),
+    only_full,
     pytest.mark.timeout(TIMEOUT),
 ]
 

@@ -43,7 +43,7 @@ from engines import (
 )
 from engines import environment as shared_environment
 from engines import run as shared_run
-from grid import FULL
+from grid import FULL, only_full
 from lora_files import write
 from overflow import HOT as OVERFLOWING_HOT
 from overflow import Overflowing, overflowing
@@ -367,47 +367,47 @@ def test_refused_from_python(name: str, line: str, answers: Answers, broken: dic
     check_refused(answers[name], line.replace("{path}", path))
 
 
-def test_two_ranks(folder: Path, prompts: list[list[int]], broken: dict[str, str]) -> None:
+@pytest.fixture(scope="module")
+def ranks() -> dict[str, Any]:
+    """What a run of two ranks needs."""
+    cpus = sorted(os.sched_getaffinity(0))  # one for each rank
+    return {
+        "engine": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"},
+    }
+
+
+def test_two_ranks(folder: Path, prompts: list[list[int]], ranks: dict[str, Any]) -> None:
     """Tensor parallel: each rank has its part of the hot experts, the first one all of the cold,
-    all with an adapter.
-    In full runs, what a rank finds while it loads comes out of vLLM's processes as an exception;
-    usual runs have that with SGLang."""
+    all with an adapter."""
     path = make(folder / "wide", intermediate=128)  # vLLM's kernels want 32s in each half
-    make(folder / "narrow")
     lora = folder / "lora"
     deltas = write(lora, experts=EXPERTS, hidden=HIDDEN, inter=128, layers=range(LAYERS), size=0.1)
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    cpus = sorted(os.sched_getaffinity(0))  # one for each rank
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}
-    runs = [
-        {
-            "name": "some hot",
-            "kt": {"method": "BF16", "num_gpu_experts": HOT, "expert_lora_path": str(lora)},
-            "engine": ranks,
-            "environment": variables,
-        },
-        {
-            "name": "broken",
-            "kt": broken,
-            "engine": ranks,
-            "environment": variables,
-            "model": str(path.parent / "narrow"),
-        },
-    ]
-    if not FULL:
-        del runs[1:]
-    answers = run(
-        folder / "ranks", model=str(path), prompts=prompts, steps=STEPS, runs=runs, processes=True
-    )
-    if FULL:
-        check_refused(answers["broken"], f"StartError: kt: error: {broken['weight_path']}")
-        assert answers["broken"]["error"].count("kt: error") == 1
+    kt = {"method": "BF16", "num_gpu_experts": HOT, "expert_lora_path": str(lora)}
+    job = {"processes": True, "runs": [{"name": "some hot", "kt": kt, **ranks}]}
+    answers = run(folder / "ranks", model=str(path), prompts=prompts, steps=STEPS, **job)
     answer, reference = answers["some hot"], Reference(path)
     with adapted(reference, deltas):
         near = check_logprobs("two ranks", answer, reference, prompts, median=0.02, mean=0.05)
     without, _ = logprob_distances("without the adapter", answer, reference, prompts)
     assert without.mean() > 10 * near
     assert all(stats["expert_calls"] > 0 for stats in answer["stats"]), answer["stats"]
+
+
+@only_full
+def test_an_error_in_a_rank(
+    folder: Path,
+    model: Path,
+    prompts: list[list[int]],
+    broken: dict[str, str],
+    ranks: dict[str, Any],
+) -> None:
+    """What a rank finds while it loads comes out of vLLM's processes as an exception. Usual runs
+    have that with SGLang."""
+    job = {"processes": True, "runs": [{"name": "broken", "kt": broken, **ranks}]}
+    answers = run(folder / "broken ranks", model=str(model), prompts=prompts, steps=STEPS, **job)
+    check_refused(answers["broken"], f"StartError: kt: error: {broken['weight_path']}")
+    assert answers["broken"]["error"].count("kt: error") == 1
 
 
 def test_compiled(folder: Path, model: Path, prompts: list[list[int]], greedy: Greedy) -> None:
