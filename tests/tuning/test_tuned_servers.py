@@ -193,7 +193,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     ("then", "said"),
     [
         ("os._exit(1)", "Remote end closed connection"),
-        ("self.send_error(400)", "HTTP Error 400"),
+        ("self.send_error(400, 'Bad', 'too <long')", "HTTP Error 400: Bad: .*too &lt;long"),
     ],
 )
 def test_an_engine_that_fails_while_it_is_timed(

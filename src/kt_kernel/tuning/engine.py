@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import numpy as np
 
@@ -46,6 +47,10 @@ VOCABULARY = 256  # of prompts; every model has as many tokens
 _START = 1800  # seconds for a server with large weights
 _ERROR = re.compile(r"\berror: |\w+(Error|Exception): ")
 _ROUNDS = 3
+_ANSWER = 500  # bytes of an engine's refusal that are shown
+# Tokens of a context that the longest prompt leaves free, for its answer and by the engine's rule:
+# SGLang refuses prompts that leave six or less.
+LEFT_FREE = {"vllm": 2, "sglang": 8}
 LEAST_CONTEXT = 256  # tokens, with which `measure_engine` can be used
 _HIDES = 0.8  # of a step: where the GPU takes so much, the host may take less
 _LONGER = 1.3  # times a short prompt: what a long one takes if the GPU is the limit
@@ -181,8 +186,12 @@ class Server:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with local_http.open(request, timeout=600) as response:
-            json.load(response)
+        try:
+            with local_http.open(request, timeout=600) as response:
+                json.load(response)
+        except HTTPError as refused:  # the answer says why
+            answer = " ".join(refused.read(_ANSWER).decode(errors="replace").split())
+            raise OSError(f"{refused}: {answer}") from None
 
 
 @contextmanager

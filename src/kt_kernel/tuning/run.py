@@ -19,7 +19,7 @@ from .apart import Apart
 from .batches import batch_tokens
 from .choice import Candidate, HotChoice, Limits, choose, predict
 from .cpu import cpu_rates, host_rates
-from .engine import VOCABULARY, ServerPlan, serving
+from .engine import LEFT_FREE, VOCABULARY, ServerPlan, serving
 from .gpu import measure_gpu
 from .model import Setting, TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
@@ -187,7 +187,7 @@ def check(result: Result, say: Say) -> Check:
         ServerFailed: the server does not start; with the reason.
     """
     wishes, goal = result.wishes, result.wishes.goal
-    prompt = min(goal.prompt, wishes.context - 2)
+    prompt = min(goal.prompt, wishes.context - LEFT_FREE[result.server.engine])
     context = min(128, wishes.context // 2)
     setting = _setting_of(result)
     with tempfile.TemporaryDirectory(prefix="kt-tune-") as folder:

@@ -13,7 +13,7 @@ from ..serving.server_process import ServerFailed
 from ..serving.small_multimodal import text_path
 from ..serving.tuned import ENGINES_PART
 from .batches import batch_tokens
-from .engine import LEAST_CONTEXT, USUAL, VOCABULARY, Server, ServerPlan, measure_engine, serving
+from .engine import LEAST_CONTEXT, LEFT_FREE, USUAL, VOCABULARY, Server, ServerPlan, measure_engine, serving
 from .model import Load, Setting, TimeModel
 from .plan import Tuned
 from .rates import BATCH, CpuRates, EngineRates, GpuRates, HostRates
@@ -65,7 +65,7 @@ def engine_rates(
             tempfile.TemporaryDirectory(prefix="kt-tune-") as folder,
             serving(plan, VOCABULARY, Path(folder) / "log", server_environment()) as server,
         ):
-            return measure_small(engine, server, part, device, context - 2, batch)
+            return measure_small(engine, server, part, device, context - LEFT_FREE[engine], batch)
     except ServerFailed as problem:
         say(f"{engine} could not be measured ({problem}); its usual times are taken")
         return usual

@@ -12,6 +12,7 @@ from ..serving.class_check import ENGINES
 from ..serving.tuned import ENGINES_PART
 from .choice import Goal
 from .context import changed_by, context_limit, how_to_allow
+from .engine import LEFT_FREE
 from .plan import ENGINE_TAKES, Tuned
 from .rates import GpuRates, HostRates
 
@@ -86,10 +87,11 @@ def with_lengths(
             f"--context {context}: {engine} serves {tuned.model} with at most {limit[0]} tokens "
             f"(its configuration: {limit[1]}); {how_to_allow(engine)}"
         )
+    longest = context - LEFT_FREE[engine]
     if prompt is None:
-        prompt = min(wishes.goal.prompt, context - 2)
-    if prompt + 2 > context:
-        raise ValueError(f"--prompt {prompt}: with --context {context}, at most {context - 2}")
+        prompt = min(wishes.goal.prompt, longest)
+    if prompt > longest:
+        raise ValueError(f"--prompt {prompt}: with --context {context}, at most {longest}")
     if answer is None:
         answer = min(wishes.goal.answer, context - 1)
     if answer >= context:
