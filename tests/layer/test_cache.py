@@ -186,7 +186,7 @@ def test_looks_leave_time(
     model, _ = make(weights)
     cache = started(model)
     cache.rate, now, looks, end = 1e9, 0.0, [], 2.0
-    cache._gain.mean = 1.0 if pays else 0.0
+    cache._gain.mean = 3.0 if pays else 0.0
 
     def sleep(seconds: float, _: float) -> None:
         nonlocal now

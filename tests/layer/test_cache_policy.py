@@ -17,6 +17,7 @@ from kt_kernel.routes.policies import DecayedLFU
 from kt_kernel.routes.simulator import Replay
 from kt_kernel.routes.synthetic import NONE, QWEN3_30B, WEAK, Locality, generate
 from kt_kernel.serving.cache import CachedLayer, ModelCache
+from kt_kernel.serving.cache_policy import Gain
 from kt_kernel.serving.cache_slots import LayerSlots
 
 LAYERS, TOKENS = 2, 800
@@ -79,6 +80,15 @@ def test_moves_that_gain_nothing_get_little_of_the_bus() -> None:
         cache._fill_budget()
         shares.append(cache._budget / (cache.rate or 1) / 0.01)
     assert shares[0] == pytest.approx(1) and shares[1] == pytest.approx(1 / 16)
+
+
+@pytest.mark.parametrize(
+    ("mean", "share"), [(-1, 1 / 16), (0.5, 1 / 16), (1, 0.25), (2, 0.75), (2.5, 1), (9, 1)]
+)
+def test_uploads_take_as_much_as_they_gain(mean: float, share: float) -> None:
+    gain = Gain()
+    gain.mean = mean
+    assert gain.share == share and gain.pays == (mean >= 0.5)
 
 
 def test_the_rate_bounds_uploads() -> None:

@@ -37,7 +37,6 @@ _LONGEST_NAP = 1.0  # seconds, after which the thread sees that it has to end
 _IDLE_LOOKS = 50  # without a batch, after which it looks less often
 _MANY_SLOTS = 16  # for each of them, a layer may have one more slot that waits for an upload
 _IN_FLIGHT = 16  # uploads of all layers
-_LITTLE = 1 / 16  # of the rate, while moves do not pay, to notice when they do
 _BURST_SECONDS = 0.01
 
 _logger = logging.getLogger("kt_kernel.serving")
@@ -323,7 +322,7 @@ class ModelCache:
         if self.rate is None:
             self._budget = float("inf")
             return
-        rate = self.rate * (1 if self._gain.pays else _LITTLE)
+        rate = self.rate * self._gain.share
         longest = max(_BURST_SECONDS, 1.5 * self._wait)  # with the look itself
         self._budget = min(self._budget + passed * rate, rate * longest)
 

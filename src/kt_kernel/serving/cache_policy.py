@@ -18,6 +18,8 @@ _MOST = 64  # of all layers: what is not moved now is wanted again at the next l
 _WINDOW = 64  # tokens after which a move is judged
 _MEMORY = 128  # moves over which their gain is averaged
 _WORTH = 0.5  # uses per move, below which moving does not pay
+_FULLY = 2.5  # uses per move, from which moves may take all of their rate
+_LITTLE = 1 / 16  # of the rate, while moves do not pay, to notice when they do
 _JUDGED_AT_ONCE = 4096  # moves that wait for their judgement
 
 
@@ -115,3 +117,9 @@ class Gain:
     def pays(self) -> bool:
         """Whether moves are worth their uploads."""
         return self.mean >= _WORTH
+
+    @property
+    def share(self) -> float:
+        """Of the rate that uploads may take. The more of them there are, the less each gains, and
+        the less this is: so their number settles where one more is about worth what it costs."""
+        return min(max((self.mean - _WORTH) / (_FULLY - _WORTH), _LITTLE), 1.0)

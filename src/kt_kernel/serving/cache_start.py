@@ -23,9 +23,6 @@ from .hot_packed import PackedHot
 from .moving import CACHE_FLAG, KIND_RULES_IT_OUT, NO_SPLIT_LAYER
 
 RATE_FLAG = "--kt-expert-update-rate"
-# Of the measured rate of uploads, by default. Uploads read the CPU's memory, as its kernels do:
-# with half of the rate, an H200 with 12 CPU threads decoded slower than with a quarter.
-_SHARE = 0.25
 _TIMED = 256  # uploads, at most
 _MOST_DIFFERENT = 0.5  # relative error of a hot expert's weights that rounding may cause
 
@@ -39,7 +36,7 @@ def start_cache(layers: Sequence[Any], device: torch.device, rate: int | None) -
 
     Copies the hot experts from the CPU into their slots, so that an expert has the same weights
     wherever it is computed, and measures how long that takes. rate: bytes per second for uploads
-    while serving; None: a quarter of what was measured.
+    while serving, at most; None: as many as were measured.
 
     Raises NoCache, before any weight is replaced, and RuntimeError if a hot expert then has other
     weights than on the CPU.
@@ -73,7 +70,7 @@ def start_cache(layers: Sequence[Any], device: torch.device, rate: int | None) -
     measured = _fill(cached, uploads)
     for layer, its_slots in zip(moving, cached, strict=True):
         _check_filled(layer, its_slots)
-    bound = measured * _SHARE if rate is None else float(rate)
+    bound = measured if rate is None else float(rate)
     cache = ModelCache(cached, memory, uploads, bound if device.type == "cuda" else None)
     for number, layer in enumerate(moving):
         layer.start_cache(cache, number, device)
@@ -94,11 +91,7 @@ def describe(cache: ModelCache, rate: int | None) -> str:
     bound = cache.rate
     limit = "without a bound"
     if bound is not None:
-        why = (
-            "given"
-            if rate is not None
-            else f"a quarter of what was measured; {RATE_FLAG} changes it"
-        )
+        why = "given" if rate is not None else f"measured; {RATE_FLAG} sets less"
         limit = f"at up to {shown_size(bound)} per second ({why})"
     return (
         f"kt: experts of {len(cache.layers)} layers move while serving ({CACHE_FLAG}): "

@@ -156,7 +156,7 @@ OPTIONS: tuple[Option, ...] = (
         "--kt-expert-update-rate",
         "size",
         "bytes per second that experts moving to the GPU may take of the bus, such as 8GB (default "
-        "a quarter of what is measured)",
+        "what is measured, of which they take a part by what they gain)",
     ),
     Option(
         "--kt-tuned",
