@@ -43,7 +43,8 @@ from kt_kernel.weights.expert_tensors import MATRICES
 from kt_kernel.weights.packed import packed_shape
 
 ROUTES = 8192  # tokens of which routes are generated; then they begin again
-WARM = {FIXED: 16, MOVING: 400}  # tokens before those that are timed
+WARM = {FIXED: 16, MOVING: 400}  # tokens before those that are timed, of all streams
+LEAST_WARM = 16  # of each stream
 SHIFTED = (32, 32, 64, 128)  # tokens of each row after the load has shifted
 
 
@@ -168,7 +169,7 @@ class Bench:
         self.control.reset(slots, lambda: self.times(3))
         self.routes.use(routes, streams)
         self.control.mode = mode
-        self.times(WARM[mode], streams)
+        self.times(max(WARM[mode] // streams, LEAST_WARM), streams)
 
     def _timed(self, steps: int, streams: int = 1) -> dict[str, Any]:
         before = self.control.counters()
@@ -204,7 +205,11 @@ def arguments(about: str, resident: list[float]) -> argparse.Namespace:
     parser.add_argument("--resident", type=float, nargs="+", default=resident)
     parser.add_argument("--streams", type=int, nargs="+", default=[1])
     parser.add_argument(
-        "--rates", type=float, nargs="*", default=[], help="GB/s, tried in addition"
+        "--rates",
+        type=float,
+        nargs="*",
+        default=[],
+        help="GB/s, tried in addition with local routes",
     )
     parser.add_argument("--steps", type=int, default=256, help="tokens of each stream")
     parser.add_argument("--json", type=Path, required=True)
@@ -228,7 +233,8 @@ def main() -> None:
         for resident in args.resident:
             for streams in args.streams:
                 tried = [(FIXED, None), (MOVING, None)]
-                tried += [(MOVING, rate * 1e9) for rate in args.rates]
+                if routes == "local":
+                    tried += [(MOVING, rate * 1e9) for rate in args.rates]
                 for mode, rate in tried:
                     rows.append(bench.measure(routes, resident, mode, streams, rate))
                     print(json.dumps(rows[-1]), flush=True)
