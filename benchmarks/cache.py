@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 from shapes import Shape, parse_shape
 from synthetic import config
 
+from kt_kernel.routes.record import RouteRecord
 from kt_kernel.routes.simulator import as_streams
 from kt_kernel.routes.synthetic import NONE, QWEN3_30B, generate
 from kt_kernel.serving.hybrid import HybridLayer
@@ -80,19 +81,23 @@ def _copy_first_expert(layer: HybridLayer) -> None:
 
 
 class Routes:
-    """Generated routes in place of the routers' choice."""
+    """Generated or recorded routes in place of the routers' choice."""
 
-    def __init__(self, shape: Shape, layers: int) -> None:
-        sizes = {"experts": shape.experts, "per_token": shape.top_k}
+    def __init__(self, args: argparse.Namespace) -> None:
+        sizes = {"experts": args.shape.experts, "per_token": args.shape.top_k}
         self._records = {
-            name: generate(replace(locality, **sizes), ROUTES, layers, seed)
+            name: generate(replace(locality, **sizes), ROUTES, args.layers, seed)
             for name, locality, seed in (
                 ("local", QWEN3_30B, 0),
                 ("shifted", QWEN3_30B, 1),
                 ("none", NONE, 0),
             )
         }
-        self._table = RouteTable(self._records["none"])
+        self.names = "local", "none"  # of those to compare
+        if args.record is not None:
+            self._records = {"recorded": args.record}
+            self.names = ("recorded",)
+        self._table = RouteTable(next(iter(self._records.values())))
         self._table.install()
 
     def use(self, name: str, streams: int) -> None:
@@ -112,7 +117,7 @@ class Bench:
         (folder / "config.json").write_text(json.dumps(config(shape, args.layers, VOCABULARY)))
         save_file(weights_without_experts(shape, args.layers), folder / "model.safetensors")
         serve_first_expert_from_memory(shape, args.layers)
-        self.routes, self._params = Routes(shape, args.layers), SamplingParams
+        self.routes, self._params = Routes(args), SamplingParams
         options = {
             "method": args.method,
             "num_gpu_experts": round(max(args.resident) * shape.experts),
@@ -211,9 +216,23 @@ def arguments(about: str, resident: list[float]) -> argparse.Namespace:
         default=[],
         help="GB/s, tried in addition with local routes",
     )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        help="recorded routes (--record-kt-expert-routes) in place of generated ones; their numbers "
+        "of experts replace those of --shape",
+    )
     parser.add_argument("--steps", type=int, default=256, help="tokens of each stream")
     parser.add_argument("--json", type=Path, required=True)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.record is not None:
+        record = args.record = RouteRecord.load(args.record).decoded
+        if args.layers > len(record.layers):
+            parser.error(f"--layers {args.layers}: the record has {len(record.layers)}")
+        args.shape = args.shape._replace(
+            experts=record.model.num_experts, top_k=record.routes.shape[2]
+        )
+    return args
 
 
 def main() -> None:
@@ -229,7 +248,7 @@ def main() -> None:
         "rows": rows,
     }
     result |= {"method": args.method, "expert_bytes": bench.cache.layers[0].packed.expert_bytes}
-    for routes in ("local", "none"):
+    for routes in bench.routes.names:
         for resident in args.resident:
             for streams in args.streams:
                 tried = [(FIXED, None), (MOVING, None)]
@@ -239,7 +258,8 @@ def main() -> None:
                     rows.append(bench.measure(routes, resident, mode, streams, rate))
                     print(json.dumps(rows[-1]), flush=True)
                     args.json.write_text(json.dumps(result, indent=1))
-    for row in bench.shift(args.resident[len(args.resident) // 2]):
+    shifted = [] if args.record else bench.shift(args.resident[len(args.resident) // 2])
+    for row in shifted:
         rows.append(row)
         print(json.dumps(row), flush=True)
         args.json.write_text(json.dumps(result, indent=1))

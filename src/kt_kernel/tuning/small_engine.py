@@ -13,7 +13,16 @@ from ..serving.server_process import ServerFailed
 from ..serving.small_multimodal import text_path
 from ..serving.tuned import ENGINES_PART
 from .batches import batch_tokens
-from .engine import LEAST_CONTEXT, LEFT_FREE, USUAL, VOCABULARY, Server, ServerPlan, measure_engine, serving
+from .engine import (
+    LEAST_CONTEXT,
+    LEFT_FREE,
+    USUAL,
+    VOCABULARY,
+    Server,
+    ServerPlan,
+    measure_engine,
+    serving,
+)
 from .model import Load, Setting, TimeModel
 from .plan import Tuned
 from .rates import BATCH, CpuRates, EngineRates, GpuRates, HostRates
