@@ -219,8 +219,8 @@ def arguments(about: str, resident: list[float]) -> argparse.Namespace:
     parser.add_argument(
         "--record",
         type=Path,
-        help="recorded routes (--record-kt-expert-routes) in place of generated ones; their numbers "
-        "of experts replace those of --shape",
+        help="recorded routes (--record-kt-expert-routes) in place of generated ones; their "
+        "numbers of experts replace those of --shape",
     )
     parser.add_argument("--steps", type=int, default=256, help="tokens of each stream")
     parser.add_argument("--json", type=Path, required=True)

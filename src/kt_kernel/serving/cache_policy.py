@@ -13,7 +13,7 @@ from ..routes.policies import DecayedLFU
 from ..runtime.variant import native
 
 _SHORT, _LONG = 3, 64  # tokens after which a use counts half: of recency, and of frequency
-MOVES = 4  # of a layer, at one look
+MOVES = 2  # of a layer, at one look: with 4, there are more uploads, and no more hits
 _MOST = 64  # of all layers: what is not moved now is wanted again at the next look
 _WINDOW = 64  # tokens after which a move is judged
 _MEMORY = 128  # moves over which their gain is averaged
