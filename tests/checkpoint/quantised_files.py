@@ -180,6 +180,8 @@ def check_bad_parts(
     *,
     bad_values: tuple[Any, ...] = (),
     dtype: torch.dtype = torch.float64,
+    hidden: int = H,
+    inter: int = I,
 ) -> None:
     """Checks that a missing part, another shape, another dtype and a bad value are named."""
     name = f"{MOE}.1.up_proj.{part}"
@@ -190,7 +192,8 @@ def check_bad_parts(
         other = {n: t for n, t in tensors.items() if n != name}
         if value is not None:
             other[name] = value
-        fails(save(folder / str(number[0]), other, quantization), method, name, *words)
+        path = save(folder / str(number[0]), other, quantization)
+        fails(path, method, name, *words, hidden=hidden, inter=inter)
 
     broken(None, "missing")
     grown = torch.cat([good.reshape(-1), good.reshape(-1)[:1]])

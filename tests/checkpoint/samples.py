@@ -18,6 +18,7 @@ import test_int8
 import test_mxfp8
 import test_nvfp4
 import test_stacks
+import test_w4afp8
 import torch
 from quantised_files import MOE, PROJECTIONS, E, Tensors, make_experts, parts_of
 
@@ -266,6 +267,9 @@ def samples() -> dict[str, Sample]:
             "MIXED",
             {"quant_method": "compressed-tensors"},
             test_int8.scaled,
+        ),
+        "W4AFP8": _per_expert(
+            test_w4afp8.make_with(32), "RAWINT4", test_w4afp8.SETTINGS, test_w4afp8.reference
         ),
         "GPTQ of 8 bits": _per_expert(
             test_int8.gptq8, "MIXED", gptq(bits=8), test_int8.gptq8_values

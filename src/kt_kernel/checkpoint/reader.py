@@ -69,10 +69,14 @@ def open_matrices(
     the tensors.
     """
     return {
-        matrix: identify(first[matrix], quantization).open(first[matrix], *shape, quantization)
+        matrix: _open(first[matrix], shape, quantization)
         for matrix, shape in shapes.items()
         if matrix in first
     }
+
+
+def _open(parts: Parts, shape: tuple[int, int], quantization: Quantization) -> MatrixFormat:
+    return identify(parts, quantization, shape[1]).open(parts, *shape, quantization)
 
 
 @dataclass(frozen=True)
@@ -241,7 +245,7 @@ def _check_same(
 ) -> None:
     """Raises ValueError if an expert's matrix is stored in another way than the first expert's, by
     settings of its own module."""
-    other = identify(parts, quantization).open(parts, *shape, quantization)
+    other = _open(parts, shape, quantization)
     if type(other) is not type(opened) or vars(other) != vars(opened):
         raise ValueError(
             f"{next(iter(parts.values()))}: by its module's settings in {quantization.file}, it"

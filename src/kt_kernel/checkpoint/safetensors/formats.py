@@ -10,11 +10,12 @@ from .fp8 import Fp8Block, Fp8Row
 from .gptq import Gptq
 from .int8 import Int8Group, Int8Row
 from .layout import Parts
-from .matrix import MatrixFormat
+from .matrix import MatrixFormat, bits_of
 from .mx import BLOCK, MxFp4, MxFp8
 from .nvfp4 import NvFp4
 from .pack_quantized import PackQuantized
 from .parts import FLOATS, UE8M0
+from .w4afp8 import W4AFp8
 
 FORMATS: tuple[type[MatrixFormat], ...] = (
     Fp8Block,
@@ -24,6 +25,7 @@ FORMATS: tuple[type[MatrixFormat], ...] = (
     Awq,
     Int8Row,
     Int8Group,
+    W4AFp8,
     MxFp4,
     NvFp4,
     MxFp8,
@@ -37,14 +39,20 @@ def is_dense(parts: Parts) -> bool:
     return parts.keys() <= {"weight", "bias"}
 
 
-def identify(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
+def identify(
+    parts: Parts, quantization: Quantization, columns: int | None = None
+) -> type[MatrixFormat]:
     """The format of a matrix. Raises ValueError naming a tensor if the format is unknown, or if
-    config.json contradicts the tensors."""
+    config.json contradicts the tensors.
+
+    columns: of the matrix. Without them, int8 weights count as 8-bit codes, although a byte may
+    hold two codes; the number of rows is the same.
+    """
     if is_dense(parts):
         return Dense
     names = parts.keys() - {"bias"}
     if len(names) == 2 and "weight" in names and names & set(SCALE_NAMES):
-        return _with_scale(parts)
+        return _with_scale(parts, columns)
     if names == {"weight", "weight_scale", "weight_scale_2"}:
         return NvFp4
     if names == {"weight_packed", "weight_scale", "weight_global_scale"}:
@@ -60,7 +68,7 @@ def identify(parts: Parts, quantization: Quantization) -> type[MatrixFormat]:
     )
 
 
-def _with_scale(parts: Parts) -> type[MatrixFormat]:
+def _with_scale(parts: Parts, columns: int | None) -> type[MatrixFormat]:
     weight, scale = parts["weight"], scale_of(parts)
     if weight.dtype in NIBBLES and scale.dtype in UE8M0:
         return MxFp4
@@ -72,6 +80,9 @@ def _with_scale(parts: Parts) -> type[MatrixFormat]:
                 f"{scale} has shape {list(scale.shape)}; accepted beside I8 weights [N, K]: [N], "
                 "[N, 1], [N, K / group size], or one number"
             )
+        known = columns if len(weight.shape) == 2 else None
+        if known is not None and bits_of(weight, weight.shape[1], known, (4, 8)) == 4:
+            return W4AFp8
         return Int8Group if grouped else Int8Row
     if not weight.dtype.startswith("F8_E4M3"):
         raise ValueError(

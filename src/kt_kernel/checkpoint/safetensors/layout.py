@@ -301,13 +301,14 @@ def _per_expert(
                 f" or w1, w3, w2>.<{', '.join(_PARTS)}>"
             )
         naming, matrix = found[0]
-        namings[naming] = info
+        parts = experts.setdefault(number, {}).setdefault(matrix, {})
+        if part in _UNUSED_PARTS:  # W4AFP8 has them by the other names
+            continue
+        parts[part] = namings[naming] = info
         if len(namings) > 1:
             raise ValueError(f"{info}: other naming scheme than {namings[1 - naming].name!r}")
-        parts = experts.setdefault(number, {}).setdefault(matrix, {})
-        if part in _PARTS:
-            parts[part] = info
-    names = {matrix: projection for projection, matrix in _NAMINGS[min(namings)].items()}
+    naming = min(namings, default=0)
+    names = {matrix: projection for projection, matrix in _NAMINGS[naming].items()}
     last = max(experts)
     everywhere: dict[str, set[str]] = {matrix: set() for matrix in MATRICES}
     for matrices in experts.values():

@@ -71,7 +71,7 @@ def two_dimensions(info: TensorInfo) -> tuple[int, int]:
 def bits_of(info: TensorInfo, words: int, columns: int, accepted: tuple[int, ...]) -> int:
     """Bits of a code, if `words` elements of an integer tensor hold `columns` codes. Raises
     ValueError naming file and tensor for other numbers of bits."""
-    size = {"I32": 32, "U8": 8}.get(info.dtype, 32)
+    size = 8 if info.dtype in ("U8", "I8") else 32
     for bits in accepted:
         if words * size == columns * bits:
             return bits
