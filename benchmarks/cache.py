@@ -30,6 +30,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import numpy as np
 from cache_control import FIXED, MOVING, Control, about_engine
 from in_memory import VOCABULARY, serve_experts_from_memory, weights_without_experts
+from outputs import output_file
 from prompts import ENGINES
 from route_table import RouteTable
 from safetensors.torch import save_file
@@ -223,7 +224,7 @@ def arguments(about: str, resident: list[float]) -> argparse.Namespace:
         "numbers of experts replace those of --shape",
     )
     parser.add_argument("--steps", type=int, default=256, help="tokens of each stream")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output_file, required=True)
     args = parser.parse_args()
     if args.record is not None:
         record = args.record = RouteRecord.load(args.record).decoded

@@ -27,6 +27,7 @@ import torch
 from cache_control import FIXED, RESTLESS, Control, about_engine
 from in_memory import VOCABULARY, weights_without_experts
 from machine import anonymous_memory
+from outputs import output_file
 from prompts import ENGINES
 from safetensors.torch import save_file
 from shapes import Shape
@@ -240,7 +241,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=48, help="tokens that are compared")
     parser.add_argument("--moves", type=int, default=10_000)
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments, JSON")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output_file, required=True)
     args = parser.parse_args()
     more = {"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.1}
     more["compilation_config"] = ENGINES["vllm"]["compilation_config"] | {

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from outputs import output_file
 
 BLOCKS = 10  # of a step, each with bookkeeping and some operations
 OPERATIONS, ELEMENTS = 5, 64
@@ -166,7 +167,7 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--old", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--layers", type=int, default=4)

@@ -30,6 +30,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from machine import about
+from outputs import output_file
 from route_table import VARIABLE
 from shapes import Shape, parse_shape
 from synthetic import config, make
@@ -223,7 +224,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--settle", type=float, default=12, help="seconds of decoding before anything is timed")
     add("--limit", type=float, default=900, help="seconds for one configuration")
-    add("--json", type=Path, help="save after each configuration")
+    add("--json", type=output_file, help="save after each configuration")
     args = parser.parse_args(argv)
     if args.routes is not None:
         if not args.no_stock or args.offload:

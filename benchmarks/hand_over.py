@@ -17,11 +17,11 @@ import itertools
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from machine import about
+from outputs import output_file
 
 from kt_kernel import KTMoEWrapper, model_scope
 
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 64])
     parser.add_argument("--threads", type=int, help="default: kt_kernel's choice")
     parser.add_argument("--repetitions", type=int, default=1000)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_args()
     torch.cuda.init()  # before the layers, which leave cores to a process that uses a GPU
     result = {

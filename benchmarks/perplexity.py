@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outputs import output_file
 
 import kt_kernel
 from kt_kernel.accuracy.loss import (
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048, help="tokens per window")
     parser.add_argument("--tokens", type=int, help="only the first TOKENS of the text")
     parser.add_argument("--threads", type=int, help="CPU threads (default: chosen by kt_kernel)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=output_file, help="write the rows to this file")
     args = parser.parse_args()
     rows = measure(args)
     if args.json:

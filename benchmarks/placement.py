@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from outputs import output_file
 
 from kt_kernel.routes.compare import compare
 from kt_kernel.routes.locality import reuse
@@ -43,7 +44,7 @@ SHOWN = (
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=output_file)
     parser.add_argument("--record", type=Path, help="file that --record-kt-expert-routes wrote")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--layers", type=int, default=4)

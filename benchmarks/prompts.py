@@ -34,6 +34,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from outputs import output_file
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import stream_modes
@@ -250,7 +252,7 @@ def main() -> None:
         default=1e9,
         help="no configuration begins shortly before this ends",
     )
-    add("--json", type=Path, required=True, help="saved after each configuration")
+    add("--json", type=output_file, required=True, help="saved after each configuration")
     args = parser.parse_args()
     if args.engine != "vllm" and (args.profile or args.host):
         parser.error("--profile and --host measure this process, in which only vLLM runs")

@@ -36,6 +36,7 @@ from statistics import median
 from typing import Any
 
 import psutil
+from outputs import output_file
 from prompts_more import distance
 from stream_gates import LOADED, MEASURE, MEASURED, SERVE
 from stream_gates import VARIABLE as GATES
@@ -329,7 +330,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("plan", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=output_file)
     parser.add_argument("--seconds", type=float, default=1e9, help="in which everything must end")
     parser.add_argument("--start", type=float, default=150, help="seconds for a group to start")
     parser.add_argument("--logs", type=Path, help="folder that keeps the engines' logs")

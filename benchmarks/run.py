@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from machine import Ceilings, about, busy_note
 from methods import METHODS, SOURCES, USUAL_METHODS
+from outputs import output_file
 from report import add_fair_shares, add_ratios, print_beside, print_ceilings, print_rows, row_of
 from rounds import Line, end_foreign, run_rounds
 from setups import ROWS, NotMeasured, Setup, setups
@@ -109,8 +110,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         help="memory read for the bandwidths (default: 4 times the cache)",
     )
-    add("--json", type=Path, help="save after each round")
-    add("--plot", type=Path, help="PNG of the shares and the roofline (needs matplotlib)")
+    add("--json", type=output_file, help="save after each round")
+    add("--plot", type=output_file, help="PNG of the shares and the roofline (needs matplotlib)")
     args = parser.parse_args(argv)
     try:
         args.shape = parse_shape(args.shape)

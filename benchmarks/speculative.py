@@ -37,6 +37,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from outputs import output_file
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import engine_run
@@ -305,7 +307,7 @@ def main() -> None:
     parser.add_argument(
         "--lock", type=Path, help="a file: of two benchmarks with it, one is timed at a time"
     )
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output_file, required=True)
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:

@@ -32,6 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from outputs import output_file
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -244,7 +246,7 @@ def main() -> None:
     parser.add_argument("--settle", type=float, default=6)
     parser.add_argument("--beside", type=int, default=5)
     parser.add_argument("--logs", type=Path, default=Path("/tmp"))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_args()
     found = measure(args)
     for name, row in found["tokens_per_second"].items():

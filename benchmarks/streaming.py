@@ -15,11 +15,11 @@ import datetime
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from machine import about
+from outputs import output_file
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.device.backend import CudaBackend
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument(
         "--sizes", nargs="+", default=["2x4", "4x4", "4x8", "8x4", "8x8"], help="parts x warps"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_args()
     sizes = [(int(p), int(w)) for p, w in (size.split("x") for size in args.sizes)]
     result = {

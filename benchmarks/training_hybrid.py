@@ -18,9 +18,10 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
+
+from outputs import output_file
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
@@ -181,7 +182,7 @@ def main() -> None:
     add("--tokens", nargs="+", type=int, default=[512, 2048, 4096])
     add("--steps", type=int, default=5)
     add("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to try this program")
-    add("--json", type=Path)
+    add("--json", type=output_file)
     args = parser.parse_args()
     shape = parse_shape(args.shape)
     content = {

@@ -15,11 +15,11 @@ import argparse
 import datetime
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from helper import Helper, HelperError
+from outputs import output_file
 from peer_client import PACKAGE
 from saved import Content
 from shapes import parse_shape
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("before")
     parser.add_argument("after")
     parser.add_argument("--peer")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=output_file, required=True)
     parser.add_argument("--methods", nargs="+", choices=SFT_METHODS, default=list(SFT_METHODS)[:3])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 4096])
     parser.add_argument("--shape", type=parse_shape, default="qwen3-30b-a3b")

@@ -32,6 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from outputs import output_file
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or a process that forks initialises CUDA
 
@@ -432,7 +434,7 @@ def main() -> None:
     add("--arguments", type=json.loads, default={}, help="more arguments of vLLM, as JSON")
     add("--seconds", type=float, default=600, help="start nothing new after that")
     add("--again", type=Path, metavar="FILE", help="a result, to be predicted again")
-    add("--json", type=Path, required=True)
+    add("--json", type=output_file, required=True)
     args = parser.parse_args()
     if args.again is not None:
         result = with_predictions(json.loads(args.again.read_text()))

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from outputs import output_file
+
 DECODE = 1  # tokens
 VISITS = {"decode": (15, 25), "prefill": (1, 14)}  # passes of a visit, rounds
 
@@ -154,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--json", type=Path, required=True, help="file for the result")
+    parser.add_argument("--json", type=output_file, required=True, help="file for the result")
     parser.add_argument("--methods", help="names, separated by commas (default: all)")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--table", default="avx2", help="kernel table (default: avx2)")

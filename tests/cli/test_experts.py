@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +55,29 @@ def test_a_file_that_cannot_be_written_is_named_before_others_are_read(
         failed(kt(*given), 1, f"{nowhere}: No such file or directory")
     failed(kt("model", "stats", "merge", none, "-o", tmp_path), 1, "not a regular file")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_results_in_links_and_pipes(kt: Any, routes: Path, tmp_path: Path) -> None:
+    """A link stays, and a pipe is written to, by every command with a file as its result."""
+    pytest.importorskip("matplotlib")
+    stats, file, link, pipe = (tmp_path / name for name in ("stats", "file", "link", "pipe"))
+    STATISTICS.save(stats)
+    link.symlink_to("file")
+    os.mkfifo(pipe)
+    for given in (
+        ("model", "info", "--experts", stats, "--plot"),
+        ("bench", "experts", routes, "--slots", "4", "--plot"),
+        ("model", "stats", "merge", stats, "-o"),
+    ):
+        file.write_text("old")
+        assert kt(*given, link)[0] == 0
+        assert link.is_symlink() and file.stat().st_size > 100
+        with open(tmp_path / "read", "wb") as out, subprocess.Popen(["cat", pipe], stdout=out) as p:
+            assert kt(*given, pipe)[0] == 0
+            assert p.wait(timeout=60) == 0
+        # Names in the header of a safetensors file have no order.
+        assert pipe.is_fifo()
+        assert sorted((tmp_path / "read").read_bytes()) == sorted(file.read_bytes())
 
 
 def test_merge(kt: Any, tmp_path: Path) -> None:

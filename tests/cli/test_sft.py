@@ -111,6 +111,20 @@ def test_files_that_are_refused(kt, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_results_that_cannot_be_written(kt, tmp_path):
+    """Said before the data are read."""
+    (tmp_path / "text.txt").write_text("Words.")
+    out = tmp_path / "out"
+    out.write_text("")
+    failed(kt("sft", "train", write(tmp_path, MINIMUM)), 1, out, "Not a directory")
+    out.unlink()
+    for name in ("run.json", "metrics.json", "loss.png"):
+        (out / name).mkdir(parents=True)
+        failed(kt("sft", "train", write(tmp_path, MINIMUM)), 1, out / name, "not a regular file")
+        (out / name).rmdir()
+    assert list(out.iterdir()) == []
+
+
 def test_missing_libraries(kt, tmp_path, monkeypatch):
     from kt_kernel.training import run
 

@@ -156,14 +156,20 @@ def test_layers_get_their_own_counts(stats: str) -> None:
         ({"gpu_experts_ratio": True}, "ratio True: expected a number from 0 to 1"),
         ({"expert_stats": "/no/such"}, "--kt-expert-stats /no/such: no such file"),
         ({"record_kt_expert_routes": "/no/such/file"}, "routes /no/such/file: its folder does not"),
-        ({"record_kt_gpu_expert_distribution": "/"}, "/: exists and is not a file"),
+        ({"record_kt_gpu_expert_distribution": "/"}, "/: exists and is not a regular file"),
+        ({"record_kt_expert_routes": "LINK"}, "--record-kt-expert-routes .*link: its folder does"),
+        ({"record_kt_expert_routes": "CIRCLE"}, "circle: Too many levels of symbolic links"),
         ({"expert_routes_tokens": 5}, "tokens 5: without --record-kt-expert-routes no routes"),
     ],
 )
 def test_options_that_contradict_each_other(
     given: dict[str, Any], message: str, stats: str
 ) -> None:
-    given = {name: stats if value == "STATS" else value for name, value in given.items()}
+    link, circle = (Path(stats).with_name(name) for name in ("link", "circle"))
+    link.symlink_to("none/file")
+    circle.symlink_to("circle")
+    named = {"STATS": stats, "LINK": str(link), "CIRCLE": str(circle)}
+    given = {name: named.get(str(value), value) for name, value in given.items()}
     with pytest.raises(OptionError, match=message) as caught:
         KTOptions.from_mapping(given)
     assert "\n" not in str(caught.value)

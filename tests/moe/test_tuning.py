@@ -51,6 +51,26 @@ def again(forget):
     return ask
 
 
+@pytest.mark.parametrize("place", ["none/file", "folder", "link"])
+def test_a_file_that_cannot_be_saved(place, tmp_path, measured, monkeypatch, capsys):
+    """Before minutes of measuring."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("none/file")
+    monkeypatch.setattr("sys.argv", ["tuning", "--save", str(tmp_path / place)])
+    with pytest.raises(SystemExit):
+        tuning.main()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "error: --save " in last and str(tmp_path) in last and not measured
+
+
+def test_a_link_to_the_saved_file(tmp_path, measured, monkeypatch):
+    (tmp_path / "link").symlink_to("file")
+    monkeypatch.setattr("sys.argv", ["tuning", "--save", str(tmp_path / "link")])
+    tuning.main()
+    assert (tmp_path / "link").is_symlink() and measured
+    assert len(json.loads((tmp_path / "file").read_text())) == len(measured)
+
+
 def test_first_row_count():
     n = len(TRIED_ROWS)
     assert tuning.first_row_count([2.0] * n, [1.0] * n) == TRIED_ROWS[0]

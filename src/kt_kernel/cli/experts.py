@@ -50,11 +50,11 @@ def merge(
     """
     from ..routes.load import statistics_of
     from ..routes.statistics import merge as merged
-    from ..runtime.files import need_writable
+    from ..runtime.files import need_writable, write_output
 
     need_writable(output)
     result = merged([statistics_of(file) for file in files], files, decay)
-    result.save(output)
+    write_output(output, result.to_bytes())
     print(
         f"kt: {output}: {len(files)} files, {len(result.layers)} layers, "
         f"{result.tokens.max():,.0f} tokens of {result.model.describe()}"

@@ -6,7 +6,7 @@ import os
 
 import typer
 
-from ..runtime.files import is_inside, named, need_writable, replace_file
+from ..runtime.files import is_inside, need_writable, write_output
 
 _OPTION = "--report"
 
@@ -45,9 +45,7 @@ class Report:
         if json_path is not None:
             for folder in (source, packed):
                 _refuse_inside(folder, json_path)
-            if not _is_special(json_path):
-                self._json = os.path.realpath(json_path)  # links to files stay
-                need_writable(self._json)
+            need_writable(json_path)
         if text_path is not None:
             from ..accuracy.loss import WINDOW, windows_of
 
@@ -67,26 +65,13 @@ class Report:
         print("relative error of the weights, and of the worst row")
         print(table(errors))
         if self._json is not None:
-            _write(self._json, to_json(errors) + "\n")
+            write_output(self._json, to_json(errors) + "\n")
         if self._text is not None:
             from ..accuracy.loss import loss_report
 
             print(
                 loss_report(self._source, self._packed, method, self._text, threads=self._threads)
             )
-
-
-def _is_special(path: str) -> bool:
-    """Whether it is a pipe or a device, such as /dev/stdout, which cannot be replaced."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-
-
-def _write(path: str, text: str) -> None:
-    if not _is_special(path):
-        replace_file(path, text)
-        return
-    with named(path), open(path, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _refuse_inside(folder: str, path: str) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.files import replace_file
+from ..runtime.files import need_writable, write_output
 from ..runtime.machine import cpu_model, machine_key
 from ..runtime.machine_cache import measured_once, read_cache
 from ..runtime.pools import get_team, plan_pools
@@ -304,6 +304,11 @@ def main() -> None:
         "--save", type=Path, metavar="FILE", help="also write the result to this file, as JSON"
     )
     args = parser.parse_args()
+    if args.save:
+        try:
+            need_writable(args.save)
+        except OSError as error:
+            parser.error(f"--save {error.filename}: {error.strerror}")
     table = kernel_table()
     result: dict[str, dict[str, int]] = {}
     for form in _forms():
@@ -315,7 +320,7 @@ def main() -> None:
         else:
             print(f"{key}: disturbed, not saved: {doubt}", file=sys.stderr, flush=True)
     if args.save:
-        replace_file(args.save, json.dumps(result, indent=1) + "\n")
+        write_output(args.save, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

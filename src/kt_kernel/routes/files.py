@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ..runtime.files import replace_file
+from ..runtime.files import write_output
 from .model import RoutedModel
 
 VERSION = "1"
@@ -35,11 +35,16 @@ def write(
     path: str, kind: str, tensors: Mapping[str, np.ndarray], model: RoutedModel | None
 ) -> None:
     """Writes the file atomically. Raises OSError."""
+    write_output(path, content(kind, tensors, model), again=True)
+
+
+def content(kind: str, tensors: Mapping[str, np.ndarray], model: RoutedModel | None) -> bytes:
+    """The bytes of a file."""
     metadata = {"kind": kind, "version": VERSION}
     if model is not None:
         metadata["model"] = model.to_json()
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    replace_file(path, save(contiguous, metadata))
+    return save(contiguous, metadata)
 
 
 def read(path: str, kind: str, shapes: Mapping[str, tuple[Any, str]]) -> Contents:

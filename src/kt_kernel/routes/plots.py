@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime.files import need_writable, replace_file
+from ..runtime.files import need_writable, write_output
 from .simulator import Result
 from .statistics import ExpertStatistics
 
@@ -78,4 +78,4 @@ def _figure_class() -> Any:
 def _write(figure: Any, path: str | os.PathLike[str]) -> None:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
-    replace_file(path, picture.getvalue())
+    write_output(path, picture.getvalue())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..runtime.files import write_output
 from . import files
 from .model import RoutedModel
 
@@ -41,12 +42,16 @@ class ExpertStatistics:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file atomically. Raises OSError."""
+        write_output(path, self.to_bytes(), again=True)
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
         tensors = {
             "layers": np.array(self.layers, np.int64),
             "counts": self.counts.astype(np.float64),
             "tokens": self.tokens.astype(np.float64),
         }
-        files.write(os.fspath(path), KIND, tensors, self.model)
+        return files.content(KIND, tensors, self.model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExpertStatistics:

@@ -1,18 +1,21 @@
-"""Files: checks of paths from users, reading JSON, and atomic replacement."""
+"""Files: checks of paths from users, reading JSON, atomic replacement, and output."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import secrets
 import stat
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO, Self
 
 PARTIAL = ".partial"  # suffix of a file that is still being written
+_MOST_LINKS = 40  # that Linux follows in a path
 
 
 def need_file(path: str, expected: str) -> None:
@@ -115,15 +118,79 @@ def replace_file(
 ) -> None:
     """Writes text (as UTF-8) or bytes to `path`, atomically, see `Replacement`. Raises OSError."""
     with Replacement(os.fspath(path), durable=durable) as new:
-        new.write(content.encode() if isinstance(content, str) else content)
+        new.write(_bytes(content))
         new.commit()
 
 
-def need_writable(path: str | os.PathLike[str]) -> None:
+def need_replaceable(path: str | os.PathLike[str]) -> None:
     """Raises the OSError that `replace_file` would raise before it writes, for a check before what
     is to be written is computed. Nothing is left behind."""
     with Replacement(os.fspath(path)):
         pass
+
+
+def write_output(
+    path: str | os.PathLike[str], content: str | bytes, *, again: bool = False
+) -> None:
+    """Writes a result to what a user named. A file is replaced atomically, and links to it stay. A
+    pipe or a character device, such as /dev/stdout, is written to; a pipe is waited for until it
+    has a reader.
+
+    again: whether it is written more than once; then only a file is accepted. Raises OSError.
+    """
+    path = os.fspath(path)
+    number = _descriptor(path)
+    if again or (number is None and not _is_stream(path)):
+        replace_file(followed(path), content)
+        return
+    with named(path):
+        if number is None:
+            fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
+        else:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what was printed before comes first
+            fd = os.dup(number)
+        with open(fd, "wb") as file:
+            file.write(_bytes(content))
+
+
+def need_writable(path: str | os.PathLike[str], *, again: bool = False) -> None:
+    """Raises the OSError that `write_output` would raise before it writes, for a check before what
+    is to be written is computed. Nothing is left behind, and no pipe is opened."""
+    path = os.fspath(path)
+    number = _descriptor(path)
+    if again or (number is None and not _is_stream(path)):
+        need_replaceable(followed(path))
+    elif number is None:
+        _need_permission(path)
+    else:
+        with named(path):
+            if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                raise OSError(errno.EBADF, "is open for reading only", path)
+
+
+def followed(path: str) -> str:
+    """The file to replace where a user named `path`: what a link there names, else `path`.
+
+    Raises OSError for links in a circle, for what is no regular file, for an open file of this
+    process, and if this process may not write to the file.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:  # or a link to a file that is yet to be made
+        return os.path.realpath(path) if os.path.islink(path) else path
+    if not stat.S_ISREG(mode) or _descriptor(path) is not None:
+        raise _not_regular(path)
+    _need_permission(path)
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+def need_folder(path: str) -> None:
+    """Raises OSError unless `path` is a folder for new files, or one that can be made."""
+    folder = nearest_existing(path)
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+    _need_permission(folder)
 
 
 @contextlib.contextmanager
@@ -142,17 +209,58 @@ def reading(path: str) -> Iterator[BinaryIO]:
         yield file
 
 
+def _bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def _need_permission(path: str) -> None:
+    """Raises OSError if this process may not write to the file, pipe or folder."""
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+def _is_stream(path: str) -> bool:
+    """Whether it is a pipe or a character device, which cannot be replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.stat(path).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+    return False
+
+
+def _descriptor(path: str) -> int | None:
+    """The number of this process's open file that a path such as /dev/stdout names, else None.
+
+    Such a file must not be replaced or opened anew: the process goes on to write to the old one, at
+    its own place.
+    """
+    own = f"/proc/{os.getpid()}/fd"
+    for _ in range(_MOST_LINKS):
+        folder, name = os.path.split(path)
+        if name.isdecimal() and os.path.realpath(folder or ".") == own:
+            return int(name)
+        if not os.path.islink(path):
+            break
+        path = os.path.join(folder, os.readlink(path))
+    return None
+
+
 def _permissions(path: str) -> int | None:
     """Permissions of the regular file at `path`; None if there is none."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
+        if not path:  # names no file
+            raise
         return None
     if stat.S_ISREG(mode):
         return stat.S_IMODE(mode) & 0o777
     if stat.S_ISLNK(mode):
         return None
-    raise OSError(errno.EEXIST, "exists and is not a regular file", path)
+    raise _not_regular(path)
+
+
+def _not_regular(path: str) -> OSError:
+    return OSError(errno.EEXIST, "exists and is not a regular file", path)
 
 
 def nearest_existing(path: str) -> str:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..runtime.files import followed
 from ..runtime.text import SIZES
 from ..weights.methods import METHODS
 from .option_table import AUTO, HOT_FORMATS, STRATEGIES, SWITCH, Option, OptionError
@@ -93,11 +94,12 @@ def _ratio(flag: str, value: Any) -> float:
 
 
 def _check_writable(flag: str, text: str) -> None:
-    folder = os.path.dirname(os.path.abspath(text)) if text else ""
+    try:
+        folder = os.path.dirname(os.path.abspath(followed(text))) if text else ""
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        raise OptionError(f"{flag} {text}: {getattr(error, 'strerror', None) or error}") from None
     if not os.path.isdir(folder):
         raise OptionError(f"{flag} {text}: its folder does not exist")
-    if os.path.exists(text) and not os.path.isfile(text):
-        raise OptionError(f"{flag} {text}: exists and is not a file")
     if not os.access(folder, os.W_OK):
         raise OptionError(f"{flag} {text}: its folder cannot be written to")
 

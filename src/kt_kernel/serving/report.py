@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 
-from ..runtime.files import replace_file
+from ..runtime.files import write_output
 from ..runtime.pools import log_crowding
 from .hybrid_model import HybridModel
 
@@ -90,4 +90,4 @@ def _write(path: str) -> None:
         }
         for model in list(_models)
     ]
-    replace_file(path, json.dumps({"pid": os.getpid(), "models": models}))
+    write_output(path, json.dumps({"pid": os.getpid(), "models": models}), again=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..runtime.files import nearest_existing, need_writable, replace_file
+from ..runtime.files import need_folder, need_replaceable, replace_file
 from ..runtime.gpu import GpuMemory
 from ..runtime.machine import machine_key
 from ..runtime.machine_cache import read_cache
@@ -168,13 +167,10 @@ def check_place(config: Any) -> None:
     """Raises what `save` would raise because of its folder, before anything is measured for it.
     Nothing is created."""
     path = path_of(model_key(config))
-    folder = nearest_existing(str(path.parent))
-    if folder == str(path.parent):
-        need_writable(path)
-    elif not os.path.isdir(folder):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
-    elif not os.access(folder, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+    if path.parent.is_dir():
+        need_replaceable(path)
+    else:
+        need_folder(str(path.parent))
 
 
 def save(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from ..runtime.files import replace_file
 
 #: (number of optimizer steps done, value).
 Curve = list[tuple[int, float]]
@@ -89,4 +92,6 @@ def plot(metrics: Metrics, path: str, title: str) -> None:
     axes.margins(0.08)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    replace_file(path, picture.getvalue())

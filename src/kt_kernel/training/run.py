@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ..runtime.files import parse_object, replace_file
+from ..runtime.files import need_folder, need_replaceable, parse_object, replace_file
 from .checkpoints import last_whole
 from .documents import check_files
 from .progress import Progress
@@ -63,6 +63,7 @@ def train(settings: Settings, *, resume: bool = False, progress: Progress | None
     need_libraries(settings)
     folder = settings.output.folder
     checkpoint = _find_checkpoint(folder, resume)
+    _need_results(folder)
     check_files((*settings.data.train, *settings.data.held_out))
     _check_process()
 
@@ -189,6 +190,13 @@ def _find_checkpoint(folder: str, resume: bool) -> str | None:
             f"{folder}: holds another run; add --resume to continue it, or choose another folder"
         )
     return None
+
+
+def _need_results(folder: str) -> None:
+    """OSError if the results cannot be written."""
+    need_folder(folder)
+    for name in (RUN, METRICS, PLOT) if os.path.isdir(folder) else ():
+        need_replaceable(os.path.join(folder, name))
 
 
 def _check_same_run(folder: str, identity: Mapping[str, Any]) -> None:

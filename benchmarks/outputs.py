@@ -1,0 +1,18 @@
+"""Files for results."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kt_kernel.runtime.files import need_writable
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names such a file: an error before anything is measured if the
+    file cannot be written."""
+    try:
+        need_writable(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    return Path(text)
