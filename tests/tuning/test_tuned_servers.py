@@ -58,11 +58,53 @@ def test_the_users_changes_of_a_model_stay_with_fewer_layers(engine: str, flag: 
     text, first = json.dumps(changes), {"num_hidden_layers": 3}
     for more in ([flag, text], [f"{flag}={text}"], [flag, "{}", "--other", flag, text]):
         command = ServerPlan(engine, "m", 64, 1, overrides=first, more=tuple(more)).command(1)
-        assert json.loads(command[-1]) == changes | first
-        assert command[-2] == flag
+        assert json.loads(last(command, flag)) == changes | first
     for more in ([], [flag], [flag, "{"], [flag, "[1]"]):
         command = ServerPlan(engine, "m", 64, 1, overrides=first, more=tuple(more)).command(1)
-        assert json.loads(command[-1]) == first
+        assert json.loads(last(command, flag)) == first
+
+
+def last(command: list[str], flag: str) -> str:
+    """The value that counts."""
+    return command[len(command) - command[::-1].index(flag)]
+
+
+def overrides_of_vllm(command: list[str]) -> dict[str, Any]:
+    """What vLLM makes of --hf-overrides.KEY: an object of all of them, behind all arguments."""
+    found: dict[str, Any] = {}
+    words = iter(command)
+    for word in words:
+        name, sign, value = word.partition("=")
+        if name.replace("_", "-").startswith("--hf-overrides.") and "." in name:
+            *path, key = name.partition(".")[2].removesuffix("+").split(".")
+            value = value if sign else next(words)
+            place = found
+            for part in path:
+                place = place.setdefault(part, {})
+            new = value.split(",") if name.endswith("+") else json.loads(value)
+            place[key] = place[key] + new if isinstance(place.get(key), list) else new
+    return found or json.loads(last(command, "--hf-overrides"))
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (["--hf-overrides.max_position_embeddings", "99"], {"max_position_embeddings": 99}),
+        (["--hf_overrides.rope.factor=2.5"], {"rope": {"factor": 2.5}}),
+        (["--hf-overrides.num_hidden_layers", "9", "--enforce-eager"], {}),
+        (["--hf-overrides.layer_types", '["a"]', "--hf-overrides.layer_types+=b"], {}),
+        (["--hf-overrides.a+", "b,c", "--hf-overrides.a+=d"], {"a": ["b", "c", "d"]}),
+        (["--hf-overrides", '{"dropped": 1}', "--hf-overrides.a=1", "-x"], {"a": 1}),
+        (["--hf-overrides", '{"a": 1.5}', "--other.a", "1"], {"a": 1.5}),
+    ],
+)
+def test_changes_by_single_keys(more: list[str], wanted: dict[str, Any]) -> None:
+    """They took the place of the changes that make the model small."""
+    first = {"num_hidden_layers": 2, "layer_types": ["x", "y"]}
+    command = ServerPlan("vllm", "m", 64, 1, overrides=first, more=tuple(more)).command(1)
+    assert overrides_of_vllm(command) == first | wanted
+    for word in ("--enforce-eager", "-x", "--other.a"):
+        assert (word in command) == (word in more)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_oss", "qwen3_moe"])

@@ -31,7 +31,7 @@ from ..serving.server_process import (
     process_group,
     wait_until_healthy,
 )
-from .arguments import OVERRIDES_FLAG, value_of
+from .arguments import with_changes
 from .rates import BATCH, EngineRates, rising
 
 # Of vLLM 0.26.0 and SGLang 0.5.17 with 8 layers of Qwen3-30B-A3B's shape on one H200 with 16
@@ -90,7 +90,7 @@ class ServerPlan:
         program = ["vllm", "serve"]
         if self.engine == "sglang":
             program = ["python", "-m", "sglang.launch_server"]
-        return shlex.join([*program, *self._arguments()])
+        return shlex.join([*program, *self._arguments(), *self.more])
 
     def command(self, port: int) -> list[str]:
         """The command through this interpreter."""
@@ -100,15 +100,13 @@ class ServerPlan:
         # What an earlier kt tune saved is not what is measured.
         own = [] if self.options is None else [find_option("tuned").flag, "off"]
         place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", _NAME]
-        tokenizer = []
-        if self.overrides is not None:
-            flag = OVERRIDES_FLAG[self.engine]
-            # The last such argument counts, and the user's may be what makes the context possible.
-            changes = {**_changes(self.more, flag), **self.overrides}
-            tokenizer = ["--load-format", "dummy", flag, json.dumps(changes)]
+        more = list(self.more)
         if self.engine == "sglang" and self.device == "cpu":
-            tokenizer += ["--device", "cpu", "--attention-backend", "torch_native"]
-        return [sys.executable, "-m", *serve, *self._arguments(), *own, *place, *tokenizer]
+            more += ["--device", "cpu", "--attention-backend", "torch_native"]
+        if self.overrides is not None:
+            # The user's changes may be what makes the context possible.
+            more = with_changes(self.engine, more, self.overrides) + ["--load-format", "dummy"]
+        return [sys.executable, "-m", *serve, *self._arguments(), *own, *place, *more]
 
     def _arguments(self) -> list[str]:
         context, streams = str(self.context), str(self.streams)
@@ -122,16 +120,7 @@ class ServerPlan:
             found += [flag, f"{self.memory:.3f}"]
         for name, value in (self.options or {}).items():
             found += [find_option(name).flag, str(value)]
-        return [*found, *self.more]
-
-
-def _changes(arguments: Sequence[str], flag: str) -> dict[str, Any]:
-    """The JSON object of an argument. Empty if there is none, or none that the engine accepts."""
-    try:
-        changes = json.loads(value_of(arguments, flag) or "{}")
-    except json.JSONDecodeError:
-        return {}
-    return changes if isinstance(changes, dict) else {}
+        return found
 
 
 class Server:
