@@ -49,6 +49,7 @@ def test_chunks_are_larger_with_tiles(monkeypatch, table, tokens):
         ({"lora_alpha": 0}, ValueError, "lora_alpha=0; accepted: a number above 0"),
         ({"lora_alpha": float("inf")}, ValueError, "lora_alpha=inf; accepted: a finite"),
         ({"lora_dropout": 1.0}, ValueError, "lora_dropout=1.0; accepted: 0 up to, but not, 1"),
+        ({"lora_dropout": 0.999999999}, ValueError, "lora_dropout=0.999999999; accepted: 0 up to"),
         ({"lora_dropout": -0.1}, ValueError, "lora_dropout=-0.1; accepted"),
         ({"max_cache_depth": 0}, ValueError, "max_cache_depth=0; accepted: 1 or more"),
         ({"group_size": 48}, ValueError, "group_size=48; accepted: multiples of 32"),

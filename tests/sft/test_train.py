@@ -10,20 +10,21 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from kt_kernel.cli.main import app
 from kt_kernel.cli.running import run as command
 from kt_kernel.training import checkpoints
 from kt_kernel.training.progress import Progress
 from kt_kernel.training.run import Stopped, train
-from kt_kernel.training.settings import SECTIONS, read_settings
+from kt_kernel.training.settings import SECTIONS, Training, check_steps, read_settings
 from kt_kernel.training.table import tables
 
 from .models import tiny
@@ -240,12 +241,46 @@ def test_nothing_to_resume(folder):
         ),
         ({"model": {"method": "AMXINT4_KGroup_SFT"}}, "multiples of 128; .*hidden_size is 32"),
         ({"model": {"gpu_experts": 5}}, "gpu_experts = 5; accepted: at most the model's 4"),
+        (
+            {"training": {"steps": None, "epochs": 2, "warmup": 1000}},
+            r"warmup = 1000; accepted: at most the \d+ steps of epochs = 2, of \d+ optimizer steps",
+        ),
+        (
+            {"training": {"steps": None, "epochs": 1e300}},
+            r"epochs = 1e\+300, of \d+ optimizer steps each; accepted: at most 1000000000 steps",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model(folder, packed, sections, words):
     with pytest.raises((ValueError, OSError), match=words):
         train(settings(folder, "refused", **sections))
     assert not (folder / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "batch", "accumulated", "epochs"),
+    [(24, 1, 1, 1.0), (25, 2, 4, 2.5), (3, 8, 8, 0.1), (100, 3, 1, 0.999)],
+)
+def test_steps_are_those_of_trainer(tmp_path, blocks, batch, accumulated, epochs):
+    training = Training(
+        epochs=epochs, batch_size=batch, gradient_accumulation=accumulated, warmup=0.5
+    )
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulated,
+        use_cpu=True,
+        report_to=[],
+    )
+    dataset = [{"input_ids": torch.zeros(1)}] * blocks
+    trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=dataset)
+    loader = trainer.get_train_dataloader()
+    *_, wanted = trainer.set_initial_training_values(arguments, loader)
+    assert check_steps(training, blocks) == wanted
+    check_steps(replace(training, warmup=float(wanted)), blocks)
+    with pytest.raises(ValueError, match=f"accepted: at most the {wanted} steps"):
+        check_steps(replace(training, warmup=wanted + 1.0), blocks)
 
 
 def test_attention_conversations_and_a_packed_directory(folder, packed, capsys):

@@ -34,15 +34,20 @@ def real(name: str, value: Any, low: float | None = None) -> float:
         number = math.inf
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}") from None
-    try:
-        single = struct.unpack("f", struct.pack("f", number))[0]
-    except OverflowError:
-        single = math.inf
+    single = float32(number)
     vanishes = single == 0 and number != 0  # 0 means "not used"
     if not math.isfinite(single) or vanishes or (low is not None and number < low):
         accepted = "a finite float32 number" + (f" of at least {low:g}" if low is not None else "")
         raise ValueError(f"{name}={value}; accepted: {accepted}")
     return number
+
+
+def float32(number: float) -> float:
+    """The nearest float32 number; inf if there is none."""
+    try:
+        return float(struct.unpack("f", struct.pack("f", number))[0])
+    except OverflowError:
+        return math.inf
 
 
 def boolean(name: str, value: Any) -> bool:

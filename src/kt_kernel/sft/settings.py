@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..moe.values import integer, real
+from ..moe.values import float32, integer, real
 from .methods import SftMethod, get_sft_method
 
 MAX_RANK = 4096
@@ -62,8 +62,8 @@ def check_sft_settings(
     if alpha == 0:
         raise ValueError(f"lora_alpha={lora_alpha}; accepted: a number above 0")
     dropout = real("lora_dropout", lora_dropout, 0.0)
-    if dropout >= 1:
-        raise ValueError(f"lora_dropout={lora_dropout}; accepted: 0 up to, but not, 1")
+    if float32(dropout) >= 1:
+        raise ValueError(f"lora_dropout={lora_dropout}; accepted: 0 up to, but not, 1 (in float32)")
     depth = integer("max_cache_depth", max_cache_depth, 1)
     group_size = integer("group_size", group_size, 1)
     if group_size % 32:

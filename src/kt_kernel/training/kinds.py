@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..moe.values import float32
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -35,18 +37,27 @@ def integer(least: int, most: int = 10**9, *, multiple: int = 1) -> Kind:
     return Kind(f"{what}, {least} to {most}", check)
 
 
-def number(least: float, below: float = math.inf, *, above: bool = False) -> Kind:
-    """Finite numbers from ``least`` up and less than ``below``. above: ``least`` is excluded."""
+def number(
+    least: float, below: float = math.inf, *, above: bool = False, single: bool = False
+) -> Kind:
+    """Finite numbers from ``least`` up and less than ``below``. above: ``least`` is excluded.
+    single: the kernels take the number in float32, in which it must be accepted, too."""
 
     def check(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError
-        if not (least <= value < below and math.isfinite(value)) or (above and value == least):
+        try:
+            given = float(value)
+        except OverflowError:
+            raise ValueError from None
+        used = float32(given) if single else given
+        if not (least <= used < below and math.isfinite(used)) or (above and used == least):
             raise ValueError
-        return float(value)
+        return given
 
     words = f"a number above {least:g}" if above else f"a number, {least:g} or more"
-    return Kind(words if below == math.inf else f"{words} and less than {below:g}", check)
+    words += "" if below == math.inf else f" and less than {below:g}"
+    return Kind(f"{words}, in float32" if single else words, check)
 
 
 def _flag(value: Any) -> bool:

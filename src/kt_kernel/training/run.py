@@ -14,7 +14,7 @@ from .checkpoints import last_whole
 from .documents import check_files
 from .progress import Progress
 from .results import Metrics, curves, plot
-from .settings import Settings, fixed_values
+from .settings import Settings, check_steps, fixed_values
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,6 +87,7 @@ def train(settings: Settings, *, resume: bool = False, progress: Progress | None
         given.sequence_length,
     )
     check_vocabulary(data, config)
+    check_steps(settings.training, len(data.train))
     progress.stage(
         f"data: {data.train.tokens:,} tokens to train on, in {len(data.train):,} blocks; "
         f"{data.held_out.tokens:,} held out"

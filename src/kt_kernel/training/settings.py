@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from ..sft.settings import MAX_RANK
 from ..weights.methods import SFT_METHODS
 from .kinds import FLAG, TEXT, Kind, integer, number, one_of, texts
 
+MOST_STEPS = 10**9
 _REQUIRED = dataclasses.MISSING
 _DEFAULTS = KTConfig()
 
@@ -91,8 +93,10 @@ class Lora:
     """The adapter."""
 
     rank: int = _key(16, integer(1, MAX_RANK), "rank R")
-    alpha: float = _key(32.0, number(0, above=True), "LoRA is multiplied by alpha / rank")
-    dropout: float = _key(0.0, number(0, 1), "dropout on the inputs of LoRA")
+    alpha: float = _key(
+        32.0, number(0, above=True, single=True), "LoRA is multiplied by alpha / rank"
+    )
+    dropout: float = _key(0.0, number(0, 1, single=True), "dropout on the inputs of LoRA")
     attention_modules: tuple[str, ...] = _key(
         (),
         texts(0),
@@ -138,7 +142,9 @@ class Training:
     """The training loop."""
 
     epochs: float = _key(1.0, number(0, above=True), "passes over the training data")
-    steps: int = _key(0, integer(0), "optimizer steps, instead of `epochs`", shown="by `epochs`")
+    steps: int = _key(
+        0, integer(0, MOST_STEPS), "optimizer steps, instead of `epochs`", shown="by `epochs`"
+    )
     batch_size: int = _key(1, integer(1), "blocks in a forward pass")
     gradient_accumulation: int = _key(1, integer(1), "forward passes in an optimizer step")
     learning_rate: float = _key(2e-4, number(0, above=True), "the largest learning rate (AdamW)")
@@ -297,6 +303,24 @@ def _check_together(path: str, settings: Settings, given: Mapping[str, Mapping[s
             f"{path}: [training] warmup = {training.warmup:g}; accepted: at most steps = "
             f"{training.steps}"
         )
+
+
+def check_steps(training: Training, blocks: int) -> int:
+    """The optimizer steps of a run with so many training blocks, as Trainer counts them. Raises
+    ValueError if they are too many, or fewer than those of the warm-up."""
+    batches = -(-blocks // training.batch_size)
+    epoch = -(-batches // training.gradient_accumulation)
+    total = training.steps or training.epochs * epoch
+    what = f"epochs = {training.epochs:g}, of {epoch} optimizer steps each"
+    if total > MOST_STEPS:
+        raise ValueError(f"[training] {what}; accepted: at most {MOST_STEPS} steps in all")
+    steps = math.ceil(total)
+    if training.warmup > steps:
+        raise ValueError(
+            f"[training] warmup = {training.warmup:g}; accepted: at most the {steps} steps of "
+            f"{what}"
+        )
+    return steps
 
 
 def _absolute(settings: Settings, folder: str) -> Settings:
