@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import kt_kernel
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.cli import quant_progress
+from kt_kernel.cli.progress import SizeColumn, bytes_bar
 
 E, H, I = 2, 32, 64  # noqa: E741
 KT_FOLDER = Path(__file__).parents[1] / "checkpoint" / "data" / "kt_folder"
@@ -50,6 +51,24 @@ def test_quant(kt, source, tmp_path, method, named):
     assert stdout.count("\n") == 1
     assert open_checkpoint(out).sizes(1) == (E, H, I)
     assert kt("model", "verify", out)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "shown"),
+    [
+        (3 << 29, 5 << 30, "1.5/5.0 GB"),
+        (1 << 30, 1 << 30, "1.0/1.0 GB"),
+        (1 << 19, 3 << 20, "0.5/3.0 MB"),
+        (0, 0, "0.0/0.0 MB"),
+    ],
+)
+def test_sizes_in_a_progress_bar(done, total, shown):
+    """The units of options, as in all messages."""
+    bar = bytes_bar()
+    task = bar.add_task("loading", total=total)
+    bar.update(task, completed=done)
+    [column] = [column for column in bar.columns if isinstance(column, SizeColumn)]
+    assert column.render(bar.tasks[0]).plain == shown
 
 
 def test_progress_in_a_log(capsys, monkeypatch):
