@@ -46,8 +46,8 @@ GPU; the cold experts of kt-moe round their inputs to bfloat16 on both. `0` is a
 CLASSES = """\
 Some experts hot, the rest cold, in 16 bits; or none hot, where the engine's kernels for the CPU
 compute no experts of the class. The control lacks the cold experts. \\* compared with
-the stock engine, which does not compute what transformers does. † in CUDA graphs. ‡ with routing or
-descriptions of batches by the test, because the engine has them on GPUs only
+the stock engine, which does not compute what transformers does. † in CUDA graphs. ‡ with routing,
+sparse attention or descriptions of batches by the test, because the engine has them on GPUs only
 ([details](support.md#classes)).
 """
 

@@ -42,7 +42,6 @@ EXPERT_CONFIG = Arguments(
     refused=(
         Refusal("is_lora_enabled", (False,), "LoRA on experts"),
         Refusal("intermediate_pad", (None, 0), "padding of the intermediate size"),
-        Refusal("skip_final_all_reduce", (False,), "leaving the sum over ranks to the model"),
         Refusal(
             "_defer_moe_finalize",
             (False,),
@@ -80,6 +79,7 @@ EXPERT_CONFIG = Arguments(
         "router_logits_dtype",
         "routing_method",
         "shared_expert_prefix",
+        "skip_final_all_reduce",
         "tp_shard_with_padding",
     ),
 )

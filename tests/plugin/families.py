@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from families_2026 import BFLOAT16, CPU_MLA, FAMILIES_2026, RECURRENT, TRITON, overriding
+from families_alike import ALIKE
 from families_multimodal import MULTIMODAL
 from family_settings import (
     EXPERTS,
@@ -20,6 +21,7 @@ from family_settings import (
 FAMILIES = {
     **FAMILIES_2026,
     **MULTIMODAL,
+    **ALIKE,
     "DeepseekV2ForCausalLM": Family(
         MLA
         | GROUPS

@@ -37,6 +37,8 @@ GEMMA4 = SLIDING | dict(
 )
 ONE_GROUP = dict(n_group=1, topk_group=1, n_shared_experts=1, routed_scaling_factor=2.5)
 ROPE = dict(rope_type="default", rope_theta=10000.0)
+# Attention to at most as many tokens as any test has.
+SPARSE = dict(index_topk=256, index_n_heads=4, index_head_dim=128, scoring_func="sigmoid")
 ROPE_BY_KIND = dict(
     rope_parameters={
         kind: dict(rope_type="default", rope_theta=theta)
@@ -110,6 +112,9 @@ FAMILIES_2026: dict[str, Family] = {
         ),
         renamed={"model.hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."},
     ),
+    "DeepseekV32ForCausalLM": Family(
+        MLA | GROUPS | SPARSE, CPU_MLA, untried=("sglang",), replaced=dict(topk_method="noaux_tc")
+    ),
     "Dots1ForCausalLM": Family(
         ONE_GROUP | dict(first_k_dense_replace=1, layer_types=["full_attention"] * 2), {}, {}
     ),
@@ -126,6 +131,12 @@ FAMILIES_2026: dict[str, Family] = {
         CPU_MLA,
         TRITON,
         replaced=dict(first_k_dense_replace=1),
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        MLA | ONE_GROUP | DENSE_FIRST | SPARSE | dict(first_k_dense_replace=1),
+        CPU_MLA,
+        untried=("sglang",),
+        replaced=dict(topk_method="noaux_tc", moe_layer_freq=1),
     ),
     "GraniteMoeSWAForCausalLM": Family(
         SLIDING | dict(shared_intermediate_size=64, layer_rope_theta=[10000.0, 10000.0]), {}, TRITON

@@ -7,6 +7,8 @@ from families_2026 import (
     CPU_MLA,
     DENSE_FIRST,
     GEMMA4,
+    ROPE,
+    SLIDING,
     SLIDING_HEADS,
     TRITON,
     overriding,
@@ -63,6 +65,56 @@ KIMI_VISION = dict(
     init_pos_emb_height=8,
     init_pos_emb_width=8,
 )
+STEP = (
+    SLIDING
+    | DENSE_FIRST
+    | dict(
+        share_expert_dim=32,
+        moe_router_scaling_factor=2.5,
+        num_sliding_attention_heads=4,
+        rope_parameters=dict(
+            full_attention=ROPE | dict(rope_theta=500000.0), sliding_attention=ROPE
+        ),
+    )
+)
+STEP_SETTINGS = dict(
+    num_attention_groups=2,
+    moe_num_experts=EXPERTS,
+    moe_top_k=TOP_K,
+    moe_layers_enum="1",
+    use_head_wise_attn_gate=True,
+    moe_router_activation="sigmoid",
+    norm_expert_weight=True,
+    use_moe_router_bias=True,
+    need_fp32_gate=True,
+    rope_theta=[10000.0, 500000.0],
+    rope_parameters=None,
+    per_layer_config=None,
+    swiglu_limits=[0.0, 0.0],
+    swiglu_limits_shared=[0.0, 0.0],
+    partial_rotary_factors=[1.0, 1.0],
+    yarn_only_types=[],
+    attention_other_setting=dict(
+        attention_type="sliding_attention",
+        num_attention_heads=4,
+        num_attention_groups=2,
+        head_dim=32,
+    ),
+)
+STEP_IMAGES = dict(width=64, layers=1, heads=2, image_size=56, patch_size=14, mlp_ratio=1.0)
+# MiniMax-M3's images, and what engines read and transformers does not write.
+M3_VISION = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=56,
+    patch_size=14,
+    img_token_compression_config=dict(spatial_merge_size=2, temporal_patch_size=2),
+    position_embedding_type="rope",
+    rope_mode="3d",
+    vision_segment_max_frames=4,
+)
 TEXT = ("text_config",)
 
 MULTIMODAL: dict[str, Family] = {
@@ -93,6 +145,8 @@ MULTIMODAL: dict[str, Family] = {
     ),
     "Gemma4ForConditionalGeneration": Family(
         GEMMA4,
+        ROPE,
+        SLIDING,
         {},
         TRITON | overriding(text_config=SLIDING_HEADS),
         by_stock=("sglang",),
@@ -232,5 +286,66 @@ MULTIMODAL: dict[str, Family] = {
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         MROPE, {}, {}, inside=TEXT, around=PATCHES, wide=WIDE_MROPE, transposed=True
+    ),
+    "AriaForConditionalGeneration": Family(
+        dict(
+            moe_num_experts=EXPERTS,
+            moe_topk=TOP_K,
+            moe_num_shared_experts=2,
+            model_type="aria_text",
+        ),
+        {},
+        inside=TEXT,
+        around=dict(
+            vision_config=dict(
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                image_size=56,
+                patch_size=14,
+            ),
+            image_token_index=130,
+            projector_patch_to_query_dict={16: 4},
+        ),
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": Family(
+        dict(
+            mlp_layer_types=["sparse", "sparse"],
+            layer_types=["full_attention", "full_attention"],
+            dense_intermediate_size=64,
+            shared_intermediate_size=32,
+            rotary_dim=16,
+        ),
+        untried=("vllm", "sglang"),
+        settings="MiniMaxM3VLConfig",
+        replaced=dict(
+            hidden_act="swigluoai",
+            swiglu_beta=1.0,
+            scoring_func="sigmoid",
+            use_routing_bias=True,
+            n_shared_experts=1,
+            moe_layer_freq=[1, 1],
+            use_gemma_norm=True,
+            qk_norm_type="per_head",
+            rope_theta=5000000,
+            partial_rotary_factor=0.5,
+        ),
+        inside=TEXT,
+        around=dict(
+            vision_config=M3_VISION,
+            projector_hidden_size=64,
+            image_token_index=130,
+            video_token_index=131,
+        ),
+    ),
+    "Step3p7ForConditionalGeneration": Family(
+        STEP,
+        sglang=overriding(vision_config=STEP_IMAGES),
+        replaced=STEP_SETTINGS,
+        inside=TEXT,
+        around=dict(
+            vision_config=STEP_IMAGES | dict(max_position_embeddings=16), image_token_id=130
+        ),
     ),
 }

@@ -36,11 +36,11 @@ __all__ = [
 
 
 def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
-    """Writes the checkpoint of a class (transformers' name) to folder ``path``. changed: settings
+    """Writes the checkpoint of a class (its name in FAMILIES) to folder ``path``. changed: settings
     of its configuration."""
     torch.manual_seed(seed)
     family = FAMILIES[name]
-    model = getattr(transformers, name)(_configuration(name, family, changed))
+    model = _class_of(name)(_configuration(family.like or name, family, changed))
     for key, tensor in model.state_dict().items():
         gate = key.endswith(".gate.weight") and not tensor.any()  # zeros would tie all experts
         if gate or ("bias" in key and family.unset not in key):
@@ -60,12 +60,17 @@ def whole_of(path: Path) -> Path:
     return path.with_name(f"{path.name} whole")
 
 
+def _class_of(name: str) -> Any:
+    """transformers' class that computes what a class of FAMILIES does."""
+    return getattr(transformers, FAMILIES[name].like or name)
+
+
 def _as_published(name: str, family: Family, path: Path) -> None:
     if family.replaced or family.repeated or family.dropped or family.renamed:
         shutil.copytree(path, whole_of(path))
     file = path / "config.json"
-    if family.published:
-        file.write_text(file.read_text().replace(name, family.published))
+    written, published = family.like or name, family.published or name
+    file.write_text(file.read_text().replace(written, published))
     if family.replaced or family.repeated:
         written = json.loads(file.read_text())
         part = written
@@ -74,6 +79,8 @@ def _as_published(name: str, family: Family, path: Path) -> None:
         part |= family.replaced | {key: part[same] for key, same in family.repeated.items()}
         for key in [key for key, value in family.replaced.items() if value is None]:
             del part[key]
+        if family.text_only:
+            written = part | {"architectures": written["architectures"]}
         file.write_text(json.dumps(written))
     if family.dropped or family.transposed or family.renamed:
         file, kept = path / "model.safetensors", {}
@@ -84,8 +91,25 @@ def _as_published(name: str, family: Family, path: Path) -> None:
                 tensor = tensor.transpose(1, 2).contiguous()
             for old, new in family.renamed.items():
                 key = key.replace(old, new)
-            kept[key] = tensor
+            kept |= _parted(key, tensor) if family.parted else {key: tensor}
+        for name, parts in family.joined.items():
+            for first in [key for key in kept if f".{parts[0]}." in key]:
+                keys = [first.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+                joined = torch.cat([kept.pop(key) for key in keys])
+                kept[first.replace(f".{parts[0]}.", f".{name}.")] = joined
         save_file(kept, file, metadata={"format": "pt"})
+
+
+def _parted(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A stack of experts [E, ...] as single ones, and gate_up as gate and up. Else the tensor."""
+    if tensor.dim() == 3:
+        module, _, matrix = key.rpartition(".")
+        single = ((f"{module}.{i}.{matrix}.weight", one) for i, one in enumerate(tensor))
+        return {k: v for key, one in single for k, v in _parted(key, one).items()}
+    if "gate_up_proj" not in key:
+        return {key: tensor.clone()}
+    gate, up = (half.clone() for half in tensor.chunk(2))
+    return {key.replace("gate_up", "gate"): gate, key.replace("gate_up", "up"): up}
 
 
 def _configuration(name: str, family: Family, changed: dict[str, Any]) -> Any:
@@ -111,7 +135,7 @@ class FamilyReference(Reference):
 
     def __init__(self, name: str, path: Path) -> None:
         whole = whole_of(path)
-        self.model = getattr(transformers, name).from_pretrained(
+        self.model = _class_of(name).from_pretrained(
             whole if whole.exists() else path,
             dtype=torch.float32,
             experts_implementation="eager",

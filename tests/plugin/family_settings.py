@@ -102,10 +102,14 @@ class Family:
     None for those that published ones lack. repeated: further ones, and those whose values they
     have. dropped: a pattern of the tensors that published
     checkpoints lack. transposed: whether published stacks of experts are [E, H, 2 I] and [E, I, H].
-    renamed: parts of the tensors' names, and what published checkpoints have instead. median,
-    mean: how far log-probabilities may be from the reference's. by_stock: engines that do not
-    compute what transformers does, so they are compared with themselves. cold_only: engines whose
-    kernels for the CPU cannot compute any of its experts, so none is hot.
+    renamed: parts of the tensors' names, and what published checkpoints have instead. joined: names
+    of tensors, as renamed, and those whose rows they have. parted: whether stacks of experts are
+    published as single ones, with gate and up apart. text_only: whether the text model of a
+    multimodal class is published by itself. like: for a class that transformers does not know, one
+    of transformers that computes the same. median, mean: how far log-probabilities may be from the
+    reference's. by_stock: engines that do not compute what transformers does, so they are compared
+    with themselves. cold_only: engines whose kernels for the CPU cannot compute any of its experts,
+    so none is hot.
     """
 
     config: dict[str, Any]
@@ -125,6 +129,10 @@ class Family:
     dropped: str | None = None
     transposed: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
+    joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parted: bool = False
+    text_only: bool = False
+    like: str | None = None
     median: float = 0.005
     mean: float = 0.01
     by_stock: tuple[str, ...] = ()
@@ -133,7 +141,7 @@ class Family:
     def on_cpu(self, engine: str) -> dict[str, Any] | None:
         """The engine's arguments; None if it does not serve the class on the CPU."""
         given = {"vllm": self.vllm, "sglang": self.sglang}[engine]
-        if given is None or not self.inside:
+        if given is None or not self.inside or self.text_only:
             return given
         if engine == "vllm":
             return {"limit_mm_per_prompt": NO_MEDIA} | given

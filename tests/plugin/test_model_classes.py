@@ -44,6 +44,7 @@ USUAL = (
     "FlexOlmoForCausalLM",
     "Gemma4ForCausalLM",
     "Glm4MoeForCausalLM",
+    "GlmMoeDsaForCausalLM",
     "GraniteMoeForCausalLM",
     "HYV3ForCausalLM",
     "Kimi_K25ForConditionalGeneration",
@@ -100,10 +101,13 @@ VARIABLES = {
 }
 # Steps of vllm_stand_ins.py or sglang_stand_ins.py, because the engine has them on GPUs only.
 STAND_INS = {
+    ("vllm", "DeepseekV32ForCausalLM"): "sparse attention",
+    ("vllm", "GlmMoeDsaForCausalLM"): "sparse attention",
     ("vllm", "LagunaForCausalLM"): "routing",
     ("vllm", "LongcatFlashForCausalLM"): "routing",
     ("vllm", "MiniMaxM2ForCausalLM"): "routing",
     ("vllm", "NemotronHForCausalLM"): "experts without a gate",
+    ("vllm", "Step3p5ForCausalLM"): "routing",
     ("sglang", "Llama4ForConditionalGeneration"): "rotary embeddings",
     ("sglang", "MiniMaxM2ForCausalLM"): "norm of queries and keys",
 }

@@ -24,8 +24,9 @@ import test_vllm
 import torch
 from class_results import MOE_LAYER, RESULTS, classes_that_passed, keep
 from engines import HOT, TIMEOUT, Answers, run
+from families_2026 import overriding
 from family_models import EXPERTS, FAMILIES, FamilyReference, make
-from family_settings import COMMON, VOCABULARY
+from family_settings import COMMON, NO_MEDIA, VOCABULARY
 from grid import FULL
 from safetensors.torch import load_file, save_file
 
@@ -45,6 +46,10 @@ class Alone:
     written: dict[str, Any] = field(default_factory=dict)
 
 
+# transformers' configuration of a text-only MiniMax-M3 has another activation.
+SWIGLUOAI = {
+    "hf_overrides": dict(hidden_act="swigluoai", rope_theta=5e6, partial_rotary_factor=0.5)
+}
 LINEAR = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
 # SGLang leaves this factor to its kernels for GPUs.
 UNSCALED = {"routed_scaling_factor": 1.0}
@@ -63,22 +68,35 @@ CLASSES: dict[str, dict[str, Alone]] = {
     "vllm": {
         "GraniteMoeHybridForCausalLM": Alone(),
         "JambaForCausalLM": Alone(),
+        "MiniMaxM3SparseForCausalLM": Alone(arguments=SWIGLUOAI, hot=0),
+        "MiniMaxM3SparseForConditionalGeneration": Alone(
+            True, {"limit_mm_per_prompt": NO_MEDIA}, hot=0
+        ),
         "Mistral4ForCausalLM": Alone(),
         "NemotronHForCausalLM": Alone(True, changed={"routed_scaling_factor": 2.5}, hot=0),
     },
     "sglang": {
+        "DeepseekV32ForCausalLM": Alone(),
         "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, written=COMPRESSED),
         "ExaoneMoeForCausalLM": Alone(arguments={"attention_backend": "triton"}),
         "Glm4MoeLiteForCausalLM": Alone(),
+        "GlmMoeDsaForCausalLM": Alone(),
         "GraniteMoeHybridForCausalLM": Alone(arguments=LINEAR),
         "HunYuanMoEV1ForCausalLM": Alone(),
         "KimiLinearForCausalLM": Alone(arguments=LINEAR, changed=UNSCALED),
+        "LLaDA2MoeModelLM": Alone(),
         "Lfm2MoeForCausalLM": Alone(arguments=LINEAR),
         "MiniMaxM2ForCausalLM": Alone(True),
+        # Of hot experts, SGLang's kernel for the CPU would compute SiLU.
+        "MiniMaxM3SparseForCausalLM": Alone(arguments=overriding(hidden_act="swigluoai"), hot=0),
+        "MiniMaxM3SparseForConditionalGeneration": Alone(
+            arguments={"enable_multimodal": False}, hot=0
+        ),
         "NemotronHForCausalLM": Alone(
             True, LINEAR | {"moe_runner_backend": "triton"}, UNSCALED, hot=0
         ),
         "Qwen3_5MoeForConditionalGeneration": Alone(True, LINEAR | {"enable_multimodal": False}),
+        "SDARMoeForCausalLM": Alone(),
     },
 }
 RUNS = [

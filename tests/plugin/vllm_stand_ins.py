@@ -2,7 +2,8 @@
 
 vLLM 0.32 routes on the CPU by softmax, by groups, or as DeepSeek-V4 does; experts without a gate
 are refused there, and zero experts need Triton. With this module, MoE layers that need these can be
-built and routed, so that kt-moe's part can be compared. Attention is untouched.
+built and routed, so that kt-moe's part can be compared. Sparse attention, of DeepSeek-V3.2, is
+replaced where it chooses all tokens. Other attention is untouched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from vllm.model_executor.layers.fused_moe.router import (
     fused_topk_bias_router,
     zero_expert_router,
 )
+from vllm.model_executor.layers.mla import MLAModules
+from vllm.model_executor.models import deepseek_v2
 from vllm.platforms import current_platform
 
 compute_routing = cpu_router.CPURouter._compute_routing
@@ -80,10 +83,18 @@ def without_gate(self: Any) -> None:
             raise
 
 
+def dense(**given: Any) -> MLAModules:
+    """Attention to all tokens, as sparse attention is in contexts no longer than index_topk. The
+    indexer, which would choose tokens, is loaded and not called."""
+    return MLAModules(**given | {"is_sparse": False})
+
+
 cpu_router.CPURouter._compute_routing = with_sigmoid
 fused_topk_bias_router.vllm_topk_softmax = biased_softmax
 zero_expert_router.zero_experts_compute_triton = identities
 config.FusedMoEConfig.__post_init__ = without_gate
+deepseek_v2.MLAModules = dense
+deepseek_v2.DeepseekV32IndexerCache.get_kv_cache_spec = lambda self, config: None
 # For each model, vLLM looks through all modules, and fails at some that models may have imported.
 current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
