@@ -145,8 +145,6 @@ MULTIMODAL: dict[str, Family] = {
     ),
     "Gemma4ForConditionalGeneration": Family(
         GEMMA4,
-        ROPE,
-        SLIDING,
         {},
         TRITON | overriding(text_config=SLIDING_HEADS),
         by_stock=("sglang",),
