@@ -137,6 +137,7 @@ MODELS = {
     "qwen3_vl_moe_text": ("Qwen3VLMoe", {}),
     "qwen4_exp_text": ("Qwen4Exp", LINEAR_ATTENTION),
     "solar_open": ("SolarOpen", GROUPS),
+    "step3p5": ("Step3p7", dict(moe_layers_enum="0,1")),
     "zaya": (
         "Zaya",
         dict(layer_types=["hybrid"] * 2, router_hidden_size=8, num_experts_per_tok=1),
@@ -181,6 +182,8 @@ def make_text(kind, hidden, inter, bare=False):
     config = config_class(**COMMON | sizes(inter) | dict(hidden_size=hidden) | extra)
     config._experts_implementation = "eager"
     whole = getattr(transformers, name + "ForCausalLM", None)
+    if kind == "step3p5":
+        return transformers.Step3p7TextModel(config)
     if whole is None or bare or kind == "aria_text":
         return transformers.AutoModel.from_config(config)
     return whole(config)

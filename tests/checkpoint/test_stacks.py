@@ -183,17 +183,18 @@ def test_blocks_across_gate_and_up(tmp_path, inter, blocks):
     fails(path, "FP8", name, "multiple of 128", inter, hidden=H, inter=inter)
 
 
-def test_gate_and_up_apart(tmp_path):
-    """As Step-3.7 has them."""
+@pytest.mark.parametrize("kind", ["step3p5", "step3p7"])
+def test_gate_and_up_apart(tmp_path, kind):
+    """As Step-3.5 and Step-3.7 have them."""
     tensors, values = {}, {}
     for name, rows, columns in (("gate", I, H), ("up", I, H), ("down", H, I)):
         parts, values[name] = fp8_blocks(rows, columns, 1)
         for end, tensor in parts.items():
             tensors[f"model.layers.0.moe.{name}_proj.weight{end}"] = tensor
-    path = save(tmp_path / "a", tensors, model_type="step3p7")
+    path = save(tmp_path / "a", tensors, model_type=kind)
     check(path, values, "FP8", FP8_BLOCK)
     del tensors["model.layers.0.moe.up_proj.weight_scale_inv"]
-    path = save(tmp_path / "b", tensors, model_type="step3p7")
+    path = save(tmp_path / "b", tensors, model_type=kind)
     fails(path, "FP8", "moe.up_proj.weight_scale_inv' is missing", hidden=H, inter=I)
 
 

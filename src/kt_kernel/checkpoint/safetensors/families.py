@@ -213,6 +213,7 @@ FAMILIES: dict[str, Family] = {
     "qwen4_exp": _MLP,
     "qwen4_exp_text": _MLP,
     "solar_open": _MLP,
+    "step3p5": _STEP,
     "step3p7": _STEP,
     "zaya": _MLP,
 }
