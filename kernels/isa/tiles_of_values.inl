@@ -30,3 +30,16 @@ void add_tile(float* to, const float* from, const float* bias, int64_t m) {
       f_store(to + r * kTileRows + n, x);
     }
 }
+
+// With the operations of merge_tile for each sum, and those of finish_columns for the sums.
+void sum_rows(const WeightedRow* rows, const int* end, int sums, int64_t n, uint16_t* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    F total = f_zero();
+    for (int s = 0, r = 0; s < sums; ++s) {
+      F sum = f_zero();
+      for (; r < end[s]; ++r) sum = f_fma(f_set(rows[r].weight), f_load(rows[r].values + i), sum);
+      total = f_add(total, sum);
+    }
+    store_some(out + i, DType::kBF16, total, n - i);
+  }
+}

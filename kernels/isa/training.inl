@@ -56,5 +56,5 @@ constexpr const TurnedKernels* kTurned = nullptr;
 
 constexpr TrainingKernels kTraining = {
     kTransposed, kTurned,   swiglu_backward_tile, outer_product, gather_columns,
-    add_tile,    keep_tile, drop_columns,
+    add_tile,    keep_tile, sum_rows, drop_columns,
 };

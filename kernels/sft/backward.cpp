@@ -56,11 +56,11 @@ void BackwardPass::clear_gradients() {
 
 void BackwardPass::take_grad_out(const ExpertRows& e, int64_t begin, int64_t end) {
   const int64_t h = config_.hidden_size;
+  note_pairs(e, begin, end);
   for (int64_t r = begin; r < end; ++r) {
     const int64_t token = first_ + plan().tokens()[e.first + r];
     if (!training_.turned)
       grad_out_rows().put_row(table_, row(e) + r, args_.grad_out + token * h, DType::kBF16, h);
-    space_.pair[size_t(plan().routes()[e.first + r])] = int32_t(e.first + r);
     for (Matrix matrix : {kGate, kUp}) {
       if (!adapters_ || state_.config.recompute) continue;
       std::copy_n(kept_ranks(as<float>(saved_.ranks), e, r, matrix), lora_.rank(),

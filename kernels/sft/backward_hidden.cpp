@@ -5,10 +5,7 @@
 
 namespace kt {
 
-// The gradient of x. Vector kernels add an expert's products to the sums of its group at once. With
-// tiles that would take a tenth longer: an expert's rows would come from a far cache for each block
-// of columns. Its products are kept by pair there, so that the rows stay in a near cache while all
-// blocks go by. They are kept, too, where the columns of an expert's matrices have orders of their
+// The gradient of x. The products are also kept by pair where the columns of an expert's matrices have orders of their
 // own (act-order), because a column of the sum then takes from columns all over the rows.
 void BackwardPass::input() {
   const int64_t blocks = part().size ? ceil_div(hidden_tiles(), 2) : 0;
@@ -17,7 +14,7 @@ void BackwardPass::input() {
     const auto cost = [&](int64_t i) { return std::max<int64_t>(plan().expert(i).count, 32); };
     pool_phase(plan().active(), blocks, cost,
                [&](int64_t i, int64_t block) { input_columns(plan().expert(i), block, 0); });
-    if (!layer_.order.any) return add_pairs();
+    if (!layer_.order.any) return add_pairs(false, args_.grad_in);
     ordered_input();
   } else {
     const auto cost = [&](int64_t i) { return plan().group(i % groups).pairs; };
@@ -51,8 +48,8 @@ void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t gro
       const int64_t tile = first_tile + t, pair = e.first + r;
       float *gate = mine_.tile[t], *up = mine_.tile[2 + t];
       if (layer_.order.any) {
-        keep_input(kGate, pair, m, tile, gate, nullptr);
-        keep_input(kUp, pair, m, tile, up, nullptr);
+        keep_by_pair(kGate, pair, m, tile, gate, nullptr);
+        keep_by_pair(kUp, pair, m, tile, up, nullptr);
         continue;
       }
       const float* more = up;
@@ -61,7 +58,7 @@ void BackwardPass::input_columns(const ExpertRows& e, int64_t block, int64_t gro
         more = input_adapters(e, tile, r, m, gate);
       }
       if (keeps_input()) {
-        keep_input(kGate, pair, m, tile, gate, more);
+        keep_by_pair(kGate, pair, m, tile, gate, more);
         continue;
       }
       training_.add(gate, more, nullptr, m);
@@ -85,30 +82,7 @@ void BackwardPass::input_sum(const ExpertRows& e, int64_t block) {
     training_.turned->sum(terms, count, tiles * kTileRows, r, m, mine_.tile[0],
                           mine_.tile[1] - mine_.tile[0]);
     for (int64_t t = 0; t < tiles; ++t)
-      keep_input(kGate, e.first + r, m, first_tile + t, mine_.tile[t], nullptr);
-  });
-}
-
-void BackwardPass::keep_input(Matrix matrix, int64_t pair, int64_t m, int64_t tile,
-                              const float* values, const float* more) const {
-  training_.keep(values, more, m, grad_x(worker_.pool, matrix, pair) + tile * kTileRows,
-                 round_up(config_.hidden_size, kTileRows));
-}
-
-// The sum over a token's routes and the pools, in this order.
-void BackwardPass::add_pairs() {
-  const int64_t h = config_.hidden_size, k = config_.top_k;
-  team_phase(ceil_div(count_, kRowTask), [&](int64_t task) {
-    for (int64_t t = task * kRowTask; t < std::min((task + 1) * kRowTask, count_); ++t) {
-      int n = 0;
-      for (int64_t j = 0; j < k; ++j) {
-        if (!in_.computes(in_.ids[(first_ + t) * k + j])) continue;
-        for (int p = 0; p < int(layer_.pools.size()); ++p)
-          if (layer_.pools[size_t(p)].size)
-            mine_.parts[n++] = grad_x(p, kGate, space_.pair[size_t(t * k + j)]);
-      }
-      table_.finish(mine_.parts, n, nullptr, h, args_.grad_in + (first_ + t) * h, DType::kBF16);
-    }
+      keep_by_pair(kGate, e.first + r, m, first_tile + t, mine_.tile[t], nullptr);
   });
 }
 
@@ -138,7 +112,7 @@ void BackwardPass::ordered_input() {
           const int32_t* from =
               saved_.inverse_order.data() + (2 * position + matrix) * h + tile * kTileRows;
           for (int64_t row = 0; row < m; ++row) {
-            const float* kept = grad_x(worker_.pool, matrix, e.first + r + row);
+            const float* kept = by_pair(worker_.pool, matrix, e.first + r + row);
             for (int64_t c = 0; c < valid; ++c) values[row * kTileRows + c] += kept[from[c]];
           }
         }

@@ -25,8 +25,14 @@ void BackwardPass::inter_columns(const ExpertRows& e, int64_t block) {
   std::fill_n(mine_.sums, tiles * sums, 0.0f);
   float* v = mine_.tile[0];  // and tile[1]
   const auto rest = [&](int64_t r, int64_t m) {
-    for (int64_t t = 0; t < tiles; ++t)
-      inter_tile(e, first_tile + t, r, m, mine_.tile[t], mine_.sums + t * sums);
+    for (int64_t t = 0; t < tiles; ++t) {
+      float* values = mine_.tile[t];
+      if (adapters_ && !sums_terms())
+        training_.add(values, a_product(e, kDown, first_tile + t, r, m, mine_.tile[2]), nullptr, m);
+      near_rows(m, [&](int64_t at, int64_t n) {
+        inter_tile(e, first_tile + t, r + at, n, values + at * kTileRows, mine_.sums + t * sums);
+      });
+    }
   };
   if (training_.turned) {
     uint8_t* scratch = mine_.transposed;
@@ -51,14 +57,12 @@ void BackwardPass::inter_columns(const ExpertRows& e, int64_t block) {
     inter_sums(e, first_tile + t, mine_.sums + t * sums);
 }
 
-// Rows [first, first + m) of the expert; v: W_down^T dO.
-void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* v,
-                              float* sums) {
+// Rows [first, first + m) of the expert; v: W_down^T dO, with the adapter's part.
+void BackwardPass::inter_tile(const ExpertRows& e, int64_t tile, int64_t first, int64_t m,
+                              const float* v, float* sums) {
   float* h = mine_.tile[3];
   ByMatrix<float*> d{mine_.tile[4], mine_.tile[5], h};
   const int64_t at = row(e) + first, column = part().begin + tile * kTileRows;
-  if (adapters_ && !sums_terms())
-    training_.add(v, a_product(e, kDown, tile, first, m, mine_.tile[2]), nullptr, m);
   const auto kept = [&](int half) {
     return gate_up_memory() + saved_tile(pairs_before(), e, inter_tiles(), tile, half) +
            first * kTileRows;

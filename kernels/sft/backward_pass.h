@@ -37,7 +37,7 @@ class BackwardPass : TrainingPass {
   // backward_inter.cpp
   void inter();
   void inter_columns(const ExpertRows& e, int64_t block);
-  void inter_tile(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, float* v,
+  void inter_tile(const ExpertRows& e, int64_t tile, int64_t first, int64_t m, const float* v,
                   float* sums);
   void inter_sums(const ExpertRows& e, int64_t tile, const float* sums);
   void ranks();
@@ -50,10 +50,7 @@ class BackwardPass : TrainingPass {
   void input_sum(const ExpertRows& e, int64_t block);
   const float* input_adapters(const ExpertRows& e, int64_t tile, int64_t first, int64_t m,
                               float* to);
-  bool keeps_input() const { return training_.turned || layer_.order.any; }
-  void keep_input(Matrix matrix, int64_t pair, int64_t m, int64_t tile, const float* values,
-                  const float* more) const;
-  void add_pairs();
+  bool keeps_input() const { return keeps_pairs() || layer_.order.any; }
   void ordered_input();
   void hidden();
   void take_columns(const uint16_t* rows, const ExpertRows& e, int64_t tile, const float* factor,
@@ -71,10 +68,6 @@ class BackwardPass : TrainingPass {
   float* full_tile(int pool, Matrix m, const ExpertRows& e, int64_t tiles, int64_t tile) const {
     return as<float>(space_.pool[size_t(pool)].full[m]) +
            (e.first * tiles + e.count * tile) * kTileRows;
-  }
-  float* grad_x(int pool, Matrix m, int64_t pair) const {
-    return as<float>(space_.pool[size_t(pool)].grad_x[m]) +
-           pair * round_up(config_.hidden_size, kTileRows);
   }
   float* dots(int pool, int64_t tile) const {
     return as<float>(space_.pool[size_t(pool)].dots) + tile * space_.size.pairs;

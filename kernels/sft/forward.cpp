@@ -14,8 +14,8 @@ namespace {
 //   gate_up   gate and up, which are kept; activation; h to A rows, and to rows for down's adapter
 //   quantise  h with one scale per row, once the whole row is there
 //   adapter   scaling * h A^T of down, by pool, then summed over the pools
-//   down      weighted sums over the experts of a group
-//   finish    sums over pools and groups; one rounding
+//   down      products with down, kept by pair; or weighted sums of them over the experts of a group
+//   finish    sums over pools and groups, and over the experts if kept by pair; one rounding
 class TrainingForward : TrainingPass {
  public:
   TrainingForward(TrainingState& state, const TrainingForwardArgs& args, SavedForward* saved,
@@ -47,6 +47,10 @@ class TrainingForward : TrainingPass {
     });
     quantise_h();
     adapter_of_h();
+    if (keeps_pairs()) {
+      down_by_pair();
+      return add_pairs(true, out_);
+    }
     down();
     finish_sums(out_);
   }
@@ -107,26 +111,49 @@ class TrainingForward : TrainingPass {
       const int64_t tile = i / groups, group = i % groups;
       float* sum = sum_of(worker_.pool, group, tile);
       std::fill_n(sum, count_ * kTileRows, 0.0f);
-      for (int64_t n = plan().group(group).first; n < plan().group(group).last; ++n)
-        down_of_expert(plan().expert(n), tile, sum);
+      for (int64_t n = plan().group(group).first; n < plan().group(group).last; ++n) {
+        const ExpertRows& e = plan().expert(n);
+        down_products(e, tile, 0, e.count, [&](int64_t r, int64_t m, const float* values) {
+          table_.merge(values, nullptr, plan().weights() + e.first + r,
+                       plan().tokens() + e.first + r, m, sum);
+        });
+      }
     });
   }
 
-  void down_of_expert(const ExpertRows& e, int64_t tile, float* sum) {
+  void down_by_pair() {
+    const int64_t tiles = part().size ? hidden_tiles() : 0;
+    const auto cost = [&](int64_t item) { return std::max<int64_t>(plan().item(item).rows(), 32); };
+    pool_phase(plan().items(), tiles, cost, [&](int64_t number, int64_t tile) {
+      const WorkItem& item = plan().item(number);
+      const ExpertRows& e = plan().expert(item.expert);
+      down_products(e, tile, item.first, item.last,
+                    [&](int64_t r, int64_t m, const float* values) {
+                      keep_by_pair(kGate, e.first + r, m, tile, values, nullptr);
+                    });
+    });
+  }
+
+  // f(first, m, values) with products of rows [begin, end), with adapter and bias.
+  template <class F>
+  void down_products(const ExpertRows& e, int64_t tile, int64_t begin, int64_t end, F f) {
     const MatrixLayout& layout = part().layout[kDown];
     const uint8_t* weights = layer_.expert(worker_.pool, e.slot) + part().begin_of(kDown);
     const float* bias = first_part() ? layer_.bias_of(kDown, e.slot) : nullptr;
     const ActRows h = h_.rows(e);
     float *values = mine_.tile[0], *adapter = mine_.tile[1];
-    row_blocks(0, e.count, [&](int64_t r, int64_t m) {
+    row_blocks(begin, end, [&](int64_t r, int64_t m) {
       pass_.kernel(e, kDown).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
                                      values);
-      if (first_part()) {
-        adapter_product(kDown, kLoraB, e.slot, tile, rank_rows(kDown).from(row(e) + r), m, adapter);
-        training_.add(values, adapter, nullptr, m);
-      }
-      table_.merge(values, bias ? bias + tile * kTileRows : nullptr, plan().weights() + e.first + r,
-                   plan().tokens() + e.first + r, m, sum);
+      near_rows(m, [&](int64_t at, int64_t n) {
+        float* near = values + at * kTileRows;
+        if (first_part()) {
+          adapter_product(kDown, kLoraB, e.slot, tile, rank_rows(kDown).from(row(e) + r + at), n,
+                          adapter);
+          training_.add(near, adapter, bias ? bias + tile * kTileRows : nullptr, n);
+        }
+        f(r + at, n, near);
+      });
     });
   }
 

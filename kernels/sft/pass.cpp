@@ -23,6 +23,7 @@ TrainingPass::TrainingPass(TrainingState& state, sys::Worker& worker, const Trai
 void TrainingPass::take_x(float* kept) {
   const bool gathers = in_.base && x_->gathers(plan());
   each_part([&](const ExpertRows& e, int64_t begin, int64_t end) {
+    note_pairs(e, begin, end);
     if (gathers) x_->gather(plan(), e, e.first + begin, e.first + end);
     for (int64_t r = begin; r < end; ++r) {
       // Without dropout gate and up have the same rows.
@@ -122,6 +123,31 @@ void TrainingPass::finish_sums(uint16_t* out) {
   args.out = out;
   const Chunk chunk{args, first_, count_, false};
   team_phase(hidden_tiles(), [&](int64_t tile) { finish_tile(layer_, plan(), chunk, tile); });
+}
+
+void TrainingPass::add_pairs(bool weighted, uint16_t* out) {
+  const int64_t h = config_.hidden_size, k = config_.top_k;
+  const auto add = [&](int64_t token) {
+    int64_t count = 0;
+    for (int64_t route = token * k; route < (token + 1) * k; ++route)
+      if (in_.computes(in_.ids[first_ * k + route]))
+        mine_.pairs[count++] = space_.pair[size_t(route)];
+    std::sort(mine_.pairs, mine_.pairs + count);  // by expert
+    int end[kMaxPools * kMaxGroups], sums = 0, n = 0;
+    for (int p = 0; p < int(layer_.pools.size()); ++p)
+      for (int64_t g = 0, i = 0; layer_.pools[size_t(p)].size && g < plan().groups(); ++g) {
+        const ExpertRows& last = plan().expert(plan().group(g).last - 1);
+        for (; i < count && mine_.pairs[i] < last.first + last.count; ++i) {
+          const int32_t pair = mine_.pairs[i];
+          mine_.parts[n++] = {by_pair(p, kGate, pair), weighted ? plan().weights()[pair] : 1};
+        }
+        end[sums++] = n;
+      }
+    training_.sum_rows(mine_.parts, end, sums, h, out + (first_ + token) * h);
+  };
+  team_phase(ceil_div(count_, kRowTask), [&](int64_t task) {
+    for (int64_t t = task * kRowTask; t < std::min((task + 1) * kRowTask, count_); ++t) add(t);
+  });
 }
 
 }  // namespace kt

@@ -79,6 +79,11 @@ class TrainingPass {
     for (int64_t r = first; r < last; r += block) f(r, std::min(block, last - r));
   }
 
+  // f(first, count) for parts of a kernel call's m rows whose values stay in the nearest cache.
+  template <class F> static void near_rows(int64_t m, F f) {
+    for (int64_t r = 0; r < m; r += kTileRows) f(r, std::min(kTileRows, m - r));
+  }
+
   // Forward, up to the activation.
   //
   // A rows of the base products; the adapters' scaling * x A^T of gate and up, as rows and in
@@ -199,6 +204,30 @@ class TrainingPass {
   // Rounds all pools' and groups' sums of every tile of H to bf16 rows of `out`.
   void finish_sums(uint16_t* out);
 
+  // Whether products with results of H columns are kept by pair. Otherwise an expert's are added to
+  // the sums of its group at once, by tasks that go over all experts of the group. With tiles that
+  // takes longer, as an expert's rows come from a far cache for each task: down 1.2 to 1.5 times as
+  // long. Vector kernels spend more time with each row.
+  bool keeps_pairs() const { return training_.turned; }
+  // A row of H of a pair, which a phase keeps instead of adding it to its token's sum.
+  float* by_pair(int pool, Matrix m, int64_t pair) const {
+    return as<float>(space_.pool[size_t(pool)].by_pair[m]) +
+           pair * round_up(config_.hidden_size, kTileRows);
+  }
+  void keep_by_pair(Matrix matrix, int64_t pair, int64_t m, int64_t tile, const float* values,
+                    const float* more) const {
+    training_.keep(values, more, m, by_pair(worker_.pool, matrix, pair) + tile * kTileRows,
+                   round_up(config_.hidden_size, kTileRows));
+  }
+  // Notes where the pairs of rows [begin, end) of an expert are, for add_pairs.
+  void note_pairs(const ExpertRows& e, int64_t begin, int64_t end) const {
+    for (int64_t pair = e.first + begin; pair < e.first + end; ++pair)
+      space_.pair[size_t(plan().routes()[pair])] = int32_t(pair);
+  }
+  // The same sums as finish_sums', in the same order, of what was kept by pair for kGate: times the
+  // router weights if `weighted`.
+  void add_pairs(bool weighted, uint16_t* out);
+
   TrainingState& state_;
   LayerState& layer_;
   const LayerConfig& config_;
@@ -252,13 +281,18 @@ template <class F> void TrainingPass::gate_up(F keep) {
             layer_.expert(worker_.pool, e.slot) + part().begin_of(matrix) +
                 tile * part().stride_of(matrix),
             layout, x_->rows(plan(), e, matrix).from(r), m, values[matrix]);
-        adapter_product(matrix, kLoraB, e.slot, tile, rank_rows(matrix).from(row(e) + r), m,
-                        adapter);
-        const float* bias = layer_.bias_of(matrix, e.slot);
-        training_.add(values[matrix], adapter,
-                      bias ? bias + part().begin + tile * kTileRows : nullptr, m);
       }
-      keep(e, tile, r, m, values[0], values[1]);
+      near_rows(m, [&](int64_t at, int64_t n) {
+        float* near[2] = {values[0] + at * kTileRows, values[1] + at * kTileRows};
+        for (Matrix matrix : {kGate, kUp}) {
+          adapter_product(matrix, kLoraB, e.slot, tile, rank_rows(matrix).from(row(e) + r + at), n,
+                          adapter);
+          const float* bias = layer_.bias_of(matrix, e.slot);
+          training_.add(near[matrix], adapter,
+                        bias ? bias + part().begin + tile * kTileRows : nullptr, n);
+        }
+        keep(e, tile, r + at, n, near[0], near[1]);
+      });
     });
   });
 }

@@ -36,7 +36,8 @@ TrainingSpace thread_space(const TrainingSize& s) {
     place(t.sums, 6 * s.rank_padded() * kTileRows * 4);
     for (float*& columns : t.columns) place(columns, times({s.pairs, kTileRows, 4}));
     place(t.row, widest * 4);
-    place(t.parts, times({s.top_k, kMaxPools, int64_t(sizeof(float*))}));
+    place(t.pairs, times({s.top_k, 4}));
+    place(t.parts, times({s.top_k, kMaxPools, int64_t(sizeof(WeightedRow))}));
     const int64_t inter = round_up(s.intermediate, kTileRows), rank = s.rank_padded();
     place(t.transposed, transposed_scratch(std::max(widest + rank, 2 * (inter + rank))));
     if (counting) t.memory = sys::Mapping(size_t(total));
@@ -85,7 +86,7 @@ TrainingWorkspace::TrainingWorkspace(const TrainingSize& s, int pools, int threa
     part.dots = floats({i / kTileRows, s.pairs});
     part.gate_up = floats({s.pairs, i});  // two of bf16
     for (sys::Mapping& one : part.full) one = floats({s.pairs, i});
-    for (sys::Mapping& one : part.grad_x) one = floats({s.pairs, h});
+    for (sys::Mapping& one : part.by_pair) one = floats({s.pairs, h});
   }
   for (int t = 0; t < threads; ++t) thread.push_back(thread_space(s));
 }

@@ -7,6 +7,7 @@
 
 #include "../moe/state.h"
 #include "../sys/numa_memory.h"
+#include "kt/training.h"
 
 namespace kt {
 
@@ -32,7 +33,8 @@ struct TrainingSpace {
   float* sums;          // of outer products: 6 of [rank][32]
   float* columns[2];    // 32 columns of all rows of an expert
   float* row;           // of H or I
-  const float** parts;  // of a sum over a token's pairs and the pools
+  int32_t* pairs;       // of a token
+  WeightedRow* parts;   // of a sum over a token's pairs and the pools
   uint8_t* transposed;  // transposed_scratch() of all terms of a sum
   sys::Mapping memory;
 };
@@ -56,8 +58,9 @@ struct TrainingWorkspace {
     sys::Mapping dots;             // float32 [tiles of I][pairs]
     sys::Mapping gate_up;          // of a chunk, where they are computed again: by saved_tile()
     sys::Mapping full[kMatrices];  // float32 tiles: gradients of gate and up, h; by saved_tile()
-    // float32 [pairs][H]: the gradient of x; or of gate and up, with columns in their order.
-    sys::Mapping grad_x[2];
+    // float32 [pairs][H]: the product with down, then the gradient of x; or the gradients of gate
+    // and up, with columns in their order.
+    sys::Mapping by_pair[2];
   };
   std::vector<Pool> pool;
   std::vector<TrainingSpace> thread;  // by rank
