@@ -14,7 +14,7 @@ from early_table import early
 from prompts_tables import beside_peer, in_turns, prompts
 from saved import Content, load
 from table import engine_name, grid, markdown, sentence
-from training_phases import training_hybrid, training_phases
+from training_phases import training_ablation, training_hybrid, training_phases
 from training_versions import versions_table
 
 HEAD = """\
@@ -452,6 +452,14 @@ PARTS = (
         "unit multiplies with one tile load for each product.",
         ["2026-11-29-sft-amx-phases", "2026-11-29-sft-amx-tiles"],
         training_phases,
+    ),
+    Part(
+        "Fine-tuning: what parts of a step take on AMX",
+        "Steps of a build with switches and marks, without AdamW, before products with down were "
+        "kept by pair. All variants take turns, step by step. Ratios are medians of those to the "
+        "usual steps around. Most variants compute something else, or leave something out.",
+        ["2026-11-30-sft-amx-ablation"],
+        training_ablation,
     ),
     Part(
         "Fine-tuning: attention on the GPU",

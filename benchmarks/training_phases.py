@@ -56,6 +56,32 @@ def training_phases(content: Content) -> str:
     return f"{head}\n\n" + grid("ms", columns, lines)
 
 
+def training_ablation(content: Content) -> str:
+    """What parts of a step take: milliseconds of the usual step, and ratios to it of variants."""
+    shape, parts = (
+        content["shape"],
+        ("step", "forward", "backward", "gate_up", "down", "inter", "input"),
+    )
+    columns = [PRODUCTS[part][0] if part in PRODUCTS else part for part in parts]
+    tables = [
+        f"{content['cpu']}, {content['cpus']} CPUs, {content['threads']} threads, rank "
+        f"{content['rank']}, E={shape['experts']} H={shape['hidden']} I={shape['inter']} "
+        f"k={shape['top_k']}, T={content['tokens']}. {content['date'][:10]}."
+    ]
+    for method in dict.fromkeys(row["method"] for row in content["rows"]):
+        lines = []
+        for row in content["rows"]:
+            if row["method"] != method:
+                continue
+            if "ratio" not in row:
+                lines.append(("ms of a step", [f"{row['ms'][part]:.1f}" for part in parts]))
+                continue
+            what = f"{row['variant']}: {content['variants'][row['variant']]}"
+            lines.append((what, [f"{row['ratio'][part]:.2f}" for part in parts]))
+        tables.append(grid(method, columns, lines))
+    return "\n\n".join(tables)
+
+
 def training_hybrid(content: Content) -> str:
     """Training steps with attention on a GPU and the experts' LoRA on the CPU."""
 

@@ -55,6 +55,6 @@ constexpr const TurnedKernels* kTurned = nullptr;
 #endif
 
 constexpr TrainingKernels kTraining = {
-    kTransposed, kTurned,   swiglu_backward_tile, outer_product, gather_columns,
-    add_tile,    keep_tile, sum_rows, drop_columns,
+    kTransposed, kTurned,  swiglu_backward_tile, outer_product, gather_columns, add_tile,
+    keep_tile,   sum_rows, drop_columns,
 };

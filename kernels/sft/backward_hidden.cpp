@@ -5,8 +5,9 @@
 
 namespace kt {
 
-// The gradient of x. The products are also kept by pair where the columns of an expert's matrices have orders of their
-// own (act-order), because a column of the sum then takes from columns all over the rows.
+// The gradient of x. The products are also kept by pair where the columns of an expert's matrices
+// have orders of their own (act-order), because a column of the sum then takes from columns all
+// over the rows.
 void BackwardPass::input() {
   const int64_t blocks = part().size ? ceil_div(hidden_tiles(), 2) : 0;
   const int64_t groups = plan().groups();

@@ -14,8 +14,8 @@ namespace {
 //   gate_up   gate and up, which are kept; activation; h to A rows, and to rows for down's adapter
 //   quantise  h with one scale per row, once the whole row is there
 //   adapter   scaling * h A^T of down, by pool, then summed over the pools
-//   down      products with down, kept by pair; or weighted sums of them over the experts of a group
-//   finish    sums over pools and groups, and over the experts if kept by pair; one rounding
+//   down      products with down, kept by pair; or their weighted sums over the experts of a group
+//   finish    sums over pools and groups, and over experts if kept by pair; one rounding
 class TrainingForward : TrainingPass {
  public:
   TrainingForward(TrainingState& state, const TrainingForwardArgs& args, SavedForward* saved,
@@ -127,10 +127,9 @@ class TrainingForward : TrainingPass {
     pool_phase(plan().items(), tiles, cost, [&](int64_t number, int64_t tile) {
       const WorkItem& item = plan().item(number);
       const ExpertRows& e = plan().expert(item.expert);
-      down_products(e, tile, item.first, item.last,
-                    [&](int64_t r, int64_t m, const float* values) {
-                      keep_by_pair(kGate, e.first + r, m, tile, values, nullptr);
-                    });
+      down_products(e, tile, item.first, item.last, [&](int64_t r, int64_t m, const float* values) {
+        keep_by_pair(kGate, e.first + r, m, tile, values, nullptr);
+      });
     });
   }
 
@@ -145,15 +144,13 @@ class TrainingForward : TrainingPass {
     row_blocks(begin, end, [&](int64_t r, int64_t m) {
       pass_.kernel(e, kDown).product(weights + tile * layout.tile_bytes(), layout, h.from(r), m,
                                      values);
-      near_rows(m, [&](int64_t at, int64_t n) {
-        float* near = values + at * kTileRows;
-        if (first_part()) {
-          adapter_product(kDown, kLoraB, e.slot, tile, rank_rows(kDown).from(row(e) + r + at), n,
-                          adapter);
-          training_.add(near, adapter, bias ? bias + tile * kTileRows : nullptr, n);
-        }
-        f(r + at, n, near);
+      near_rows(first_part() ? m : 0, [&](int64_t at, int64_t n) {
+        adapter_product(kDown, kLoraB, e.slot, tile, rank_rows(kDown).from(row(e) + r + at), n,
+                        adapter);
+        training_.add(values + at * kTileRows, adapter, bias ? bias + tile * kTileRows : nullptr,
+                      n);
       });
+      f(r, m, values);
     });
   }
 

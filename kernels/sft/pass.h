@@ -206,8 +206,8 @@ class TrainingPass {
 
   // Whether products with results of H columns are kept by pair. Otherwise an expert's are added to
   // the sums of its group at once, by tasks that go over all experts of the group. With tiles that
-  // takes longer, as an expert's rows come from a far cache for each task: down 1.2 to 1.5 times as
-  // long. Vector kernels spend more time with each row.
+  // takes longer, as an expert's rows come from a far cache for each task: down 1.4 to 1.5 times as
+  // long. Vector kernels spend more time with each row, and do not need the memory.
   bool keeps_pairs() const { return training_.turned; }
   // A row of H of a pair, which a phase keeps instead of adding it to its token's sum.
   float* by_pair(int pool, Matrix m, int64_t pair) const {

@@ -24,7 +24,7 @@ from kernels.core import (
 from kernels.sources import FP16
 from kernels.test_order import OrderedLayer
 
-from .core_oracle import Gradients, Trained, bits_of, check, mask_of, philox, values_of
+from .core_oracle import Batch, Gradients, Trained, bits_of, check, mask_of, philox, values_of
 
 AVX2 = Variant("_C", "avx2")
 
@@ -161,9 +161,21 @@ def test_bits_do_not_depend_on_threads(variant: Variant, format: Format, pools: 
 def test_adapters_of_zeros_change_nothing(variant: Variant, format: Format, kind: Kind) -> None:
     """The results are then those of the inference pass, bit for bit."""
     made = trained(variant, format, SHAPES[1], kind=kind, biases=True, threads=(1, 2))
+    same_as_inference(made, made.batch(33))
+
+
+@grid(variant=[v for v in VARIANTS if v.table in ("avx2", "amx")])
+def test_nor_do_they_where_an_expert_is_several_work_items(variant: Variant) -> None:
+    made = trained(variant, Format(BF16), (3, 72, 40, 4, 0, 600), kind=TILE, threads=(2, 1))
+    batch = made.batch(600)
+    ids = batch.ids.copy()
+    ids[:, 1] = 3
+    same_as_inference(made, replace(batch, ids=ids))
+
+
+def same_as_inference(made: Trained, batch: Batch) -> None:
     zeros = [a * (n % 2 == 0) for n, a in enumerate(made.adapters)]
     made.layer.update_lora(*zeros)
-    batch = made.batch(33)
     expected = made.base.forward(values_of(batch.x), batch.ids, batch.weights)
     np.testing.assert_array_equal(made.forward(batch, save=False), bits_of(expected))
 

@@ -106,8 +106,8 @@ struct TrainingKernels {
   // values if more is null. They go past the caches: nobody reads them soon.
   void (*keep)(const float* values, const float* more, int64_t m, float* to, int64_t stride);
 
-  // The bf16 values nearest to a sum of sums, n columns: of rows [0, end[0]), [end[0], end[1]) and so
-  // on. Rows are read as `keep` wrote them.
+  // n columns of a sum of sums, rounded to bf16: of rows [0, end[0]), of rows [end[0], end[1]) and
+  // so on. Rows are read as `keep` wrote them.
   void (*sum_rows)(const WeightedRow* rows, const int* end, int sums, int64_t n, uint16_t* out);
 
   // Dropout of columns [column, column + n) of a token's row; column is a multiple of 4, and x has
