@@ -49,9 +49,9 @@ class Engine:
         self._counts = np.zeros((tokens, layers, row), np.int64)
         for token in range(tokens):
             for layer in range(layers):
-                self._counts[token, layer, experts + routes[token, layer]] = 1
-        self._counts[:, :, 2 * experts] = 1  # tokens
-        self._version = 2 * experts + 3
+                self._counts[token, layer, routes[token, layer]] = 1
+        self._counts[:, :, experts] = 1  # tokens
+        self._version = experts + 3
         self._x, self._notes, self._number = torch.ones(ELEMENTS), dict[int, int](), 0
         self._entries = 100
         for _ in range(4):

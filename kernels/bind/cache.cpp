@@ -28,7 +28,7 @@ std::tuple<bool, Moves> look(CacheScores& scores, const Array<const int64_t, 2>&
                              const Array<const bool, 2>& evictable, std::vector<int64_t> free,
                              int64_t per_layer, int64_t most, const kt::sys::SyncedCopies* fetch) {
   const size_t layers = scores.layers(), experts = scores.experts();
-  need_shape("counters", counters, {layers, 2 * experts + CacheScores::kNumbers});
+  need_shape("counters", counters, {layers, experts + CacheScores::kNumbers});
   need_shape("resident", resident, {layers, experts});
   need_shape("evictable", evictable, {layers, experts});
   kt::need(free.size() == layers, "free has " + std::to_string(free.size()) +
@@ -83,7 +83,7 @@ void bind_cache(nb::module_& m) {
           "look", look, "counters"_a, "resident"_a, "evictable"_a, "free"_a, "per_layer"_a,
           "most"_a, "fetch"_a = nb::none(),
           "(whether there were new batches, [(layer, expert that should get a slot, expert that "
-          "should lose its own)], the most valuable first). counters: int64 [L, 2 E + 4]; "
+          "should lose its own)], the most valuable first). counters: int64 [L, E + 4]; "
           "resident, evictable: bool [L, E]; free: slots of each layer. fetch: a SyncedCopies that "
           "brings the counters, run first.")
       .def_prop_ro("policy", &CacheScores::policy)

@@ -76,13 +76,13 @@ CacheScores::CacheScores(std::vector<CachePolicy> policies, std::vector<int64_t>
 }
 
 bool CacheScores::see(const int64_t* counters) {
-  const size_t row = 2 * experts_ + kNumbers;
+  const size_t row = experts_ + kNumbers;
   int64_t tokens = std::numeric_limits<int64_t>::min();
   for (size_t layer = 0; layer < layers(); ++layer)
-    tokens = std::max(tokens, counters[layer * row + 2 * experts_ + kTokens]);
+    tokens = std::max(tokens, counters[layer * row + experts_ + kTokens]);
   if (tokens == tokens_) return false;
   for (size_t layer = 0; layer < layers(); ++layer) {
-    const int64_t* uses = counters + layer * row + experts_;
+    const int64_t* uses = counters + layer * row;
     int64_t* before = &uses_[layer * experts_];
     int64_t* since = &new_[layer * experts_];
     for (size_t e = 0; e < experts_; ++e) {

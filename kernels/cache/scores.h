@@ -29,14 +29,13 @@ struct CacheSlots {
 // policy is the one in use.
 class CacheScores {
  public:
-  // Of a layer in the device's counters, after the numbers of the tokens that used each expert
-  // last, and the uses of each expert.
+  // Of a layer in the device's counters, after the uses of each expert.
   enum Number { kTokens, kRoutes, kHits, kVersion, kNumbers };
 
   // slots: of each layer. Throws std::invalid_argument for values that make no sense.
   CacheScores(std::vector<CachePolicy> policies, std::vector<int64_t> slots, int64_t experts);
 
-  // Takes new batches into account. counters: [L, 2 E + kNumbers]. Returns whether there were any.
+  // Takes new batches into account. counters: [L, E + kNumbers]. Returns whether there were any.
   bool see(const int64_t* counters);
 
   // At most `most` moves, the most valuable first, and at most `per_layer` of a layer. A layer's

@@ -25,8 +25,8 @@ def test_maps_and_counts(
     host = HostCache(torch.device("cpu"), 2, experts)
     live = torch.full((experts,), -1, dtype=torch.int32)
     wanted, version = live.clone(), torch.zeros(1, dtype=torch.int32)
-    totals, passed = torch.zeros(2 * experts + 4, dtype=torch.int64), torch.zeros(1).long()
-    uses, last, tokens, hits = [0] * experts, [0] * experts, 0, 0
+    totals, passed = torch.zeros(experts + 4, dtype=torch.int64), torch.zeros(1).long()
+    uses, tokens, hits = [0] * experts, 0, 0
     for number, count in enumerate((1, 1100 // k, 5, 3)):
         if number != 2:  # the map stays in one pass
             wanted = torch.randint(-1, 4, (experts,), generator=g, dtype=torch.int32)
@@ -48,13 +48,12 @@ def test_maps_and_counts(
             for expert in row:
                 if not skip and 0 <= expert < experts:
                     uses[expert] += 1
-                    last[expert] = tokens
                     hits += int(wanted[expert]) >= 0
         assert torch.equal(live, wanted) and torch.equal(host.live[1], wanted)
         numbers = [tokens, sum(uses), hits, int(version)]
-        assert totals.tolist() == [*last, *uses, *numbers]
+        assert totals.tolist() == [*uses, *numbers]
         counted = host.totals()
-        assert counted.last_use[1].tolist() == last and counted.uses[1].tolist() == uses
+        assert counted.uses[1].tolist() == uses
         assert passed.tolist() == [tokens] and host.passed.tolist() == [0, tokens]
         assert counted.hits[1] == hits and counted.versions.tolist() == [0, int(version)]
     host.clear()

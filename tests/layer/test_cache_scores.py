@@ -18,11 +18,11 @@ Move = tuple[int, int, int]
 
 
 def counters(uses: np.ndarray, tokens: list[int]) -> np.ndarray:
-    """int64 [L, 2 E + 4], with numbers that must not matter in the other places."""
+    """int64 [L, E + 4], with numbers that must not matter in the other places."""
     layers, experts = uses.shape
-    found = np.full((layers, 2 * experts + _NUMBERS), 77, np.int64)
-    found[:, experts : 2 * experts] = uses
-    found[:, 2 * experts + _TOKENS] = tokens
+    found = np.full((layers, experts + _NUMBERS), 77, np.int64)
+    found[:, :experts] = uses
+    found[:, experts + _TOKENS] = tokens
     return found
 
 

@@ -34,13 +34,11 @@ TOKENS, ROUTES, HITS, VERSION, NUMBERS = range(5)  # of a layer, after the value
 
 
 class Totals:
-    """What `begin_pass` has counted in each layer. values: int64 [L, 2 E + 4]."""
+    """What `begin_pass` has counted in each layer. values: int64 [L, E + 4]."""
 
     def __init__(self, values: np.ndarray) -> None:
-        self.values, experts = values, (values.shape[1] - NUMBERS) // 2
-        self.last_use = values[:, :experts]  # number of the token, from 1; 0: never
-        self.uses = values[:, experts : 2 * experts]
-        numbers = values[:, 2 * experts :]
+        self.values = values
+        self.uses, numbers = values[:, :-NUMBERS], values[:, -NUMBERS:]
         self.tokens, self.routes = numbers[:, TOKENS], numbers[:, ROUTES]
         self.hits, self.versions = numbers[:, HITS], numbers[:, VERSION]
 
@@ -66,7 +64,7 @@ class CacheMemory:
         with torch.inference_mode(False), torch.device("cpu"):
             self._wanted = torch.full((layers, experts), -1, dtype=torch.int32, pin_memory=pinned)
             self._versions = torch.zeros(layers, dtype=torch.int32, pin_memory=pinned)
-            size = 2 * experts + NUMBERS
+            size = experts + NUMBERS
             self._passed = torch.zeros(layers, dtype=torch.int64, pin_memory=pinned)
         self.wanted, self.versions = self._wanted.numpy(), self._versions.numpy()
         self.passed = self._passed.numpy()
@@ -235,9 +233,7 @@ def _on_host(
     if padding is not None:
         pads = padding.numpy()
         known &= ((pads >= 0) if pads.dtype == np.int64 else (pads == 0))[:, None]
-    row, _ = known.nonzero()
     used = given[known]
-    np.maximum.at(found.last_use[0], used, found.tokens[0] + row + 1)
     np.add.at(found.uses[0], used, 1)
     found.tokens += len(given)
     passed[0] = int(found.tokens[0])

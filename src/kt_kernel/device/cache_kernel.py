@@ -55,14 +55,13 @@ def begin_pass(
 
     live: int32 [EXPERTS], the map that the batch's later kernels read. wanted, version: the map
     that the host published, and its number, int32, written after the map. totals: int64
-    [2 * EXPERTS + 4]: for each expert the number of the token that used it last, from 1; for each
-    expert its uses; tokens, routes, routes to experts with a slot, and the number of `live`.
-    passed: int64 in pinned memory, receives the tokens.
+    [EXPERTS + 4]: the uses of each expert; tokens, routes, routes to experts with a slot, and the
+    number of `live`. passed: int64 in pinned memory, receives the tokens.
 
     ids [tokens, TOP_K], contiguous, any integer type; with PADDED, rows are no tokens where padding
     [tokens] says so: an int64 below 0, a byte other than 0.
     """
-    numbers = totals + 2 * EXPERTS
+    numbers = totals + EXPERTS
     published = tl.atomic_add(version, 0, sem="acquire", scope="sys")
     if published != tl.load(numbers + 3).to(tl.int32):
         bins = tl.arange(0, BINS)
@@ -72,7 +71,6 @@ def begin_pass(
         # Everything that read the old map is done, because it is earlier on this stream.
         tl.store(numbers + 3, published.to(tl.int64))
     tl.debug_barrier()
-    number = tl.load(numbers)
     routes = tl.zeros([ROWS * COLUMNS], tl.int32)
     hits = tl.zeros([ROWS * COLUMNS], tl.int32)
     column = tl.arange(0, ROWS * COLUMNS) % COLUMNS
@@ -85,13 +83,12 @@ def begin_pass(
         known = without_padding(inside, padding, row, PADDED) & (given >= 0) & (given < EXPERTS)
         expert = tl.where(known, given, 0)
         slot = tl.load(live + expert, mask=known, other=-1)
-        time = number + row + 1
-        tl.atomic_max(totals + expert, time, mask=known, sem="relaxed")
         one = tl.full([ROWS * COLUMNS], 1, tl.int64)
-        tl.atomic_add(totals + EXPERTS + expert, one, mask=known, sem="relaxed")
+        tl.atomic_add(totals + expert, one, mask=known, sem="relaxed")
         routes += known.to(tl.int32)
         hits += (slot >= 0).to(tl.int32)
-    tl.store(numbers, number + tokens)
-    tl.store(passed, number + tokens)
+    number = tl.load(numbers) + tokens
+    tl.store(numbers, number)
+    tl.store(passed, number)
     tl.store(numbers + 1, tl.load(numbers + 1) + tl.sum(routes, axis=0))
     tl.store(numbers + 2, tl.load(numbers + 2) + tl.sum(hits, axis=0))

@@ -66,7 +66,7 @@ Gpu* g_gpu;
 using Event = std::atomic<bool>;
 
 constexpr int64_t kLayers = 2, kExperts = 24, kSlots = 5, kBytes = 512;
-constexpr int64_t kRow = 2 * kExperts + kt::CacheScores::kNumbers;
+constexpr int64_t kRow = kExperts + kt::CacheScores::kNumbers;
 
 // The kernel of these tests: copies the staged expert to a slot.
 void write_slot(const uint8_t* staged, uint8_t* slot) { std::memcpy(slot, staged, kBytes); }
@@ -162,8 +162,8 @@ void moves() {
     while (!stop) {
       gpu.queue([&, expert = int64_t(routes() % kExperts)] {
         for (int64_t layer = 0; layer < kLayers; ++layer) {
-          on_device[layer * kRow + kExperts + expert] += 1;
-          on_device[layer * kRow + 2 * kExperts] += 1;
+          on_device[layer * kRow + expert] += 1;
+          on_device[layer * kRow + kExperts] += 1;
         }
         __atomic_fetch_add(&passed, 1, __ATOMIC_RELAXED);
       });
@@ -177,7 +177,7 @@ void moves() {
   int64_t started = 0;
   while (started < 300) {
     fetch.run();
-    const int64_t known = on_host[2 * kExperts];
+    const int64_t known = on_host[kExperts];
     scores.see(on_host.data());
     const std::vector<kt::CacheMove> wanted =
         scores.wanted({resident.data(), evictable.data(), {0, 0}}, 4, 64);

@@ -29,7 +29,7 @@ def cache_cases(t: Things) -> dict[str, list[Case]]:
         "CacheScores.look": [
             Case(
                 scores.look,
-                counters=Array(np.zeros((layers, 2 * experts + 4), np.int64)),
+                counters=Array(np.zeros((layers, experts + 4), np.int64)),
                 resident=flags,
                 evictable=flags,
                 free=[Number(1, -MAX - 1, MAX, True)] * layers,
