@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from families_2026 import BFLOAT16, CPU_MLA, FAMILIES_2026, RECURRENT, TRITON, overriding
 from families_alike import ALIKE
 from families_multimodal import MULTIMODAL
@@ -104,3 +106,6 @@ FAMILIES = {
         SHARED | LINEAR_ATTENTION, BFLOAT16, gpu=("sglang",), median=0.03, mean=0.06
     ),
 }
+FAMILIES["NemotronHPuzzleForCausalLM"] = replace(
+    FAMILIES["NemotronHForCausalLM"], like="NemotronHForCausalLM"
+)

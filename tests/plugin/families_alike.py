@@ -160,6 +160,9 @@ ALIKE: dict[str, Family] = {
         dropped="vision|vit_large",
         text_only=True,
     ),
+    "InternS2PreviewForConditionalGeneration": replace(
+        MULTIMODAL["Qwen3_5MoeForConditionalGeneration"], like="Qwen3_5MoeForConditionalGeneration"
+    ),
     # These diffuse blocks of text, so their MoE layers alone are compared.
     "LLaDA2MoeModelLM": Family(
         GROUPS | dict(use_qk_norm=True, routed_scaling_factor=1.0),

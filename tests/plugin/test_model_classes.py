@@ -107,6 +107,7 @@ STAND_INS = {
     ("vllm", "LongcatFlashForCausalLM"): "routing",
     ("vllm", "MiniMaxM2ForCausalLM"): "routing",
     ("vllm", "NemotronHForCausalLM"): "experts without a gate",
+    ("vllm", "NemotronHPuzzleForCausalLM"): "experts without a gate",
     ("vllm", "Step3p5ForCausalLM"): "routing",
     ("sglang", "Llama4ForConditionalGeneration"): "rotary embeddings",
     ("sglang", "MiniMaxM2ForCausalLM"): "norm of queries and keys",

@@ -83,6 +83,9 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "GlmMoeDsaForCausalLM": Alone(),
         "GraniteMoeHybridForCausalLM": Alone(arguments=LINEAR),
         "HunYuanMoEV1ForCausalLM": Alone(),
+        "InternS2PreviewForConditionalGeneration": Alone(
+            arguments=LINEAR | {"enable_multimodal": False}
+        ),
         "KimiLinearForCausalLM": Alone(arguments=LINEAR, changed=UNSCALED),
         "LLaDA2MoeModelLM": Alone(),
         "Lfm2MoeForCausalLM": Alone(arguments=LINEAR),
