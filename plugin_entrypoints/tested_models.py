@@ -134,6 +134,7 @@ TESTED_LAYERS = {
         "Glm4MoeLiteForCausalLM",
         "GlmMoeDsaForCausalLM",
         "GraniteMoeHybridForCausalLM",
+        "HYV4ForCausalLM",
         "HunYuanMoEV1ForCausalLM",
         "InternS2PreviewForConditionalGeneration",
         "KimiLinearForCausalLM",

@@ -164,6 +164,12 @@ FAMILIES_2026: dict[str, Family] = {
         replaced=dict(first_k_dense_replace=1, route_norm=True, qk_norm=True),
         repeated=dict(expert_hidden_dim="moe_intermediate_size"),
     ),
+    "HYV4ForCausalLM": Family(
+        MLA | ONE_GROUP | DENSE_FIRST | SPARSE | dict(hc_mult=2, head_dim=96, swiglu_limit=10.0),
+        untried=("sglang",),
+        replaced=dict(topk_method="noaux_tc", moe_layer_freq=1, first_k_dense_replace=1),
+        renamed={".mlp.linear_gate": ".mlp.gate_proj", "experts.linear_gate": "experts.gate_proj"},
+    ),
     "HunYuanMoEV1ForCausalLM": Family(
         dict(moe_topk=TOP_K, num_shared_expert=1, use_mixed_mlp_moe=True),
         {},

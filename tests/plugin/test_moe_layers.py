@@ -82,6 +82,7 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "Glm4MoeLiteForCausalLM": Alone(),
         "GlmMoeDsaForCausalLM": Alone(),
         "GraniteMoeHybridForCausalLM": Alone(arguments=LINEAR),
+        "HYV4ForCausalLM": Alone(),
         "HunYuanMoEV1ForCausalLM": Alone(),
         "InternS2PreviewForConditionalGeneration": Alone(
             arguments=LINEAR | {"enable_multimodal": False}
